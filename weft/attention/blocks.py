@@ -1,0 +1,51 @@
+"""Cutting a sequence into blocks, for any length: the padding is ours, and is masked."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def power_of_two(x: float, *, least: int = 1) -> int:
+    """The power of two nearest to x (in ratio), and at least `least`."""
+    p = 1
+    while p * 2**0.5 < x:
+        p *= 2
+    return max(p, least)
+
+
+def pad_length(x: Tensor, length: int) -> Tensor:
+    """Pad (B, H, L, D) on the right with zeros to `length` tokens."""
+    return F.pad(x, (0, 0, 0, length - x.shape[2])) if length > x.shape[2] else x
+
+
+def to_blocks(x: Tensor, size: int) -> Tensor:
+    """(B, H, L, D) -> (B, H, n, size, D), padded on the right with zeros."""
+    n = ceil_div(x.shape[2], size)
+    return pad_length(x, n * size).unflatten(2, (n, size))
+
+
+def from_blocks(x: Tensor, length: int) -> Tensor:
+    """(B, H, n, size, D) -> (B, H, length, D)."""
+    return x.flatten(2, 3)[:, :, :length]
+
+
+def valid_keys(mask: Tensor | None, length: int, padded: int, device: torch.device) -> Tensor | None:
+    """Boolean (B or 1, padded): True at real tokens; None when every slot holds one."""
+    if mask is None:
+        return None if padded == length else (torch.arange(padded, device=device) < length)[None]
+    return F.pad(mask, (0, padded - length))  # pads with False
+
+
+def both(*conditions: Tensor | None) -> Tensor | None:
+    """Boolean AND of the conditions that are not None."""
+    result = None
+    for c in conditions:
+        if c is not None:
+            result = c if result is None else result & c
+    return result

@@ -1,0 +1,168 @@
+"""The contract every mechanism keeps.
+
+    attn(q, k, v, mask=None, bias=None) -> out          q (B, H, Lq, D), k and v (B, H, Lk, D), out (B, H, Lq, D)
+
+`mask` is boolean (B, Lk), True where a real token stands. A masked token has no influence on a real one and
+gets no gradient; a query that is left without any legal key gives zeros. `bias` is a position bias: an object
+that is asked for its values, `bias(query_positions, key_positions)`, so that mechanisms that reorder or sample
+keys stay exact (see `weft/layers/positions.py`).
+
+`forward` checks and cleans the arguments, then calls `attend`, the only method a mechanism must write. Every
+mechanism is linear in v, so the effective attention matrix is `attend` applied to the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PositionBias = Callable[[Tensor, Tensor], Tensor]
+
+
+class Attention(nn.Module):
+    """Base of all mechanisms: checks the call, cleans what is masked, and leaves the mathematics to `attend`."""
+
+    name = "attention"  # set by the registry
+    info: Any = None  # set by the registry: an AttentionInfo
+    reads_q = True  # False where the output does not depend on q: a layer can then leave out the projection
+    reads_k = True
+
+    def __init__(
+        self,
+        *,
+        heads: int,
+        head_dim: int,
+        causal: bool = False,
+        max_length: int | None = None,
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        if heads < 1 or head_dim < 1:
+            raise ValueError(f"heads and head_dim must be at least 1, got {heads} and {head_dim}")
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"max_length must be at least 1, got {max_length}")
+        self.heads, self.head_dim, self.causal, self.max_length, self.dropout = (
+            heads,
+            head_dim,
+            causal,
+            max_length,
+            dropout,
+        )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        raise NotImplementedError
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+    ) -> Tensor:
+        self.check(q, k, v, mask, bias)
+        k, v = clean(k, v, mask)
+        return self.attend(q, k, v, mask, bias)
+
+    @torch.no_grad()
+    def weights(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+    ) -> Tensor:
+        """The effective (B, H, Lq, Lk) matrix with `weights @ v == attn(q, k, v)`. Quadratic: for small L."""
+        B, H, Lk, _ = k.shape
+        identity = torch.eye(Lk, dtype=v.dtype, device=v.device).expand(B, H, Lk, Lk)
+        return self(q, k, identity, mask, bias)
+
+    # Step-by-step decoding. Mechanisms that can be decoded override both.
+
+    def start(self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Any:
+        """The state before the first token, for `step`."""
+        raise self._no_steps()
+
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, state: Any, mask: Tensor | None = None, bias: PositionBias | None = None
+    ) -> tuple[Tensor, Any]:
+        """One token (B, H, 1, D) in, its output and the next state out; `mask` (B,) is False where a row has no token."""
+        raise self._no_steps()
+
+    def _no_steps(self) -> ValueError:
+        from .registry import attention_info, attentions
+
+        able = ", ".join(n for n in attentions() if attention_info(n).steps)
+        return ValueError(f"{self.name} has no step-by-step form; these have one: {able}")
+
+    def check_step(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position: int) -> None:
+        if not self.causal:
+            raise ValueError(f"{self.name} decodes step by step only when made with causal=True")
+        if q.dim() != 4 or q.shape[2] != 1 or k.shape[2] != 1 or v.shape[2] != 1:
+            raise ValueError(f"a step takes one token, (B, H, 1, D); got q {tuple(q.shape)} and k {tuple(k.shape)}")
+        if self.max_length is not None and position >= self.max_length:
+            raise ValueError(
+                f"step {position} is past max_length={self.max_length}; make {self.name} with a larger one"
+            )
+        if mask is not None and (mask.dtype != torch.bool or mask.shape != (q.shape[0],)):
+            raise ValueError(f"a step's mask is boolean (B,) = ({q.shape[0]},), got {mask.dtype} {tuple(mask.shape)}")
+
+    def check(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> None:
+        """Refuse what the mechanism cannot do, with a sentence that says what to do instead."""
+        name = self.name
+        for label, t in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(t, Tensor):
+                raise TypeError(f"{label} must be a tensor (B, H, L, D), got {type(t).__name__}")
+            if t.dim() != 4:
+                raise ValueError(
+                    f"{label} must be (B, H, L, D), got {tuple(t.shape)}; weft.MultiheadAttention takes (B, L, dim)"
+                )
+            if not t.is_floating_point():
+                raise TypeError(f"{label} must be floating point, got {t.dtype}")
+        B, H, Lq, D = q.shape
+        Lk = k.shape[2]
+        if H != self.heads or D != self.head_dim:
+            raise ValueError(
+                f"{name} was made for heads={self.heads}, head_dim={self.head_dim}, but q is {tuple(q.shape)} (B, H, L, D)"
+            )
+        if k.shape != (B, H, Lk, D):
+            raise ValueError(
+                f"k {tuple(k.shape)} does not fit q {tuple(q.shape)}: batch, heads and head_dim must agree"
+            )
+        if v.shape[:3] != k.shape[:3]:
+            raise ValueError(f"v {tuple(v.shape)} does not fit k {tuple(k.shape)}: batch, heads and length must agree")
+        if not q.dtype == k.dtype == v.dtype:
+            raise TypeError(f"q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+        if Lq < 1 or Lk < 1:
+            raise ValueError("q and k need at least one token")
+        if Lq != Lk:
+            if self.info is not None and not self.info.cross:
+                raise ValueError(f"{name} is self-attention only (Lq = Lk), got Lq={Lq}, Lk={Lk}; 'full' takes both")
+            if self.causal:
+                raise ValueError(
+                    f"causal attention needs Lq = Lk, got {Lq} and {Lk}; to decode with a cache use attn.step"
+                )
+        if self.max_length is not None and max(Lq, Lk) > self.max_length:
+            raise ValueError(
+                f"length {max(Lq, Lk)} is over max_length={self.max_length}; make {name} with a larger one"
+            )
+        if mask is not None:
+            if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+                kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+                raise TypeError(f"mask must be boolean, True where a real token stands, got {kind}; use mask.bool()")
+            if mask.shape != (B, Lk):
+                raise ValueError(
+                    f"mask must be (B, Lk) = ({B}, {Lk}), got {tuple(mask.shape)}; causality is causal=True, not a mask"
+                )
+        if bias is not None:
+            if isinstance(bias, Tensor) or not callable(bias):
+                raise TypeError(
+                    "bias is a position bias that is asked for its values, such as weft.ALiBi(heads), "
+                    f"not a {type(bias).__name__}"
+                )
+            if self.info is not None and not self.info.bias:
+                raise ValueError(f"{name} has no logits at single positions to add a position bias to; 'full' has")
+
+
+def clean(k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Zero the masked keys and values, so that nothing in padded memory, NaN included, reaches a sum."""
+    if mask is None:
+        return k, v
+    padded = ~mask[:, None, :, None]
+    return k.masked_fill(padded, 0), v.masked_fill(padded, 0)

@@ -1,0 +1,54 @@
+"""Full softmax attention.
+
+Vaswani et al., Attention Is All You Need, https://arxiv.org/abs/1706.03762
+
+    out_i = Σ_j softmax_j(q_i · k_j / √D + bias_ij) v_j          over every legal j (j ≤ i when causal)
+
+Quadratic, exact, and PyTorch's fused `scaled_dot_product_attention` underneath: what all others are compared with.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .contract import Attention, PositionBias
+from .decoding import KeyValueState
+from .registry import register
+from .softmax import softmax_attention
+
+
+class FullAttention(Attention):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        if self.causal and mask is None and bias is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+        i = torch.arange(q.shape[2], device=q.device)[:, None]
+        j = torch.arange(k.shape[2], device=q.device)[None, :]
+        allowed = None if mask is None else mask[:, None, None, :]
+        if self.causal:
+            past = (j <= i)[None, None]
+            allowed = past if allowed is None else past & allowed
+        values = None if bias is None else bias(i[None, None], j[None, None])
+        return softmax_attention(q, k, v, allowed=allowed, bias=values, dropout=dropout)
+
+    def start(self, batch: int, *, device=None, dtype=None) -> KeyValueState:
+        return KeyValueState.empty()
+
+    def step(self, q, k, v, state: KeyValueState, mask=None, bias=None):
+        self.check_step(q, k, v, mask, state.position)
+        state = state.append(k, v, mask)
+        keys, values, valid, j = state.read()
+        bias_values = None if bias is None else bias(j[-1].view(1, 1, 1, 1), j.view(1, 1, 1, -1))
+        return softmax_attention(q, keys, values, allowed=valid[:, None, None], bias=bias_values), state
+
+
+register(
+    "full",
+    FullAttention,
+    paper="Vaswani et al. 2017, Attention Is All You Need (1706.03762)",
+    cost="L^2",
+    cross=True,
+    bias=True,
+)

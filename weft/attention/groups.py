@@ -1,0 +1,65 @@
+"""Putting tokens that share a group (a hash bucket, a cluster) next to each other, at a bounded cost.
+
+Each group's members, in order of position, fill runs of `size` slots; no run holds two groups. L tokens in G groups
+need at most ceil(L / size) + G runs whatever the groups' sizes, so shapes never depend on the data. Which run a
+token falls into depends only on its group and on how many members came before it: in a causal mechanism nothing of
+the future can move a token, which a plain sort by group cannot promise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .blocks import ceil_div
+
+
+@dataclass
+class Runs:
+    token: Tensor  # (..., R, size): which token stands in each slot; L in an empty slot
+    group: Tensor  # (..., R): the group of each run
+    number: Tensor  # (..., R): which run of its group it is: 0, 1, 2, ...
+    slot: Tensor  # (..., L): where each token went, into the flattened (R * size)
+
+    @property
+    def filled(self) -> Tensor:
+        return self.token < self.slot.shape[-1]
+
+
+def gather_runs(group: Tensor, groups: int, size: int) -> Runs:
+    """Lay tokens out in runs; `group` is (..., L) with values in [0, groups)."""
+    L = group.shape[-1]
+    n_runs = ceil_div(L, size) + groups
+    ordered, order = torch.sort(group, dim=-1, stable=True)
+    counts = torch.zeros(*group.shape[:-1], groups, dtype=torch.long, device=group.device)
+    counts = counts.scatter_add(-1, group, torch.ones_like(group))
+    runs = (counts + size - 1) // size
+    first_token = counts.cumsum(-1) - counts
+    first_run = runs.cumsum(-1) - runs
+    rank = torch.arange(L, device=group.device) - first_token.gather(-1, ordered)
+    slot_of_ordered = first_run.gather(-1, ordered) * size + rank
+    token = torch.full((*group.shape[:-1], n_runs * size), L, dtype=torch.long, device=group.device)
+    token = token.scatter(-1, slot_of_ordered, order)
+    slot = torch.zeros_like(group).scatter(-1, order, slot_of_ordered)
+    index = torch.arange(n_runs, device=group.device).expand(*group.shape[:-1], n_runs).contiguous()
+    group_of_run = torch.searchsorted(runs.cumsum(-1), index, right=True)  # `groups` for runs left empty at the end
+    number = index - first_run.gather(-1, group_of_run.clamp(max=groups - 1))
+    return Runs(token.unflatten(-1, (n_runs, size)), group_of_run, number, slot)
+
+
+def take_tokens(x: Tensor, token: Tensor) -> Tensor:
+    """x (B, H, L, D) at token (B, H, ...) -> (B, H, ..., D), zeros where token is L."""
+    x = torch.cat([x, x.new_zeros(*x.shape[:2], 1, x.shape[3])], 2)
+    flat = token.flatten(2)
+    return x.gather(2, flat[..., None].expand(*flat.shape, x.shape[3])).unflatten(2, token.shape[2:])
+
+
+def take_mask(mask: Tensor | None, token: Tensor, length: int) -> Tensor:
+    """Validity of each slot: mask (B, L) at token (B, H, ...), False in empty slots."""
+    filled = token < length
+    if mask is None:
+        return filled
+    flat = token.clamp(max=length - 1).flatten(1)
+    return mask.gather(1, flat).view_as(token) & filled

@@ -1,0 +1,135 @@
+"""The registry: what mechanisms there are, what each can do, and how one is made."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from .contract import Attention
+
+_CONTRACT_OPTIONS = ("heads", "head_dim", "causal", "max_length", "dropout")
+
+
+@dataclass(frozen=True)
+class AttentionInfo:
+    """What a mechanism can do."""
+
+    name: str
+    paper: str  # where it comes from
+    cost: str  # time and memory in the length L, such as "L*sqrt(L)"
+    causal: bool  # can be made with causal=True
+    bidirectional: bool  # can be made with causal=False
+    cross: bool  # takes Lq != Lk
+    bias: bool  # takes a position bias
+    learned: bool  # has parameters of its own
+    needs_max_length: bool  # its parameters fix the longest sequence
+    steps: bool  # can decode step by step (start, step)
+    options: dict[str, Any]  # its own options and their defaults
+    length_dependent: str = ""  # how the pattern depends on the total length, padding included; "" if it does not
+    not_causal: str = ""  # why it refuses causal=True, and what to use instead
+    dropout: str = (
+        "probabilities"  # what dropout acts on: attention "probabilities", or whole "keys" where there are none
+    )
+    backends: tuple[str, ...] = ("torch",)
+
+    @property
+    def subquadratic(self) -> bool:
+        return self.cost != "L^2"
+
+
+_classes: dict[str, type[Attention]] = {}
+_infos: dict[str, AttentionInfo] = {}
+
+
+def register(
+    name: str,
+    cls: type[Attention],
+    *,
+    paper: str,
+    cost: str,
+    causal: bool = True,
+    bidirectional: bool = True,
+    cross: bool = False,
+    bias: bool = False,
+    learned: bool = False,
+    needs_max_length: bool = False,
+    length_dependent: str = "",
+    not_causal: str = "",
+    dropout: str = "probabilities",
+    backends: tuple[str, ...] = ("torch",),
+) -> None:
+    """Add a mechanism; the tests that sweep the registry then hold it to every promise."""
+    if name in _classes:
+        raise ValueError(f"an attention named {name!r} is already registered")
+    if not causal and not not_causal:
+        raise ValueError(f"{name} is not causal: not_causal must say why and name one that is")
+    signature = inspect.signature(cls.__init__)
+    options = {p.name: p.default for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
+    _classes[name] = cls
+    _infos[name] = AttentionInfo(
+        name=name,
+        paper=paper,
+        cost=cost,
+        causal=causal,
+        bidirectional=bidirectional,
+        cross=cross,
+        bias=bias,
+        learned=learned,
+        needs_max_length=needs_max_length,
+        steps=cls.step is not Attention.step,
+        options={key: value for key, value in options.items() if key not in _CONTRACT_OPTIONS},
+        length_dependent=length_dependent,
+        not_causal=not_causal,
+        dropout=dropout,
+        backends=backends,
+    )
+
+
+def attentions() -> list[str]:
+    """The registered names."""
+    return sorted(_classes)
+
+
+def attention_info(name: str) -> AttentionInfo:
+    """What the mechanism of this name can do."""
+    if name not in _infos:
+        raise ValueError(f"there is no attention {name!r}; {_nearest(name, _infos)}")
+    return _infos[name]
+
+
+def make_attention(
+    name: str,
+    *,
+    heads: int,
+    head_dim: int,
+    causal: bool = False,
+    max_length: int | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> Attention:
+    """The mechanism of this name, ready to be called as `attn(q, k, v, mask=None, bias=None)`."""
+    info = attention_info(name)
+    for option in options:
+        if option not in info.options:
+            known = ", ".join(info.options) or "none of its own"
+            raise TypeError(f"{name} has no option {option!r}; its options: {known}")
+    if causal and not info.causal:
+        raise ValueError(f"{name} cannot be causal: {info.not_causal}")
+    if not causal and not info.bidirectional:
+        raise ValueError(f"{name} is causal only: make it with causal=True")
+    if info.needs_max_length and max_length is None:
+        raise ValueError(f"{name} has parameters per position: give it max_length, the longest sequence it will see")
+    attn = _classes[name](
+        heads=heads, head_dim=head_dim, causal=causal, max_length=max_length, dropout=dropout, **options
+    )
+    attn.name, attn.info = name, info
+    return attn
+
+
+def _nearest(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(str(name), list(known), n=3, cutoff=0.4)
+    if close:
+        return "did you mean " + " or ".join(repr(c) for c in close) + "?"
+    return "weft.attentions() lists them all"

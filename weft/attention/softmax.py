@@ -1,0 +1,50 @@
+"""Softmax attention over the allowed keys: the one step most mechanisms share."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    allowed: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """softmax(q kᵀ / √D + bias) v over the keys where `allowed` is True; zeros for a query that has none.
+
+    q, k and v are (B, H, L, D), or (B, H, n, L, D) for n blocks side by side; `allowed` (boolean) and `bias`
+    broadcast against the logits. PyTorch's fused attention does the work.
+    """
+    if q.dim() == 5:  # the fused kernels take four dimensions: blocks take the place of heads, at no copy
+        B, H = q.shape[:2]
+        out = softmax_attention(
+            *(t.flatten(0, 1) for t in (q, k, v)),
+            allowed=_merge(allowed, B, H),
+            bias=_merge(bias, B, H),
+            dropout=dropout,
+        )
+        return out.unflatten(0, (B, H))
+    if allowed is None:
+        mask = None if bias is None else bias.to(q.dtype)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+    # A query without keys attends to all of them and is zeroed afterwards: no NaN forward, no gradient backward.
+    alive = allowed.any(-1, keepdim=True)
+    mask = allowed | ~alive
+    if bias is not None:
+        mask = bias.to(q.dtype).masked_fill(~mask, float("-inf"))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+    return out.masked_fill(~alive, 0)
+
+
+def _merge(t: Tensor | None, B: int, H: int) -> Tensor | None:
+    """(b, h, n, Lq, Lk) with b, h, n of full size or 1 -> (B*H, n, Lq, Lk), or (1, n, Lq, Lk) where nothing differs."""
+    if t is None:
+        return None
+    if t.shape[0] == 1 and t.shape[1] == 1:
+        return t[0]
+    return t.expand(B, H, *t.shape[2:]).flatten(0, 1)

@@ -1,0 +1,155 @@
+"""Multi-head attention around any registered mechanism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import Attention, make_attention
+from ..attention.contract import PositionBias
+from .positions import Rotary
+
+
+class MultiheadAttention(nn.Module):
+    """Projections around a mechanism: `layer(x, mask=None, bias=None)`, x (B, L, dim), mask (B, L).
+
+    `head_dim` is free of dim / heads, so a layer may be much wider inside than outside; `kv_heads` < `heads` shares
+    each key and value head among several query heads; `rope=True` rotates queries and keys by position; `context=`
+    makes it cross attention (the mask is then the context's). `attention` is a registered name, with its options as
+    further keyword arguments, or a mechanism already made.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        head_dim: int | None = None,
+        kv_heads: int | None = None,
+        attention: str | Attention = "full",
+        causal: bool = False,
+        max_length: int | None = None,
+        dropout: float = 0.0,
+        rope: bool | float = False,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        context_dim: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ):
+        super().__init__()
+        if head_dim is None:
+            if dim % heads:
+                raise ValueError(f"dim={dim} does not divide into {heads} heads; give head_dim")
+            head_dim = dim // heads
+        kv_heads = heads if kv_heads is None else kv_heads
+        if kv_heads < 1 or heads % kv_heads:
+            raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}")
+        self.dim, self.heads, self.head_dim, self.kv_heads, self.causal = dim, heads, head_dim, kv_heads, causal
+        if isinstance(attention, str):
+            attention = make_attention(
+                attention,
+                heads=heads,
+                head_dim=head_dim,
+                causal=causal,
+                max_length=max_length,
+                dropout=dropout,
+                **options,
+            )
+        else:
+            given = {"max_length": max_length, "dropout": dropout or None, **options}
+            unread = [name for name, value in given.items() if value is not None]
+            if unread:
+                raise TypeError(
+                    f"{', '.join(unread)}: nothing reads these when attention is a ready mechanism; set them there"
+                )
+            if (attention.heads, attention.head_dim, attention.causal) != (heads, head_dim, causal):
+                raise ValueError(
+                    f"the mechanism was made for heads={attention.heads}, head_dim={attention.head_dim}, "
+                    f"causal={attention.causal}; the layer wants {heads}, {head_dim}, {causal}"
+                )
+        self.attention = attention.to(device=device, dtype=dtype)
+        place = {"device": device, "dtype": dtype}
+        source = dim if context_dim is None else context_dim
+        # A mechanism that does not read q or k (a random synthesizer; shared-QK hashing) needs no projection for it.
+        self.q = nn.Linear(dim, heads * head_dim, bias=qkv_bias, **place) if attention.reads_q else None
+        self.k = nn.Linear(source, kv_heads * head_dim, bias=qkv_bias, **place) if attention.reads_k else None
+        self.v = nn.Linear(source, kv_heads * head_dim, bias=qkv_bias, **place)
+        self.out = nn.Linear(heads * head_dim, dim, bias=out_bias, **place)
+        if rope and not (attention.reads_q and attention.reads_k):
+            raise ValueError(f"{attention.name} does not read both q and k: rotary positions would do nothing there")
+        base = 10000.0 if rope is True else float(rope)
+        self.rope = Rotary(head_dim, base).to(device=device) if rope else None
+        for linear in (self.q, self.k, self.v, self.out):
+            if linear is not None:
+                nn.init.xavier_uniform_(linear.weight)
+                if linear.bias is not None:
+                    nn.init.zeros_(linear.bias)
+
+    def project(self, x: Tensor, context: Tensor | None = None, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v of shape (B, heads, L, head_dim), rotated where the layer has rotary positions."""
+        source = x if context is None else context
+        v = self._split(self.v(source), self.kv_heads)
+        q = self._split(self.q(x), self.heads) if self.q is not None else None
+        k = self._split(self.k(source), self.kv_heads) if self.k is not None else None
+        if self.rope is not None and q is not None and k is not None:
+            if context is not None:
+                raise ValueError(
+                    "rotary positions relate tokens of one sequence; cross attention has two: make it without rope"
+                )
+            at = torch.arange(start, start + x.shape[1], device=x.device)
+            q, k = self.rope(q, at), self.rope(k, at)
+        group = self.heads // self.kv_heads
+        if group > 1:
+            v = v.repeat_interleave(group, 1)
+            k = k.repeat_interleave(group, 1) if k is not None else None
+        q = v.new_zeros(x.shape[0], self.heads, x.shape[1], self.head_dim) if q is None else q
+        k = (q if q.shape == v.shape else torch.zeros_like(v)) if k is None else k
+        return q, k, v
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None, *, context: Tensor | None = None
+    ) -> Tensor:
+        self._check(x, context)
+        return self.merge(self.attention(*self.project(x, context), mask, bias))
+
+    def merge(self, heads: Tensor) -> Tensor:
+        """(B, H, L, D) -> (B, L, dim): the heads side by side, through the output projection."""
+        return self.out(heads.transpose(1, 2).flatten(2))
+
+    def weights(
+        self, x: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None, *, context: Tensor | None = None
+    ) -> Tensor:
+        """The mechanism's effective (B, H, Lq, Lk) matrix on this input."""
+        self._check(x, context)
+        return self.attention.weights(*self.project(x, context), mask, bias)
+
+    def start(self, batch: int) -> Any:
+        """The state before the first token, for `step`."""
+        return self.attention.start(batch, device=self.v.weight.device, dtype=self.v.weight.dtype), 0
+
+    def step(
+        self, x: Tensor, state: Any, mask: Tensor | None = None, bias: PositionBias | None = None
+    ) -> tuple[Tensor, Any]:
+        """One token x (B, 1, dim) in, its output and the next state out."""
+        inner, position = state
+        q, k, v = self.project(x, start=position)
+        out, inner = self.attention.step(q, k, v, inner, mask, bias)
+        return self.merge(out), (inner, position + 1)
+
+    def _split(self, x: Tensor, heads: int) -> Tensor:
+        return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
+
+    def _check(self, x: Tensor, context: Tensor | None) -> None:
+        if x.dim() != 3 or x.shape[-1] != self.dim:
+            raise ValueError(f"x must be (B, L, {self.dim}), got {tuple(x.shape)}")
+        if context is not None and (
+            context.dim() != 3 or context.shape[0] != x.shape[0] or context.shape[-1] != self.v.in_features
+        ):
+            raise ValueError(f"context must be ({x.shape[0]}, L, {self.v.in_features}), got {tuple(context.shape)}")
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, heads={self.heads}, head_dim={self.head_dim}, attention={self.attention.name!r}"

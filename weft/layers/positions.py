@@ -1,0 +1,114 @@
+"""Positions: biases that are asked for their values, rotary embeddings, and sinusoids.
+
+A position bias is called with two integer tensors that broadcast against each other, batch and head in front
+(each 1 where nothing differs), and answers with one value per head:
+
+    bias(query_positions, key_positions) -> (B or 1, H, ...)
+
+so a mechanism that sorts, gathers or samples its keys asks at the original positions and stays exact.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+
+class ALiBi(nn.Module):
+    """Press et al., Train Short, Test Long, https://arxiv.org/abs/2108.12409
+
+    bias_ij = -slope_h |i - j|, slope_h = 2^(-8 (h + 1) / H); for H not a power of two the authors' interleaving.
+    """
+
+    def __init__(self, heads: int):
+        super().__init__()
+        self.heads = heads
+
+    def forward(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        distance = (query_positions - key_positions).abs()
+        # Not a buffer: a model cast to half precision would round the slopes with it.
+        slopes = alibi_slopes(self.heads, distance.device).view(1, -1, *[1] * (distance.dim() - 2))
+        return -slopes * distance
+
+
+def alibi_slopes(heads: int, device: torch.device | None = None) -> Tensor:
+    power = 2 ** math.floor(math.log2(heads))
+    h = torch.arange(heads, device=device, dtype=torch.float64)
+    return torch.where(h < power, torch.exp2(-8 * (h + 1) / power), torch.exp2(-4 * (2 * (h - power) + 1) / power))
+
+
+class RelativeBias(nn.Module):
+    """A learned value per head for every distance i - j, clipped at ±`max_distance` (Shaw et al., 1803.02155)."""
+
+    def __init__(self, heads: int, max_distance: int):
+        super().__init__()
+        self.heads, self.max_distance = heads, max_distance
+        self.table = nn.Parameter(torch.empty(heads, 2 * max_distance + 1))
+        nn.init.trunc_normal_(self.table, std=0.02)
+
+    def forward(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        offset = (query_positions - key_positions).clamp(-self.max_distance, self.max_distance) + self.max_distance
+        return _per_head(self.table, offset)
+
+
+class RelativeBias2d(nn.Module):
+    """A learned value per head for every offset on an image of `height` x `width` cells, read row by row.
+
+    The first `prefix` tokens (a CLS token, say) lie outside the image and share one value for all pairs they are in.
+    """
+
+    def __init__(self, heads: int, height: int, width: int, prefix: int = 0):
+        super().__init__()
+        self.heads, self.height, self.width, self.prefix = heads, height, width, prefix
+        self.table = nn.Parameter(torch.empty(heads, (2 * height - 1) * (2 * width - 1) + bool(prefix)))
+        nn.init.trunc_normal_(self.table, std=0.02)
+
+    def forward(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        last = self.height * self.width - 1
+        i, j = ((p - self.prefix).clamp(0, last) for p in (query_positions, key_positions))
+        dy = i // self.width - j // self.width + self.height - 1
+        dx = i % self.width - j % self.width + self.width - 1
+        offset = dy * (2 * self.width - 1) + dx
+        if self.prefix:
+            outside = (query_positions < self.prefix) | (key_positions < self.prefix)
+            offset = offset.masked_fill(outside, self.table.shape[1] - 1)
+        return _per_head(self.table, offset)
+
+
+def _per_head(table: Tensor, index: Tensor) -> Tensor:
+    """table (H, n) read at index (B or 1, H or 1, ...) -> (B or 1, H, ...)."""
+    head = torch.arange(table.shape[0], device=table.device).view(1, -1, *[1] * (index.dim() - 2))
+    return table[head, index]
+
+
+class Rotary(nn.Module):
+    """Su et al., RoFormer, https://arxiv.org/abs/2104.09864: rotate (x_c, x_{c + D/2}) by position · base^(-2c/D)."""
+
+    frequency: Tensor
+
+    def __init__(self, head_dim: int, base: float = 10000.0):
+        super().__init__()
+        if head_dim % 2:
+            raise ValueError(f"rotary embeddings turn pairs of channels: head_dim must be even, got {head_dim}")
+        frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        self.register_buffer("frequency", frequency, persistent=False)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x (B, H, L, D) at integer positions (L,) or (B, L)."""
+        # A module cast to half precision would round the angles: positions are counted in double and cut at the end.
+        angle = positions.double()[..., None] * self.frequency.double()
+        if angle.dim() == 3:
+            angle = angle[:, None]
+        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+def sinusoids(length: int, dim: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """PE[p, 2c] = sin(p · 10000^(-2c/dim)), PE[p, 2c + 1] = cos(same), as (length, dim)."""
+    p = torch.arange(length, device=device, dtype=torch.float64)[:, None]
+    frequency = 10000.0 ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float64) / dim)
+    table = torch.stack([(p * frequency).sin(), (p * frequency).cos()], -1).flatten(1)[:, :dim]
+    return table.to(dtype or torch.get_default_dtype())
