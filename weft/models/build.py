@@ -1,0 +1,57 @@
+"""From a model's `attention` argument to the attention layer of each of its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..attention import Attention, attention_info
+from ..layers import MixedAttention, MultiheadAttention
+
+Named = str | tuple[str, dict[str, Any]]
+Choice = Named | Sequence[Named] | Attention
+AttentionChoice = Choice | Callable[[int], Choice]
+
+
+def attention_layer(
+    choice: AttentionChoice, layer: int, dim: int, heads: int, *, options: dict[str, Any] | None = None, **common: Any
+) -> nn.Module:
+    """The attention layer of block number `layer`.
+
+    `choice` is a registered name, (name, {options}), a list of these for mixed attention, or a function that takes
+    the block's number and returns one of them or a mechanism already made. `options` go with a single name.
+    A mechanism with an option `seed` gets it raised by the block's number, so that no two blocks draw alike; what
+    a function returns is taken as it is.
+    """
+    if callable(choice) and not isinstance(choice, Attention):
+        if options:
+            raise TypeError("attention is a function: let it return (name, {options}) in place of attention_options")
+        choice, layer = choice(layer), 0
+    elif isinstance(choice, Attention):
+        raise TypeError("a ready mechanism cannot serve every block: give a function from the block's number to one")
+    if isinstance(choice, Attention):
+        kept = {name: common[name] for name in ("head_dim", "causal", "device", "dtype")}
+        return MultiheadAttention(dim, heads, attention=choice, **kept)
+    if _is_named(choice):
+        name, own = _seeded(choice, layer, options or {})
+        return MultiheadAttention(dim, heads, attention=name, **common, **own)
+    if options:
+        raise TypeError("attention is a list: give each mechanism its options as (name, {options})")
+    return MixedAttention(dim, heads, [_seeded(entry, layer, {}) for entry in choice], **common)
+
+
+def _is_named(choice: Any) -> bool:
+    return isinstance(choice, str) or (isinstance(choice, tuple) and len(choice) == 2 and isinstance(choice[1], dict))
+
+
+def _seeded(choice: Any, layer: int, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    if not _is_named(choice):
+        raise TypeError(f"an attention is a name or (name, {{options}}), got {choice!r}")
+    name, own = (choice, {}) if isinstance(choice, str) else choice
+    own = {**own, **options}
+    defaults = attention_info(name).options
+    if "seed" in defaults:
+        own["seed"] = own.get("seed", defaults["seed"]) + layer
+    return name, own

@@ -1,0 +1,133 @@
+"""The text encoder of the wide-attention study: layers × heads free, so deep and wide are one class.
+
+Wide Attention Is The Way Forward For Transformers?, https://arxiv.org/abs/2210.00640
+
+    x = Embed(ids), a learned CLS vector in front where pooling is "cls"
+    x = dropout(x + positions)
+    x = EncoderBlock_l(x, mask), l = 1 … layers
+    x = LN(x), then one vector: x[0], or the mean over real tokens
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..layers import EncoderBlock, sinusoids
+from ..layers.encoder import NORM_EPS
+from .build import AttentionChoice, attention_layer
+
+
+class TextEncoder(nn.Module):
+    """`encoder(ids, mask=None)`: ids (B, S), 0 = padding, to one vector per document (B, dim).
+
+    `mask` (B, S), True at real tokens, takes the place of `ids > 0`. `max_length` counts what the blocks see: S + 1
+    with a CLS token, else S. `attention` is a registered name (its options in `attention_options`), a list for mixed
+    attention, or a function from the block's number to one of these.
+    """
+
+    table: Tensor | None
+
+    def __init__(
+        self,
+        vocab: int,
+        *,
+        max_length: int,
+        dim: int = 512,
+        heads: int = 8,
+        head_dim: int = 64,
+        layers: int = 6,
+        mlp_dim: int = 2048,
+        attention: AttentionChoice = "full",
+        attention_options: dict[str, Any] | None = None,
+        pooling: Literal["cls", "first", "mean"] = "cls",
+        positions: Literal["sinusoid", "learned"] = "sinusoid",
+        dropout: float = 0.1,
+        attention_dropout: float | None = None,  # as `dropout` when not given
+        causal: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        if vocab < 2 or layers < 1 or max_length < 1:
+            raise ValueError(
+                f"vocab must be at least 2 (0 is padding), layers and max_length at least 1; "
+                f"got {vocab}, {layers} and {max_length}"
+            )
+        if pooling not in ("cls", "first", "mean"):
+            raise ValueError(f"pooling is 'cls', 'first' or 'mean', got {pooling!r}")
+        if positions not in ("sinusoid", "learned"):
+            raise ValueError(f"positions are 'sinusoid' or 'learned', got {positions!r}")
+        if causal and pooling != "mean":
+            raise ValueError("the first token of a causal encoder sees nothing but itself: use pooling='mean'")
+        self.vocab, self.dim, self.max_length, self.pooling = vocab, dim, max_length, pooling
+        place = {"device": device, "dtype": dtype}
+        self.embed = nn.Embedding(vocab, dim, **place)  # N(0, 1), as PyTorch and the study have it
+        self.cls = nn.Parameter(torch.zeros(dim, **place)) if pooling == "cls" else None
+        self.positions = None
+        if positions == "learned":
+            self.positions = nn.Parameter(torch.empty(max_length, dim, **place).normal_(std=0.02))
+        # In double, so that a model cast to any dtype adds the nearest values of that dtype.
+        table = sinusoids(max_length, dim, device=device, dtype=torch.float64) if positions == "sinusoid" else None
+        self.register_buffer("table", table, persistent=False)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList()
+        for layer in range(layers):
+            inner = attention_layer(
+                attention,
+                layer,
+                dim,
+                heads,
+                options=attention_options,
+                head_dim=head_dim,
+                causal=causal,
+                max_length=max_length,
+                dropout=dropout if attention_dropout is None else attention_dropout,
+                **place,
+            )
+            self.blocks.append(EncoderBlock(dim, inner, mlp_dim=mlp_dim, dropout=dropout, **place))
+        self.norm = nn.LayerNorm(dim, eps=NORM_EPS, **place)
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        x, mask = self.tokens(ids, mask)
+        if self.pooling != "mean":
+            return x[:, 0]
+        real = mask[..., None]
+        return x.masked_fill(~real, 0).sum(1) / real.sum(1).clamp(min=1)  # padding never reaches the mean
+
+    def tokens(self, ids: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """All vectors (B, N, dim) and their mask (B, N), before pooling; N = S + 1 with a CLS token."""
+        mask = self._check(ids, mask)
+        x = self.embed(ids)
+        if self.cls is not None:
+            x = torch.cat([self.cls.expand(x.shape[0], 1, -1), x], 1)
+            mask = torch.cat([mask[:, :1], mask], 1)  # CLS is real where the document's first token is
+        table = self.table if self.positions is None else self.positions
+        assert table is not None
+        x = self.dropout(x + table[: x.shape[1]].to(x.dtype))
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.norm(x), mask
+
+    def _check(self, ids: Tensor, mask: Tensor | None) -> Tensor:
+        if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+            raise ValueError(f"ids must be integers (B, S), got {ids.dtype} {tuple(ids.shape)}")
+        S, extra = ids.shape[1], int(self.cls is not None)
+        if S < 1:
+            raise ValueError("ids need at least one column; an empty document is a row of zeros")
+        if S + extra > self.max_length:
+            with_cls = " and the CLS token" if extra else ""
+            raise ValueError(
+                f"{S} tokens{with_cls} are over max_length={self.max_length}: cut the documents to "
+                f"{self.max_length - extra}, or make the model with a larger max_length"
+            )
+        if mask is None:
+            return ids > 0
+        if mask.dtype != torch.bool or mask.shape != ids.shape:
+            raise ValueError(
+                f"mask must be boolean {tuple(ids.shape)} like ids, True where a real token stands; "
+                f"got {mask.dtype} {tuple(mask.shape)}"
+            )
+        return mask

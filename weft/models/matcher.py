@@ -1,0 +1,49 @@
+"""Two documents in, scores of how they belong together out.
+
+e = encoder(document), one encoder for both;  logits = MLP([e₁ ; e₂]) through mlp_dim and mlp_dim / 2 units
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .encoder import TextEncoder
+from .heads import classifier_head
+
+
+class TextMatcher(nn.Module):
+    """`model(first, second, first_mask=None, second_mask=None)`: ids (B, S₁) and (B, S₂) to logits (B, classes).
+
+    A document's vector is its first token's unless `pooling` says otherwise. All further options are TextEncoder's.
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        classes: int = 2,
+        *,
+        max_length: int,
+        dim: int = 128,
+        mlp_dim: int = 512,
+        pooling: Literal["cls", "first", "mean"] = "first",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        **encoder: Any,
+    ):
+        super().__init__()
+        place = {"device": device, "dtype": dtype}
+        self.encoder = TextEncoder(
+            vocab, max_length=max_length, dim=dim, mlp_dim=mlp_dim, pooling=pooling, **place, **encoder
+        )
+        self.head = classifier_head(2 * dim, [mlp_dim, mlp_dim // 2], classes, **place)
+
+    def forward(
+        self, first: Tensor, second: Tensor, first_mask: Tensor | None = None, second_mask: Tensor | None = None
+    ) -> Tensor:
+        if first.shape[0] != second.shape[0]:
+            raise ValueError(f"as many first as second documents, got {first.shape[0]} and {second.shape[0]}")
+        pair = self.encoder(first, first_mask), self.encoder(second, second_mask)
+        return self.head(torch.cat(pair, -1))
