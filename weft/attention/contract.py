@@ -82,7 +82,7 @@ class Attention(nn.Module):
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, state: Any, mask: Tensor | None = None, bias: PositionBias | None = None
     ) -> tuple[Tensor, Any]:
-        """One token (B, H, 1, D) in, its output and the next state out; `mask` (B,) is False where a row has no token."""
+        """One token (B, H, 1, D) in, its output and the next state out; `mask` (B,) is False where a row has none."""
         raise self._no_steps()
 
     def _no_steps(self) -> ValueError:
@@ -119,7 +119,8 @@ class Attention(nn.Module):
         Lk = k.shape[2]
         if H != self.heads or D != self.head_dim:
             raise ValueError(
-                f"{name} was made for heads={self.heads}, head_dim={self.head_dim}, but q is {tuple(q.shape)} (B, H, L, D)"
+                f"{name} was made for heads={self.heads}, head_dim={self.head_dim}, but q, (B, H, L, D), "
+                f"is {tuple(q.shape)}"
             )
         if k.shape != (B, H, Lk, D):
             raise ValueError(

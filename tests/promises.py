@@ -1,0 +1,96 @@
+"""What the tests that sweep the registry share: cases, inputs and masks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+
+HEADS, HEAD_DIM = 2, 6
+
+# Small blocks, so that short sequences cross many of their edges. A mechanism that is not named here is tested with
+# its defaults: being registered is enough.
+SMALL: dict[str, list[dict[str, Any]]] = {
+    "bigbird": [{"block_size": 3, "random_blocks": 2}],
+    "linformer": [{"rank": 3}],
+    "local": [{"block_size": 4}],
+    "longformer": [{"window": 4}, {"window": 5, "global_tokens": 2}],
+    "performer": [{"features": 5}, {"kernel": "relu"}],
+    "reformer": [{"chunk": 3, "buckets": 4, "hashes": 2}],
+    "sinkhorn": [{"block_size": 4}, {"block_size": 3, "iterations": 3}],
+    "synthesizer": [
+        {"kind": "factorized", "rank": 3},
+        {"kind": "random", "dot": False},
+        {"kind": "dense", "dot": False},
+    ],
+}
+LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 17, 23)
+MAX_LENGTH = 40
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    causal: bool
+    options: tuple[tuple[str, Any], ...] = field(default=())
+
+    def make(self, *, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> weft.Attention:
+        torch.manual_seed(seed)
+        settings: dict[str, Any] = {"heads": HEADS, "head_dim": HEAD_DIM, "causal": self.causal, **dict(self.options)}
+        if self.info.needs_max_length:
+            settings["max_length"] = MAX_LENGTH
+        return weft.make_attention(self.name, **{**settings, **changes}).to(dtype).eval()
+
+    @property
+    def info(self) -> weft.AttentionInfo:
+        return weft.attention_info(self.name)
+
+    def __str__(self) -> str:
+        shown = ",".join(f"{k}={v}" for k, v in self.options)
+        return f"{self.name}{'-causal' if self.causal else ''}{f'[{shown}]' if shown else ''}"
+
+
+def _freeze(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def cases(**wanted: Any) -> list[Case]:
+    """Every mechanism, direction and small setting; `wanted` filters on info, e.g. causal=True, bias=True."""
+    found = []
+    for name in weft.attentions():
+        info = weft.attention_info(name)
+        for options in SMALL.get(name, [{}]):
+            frozen = tuple((k, _freeze(v)) for k, v in options.items())
+            for causal in (False, True):
+                if info.causal if causal else info.bidirectional:
+                    found.append(Case(name, causal, frozen))
+    if "causal" in wanted:
+        found = [c for c in found if c.causal == wanted["causal"]]
+    return [c for c in found if all(getattr(c.info, k) == v for k, v in wanted.items() if k != "causal")]
+
+
+def sweep(**wanted: Any):
+    """Parametrise a test over the registry."""
+    return pytest.mark.parametrize("case", cases(**wanted), ids=str)
+
+
+def qkv(L: int, *, B: int = 2, H: int = HEADS, D: int = HEAD_DIM, dtype=torch.float64, seed: int = 0, grad=False):
+    g = torch.Generator().manual_seed(1000 * L + seed)
+    q, k, v = torch.randn(3, B, H, L, D, generator=g, dtype=torch.float64).to(dtype).unbind(0)
+    if grad:
+        return tuple(x.clone().requires_grad_() for x in (q, k, v))
+    return q, k, v
+
+
+def masks(L: int) -> dict[str, torch.Tensor]:
+    """Right, left and interior padding, in a batch of two whose second row is whole; and a row without any token."""
+    right, left, inner, nothing = (torch.ones(2, L, dtype=torch.bool) for _ in range(4))
+    right[0, (L + 1) // 2 :] = False
+    left[0, : L // 2] = False
+    inner[0, L // 3 : max(L // 3 + 1, 2 * L // 3)] = False
+    nothing[0] = False
+    return {"right": right, "left": left, "inner": inner, "nothing": nothing}

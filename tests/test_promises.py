@@ -1,0 +1,259 @@
+"""What weft promises of every mechanism, proven over the whole registry."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from promises import HEADS, LENGTHS, MAX_LENGTH, masks, qkv, sweep
+
+import weft
+
+EXACT = {"atol": 1e-10, "rtol": 1e-8}
+
+
+@sweep()
+@pytest.mark.parametrize("L", LENGTHS)
+def test_any_length_and_weights(case, L):
+    """Linear in v, for every length: the effective matrix times v is the output, with and without masks."""
+    attn = case.make()
+    q, k, v = qkv(L)
+    for mask in (None, *masks(L).values()):
+        out = attn(q, k, v, mask)
+        assert out.shape == q.shape and out.isfinite().all()
+        torch.testing.assert_close(attn.weights(q, k, v, mask) @ v, out, **EXACT)
+
+
+@sweep()
+@pytest.mark.parametrize("L", (1, 5, 8, 13, 17))
+def test_masked_tokens_do_not_exist(case, L):
+    """Whatever stands in a masked token, NaN included, no real position's output or gradient can tell."""
+    attn = case.make()
+    for kind, mask in masks(L).items():
+        q, k, v = qkv(L, grad=True)
+        probe = torch.randn(q.shape, dtype=q.dtype, generator=torch.Generator().manual_seed(1))
+        real = mask[:, None, :, None]
+        (attn(q, k, v, mask) * probe * real).sum().backward()
+        q2, k2, v2 = (
+            torch.where(real, x, torch.full_like(x, 1e4 if x is q else float("nan"))).detach().requires_grad_()
+            for x in (q, k, v)
+        )
+        out = attn(q2, k2, v2, mask)
+        (out.where(real, 0) * probe).sum().backward()
+        torch.testing.assert_close(out.where(real, 0), attn(q, k, v, mask).where(real, 0), msg=lambda m: f"{kind}: {m}", **EXACT)
+        for x, y in ((q, q2), (k, k2), (v, v2)):
+            if x.grad is None:  # a mechanism that does not read it
+                assert y.grad is None
+                continue
+            assert y.grad.isfinite().all(), kind
+            assert (y.grad.where(~real, 0) == 0).all(), f"{kind}: a masked token got a gradient"
+            torch.testing.assert_close(x.grad, y.grad, **EXACT)
+
+
+@sweep()
+@pytest.mark.parametrize("B", (1, 2))
+def test_fully_masked_rows_are_zero(case, B):
+    attn = case.make()
+    q, k, v = qkv(7, B=B, grad=True)
+    mask = torch.zeros(B, 7, dtype=torch.bool)
+    out = attn(q, k, v, mask)
+    assert (out == 0).all()
+    out.sum().backward()
+    for x in (*(x.grad for x in (q, k, v)), *(p.grad for p in attn.parameters())):
+        assert x is None or (x == 0).all()
+
+
+@sweep(causal=True)
+@pytest.mark.parametrize("L", (2, 5, 9, 16, 17))
+@pytest.mark.parametrize("train", (False, True))
+def test_causal_means_causal(case, L, train):
+    """The future has no gradient and, being changed out of recognition, changes not one bit of the past."""
+    for i in {0, L // 2, L - 2}:
+        attn = case.make(seed=i).train(train)
+        q, k, v = qkv(L, grad=True)
+        torch.manual_seed(5)  # stochastic mechanisms draw the same sample in both calls
+        out = attn(q, k, v)
+        out[:, :, : i + 1].square().sum().backward()
+        for x in (q, k, v):
+            if x.grad is not None:
+                assert (x.grad[:, :, i + 1 :] == 0).all()
+        changed = [torch.cat([x[:, :, : i + 1], 50 * torch.randn_like(x[:, :, i + 1 :])], 2).detach() for x in (q, k, v)]
+        attn = case.make(seed=i).train(train)
+        torch.manual_seed(5)
+        again = attn(*changed)
+        torch.testing.assert_close(again[:, :, : i + 1], out[:, :, : i + 1], atol=1e-12, rtol=1e-12)
+
+
+@sweep()
+@pytest.mark.parametrize("L", (5, 9, 14))
+def test_padding_on_the_right_changes_nothing(case, L):
+    if case.info.length_dependent and "default" not in case.info.length_dependent:
+        pytest.skip(case.info.length_dependent)
+    attn = case.make()
+    q, k, v = qkv(L)
+    longer = [torch.cat([x, torch.randn_like(x[:, :, :1]).expand(-1, -1, 6, -1)], 2) for x in (q, k, v)]
+    mask = torch.arange(L + 6).expand(2, -1) < L
+    torch.testing.assert_close(attn(*longer, mask)[:, :, :L], attn(q, k, v), **EXACT)
+
+
+@sweep()
+def test_gradients_agree_with_finite_differences(case):
+    attn = case.make()
+    q, k, v = qkv(9, B=1, grad=True)
+    mask = torch.ones(1, 9, dtype=torch.bool)
+    mask[0, 3] = False
+    for m in (None, mask):
+        assert torch.autograd.gradcheck(lambda *x, m=m: attn(*x, m), (q, k, v), fast_mode=True, atol=1e-6)
+    for p in attn.parameters():
+        out = attn(q, k, v, mask).square().sum()
+        (grad,) = torch.autograd.grad(out, p, allow_unused=True)
+        direction = torch.randn_like(p)
+        with torch.no_grad():
+            p.add_(direction, alpha=1e-6)
+            up = attn(q, k, v, mask).square().sum()
+            p.add_(direction, alpha=-2e-6)
+            down = attn(q, k, v, mask).square().sum()
+            p.add_(direction, alpha=1e-6)
+        slope = 0.0 if grad is None else (grad * direction).sum().item()
+        assert slope == pytest.approx((up - down).item() / 2e-6, rel=1e-4, abs=1e-6)
+
+
+@sweep()
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+def test_dtype_in_is_dtype_out(case, dtype):
+    exact = case.make()
+    q, k, v = (x.to(dtype) for x in qkv(13))
+    mask = masks(13)["inner"]
+    out = case.make().to(dtype)(q, k, v, mask)
+    assert out.dtype == dtype and out.isfinite().all()
+    reference = exact(q.double(), k.double(), v.double(), mask)
+    if case.name in ("reformer", "routing", "combiner-routing"):  # hashing in half precision may choose another bucket
+        return
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 0.06, torch.float16: 0.01}[dtype]
+    assert (out.double() - reference).norm() / reference.norm() < tolerance
+
+
+@sweep()
+def test_results_do_not_depend_on_batch_mates(case):
+    attn = case.make()
+    q, k, v = qkv(13, B=3)
+    mask = torch.ones(3, 13, dtype=torch.bool)
+    mask[0, 8:], mask[1, :5] = False, False
+    together = attn(q, k, v, mask)
+    for b in range(3):
+        alone = attn(q[b : b + 1], k[b : b + 1], v[b : b + 1], mask[b : b + 1])
+        torch.testing.assert_close(alone[0], together[b], **EXACT)
+
+
+@sweep()
+def test_compiles_in_one_graph(case):
+    attn = case.make().train()
+    q, k, v = qkv(13)
+    mask = masks(13)["inner"]
+    torch._dynamo.reset()
+    compiled = torch.compile(attn, backend="aot_eager", fullgraph=True)
+    torch.manual_seed(3)
+    expected = attn(q, k, v, mask)
+    torch.manual_seed(3)
+    torch.testing.assert_close(compiled(q, k, v, mask), expected, atol=1e-9, rtol=1e-6)
+
+
+@sweep(cross=True, causal=False)
+def test_cross_attention(case):
+    attn = case.make()
+    q, _, _ = qkv(5)
+    _, k, v = qkv(11)
+    mask = masks(11)["inner"]
+    out = attn(q, k, v, mask)
+    torch.testing.assert_close(attn.weights(q, k, v, mask) @ v, out, **EXACT)
+    if case.name != "synthesizer":  # its logits belong to query positions
+        torch.testing.assert_close(attn(q.flip(2), k, v, mask).flip(2), out, **EXACT)
+
+
+@sweep(cross=False)
+def test_self_attention_only_is_said(case):
+    q, _, _ = qkv(5)
+    _, k, v = qkv(11)
+    with pytest.raises(ValueError, match="full"):
+        case.make()(q, k, v)
+
+
+@sweep(bias=True)
+@pytest.mark.parametrize("L", (1, 9, 17))
+def test_position_biases_are_exact(case, L):
+    """Adding -|i - j| · slope to the logits of each legal pair, wherever the mechanism has put the pair."""
+    attn = case.make()
+    q, k, v = qkv(L)
+    mask = masks(L)["inner"]
+    bias = weft.RelativeBias(HEADS, 6).double()
+    plain, biased = attn.weights(q, k, v, mask), attn.weights(q, k, v, mask, bias)
+    i = torch.arange(L)
+    shift = bias(i.view(1, 1, L, 1), i.view(1, 1, 1, L)).detach()
+    if case.name == "reformer":  # several rounds, each normalised for itself: check one
+        attn = case.make(hashes=1)
+        plain, biased = attn.weights(q, k, v, mask), attn.weights(q, k, v, mask, bias)
+    expected = plain * shift.exp()
+    expected = expected / expected.sum(-1, keepdim=True).clamp(min=1e-300)
+    torch.testing.assert_close(biased, expected, atol=1e-9, rtol=1e-7)
+
+
+@sweep(causal=True, steps=True)
+@pytest.mark.parametrize("L", (1, 9, 17, 26))
+def test_steps_equal_the_parallel_form(case, L):
+    attn = case.make(max_length=MAX_LENGTH)
+    q, k, v = qkv(L)
+    for mask in (None, *masks(L).values()):
+        expected = attn(q, k, v, mask)
+        state = attn.start(2)
+        for t in range(L):
+            at = slice(t, t + 1)
+            out, state = attn.step(q[:, :, at], k[:, :, at], v[:, :, at], state, None if mask is None else mask[:, t])
+            seen = slice(None) if mask is None else mask[:, t]
+            torch.testing.assert_close(out[seen], expected[:, :, at][seen], **EXACT)
+        with torch.no_grad():  # the in-place buffers
+            state = attn.start(2)
+            for t in range(L):
+                at = slice(t, t + 1)
+                out, state = attn.step(q[:, :, at], k[:, :, at], v[:, :, at], state, None if mask is None else mask[:, t])
+            seen = slice(None) if mask is None else mask[:, -1]
+            torch.testing.assert_close(out[seen], expected[:, :, -1:][seen], **EXACT)
+
+
+@sweep()
+def test_dropout_is_for_training_only_and_keeps_the_mean(case):
+    q, k, v = qkv(9, B=1)
+    plain, dropping = case.make(), case.make(dropout=0.3)
+    torch.testing.assert_close(dropping(q, k, v), plain(q, k, v), **EXACT)
+    dropping.train()
+    outs = torch.stack([dropping(q, k, v) for _ in range(2)])
+    if case.name != "subsampled":
+        assert not torch.equal(outs[0], outs[1])
+
+
+@pytest.mark.parametrize("name", [n for n in weft.attentions() if weft.attention_info(n).subquadratic])
+@pytest.mark.parametrize("causal", (False, True))
+def test_subquadratic_never_builds_a_square(name, causal):
+    """No tensor with L × L elements in forward or backward, by watching every operator's outputs."""
+    info = weft.attention_info(name)
+    if not (info.causal if causal else info.bidirectional):
+        pytest.skip(f"{name} has no such direction")
+    L = 2048 if name != "sinkhorn" else 1024
+    attn = weft.make_attention(name, heads=1, head_dim=4, causal=causal, max_length=L if info.needs_max_length else None)
+    q, k, v = qkv(L, B=1, H=1, D=4, dtype=torch.float32, grad=True)
+    with Largest() as largest:
+        attn(q, k, v, torch.ones(1, L, dtype=torch.bool)).sum().backward()
+    assert largest.numel < L * L / 2, f"{largest.what} made {largest.numel:,} elements at L = {L}"
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """Remembers the largest tensor any operator made."""
+
+    numel, what = 0, ""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in torch.utils._pytree.tree_leaves(out):
+            if isinstance(t, torch.Tensor):
+                size = t.untyped_storage().nbytes() // t.element_size()  # a broadcast view costs nothing
+                if size > self.numel:
+                    self.numel, self.what = size, str(func)
+        return out

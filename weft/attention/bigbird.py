@@ -1,0 +1,121 @@
+"""BigBird: a band of blocks, global first and last blocks, and a few random blocks.
+
+Zaheer et al., Big Bird: Transformers for Longer Sequences, https://arxiv.org/abs/2007.14062
+
+    query block b of n:  b = 0, n-1        every block
+                         otherwise         {0, b-1, b, b+1, n-1} and r random blocks, drawn once per head and block
+
+with one softmax over the tokens of those blocks. The draw is the published code's: NumPy's legacy generator, seeded
+with `seed` (there the layer's index), from blocks that the band does not hold and within the first 1,024 tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .blocks import ceil_div, from_blocks, to_blocks
+from .contract import Attention, PositionBias
+from .registry import register
+from .softmax import softmax_attention
+
+PLAN_TOKENS = 1024  # the published code draws random blocks from the first 1,024 tokens only
+
+
+class BigBirdAttention(Attention):
+    def __init__(self, *, block_size: int = 64, random_blocks: int = 3, seed: int = 0, **contract):
+        super().__init__(**contract)
+        if block_size < 1 or random_blocks < 0:
+            raise ValueError(f"block_size must be at least 1, random_blocks at least 0: {block_size}, {random_blocks}")
+        self.block_size, self.random_blocks, self.seed = block_size, random_blocks, seed
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        B, H, L, _ = q.shape
+        m = self.block_size
+        n = ceil_div(L, m)
+        padded = n * m
+        valid = torch.ones(1, L, dtype=torch.bool, device=q.device) if mask is None else mask
+        everything = torch.arange(L, device=q.device).view(1, 1, 1, L)
+
+        def see_all(rows: Tensor, first: int) -> Tensor:
+            i = torch.arange(first, first + rows.shape[2], device=q.device).view(1, 1, -1, 1)
+            values = None if bias is None else bias(i, everything)
+            return softmax_attention(rows, k, v, allowed=valid[:, None, None], bias=values, dropout=dropout)
+
+        if n <= 2:  # both blocks are global
+            return see_all(q, 0)
+        head, tail = see_all(q[:, :, :m], 0), see_all(q[:, :, (n - 1) * m :], (n - 1) * m)
+
+        blocks = key_blocks(L, m, self.random_blocks, H, self.seed).to(q.device)  # (H, n-2, c), -1 where there is none
+        c = blocks.shape[-1]
+        at = blocks.clamp(min=0)
+        every_head = torch.arange(H, device=q.device)[:, None, None]
+        k_b, v_b = (to_blocks(x, m)[:, every_head, at].flatten(3, 4) for x in (k, v))
+        in_plan = (blocks >= 0)[..., None].expand(H, n - 2, c, m).flatten(2)
+        real = torch.nn.functional.pad(valid, (0, padded - L)).view(-1, n, m)[:, at].flatten(3)
+        allowed = (real & in_plan)[:, :, :, None]
+        j = (at[..., None] * m + torch.arange(m, device=q.device)).flatten(2)[None, :, :, None]
+        i = torch.arange(m, padded - m, device=q.device).view(1, 1, n - 2, m, 1)
+        values = None if bias is None else bias(i, j)
+        q_b = to_blocks(q, m)[:, :, 1:-1]
+        middle = softmax_attention(q_b, k_b, v_b, allowed=allowed, bias=values, dropout=dropout)
+        return torch.cat([head, from_blocks(middle, (n - 2) * m), tail], 2)
+
+
+def random_plan(length: int, block_size: int, random_blocks: int, heads: int, seed: int) -> np.ndarray:
+    """(heads, n-2, r): the random blocks of query blocks 1..n-2, -1 where fewer than r are eligible."""
+    n = ceil_div(length, block_size)
+    span = min(length, PLAN_TOKENS)
+    last = span // block_size - 1 if span > 2 * block_size else n - 1
+    generator = np.random.RandomState(seed)
+    plan = np.full((heads, max(n - 2, 0), random_blocks), -1)
+    for h in range(heads):
+        for b in range(1, n - 1):
+            if b == 1:
+                eligible = range(3, last + 1)
+            elif b == 2:
+                eligible = range(4, last + 1)
+            elif b == n - 3:
+                eligible = range(1, last - 3)
+            elif b == n - 2:
+                eligible = range(1, last - 2)
+            else:
+                eligible = [*range(1, min(b - 2, last) + 1), *range(b + 2, last + 1)]
+            band = {0, b - 1, b, b + 1, n - 1}
+            drawn = generator.permutation([x for x in eligible if x <= n - 2 and x not in band])[:random_blocks]
+            plan[h, b - 1, : len(drawn)] = drawn
+    return plan
+
+
+@functools.lru_cache(maxsize=64)
+def _key_blocks(length: int, block_size: int, random_blocks: int, heads: int, seed: int) -> Tensor:
+    """(heads, n-2, 5 + r): all key blocks of query blocks 1..n-2, each once; -1 fills up."""
+    n = ceil_div(length, block_size)
+    plan = random_plan(length, block_size, random_blocks, heads, seed)
+    table = torch.full((heads, n - 2, 5 + random_blocks), -1)
+    for b in range(1, n - 1):
+        band = sorted({0, b - 1, b, b + 1, n - 1})
+        table[:, b - 1, : len(band)] = torch.tensor(band)
+        table[:, b - 1, 5:] = torch.from_numpy(plan[:, b - 1])
+    return table
+
+
+@torch.compiler.assume_constant_result  # the compiler need not trace NumPy's generator
+def key_blocks(length: int, block_size: int, random_blocks: int, heads: int, seed: int) -> Tensor:
+    return _key_blocks(length, block_size, random_blocks, heads, seed)
+
+
+register(
+    "bigbird",
+    BigBirdAttention,
+    paper="Zaheer et al. 2020, Big Bird (2007.14062)",
+    cost="L*block",
+    bias=True,
+    causal=False,
+    not_causal="its global blocks see the whole sequence; 'longformer' with global_tokens or 'combiner-fixed' can be causal",
+    length_dependent="the last block is global and the random blocks are drawn for the whole length, padding included",
+)

@@ -1,0 +1,78 @@
+"""Linear attention.
+
+Katharopoulos et al., Transformers are RNNs, https://arxiv.org/abs/2006.16236
+
+    out_i = φ(q_i)ᵀ Σ_j φ(k_j) v_jᵀ / (φ(q_i)ᵀ Σ_j φ(k_j) + ε),   φ(t) = elu(t) + 1, ε = 1e-6
+
+over every legal j (j ≤ i when causal, as a sum that is carried along).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .contract import Attention, PositionBias
+from .registry import register
+from .scan import causal_sum
+
+EPSILON = 1e-6
+
+
+class LinearAttention(Attention):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        a, b = features(q), hide(features(k), mask)
+        b = drop_keys(b, self.dropout if self.training else 0.0)
+        v1 = with_ones(v)
+        total = causal_sum(a, b, v1) if self.causal else a @ (b.transpose(-1, -2) @ v1)
+        return (total[..., :-1] / (total[..., -1:] + EPSILON)).to(q.dtype)
+
+    def start(self, batch: int, *, device=None, dtype=None) -> tuple[Tensor | None, int]:
+        return None, 0
+
+    def step(self, q, k, v, state: tuple[Tensor | None, int], mask=None, bias=None):
+        memory, position = state
+        self.check_step(q, k, v, mask, position)
+        b = hide(features(k), None if mask is None else mask[:, None])
+        added = b.transpose(-1, -2) @ with_ones(v if mask is None else v.masked_fill(~mask[:, None, None, None], 0))
+        memory = added if memory is None else memory + added
+        total = features(q) @ memory
+        return (total[..., :-1] / (total[..., -1:] + EPSILON)).to(q.dtype), (memory, position + 1)
+
+
+def precise(x: Tensor) -> Tensor:
+    """Sums over a whole sequence are carried in at least single precision."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def features(x: Tensor) -> Tensor:
+    return F.elu(precise(x)) + 1
+
+
+def with_ones(v: Tensor) -> Tensor:
+    """v with a channel of ones: its sum is the denominator."""
+    v = precise(v)
+    return torch.cat([v, torch.ones_like(v[..., :1])], -1)
+
+
+def hide(features: Tensor, mask: Tensor | None) -> Tensor:
+    """A masked key has no features, so it enters neither sum."""
+    return features if mask is None else features.masked_fill(~mask[:, None, :, None], 0)
+
+
+def drop_keys(features: Tensor, p: float) -> Tensor:
+    """Dropout where there is no matrix of probabilities to thin: whole keys leave both sums."""
+    if not p:
+        return features
+    return features * (torch.rand(features.shape[:3], device=features.device) >= p)[..., None]
+
+
+register(
+    "linear",
+    LinearAttention,
+    paper="Katharopoulos et al. 2020, Transformers are RNNs (2006.16236)",
+    cost="L",
+    cross=True,
+    dropout="keys",
+)

@@ -1,0 +1,46 @@
+"""Linformer: keys and values projected along the length to a fixed, small number of slots.
+
+Wang et al., Linformer: Self-Attention with Linear Complexity, https://arxiv.org/abs/2006.04768
+
+    k' = Fᵀ k,  v' = Fᵀ v          F learned, (max_length, rank), shared by keys, values and heads
+    out_i = Σ_r softmax_r(q_i · k'_r / √D) v'_r
+
+A padded token has zero key and value, so it adds nothing to any slot.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .contract import Attention, PositionBias
+from .registry import register
+from .softmax import softmax_attention
+
+
+class LinformerAttention(Attention):
+    def __init__(self, *, rank: int = 16, **contract):
+        super().__init__(**contract)
+        if rank < 1:
+            raise ValueError(f"rank must be at least 1, got {rank}")
+        assert self.max_length is not None
+        self.kernel = nn.Parameter(torch.empty(self.max_length, rank))
+        nn.init.xavier_uniform_(self.kernel)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        F = self.kernel[: k.shape[2]].to(k.dtype)
+        slots_k, slots_v = (torch.einsum("bhld,lr->bhrd", x, F) for x in (k, v))
+        return softmax_attention(q, slots_k, slots_v, dropout=self.dropout if self.training else 0.0)
+
+
+register(
+    "linformer",
+    LinformerAttention,
+    paper="Wang et al. 2020, Linformer (2006.04768)",
+    cost="L*rank",
+    cross=True,
+    learned=True,
+    needs_max_length=True,
+    causal=False,
+    not_causal="each of its slots mixes all positions, the future too; 'performer' or 'combiner-fixed' can be causal",
+)

@@ -1,0 +1,59 @@
+"""Local attention: contiguous blocks that do not overlap.
+
+Parmar et al., Image Transformer, https://arxiv.org/abs/1802.05751; as in the Long Range Arena
+
+    out_i = Σ_j softmax_j(q_i · k_j / √D) v_j          over j with ⌊j/m⌋ = ⌊i/m⌋ (and j ≤ i when causal)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .blocks import both, from_blocks, to_blocks, valid_keys
+from .contract import Attention, PositionBias
+from .decoding import KeyValueState
+from .registry import register
+from .softmax import softmax_attention
+
+
+class LocalAttention(Attention):
+    def __init__(self, *, block_size: int = 50, **contract):
+        super().__init__(**contract)
+        if block_size < 1:
+            raise ValueError(f"block_size must be at least 1, got {block_size}")
+        self.block_size = block_size
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        L, m = q.shape[2], min(self.block_size, q.shape[2])
+        q, k, v = (to_blocks(x, m) for x in (q, k, v))
+        n = q.shape[2]
+        valid = valid_keys(mask, L, n * m, q.device)
+        allowed = None if valid is None else valid.view(-1, 1, n, 1, m)
+        if self.causal:
+            past = torch.ones(m, m, dtype=torch.bool, device=q.device).tril()
+            allowed = both(past[None, None, None], allowed)
+        at = torch.arange(n * m, device=q.device).view(1, 1, n, m)
+        values = None if bias is None else bias(at[..., None], at[..., None, :])
+        out = softmax_attention(q, k, v, allowed=allowed, bias=values, dropout=self.dropout if self.training else 0.0)
+        return from_blocks(out, L)
+
+    def start(self, batch: int, *, device=None, dtype=None) -> KeyValueState:
+        return KeyValueState.empty()
+
+    def step(self, q, k, v, state: KeyValueState, mask=None, bias=None):
+        self.check_step(q, k, v, mask, state.position)
+        in_block = state.position % self.block_size + 1
+        state = state.append(k, v, mask).keep_last(in_block)
+        keys, values, valid, j = state.read(in_block)
+        bias_values = None if bias is None else bias(j[-1].view(1, 1, 1, 1), j.view(1, 1, 1, -1))
+        return softmax_attention(q, keys, values, allowed=valid[:, None, None], bias=bias_values), state
+
+
+register(
+    "local",
+    LocalAttention,
+    paper="Parmar et al. 2018, Image Transformer (1802.05751)",
+    cost="L*block",
+    bias=True,
+)

@@ -1,0 +1,99 @@
+"""Longformer: a sliding window, and optionally a few global tokens.
+
+Beltagy et al., Longformer: The Long-Document Transformer, https://arxiv.org/abs/2004.05150
+
+    out_i = Σ_j softmax_j(q_i · k_j / √D) v_j
+
+    window w, bidirectional   odd w: |i - j| ≤ ⌊w/2⌋;  even w: i - w/2 + 1 ≤ j ≤ i + w/2
+    window w, causal          i - w + 1 ≤ j ≤ i
+    the first g tokens        see everything and are seen by everything (the past of it, when causal)
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .blocks import both, ceil_div, from_blocks, power_of_two, to_blocks
+from .contract import Attention, PositionBias
+from .decoding import KeyValueState
+from .registry import register
+from .softmax import softmax_attention
+
+
+class LongformerAttention(Attention):
+    def __init__(self, *, window: int = 512, global_tokens: int = 0, **contract):
+        super().__init__(**contract)
+        if window < 1 or global_tokens < 0:
+            raise ValueError(f"window must be at least 1 and global_tokens at least 0, got {window}, {global_tokens}")
+        self.window, self.global_tokens = window, global_tokens
+        self.left = window - 1 if self.causal else (window - 1) // 2  # how far back and ahead a token sees
+        self.right = 0 if self.causal else window // 2
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        L, g = q.shape[2], min(self.global_tokens, q.shape[2])
+        left, right = min(self.left, L - 1), min(self.right, L - 1)
+        valid = torch.ones(1, L, dtype=torch.bool, device=q.device) if mask is None else mask
+
+        # Query blocks of m tokens; each block's keys are the m + left + right tokens around it, read as a strided view.
+        m = min(power_of_two((left + right) / 2, least=16), L)
+        n = ceil_div(L, m)
+        around = left, n * m - L + right
+        k_win, v_win = (F.pad(x, (0, 0, *around)).unfold(2, m + left + right, m).transpose(-1, -2) for x in (k, v))
+        valid_win = F.pad(valid, around).unfold(1, m + left + right, m)[:, None, :, None]
+        i = torch.arange(n * m, device=q.device).view(1, 1, n, m, 1)
+        j = (i[..., :1, :] - left) + torch.arange(m + left + right, device=q.device)
+        allowed = valid_win & (j >= i - left) & (j <= i + right)
+        if g:  # the global tokens come once, in front, and leave the windows
+            allowed = allowed & (j >= g)
+            first = torch.arange(g, device=q.device).view(1, 1, 1, 1, g)
+            allowed_first = valid[:, None, None, None, :g].expand(-1, 1, n, m, g)
+            if self.causal:
+                allowed_first = allowed_first & (first <= i)
+            allowed = torch.cat([allowed_first, allowed], -1)
+            k_win, v_win = (
+                torch.cat([x[:, :, None, :g].expand(-1, -1, n, -1, -1), x_win], 3)
+                for x, x_win in ((k, k_win), (v, v_win))
+            )
+            j = torch.cat([first.expand(1, 1, n, 1, g), j], -1)
+        values = None if bias is None else bias(i, j)
+        out = softmax_attention(to_blocks(q, m), k_win, v_win, allowed=allowed, bias=values, dropout=dropout)
+        out = from_blocks(out, L)
+        if g:
+            rows = torch.arange(g, device=q.device)[:, None]
+            columns = torch.arange(L, device=q.device)[None]
+            seen = both(valid[:, None, None], (columns <= rows)[None, None] if self.causal else None)
+            values = None if bias is None else bias(rows[None, None], columns[None, None])
+            top = softmax_attention(q[:, :, :g], k, v, allowed=seen, bias=values, dropout=dropout)
+            out = torch.cat([top, out[:, :, g:]], 2)
+        return out
+
+    def start(self, batch: int, *, device=None, dtype=None) -> tuple[KeyValueState, KeyValueState]:
+        return KeyValueState.empty(), KeyValueState.empty()
+
+    def step(self, q, k, v, state: tuple[KeyValueState, KeyValueState], mask=None, bias=None):
+        first, recent = state
+        position = recent.position
+        self.check_step(q, k, v, mask, position)
+        if position < self.global_tokens:
+            first = first.append(k, v, mask)
+            recent = KeyValueState(None, None, None, position + 1, position + 1)
+        else:
+            recent = recent.append(k, v, mask).keep_last(self.window)
+        parts = [s.read(*last) for s, last in ((first, ()), (recent, (self.window,))) if s.k is not None]
+        keys, values = (torch.cat([p[c] for p in parts], 2) for c in (0, 1))
+        valid = torch.cat([p[2] for p in parts], 1)
+        j = torch.cat([p[3] for p in parts])
+        bias_values = None if bias is None else bias(j[-1].view(1, 1, 1, 1), j.view(1, 1, 1, -1))
+        return softmax_attention(q, keys, values, allowed=valid[:, None, None], bias=bias_values), (first, recent)
+
+
+register(
+    "longformer",
+    LongformerAttention,
+    paper="Beltagy et al. 2020, Longformer (2004.05150)",
+    cost="L*window",
+    bias=True,
+)

@@ -1,0 +1,134 @@
+"""Performer: random features of the softmax kernel (FAVOR+), or the ReLU kernel.
+
+Choromanski et al., Rethinking Attention with Performers, https://arxiv.org/abs/2009.14794
+
+    out_i = φ(q_i)ᵀ Σ_j φ(k_j) v_jᵀ / φ(q_i)ᵀ Σ_j φ(k_j)
+
+    softmax   t ← t / D^{1/4};   φ(t)_m = (exp(p_m · t - |t|²/2 - c) + ε) / √M,   p_1 … p_M orthogonal, ε = 1e-6
+    relu      φ(t) = ReLU(t) + 1e-3
+
+c keeps the exponentials in range: for a query its own largest exponent, for keys the largest of the keys in the sum
+(the running maximum when causal, so that nothing of the future is read). The features are drawn once and saved with
+the weights; `redraw()` draws them anew.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .contract import Attention, PositionBias
+from .linear import drop_keys, hide, precise, with_ones
+from .registry import register
+from .scan import causal_sum
+
+
+class PerformerAttention(Attention):
+    projection: Tensor
+
+    def __init__(self, *, kernel: str = "softmax", features: int | None = None, epsilon: float = 1e-6, **contract):
+        super().__init__(**contract)
+        if kernel not in ("softmax", "relu"):
+            raise ValueError(f"kernel must be 'softmax' or 'relu', got {kernel!r}")
+        if kernel == "relu" and features is not None:
+            raise ValueError("the relu kernel has no random features; leave features out")
+        self.kernel, self.epsilon = kernel, epsilon
+        if kernel == "softmax":
+            D = self.head_dim
+            count = max(1, round(D * math.log(D + 1))) if features is None else features
+            if count < 1:
+                raise ValueError(f"features must be at least 1, got {features}")
+            self.register_buffer("projection", orthogonal_features(count, D))
+
+    @torch.no_grad()
+    def redraw(self) -> None:
+        """Draw new random features."""
+        self.projection.copy_(orthogonal_features(*self.projection.shape))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        p = self.dropout if self.training else 0.0
+        v1 = with_ones(v)
+        if self.kernel == "relu":
+            a, b = (precise(x).relu() + 1e-3 for x in (q, k))
+            b = drop_keys(hide(b, mask), p)
+            total = causal_sum(a, b, v1) if self.causal else a @ (b.transpose(-1, -2) @ v1)
+            return divide(total).to(q.dtype)
+        a = self._queries(q)
+        b, g = self._keys(k, mask)
+        v1 = drop_keys(v1 if mask is None else v1.masked_fill(~mask[:, None, :, None], 0), p)
+        rest = self.epsilon * a.sum(-1, keepdim=True)  # what ε adds to the product of two feature vectors, over b
+        if self.causal:
+            total = causal_sum(a, b, v1, g) + rest * v1.cumsum(2)
+        else:
+            top = g.amax(-1, keepdim=True)
+            b = b * (g - torch.where(top.isfinite(), top, 0)).exp()[..., None]
+            total = a @ (b.transpose(-1, -2) @ v1) + rest * v1.sum(2, keepdim=True)
+        return divide(total).to(q.dtype)
+
+    def _exponents(self, x: Tensor) -> Tensor:
+        t = precise(x) * self.head_dim**-0.25
+        return t @ self.projection.to(t.dtype).T - t.square().sum(-1, keepdim=True) / 2
+
+    def _queries(self, q: Tensor) -> Tensor:
+        e = self._exponents(q)
+        return (e - e.detach().amax(-1, keepdim=True)).exp() + self.epsilon
+
+    def _keys(self, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """exp(exponents - g) and g, each key's largest exponent: -inf for a masked key."""
+        e = self._exponents(k)
+        g = e.detach().amax(-1)
+        b = (e - g[..., None]).exp()
+        return b, g if mask is None else g.masked_fill(~mask[:, None], float("-inf"))
+
+    def start(self, batch: int, *, device=None, dtype=None) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
+        return None, None, None, 0
+
+    def step(self, q, k, v, state, mask=None, bias=None):
+        memory, top, plain, position = state
+        self.check_step(q, k, v, mask, position)
+        key_mask = None if mask is None else mask[:, None]
+        v1 = with_ones(v)
+        if mask is not None:
+            v1 = v1.masked_fill(~mask[:, None, None, None], 0)
+        if self.kernel == "relu":
+            a = precise(q).relu() + 1e-3
+            b, g = hide(precise(k).relu() + 1e-3, key_mask), torch.zeros_like(v1[..., 0])
+        else:
+            a = self._queries(q)
+            b, g = self._keys(k if mask is None else k.masked_fill(~mask[:, None, None, None], 0), key_mask)
+        if memory is None:
+            memory, top, plain = torch.zeros_like(b.transpose(-1, -2) @ v1), torch.full_like(g, float("-inf")), 0 * v1
+        new_top = torch.maximum(top, g)
+        scale = torch.where(new_top.isfinite(), new_top, 0)
+        memory = memory * (top - scale).exp()[..., None] + (b * (g - scale).exp()[..., None]).transpose(-1, -2) @ v1
+        plain = plain + v1
+        total = a @ memory
+        if self.kernel == "softmax":
+            total = total + self.epsilon * a.sum(-1, keepdim=True) * plain
+        return divide(total).to(q.dtype), (memory, new_top, plain, position + 1)
+
+
+def divide(total: Tensor) -> Tensor:
+    """Numerator over denominator, the last channel; zeros where no key was in the sum."""
+    denominator = total[..., -1:]
+    empty = denominator == 0
+    return (total[..., :-1] / denominator.masked_fill(empty, 1)).masked_fill(empty, 0)
+
+
+def orthogonal_features(count: int, dim: int) -> Tensor:
+    """(count, dim): blocks of orthogonal directions, each as long as a Gaussian vector would be."""
+    blocks = [torch.linalg.qr(torch.randn(dim, dim, dtype=torch.float64)).Q.T for _ in range(-(-count // dim))]
+    lengths = torch.randn(count, dim, dtype=torch.float64).norm(dim=1, keepdim=True)
+    return (torch.cat(blocks)[:count] * lengths).to(torch.get_default_dtype())
+
+
+register(
+    "performer",
+    PerformerAttention,
+    paper="Choromanski et al. 2021, Rethinking Attention with Performers (2009.14794)",
+    cost="L",
+    cross=True,
+    dropout="keys",
+)

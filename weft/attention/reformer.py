@@ -1,0 +1,90 @@
+"""Reformer: shared queries and keys, and attention within hash buckets.
+
+Kitaev et al., Reformer: The Efficient Transformer, https://arxiv.org/abs/2001.04451
+
+    k_j = q_j / |q_j|                                   shared QK: the k that is passed in is not read
+    bucket(x) = argmax([x R; -x R])                     R random, (D, buckets/2): angular locality-sensitive hashing
+    P_i = {j : bucket(q_j) = bucket(q_i), j in the same or the previous run of `chunk` members of that bucket}
+    out_i = Σ_rounds w_i^round Σ_{j in P_i} softmax_j(q_i · k_j / √D) v_j,   w_i^round ∝ the round's normaliser
+
+A token attends to itself only when nothing else is there. Runs are counted inside each bucket rather than across the
+sorted sequence, so a later token never moves an earlier one into another run: causal is exactly causal.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .contract import Attention, PositionBias
+from .groups import gather_runs, take_mask, take_tokens
+from .linear import precise
+from .registry import register
+
+
+class ReformerAttention(Attention):
+    rotations: Tensor
+    reads_k = False
+
+    def __init__(self, *, chunk: int = 64, buckets: int = 32, hashes: int = 2, **contract):
+        super().__init__(**contract)
+        if chunk < 1 or hashes < 1 or buckets < 2 or buckets % 2:
+            raise ValueError(f"chunk and hashes must be at least 1, buckets even: {chunk}, {hashes}, {buckets}")
+        self.chunk, self.buckets, self.hashes = chunk, buckets, hashes
+        self.register_buffer("rotations", torch.randn(hashes, self.heads, self.head_dim, buckets // 2))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        if mask is not None:
+            q = q.masked_fill(~mask[:, None, :, None], 0)
+        rounds = [self._round(q, v, mask, bias, rotation) for rotation in self.rotations]
+        outs, normalisers = (torch.stack(x) for x in zip(*rounds, strict=True))
+        share = normalisers.softmax(0)  # -inf in every round only for a token without keys, whose outs are all zero
+        return (torch.where(normalisers.isfinite(), share, 0)[..., None] * outs).sum(0).to(q.dtype)
+
+    def _round(self, q, v, mask, bias, rotation) -> tuple[Tensor, Tensor]:
+        """One round of hashing: outputs (B, H, L, D) and log-normalisers (B, H, L)."""
+        L, D = q.shape[2:]
+        turned = q.detach() @ rotation.to(q.dtype)
+        bucket = torch.cat([turned, -turned], -1).argmax(-1)
+        if mask is not None:  # padding has a bucket of its own, so it moves nobody
+            bucket = bucket.masked_fill(~mask[:, None], self.buckets)
+        runs = gather_runs(bucket, self.buckets + 1, min(self.chunk, L))
+        at, real = runs.token, take_mask(mask, runs.token, L)
+
+        def with_previous(x: Tensor, empty) -> Tensor:  # (B, H, R, m, ...) -> (B, H, R, 2m, ...)
+            before = torch.cat([torch.full_like(x[:, :, :1], empty), x[:, :, :-1]], 2)
+            return torch.cat([before, x], 3)
+
+        query = precise(take_tokens(q, at))
+        key = with_previous(F.normalize(query, dim=-1), 0)
+        value = with_previous(precise(take_tokens(v, at)), 0)
+        j, real_key = with_previous(at, L), with_previous(real, False)
+        same_bucket = with_previous(runs.group[..., None].expand_as(at), -1) == runs.group[..., None]
+        i, j = at[..., None], j[..., None, :]
+        allowed = (real_key & same_bucket)[..., None, :]
+        if self.causal:
+            allowed = allowed & (j <= i)
+        others = allowed & (j != i)
+        allowed = torch.where(others.any(-1, keepdim=True), others, allowed)
+        logits = query @ key.transpose(-1, -2) * D**-0.5
+        if bias is not None:
+            logits = logits + bias(i.clamp(max=L - 1), j.clamp(max=L - 1)).to(logits.dtype)
+        alive = allowed.any(-1, keepdim=True)
+        logits = logits.masked_fill(~(allowed | ~alive), float("-inf"))
+        normaliser = logits.logsumexp(-1, keepdim=True)
+        p = F.dropout((logits - normaliser).exp(), self.dropout, self.training)
+        out = (p @ value).masked_fill(~alive, 0)
+        normaliser = normaliser.masked_fill(~alive, float("-inf"))
+        slot = runs.slot[..., None]
+        out = out.flatten(2, 3).gather(2, slot.expand(*slot.shape[:3], out.shape[-1]))
+        return out, normaliser.flatten(2).gather(2, runs.slot)
+
+
+register(
+    "reformer",
+    ReformerAttention,
+    paper="Kitaev et al. 2020, Reformer (2001.04451)",
+    cost="L*chunk",
+    bias=True,
+)

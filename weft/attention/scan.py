@@ -1,0 +1,46 @@
+"""Sums over the past in chunks: the causal form of every attention that factors through features.
+
+    num_i = Σ_{j ≤ i} (a_i · b_j) e^{g_j - G_i} v_j          G_i = max_{j ≤ i} g_j
+
+With g = 0 this is plain linear attention. The scale g lets keys whose features are exponentials be carried relative
+to the running maximum, so nothing overflows and nothing depends on the future.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .blocks import ceil_div, pad_length
+
+
+def causal_sum(a: Tensor, b: Tensor, v: Tensor, g: Tensor | None = None, *, chunk: int = 64) -> Tensor:
+    """a, b (B, H, L, F), v (B, H, L, D), g (B, H, L) -> (B, H, L, D). Time and memory are linear in L."""
+    B, H, L, _ = a.shape
+    c = min(chunk, L)
+    n = ceil_div(L, c)
+    a, b, v = (pad_length(x, n * c).unflatten(2, (n, c)) for x in (a, b, v))
+    past = torch.ones(c, c, dtype=torch.bool, device=a.device).tril()
+    inside = (a @ b.transpose(-1, -2)).masked_fill(~past, 0)
+    if g is None:
+        states = b.transpose(-1, -2) @ v  # (B, H, n, F, D): what each chunk adds
+        before = states.cumsum(2) - states
+        out = inside @ v + a @ before
+        return out.flatten(2, 3)[:, :, :L]
+
+    g = F.pad(g, (0, n * c - L), value=float("-inf")).unflatten(2, (n, c))
+    top = g.flatten(2).cummax(-1).values.unflatten(2, (n, c))
+    top = torch.where(top.isfinite(), top, 0)  # before the first real key there is nothing to scale
+    end = top[..., -1]
+    start = torch.cat([end[..., :1], end[..., :-1]], -1)  # where the previous chunk ended
+    added = (b * (g - end[..., None]).exp()[..., None]).transpose(-1, -2) @ v
+    fade = (start - end).clamp(max=0).exp()
+    state, before = torch.zeros_like(added[:, :, 0]), []
+    for t in range(n):  # L / chunk turns of one small multiply-add
+        before.append(state)
+        state = state * fade[:, :, t, None, None] + added[:, :, t]
+    near = (g[..., None, :] - top[..., :, None]).masked_fill(~past, float("-inf")).exp()
+    far = (start[..., None] - top).clamp(max=0).exp()[..., None]
+    out = (inside * near) @ v + (a * far) @ torch.stack(before, 2)
+    return out.flatten(2, 3)[:, :, :L]

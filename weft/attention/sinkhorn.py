@@ -1,0 +1,82 @@
+"""Sparse Sinkhorn attention: each block attends to itself and to a learned, sorted mixture of blocks.
+
+Tay et al., Sparse Sinkhorn Attention, https://arxiv.org/abs/2002.11296
+
+    s_n = Σ_{j in block n} k_j              summary of block n
+    R = softmax_{n'}(s_n W)_{n'}            W learned, (D, blocks): which block is sorted into place n
+    k~_n = Σ_{n'} R_{n n'} k_{n'}           position by position within the block; v~ alike
+    out_n = Attn(q_n, k_n, v_n) + Attn(q_n, k~_n, v~_n)
+
+`iterations` > 0 balances R into a doubly stochastic matrix (Sinkhorn normalisation) instead of the plain softmax.
+Blocks without a real token are never a source; a slot within the block that no source fills is masked.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .blocks import ceil_div, from_blocks, to_blocks, valid_keys
+from .contract import Attention, PositionBias
+from .registry import register
+from .softmax import softmax_attention
+
+
+class SinkhornAttention(Attention):
+    def __init__(self, *, block_size: int = 20, max_blocks: int | None = None, iterations: int = 0, **contract):
+        super().__init__(**contract)
+        if block_size < 1 or iterations < 0:
+            raise ValueError(f"block_size must be at least 1, iterations at least 0: {block_size}, {iterations}")
+        assert self.max_length is not None
+        self.block_size, self.iterations = block_size, iterations
+        self.max_blocks = ceil_div(self.max_length, block_size) if max_blocks is None else max_blocks
+        self.sort = nn.Parameter(torch.empty(self.head_dim, self.max_blocks))
+        nn.init.xavier_uniform_(self.sort)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        L, m = q.shape[2], self.block_size
+        dropout = self.dropout if self.training else 0.0
+        q, k, v = (to_blocks(x, m) for x in (q, k, v))
+        n = q.shape[2]
+        if n > self.max_blocks:
+            raise ValueError(
+                f"{n} blocks of {m} are over max_blocks={self.max_blocks}: give sinkhorn a larger max_length"
+            )
+        valid = valid_keys(mask, L, n * m, q.device)
+        valid = torch.ones(1, n * m, dtype=torch.bool, device=q.device) if valid is None else valid
+        real = valid.view(-1, 1, n, m)
+
+        has_token = real.any(-1)  # (B or 1, 1, n)
+        logits = torch.einsum("bhnd,de->bhne", k.sum(3), self.sort[:, :n].to(k.dtype))
+        R = place(logits.float() if logits.dtype.itemsize < 4 else logits, has_token, self.iterations).to(k.dtype)
+        k_sorted, v_sorted = (torch.einsum("bhne,bhesd->bhnsd", R, x) for x in (k, v))
+        filled = (real & has_token[..., None]).any(2)  # (B or 1, 1, m): some block has a token at this place
+
+        own = softmax_attention(q, k, v, allowed=real[:, :, :, None], dropout=dropout)
+        other = softmax_attention(q, k_sorted, v_sorted, allowed=filled[:, :, None, None], dropout=dropout)
+        return from_blocks(own + other, L)
+
+
+def place(logits: Tensor, has_token: Tensor, iterations: int) -> Tensor:
+    """Rows of weights over the blocks that hold a token; doubly stochastic over those blocks after Sinkhorn's turns."""
+    # An empty sequence has no source at all: it is given all of them, all of zero keys and values.
+    source = has_token | ~has_token.any(-1, keepdim=True)
+    low = torch.finfo(logits.dtype).min
+    x = logits.masked_fill(~source[..., None, :], low)
+    for _ in range(iterations):
+        x = x - x.logsumexp(-1, keepdim=True)
+        columns = x.masked_fill(~source[..., :, None], low).logsumexp(-2, keepdim=True)
+        x = (x - columns).masked_fill(~source[..., None, :], low)
+    return x.softmax(-1)
+
+
+register(
+    "sinkhorn",
+    SinkhornAttention,
+    paper="Tay et al. 2020, Sparse Sinkhorn Attention (2002.11296)",
+    cost="L*block + (L/block)^2",
+    learned=True,
+    needs_max_length=True,
+    causal=False,
+    not_causal="a block is summarised whole before it is sorted; 'local' or 'combiner-fixed' can be causal",
+)
