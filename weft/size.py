@@ -1,0 +1,70 @@
+"""The command `weft size`: parameters and checkpoint sizes, beside the figures a paper prints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from .models.sizes import SizeRow
+
+
+def size(
+    task: Annotated[str | None, typer.Argument(help="imdb-token, imdb-byte, listops or matching; all without")] = None,
+    attention: Annotated[str | None, typer.Option(help="one mechanism, or 'mixed'; the study's ten without")] = None,
+    layers: Annotated[int | None, typer.Option(help="with --heads: one shape of your own")] = None,
+    heads: Annotated[int | None, typer.Option(help="with --layers: one shape of your own")] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="every layers x heads of the study, not only the two ends")
+    ] = False,
+) -> None:
+    """Parameters and checkpoint sizes of the wide-attention study's models, beside the paper's Table 8."""
+    from .models.presets import STUDY_ATTENTIONS, TASKS
+    from .models.sizes import PUBLISHED_EXTRAS, study_rows
+
+    if task is not None and task not in TASKS:
+        raise typer.BadParameter(f"there is no task {task!r}; there are {', '.join(TASKS)}")
+    if (layers is None) != (heads is None):
+        raise typer.BadParameter("give both --layers and --heads, or neither")
+    names = STUDY_ATTENTIONS if attention is None else (attention,)
+    for name in TASKS if task is None else (task,):
+        shapes = None
+        if layers is not None and heads is not None:
+            shapes = [(layers, heads)]
+        elif every:
+            shapes = list(TASKS[name].shapes)
+        try:
+            rows = study_rows(name, names, shapes)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        show(f"{name}, documents of {TASKS[name].length}", rows)
+    notes = [
+        "MiB: 12 bytes a parameter (float32 weight and Adam's two moments), rounded up.",
+        "paper: Wide Attention Is The Way Forward For Transformers? (arXiv 2210.00640), Table 8.",
+        "published: what the authors' code holds, where that is not what ours holds:",
+        *(f"  {name}: {why}" for name, why in PUBLISHED_EXTRAS.items() if name in names),
+    ]
+    typer.echo("\n".join(notes if len(notes) > 3 else notes[:2]))
+
+
+def show(title: str, rows: list[SizeRow]) -> None:
+    """Print the rows as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from .models.sizes import checkpoint_size
+
+    table = Table(title=title, title_justify="left")
+    for heading in ("model", "layers x heads"):
+        table.add_column(heading)
+    for heading in ("parameters", "ours, MiB", "published, MiB", "paper, MiB"):
+        table.add_column(heading, justify="right")
+    previous = None
+    for row in rows:
+        if previous is not None and row.model != previous:
+            table.add_section()
+        previous = row.model
+        ours, theirs = checkpoint_size(row.parameters), checkpoint_size(row.published)
+        table.add_row(row.model, row.shape, f"{row.parameters:,}", ours, theirs, row.printed or "-")
+    Console().print(table)
