@@ -39,7 +39,9 @@ def test_masked_tokens_do_not_exist(case, L):
         )
         out = attn(q2, k2, v2, mask)
         (out.where(real, 0) * probe).sum().backward()
-        torch.testing.assert_close(out.where(real, 0), attn(q, k, v, mask).where(real, 0), msg=lambda m: f"{kind}: {m}", **EXACT)
+        torch.testing.assert_close(
+            out.where(real, 0), attn(q, k, v, mask).where(real, 0), msg=lambda m: f"{kind}: {m}", **EXACT
+        )
         for x, y in ((q, q2), (k, k2), (v, v2)):
             if x.grad is None:  # a mechanism that does not read it
                 assert y.grad is None
@@ -76,7 +78,9 @@ def test_causal_means_causal(case, L, train):
         for x in (q, k, v):
             if x.grad is not None:
                 assert (x.grad[:, :, i + 1 :] == 0).all()
-        changed = [torch.cat([x[:, :, : i + 1], 50 * torch.randn_like(x[:, :, i + 1 :])], 2).detach() for x in (q, k, v)]
+        changed = [
+            torch.cat([x[:, :, : i + 1], 50 * torch.randn_like(x[:, :, i + 1 :])], 2).detach() for x in (q, k, v)
+        ]
         attn = case.make(seed=i).train(train)
         torch.manual_seed(5)
         again = attn(*changed)
@@ -213,7 +217,9 @@ def test_steps_equal_the_parallel_form(case, L):
             state = attn.start(2)
             for t in range(L):
                 at = slice(t, t + 1)
-                out, state = attn.step(q[:, :, at], k[:, :, at], v[:, :, at], state, None if mask is None else mask[:, t])
+                out, state = attn.step(
+                    q[:, :, at], k[:, :, at], v[:, :, at], state, None if mask is None else mask[:, t]
+                )
             seen = slice(None) if mask is None else mask[:, -1]
             torch.testing.assert_close(out[seen], expected[:, :, -1:][seen], **EXACT)
 
@@ -237,7 +243,9 @@ def test_subquadratic_never_builds_a_square(name, causal):
     if not (info.causal if causal else info.bidirectional):
         pytest.skip(f"{name} has no such direction")
     L = 2048 if name != "sinkhorn" else 1024
-    attn = weft.make_attention(name, heads=1, head_dim=4, causal=causal, max_length=L if info.needs_max_length else None)
+    attn = weft.make_attention(
+        name, heads=1, head_dim=4, causal=causal, max_length=L if info.needs_max_length else None
+    )
     q, k, v = qkv(L, B=1, H=1, D=4, dtype=torch.float32, grad=True)
     with Largest() as largest:
         attn(q, k, v, torch.ones(1, L, dtype=torch.bool)).sum().backward()

@@ -119,7 +119,10 @@ def divide(total: Tensor) -> Tensor:
 
 def orthogonal_features(count: int, dim: int) -> Tensor:
     """(count, dim): blocks of orthogonal directions, each as long as a Gaussian vector would be."""
-    blocks = [torch.linalg.qr(torch.randn(dim, dim, dtype=torch.float64)).Q.T for _ in range(-(-count // dim))]
+    blocks = []
+    for _ in range(-(-count // dim)):
+        Q, R = torch.linalg.qr(torch.randn(dim, dim, dtype=torch.float64))
+        blocks.append((Q * R.diagonal().sign()).T)  # without the signs Q is not uniform, and the features are biased
     lengths = torch.randn(count, dim, dtype=torch.float64).norm(dim=1, keepdim=True)
     return (torch.cat(blocks)[:count] * lengths).to(torch.get_default_dtype())
 

@@ -1,0 +1,181 @@
+"""Multi-head and mixed layers, and positions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from promises import cases, masks
+from torch.nn.functional import scaled_dot_product_attention
+
+import weft
+from weft.layers.positions import alibi_slopes, sinusoids
+
+EXACT = {"atol": 1e-10, "rtol": 1e-8}
+
+
+def layer(*args, **kwargs):
+    torch.manual_seed(0)
+    return weft.MultiheadAttention(*args, **kwargs).double().eval()
+
+
+def inputs(L=9, dim=12, B=2):
+    return torch.randn(B, L, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(L))
+
+
+def test_against_torchs_own_multihead_attention():
+    ours = layer(12, 3, qkv_bias=True, out_bias=True)
+    theirs = torch.nn.MultiheadAttention(12, 3, batch_first=True, dtype=torch.float64)
+    with torch.no_grad():
+        theirs.in_proj_weight.copy_(torch.cat([ours.q.weight, ours.k.weight, ours.v.weight]))
+        theirs.in_proj_bias.normal_()
+        for part, linear in zip(theirs.in_proj_bias.chunk(3), (ours.q, ours.k, ours.v), strict=True):
+            linear.bias.copy_(part)
+        theirs.out_proj.weight.copy_(ours.out.weight)
+        theirs.out_proj.bias.copy_(ours.out.bias.normal_())
+    x, mask = inputs(), masks(9)["inner"]
+    expected, probabilities = theirs(x, x, x, key_padding_mask=~mask, average_attn_weights=False)
+    torch.testing.assert_close(ours(x, mask), expected, **EXACT)
+    torch.testing.assert_close(ours.weights(x, mask), probabilities, **EXACT)
+
+
+def test_heads_may_be_wider_than_the_model():
+    wide = layer(12, 6, head_dim=7)
+    assert wide.q.weight.shape == (42, 12) and wide.out.weight.shape == (12, 42)
+    assert wide(inputs()).shape == (2, 9, 12)
+
+
+def test_grouped_queries():
+    x = inputs()
+    grouped = layer(12, 6, head_dim=4, kv_heads=2, causal=True)
+    q, k, v = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (grouped.q, grouped.k, grouped.v))
+    assert k.shape[1] == 2
+    out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(grouped(x), grouped.out(out.transpose(1, 2).flatten(2)), **EXACT)
+
+
+def test_rope_turns_only_with_distance():
+    rotary = layer(12, 2, head_dim=6, rope=True)
+    x = torch.nn.functional.pad(inputs(5), (0, 0, 3, 0))  # three masked tokens in front shift all positions
+    mask = torch.tensor([[False] * 3 + [True] * 5] * 2)
+    torch.testing.assert_close(rotary(x, mask)[:, 3:], rotary(inputs(5)), **EXACT)
+    assert not torch.allclose(rotary(inputs(5)), layer(12, 2, head_dim=6)(inputs(5)))
+
+
+def test_cross_attention():
+    cross = layer(12, 3, context_dim=8)
+    x, context, mask = inputs(5), inputs(11, 8), masks(11)["left"]
+    garbage = torch.where(mask[..., None], context, torch.nan)
+    torch.testing.assert_close(cross(x, mask, context=garbage), cross(x, mask, context=context), **EXACT)
+    with pytest.raises(ValueError, match="context"):
+        cross(x, context=inputs(11, 12))
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_every_mechanism_inside_the_layer(case):
+    """Padded tokens change nothing through the whole layer, and every projection it has is used."""
+    settings = dict(case.options)
+    if case.info.needs_max_length:
+        settings["max_length"] = 20
+    mha = layer(10, 2, head_dim=6, attention=case.name, causal=case.causal, **settings)
+    x, mask = inputs(13, 10), masks(13)["inner"]
+    out = mha(x, mask)
+    other = mha(torch.where(mask[..., None], x, 7.0), mask)
+    torch.testing.assert_close(other[mask], out[mask], **EXACT)
+    out[mask].square().sum().backward()
+    for name, parameter in mha.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().max() > 0, f"{name} is not used"
+
+
+@pytest.mark.parametrize("name", ("full", "local", "linear"))
+def test_steps_through_the_layer(name):
+    mha = layer(12, 4, head_dim=6, kv_heads=2, rope=True, attention=name, causal=True)
+    x = inputs(11)
+    state = mha.start(2)
+    outs = []
+    for t in range(11):
+        out, state = mha.step(x[:, t : t + 1], state)
+        outs.append(out)
+    torch.testing.assert_close(torch.cat(outs, 1), mha(x), **EXACT)
+
+
+def test_mixed_is_the_mean_of_its_blocks():
+    torch.manual_seed(0)
+    mixed = weft.MixedAttention(12, 4, ["full", ("local", {"block_size": 3})], head_dim=5).double().eval()
+    x, mask = inputs(), masks(9)["right"]
+    assert [b.heads for b in mixed.blocks] == [2, 2]
+    torch.testing.assert_close(mixed(x, mask), (mixed.blocks[0](x, mask) + mixed.blocks[1](x, mask)) / 2, **EXACT)
+
+
+def test_mixed_refuses():
+    with pytest.raises(ValueError, match="equally"):
+        weft.MixedAttention(12, 4, ["full", "local", "linear"], head_dim=5)
+    with pytest.raises(ValueError, match="did you mean"):
+        weft.MixedAttention(12, 4, ["full", "lokal"], head_dim=5)
+    with pytest.raises(ValueError, match="at least one"):
+        weft.MixedAttention(12, 4, [])
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    (
+        ({"dim": 10, "heads": 3}, "head_dim"),
+        ({"dim": 12, "heads": 3, "kv_heads": 2}, "kv_heads"),
+        ({"dim": 12, "heads": 4, "head_dim": 3, "rope": True}, "even"),
+        ({"dim": 12, "heads": 4, "attention": "reformer", "head_dim": 4, "rope": True}, "rotary"),
+    ),
+)
+def test_the_layer_refuses(settings, error):
+    with pytest.raises(ValueError, match=error):
+        weft.MultiheadAttention(**settings)
+
+
+def test_a_ready_mechanism():
+    attn = weft.make_attention("local", heads=3, head_dim=4, block_size=3)
+    mha = weft.MultiheadAttention(12, 3, attention=attn)
+    assert mha.attention is attn
+    with pytest.raises(TypeError, match="block_size"):
+        weft.MultiheadAttention(12, 3, attention=attn, block_size=4)
+    with pytest.raises(ValueError, match="causal"):
+        weft.MultiheadAttention(12, 3, attention=attn, causal=True)
+
+
+def test_alibi():
+    torch.testing.assert_close(alibi_slopes(8), torch.tensor([2.0**-h for h in range(1, 9)], dtype=torch.float64))
+    odd = alibi_slopes(6).tolist()  # the authors' rule: the slopes of 4 heads, then every other slope of 8
+    assert odd == pytest.approx([2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3])
+    values = weft.ALiBi(2)(torch.tensor(5).view(1, 1, 1), torch.tensor([3, 5, 9]).view(1, 1, 3))
+    torch.testing.assert_close(
+        values[0], -torch.tensor([[2.0, 0, 4]]).double() * torch.tensor([[2**-4], [2**-8]]).double()
+    )
+
+
+def test_relative_biases():
+    bias = weft.RelativeBias(2, 3)
+    i, j = torch.arange(9).view(1, 1, 9, 1), torch.arange(9).view(1, 1, 1, 9)
+    values = bias(i, j)
+    assert (
+        values.shape == (1, 2, 9, 9)
+        and values[0, 1, 8, 0] == bias.table[1, 6]
+        and values[0, 0, 2, 3] == bias.table[0, 2]
+    )
+    image = weft.RelativeBias2d(2, 3, 4, prefix=1)
+    i, j = torch.arange(13).view(1, 1, 13, 1), torch.arange(13).view(1, 1, 1, 13)
+    values = image(i, j)
+    cell = lambda y, x: 1 + 4 * y + x  # noqa: E731
+    assert (
+        values[0, 0, cell(1, 2), cell(0, 3)]
+        == values[0, 0, cell(2, 1), cell(1, 2)]
+        != values[0, 0, cell(1, 2), cell(1, 1)]
+    )
+    assert (values[:, :, 0] == image.table[:, -1:]).all() and (values[..., 0] == image.table[:, -1:]).all()
+    per_head = image(i.expand(1, 2, 13, 1), j)
+    torch.testing.assert_close(per_head, values)
+
+
+def test_sinusoids():
+    table = sinusoids(7, 6, dtype=torch.float64)
+    assert table[5, 2].item() == pytest.approx(math.sin(5 * 10000 ** (-2 / 6)))
+    assert table[5, 3].item() == pytest.approx(math.cos(5 * 10000 ** (-2 / 6)))
+    assert sinusoids(3, 5).shape == (3, 5)

@@ -1,0 +1,110 @@
+"""Refuse rather than guess: bad input gets a sentence that says what to do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from promises import MAX_LENGTH, qkv, sweep
+
+import weft
+
+
+def test_an_unknown_name_gets_the_nearest():
+    with pytest.raises(ValueError, match="longformer"):
+        weft.make_attention("longfomer", heads=2, head_dim=4)
+    with pytest.raises(ValueError, match=r"weft\.attentions\(\)"):
+        weft.attention_info("zzzzzz")
+
+
+@pytest.mark.parametrize("name", weft.attentions())
+def test_an_option_nothing_reads_is_refused(name):
+    with pytest.raises(TypeError, match="no option 'speling'"):
+        weft.make_attention(name, heads=2, head_dim=4, max_length=8, speling=1)
+
+
+@pytest.mark.parametrize("name", [n for n in weft.attentions() if not weft.attention_info(n).causal])
+def test_what_cannot_be_causal_says_why_and_what_can(name):
+    with pytest.raises(ValueError) as error:
+        weft.make_attention(name, heads=2, head_dim=4, causal=True, max_length=8)
+    named = [other for other in weft.attentions() if f"'{other}'" in str(error.value)]
+    assert named and all(weft.attention_info(other).causal for other in named)
+
+
+@pytest.mark.parametrize("name", [n for n in weft.attentions() if weft.attention_info(n).needs_max_length])
+def test_parameters_per_position_need_max_length(name):
+    with pytest.raises(ValueError, match="max_length"):
+        weft.make_attention(name, heads=2, head_dim=4)
+
+
+@sweep()
+def test_a_length_over_max_length_is_refused(case):
+    attn = case.make(max_length=MAX_LENGTH)
+    with pytest.raises(ValueError, match="max_length=40"):
+        attn(*qkv(MAX_LENGTH + 1))
+
+
+@sweep()
+def test_wrong_shapes_and_kinds(case):
+    attn = case.make()
+    q, k, v = qkv(5)
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    for bad in ((q[0], k, v), (q[:, :1], k, v), (q[..., :3], k, v), (q, k[..., :3], v), (q, k, v[:, :, :4])):
+        with pytest.raises(ValueError):
+            attn(*bad)
+    with pytest.raises(TypeError, match="floating"):
+        attn(q.long(), k, v)
+    with pytest.raises(TypeError, match="dtype"):
+        attn(q, k.float(), v)
+    for bad_mask in (mask.float(), mask.long(), [[True] * 5] * 2):
+        with pytest.raises(TypeError, match="boolean"):
+            attn(q, k, v, bad_mask)
+    for bad_mask in (mask[:, :4], mask[:1], mask[:, None], torch.ones(5, 5, dtype=torch.bool)):
+        with pytest.raises(ValueError, match="mask must be"):
+            attn(q, k, v, bad_mask)
+    with pytest.raises((TypeError, ValueError)):
+        attn(q, k, v, bias=torch.zeros(5, 5))
+
+
+@sweep(bias=False)
+def test_a_bias_that_cannot_be_used_is_refused(case):
+    with pytest.raises(ValueError, match="position bias"):
+        case.make()(*qkv(5), bias=weft.ALiBi(2))
+
+
+@sweep(steps=False, causal=True)
+def test_no_steps_says_what_has_them(case):
+    with pytest.raises(ValueError, match="full"):
+        case.make().start(2)
+
+
+def test_steps_refuse_misuse():
+    q, k, v = qkv(1)
+    attn = weft.make_attention("full", heads=2, head_dim=6)
+    with pytest.raises(ValueError, match="causal=True"):
+        attn.step(q, k, v, attn.start(2))
+    attn = weft.make_attention("full", heads=2, head_dim=6, causal=True, max_length=1)
+    _, state = attn.step(q, k, v, attn.start(2))
+    with pytest.raises(ValueError, match="max_length"):
+        attn.step(q, k, v, state)
+    with pytest.raises(ValueError, match="one token"):
+        attn.step(*qkv(2), attn.start(2))
+
+
+def test_causal_needs_equal_lengths():
+    attn = weft.make_attention("full", heads=2, head_dim=6, causal=True)
+    with pytest.raises(ValueError, match="attn.step"):
+        attn(qkv(3)[0], *qkv(5)[1:])
+
+
+@pytest.mark.parametrize("bad", ({"heads": 0}, {"head_dim": 0}, {"dropout": 1.0}, {"dropout": -0.1}, {"max_length": 0}))
+def test_bad_sizes(bad):
+    with pytest.raises(ValueError):
+        weft.make_attention("full", **{"heads": 2, "head_dim": 4, **bad})
+
+
+def test_registering_twice_or_without_a_reason():
+    with pytest.raises(ValueError, match="already"):
+        weft.register("full", weft.Attention, paper="", cost="L")
+    with pytest.raises(ValueError, match="not_causal"):
+        weft.register("new", weft.Attention, paper="", cost="L", causal=False)
+    assert "new" not in weft.attentions()
