@@ -1,9 +1,9 @@
 """weft: attention that is cheaper, wider, remembering, or explainable, as layers for PyTorch."""
 
-from . import layers
+from . import layers, models
 from .attention import Attention, AttentionInfo, attention_info, attentions, make_attention, register
 from .attention.decoding import state_size
-from .layers import ALiBi, MixedAttention, MultiheadAttention, RelativeBias, RelativeBias2d, Rotary
+from .layers import ISTA, MSSA, ALiBi, MixedAttention, MultiheadAttention, RelativeBias, RelativeBias2d, Rotary
 
 __version__ = "0.1.0"
 
@@ -11,6 +11,8 @@ __all__ = [
     "ALiBi",
     "Attention",
     "AttentionInfo",
+    "ISTA",
+    "MSSA",
     "MixedAttention",
     "MultiheadAttention",
     "RelativeBias",
@@ -20,6 +22,7 @@ __all__ = [
     "attentions",
     "layers",
     "make_attention",
+    "models",
     "register",
     "state_size",
 ]

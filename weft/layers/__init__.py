@@ -1,7 +1,23 @@
 """What blocks are made of."""
 
+from .encoder import EncoderBlock
+from .feedforward import FeedForward
+from .ista import ISTA
 from .mixed import MixedAttention
+from .mssa import MSSA
 from .multihead import MultiheadAttention
 from .positions import ALiBi, RelativeBias, RelativeBias2d, Rotary, sinusoids
 
-__all__ = ["ALiBi", "MixedAttention", "MultiheadAttention", "RelativeBias", "RelativeBias2d", "Rotary", "sinusoids"]
+__all__ = [
+    "ALiBi",
+    "EncoderBlock",
+    "FeedForward",
+    "ISTA",
+    "MSSA",
+    "MixedAttention",
+    "MultiheadAttention",
+    "RelativeBias",
+    "RelativeBias2d",
+    "Rotary",
+    "sinusoids",
+]

@@ -1,0 +1,124 @@
+"""Multi-head subspace self-attention: attention that compresses tokens towards K subspaces.
+
+Yu et al., White-Box Transformers via Sparse Rate Reduction, https://arxiv.org/abs/2306.01129
+
+    w_k   = z U_k                                         one projection: query, key and value at once
+    SSA_k = softmax(scale · w_k w_kᵀ) w_k                 eq 11; scale is 1 there, 1/√p in every published result
+    MSSA  = [SSA_1 … SSA_K] Wᵀ + b                        eq 115, W free; the form of every published result
+    MSSA  = γ Σ_k SSA_k U_kᵀ                              eq 12, with tied=True
+
+z is (L, dim) with tokens as rows; U_k is (dim, p). Any registered mechanism may stand in for softmax attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..attention import make_attention
+from ..attention.contract import PositionBias
+
+
+class MSSA(nn.Module):
+    """`layer(x, mask=None, bias=None)`, x (B, L, dim), mask (B, L): the compression half of a CRATE layer.
+
+    With one head as wide as `dim` there is no output map, as in the authors' code. `scale` sets the factor before
+    w wᵀ in mechanisms whose logits are q·k/√D: `scale=1` with `tied=True` is the paper's eqs 11 and 12 to the letter.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        head_dim: int | None = None,
+        attention: str = "full",
+        causal: bool = False,
+        max_length: int | None = None,
+        dropout: float = 0.0,
+        tied: bool = False,
+        gamma: float | None = None,
+        scale: float | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ):
+        super().__init__()
+        if head_dim is None:
+            if dim % heads:
+                raise ValueError(f"dim={dim} does not divide into {heads} heads; give head_dim")
+            head_dim = dim // heads
+        if gamma is not None and not tied:
+            raise ValueError("gamma scales the tied output map (eq 12): give tied=True, or leave it out")
+        if scale is not None and scale <= 0:
+            raise ValueError(f"scale multiplies the logits and must be positive, got {scale}")
+        self.dim, self.heads, self.head_dim, self.causal = dim, heads, head_dim, causal
+        self.tied, self.gamma, self.scale = tied, 1.0 if gamma is None else gamma, scale
+        self.attention = make_attention(
+            attention,
+            heads=heads,
+            head_dim=head_dim,
+            causal=causal,
+            max_length=max_length,
+            dropout=dropout,
+            **options,
+        ).to(device=device, dtype=dtype)
+        place = {"device": device, "dtype": dtype}
+        self.subspaces = nn.Linear(dim, heads * head_dim, bias=False, **place)  # rows kp … (k+1)p are U_kᵀ
+        bare = tied or (heads == 1 and head_dim == dim)
+        self.out = None if bare else nn.Linear(heads * head_dim, dim, **place)
+        self.dropout = nn.Dropout(dropout)
+
+    @property
+    def bases(self) -> Tensor:
+        """The subspaces U, (heads, dim, head_dim)."""
+        return self.subspaces.weight.unflatten(0, (self.heads, self.head_dim)).transpose(1, 2)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """w as query, key and value, each (B, heads, L, head_dim)."""
+        w = self.subspaces(x).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
+        if self.scale is None:
+            return w, w, w
+        # The mechanism divides by √p; a factor on both sides keeps query and key the same vector.
+        qk = w * (self.scale * self.head_dim**0.5) ** 0.5
+        return qk, qk, w
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None) -> Tensor:
+        self._check(x)
+        return self.merge(self.attention(*self.project(x), mask, bias))
+
+    def merge(self, heads: Tensor) -> Tensor:
+        """(B, H, L, D) -> (B, L, dim): through W, or back through the subspaces when tied."""
+        z = heads.transpose(1, 2).flatten(2)
+        if self.tied:
+            z = self.gamma * F.linear(z, self.subspaces.weight.T)
+        elif self.out is not None:
+            z = self.out(z)
+        return self.dropout(z)
+
+    def weights(self, x: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None) -> Tensor:
+        """The mechanism's effective (B, H, L, L) matrix on this input."""
+        self._check(x)
+        return self.attention.weights(*self.project(x), mask, bias)
+
+    def start(self, batch: int) -> Any:
+        """The state before the first token, for `step`."""
+        weight = self.subspaces.weight
+        return self.attention.start(batch, device=weight.device, dtype=weight.dtype)
+
+    def step(
+        self, x: Tensor, state: Any, mask: Tensor | None = None, bias: PositionBias | None = None
+    ) -> tuple[Tensor, Any]:
+        """One token x (B, 1, dim) in, its output and the next state out."""
+        out, state = self.attention.step(*self.project(x), state, mask, bias)
+        return self.merge(out), state
+
+    def _check(self, x: Tensor) -> None:
+        if x.dim() != 3 or x.shape[-1] != self.dim:
+            raise ValueError(f"x must be (B, L, {self.dim}), got {tuple(x.shape)}")
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, heads={self.heads}, head_dim={self.head_dim}, tied={self.tied}, scale={self.scale}"
