@@ -1,7 +1,21 @@
 """Whole models around the layers."""
 
 from .classifier import TextClassifier
+from .crate import CRATE, CRATELayer, crate
+from .crate_mae import CRATEMAE
+from .crate_text import CRATEText
 from .encoder import TextEncoder
 from .matcher import TextMatcher
+from .presets import lra
 
-__all__ = ["TextClassifier", "TextEncoder", "TextMatcher"]
+__all__ = [
+    "CRATE",
+    "CRATELayer",
+    "CRATEMAE",
+    "CRATEText",
+    "TextClassifier",
+    "TextEncoder",
+    "TextMatcher",
+    "crate",
+    "lra",
+]

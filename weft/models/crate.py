@@ -1,0 +1,157 @@
+"""CRATE: the transformer whose every layer is a step of a known optimisation.
+
+Yu et al., White-Box Transformers via Sparse Rate Reduction, https://arxiv.org/abs/2306.01129
+
+    maximise R(Z) − Rᶜ(Z; U) − λ‖Z‖₀                      code much, within few subspaces, with few non-zeros (eq 1)
+    h  = z + MSSA(LN(z))                                  compress: a step down the coding rate Rᶜ (eqs 10, 18)
+    z' = ISTA(LN(h))                                      sparsify: a proximal step in a dictionary (eq 17); no skip
+
+Because the objective is known, each layer can be measured: see `weft.inspect`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import attention_info
+from ..attention.contract import PositionBias
+from ..layers.ista import ISTA
+from ..layers.mssa import MSSA
+
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"dim": 384, "heads": 6, "layers": 12},
+    "small": {"dim": 576, "heads": 12, "layers": 12},
+    "base": {"dim": 768, "heads": 12, "layers": 12},
+    "large": {"dim": 1024, "heads": 16, "layers": 24},
+}
+
+
+class CRATELayer(nn.Module):
+    """Compress, then sparsify: `layer(x, mask=None, bias=None)`, x (B, L, dim).
+
+    `ista` holds the options of `weft.ISTA`; the others are those of `weft.MSSA`. `kappa` takes the skip of eq 10,
+    h = (1 − κγ) z + κγ MSSA(LN(z)), in place of eq 18's.
+    """
+
+    def __init__(
+        self, dim: int, heads: int, *, kappa: float | None = None, ista: dict[str, Any] | None = None, **mssa: Any
+    ):
+        super().__init__()
+        ista = dict(ista or {})
+        if mssa.get("causal") and ista.get("variant") == "mm":
+            raise ValueError("ISTA variant 'mm' counts all tokens, later ones too: a causal layer takes variant 'ista'")
+        if kappa is not None and not mssa.get("tied"):
+            raise ValueError("kappa is the step of eq 10, whose output map is γU: give tied=True")
+        place = {key: mssa[key] for key in ("device", "dtype") if key in mssa}
+        self.kappa = kappa
+        self.norm1 = nn.LayerNorm(dim, **place)
+        self.mssa = MSSA(dim, heads, **mssa)
+        self.norm2 = nn.LayerNorm(dim, **place)
+        self.ista = ISTA(dim, **ista, **place)
+
+    def compress(self, x: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None) -> Tensor:
+        update = self.mssa(self.norm1(x), mask, bias)
+        if self.kappa is None:
+            return x + update
+        step = self.kappa * self.mssa.gamma
+        return (1 - step) * x + step * update
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None) -> Tensor:
+        return self.ista(self.norm2(self.compress(x, mask, bias)), mask)
+
+
+def crate_layers(layers: int, dim: int, heads: int, **options: Any) -> nn.ModuleList:
+    """Equal layers, except that a mechanism with an option `seed` gets one of its own in each: no two draw alike."""
+    drawn = attention_info(options.get("attention", "full")).options
+    blocks = nn.ModuleList()
+    for i in range(layers):
+        own = {"seed": options.get("seed", drawn["seed"]) + i} if "seed" in drawn else {}
+        blocks.append(CRATELayer(dim, heads, **{**options, **own}))
+    return blocks
+
+
+class Patches(nn.Module):
+    """(B, C, height, width) -> (B, n, dim): patches, flattened row by row with channels last, LN – linear – LN."""
+
+    def __init__(self, image_size: int | tuple[int, int], patch: int, channels: int, dim: int):
+        super().__init__()
+        height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+        if height % patch or width % patch:
+            raise ValueError(f"an image of {height} x {width} does not divide into patches of {patch} x {patch}")
+        self.shape, self.patch, self.grid = (channels, height, width), patch, (height // patch, width // patch)
+        self.count, self.pixels = self.grid[0] * self.grid[1], channels * patch * patch
+        self.embed = nn.Sequential(nn.LayerNorm(self.pixels), nn.Linear(self.pixels, dim), nn.LayerNorm(dim))
+
+    def cut(self, images: Tensor) -> Tensor:
+        """The patches themselves, (B, n, pixels)."""
+        if images.dim() != 4 or tuple(images.shape[1:]) != self.shape:
+            raise ValueError(f"images must be (B, {', '.join(map(str, self.shape))}), got {tuple(images.shape)}")
+        rows, columns = self.grid
+        cells = images.unflatten(3, (columns, self.patch)).unflatten(2, (rows, self.patch))  # B C r p c p
+        return cells.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.embed(self.cut(images))
+
+
+class CRATE(nn.Module):
+    """Image classifier: images (B, C, height, width) -> logits (B, classes).
+
+    `pooling` is "cls", or "mean" over all tokens, CLS included. Further options go to every layer (see `CRATELayer`):
+    `attention="sampled"` and such, `tied`, `scale`, `ista={...}`.
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        heads: int,
+        layers: int,
+        classes: int = 1000,
+        image_size: int | tuple[int, int] = 224,
+        patch: int = 16,
+        channels: int = 3,
+        pooling: str = "cls",
+        **layer: Any,
+    ):
+        super().__init__()
+        if pooling not in ("cls", "mean"):
+            raise ValueError(f"pooling is 'cls' or 'mean', got {pooling!r}")
+        self.pooling = pooling
+        self.patches = Patches(image_size, patch, channels, dim)
+        self.cls = nn.Parameter(torch.randn(1, 1, dim))
+        self.positions = nn.Parameter(torch.randn(1, 1 + self.patches.count, dim))
+        self.blocks = crate_layers(layers, dim, heads, **{"max_length": 1 + self.patches.count, **layer})
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, classes)
+
+    def features(self, images: Tensor) -> Tensor:
+        """The last layer's tokens, (B, 1 + patches, dim), CLS first."""
+        x = self.patches(images)
+        x = torch.cat([self.cls.expand(x.shape[0], -1, -1), x], 1) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.features(images)
+        return self.head(self.norm(x[:, 0] if self.pooling == "cls" else x.mean(1)))
+
+    def new_head(self, classes: int, *, probe: bool = False) -> CRATE:
+        """A fresh head for another task, in place; with `probe` all else is frozen: a linear probe."""
+        weight = self.head.weight
+        self.head = nn.Linear(self.head.in_features, classes, device=weight.device, dtype=weight.dtype)
+        for p in self.parameters():
+            p.requires_grad_(not probe)
+        self.head.requires_grad_(True)
+        return self
+
+
+def crate(size: str = "tiny", **options: Any) -> CRATE:
+    """A CRATE of a published size, "tiny", "small", "base" or "large"; options as in `CRATE` replace what it sets."""
+    if size not in SIZES:
+        raise ValueError(f"there is no CRATE size {size!r}; the sizes: {', '.join(SIZES)}")
+    return CRATE(**{**SIZES[size], **options})
