@@ -7,7 +7,7 @@ Choromanski et al., Rethinking Attention with Performers, https://arxiv.org/abs/
     softmax   t ← t / D^{1/4};   φ(t)_m = (exp(p_m · t - |t|²/2 - c) + ε) / √M,   p_1 … p_M orthogonal, ε = 1e-6
     relu      φ(t) = ReLU(t) + 1e-3
 
-c keeps the exponentials in range: for a query its own largest exponent, for keys the largest of the keys in the sum
+c keeps the exponentials in range: for a query its own largest p_m · t, for keys the largest of the keys in the sum
 (the running maximum when causal, so that nothing of the future is read). The features are drawn once and saved with
 the weights; `redraw()` draws them anew.
 """
@@ -67,18 +67,19 @@ class PerformerAttention(Attention):
             total = a @ (b.transpose(-1, -2) @ v1) + rest * v1.sum(2, keepdim=True)
         return divide(total).to(q.dtype)
 
-    def _exponents(self, x: Tensor) -> Tensor:
+    def _exponents(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """p_m · t - |t|²/2 for every feature, and the largest p_m · t."""
         t = precise(x) * self.head_dim**-0.25
-        return t @ self.projection.to(t.dtype).T - t.square().sum(-1, keepdim=True) / 2
+        projected = t @ self.projection.to(t.dtype).T
+        return projected - t.square().sum(-1, keepdim=True) / 2, projected.detach().amax(-1)
 
     def _queries(self, q: Tensor) -> Tensor:
-        e = self._exponents(q)
-        return (e - e.detach().amax(-1, keepdim=True)).exp() + self.epsilon
+        e, largest = self._exponents(q)
+        return (e - largest[..., None]).exp() + self.epsilon
 
     def _keys(self, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """exp(exponents - g) and g, each key's largest exponent: -inf for a masked key."""
-        e = self._exponents(k)
-        g = e.detach().amax(-1)
+        """exp(exponents - g) and g, each key's largest p_m · t: -inf for a masked key."""
+        e, g = self._exponents(k)
         b = (e - g[..., None]).exp()
         return b, g if mask is None else g.masked_fill(~mask[:, None], float("-inf"))
 
