@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import typer
 
+from .lab import commands as lab
+from .attention.table import show_attentions
+from .size import size
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
 
@@ -11,6 +15,14 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 def main() -> None:
     """Attention that is cheaper, wider, remembering, or explainable."""
 
+
+app.command("attentions")(show_attentions)
+app.command()(size)
+
+app.command("train")(lab.train_command())
+app.command("resume")(lab.resume_run)
+app.command("eval")(lab.eval_run)
+app.command("list")(lab.list_all)
 
 if __name__ == "__main__":
     app()
