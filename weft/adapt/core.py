@@ -1,0 +1,159 @@
+"""A mechanism inside somebody else's layer.
+
+The layer keeps its projections and hands over q, k and v; `Core` gives it the mechanism for the causality it asks
+for, and lets `full` take what only a matrix of logits can take: a mask or a bias that is a tensor (B, H, Lq, Lk).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import Attention, attention_info, make_attention
+from ..attention.contract import PositionBias, clean
+from ..attention.softmax import softmax_attention
+
+
+class Core(nn.Module):
+    """Mechanism `name` for one layer: `core(q, k, v, mask, causal=..., bias=..., allowed=..., added=...)`.
+
+    Most mechanisms hold no tensors, and the causal and the bidirectional form are made when they are first asked
+    for. One with parameters or random features is made once, here, so that a checkpoint holds it: its `causal` is
+    then fixed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        heads: int,
+        head_dim: int,
+        causal: bool = False,
+        max_length: int | None = None,
+        dropout: float = 0.0,
+        **options: Any,
+    ):
+        super().__init__()
+        self.name, self.info = name, attention_info(name)
+        self.settings: dict[str, Any] = {"heads": heads, "head_dim": head_dim, "max_length": max_length, **options}
+        self.dropout = dropout
+        first = make_attention(name, causal=causal, dropout=dropout, **self.settings)
+        self.forms = nn.ModuleDict({_form(causal): first})
+        self.fixed = bool(first.state_dict()) or any(True for _ in first.buffers())
+        # A checkpoint of the model as it was before knows nothing of this mechanism: it keeps what it was made with.
+        self.register_load_state_dict_pre_hook(_keep_own_state)
+
+    def form(self, causal: bool) -> Attention:
+        """The causal or the bidirectional mechanism."""
+        if _form(causal) not in self.forms:
+            if self.fixed:
+                raise ValueError(
+                    f"{self.name} has tensors of its own and was made with causal={not causal}, but the layer is called "
+                    f"with causal={causal}; make it with causal={causal}"
+                )
+            made = make_attention(self.name, causal=causal, dropout=self.dropout, **self.settings)
+            self.forms[_form(causal)] = made.train(self.training)
+        return self.forms[_form(causal)]  # type: ignore[return-value]
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        *,
+        causal: bool = False,
+        bias: PositionBias | None = None,
+        allowed: Tensor | None = None,
+        added: Tensor | None = None,
+    ) -> Tensor:
+        if allowed is None and added is None:
+            return self.form(causal)(q, k, v, mask, bias)
+        if self.name != "full":
+            raise ValueError(
+                f"{self.name} forms no matrix of logits that a mask or bias of shape (Lq, Lk) could be laid on; 'full' "
+                "takes one, every mechanism takes a padding mask (B, Lk) and causality"
+            )
+        return masked_full(
+            q, k, v, mask, causal=causal, allowed=allowed, added=added, dropout=self.dropout if self.training else 0.0
+        )
+
+    def extra_repr(self) -> str:
+        return f"name={self.name!r}"
+
+
+def masked_full(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    allowed: Tensor | None = None,
+    added: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Full attention under any tensor mask: `allowed` boolean, `added` to the logits; both broadcast to (B, H, Lq, Lk).
+
+    When causal, the queries are the last Lq of the Lk positions, as they are with a cache of keys and values.
+    """
+    k, v = clean(k, v, mask)
+    if mask is not None:
+        padding = mask[:, None, None, :]
+        allowed = padding if allowed is None else allowed & padding
+    if causal:
+        i = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)[:, None]
+        past = (torch.arange(k.shape[2], device=q.device) <= i)[None, None]
+        allowed = past if allowed is None else allowed & past
+    return softmax_attention(q, k, v, allowed=allowed, bias=added, dropout=dropout)
+
+
+def rescaled(q: Tensor, scale: float | None) -> Tensor:
+    """q such that a mechanism, which divides by √D, gives logits `scale` q kᵀ."""
+    root = q.shape[-1] ** 0.5
+    if scale is None or abs(scale * root - 1) < 1e-7:
+        return q
+    return q * (scale * root)
+
+
+def rows_are_independent(name: str, options: dict[str, Any]) -> bool:
+    """Whether a row of the output depends on its own query only: what attention from a decoder into a memory needs.
+
+    A mechanism that pools its queries lets later tokens reach earlier ones there. Asked of the mechanism itself.
+    """
+    return _rows_are_independent(name, tuple(sorted(options.items())))
+
+
+@lru_cache(maxsize=None)
+def _rows_are_independent(name: str, options: tuple[tuple[str, Any], ...]) -> bool:
+    with seeded(0), torch.no_grad():
+        attn = make_attention(name, heads=2, head_dim=8, **dict(options)).double().eval()
+        q, k, v = (torch.randn(1, 2, L, 8, dtype=torch.float64) for L in (37, 50, 50))
+        together = attn(q, k, v)
+        apart = torch.cat([attn(q[:, :, i : i + 1], k, v) for i in range(q.shape[2])], 2)
+        return torch.allclose(together, apart, atol=1e-9)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Random numbers of a fixed seed on the CPU, and the caller's own stream untouched."""
+    state = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)
+
+
+def _form(causal: bool) -> str:
+    return "causal" if causal else "bidirectional"
+
+
+def _keep_own_state(core: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    if not any(key.startswith(prefix) for key in state):
+        state.update({prefix + key: value for key, value in core.state_dict().items()})

@@ -1,0 +1,208 @@
+"""Mechanisms in Hugging Face transformers, by name.
+
+    weft.huggingface.register()
+    AutoModelForCausalLM.from_config(config, attn_implementation="weft:linear")
+    weft.huggingface.register("combiner-fixed", as_="weft:combiner-16", block_size=16)
+
+Every mechanism without parameters of its own is registered: its attention function and, under the same name, its
+mask function (see `masks.py`), because a name without one would get no mask at all. `generate()` with a cache gives the
+tokens it gives without one (see `past.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import Attention, attention_info, attentions, make_attention
+from .core import masked_full, rescaled, rows_are_independent, seeded
+from .masks import mask_function_of
+from .past import all_queries, layer_state, remember
+
+PREFIX = "weft:"
+SWAPPED = "weft:swapped"  # the layers of one model do not all use the same mechanism: see surgery.py
+PATTERNS = ("flash", "sdpa", "flex_attention", "paged|", "/", "eager")  # names that transformers reads a meaning into
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """A mechanism with its options, as one implementation name stands for it."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def shown(self) -> str:
+        return PREFIX + self.name
+
+
+def available() -> list[str]:
+    """The mechanisms that a transformers model can use: those without parameters of their own."""
+    return [n for n in attentions() if not (attention_info(n).learned or attention_info(n).needs_max_length)]
+
+
+def register(name: str | None = None, *, as_: str | None = None, **options: Any) -> list[str]:
+    """Make mechanisms available as `attn_implementation`, and return the names they have there.
+
+    Without arguments: all of them, as "weft:<name>", with their defaults. With a name: that one, with these options,
+    as `as_` (default "weft:<name>").
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    if name is None:
+        if as_ is not None or options:
+            raise TypeError("as_ and options belong to one mechanism: name it, as in register('local', block_size=64)")
+        return [registered for each in available() for registered in register(each)]
+    info = attention_info(name)
+    if info.learned or info.needs_max_length:
+        raise ValueError(
+            f"{name} has parameters of its own, and transformers gives an attention function nowhere to keep them; "
+            f"without parameters there are: {', '.join(available())}"
+        )
+    key = PREFIX + name if as_ is None else as_
+    clash = next((p for p in PATTERNS if p in key), None)
+    if clash is not None or (key in AttentionInterface._global_mapping and not key.startswith(PREFIX)):
+        raise ValueError(f"{key!r} would be taken for a name of transformers' own; choose one like {PREFIX}{name}-2")
+    make_attention(name, heads=2, head_dim=8, causal=not info.bidirectional, **options)  # refuses wrong options now
+    choice = Choice(name, options)
+    AttentionInterface.register(key, attention_function(choice))
+    AttentionMaskInterface.register(key, mask_function_of(key, takes_matrix=name == "full"))
+    return [key]
+
+
+def attention_function(choice: Choice) -> Callable[..., tuple[Tensor, None]]:
+    """The function that a layer calls with its q (B, H, Lq, D) and k, v (B, fewer H, Lk, D)."""
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        return _attend(choice, module, query, key, value, attention_mask, **kwargs), None
+
+    return attention
+
+
+def swapped_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """For a model whose layers were swapped one by one: the mechanism chosen for this layer, or full attention."""
+    choice = layer_state(module).choice or FULL
+    return _attend(choice, module, query, key, value, attention_mask, **kwargs), None
+
+
+FULL = Choice("full")
+
+
+def register_swapped() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(SWAPPED, swapped_attention)
+    AttentionMaskInterface.register(SWAPPED, mask_function_of(SWAPPED, takes_matrix=True))
+
+
+def _attend(
+    choice: Choice,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    name, full = choice.shown, choice.name == "full"
+    _refuse(name, module, key, mask, kwargs)
+    groups = query.shape[1] // key.shape[1]
+    k, v = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
+    q = rescaled(query, scaling)
+    Lq, Lk = q.shape[2], k.shape[2]
+    causal = _is_causal(name, module, mask, is_causal)
+    p = dropout if module.training else 0.0
+
+    matrix = mask is not None and mask.dim() == 4
+    if full and (matrix or position_bias is not None or (causal and Lq != Lk)):
+        if matrix:  # the mask holds causality and padding; queries without keys give zeros
+            allowed, added = (mask, position_bias) if mask.dtype == torch.bool else (None, _sum(mask, position_bias))
+            out = masked_full(q, k, v, allowed=allowed, added=added, dropout=p)
+        else:
+            out = masked_full(q, k, v, mask, causal=causal, added=position_bias, dropout=p)
+        return out.transpose(1, 2).contiguous()
+    if matrix or position_bias is not None:
+        what = "a mask (B, H, Lq, Lk)" if matrix else "a bias on the logits of every pair (T5's relative positions)"
+        raise ValueError(f"{name} is given {what} and forms no matrix to lay it on; weft:full takes it")
+
+    if not causal and Lq != Lk and not rows_are_independent(choice.name, choice.options):
+        raise ValueError(f"{name} mixes queries of different positions: in a decoder's cross attention that would leak")
+    attn = _mechanism(choice, module, q, causal, p)
+    if causal and Lq != Lk:
+        _refuse_if_length_matters(name, attn)
+        q = all_queries(module, name, q, Lk)
+    elif causal:
+        remember(module, q, key)
+    return attn(q, k, v, mask)[:, :, -Lq:].transpose(1, 2).contiguous()
+
+
+def _mechanism(choice: Choice, module: nn.Module, q: Tensor, causal: bool, dropout: float) -> Attention:
+    """The layer's own instance. It is no submodule, so that the state dict stays that of the library."""
+    kept = layer_state(module).mechanisms
+    key = (id(choice), q.shape[1], q.shape[3], causal)
+    if key not in kept:
+        # Random features are drawn from the layer's number: the same in every process and after loading.
+        with seeded(getattr(module, "layer_idx", None) or 0):
+            kept[key] = make_attention(
+                choice.name, heads=q.shape[1], head_dim=q.shape[3], causal=causal, **choice.options
+            ).to(q.device)
+        kept[key].weft_choice = choice  # keeps the id taken
+    attn: Attention = kept[key]  # type: ignore[assignment]
+    if any(b.device != q.device for b in attn.buffers()):
+        attn.to(q.device)
+    attn.dropout = dropout
+    return attn.train(module.training)
+
+
+def _is_causal(name: str, module: nn.Module, mask: Tensor | None, is_causal: bool | None) -> bool:
+    """A mask of ours says whether it is causal; without one the argument does, or else the layer."""
+    said = getattr(mask, "weft_causal", None)
+    if said is None:
+        said = is_causal if is_causal is not None else getattr(module, "is_causal", None)
+    if said is None:
+        raise ValueError(f"{type(module).__name__} does not say whether it is causal: set is_causal on it for {name}")
+    return bool(said)
+
+
+def _refuse(name: str, module: nn.Module, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+    """What a layer may ask for beyond softmax(q kᵀ) v, and no mechanism here does."""
+    window = kwargs.get("sliding_window")
+    asked = {
+        "a soft cap on the logits": kwargs.get("softcap"),
+        "attention sinks": kwargs.get("s_aux") if kwargs.get("s_aux") is not None else getattr(module, "sinks", None),
+        "a paged cache": kwargs.get("cache") if "cache" in kwargs else kwargs.get("block_table"),
+        "packed sequences": kwargs.get("cu_seq_lens_q"),
+        "a bias on the logits": kwargs.get("attention_bias"),
+        "a sliding window": window if window and key.shape[2] > window and (mask is None or mask.dim() != 4) else None,
+    }
+    for what, value in asked.items():
+        if value is not None:
+            raise ValueError(f"{type(module).__name__} asks for {what}, which {name} does not do; use eager")
+
+
+def _refuse_if_length_matters(name: str, attn: Attention) -> None:
+    """A pattern that moves as the sequence grows makes yesterday's keys wrong: nothing cached would be right."""
+    if not attn.info.length_dependent:
+        return
+    try:
+        attn.start(1)  # one whose options pin the pattern down can decode step by step, and says so here
+    except ValueError as refusal:
+        raise ValueError(
+            f"{name} cannot decode with a cache: {attn.info.length_dependent}; use use_cache=False ({refusal})"
+        ) from refusal
+
+
+def _sum(a: Tensor, b: Tensor | None) -> Tensor:
+    return a if b is None else a + b

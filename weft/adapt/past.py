@@ -1,0 +1,128 @@
+"""What a causal layer of a transformers model must remember when it decodes with a cache of keys and values.
+
+The cache keeps keys and values; a mechanism that pools queries (combiner), hashes them (reformer) or sorts them needs
+the earlier queries too. They are kept on the cache's own layer, so they live as long as the cache does, are copied
+with it, and two generations side by side do not meet. The output of the new tokens is the last rows of the parallel
+form over all tokens: the same numbers as without a cache.
+
+A cache that was reordered (beam search), cropped or repeated since is recognised by its keys: each row of the cache
+is looked for among the rows that we remember.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass
+class Past:
+    q: Tensor  # (B, H, P, D), scaled
+    keys: Tensor  # the keys that the cache held when q was noted
+
+    def queries_for(self, keys: Tensor) -> Tensor | None:
+        """The queries that belong to these cached keys (B', H, P', D); None where some row was never seen."""
+        if keys is self.keys:
+            return self.q
+        length = keys.shape[2]
+        if length > self.keys.shape[2] or keys.shape[1] != self.keys.shape[1] or keys.shape[3] != self.keys.shape[3]:
+            return None
+        ours = self.keys[:, :, :length].to(keys.device)
+        row = torch.full((keys.shape[0],), -1, device=keys.device)
+        for candidate in range(ours.shape[0]):
+            same = (keys == ours[candidate]).flatten(1).all(1)
+            row = torch.where(same, candidate, row)
+        if bool((row < 0).any()):
+            return None
+        return self.q[row.to(self.q.device), :, :length]
+
+
+@dataclass
+class LayerState:
+    """What weft keeps beside an attention layer of transformers; none of it is in the state dict."""
+
+    choice: Any = None  # the mechanism that weft.swap chose for this layer
+    mechanisms: dict[Any, nn.Module] = field(default_factory=dict)
+    watched: bool = False  # whether the hook below is in place
+    cache: Any = None  # the cache of the call under way, and the keys it held when the call began
+    cached_keys: Tensor | None = None
+    first: Past | None = None  # of the very first call, which the hook could not see
+
+
+def layer_state(module: nn.Module) -> LayerState:
+    state = module.__dict__.get("_weft")
+    if state is None:
+        state = module.__dict__["_weft"] = LayerState()
+    return state
+
+
+def remember(module: nn.Module, q: Tensor, key: Tensor) -> None:
+    """Note the queries of a call without a past, in case a cache goes on from here."""
+    if torch.compiler.is_compiling():
+        return
+    state = layer_state(module)
+    if not state.watched:
+        module.register_forward_pre_hook(note_cache, with_kwargs=True)
+        state.watched = True
+        state.first = None if torch.is_grad_enabled() else Past(q, key)
+        return
+    layer = _cache_layer(module, state.cache)
+    state.cache = state.cached_keys = None
+    if layer is not None and not torch.is_grad_enabled():
+        layer.weft_past = Past(q, layer.keys)
+
+
+def all_queries(module: nn.Module, name: str, q: Tensor, total: int) -> Tensor:
+    """The queries of all `total` positions, of which `q` are the newest; noted again for the next call."""
+    state = layer_state(module)
+    layer = _cache_layer(module, state.cache)
+    if torch.is_grad_enabled():
+        raise ValueError(f"decoding with {name} and a cache is for inference: wrap it in torch.no_grad()")
+    if layer is None or state.cached_keys is None:
+        raise ValueError(
+            f"{name} is called with {total} keys for {q.shape[2]} queries and no cache that grows with the sequence: a "
+            "static, offloaded or quantised cache, or a prefix of keys, works with weft:full; otherwise use the "
+            "default cache of generate(), or use_cache=False"
+        )
+    known = getattr(layer, "weft_past", None)
+    if known is None:
+        known, state.first = state.first, None
+    past = None if known is None else known.queries_for(state.cached_keys)
+    if past is None or past.shape[2] + q.shape[2] != total:
+        raise ValueError(
+            f"{name} needs the queries of the {total - q.shape[2]} cached tokens, and this cache was not filled by it "
+            "under torch.no_grad(); run the prompt through this model, or use use_cache=False"
+        )
+    q = torch.cat([past, q], 2)
+    layer.weft_past = Past(q, layer.keys)
+    state.cache = state.cached_keys = None
+    return q
+
+
+def note_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook: which cache this call goes on from, and its keys before they grow."""
+    from transformers import Cache
+
+    state = layer_state(module)
+    state.cache = next((a for a in (*args, *kwargs.values()) if isinstance(a, Cache)), None)
+    layer = _cache_layer(module, state.cache)
+    state.cached_keys = None if layer is None else layer.keys
+    if state.first is not None and (state.cached_keys is None or state.cached_keys.shape[2] != state.first.q.shape[2]):
+        state.first = None  # the first call's cache is not gone on from: forget it
+
+
+def _cache_layer(module: nn.Module, cache: Any) -> Any:
+    """The layer of the cache that grows by appending; None where there is none, or it is of another kind."""
+    from transformers import EncoderDecoderCache
+    from transformers.cache_utils import DynamicLayer
+
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    index = getattr(module, "layer_idx", None)
+    if cache is None or index is None or index >= len(cache.layers):
+        return None
+    layer = cache.layers[index]
+    return layer if isinstance(layer, DynamicLayer) and layer.keys is not None and layer.keys.dim() == 4 else None
