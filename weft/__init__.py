@@ -3,7 +3,17 @@
 from . import layers, models
 from .attention import Attention, AttentionInfo, attention_info, attentions, make_attention, register
 from .attention.decoding import state_size
-from .layers import ISTA, MSSA, ALiBi, MixedAttention, MultiheadAttention, RelativeBias, RelativeBias2d, Rotary
+from .layers import (
+    ISTA,
+    MSSA,
+    ALiBi,
+    CachedAttention,
+    MixedAttention,
+    MultiheadAttention,
+    RelativeBias,
+    RelativeBias2d,
+    Rotary,
+)
 
 __version__ = "0.1.0"
 
@@ -11,6 +21,7 @@ __all__ = [
     "ALiBi",
     "Attention",
     "AttentionInfo",
+    "CachedAttention",
     "ISTA",
     "MSSA",
     "MixedAttention",

@@ -1,5 +1,6 @@
 """What blocks are made of."""
 
+from .cached import CachedAttention
 from .encoder import EncoderBlock
 from .feedforward import FeedForward
 from .ista import ISTA
@@ -10,6 +11,7 @@ from .positions import ALiBi, RelativeBias, RelativeBias2d, Rotary, sinusoids
 
 __all__ = [
     "ALiBi",
+    "CachedAttention",
     "EncoderBlock",
     "FeedForward",
     "ISTA",

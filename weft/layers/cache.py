@@ -1,0 +1,233 @@
+"""The gated recurrent cache: a small memory that every training step rewrites.
+
+Zhang et al., Cached Transformers: Improving Transformers with Differentiable Memory Cache,
+https://arxiv.org/abs/2312.12742, equations 4 and 5
+
+    g_u, g_r = σ(W_u [X̃, C]), σ(W_r [X̃, C])          X̃: the step's tokens, brought to the cache's length
+    C̃        = W_c [X̃, g_r ⊙ C]
+    C'       = mean over samples of (1 - g_u) ⊙ C + g_u ⊙ C̃
+
+C is state, not a parameter: saved with the weights, rewritten in train(), frozen in eval(), and a constant for the
+gradient, which never crosses a step. The mean is over the samples of all ranks, so N ranks of B samples hold the
+cache one rank of N·B samples would.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .recompute import Recent, recomputing
+from .resample import resample
+
+State = tuple[Tensor, Tensor, Tensor]
+
+
+class RecurrentCache(nn.Module):
+    """`cache(tokens, valid)` -> the slots that these samples read, (1 or B, length, width), rewritten in training.
+
+    `scope="batch"` keeps one cache, the mean over samples; `scope="stream"` one per row of the batch. `delayed`
+    reads what *earlier* steps wrote: the step's tokens wait in `pending` and are gated in, with a gradient for the
+    gates, when the next step begins. Without `length` the first training step's length is taken.
+    """
+
+    cache: Tensor
+    updates: Tensor
+    pending: Tensor
+    pending_alive: Tensor
+
+    def __init__(
+        self,
+        width: int,
+        length: int | None = None,
+        *,
+        normed: bool = False,
+        bias: bool = False,
+        per_sample: bool = False,
+        resampling: str = "nearest",
+        scope: str = "batch",
+        delayed: bool = False,
+        eval_update: bool = False,
+        sync: str = "exact",
+        group: Any = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.width, self.length, self.per_sample, self.resampling = width, length, per_sample, resampling
+        self.scope, self.delayed, self.eval_update, self.sync, self.group = scope, delayed, eval_update, sync, group
+        place = {"device": device, "dtype": dtype}
+        self.update_gate = nn.Linear(2 * width, width, bias=bias, **place)
+        self.reset_gate = nn.Linear(2 * width, width, bias=bias, **place)
+        self.candidate = nn.Linear(2 * width, width, bias=bias, **place)
+        self.norm = nn.LayerNorm(width, **place) if normed else None
+        kept = self.update_gate.weight.dtype
+        kept = torch.float32 if kept in (torch.float16, torch.bfloat16) else kept
+        rows = 0 if scope == "stream" else 1
+        self.register_buffer("cache", torch.zeros(rows, length or 0, width, device=device, dtype=kept))
+        self.register_buffer("updates", torch.zeros((), dtype=torch.long, device=device))
+        if delayed:
+            self.register_buffer("pending", torch.zeros(0, length or 0, width, device=device, dtype=kept))
+            self.register_buffer("pending_alive", torch.zeros(0, dtype=torch.bool, device=device))
+        self.recent = Recent()
+
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Tokens x (B, T, width), real where `valid` (B, T) is True."""
+        if not (self.training or self.eval_update):
+            return self.frozen(x)
+        again = recomputing()
+        state = self.recent.recall(x) if again else self._begin(x)
+        cache, pending, pending_alive = state
+        tokens, alive = resample(x, cache.shape[1], valid, self.resampling)
+        tokens = tokens.to(cache.dtype)
+        if not self.delayed:
+            kept, read = self._gated_mean(cache, tokens, alive)
+        elif pending.shape[0]:
+            kept, read = self._gated_mean(cache, pending, pending_alive)
+        else:
+            kept, read = cache, cache
+        if not again:
+            self.recent.remember(x, state)
+            self.cache = kept.detach()
+            self.updates += 1
+            if self.delayed:
+                everyone = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
+                self.pending, self.pending_alive = tokens.detach(), everyone if alive is None else alive
+        return read
+
+    def frozen(self, x: Tensor) -> Tensor:
+        """The cache as it stands, (1 or B, length, width); zeros before the first training step."""
+        B, T = x.shape[:2]
+        rows, length = self.cache.shape[:2]
+        if length == 0:
+            length = self.length or (self._agree_on(T, x.device) if self.training else T)
+        if self.scope == "stream":
+            if rows not in (0, B):
+                raise ValueError(
+                    f"the cache follows {rows} streams, but this batch has {B} rows: call reset() before other streams"
+                )
+            rows = B
+        if (rows, length) == self.cache.shape[:2]:
+            return self.cache
+        return self.cache.new_zeros(rows, length, self.width)
+
+    def gated(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        """What each sample alone would make of the cache, (B, length, width); nothing is kept."""
+        cache = self.frozen(x)
+        tokens, alive = resample(x, cache.shape[1], valid, self.resampling)
+        return _where_alive(alive, self._gate(cache, tokens.to(cache.dtype)), cache)
+
+    @torch.no_grad()
+    def reset(self, rows: Tensor | None = None) -> None:
+        """Forget everything; with `rows` (B,) boolean, only those streams, at the start of a new document, say."""
+        self.recent = Recent()
+        if rows is not None:
+            if self.scope != "stream":
+                raise ValueError("only scope='stream' keeps a cache per row; reset() clears the one there is")
+            if self.cache.shape[0]:
+                self.cache = self.cache.masked_fill(rows[:, None, None], 0)
+            if self.delayed and self.pending.shape[0]:
+                self.pending_alive = self.pending_alive & ~rows
+            return
+        keep_rows = 0 if self.scope == "stream" else 1
+        self.cache = torch.zeros_like(self.cache[:keep_rows])
+        self.updates = torch.zeros_like(self.updates)
+        if self.delayed:
+            self.pending, self.pending_alive = self.pending[:0].clone(), self.pending_alive[:0].clone()
+
+    def _gate(self, cache: Tensor, tokens: Tensor) -> Tensor:
+        """Equations 4 and 5 for each sample. The blend is in the cache's dtype, float32 or better."""
+        cache = cache.expand(tokens.shape[0], -1, -1)
+        old, new = (t.to(self.update_gate.weight.dtype) for t in (cache, tokens))
+        both = torch.cat([new, old], -1)
+        update, reset = self.update_gate(both).sigmoid(), self.reset_gate(both).sigmoid()
+        candidate = self.candidate(torch.cat([new, reset * old], -1))
+        if self.norm is not None:
+            candidate = self.norm(F.gelu(candidate))
+        update = update.to(cache.dtype)
+        return (1 - update) * cache + update * candidate.to(cache.dtype)
+
+    def _gated_mean(self, cache: Tensor, tokens: Tensor, alive: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The next cache, and what the samples read of it; a sample without real tokens changes neither."""
+        rows = _where_alive(alive, self._gate(cache, tokens), cache)
+        if self.scope == "stream":
+            return rows, rows
+        if alive is None:
+            total, count = rows.sum(0, keepdim=True), rows.new_full((1,), rows.shape[0])
+        else:
+            total, count = (rows * alive[:, None, None]).sum(0, keepdim=True), alive.sum().to(rows.dtype).view(1)
+        own = _mean(total, count, cache)
+        if self._ranks() == 1 or self.sync == "none":
+            return own, rows if self.per_sample else own
+        summed = _SumOverRanks.apply(torch.cat([total.flatten(), count]), self.group)
+        mean = _mean(summed[:-1].view_as(total), summed[-1:], cache)
+        return mean, rows if self.per_sample else mean if self.sync == "exact" else own
+
+    def _ranks(self) -> int:
+        return dist.get_world_size(self.group) if dist.is_available() and dist.is_initialized() else 1
+
+    def _begin(self, x: Tensor) -> State:
+        cache = self.frozen(x)
+        nothing = cache[:0]
+        if not self.delayed:
+            return cache, nothing, nothing
+        return cache, self.pending if self.pending.shape[0] else nothing, self.pending_alive
+
+    def _agree_on(self, length: int, device: torch.device) -> int:
+        if self._ranks() == 1 or self.sync == "none":
+            return length
+        longest = torch.tensor(length, device=device)
+        dist.all_reduce(longest, dist.ReduceOp.MAX, self.group)
+        return int(longest)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> RecurrentCache:
+        """Half precision is for weights: a recurrence over many thousand steps keeps at least float32."""
+        exact = {name: buffer for name, buffer in self._buffers.items() if name in ("cache", "pending")}
+        super()._apply(fn, recurse)
+        for name, buffer in exact.items():
+            moved = self._buffers[name]
+            if buffer is not None and moved is not None and moved.dtype in (torch.float16, torch.bfloat16):
+                self._buffers[name] = buffer.to(moved.device)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        """A length, or a number of rows, that was left open is taken from the checkpoint."""
+        for name in ("cache", "pending", "pending_alive"):
+            saved, here = state_dict.get(prefix + name), self._buffers.get(name)
+            if saved is None or here is None or saved.shape == here.shape or saved.dim() != here.dim():
+                continue
+            length_fits = saved.dim() < 2 or self.length in (None, saved.shape[1])
+            rows_fit = saved.shape[0] == here.shape[0] or name != "cache" or self.scope == "stream"
+            if length_fits and rows_fit and saved.shape[2:] == here.shape[2:]:
+                self._buffers[name] = here.new_zeros(saved.shape)
+        self.recent = Recent()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over ranks, of values forward and of gradients backward: what every rank reads, every rank wrote."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+def _where_alive(alive: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
+    return new if alive is None else torch.where(alive[:, None, None], new, old)
+
+
+def _mean(total: Tensor, count: Tensor, old: Tensor) -> Tensor:
+    return torch.where(count > 0, total / count.clamp(min=1), old)

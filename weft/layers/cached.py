@@ -1,0 +1,289 @@
+"""Cached attention: any attention layer, and beside it attention to a memory of past training steps.
+
+Zhang et al., Cached Transformers: Improving Transformers with Differentiable Memory Cache,
+https://arxiv.org/abs/2312.12742
+
+    O_h = σ(λ_h) o_mem_h + (1 - σ(λ_h)) o_self_h          one learned λ per head
+
+o_self is the wrapped layer's; o_mem attends to the gated recurrent cache (`cache.py`, `memory_attention.py`). The
+cache sees the first D_m = H · max(1, floor(r D / H)) channels, so o_mem_h is narrower than o_self_h for r < 1: it is
+padded with zeros, as in the authors' code; the paper does not say.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..attention import Attention
+from .cache import RecurrentCache
+from .cached_inputs import grid_of, valid_tokens, width_and_heads
+from .cached_options import cache_options
+from .memory_attention import MemoryAttention, same_as
+from .multihead import MultiheadAttention
+from .resample import resample_grid
+
+
+class CachedAttention(nn.Module):
+    """`CachedAttention(layer)` is called as `layer` is: `cached(x, *args, **kwargs)`, x (B, T, dim).
+
+    `layer` is a `weft.MultiheadAttention` with any mechanism, or any module that maps (B, T, dim) to (B, T, dim), alone
+    or first in a tuple. Its mask tells which tokens may enter the cache; where a layer's mask means something else,
+    `valid=` (B, T) does. `ratio` is r, `length` the number of slots (left open: the first training step's length),
+    `grid` their height and width where they are an image after `prefix` other tokens; at the call, `grid=` is that of
+    the tokens (else the layer's own size argument, else a square). Further options: `CacheOptions`.
+    """
+
+    def __init__(
+        self,
+        inner: nn.Module,
+        ratio: float = 0.5,
+        length: int | None = None,
+        *,
+        preset: str = "paper",
+        dim: int | None = None,
+        heads: int | None = None,
+        grid: tuple[int, int] | None = None,
+        prefix: int = 0,
+        causal: bool | None = None,
+        group: Any = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ):
+        super().__init__()
+        o = self.options = cache_options(preset, options)
+        if not 0.0 < ratio <= 1.0:
+            raise ValueError(f"ratio is the share of channels that is cached, in (0, 1], got {ratio}")
+        self.dim, self.heads, inside = width_and_heads(inner, dim, heads)
+        self.width = self.heads * max(1, math.floor(ratio * min(self.dim, inside) / self.heads))
+        if self.width > min(self.dim, inside):
+            raise ValueError(f"{self.heads} heads need at least as many channels, but the layer has {self.dim}")
+        if o.resample == "2d" and grid is None:
+            raise ValueError("resample='2d' must know the cache as an image: give grid=(height, width)")
+        if grid is not None:
+            if length not in (None, grid[0] * grid[1] + prefix):
+                raise ValueError(f"length={length} is not the {grid[0]} x {grid[1]} cells of grid and {prefix} before")
+            length = grid[0] * grid[1] + prefix
+        if length is not None and length < 1:
+            raise ValueError(f"length must be at least 1, got {length}")
+        shows_heads = isinstance(inner, MultiheadAttention) or hasattr(inner, "per_head")
+        self.mix = o.mix or ("heads" if shows_heads else "projected")
+        if self.mix == "heads" and not shows_heads:
+            raise ValueError(f"{type(inner).__name__} does not show its heads: give mix='projected'")
+        self.causal = bool(getattr(inner, "causal", False)) if causal is None else causal
+        if self.causal and not o.delayed:
+            raise ValueError(
+                "the layer is causal, and a cache of the current segment would show it its own future: "
+                "give delayed=True, which reads earlier segments only"
+            )
+        if self.causal and o.position == "conv":
+            raise ValueError("position='conv' looks at the tokens ahead; a causal layer takes position='none'")
+        if o.position == "conv" and self.dim % self.width:
+            raise ValueError(
+                f"position='conv' has one group per cached channel: {self.dim} channels are not a multiple of "
+                f"{self.width}; choose a ratio that divides, or position='none'"
+            )
+        self.ratio, self.grid, self.prefix, self.inner = ratio, grid, prefix, inner
+        place = {"device": device, "dtype": dtype}
+        if device is None and dtype is None:  # beside the layer it wraps
+            like = next((p for p in inner.parameters() if p.is_floating_point()), None)
+            place = {} if like is None else {"device": like.device, "dtype": like.dtype}
+        self.lam = nn.Parameter(torch.full((self.heads,), float(o.lambda_init), **place))
+        self.cache = RecurrentCache(
+            self.width,
+            length,
+            normed=o.candidate == "ln_gelu",
+            bias=o.gate_bias,
+            per_sample=o.memory == "per_sample",
+            resampling="nearest" if o.resample == "2d" else o.resample,
+            scope=o.scope,
+            delayed=o.delayed,
+            eval_update=o.eval_update,
+            sync=o.sync,
+            group=group,
+            **place,
+        )
+        how = o.memory_attention
+        kind: dict[str, Any] = {}
+        if isinstance(how, Attention):
+            kind = {"mechanism": how}
+        elif how == "same":
+            kind = same_as(inner, self.width, self.heads)
+        elif how != "full":
+            raise ValueError(f"memory_attention is 'full', 'same' or a mechanism that is made, got {how!r}")
+        self.memory = MemoryAttention(
+            self.width,
+            self.heads,
+            project=self.mix == "projected",
+            qkv_bias=o.qkv_bias,
+            out_bias=o.out_bias,
+            **kind,
+            **place,
+        )
+        self.position = None
+        if o.position == "conv":
+            self.position = nn.Conv2d(self.dim, self.dim, 3, padding=1, groups=self.width, **place)
+        self._asked = False
+        for module in (*self.cache.children(), *self.memory.children()):
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        *args: Any,
+        valid: Tensor | None = None,
+        grid: tuple[int, int] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if x.dim() != 3 or x.shape[-1] != self.dim:
+            raise ValueError(f"x must be (B, L, {self.dim}), got {tuple(x.shape)}")
+        self._warn_if_empty()
+        valid = valid_tokens(self.inner, x, args, kwargs, valid, delayed=self.options.delayed)
+        own, output, rest = self._own(x, args, kwargs)
+        memory = self._remembered(x, output, valid, grid_of(args, kwargs, grid))
+        y = self._finish(self._mixed(own, memory))
+        if self.position is not None:
+            y = y + self._positions(x, valid, grid_of(args, kwargs, grid))
+        return y if rest is None else (y, *rest)
+
+    @property
+    def share(self) -> Tensor:
+        """σ(λ) per head: how much of the output the cached branch gives."""
+        return self.lam.detach().sigmoid()
+
+    @torch.no_grad()
+    def branches(
+        self, x: Tensor, *args: Any, valid: Tensor | None = None, grid: tuple[int, int] | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """o_self and o_mem before mixing, (B, T, H, width of a head) each; the cache is read as in eval(), not written."""
+        valid = valid_tokens(self.inner, x, args, kwargs, valid, delayed=self.options.delayed)
+        own, output, _ = self._own(x, args, kwargs)
+        return own, self._remembered(x, output, valid, grid_of(args, kwargs, grid), write=False)
+
+    def reset(self, rows: Tensor | None = None) -> None:
+        """Forget: all of the cache, or the streams where `rows` (B,) is True."""
+        self.cache.reset(rows)
+
+    def start(self, batch: int) -> Any:
+        """The state before the first token, for `step`."""
+        return self._stepping().start(batch)
+
+    def step(self, x: Tensor, state: Any, mask: Tensor | None = None, bias: Any = None) -> tuple[Tensor, Any]:
+        """One token x (B, 1, dim) in, its output and the next state out; the cache is read and not written."""
+        inner = self._stepping()
+        within, position = state
+        own, within = inner.attention.step(*inner.project(x, start=position), within, mask, bias)
+        memory = self.memory(x[..., : self.width], self.cache.frozen(x), self.grid)
+        return inner.merge(self._mixed(own.transpose(1, 2), memory).transpose(1, 2)), (within, position + 1)
+
+    def _own(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None, Any]:
+        """The inner branch by heads, (B, T, H, d); its output where the cache is written from it; what came with it."""
+        inner: Any = self.inner
+        rest = None
+        if self.mix == "heads":
+            heads = _per_head(inner, x, *args, **kwargs)
+            output = inner.merge(heads) if self.options.update_from == "output" else None
+            return heads.transpose(1, 2), output, rest
+        output = inner(x, *args, **kwargs)
+        if isinstance(output, tuple):
+            output, *rest = output
+        if output.shape != x.shape:
+            raise ValueError(
+                f"{type(inner).__name__} made {tuple(output.shape)} of {tuple(x.shape)}: it must keep the shape"
+            )
+        return output.unflatten(-1, (self.heads, -1)), output, rest
+
+    def _remembered(
+        self,
+        x: Tensor,
+        output: Tensor | None,
+        valid: Tensor | None,
+        grid: tuple[int, int] | None,
+        write: bool = True,
+    ) -> Tensor:
+        """The cached branch by heads, (B, T, H, width / H)."""
+        queries = x[..., : self.width]
+        if valid is not None:
+            queries = queries.masked_fill(~valid[..., None], 0)
+        source = output if self.options.update_from == "output" and output is not None else x
+        tokens = source[..., : self.width]
+        if self.options.resample == "2d":
+            assert self.grid is not None
+            if valid is not None:
+                raise ValueError("resample='2d' needs whole images; padded tokens take resample='nearest'")
+            tokens = resample_grid(tokens, self._square(x.shape[1], grid), self.grid, self.prefix)
+        if self.options.eval_gate and not (self.training and write):
+            slots = self.cache.gated(tokens, valid)
+        else:
+            slots = self.cache(tokens, valid) if write else self.cache.frozen(tokens)
+        where = self.grid
+        if self.memory.reduce is not None and where is None:
+            where = self._square(slots.shape[1], grid if x.shape[1] == slots.shape[1] else None)
+        return self.memory(queries, slots, where)
+
+    def _mixed(self, own: Tensor, memory: Tensor) -> Tensor:
+        share = self.lam.sigmoid().to(own.dtype)[:, None]
+        wide = F.pad(memory.to(own.dtype), (0, own.shape[-1] - memory.shape[-1]))
+        return share * wide + (1 - share) * own
+
+    def _finish(self, mixed: Tensor) -> Tensor:
+        inner: Any = self.inner
+        return inner.merge(mixed.transpose(1, 2)) if self.mix == "heads" else mixed.flatten(2)
+
+    def _positions(self, x: Tensor, valid: Tensor | None, grid: tuple[int, int] | None) -> Tensor:
+        assert self.position is not None
+        if valid is not None:
+            x = x.masked_fill(~valid[..., None], 0)
+        image = x[:, self.prefix :].transpose(1, 2).unflatten(2, self._square(x.shape[1], grid))
+        return F.pad(self.position(image).flatten(2).transpose(1, 2), (0, 0, self.prefix, 0))
+
+    def _square(self, tokens: int, grid: tuple[int, int] | None) -> tuple[int, int]:
+        """Height and width of the image that the tokens after the prefix are."""
+        cells = tokens - self.prefix
+        side = math.isqrt(max(cells, 0))
+        found = grid or (side, side)
+        if found[0] * found[1] != cells or cells < 1:
+            raise ValueError(
+                f"{tokens} tokens, {self.prefix} of them before the image, are not {found[0]} x {found[1]} cells: "
+                "give grid=(height, width), and prefix=1 when the first is a class token"
+            )
+        return found
+
+    def _stepping(self) -> MultiheadAttention:
+        if self.training or self.options.eval_update:
+            raise ValueError("step-by-step decoding reads the cache and does not write it: call eval() first")
+        if not isinstance(self.inner, MultiheadAttention) or self.mix != "heads":
+            raise ValueError("step-by-step decoding needs a weft.MultiheadAttention inside, and mix='heads'")
+        return self.inner
+
+    def _warn_if_empty(self) -> None:
+        """Once, when a cache that no training step has written is read in eval()."""
+        if self.training or self._asked or torch.compiler.is_compiling() or self.cache.updates.is_meta:
+            return
+        self._asked = True
+        if not self.options.eval_update and int(self.cache.updates) == 0:
+            warnings.warn("this cache was never written: train first, or load a trained one", stacklevel=3)
+
+    def extra_repr(self) -> str:
+        return f"ratio={self.ratio}, length={self.cache.length}, cached channels={self.width}, mix={self.mix!r}"
+
+
+def _per_head(inner: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """o_self before the output projection, (B, H, T, d)."""
+    if not isinstance(inner, MultiheadAttention):
+        return inner.per_head(x, *args, **kwargs)
+    mask, bias = _mask_and_bias(*args, **kwargs)
+    return inner.attention(*inner.project(x), mask, bias)
+
+
+def _mask_and_bias(mask: Tensor | None = None, bias: Any = None) -> tuple[Tensor | None, Any]:
+    return mask, bias

@@ -1,0 +1,63 @@
+"""What cached attention must know of the layer it wraps, and of what that layer is called with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def width_and_heads(inner: nn.Module, dim: int | None, heads: int | None) -> tuple[int, int, int]:
+    """Channels, heads, and channels inside the heads: as given, or as the layer tells."""
+    if isinstance(inner, nn.MultiheadAttention) and not inner.batch_first:
+        raise ValueError("cached attention takes (B, T, D): make nn.MultiheadAttention with batch_first=True")
+    dim = dim or _told(inner, "dim", "embed_dim")
+    for name in ("qkv", "q"):
+        projection = getattr(inner, name, None)
+        if dim is None and isinstance(projection, nn.Linear):
+            dim = projection.in_features
+    heads = heads or _told(inner, "heads", "num_heads")
+    if dim is None or heads is None:
+        raise ValueError(f"{type(inner).__name__} does not tell its channels or heads: give dim= and heads=")
+    head_dim = _told(inner, "head_dim") if hasattr(inner, "merge") else None
+    if head_dim is None and dim % heads:
+        raise ValueError(f"{dim} channels do not divide into {heads} heads")
+    return dim, heads, dim if head_dim is None else heads * head_dim
+
+
+def _told(inner: nn.Module, *names: str) -> int | None:
+    for name in names:
+        if isinstance(getattr(inner, name, None), int):
+            return int(getattr(inner, name))
+    return None
+
+
+def valid_tokens(
+    inner: nn.Module, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], valid: Tensor | None, *, delayed: bool
+) -> Tensor | None:
+    """Which tokens may enter the cache, (B, T) boolean; None for all. A mask that could hide any is not guessed at."""
+    if kwargs.get("is_causal") and not delayed:
+        raise ValueError("is_causal: a cache of the current segment would show the layer its future; give delayed=True")
+    if valid is not None:
+        if valid.dtype != torch.bool or valid.shape != x.shape[:2]:
+            raise ValueError(f"valid is boolean (B, T) = {tuple(x.shape[:2])}, got {valid.dtype} {tuple(valid.shape)}")
+        return valid
+    mask = kwargs.get("mask", args[0] if args else None)
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == x.shape[:2]:
+        return mask  # weft's own: True where a real token stands
+    padding = kwargs.get("key_padding_mask")
+    if padding is not None:  # PyTorch's: True, or -inf, where padding stands
+        return ~padding if padding.dtype == torch.bool else padding == 0
+    for name in ("attn_mask", "attention_mask"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name} may hide padding from the layer: say which tokens are real with valid=(B, T)")
+    return None
+
+
+def grid_of(args: tuple[Any, ...], kwargs: dict[str, Any], grid: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Height and width of the tokens as an image, where the call tells: PVT layers are called with them."""
+    size = grid or kwargs.get("feat_size", args[0] if args else None)
+    if isinstance(size, (tuple, list, torch.Size)) and len(size) == 2 and all(isinstance(n, int) for n in size):
+        return size[0], size[1]
+    return None

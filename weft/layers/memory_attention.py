@@ -1,0 +1,109 @@
+"""The second branch of cached attention: every token attends to the slots of a cache.
+
+Zhang et al., Cached Transformers, https://arxiv.org/abs/2312.12742, equation 3
+
+    o_mem = softmax(Q̄ K̄ᵀ / √(D_m / H)) V̄          Q̄ = X̄ W̄_q, K̄ = C W̄_k, V̄ = C W̄_v, all D_m wide
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import Attention, make_attention
+from .multihead import MultiheadAttention
+from .positions import RelativeBias2d
+
+
+class MemoryAttention(nn.Module):
+    """`branch(x, slots)` -> (B, T, H, width / H), x (B, T, width), slots (1 or B, T_m, width).
+
+    `reduction` makes the cache an image, shrinks it by a strided convolution and norms it, as spatial-reduction
+    attention does with its tokens; `window` gives tokens and slots of one h x w window a relative position bias;
+    `mechanism` replaces full attention. `project` adds an output projection of the branch's own.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        project: bool = False,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        reduction: int = 1,
+        window: tuple[int, int] | None = None,
+        mechanism: Attention | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        place = {"device": device, "dtype": dtype}
+        self.heads, self.reduction, self.window = heads, reduction, window
+        self.q = nn.Linear(width, width, bias=qkv_bias, **place)
+        self.k = nn.Linear(width, width, bias=qkv_bias, **place)
+        self.v = nn.Linear(width, width, bias=qkv_bias, **place)
+        self.out = nn.Linear(width, width, bias=out_bias, **place) if project else None
+        self.attention = mechanism or make_attention("full", heads=heads, head_dim=width // heads)
+        self.attention.to(device=device, dtype=dtype)
+        if (self.attention.heads, self.attention.head_dim, self.attention.causal) != (heads, width // heads, False):
+            raise ValueError(
+                f"the cached branch has {heads} heads of {width // heads} channels and is not causal: slots are not "
+                f"tokens; {self.attention.name} was made for {self.attention.heads} of {self.attention.head_dim}"
+            )
+        self.reduce: nn.Conv2d | None = None
+        if reduction > 1:
+            self.reduce = nn.Conv2d(width, width, reduction, stride=reduction, **place)
+            self.norm = nn.LayerNorm(width, **place)
+        self.bias = RelativeBias2d(heads, *window).to(device=device, dtype=dtype) if window else None
+
+    def forward(self, x: Tensor, slots: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+        slots = slots.to(x.dtype)
+        if self.reduce is not None:
+            if grid is None or grid[0] * grid[1] != slots.shape[1]:
+                raise ValueError(f"{slots.shape[1]} slots are no image of {grid}: give the cache grid=(height, width)")
+            image = slots.transpose(1, 2).unflatten(2, grid)
+            slots = self.norm(self.reduce(image).flatten(2).transpose(1, 2))
+        if self.bias is not None and not x.shape[1] == slots.shape[1] == self.bias.height * self.bias.width:
+            raise ValueError(
+                f"the windows are {self.bias.height} x {self.bias.width}, but there are {x.shape[1]} tokens and "
+                f"{slots.shape[1]} slots"
+            )
+        q = self._split(self.q(x))
+        k, v = (self._split(t).expand(x.shape[0], -1, -1, -1) for t in (self.k(slots), self.v(slots)))
+        out = self.attention(q, k, v, None, self.bias).transpose(1, 2)
+        if self.out is None:
+            return out
+        return self.out(out.flatten(2)).unflatten(2, (self.heads, -1))
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+
+def same_as(inner: nn.Module, width: int, heads: int) -> dict[str, Any]:
+    """What makes the cached branch attend as `inner` does: its mechanism, its spatial reduction, its windows."""
+    if isinstance(inner, MultiheadAttention):
+        mechanism = inner.attention
+        missing = [name for name in mechanism.info.options if not hasattr(mechanism, name)]
+        if missing:
+            raise ValueError(
+                f"{mechanism.name} does not tell its {', '.join(missing)}: give memory_attention a ready mechanism, "
+                f"weft.make_attention({mechanism.name!r}, heads={heads}, head_dim={width // heads}, …)"
+            )
+        options = {name: getattr(mechanism, name) for name in mechanism.info.options}
+        made = make_attention(
+            mechanism.name, heads=heads, head_dim=width // heads, max_length=mechanism.max_length, **options
+        )
+        return {"mechanism": made}
+    if getattr(inner, "pool", None) is not None:
+        raise ValueError("this layer pools its keys to a fixed size; give memory_attention='full'")
+    found: dict[str, Any] = {}
+    reduce = getattr(inner, "sr", None)
+    if isinstance(reduce, nn.Conv2d):
+        found["reduction"] = reduce.kernel_size[0]
+    window: Any = getattr(inner, "window_size", None)
+    if hasattr(inner, "relative_position_bias_table"):
+        found["window"] = tuple(window)
+    return found
