@@ -1,0 +1,129 @@
+"""Axial attention: a token sees its row and its column.
+
+Ho et al., Axial Attention in Multidimensional Transformers, https://arxiv.org/abs/1912.12180; one softmax over both
+lines, as in Combiner, https://arxiv.org/abs/2107.05768, whose axial variants add summaries of all else.
+
+    i = r·m + c          Ω_i = {j : j//m = r} ∪ {j : j%m = c}          cut at i when causal
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .blocks import both
+from .contract import Attention, PositionBias
+from .decoding import KeyValueState
+from .joint import Columns, Layout, Part, Rows, joint_attention, token_positions, valid_in
+from .partitions import default_block, other_blocks, own_block
+from .registry import register
+from .softmax import softmax_attention
+
+
+@dataclass
+class Grid:
+    """q, k and v on a grid with rows of m tokens, and which of its cells are real (None: all)."""
+
+    k: Tensor  # (B, H, n, m, D)
+    v: Tensor
+    real: Tensor | None  # (B or 1, 1, n, m)
+    causal: bool
+
+    @property
+    def n(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def m(self) -> int:
+        return self.k.shape[3]
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, mask: Tensor | None, m: int, causal: bool) -> Grid:
+        rows = Rows(m)
+        return cls(rows.arrange(k), rows.arrange(v), valid_in(rows, mask, k.shape[2], m, k.device), causal)
+
+
+def row_part(grid: Grid, bias: PositionBias | None = None, length: int = 0) -> Part:
+    """The own row: {j : j//m = r}."""
+    allowed = own_block(grid.m, grid.causal, grid.k.device).view(1, 1, 1, grid.m, grid.m) if grid.causal else None
+    allowed = both(allowed, None if grid.real is None else grid.real[:, :, :, None, :])
+    return Part(Rows(grid.m), grid.k, grid.v, allowed, _between(Rows(grid.m), bias, length, grid.k.device))
+
+
+def column_part(grid: Grid, bias: PositionBias | None = None, length: int = 0) -> Part:
+    """The own column without the own row: {j : j%m = c, j//m ≠ r}."""
+    allowed = other_blocks(grid.n, grid.causal, grid.k.device).view(1, 1, 1, grid.n, grid.n)
+    if grid.real is not None:
+        allowed = allowed & grid.real.transpose(2, 3)[:, :, :, None, :]
+    values = _between(Columns(grid.m), bias, length, grid.k.device)
+    return Part(Columns(grid.m), grid.k.transpose(2, 3), grid.v.transpose(2, 3), allowed, values)
+
+
+def _between(layout: Layout, bias: PositionBias | None, length: int, device: torch.device) -> Tensor | None:
+    """The position bias between the tokens of each group of a layout."""
+    if bias is None:
+        return None
+    at = token_positions(layout, length, device)
+    return bias(at[..., :, None], at[..., None, :])
+
+
+class AxialAttention(Attention):
+    """`block_size` is the width of the grid; a partial last row is fine."""
+
+    def __init__(self, *, block_size: int | None = None, **contract: Any):
+        super().__init__(**contract)
+        if block_size is not None and block_size < 1:
+            raise ValueError(f"block_size, the width of the grid, must be at least 1, got {block_size}")
+        self.block_size = block_size
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        L = k.shape[2]
+        grid = Grid.of(k, v, mask, self.block_size or default_block(L, self.max_length), self.causal)
+        parts = [row_part(grid, bias, L), column_part(grid, bias, L)]
+        dropout = self.dropout if self.training else 0.0
+        return joint_attention(q, parts, dropout=dropout, may_be_empty=mask is not None)
+
+    def start(self, batch: int, *, device=None, dtype=None) -> KeyValueState:
+        decoding_block(self)  # refuses where there is none
+        return KeyValueState.empty()
+
+    def step(self, q, k, v, state: KeyValueState, mask=None, bias=None):
+        self.check_step(q, k, v, mask, state.position)
+        m = decoding_block(self)
+        i = state.position
+        state = state.append(k, v, mask)
+        seen = torch.tensor([*range(i % m, i - i % m, m), *range(i - i % m, i + 1)], device=k.device)
+        return attend_to(q, state, seen, bias), state
+
+
+def decoding_block(attn: Attention) -> int:
+    """The block size for decoding, where the final length is not known."""
+    block_size = getattr(attn, "block_size", None)
+    if block_size is None and attn.max_length is None:
+        raise ValueError(
+            f"{attn.name} takes its block size from the length, which a step does not know: "
+            "give block_size or max_length"
+        )
+    return block_size or default_block(0, attn.max_length)
+
+
+def attend_to(q: Tensor, state: KeyValueState, seen: Tensor, bias: PositionBias | None) -> Tensor:
+    """The newest token's attention to the cached positions `seen`."""
+    k, v, valid, _ = state.read()
+    at = seen - state.dropped
+    i = torch.tensor(state.position - 1, device=q.device).view(1, 1, 1, 1)
+    values = None if bias is None else bias(i, seen.view(1, 1, 1, -1))
+    return softmax_attention(q, k[:, :, at], v[:, :, at], allowed=valid[:, None, None, at], bias=values)
+
+
+register(
+    "axial",
+    AxialAttention,
+    paper="Ho et al. 2019, Axial Attention in Multidimensional Transformers (1912.12180)",
+    cost="L*sqrt(L)",
+    bias=True,
+    length_dependent="without max_length the default block size follows the length; block_size fixes it",
+)

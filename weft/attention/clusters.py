@@ -1,0 +1,89 @@
+"""Learned clusters of keys: a partition of the sequence that follows its content.
+
+    g_j = argmax_g μ_g · k_j / |k_j|          μ_g unit vectors, per head
+
+argmax puts every token into exactly one cluster and looks at nothing but the token, so the partition is causal. Each
+cluster, in order of position, is cut into runs of at most `capacity` tokens: the runs are the groups that attend
+together, and the cost is bounded whatever the data.
+
+Centroids follow an exponential moving average of the keys they drew, in training only. What a batch teaches is
+folded in at the next training call, so a call never sees its own batch; a call that is repeated in the backward pass
+(activation checkpointing) folds nothing, and so repeats exactly.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .blocks import power_of_two
+from .groups import Runs, gather_runs
+
+
+class Clusters(nn.Module):
+    centroids: Tensor
+    drawn: Tensor
+    count: Tensor
+
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        clusters: int | None,
+        capacity: int | None,
+        decay: float,
+        max_length: int | None,
+    ):
+        super().__init__()
+        if clusters is None:
+            clusters = 16 if max_length is None else power_of_two(max_length**0.5)
+        if clusters < 1:
+            raise ValueError(f"clusters must be at least 1, got {clusters}")
+        if capacity is not None and capacity < 1:
+            raise ValueError(f"capacity must be at least 1, got {capacity}")
+        if not 0.0 <= decay <= 1.0:
+            raise ValueError(f"decay must be in [0, 1], got {decay}")
+        self.clusters, self.capacity, self.decay, self.max_length = clusters, capacity, decay, max_length
+        self.register_buffer("centroids", F.normalize(torch.randn(heads, clusters, head_dim), dim=-1))
+        self.register_buffer("drawn", torch.zeros(heads, clusters, head_dim))  # sum of the last batch's unit keys
+        self.register_buffer("count", torch.zeros(heads, clusters))
+
+    def size(self, length: int) -> int:
+        """Tokens in a run."""
+        return self.capacity or power_of_two(2 * (self.max_length or length) ** 0.5, least=32)
+
+    @torch.no_grad()
+    def assign(self, k: Tensor, mask: Tensor | None) -> Tensor:
+        """The cluster of every key, (B, H, L); masked tokens are in one of their own, number `clusters`."""
+        unit = F.normalize(k.to(self.centroids.dtype), dim=-1)
+        if self.training and not _recomputing():
+            self._fold()
+        group = (unit @ self.centroids.transpose(-1, -2)).argmax(-1)
+        if mask is not None:
+            group = group.masked_fill(~mask[:, None], self.clusters)
+        if self.training and not _recomputing():
+            self._remember(unit, group)
+        return group
+
+    def runs(self, k: Tensor, mask: Tensor | None) -> Runs:
+        return gather_runs(self.assign(k, mask), self.clusters + (mask is not None), self.size(k.shape[2]))
+
+    def _fold(self) -> None:
+        mean = self.drawn / self.count.clamp(min=1)[..., None]
+        moved = F.normalize(self.decay * self.centroids + (1 - self.decay) * mean, dim=-1)
+        self.centroids.copy_(torch.where(self.count[..., None] > 0, moved, self.centroids))
+
+    def _remember(self, unit: Tensor, group: Tensor) -> None:
+        B, H, L, D = unit.shape
+        by_head = group.transpose(0, 1).flatten(1)  # (H, B L)
+        keys = unit.transpose(0, 1).flatten(1, 2)
+        total = unit.new_zeros(H, self.clusters + 1, D).scatter_add_(1, by_head[..., None].expand(-1, -1, D), keys)
+        count = unit.new_zeros(H, self.clusters + 1).scatter_add_(1, by_head, torch.ones_like(keys[..., 0]))
+        self.drawn.copy_(total[:, :-1])
+        self.count.copy_(count[:, :-1])
+
+
+def _recomputing() -> bool:
+    """Whether this call runs inside a backward pass."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

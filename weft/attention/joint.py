@@ -1,0 +1,156 @@
+"""One softmax over keys that lie in different arrangements of the sequence.
+
+A query on a grid may see the keys of its row, which its row shares, and those of its column, which its column shares.
+Each is a batched matrix product in its own arrangement; the logits meet in the order of the tokens, under one
+normaliser:
+
+    out_i = Σ_parts Σ_{j ∈ part(i)} exp(q_i · k_j / √D) v_j / Z_i
+    Z_i   = Σ_parts Σ_{j ∈ part(i)} exp(q_i · k_j / √D)
+
+With a single arrangement this is PyTorch's fused attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .blocks import from_blocks, to_blocks
+from .softmax import softmax_attention
+
+
+class Layout(Protocol):
+    """How queries are put into G groups of Q that share their keys."""
+
+    def arrange(self, x: Tensor) -> Tensor:
+        """(B, H, L, X) -> (B, H, G, Q, X)"""
+        ...
+
+    def restore(self, x: Tensor, length: int) -> Tensor:
+        """(B, H, G, Q, X) -> (B, H, L, X)"""
+        ...
+
+
+@dataclass
+class Rows:
+    """Blocks of `size` tokens in a row."""
+
+    size: int
+
+    def arrange(self, x: Tensor) -> Tensor:
+        return to_blocks(x, self.size)
+
+    def restore(self, x: Tensor, length: int) -> Tensor:
+        return from_blocks(x, length)
+
+
+@dataclass
+class Columns:
+    """The columns of the grid whose rows have `size` tokens."""
+
+    size: int
+
+    def arrange(self, x: Tensor) -> Tensor:
+        return to_blocks(x, self.size).transpose(2, 3)
+
+    def restore(self, x: Tensor, length: int) -> Tensor:
+        return from_blocks(x.transpose(2, 3), length)
+
+
+@dataclass
+class BackwardRows:
+    """Blocks of `size` tokens, counted from the end of the sequence."""
+
+    size: int
+
+    def arrange(self, x: Tensor) -> Tensor:
+        return to_blocks(x.flip(2), self.size)
+
+    def restore(self, x: Tensor, length: int) -> Tensor:
+        return from_blocks(x, length).flip(2)
+
+
+@dataclass
+class Part:
+    """Keys and values (B, H, G, K, D) for the groups of a layout; `allowed` and `bias` broadcast to (B, H, G, Q, K)."""
+
+    layout: Layout
+    k: Tensor
+    v: Tensor
+    allowed: Tensor | None = None
+    bias: Tensor | None = None
+
+    def beside(self, k: Tensor, v: Tensor, allowed: Tensor | None) -> Part:
+        """The same part with further keys, those of spans; parts with a position bias have none."""
+        K, more = self.k.shape[3], k.shape[3]
+        both = join_allowed((self.allowed, K), (allowed, more), device=k.device)
+        return Part(self.layout, torch.cat([self.k, k], 3), torch.cat([self.v, v], 3), both)
+
+
+def join_allowed(*pairs: tuple[Tensor | None, int], device: torch.device) -> Tensor | None:
+    """Side by side on the last axis, where None stands for "all": `pairs` are (allowed, number of keys)."""
+    if all(allowed is None for allowed, _ in pairs):
+        return None
+    given = [torch.ones(1, 1, 1, 1, K, dtype=torch.bool, device=device) if a is None else a for a, K in pairs]
+    front = torch.broadcast_shapes(*(a.shape[:-1] for a in given))
+    return torch.cat([a.expand(*front, K) for a, (_, K) in zip(given, pairs, strict=True)], -1)
+
+
+def joint_attention(q: Tensor, parts: list[Part], *, dropout: float = 0.0, may_be_empty: bool = True) -> Tensor:
+    """q (B, H, L, D) over all parts under one softmax; zeros for a query that has no key in any of them.
+
+    `may_be_empty=False` promises that every query has a key, and saves looking.
+    """
+    L = q.shape[2]
+    if len(parts) == 1:
+        (part,) = parts
+        rows = part.layout.arrange(q)
+        out = softmax_attention(rows, part.k, part.v, allowed=part.allowed, bias=part.bias, dropout=dropout)
+        return part.layout.restore(out, L)
+    dtype = torch.promote_types(q.dtype, torch.float32)  # half precision is added up and normalised in float32
+    scaled = q.to(dtype) * q.shape[-1] ** -0.5
+    logits = []
+    for part in parts:
+        s = part.layout.arrange(scaled) @ part.k.to(dtype).transpose(-1, -2)
+        if part.bias is not None:
+            s = s + part.bias.to(dtype)
+        if part.allowed is not None:
+            s = s + minus_infinity_outside(part.allowed, dtype)
+        logits.append(part.layout.restore(s, L))
+    joint = torch.cat(logits, -1)
+    alive = None
+    if may_be_empty:
+        # A query without keys looks at all of them and is zeroed afterwards: no NaN forward, no gradient backward.
+        alive = joint.detach().amax(-1, keepdim=True) > float("-inf")
+        joint = joint.masked_fill(~alive, 0)
+    p = F.dropout(joint.softmax(-1), dropout)
+    shares = p.split([part.k.shape[3] for part in parts], -1)
+    outs = [
+        part.layout.restore(part.layout.arrange(share) @ part.v.to(dtype), L)
+        for part, share in zip(parts, shares, strict=True)
+    ]
+    out = torch.stack(outs).sum(0)
+    return (out if alive is None else out.masked_fill(~alive, 0)).to(q.dtype)
+
+
+def minus_infinity_outside(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where allowed, -inf elsewhere: added to logits it masks them, and costs the backward nothing."""
+    return torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, float("-inf"))
+
+
+def token_positions(layout: Layout, length: int, device: torch.device) -> Tensor:
+    """The position of every query of a layout, (1, 1, G, Q)."""
+    return layout.arrange(torch.arange(length, device=device).view(1, 1, -1, 1))[..., 0]
+
+
+def valid_in(layout: Layout, mask: Tensor | None, length: int, size: int, device: torch.device) -> Tensor | None:
+    """Which tokens of a layout are real, (B or 1, 1, G, Q); None where all are."""
+    if mask is None:
+        if length % size == 0:
+            return None
+        mask = torch.ones(1, length, dtype=torch.bool, device=device)
+    return layout.arrange(mask[:, None, :, None])[..., 0]

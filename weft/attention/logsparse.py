@@ -1,0 +1,124 @@
+"""LogSparse attention: a token sees log L others.
+
+Li et al., Enhancing the Locality and Breaking the Memory Bottleneck of Transformer on Time Series Forecasting,
+https://arxiv.org/abs/1907.00235, in two forms:
+
+    spans     {i} and the last token of every dyadic span of i (partitions.py), as in Combiner, 2107.05768
+    powers    {i} and {i - 2^p : p = 0, 1, ...}, as in the paper
+
+Bidirectional adds the mirror image. Combiner-logsparse attends to the whole spans.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .axial import attend_to
+from .contract import Attention, PositionBias
+from .decoding import KeyValueState
+from .joint import BackwardRows, Layout, Part, Rows, joint_attention, token_positions, valid_in
+from .partitions import LogSpans, log_spans, power_offsets
+from .registry import register
+
+BLOCK = 16  # tokens that are worked on together; the result does not depend on it
+
+
+class LogSparseAttention(Attention):
+    """`offsets` is "spans" or "powers"."""
+
+    def __init__(self, *, offsets: str = "spans", **contract: Any):
+        super().__init__(**contract)
+        if offsets not in ("spans", "powers"):
+            raise ValueError(f"offsets must be 'spans' or 'powers', got {offsets!r}")
+        self.offsets = offsets
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        if self.offsets == "powers":
+            return _powers(q, k, v, mask, bias, self.causal, dropout)
+        parts = [last_tokens(Rows(BLOCK), k, v, mask, bias, own=True)]
+        if not self.causal:
+            parts.append(last_tokens(BackwardRows(BLOCK), k, v, mask, bias, own=False))
+        return joint_attention(q, parts, dropout=dropout, may_be_empty=mask is not None)
+
+    def start(self, batch: int, *, device=None, dtype=None) -> KeyValueState:
+        return KeyValueState.empty()
+
+    def step(self, q, k, v, state: KeyValueState, mask=None, bias=None):
+        self.check_step(q, k, v, mask, state.position)
+        i = state.position
+        state = state.append(k, v, mask)
+        earlier = power_offsets(i) if self.offsets == "powers" else [a + size - 1 for a, size in log_spans(i)]
+        return attend_to(q, state, torch.tensor([i, *earlier], device=k.device), bias), state
+
+
+def last_tokens(
+    layout: Layout, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None, *, own: bool
+) -> Part:
+    """The last token of every span; `own` adds the token itself."""
+    L = k.shape[2]
+    at = token_positions(layout, L, k.device)
+    spans = LogSpans(at.shape[2], BLOCK, k.device)
+    real = valid_in(layout, mask, L, BLOCK, k.device)
+
+    def with_nodes(x: Tensor) -> Tensor:
+        """Blocks (.., n, m, X) -> (.., n, keys, X): the block's own tokens, its local nodes, its upper nodes."""
+        upper = x[:, :, :, -1].index_select(2, spans.last_upper.flatten()).unflatten(2, spans.last_upper.shape)
+        return torch.cat([x, x[:, :, :, spans.last_local], upper], 3)
+
+    allowed = log_allowed(spans, own)
+    if real is not None:
+        allowed = allowed & with_nodes(real[..., None])[..., 0][:, :, :, None]
+    values = None if bias is None else bias(at[..., None], with_nodes(at[..., None])[..., 0][:, :, :, None])
+    return Part(layout, with_nodes(layout.arrange(k)), with_nodes(layout.arrange(v)), allowed, values)
+
+
+def log_allowed(spans: LogSpans, own: bool) -> Tensor:
+    """(1, 1, n, m, keys): own tokens, local nodes, upper nodes."""
+    n, m = spans.pair.shape[0], spans.members.shape[1]
+    direct = spans.sees_previous | spans.sees_self if own else spans.sees_previous
+    inner = torch.cat([direct, spans.sees_local], 1).expand(n, -1, -1)
+    return torch.cat([inner, spans.sees_upper[:, None].expand(-1, m, -1)], 2)[None, None]
+
+
+def _powers(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None, causal: bool, dropout: float
+) -> Tensor:
+    """One shifted product per power of two: L log L, and no gathered copy of the keys."""
+    L, dtype = q.shape[2], torch.promote_types(q.dtype, torch.float32)
+    scaled, k, values = q.to(dtype) * q.shape[-1] ** -0.5, k.to(dtype), v.to(dtype)
+    back = [0] + [1 << p for p in range((L - 1).bit_length())]
+    shifts = back if causal else back + [-s for s in back[1:]]
+    at = torch.arange(L, device=q.device)
+    logits = []
+    for s in shifts:
+        i, j = (slice(s, None), slice(0, L - s)) if s >= 0 else (slice(0, L + s), slice(-s, None))
+        x = (scaled[:, :, i] * k[:, :, j]).sum(-1)
+        if bias is not None:
+            x = x + bias(at[i].view(1, 1, -1), at[j].view(1, 1, -1)).to(dtype)
+        if mask is not None:
+            x = x.masked_fill(~mask[:, None, j], float("-inf"))
+        logits.append(F.pad(x, (s, 0) if s >= 0 else (0, -s), value=float("-inf")))
+    joint = torch.stack(logits, -1)
+    alive = joint.detach().amax(-1, keepdim=True) > float("-inf")
+    p = F.dropout(joint.masked_fill(~alive, 0).softmax(-1), dropout)
+    out = torch.zeros_like(values)
+    for index, s in enumerate(shifts):
+        i, j = (slice(s, None), slice(0, L - s)) if s >= 0 else (slice(0, L + s), slice(-s, None))
+        mine = p[:, :, i, index, None] * values[:, :, j]
+        out = out + F.pad(mine, (0, 0, s, 0) if s >= 0 else (0, 0, 0, -s))
+    return out.masked_fill(~alive, 0).to(q.dtype)
+
+
+register(
+    "logsparse",
+    LogSparseAttention,
+    paper="Li et al. 2019, Enhancing the Locality and Breaking the Memory Bottleneck of Transformer (1907.00235)",
+    cost="L*log(L)",
+    bias=True,
+    length_dependent="bidirectional spans after a token are counted from the end of the sequence",
+)
