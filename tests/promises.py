@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,9 @@ import pytest
 import torch
 
 import weft
+
+DEVICE = os.environ.get("WEFT_TEST_DEVICE", "cpu")  # WEFT_TEST_DEVICE=cuda runs the sweeps on a GPU
+torch.set_default_device(DEVICE)
 
 HEADS, HEAD_DIM = 2, 6
 
@@ -43,7 +47,7 @@ class Case:
         settings: dict[str, Any] = {"heads": HEADS, "head_dim": HEAD_DIM, "causal": self.causal, **dict(self.options)}
         if self.info.needs_max_length:
             settings["max_length"] = MAX_LENGTH
-        return weft.make_attention(self.name, **{**settings, **changes}).to(dtype).eval()
+        return weft.make_attention(self.name, **{**settings, **changes}).to(DEVICE, dtype).eval()
 
     @property
     def info(self) -> weft.AttentionInfo:
@@ -79,11 +83,16 @@ def sweep(**wanted: Any):
 
 
 def qkv(L: int, *, B: int = 2, H: int = HEADS, D: int = HEAD_DIM, dtype=torch.float64, seed: int = 0, grad=False):
-    g = torch.Generator().manual_seed(1000 * L + seed)
-    q, k, v = torch.randn(3, B, H, L, D, generator=g, dtype=torch.float64).to(dtype).unbind(0)
+    q, k, v = noise(3, B, H, L, D, seed=1000 * L + seed).to(dtype).unbind(0)
     if grad:
         return tuple(x.clone().requires_grad_() for x in (q, k, v))
     return q, k, v
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Standard normal float64, the same on every device."""
+    g = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(*shape, generator=g, dtype=torch.float64, device="cpu").to(DEVICE)
 
 
 def masks(L: int) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from promises import cases, masks
+from promises import cases, masks, noise
 from torch.nn.functional import scaled_dot_product_attention
 
 import weft
@@ -21,7 +21,7 @@ def layer(*args, **kwargs):
 
 
 def inputs(L=9, dim=12, B=2):
-    return torch.randn(B, L, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(L))
+    return noise(B, L, dim, seed=L)
 
 
 def test_against_torchs_own_multihead_attention():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from promises import HEADS, LENGTHS, MAX_LENGTH, masks, qkv, sweep
+from promises import HEADS, LENGTHS, MAX_LENGTH, masks, noise, qkv, sweep
 
 import weft
 
@@ -30,7 +30,7 @@ def test_masked_tokens_do_not_exist(case, L):
     attn = case.make()
     for kind, mask in masks(L).items():
         q, k, v = qkv(L, grad=True)
-        probe = torch.randn(q.shape, dtype=q.dtype, generator=torch.Generator().manual_seed(1))
+        probe = noise(*q.shape, seed=1)
         real = mask[:, None, :, None]
         (attn(q, k, v, mask) * probe * real).sum().backward()
         q2, k2, v2 = (
