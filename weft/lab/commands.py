@@ -1,0 +1,163 @@
+"""The commands of the lab: train, eval, list, data. Heavy imports wait until a command runs."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+# What `weft train` ends with, after sysexits.h where it has a fitting number.
+EXIT_BAD_REQUEST = 2
+EXIT_NO_DATA = 66
+EXIT_DIVERGED = 70
+EXIT_CANNOT_SAVE = 74
+EXIT_INTERRUPTED = 75  # saved; start it again with --resume
+
+
+def train_command() -> Callable[..., None]:
+    """`weft train`, with an option for every field of the TrainConfig."""
+    from .config import TrainConfig, field_help, field_types
+
+    def train(task: str, resume: bool = False, **given: Any) -> None:
+        from .config import make_config
+
+        values = {name: value for name, value in given.items() if value is not None}
+        with _exit_codes():
+            from .loop import train as run
+
+            run(make_config(task, **values), resume=resume)
+
+    train.__doc__ = (
+        "Train a model on a TASK of `weft list`. Options left out take the task's values, or the preset's.\n\n"
+        f"Exit codes: {EXIT_NO_DATA} data missing, {EXIT_DIVERGED} diverged, {EXIT_CANNOT_SAVE} disk full, "
+        f"{EXIT_INTERRUPTED} stopped by a signal and saved."
+    )
+    defaults = TrainConfig()
+    parameters = [
+        inspect.Parameter(
+            "task",
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            annotation=Annotated[str, typer.Argument(help=field_help()["task"])],
+        ),
+        inspect.Parameter(
+            "resume",
+            inspect.Parameter.KEYWORD_ONLY,
+            default=False,
+            annotation=Annotated[
+                bool, typer.Option("--resume", help="go on with the run in --out, or start it if there is none")
+            ],
+        ),
+    ]
+    for name, kind in field_types().items():
+        if name == "task":
+            continue
+        kind = _plain(kind)
+        flag = "--" + name.replace("_", "-")
+        flags = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
+        shown = getattr(defaults, name)
+        text = field_help()[name] + (f" [{shown}]" if shown not in ("", None) else "")
+        option = typer.Option(flags, help=text, show_default=False)
+        parameters.append(
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=Annotated[typing.Optional[kind], option],  # noqa: UP045  kind is a value here
+            )
+        )
+    train.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    train.__annotations__ = {p.name: p.annotation for p in parameters}
+    return train
+
+
+def resume_run(
+    run: Annotated[Path, typer.Argument(help="the run's folder")],
+) -> None:
+    """Go on with an interrupted run, with the settings it was started with."""
+    with _exit_codes():
+        from .loop import train
+        from .run import Run
+
+        config = Run(run).config()
+        config.out = str(run)
+        train(config, resume=True)
+
+
+def eval_run(
+    run: Annotated[Path, typer.Argument(help="the run's folder")],
+    split: Annotated[str, typer.Option(help="train, val or test")] = "test",
+    which: Annotated[str, typer.Option(help="the best checkpoint on validation data, or the last")] = "best",
+    data: Annotated[str, typer.Option(help="where the data is, if not where the run found it")] = "",
+    batch_size: Annotated[int, typer.Option(help="examples at a time, if not as in training")] = 0,
+    accelerator: Annotated[str, typer.Option(help="cpu, cuda, mps or auto")] = "auto",
+) -> None:
+    """Evaluate a run on a split of its task's data."""
+    with _exit_codes():
+        from .evaluate import evaluate_run
+
+        changes: dict[str, Any] = {"accelerator": accelerator}
+        changes |= {"data": data} if data else {}
+        changes |= {"batch_size": batch_size} if batch_size else {}
+        found, step = evaluate_run(run, split=split, which=which, **changes)
+        print(f"{run}, {which} checkpoint (step {step}), {split}:")
+        for name, value in found.items():
+            print(f"  {name} {value:.4f}")
+
+
+def list_all() -> None:
+    """What can be trained: the tasks with their presets, and the attention mechanisms."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..attention import attention_info, attentions
+    from ..tasks import get_task, tasks
+
+    console = Console()
+    table = Table("task", "what", "metric", "presets", title="tasks")
+    for name in tasks():
+        task = get_task(name)
+        table.add_row(name, task.about, task.metric, " ".join(task.presets))
+    console.print(table)
+    table = Table("attention", "cost", "causal", "bidirectional", "steps", "options", title="attention")
+    for name in attentions():
+        info = attention_info(name)
+        yes = ["yes" if flag else "" for flag in (info.causal, info.bidirectional, info.steps)]
+        table.add_row(name, info.cost, *yes, " ".join(f"{k}={v}" for k, v in info.options.items()))
+    console.print(table)
+
+
+class _exit_codes:
+    """Turn what can go wrong with a run into one message and its exit code."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if error is None:
+            return
+        from ..tasks import DataMissing
+        from .checkpoint import CannotSave
+        from .loop import Diverged, Interrupted
+        from .run import RunExists
+
+        if isinstance(error, (Diverged, Interrupted)):  # the loop has said it
+            raise SystemExit(EXIT_DIVERGED if isinstance(error, Diverged) else EXIT_INTERRUPTED)
+        codes = {DataMissing: EXIT_NO_DATA, CannotSave: EXIT_CANNOT_SAVE, RunExists: EXIT_BAD_REQUEST}
+        codes |= {ValueError: EXIT_BAD_REQUEST, FileNotFoundError: EXIT_BAD_REQUEST, ImportError: EXIT_BAD_REQUEST}
+        for known, code in codes.items():
+            if isinstance(error, known):
+                print(f"weft: {error}", file=sys.stderr)
+                raise SystemExit(code)
+
+
+def _plain(kind: Any) -> Any:
+    """`float | None` -> float."""
+    if isinstance(kind, types.UnionType):
+        return next(part for part in typing.get_args(kind) if part is not type(None))
+    return kind

@@ -1,0 +1,85 @@
+"""From rows in memory to batches: no workers, no queues, and an order that is a function of (seed, step).
+
+The rows of a task lie in memory, on the device itself where they fit, so a batch is one gather and no step waits.
+Because nothing is drawn from a stream, the whole position of the sampler is the number of the step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..tasks.base import Columns
+
+DEVICE_BYTES = 16 * 2**30  # rows up to this size are kept on the GPU
+
+
+def seed_of(*parts: int | str) -> int:
+    """A 63-bit seed that depends on all parts."""
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
+
+
+def seed_everything(*parts: int | str) -> None:
+    """Every random generator of the process from these parts: a step's dropout depends on its number alone."""
+    seed = seed_of(*parts)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+class Order:
+    """Which examples make up which step: a fresh permutation per epoch, the ragged end left out."""
+
+    def __init__(self, rows: int, per_step: int, seed: int, device: torch.device):
+        if per_step > rows:
+            raise ValueError(
+                f"a step takes {per_step} examples but there are only {rows}: lower batch_size or accumulate"
+            )
+        self.rows, self.per_step, self.seed, self.device = rows, per_step, seed, device
+        self.steps_per_epoch = rows // per_step
+        self._epoch, self._permutation = -1, torch.empty(0)
+
+    def __call__(self, step: int) -> Tensor:
+        """The examples of step 0, 1, …, on the device."""
+        epoch, within = divmod(step, self.steps_per_epoch)
+        if epoch != self._epoch:
+            generator = np.random.Generator(np.random.PCG64(seed_of("order", self.seed, epoch)))
+            self._permutation = torch.from_numpy(generator.permutation(self.rows)).to(self.device)
+            self._epoch = epoch
+        return self._permutation[within * self.per_step : (within + 1) * self.per_step]
+
+
+class Rows:
+    """A split, on the device where it fits."""
+
+    def __init__(self, columns: Columns, device: torch.device):
+        # A column may be a view that repeats its memory (overlapping windows of a text): count the storage.
+        size = sum(c.untyped_storage().nbytes() for c in columns.values())
+        self.device, self.resident = device, size <= DEVICE_BYTES
+        self.columns = {name: _move(c, device) for name, c in columns.items()} if self.resident else columns
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def take(self, index: Tensor) -> Columns:
+        if self.resident:
+            return {name: column[index] for name, column in self.columns.items()}
+        index = index.cpu()
+        pin = self.device.type == "cuda"
+        rows = {name: column[index] for name, column in self.columns.items()}
+        return {name: (r.pin_memory() if pin else r).to(self.device, non_blocking=True) for name, r in rows.items()}
+
+
+def _move(column: Tensor, device: torch.device) -> Tensor:
+    """Move a column with its memory, not with its repeats."""
+    if column.device == device:
+        return column
+    if column.is_contiguous():
+        return column.to(device)
+    whole = torch.empty(0, dtype=column.dtype).set_(column.untyped_storage()).to(device)
+    return whole.as_strided(column.shape, column.stride(), column.storage_offset())

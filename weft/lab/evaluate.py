@@ -1,0 +1,100 @@
+"""Score a model on a whole split, the same on one process or many."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..tasks import TaskData, get_task
+from ..tasks.base import Task
+from . import checkpoint
+from .config import TrainConfig
+from .data import Rows, seed_everything, seed_of
+from .run import Run
+from .state import restore_model
+
+
+@torch.no_grad()
+def evaluate(
+    fabric: Any, model: nn.Module, task: Task, rows: Rows, config: TrainConfig, *, batches: int = 0
+) -> dict[str, float]:
+    """The task's metrics on these rows. Every batch has the full size, the last one filled up with rows that do not
+    count: no process is left without work, and a compiled model meets one shape."""
+    was_training = model.training
+    model.eval()
+    seed_everything("evaluate", config.seed)  # for mechanisms that draw something at every call
+    per_call, device = config.batch_size, rows.device
+    world, rank = fabric.world_size, fabric.global_rank
+    count = -(-len(rows) // (per_call * world))
+    sums: dict[str, torch.Tensor] = {}
+    for number in range(min(count, batches) if batches else count):
+        index = torch.arange(per_call, device=device) + (number * world + rank) * per_call
+        counts = index < len(rows)
+        generator = torch.Generator(device=device).manual_seed(seed_of("evaluate", config.seed, number))
+        batch = task.batch(rows.take(index.clamp(max=len(rows) - 1)), config, generator, training=False)
+        for key, values in task.score(model, batch).items():
+            total = values.float().masked_fill(~counts, 0).sum(dtype=torch.float64)
+            sums[key] = sums[key] + total if key in sums else total
+    if world > 1:
+        sums = {key: fabric.all_reduce(value, reduce_op="sum") for key, value in sums.items()}
+    model.train(was_training)
+    return task.summary({key: float(value) for key, value in sums.items()})
+
+
+def evaluate_run(
+    folder: str | Path, *, split: str = "test", which: str = "best", **changes: Any
+) -> tuple[dict[str, float], int]:
+    """The metrics of a finished or interrupted run, and the step they belong to.
+
+    `which` is "best" or "last"; `changes` replace fields of the run's config, such as data, batch_size, accelerator.
+    """
+    from .fabric import make_fabric
+
+    if split not in ("train", "val", "test"):
+        raise ValueError(f"split is train, val or test, got {split!r}")
+    if which not in ("best", "last"):
+        raise ValueError(f"which is best or last, got {which!r}")
+    run = Run(Path(folder))
+    config = run.config()
+    for name, value in changes.items():
+        if not hasattr(config, name):
+            raise TypeError(f"TrainConfig has no field {name!r}")
+        setattr(config, name, value)
+    task = get_task(config.task)
+    data = task.load(config)
+    model = task.model(config, data)
+    saved = load_weights(run, model, which)
+    config.compile, config.devices, config.strategy = False, 1, "auto"
+    fabric = make_fabric(config)
+    fabric.launch()
+    wrapped = fabric.setup_module(model)
+    rows = Rows(getattr(data, split), fabric.device)
+    return evaluate(fabric, wrapped, task, rows, config), saved
+
+
+def load_weights(run: Run, model: nn.Module, which: str = "best") -> int:
+    """Put a run's best or last weights into the model; the step they belong to."""
+    kept = checkpoint.Checkpoints(run.checkpoints)
+    if which == "best" and kept.best.exists():
+        tensors, numbers = checkpoint.read(kept.best)
+    else:
+        newest = kept.newest()
+        if newest is None:
+            raise FileNotFoundError(f"{run.folder} has no checkpoint yet")
+        tensors, numbers = newest
+    restore_model(model, tensors, numbers.get("extra", {}))
+    return int(numbers["step"])
+
+
+def load_run(folder: str | Path, which: str = "best") -> tuple[nn.Module, TrainConfig, TaskData]:
+    """The trained model of a run, in eval mode, with its config and data."""
+    run = Run(Path(folder))
+    config = run.config()
+    task = get_task(config.task)
+    data = task.load(config)
+    model = task.model(config, data)
+    load_weights(run, model, which)
+    return model.eval(), config, data

@@ -1,0 +1,62 @@
+"""What a person sees while a run goes on: a bar on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+
+class Progress:
+    """Reports from the process that writes the run; silent on all others."""
+
+    def __init__(self, total: int, start: int, *, show: bool):
+        self.total, self.start, self.show = total, start, show
+        self.began = time.perf_counter()
+        self.metric = ""
+        self._bar: Any = None
+        self._last_line = 0.0
+        if show and sys.stdout.isatty():
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as RichProgress
+
+            columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+            self._bar = RichProgress(*columns)
+            self._bar.start()
+            self._task = self._bar.add_task("starting", total=total, completed=start)
+
+    def update(self, step: int, loss: float, tokens_per_s: float) -> None:
+        if not self.show:
+            return
+        text = f"loss {loss:.4f}{self.metric}  {_short(tokens_per_s)} tokens/s"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, description=text)
+        elif step == self.total or time.perf_counter() - self._last_line > 5:
+            left = (time.perf_counter() - self.began) / max(1, step - self.start) * (self.total - step)
+            print(f"step {step}/{self.total}  {text}  {left:.0f} s left", flush=True)
+            self._last_line = time.perf_counter()
+
+    def evaluated(self, step: int, metric: str, value: float, best: bool) -> None:
+        self.metric = f"  {metric} {value:.4f}"
+        self.say(f"step {step}  validation {metric} {value:.4f}{'  (best so far)' if best else ''}")
+
+    def say(self, text: str) -> None:
+        if not self.show:
+            return
+        (self._bar.console.print if self._bar is not None else _print)(text)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)
+
+
+def _short(number: float) -> str:
+    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.2f} {letter}"
+    return f"{number:.0f} "

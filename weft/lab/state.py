@@ -1,0 +1,102 @@
+"""The state of a model and its optimizer as named tensors, whole even where it is sharded over processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+def collect(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(tensors, extra): call it on every rank, for a sharded tensor is put together by all of them.
+
+    `extra` holds what modules return from `get_extra_state` when that is not a tensor; it must fit into JSON.
+    """
+    tensors: dict[str, Tensor] = {}
+    extra: dict[str, Any] = {}
+    for name, value in model.state_dict().items():
+        if isinstance(value, Tensor):
+            tensors[f"model/{name}"] = _whole(value)
+        else:
+            try:
+                json.dumps(value)
+            except TypeError as error:
+                raise TypeError(f"the extra state of {name} is neither a tensor nor JSON: {error}") from None
+            extra[name] = value
+    if optimizer is not None:
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                value = value if isinstance(value, Tensor) else torch.tensor(value)
+                tensors[f"optimizer/{names[parameter]}/{key}"] = _whole(value)
+    return tensors, extra
+
+
+def restore(
+    model: nn.Module, optimizer: Optimizer | None, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]
+) -> None:
+    """Put back what `collect` took, into a model that may be sharded differently or not at all."""
+    restore_model(model, tensors, extra)
+    if optimizer is None:
+        return
+    fused = {p: bool(g.get("fused") or g.get("capturable")) for g in optimizer.param_groups for p in g["params"]}
+    parameters = dict(model.named_parameters())
+    optimizer.state.clear()
+    for name, value in tensors.items():
+        if not name.startswith("optimizer/"):
+            continue
+        parameter_name, key = name.removeprefix("optimizer/").rsplit("/", 1)
+        parameter = parameters[parameter_name]
+        if value.dim() == 0:
+            # Step counters live on the CPU unless the optimizer is fused.
+            value = value.to(parameter.device) if fused[parameter] else value.clone()
+        else:
+            value = _like(value, parameter)
+        optimizer.state[parameter][key] = value
+
+
+def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> None:
+    own = model.state_dict()
+    saved = {name.removeprefix("model/"): t for name, t in tensors.items() if name.startswith("model/")}
+    if set(own) != set(saved) | set(extra):
+        odd = sorted(set(own) ^ (set(saved) | set(extra)))
+        raise ValueError(f"the checkpoint is of another model: {', '.join(odd[:5])} stand in one and not in the other")
+    state: dict[str, Any] = {**extra}
+    for name, value in saved.items():
+        if value.shape != own[name].shape:
+            # A cache that has not been filled yet, say: its module knows how to take it.
+            state[name] = value
+        else:
+            state[name] = _like(value, own[name])
+    model.load_state_dict(state, strict=True)
+
+
+def finite(model: nn.Module) -> bool:
+    """Whether every weight is a number. Waits for the device once."""
+    flags = [torch.isfinite(_local(p)).all() for p in model.parameters()]
+    return bool(torch.stack(flags).all()) if flags else True
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if _is_sharded(value) else value  # type: ignore[attr-defined]
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if _is_sharded(value) else value  # type: ignore[attr-defined]
+
+
+def _like(value: Tensor, template: Tensor) -> Tensor:
+    value = value.to(template.device)
+    if not _is_sharded(template):
+        return value.clone()
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, template.device_mesh, template.placements)  # type: ignore[attr-defined]
+
+
+def _is_sharded(value: Tensor) -> bool:
+    return hasattr(value, "full_tensor")
