@@ -1,6 +1,9 @@
 """weft: attention that is cheaper, wider, remembering, or explainable, as layers for PyTorch."""
 
+from typing import Any
+
 from . import layers, models
+from .adapt.surgery import cache, swap
 from .attention import Attention, AttentionInfo, attention_info, attentions, make_attention, register
 from .attention.decoding import state_size
 from .layers import (
@@ -31,9 +34,20 @@ __all__ = [
     "Rotary",
     "attention_info",
     "attentions",
+    "cache",
     "layers",
     "make_attention",
     "models",
     "register",
     "state_size",
+    "swap",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """weft.huggingface and weft.timm, when they are asked for: each needs its library."""
+    if name in ("huggingface", "timm"):
+        import importlib
+
+        return importlib.import_module(f".adapt.{name}", __name__)
+    raise AttributeError(f"module 'weft' has no attribute {name!r}")

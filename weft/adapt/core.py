@@ -139,6 +139,20 @@ def _rows_are_independent(name: str, options: tuple[tuple[str, Any], ...]) -> bo
         return torch.allclose(together, apart, atol=1e-9)
 
 
+@lru_cache(maxsize=None)
+def learns(name: str) -> bool:
+    """Whether training changes the mechanism itself: its parameters, or centroids that follow the keys."""
+    info = attention_info(name)
+    if info.learned or info.needs_max_length:
+        return True
+    with seeded(0), torch.no_grad():
+        attn = make_attention(name, heads=2, head_dim=8, causal=not info.bidirectional).train()
+        before = {key: value.clone() for key, value in attn.state_dict().items()}
+        for _ in range(2 if before else 0):
+            attn(*torch.randn(3, 1, 2, 16, 8))
+        return any(not torch.equal(value, before[key]) for key, value in attn.state_dict().items())
+
+
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Random numbers of a fixed seed on the CPU, and the caller's own stream untouched."""

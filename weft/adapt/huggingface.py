@@ -4,9 +4,9 @@
     AutoModelForCausalLM.from_config(config, attn_implementation="weft:linear")
     weft.huggingface.register("combiner-fixed", as_="weft:combiner-16", block_size=16)
 
-Every mechanism without parameters of its own is registered: its attention function and, under the same name, its
-mask function (see `masks.py`), because a name without one would get no mask at all. `generate()` with a cache gives the
-tokens it gives without one (see `past.py`).
+Every mechanism that has nothing of its own to learn is registered: its attention function and, under the same name,
+its mask function (see `masks.py`), because a name without one would get no mask at all. `generate()` with a cache gives
+the tokens it gives without one (see `past.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Attention, attention_info, attentions, make_attention
-from .core import masked_full, rescaled, rows_are_independent, seeded
+from .core import learns, masked_full, rescaled, rows_are_independent, seeded
 from .masks import mask_function_of
 from .past import all_queries, layer_state, remember
 
@@ -41,8 +41,8 @@ class Choice:
 
 
 def available() -> list[str]:
-    """The mechanisms that a transformers model can use: those without parameters of their own."""
-    return [n for n in attentions() if not (attention_info(n).learned or attention_info(n).needs_max_length)]
+    """The mechanisms that a transformers model can use: those that training does not change."""
+    return [name for name in attentions() if not learns(name)]
 
 
 def register(name: str | None = None, *, as_: str | None = None, **options: Any) -> list[str]:
@@ -58,10 +58,10 @@ def register(name: str | None = None, *, as_: str | None = None, **options: Any)
             raise TypeError("as_ and options belong to one mechanism: name it, as in register('local', block_size=64)")
         return [registered for each in available() for registered in register(each)]
     info = attention_info(name)
-    if info.learned or info.needs_max_length:
+    if learns(name):
         raise ValueError(
-            f"{name} has parameters of its own, and transformers gives an attention function nowhere to keep them; "
-            f"without parameters there are: {', '.join(available())}"
+            f"{name} learns something of its own, and transformers gives an attention function nowhere to keep it; "
+            f"these do not: {', '.join(available())}"
         )
     key = PREFIX + name if as_ is None else as_
     clash = next((p for p in PATTERNS if p in key), None)
@@ -128,7 +128,11 @@ def _attend(
     matrix = mask is not None and mask.dim() == 4
     if full and (matrix or position_bias is not None or (causal and Lq != Lk)):
         if matrix:  # the mask holds causality and padding; queries without keys give zeros
-            allowed, added = (mask, position_bias) if mask.dtype == torch.bool else (None, _sum(mask, position_bias))
+            allowed, added = mask, position_bias
+            if mask.dtype != torch.bool:
+                allowed = mask > torch.finfo(mask.dtype).min
+                added = mask.masked_fill(~allowed, 0)
+                added = added if position_bias is None else added + position_bias
             out = masked_full(q, k, v, allowed=allowed, added=added, dropout=p)
         else:
             out = masked_full(q, k, v, mask, causal=causal, added=position_bias, dropout=p)
@@ -203,6 +207,3 @@ def _refuse_if_length_matters(name: str, attn: Attention) -> None:
             f"{name} cannot decode with a cache: {attn.info.length_dependent}; use use_cache=False ({refusal})"
         ) from refusal
 
-
-def _sum(a: Tensor, b: Tensor | None) -> Tensor:
-    return a if b is None else a + b

@@ -1,0 +1,130 @@
+"""The attention layers that surgery knows, and what each needs of a mechanism."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ..attention import Attention
+from ..layers.multihead import MultiheadAttention
+from .torch_nn import TorchMultiheadAttention
+
+
+@dataclass
+class Layer:
+    """An attention layer in a model."""
+
+    path: str
+    module: nn.Module
+    places: list[tuple[nn.Module, str]]  # every (parent, name) it stands under; empty for the model itself
+    kind: str  # "weft", "torch", "timm", "timm window", "timm reduced", "transformers"; "" where it is unknown
+    needs: set[str] = field(default_factory=set)  # "cross", "bias", "rows", "pairs" (a matrix of logits)
+    causal: bool | None = False  # None: said at each call
+    trouble: str = ""  # why no mechanism can stand here
+
+    @property
+    def role(self) -> str:
+        """How its parent calls it, where that is a layer of torch.nn."""
+        for parent, name in self.places:
+            if isinstance(parent, (nn.TransformerDecoderLayer, nn.TransformerEncoderLayer)):
+                return f"{'decoder' if isinstance(parent, nn.TransformerDecoderLayer) else 'encoder'} {name}"
+        return ""
+
+
+def find_layers(model: nn.Module) -> list[Layer]:
+    """Every attention layer, and everything else that calls itself attention, in the model's order."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            places.setdefault(id(child), []).append((parent, name))
+    known, unknown = [], []
+    for path, module in model.named_modules():
+        layer = Layer(path, module, places.get(id(module), []), "")
+        if _recognise(layer):
+            known.append(layer)
+        elif "attention" in type(module).__name__.lower() and not isinstance(module, (Attention, nn.ModuleList)):
+            layer.trouble = f"weft does not know the layer {type(module).__name__}"
+            unknown.append(layer)
+    within = [layer.path for layer in known]
+    unknown = [
+        layer
+        for layer in unknown
+        if not any(_inside(w, layer.path) or _inside(layer.path, w) for w in within)
+        and not any(_inside(layer.path, other.path) for other in unknown)
+        and not type(layer.module).__module__.startswith("weft.")
+    ]
+    order = {id(module): i for i, module in enumerate(model.modules())}
+    return sorted(known + unknown, key=lambda layer: order[id(layer.module)])
+
+
+def _recognise(layer: Layer) -> bool:
+    module = layer.module
+    if isinstance(module, MultiheadAttention):
+        layer.kind, layer.causal = "weft", module.causal
+    elif type(module) in (nn.MultiheadAttention, TorchMultiheadAttention):
+        _recognise_torch(layer, module)
+    elif type(module).__module__.startswith(("timm.", "weft.adapt.timm")):
+        return _recognise_timm(layer, module)
+    elif _uses_interface(module):
+        _recognise_transformers(layer, module)
+    return bool(layer.kind)
+
+
+def _recognise_torch(layer: Layer, module: Any) -> None:
+    layer.kind, layer.causal = "torch", None
+    if module.bias_k is not None or module.add_zero_attn:
+        layer.trouble = "it adds keys of its own (add_bias_kv, add_zero_attn)"
+    if layer.role == "decoder multihead_attn":
+        layer.needs, layer.causal = {"cross", "rows"}, False
+    elif layer.role == "decoder self_attn":
+        layer.causal = True
+
+
+def _recognise_timm(layer: Layer, module: nn.Module) -> bool:
+    from timm.layers import Attention as Plain
+    from timm.models.pvt_v2 import Attention as Reduced
+    from timm.models.swin_transformer import WindowAttention
+
+    from .timm import TimmAttention, TimmReducedAttention, TimmWindowAttention
+
+    if type(module) in (Plain, TimmAttention):
+        layer.kind = "timm"
+    elif type(module) in (WindowAttention, TimmWindowAttention):
+        layer.kind, layer.needs = "timm window", {"bias"}
+    elif type(module) in (Reduced, TimmReducedAttention):
+        layer.kind = "timm reduced"
+        layer.needs = set() if getattr(module, "sr", None) is None else {"cross"}
+    return bool(layer.kind)
+
+
+def _uses_interface(module: nn.Module) -> bool:
+    """Whether this layer of transformers calls its attention through the interface, as all current ones do."""
+    if not hasattr(getattr(module, "config", None), "_attn_implementation"):
+        return False
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def _recognise_transformers(layer: Layer, module: Any) -> None:
+    layer.kind, layer.causal = "transformers", getattr(module, "is_causal", None)
+    name = layer.path.rsplit(".", 1)[-1].lower()
+    is_cross = getattr(module, "is_cross_attention", False) or any(
+        part in name + type(module).__name__.lower() for part in ("cross", "encoder_attn", "encdecattention")
+    )
+    if is_cross:
+        layer.needs, layer.causal = {"cross", "rows"}, False
+    if hasattr(module, "has_relative_attention_bias"):
+        layer.needs.add("pairs")
+    if getattr(module, "sliding_window", None):
+        layer.needs.add("pairs")
+    if getattr(module, "sinks", None) is not None or getattr(module, "attn_logit_softcapping", None):
+        layer.trouble = "its logits have sinks or a soft cap"
+    if layer.causal is None:
+        layer.trouble = layer.trouble or "it does not say whether it is causal"
+
+
+def _inside(path: str, parent: str) -> bool:
+    return path != parent and (not parent or path.startswith(parent + "."))

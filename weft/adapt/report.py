@@ -1,0 +1,90 @@
+"""What surgery did to a model, and how to undo it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+
+class Missing:
+    """Stands for an attribute that is not there."""
+
+
+@dataclass
+class Patch:
+    """One attribute of one object, changed. `users` are the layers for which an object they share was changed."""
+
+    owner: Any
+    name: str
+    new: Any
+    old: Any = None
+    users: list[nn.Module] = field(default_factory=list)
+
+    def apply(self) -> None:
+        self.old = getattr(self.owner, self.name, Missing)
+        _set(self.owner, self.name, self.new)
+
+    @property
+    def in_place(self) -> bool:
+        now = getattr(self.owner, self.name, Missing)
+        return now is self.new or (isinstance(now, (str, bool)) and now == self.new)
+
+    def revert(self) -> None:
+        _set(self.owner, self.name, self.old)
+
+
+@dataclass(frozen=True)
+class Row:
+    path: str
+    layer: str  # its class
+    now: str  # what it was replaced with; "" where it was left
+    why: str = ""  # why it was left
+
+
+@dataclass
+class Report:
+    """Prints as a table of what was replaced, and what was left and why; `undo()` restores the model."""
+
+    rows: list[Row]
+    patches: list[Patch] = field(default_factory=list, repr=False)
+    layers: list[nn.Module] = field(default_factory=list, repr=False)  # those that were replaced
+    is_changed: Callable[[nn.Module], bool] = field(default=lambda layer: False, repr=False)
+    undone: bool = False
+
+    @property
+    def replaced(self) -> list[str]:
+        return [row.path for row in self.rows if row.now]
+
+    @property
+    def left(self) -> dict[str, str]:
+        """The layers that were left as they are, and why."""
+        return {row.path: row.why for row in self.rows if not row.now}
+
+    def undo(self) -> None:
+        """Put everything back: the same objects with the same weights, and those as they are by now."""
+        if self.undone:
+            raise ValueError("this was undone already")
+        mine = {id(layer) for layer in self.layers}
+        shared = [user for patch in self.patches for user in patch.users if id(user) not in mine]
+        if not all(patch.in_place for patch in self.patches) or any(self.is_changed(user) for user in shared):
+            raise ValueError("the model was changed again after this: undo the later change first")
+        for patch in reversed(self.patches):
+            patch.revert()
+        self.undone = True
+
+    def __str__(self) -> str:
+        table = [("layer", "class", "now")]
+        table += [(row.path or "(the model)", row.layer, row.now or f"left: {row.why}") for row in self.rows]
+        widths = [max(len(line[column]) for line in table) for column in (0, 1)]
+        lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in table]
+        return "\n".join([*lines, f"{len(self.replaced)} replaced, {len(self.left)} left"])
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if value is Missing:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)

@@ -1,0 +1,278 @@
+"""Surgery on a model that exists: other mechanisms, or a cache, in its attention layers.
+
+    report = weft.swap(model, to="linear", where="blocks.*.attn")
+    print(report)          what was replaced, and what was left and why
+    report.undo()          the same model as before
+
+The layers keep their projections and all other weights. A layer stays the same object and becomes an instance of a
+subclass with another core (a layer of transformers: with another attention function); a cache is wrapped around it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..attention import AttentionInfo, attention_info, make_attention
+from ..layers.multihead import MultiheadAttention
+from .core import Core, learns, rows_are_independent, seeded
+from .kinds import Layer, find_layers
+from .report import Patch, Report, Row
+from .torch_nn import TorchMultiheadAttention
+
+Where = str | Callable[[str, nn.Module], bool] | None
+
+
+def swap(
+    model: nn.Module,
+    to: str,
+    where: Where = None,
+    *,
+    causal: bool | None = None,
+    max_length: int | None = None,
+    prefix: int = 0,
+    **options: Any,
+) -> Report:
+    """Put the mechanism `to` into the attention layers of `model`, in place.
+
+    `where` chooses among the layers: a pattern on their paths ("layers.*.self_attn"), or a function of path and layer.
+    `causal` matters for mechanisms with parameters in layers that are told at each call; `prefix` is for timm's
+    vision transformers (see `weft.timm.layer`); `options` are the mechanism's.
+    """
+    info = attention_info(to)
+    if info.needs_max_length and max_length is None:
+        raise ValueError(f"{to} has parameters per position: give max_length, the longest sequence of the model")
+    settings = {"max_length": max_length, **options}
+    _check_options(to, settings)
+
+    def plan(layer: Layer, seed: int) -> list[Patch] | str:
+        why = _unfit(layer, info, settings, causal)
+        if prefix and layer.kind != "timm":
+            why = why or "prefix moves the class tokens of a vision transformer, and this layer has none"
+        if why:
+            return why
+        with seeded(seed):
+            return _PLANS[layer.kind](layer, info, settings, causal, prefix)
+
+    def finish(chosen: list[Layer], layers: list[Layer]) -> list[Patch]:
+        return [*_switch_configs(chosen, layers), *_stop_nesting(model, chosen)]
+
+    return _operate(model, where, plan, finish, to)
+
+
+def cache(model: nn.Module, ratio: float = 0.5, where: Where = None, **options: Any) -> Report:
+    """Wrap the attention layers of `model` in `weft.CachedAttention`, in place; `options` are that layer's."""
+    from ..layers.cached import CachedAttention
+
+    def plan(layer: Layer, seed: int) -> list[Patch] | str:
+        if layer.kind == "transformers":
+            return "a layer of transformers returns and takes more than a cache can wrap"
+        if layer.trouble and layer.kind != "torch":
+            return layer.trouble
+        if not layer.places:
+            raise ValueError("the model is itself an attention layer: wrap it, weft.CachedAttention(layer)")
+        if any(isinstance(parent, CachedAttention) for parent, _ in layer.places):
+            return "it has a cache already"
+        if layer.role.startswith("decoder"):
+            return "it attends to another sequence, or under a causal mask that says nothing of padding"
+        if layer.kind == "torch" and not layer.module.batch_first:
+            return "cached attention takes (B, L, dim): make it with batch_first=True"
+        if layer.kind == "weft" and layer.causal and not options.get("delayed"):
+            return "it is causal, and a cache of the current segment would show it its future: give delayed=True"
+        with seeded(seed):
+            made = CachedAttention(layer.module, ratio, **options).train(layer.module.training)
+        if layer.kind == "torch":  # what nn.TransformerEncoderLayer reads; without a bias it takes no fast path
+            made.batch_first, made.in_proj_bias = True, None  # type: ignore[assignment]
+        return [Patch(parent, name, made) for parent, name in layer.places]
+
+    def finish(chosen: list[Layer], layers: list[Layer]) -> list[Patch]:
+        return _stop_nesting(model, chosen)
+
+    return _operate(model, where, plan, finish, f"cached, ratio {ratio}")
+
+
+def _operate(
+    model: nn.Module,
+    where: Where,
+    plan: Callable[[Layer, int], list[Patch] | str],
+    finish: Callable[[list[Layer], list[Layer]], list[Patch]],
+    shown: str,
+) -> Report:
+    """Plan for every layer, and change the model only when all plans stand."""
+    layers = find_layers(model)
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no attention layer that weft knows")
+    if not any(_chosen(where, layer) for layer in layers):
+        raise ValueError(f"where={where!r} names none of the layers: {', '.join(layer.path for layer in layers)}")
+    rows, patches, chosen = [], [], []
+    for number, layer in enumerate(layers):
+        why = "not chosen"
+        if _chosen(where, layer):
+            try:
+                planned = plan(layer, (torch.initial_seed() + number) % 2**63)
+            except ValueError as error:
+                raise ValueError(f"{layer.path or type(layer.module).__name__}: {error}") from error
+            if isinstance(planned, str):
+                why = planned
+            else:
+                patches += planned
+                chosen.append(layer)
+                why = ""
+        rows.append(Row(layer.path, type(layer.module).__name__, "" if why else shown, why))
+    patches += finish(chosen, layers)
+    for patch in patches:
+        patch.apply()
+    return Report(rows, patches, [layer.module for layer in chosen], _is_changed)
+
+
+def _chosen(where: Where, layer: Layer) -> bool:
+    if where is None:
+        return True
+    return fnmatch.fnmatchcase(layer.path, where) if isinstance(where, str) else bool(where(layer.path, layer.module))
+
+
+def _check_options(name: str, settings: dict[str, Any]) -> None:
+    """Refuse options that the mechanism does not have, whatever the model."""
+    info = attention_info(name)
+    for option in settings:
+        if option not in info.options and option != "max_length":
+            raise TypeError(f"{name} has no option {option!r}; its options: {', '.join(info.options) or 'none'}")
+
+
+def _unfit(layer: Layer, info: AttentionInfo, settings: dict[str, Any], causal: bool | None) -> str:
+    """Why this mechanism cannot stand in this layer; "" if it can."""
+    causal = layer.causal if layer.causal is not None else causal
+    if layer.trouble:
+        return layer.trouble
+    if causal and not info.causal:
+        return f"the layer is causal, and {info.name} cannot be: {info.not_causal}"
+    if causal is False and not info.bidirectional:
+        return f"{info.name} is causal only"
+    if "cross" in layer.needs and not info.cross:
+        return f"queries and keys differ in number, and {info.name} is self-attention only"
+    if "bias" in layer.needs and not info.bias:
+        return f"the layer adds a position bias to the logits, and {info.name} takes none"
+    if "pairs" in layer.needs and info.name != "full":
+        return f"the layer has a bias or window over pairs of tokens, and {info.name} has no matrix to lay it on"
+    if "rows" in layer.needs and not rows_are_independent(info.name, _given(settings)):
+        return f"{info.name} mixes the queries of different positions, which would show a decoder its future"
+    if layer.kind == "transformers" and learns(info.name):
+        return f"{info.name} learns something of its own, and transformers has nowhere to keep it"
+    return ""
+
+
+def _given(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if value is not None}
+
+
+def _core(module: nn.Module, info: AttentionInfo, causal: bool, settings: dict[str, Any], **shape: Any) -> Core:
+    like = next(module.parameters())
+    core = Core(info.name, causal=causal, **shape, **settings)
+    return core.to(device=like.device, dtype=like.dtype).train(module.training)
+
+
+def _plan_weft(layer: Layer, info: AttentionInfo, settings: dict, causal: bool | None, prefix: int) -> Any:
+    module = layer.module
+    assert isinstance(module, MultiheadAttention)
+    old = module.attention
+    settings = {**settings, "max_length": settings["max_length"] or old.max_length}
+    new = make_attention(
+        info.name,
+        heads=module.heads,
+        head_dim=module.head_dim,
+        causal=module.causal,
+        dropout=old.dropout,
+        **settings,
+    )
+    if (new.reads_q and module.q is None) or (new.reads_k and module.k is None):
+        return f"{info.name} reads queries and keys, and the layer was made without a projection for them"
+    return [Patch(module, "attention", new.to(module.v.weight).train(module.training))]
+
+
+def _plan_torch(layer: Layer, info: AttentionInfo, settings: dict, causal: bool | None, prefix: int) -> list[Patch]:
+    module: Any = layer.module
+    causal = bool(layer.causal if layer.causal is not None else causal)
+    causal = (causal and info.causal) or not info.bidirectional
+    shape = {"heads": module.num_heads, "head_dim": module.head_dim, "dropout": module.dropout}
+    core = _core(module, info, causal, settings, **shape)
+    return [Patch(module, "weft", core), Patch(module, "__class__", TorchMultiheadAttention)]
+
+
+def _plan_timm(layer: Layer, info: AttentionInfo, settings: dict, causal: bool | None, prefix: int) -> list[Patch]:
+    from .timm import TimmAttention, TimmReducedAttention, TimmWindowAttention
+
+    module: Any = layer.module
+    classes = {"timm": TimmAttention, "timm window": TimmWindowAttention, "timm reduced": TimmReducedAttention}
+    output = module.proj.in_features
+    shape = {"heads": module.num_heads, "head_dim": output // module.num_heads, "dropout": module.attn_drop.p}
+    patches = [Patch(module, "weft", _core(module, info, bool(causal), settings, **shape))]
+    if layer.kind == "timm":
+        patches.append(Patch(module, "prefix", prefix))
+    return [*patches, Patch(module, "__class__", classes[layer.kind])]
+
+
+def _plan_transformers(
+    layer: Layer, info: AttentionInfo, settings: dict, causal: bool | None, prefix: int
+) -> list[Patch]:
+    from .huggingface import Choice
+    from .past import layer_state
+
+    return [Patch(layer_state(layer.module), "choice", Choice(info.name, _given(settings)))]
+
+
+_PLANS: dict[str, Callable[..., list[Patch] | str]] = {
+    "weft": _plan_weft,
+    "torch": _plan_torch,
+    "timm": _plan_timm,
+    "timm window": _plan_timm,
+    "timm reduced": _plan_timm,
+    "transformers": _plan_transformers,
+}
+
+
+def _switch_configs(chosen: list[Layer], layers: list[Layer]) -> list[Patch]:
+    """Layers of transformers read the name of their attention from a config that they share, and share their masks.
+
+    So all layers under it get the function that looks up each layer's choice; those without one do full attention.
+    """
+    configs: dict[int, Any] = {}
+    for layer in chosen:
+        if layer.kind == "transformers":
+            configs[id(layer.module.config)] = layer.module.config
+    if not configs:
+        return []
+    from .huggingface import SWAPPED, register_swapped
+
+    register_swapped()
+    return [
+        Patch(
+            config,
+            "_attn_implementation_internal",
+            SWAPPED,
+            users=[x.module for x in layers if getattr(x.module, "config", None) is config],
+        )
+        for config in configs.values()
+        if config._attn_implementation != SWAPPED
+    ]
+
+
+def _stop_nesting(model: nn.Module, chosen: list[Layer]) -> list[Patch]:
+    """nn.TransformerEncoder hands its layers nested tensors for the fast path, which they no longer take."""
+    changed = {id(layer.module) for layer in chosen if layer.kind == "torch"}
+    patches = []
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder) and getattr(module, "use_nested_tensor", False):
+            users = [m for m in module.modules() if isinstance(m, nn.MultiheadAttention)]
+            if any(id(user) in changed for user in users):
+                patches.append(Patch(module, "use_nested_tensor", False, users=users))
+    return patches
+
+
+def _is_changed(module: nn.Module) -> bool:
+    """Whether a layer is under a swap now."""
+    state = module.__dict__.get("_weft")
+    return isinstance(module, TorchMultiheadAttention) or (state is not None and state.choice is not None)

@@ -1,0 +1,115 @@
+"""Mechanisms in timm's vision transformers.
+
+    timm.create_model("vit_small_patch16_224", attn_layer=weft.timm.layer("combiner-axial-vertical", block_size=14, prefix=1))
+
+Each class is timm's own layer with another core: the same parameters under the same names, so pretrained weights
+load unchanged, and `weft.swap` can turn a layer that exists into one and back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import timm.layers
+import timm.models.pvt_v2
+import timm.models.swin_transformer
+import torch
+from torch import Tensor
+
+from ..attention import attention_info
+from .core import Core
+
+
+class TimmAttention(timm.layers.Attention):
+    """timm's `Attention` (ViT, DeiT and others) around a mechanism.
+
+    The first `prefix` tokens (class and register tokens) are moved behind the patches before attention and back
+    afterwards, so that a block size equal to the width of the patch grid cuts it into rows.
+    """
+
+    def __init__(self, dim: int, num_heads: int = 8, *args: Any, weft: dict[str, Any], **kwargs: Any):
+        super().__init__(dim, num_heads, *args, **kwargs)
+        settings = dict(weft)
+        self.prefix = settings.pop("prefix")
+        core = Core(heads=self.num_heads, head_dim=self.head_dim, dropout=self.attn_drop.p, **settings)
+        self.weft = core.to(device=self.qkv.weight.device, dtype=self.qkv.weight.dtype)
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        gate = getattr(self, "gate", None)
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4).unbind(0)
+        out = self._core(self.q_norm(q), self.k_norm(k), v, attn_mask, is_causal)
+        out = self.norm(out.transpose(1, 2).flatten(2))
+        if gate is not None:
+            out = out * gate(x).sigmoid()
+        return self.proj_drop(self.proj(out))
+
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        if self.prefix and (mask is not None or causal):
+            raise ValueError("prefix moves tokens, and a mask or causality goes by their places: use prefix=0")
+        if self.prefix:
+            q, k, v = (t.roll(-self.prefix, 2) for t in (q, k, v))
+        out = self.weft(q, k, v, causal=causal, **_mask(mask, k))
+        return out.roll(self.prefix, 2) if self.prefix else out
+
+
+class TimmWindowAttention(timm.models.swin_transformer.WindowAttention):
+    """Swin's window attention around a mechanism that takes a position bias."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        table, index, H = self.relative_position_bias_table, self.relative_position_index, self.num_heads
+
+        def bias(i: Tensor, j: Tensor) -> Tensor:
+            """Relative positions within the window; and the shift's mask, which is one for each window of an image."""
+            N = index.shape[0]
+            i, j = i.clamp(max=N - 1), j.clamp(max=N - 1)  # a mechanism may ask beyond the end, where nothing is read
+            place = index[i, j]
+            head = torch.arange(H, device=place.device).view(1, -1, *[1] * (place.dim() - 2))
+            values = table[place, head]
+            if mask is not None:
+                window = torch.arange(x.shape[0], device=place.device) % mask.shape[0]
+                values = values + mask[window.view(-1, *[1] * (place.dim() - 1)), i, j]
+            return values
+
+        out = self.weft(q, k, v, bias=bias)
+        return self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
+
+
+class TimmReducedAttention(timm.models.pvt_v2.Attention):
+    """PVT v2's attention to a spatially reduced image around a mechanism."""
+
+    def forward(self, x: Tensor, feat_size: list[int]) -> Tensor:
+        q = self.q(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        source = x
+        if self.sr is not None:
+            image = x.transpose(1, 2).unflatten(2, tuple(feat_size))
+            source = self.sr(image if self.pool is None else self.pool(image)).flatten(2).transpose(1, 2)
+            source = self.norm(source)
+            source = source if self.act is None else self.act(source)
+        k, v = self.kv(source).unflatten(-1, (2, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.proj_drop(self.proj(self.weft(q, k, v).transpose(1, 2).flatten(2)))
+
+
+def layer(
+    name: str, *, causal: bool = False, max_length: int | None = None, prefix: int = 0, **options: Any
+) -> type[timm.layers.Attention]:
+    """A class to give to timm as `attn_layer`. `prefix`: how many class and register tokens stand before the patches."""
+    attention_info(name)  # an unknown name is refused now
+    weft = {"name": name, "causal": causal, "max_length": max_length, "prefix": prefix, **options}
+
+    def make(cls: type, *args: Any, **kwargs: Any) -> TimmAttention:
+        return TimmAttention(*args, weft=weft, **kwargs)
+
+    # timm wants a class; what it makes are plain TimmAttentions, which can be pickled.
+    return type(f"TimmAttention[{name}]", (timm.layers.Attention,), {"__new__": make})
+
+
+def _mask(mask: Tensor | None, k: Tensor) -> dict[str, Any]:
+    """timm's mask, as scaled_dot_product_attention takes it: boolean, True to attend, or added to the logits."""
+    if mask is None:
+        return {}
+    if mask.dtype != torch.bool:
+        return {"added": mask}
+    if mask.dim() == 4 and mask.shape[1:3] == (1, 1):
+        return {"mask": mask[:, 0, 0].expand(k.shape[0], -1)}
+    return {"allowed": mask}

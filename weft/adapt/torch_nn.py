@@ -1,0 +1,108 @@
+"""Mechanisms in `torch.nn.MultiheadAttention`, and so in nn.TransformerEncoder and nn.TransformerDecoder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class TorchMultiheadAttention(nn.MultiheadAttention):
+    """PyTorch's layer around a mechanism: the same parameters, arguments and results.
+
+    PyTorch's masks are True (or -inf) where a token is to be ignored. A mask over pairs may be causal; any other
+    pattern is for `full` only.
+    """
+
+    # nn.TransformerEncoderLayer has a fast path that computes softmax attention from the weights without calling
+    # this layer; it is not taken for layers whose projections lie apart, which it is told here.
+    _qkv_same_embed_dim = property(lambda self: False, lambda self, value: None)  # type: ignore[assignment]
+
+    def forward(  # type: ignore[override]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        if query.is_nested:
+            raise ValueError("nested tensors are not supported here: make nn.TransformerEncoder with them disabled")
+        alone = query.dim() == 2
+        if alone:
+            query, key, value = (t[None] for t in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+        elif not self.batch_first:
+            query, key, value = (t.transpose(0, 1) for t in (query, key, value))
+        q, k, v = self._project(query, key, value)
+        arguments = self._masks(q, k, key_padding_mask, attn_mask, is_causal)
+        out = self.out_proj(self.weft(q, k, v, **arguments).transpose(1, 2).flatten(2))
+        weights = None
+        if need_weights:  # the effective matrix: the mechanism applied to the identity, without dropout
+            eye = torch.eye(k.shape[2], dtype=v.dtype, device=v.device).expand(*k.shape[:2], -1, -1)
+            core, training = self.weft, self.weft.training
+            weights = core.eval()(q, k, eye, **arguments)
+            core.train(training)
+            weights = weights.mean(1) if average_attn_weights else weights
+        if alone:
+            return out[0], None if weights is None else weights[0]
+        return out if self.batch_first else out.transpose(0, 1), weights
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        weights: Any = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        if self.in_proj_weight is not None:
+            weights = self.in_proj_weight.chunk(3)
+        biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        sources = (query, key, value)
+        return [
+            F.linear(x, w, b).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+            for x, w, b in zip(sources, weights, biases, strict=True)
+        ]
+
+    def _masks(
+        self, q: Tensor, k: Tensor, padding: Tensor | None, pairs: Tensor | None, is_causal: bool
+    ) -> dict[str, Any]:
+        """PyTorch's masks in the terms of `Core`."""
+        B, H, Lq = q.shape[:3]
+        Lk = k.shape[2]
+        found: dict[str, Any] = {"causal": False}
+        if padding is not None:
+            found["mask"] = _attended(padding, "key_padding_mask")
+        if pairs is None:
+            if is_causal:
+                raise ValueError("is_causal is a hint about attn_mask: give the mask as well, as PyTorch asks")
+            return found
+        if Lq == Lk and (is_causal or (pairs.dim() == 2 and _is_causal(pairs))):
+            found["causal"] = True
+            return found
+        pairs = pairs.view(B, H, Lq, Lk) if pairs.dim() == 3 else pairs[None, None]
+        if pairs.dtype == torch.bool:
+            found["allowed"] = ~pairs
+        else:
+            found["allowed"] = pairs > float("-inf")
+            found["added"] = pairs.masked_fill(~found["allowed"], 0)
+        return found
+
+
+def _attended(mask: Tensor, name: str) -> Tensor:
+    """True where a token stands, from a mask that is True, or -inf, where it is to be ignored."""
+    if mask.dtype == torch.bool:
+        return ~mask
+    known = (mask == 0) | (mask == float("-inf"))
+    if torch.compiler.is_compiling():
+        torch._assert_async(known.all(), f"{name} may hold 0 and -inf only")
+    elif not bool(known.all()):
+        raise ValueError(f"{name} holds values other than 0 and -inf: a token is there or it is not; use a boolean mask")
+    return mask == 0
+
+
+def _is_causal(pairs: Tensor) -> bool:
+    """Whether this (L, L) mask hides exactly the future."""
+    future = torch.ones_like(pairs, dtype=torch.bool).triu(1)
+    hidden = pairs if pairs.dtype == torch.bool else pairs == float("-inf")
+    return bool((hidden == future).all() and (hidden | (pairs == 0)).all())
