@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,9 +102,9 @@ def _pool(x: Tensor, real: Tensor, pool: str) -> Tensor:
 def compare(kernel: Callable[..., Tensor], case: Case, device: str) -> dict[str, float]:
     """Relative errors of the output and of each gradient against the dense form in float64."""
     q, k, v, dout, mask = case.tensors(device)
-    options = {"block_size": case.block_size, "pool": case.pool, "causal": case.causal}
+    options: dict[str, Any] = {"block_size": case.block_size, "pool": case.pool, "causal": case.causal}
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    expected = combiner_fixed_dense(*exact, mask, **options)
+    expected = combiner_fixed_dense(exact[0], exact[1], exact[2], mask, **options)
     expected_grads = torch.autograd.grad(expected, exact, dout.double())
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     with poisoned_memory():
@@ -126,14 +127,12 @@ def failures(errors: dict[str, float], dtype: torch.dtype) -> dict[str, float]:
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Fresh memory holds NaN, so that an element that nobody wrote, or that was read too early, shows."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # in this mode PyTorch fills what torch.empty gives
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+        torch.use_deterministic_algorithms(before)
 
 
 SMALL = (
