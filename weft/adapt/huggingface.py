@@ -148,7 +148,7 @@ def _attend(
         _refuse_if_length_matters(name, attn)
         q = all_queries(module, name, q, Lk)
     elif causal:
-        remember(module, q, key)
+        remember(module, q)
     return attn(q, k, v, mask)[:, :, -Lq:].transpose(1, 2).contiguous()
 
 
@@ -206,4 +206,3 @@ def _refuse_if_length_matters(name: str, attn: Attention) -> None:
         raise ValueError(
             f"{name} cannot decode with a cache: {attn.info.length_dependent}; use use_cache=False ({refusal})"
         ) from refusal
-

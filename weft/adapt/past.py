@@ -11,6 +11,7 @@ is looked for among the rows that we remember.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +50,6 @@ class LayerState:
     watched: bool = False  # whether the hook below is in place
     cache: Any = None  # the cache of the call under way, and the keys it held when the call began
     cached_keys: Tensor | None = None
-    first: Past | None = None  # of the very first call, which the hook could not see
 
 
 def layer_state(module: nn.Module) -> LayerState:
@@ -59,7 +59,7 @@ def layer_state(module: nn.Module) -> LayerState:
     return state
 
 
-def remember(module: nn.Module, q: Tensor, key: Tensor) -> None:
+def remember(module: nn.Module, q: Tensor) -> None:
     """Note the queries of a call without a past, in case a cache goes on from here."""
     if torch.compiler.is_compiling():
         return
@@ -67,8 +67,7 @@ def remember(module: nn.Module, q: Tensor, key: Tensor) -> None:
     if not state.watched:
         module.register_forward_pre_hook(note_cache, with_kwargs=True)
         state.watched = True
-        state.first = None if torch.is_grad_enabled() else Past(q, key)
-        return
+        state.cache = _cache_of_this_call(module)
     layer = _cache_layer(module, state.cache)
     state.cache = state.cached_keys = None
     if layer is not None and not torch.is_grad_enabled():
@@ -81,20 +80,15 @@ def all_queries(module: nn.Module, name: str, q: Tensor, total: int) -> Tensor:
     layer = _cache_layer(module, state.cache)
     if torch.is_grad_enabled():
         raise ValueError(f"decoding with {name} and a cache is for inference: wrap it in torch.no_grad()")
-    if layer is None or state.cached_keys is None:
-        raise ValueError(
-            f"{name} is called with {total} keys for {q.shape[2]} queries and no cache that grows with the sequence: a "
-            "static, offloaded or quantised cache, or a prefix of keys, works with weft:full; otherwise use the "
-            "default cache of generate(), or use_cache=False"
-        )
     known = getattr(layer, "weft_past", None)
-    if known is None:
-        known, state.first = state.first, None
-    past = None if known is None else known.queries_for(state.cached_keys)
+    past = None
+    if known is not None and state.cached_keys is not None:
+        past = known.queries_for(state.cached_keys)
     if past is None or past.shape[2] + q.shape[2] != total:
         raise ValueError(
-            f"{name} needs the queries of the {total - q.shape[2]} cached tokens, and this cache was not filled by it "
-            "under torch.no_grad(); run the prompt through this model, or use use_cache=False"
+            f"{name} needs the queries of the {total - q.shape[2]} cached tokens, and this cache was not filled by this "
+            "model under torch.no_grad(), or is not one that grows by appending (the default of generate()); run the "
+            "prompt through this model, or use use_cache=False, or weft:full"
         )
     q = torch.cat([past, q], 2)
     layer.weft_past = Past(q, layer.keys)
@@ -110,8 +104,16 @@ def note_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     state.cache = next((a for a in (*args, *kwargs.values()) if isinstance(a, Cache)), None)
     layer = _cache_layer(module, state.cache)
     state.cached_keys = None if layer is None else layer.keys
-    if state.first is not None and (state.cached_keys is None or state.cached_keys.shape[2] != state.first.q.shape[2]):
-        state.first = None  # the first call's cache is not gone on from: forget it
+
+
+def _cache_of_this_call(module: nn.Module) -> Any:
+    """In a layer's first call the hook came too late: its forward, which has called us, holds the cache."""
+    from transformers import Cache
+
+    frame = sys._getframe()
+    while frame is not None and frame.f_locals.get("self") is not module:
+        frame = frame.f_back  # type: ignore[assignment]
+    return None if frame is None else next((v for v in frame.f_locals.values() if isinstance(v, Cache)), None)
 
 
 def _cache_layer(module: nn.Module, cache: Any) -> Any:

@@ -97,7 +97,9 @@ def _attended(mask: Tensor, name: str) -> Tensor:
     if torch.compiler.is_compiling():
         torch._assert_async(known.all(), f"{name} may hold 0 and -inf only")
     elif not bool(known.all()):
-        raise ValueError(f"{name} holds values other than 0 and -inf: a token is there or it is not; use a boolean mask")
+        raise ValueError(
+            f"{name} holds values other than 0 and -inf: a token is there or it is not; use a boolean mask"
+        )
     return mask == 0
 
 
