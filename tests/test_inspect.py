@@ -1,0 +1,172 @@
+"""Measurements, attention views and figures: what is shown is what the model does."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import weft
+from weft import inspect
+from weft.inspect import figures
+from weft.inspect.measure import nonzero
+from weft.models import CRATE, CRATEText, TextClassifier, TextMatcher
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def crate_text(**options) -> CRATEText:
+    return CRATEText(19, 2, dim=12, heads=3, layers=3, **options)
+
+
+def padded_ids() -> torch.Tensor:
+    ids = torch.randint(1, 19, (5, 11))
+    ids[1, 7:] = 0
+    return ids
+
+
+def test_measure_is_the_definition_on_real_tokens():
+    """By hand on one padded example without its padding, in any batching."""
+    model, ids = crate_text(), padded_ids()
+    found = inspect.measure(model, [ids])
+    assert {name: tuple(v.shape) for name, v in found.items()} == dict.fromkeys(
+        ("rate", "subspace_rate", "projected_rate", "nonzero"), (3, 5)
+    )
+    again = inspect.measure(model, [ids], batch_size=2)
+    for name in found:
+        torch.testing.assert_close(found[name], again[name])
+    model.eval()
+    x = torch.cat([model.cls, model.embed(ids[1:2, :7])], 1)
+    x = x + weft.layers.sinusoids(8, 12)
+    with torch.no_grad():
+        for i, block in enumerate(model.blocks):
+            w = block.mssa.project(block.norm1(x))[0].double()
+            unit = w / w.norm(dim=-1, keepdim=True)
+            gram = torch.eye(4).double() + 4 / (8 * 0.01) * unit.mT @ unit
+            torch.testing.assert_close(found["projected_rate"][i, 1], 0.5 * torch.logdet(gram).sum())
+            h = block.compress(x).double()
+            rate = inspect.subspace_rate(h, block.mssa.bases.double())[0]
+            torch.testing.assert_close(found["subspace_rate"][i, 1], rate)
+            x = block(x)
+            torch.testing.assert_close(found["nonzero"][i, 1], (x != 0).double().mean())
+
+
+def test_measuring_leaves_no_trace():
+    model, ids = crate_text(dropout=0.1).train(), padded_ids()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    inspect.measure(model, [ids])
+    inspect.attention_views(model, [ids])
+    assert model.training and all(m.training for m in model.modules())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(ValueError, match="nothing to measure"):
+        inspect.measure(torch.nn.Linear(2, 2), [torch.randn(1, 2)])
+
+
+def test_buffers_written_in_evaluation_are_put_back():
+    class Counting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+            self.attention = weft.MultiheadAttention(8, 2)
+
+        def forward(self, x):
+            self.calls += 1
+            return self.attention(x)
+
+    model = Counting()
+    inspect.attention_views(model, [torch.randn(1, 4, 8)])
+    assert model.calls == 0
+
+
+def test_nonzero_counts_exact_zeros_of_real_tokens():
+    z = torch.tensor([[[0.0, 1.0], [0.0, 0.0], [3.0, -1.0]]])
+    assert nonzero(z).item() == 0.5
+    assert nonzero(z, torch.tensor([[True, True, False]])).item() == 0.25
+
+
+@pytest.mark.parametrize("name", weft.attentions())
+def test_views_are_the_effective_attention_of_every_mechanism(name):
+    """Map times values is the output; one row alone, by the gradient, is that row of the map."""
+    info = weft.attention_info(name)
+    layer = weft.MultiheadAttention(12, 3, attention=name, causal=not info.bidirectional, max_length=10).double().eval()
+    x = torch.randn(2, 10, 12).double()
+    torch.manual_seed(5)
+    views, output = inspect.attention_views(layer, [x])
+    assert len(views) == 1 and views[0].mechanisms == [name] * 3
+    torch.manual_seed(5)
+    torch.testing.assert_close(layer(x), output)  # looking changes nothing, not even what is drawn
+    v = layer.project(x)[2]
+    expected = layer.merge(views[0].map.double() @ v)
+    torch.testing.assert_close(expected, output, rtol=1e-5, atol=1e-5)
+    torch.manual_seed(5)
+    long, _ = inspect.attention_views(layer, [x], map_up_to=4, row=-1)
+    assert long[0].map is None
+    torch.testing.assert_close(long[0].row, views[0].map[:, :, -1], rtol=1e-4, atol=1e-6)
+
+
+def test_mixed_layers_are_one_view_and_two_documents_two():
+    model = TextClassifier(
+        19, 2, max_length=12, dim=16, heads=4, head_dim=4, layers=2, mlp_dim=8, attention=["full", "local"]
+    )
+    views, _ = inspect.attention_views(model, [padded_ids()])
+    assert [v.mechanisms for v in views] == [["full", "full", "local", "local"]] * 2
+    assert views[0].map.shape == (5, 4, 12, 12)
+    matcher = TextMatcher(19, max_length=11, dim=16, heads=2, head_dim=4, layers=2, mlp_dim=8)
+    first, second = padded_ids(), padded_ids()[:, :6]
+    views, _ = inspect.attention_views(matcher, [first, second])
+    assert [v.call for v in views] == [1, 1, 2, 2]
+    assert [v.row.shape[-1] for v in views] == [11, 11, 6, 6]
+    assert inspect.measure(matcher, [first, second])["rate"].shape == (2, 5)
+
+
+def test_cached_layers_show_their_share_and_their_slots():
+    cached = weft.CachedAttention(weft.MultiheadAttention(8, 2), ratio=0.5, length=6)
+    cached.lam.data = torch.tensor([0.0, 2.0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the cache is empty: nothing was trained here
+        views, _ = inspect.attention_views(cached, [torch.randn(1, 4, 8)])
+    assert [v.row.shape[-1] for v in views] == [4, 6]
+    ((path, share),) = inspect.cache_shares(torch.nn.Sequential(cached))
+    assert path == "0"
+    torch.testing.assert_close(share, torch.tensor([0.5, 0.880797]).double(), rtol=0, atol=1e-6)
+
+
+def test_token_parts_and_coherence_come_from_the_model():
+    model = CRATE(dim=16, heads=2, layers=2, classes=3, image_size=8, patch=2)
+    images = torch.randn(2, 3, 8, 8)
+    part, tokens, channels = inspect.tokens_per_layer(model, [images], size=5)
+    assert part.shape == (2, 5, 5)
+    last = model.features(images[:1])[0].double()
+    torch.testing.assert_close(part[-1], last[tokens][:, channels], check_dtype=False)
+    (path, G, count), _ = inspect.subspace_coherence(model, directions=3)
+    assert path == "blocks.0.mssa" and G.shape == (6, 6) and count == 3
+    U = torch.nn.functional.normalize(model.blocks[0].mssa.subspaces.weight.double(), dim=1)
+    largest = (U[:8] @ U[8:].T).abs().max()
+    assert G[:3, 3:].max() <= largest + 1e-12
+
+
+def test_figures_draw():
+    pytest.importorskip("matplotlib")
+    model, ids = crate_text(), padded_ids()
+    measures = {"train": inspect.measure(model, [ids]), "validation": inspect.measure(model, [ids[:2]])}
+    views, _ = inspect.attention_views(model, [ids])
+    words = ["[CLS]", "$x", *(f"word{i}" for i in range(10))]
+    drawn = {
+        "curves": figures.layer_curves(measures),
+        "heat": figures.token_heatmaps(inspect.tokens_per_layer(model, [ids])[0]),
+        "subspaces": figures.subspaces(inspect.subspace_coherence(model)),
+        "text": figures.attention_over_text(views[0].row[0], words, heads=[0, 2], width=30),
+        "maps": figures.attention_maps(views[0].map[0]),
+        "share": figures.cache_share([("a", torch.tensor([0.2, 0.9]))]),
+    }
+    lines = drawn["curves"].axes[0].get_lines()
+    assert torch.allclose(torch.tensor(lines[0].get_ydata()), measures["train"]["rate"].mean(1))
+    assert [t.get_text() for t in drawn["text"].axes[0].texts][1] == r"\$x"
+    assert len(drawn["text"].axes) == 2 and len(drawn["maps"].axes) == 3
+    for figure in drawn.values():
+        figure.canvas.draw()

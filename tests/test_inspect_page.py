@@ -1,0 +1,171 @@
+"""The page, as text and in a real browser."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import re
+import shutil
+import struct
+import subprocess
+
+import pytest
+import torch
+
+from weft import inspect
+from weft.inspect.gather import layer_name, pack
+from weft.models import CRATE, TextClassifier
+
+EVIL = ["</script><script>document.title='taken'</script>", "<img src=x onerror=\"document.title='taken'\">", "{{js}}"]
+WORDS = ["a", "terrible", *EVIL, "film & more", "\u2028", "'quoted\"", "é"]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
+
+
+def payload(page: str) -> dict:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
+    assert found
+    return json.loads(found[1])
+
+
+@pytest.fixture(scope="module")
+def text_page(tmp_path_factory):
+    torch.manual_seed(0)
+    model = TextClassifier(12, 2, max_length=12, dim=16, heads=48, head_dim=4, layers=2, mlp_dim=8)
+    ids = torch.arange(1, 10)[None].repeat(2, 1)
+    ids[1, 6:] = 0
+    return inspect.report(
+        model,
+        ids,
+        out=tmp_path_factory.mktemp("text") / "page.html",
+        title=f"run {EVIL[0]}",
+        tokens=[WORDS, WORDS],
+        classes=["good", EVIL[1]],
+        targets=["good", EVIL[0]],
+    )
+
+
+@pytest.fixture(scope="module")
+def crate_page(tmp_path_factory):
+    torch.manual_seed(0)
+    model = CRATE(dim=16, heads=2, layers=3, classes=4, image_size=8, patch=2)
+    images = torch.rand(6, 3, 8, 8)
+    model.blocks[0].mssa.lam = torch.nn.Parameter(torch.tensor([-1.0, 1.0]))
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    later = {name: value * 0.5 for name, value in start.items()}
+    page = inspect.report(
+        model,
+        images,
+        out=tmp_path_factory.mktemp("crate") / "page.html",
+        splits={"train": [images], "validation": [images[:3]]},
+        checkpoints=[("step 1", later), ("step 2", start)],
+    )
+    assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items())
+    return page
+
+
+def test_nothing_from_data_becomes_markup(text_page):
+    page = text_page.read_text("utf-8")
+    assert page.count("<script") == 2 and page.count("</script") == 2
+    assert "<img" not in page and "taken'</script>" not in page.split("<style>")[0]
+    data = payload(page)
+    assert data["attention"]["examples"][0]["tokens"] == ["[CLS]", *WORDS]
+    assert data["title"] == f"run {EVIL[0]}"
+    assert html.escape(EVIL[0]) in page.split("<style>")[0]
+
+
+def test_page_asks_for_nothing_outside_itself(text_page, crate_page):
+    for path in (text_page, crate_page):
+        page = path.read_text("utf-8")
+        assert "default-src 'none'" in page
+        code = page.replace(json.dumps(payload(page)), "")
+        assert not re.search(
+            r"https?://(?!www\.w3\.org/2000/svg)|\bsrc=(?!x)|@import|url\(|fetch\(", code.split('id="data"')[0]
+        )
+        script = code.rsplit("<script>", 1)[1]
+        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|innerHTML|fetch\(|import\(|XMLHttp", script)
+
+
+def test_padding_is_left_out(text_page):
+    data = payload(text_page.read_text("utf-8"))
+    layer = data["attention"]["layers"][0]
+    assert layer["examples"][0]["row"]["shape"] == [48, 10]
+    assert layer["examples"][1]["row"]["shape"] == [48, 7]
+    assert layer["examples"][1]["map"]["shape"] == [48, 7, 7]
+    assert data["attention"]["examples"][1]["tokens"] == ["[CLS]", *WORDS[:6]]
+
+
+def test_packed_numbers_are_close_to_the_numbers():
+    values = torch.randn(3, 7) * torch.tensor([[1.0], [1e-3], [0.0]])
+    packed = pack(values)
+    q = torch.tensor(struct.unpack("21b", base64.b64decode(packed["bytes"]))).view(3, 7) / 127
+    back = torch.tensor(packed["max"])[:, None] * q.sign() * q.square()
+    assert ((back - values).abs() <= 0.02 * values.abs().amax(1, keepdim=True)).all()
+
+
+def test_names_of_layers():
+    assert layer_name("encoder.blocks.3.attention", 0) == "layer 4"
+    assert layer_name("blocks.0.attention.memory", 5) == "layer 1 · memory"
+    assert layer_name("attention", 1) == "layer 2"
+    assert layer_name("encoder.blocks.0.attention (call 2)", 3) == "layer 1 · call 2"
+
+
+def run_browser(tmp_path, page, script: str) -> str:
+    """The page's document after its own script and the given one have run; what goes wrong lands in data-error."""
+    catch = "<script>addEventListener('error', e => document.documentElement.dataset.error = e.message)</script>"
+    text = page.read_text("utf-8")
+    edited = tmp_path / "edited.html"
+    edited.write_text(
+        text.replace("<title>", catch + "<title>", 1).replace("</body>", f"<script>{script}</script></body>")
+    )
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    flags += " --disable-component-update --disable-sync --virtual-time-budget=3000 --dump-dom"
+    command = [CHROMIUM, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", edited.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "</html>" in done.stdout, done.stderr[-2000:]
+    assert "data-error" not in done.stdout, re.search(r'data-error="([^"]*)', done.stdout)[1]
+    return done.stdout
+
+
+@browser
+def test_text_page_in_a_browser(tmp_path, text_page):
+    dom = run_browser(
+        tmp_path,
+        text_page,
+        """
+        const report = {heads: document.querySelectorAll('.head').length, title: document.title};
+        document.querySelector('[data-head="20"]').click();
+        report.large = document.querySelector('.card b').textContent;
+        const words = [...document.querySelectorAll('.text span')];
+        report.words = words.map(w => w.textContent);
+        words[3].click();
+        report.asked = document.querySelector('.text .query').textContent;
+        [...document.querySelectorAll('button')].find(b => b.textContent === 'whole maps').click();
+        report.map = document.querySelector('[data-head="20"] canvas').height;
+        [...document.querySelectorAll('button')].find(b => b.textContent === '2').click();
+        report.second = document.querySelectorAll('.text span').length;
+        report.verdict = document.querySelector('#verdict').textContent;
+        report.images = document.images.length;
+        document.querySelector('header button').click();
+        const out = document.createElement('pre'); out.id = 'report'; out.textContent = JSON.stringify(report);
+        document.body.append(out);
+        """,
+    )
+    found = json.loads(html.unescape(re.search(r'<pre id="report">(.*?)</pre>', dom, re.S)[1]))
+    assert found["heads"] == 49  # 48 and their mean
+    assert found["title"] == f"run {EVIL[0]}" and found["images"] == 0
+    assert found["large"] == "head 21, full"
+    assert found["words"] == ["[CLS]", *WORDS]
+    assert found["asked"] == WORDS[2] and found["map"] == 10 and found["second"] == 7
+    assert found["verdict"].endswith(f"true {EVIL[0]}")
+
+
+@browser
+def test_crate_page_in_a_browser(tmp_path, crate_page):
+    dom = run_browser(tmp_path, crate_page, "")
+    for heading in ("Attention", "Layer by layer", "Tokens", "Subspaces", "Cache"):
+        assert f"<h2>{heading}</h2>" in dom
+    assert dom.count("<polyline") == 4 * 4  # four measurements, two checkpoints, two splits
+    assert "step 1, validation" in dom and "σ(λ) = 0.731" in dom
+    assert len(re.findall(r"\d % non-zero</figcaption>", dom)) == 3

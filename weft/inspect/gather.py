@@ -1,0 +1,262 @@
+"""All that the page shows, gathered as plain data that JSON can hold."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import Attention
+from .measure import Measures, cache_shares, measure, subspace_coherence, tokens_per_layer
+from .views import AttentionView, attention_views
+from .watch import blocks, plain
+
+Loader = Callable[[nn.Module], Any] | Mapping[str, Tensor]
+
+CHARTS = {  # measurement -> title, what it says
+    "projected_rate": (
+        "Coding rate in the subspaces, before attention",
+        "Rᶜ of LN(z)U, tokens at unit length in each head, ε² = 0.01. Lower: the tokens fit the subspaces better.",
+    ),
+    "subspace_rate": (
+        "Coding rate in the subspaces, after compression",
+        "Rᶜ(z + MSSA; U) of the tokens as they are, ε² = 0.01.",
+    ),
+    "nonzero": ("Share of non-zeros", "Entries of ISTA's output that are not exactly zero. Lower: sparser."),
+    "rate": (
+        "Coding rate of the whole layer",
+        "R of each block's output, tokens at unit length, ε² = 0.01: how much room the tokens take up together.",
+    ),
+}
+
+
+def pack(values: Tensor) -> dict[str, Any]:
+    """(n, …) as bytes: each of the n parts by its own largest magnitude m, a byte q meaning m · sign(q) · (q/127)²."""
+    flat = values.float().nan_to_num().flatten(1)
+    largest = flat.abs().amax(1) if flat.shape[1] else flat.new_zeros(len(flat))
+    share = flat / largest.clamp(min=1e-30)[:, None]
+    q = (share.sign() * share.abs().sqrt() * 127).round().to(torch.int8)
+    return {
+        "shape": list(values.shape),
+        "max": [round(m, 6) for m in largest.tolist()],
+        "bytes": base64.b64encode(q.numpy().tobytes()).decode("ascii"),
+    }
+
+
+def curves(
+    model: nn.Module, splits: Mapping[str, Sequence[Tensor]], checkpoints: Iterable[tuple[str, Loader]] = ()
+) -> dict[str, Any]:
+    """Every measurement per layer: one line for each checkpoint and split."""
+    kept = copy.deepcopy(model.state_dict())
+    lines: list[tuple[str, str, Measures]] = []
+    try:
+        for label, load in checkpoints:
+            if isinstance(load, Mapping):
+                model.load_state_dict(load)
+            else:
+                load(model)
+            lines += [(label, split, measure(model, inputs)) for split, inputs in splits.items()]
+    finally:
+        model.load_state_dict(kept)
+    if not lines:
+        lines = [("", split, measure(model, inputs)) for split, inputs in splits.items()]
+    charts = []
+    for key, (title, note) in CHARTS.items():
+        series = [
+            {
+                "checkpoint": label,
+                "split": split,
+                "mean": _rounded(found[key].mean(1)),
+                "std": _rounded(found[key].std(1)) if found[key].shape[1] > 1 else [],
+            }
+            for label, split, found in lines
+            if key in found
+        ]
+        if series:
+            charts.append({"key": key, "title": title, "note": note, "series": series})
+    counts = {split: len(inputs[0]) for split, inputs in splits.items()}
+    return {"charts": charts, "counts": counts, "layers": _block_names(model)}
+
+
+def heatmaps(model: nn.Module, inputs: Sequence[Tensor], *, examples: int, size: int) -> dict[str, Any]:
+    """Token sub-matrices of each example, per layer."""
+    found = []
+    for i in range(examples):
+        z, tokens, channels = tokens_per_layer(model, [t[i : i + 1] for t in inputs], size=size)
+        found.append({"layers": pack(z), "tokens": tokens.tolist(), "channels": channels.tolist()})
+    return {"examples": found, "names": _block_names(model)}
+
+
+def coherences(model: nn.Module) -> list[dict[str, Any]]:
+    found = []
+    for i, (path, G, count) in enumerate(subspace_coherence(model)):
+        heads = len(G) // count
+        between = ~torch.block_diag(*[torch.ones(count, count)] * heads).bool()
+        off = G[between]
+        dim = plain(model).get_parameter(f"{path}.subspaces.weight").shape[1]
+        found.append(
+            {
+                "name": layer_name(path, i),
+                "heads": heads,
+                "directions": count,
+                "matrix": pack(G[None]),
+                "mean": off.mean().item() if len(off) else 0.0,
+                "max": off.max().item() if len(off) else 0.0,
+                "chance": (2 / (torch.pi * dim)) ** 0.5,
+            }
+        )
+    return found
+
+
+def attention(
+    model: nn.Module,
+    inputs: Sequence[Tensor],
+    *,
+    tokens: Sequence[Any] | None,
+    pictures: Tensor | None,
+    targets: Sequence[str] | None,
+    classes: Sequence[str] | None,
+    examples: int,
+    map_up_to: int,
+) -> dict[str, Any]:
+    """Every head of every layer on each example; the padding is left out."""
+    causal = any(m.causal for m in plain(model).modules() if isinstance(m, Attention))
+    row = -1 if causal else 0
+    shown: list[dict[str, Any]] = []
+    layers: list[dict[str, Any]] = []
+    for i in range(examples):
+        one = [t[i : i + 1] for t in inputs]
+        views, output = attention_views(model, one, row=row, map_up_to=map_up_to)
+        grid = _grid(plain(model), one[0], pictures)
+        texts = _texts(one, tokens[i] if tokens else None, grid)
+        packed = [_packed_view(view, texts, row) for view in views]
+        common: list[str] = next((view["tokens"] for view in packed if view["tokens"]), [])
+        for view in packed:  # as a rule all layers saw the same tokens: they are kept once
+            if view["tokens"] == common:
+                view["tokens"] = "shared"
+        shown.append(
+            {
+                "tokens": common,
+                "grid": grid,
+                "picture": _picture(pictures[i]) if pictures is not None else None,
+                "prediction": _prediction(output, classes),
+                "target": targets[i] if targets else "",
+            }
+        )
+        if not layers:
+            layers = [
+                {"name": layer_name(v.path, n), "path": v.path, "mechanisms": v.mechanisms, "examples": []}
+                for n, v in enumerate(views)
+            ]
+        for layer, view in zip(layers, packed, strict=True):
+            layer["examples"].append(view)
+    return {"examples": shown, "layers": layers}
+
+
+def facts(model: nn.Module) -> list[list[str]]:
+    inner = plain(model)
+    kinds = sorted({m.name for m in inner.modules() if isinstance(m, Attention)})
+    count = sum(p.numel() for p in inner.parameters())
+    return [
+        ["model", type(inner).__name__],
+        ["parameters", f"{count:,}"],
+        ["layers", str(len(blocks(inner)))],
+        ["attention", ", ".join(kinds)],
+    ]
+
+
+def layer_name(path: str, index: int) -> str:
+    """'encoder.blocks.3.attention' is layer 4; what has no number in its path is counted."""
+    numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", path.split(" (call")[0])
+    name = f"layer {int(numbers[0]) + 1 if numbers else index + 1}"
+    for word in ("decoder", "memory", "cross"):
+        if word in path:
+            name += f" · {word}"
+    call = re.search(r"\(call (\d+)\)", path)
+    return name + (f" · call {call[1]}" if call else "")
+
+
+def cache_dots(model: nn.Module) -> list[dict[str, Any]]:
+    return [
+        {"name": layer_name(path, i), "path": path, "values": _rounded(share)}
+        for i, (path, share) in enumerate(cache_shares(model))
+    ]
+
+
+def _block_names(model: nn.Module) -> list[str]:
+    return [layer_name(path, i) for i, (path, _) in enumerate(blocks(plain(model)))]
+
+
+def _packed_view(view: AttentionView, texts: list[list[str]], row: int) -> dict[str, Any]:
+    """A view of one example without its padding; `tokens` is None where the keys are slots of a memory."""
+    one, full = view.row[0], None if view.map is None else view.map[0]
+    labels = _labels(texts[min(view.call, len(texts)) - 1], one.shape[-1]) if texts else None
+    if view.mask is not None:
+        real = view.mask[0]
+        one = one[:, real]
+        labels = [t for t, kept in zip(labels, real.tolist(), strict=True) if kept] if labels else None
+        if full is not None:
+            full = full[:, real] if full.shape[1] == len(real) else full
+            full = full[:, :, real]
+    packed: dict[str, Any] = {"tokens": labels, "row": pack(one), "query": row}
+    if full is not None:
+        packed["map"] = pack(full)
+    return packed
+
+
+def _labels(tokens: list[str], keys: int) -> list[str] | None:
+    """The tokens a layer saw, CLS in front where it saw one more; None where it saw something else."""
+    if keys == len(tokens):
+        return tokens
+    return ["[CLS]", *tokens] if keys == len(tokens) + 1 else None
+
+
+def _texts(inputs: Sequence[Tensor], tokens: Any, grid: list[int] | None) -> list[list[str]]:
+    """The tokens of each document, as many as the model is given: words where they are known, else ids or cells."""
+    if inputs[0].dim() != 2:
+        return [[f"row {r + 1}, column {c + 1}" for r in range(grid[0]) for c in range(grid[1])]] if grid else []
+    documents = [t[0].tolist() for t in inputs if t.dim() == 2 and not t.is_floating_point() and t.dtype != torch.bool]
+    if tokens is None:
+        return [[str(i) for i in ids] for ids in documents]
+    words = [tokens] if not tokens or isinstance(tokens[0], str) else tokens
+    return [[*map(str, w[: len(ids)]), *[""] * (len(ids) - len(w))] for w, ids in zip(words, documents, strict=False)]
+
+
+def _grid(model: nn.Module, first: Tensor, pictures: Tensor | None) -> list[int] | None:
+    """The rows and columns the tokens fill, where they are the pixels or patches of an image."""
+    if first.dim() == 2:
+        size = [] if pictures is None else list(pictures.shape[-2:])
+        return size if size and size[0] * size[1] == first.shape[1] else None
+    for module in model.modules():
+        grid = getattr(module, "grid", getattr(module, "grid_size", None))
+        if isinstance(grid, (tuple, list)) and len(grid) == 2:
+            return [int(n) for n in grid]
+    return None
+
+
+def _picture(image: Tensor) -> dict[str, Any]:
+    """(C or none, height, width) as bytes of red, green, blue, stretched to the full range."""
+    image = image.float().cpu()
+    image = image[None] if image.dim() == 2 else image
+    image = image.expand(3, -1, -1) if image.shape[0] == 1 else image[:3]
+    low, high = image.min(), image.max()
+    pixels = ((image - low) / (high - low).clamp(min=1e-12) * 255).round().to(torch.uint8)
+    raw = pixels.permute(1, 2, 0).contiguous().numpy().tobytes()
+    return {"height": image.shape[1], "width": image.shape[2], "bytes": base64.b64encode(raw).decode("ascii")}
+
+
+def _prediction(output: Any, classes: Sequence[str] | None) -> str:
+    if not isinstance(output, Tensor) or output.dim() != 2:
+        return ""
+    share, best = output.float().softmax(-1)[0].max(-1)
+    name = classes[int(best)] if classes else f"class {int(best)}"
+    return f"{name} ({share.item():.0%})"
+
+
+def _rounded(values: Tensor) -> list[float]:
+    return [float(f"{v:.6g}") for v in values.tolist()]

@@ -1,0 +1,153 @@
+"""Measurements per layer: how far each layer compresses and how sparse it leaves the tokens.
+
+Yu et al., White-Box Transformers via Sparse Rate Reduction, https://arxiv.org/abs/2306.01129, section 3.1
+
+    rate             R(z), unit tokens, of a block's output                                  any model
+    subspace_rate    Rᶜ(h; U) after compression, h = z + MSSA(LN(z))                         CRATE; the paper's text
+    projected_rate   Rᶜ of LN(z) U before attention, unit tokens in each head               CRATE; the authors' code
+    nonzero          share of non-zero entries after sparsification                         CRATE
+
+Every number is of one example, over its real tokens, in double precision.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..layers.mssa import MSSA
+from ..models.crate import CRATELayer
+from .rates import EPSILON, coding_rate, coherence, heads_rate, subspace_rate
+from .watch import blocks, first_tensor, in_batches, looking, mask_of, on_output, plain
+
+Measures = dict[str, Tensor]
+
+
+def measure(
+    model: nn.Module,
+    inputs: Sequence[Tensor],
+    *,
+    epsilon: float = EPSILON,
+    normalise: bool = False,
+    batch_size: int = 64,
+) -> Measures:
+    """Each measurement of the module's docstring that the model has, as (layers, examples).
+
+    `inputs` is what the model is called with, one row per example. `normalise` takes `subspace_rate`, too, of unit
+    tokens.
+    """
+    model = plain(model)
+    found: dict[str, list[Tensor]] = defaultdict(list)  # per batch (layers, examples)
+    here: dict[str, dict[int, list[Tensor]]] = {}  # of the batch in hand: measurement, layer, calls
+
+    def note(name: str, layer: int, value: Tensor) -> None:
+        here.setdefault(name, {}).setdefault(layer, []).append(value.cpu())
+
+    def watch_block(i: int, block: nn.Module) -> list[Any]:
+        def whole(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            z = first_tensor(output)
+            if z is not None:
+                unit = F.normalize(z.double(), dim=-1)
+                note("rate", i, coding_rate(unit, epsilon, mask_of(args, kwargs, z)))
+
+        return [on_output(block, whole)]
+
+    def watch_crate(i: int, layer: CRATELayer) -> list[Any]:
+        compressed: list[Tensor] = []  # norm2 is not told the mask: what it sees waits for the layer to return
+
+        def projected(args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+            w = layer.mssa.subspaces(args[0]).unflatten(-1, (layer.mssa.heads, -1)).transpose(1, 2)
+            mask = mask_of(args, kwargs, args[0])
+            note("projected_rate", i, heads_rate(w.double(), epsilon, normalise=True, mask=mask))
+
+        def whole(args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+            mask = mask_of(args, kwargs, output)
+            h, U = compressed.pop().double(), layer.mssa.bases.double()
+            note("subspace_rate", i, subspace_rate(h, U, epsilon, normalise=normalise, mask=mask))
+            note("nonzero", i, nonzero(output, mask))
+
+        return [
+            on_output(layer.mssa, projected),
+            on_output(layer.norm2, lambda args, kwargs, output: compressed.append(args[0])),
+            on_output(layer, whole),
+        ]
+
+    hooks = []
+    for i, (_, block) in enumerate(blocks(model)):
+        hooks += watch_block(i, block)
+        if isinstance(block, CRATELayer):
+            hooks += watch_crate(i, block)
+    if not hooks:
+        raise ValueError("there are no attention blocks of weft's in this model: nothing to measure")
+    with looking(model, hooks):
+        for batch in in_batches(inputs, batch_size):
+            here.clear()
+            model(*batch)
+            for name, layers in here.items():
+                # A block that is called twice (for two documents) counts once, with the mean.
+                found[name].append(torch.stack([torch.stack(layers[i]).mean(0) for i in sorted(layers)]))
+    return {name: torch.cat(batches, 1) for name, batches in found.items()}
+
+
+def nonzero(z: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The share of entries that are not exactly zero, (B, L, dim) -> (B,), over the real tokens."""
+    share = (z != 0).double().mean(-1)
+    if mask is None:
+        return share.mean(-1)
+    return share.masked_fill(~mask, 0).sum(-1) / mask.sum(-1).clamp(min=1)
+
+
+def tokens_per_layer(
+    model: nn.Module, inputs: Sequence[Tensor], *, size: int = 50, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A random sub-matrix (at most `size` tokens by `size` channels) of every block's output for one example.
+
+    Returns it, (layers, tokens, channels), with the tokens and the channels chosen; they are the same in all layers.
+    """
+    model = plain(model)
+    layers = blocks(model)
+    seen: list[tuple[Tensor, Tensor | None]] = []
+
+    def see(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        z = first_tensor(output)
+        if z is not None and len(seen) < len(layers):  # of a model that calls its blocks again, the first calls
+            seen.append((z[0].double().cpu(), mask_of(args, kwargs, z)))
+
+    with looking(model, [on_output(block, see) for _, block in layers]):
+        model(*(t[:1] for t in inputs))
+    if not seen:
+        raise ValueError("no block of this model returned tokens (B, L, dim)")
+    z, mask = seen[0]
+    generator = torch.Generator().manual_seed(seed)
+    real = torch.arange(z.shape[0]) if mask is None else mask[0].nonzero().flatten().cpu()
+    tokens = real[torch.randperm(len(real), generator=generator)[:size]].sort().values
+    channels = torch.randperm(z.shape[1], generator=generator)[:size].sort().values
+    return torch.stack([z[tokens][:, channels] for z, _ in seen]), tokens, channels
+
+
+def subspace_coherence(model: nn.Module, directions: int | None = 4, seed: int = 0) -> list[tuple[str, Tensor, int]]:
+    """For every MSSA: its path, |cos| between `directions` random directions of each head, and how many were taken."""
+    found = []
+    for name, module in plain(model).named_modules():
+        if isinstance(module, MSSA):
+            generator = torch.Generator().manual_seed(seed)
+            count = min(directions or module.head_dim, module.head_dim)
+            take = torch.randperm(module.head_dim, generator=generator)[:count].sort().values
+            bases = module.bases.detach().double().cpu()
+            found.append((name, coherence(bases[:, :, take]), count))
+    return found
+
+
+def cache_shares(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """σ(λ) per head for every cached layer: the share of its output that comes from the cache."""
+    found = []
+    for name, module in plain(model).named_modules():
+        lam = getattr(module, "lam", None)
+        if isinstance(lam, Tensor):
+            found.append((name, lam.detach().double().cpu().flatten().sigmoid()))
+    return found

@@ -1,0 +1,366 @@
+"use strict";
+const data = JSON.parse(document.getElementById("data").textContent);
+
+// Everything that is shown goes through these: text is set as text, never as markup.
+function el(tag, properties = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [key, value] of Object.entries(properties)) {
+    if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
+    else if (key in node && key !== "style") node[key] = value;
+    else node.setAttribute(key, value);
+  }
+  node.append(...children.filter(c => c !== null));
+  return node;
+}
+function svg(tag, attributes = {}, ...children) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  node.append(...children);
+  return node;
+}
+const section = (title, text, ...children) =>
+  document.body.append(el("section", {}, el("h2", {}, title), el("p", {className: "soft"}, text), ...children));
+
+function choice(label, options, chosen, change) {
+  const buttons = options.map((name, i) => el("button", {type: "button", onclick: () => pick(i)}, name));
+  const mark = i => buttons.forEach((b, j) => b.setAttribute("aria-pressed", i === j));
+  const pick = i => { mark(i); change(i); };
+  mark(chosen);
+  return el("div", {className: "choice", role: "group", ariaLabel: label}, el("span", {}, label), ...buttons);
+}
+
+// Packed numbers: a byte q of part i means max[i] · sign(q) · (q/127)².
+const decoded = new WeakMap();
+function part(packed, i) {
+  if (!decoded.has(packed)) {
+    const text = atob(packed.bytes);
+    decoded.set(packed, Int8Array.from({length: text.length}, (_, j) => text.charCodeAt(j)));
+  }
+  const size = packed.shape.slice(1).reduce((a, b) => a * b, 1);
+  const bytes = decoded.get(packed).subarray(i * size, (i + 1) * size);
+  return Float32Array.from(bytes, q => packed.max[i] * Math.sign(q) * (q / 127) ** 2);
+}
+const largest = values => values.reduce((a, b) => Math.max(a, Math.abs(b)), 0);
+// The full strength of a row: its largest weight, but at least four times the even share, so that even looks even.
+const fullStrength = values => Math.max(largest(values), 4 * values.reduce((a, b) => a + Math.abs(b), 0) / values.length);
+const number = x => x === 0 ? "0" : Math.abs(x) >= 100 ? x.toFixed(0) : Math.abs(x) >= .001 ? x.toPrecision(3) : x.toExponential(1);
+
+// Colour is one ink whose strength is the value, warm above zero and cool below, so it reads on light and dark.
+const probe = el("i", {hidden: true});
+document.body.append(probe);
+function ink(name) {
+  probe.style.color = `var(${name})`;
+  return getComputedStyle(probe).color.match(/[\d.]+/g).slice(0, 3).map(Number);
+}
+let warm, cool;
+const repaint = [];  // what must be drawn again when the theme changes
+function paint(canvas, values, columns, top) {
+  const draw = () => {
+    const rows = Math.ceil(values.length / columns);
+    canvas.width = columns; canvas.height = rows;
+    const image = canvas.getContext("2d").createImageData(columns, rows);
+    values.forEach((v, i) => {
+      const strength = Math.min(1, Math.abs(v) / (top || 1));
+      image.data.set([...(v < 0 ? cool : warm), 255 * strength], 4 * i);
+    });
+    canvas.getContext("2d").putImageData(image, 0, 0);
+  };
+  draw();
+  return draw;
+}
+const shade = (v, top) => `rgb(${(v < 0 ? cool : warm).join(" ")} / ${Math.min(1, .9 * Math.abs(v) / (top || 1)).toFixed(3)})`;
+
+function header() {
+  const themes = ["light", "dark"];
+  let dark = matchMedia("(prefers-color-scheme: dark)").matches;
+  const button = el("button", {type: "button", onclick: () => { dark = !dark; apply(); repaint.forEach(f => f()); }});
+  const apply = () => {
+    document.documentElement.style.colorScheme = themes[+dark];
+    button.textContent = dark ? "☀ light" : "☾ dark";
+    warm = ink("--warm"); cool = ink("--cool");
+  };
+  apply();
+  const facts = data.facts.flatMap(([name, value]) => [el("div", {}, el("dt", {}, name), el("dd", {}, value))]);
+  document.body.append(el("header", {}, el("div", {}, el("h1", {}, data.title), el("dl", {}, ...facts)), button));
+}
+
+function attention() {
+  const {examples, layers} = data.attention;
+  if (!layers.length || !examples.length) return;
+  const state = {example: 0, layer: 0, head: null, query: null, maps: false, sorted: false};
+  const grid = el("div", {className: "heads"}), large = el("div");
+  const seen = () => layers[state.layer].examples[state.example];
+  const tokens = () => seen().tokens === "shared" ? examples[state.example].tokens : seen().tokens
+    ?? Array.from({length: seen().row.shape[1]}, (_, i) => `slot ${i + 1}`);
+  const cells = () => seen().tokens === "shared" ? examples[state.example].grid : null;
+  const queries = () => seen().map ? seen().map.shape[1] : 0;
+  const query = () => state.query ?? (seen().query < 0 ? Math.max(queries() + seen().query, 0) : seen().query);
+
+  function row(head) {
+    const view = seen(), columns = view.row.shape[1];
+    if (head < 0) return mean(view.row.shape[0], row);
+    if (!view.map || state.query === null) return part(view.row, head);
+    return part(view.map, head).subarray(state.query * columns, (state.query + 1) * columns);
+  }
+  const map = head => head < 0 ? mean(seen().map.shape[0], map) : part(seen().map, head);
+  function mean(n, of) {
+    const total = Float32Array.from(of(0));
+    for (let h = 1; h < n; h++) of(h).forEach((v, i) => total[i] += v);
+    return total.map(v => v / n);
+  }
+  // Where the keys are an image (CLS in front, perhaps) they are drawn in its shape; text is wrapped like a small page.
+  function shape(values) {
+    if (cells()) {
+      const [rows, columns] = cells();
+      return [values.slice(values.length - rows * columns), columns];
+    }
+    const columns = Math.min(values.length, Math.max(12, Math.ceil(Math.sqrt(2.2 * values.length))));
+    return [values, columns];
+  }
+  const focus = values => {
+    const total = values.reduce((a, b) => a + Math.abs(b), 0) || 1;
+    return values.reduce((a, b) => { const p = Math.abs(b) / total; return p > 0 ? a - p * Math.log(p) : a; }, 0);
+  };
+
+  function heads() {
+    const view = seen(), kinds = layers[state.layer].mechanisms;
+    let order = kinds.map((_, h) => h);
+    if (state.sorted) {
+      const spread = order.map(h => focus(row(h)));
+      order.sort((a, b) => spread[a] - spread[b]);
+    }
+    const labels = tokens(), several = new Set(kinds).size > 1;
+    grid.replaceChildren(...[-1, ...order].map(h => {
+      const values = row(h), canvas = el("canvas");
+      if (state.maps && view.map) { const m = map(h); paint(canvas, m, view.map.shape[2], fullStrength(m)); }
+      else { const [cells, columns] = shape(values); paint(canvas, cells, columns, fullStrength(cells)); }
+      const top = values.reduce((best, v, i) => Math.abs(v) > Math.abs(values[best]) ? i : best, 0);
+      const name = h < 0 ? "all heads, mean" : `head ${h + 1}${several ? " · " + kinds[h] : ""}`;
+      return el("button", {className: "head", type: "button", "aria-pressed": h === state.head, "data-head": h,
+        title: `${name}: most on “${labels[top] ?? ""}”, ${number(values[top])}`,
+        onclick: () => { state.head = h; heads(); show(); }},
+        canvas, el("span", {}, name), el("span", {className: "soft"}, `${number(values[top])} ${labels[top] ?? ""}`));
+    }));
+  }
+
+  function show() {
+    const view = seen(), values = row(state.head), labels = tokens(), top = fullStrength(values);
+    const kind = state.head < 0 ? "mean of all heads" : `head ${state.head + 1}, ${layers[state.layer].mechanisms[state.head]}`;
+    const readout = el("div", {className: "readout"});
+    const say = text => readout.textContent = text;
+    const single = labels.filter(t => t.length === 1).length > labels.length * .8;
+    const asked = queries() === labels.length ? query() : -1;
+    const text = el("div", {className: "text" + (single ? " bytes" : "") + (asked >= 0 ? " pick" : "")},
+      ...labels.flatMap((t, i) => {
+        const span = el("span", {className: i === asked ? "query" : "", title: number(values[i] ?? 0),
+          onclick: () => { if (asked >= 0) { state.query = i; heads(); show(); } }}, t);
+        span.style.background = shade(values[i] ?? 0, top);
+        return single ? [span] : [span, " "];
+      }));
+    const example = examples[state.example], parts = [];
+    const image = cells();
+    if (image) {
+      const [patch, columns] = shape(values), over = el("canvas");
+      paint(over, patch, columns, fullStrength(patch));
+      const under = example.picture ? picture(example.picture) : el("canvas");
+      under.style.filter = "grayscale(1)"; under.style.opacity = .55;
+      const frame = el("div", {className: "frame"}, under, over);
+      frame.style.aspectRatio = `${image[1]} / ${image[0]}`;
+      frame.style.cursor = asked >= 0 ? "pointer" : "";
+      const at = e => {
+        const box = frame.getBoundingClientRect();
+        const x = Math.floor((e.clientX - box.left) / box.width * image[1]), y = Math.floor((e.clientY - box.top) / box.height * image[0]);
+        return Math.min(image[0] * image[1] - 1, Math.max(0, y * image[1] + x)) + labels.length - image[0] * image[1];
+      };
+      frame.onmousemove = e => say(`${labels[at(e)]}: ${number(values[at(e)])}`);
+      if (asked >= 0) frame.onclick = e => { state.query = at(e); heads(); show(); };
+      if (example.picture) {
+        const original = el("div", {className: "frame"}, picture(example.picture));
+        original.style.aspectRatio = frame.style.aspectRatio;
+        parts.push(original);
+      }
+      parts.push(frame);
+    }
+    if (view.map) {
+      const [, rows, columns] = view.map.shape, canvas = el("canvas"), m = map(state.head);
+      paint(canvas, m, columns, fullStrength(m));
+      const frame = el("div", {className: "frame"}, canvas);
+      frame.style.aspectRatio = `${columns} / ${rows}`;
+      const at = e => {
+        const box = frame.getBoundingClientRect();
+        return [Math.min(rows - 1, Math.max(0, Math.floor((e.clientY - box.top) / box.height * rows))),
+          Math.min(columns - 1, Math.max(0, Math.floor((e.clientX - box.left) / box.width * columns)))];
+      };
+      frame.onmousemove = e => { const [i, j] = at(e);
+        say(`${rows === labels.length ? labels[i] : "query " + (i + 1)} → ${labels[j] ?? j + 1}: ${number(m[i * columns + j])}`); };
+      parts.push(el("div", {}, frame, el("small", {}, "the whole map: queries down, keys across")));
+    }
+    const images = el("div", {className: "pictures"}, ...parts);
+    const from = view.map || seen().query === 0 ? labels[query()] ?? "" : "the last token";
+    const line = el("p", {}, el("b", {}, kind), ` — what “${asked >= 0 || queries() === 0 ? from : "query " + (query() + 1)}” attends to. `,
+      el("small", {}, asked >= 0 ? "Click a token to ask from there." : ""));
+    large.replaceChildren(el("div", {className: "card"}, line, image ? images
+      : el("div", {className: "large"}, text, images), readout));
+  }
+
+  const verdict = el("div", {className: "soft", id: "verdict"});
+  function all() {
+    const kinds = layers[state.layer].mechanisms;
+    state.query = null;
+    if (state.head === null) {  // begin with the head that has most to show
+      const spread = kinds.map((_, h) => focus(row(h)));
+      state.head = spread.indexOf(Math.min(...spread));
+    }
+    state.head = Math.min(state.head, kinds.length - 1);
+    const {prediction, target} = examples[state.example];
+    verdict.textContent = [prediction && `predicted ${prediction}`, target && `true ${target}`].filter(Boolean).join(" · ");
+    heads(); show();
+  }
+  const pages = examples.length > 1 ? choice("example", examples.map((_, i) => `${i + 1}`), 0, i => { state.example = i; all(); }) : null;
+  const levels = layers.length > 1 ? choice("layer", layers.map(l => l.name.replace(/^layer /, "")), 0, i => { state.layer = i; all(); }) : null;
+  const maps = layers.some(l => l.examples.some(e => e.map)) ? choice("heads as", ["one row", "whole maps"], 0, i => { state.maps = !!i; heads(); }) : null;
+  const order = choice("order", ["head", "most focused"], 0, i => { state.sorted = !!i; heads(); });
+  section("Attention", "The effective attention of every head, whatever the mechanism: the exact matrix that turns values into outputs. " +
+    "Each small picture is one head; click one to see it large. Orange is positive, blue negative; full strength is the head's largest weight, or four times the even share if that is more.",
+    el("div", {className: "bar"}, pages, levels, maps, order), el("div", {className: "bar"}, verdict), large, grid);
+  repaint.push(() => { heads(); show(); });
+  all();
+}
+
+function picture({width, height, bytes}) {
+  const canvas = el("canvas", {width, height}), raw = atob(bytes);
+  const context = canvas.getContext("2d"), image = context.createImageData(width, height);
+  for (let i = 0; i < width * height; i++)
+    for (let c = 0; c < 4; c++) image.data[4 * i + c] = c < 3 ? raw.charCodeAt(3 * i + c) : 255;
+  context.putImageData(image, 0, 0);
+  return canvas;
+}
+
+const W = 460, H = 230, LEFT = 46, BOTTOM = 30, TOP = 10;
+function axes(names, low, high, step) {
+  const x = i => LEFT + (W - LEFT - 16) * (names.length > 1 ? i / (names.length - 1) : .5);
+  const y = v => TOP + (H - TOP - BOTTOM) * (1 - (v - low) / (high - low || 1));
+  const node = svg("svg", {viewBox: `0 0 ${W} ${H}`, role: "img"});
+  for (let v = Math.ceil(low / step - 1e-9) * step; v <= high + step * 1e-6; v += step) {
+    node.append(svg("line", {class: "axis", x1: LEFT, x2: W - 8, y1: y(v), y2: y(v)}));
+    const label = svg("text", {x: LEFT - 6, y: y(v) + 4, "text-anchor": "end"});
+    label.textContent = Number(v.toPrecision(6));
+    node.append(label);
+  }
+  const every = Math.ceil(names.length / 12);
+  names.forEach((name, i) => {
+    if (i % every) return;
+    const label = svg("text", {x: x(i), y: H - 10, "text-anchor": "middle"});
+    label.textContent = names.length > 4 ? name.replace(/^layer /, "") : name;
+    node.append(label);
+  });
+  return {node, x, y};
+}
+function nice(span) {
+  const power = 10 ** Math.floor(Math.log10(span || 1));
+  return [1, 2, 5, 10].map(m => m * power / 2).find(s => span / s <= 6) ?? power;
+}
+function mark(node, x, y, text, attributes) {
+  const dot = svg("circle", {cx: x, cy: y, r: 4, ...attributes}), title = svg("title");
+  title.textContent = text;
+  dot.append(title);
+  node.append(dot);
+}
+
+function curves() {
+  const {charts, counts, layers} = data.curves;
+  if (!charts.length) return;
+  const checkpoints = [...new Set(charts[0].series.map(s => s.checkpoint))], splits = Object.keys(counts);
+  // Later checkpoints are stronger; with none, each split has its own colour. Dashes are the later splits.
+  const look = s => {
+    const at = checkpoints.indexOf(s.checkpoint), split = splits.indexOf(s.split);
+    const several = checkpoints.length > 1;
+    const strength = several ? 25 + 75 * at / (checkpoints.length - 1) : 100;
+    return {color: `color-mix(in oklab, var(${several || split === 0 ? "--warm" : "--cool"}) ${strength}%, var(--line))`,
+      dash: several && split > 0 ? "5 4" : ""};
+  };
+  const cards = charts.map(({title, note, series}) => {
+    const values = series.flatMap(s => s.mean);
+    let low = Math.min(...values), high = Math.max(...values);
+    const pad = (high - low) * .08 || Math.abs(high) * .05 || .5, step = nice(high - low + 2 * pad);
+    low = Math.max(low - pad, low >= 0 ? 0 : -Infinity); high += pad;
+    const names = layers.slice(0, series[0].mean.length), {node, x, y} = axes(names, low, high, step);
+    for (const s of series) {
+      const {color, dash} = look(s);
+      const line = svg("polyline", {points: s.mean.map((v, i) => `${x(i)},${y(v)}`).join(" "), fill: "none", "stroke-width": 2.2,
+        "stroke-dasharray": dash});
+      line.style.stroke = color;
+      node.append(line);
+      s.mean.forEach((v, i) => {
+        const text = `${[s.checkpoint, s.split].filter(Boolean).join(", ")}, ${names[i]}: ${number(v)}` + (s.std.length ? ` ± ${number(s.std[i])}` : "");
+        mark(node, x(i), y(v), text, {style: `fill: ${color}`, r: 3.5});
+      });
+    }
+    const legend = el("div", {className: "legend"}, ...series.map(s => {
+      const {color, dash} = look(s), key = el("i");
+      key.style.borderTopColor = color; if (dash) key.style.borderTopStyle = "dashed";
+      return el("span", {}, key, [s.checkpoint, s.split].filter(Boolean).join(", "));
+    }));
+    return el("div", {className: "card"}, el("h3", {}, title), el("p", {className: "soft"}, note), node, legend);
+  });
+  const sizes = Object.entries(counts).map(([split, n]) => `${split} (${n})`).join(", ");
+  section("Layer by layer", `Means over ${sizes}; point at a dot for its value and spread.`, el("div", {className: "charts"}, ...cards));
+}
+
+function heatmaps() {
+  const {examples, names} = data.heatmaps;
+  if (!examples.length) return;
+  const grid = el("div", {className: "grid"});
+  const signed = examples.some(e => names.some((_, i) => part(e.layers, i).some(v => v < 0)));
+  let current = 0;
+  const show = () => {
+    const {layers, tokens, channels} = examples[current], columns = layers.shape[2];
+    // One range for all layers, so that they can be compared: 0 to 2 where nothing is negative, as the paper has it.
+    const all = Float32Array.from(names.flatMap((_, i) => [...part(layers, i)].map(Math.abs))).sort();
+    const top = signed ? all[Math.floor(.99 * (all.length - 1))] : 2;
+    grid.replaceChildren(...names.slice(0, layers.shape[0]).map((name, i) => {
+      const values = part(layers, i), canvas = el("canvas", {ariaLabel: `tokens of ${name}`});
+      paint(canvas, values, columns, top);
+      const full = values.filter(v => v !== 0).length / values.length;
+      canvas.onmousemove = e => {
+        const box = canvas.getBoundingClientRect();
+        const r = Math.min(tokens.length - 1, Math.floor((e.clientY - box.top) / box.height * tokens.length));
+        const c = Math.min(columns - 1, Math.floor((e.clientX - box.left) / box.width * columns));
+        if (r >= 0 && c >= 0) canvas.title = `token ${tokens[r]}, channel ${channels[c]}: ${number(values[r * columns + c])}`;
+      };
+      return el("figure", {}, canvas, el("figcaption", {}, el("b", {}, name), full < 1 ? `, ${Math.round(100 * full)} % non-zero` : ""));
+    }));
+  };
+  const pages = examples.length > 1 ? choice("example", examples.map((_, i) => `${i + 1}`), 0, i => { current = i; show(); }) : null;
+  show(); repaint.push(show);
+  section("Tokens", `A random part of each layer's output: tokens down, channels across${signed ? "; orange above zero, blue below" : ", from 0 to 2"}.`,
+    el("div", {className: "bar"}, pages), grid);
+}
+
+function coherence() {
+  if (!data.coherence.length) return;
+  const figures = data.coherence.map(layer => {
+    const canvas = el("canvas", {ariaLabel: `coherence of ${layer.name}`}), values = part(layer.matrix, 0);
+    repaint.push(paint(canvas, values, layer.matrix.shape[2], 1));
+    return el("figure", {}, canvas, el("figcaption", {}, el("b", {}, layer.name),
+      `, mean ${number(layer.mean)}, max ${number(layer.max)} (chance ${number(layer.chance)})`));
+  });
+  const {heads, directions} = data.coherence[0];
+  section("Subspaces", `|cos| between ${directions} directions of each of the ${heads} subspaces: blocks on the diagonal are one head's own. ` +
+    "Pale elsewhere means that heads look in different directions; mean and max are of those parts.", el("div", {className: "grid"}, ...figures));
+}
+
+function cache() {
+  if (!data.cache.length) return;
+  const {node, x, y} = axes(data.cache.map(l => l.name), 0, 1, .25);
+  const half = svg("line", {x1: LEFT, x2: W - 8, y1: y(.5), y2: y(.5), "stroke-dasharray": "4 4"});
+  half.style.stroke = "var(--soft)";
+  node.append(half);
+  data.cache.forEach((layer, i) => layer.values.forEach((v, h) =>
+    mark(node, x(i) + (h - (layer.values.length - 1) / 2) * Math.min(5, 60 / layer.values.length), y(v), `${layer.name}, head ${h + 1}: σ(λ) = ${number(v)}`,
+      {style: `fill: var(${v > .5 ? "--warm" : "--cool"}); fill-opacity: .75`, r: 4})));
+  section("Cache", "σ(λ) of each head: the share of its output that comes from the cache. Above one half the memory speaks louder than the input.",
+    el("div", {className: "charts"}, el("div", {className: "card"}, node)));
+}
+
+header(); attention(); curves(); heatmaps(); coherence(); cache();

@@ -1,0 +1,126 @@
+"""The attention of every head of every mechanism in a model, as it was on given inputs.
+
+A mechanism is linear in v, so its effective matrix is what it makes of the identity (`attn.weights`): the same for a
+fused kernel, a hashed or a sampled one. One row alone, for long inputs, is the gradient of one output by v.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import Attention
+from ..layers.mixed import MixedAttention
+from .watch import looking, plain
+
+
+@dataclass
+class AttentionView:
+    """One attention layer on one batch, all its heads together; a mixed layer is one, with heads of several kinds."""
+
+    path: str
+    mechanisms: list[str]  # of each head
+    row: Tensor  # (B, H, Lk): what one query, as a rule the first token, attends to
+    map: Tensor | None  # (B, H, Lq, Lk), where the input is short enough
+    mask: Tensor | None  # (B, Lk), True at real tokens
+    call: int = 1  # which call of this layer it is: a model for two documents calls its layers twice
+
+
+def attention_views(
+    model: nn.Module, inputs: Sequence[Tensor], *, row: int = 0, map_up_to: int = 256
+) -> tuple[list[AttentionView], Any]:
+    """Every attention layer in the order of its calls, and what the model returned.
+
+    Whole maps are made for at most `map_up_to` tokens: they are quadratic, a row is not.
+    """
+    model, calls, busy = plain(model), [], False
+
+    def see(path: str, attn: Attention):
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            nonlocal busy
+            if busy:
+                return
+            busy = True
+            with kept_random_state():  # the model's own call draws what it would have drawn
+                calls.append((path, *_view(attn, map_up_to, row, *args, **kwargs)))
+            busy = False
+
+        return attn.register_forward_pre_hook(hook, with_kwargs=True)
+
+    found = [(name, m) for name, m in model.named_modules() if isinstance(m, Attention)]
+    if not found:
+        raise ValueError("there is no mechanism of weft's in this model: nothing to look at")
+    names = {name: m.name for name, m in found}
+    with looking(model, [see(name, m) for name, m in found]):
+        output = model(*inputs)
+    return _mixed_together(model, calls, names), output
+
+
+def _view(
+    attn: Attention,
+    map_up_to: int,
+    row: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    bias: Any = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    mask = None if mask is None else mask.detach()
+    if max(q.shape[2], k.shape[2]) <= map_up_to:
+        full = attn.weights(q, k, v, mask, bias).float().cpu()
+        return full[:, :, row], full, None if mask is None else mask.cpu()
+    one = attention_row(attn, q, k, mask, bias, row=row)
+    return one.float().cpu(), None, None if mask is None else mask.cpu()
+
+
+def attention_row(
+    attn: Attention, q: Tensor, k: Tensor, mask: Tensor | None = None, bias: Any = None, *, row: int = 0
+) -> Tensor:
+    """One row of `attn.weights`, (B, H, Lk), at the cost of one call and its backward pass."""
+    with torch.enable_grad():
+        v = torch.zeros(*k.shape[:3], 1, dtype=k.dtype, device=k.device, requires_grad=True)
+        out = attn(q.detach(), k.detach(), v, mask, bias)
+        (gradient,) = torch.autograd.grad(out[:, :, row].sum(), v)
+    return gradient[..., 0]
+
+
+class kept_random_state:
+    """Whatever is drawn inside leaves no trace in PyTorch's generators."""
+
+    def __enter__(self) -> None:
+        self.cpu = torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+
+    def __exit__(self, *_: Any) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state_all(self.cuda)
+
+
+def _mixed_together(model: nn.Module, calls: list[tuple], names: dict[str, str]) -> list[AttentionView]:
+    """The calls as views, those of one mixed layer side by side, repeated calls numbered."""
+    mixed = [name for name, m in model.named_modules() if isinstance(m, MixedAttention)]
+    views: list[AttentionView] = []
+    open_at: dict[str, int] = {}  # mixed layer -> its view, while its blocks are being called
+    seen: dict[str, int] = {}
+    for path, row, full, mask in calls:
+        kinds = [names[path]] * row.shape[1]
+        seen[path] = seen.get(path, 0) + 1
+        parent = next((name for name in mixed if path.startswith(f"{name}.blocks.")), None)
+        if parent is not None and not path.startswith(f"{parent}.blocks.0."):
+            view = views[open_at[parent]]
+            view.row, view.mechanisms = torch.cat([view.row, row], 1), view.mechanisms + kinds
+            view.map = None if view.map is None or full is None else torch.cat([view.map, full], 1)
+            continue
+        if parent is not None:
+            open_at[parent] = len(views)
+        label = (parent if parent is not None else path.removesuffix(".attention")) or "attention"
+        if seen[path] > 1:
+            label += f" (call {seen[path]})"
+        views.append(AttentionView(label, kinds, row, full, mask, seen[path]))
+    return views

@@ -1,0 +1,84 @@
+"""Seeing what passes through a model during one forward pass, without touching its code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import Attention
+from ..models.crate import CRATELayer
+
+
+@contextmanager
+def looking(model: nn.Module, hooks: Sequence[Any]) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards the hooks are gone and mode and buffers (a cache) are as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    kept = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, training in modes:
+            module.training = training
+        for module, name, buffer, value in kept:
+            module._buffers[name] = buffer
+            buffer.copy_(value)
+
+
+def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The repeated blocks, with their paths: a CRATE's layers, else the entries of lists that hold attention."""
+    layers: list[tuple[str, nn.Module]] = [(name, m) for name, m in model.named_modules() if isinstance(m, CRATELayer)]
+    if layers:
+        return layers
+    found: list[tuple[str, nn.Module]] = []
+
+    def visit(module: nn.Module, path: str) -> None:
+        for name, child in module.named_children():
+            if isinstance(child, nn.ModuleList) and any(has_attention(entry) for entry in child):
+                found.extend((f"{path}{name}.{i}", entry) for i, entry in enumerate(child))
+            else:
+                visit(child, f"{path}{name}.")
+
+    visit(model, "")
+    return found
+
+
+def has_attention(module: nn.Module) -> bool:
+    return any(isinstance(m, Attention) for m in module.modules())
+
+
+def mask_of(args: tuple[Any, ...], kwargs: dict[str, Any], tokens: Tensor) -> Tensor | None:
+    """The mask among a block's arguments: the boolean one of the tokens' shape (B, L)."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and value.dtype == torch.bool and value.shape == tokens.shape[:2]:
+            return value
+    return None
+
+
+def first_tensor(output: Any) -> Tensor | None:
+    """A block's tokens (B, L, dim), whether it returns them alone or with something else."""
+    if isinstance(output, (tuple, list)):
+        output = output[0] if output else None
+    return output if isinstance(output, Tensor) and output.dim() == 3 else None
+
+
+def on_output(module: nn.Module, see: Callable[[tuple[Any, ...], dict[str, Any], Any], None]) -> Any:
+    """Call `see(args, kwargs, output)` after each forward of the module."""
+    return module.register_forward_hook(lambda _, args, kwargs, output: see(args, kwargs, output), with_kwargs=True)
+
+
+def plain(model: nn.Module) -> nn.Module:
+    """The model inside a compiled one: hooks inside a compiled graph do not run."""
+    return getattr(model, "_orig_mod", model)
+
+
+def in_batches(inputs: Sequence[Tensor], size: int) -> Iterator[tuple[Tensor, ...]]:
+    for start in range(0, len(inputs[0]), size):
+        yield tuple(t[start : start + size] for t in inputs)
