@@ -6,9 +6,9 @@ for, and lets `full` take what only a matrix of logits can take: a mask or a bia
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -53,8 +53,8 @@ class Core(nn.Module):
         if _form(causal) not in self.forms:
             if self.fixed:
                 raise ValueError(
-                    f"{self.name} has tensors of its own and was made with causal={not causal}, but the layer is called "
-                    f"with causal={causal}; make it with causal={causal}"
+                    f"{self.name} has tensors of its own and was made with causal={not causal}, but the layer is now "
+                    f"called with causal={causal}; make it with causal={causal}"
                 )
             made = make_attention(self.name, causal=causal, dropout=self.dropout, **self.settings)
             self.forms[_form(causal)] = made.train(self.training)
@@ -129,7 +129,7 @@ def rows_are_independent(name: str, options: dict[str, Any]) -> bool:
     return _rows_are_independent(name, tuple(sorted(options.items())))
 
 
-@lru_cache(maxsize=None)
+@functools.cache
 def _rows_are_independent(name: str, options: tuple[tuple[str, Any], ...]) -> bool:
     with seeded(0), torch.no_grad():
         attn = make_attention(name, heads=2, head_dim=8, **dict(options)).double().eval()
@@ -139,7 +139,7 @@ def _rows_are_independent(name: str, options: tuple[tuple[str, Any], ...]) -> bo
         return torch.allclose(together, apart, atol=1e-9)
 
 
-@lru_cache(maxsize=None)
+@functools.cache
 def learns(name: str) -> bool:
     """Whether training changes the mechanism itself: its parameters, or centroids that follow the keys."""
     info = attention_info(name)

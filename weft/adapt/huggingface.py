@@ -11,6 +11,7 @@ the tokens it gives without one (see `past.py`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,7 @@ class Choice:
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
+    number: int = field(default_factory=itertools.count().__next__)  # tells choices apart
 
     @property
     def shown(self) -> str:
@@ -125,20 +127,15 @@ def _attend(
     causal = _is_causal(name, module, mask, is_causal)
     p = dropout if module.training else 0.0
 
-    matrix = mask is not None and mask.dim() == 4
-    if full and (matrix or position_bias is not None or (causal and Lq != Lk)):
-        if matrix:  # the mask holds causality and padding; queries without keys give zeros
-            allowed, added = mask, position_bias
-            if mask.dtype != torch.bool:
-                allowed = mask > torch.finfo(mask.dtype).min
-                added = mask.masked_fill(~allowed, 0)
-                added = added if position_bias is None else added + position_bias
-            out = masked_full(q, k, v, allowed=allowed, added=added, dropout=p)
-        else:
-            out = masked_full(q, k, v, mask, causal=causal, added=position_bias, dropout=p)
+    pairs = mask if mask is not None and mask.dim() == 4 else None
+    if full and pairs is not None:  # which holds causality and padding
+        allowed, added = _split(pairs, position_bias)
+        return masked_full(q, k, v, allowed=allowed, added=added, dropout=p).transpose(1, 2).contiguous()
+    if full and (position_bias is not None or (causal and Lq != Lk)):
+        out = masked_full(q, k, v, mask, causal=causal, added=position_bias, dropout=p)
         return out.transpose(1, 2).contiguous()
-    if matrix or position_bias is not None:
-        what = "a mask (B, H, Lq, Lk)" if matrix else "a bias on the logits of every pair (T5's relative positions)"
+    if pairs is not None or position_bias is not None:
+        what = "a bias on the logits of every pair (T5's relative positions)" if pairs is None else "a mask of pairs"
         raise ValueError(f"{name} is given {what} and forms no matrix to lay it on; weft:full takes it")
 
     if not causal and Lq != Lk and not rows_are_independent(choice.name, choice.options):
@@ -152,17 +149,25 @@ def _attend(
     return attn(q, k, v, mask)[:, :, -Lq:].transpose(1, 2).contiguous()
 
 
+def _split(pairs: Tensor, position_bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """What is allowed and what is added to the logits, from a mask that is boolean or is itself added."""
+    if pairs.dtype == torch.bool:
+        return pairs, position_bias
+    allowed = pairs > torch.finfo(pairs.dtype).min
+    added = pairs.masked_fill(~allowed, 0)
+    return allowed, added if position_bias is None else added + position_bias
+
+
 def _mechanism(choice: Choice, module: nn.Module, q: Tensor, causal: bool, dropout: float) -> Attention:
     """The layer's own instance. It is no submodule, so that the state dict stays that of the library."""
     kept = layer_state(module).mechanisms
-    key = (id(choice), q.shape[1], q.shape[3], causal)
+    key = (choice.number, q.shape[1], q.shape[3], causal)
     if key not in kept:
         # Random features are drawn from the layer's number: the same in every process and after loading.
         with seeded(getattr(module, "layer_idx", None) or 0):
             kept[key] = make_attention(
                 choice.name, heads=q.shape[1], head_dim=q.shape[3], causal=causal, **choice.options
             ).to(q.device)
-        kept[key].weft_choice = choice  # keeps the id taken
     attn: Attention = kept[key]  # type: ignore[assignment]
     if any(b.device != q.device for b in attn.buffers()):
         attn.to(q.device)

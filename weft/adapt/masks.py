@@ -32,7 +32,7 @@ def mask_function_of(name: str, takes_matrix: bool) -> Callable[..., Tensor | No
         batch_size: int,
         q_length: int,
         kv_length: int,
-        q_offset: int | Tensor = 0,
+        q_offset: Any = 0,  # a tensor when the cache is static
         kv_offset: int = 0,
         mask_function: Callable | None = None,
         attention_mask: Tensor | None = None,

@@ -86,9 +86,9 @@ def all_queries(module: nn.Module, name: str, q: Tensor, total: int) -> Tensor:
         past = known.queries_for(state.cached_keys)
     if past is None or past.shape[2] + q.shape[2] != total:
         raise ValueError(
-            f"{name} needs the queries of the {total - q.shape[2]} cached tokens, and this cache was not filled by this "
-            "model under torch.no_grad(), or is not one that grows by appending (the default of generate()); run the "
-            "prompt through this model, or use use_cache=False, or weft:full"
+            f"{name} needs the queries of the {total - q.shape[2]} cached tokens, and the cache was not filled by this "
+            "model under torch.no_grad(), or does not grow by appending, as the default cache of generate() does; run "
+            "the prompt through this model, or use use_cache=False, or weft:full"
         )
     q = torch.cat([past, q], 2)
     layer.weft_past = Past(q, layer.keys)

@@ -266,7 +266,7 @@ def _stop_nesting(model: nn.Module, chosen: list[Layer]) -> list[Patch]:
     patches = []
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and getattr(module, "use_nested_tensor", False):
-            users = [m for m in module.modules() if isinstance(m, nn.MultiheadAttention)]
+            users: list[nn.Module] = [m for m in module.modules() if isinstance(m, nn.MultiheadAttention)]
             if any(id(user) in changed for user in users):
                 patches.append(Patch(module, "use_nested_tensor", False, users=users))
     return patches

@@ -1,6 +1,7 @@
 """Mechanisms in timm's vision transformers.
 
-    timm.create_model("vit_small_patch16_224", attn_layer=weft.timm.layer("combiner-axial-vertical", block_size=14, prefix=1))
+    rows = weft.timm.layer("combiner-axial-vertical", block_size=14, prefix=1)
+    timm.create_model("vit_small_patch16_224", pretrained=True, attn_layer=rows)
 
 Each class is timm's own layer with another core: the same parameters under the same names, so pretrained weights
 load unchanged, and `weft.swap` can turn a layer that exists into one and back.
@@ -26,6 +27,9 @@ class TimmAttention(timm.layers.Attention):
     The first `prefix` tokens (class and register tokens) are moved behind the patches before attention and back
     afterwards, so that a block size equal to the width of the patch grid cuts it into rows.
     """
+
+    weft: Core
+    prefix: int
 
     def __init__(self, dim: int, num_heads: int = 8, *args: Any, weft: dict[str, Any], **kwargs: Any):
         super().__init__(dim, num_heads, *args, **kwargs)
@@ -55,6 +59,9 @@ class TimmAttention(timm.layers.Attention):
 class TimmWindowAttention(timm.models.swin_transformer.WindowAttention):
     """Swin's window attention around a mechanism that takes a position bias."""
 
+    weft: Core
+    relative_position_index: Tensor
+
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         table, index, H = self.relative_position_bias_table, self.relative_position_index, self.num_heads
@@ -78,6 +85,8 @@ class TimmWindowAttention(timm.models.swin_transformer.WindowAttention):
 class TimmReducedAttention(timm.models.pvt_v2.Attention):
     """PVT v2's attention to a spatially reduced image around a mechanism."""
 
+    weft: Core
+
     def forward(self, x: Tensor, feat_size: list[int]) -> Tensor:
         q = self.q(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         source = x
@@ -93,7 +102,7 @@ class TimmReducedAttention(timm.models.pvt_v2.Attention):
 def layer(
     name: str, *, causal: bool = False, max_length: int | None = None, prefix: int = 0, **options: Any
 ) -> type[timm.layers.Attention]:
-    """A class to give to timm as `attn_layer`. `prefix`: how many class and register tokens stand before the patches."""
+    """A class to give to timm as `attn_layer`; `prefix` is how many class and register tokens precede the patches."""
     attention_info(name)  # an unknown name is refused now
     weft = {"name": name, "causal": causal, "max_length": max_length, "prefix": prefix, **options}
 

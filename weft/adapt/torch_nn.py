@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .core import Core
+
 
 class TorchMultiheadAttention(nn.MultiheadAttention):
     """PyTorch's layer around a mechanism: the same parameters, arguments and results.
@@ -15,6 +17,8 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
     PyTorch's masks are True (or -inf) where a token is to be ignored. A mask over pairs may be causal; any other
     pattern is for `full` only.
     """
+
+    weft: Core
 
     # nn.TransformerEncoderLayer has a fast path that computes softmax attention from the weights without calling
     # this layer; it is not taken for layers whose projections lie apart, which it is told here.
