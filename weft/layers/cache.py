@@ -67,12 +67,17 @@ class RecurrentCache(nn.Module):
         self.norm = nn.LayerNorm(width, **place) if normed else None
         kept = self.update_gate.weight.dtype
         kept = torch.float32 if kept in (torch.float16, torch.bfloat16) else kept
-        rows = 0 if scope == "stream" else 1
-        self.register_buffer("cache", torch.zeros(rows, length or 0, width, device=device, dtype=kept))
+        empty = torch.zeros(0, length or 0, width, device=device, dtype=kept)
         self.register_buffer("updates", torch.zeros((), dtype=torch.long, device=device))
+        # Rows of this rank's batch are saved and moved as buffers are, but are none: data-parallel training copies
+        # the first rank's buffers over everybody else's.
+        self.rows = (("cache",) if scope == "stream" else ()) + (("pending", "pending_alive") if delayed else ())
+        if scope == "stream":
+            self.cache = empty
+        else:
+            self.register_buffer("cache", torch.zeros(1, length or 0, width, device=device, dtype=kept))
         if delayed:
-            self.register_buffer("pending", torch.zeros(0, length or 0, width, device=device, dtype=kept))
-            self.register_buffer("pending_alive", torch.zeros(0, dtype=torch.bool, device=device))
+            self.pending, self.pending_alive = empty, torch.zeros(0, dtype=torch.bool, device=device)
         self.recent = Recent()
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -84,12 +89,10 @@ class RecurrentCache(nn.Module):
         cache, pending, pending_alive = state
         tokens, alive = resample(x, cache.shape[1], valid, self.resampling)
         tokens = tokens.to(cache.dtype)
-        if not self.delayed:
-            kept, read = self._gated_mean(cache, tokens, alive)
-        elif pending.shape[0]:
+        if self.delayed:
             kept, read = self._gated_mean(cache, pending, pending_alive)
         else:
-            kept, read = cache, cache
+            kept, read = self._gated_mean(cache, tokens, alive)
         if not again:
             self.recent.remember(x, state)
             self.cache = kept.detach()
@@ -172,10 +175,13 @@ class RecurrentCache(nn.Module):
 
     def _begin(self, x: Tensor) -> State:
         cache = self.frozen(x)
-        nothing = cache[:0]
         if not self.delayed:
-            return cache, nothing, nothing
-        return cache, self.pending if self.pending.shape[0] else nothing, self.pending_alive
+            return cache, cache, cache
+        if self.pending.shape[0] == 0:
+            # Nothing has been written yet: samples without tokens, which change nothing, and yet the gates take part
+            # in the step (with gradients of zero), as data-parallel training expects of every parameter.
+            return cache, torch.zeros_like(cache), torch.zeros_like(cache[:, 0, 0], dtype=torch.bool)
+        return cache, self.pending, self.pending_alive
 
     def _agree_on(self, length: int, device: torch.device) -> int:
         if self._ranks() == 1 or self.sync == "none":
@@ -185,27 +191,52 @@ class RecurrentCache(nn.Module):
         return int(longest)
 
     def _apply(self, fn: Any, recurse: bool = True) -> RecurrentCache:
-        """Half precision is for weights: a recurrence over many thousand steps keeps at least float32."""
-        exact = {name: buffer for name, buffer in self._buffers.items() if name in ("cache", "pending")}
+        exact = self.cache
         super()._apply(fn, recurse)
-        for name, buffer in exact.items():
-            moved = self._buffers[name]
-            if buffer is not None and moved is not None and moved.dtype in (torch.float16, torch.bfloat16):
-                self._buffers[name] = buffer.to(moved.device)
+        for name in self.rows:
+            setattr(self, name, fn(getattr(self, name)))
+        # Half precision is for weights: a recurrence over many thousand steps keeps at least float32.
+        if self.cache.dtype in (torch.float16, torch.bfloat16):
+            self.cache = exact.to(self.cache.device)
+            if self.delayed:
+                self.pending = self.pending.to(exact.dtype)
+        self.recent = Recent()
         return self
 
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        """A length, or a number of rows, that was left open is taken from the checkpoint."""
-        for name in ("cache", "pending", "pending_alive"):
-            saved, here = state_dict.get(prefix + name), self._buffers.get(name)
-            if saved is None or here is None or saved.shape == here.shape or saved.dim() != here.dim():
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self.rows:
+            destination[prefix + name] = getattr(self, name)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """A length that was left open is taken from the checkpoint, and so is the number of rows."""
+        saved = state_dict.get(prefix + "cache")
+        if saved is not None and self.length is None and saved.shape[2:] == self.cache.shape[2:]:
+            self.cache = self.cache.new_zeros(self.cache.shape[0], *saved.shape[1:])
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        for name in self.rows:
+            here, saved = getattr(self, name), state_dict.get(prefix + name)
+            if saved is None:
+                missing_keys.append(prefix + name)
                 continue
-            length_fits = saved.dim() < 2 or self.length in (None, saved.shape[1])
-            rows_fit = saved.shape[0] == here.shape[0] or name != "cache" or self.scope == "stream"
-            if length_fits and rows_fit and saved.shape[2:] == here.shape[2:]:
-                self._buffers[name] = here.new_zeros(saved.shape)
+            if prefix + name in unexpected_keys:
+                unexpected_keys.remove(prefix + name)
+            if saved.dim() != here.dim() or (self.length is not None and saved.shape[1:] != here.shape[1:]):
+                error_msgs.append(f"size mismatch for {prefix}{name}: {tuple(saved.shape)}, here {tuple(here.shape)}")
+                continue
+            setattr(self, name, saved.to(device=here.device, dtype=here.dtype, copy=True))
         self.recent = Recent()
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -164,7 +164,7 @@ class CachedAttention(nn.Module):
     def branches(
         self, x: Tensor, *args: Any, valid: Tensor | None = None, grid: tuple[int, int] | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """o_self and o_mem before mixing, (B, T, H, width of a head) each; the cache is read as in eval(), not written."""
+        """o_self and o_mem before mixing, (B, T, H, width of a head) each; the cache is read and not written."""
         valid = valid_tokens(self.inner, x, args, kwargs, valid, delayed=self.options.delayed)
         own, output, _ = self._own(x, args, kwargs)
         return own, self._remembered(x, output, valid, grid_of(args, kwargs, grid), write=False)

@@ -33,12 +33,12 @@ def resample(x: Tensor, n: int, valid: Tensor | None = None, how: str = "nearest
         x = x.masked_fill(~valid[..., None], 0)
     if how == "nearest":
         return _take(x, slot * L // n, order), alive
-    last = (L - 1).clamp(min=0)
     if how == "linear":
-        at = ((slot + 0.5) * (L / n) - 0.5).clamp(min=0)
-        low = at.floor().long().minimum(last)
-        weight = (at - low).to(x.dtype)[..., None]
-        return torch.lerp(_take(x, low, order), _take(x, (low + 1).minimum(last), order), weight), alive
+        halves = ((2 * slot + 1) * L - n).clamp(min=0)  # the position, counted in 1 / (2 n) of a token
+        low = halves // (2 * n)
+        weight = (halves - low * 2 * n).to(x.dtype)[..., None] / (2 * n)
+        high = (low + 1).minimum((L - 1).clamp(min=0))
+        return torch.lerp(_take(x, low, order), _take(x, high, order), weight), alive
     first, end = slot * L // n, ((slot + 1) * L + n - 1) // n
     every = torch.arange(T, device=x.device)
     sums = _take(x, every, order).cumsum(1)

@@ -1,0 +1,160 @@
+"""Causal layers and language models: a token never reads what its own segment's future has written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from weft import CachedAttention, MultiheadAttention
+from weft.layers import TransformerXLAttention
+
+SEGMENT, VOCABULARY = 6, 11
+
+
+class LanguageModel(nn.Module):
+    """Two cached causal layers; a cache that is carried from segment to segment."""
+
+    def __init__(self, relative: bool = False, **options: object):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        inner = (
+            [TransformerXLAttention(16, 4, memory=0) for _ in range(2)]
+            if relative
+            else [MultiheadAttention(16, 4, causal=True) for _ in range(2)]
+        )
+        self.layers = nn.ModuleList(CachedAttention(i, length=4, delayed=True, **options) for i in inner)
+        self.out = nn.Linear(16, VOCABULARY)
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.out(x)
+
+
+def text(seed: int = 0) -> Tensor:
+    return torch.randint(VOCABULARY, (3, 4 * SEGMENT), generator=torch.Generator().manual_seed(seed))
+
+
+def read(model: nn.Module, ids: Tensor) -> Tensor:
+    return torch.cat([model(segment) for segment in ids.split(SEGMENT, 1)], 1)
+
+
+KINDS = [{}, {"scope": "stream"}, {"update_from": "output"}, {"relative": True}, {"candidate": "ln_gelu"}]
+
+
+@pytest.mark.parametrize("options", KINDS)
+def test_a_changed_token_leaves_the_past_untouched(options: dict) -> None:
+    """Bit by bit, in every row, whichever token changes: rows of a batch share a cache, and time is common to them."""
+    ids = text()
+    reference = read(LanguageModel(**options), ids)
+    carried = False
+    for j in range(ids.shape[1]):
+        changed = ids.clone()
+        changed[0, j] = (changed[0, j] + 1) % VOCABULARY
+        got = read(LanguageModel(**options), changed)
+        assert torch.equal(got[:, :j], reference[:, :j]), j
+        segment_end = (j // SEGMENT + 1) * SEGMENT
+        assert torch.equal(got[1:, :segment_end], reference[1:, :segment_end]), j
+        if options.get("scope") == "stream":
+            assert torch.equal(got[1:], reference[1:]), j  # other streams never hear of it
+        carried |= not torch.equal(got[0, segment_end:], reference[0, segment_end:])
+    assert carried  # and yet later segments do remember
+
+
+@pytest.mark.parametrize("options", KINDS)
+def test_the_gates_learn(options: dict) -> None:
+    model, ids = LanguageModel(**options), text()
+    for step, segment in enumerate(ids.split(SEGMENT, 1)):
+        model.zero_grad()
+        model(segment).square().sum().backward()
+        for layer in model.layers:
+            for name, p in layer.cache.named_parameters():
+                assert p.grad is not None, name  # from the first step on, as data-parallel training expects
+                if step == 0:
+                    assert (p.grad == 0).all(), name  # there is nothing to gate in yet
+                if step >= 2:
+                    assert p.grad.abs().max() > 0, (step, name)
+
+
+def test_the_update_is_delayed_and_otherwise_the_same() -> None:
+    """What step t reads in delayed mode is what step t - 1 has written in the plain one."""
+    torch.manual_seed(0)
+    plain = CachedAttention(MultiheadAttention(16, 4).double(), length=4)
+    delayed = CachedAttention(MultiheadAttention(16, 4).double(), length=4, delayed=True)
+    delayed.load_state_dict(plain.state_dict(), strict=False)
+    written = torch.zeros(1, 4, 8, dtype=torch.float64)
+    for step in range(4):
+        x = torch.randn(2, 6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        delayed(x)
+        torch.testing.assert_close(delayed.cache.cache, written)
+        plain(x)
+        written = plain.cache.cache
+
+
+def test_streams_can_be_carried_through_evaluation_and_reset() -> None:
+    model, ids = LanguageModel(scope="stream", eval_update=True).eval(), text()
+    with torch.no_grad():
+        together = read(model, ids)
+        for layer in model.layers:
+            layer.reset()
+        assert torch.equal(read(model, ids), together)
+        with pytest.raises(ValueError, match="call reset"):
+            model(ids[:2, :SEGMENT])
+        for row in range(3):  # a stream is the same alone
+            for layer in model.layers:
+                layer.reset()
+            torch.testing.assert_close(read(model, ids[row : row + 1]), together[row : row + 1])
+        # a new document in row 1 starts from nothing, the others go on
+        for layer in model.layers:
+            layer.reset()
+        read(model, ids)
+        other = text(5)
+        for layer in model.layers:
+            layer.reset(rows=torch.tensor([False, True, False]))
+        after = read(model, other)
+        for layer in model.layers:
+            layer.reset()
+        fresh = read(model, other)
+        torch.testing.assert_close(after[1], fresh[1])
+        assert not torch.allclose(after[0], fresh[0])
+    frozen = LanguageModel(scope="stream")
+    read(frozen, ids)
+    frozen.eval()
+    before = frozen.layers[0].cache.cache.clone()
+    frozen(ids[:, :SEGMENT])
+    assert torch.equal(frozen.layers[0].cache.cache, before)
+
+
+def test_decoding_step_by_step_is_the_parallel_form() -> None:
+    torch.manual_seed(0)
+    layer = CachedAttention(MultiheadAttention(16, 4, causal=True, rope=True).double(), length=5, delayed=True)
+    x = torch.randn(2, 9, 16, dtype=torch.float64)
+    layer(x), layer(x)
+    with pytest.raises(ValueError, match="eval"):
+        layer.start(2)
+    layer.eval()
+    state, steps = layer.start(2), []
+    for i in range(9):
+        y, state = layer.step(x[:, i : i + 1], state)
+        steps.append(y)
+    torch.testing.assert_close(torch.cat(steps, 1), layer(x))
+
+
+def test_refuses_to_leak() -> None:
+    causal = MultiheadAttention(16, 4, causal=True)
+    with pytest.raises(ValueError, match="delayed=True"):
+        CachedAttention(causal)
+    with pytest.raises(ValueError, match="delayed=True"):
+        CachedAttention(nn.Identity(), dim=16, heads=4, causal=True)
+    with pytest.raises(ValueError, match="choose one"):
+        CachedAttention(causal, delayed=True, eval_gate=True)
+    with pytest.raises(ValueError, match="looks at the tokens ahead"):
+        CachedAttention(causal, delayed=True, position="conv")
+    with pytest.raises(ValueError, match="scope='stream'"):
+        CachedAttention(causal, delayed=True, memory="per_sample")
+    with pytest.raises(ValueError, match="eval_update needs"):
+        CachedAttention(causal, delayed=True, eval_update=True)

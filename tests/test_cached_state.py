@@ -1,0 +1,201 @@
+"""The cache as state: checkpoints, recomputation, compilation, several ranks."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from weft import CachedAttention, MultiheadAttention
+
+
+def layer(seed: int = 0, **options: object) -> CachedAttention:
+    torch.manual_seed(seed)
+    return CachedAttention(MultiheadAttention(16, 4).double(), **options)
+
+
+def tokens(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    "options", [{"length": 6}, {}, {"scope": "stream"}, {"delayed": True}, {"delayed": True, "scope": "stream"}]
+)
+def test_checkpoints_come_back_in_a_fresh_model(options: dict, tmp_path: Path) -> None:
+    trained = layer(**options)
+    for step in range(3):
+        trained(tokens(3, 6, 16, seed=step))
+    torch.save(trained.state_dict(), tmp_path / "c.pt")
+    fresh = layer(seed=9, **options)
+    fresh.load_state_dict(torch.load(tmp_path / "c.pt", weights_only=True))
+    assert torch.equal(fresh.cache.cache, trained.cache.cache) and fresh.cache.updates == 3
+    x = tokens(3, 6, 16, seed=8)
+    assert torch.equal(fresh(x), trained(x))  # training goes on as if nothing had happened
+    assert torch.equal(fresh.eval()(x), trained.eval()(x))
+
+
+def test_state_is_there_from_the_start_and_a_wrong_length_is_refused() -> None:
+    c = layer(length=6)
+    assert {"cache.cache", "cache.updates", "lam"} <= set(c.state_dict())
+    other = layer(length=5)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        other.load_state_dict(c.state_dict())
+    assert "cache.cache" in layer().state_dict()
+
+
+def test_reset_forgets() -> None:
+    c, x = layer(), tokens(2, 6, 16)
+    first = c(x)
+    c(x)
+    c.reset()
+    assert c.cache.updates == 0 and (c.cache.cache == 0).all()
+    assert torch.equal(c(x), first)
+
+
+def test_a_copy_has_its_own_cache() -> None:
+    c = layer(length=6)
+    c(tokens(2, 6, 16))
+    twin = copy.deepcopy(c)
+    twin(tokens(2, 6, 16, seed=2))
+    assert not torch.equal(twin.cache.cache, c.cache.cache) and c.cache.updates == 1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("options", [{}, {"delayed": True}, {"memory": "per_sample"}, {"scope": "stream"}])
+def test_checkpointing_reads_the_same_cache_and_writes_once(reentrant: bool, options: dict) -> None:
+    plain, saved = layer(length=6, **options), layer(length=6, **options)
+    for step in range(3):
+        x, y = (tokens(2, 6, 16, seed=step).requires_grad_() for _ in range(2))
+        plain(x).square().sum().backward()
+        checkpoint(saved, y, use_reentrant=reentrant).square().sum().backward()
+        torch.testing.assert_close(y.grad, x.grad)
+        torch.testing.assert_close(saved.cache.cache, plain.cache.cache)
+    assert saved.cache.updates == 3
+    for (name, a), b in zip(plain.named_parameters(), saved.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, msg=name)
+
+
+def test_checkpointing_with_several_forwards_before_the_backwards() -> None:
+    """The first loss may be sent back first: each recomputation finds the cache its own forward began with."""
+    plain, saved = layer(length=6), layer(length=6)
+    batches = [tokens(2, 6, 16, seed=s) for s in range(3)]
+    for loss in [plain(x).square().sum() for x in batches]:
+        loss.backward()
+    for loss in [checkpoint(saved, x, use_reentrant=False).square().sum() for x in batches]:
+        loss.backward()
+    for (name, a), b in zip(plain.named_parameters(), saved.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, msg=name)
+    assert saved.cache.updates == 3
+
+
+@pytest.mark.parametrize("options", [{}, {"delayed": True, "scope": "stream", "candidate": "ln_gelu"}])
+def test_compiles_whole_in_training_and_evaluation(options: dict) -> None:
+    torch._dynamo.reset()
+    eager, made = layer(**options), layer(**options)
+    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    for step in range(2):
+        x = tokens(2, 6, 16, seed=step)
+        mask = torch.arange(6) < torch.tensor([6, 3])[:, None]
+        a, b = eager(x, mask), compiled(x, mask)
+        torch.testing.assert_close(b, a)
+        torch.testing.assert_close(made.cache.cache, eager.cache.cache)
+        a.square().sum().backward()
+        b.square().sum().backward()
+    assert made.cache.updates == 2
+    for (name, p), q in zip(eager.named_parameters(), made.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, msg=name)
+    eager.eval(), made.eval()
+    torch.testing.assert_close(compiled(x, mask), eager(x, mask))
+    assert made.cache.updates == 2
+
+
+class Net(nn.Module):
+    def __init__(self, **options: object):
+        super().__init__()
+        self.first, self.second = layer(0, length=5, **options), layer(1, length=5, **options)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = x + self.first(x, mask)
+        return x + self.second(x, mask)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Four samples; the second half holds fewer real tokens, and one sample without any."""
+    return tokens(4, 7, 16), torch.arange(7) < torch.tensor([7, 5, 3, 0])[:, None]
+
+
+def train(model: nn.Module, x: Tensor, mask: Tensor, steps: int = 2) -> Tensor:
+    for step in range(steps):
+        model.zero_grad()
+        y = model(x * (1 + step), mask)
+        y.square().masked_fill(~mask[..., None], 0).sum().backward()
+    return y
+
+
+KINDS: dict[str, dict] = {
+    "exact": {},
+    "delayed": {"delayed": True},
+    "per_sample": {"memory": "per_sample"},
+    "stored": {"sync": "stored"},
+    "none": {"sync": "none"},
+}
+
+
+def rank(number: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=number, world_size=2)
+    x, mask = (t[2 * number : 2 * number + 2] for t in batch())
+    found = {}
+    for kind, options in KINDS.items():
+        model = Net(**options)
+        y = train(nn.parallel.DistributedDataParallel(model), x, mask)
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        found[kind] = {"y": y.detach(), "caches": caches(model), "gradients": gradients}
+    torch.save(found, f"{folder}/{number}.pt")
+    dist.destroy_process_group()
+
+
+def caches(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith("cache.cache")}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict]:
+    """What each of two processes found, for every kind of cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.spawn(rank, (folder,), nprocs=2, join=False)
+        deadline = time.monotonic() + 120
+        while not context.join(timeout=1):
+            if time.monotonic() > deadline:
+                for process in context.processes:
+                    process.kill()
+                pytest.fail("two ranks did not finish within two minutes")
+        return [torch.load(f"{folder}/{number}.pt") for number in range(2)]
+
+
+@pytest.mark.parametrize("kind", ["exact", "delayed", "per_sample"])
+def test_two_ranks_equal_one_big_batch(kind: str, ranks: list[dict]) -> None:
+    x, mask = batch()
+    whole = Net(**KINDS[kind])
+    y = train(whole, x, mask)
+    torch.testing.assert_close(torch.cat([r[kind]["y"] for r in ranks])[mask], y[mask])
+    for r in ranks:
+        torch.testing.assert_close(r[kind]["caches"], caches(whole))
+        for name, p in whole.named_parameters():  # ours is a sum over samples, and DDP averages over its two ranks
+            torch.testing.assert_close(r[kind]["gradients"][name] * 2, p.grad, msg=name)
+
+
+def test_ranks_may_read_their_own_mean(ranks: list[dict]) -> None:
+    x, mask = batch()
+    y = train(Net(), x, mask)
+    for kind in ("stored", "none"):
+        assert not torch.allclose(torch.cat([r[kind]["y"] for r in ranks])[mask], y[mask])
+    torch.testing.assert_close(ranks[0]["stored"]["caches"], ranks[1]["stored"]["caches"])
