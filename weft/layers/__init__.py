@@ -1,25 +1,33 @@
 """What blocks are made of."""
 
+from .attention_cache import AttentionCache
 from .cached import CachedAttention
 from .encoder import EncoderBlock
 from .feedforward import FeedForward
 from .ista import ISTA
+from .memory_tokens import MemoryTokens, RecurrentMemory
 from .mixed import MixedAttention
 from .mssa import MSSA
 from .multihead import MultiheadAttention
 from .positions import ALiBi, RelativeBias, RelativeBias2d, Rotary, sinusoids
+from .transformer_xl import SegmentMemory, TransformerXLAttention
 
 __all__ = [
     "ALiBi",
+    "AttentionCache",
     "CachedAttention",
     "EncoderBlock",
     "FeedForward",
     "ISTA",
     "MSSA",
+    "MemoryTokens",
     "MixedAttention",
     "MultiheadAttention",
+    "RecurrentMemory",
     "RelativeBias",
     "RelativeBias2d",
     "Rotary",
+    "SegmentMemory",
+    "TransformerXLAttention",
     "sinusoids",
 ]

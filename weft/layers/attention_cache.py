@@ -1,0 +1,49 @@
+"""An attention-based cache for images: keys and values also from the previous step's batch.
+
+The comparison in Zhang et al., Cached Transformers, https://arxiv.org/abs/2312.12742, Table 2: Transformer-XL's cache
+in a vision transformer. The paper does not say how samples are paired; here, row by row:
+
+    y_b = Attention(q: x_b, k and v: [stop-gradient(x'_b); x_b])          x': what the layer was fed the step before
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .multihead import MultiheadAttention
+from .recompute import Recent, recomputing
+
+
+class AttentionCache(nn.Module):
+    """`layer(x, mask)` around a `MultiheadAttention` whose mechanism takes Lq ≠ Lk.
+
+    In training a batch of another shape than the last (the last of an epoch, say) starts afresh. In eval() there is no
+    previous step: a sample attends to itself alone, so results do not depend on other batches. Nothing is saved.
+    """
+
+    def __init__(self, inner: MultiheadAttention):
+        super().__init__()
+        if inner.causal or not inner.attention.info.cross or inner.rope is not None:
+            raise ValueError("the cache needs attention that takes other keys than queries, not causal, without rope")
+        self.inner = inner
+        self.previous: tuple[Tensor, Tensor] | None = None
+        self.recent = Recent()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if not self.training:
+            return self.inner(x, mask)
+        again = recomputing()
+        previous = self.recent.recall(x) if again else self.previous
+        valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
+        if not again:
+            self.recent.remember(x, previous)
+            self.previous = x.detach(), valid
+        if previous is None or previous[0].shape != x.shape:
+            return self.inner(x, mask)
+        seen = torch.cat([previous[0].to(x.dtype), x], 1)
+        return self.inner(x, torch.cat([previous[1], valid], 1), context=seen)
+
+    def reset(self) -> None:
+        """Forget the previous step."""
+        self.previous, self.recent = None, Recent()
