@@ -70,7 +70,7 @@ def digest(tensors: Mapping[str, Tensor], text: str) -> str:
         t = tensors[name]
         total.update(f"\0{name}\0{t.dtype}\0{tuple(t.shape)}\0".encode())
         if t.numel():
-            total.update(memoryview(t.contiguous().reshape(-1).view(torch.uint8).numpy()))
+            total.update(t.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 

@@ -161,3 +161,50 @@ def _plain(kind: Any) -> Any:
     if isinstance(kind, types.UnionType):
         return next(part for part in typing.get_args(kind) if part is not type(None))
     return kind
+
+
+data_app = typer.Typer(no_args_is_help=True, help="The data sets: what is here, what can be made or fetched.")
+DataFolder = Annotated[Path, typer.Option(help="the folder that holds the data sets")]
+
+
+@data_app.command("list")
+def data_list(data: DataFolder = Path("data")) -> None:
+    """What is in the data folder, and how to get what is not."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..tasks.fetch import SOURCES, present
+
+    table = Table("data set", "here", "how to get it", "checksum of the makers' archive")
+    for source in SOURCES:
+        path = present(source, data)
+        table.add_row(source.name, str(path) if path else "no", source.how, source.checksum)
+    table.add_row("digits", "in scikit-learn", "pip install 'weft[lab]'", "")
+    Console().print(table)
+
+
+@data_app.command("make")
+def data_make(
+    name: Annotated[str, typer.Argument(help="listops, or pathfinder32-easy … pathfinder128-hard")],
+    data: DataFolder = Path("data"),
+    seed: Annotated[int, typer.Option(help="the same seed gives the same data")] = 0,
+    count: Annotated[int, typer.Option(help="training examples (listops) or pictures; 0: as in the papers")] = 0,
+    workers: Annotated[int, typer.Option(help="processes; 0: one per core")] = 0,
+) -> None:
+    """Generate a data set."""
+    with _exit_codes():
+        from ..tasks.fetch import make
+
+        print(f"made {make(name, data, seed=seed, workers=workers, count=count)}")
+
+
+@data_app.command("get")
+def data_get(
+    name: Annotated[str, typer.Argument(help="imdb, cifar10, cifar100 or enwik8")],
+    data: DataFolder = Path("data"),
+) -> None:
+    """Fetch a data set from the network."""
+    with _exit_codes():
+        from ..tasks.fetch import get
+
+        print(f"fetched {get(name, data)}")

@@ -27,7 +27,7 @@ class TrainConfig:
     seed: int = 0  # weights, order of the data, dropout
 
     # the model
-    attention: str = "full"  # a registered mechanism, or several joined by '+' for a mixed layer
+    attention: str = "full"  # a registered mechanism, several joined by '+' for a mixed layer, or the study's 'mixed'
     attention_options: str = ""  # the mechanism's own options, as JSON: '{"block": 50}'
     layers: int = 6  # blocks, one above the other
     heads: int = 8  # heads per layer
@@ -39,6 +39,7 @@ class TrainConfig:
     attention_dropout: float | None = None  # on attention probabilities; not given: as dropout
     positions: str = ""  # sinusoid or learned; language models also rope, alibi, none; empty: the model's own
     pooling: str = ""  # cls, mean or first; empty: the model's own
+    image_size: int = 0  # side of the images, image classification only; 0: the task's own
     patch: int = 4  # side of a patch, image classification only
     mask_rate: float = 0.15  # share of tokens hidden, masked language modelling only
     augment: bool = True  # random crops and flips, image classification only
@@ -92,6 +93,8 @@ class TrainConfig:
 
     def mechanisms(self) -> str | list[str]:
         """`attention` as models take it: a name, or a list for mixed attention."""
+        if self.attention == "mixed":  # the study's own mixture, for the tasks of the study
+            return "mixed"
         names = self.attention.split("+")
         for name in names:
             attention_info(name)

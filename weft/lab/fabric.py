@@ -68,11 +68,6 @@ def checkpoint_activations(model: nn.Module) -> None:
     if not inner:
         raise ValueError("checkpoint_activations: this model has no list of blocks to recompute")
     for block in inner:
-        for name, _ in block.named_buffers():
-            if "cache" in name:
-                raise ValueError(
-                    "checkpoint_activations would update the cache of a cached layer twice per step: leave it off"
-                )
 
         def forward(*args: Any, _inner: Any = block.forward, _block: nn.Module = block, **kwargs: Any) -> Any:
             if _block.training and torch.is_grad_enabled():

@@ -320,7 +320,7 @@ class Training:
         return bool(self.fabric.all_reduce(torch.tensor(float(flag), device=self.fabric.device), reduce_op="sum") > 0)
 
     def _tokens_per_step(self) -> int:
-        return self.per_step * self.data.length
+        return self.per_step * self.data.length * self.data.documents
 
     def _say(self, text: str) -> None:
         if self.main:

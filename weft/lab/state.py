@@ -28,7 +28,7 @@ def collect(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Te
                 raise TypeError(f"the extra state of {name} is neither a tensor nor JSON: {error}") from None
             extra[name] = value
     if optimizer is not None:
-        names = {parameter: name for name, parameter in model.named_parameters()}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
                 value = value if isinstance(value, Tensor) else torch.tensor(value)

@@ -28,9 +28,10 @@ class TaskData:
     train: Columns
     val: Columns
     test: Columns
-    length: int  # tokens per example
+    length: int  # tokens per document
     facts: dict[str, Any] = field(default_factory=dict)  # what the model must know: vocab, classes, size
     vocabulary: list[str] | None = None  # words by id, where they come from the data
+    documents: int = 1  # per example
 
     def rows(self, split: str) -> int:
         return len(next(iter(getattr(self, split).values())))
@@ -43,8 +44,8 @@ class Task:
     about: ClassVar[str]
     metric: ClassVar[str] = "accuracy"
     higher_is_better: ClassVar[bool] = True
-    defaults: ClassVar[Mapping[str, Any]] = {}
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    defaults: Mapping[str, Any] = {}
+    presets: Mapping[str, Mapping[str, Any]] = {}
 
     def load(self, config: TrainConfig) -> TaskData:
         raise NotImplementedError
@@ -92,6 +93,63 @@ class Classification(Task):
         return {"loss": sums["loss"] / sums["count"], "accuracy": sums["correct"] / sums["count"]}
 
 
+class StudyTask(Classification):
+    """A task of the wide-attention study, whose models and options `weft.models.presets` knows.
+
+    An option of the config that is given wins over the study's; mechanisms the study does not have take their own
+    defaults.
+    """
+
+    def __init__(self) -> None:
+        from ..models.presets import TASKS
+
+        study = TASKS[self.name]
+        layers, heads = study.deepest
+        self.length = study.length
+        self.defaults = dict(
+            layers=layers, heads=heads, dim=study.dim, head_dim=study.head_dim, mlp_dim=study.mlp_dim,
+            steps=study.steps, warmup=study.warmup, batch_size=32, dropout=0.1, optimizer="adam",
+            learning_rate=0.05, schedule="inverse_sqrt", beta1=0.9, beta2=0.98, eps=1e-9, eval_every=200,
+        )  # fmt: skip
+        self.presets = {f"{n}x{h}": {"layers": n, "heads": h} for n, h in study.shapes}
+        # The published code, which differs from the paper: decoupled weight decay.
+        self.presets["code"] = {"optimizer": "adamw", "weight_decay": 0.1}
+
+    def inputs(self, batch: Columns) -> tuple[Tensor, ...]:
+        return (batch["ids"].long(),)
+
+    def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
+        from ..models.presets import lra
+
+        if config.positions not in ("", "sinusoid", "learned"):
+            raise ValueError(f"the study's encoder has positions 'sinusoid' or 'learned', got {config.positions!r}")
+        if isinstance(config.mechanisms(), list):
+            raise ValueError("the study's mixture is --attention mixed; lists are for the other tasks")
+        options: dict[str, Any] = {
+            key: value
+            for key, value in dict(
+                pooling=config.pooling,
+                positions=config.positions,
+                attention_dropout=config.attention_dropout,
+                attention_options=config.options(),
+            ).items()
+            if value not in ("", None, {})
+        }
+        pooling = options.get("pooling", "mean" if config.attention == "sinkhorn" else "cls")
+        options["max_length"] = data.length + (pooling == "cls" and data.documents == 1)
+        for name in ("dim", "head_dim", "mlp_dim", "dropout"):
+            options[name] = getattr(config, name)
+        return lra(
+            self.name,
+            config.attention,
+            config.layers,
+            config.heads,
+            vocab=data.facts["vocab"],
+            classes=data.facts["classes"],
+            **options,
+        )
+
+
 class TextClassification(Classification):
     """Ids in (0 = padding), one class out, through `weft.models.TextClassifier`."""
 
@@ -101,20 +159,23 @@ class TextClassification(Classification):
     def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
         from ..models import TextClassifier
 
+        if config.positions not in ("", "sinusoid", "learned"):
+            raise ValueError(f"a text classifier has positions 'sinusoid' or 'learned', got {config.positions!r}")
         pooling = config.pooling or "cls"
         return TextClassifier(
             data.facts["vocab"],
             data.facts["classes"],
             max_length=data.length + (pooling == "cls"),
             pooling=pooling,
-            **encoder_options(config),
+            positions=config.positions or "sinusoid",
+            **block_options(config),
         )
 
 
-def encoder_options(config: TrainConfig) -> dict[str, Any]:
-    """The config's fields as the text models take them."""
-    if config.positions not in ("", "sinusoid", "learned"):
-        raise ValueError(f"this model has positions 'sinusoid' or 'learned', got {config.positions!r}")
+def block_options(config: TrainConfig) -> dict[str, Any]:
+    """The config's fields as models with blocks take them."""
+    if config.attention == "mixed":
+        raise ValueError("'mixed' is the study's mixture, for its four tasks; here join names with '+'")
     return dict(
         dim=config.dim,
         heads=config.heads,
@@ -123,7 +184,6 @@ def encoder_options(config: TrainConfig) -> dict[str, Any]:
         mlp_dim=config.mlp_dim,
         attention=config.mechanisms(),
         attention_options=config.options() or None,
-        positions=config.positions or "sinusoid",
         dropout=config.dropout,
         attention_dropout=config.attention_dropout,
     )
@@ -150,8 +210,3 @@ def get_task(name: str) -> Task:
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"the tasks: {', '.join(tasks())}"
         raise ValueError(f"there is no task {name!r}; {hint}")
     return _tasks[name]
-
-
-def wide_presets(deep: Mapping[str, Any], ratios: list[tuple[int, int]]) -> dict[str, dict[str, Any]]:
-    """The rows of the wide-attention study: one preset per layers x heads, "6x8" and so on."""
-    return {f"{layers}x{heads}": {**deep, "layers": layers, "heads": heads} for layers, heads in ratios}

@@ -1,0 +1,411 @@
+"""Generators make what the papers describe, readers read the makers' layouts, and nothing damaged passes for data."""
+
+import io
+import json
+import lzma
+import sys
+import types
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from weft.lab import make_config
+from weft.tasks import DataMissing, cifar, fetch, get_task, images, imdb, listops, pathfinder, tasks, text
+from weft.tasks.files import new_folder
+
+SMALL = dict(layers=1, heads=2, head_dim=4, dim=8, mlp_dim=8, batch_size=2, dropout=0.0)
+
+
+def value_of(ids) -> int:
+    """An independent reading of an expression, by a stack."""
+    stack: list = []
+    for token in (listops.VOCABULARY[i] for i in ids):
+        if token in listops.OPERATORS:
+            stack.append((token, []))
+            continue
+        if token == "]":
+            operator, args = stack.pop()
+            value = {"[MIN": min, "[MAX": max, "[MED": lambda a: int(np.median(a)), "[SM": lambda a: sum(a) % 10}[
+                operator
+            ](args)
+            assert 2 <= len(args) <= 10
+        else:
+            value = int(token)
+        if not stack:
+            return value
+        stack[-1][1].append(value)
+        assert len(stack) < 10
+    raise AssertionError("an open bracket")
+
+
+@pytest.fixture(scope="module")
+def expressions():
+    return listops.generate(300, seed=5)
+
+
+def test_listops_values_lengths_and_depth(expressions):
+    ids, labels = expressions
+    for row, label in zip(ids, labels, strict=True):
+        n = int((row > 0).sum())
+        assert 500 < n < 2000 and not row[n:].any()
+        assert value_of(row[:n]) == label
+    assert len({row.tobytes() for row in ids}) == len(ids)
+    assert set(labels.tolist()) == set(range(10))
+
+
+def test_listops_has_the_arenas_distribution():
+    """A plain recursive generator after the arena's definition, against ours: lengths and operators agree."""
+    rng = np.random.default_rng(0)
+
+    def tree(depth: int) -> list[str]:
+        if depth == 10 or rng.random() > 0.25:
+            return [str(rng.integers(10))]
+        inner = [token for _ in range(rng.integers(2, 11)) for token in tree(depth + 1)]
+        return [listops.OPERATORS[rng.integers(4)], *inner, "]"]
+
+    levels = listops.grow(np.random.default_rng(1), 2000)
+    ours = sum(np.bincount(level["tree"], 1 + (level["kind"] >= 0), minlength=2000) for level in levels)
+    theirs: list[int] = []
+    while len(theirs) < 500:
+        found = tree(1)
+        if len(found) > 1:  # ours begins with an operator
+            theirs.append(len(found))
+    for q in (0.25, 0.5, 0.75):
+        a, b = np.quantile(ours, q), np.quantile(theirs, q)
+        assert abs(np.log(a / b)) < 0.45, (q, a, b)
+
+
+def test_listops_is_a_function_of_the_seed(expressions):
+    again, labels = listops.generate(300, seed=5, workers=2)
+    assert np.array_equal(again, expressions[0]) and np.array_equal(labels, expressions[1])
+    assert not np.array_equal(listops.generate(20, seed=6)[0], expressions[0][:20])
+
+
+def test_listops_reads_the_official_files(tmp_path):
+    folder = tmp_path / "listops-1000"
+    folder.mkdir()
+    for split in ("train", "val", "test"):
+        lines = ["Source\tTarget", "( ( ( [MAX 2 ) ( ( ( [SM 7 ) 8 ) ] ) ) ] )\t5", "( ( ( [MED 3 ) 4 ) ] )\t3"]
+        (folder / f"basic_{split}.tsv").write_text("\n".join(lines) + "\n")
+    data = get_task("listops").load(make_config("listops", data=str(tmp_path), max_length=12))
+    row = data.train["ids"][0]
+    assert [listops.VOCABULARY[i] for i in row[row > 0]] == ["[MAX", "2", "[SM", "7", "8", "]", "]"]
+    assert value_of(row[row > 0]) == data.train["label"][0] == 5
+    (folder / "basic_val.tsv").write_text("Source\tTarget\n( [FOO 3 )\t3\n")
+    with pytest.raises(DataMissing, match="line 2.*Remove it and make or fetch it again"):
+        get_task("listops").load(make_config("listops", data=str(tmp_path)))
+
+
+def test_generated_data_is_checked_when_read(tmp_path):
+    folder = listops.make(tmp_path, sizes={"train": 6, "val": 2, "test": 2})
+    config = make_config("listops", data=str(tmp_path))
+    data = get_task("listops").load(config)
+    assert data.rows("train") == 6 and data.train["ids"].shape == (6, 2000)
+    assert data.facts["vocab"] == 17  # the size the study's parameter counts imply
+    content = bytearray((folder / "train_ids.npy").read_bytes())
+    content[500] ^= 1
+    (folder / "train_ids.npy").write_bytes(content)
+    with pytest.raises(DataMissing, match="train_ids.npy does not match its checksum"):
+        get_task("listops").load(config)
+    with pytest.raises(DataMissing, match="already there"):
+        listops.make(tmp_path, sizes={"train": 6, "val": 2, "test": 2})
+
+
+def test_a_data_set_that_was_never_finished_is_not_there(tmp_path):
+    with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "listops") as temporary:
+        (temporary / "train_ids.npy").write_bytes(b"half")
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(DataMissing, match="weft data make listops"):
+        get_task("listops").load(make_config("listops", data=str(tmp_path)))
+
+
+def distance(points, start, end):
+    way = end - start
+    share = np.clip(((points - start) @ way) / max(way @ way, 1e-9), 0, 1)
+    return np.linalg.norm(points - (start + share[..., None] * way), axis=-1)
+
+
+@pytest.mark.parametrize("size, difficulty", [(32, "easy"), (32, "hard"), (128, "medium")])
+def test_pathfinder_curves_and_discs(size, difficulty, monkeypatch):
+    monkeypatch.setattr(pathfinder, "CHUNK", 96)
+    pictures, labels, lines = pathfinder.draw(size, difficulty, seed=3, chunk=0)
+    n, dashes = len(pictures), pathfinder.DASHES[difficulty]
+    assert n > 5 and abs(int(labels.sum()) * 2 - n) <= 1
+    style = pathfinder.STYLES[size]
+    for i in range(n):
+        first, second, discs = lines["first"][i], lines["second"][i], lines["discs"][i]
+        assert first.shape == (dashes, 2, 2)
+        # The dashes of a curve follow each other at the gap's distance ...
+        assert np.allclose(np.linalg.norm(first[1:, 0] - first[:-1, 1], axis=-1), style.gap)
+        # ... the two curves keep apart ...
+        nearest = min(distance(second.reshape(-1, 2), a, b).min() for a, b in first)
+        assert nearest > style.thickness
+        # ... and the discs stand at both ends of one curve, or on one of each.
+        assert np.array_equal(discs[0], first[0, 0])
+        assert np.array_equal(discs[1], first[-1, 1] if labels[i] else second[0, 0])
+        for y, x in np.rint(discs).astype(int):
+            assert pictures[i, y, x] > 230
+        middle = np.rint(first.mean(1)).astype(int)
+        assert (pictures[i][middle[:, 0], middle[:, 1]] > 0).all()
+
+
+def test_pathfinder_is_deterministic_and_reads_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(pathfinder, "CHUNK", 64)
+    one = pathfinder.make(tmp_path / "a", size=32, difficulty="easy", count=40, workers=1)
+    two = pathfinder.make(tmp_path / "b", size=32, difficulty="easy", count=40, workers=1)
+    assert json.loads((one / "manifest.json").read_text()) == json.loads((two / "manifest.json").read_text())
+    data = get_task("pathfinder32-easy").load(make_config("pathfinder32-easy", data=str(tmp_path / "a")))
+    assert [data.rows(s) for s in ("train", "val", "test")] == [32, 4, 4]
+
+
+def test_pathfinder_reads_the_official_layout(tmp_path):
+    from PIL import Image
+
+    folder = tmp_path / "pathfinder32" / "curv_contour_length_14"
+    (folder / "metadata").mkdir(parents=True)
+    (folder / "imgs" / "0").mkdir(parents=True)
+    lines = []
+    for i in range(10):
+        Image.fromarray(np.full((32, 32), i, np.uint8)).save(folder / "imgs" / "0" / f"sample_{i}.png")
+        lines.append(f"imgs/0 sample_{i}.png {i} {i % 2} 1.0 14 4 2 0.5 1 1")
+    (folder / "metadata" / "0.npy").write_text("\n".join(lines) + "\n")
+    data = get_task("pathfinder32-hard").load(make_config("pathfinder32-hard", data=str(tmp_path)))
+    assert data.train["pixels"][:, 0].tolist() == list(range(8)) and data.test["label"].tolist() == [1]
+    assert get_task("pathfinder32-hard").inputs({"pixels": data.test["pixels"]})[0].unique().tolist() == [10]
+
+
+def write_reviews(root: Path, n: int = 20) -> None:
+    for split in ("train", "test"):
+        for kind in ("neg", "pos"):
+            folder = root / "aclImdb" / split / kind
+            folder.mkdir(parents=True)
+            for i in range(n):
+                (folder / f"{i}_{7 if kind == 'pos' else 2}.txt").write_text(f"A {kind} film, no. {i}: café_{split}")
+
+
+def test_imdb_from_folder_and_from_parquet(tmp_path):
+    pq = pytest.importorskip("pyarrow.parquet")
+    import pyarrow as pa
+
+    write_reviews(tmp_path)
+    train, test = imdb.read(str(tmp_path))
+    (tmp_path / "p").mkdir()
+    rows = [(t, y, "train") for t, y in train] + [(t, y, "test") for t, y in test]
+    columns = dict(zip(("text", "label", "split"), zip(*rows, strict=True), strict=True))
+    pq.write_table(pa.table({k: list(v) for k, v in columns.items()}), tmp_path / "p" / "imdb.parquet")
+    assert imdb.read(str(tmp_path / "p")) == (train, test)
+
+    data = get_task("imdb-byte").load(make_config("imdb-byte", data=str(tmp_path), max_length=12))
+    assert [data.rows(s) for s in ("train", "val", "test")] == [36, 4, 40]
+    row = data.test["ids"][0]
+    assert bytes((row[row > 0] - 1).tolist()) == test[0][0].encode()[:12]
+
+    data = get_task("imdb-token").load(make_config("imdb-token", data=str(tmp_path), max_length=4))
+    words = data.vocabulary
+    assert words[:2] == ["<pad>", "<unknown>"] and "café_train" in words and "café_test" not in words
+    assert [words[i] for i in data.test["ids"][0]] == ["A", "neg", "film", "no"]
+    assert data.facts["vocab"] == len(words)
+
+
+def test_imdb_missing_and_damaged(tmp_path):
+    with pytest.raises(DataMissing, match="no such folder.*weft data get imdb"):
+        imdb.read(str(tmp_path / "nowhere"))
+    write_reviews(tmp_path)
+    for file in (tmp_path / "aclImdb" / "test" / "pos").iterdir():
+        file.unlink()
+    with pytest.raises(DataMissing, match="no reviews in test/pos"):
+        imdb.read(str(tmp_path))
+    (tmp_path / "imdb.parquet").write_bytes(b"PAR1 not really")
+    with pytest.raises(DataMissing, match="damaged"):
+        imdb.read(str(tmp_path))
+
+
+def test_matching_reads_pairs(tmp_path):
+    folder = tmp_path / "aan"
+    folder.mkdir()
+    for part in ("train", "eval", "test"):
+        (folder / f"new_aan_pairs.{part}.tsv").write_text("1.0\tA\tB\tone text\tanother\n0.0\tC\tD\tx\tyz\n")
+    config = make_config("matching", data=str(tmp_path), max_length=6, **SMALL)
+    task = get_task("matching")
+    data = task.load(config)
+    assert bytes((data.val["first"][0] - 1).tolist()) == b"one te" and data.val["label"].tolist() == [1, 0]
+    assert data.val["second"][1].tolist() == [ord("y") + 1, ord("z") + 1, 0, 0, 0, 0]
+    logits = task.model(config, data)(*task.inputs(data.test))
+    assert logits.shape == (2, 2)
+    (folder / "new_aan_pairs.test.tsv").write_text("1.0\tA\tB\tone text\n")
+    with pytest.raises(DataMissing, match="row 1"):
+        task.load(config)
+
+
+def write_cifar(root: Path, n: int = 12) -> np.ndarray:
+    folder = root / "cifar-10-batches-bin"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    rows = rng.integers(0, 256, (6 * n, 3073), dtype=np.uint8)
+    rows[:, 0] = np.arange(6 * n) % 10
+    for i, name in enumerate([*(f"data_batch_{j}.bin" for j in range(1, 6)), "test_batch.bin"]):
+        (folder / name).write_bytes(rows[i * n : (i + 1) * n].tobytes())
+    return rows
+
+
+def test_cifar_as_pixels_and_as_images(tmp_path):
+    rows = write_cifar(tmp_path)
+    data = get_task("cifar10-pixels").load(make_config("cifar10-pixels", data=str(tmp_path)))
+    red, green, blue = (rows[60, 1 + c * 1024].astype(float) for c in range(3))
+    assert abs(int(data.test["ids"][0, 0]) - 1 - (0.2989 * red + 0.587 * green + 0.114 * blue)) <= 0.51
+    task = get_task("cifar10")
+    config = make_config("cifar10", data=str(tmp_path), patch=8, **SMALL)
+    data = task.load(config)
+    assert torch.equal(data.test["image"][3].flatten(), torch.from_numpy(rows[63, 1:]))
+    assert data.rows("train") + data.rows("val") == 60
+    model = task.model(config, data).eval()
+    assert model(*task.inputs(data.test)).shape == (12, 10)
+    (tmp_path / "cifar-10-batches-bin" / "data_batch_3.bin").write_bytes(b"cut off")
+    with pytest.raises(DataMissing, match="data_batch_3.bin is damaged"):
+        task.load(config)
+
+
+def test_cifar100_and_parquet(tmp_path):
+    pq = pytest.importorskip("pyarrow.parquet")
+    import pyarrow as pa
+    from PIL import Image
+
+    rows = np.random.default_rng(1).integers(0, 256, (20, 3074), dtype=np.uint8)
+    (tmp_path / "cifar-100-binary").mkdir()
+    for name in ("train.bin", "test.bin"):
+        (tmp_path / "cifar-100-binary" / name).write_bytes(rows.tobytes())
+    (images_, labels), _ = cifar.read(str(tmp_path), 100)
+    assert np.array_equal(labels, rows[:, 1]) and np.array_equal(images_[0].ravel(), rows[0, 2:])
+
+    def encoded(picture):
+        file = io.BytesIO()
+        Image.fromarray(picture.transpose(1, 2, 0)).save(file, "PNG")
+        return {"bytes": file.getvalue(), "path": None}
+
+    table = {
+        "image": [encoded(p) for p in images_] * 2,
+        "label": labels.tolist() * 2,
+        "split": ["train"] * 20 + ["test"] * 20,
+    }
+    (tmp_path / "p").mkdir()
+    pq.write_table(pa.table(table), tmp_path / "p" / "cifar100.parquet")
+    (again, same), _ = cifar.read(str(tmp_path / "p"), 100)
+    assert np.array_equal(again, images_) and np.array_equal(same, labels)
+
+
+def test_crop_and_flip_moves_whole_pictures():
+    picture = torch.arange(8 * 8).view(1, 1, 8, 8).expand(64, 3, 8, 8).to(torch.uint8) + 1
+    moved = images.crop_and_flip(picture, torch.Generator().manual_seed(0))
+    seen = set()
+    for row in moved[:, 0]:
+        inner = row[1:7, 1:7].int()
+        step = int(inner[0, 1] - inner[0, 0])
+        assert step in (1, -1) and (inner[1:] - inner[:-1] == 8).all()
+        seen.add((step, int(inner[0, 0])))
+    assert len(seen) > 9  # shifts by up to one pixel each way, mirrored or not: 18 in all
+
+
+def test_imagefolder(tmp_path):
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    for part, n in (("train", 20), ("val", 3)):
+        for kind in ("cat", "dog"):
+            folder = tmp_path / part / kind
+            folder.mkdir(parents=True)
+            for i in range(n):
+                Image.fromarray(rng.integers(0, 256, (10, 14, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+    task = get_task("imagefolder")
+    config = make_config("imagefolder", data=str(tmp_path), image_size=8, **SMALL)
+    data = task.load(config)
+    assert [data.rows(s) for s in ("train", "val", "test")] == [38, 2, 6]
+    assert task.model(config, data)(data.test["image"]).shape == (6, 2)
+    (tmp_path / "val" / "cat" / "0.png").write_bytes(b"no picture")
+    with pytest.raises(DataMissing, match="0.png is damaged"):
+        task.load(config)
+
+
+def test_text_windows_cover_the_text_and_are_views(tmp_path):
+    content = bytes(range(256)) * 8
+    (tmp_path / "some.txt").write_bytes(content)
+    config = make_config("text", data=str(tmp_path / "some.txt"), max_length=16, **SMALL)
+    data = get_task("text").load(config)
+    rows = data.train["bytes"]
+    assert bytes(rows[:, :16].flatten().tolist()) == content[: rows.shape[0] * 16]
+    assert torch.equal(rows[0, 16], rows[1, 0])  # each window also sees the byte it must predict last
+    assert rows.untyped_storage().nbytes() <= len(content)
+    with pytest.raises(DataMissing, match="lower --max-length"):
+        get_task("text").load(make_config("text", data=str(tmp_path / "some.txt"), max_length=4096, **SMALL))
+
+
+@pytest.mark.parametrize("kind", ["plain", "xz", "zip"])
+def test_compressed_text_is_read(tmp_path, kind):
+    content = b"the quick brown fox " * 50
+    path = tmp_path / {"plain": "t", "xz": "t.xz", "zip": "t.zip"}[kind]
+    if kind == "zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("t", content)
+    else:
+        path.write_bytes(lzma.compress(content) if kind == "xz" else content)
+    assert text.read_bytes(path) == content
+
+
+def test_a_wrong_enwik8_is_refused(tmp_path):
+    (tmp_path / "enwik8").write_bytes(b"x" * 1000)
+    with pytest.raises(DataMissing, match="1,000 bytes, enwik8 has 100,000,000"):
+        get_task("enwik8").load(make_config("enwik8", data=str(tmp_path)))
+
+
+def test_masking_hides_what_it_says():
+    task = get_task("masked")
+    config = make_config("masked", mask_rate=0.25)
+    rows = {"bytes": torch.randint(0, 256, (400, 40)).to(torch.uint8)}
+    batch = task.batch(rows, config, torch.Generator().manual_seed(0), training=True)
+    assert batch["chosen"].shape == (400, 10)
+    assert torch.equal(rows["bytes"].long().gather(1, batch["chosen"]), batch["target"])
+    shown = batch["ids"].gather(1, batch["chosen"])
+    assert abs((shown == 256).float().mean() - 0.8) < 0.03
+    assert abs((shown == batch["target"]).float().mean() - 0.1) < 0.03
+    untouched = torch.ones(400, 40).scatter(1, batch["chosen"], 0).bool()
+    assert torch.equal(batch["ids"][untouched], rows["bytes"].long()[untouched])
+
+
+def test_fetching_from_the_hub(tmp_path, monkeypatch):
+    pa = pytest.importorskip("pyarrow")
+
+    def load_dataset(name, split):
+        assert name == "stanfordnlp/imdb"
+        table = pa.table({"text": [f"{split} {i}" for i in range(4)], "label": [0, 1, 0, 1]})
+        return types.SimpleNamespace(data=types.SimpleNamespace(table=table))
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    fetch.get("imdb", tmp_path)
+    train, test = imdb.read(str(tmp_path))
+    assert train[1] == ("train 1", 1) and len(test) == 4
+    with pytest.raises(DataMissing, match="already there"):
+        fetch.get("imdb", tmp_path)
+    with pytest.raises(DataMissing, match="cannot be fetched"):
+        fetch.get("matching", tmp_path)
+    with pytest.raises(DataMissing, match="is not generated"):
+        fetch.make("imdb", tmp_path)
+
+
+def test_every_task_has_a_config_and_a_message_without_data(tmp_path):
+    for name in tasks():
+        task = get_task(name)
+        for preset in ["", *task.presets]:
+            config = make_config(name, preset=preset, data=str(tmp_path / "none"))
+        if name == "digits":
+            continue
+        with pytest.raises(DataMissing):
+            task.load(config)
+    with pytest.raises(ValueError, match="did you mean 'listops'"):
+        get_task("listop")
+    with pytest.raises(TypeError, match="did you mean 'layers'"):
+        make_config("digits", layer=3)
+    with pytest.raises(ValueError, match="its presets: deep, wide"):
+        make_config("digits", preset="tall")

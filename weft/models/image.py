@@ -1,0 +1,103 @@
+"""A Vision Transformer around any attention: patches as tokens.
+
+Dosovitskiy et al., An Image is Worth 16x16 Words, https://arxiv.org/abs/2010.11929
+
+    x = W · patch + positions, a learned CLS vector in front where pooling is "cls"
+    x = EncoderBlock_l(x), l = 1 … layers
+    logits = W · pool(LN(x))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..layers import EncoderBlock, sinusoids
+from ..layers.encoder import NORM_EPS
+from .build import AttentionChoice, attention_layer
+
+
+class ImageClassifier(nn.Module):
+    """`model(images)`: (B, 3, size, size), bytes or floats in [0, 1], to logits (B, classes)."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self,
+        size: int,
+        classes: int,
+        *,
+        patch: int = 4,
+        mean: Sequence[float] = (0.5, 0.5, 0.5),
+        std: Sequence[float] = (0.5, 0.5, 0.5),
+        dim: int = 256,
+        heads: int = 8,
+        head_dim: int = 32,
+        layers: int = 6,
+        mlp_dim: int = 512,
+        attention: AttentionChoice = "full",
+        attention_options: dict[str, Any] | None = None,
+        pooling: Literal["mean", "cls"] = "mean",
+        positions: Literal["learned", "sinusoid"] = "learned",
+        dropout: float = 0.0,
+        attention_dropout: float | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        if size % patch:
+            raise ValueError(f"size={size} does not divide into patches of {patch}")
+        if pooling not in ("mean", "cls"):
+            raise ValueError(f"pooling is 'mean' or 'cls', got {pooling!r}")
+        if positions not in ("learned", "sinusoid"):
+            raise ValueError(f"positions are 'learned' or 'sinusoid', got {positions!r}")
+        place = {"device": device, "dtype": dtype}
+        self.size, self.patch = size, patch
+        self.register_buffer("mean", torch.tensor(mean).view(1, -1, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std).view(1, -1, 1, 1), persistent=False)
+        length = (size // patch) ** 2 + (pooling == "cls")
+        self.embed = nn.Linear(3 * patch * patch, dim, **place)
+        self.cls = nn.Parameter(torch.zeros(dim, **place)) if pooling == "cls" else None
+        if positions == "learned":
+            self.positions = nn.Parameter(torch.empty(length, dim, **place).normal_(std=0.02))
+        else:
+            self.register_buffer("positions", sinusoids(length, dim, device=device, dtype=dtype), persistent=False)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList()
+        for layer in range(layers):
+            inner = attention_layer(
+                attention,
+                layer,
+                dim,
+                heads,
+                options=attention_options,
+                head_dim=head_dim,
+                causal=False,
+                max_length=length,
+                dropout=dropout if attention_dropout is None else attention_dropout,
+                **place,
+            )
+            self.blocks.append(EncoderBlock(dim, inner, mlp_dim=mlp_dim, dropout=dropout, **place))
+        self.norm = nn.LayerNorm(dim, eps=NORM_EPS, **place)
+        self.head = nn.Linear(dim, classes, **place)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if images.dim() != 4 or images.shape[1:] != (3, self.size, self.size):
+            raise ValueError(f"images must be (B, 3, {self.size}, {self.size}), got {tuple(images.shape)}")
+        if not images.is_floating_point():
+            images = images.to(self.mean.dtype) / 255
+        x = (images - self.mean) / self.std
+        p, side = self.patch, self.size // self.patch
+        x = x.unflatten(3, (side, p)).unflatten(2, (side, p)).permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        x = self.embed(x.to(self.embed.weight.dtype))
+        if self.cls is not None:
+            x = torch.cat([self.cls.expand(x.shape[0], 1, -1), x], 1)
+        x = self.dropout(x + self.positions.to(x.dtype))
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        return self.head(x[:, 0] if self.cls is not None else x.mean(1))

@@ -1,0 +1,95 @@
+"""A Transformer over bytes or tokens that scores every position: causal for language modelling, two-way for masked.
+
+x = dropout(Embed(ids) + positions)
+x = EncoderBlock_l(x, bias), l = 1 … layers
+logits = LN(x) · W
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..layers import ALiBi, EncoderBlock, sinusoids
+from ..layers.encoder import NORM_EPS
+from .build import AttentionChoice, attention_layer
+
+
+class LanguageModel(nn.Module):
+    """`model(ids, mask=None)`: ids (B, L) to logits (B, L, vocab).
+
+    `positions`: "alibi" adds a bias to the logits of attention and "rope" rotates queries and keys, where the
+    mechanism can; "learned" and "sinusoid" are added to the embeddings; "none" leaves order to causality.
+    """
+
+    table: Tensor | None
+
+    def __init__(
+        self,
+        vocab: int,
+        *,
+        max_length: int,
+        causal: bool = True,
+        dim: int = 512,
+        heads: int = 8,
+        head_dim: int = 64,
+        layers: int = 6,
+        mlp_dim: int = 2048,
+        attention: AttentionChoice = "full",
+        attention_options: dict[str, Any] | None = None,
+        positions: Literal["alibi", "rope", "learned", "sinusoid", "none"] = "alibi",
+        dropout: float = 0.1,
+        attention_dropout: float | None = None,  # as `dropout` when not given
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        if positions not in ("alibi", "rope", "learned", "sinusoid", "none"):
+            raise ValueError(f"positions are alibi, rope, learned, sinusoid or none, got {positions!r}")
+        place = {"device": device, "dtype": dtype}
+        self.vocab, self.max_length, self.causal = vocab, max_length, causal
+        self.embed = nn.Embedding(vocab, dim, **place)
+        nn.init.normal_(self.embed.weight, std=0.02)
+        self.positions = None
+        if positions == "learned":
+            self.positions = nn.Parameter(torch.empty(max_length, dim, **place).normal_(std=0.02))
+        table = sinusoids(max_length, dim, device=device, dtype=torch.float64) if positions == "sinusoid" else None
+        self.register_buffer("table", table, persistent=False)
+        self.bias = ALiBi(heads) if positions == "alibi" else None
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList()
+        for layer in range(layers):
+            inner = attention_layer(
+                attention,
+                layer,
+                dim,
+                heads,
+                options=attention_options,
+                head_dim=head_dim,
+                causal=causal,
+                max_length=max_length,
+                rope=positions == "rope",
+                dropout=dropout if attention_dropout is None else attention_dropout,
+                **place,
+            )
+            self.blocks.append(EncoderBlock(dim, inner, mlp_dim=mlp_dim, dropout=dropout, **place))
+        self.norm = nn.LayerNorm(dim, eps=NORM_EPS, **place)
+        self.scores = nn.Linear(dim, vocab, **place)
+        nn.init.normal_(self.scores.weight, std=0.02)
+        nn.init.zeros_(self.scores.bias)
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+            raise ValueError(f"ids must be integers (B, L), got {ids.dtype} {tuple(ids.shape)}")
+        if ids.shape[1] > self.max_length:
+            raise ValueError(f"{ids.shape[1]} tokens are over max_length={self.max_length}: make the model longer")
+        x = self.embed(ids)
+        table = self.table if self.positions is None else self.positions
+        if table is not None:
+            x = x + table[: x.shape[1]].to(x.dtype)
+        x = self.dropout(x)
+        for block in self.blocks:
+            x = block(x, mask, self.bias)
+        return self.scores(self.norm(x))

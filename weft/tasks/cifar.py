@@ -1,0 +1,125 @@
+"""CIFAR-10 and CIFAR-100: as images to classify, and CIFAR-10 as the Long Range Arena's sequence of grey pixels.
+
+Krizhevsky, Learning Multiple Layers of Features from Tiny Images (2009). Read from the binary version as its maker
+gives it out (cifar-10-batches-bin, cifar-100-binary), or from cifar10.parquet / cifar100.parquet with columns image
+(an encoded picture), label and split. The last 5,000 training images are validation data.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from .base import TaskData, TextClassification, add_task
+from .files import DamagedData, find, read_parquet
+from .images import ImageClassification
+
+if TYPE_CHECKING:
+    from ..lab.config import TrainConfig
+
+HELD_OUT = 5000
+Pictures = tuple[np.ndarray, np.ndarray]  # (n, 3, 32, 32) bytes, (n,) labels
+
+
+def read(data: str, classes: int) -> tuple[Pictures, Pictures]:
+    """Training and test images."""
+    names = {10: ("cifar-10-batches-bin", "cifar10.parquet"), 100: ("cifar-100-binary", "cifar100.parquet")}[classes]
+    how = f"fetch it with: weft data get cifar{classes}, or unpack the binary version (cs.toronto.edu/~kriz/cifar.html)"
+    path = find(data, names, how)
+    if path.suffix == ".parquet":
+        return _read_parquet(path, "train"), _read_parquet(path, "test")
+    if classes == 10:
+        batches = [_read_binary(path / f"data_batch_{i}.bin", 1) for i in range(1, 6)]
+        train = np.concatenate([b[0] for b in batches]), np.concatenate([b[1] for b in batches])
+        return train, _read_binary(path / "test_batch.bin", 1)
+    return _read_binary(path / "train.bin", 2), _read_binary(path / "test.bin", 2)
+
+
+def _read_binary(path: Path, labels: int) -> Pictures:
+    """Records of `labels` label bytes (the last is the fine one) and 3 x 32 x 32 bytes."""
+    record = labels + 3072
+    try:
+        content = np.frombuffer(path.read_bytes(), np.uint8)
+    except OSError as error:
+        raise DamagedData(path.parent, f"{path.name} cannot be read ({error})") from error
+    if not len(content) or len(content) % record:
+        raise DamagedData(path, f"its size is not a multiple of {record} bytes")
+    rows = content.reshape(-1, record)
+    return rows[:, labels:].reshape(-1, 3, 32, 32), rows[:, labels - 1]
+
+
+def _read_parquet(path: Path, split: str) -> Pictures:
+    from PIL import Image
+
+    table = read_parquet([path], ["image", "label", "split"])
+
+    def picture(cell: Any) -> np.ndarray:
+        content = cell["bytes"] if isinstance(cell, dict) else cell
+        return np.asarray(Image.open(io.BytesIO(content)).convert("RGB")).transpose(2, 0, 1)
+
+    chosen = [i for i, s in enumerate(table["split"]) if s == split]
+    if not chosen:
+        raise DamagedData(path, f"it has no rows of split {split}")
+    images = np.stack([picture(table["image"][i]) for i in chosen])
+    return images, np.array([table["label"][i] for i in chosen], np.uint8)
+
+
+def grey(images: np.ndarray) -> np.ndarray:
+    """0.2989 R + 0.587 G + 0.114 B, as bytes (n, 1024), rounded as TensorFlow did it for the arena."""
+    value = np.einsum("c,nchw->nhw", np.array([0.2989, 0.587, 0.114], np.float32), images.astype(np.float32))
+    return np.floor(value * (255.5 / 255)).clip(0, 255).astype(np.uint8).reshape(len(images), -1)
+
+
+class CIFAR10Pixels(TextClassification):
+    name = "cifar10-pixels"
+    about = "CIFAR-10 as 1,024 grey pixels in a row (Long Range Arena)"
+    defaults = dict(
+        layers=3, heads=4, dim=64, head_dim=16, mlp_dim=128, dropout=0.2, steps=35_000, batch_size=256, warmup=175,
+        learning_rate=0.008, schedule="cosine", optimizer="adam", beta2=0.98, eps=1e-9, eval_every=500,
+    )  # fmt: skip
+
+    def load(self, config: TrainConfig) -> TaskData:
+        if config.max_length not in (0, 1024):
+            raise ValueError("an image has 1,024 pixels: leave max_length out")
+        (images, labels), (test_images, test_labels) = read(config.data, 10)
+        ids, test_ids = (torch.from_numpy(grey(x).astype(np.int16) + 1) for x in (images, test_images))
+        label, test_label = (torch.from_numpy(y.copy()) for y in (labels, test_labels))
+        cut = max(1, len(label) - HELD_OUT) if len(label) > HELD_OUT else len(label) * 9 // 10
+        return TaskData(
+            {"ids": ids[:cut], "label": label[:cut]},
+            {"ids": ids[cut:], "label": label[cut:]},
+            {"ids": test_ids, "label": test_label},
+            length=1024,
+            facts={"vocab": 257, "classes": 10},
+        )
+
+
+class CIFAR(ImageClassification):
+    classes: int
+    size = 32
+
+    def load(self, config: TrainConfig) -> TaskData:
+        (images, labels), (test_images, test_labels) = read(config.data, self.classes)
+        cut = len(labels) - HELD_OUT if len(labels) > HELD_OUT else len(labels) * 9 // 10
+        parts = [(images[:cut], labels[:cut]), (images[cut:], labels[cut:]), (test_images, test_labels)]
+        train, val, test = (
+            {"image": torch.from_numpy(np.ascontiguousarray(x)), "label": torch.from_numpy(y.copy())} for x, y in parts
+        )
+        return self.data(config, train, val, test, self.classes)
+
+
+class CIFAR10(CIFAR):
+    name, about, classes = "cifar10", "CIFAR-10 images, 10 classes", 10
+
+
+class CIFAR100(CIFAR):
+    name, about, classes = "cifar100", "CIFAR-100 images, 100 classes", 100
+
+
+add_task(CIFAR10Pixels())
+add_task(CIFAR10())
+add_task(CIFAR100())

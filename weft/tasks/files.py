@@ -1,0 +1,123 @@
+"""Data on disk: found, checked, and written whole or not at all.
+
+A generated data set is a folder of .npy files with a manifest.json that gives each file's SHA-256. The folder is
+filled under a temporary name and renamed, and the manifest is checked when it is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .base import DataMissing
+
+
+def find(data: str, names: tuple[str, ...], what_to_do: str) -> Path:
+    """The first of `names` inside the folder `data`; `data` may also be the thing itself."""
+    root = Path(data)
+    if root.name in names and root.exists():
+        return root
+    for name in names:
+        if (root / name).exists():
+            return root / name
+    if root.is_file():
+        return root
+    raise DataMissing(f"no {' or '.join(names)} in {root}{'' if root.exists() else ' (no such folder)'}: {what_to_do}")
+
+
+def sha256(path: Path, algorithm: str = "sha256") -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, algorithm).hexdigest()
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `folder` when all of it is on the disk."""
+    if folder.exists():
+        raise DataMissing(f"{folder} is already there: remove it first, or choose another --data")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        for path in temporary.iterdir():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        os.rename(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_manifest(folder: Path, about: Mapping[str, Any]) -> None:
+    sums = {path.name: sha256(path) for path in sorted(folder.iterdir())}
+    (folder / "manifest.json").write_text(json.dumps({**about, "sha256": sums}, indent=2) + "\n")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest, after every file has been compared with it."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        sums = manifest["sha256"]
+    except (OSError, ValueError, KeyError) as error:
+        raise DamagedData(folder, f"its manifest.json cannot be read ({error})") from error
+    for name, expected in sums.items():
+        path = folder / name
+        if not path.exists():
+            raise DamagedData(folder, f"{name} is missing")
+        if sha256(path) != expected:
+            raise DamagedData(folder, f"{name} does not match its checksum")
+    return manifest
+
+
+class DamagedData(DataMissing):
+    def __init__(self, path: Path, what: str):
+        super().__init__(f"{path} is damaged: {what}. Remove it and make or fetch it again.")
+
+
+def read_array(folder: Path, name: str) -> np.ndarray:
+    return np.load(folder / f"{name}.npy", allow_pickle=False)
+
+
+def read_parquet(paths: list[Path], columns: list[str]) -> dict[str, list[Any]]:
+    """Columns of one or several Parquet files, as lists."""
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise DataMissing("reading Parquet files needs pyarrow: pip install 'weft[lab]'") from error
+    found: dict[str, list[Any]] = {name: [] for name in columns}
+    for path in paths:
+        try:
+            table = parquet.read_table(path, columns=columns)
+        except Exception as error:  # pyarrow raises many kinds
+            raise DamagedData(path, f"its columns {', '.join(columns)} cannot be read ({error})") from error
+        for name in columns:
+            found[name] += table.column(name).to_pylist()
+    return found
+
+
+def pad_rows(rows: list[np.ndarray], length: int, dtype: Any = np.int16) -> np.ndarray:
+    """Rows of ids, cut at `length` and filled up with 0."""
+    out = np.zeros((len(rows), length), dtype)
+    for i, row in enumerate(rows):
+        out[i, : min(len(row), length)] = row[:length]
+    return out
+
+
+def as_ids(text: bytes, length: int) -> np.ndarray:
+    """Byte b -> id b + 1, so that 0 is free for padding; 255 + 1 needs more than a byte."""
+    return np.frombuffer(text[:length], np.uint8).astype(np.int16) + 1
+
+
+def split_off(count: int, held_out: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Which rows of a training set stay in it and which become validation data: always the same ones."""
+    order = np.random.Generator(np.random.PCG64(seed)).permutation(count)
+    return np.sort(order[held_out:]), np.sort(order[:held_out])

@@ -1,0 +1,105 @@
+"""IMDb reviews, positive or negative: 25,000 to train on, 25,000 to test on, word by word or byte by byte.
+
+Maas et al., Learning Word Vectors for Sentiment Analysis (2011). Read from the folder aclImdb as its makers give it
+out, or from imdb.parquet with columns text, label and split. A tenth of the training reviews, always the same, is
+validation data; the test reviews are never looked at before the end.
+
+Words are runs of letters, digits and underscores, upper and lower case apart: with 93,929 different ones in the
+training reviews this is the vocabulary whose size the wide-attention study prints. Byte b has id b + 1.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from .base import StudyTask, TaskData, add_task
+from .files import DamagedData, as_ids, find, pad_rows, read_parquet, split_off
+
+if TYPE_CHECKING:
+    from ..lab.config import TrainConfig
+
+HOW = "fetch it with: weft data get imdb, or unpack aclImdb_v1.tar.gz (ai.stanford.edu/~amaas/data/sentiment) there"
+WORD = re.compile(r"\w+")
+
+Reviews = list[tuple[str, int]]
+
+
+def read(data: str) -> tuple[Reviews, Reviews]:
+    """The training and the test reviews with their labels, 1 = positive."""
+    path = find(data, ("imdb.parquet", "aclImdb"), HOW)
+    train, test = _read_parquet(path) if path.suffix == ".parquet" else _read_folder(path)
+    for split, reviews in (("train", train), ("test", test)):
+        if len({label for _, label in reviews}) != 2:
+            raise DamagedData(path, f"its {split} part does not hold both positive and negative reviews")
+    return train, test
+
+
+def _read_parquet(path: Path) -> tuple[Reviews, Reviews]:
+    table = read_parquet([path], ["text", "label", "split"])
+    rows = list(zip(table["text"], table["label"], table["split"], strict=True))
+    train, test = ([(text, label) for text, label, s in rows if s == split] for split in ("train", "test"))
+    return train, test
+
+
+def _read_folder(path: Path) -> tuple[Reviews, Reviews]:
+    def part(split: str) -> Reviews:
+        found: Reviews = []
+        for label, kind in enumerate(("neg", "pos")):
+            files = sorted((path / split / kind).glob("*.txt"), key=lambda p: int(p.stem.split("_")[0]))
+            if not files:
+                raise DamagedData(path, f"there are no reviews in {split}/{kind}")
+            found += [(file.read_text(encoding="utf-8"), label) for file in files]
+        return found
+
+    return part("train"), part("test")
+
+
+class IMDb(StudyTask):
+    def load(self, config: TrainConfig) -> TaskData:
+        train, test = read(config.data)
+        length = config.max_length or self.length
+        vocabulary = self.vocabulary(train)
+        stay, held_out = split_off(len(train), len(train) // 10)
+        ids, labels = self.encode([text for text, _ in train], vocabulary, length), np.array([y for _, y in train])
+        splits = [(ids[stay], labels[stay]), (ids[held_out], labels[held_out])]
+        splits.append((self.encode([text for text, _ in test], vocabulary, length), np.array([y for _, y in test])))
+        train_part, val_part, test_part = (
+            {"ids": torch.from_numpy(rows), "label": torch.from_numpy(label.astype(np.uint8))} for rows, label in splits
+        )
+        facts = {"vocab": len(vocabulary) if vocabulary else 257, "classes": 2}
+        return TaskData(train_part, val_part, test_part, length, facts, vocabulary)
+
+    def vocabulary(self, train: Reviews) -> list[str] | None:
+        return None
+
+    def encode(self, texts: list[str], vocabulary: list[str] | None, length: int) -> np.ndarray:
+        return pad_rows([as_ids(text.encode(), length) for text in texts], length)
+
+
+class IMDbBytes(IMDb):
+    name = "imdb-byte"
+    about = "IMDb sentiment from the first 1000 bytes"
+
+
+class IMDbTokens(IMDb):
+    name = "imdb-token"
+    about = "IMDb sentiment from the first 500 words"
+
+    def vocabulary(self, train: Reviews) -> list[str]:
+        words = {word for text, _ in train for word in WORD.findall(text)}
+        return ["<pad>", "<unknown>", *sorted(words)]
+
+    def encode(self, texts: list[str], vocabulary: list[str] | None, length: int) -> np.ndarray:
+        assert vocabulary is not None
+        number = {word: i for i, word in enumerate(vocabulary)}
+        rows = [np.array([number.get(w, 1) for w in WORD.findall(text)[:length]], np.int32) for text in texts]
+        return pad_rows(rows, length, np.int32)
+
+
+add_task(IMDbBytes())
+add_task(IMDbTokens())

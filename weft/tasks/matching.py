@@ -1,0 +1,64 @@
+"""Document matching: does one paper of the ACL Anthology cite another? Two documents of 4,000 bytes, yes or no.
+
+Radev et al., The ACL Anthology Network corpus; pairs as made for the Long Range Arena, https://arxiv.org/abs/2011.04006
+
+Read from new_aan_pairs.{train,eval,test}.tsv as the Long Range Arena gives them out: label, two ids, two texts.
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .base import Columns, StudyTask, TaskData, add_task
+from .files import DamagedData, as_ids, find, pad_rows
+
+if TYPE_CHECKING:
+    from ..lab.config import TrainConfig
+
+FILES = ("new_aan_pairs.train.tsv", "new_aan_pairs.eval.tsv", "new_aan_pairs.test.tsv")
+
+
+def read_pairs(path: Path, length: int) -> Columns:
+    if not path.exists():
+        raise DamagedData(path.parent, f"{path.name} is missing")
+    csv.field_size_limit(2**28)
+    first, second, labels = [], [], []
+    with open(path, newline="", encoding="utf-8", errors="replace") as file:
+        for line, row in enumerate(csv.reader(file, delimiter="\t"), 1):
+            if len(row) != 5 or row[0] not in ("0", "1", "0.0", "1.0"):
+                raise DamagedData(path, f"row {line} is not: 0 or 1, two ids, two texts")
+            labels.append(int(float(row[0])))
+            first.append(as_ids(row[3].encode(), length))
+            second.append(as_ids(row[4].encode(), length))
+    if not labels:
+        raise DamagedData(path, "it holds no pairs")
+    return {
+        "first": torch.from_numpy(pad_rows(first, length)),
+        "second": torch.from_numpy(pad_rows(second, length)),
+        "label": torch.tensor(labels, dtype=torch.uint8),
+    }
+
+
+class Matching(StudyTask):
+    name = "matching"
+    about = "does one paper cite the other? ACL Anthology pairs, two documents of 4k bytes"
+
+    def load(self, config: TrainConfig) -> TaskData:
+        names = ("matching", "aan", "lra_release/tsv_data", "lra_release/lra_release/tsv_data", "tsv_data")
+        folder = find(
+            config.data, names, "put the Long Range Arena's new_aan_pairs.{train,eval,test}.tsv into a folder 'aan'"
+        )
+        length = config.max_length or self.length
+        train, val, test = (read_pairs(folder / name, length) for name in FILES)
+        return TaskData(train, val, test, length=length, facts={"vocab": 257, "classes": 2}, documents=2)
+
+    def inputs(self, batch: Columns) -> tuple[Tensor, ...]:
+        return batch["first"].long(), batch["second"].long()
+
+
+add_task(Matching())

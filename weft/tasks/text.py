@@ -1,0 +1,186 @@
+"""Language modelling by bytes: enwik8, any text file, and masked language modelling on any text.
+
+    text, enwik8   predict byte t + 1 from the bytes up to t; metric bits per byte
+    masked         hide 15 % of the bytes (80 % behind a mask, 10 % another byte, 10 % as they are) and predict them
+
+The text is cut into windows of max_length; 90 % train, 5 % validation, 5 % test, in this order. enwik8 is the first
+10^8 bytes of an English Wikipedia of 2006, in the split 90/5/5 MB (mattmahoney.net/dc/textdata).
+"""
+
+from __future__ import annotations
+
+import lzma
+import math
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .base import Columns, DataMissing, Task, TaskData, add_task, block_options
+from .files import DamagedData, find, sha256
+
+if TYPE_CHECKING:
+    from ..lab.config import TrainConfig
+
+ENWIK8_MD5 = "a1fa5ffddb56f4953e226637dabbb36a"
+MASK_ID = 256
+
+
+def read_bytes(path: Path) -> bytes:
+    """A plain, .xz or .zip file; several plain files of a folder in order of name."""
+    try:
+        if path.is_dir():
+            return b"\n".join(p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file())
+        if path.suffix == ".xz":
+            return lzma.decompress(path.read_bytes())
+        if path.suffix == ".zip":
+            with zipfile.ZipFile(path) as archive:
+                return archive.read(archive.namelist()[0])
+        return path.read_bytes()
+    except (OSError, lzma.LZMAError, zipfile.BadZipFile, EOFError) as error:
+        raise DamagedData(path, f"it cannot be read ({error})") from error
+
+
+def windows(content: bytes, length: int, extra: int) -> Tensor:
+    """(n, length + extra): windows side by side, each seeing `extra` bytes of the next. A view, nothing is copied."""
+    whole = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
+    if len(whole) < length + extra:
+        raise DataMissing(f"a part of the text has {len(whole)} bytes, one window needs {length + extra}: "
+                          "lower --max-length or give a longer text")  # fmt: skip
+    return whole.unfold(0, length + extra, length)
+
+
+class Bytes(Task):
+    name = "text"
+    about = "predict the next byte of any text: --data FILE"
+    metric, higher_is_better = "bits_per_byte", False
+    length, overlap, vocab = 1024, 1, 256
+    defaults: Mapping[str, Any] = dict(
+        layers=6, heads=8, dim=512, head_dim=64, mlp_dim=2048, dropout=0.1, steps=10_000, batch_size=16,
+        optimizer="adam", learning_rate=1e-3, schedule="cosine", warmup=1000, beta2=0.999, eps=1e-8, clip=1.0,
+        positions="alibi", eval_every=500, eval_batches=50,
+    )  # fmt: skip
+
+    def content(self, config: TrainConfig) -> bytes:
+        path = Path(config.data)
+        if not path.exists():
+            raise DataMissing(f"there is no {path}: give a text file, or a folder of them, by --data")
+        return read_bytes(path)
+
+    def parts(self, content: bytes) -> tuple[bytes, bytes, bytes]:
+        a, b = len(content) * 90 // 100, len(content) * 95 // 100
+        return content[:a], content[a:b], content[b:]
+
+    def load(self, config: TrainConfig) -> TaskData:
+        length = config.max_length or self.length
+        parts = self.parts(self.content(config))
+        train, val, test = ({"bytes": windows(part, length, self.overlap)} for part in parts)
+        return TaskData(train, val, test, length=length, facts={"vocab": self.vocab})
+
+    def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
+        from ..models.language import LanguageModel
+
+        return LanguageModel(
+            data.facts["vocab"],
+            max_length=data.length,
+            causal=bool(self.overlap),
+            positions=config.positions or "alibi",  # type: ignore[arg-type]  # the model checks it
+            **block_options(config),
+        )
+
+    def inputs(self, batch: Columns) -> tuple[Tensor, ...]:
+        return (batch["bytes"][:, :-1].long(),)
+
+    def loss(self, model: nn.Module, batch: Columns, config: TrainConfig) -> Tensor:
+        logits = model(*self.inputs(batch)).float()
+        target = batch["bytes"][:, 1:].long()
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten(), label_smoothing=config.label_smoothing)
+
+    def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
+        logits = model(*self.inputs(batch)).float()
+        target = batch["bytes"][:, 1:].long()
+        loss = F.cross_entropy(logits.transpose(1, 2), target, reduction="none")
+        return {"loss": loss.sum(1), "count": torch.full_like(loss[:, 0], loss.shape[1])}
+
+    def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
+        loss = sums["loss"] / sums["count"]
+        return {"loss": loss, "bits_per_byte": loss / math.log(2)}
+
+
+class Enwik8(Bytes):
+    name = "enwik8"
+    about = "predict the next byte of enwik8"
+    length = 4096
+    # Subsampled attention's language model (The Information Pathways Hypothesis, 2306.01705), 202 M parameters.
+    presets = {
+        "pathways": dict(
+            layers=16, heads=8, head_dim=128, dim=1024, mlp_dim=4096, steps=10_000, warmup=4000, schedule="linear",
+            learning_rate=1e-3, final_learning_rate=5e-4, batch_size=64, dropout=0.3, attention_dropout=0.1, clip=0.1,
+        )
+    }  # fmt: skip
+
+    def content(self, config: TrainConfig) -> bytes:
+        how = "fetch it with: weft data get enwik8, or put enwik8.zip (mattmahoney.net/dc/textdata) there"
+        path = find(config.data, ("enwik8", "enwik8.zip", "enwik8.xz"), how)
+        content = read_bytes(path)
+        if len(content) != 10**8:
+            raise DamagedData(path, f"it has {len(content):,} bytes, enwik8 has 100,000,000")
+        if path.suffix == "" and sha256(path, "md5") != ENWIK8_MD5:
+            raise DamagedData(path, "its md5 is not the published one")
+        return content
+
+    def parts(self, content: bytes) -> tuple[bytes, bytes, bytes]:
+        return content[:90_000_000], content[90_000_000:95_000_000], content[95_000_000:]
+
+
+class Masked(Bytes):
+    name = "masked"
+    about = "predict hidden bytes of any text: --data FILE"
+    metric, higher_is_better = "bits_per_byte", False
+    length, overlap, vocab = 512, 0, 257
+    defaults = {**Bytes.defaults, "positions": "learned"}
+
+    def batch(self, rows: Columns, config: TrainConfig, generator: torch.Generator, training: bool) -> Columns:
+        """Hide the same number of bytes in every row, so that a mean over rows is a mean over bytes."""
+        target = rows["bytes"].long()
+        B, L = target.shape
+        count = max(1, round(config.mask_rate * L))
+        draw: dict[str, Any] = {"generator": generator, "device": target.device}
+        chosen = torch.rand(B, L, **draw).argsort(1)[:, :count]
+        fate = torch.rand(B, count, **draw)
+        other = torch.randint(0, 256, (B, count), **draw)
+        true = target.gather(1, chosen)
+        shown = torch.where(fate < 0.8, MASK_ID, torch.where(fate < 0.9, other, true))
+        return {"ids": target.scatter(1, chosen, shown), "chosen": chosen, "target": true}
+
+    def inputs(self, batch: Columns) -> tuple[Tensor, ...]:
+        return (batch["ids"],)
+
+    def loss(self, model: nn.Module, batch: Columns, config: TrainConfig) -> Tensor:
+        return F.cross_entropy(
+            self._hidden(model, batch).flatten(0, 1), batch["target"].flatten(), label_smoothing=config.label_smoothing
+        )
+
+    def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
+        logits, target = self._hidden(model, batch), batch["target"]
+        loss = F.cross_entropy(logits.transpose(1, 2), target, reduction="none")
+        correct = (logits.argmax(-1) == target).sum(1)
+        return {"loss": loss.sum(1), "correct": correct, "count": torch.full_like(correct, target.shape[1])}
+
+    def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
+        return {**super().summary(sums), "accuracy": sums["correct"] / sums["count"]}
+
+    def _hidden(self, model: nn.Module, batch: Columns) -> Tensor:
+        """Scores at the hidden places only (B, count, vocab)."""
+        logits = model(*self.inputs(batch))
+        return logits.gather(1, batch["chosen"][..., None].expand(-1, -1, logits.shape[-1])).float()
+
+
+add_task(Bytes())
+add_task(Enwik8())
+add_task(Masked())
