@@ -72,6 +72,16 @@ def pvt_linear():
     return timm_model("pvt_v2_b2_li", **sizes)
 
 
+def own_pvt():
+    torch.manual_seed(0)
+    sizes = {"dims": (8, 16, 16, 16), "heads": (1, 2, 2, 2), "depths": (1, 1, 1, 1)}
+    model = weft.models.pvt.PVT(image_size=64, classes=5, **sizes).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q.weight", "kv.weight")):
+            parameter.data *= 10
+    return model
+
+
 def images() -> torch.Tensor:
     return noise(2, 3, 64, 64)
 
@@ -81,6 +91,7 @@ MODELS = {
     "timm Swin": (swin, images),
     "timm PVTv2": (pvt, images),
     "timm PVTv2 linear": (pvt_linear, images),
+    "weft PVT": (own_pvt, images),
     "nn.TransformerEncoder": (encoder, lambda: noise(2, 9, 24)),
     "nn.TransformerEncoder, seq first": (lambda: encoder(batch_first=False), lambda: noise(9, 2, 24)),
     "weft": (lambda: Ours(attention="local", block_size=4), lambda: noise(2, 9, 24)),

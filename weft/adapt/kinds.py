@@ -10,6 +10,7 @@ from torch import nn
 
 from ..attention import Attention
 from ..layers.multihead import MultiheadAttention
+from ..models.pvt import SpatialReductionAttention
 from .torch_nn import TorchMultiheadAttention
 
 
@@ -20,7 +21,7 @@ class Layer:
     path: str
     module: nn.Module
     places: list[tuple[nn.Module, str]]  # every (parent, name) it stands under; empty for the model itself
-    kind: str  # "weft", "torch", "timm", "timm window", "timm reduced", "transformers"; "" where it is unknown
+    kind: str  # "weft", "weft reduced", "torch", "timm", "timm window", "timm reduced", "transformers"; "" where it is unknown
     needs: set[str] = field(default_factory=set)  # "cross", "bias", "rows", "pairs" (a matrix of logits)
     causal: bool | None = False  # None: said at each call
     trouble: str = ""  # why no mechanism can stand here
@@ -64,6 +65,8 @@ def _recognise(layer: Layer) -> bool:
     module = layer.module
     if isinstance(module, MultiheadAttention):
         layer.kind, layer.causal = "weft", module.causal
+    elif isinstance(module, SpatialReductionAttention):
+        layer.kind, layer.needs = "weft reduced", set() if module.sr is None else {"cross"}
     elif type(module) in (nn.MultiheadAttention, TorchMultiheadAttention):
         _recognise_torch(layer, module)
     elif type(module).__module__.startswith(("timm.", "weft.adapt.timm")):

@@ -193,6 +193,14 @@ def _plan_weft(layer: Layer, info: AttentionInfo, settings: dict, causal: bool |
     return [Patch(module, "attention", new.to(module.v.weight).train(module.training))]
 
 
+def _plan_reduced(layer: Layer, info: AttentionInfo, settings: dict, causal: bool | None, prefix: int) -> list[Patch]:
+    from .own import ReducedAttention
+
+    module: Any = layer.module
+    core = _core(module, info, bool(causal), settings, heads=module.heads, head_dim=module.dim // module.heads)
+    return [Patch(module, "weft", core), Patch(module, "__class__", ReducedAttention)]
+
+
 def _plan_torch(layer: Layer, info: AttentionInfo, settings: dict, causal: bool | None, prefix: int) -> list[Patch]:
     module: Any = layer.module
     causal = bool(layer.causal if layer.causal is not None else causal)
@@ -226,6 +234,7 @@ def _plan_transformers(
 
 _PLANS: dict[str, Callable[..., list[Patch] | str]] = {
     "weft": _plan_weft,
+    "weft reduced": _plan_reduced,
     "torch": _plan_torch,
     "timm": _plan_timm,
     "timm window": _plan_timm,

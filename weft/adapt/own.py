@@ -1,0 +1,23 @@
+"""Mechanisms in weft's own pyramid vision transformer, whose layers are softmax attention by definition."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..models.pvt import SpatialReductionAttention
+from .core import Core
+
+
+class ReducedAttention(SpatialReductionAttention):
+    """Attention to a spatially reduced image around a mechanism."""
+
+    weft: Core
+
+    def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        q = self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        source = x
+        if self.sr is not None and self.norm is not None:
+            image = x.transpose(1, 2).unflatten(2, feat_size)
+            source = self.norm(self.sr(image).flatten(2).transpose(1, 2))
+        k, v = self.kv(source).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.proj(self.weft(q, k, v).transpose(1, 2).flatten(2))
