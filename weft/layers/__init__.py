@@ -2,6 +2,7 @@
 
 from .attention_cache import AttentionCache
 from .cached import CachedAttention
+from .cached_maps import BranchMaps, branch_maps
 from .encoder import EncoderBlock
 from .feedforward import FeedForward
 from .ista import ISTA
@@ -15,6 +16,7 @@ from .transformer_xl import SegmentMemory, TransformerXLAttention
 __all__ = [
     "ALiBi",
     "AttentionCache",
+    "BranchMaps",
     "CachedAttention",
     "EncoderBlock",
     "FeedForward",
@@ -29,5 +31,6 @@ __all__ = [
     "Rotary",
     "SegmentMemory",
     "TransformerXLAttention",
+    "branch_maps",
     "sinusoids",
 ]

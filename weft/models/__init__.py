@@ -7,15 +7,18 @@ from .crate_text import CRATEText
 from .encoder import TextEncoder
 from .matcher import TextMatcher
 from .presets import lra
+from .pvt import PVT, pvt
 
 __all__ = [
     "CRATE",
     "CRATELayer",
     "CRATEMAE",
     "CRATEText",
+    "PVT",
     "TextClassifier",
     "TextEncoder",
     "TextMatcher",
     "crate",
     "lra",
+    "pvt",
 ]

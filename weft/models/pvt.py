@@ -38,13 +38,20 @@ class SpatialReductionAttention(nn.Module):
         self.norm = nn.LayerNorm(dim) if reduction > 1 else None
 
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        return self.merge(self.per_head(x, feat_size))
+
+    def per_head(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        """The heads before the output projection, (B, H, T, d): where cached attention mixes."""
         q = self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         source = x
         if self.sr is not None and self.norm is not None:
             image = x.transpose(1, 2).unflatten(2, feat_size)
             source = self.norm(self.sr(image).flatten(2).transpose(1, 2))
         k, v = self.kv(source).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return self.proj(softmax_attention(q, k, v).transpose(1, 2).flatten(2))
+        return softmax_attention(q, k, v)
+
+    def merge(self, heads: Tensor) -> Tensor:
+        return self.proj(heads.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):

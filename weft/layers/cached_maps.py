@@ -1,0 +1,57 @@
+"""What the two branches of cached attention look at: their mean maps, layer by layer.
+
+Zhang et al., Cached Transformers, https://arxiv.org/abs/2312.12742, Figure 4: o_self and o_mem averaged over channels
+and heads, brought to [0, 1] for each sample.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .cached import CachedAttention
+
+
+class BranchMaps(NamedTuple):
+    """The layer's path, and one value per token from each branch, (B, T); images are read row by row."""
+
+    name: str
+    own: Tensor
+    memory: Tensor
+
+
+def branch_maps(model: nn.Module, *args: Any, **kwargs: Any) -> list[BranchMaps]:
+    """The maps of every cached layer while `model(*args, **kwargs)` runs, as in eval(); nothing is written."""
+    found: list[BranchMaps] = []
+    hooks = []
+    for name, module in model.named_modules():
+        if isinstance(module, CachedAttention):
+            if module.options.eval_update:
+                raise ValueError("this model writes its streams in eval() too (eval_update): looking would change them")
+
+            def see(layer: CachedAttention, given: Any, named: Any, name: str = name) -> None:
+                own, memory = layer.branches(*given, **named)
+                found.append(BranchMaps(name, _map(own), _map(memory)))
+
+            hooks.append(module.register_forward_pre_hook(see, with_kwargs=True))
+    if not hooks:
+        raise ValueError(f"{type(model).__name__} has no cached attention: weft.CachedAttention wraps a layer")
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            model(*args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, training in modes:
+            module.training = training
+    return found
+
+
+def _map(branch: Tensor) -> Tensor:
+    values = branch.to(torch.promote_types(branch.dtype, torch.float32)).mean((2, 3))
+    low, high = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
+    return (values - low) / (high - low).clamp(min=torch.finfo(values.dtype).tiny)
