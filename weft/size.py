@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def size(
-    task: Annotated[str | None, typer.Argument(help="imdb-token, imdb-byte, listops or matching; all without")] = None,
+    task: Annotated[str | None, typer.Argument(help="imdb-token, imdb-byte, listops, matching; pvt, timm")] = None,
     attention: Annotated[str | None, typer.Option(help="one mechanism, or 'mixed'; the study's ten without")] = None,
     layers: Annotated[int | None, typer.Option(help="with --heads: one shape of your own")] = None,
     heads: Annotated[int | None, typer.Option(help="with --layers: one shape of your own")] = None,
@@ -19,12 +19,22 @@ def size(
         bool, typer.Option("--all", help="every layers x heads of the study, not only the two ends")
     ] = False,
 ) -> None:
-    """Parameters and checkpoint sizes of the wide-attention study's models, beside the paper's Table 8."""
+    """Parameters and checkpoint sizes of the wide-attention study's models, beside the paper's Table 8.
+
+    `pvt`: the pyramid plain and cached, with multiply-adds, beside the cache paper's; `timm`: its other hosts.
+    """
+    if task in ("pvt", "timm"):
+        from .models.pvt_sizes import pvt_sizes, show_costs, timm_sizes
+
+        if attention is not None or layers is not None or heads is not None or every:
+            raise typer.BadParameter(f"the models of {task} have their own shapes: nothing reads these options")
+        show_costs(pvt_sizes() if task == "pvt" else timm_sizes())
+        return
     from .models.presets import STUDY_ATTENTIONS, TASKS
     from .models.sizes import PUBLISHED_EXTRAS, study_rows
 
     if task is not None and task not in TASKS:
-        raise typer.BadParameter(f"there is no task {task!r}; there are {', '.join(TASKS)}")
+        raise typer.BadParameter(f"there is no task {task!r}; there are {', '.join(TASKS)}, pvt and timm")
     if (layers is None) != (heads is None):
         raise typer.BadParameter("give both --layers and --heads, or neither")
     names = STUDY_ATTENTIONS if attention is None else (attention,)
