@@ -114,7 +114,7 @@ class MultiheadAttention(nn.Module):
         self, x: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None, *, context: Tensor | None = None
     ) -> Tensor:
         self._check(x, context)
-        return self.merge(self.attention(*self.project(x, context), mask, bias))
+        return self.merge(self.attention(*self.project(x, context), mask, bias, **self._input(x)))
 
     def merge(self, heads: Tensor) -> Tensor:
         """(B, H, L, D) -> (B, L, dim): the heads side by side, through the output projection."""
@@ -125,7 +125,7 @@ class MultiheadAttention(nn.Module):
     ) -> Tensor:
         """The mechanism's effective (B, H, Lq, Lk) matrix on this input."""
         self._check(x, context)
-        return self.attention.weights(*self.project(x, context), mask, bias)
+        return self.attention.weights(*self.project(x, context), mask, bias, **self._input(x))
 
     def start(self, batch: int) -> Any:
         """The state before the first token, for `step`."""
@@ -137,8 +137,12 @@ class MultiheadAttention(nn.Module):
         """One token x (B, 1, dim) in, its output and the next state out."""
         inner, position = state
         q, k, v = self.project(x, start=position)
-        out, inner = self.attention.step(q, k, v, inner, mask, bias)
+        out, inner = self.attention.step(q, k, v, inner, mask, bias, **self._input(x))
         return self.merge(out), (inner, position + 1)
+
+    def _input(self, x: Tensor) -> dict[str, Tensor]:
+        """x itself, for the few mechanisms that read the layer's input beside q, k and v."""
+        return {"x": x} if getattr(self.attention, "needs_input", False) else {}
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
         return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
