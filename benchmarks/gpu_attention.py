@@ -58,18 +58,28 @@ TRIALS = {
         Tiles(64, 0, 32, 4, 3),
     ],
     "block": [
+        Tiles(128, 64, 64, 8, 1),
+        Tiles(128, 64, 64, 8, 2),
+        Tiles(128, 64, 64, 8, 1, 128),
+        Tiles(128, 64, 64, 8, 2, 128),
+        Tiles(128, 128, 64, 8, 1),
+        Tiles(128, 64, 32, 8, 1, 128),
+        Tiles(128, 64, 128, 8, 1),
+        Tiles(64, 64, 64, 4, 1),
+        Tiles(64, 64, 64, 4, 2),
+        Tiles(64, 32, 32, 4, 1),
+    ],
+    "wide block": [
         Tiles(64, 64, 64, 4, 1),
         Tiles(64, 64, 64, 4, 2),
         Tiles(64, 64, 64, 4, 3),
         Tiles(64, 64, 64, 8, 1),
-        Tiles(64, 64, 64, 8, 2),
         Tiles(128, 64, 64, 8, 1),
         Tiles(128, 64, 64, 8, 2),
+        Tiles(128, 64, 64, 8, 1, 128),
         Tiles(128, 128, 64, 8, 1),
-        Tiles(64, 32, 32, 4, 2),
-        Tiles(64, 64, 32, 4, 2),
-        Tiles(64, 128, 64, 8, 1),
-        Tiles(128, 128, 128, 8, 1),
+        Tiles(256, 64, 64, 16, 1),
+        Tiles(64, 32, 32, 4, 1),
     ],
 }
 
@@ -228,6 +238,8 @@ def tune(part: tuple[int, int] | None = None) -> list[dict[str, Any]]:
     number = 0
     for L, block in TUNED_SHAPES:
         for kernel, trials in TRIALS.items():
+            if kernel == ("wide block" if block <= 128 else "block"):
+                continue
             key = (kernel, 64, 2)
             usual = kernels.TILES[key]
             call = None
@@ -267,7 +279,7 @@ def print_best(results: list[dict[str, Any]]) -> None:
         for kernel in TRIALS:
             some = [r for r in results if (r["L"], r["block"], r["kernel"]) == (L, block, kernel)]
             for r in sorted(some, key=lambda r: r["ms"])[:4]:
-                print(f"tune {L} m={block} {kernel:<7} {r['ms']:.4f} ms  {tuple(r['trial'].values())}")
+                print(f"tune {L} m={block} {kernel:<10} {r['ms']:.4f} ms  {tuple(r['trial'].values())}")
 
 
 def profile(L: int, block: int) -> dict[str, float]:

@@ -146,6 +146,8 @@ SMALL = (
     Case(1, 16, H=1),
     Case(150, 128, H=1, pool="sum", dtype=torch.float16),
     Case(272, 256, H=1, D=8),
+    Case(150, 64, H=1, causal=False, mask="random"),
+    Case(100, 48, H=1, B=2, pool="mean", mask="blocks"),
 )
 
 _REAL = (

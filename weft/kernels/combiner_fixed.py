@@ -11,7 +11,7 @@ Triton is imported only when a kernel runs, so this module can be imported anywh
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,13 +22,17 @@ POOLS = ("max", "mean", "sum")
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a kernel cuts its work: queries, own keys and summaries per tile, warps, and loads in flight."""
+    """How a kernel cuts its work."""
 
-    queries: int
-    keys: int
-    spans: int
+    queries: int  # per tile
+    keys: int  # of the own block, per tile
+    spans: int  # summaries, per tile
     warps: int
-    stages: int
+    stages: int  # loads in flight
+    registers: int | None = None  # at most, per thread; None leaves it to the compiler
+
+    def launch(self) -> dict[str, int | None]:
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
 # By kernel, widest head and bytes per number. Measured with benchmarks/gpu_attention.py --tune; docs/kernels.md.
@@ -41,10 +45,14 @@ TILES: dict[tuple[str, int, int], Tiles] = {
     ("spans", 128, 2): Tiles(64, 0, 64, 8, 2),
     ("spans", 64, 4): Tiles(32, 0, 32, 4, 2),
     ("spans", 128, 4): Tiles(32, 0, 32, 4, 1),
-    ("block", 64, 2): Tiles(64, 64, 64, 4, 2),
-    ("block", 128, 2): Tiles(64, 64, 64, 8, 2),
+    ("block", 64, 2): Tiles(128, 64, 64, 8, 1),
+    ("block", 128, 2): Tiles(64, 64, 64, 8, 1),
     ("block", 64, 4): Tiles(32, 32, 32, 4, 1),
     ("block", 128, 4): Tiles(32, 32, 32, 4, 1),
+    ("wide block", 64, 2): Tiles(64, 64, 64, 4, 2),  # over 128 tokens: several tiles of queries
+    ("wide block", 128, 2): Tiles(64, 64, 64, 8, 1),
+    ("wide block", 64, 4): Tiles(32, 32, 32, 4, 1),
+    ("wide block", 128, 4): Tiles(32, 32, 32, 4, 1),
 }
 
 
@@ -88,7 +96,7 @@ def _forward(q, k, v, mask, block_size, pool, causal):
     attend[(n * ceil_div(block_size, t.queries), B * H)](
         q, k, v, flags, kbar, vbar, local, out, lse, *strides(q), *strides(k), *strides(v), *strides(out),
         H, L, n, scale, m=block_size, D=D, BLOCK_D=width, BQ=t.queries, BK=t.keys, BS=t.spans, SPANS=n > 1,
-        CAUSAL=causal, HAS_MASK=has_mask, PRECISION=precision(q), num_warps=t.warps, num_stages=t.stages,
+        CAUSAL=causal, HAS_MASK=has_mask, PRECISION=precision(q), **t.launch(),
     )  # fmt: skip
     return out, lse, qbar, kbar, vbar, local
 
@@ -144,15 +152,15 @@ def _backward(dout, q, k, v, mask, out, lse, qbar, kbar, vbar, local, block_size
         span_gradients[(ceil_div(n, t.spans), chunks, B * H)](
             q, dout, kbar, vbar, local, lse, delta, part_k, part_v, *strides(q), *strides(dout),
             H, L, n, chunk, scale, logit_scale, m=block_size, D=D, BLOCK_D=width, BQ=t.queries, BS=t.spans,
-            CAUSAL=causal, HAS_MASK=has_mask, PRECISION=precision(q), num_warps=t.warps, num_stages=t.stages,
+            CAUSAL=causal, HAS_MASK=has_mask, PRECISION=precision(q), **t.launch(),
         )  # fmt: skip
-    t = tiles("block", block_size, n, q)
+    t = tiles("block" if block_size <= 128 else "wide block", block_size, n, q)
     block_gradients[(n, B * H)](
         q, k, v, flags, dout, qbar, kbar, vbar, local, lse, delta, part_k, part_v, pooled, dq, dk, dv,
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq), *strides(dk), *strides(dv),
         H, L, n, chunk, chunks, scale, logit_scale, m=block_size, D=D, BLOCK_D=width, BQ=t.queries, BK=t.keys,
         BS=t.spans, CHUNKS=next_power_of_two(chunks), SPANS=n > 1, POOL=pool, CAUSAL=causal, HAS_MASK=has_mask,
-        PRECISION=precision(q), num_warps=t.warps, num_stages=t.stages,
+        PRECISION=precision(q), **t.launch(),
     )  # fmt: skip
     return dq, dk, dv
 
@@ -200,8 +208,8 @@ def tiles(kernel: str, block_size: int, n: int, q: Tensor) -> Tiles:
     t = TILES[kernel, max(64, block_width(q.shape[3])), q.element_size()]
     block = max(16, next_power_of_two(block_size))
     if kernel != "spans":  # there, tiles of queries run across blocks
-        t = Tiles(min(t.queries, block), min(t.keys, block), t.spans, t.warps, t.stages)
-    return Tiles(t.queries, t.keys, max(16, min(t.spans, next_power_of_two(n))), t.warps, t.stages)
+        t = replace(t, queries=min(t.queries, block), keys=min(t.keys, block))
+    return replace(t, spans=max(16, min(t.spans, next_power_of_two(n))))
 
 
 def query_chunks(L: int) -> tuple[int, int]:

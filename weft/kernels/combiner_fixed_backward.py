@@ -101,6 +101,114 @@ def add_chunks(PART, bh, block, n, d, chunk, chunks, m: tl.constexpr, D: tl.cons
 
 
 @triton.jit
+def through_pooling(
+    Q, K, V, MASK, QBAR, KBAR, LOCAL, PART_K, PART_V, POOLED,
+    q_l, k_l, v_l, bh, block, n, end, chunk, chunks, scale, logit_scale,
+    m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BK: tl.constexpr, CHUNKS: tl.constexpr,
+    POOL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """Back through the local softmax, α_j = exp2(qbar·k_j - local) and vbar = Σ α_j v_j, and through the pooling.
+
+    Leaves three rows per block in POOLED: what each pooled query entry sends to the tokens that share it, the same
+    for keys, and the gradient of vbar. They go through memory, not through registers, which the matrix products need.
+    Returns Σ α_j (dvbar·v_j).
+    """
+    d = tl.arange(0, BLOCK_D)
+    qbar = tl.load(QBAR + d, mask=d < D, other=0.0)
+    kbar = tl.load(KBAR + d, mask=d < D, other=0.0).to(tl.float32)
+    local = tl.load(LOCAL)
+    dkbar = add_chunks(PART_K, bh, block, n, d, chunk, chunks, m, D, CHUNKS, CAUSAL)
+    dvbar = add_chunks(PART_V, bh, block, n, d, chunk, chunks, m, D, CHUNKS, CAUSAL)
+    weighted = tl.zeros([BLOCK_D], tl.float32)  # Σ α dα k
+    mean_key = tl.zeros([BLOCK_D], tl.float32)  # Σ α k
+    mean_dalpha = 0.0
+    q_share = tl.zeros([BLOCK_D], tl.float32)  # how many tokens share the pooled entry
+    k_share = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, m, BK):
+        j = start + tl.arange(0, BK)
+        real = valid_rows(MASK, j, j < end, HAS_MASK)
+        k = load_rows(K, j, d, k_l, real, D, BLOCK_D).to(tl.float32)
+        v = load_rows(V, j, d, v_l, real, D, BLOCK_D).to(tl.float32)
+        alpha = tl.where(real, tl.exp2(tl.sum(k * qbar[None, :], 1) * scale - local), 0.0)
+        alpha_dalpha = alpha * tl.sum(v * dvbar[None, :], 1)
+        weighted += tl.sum(alpha_dalpha[:, None] * k, 0)
+        mean_key += tl.sum(alpha[:, None] * k, 0)
+        mean_dalpha += tl.sum(alpha_dalpha, 0)
+        if POOL == "max":
+            q = load_rows(Q, j, d, q_l, real, D, BLOCK_D).to(tl.float32)
+            q_share += tl.sum(tl.where(real[:, None] & (q == qbar[None, :]), 1.0, 0.0), 0)
+            k_share += tl.sum(tl.where(real[:, None] & (k == kbar[None, :]), 1.0, 0.0), 0)
+        elif POOL == "mean":
+            q_share += tl.sum(real.to(tl.float32), 0)
+    if POOL == "mean":
+        k_share = q_share
+    tl.store(POOLED + d, logit_scale * (weighted - mean_dalpha * mean_key) / tl.maximum(q_share, 1.0), mask=d < D)
+    tl.store(POOLED + D + d, dkbar / tl.maximum(k_share, 1.0), mask=d < D)
+    tl.store(POOLED + 2 * D + d, dvbar, mask=d < D)
+    tl.debug_barrier()
+    return mean_dalpha
+
+
+@triton.jit
+def add_to_queries(dq, q, real, QBAR, POOLED, D: tl.constexpr, BLOCK_D: tl.constexpr, POOL: tl.constexpr):
+    d = tl.arange(0, BLOCK_D)
+    pooled = real[:, None]
+    if POOL == "max":
+        pooled = pooled & (q.to(tl.float32) == tl.load(QBAR + d, mask=d < D, other=0.0)[None, :])
+    return dq + tl.where(pooled, tl.load(POOLED + d, mask=d < D, other=0.0)[None, :], 0.0)
+
+
+@triton.jit
+def add_to_keys(dk, dv, k, v, real, mean_dalpha, QBAR, KBAR, LOCAL, POOLED, scale, logit_scale,
+                D: tl.constexpr, BLOCK_D: tl.constexpr, POOL: tl.constexpr):  # fmt: skip
+    d = tl.arange(0, BLOCK_D)
+    k = k.to(tl.float32)
+    qbar = tl.load(QBAR + d, mask=d < D, other=0.0)
+    dvbar = tl.load(POOLED + 2 * D + d, mask=d < D, other=0.0)
+    alpha = tl.where(real, tl.exp2(tl.sum(k * qbar[None, :], 1) * scale - tl.load(LOCAL)), 0.0)
+    dlogit = alpha * (tl.sum(v.to(tl.float32) * dvbar[None, :], 1) - mean_dalpha)
+    dk += dlogit[:, None] * (qbar * logit_scale)[None, :]
+    dv += alpha[:, None] * dvbar[None, :]
+    pooled = real[:, None]
+    if POOL == "max":
+        pooled = pooled & (k == tl.load(KBAR + d, mask=d < D, other=0.0).to(tl.float32)[None, :])
+    dk += tl.where(pooled, tl.load(POOLED + D + d, mask=d < D, other=0.0)[None, :], 0.0)
+    return dk, dv
+
+
+@triton.jit
+def span_logit_gradients(dq, q, dout, lse, delta, KBAR, VBAR, LOCAL, block, n, scale,
+                         D: tl.constexpr, BLOCK_D: tl.constexpr, BS: tl.constexpr, CAUSAL: tl.constexpr,
+                         HAS_MASK: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """dq += Σ_s ds_is kbar_s over the summaries these queries attend to."""
+    d = tl.arange(0, BLOCK_D)
+    spans = block if CAUSAL else n
+    for start in range(0, spans, BS):
+        s = start + tl.arange(0, BS)
+        real = s < spans
+        kbar = load_rows(KBAR, s, d, D, real, D, BLOCK_D)
+        vbar = load_rows(VBAR, s, d, D, real, D, BLOCK_D)
+        if not CAUSAL:
+            real = real & (s != block)
+        if HAS_MASK:
+            real = real & (tl.load(LOCAL + s, mask=s < spans, other=float("-inf")) > float("-inf"))
+        logit = tl.dot(q, tl.trans(kbar), input_precision=PRECISION)
+        p = tl.where(real[None, :], tl.exp2(logit * scale - lse[:, None]), 0.0)
+        dp = tl.dot(dout, tl.trans(vbar), input_precision=PRECISION)
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(kbar.dtype), kbar, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit
+def store_rows(X, x, row, d, row_stride, live, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    mask = live[:, None]
+    if D != BLOCK_D:
+        mask = mask & (d < D)[None, :]
+    tl.store(X + row[:, None] * row_stride + d[None, :], x.to(X.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def block_gradients(
     Q, K, V, MASK, DOUT, QBAR, KBAR, VBAR, LOCAL, LSE, DELTA, PART_K, PART_V, POOLED, DQ, DK, DV,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l,
@@ -125,137 +233,114 @@ def block_gradients(
     MASK += b * L + first
     LSE += bh.to(tl.int64) * L + first
     DELTA += bh.to(tl.int64) * L + first
-    KBAR += bh.to(tl.int64) * n * D
-    VBAR += bh.to(tl.int64) * n * D
-    LOCAL += bh.to(tl.int64) * n
+    row = bh.to(tl.int64) * n  # of this head's first block, in what is kept per block
     end = tl.minimum(m, L - first)
     cols = tl.arange(0, BK)
     rows = tl.arange(0, BQ)
-
+    mean_dalpha = 0.0
     if SPANS:
-        # Back through the local softmax: α_j = exp2(qbar·k_j - local), vbar = Σ α_j v_j.
-        QBAR += (bh.to(tl.int64) * n + block) * D + d
-        qbar = tl.load(QBAR, mask=d < D, other=0.0)
-        kbar_own = tl.load(KBAR + block * D + d, mask=d < D, other=0.0).to(tl.float32)
-        local = tl.load(LOCAL + block)
-        dkbar = add_chunks(PART_K, bh, block, n, d, chunk, chunks, m, D, CHUNKS, CAUSAL)
-        dvbar = add_chunks(PART_V, bh, block, n, d, chunk, chunks, m, D, CHUNKS, CAUSAL)
-        weighted = tl.zeros([BLOCK_D], tl.float32)  # Σ α dα k
-        mean_key = tl.zeros([BLOCK_D], tl.float32)  # Σ α k
-        mean_dalpha = 0.0
-        q_share = tl.zeros([BLOCK_D], tl.float32)  # how many tokens share the pooled entry
-        k_share = tl.zeros([BLOCK_D], tl.float32)
-        for start in range(0, m, BK):
-            j = start + cols
-            real = valid_rows(MASK, j, j < end, HAS_MASK)
-            k = load_rows(K, j, d, k_l, real, D, BLOCK_D).to(tl.float32)
-            v = load_rows(V, j, d, v_l, real, D, BLOCK_D).to(tl.float32)
-            alpha = tl.where(real, tl.exp2(tl.sum(k * qbar[None, :], 1) * scale - local), 0.0)
-            alpha_dalpha = alpha * tl.sum(v * dvbar[None, :], 1)
-            weighted += tl.sum(alpha_dalpha[:, None] * k, 0)
-            mean_key += tl.sum(alpha[:, None] * k, 0)
-            mean_dalpha += tl.sum(alpha_dalpha, 0)
-            if POOL == "max":
-                q = load_rows(Q, j, d, q_l, real, D, BLOCK_D).to(tl.float32)
-                q_share += tl.sum(tl.where(real[:, None] & (q == qbar[None, :]), 1.0, 0.0), 0)
-                k_share += tl.sum(tl.where(real[:, None] & (k == kbar_own[None, :]), 1.0, 0.0), 0)
-            elif POOL == "mean":
-                q_share += tl.sum(real.to(tl.float32), 0)
-        if POOL == "mean":
-            k_share = q_share
-        if POOL == "sum":
-            q_share = tl.full([BLOCK_D], 1.0, tl.float32)
-            k_share = q_share
-        # What the pooling and the local softmax send to each token goes through memory, not through registers that
-        # the matrix products below need: three rows per block, written and read by this program alone.
-        POOLED += (bh.to(tl.int64) * n + block) * 3 * D + d
-        tl.store(POOLED, logit_scale * (weighted - mean_dalpha * mean_key) / tl.maximum(q_share, 1.0), mask=d < D)
-        tl.store(POOLED + D, dkbar / tl.maximum(k_share, 1.0), mask=d < D)
-        tl.store(POOLED + 2 * D, dvbar, mask=d < D)
-        tl.debug_barrier()
+        mean_dalpha = through_pooling(
+            Q, K, V, MASK, QBAR + (row + block) * D, KBAR + (row + block) * D, LOCAL + row + block, PART_K, PART_V,
+            POOLED + (row + block) * 3 * D, q_l, k_l, v_l, bh, block, n, end, chunk, chunks, scale, logit_scale,
+            m, D, BLOCK_D, BK, CHUNKS, POOL, CAUSAL, HAS_MASK,
+        )  # fmt: skip
 
-    for q_start in range(0, m, BQ):
-        i = q_start + rows
-        q = load_rows(Q, i, d, q_l, i < end, D, BLOCK_D)
-        dout = load_rows(DOUT, i, d, g_l, i < end, D, BLOCK_D)
-        lse = tl.load(LSE + i, mask=i < end, other=0.0)
-        delta = tl.load(DELTA + i, mask=i < end, other=0.0)
+    if BQ >= m:  # the block's queries are one tile: p and ds are computed once, and serve dq, dk and dv
+        q = load_rows(Q, rows, d, q_l, rows < end, D, BLOCK_D)
+        dout = load_rows(DOUT, rows, d, g_l, rows < end, D, BLOCK_D)
+        lse = tl.load(LSE + rows, mask=rows < end, other=0.0)
+        delta = tl.load(DELTA + rows, mask=rows < end, other=0.0)
         dq = tl.zeros([BQ, BLOCK_D], tl.float32)
-        key_end = tl.minimum(end, q_start + BQ) if CAUSAL else end
-        for start in range(0, key_end, BK):
+        for start in range(0, end, BK):
             j = start + cols
             real = valid_rows(MASK, j, j < end, HAS_MASK)
             k = load_rows(K, j, d, k_l, real, D, BLOCK_D)
             v = load_rows(V, j, d, v_l, real, D, BLOCK_D)
             allowed = real[None, :]
             if CAUSAL:
-                allowed = allowed & (j[None, :] <= i[:, None])
+                allowed = allowed & (j[None, :] <= rows[:, None])
             logit = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             p = tl.where(allowed, tl.exp2(logit * scale - lse[:, None]), 0.0)
+            dv = tl.dot(tl.trans(p.to(dout.dtype)), dout, input_precision=PRECISION)
             dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
-            ds = p * (dp - delta[:, None])
-            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+            ds = (p * (dp - delta[:, None])).to(q.dtype)
+            dk = tl.dot(tl.trans(ds), q, input_precision=PRECISION) * logit_scale
+            dq = tl.dot(ds, k, dq, input_precision=PRECISION)
+            if SPANS:
+                dk, dv = add_to_keys(
+                    dk, dv, k, v, real, mean_dalpha, QBAR + (row + block) * D, KBAR + (row + block) * D,
+                    LOCAL + row + block, POOLED + (row + block) * 3 * D, scale, logit_scale, D, BLOCK_D, POOL,
+                )  # fmt: skip
+            store_rows(DK, dk, j, d, dk_l, j < end, D, BLOCK_D)
+            store_rows(DV, dv, j, d, dv_l, j < end, D, BLOCK_D)
         if SPANS:
-            spans = block if CAUSAL else n
-            for start in range(0, spans, BS):
-                s = start + tl.arange(0, BS)
-                real = s < spans
-                kbar = load_rows(KBAR, s, d, D, real, D, BLOCK_D)
-                vbar = load_rows(VBAR, s, d, D, real, D, BLOCK_D)
-                if not CAUSAL:
-                    real = real & (s != block)
-                if HAS_MASK:
-                    real = real & (tl.load(LOCAL + s, mask=s < spans, other=float("-inf")) > float("-inf"))
-                logit = tl.dot(q, tl.trans(kbar), input_precision=PRECISION)
-                p = tl.where(real[None, :], tl.exp2(logit * scale - lse[:, None]), 0.0)
-                dp = tl.dot(dout, tl.trans(vbar), input_precision=PRECISION)
-                ds = p * (dp - delta[:, None])
-                dq = tl.dot(ds.to(kbar.dtype), kbar, dq, input_precision=PRECISION)
+            dq = span_logit_gradients(dq, q, dout, lse, delta, KBAR + row * D, VBAR + row * D, LOCAL + row, block, n,
+                                      scale, D, BLOCK_D, BS, CAUSAL, HAS_MASK, PRECISION)  # fmt: skip
         dq = dq * logit_scale
         if SPANS:
-            real = valid_rows(MASK, i, i < end, HAS_MASK)[:, None]
-            if POOL == "max":
-                real = real & (q.to(tl.float32) == tl.load(QBAR, mask=d < D, other=0.0)[None, :])
-            dq += tl.where(real, tl.load(POOLED, mask=d < D, other=0.0)[None, :], 0.0)
-        live = (i < end)[:, None] & (d < D)[None, :]
-        tl.store(DQ + i[:, None] * dq_l + d[None, :], dq.to(DQ.dtype.element_ty), mask=live)
-
-    for start in range(0, m, BK):
-        j = start + cols
-        real = valid_rows(MASK, j, j < end, HAS_MASK)
-        k = load_rows(K, j, d, k_l, real, D, BLOCK_D)
-        v = load_rows(V, j, d, v_l, real, D, BLOCK_D)
-        dk = tl.zeros([BK, BLOCK_D], tl.float32)
-        dv = tl.zeros([BK, BLOCK_D], tl.float32)
-        q_begin = (start // BQ) * BQ if CAUSAL else 0
-        for q_start in range(q_begin, end, BQ):
+            real = valid_rows(MASK, rows, rows < end, HAS_MASK)
+            dq = add_to_queries(dq, q, real, QBAR + (row + block) * D, POOLED + (row + block) * 3 * D, D, BLOCK_D, POOL)
+        store_rows(DQ, dq, rows, d, dq_l, rows < end, D, BLOCK_D)
+    else:
+        for q_start in range(0, end, BQ):
             i = q_start + rows
             q = load_rows(Q, i, d, q_l, i < end, D, BLOCK_D)
             dout = load_rows(DOUT, i, d, g_l, i < end, D, BLOCK_D)
             lse = tl.load(LSE + i, mask=i < end, other=0.0)
             delta = tl.load(DELTA + i, mask=i < end, other=0.0)
-            allowed = real[:, None]
-            if CAUSAL:
-                allowed = allowed & (j[:, None] <= i[None, :])
-            logit = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-            p = tl.where(allowed, tl.exp2(logit * scale - lse[None, :]), 0.0)
-            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-            dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
-            ds = p * (dp - delta[None, :])
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-        dk = dk * logit_scale
-        if SPANS:
-            k32 = k.to(tl.float32)
-            qbar = tl.load(QBAR, mask=d < D, other=0.0)
-            dvbar = tl.load(POOLED + 2 * D, mask=d < D, other=0.0)
-            alpha = tl.where(real, tl.exp2(tl.sum(k32 * qbar[None, :], 1) * scale - local), 0.0)
-            dlogit = alpha * (tl.sum(v.to(tl.float32) * dvbar[None, :], 1) - mean_dalpha)
-            dk += dlogit[:, None] * (qbar * logit_scale)[None, :]
-            dv += alpha[:, None] * dvbar[None, :]
-            pooled = real[:, None]
-            if POOL == "max":
-                pooled = pooled & (k32 == tl.load(KBAR + block * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :])
-            dk += tl.where(pooled, tl.load(POOLED + D, mask=d < D, other=0.0)[None, :], 0.0)
-        live = (j < end)[:, None] & (d < D)[None, :]
-        tl.store(DK + j[:, None] * dk_l + d[None, :], dk.to(DK.dtype.element_ty), mask=live)
-        tl.store(DV + j[:, None] * dv_l + d[None, :], dv.to(DV.dtype.element_ty), mask=live)
+            dq = tl.zeros([BQ, BLOCK_D], tl.float32)
+            key_end = tl.minimum(end, q_start + BQ) if CAUSAL else end
+            for start in range(0, key_end, BK):
+                j = start + cols
+                real = valid_rows(MASK, j, j < end, HAS_MASK)
+                k = load_rows(K, j, d, k_l, real, D, BLOCK_D)
+                v = load_rows(V, j, d, v_l, real, D, BLOCK_D)
+                allowed = real[None, :]
+                if CAUSAL:
+                    allowed = allowed & (j[None, :] <= i[:, None])
+                logit = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+                p = tl.where(allowed, tl.exp2(logit * scale - lse[:, None]), 0.0)
+                dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+                ds = p * (dp - delta[:, None])
+                dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+            if SPANS:
+                dq = span_logit_gradients(dq, q, dout, lse, delta, KBAR + row * D, VBAR + row * D, LOCAL + row, block,
+                                          n, scale, D, BLOCK_D, BS, CAUSAL, HAS_MASK, PRECISION)  # fmt: skip
+            dq = dq * logit_scale
+            if SPANS:
+                real = valid_rows(MASK, i, i < end, HAS_MASK)
+                dq = add_to_queries(dq, q, real, QBAR + (row + block) * D, POOLED + (row + block) * 3 * D, D, BLOCK_D,
+                                    POOL)  # fmt: skip
+            store_rows(DQ, dq, i, d, dq_l, i < end, D, BLOCK_D)
+
+        for start in range(0, end, BK):
+            j = start + cols
+            real = valid_rows(MASK, j, j < end, HAS_MASK)
+            k = load_rows(K, j, d, k_l, real, D, BLOCK_D)
+            v = load_rows(V, j, d, v_l, real, D, BLOCK_D)
+            dk = tl.zeros([BK, BLOCK_D], tl.float32)
+            dv = tl.zeros([BK, BLOCK_D], tl.float32)
+            q_begin = (start // BQ) * BQ if CAUSAL else 0
+            for q_start in range(q_begin, end, BQ):
+                i = q_start + rows
+                q = load_rows(Q, i, d, q_l, i < end, D, BLOCK_D)
+                dout = load_rows(DOUT, i, d, g_l, i < end, D, BLOCK_D)
+                lse = tl.load(LSE + i, mask=i < end, other=0.0)
+                delta = tl.load(DELTA + i, mask=i < end, other=0.0)
+                allowed = real[:, None]
+                if CAUSAL:
+                    allowed = allowed & (j[:, None] <= i[None, :])
+                logit = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+                p = tl.where(allowed, tl.exp2(logit * scale - lse[None, :]), 0.0)
+                dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+                dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+                ds = p * (dp - delta[None, :])
+                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+            dk = dk * logit_scale
+            if SPANS:
+                dk, dv = add_to_keys(
+                    dk, dv, k, v, real, mean_dalpha, QBAR + (row + block) * D, KBAR + (row + block) * D,
+                    LOCAL + row + block, POOLED + (row + block) * 3 * D, scale, logit_scale, D, BLOCK_D, POOL,
+                )  # fmt: skip
+            store_rows(DK, dk, j, d, dk_l, j < end, D, BLOCK_D)
+            store_rows(DV, dv, j, d, dv_l, j < end, D, BLOCK_D)
