@@ -1,0 +1,319 @@
+"""Subsampled attention: the recorded samples, its limits, legal sources for every target, replay, and speed's twin."""
+
+import copy
+import math
+
+import golden
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import weft
+from weft.attention.sampled import sampled_attention
+from weft.attention.sampled_tiles import causal_tiles
+from weft.attention.sampling import causal_windows
+
+FILE = "ssa_1d.npz"
+
+
+def random_qkv(B=2, H=2, L=16, D=8, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(B, H, L, D, dtype=dtype, generator=generator) for _ in range(3)]
+
+
+def make(causal=False, heads=2, head_dim=8, **options):
+    return weft.make_attention("subsampled", heads=heads, head_dim=head_dim, causal=causal, **options)
+
+
+def by_definition(q, k, v, sources, targets, causal, mask=None, bias=None):
+    """Target by target, from a list of legal sources; the nearest legal one where the sample has none."""
+    B, H, L, D = q.shape
+    out = torch.zeros_like(v)
+    for b in range(B):
+        real = [s for s in range(L) if mask is None or mask[b, s]]
+        for window, sample in zip(targets.tolist(), sources.tolist(), strict=True):
+            for t in (t for t in window if t < L):
+                legal = [s for s in real if s <= t or not causal]
+                chosen = [s for s in sample if s in legal]
+                before = [s for s in legal if s <= t]
+                if not chosen:
+                    chosen = before[-1:] or legal[:1]
+                if not chosen:
+                    continue
+                logits = q[b, :, t, None] @ k[b][:, chosen].transpose(1, 2) / math.sqrt(D)
+                if bias is not None:
+                    logits = logits + bias(torch.tensor([[[[t]]]]), torch.tensor(chosen).view(1, 1, 1, -1))[0].to(q)
+                out[b, :, t] = (logits.softmax(-1) @ v[b][:, chosen])[:, 0]
+    return out
+
+
+def recorded(name):
+    return {key: torch.as_tensor(value) for key, value in golden.cases(FILE)[name].items()}
+
+
+@pytest.mark.parametrize("name", [n for n in golden.names(FILE) if not n.startswith("sampler")])
+def test_recorded_layers(name):
+    case = recorded(name)
+    L, windows, heads, alibi = case["cfg_L_windows_heads_alibi"].tolist()
+    causal = not name.endswith("bidir")
+    dim = case["x_TBC"].shape[-1]
+    layer = weft.MultiheadAttention(
+        dim, heads, attention="subsampled", windows=windows, causal=causal, qkv_bias=True, out_bias=True,
+        dtype=torch.float64,
+    )  # fmt: skip
+    weights = {f"{p}.{w}": case[f"w/{p}_proj.{w}"] for p in "qkv" for w in ("weight", "bias")}
+    weights |= {f"out.{w}": case[f"w/out_proj.{w}"] for w in ("weight", "bias")}
+    layer.load_state_dict(weights)
+    bias = weft.ALiBi(heads) if alibi and causal else None
+    x = case["x_TBC"].transpose(0, 1)
+    layer.eval()
+    assert (layer(x, bias=bias).transpose(0, 1) - case["y_eval_TBC"]).abs().max() < 1e-9
+    if not case["source_indices"].numel():
+        layer.attention.sampling = False
+    layer.train()
+    with layer.attention.fixed(case["source_indices"] if case["source_indices"].numel() else torch.zeros(windows)):
+        trained = layer(x, bias=bias).transpose(0, 1)
+    expected = case["y_train_TBC"]
+    sound = expected.isfinite().all(-1).all(-1)  # the authors' permutation leaves NaN rows; ours has none
+    assert trained.isfinite().all() and sound.sum() >= L - 2
+    assert (trained - expected)[sound].abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("name", [n for n in golden.names(FILE) if n.startswith("sampler1d_half_gaussian")])
+def test_recorded_sampler(name):
+    case = recorded(name)
+    L, windows, sigma = case["L_windows_sigma"].tolist()
+    sources = causal_windows(case["noise_concat"], windows, L // windows, sigma)
+    assert sources.flatten().tolist() == case["indices"].tolist()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("options", "L"), [({"windows": 3}, 13), ({"windows": 4, "keep": 0.4}, 16), ({"windows": 1, "keep": 0.5}, 7),
+                                            ({"windows": 3, "biased": False}, 11), ({"windows": 2, "noise": "uniform"}, 9),
+                                            ({"windows": 3, "layout": (5, 3)}, 15), ({"windows": 2, "layout": (4, 3), "biased": False}, 12)])  # fmt: skip
+def test_equals_the_definition(causal, masked, options, L):
+    torch.manual_seed(L)
+    q, k, v = random_qkv(L=L)
+    mask = torch.rand(2, L) < 0.4 if masked else None
+    attn = make(causal, **options)
+    bias = weft.RelativeBias2d(2, *attn.layout) if isinstance(attn.layout, tuple) else weft.ALiBi(2)
+    out = attn(q, k, v, mask, bias)
+    rows, width = (L, 1) if isinstance(attn.layout, str) else attn.layout
+    size = -(-rows // options["windows"]) * width
+    targets = torch.arange(size * attn.last_indices.shape[0]).view(-1, size)
+    expected = by_definition(q, k, v, attn.last_indices, targets, causal, mask, bias)
+    assert (out - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("layout", [(4, 6), (5, 7)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_grid_windows_equal_the_definition(layout, biased):
+    torch.manual_seed(1)
+    L = layout[0] * layout[1]
+    q, k, v = random_qkv(L=L)
+    attn = make(layout=layout, windows=(2, 3), biased=biased)
+    out = attn(q, k, v)
+    targets = attn.targets(L)
+    assert sorted(t for t in targets.flatten().tolist() if t < L) == list(range(L))
+    assert (out - by_definition(q, k, v, attn.last_indices, targets, False)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_limits(causal):
+    q, k, v = random_qkv(L=12)
+    dense = weft.make_attention("full", heads=2, head_dim=8, causal=causal)(q, k, v)
+    assert (make(causal, windows=1)(q, k, v) - dense).abs().max() < 1e-12
+    assert torch.equal(make(causal).eval()(q, k, v), dense)
+    blocks = [weft.make_attention("full", heads=2, head_dim=8, causal=causal)(*(t[:, :, a : a + 4] for t in (q, k, v)))
+              for a in (0, 4, 8)]  # fmt: skip
+    assert (make(causal, windows=3, sigma=0.0)(q, k, v) - torch.cat(blocks, 2)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_target_is_left_without_a_source(causal):
+    """Any length, mask, seed, thinning: finite forward and backward; zeros only where nothing is legal."""
+    for seed in range(60):
+        torch.manual_seed(seed)
+        L, W = int(torch.randint(1, 24, ())), int(torch.randint(1, 7, ()))
+        attn = make(causal, windows=W, keep=[1.0, 0.3][seed % 2], biased=seed % 3 > 0, sigma=[0.0, 0.2, 3.0][seed % 3])
+        q, k, v = (t.requires_grad_() for t in random_qkv(L=L, seed=seed))
+        mask = None if seed % 5 == 0 else torch.rand(2, L) < [0.1, 0.5, 0.9][seed % 3]
+        with torch.no_grad():
+            if mask is not None:
+                k[~mask[:, None].expand(2, 2, L)] = float("nan")
+                v[~mask[:, None].expand(2, 2, L)] = float("inf")
+        out = attn(q, k, v, mask)
+        grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+        assert out.isfinite().all() and all(g.isfinite().all() for g in grads)
+        real = torch.ones(2, L, dtype=torch.bool) if mask is None else mask
+        legal = real.cumsum(1) > 0 if causal else real.any(1, keepdim=True).expand(2, L)
+        assert torch.equal(out.ne(0).any(-1).all(1), legal)
+        if mask is not None:
+            assert all((g.transpose(1, 2)[~mask] == 0).all() for g in grads[1:])
+
+
+def test_causal_under_perturbation():
+    for options in ({}, {"keep": 0.5}, {"biased": False}, {"layout": (5, 4)}):
+        for t in (0, 6, 12, 19):
+            q, k, v = random_qkv(L=20)
+            attn = make(True, windows=3 if "layout" in options else 4, **options)
+            with attn.fixed(attn.draw(20)):
+                before = attn(q, k, v)
+                for x in (q, k, v):
+                    x[:, :, t + 1 :] = 100 * torch.randn_like(x[:, :, t + 1 :])
+                assert torch.equal(attn(q, k, v)[:, :, : t + 1], before[:, :, : t + 1])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_one_fresh_sample_per_forward_reproducible(causal):
+    q, k, v = random_qkv(L=32)
+    attn = make(causal)
+    torch.manual_seed(5)
+    first, indices = attn(q, k, v), attn.last_indices
+    second = attn(q, k, v)
+    assert not torch.equal(first, second)
+    torch.manual_seed(5)
+    assert torch.equal(attn(q, k, v), first)
+    with attn.fixed(indices):
+        assert torch.equal(attn(q, k, v), first)
+        assert torch.equal(attn(q[1:], k[1:], v[1:])[0], first[1])  # shared by the batch, whatever the batch
+    a, b = (attn.draw(32, torch.Generator().manual_seed(9)) for _ in range(2))
+    assert torch.equal(a, b) and not torch.equal(a, attn.draw(32, torch.Generator().manual_seed(10)))
+
+
+@pytest.mark.parametrize("options", [{}, {"keep": 0.5}, {"layout": (8, 4)}, {"layout": "graph", "keep": 0.5}])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_sees_the_same_sample(options, reentrant):
+    """Two calls of one layer before one backward: each recomputation must find its own sample."""
+    layer = weft.MultiheadAttention(8, 2, attention="subsampled", dtype=torch.float64, **options)
+    x = torch.randn(2, 32, 8, dtype=torch.float64, requires_grad=True)
+
+    def grads(run):
+        torch.manual_seed(3)
+        y = run(x) + 2 * run(x.flip(1))
+        return torch.autograd.grad(y.square().sum(), (x, *layer.parameters())) if not reentrant else backward(y)
+
+    def backward(y):  # the reentrant kind supports .backward() only
+        leaves = (x, *layer.parameters())
+        for p in leaves:
+            p.grad = None
+        y.square().sum().backward()
+        return [p.grad.clone() for p in leaves]
+
+    plain = grads(layer)
+    replayed = grads(lambda x: checkpoint(layer, x, use_reentrant=reentrant))
+    assert all((a - b).abs().max() < 1e-10 for a, b in zip(plain, replayed, strict=True))
+
+
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {}, {"layout": (8, 4), "causal": True}, {"layout": "graph", "keep": 0.5}]
+)
+def test_compiles_with_fresh_samples(options):
+    torch._dynamo.reset()
+    attn = make(**options)
+    compiled = torch.compile(attn, fullgraph=True, backend="aot_eager")
+    q, k, v = (t.requires_grad_() for t in random_qkv(L=32))
+    torch.manual_seed(2)
+    once, again = compiled(q, k, v), compiled(q, k, v)
+    assert not torch.equal(once, again)
+    torch.manual_seed(2)
+    plain = attn(q, k, v)
+    assert (once - plain).abs().max() < 1e-12
+    for a, b in zip(*(torch.autograd.grad(y.square().sum(), (q, k, v)) for y in (once, plain)), strict=True):
+        assert (a - b).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("L", "W"), [(1200, 2), (900, 3)])
+def test_tiles_equal_the_plain_version(L, W, dtype):
+    q, k, v = (t.to(dtype).requires_grad_() for t in random_qkv(B=1, L=L, D=5))
+    attn = make(True, head_dim=5, windows=W)
+    sources = attn.draw(L)
+    fast, plain = causal_tiles(q, k, v, sources), sampled_attention(q, k, v, sources, causal=True)
+    weight = torch.randn_like(plain)
+    results = [(y, *torch.autograd.grad(y, (q, k, v), weight)) for y in (fast, plain)]
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
+    for a, b in zip(*results, strict=True):
+        assert a.dtype == dtype and (a - b).abs().max() < tolerance * max(1, b.abs().max().item())
+
+
+def test_tiles_are_used_and_take_any_strides():
+    attn = make(True, windows=2)
+    x = torch.randn(2, 1040, 2, 24, requires_grad=True)
+    q, k, v = x.transpose(1, 2).chunk(3, -1)
+    out = attn(q, k, v)
+    assert "CausalTiles" in type(out.grad_fn).__name__
+    (got,) = torch.autograd.grad(out.sum(), x)
+    expected = sampled_attention(q, k, v, attn.last_indices, causal=True)
+    (want,) = torch.autograd.grad(expected.sum(), x)
+    assert (out - expected).abs().max() < 1e-5 and (got - want).abs().max() < 1e-4
+
+
+def test_sampling_switch_and_decoding():
+    q, k, v = random_qkv(L=9)
+    attn = make(True)
+    dense = copy.deepcopy(attn).eval()(q, k, v)
+    attn.sampling = False
+    assert torch.equal(attn(q, k, v), dense)
+    state, steps = attn.start(2), []
+    for t in range(9):
+        out, state = attn.step(*(x[:, :, t : t + 1] for x in (q, k, v)), state)
+        steps.append(out)
+    assert (torch.cat(steps, 2) - dense).abs().max() < 1e-12
+    attn.sampling = True
+    attn.eval()
+    assert not torch.equal(attn(q, k, v), dense)
+    with pytest.raises(ValueError, match="eval"):
+        attn.step(*(x[:, :, :1] for x in (q, k, v)), attn.start(2))
+
+
+def test_graph_layout_drops_sources_and_keeps_one():
+    q, k, v = random_qkv(B=3, L=6)
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0]]).bool()
+    attn = make(layout="graph", keep=0.5, heads=2)
+    used = torch.stack([attn.weights(q, k, v, mask)[0].ne(0).any(0) for _ in range(400)]).double()
+    assert torch.equal(used.amin(1), used.amax(1))  # the same sources for every target
+    assert abs(used.mean().item() - (0.5 + 0.5**6 / 6)) < 0.05  # half of them, and one where none would be left
+    out = attn(q, k, v, mask)
+    assert (out[1] - v[1, :, 2:3]).abs().max() < 1e-12 and (out[2] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"windows": 0}, "at least 1"),
+        ({"windows": (2, 2)}, "layout"),
+        ({"sigma": -0.1}, "fraction"),
+        ({"sigma": float("inf")}, "biased=False"),
+        ({"keep": 0.0}, "keep"),
+        ({"layout": "2d"}, "layout"),
+        ({"noise": "cauchy"}, "noise"),
+        ({"layout": (4, 4), "windows": (2, 2), "causal": True}, "bands"),
+        ({"layout": "graph", "causal": True}, "order"),
+    ],
+)
+def test_refusals(options, says):
+    with pytest.raises(ValueError, match=says):
+        make(**options)
+
+
+def test_refuses_other_shapes():
+    q, k, v = random_qkv(L=12)
+    with pytest.raises(ValueError, match="self-attention"):
+        make()(q, k[:, :, :8], v[:, :, :8])
+    with pytest.raises(ValueError, match="cells"):
+        make(layout=(3, 3))(q, k, v)
+    attn = make()
+    with attn.fixed(torch.arange(16)), pytest.raises(ValueError, match="fixed sample"):
+        attn(q, k, v)
+
+
+def test_ranks_draw_different_samples(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for options, differs in (({}, True), ({"same_on_all_ranks": True}, False), ({"layout": (6, 6)}, True)):
+        attn, drawn = make(True, **options), []
+        for rank in (0, 1):
+            monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+            drawn.append(attn.draw(36, torch.Generator().manual_seed(0)))
+        assert torch.equal(*drawn) != differs

@@ -1,0 +1,254 @@
+"""Stochastically subsampled self-attention (SSA): train on random pathways, run dense.
+
+The Information Pathways Hypothesis: Transformers are Dynamic Self-Ensembles, https://arxiv.org/abs/2306.01705
+
+    training    out_t = Σ_{s ∈ S_w} softmax_s(q_t · k_s / √D + bias_ts) v_s     w = t // P, over the sampled legal s
+    eval()      full attention; the softmax renormalises by itself
+
+One sample per forward, shared by batch and heads, at 1/W of the dense pairs; `sampling.py` has its 1-D law,
+`sampling2d.py` the 2-D one. Only sources are moved, targets never. No parameters, no rescaling. Layouts:
+
+    "1d"              windows are runs of tokens; sigma is a fraction of the length
+    (height, width)   windows are bands of rows, or with windows=(rows, columns) a grid of rectangles; sigma is a
+                      fraction of each side; causal in reading order, with bands only
+    "graph"           no windows: each source of each graph is dropped with probability 1 − keep
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .blocks import ceil_div
+from .contract import PositionBias
+from .full import FullAttention
+from .registry import register
+from .sampled import sampled_attention
+from .sampled_tiles import TILE, causal_tiles
+from .sampling import (
+    bidirectional_windows,
+    causal_noise,
+    causal_windows,
+    draw_key,
+    sample_noise,
+    thin,
+)
+from .sampling2d import sample_placement, window_table
+
+
+class Subsampling:
+    """What can sample: by itself in training only; `sampling` = True or False overrides that."""
+
+    sampling: bool | None = None
+    training: bool
+
+    @property
+    def samples_now(self) -> bool:
+        return self.training if self.sampling is None else self.sampling
+
+
+class SubsampledAttention(Subsampling, FullAttention):
+    def __init__(
+        self,
+        *,
+        windows: int | tuple[int, int] = 4,
+        sigma: float = 0.2,
+        biased: bool = True,
+        keep: float = 1.0,
+        layout: str | tuple[int, int] = "1d",
+        noise: str = "gaussian",
+        round_sigma: bool = False,
+        same_on_all_ranks: bool = False,
+        **contract: Any,
+    ):
+        super().__init__(**contract)
+        _check_options(windows, sigma, keep, layout, noise, self.causal)
+        self.windows, self.sigma, self.biased, self.keep, self.layout = windows, sigma, biased, keep, layout
+        self.noise, self.round_sigma, self.same_on_all_ranks = noise, round_sigma, same_on_all_ranks
+        self.last_indices: Tensor | None = None
+        self._fixed: Tensor | None = None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        if not self.samples_now:
+            return super().attend(q, k, v, mask, bias)
+        B, L = q.shape[0], q.shape[2]
+        if self.layout == "graph":
+            kept = drop_sources(mask, B, L, 1 - self.keep, per_rank=not self.same_on_all_ranks).to(q.device)
+            return super().attend(q, k, v, kept, bias)
+        sources = self._given(L) if self._fixed is not None else self.draw(L)
+        if not torch.compiler.is_compiling():
+            self.last_indices = sources
+        dropout = self.dropout if self.training else 0.0
+        if self._tiles(q, v, sources, mask, bias, dropout):
+            return causal_tiles(q, k, v, sources)
+        targets = self.targets(L)
+        return sampled_attention(
+            q, k, v, sources, targets=targets, causal=self.causal, mask=mask, bias=bias, dropout=dropout
+        )
+
+    def draw(self, length: int, generator: torch.Generator | None = None) -> Tensor:
+        """A fresh sample (W, S), on the CPU: the sources of each window; `length` or more in a slot without one."""
+        if self.layout == "graph":
+            raise ValueError("on a graph sources are dropped one by one; there are no windows to draw")
+        size, windows, padded = self._cut(length)
+        key, per_rank = draw_key(generator), not self.same_on_all_ranks
+        if isinstance(self.layout, tuple) and self.biased:
+            sources = self._placed(key, per_rank)
+        else:
+            gaussian = self.noise == "gaussian" and self.biased
+            count = causal_noise(windows, size) if self.causal else padded
+            noise = sample_noise(key, count, gaussian, per_rank)
+            spread = self._spread(length, size)
+            if self.causal:
+                sources = causal_windows(noise, windows, size, spread)
+            else:
+                sources = bidirectional_windows(noise, windows, spread)
+        if self.keep < 1:
+            another = sample_noise(draw_key(generator), sources.numel(), False, per_rank)
+            sources = thin(sources, self.keep, another)
+        return sources
+
+    def targets(self, length: int) -> Tensor | None:
+        """The targets of each window, (W, P); None where windows are successive runs of tokens."""
+        if not isinstance(self.layout, tuple):
+            return None
+        runs = self._rectangle()[1] == self.layout[1] and self._cut(length)[2] == length
+        return None if runs else self._grid()
+
+    @contextmanager
+    def fixed(self, indices: Tensor) -> Iterator[None]:
+        """Within this block every forward uses these sources, (W, S) or flat, instead of drawing."""
+        if self.layout == "graph":
+            raise ValueError("on a graph sources are dropped one by one; mask them instead of fixing a sample")
+        before, self._fixed = self._fixed, torch.as_tensor(indices, dtype=torch.long)
+        try:
+            yield
+        finally:
+            self._fixed = before
+
+    def step(self, q, k, v, state, mask=None, bias=None):
+        if self.samples_now:
+            raise ValueError("subsampled decodes densely, and this layer is sampling: call eval() first")
+        return super().step(q, k, v, state, mask, bias)
+
+    def check(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> None:
+        super().check(q, k, v, mask, bias)
+        if isinstance(self.layout, tuple) and q.shape[2] != self.layout[0] * self.layout[1]:
+            raise ValueError(f"layout {self.layout} has {self.layout[0] * self.layout[1]} cells, q has {q.shape[2]}")
+
+    def _cut(self, length: int) -> tuple[int, int, int]:
+        """Targets per window, number of windows, and slots in all."""
+        if not isinstance(self.layout, tuple):
+            assert isinstance(self.windows, int)
+            size = ceil_div(length, self.windows)
+            return size, self.windows, size * self.windows
+        height, width = self._rectangle()
+        number = ceil_div(self.layout[0], height) * ceil_div(self.layout[1], width)
+        return height * width, number, height * width * number
+
+    def _rectangle(self) -> tuple[int, int]:
+        """Height and width of a 2-D window."""
+        assert isinstance(self.layout, tuple)
+        down, across = self.windows if isinstance(self.windows, tuple) else (self.windows, 1)
+        return ceil_div(self.layout[0], down), ceil_div(self.layout[1], across)
+
+    def _grid(self) -> Tensor:
+        assert isinstance(self.layout, tuple)
+        return window_table(*self.layout, self._rectangle())
+
+    def _placed(self, key: Tensor, per_rank: bool) -> Tensor:
+        assert isinstance(self.layout, tuple)
+        height, width = self.layout
+        band = self._rectangle()[0] if self.causal else height
+        placement = sample_placement(key, height, width, self.sigma * height, self.sigma * width, band, 0, 0, per_rank)
+        empty = placement.new_full((1,), height * width)
+        return torch.cat([placement, empty])[self._grid()]
+
+    def _spread(self, length: int, size: int) -> float | None:
+        """How far the noise displaces a source, in positions."""
+        if not self.biased:
+            return None
+        if self.noise == "uniform":
+            return float(size)
+        return float(round(self.sigma * length)) if self.round_sigma else self.sigma * length
+
+    def _given(self, length: int) -> Tensor:
+        assert self._fixed is not None
+        size, windows, padded = self._cut(length)
+        last = max(padded - 1, length)  # slots outside the sequence hold `length` or more
+        if self._fixed.numel() % windows or int(self._fixed.min()) < 0 or int(self._fixed.max()) > last:
+            raise ValueError(
+                f"a fixed sample for length {length} is ({windows}, S) sources in [0, {last}], "
+                f"got {tuple(self._fixed.shape)}"
+            )
+        return self._fixed.reshape(windows, -1)
+
+    def _tiles(
+        self, q: Tensor, v: Tensor, sources: Tensor, mask: Tensor | None, bias: PositionBias | None, dropout: float
+    ) -> bool:
+        """Whether the fast CPU version applies: it takes only samples in which every target has a legal source."""
+        return (
+            self.causal
+            and mask is None
+            and bias is None
+            and not dropout
+            and self.keep == 1
+            and self._fixed is None
+            and q.device.type == "cpu"
+            and q.shape == v.shape
+            and sources.numel() == q.shape[2]
+            and sources.shape[1] > TILE
+            and not torch.compiler.is_compiling()
+        )
+
+    def extra_repr(self) -> str:
+        return f"windows={self.windows}, sigma={self.sigma}, biased={self.biased}, layout={self.layout!r}"
+
+
+def drop_sources(mask: Tensor | None, batch: int, length: int, drop: float, *, per_rank: bool = True) -> Tensor:
+    """The mask (B, L) with each real source of each sequence dropped at random, but never the last one left.
+
+    The source that drew the largest number stays whatever it drew: the law of the others is untouched.
+    """
+    noise = sample_noise(draw_key(), batch * length, False, per_rank).view(batch, length)
+    if mask is None:
+        return (noise >= drop) | (noise == noise.amax(1, keepdim=True))
+    noise = torch.where(mask, noise.to(mask.device), -1.0)
+    return mask & ((noise >= drop) | (noise == noise.amax(1, keepdim=True)))
+
+
+def _check_options(windows: Any, sigma: float, keep: float, layout: Any, noise: str, causal: bool) -> None:
+    if layout not in ("1d", "graph") and not (isinstance(layout, tuple) and len(layout) == 2):
+        raise ValueError(f"layout is '1d', 'graph' or (height, width), got {layout!r}")
+    down, across = windows if isinstance(windows, tuple) else (windows, 1)
+    if down < 1 or across < 1:
+        raise ValueError(f"windows must be at least 1, got {windows}")
+    if isinstance(windows, tuple) and not isinstance(layout, tuple):
+        raise ValueError(f"windows={windows} is a grid: give layout=(height, width), or windows as one number")
+    if across > 1 and causal:
+        raise ValueError(f"causal windows of an image are bands of rows: windows={down}, not {windows}")
+    if layout == "graph" and causal:
+        raise ValueError("a graph has no order to be causal in; make it with causal=False")
+    if not 0 <= sigma < float("inf"):
+        raise ValueError(f"sigma is a finite fraction of the length, 0 or more, got {sigma}; biased=False has no bias")
+    if isinstance(layout, tuple) and sigma == 0:
+        raise ValueError("the 2-D sampler needs sigma > 0")
+    if not 0 < keep <= 1:
+        raise ValueError(f"keep is the fraction of sampled sources to use, in (0, 1], got {keep}")
+    if noise not in ("gaussian", "uniform"):
+        raise ValueError(f"noise is 'gaussian' or 'uniform', got {noise!r}")
+    if noise == "uniform" and isinstance(layout, tuple):
+        raise ValueError("the 2-D sampler has no uniform noise; use layout='1d'")
+
+
+register(
+    "subsampled",
+    SubsampledAttention,
+    paper="Hussain et al. 2023, The Information Pathways Hypothesis (2306.01705)",
+    cost="L^2",  # L^2 / windows in training; dense at inference
+    bias=True,
+)
