@@ -252,6 +252,22 @@ def test_linear_attention_reads_an_encoder():
     torch.testing.assert_close(first, second, atol=1e-5, rtol=1e-5)
 
 
+def test_cross_attention_is_known_by_more_than_its_lengths():
+    """As many keys as queries do not make self-attention of it."""
+    ids = tokens()
+    with pytest.raises(ValueError, match="reads another sequence"):
+        bart(registered("local"))(input_ids=ids, decoder_input_ids=ids)
+
+
+def test_effective_attention_is_given_when_asked_for():
+    ids, mask = tokens(), padding("left")
+    ours, theirs = (bert(i)(ids, attention_mask=mask, output_attentions=True) for i in ("weft:full", "eager"))
+    for a, b in zip(ours.attentions, theirs.attentions, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    (first, _) = llama(registered("local"))(ids, output_attentions=True).attentions
+    assert torch.equal(first[0, 0] > 0, torch.block_diag(*[torch.ones(n, n).tril() for n in (4, 4, 3)]) > 0)
+
+
 def test_dropout_acts_in_training_only():
     model, ids = llama("weft:full", attention_dropout=0.5), tokens()
     assert torch.equal(model(ids).logits, model(ids).logits)

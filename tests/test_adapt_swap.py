@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import weft
+from weft.models.pvt import PVT
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 
@@ -75,7 +76,7 @@ def pvt_linear():
 def own_pvt():
     torch.manual_seed(0)
     sizes = {"dims": (8, 16, 16, 16), "heads": (1, 2, 2, 2), "depths": (1, 1, 1, 1)}
-    model = weft.models.pvt.PVT(image_size=64, classes=5, **sizes).eval()
+    model = PVT(image_size=64, classes=5, **sizes).eval()
     for name, parameter in model.named_parameters():
         if name.endswith(("q.weight", "kv.weight")):
             parameter.data *= 10

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..attention import Attention, attention_info, attentions, make_attention
 from .core import learns, masked_full, rescaled, rows_are_independent, seeded
 from .masks import mask_function_of
-from .past import all_queries, layer_state, remember
+from .past import all_queries, is_cross_attention, layer_state, remember
 
 PREFIX = "weft:"
 SWAPPED = "weft:swapped"  # the layers of one model do not all use the same mechanism: see surgery.py
@@ -40,6 +40,10 @@ class Choice:
     @property
     def shown(self) -> str:
         return PREFIX + self.name
+
+
+FULL = Choice("full")
+Run = Callable[[Tensor, float], Tensor]  # values and dropout -> output
 
 
 def available() -> list[str]:
@@ -76,26 +80,22 @@ def register(name: str | None = None, *, as_: str | None = None, **options: Any)
     return [key]
 
 
-def attention_function(choice: Choice) -> Callable[..., tuple[Tensor, None]]:
+def attention_function(choice: Choice) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The function that a layer calls with its q (B, H, Lq, D) and k, v (B, fewer H, Lk, D)."""
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-    ) -> tuple[Tensor, None]:
-        return _attend(choice, module, query, key, value, attention_mask, **kwargs), None
+    ) -> tuple[Tensor, Tensor | None]:
+        return _attend(choice, module, query, key, value, attention_mask, **kwargs)
 
     return attention
 
 
 def swapped_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """For a model whose layers were swapped one by one: the mechanism chosen for this layer, or full attention."""
-    choice = layer_state(module).choice or FULL
-    return _attend(choice, module, query, key, value, attention_mask, **kwargs), None
-
-
-FULL = Choice("full")
+    return _attend(layer_state(module).choice or FULL, module, query, key, value, attention_mask, **kwargs)
 
 
 def register_swapped() -> None:
@@ -116,37 +116,58 @@ def _attend(
     scaling: float | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
+    output_attentions: bool = False,
     **kwargs: Any,
-) -> Tensor:
-    name, full = choice.shown, choice.name == "full"
-    _refuse(name, module, key, mask, kwargs)
+) -> tuple[Tensor, Tensor | None]:
+    """(B, Lq, H, D), and the effective matrix (B, H, Lq, Lk) where it is asked for."""
+    _refuse(choice.shown, module, key, mask, kwargs)
     groups = query.shape[1] // key.shape[1]
     k, v = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
     q = rescaled(query, scaling)
-    Lq, Lk = q.shape[2], k.shape[2]
-    causal = _is_causal(name, module, mask, is_causal)
-    p = dropout if module.training else 0.0
+    causal = _is_causal(choice.shown, module, mask, is_causal)
+    of_matrix = mask is not None and mask.dim() == 4 or position_bias is not None
+    if choice.name == "full" and (of_matrix or (causal and q.shape[2] != k.shape[2])):
+        run = _full(q, k, mask, position_bias, causal)
+    elif of_matrix:
+        what = "a mask of pairs" if position_bias is None else "a bias on the logits of pairs (T5's relative positions)"
+        raise ValueError(f"{choice.shown} is given {what} and forms no matrix to lay it on; weft:full takes it")
+    else:
+        run = _mechanism(choice, module, q, k, mask, causal)
+    out = run(v, dropout if module.training else 0.0).transpose(1, 2).contiguous()
+    if not output_attentions:
+        return out, None
+    with torch.no_grad():
+        return out, run(torch.eye(k.shape[2], dtype=v.dtype, device=v.device).expand(*k.shape[:2], -1, -1), 0.0)
 
-    pairs = mask if mask is not None and mask.dim() == 4 else None
-    if full and pairs is not None:  # which holds causality and padding
-        allowed, added = _split(pairs, position_bias)
-        return masked_full(q, k, v, allowed=allowed, added=added, dropout=p).transpose(1, 2).contiguous()
-    if full and (position_bias is not None or (causal and Lq != Lk)):
-        out = masked_full(q, k, v, mask, causal=causal, added=position_bias, dropout=p)
-        return out.transpose(1, 2).contiguous()
-    if pairs is not None or position_bias is not None:
-        what = "a bias on the logits of every pair (T5's relative positions)" if pairs is None else "a mask of pairs"
-        raise ValueError(f"{name} is given {what} and forms no matrix to lay it on; weft:full takes it")
 
-    if not causal and Lq != Lk and not rows_are_independent(choice.name, choice.options):
-        raise ValueError(f"{name} mixes queries of different positions: in a decoder's cross attention that would leak")
-    attn = _mechanism(choice, module, q, causal, p)
+def _full(q: Tensor, k: Tensor, mask: Tensor | None, position_bias: Tensor | None, causal: bool) -> Run:
+    """Full attention with what only it can follow."""
+    if mask is None or mask.dim() != 4:
+        return lambda v, p: masked_full(q, k, v, mask, causal=causal, added=position_bias, dropout=p)
+    allowed, added = _split(mask, position_bias)  # the matrix holds causality and padding
+    return lambda v, p: masked_full(q, k, v, allowed=allowed, added=added, dropout=p)
+
+
+def _mechanism(choice: Choice, module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Run:
+    """The mechanism over all positions, of which the last Lq rows are asked for."""
+    name, Lq, Lk = choice.shown, q.shape[2], k.shape[2]
+    if not causal and (Lq != Lk or is_cross_attention(module)):
+        if not attention_info(choice.name).cross:
+            raise ValueError(f"{name} is self-attention only, and {type(module).__name__} reads another sequence here")
+        if not rows_are_independent(choice.name, choice.options):
+            raise ValueError(f"{name} mixes the queries of different positions, which would show a decoder its future")
+    attn = _instance(choice, module, q, causal)
     if causal and Lq != Lk:
         _refuse_if_length_matters(name, attn)
         q = all_queries(module, name, q, Lk)
     elif causal:
         remember(module, q)
-    return attn(q, k, v, mask)[:, :, -Lq:].transpose(1, 2).contiguous()
+
+    def run(v: Tensor, dropout: float) -> Tensor:
+        attn.dropout = dropout
+        return attn(q, k, v, mask)[:, :, -Lq:]
+
+    return run
 
 
 def _split(pairs: Tensor, position_bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -158,7 +179,7 @@ def _split(pairs: Tensor, position_bias: Tensor | None) -> tuple[Tensor, Tensor 
     return allowed, added if position_bias is None else added + position_bias
 
 
-def _mechanism(choice: Choice, module: nn.Module, q: Tensor, causal: bool, dropout: float) -> Attention:
+def _instance(choice: Choice, module: nn.Module, q: Tensor, causal: bool) -> Attention:
     """The layer's own instance. It is no submodule, so that the state dict stays that of the library."""
     kept = layer_state(module).mechanisms
     key = (choice.number, q.shape[1], q.shape[3], causal)
@@ -171,7 +192,6 @@ def _mechanism(choice: Choice, module: nn.Module, q: Tensor, causal: bool, dropo
     attn: Attention = kept[key]  # type: ignore[assignment]
     if any(b.device != q.device for b in attn.buffers()):
         attn.to(q.device)
-    attn.dropout = dropout
     return attn.train(module.training)
 
 

@@ -21,7 +21,7 @@ class Layer:
     path: str
     module: nn.Module
     places: list[tuple[nn.Module, str]]  # every (parent, name) it stands under; empty for the model itself
-    kind: str  # "weft", "weft reduced", "torch", "timm", "timm window", "timm reduced", "transformers"; "" where it is unknown
+    kind: str  # "weft", "torch", "timm" (and "... window", "... reduced"), "transformers"; "" where it is unknown
     needs: set[str] = field(default_factory=set)  # "cross", "bias", "rows", "pairs" (a matrix of logits)
     causal: bool | None = False  # None: said at each call
     trouble: str = ""  # why no mechanism can stand here
@@ -47,7 +47,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
         if _recognise(layer):
             known.append(layer)
         elif "attention" in type(module).__name__.lower() and not isinstance(module, (Attention, nn.ModuleList)):
-            layer.trouble = f"weft does not know the layer {type(module).__name__}"
+            layer.trouble = f"weft does not know {type(module).__module__}.{type(module).__name__}"
             unknown.append(layer)
     within = [layer.path for layer in known]
     unknown = [

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class LayerState:
 
     choice: Any = None  # the mechanism that weft.swap chose for this layer
     mechanisms: dict[Any, nn.Module] = field(default_factory=dict)
+    cross: bool | None = None  # whether the layer reads another sequence
     watched: bool = False  # whether the hook below is in place
     cache: Any = None  # the cache of the call under way, and the keys it held when the call began
     cached_keys: Tensor | None = None
@@ -106,14 +108,32 @@ def note_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     state.cached_keys = None if layer is None else layer.keys
 
 
+def is_cross_attention(module: nn.Module) -> bool:
+    """Whether this layer reads another sequence, whatever the two lengths; found once, in an eager call."""
+    state = layer_state(module)
+    if state.cross is None:
+        told = getattr(module, "is_cross_attention", False) or "cross" in type(module).__name__.lower()
+        cross = bool(told or (getattr(module, "is_decoder", False) and not getattr(module, "is_causal", True)))
+        if torch.compiler.is_compiling():
+            return cross
+        given = _forward_locals(module)
+        state.cross = cross or any(given.get(n) is not None for n in ("key_value_states", "encoder_hidden_states"))
+    return state.cross
+
+
 def _cache_of_this_call(module: nn.Module) -> Any:
-    """In a layer's first call the hook came too late: its forward, which has called us, holds the cache."""
+    """In a layer's first call the hook came too late."""
     from transformers import Cache
 
-    frame = sys._getframe()
+    return next((v for v in _forward_locals(module).values() if isinstance(v, Cache)), None)
+
+
+def _forward_locals(module: nn.Module) -> dict[str, Any]:
+    """What the layer's forward, which has called us, holds: an attention function is not told all it needs."""
+    frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_locals.get("self") is not module:
-        frame = frame.f_back  # type: ignore[assignment]
-    return None if frame is None else next((v for v in frame.f_locals.values() if isinstance(v, Cache)), None)
+        frame = frame.f_back
+    return {} if frame is None else frame.f_locals
 
 
 def _cache_layer(module: nn.Module, cache: Any) -> Any:

@@ -254,6 +254,11 @@ def _switch_configs(chosen: list[Layer], layers: list[Layer]) -> list[Patch]:
             configs[id(layer.module.config)] = layer.module.config
     if not configs:
         return []
+    for layer in layers:
+        if layer.trouble and id(getattr(layer.module, "config", None)) in configs:
+            raise ValueError(
+                f"{layer.path} cannot go with the others: {layer.trouble}, and layers that share a config share masks"
+            )
     from .huggingface import SWAPPED, register_swapped
 
     register_swapped()
