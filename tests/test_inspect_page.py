@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from weft import inspect
+from weft.inspect.command import words
 from weft.inspect.gather import layer_name, pack
 from weft.models import CRATE, TextClassifier
+from weft.tasks import TaskData
 
 EVIL = ["</script><script>document.title='taken'</script>", "<img src=x onerror=\"document.title='taken'\">", "{{js}}"]
 WORDS = ["a", "terrible", *EVIL, "film & more", "\u2028", "'quoted\"", "é"]
@@ -169,3 +171,49 @@ def test_crate_page_in_a_browser(tmp_path, crate_page):
     assert dom.count("<polyline") == 4 * 4  # four measurements, two checkpoints, two splits
     assert "step 1, validation" in dom and "σ(λ) = 0.731" in dom
     assert len(re.findall(r"\d % non-zero</figcaption>", dom)) == 3
+
+
+def test_command_on_a_run(tmp_path):
+    """A run of the lab, from its folder to the page; several checkpoints, pixels drawn as an image."""
+    pytest.importorskip("lightning")
+    pytest.importorskip("sklearn")
+    from typer.testing import CliRunner
+
+    from weft.cli import app
+    from weft.lab import make_config, train
+
+    small = dict(layers=2, heads=2, head_dim=4, dim=8, mlp_dim=8, batch_size=8, warmup=1, accelerator="cpu")
+    config = make_config("digits", steps=4, checkpoint_every=2, eval_every=2, out=str(tmp_path / "run"), **small)
+    train(config)
+    done = CliRunner().invoke(app, ["inspect", str(tmp_path / "run"), "--count", "5", "--examples", "2"])
+    assert done.exit_code == 0, done.output
+    data = payload((tmp_path / "run" / "inspect.html").read_text("utf-8"))
+    assert data["title"] == "run" and ["task", "digits"] in data["facts"]
+    lines = data["curves"]["charts"][0]["series"]
+    assert [(s["checkpoint"], s["split"]) for s in lines] == [
+        (step, split) for step in ("step 2", "step 4") for split in ("train", "validation")
+    ]
+    example = data["attention"]["examples"][1]
+    assert example["grid"] == [8, 8] and example["picture"]["width"] == 8
+    assert example["tokens"][:2] == ["[CLS]", "row 1, column 1"] and example["target"].startswith("class ")
+    missing = CliRunner().invoke(app, ["inspect", str(tmp_path)])
+    assert missing.exit_code == 2 and "there is no config.json" in re.sub(r"[\s│]+", " ", missing.output)
+
+
+@pytest.mark.parametrize(
+    "task, ids, expected",
+    [
+        ("imdb-byte", [[73, 34, 0]], [["H", "!", "▒"]]),
+        ("text", [[72, 33, 0]], [["H", "!", "\x00"]]),
+        ("masked", [[72, 256]], [["H", "▒"]]),
+        ("listops", [[0]], [["<pad>"]]),
+        ("digits", [[1, 2]], None),
+    ],
+)
+def test_ids_as_people_read_them(task, ids, expected):
+    data = TaskData({}, {}, {}, length=3)
+    assert words(task, [torch.tensor(ids)], data) == expected
+    data.vocabulary = ["<pad>", "a", "b"]
+    if task == "text":
+        pair = [torch.tensor([[1, 2]]), torch.tensor([[2, 9]])]
+        assert words(task, pair, data) == [(["a", "b"], ["b", "9"])]

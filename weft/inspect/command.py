@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     from ..tasks import TaskData
 
+PIXEL_TASKS = ("digits", "cifar10-pixels", "pathfinder")  # ids are the pixels of a square image, row by row
+
 
 def inspect(
     run: Annotated[Path, typer.Argument(help="the folder of a run")],
@@ -21,33 +23,35 @@ def inspect(
     which: Annotated[str, typer.Option(help="the weights to show: best or last")] = "best",
 ) -> None:
     """Look into a trained model: one page, to be opened from disk, with every head, layer and subspace."""
+    import torch
+
     from ..lab import load_run
-    from ..tasks import get_task
+    from ..tasks import DataMissing, get_task
     from .page import report
 
+    if which not in ("best", "last"):
+        raise typer.BadParameter(f"which is best or last, got {which!r}")
     try:
         model, config, data = load_run(run, which)
-    except (FileNotFoundError, ValueError) as error:
+    except (FileNotFoundError, DataMissing) as error:
         raise typer.BadParameter(str(error)) from error
     task = get_task(config.task)
-    splits = {}
-    batches = {}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    splits, labels = {}, None
     for split, title in (("train", "train"), ("val", "validation")):
-        rows = {name: column[:count] for name, column in getattr(data, split).items()}
-        batches[title] = task.batch(rows, config, _generator(config.seed), training=False)
-        splits[title] = task.inputs(batches[title])
-    labels = batches["validation"].get("label")
-    classes = data.facts.get("names")
+        rows = {name: column[:count].to(device) for name, column in getattr(data, split).items()}
+        generator = torch.Generator(device).manual_seed(config.seed)
+        batch = task.batch(rows, config, generator, training=False)
+        splits[title], labels = task.inputs(batch), batch.get("label")
+    shown = [t[:examples].cpu() for t in splits["validation"]]
     page = report(
-        model,
+        model.to(device),
         splits["validation"],
         out=out or run / "inspect.html",
         title=run.resolve().name,
-        tokens=[words(row, data) for row in splits["validation"][0][:examples]] if _is_text(splits) else None,
-        targets=None
-        if labels is None
-        else [classes[i] if classes else f"class {i}" for i in labels[:examples].tolist()],
-        classes=classes,
+        tokens=words(config.task, shown, data),
+        pictures=pictures(config.task, shown[0]),
+        targets=None if labels is None else [f"class {i}" for i in labels[:examples].tolist()],
         splits=splits,
         checkpoints=_checkpoints(run),
         facts=[("task", config.task), ("seed", str(config.seed))],
@@ -56,34 +60,32 @@ def inspect(
     typer.echo(f"{page}: open it in a browser")
 
 
-def words(ids: Tensor, data: TaskData) -> list[str]:
-    """The ids as words where the data has a vocabulary, as characters where they are bytes, else as numbers."""
-    numbers = [int(i) for i in ids.tolist()]
-    if data.vocabulary is not None:
-        known = dict(enumerate(data.vocabulary))
-        return [known.get(i, str(i)) for i in numbers]
-    shift = int(data.facts.get("vocab", 0)) - 256  # bytes, with one id or none before them for padding
-    if shift in (0, 1):
-        return [chr(i - shift) if i >= shift else "" for i in numbers]
-    return [str(i) for i in numbers]
+def words(task: str, inputs: list[Tensor], data: TaskData) -> list[Any] | None:
+    """For each example its documents as people read them: words, or characters where the ids are bytes."""
+    if inputs[0].dim() != 2 or task.startswith(PIXEL_TASKS):
+        return None
+    vocabulary = data.vocabulary
+    if task == "listops":
+        from ..tasks.listops import VOCABULARY
+
+        vocabulary = list(VOCABULARY)
+    first = 0 if task in ("text", "enwik8", "masked") else 1  # the id of byte 0: elsewhere 0 is padding
+
+    def word(i: int) -> str:
+        if vocabulary is not None:
+            return vocabulary[i] if i < len(vocabulary) else str(i)
+        return chr(i - first) if first <= i < first + 256 else "▒"
+
+    documents = [[[word(int(i)) for i in row] for row in t.tolist()] for t in inputs if t.dim() == 2]
+    return list(zip(*documents, strict=True)) if len(documents) > 1 else documents[0]
 
 
-def _class(i: int, names: list[str] | None) -> str:
-    return names[i] if names else f"class {i}"
-
-
-def _pictures(ids: Tensor, data: TaskData) -> Tensor | None:
+def pictures(task: str, ids: Tensor) -> Tensor | None:
     """Images that are read pixel by pixel, as images again."""
-    size = data.facts.get("size")
-    shape = (size, size) if isinstance(size, int) else tuple(size or ())
-    if ids.dim() == 2 and len(shape) == 2 and shape[0] * shape[1] == ids.shape[1]:
-        return ids.unflatten(1, shape).float()
-    return None
-
-
-def _is_text(splits: dict[str, tuple[Tensor, ...]]) -> bool:
-    first = splits["validation"][0]
-    return first.dim() == 2 and not first.is_floating_point()
+    if not task.startswith(PIXEL_TASKS):
+        return None
+    side = round(ids.shape[1] ** 0.5)
+    return ids.unflatten(1, (side, side)).float()
 
 
 def _checkpoints(run: Path) -> list[tuple[str, Any]]:
@@ -108,9 +110,3 @@ def _checkpoints(run: Path) -> list[tuple[str, Any]]:
         except DamagedCheckpoint as error:
             typer.echo(f"{error}; left out", err=True)
     return [(f"step {step}", loader(paths[step])) for step in sorted(paths)]
-
-
-def _generator(seed: int) -> Any:
-    import torch
-
-    return torch.Generator().manual_seed(seed)

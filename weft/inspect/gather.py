@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention import Attention
 from .measure import Measures, cache_shares, measure, subspace_coherence, tokens_per_layer
-from .views import AttentionView, attention_views
+from .views import AttentionView, attention_views, outermost
 from .watch import blocks, plain
 
 Loader = Callable[[nn.Module], Any] | Mapping[str, Tensor]
@@ -60,11 +59,11 @@ def curves(
                 model.load_state_dict(load)
             else:
                 load(model)
-            lines += [(label, split, measure(model, inputs)) for split, inputs in splits.items()]
+            lines += [(label, split, _measured(model, inputs)) for split, inputs in splits.items()]
     finally:
         model.load_state_dict(kept)
     if not lines:
-        lines = [("", split, measure(model, inputs)) for split, inputs in splits.items()]
+        lines = [("", split, _measured(model, inputs)) for split, inputs in splits.items()]
     charts = []
     for key, (title, note) in CHARTS.items():
         series = [
@@ -83,12 +82,19 @@ def curves(
     return {"charts": charts, "counts": counts, "layers": _block_names(model)}
 
 
+def _measured(model: nn.Module, inputs: Sequence[Tensor]) -> Measures:
+    length = inputs[0].shape[1] if inputs[0].dim() == 2 else 1
+    return measure(model, inputs, batch_size=max(1, min(64, 2**15 // length)))
+
+
 def heatmaps(model: nn.Module, inputs: Sequence[Tensor], *, examples: int, size: int) -> dict[str, Any]:
     """Token sub-matrices of each example, per layer."""
     found = []
     for i in range(examples):
         z, tokens, channels = tokens_per_layer(model, [t[i : i + 1] for t in inputs], size=size)
-        found.append({"layers": pack(z), "tokens": tokens.tolist(), "channels": channels.tolist()})
+        share = (z != 0).double().mean((1, 2))
+        nonzero = [] if (z < 0).any() else _rounded(share)  # what ReLU leaves; elsewhere no entry is exactly zero
+        found.append({"layers": pack(z), "tokens": tokens.tolist(), "channels": channels.tolist(), "nonzero": nonzero})
     return {"examples": found, "names": _block_names(model)}
 
 
@@ -125,14 +131,14 @@ def attention(
     map_up_to: int,
 ) -> dict[str, Any]:
     """Every head of every layer on each example; the padding is left out."""
-    causal = any(m.causal for m in plain(model).modules() if isinstance(m, Attention))
+    causal = any(mechanism.causal for _, mechanism in outermost(plain(model)))
     row = -1 if causal else 0
     shown: list[dict[str, Any]] = []
     layers: list[dict[str, Any]] = []
     for i in range(examples):
         one = [t[i : i + 1] for t in inputs]
         views, output = attention_views(model, one, row=row, map_up_to=map_up_to)
-        grid = _grid(plain(model), one[0], pictures)
+        grid = _grid(plain(model), one[0], pictures, views[0].row.shape[-1])
         texts = _texts(one, tokens[i] if tokens else None, grid)
         packed = [_packed_view(view, texts, row) for view in views]
         common: list[str] = next((view["tokens"] for view in packed if view["tokens"]), [])
@@ -160,7 +166,7 @@ def attention(
 
 def facts(model: nn.Module) -> list[list[str]]:
     inner = plain(model)
-    kinds = sorted({m.name for m in inner.modules() if isinstance(m, Attention)})
+    kinds = sorted({mechanism.name for _, mechanism in outermost(inner)})
     count = sum(p.numel() for p in inner.parameters())
     return [
         ["model", type(inner).__name__],
@@ -218,8 +224,10 @@ def _labels(tokens: list[str], keys: int) -> list[str] | None:
 
 def _texts(inputs: Sequence[Tensor], tokens: Any, grid: list[int] | None) -> list[list[str]]:
     """The tokens of each document, as many as the model is given: words where they are known, else ids or cells."""
+    if grid:
+        return [[f"row {r + 1}, column {c + 1}" for r in range(grid[0]) for c in range(grid[1])]]
     if inputs[0].dim() != 2:
-        return [[f"row {r + 1}, column {c + 1}" for r in range(grid[0]) for c in range(grid[1])]] if grid else []
+        return []
     documents = [t[0].tolist() for t in inputs if t.dim() == 2 and not t.is_floating_point() and t.dtype != torch.bool]
     if tokens is None:
         return [[str(i) for i in ids] for ids in documents]
@@ -227,7 +235,7 @@ def _texts(inputs: Sequence[Tensor], tokens: Any, grid: list[int] | None) -> lis
     return [[*map(str, w[: len(ids)]), *[""] * (len(ids) - len(w))] for w, ids in zip(words, documents, strict=False)]
 
 
-def _grid(model: nn.Module, first: Tensor, pictures: Tensor | None) -> list[int] | None:
+def _grid(model: nn.Module, first: Tensor, pictures: Tensor | None, keys: int) -> list[int] | None:
     """The rows and columns the tokens fill, where they are the pixels or patches of an image."""
     if first.dim() == 2:
         size = [] if pictures is None else list(pictures.shape[-2:])
@@ -236,6 +244,10 @@ def _grid(model: nn.Module, first: Tensor, pictures: Tensor | None) -> list[int]
         grid = getattr(module, "grid", getattr(module, "grid_size", None))
         if isinstance(grid, (tuple, list)) and len(grid) == 2:
             return [int(n) for n in grid]
+    for patches in (keys, keys - 1):  # a square image of square patches, with or without CLS
+        side = round(patches**0.5)
+        if first.dim() == 4 and first.shape[2] == first.shape[3] and side**2 == patches > 0:
+            return [side, side]
     return None
 
 

@@ -117,6 +117,7 @@ function attention() {
     const columns = Math.min(values.length, Math.max(12, Math.ceil(Math.sqrt(2.2 * values.length))));
     return [values, columns];
   }
+  const visible = token => (token ?? "").replace(/\s/g, "␣");
   const focus = values => {
     const total = values.reduce((a, b) => a + Math.abs(b), 0) || 1;
     return values.reduce((a, b) => { const p = Math.abs(b) / total; return p > 0 ? a - p * Math.log(p) : a; }, 0);
@@ -139,7 +140,7 @@ function attention() {
       return el("button", {className: "head", type: "button", "aria-pressed": h === state.head, "data-head": h,
         title: `${name}: most on “${labels[top] ?? ""}”, ${number(values[top])}`,
         onclick: () => { state.head = h; heads(); show(); }},
-        canvas, el("span", {}, name), el("span", {className: "soft"}, `${number(values[top])} ${labels[top] ?? ""}`));
+        canvas, el("span", {}, name), el("span", {className: "soft"}, `${number(values[top])} ${visible(labels[top])}`));
     }));
   }
 
@@ -198,7 +199,7 @@ function attention() {
     const images = el("div", {className: "pictures"}, ...parts);
     const from = view.map || seen().query === 0 ? labels[query()] ?? "" : "the last token";
     const line = el("p", {}, el("b", {}, kind), ` — what “${asked >= 0 || queries() === 0 ? from : "query " + (query() + 1)}” attends to. `,
-      el("small", {}, asked >= 0 ? "Click a token to ask from there." : ""));
+      el("small", {}, asked >= 0 ? "Click a token to ask from there." : view.map ? "" : "The input is long: this one row is shown, not the whole map."));
     large.replaceChildren(el("div", {className: "card"}, line, image ? images
       : el("div", {className: "large"}, text, images), readout));
   }
@@ -311,24 +312,23 @@ function heatmaps() {
   const {examples, names} = data.heatmaps;
   if (!examples.length) return;
   const grid = el("div", {className: "grid"});
-  const signed = examples.some(e => names.some((_, i) => part(e.layers, i).some(v => v < 0)));
+  const signed = !examples[0].nonzero.length;
   let current = 0;
   const show = () => {
-    const {layers, tokens, channels} = examples[current], columns = layers.shape[2];
+    const {layers, tokens, channels, nonzero} = examples[current], columns = layers.shape[2];
     // One range for all layers, so that they can be compared: 0 to 2 where nothing is negative, as the paper has it.
     const all = Float32Array.from(names.flatMap((_, i) => [...part(layers, i)].map(Math.abs))).sort();
     const top = signed ? all[Math.floor(.99 * (all.length - 1))] : 2;
     grid.replaceChildren(...names.slice(0, layers.shape[0]).map((name, i) => {
       const values = part(layers, i), canvas = el("canvas", {ariaLabel: `tokens of ${name}`});
       paint(canvas, values, columns, top);
-      const full = values.filter(v => v !== 0).length / values.length;
       canvas.onmousemove = e => {
         const box = canvas.getBoundingClientRect();
         const r = Math.min(tokens.length - 1, Math.floor((e.clientY - box.top) / box.height * tokens.length));
         const c = Math.min(columns - 1, Math.floor((e.clientX - box.left) / box.width * columns));
         if (r >= 0 && c >= 0) canvas.title = `token ${tokens[r]}, channel ${channels[c]}: ${number(values[r * columns + c])}`;
       };
-      return el("figure", {}, canvas, el("figcaption", {}, el("b", {}, name), full < 1 ? `, ${Math.round(100 * full)} % non-zero` : ""));
+      return el("figure", {}, canvas, el("figcaption", {}, el("b", {}, name), signed ? "" : `, ${Math.round(100 * nonzero[i])} % non-zero`));
     }));
   };
   const pages = examples.length > 1 ? choice("example", examples.map((_, i) => `${i + 1}`), 0, i => { current = i; show(); }) : null;

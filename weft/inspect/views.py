@@ -51,13 +51,28 @@ def attention_views(
 
         return attn.register_forward_pre_hook(hook, with_kwargs=True)
 
-    found = [(name, m) for name, m in model.named_modules() if isinstance(m, Attention)]
+    found = outermost(model)
     if not found:
         raise ValueError("there is no mechanism of weft's in this model: nothing to look at")
     names = {name: m.name for name, m in found}
     with looking(model, [see(name, m) for name, m in found]):
         output = model(*inputs)
     return _mixed_together(model, calls, names), output
+
+
+def outermost(model: nn.Module) -> list[tuple[str, Attention]]:
+    """The mechanisms of a model; one that is a part of another is not looked at apart."""
+    found: list[tuple[str, Attention]] = []
+
+    def visit(module: nn.Module, path: str) -> None:
+        if isinstance(module, Attention):
+            found.append((path, module))
+            return
+        for name, child in module.named_children():
+            visit(child, f"{path}.{name}" if path else name)
+
+    visit(model, "")
+    return found
 
 
 def _view(
