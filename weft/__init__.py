@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from . import layers, models
+from . import inspect, layers, models
 from .adapt.surgery import cache, swap
 from .attention import Attention, AttentionInfo, attention_info, attentions, make_attention, register
 from .attention.decoding import state_size
@@ -35,6 +35,7 @@ __all__ = [
     "attention_info",
     "attentions",
     "cache",
+    "inspect",
     "layers",
     "make_attention",
     "models",
