@@ -43,7 +43,9 @@ class Grid:
     @classmethod
     def of(cls, k: Tensor, v: Tensor, mask: Tensor | None, m: int, causal: bool) -> Grid:
         rows = Rows(m)
-        return cls(rows.arrange(k), rows.arrange(v), valid_in(rows, mask, k.shape[2], m, k.device), causal)
+        # Right padding is never in the past of a real token: a causal mechanism need not look at it.
+        real = None if causal and mask is None else valid_in(rows, mask, k.shape[2], m, k.device)
+        return cls(rows.arrange(k), rows.arrange(v), real, causal)
 
 
 def row_part(grid: Grid, bias: PositionBias | None = None, length: int = 0) -> Part:
@@ -99,7 +101,7 @@ class AxialAttention(Attention):
         return attend_to(q, state, seen, bias), state
 
 
-def decoding_block(attn: Attention) -> int:
+def decoding_block(attn: Attention, levels: int = 2) -> int:
     """The block size for decoding, where the final length is not known."""
     block_size = getattr(attn, "block_size", None)
     if block_size is None and attn.max_length is None:
@@ -107,7 +109,7 @@ def decoding_block(attn: Attention) -> int:
             f"{attn.name} takes its block size from the length, which a step does not know: "
             "give block_size or max_length"
         )
-    return block_size or default_block(0, attn.max_length)
+    return block_size or default_block(0, attn.max_length, levels)
 
 
 def attend_to(q: Tensor, state: KeyValueState, seen: Tensor, bias: PositionBias | None) -> Tensor:

@@ -13,6 +13,9 @@ folded in at the next training call, so a call never sees its own batch; a call 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -45,9 +48,19 @@ class Clusters(nn.Module):
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"decay must be in [0, 1], got {decay}")
         self.clusters, self.capacity, self.decay, self.max_length = clusters, capacity, decay, max_length
+        self.frozen = False
         self.register_buffer("centroids", F.normalize(torch.randn(heads, clusters, head_dim), dim=-1))
         self.register_buffer("drawn", torch.zeros(heads, clusters, head_dim))  # sum of the last batch's unit keys
         self.register_buffer("count", torch.zeros(heads, clusters))
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """While looking on (`attn.weights`) nothing is learned."""
+        before, self.frozen = self.frozen, True
+        try:
+            yield
+        finally:
+            self.frozen = before
 
     def size(self, length: int) -> int:
         """Tokens in a run."""
@@ -57,14 +70,20 @@ class Clusters(nn.Module):
     def assign(self, k: Tensor, mask: Tensor | None) -> Tensor:
         """The cluster of every key, (B, H, L); masked tokens are in one of their own, number `clusters`."""
         unit = F.normalize(k.to(self.centroids.dtype), dim=-1)
-        if self.training and not _recomputing():
+        learning = self.training and not self.frozen and not _recomputing()
+        if learning:
             self._fold()
-        group = (unit @ self.centroids.transpose(-1, -2)).argmax(-1)
+        group = self.nearest(unit)
         if mask is not None:
             group = group.masked_fill(~mask[:, None], self.clusters)
-        if self.training and not _recomputing():
+        if learning:
             self._remember(unit, group)
         return group
+
+    @torch.no_grad()
+    def nearest(self, k: Tensor) -> Tensor:
+        """The cluster of every key (B, H, L, D), and nothing learned from them. The length of a key does not matter."""
+        return (k.to(self.centroids.dtype) @ self.centroids.transpose(-1, -2)).argmax(-1)
 
     def runs(self, k: Tensor, mask: Tensor | None) -> Runs:
         return gather_runs(self.assign(k, mask), self.clusters + (mask is not None), self.size(k.shape[2]))

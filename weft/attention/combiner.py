@@ -1,0 +1,99 @@
+"""Combiner: full attention at the cost of a sparse one.
+
+Ren et al., Combiner: Full Attention Transformer with Sparse Computation Cost, https://arxiv.org/abs/2107.05768
+
+A factorisation gives every query i a direct set Ω_i^0 and spans Ω_i^1, Ω_i^2, ..., disjoint, together all that i may
+see. A span is seen through one key and one value, which do not depend on i:
+
+    kbar_Ω = pool_{j∈Ω} φ_k(k_j)          qbar_Ω = pool_{j∈Ω} φ_q(q_j)                       (summaries.py)
+    vbar_Ω = Σ_{j∈Ω} softmax_{j∈Ω}(qbar_Ω · k_j / √D) v_j
+    out_i  = ( Σ_{j∈Ω_i^0} exp(q_i · k_j / √D) v_j + Σ_r exp(q_i · kbar_{Ω_i^r} / √D) vbar_{Ω_i^r} ) / Z_i
+
+with one normaliser Z_i for both, so the effective attention is a distribution over all that i may see. A variant is
+its sets: `parts` states them for all queries at once, `advance` for one more token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .contract import Attention, PositionBias
+from .joint import Part, joint_attention
+from .softmax import softmax_attention
+from .summaries import Summary
+
+Seen = tuple[Tensor, Tensor, Tensor]  # keys and values (B, H, K, D), and which count, (B, K) or (B, H, K)
+
+
+class Combiner(Attention):
+    """Base of the variants: cleans the queries, which are pooled like keys, and joins direct sets and spans."""
+
+    def __init__(self, *, summary: str = "max", **contract: Any):
+        super().__init__(**contract)
+        self.summary = Summary(summary, self.head_dim)
+
+    def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
+        raise NotImplementedError
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        dtype = q.dtype
+        if mask is not None:
+            q = q.masked_fill(~mask[:, None, :, None], 0)
+        q, k, v = (self._widen(t) for t in (q, k, v))
+        dropout = self.dropout if self.training else 0.0
+        parts = self.parts(q, k, v, mask)
+        return joint_attention(q, parts, dropout=dropout, may_be_empty=mask is not None).to(dtype)
+
+    def advance(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, state: Any) -> tuple[Seen, Any]:
+        """Take in one token; what it sees, and the state after it."""
+        raise NotImplementedError
+
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, state: Any, mask: Tensor | None = None, bias: PositionBias | None = None
+    ) -> tuple[Tensor, Any]:
+        self.check_step(q, k, v, mask, state.position)
+        if bias is not None:
+            raise ValueError(f"{self.name} has no logits at single positions to add a position bias to; 'full' has")
+        dtype = q.dtype
+        if mask is None:
+            mask = torch.ones(q.shape[0], dtype=torch.bool, device=q.device)
+        q, k, v = (self._widen(t.masked_fill(~mask[:, None, None, None], 0)) for t in (q, k, v))
+        (keys, values, valid), state = self.advance(q, k, v, mask, state)
+        allowed = valid[:, None, None] if valid.dim() == 2 else valid[:, :, None]
+        return softmax_attention(q, keys, values, allowed=allowed).to(dtype), state
+
+    def _widen(self, x: Tensor) -> Tensor:
+        """A sum over a long span leaves the range of half precision: those run in float32."""
+        return x.to(torch.promote_types(x.dtype, torch.float32)) if self.summary.pool == "sum" else x
+
+
+def join_seen(seen: list[Seen]) -> Seen:
+    return torch.cat([s[0] for s in seen], 2), torch.cat([s[1] for s in seen], 2), torch.cat([s[2] for s in seen], 1)
+
+
+def line_summaries(
+    summary: Summary, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, which: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For every place p of every line, the summary of a part of the line: kbar, vbar, and whether it has any token.
+
+    q, k and v are (B, H, lines, T, D), `real` (B or 1, H or 1, lines, T); the part is everything "before" p, "after"
+    p, "up_to" and with p, or all "others".
+    """
+    if which == "after":
+        flipped = (t.flip(3) for t in (q, k, v))
+        back = line_summaries(summary, *flipped, None if real is None else real.flip(3), "before")
+        return back[0].flip(3), back[1].flip(3), back[2].flip(3)
+    T = k.shape[3]
+    t = torch.arange(T, device=k.device)
+    i, j = t[:, None], t[None]
+    allowed = {"before": j < i, "up_to": j <= i, "others": j != i}[which].view(1, 1, 1, T, T)
+    if real is not None:
+        allowed = allowed & real[..., None, :]
+    count = allowed.sum(-1)
+    pool = {"before": summary.before, "up_to": summary.up_to, "others": summary.others}[which]
+    qbar = summary.finish(pool(summary.lift_queries(q, real)), count, q.dtype)
+    kbar = summary.finish(pool(summary.lift_keys(k, real)), count, k.dtype)
+    return kbar, softmax_attention(qbar, k, v, allowed=allowed), count > 0

@@ -1,0 +1,200 @@
+"""Combiner-Axial, row-major: the own row directly, every other row as a span that depends on the query's column.
+
+Combiner, https://arxiv.org/abs/2107.05768, section 4.3; what the authors' experiments call Combiner-Axial. On a grid
+with rows of m tokens, i = r·m + c, a row s is seen from column c through its own token there:
+
+    o_{s,c} = Σ_t softmax_t(q_{s,c} · k_{s,t} / √D) v_{s,t}          the value of the span
+    w_{s,c} = Σ_t softmax_t(q_{s,c} · k_{s,t} / √D) k_{s,t}
+    its key:  none k_{s,c};  wsum w_{s,c};  proj W_2 LN(W_1 o_{s,c} + x_{s,c});  wsum_proj the same with w for o
+
+    causal           direct {j : j//m = r, j ≤ i}        spans: row s for every s < r
+    bidirectional    direct {j : j//m = r}               spans: row s for every s ≠ r
+
+Where (s, c) is no real token the row is seen through the mean of its tokens. The `proj` kinds read x, the input of the
+layer, of width `input_dim`: `attn(q, k, v, mask, x=x)`, which weft.MultiheadAttention does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .axial import Grid, decoding_block, row_part
+from .combiner import Seen, join_seen
+from .contract import Attention, PositionBias, clean
+from .joint import Columns, Part, Rows, joint_attention
+from .partitions import default_block, other_blocks
+from .registry import register
+from .softmax import softmax_attention
+
+KEY_SUMMARIES = ("none", "wsum", "proj", "wsum_proj")
+
+
+class CombinerAxial(Attention):
+    """`own_span` keeps the own row also as a span when bidirectional: the published code, which counts it twice."""
+
+    def __init__(
+        self,
+        *,
+        block_size: int | None = None,
+        key_summary: str = "wsum",
+        own_span: bool = False,
+        input_dim: int | None = None,
+        eps: float = 1e-6,
+        **contract: Any,
+    ):
+        super().__init__(**contract)
+        if block_size is not None and block_size < 1:
+            raise ValueError(f"block_size, the width of the grid, must be at least 1, got {block_size}")
+        if key_summary not in KEY_SUMMARIES:
+            raise ValueError(f"there is no key_summary {key_summary!r}; choose from {', '.join(KEY_SUMMARIES)}")
+        if own_span and self.causal:
+            raise ValueError("own_span reproduces the published bidirectional code: it needs causal=False")
+        self.block_size, self.key_summary, self.own_span = block_size, key_summary, own_span
+        self.needs_input = key_summary.endswith("proj")
+        if self.needs_input and input_dim is None:
+            raise ValueError(f"key_summary={key_summary!r} projects to the width of the layer's input: give input_dim")
+        if input_dim is not None and not self.needs_input:
+            raise ValueError(f"key_summary={key_summary!r} has no projection: nothing reads input_dim")
+        if input_dim is not None:
+            self.up = nn.Linear(self.heads * self.head_dim, input_dim)
+            self.norm = nn.LayerNorm(input_dim, eps=eps)
+            self.down = nn.Linear(input_dim, self.heads * self.head_dim)
+            for linear in (self.up, self.down):
+                nn.init.xavier_uniform_(linear.weight)
+                nn.init.zeros_(linear.bias)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        bias: PositionBias | None = None,
+        x: Tensor | None = None,
+    ) -> Tensor:
+        self.check(q, k, v, mask, bias)
+        k, v = clean(k, v, mask)
+        return self._attend(q, k, v, mask, self._input(x, q, mask), v)
+
+    @torch.no_grad()
+    def weights(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        bias: PositionBias | None = None,
+        x: Tensor | None = None,
+    ) -> Tensor:
+        """The keys of `proj` spans depend on v: they are made of v, and only then is v replaced by the identity."""
+        self.check(q, k, v, mask, bias)
+        k, v = clean(k, v, mask)
+        B, H, L, _ = k.shape
+        identity = torch.eye(L, dtype=v.dtype, device=v.device).expand(B, H, L, L)
+        _, identity = clean(k, identity, mask)
+        return self._attend(q, k, v, mask, self._input(x, q, mask), identity)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, x: Tensor | None, values: Tensor) -> Tensor:
+        L = k.shape[2]
+        if mask is not None:
+            q = q.masked_fill(~mask[:, None, :, None], 0)
+        m = self.block_size or default_block(L, self.max_length)
+        rows = Rows(m)
+        grid = Grid.of(k, values, mask, m, self.causal)
+        x_rows = None if x is None else rows.arrange(x[:, None])[:, 0]
+        kbar, vbar = self._summarise(rows.arrange(q), grid.k, rows.arrange(v), grid.real, x_rows, grid.v)
+        seen = other_blocks(grid.n, self.causal, k.device).view(1, 1, 1, grid.n, grid.n)
+        if self.own_span:
+            seen = torch.ones_like(seen)
+        if grid.real is not None:
+            seen = seen & grid.real.any(-1)[:, :, None, None]
+        spans = Part(Columns(m), kbar.transpose(2, 3), vbar.transpose(2, 3), seen)
+        dropout = self.dropout if self.training else 0.0
+        return joint_attention(q, [row_part(grid), spans], dropout=dropout, may_be_empty=mask is not None)
+
+    def _summarise(
+        self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, x: Tensor | None, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Key and value of every row as seen from every column, (B, H, n, m, D)."""
+        allowed = None if real is None else real[:, :, :, None]
+        out = softmax_attention(q, k, values, allowed=allowed)
+        if self.key_summary == "none":
+            if real is None:
+                return k, out
+            mean = k.sum(3, keepdim=True) / real.sum(-1).clamp(min=1)[..., None, None]
+            return torch.where(real[..., None], k, mean.to(k.dtype)), out
+        of = k if self.key_summary.startswith("wsum") else v
+        mixed = out if of is values else softmax_attention(q, k, of, allowed=allowed)
+        if x is None:
+            return mixed, out
+        heads = self.up(mixed.permute(0, 2, 3, 1, 4).flatten(3))
+        key = self.down(self.norm(F.dropout(heads, self.dropout, self.training) + x))
+        return key.unflatten(-1, (self.heads, self.head_dim)).permute(0, 3, 1, 2, 4), out
+
+    def _input(self, x: Tensor | None, q: Tensor, mask: Tensor | None) -> Tensor | None:
+        if not self.needs_input:
+            if x is not None:
+                raise TypeError(f"key_summary={self.key_summary!r} does not read x, the input of the layer")
+            return None
+        B, L, dim = q.shape[0], q.shape[2], self.norm.normalized_shape[0]
+        if x is None or x.shape != (B, L, dim):
+            got = None if x is None else tuple(x.shape)
+            raise ValueError(
+                f"key_summary={self.key_summary!r} reads the input of the layer: give x= of shape ({B}, {L}, {dim}), "
+                f"got {got}; 'wsum' needs none"
+            )
+        return x if mask is None else x.masked_fill(~mask[..., None], 0)
+
+    def start(self, batch: int, *, device=None, dtype=None) -> RowState:
+        decoding_block(self)  # refuses where there is none
+        return RowState()
+
+    def step(self, q, k, v, state: RowState, mask=None, bias=None, x=None):
+        self.check_step(q, k, v, mask, state.position)
+        if bias is not None:
+            raise ValueError(f"{self.name} has no logits at single positions to add a position bias to; 'full' has")
+        if mask is None:
+            mask = torch.ones(q.shape[0], dtype=torch.bool, device=q.device)
+        x = self._input(x, q, mask[:, None])
+        q, k, v = (t.masked_fill(~mask[:, None, None, None], 0) for t in (q, k, v))
+        m = decoding_block(self)
+        row = [*state.row, (q, k, v, mask[:, None], x)]
+        queries, keys, values = (torch.cat([token[part] for token in row], 2) for part in range(3))
+        real = torch.cat([token[3] for token in row], 1)
+        seen = [(keys, values, real)]
+        if state.spans is not None:
+            c, spans = state.position % m, state.spans
+            seen.append((spans[0][:, :, :, c], spans[1][:, :, :, c], spans[2]))
+        k_seen, v_seen, valid = join_seen(seen)
+        out = softmax_attention(q, k_seen, v_seen, allowed=valid[:, None, None])
+        spans = state.spans
+        if len(row) == m:
+            x_row = None if x is None else torch.cat([token[4] for token in row], 1)[:, None]
+            lines = (t[:, :, None] for t in (queries, keys, values))
+            kbar, vbar = self._summarise(*lines, real[:, None, None], x_row, values[:, :, None])
+            closed = (kbar, vbar, real.any(-1, keepdim=True))
+            spans, row = closed if spans is None else join_seen([spans, closed]), []
+        return out, RowState(state.position + 1, row, spans)
+
+
+@dataclass
+class RowState:
+    """The tokens of the open row, and the spans (B, H, R, m, D) of the rows that are full, whose tokens are dropped."""
+
+    position: int = 0
+    row: list[tuple[Tensor, Tensor, Tensor, Tensor, Any]] = field(default_factory=list)
+    spans: Seen | None = None
+
+
+register(
+    "combiner-axial",
+    CombinerAxial,
+    paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
+    cost="L*sqrt(L)",
+    length_dependent="without max_length the default block size follows the length; block_size fixes it",
+)

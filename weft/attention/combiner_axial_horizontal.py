@@ -1,0 +1,55 @@
+"""Combiner-Axial, horizontal: own row and own column directly, every other row as one span.
+
+Combiner, https://arxiv.org/abs/2107.05768, section 4.3. On a grid with rows of m tokens, i = r·m + c:
+
+    causal           direct {j : j//m = r, j ≤ i} ∪ {j : j%m = c, j//m < r}     spans {j : j//m = r', j%m ≠ c}, r' < r
+    bidirectional    direct {j : j//m = r} ∪ {j : j%m = c}                      spans {j : j//m = r', j%m ≠ c}, r' ≠ r
+
+`split` makes two spans of each row, left and right of the own column, as the published code does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .axial import Grid, column_part, row_part
+from .combiner import line_summaries
+from .grid_combiner import GridCombiner
+from .joint import Part, Rows
+from .partitions import default_block, other_blocks
+from .registry import register
+from .summaries import Summary
+
+
+class CombinerAxialHorizontal(GridCombiner):
+    """`block_size` is the width of the grid."""
+
+    def __init__(self, *, block_size: int | None = None, summary: str = "max", split: bool = False, **contract: Any):
+        super().__init__(block_size=block_size, summary=summary, **contract)
+        self.rows_as_spans = ("before", "after") if split else ("others",)
+
+    def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
+        m = self.block_size or default_block(k.shape[2], self.max_length)
+        grid = Grid.of(k, v, mask, m, self.causal)
+        columns = column_part(grid)
+        for which in self.rows_as_spans:
+            columns = with_rows(columns, grid, Rows(m).arrange(q), self.summary, which)
+        return [row_part(grid), columns]
+
+
+def with_rows(own_column: Part, grid: Grid, q: Tensor, summary: Summary, which: str) -> Part:
+    """The column's keys, and for every other row the summary of its tokens before (after, other than) the column."""
+    kbar, vbar, some = line_summaries(summary, q, grid.k, grid.v, grid.real, which)
+    allowed = other_blocks(grid.n, grid.causal, q.device) & some.transpose(2, 3)[:, :, :, None]
+    return own_column.beside(kbar.transpose(2, 3), vbar.transpose(2, 3), allowed)
+
+
+register(
+    "combiner-axial-horizontal",
+    CombinerAxialHorizontal,
+    paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
+    cost="L*sqrt(L)",
+    length_dependent="without max_length the default block size follows the length; block_size fixes it",
+)

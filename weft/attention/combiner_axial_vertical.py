@@ -1,0 +1,59 @@
+"""Combiner-Axial, vertical: own row and own column directly, every other column as one span.
+
+Combiner, https://arxiv.org/abs/2107.05768, section 4.3. On a grid with rows of m tokens, i = r·m + c:
+
+    causal           direct {j : j//m = r, j ≤ i} ∪ {j : j%m = c, j//m < r}     spans {j : j%m = c', j//m < r}, c' ≠ c
+    bidirectional    direct {j : j//m = r} ∪ {j : j%m = c}                      spans {j : j%m = c', j//m ≠ r}, c' ≠ c
+
+The sparse parent, `axial`, is the direct set alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .axial import Grid, column_part, row_part
+from .combiner import line_summaries
+from .grid_combiner import GridCombiner
+from .joint import Part, Rows
+from .partitions import default_block
+from .registry import register
+from .summaries import Summary
+
+
+class CombinerAxialVertical(GridCombiner):
+    """`block_size` is the width of the grid."""
+
+    columns_as_spans = True
+
+    def __init__(self, *, block_size: int | None = None, summary: str = "max", **contract: Any):
+        super().__init__(block_size=block_size, summary=summary, **contract)
+
+    def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
+        m = self.block_size or default_block(k.shape[2], self.max_length)
+        grid = Grid.of(k, v, mask, m, self.causal)
+        rows = Rows(m).arrange(q)
+        which = "before" if self.causal else "others"
+        return [with_columns(row_part(grid), grid, rows, self.summary, which), column_part(grid)]
+
+
+def with_columns(own_row: Part, grid: Grid, q: Tensor, summary: Summary, which: str) -> Part:
+    """The row's keys, and for every other column the summary of its rows before (after, other than) this one."""
+    real = None if grid.real is None else grid.real.transpose(2, 3)
+    lines = (t.transpose(2, 3) for t in (q, grid.k, grid.v))
+    kbar, vbar, some = line_summaries(summary, *lines, real, which)
+    c = torch.arange(grid.m, device=q.device)
+    allowed = (c[:, None] != c) & some.transpose(2, 3)[:, :, :, None]
+    return own_row.beside(kbar.transpose(2, 3), vbar.transpose(2, 3), allowed)
+
+
+register(
+    "combiner-axial-vertical",
+    CombinerAxialVertical,
+    paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
+    cost="L*sqrt(L)",
+    length_dependent="without max_length the default block size follows the length; block_size fixes it",
+)

@@ -1,0 +1,165 @@
+"""Combiner-Logsparse: the token itself directly, all earlier ones in log L spans.
+
+Combiner, https://arxiv.org/abs/2107.05768, section 4.2
+
+    causal           direct {i}; for every set bit b of i the span [a, a + 2^b), a = (i >> (b+1)) << (b+1)
+    bidirectional    also the mirror image: the spans of L-1-i, counted from the end
+
+A span of one token is that token, attended to directly. The sparse parent, `logsparse`, sees the last token of every
+span instead of its summary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .combiner import Combiner, Seen, join_seen
+from .decoding import KeyValueState
+from .joint import BackwardRows, Layout, Part, Rows, valid_in
+from .logsparse import BLOCK, log_allowed
+from .partitions import LogSpans
+from .registry import register
+from .softmax import softmax_attention
+from .summaries import Summary
+
+
+class CombinerLogsparse(Combiner):
+    def __init__(self, *, summary: str = "max", **contract: Any):
+        super().__init__(summary=summary, **contract)
+
+    def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
+        parts = [spans_before(Rows(BLOCK), q, k, v, mask, self.summary, own=True)]
+        if not self.causal:
+            parts.append(spans_before(BackwardRows(BLOCK), q, k, v, mask, self.summary, own=False))
+        return parts
+
+    # Decoding: a binary counter. The nodes that are kept after i tokens are the spans of token i.
+
+    def start(self, batch: int, *, device=None, dtype=None) -> LogState:
+        return LogState(KeyValueState.empty(), [])
+
+    def advance(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, state: LogState) -> tuple[Seen, LogState]:
+        s = self.summary
+        flag = real[:, None]
+        seen = join_seen([(k, v, flag), *((node.k, node.v, node.real) for node in state.nodes)])
+        cache = state.cache.append(k, v, real)
+        node = Node(1, k, v, flag, s.lift_queries(q, flag[:, None]), s.lift_keys(k, flag[:, None]))
+        nodes = list(state.nodes)
+        while nodes and nodes[-1].size == node.size:
+            other = nodes.pop()
+            node.size += other.size
+            node.query_features = s.join(node.query_features, other.query_features)
+            node.key_features = s.join(node.key_features, other.key_features)
+        if node.size > 1:
+            keys, values, valid, _ = cache.read(node.size)
+            count = valid.sum(1)[:, None, None]
+            qbar = s.finish(node.query_features, count, q.dtype)
+            node.k = s.finish(node.key_features, count, k.dtype)
+            node.v = softmax_attention(qbar, keys, values, allowed=valid[:, None, None])
+            node.real = valid.any(1, keepdim=True)
+        return seen, LogState(cache, [*nodes, node])
+
+
+@dataclass
+class Node:
+    size: int
+    k: Tensor  # (B, H, 1, D)
+    v: Tensor
+    real: Tensor  # (B, 1)
+    query_features: Tensor
+    key_features: Tensor
+
+
+@dataclass
+class LogState:
+    """All keys and values, which longer spans to come will summarise, and the spans of the next token."""
+
+    cache: KeyValueState
+    nodes: list[Node]
+
+    @property
+    def position(self) -> int:
+        return self.cache.position
+
+
+def spans_before(
+    layout: Layout, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, summary: Summary, *, own: bool
+) -> Part:
+    """The summaries of all spans; `own` adds the token itself. The layout decides what is before."""
+    q, k, v = layout.arrange(q), layout.arrange(k), layout.arrange(v)
+    n = k.shape[2]
+    # Spans lie wholly before a token, and padding after the last: without a mask there is nothing to leave out.
+    real = None if mask is None else valid_in(layout, mask, mask.shape[1], BLOCK, k.device)
+    spans = LogSpans(n, BLOCK, k.device)
+    query_features, key_features = summary.lift_queries(q, real), summary.lift_keys(k, real)
+    members = torch.ones(1, 1, n, BLOCK, device=k.device) if real is None else real.float()
+
+    # Local nodes: the halves of a block's pairs, its own tokens the members.
+    counts = _local(members[..., None], torch.sum)[..., 0]
+    qbar = summary.finish(_local(query_features, summary.reduce), counts, q.dtype)
+    local_k = summary.finish(_local(key_features, summary.reduce), counts, k.dtype)
+    inside = spans.members if real is None else spans.members & real[:, :, :, None]
+    local_v = softmax_attention(qbar, k, v, allowed=inside.expand(*(1,) * (5 - inside.dim()), *inside.shape))
+    keys, values = [k, local_k], [v, local_v]
+    exist = None if real is None else [real, counts > 0]
+
+    # Upper nodes: level by level, and then to every block the nodes that it sees.
+    if spans.levels:
+        nodes_k, nodes_v, nodes_some, offsets = [], [], [], [0]
+        of_blocks = [summary.reduce(f, 3) for f in (query_features, key_features)]
+        tokens = [t.flatten(2, 3) for t in (k, v)]
+        for b in range(spans.levels):
+            size = 1 << b
+            counts = _first_halves(members.sum(-1)[..., None], size)[..., 0].sum(-1)
+            qbar, kbar = (summary.finish(summary.reduce(_first_halves(f, size), 3), counts, k.dtype) for f in of_blocks)
+            node_k, node_v = (_first_halves(t, size * BLOCK) for t in tokens)
+            allowed = None
+            if real is not None:
+                allowed = _first_halves(real.flatten(2)[..., None], size * BLOCK)[..., 0][:, :, :, None]
+            nodes_k.append(kbar)
+            nodes_v.append(softmax_attention(qbar[:, :, :, None], node_k, node_v, allowed=allowed)[:, :, :, 0])
+            nodes_some.append(counts > 0)
+            offsets.append(offsets[-1] + kbar.shape[2])
+        at = spans.pair + torch.tensor(offsets[:-1], device=k.device)
+        at = torch.where(spans.sees_upper, at, 0)
+
+        def of_block(nodes: list[Tensor]) -> Tensor:
+            return torch.cat(nodes, 2).index_select(2, at.flatten()).unflatten(2, at.shape)
+
+        keys.append(of_block(nodes_k))
+        values.append(of_block(nodes_v))
+        if exist is not None:
+            exist.append(of_block(nodes_some))
+    allowed = log_allowed(spans, own)
+    if exist is not None:
+        allowed = allowed & torch.cat(exist, 3)[:, :, :, None]
+    return Part(layout, torch.cat(keys, 3), torch.cat(values, 3), allowed)
+
+
+def _local(x: Tensor, reduce: Any) -> Tensor:
+    """Blocks (.., n, m, X) -> (.., n, nodes, X): reduced over the members of the local nodes of `LogSpans`."""
+    sizes = [1 << b for b in range(1, BLOCK.bit_length() - 1)]
+    return torch.cat([reduce(x.unflatten(3, (-1, 2, size))[:, :, :, :, 0], 4) for size in sizes], 3)
+
+
+def _first_halves(x: Tensor, size: int) -> Tensor:
+    """(.., T, X) -> (.., pairs, size, X): the first of every two stretches of `size`, as long as it is whole."""
+    pairs = x.shape[2] // (2 * size)
+    used = pairs * 2 * size
+    halves = x[:, :, :used].unflatten(2, (pairs, 2, size))[:, :, :, 0]
+    if x.shape[2] - used < size:
+        return halves
+    return torch.cat([halves, x[:, :, used : used + size][:, :, None]], 2)
+
+
+register(
+    "combiner-logsparse",
+    CombinerLogsparse,
+    paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
+    cost="L*log(L)",
+    length_dependent="bidirectional spans after a token are counted from the end of the sequence",
+)

@@ -1,0 +1,109 @@
+"""Combiner-Mixture: several factorisations of one sequence.
+
+Combiner, https://arxiv.org/abs/2107.05768, section 4.4
+
+    average    out_i = (1/M) Σ_μ out_i(ω_μ)          each factorisation with its own normaliser: the paper
+    joint      one softmax over the direct set and the spans of all: the authors' code, for axial only
+
+The joint form sees own row and own column once, and every other token through two spans: of its column, above (and,
+bidirectional, below) the own row; of its row, left or right of the own column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .axial import Grid, column_part, row_part
+from .combiner_axial_horizontal import with_rows
+from .combiner_axial_vertical import with_columns
+from .contract import Attention, PositionBias
+from .grid_combiner import GridCombiner
+from .joint import Part, Rows
+from .partitions import default_block
+from .registry import attention_info, make_attention, register
+
+AXIAL = ("combiner-axial-vertical", "combiner-axial-horizontal")
+MixtureState = list
+
+
+class CombinerMixture(Attention):
+    """`factorisations` are names, or (name, {options}); `block_size` and `summary` go to all that take them."""
+
+    def __init__(
+        self,
+        *,
+        factorisations: Sequence[str | tuple[str, dict[str, Any]]] = AXIAL,
+        mixture: str = "average",
+        block_size: int | None = None,
+        summary: str = "max",
+        **contract: Any,
+    ):
+        super().__init__(**contract)
+        if mixture not in ("average", "joint"):
+            raise ValueError(f"mixture must be 'average' or 'joint', got {mixture!r}")
+        if not factorisations:
+            raise ValueError("factorisations must name at least one Combiner")
+        entries = [(entry, {}) if isinstance(entry, str) else entry for entry in factorisations]
+        if mixture == "joint":
+            if sorted(name for name, _ in entries) != sorted(AXIAL) or any(options for _, options in entries):
+                raise ValueError(
+                    f"mixture='joint' joins {AXIAL[0]} and {AXIAL[1]}, without options of their own; "
+                    "'average' takes any factorisations"
+                )
+            joint = JointAxial(block_size=block_size, summary=summary, **contract)
+            self.factorisations = nn.ModuleList([joint])
+            return
+        shared = {"block_size": block_size, "summary": summary}
+        made = []
+        for name, options in entries:
+            info = attention_info(name)
+            given = {key: value for key, value in shared.items() if key in info.options}
+            made.append(make_attention(name, **contract, **{**given, **options}))
+            if getattr(made[-1], "needs_input", False):
+                raise ValueError(f"{name} with {options} reads the input of the layer, which a mixture does not have")
+        self.factorisations = nn.ModuleList(made)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        return torch.stack([attn(q, k, v, mask) for attn in self.factorisations]).mean(0)
+
+    def start(self, batch: int, *, device=None, dtype=None) -> MixtureState:
+        return [attn.start(batch, device=device, dtype=dtype) for attn in self._each()]
+
+    def step(self, q, k, v, state: MixtureState, mask=None, bias=None):
+        pairs = zip(self._each(), state, strict=True)
+        results = [attn.step(q, k, v, inner, mask, bias) for attn, inner in pairs]
+        return torch.stack([out for out, _ in results]).mean(0), [inner for _, inner in results]
+
+    def _each(self) -> list[Any]:
+        return list(self.factorisations)
+
+
+class JointAxial(GridCombiner):
+    """Vertical and horizontal spans under one normaliser."""
+
+    name = "combiner-mixture"
+    columns_as_spans = True
+    rows_as_spans = ("before", "after")
+
+    def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
+        m = self.block_size or default_block(k.shape[2], self.max_length)
+        grid, queries = Grid.of(k, v, mask, m, self.causal), Rows(m).arrange(q)
+        rows, columns = row_part(grid), column_part(grid)
+        for which in ("before",) if self.causal else ("before", "after"):
+            rows = with_columns(rows, grid, queries, self.summary, which)
+        for which in ("before", "after"):
+            columns = with_rows(columns, grid, queries, self.summary, which)
+        return [rows, columns]
+
+
+register(
+    "combiner-mixture",
+    CombinerMixture,
+    paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
+    cost="L*sqrt(L)",
+    length_dependent="without max_length the default block size follows the length; block_size fixes it",
+)

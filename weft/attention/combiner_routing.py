@@ -1,0 +1,218 @@
+"""Combiner-Routing: the own cluster directly, every other cluster as a span.
+
+Combiner, https://arxiv.org/abs/2107.05768, section 4.5, which gives the sets only. The clusters, cut into runs
+G_1, G_2, ... of bounded size, are those of the sparse parent, `routing` (clusters.py):
+
+    causal           direct G_{g_i} ∩ {0..i}      spans G_g ∩ {0..i} for every other run g
+    bidirectional    direct G_{g_i}               spans G_g for every other run g
+
+When causal a span grows with i, so there is one summary for every token j: that of its run up to j. At i, a cluster's
+newest run is seen through its last token up to i; its older runs are closed, and seen whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .blocks import ceil_div
+from .clusters import Clusters
+from .combiner import Combiner, Seen, line_summaries
+from .groups import Runs, take_mask, take_tokens
+from .joint import Part, Rows, token_positions
+from .partitions import default_block
+from .registry import register
+from .routing import RunLayout, run_part
+from .softmax import softmax_attention
+
+
+class CombinerRouting(Combiner):
+    """`clusters` centroids per head, runs of at most `capacity` tokens, `decay` of the centroids' moving average."""
+
+    def __init__(
+        self,
+        *,
+        clusters: int | None = None,
+        capacity: int | None = None,
+        decay: float = 0.999,
+        summary: str = "max",
+        **contract: Any,
+    ):
+        super().__init__(summary=summary, **contract)
+        self.clusters = Clusters(self.heads, self.head_dim, clusters, capacity, decay, self.max_length)
+
+    def weights(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self.clusters.looking():
+            return super().weights(*args, **kwargs)
+
+    def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
+        runs = self.clusters.runs(k, mask)
+        direct = run_part(runs, k, v, mask, self.causal)
+        real = take_mask(mask, runs.token, k.shape[2])
+        run_q = RunLayout(runs).arrange(q)
+        if self.causal:
+            kbar, vbar, some = line_summaries(self.summary, run_q, direct.k, direct.v, real, "up_to")
+            return [direct, _growing_spans(runs, kbar, vbar, some, self.clusters.clusters + 1)]
+        s, count = self.summary, real.sum(-1)
+        qbar = s.finish(s.reduce(s.lift_queries(run_q, real), 3), count, q.dtype)
+        kbar = s.finish(s.reduce(s.lift_keys(direct.k, real), 3), count, k.dtype)
+        vbar = softmax_attention(qbar[:, :, :, None], direct.k, direct.v, allowed=real[:, :, :, None])[:, :, :, 0]
+        R = kbar.shape[2]
+        others = ~torch.eye(R, dtype=torch.bool, device=k.device)[:, None] & (count > 0)[:, :, None, None]
+        return [direct.beside(*(t[:, :, None].expand(-1, -1, R, -1, -1) for t in (kbar, vbar)), others)]
+
+    # Decoding: the newest run of every cluster is open; a run that is full is closed when its cluster draws again.
+
+    def start(self, batch: int, *, device=None, dtype=None) -> RoutingState:
+        if self.clusters.capacity is None and self.max_length is None:
+            raise ValueError(
+                f"{self.name} takes its capacity from the length, which a step does not know: "
+                "give capacity or max_length"
+            )
+        H, D, G, size = self.heads, self.head_dim, self.clusters.clusters, self.clusters.size(0)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        kept = wide if self.summary.pool == "sum" else dtype
+        features = wide if self.summary.pool != "max" else dtype
+
+        def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(batch, H, *shape, device=device, dtype=dtype)
+
+        tokens, nodes = empty(G, size, D, dtype=kept), empty(G, D, dtype=kept)
+        closed, none = empty(0, D, dtype=kept), empty(dtype=torch.long)
+        pooled = empty(G, D, dtype=features)
+        return RoutingState(
+            0, tokens, tokens, empty(G, dtype=torch.long), pooled, pooled, nodes, nodes, closed, closed, none
+        )
+
+    def advance(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, state: RoutingState) -> tuple[Seen, RoutingState]:
+        s, size = self.summary, state.k.shape[3]
+        B, H = k.shape[:2]
+        b, h = torch.arange(B, device=k.device)[:, None], torch.arange(H, device=k.device)[None]
+        g = self.clusters.nearest(k)[..., 0]
+        here = real[:, None].expand(B, H)
+        full = (state.filled[b, h, g] == size) & here
+        closed_k, closed_v, closed = state.closed_k, state.closed_v, state.closed
+        if bool(full.any()):
+            if int(closed.max()) == closed_k.shape[2]:
+                more = closed_k.new_zeros(B, H, 1, closed_k.shape[-1])
+                closed_k, closed_v = torch.cat([closed_k, more], 2), torch.cat([closed_v, more], 2)
+            at = (*torch.nonzero(full, as_tuple=True), closed[full])
+            closed_k = closed_k.index_put(at, state.span_k[b, h, g][full])
+            closed_v = closed_v.index_put(at, state.span_v[b, h, g][full])
+            closed = closed + full
+        place = state.filled[b, h, g].masked_fill(full, 0).clamp(max=size - 1)
+
+        def put(x: Tensor, new: Tensor, *at: Tensor) -> Tensor:
+            """Write at cluster g of every head, where there is a token."""
+            kept = x[(b, h, *at)]
+            return x.index_put((b, h, *at), torch.where(here.view(B, H, *[1] * (new.dim() - 2)), new.to(x.dtype), kept))
+
+        keys, values = put(state.k, k[:, :, 0], g, place), put(state.v, v[:, :, 0], g, place)
+        first = (place == 0)[..., None]
+        lifted_q, lifted_k = s.lift_queries(q, None)[:, :, 0], s.lift_keys(k, None)[:, :, 0]
+        pooled_q = torch.where(first, lifted_q, s.join(state.query_features[b, h, g], lifted_q))
+        pooled_k = torch.where(first, lifted_k, s.join(state.key_features[b, h, g], lifted_k))
+        count = place + 1
+        own = torch.arange(size, device=k.device) < count[..., None]
+        own_k, own_v = keys[b, h, g], values[b, h, g]
+        qbar = s.finish(pooled_q, count, q.dtype)
+        vbar = softmax_attention(qbar[:, :, None], own_k, own_v, allowed=own[:, :, None])[:, :, 0]
+        filled = put(state.filled, count, g)
+        span_k, span_v = put(state.span_k, s.finish(pooled_k, count, k.dtype), g), put(state.span_v, vbar, g)
+        others = (filled > 0) & (torch.arange(filled.shape[-1], device=k.device) != g[..., None])
+        old = torch.arange(closed_k.shape[2], device=k.device) < closed[..., None]
+        seen = (
+            torch.cat([own_k, span_k, closed_k], 2),
+            torch.cat([own_v, span_v, closed_v], 2),
+            torch.cat([own & here[..., None], others, old], 2),
+        )
+        return seen, replace(
+            state,
+            position=state.position + 1,
+            k=keys,
+            v=values,
+            filled=filled,
+            query_features=put(state.query_features, pooled_q, g),
+            key_features=put(state.key_features, pooled_k, g),
+            span_k=span_k,
+            span_v=span_v,
+            closed_k=closed_k,
+            closed_v=closed_v,
+            closed=closed,
+        )
+
+
+@dataclass
+class RoutingState:
+    position: int
+    k: Tensor  # (B, H, clusters, capacity, D): the open run of every cluster
+    v: Tensor
+    filled: Tensor  # (B, H, clusters)
+    query_features: Tensor  # (B, H, clusters, D): what the open runs are pooled from
+    key_features: Tensor
+    span_k: Tensor  # (B, H, clusters, D): the summaries of the open runs
+    span_v: Tensor
+    closed_k: Tensor  # (B, H, runs, D): the summaries of the closed runs, whose tokens are dropped
+    closed_v: Tensor
+    closed: Tensor  # (B, H): how many there are
+
+
+def _growing_spans(runs: Runs, kbar: Tensor, vbar: Tensor, some: Tensor, groups: int) -> Part:
+    """What the tokens of a stretch of time see of the clusters that are not theirs, and of closed runs.
+
+    kbar and vbar (B, H, R, size, D) are the summaries of every run up to each of its slots. Token j stands for the
+    newest run of its cluster from j until the cluster's next token. A stretch needs its own tokens, and for every
+    cluster the last one before it.
+    """
+    (B, H, L), device = runs.slot.shape, kbar.device
+    R, size = runs.token.shape[2:]
+    tokens = torch.cat([runs.token.flatten(2), runs.token.new_full((B, H, 1), L)], 2)
+    run_of_next = ((runs.slot + 1) // size).clamp(max=R - 1)
+    group = runs.group.gather(2, runs.slot // size)
+    same = runs.group.gather(2, run_of_next) == group
+    until = torch.where(same, tokens.gather(2, runs.slot + 1), L)  # (B, H, L): the cluster's next token
+    layout = Rows(default_block(L, None))
+    span_k, span_v = (RunLayout(runs).restore(t, L) for t in (kbar, vbar))
+    exists = RunLayout(runs).restore(some[..., None], L)[..., 0]
+
+    # For every stretch and cluster the last token before the stretch; L where there is none.
+    T, n, G = layout.size, ceil_div(L, layout.size), groups
+    at = torch.arange(L, device=device).expand(B, H, L)
+    last = torch.full((B, H, n * G), -1, device=device).scatter_reduce(2, (at // T) * G + group, at, "amax")
+    last = last.unflatten(2, (n, G)).cummax(2).values
+    before = torch.cat([torch.full_like(last[:, :, :1], -1), last[:, :, :-1]], 2)
+    own = torch.arange(n * T, device=device).view(n, T).expand(B, H, n, T)
+    stands = torch.cat([before, own], 3)
+    stands = torch.where((stands < 0) | (stands >= L), L, stands)
+
+    def at_tokens(x: Tensor, tokens: Tensor, empty: int) -> Tensor:
+        x = torch.cat([x, x.new_full((B, H, 1), empty)], 2)
+        return x.gather(2, tokens.flatten(2)).view_as(tokens)
+
+    i = token_positions(layout, L, device)[..., None]
+    mine = layout.arrange(group[..., None])
+    growing = (stands[..., None, :] <= i) & (i < at_tokens(until, stands, 0)[..., None, :])
+    growing &= (at_tokens(group, stands, -1)[..., None, :] != mine) & at_tokens(exists, stands, 0)[..., None, :]
+
+    # A run is closed when its cluster's next run has begun; closed runs are full.
+    begins = torch.cat([runs.token[:, :, 1:, 0], runs.token.new_full((B, H, 1), L)], 2)
+    continued = torch.cat([runs.group[:, :, 1:] == runs.group[:, :, :-1], torch.zeros_like(some[:, :, :1, 0])], 2)
+    closes = torch.where(continued & some[..., -1], begins, L)
+    closed = (closes[:, :, None, None] <= i).expand(B, H, n, T, R)
+    whole_k, whole_v = (t[:, :, :, -1][:, :, None].expand(-1, -1, n, -1, -1) for t in (kbar, vbar))
+    keys = torch.cat([take_tokens(span_k, stands), whole_k], 3)
+    values = torch.cat([take_tokens(span_v, stands), whole_v], 3)
+    return Part(layout, keys, values, torch.cat([growing, closed], 4))
+
+
+register(
+    "combiner-routing",
+    CombinerRouting,
+    paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
+    cost="L*sqrt(L)",
+    length_dependent="without max_length the default capacity follows the length; capacity fixes it",
+)

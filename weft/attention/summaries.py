@@ -1,0 +1,106 @@
+"""How a Combiner pools a span's keys and queries into one vector.
+
+    name                            φ             pool
+    max (default), mean, sum        identity      over the span, per channel
+    relu-max                        ReLU          max
+    deepsets-max, deepsets-mean     ReLU(x W)     max, mean; W (D, D) without bias, one for queries and one for keys
+
+Pools are built in two strokes, so that they can be made of other pools: tokens are lifted to features, in which a
+token that does not count is neutral (-inf for max, 0 for sums); features are reduced over a set, over everything
+before a place, or over all but one place; `finish` turns the result into the vector, zeros for an empty set.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+SUMMARIES = ("max", "mean", "sum", "relu-max", "deepsets-max", "deepsets-mean")
+
+
+class Summary(nn.Module):
+    def __init__(self, kind: str, head_dim: int):
+        super().__init__()
+        if kind not in SUMMARIES:
+            raise ValueError(f"there is no summary {kind!r}; choose from {', '.join(SUMMARIES)}")
+        self.kind, self.pool = kind, kind.rpartition("-")[2]
+        learned = kind.startswith("deepsets")
+        self.query = nn.Linear(head_dim, head_dim, bias=False) if learned else None
+        self.key = nn.Linear(head_dim, head_dim, bias=False) if learned else None
+
+    def lift_queries(self, q: Tensor, real: Tensor | None) -> Tensor:
+        """Queries (.., L, D) to features; `real` (.., L) is False at tokens that do not count."""
+        return self._lift(q, self.query, real)
+
+    def lift_keys(self, k: Tensor, real: Tensor | None) -> Tensor:
+        return self._lift(k, self.key, real)
+
+    def _lift(self, x: Tensor, linear: nn.Linear | None, real: Tensor | None) -> Tensor:
+        if linear is not None:
+            x = F.linear(x, linear.weight.to(x.dtype))
+        if self.kind not in ("max", "mean", "sum"):
+            x = F.relu(x)
+        if self.pool != "max":
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
+        return x if real is None else x.masked_fill(~real[..., None], self.neutral)
+
+    @property
+    def neutral(self) -> float:
+        return float("-inf") if self.pool == "max" else 0.0
+
+    def reduce(self, f: Tensor, dim: int) -> Tensor:
+        return f.amax(dim) if self.pool == "max" else f.sum(dim)
+
+    def join(self, a: Tensor, b: Tensor) -> Tensor:
+        """The features of two disjoint sets together."""
+        return torch.maximum(a, b) if self.pool == "max" else a + b
+
+    def up_to(self, f: Tensor) -> Tensor:
+        """(.., T, D) -> (.., T, D): at each place the pool of all up to it."""
+        return running_max(f) if self.pool == "max" else f.cumsum(-2)
+
+    def before(self, f: Tensor) -> Tensor:
+        """(.., T, D) -> (.., T, D): at each place the pool of all strictly earlier ones."""
+        return self.up_to(F.pad(f[..., :-1, :], (0, 0, 1, 0), value=self.neutral))
+
+    def others(self, f: Tensor) -> Tensor:
+        """(.., T, D) -> (.., T, D): at each place the pool of all others."""
+        if self.pool != "max":
+            return f.sum(-2, keepdim=True) - f
+        top = f.amax(-2, keepdim=True)
+        at_top = f == top
+        second = f.masked_fill(at_top, float("-inf")).amax(-2, keepdim=True)
+        return torch.where(at_top & (at_top.sum(-2, keepdim=True) == 1), second, top)
+
+    def finish(self, f: Tensor, count: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Features to the pooled vector; `count` (..), how many tokens were pooled, may be left out for max and sum
+        where no set is empty."""
+        if self.pool == "mean":
+            assert count is not None
+            f = f / count.clamp(min=1)[..., None]
+        elif self.pool == "max" and count is not None:
+            f = f.masked_fill((count == 0)[..., None], 0)
+        return f.to(dtype)
+
+
+def running_max(x: Tensor) -> Tensor:
+    """Cumulative maximum over the last dimension but one, in about 2√T steps over T places.
+
+    torch.cummax walks along the dimension one element at a time, which costs several times as much on a CPU.
+    """
+    T = x.shape[-2]
+    size = max(1, round(T**0.5))
+    short = -T % size
+    x = F.pad(x, (0, 0, 0, short), value=float("-inf")).unflatten(-2, (-1, size))
+    inner = list(x.unbind(-2))
+    for t in range(1, size):
+        inner[t] = torch.maximum(inner[t], inner[t - 1])
+    carried = list(inner[-1].unbind(-2))
+    for g in range(1, len(carried)):
+        carried[g] = torch.maximum(carried[g], carried[g - 1])
+    x = torch.stack(inner, -2)
+    if len(carried) > 1:
+        earlier = torch.stack(carried[:-1], -2)[..., None, :]
+        x = torch.cat([x[..., :1, :, :], torch.maximum(x[..., 1:, :, :], earlier)], -3)
+    return x.flatten(-3, -2)[..., :T, :]
