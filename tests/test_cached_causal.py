@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft import CachedAttention, MultiheadAttention
+from weft import CachedAttention, MixedAttention, MultiheadAttention
 from weft.layers import TransformerXLAttention
 
 SEGMENT, VOCABULARY = 6, 11
@@ -150,6 +150,9 @@ def test_refuses_to_leak() -> None:
         CachedAttention(causal)
     with pytest.raises(ValueError, match="delayed=True"):
         CachedAttention(nn.Identity(), dim=16, heads=4, causal=True)
+    mixed = MixedAttention(16, 4, ["full", "linear"], causal=True)  # does not say so itself: its blocks do
+    with pytest.raises(ValueError, match="delayed=True"):
+        CachedAttention(mixed, dim=16, heads=4)
     with pytest.raises(ValueError, match="choose one"):
         CachedAttention(causal, delayed=True, eval_gate=True)
     with pytest.raises(ValueError, match="looks at the tokens ahead"):

@@ -83,17 +83,30 @@ def test_checkpointing_reads_the_same_cache_and_writes_once(reentrant: bool, opt
         torch.testing.assert_close(b.grad, a.grad, msg=name)
 
 
-def test_checkpointing_with_several_forwards_before_the_backwards() -> None:
-    """The first loss may be sent back first: each recomputation finds the cache its own forward began with."""
+@pytest.mark.parametrize(
+    "order", ["F0 F1 F2 B0 B1 B2", "F0 F1 F2 B2 B1 B0", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 F1 B1 F2 B2"]
+)
+def test_checkpointing_with_several_forwards_in_flight(order: str) -> None:
+    """Each recomputation finds the cache its own forward began with, whichever loss goes back first."""
     plain, saved = layer(length=6), layer(length=6)
-    batches = [tokens(2, 6, 16, seed=s) for s in range(3)]
-    for loss in [plain(x).square().sum() for x in batches]:
-        loss.backward()
-    for loss in [checkpoint(saved, x, use_reentrant=False).square().sum() for x in batches]:
-        loss.backward()
+    losses: dict[str, tuple[Tensor, Tensor]] = {}
+    for kind, number in order.split():
+        if kind == "F":
+            x = tokens(2, 6, 16, seed=int(number))
+            losses[number] = plain(x).square().sum(), checkpoint(saved, x, use_reentrant=False).square().sum()
+        else:
+            for loss in losses[number]:
+                loss.backward()
     for (name, a), b in zip(plain.named_parameters(), saved.parameters(), strict=True):
         torch.testing.assert_close(b.grad, a.grad, msg=name)
-    assert saved.cache.updates == 3
+    assert saved.cache.updates == order.count("F")
+
+
+def test_checkpointing_refuses_what_it_cannot_remember() -> None:
+    c = layer(length=6)
+    losses = [checkpoint(c, tokens(2, 6, 16, seed=s), use_reentrant=False).square().sum() for s in range(6)]
+    with pytest.raises(RuntimeError, match="none of the last 4"):
+        losses[0].backward()
 
 
 @pytest.mark.parametrize("options", [{}, {"delayed": True, "scope": "stream", "candidate": "ln_gelu"}])
@@ -115,6 +128,14 @@ def test_compiles_whole_in_training_and_evaluation(options: dict) -> None:
     eager.eval(), made.eval()
     torch.testing.assert_close(compiled(x, mask), eager(x, mask))
     assert made.cache.updates == 2
+
+
+def test_checkpointing_around_a_compiled_layer_is_refused() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(layer(length=6), backend="aot_eager")
+    loss = checkpoint(compiled, tokens(2, 6, 16).requires_grad_(), use_reentrant=False).sum()
+    with pytest.raises(RuntimeError, match="compile around the checkpoint"):
+        loss.backward()
 
 
 class Net(nn.Module):

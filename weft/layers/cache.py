@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .recompute import Recent, recomputing
+from .recompute import Recent, count_update, recomputing
 from .resample import resample
 
 State = tuple[Tensor, Tensor, Tensor]
@@ -96,7 +96,7 @@ class RecurrentCache(nn.Module):
         if not again:
             self.recent.remember(x, state)
             self.cache = kept.detach()
-            self.updates += 1
+            self.updates = count_update(self.updates) if torch.compiler.is_compiling() else self.updates + 1
             if self.delayed:
                 everyone = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
                 self.pending, self.pending_alive = tokens.detach(), everyone if alive is None else alive

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..attention import Attention
 from .cache import RecurrentCache
-from .cached_inputs import grid_of, valid_tokens, width_and_heads
+from .cached_inputs import grid_of, is_causal, valid_tokens, width_and_heads
 from .cached_options import cache_options
 from .memory_attention import MemoryAttention, same_as
 from .multihead import MultiheadAttention
@@ -76,7 +76,7 @@ class CachedAttention(nn.Module):
         self.mix = o.mix or ("heads" if shows_heads else "projected")
         if self.mix == "heads" and not shows_heads:
             raise ValueError(f"{type(inner).__name__} does not show its heads: give mix='projected'")
-        self.causal = bool(getattr(inner, "causal", False)) if causal is None else causal
+        self.causal = is_causal(inner) if causal is None else causal
         if self.causal and not o.delayed:
             raise ValueError(
                 "the layer is causal, and a cache of the current segment would show it its own future: "
@@ -267,10 +267,11 @@ class CachedAttention(nn.Module):
 
     def _warn_if_empty(self) -> None:
         """Once, when a cache that no training step has written is read in eval()."""
-        if self.training or self._asked or torch.compiler.is_compiling() or self.cache.updates.is_meta:
+        if self.training or self._asked or self.options.eval_update or torch.compiler.is_compiling():
             return
         self._asked = True
-        if not self.options.eval_update and int(self.cache.updates) == 0:
+        updates = self.cache.updates
+        if type(updates) is Tensor and not updates.is_meta and int(updates) == 0:
             warnings.warn("this cache was never written: train first, or load a trained one", stacklevel=3)
 
     def extra_repr(self) -> str:
@@ -285,5 +286,11 @@ def _per_head(inner: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return inner.attention(*inner.project(x), mask, bias)
 
 
-def _mask_and_bias(mask: Tensor | None = None, bias: Any = None) -> tuple[Tensor | None, Any]:
+def _mask_and_bias(
+    mask: Tensor | None = None, bias: Any = None, context: Tensor | None = None
+) -> tuple[Tensor | None, Any]:
+    if context is not None:
+        raise ValueError(
+            "a cache remembers the tokens of one sequence: cross attention has none, call the layer itself"
+        )
     return mask, bias

@@ -26,6 +26,11 @@ def width_and_heads(inner: nn.Module, dim: int | None, heads: int | None) -> tup
     return dim, heads, dim if head_dim is None else heads * head_dim
 
 
+def is_causal(inner: nn.Module) -> bool:
+    """True when the layer, or anything in it, says that it is causal."""
+    return any(getattr(m, name, None) is True for m in inner.modules() for name in ("causal", "is_causal"))
+
+
 def _told(inner: nn.Module, *names: str) -> int | None:
     for name in names:
         if isinstance(getattr(inner, name, None), int):
