@@ -9,6 +9,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
+from on_cpu import on_cpu  # noqa: F401
 from promises import SMALL
 
 import weft
@@ -89,9 +90,11 @@ def padding(side: str, batch: int = 3, length: int = L) -> torch.Tensor:
 
 def registered(name: str) -> str:
     """The mechanism with small blocks, so that short sequences cross their edges."""
-    options = dict(SMALL.get(name, [{}])[0])
-    if weft.attention_info(name).length_dependent:
-        options["max_length"] = 32  # pins down the sizes that would follow the length
+    options, info = dict(SMALL.get(name, [{}])[0]), weft.attention_info(name)
+    if "block_size" in info.options:
+        options.setdefault("block_size", 4)
+    if info.length_dependent:
+        options["max_length"] = 32  # pins down other sizes that would follow the length
     return hf.register(name, as_=f"weft:small-{name}", **options)[0]
 
 

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from on_cpu import on_cpu  # noqa: F401
 
 import weft
 

@@ -156,13 +156,13 @@ def learns(name: str) -> bool:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Random numbers of a fixed seed on the CPU, and the caller's own stream untouched."""
-    state = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(seed)
-    try:
+    """Random numbers of a fixed seed, drawn on the CPU, and the caller's own streams untouched."""
+    cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=cuda), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)
+        if cuda:
+            torch.cuda.manual_seed_all(seed)
         yield
-    finally:
-        torch.default_generator.set_state(state)
 
 
 def _form(causal: bool) -> str:
