@@ -6,5 +6,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def on_cpu():
-    with torch.device("cpu"):
-        yield
+    default = torch.get_default_device()
+    torch.set_default_device(None)  # no device mode at all: it would stand in the way of torch.compile
+    yield
+    torch.set_default_device(default)
