@@ -10,9 +10,11 @@ import shutil
 import struct
 import subprocess
 
+import golden
 import pytest
 import torch
 
+import weft
 from weft import inspect
 from weft.inspect.command import words
 from weft.inspect.gather import layer_name, pack
@@ -217,3 +219,25 @@ def test_ids_as_people_read_them(task, ids, expected):
     if task == "text":
         pair = [torch.tensor([[1, 2]]), torch.tensor([[2, 9]])]
         assert words(task, pair, data) == [(["a", "b"], ["b", "9"])]
+
+
+def test_examples_of_the_documentation_run(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {}
+    for code in re.findall(r"```python\n(.*?)```", (golden.REPOSITORY / "docs" / "crate.md").read_text("utf-8"), re.S):
+        exec(compile(code, "crate.md", "exec"), namespace)
+    assert (tmp_path / "page.html").exists() and len(namespace["figure"].axes) == 4
+
+
+def test_a_single_layer_and_a_timm_model(tmp_path):
+    """What has no list of blocks shows its attention; timm's sequence of blocks is a list of blocks."""
+    page = inspect.report(weft.MultiheadAttention(8, 2), torch.randn(1, 5, 8), out=tmp_path / "layer.html")
+    data = payload(page.read_text("utf-8"))
+    assert data["curves"]["charts"] == [] and len(data["attention"]["layers"]) == 1
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=24, depth=2, num_classes=3)
+    weft.swap(model, "full")
+    data = payload(inspect.report(model, torch.rand(1, 3, 32, 32), out=tmp_path / "timm.html").read_text("utf-8"))
+    assert data["attention"]["examples"][0]["grid"] == [2, 2]
+    assert [len(s["mean"]) for s in data["curves"]["charts"][0]["series"]] == [2]

@@ -51,6 +51,8 @@ def curves(
     model: nn.Module, splits: Mapping[str, Sequence[Tensor]], checkpoints: Iterable[tuple[str, Loader]] = ()
 ) -> dict[str, Any]:
     """Every measurement per layer: one line for each checkpoint and split."""
+    if not blocks(plain(model)):  # a single layer
+        return {"charts": [], "counts": {}, "layers": []}
     kept = copy.deepcopy(model.state_dict())
     lines: list[tuple[str, str, Measures]] = []
     try:

@@ -117,7 +117,7 @@ function attention() {
     const columns = Math.min(values.length, Math.max(12, Math.ceil(Math.sqrt(2.2 * values.length))));
     return [values, columns];
   }
-  const visible = token => (token ?? "").replace(/\s/g, "␣");
+  const visible = token => /^\s+$/.test(token ?? "") ? "␣" : token ?? "";
   const focus = values => {
     const total = values.reduce((a, b) => a + Math.abs(b), 0) || 1;
     return values.reduce((a, b) => { const p = Math.abs(b) / total; return p > 0 ? a - p * Math.log(p) : a; }, 0);
@@ -127,7 +127,7 @@ function attention() {
     const view = seen(), kinds = layers[state.layer].mechanisms;
     let order = kinds.map((_, h) => h);
     if (state.sorted) {
-      const spread = order.map(h => focus(row(h)));
+      const spread = order.map(h => focus(shape(row(h))[0]));
       order.sort((a, b) => spread[a] - spread[b]);
     }
     const labels = tokens(), several = new Set(kinds).size > 1;
@@ -198,7 +198,9 @@ function attention() {
     }
     const images = el("div", {className: "pictures"}, ...parts);
     const from = view.map || seen().query === 0 ? labels[query()] ?? "" : "the last token";
-    const line = el("p", {}, el("b", {}, kind), ` — what “${asked >= 0 || queries() === 0 ? from : "query " + (query() + 1)}” attends to. `,
+    const aside = image ? values.slice(0, values.length - image[0] * image[1]) : [];
+    const cls = aside.length ? `${number(aside[0])} of it on ${labels[0]}, the rest on the image. ` : "";
+    const line = el("p", {}, el("b", {}, kind), ` — what “${asked >= 0 || queries() === 0 ? from : "query " + (query() + 1)}” attends to. ${cls}`,
       el("small", {}, asked >= 0 ? "Click a token to ask from there." : view.map ? "" : "The input is long: this one row is shown, not the whole map."));
     large.replaceChildren(el("div", {className: "card"}, line, image ? images
       : el("div", {className: "large"}, text, images), readout));
@@ -209,7 +211,7 @@ function attention() {
     const kinds = layers[state.layer].mechanisms;
     state.query = null;
     if (state.head === null) {  // begin with the head that has most to show
-      const spread = kinds.map((_, h) => focus(row(h)));
+      const spread = kinds.map((_, h) => focus(shape(row(h))[0]));
       state.head = spread.indexOf(Math.min(...spread));
     }
     state.head = Math.min(state.head, kinds.length - 1);
@@ -238,8 +240,8 @@ function picture({width, height, bytes}) {
 }
 
 const W = 460, H = 230, LEFT = 46, BOTTOM = 30, TOP = 10;
-function axes(names, low, high, step) {
-  const x = i => LEFT + (W - LEFT - 16) * (names.length > 1 ? i / (names.length - 1) : .5);
+function axes(names, low, high, step, inset = 0) {
+  const x = i => LEFT + inset + (W - LEFT - 16 - 2 * inset) * (names.length > 1 ? i / (names.length - 1) : .5);
   const y = v => TOP + (H - TOP - BOTTOM) * (1 - (v - low) / (high - low || 1));
   const node = svg("svg", {viewBox: `0 0 ${W} ${H}`, role: "img"});
   for (let v = Math.ceil(low / step - 1e-9) * step; v <= high + step * 1e-6; v += step) {
@@ -352,7 +354,7 @@ function coherence() {
 
 function cache() {
   if (!data.cache.length) return;
-  const {node, x, y} = axes(data.cache.map(l => l.name), 0, 1, .25);
+  const {node, x, y} = axes(data.cache.map(l => l.name), 0, 1, .25, 30);
   const half = svg("line", {x1: LEFT, x2: W - 8, y1: y(.5), y2: y(.5), "stroke-dasharray": "4 4"});
   half.style.stroke = "var(--soft)";
   node.append(half);

@@ -47,6 +47,8 @@ def report(
     examples = min(examples, len(inputs[0]))
     if pictures is None and inputs[0].dim() == 4:
         pictures = inputs[0]
+    curves = gather.curves(model, splits or {"these examples": inputs}, checkpoints)
+    measured = examples if curves["charts"] else 0  # blocks that do not return tokens have none to draw
     data = {
         "title": title or type(model).__name__,
         "facts": gather.facts(model) + [list(pair) for pair in facts],
@@ -60,8 +62,8 @@ def report(
             examples=examples,
             map_up_to=map_up_to,
         ),
-        "curves": gather.curves(model, splits or {"these examples": inputs}, checkpoints),
-        "heatmaps": gather.heatmaps(model, inputs, examples=examples, size=heatmap),
+        "curves": curves,
+        "heatmaps": gather.heatmaps(model, inputs, examples=measured, size=heatmap),
         "coherence": gather.coherences(model),
         "cache": gather.cache_dots(model),
     }

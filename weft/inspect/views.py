@@ -53,7 +53,10 @@ def attention_views(
 
     found = outermost(model)
     if not found:
-        raise ValueError("there is no mechanism of weft's in this model: nothing to look at")
+        raise ValueError(
+            "there is no mechanism of weft's in this model: nothing to look at (a transformers model that uses one by "
+            "name makes it at each call, out of sight)"
+        )
     names = {name: m.name for name, m in found}
     with looking(model, [see(name, m) for name, m in found]):
         output = model(*inputs)

@@ -41,7 +41,9 @@ def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     def visit(module: nn.Module, path: str) -> None:
         for name, child in module.named_children():
-            if isinstance(child, nn.ModuleList) and any(has_attention(entry) for entry in child):
+            holding = sum(has_attention(entry) for entry in child.children())
+            # A list of blocks; a sequence is one too (timm's models), unless it only wraps a model.
+            if (isinstance(child, nn.ModuleList) and holding) or (isinstance(child, nn.Sequential) and holding > 1):
                 found.extend((f"{path}{name}.{i}", entry) for i, entry in enumerate(child))
             else:
                 visit(child, f"{path}{name}.")
