@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -169,6 +171,27 @@ def test_weights_trained_while_swapped_stay():
     trained = subject(x).detach()
     report.undo()
     torch.testing.assert_close(subject(x), trained, **CLOSE)
+
+
+@pytest.mark.parametrize("to", weft.attentions())
+def test_every_mechanism_is_put_in_or_left_with_a_reason(to):
+    info = weft.attention_info(to)
+    for model, (build, inputs) in MODELS.items():
+        subject, x = build(), inputs()
+        report = weft.swap(subject, to, max_length=600)
+        reduced, biased = "PVT" in model, model == "timm Swin"
+        able = info.bidirectional and (info.bias or not biased)
+        if reduced and able and not info.cross:
+            whole = 0 if "linear" in model else 1  # stages, of four, whose keys are not reduced
+            assert (len(report.replaced), len(report.left)) == (whole, 4 - whole)
+        else:
+            assert bool(report.replaced) == able and bool(report.left) == (not able)
+        if report.replaced and not reduced:
+            subject.train()
+            out = subject(x)
+            out.square().mean().backward()
+            assert out.isfinite().all()
+        report.undo()
 
 
 def test_undo_goes_backwards():
@@ -411,3 +434,11 @@ def test_compiled():
     compiled = torch.compile(subject, backend="aot_eager", fullgraph=True)
     out, expected = (m(x, src_key_padding_mask=padding) for m in (compiled, subject))
     torch.testing.assert_close(out[~padding], expected[~padding], **CLOSE)
+
+
+def test_the_examples_of_the_document_run(capsys):
+    pytest.importorskip("timm"), pytest.importorskip("transformers")
+    page = (Path(__file__).parent.parent / "docs" / "adapt.md").read_text()
+    for code in re.findall(r"```python\n(.*?)```", page, re.S):
+        exec(compile(code, "adapt.md", "exec"), {})
+    assert "6 replaced, 6 left" in capsys.readouterr().out
