@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import typer
 
-from .lab import commands as lab
 from .attention.table import show_attentions
+from .demo import demo
+from .inspect.command import inspect
+from .lab import commands as lab
 from .size import size
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
@@ -17,12 +19,14 @@ def main() -> None:
 
 
 app.command("attentions")(show_attentions)
+app.command()(demo)
+app.command()(inspect)
 app.command()(size)
-
 app.command("train")(lab.train_command())
 app.command("resume")(lab.resume_run)
 app.command("eval")(lab.eval_run)
 app.command("list")(lab.list_all)
+app.add_typer(lab.data_app, name="data")
 
 if __name__ == "__main__":
     app()
