@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -341,3 +344,9 @@ def test_half_precision_keeps_the_cache_exact(dtype: torch.dtype) -> None:
     assert y.dtype == torch.bfloat16 and c.cache.cache.dtype == torch.float32
     y.float().square().sum().backward()
     assert c.cache.update_gate.weight.grad.isfinite().all()
+
+
+def test_the_documents_example_runs() -> None:
+    page = Path(__file__).parent.parent / "docs" / "cached.md"
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
+        exec(compile(code, "cached.md", "exec"), {})
