@@ -71,6 +71,7 @@ def test_equal_sizes(scripts):
 
 
 def test_masked_autoencoder_then_probe_then_finetune(monkeypatch, scripts, images, tmp_path):
+    pytest.importorskip("torchvision")
     import mae
 
     small = ["--data", str(images), "--steps", "6", "--batch", "8", "--dim", "16", "--layers", "1", "--no-compile"]

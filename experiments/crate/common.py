@@ -20,6 +20,7 @@ from weft.tasks.images import crop_and_flip
 
 CLASSES = ["aeroplane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "lorry"]
 MEAN, DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+CHUNKS = 32  # parts of a batch that get their own draw of RandAugment
 CALIBRATION = 20  # steps timed to find out how many fit into the minutes
 
 
@@ -33,10 +34,16 @@ class Data:
         self.images, self.labels = (torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in train)
         self.test_images, self.test_labels = (torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in test)
 
-    def batch(self, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Random crops and mirrorings of random training images."""
+    def batch(self, size: int, generator: torch.Generator, *, randaugment: bool = False) -> tuple[Tensor, Tensor]:
+        """Random crops and mirrorings of random training images, and RandAugment (n = 2, m = 14) where asked for."""
         i = torch.randint(len(self.images), (size,), generator=generator, device=self.images.device)
-        return normalised(crop_and_flip(self.images[i], generator)), self.labels[i].long()
+        images = crop_and_flip(self.images[i], generator)
+        if randaugment:
+            from torchvision.transforms.v2 import RandAugment
+
+            draw = RandAugment(num_ops=2, magnitude=14)
+            images = torch.cat([draw(part) for part in images.chunk(CHUNKS)])  # one draw for each part, on the device
+        return normalised(images), self.labels[i].long()
 
 
 def read_sheets(folder: Path | None) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:

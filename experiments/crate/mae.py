@@ -3,8 +3,8 @@
     python experiments/crate/mae.py --data data --minutes 4 --out runs/crate-mae
 
 Pre-training hides three quarters of the patches (AdamW, no labels). The probe trains one linear layer on the frozen
-encoder; fine-tuning trains all of it (AdamW, learning rate 5e-5, weight decay 0.01, as published). Each takes a
-quarter of the minutes. Writes result.json and the pre-trained weights.
+encoder; fine-tuning trains all of it as published (AdamW, learning rate 5e-5, weight decay 0.01, RandAugment). Each
+takes a quarter of the minutes. Writes result.json and the pre-trained weights.
 """
 
 from __future__ import annotations
@@ -60,15 +60,16 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     save_file({k: v.detach().cpu().clone() for k, v in mae.state_dict().items()}, options.out / "mae.safetensors")
 
-    def labelled(fast: nn.Module, generator: torch.Generator) -> torch.Tensor:
-        images, labels = data.batch(options.batch, generator)
-        return smoothed(fast(images), labels)
-
     for name, probe, lr in (("probe", True, 1e-3), ("finetune", False, 5e-5)):
         model = mae.classifier(10, pooling="mean")
         if probe:
             model.new_head(10, probe=True)
         optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=lr, weight_decay=0.01)
+
+        def labelled(fast: nn.Module, generator: torch.Generator, richly: bool = not probe) -> torch.Tensor:
+            images, labels = data.batch(options.batch, generator, randaugment=richly)
+            return smoothed(fast(images), labels)
+
         shorter = options.minutes / 4
         found[name] = fit(model, optimizer, labelled, minutes=shorter, steps=options.steps, **common)
         found[name]["test_accuracy"] = accuracy(model, data.test_images, data.test_labels)
