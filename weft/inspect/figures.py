@@ -72,7 +72,7 @@ def attention_over_text(
     """The words of a text once per head, each on a ground as strong as its weight; `row` is (H, L)."""
     heads = range(len(row)) if heads is None else heads
     lines = _wrapped(tokens, width)
-    figure, axes = _subplots(len(heads), 1, 0.11 * width, 0.3 + 0.22 * len(lines))
+    figure, axes = _subplots(len(heads), 1, 0.065 * width, 0.3 + 0.22 * len(lines))
     for axis, head in zip(axes.flat, heads, strict=True):
         weights = row[head] / row[head].abs().max().clamp(min=1e-30)
         axis.set(xlim=(0, width), ylim=(len(lines), 0))
