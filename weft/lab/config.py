@@ -29,6 +29,10 @@ class TrainConfig:
     # the model
     attention: str = "full"  # a registered mechanism, several joined by '+' for a mixed layer, or the study's 'mixed'
     attention_options: str = ""  # the mechanism's own options, as JSON: '{"block": 50}'
+    cache: float = 0.0  # ratio of channels with a gated recurrent cache around every attention layer; 0: none
+    subsample: str = ""  # train on random pathways, by a schedule such as S12-L8; needs full attention
+    sigma: float = 0.2  # how local the pathways are, as a share of the length
+    sigma_last: float = 0.0  # the same at the deepest layer, linear in between; 0: as sigma
     layers: int = 6  # blocks, one above the other
     heads: int = 8  # heads per layer
     head_dim: int = 64  # width of a head; free of dim / heads
@@ -131,6 +135,12 @@ class TrainConfig:
         _one_of("pooling", self.pooling, ("", "cls", "mean", "first"))
         self.options()
         self.mechanisms()
+        if not 0.0 <= self.cache <= 1.0:
+            raise ValueError(f"cache is a ratio in [0, 1], got {self.cache}")
+        if self.finetune_dense_at and not self.subsample and "subsampled" not in self.attention:
+            raise ValueError(
+                "finetune_dense_at: nothing here is subsampled; give --subsample or --attention subsampled"
+            )
 
 
 # Fields that may differ between a run and its continuation: they do not change what is computed.
@@ -188,6 +198,8 @@ def from_json(text: str) -> TrainConfig:
 def differences(old: TrainConfig, new: TrainConfig) -> list[str]:
     """The fields that may not differ between a run and its continuation, and do."""
     names = [name for name in field_types() if name not in FREE_ON_RESUME]
+    if old.schedule in ("inverse_sqrt", "constant") and not old.finetune_dense_at:
+        names.remove("steps")  # nothing computed so far depends on where the run ends: it may be made longer
     return [
         f"{name}: {getattr(old, name)!r} -> {getattr(new, name)!r}"
         for name in names

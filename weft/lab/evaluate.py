@@ -11,6 +11,7 @@ from torch import nn
 from ..tasks import TaskData, get_task
 from ..tasks.base import Task
 from . import checkpoint
+from .build import build_model
 from .config import TrainConfig
 from .data import Rows, seed_everything, seed_of
 from .run import Run
@@ -65,7 +66,7 @@ def evaluate_run(
         setattr(config, name, value)
     task = get_task(config.task)
     data = task.load(config)
-    model = task.model(config, data)
+    model = build_model(config, data)
     saved = load_weights(run, model, which)
     config.compile, config.devices, config.strategy = False, 1, "auto"
     fabric = make_fabric(config)
@@ -93,8 +94,7 @@ def load_run(folder: str | Path, which: str = "best") -> tuple[nn.Module, TrainC
     """The trained model of a run, in eval mode, with its config and data."""
     run = Run(Path(folder))
     config = run.config()
-    task = get_task(config.task)
-    data = task.load(config)
-    model = task.model(config, data)
+    data = get_task(config.task).load(config)
+    model = build_model(config, data)
     load_weights(run, model, which)
     return model.eval(), config, data

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..tasks import get_task
+from .build import build_model
 from .checkpoint import Checkpoints, DamagedCheckpoint, read
 from .config import TrainConfig
 from .data import Order, Rows, seed_everything, seed_of
@@ -76,8 +77,7 @@ class Training:
         self.data = self.task.load(config)
         if self.main and self.data.vocabulary is not None:
             self.folder.write("vocabulary.txt", "\n".join(self.data.vocabulary) + "\n")
-        seed_everything("model", config.seed)
-        self.raw = self.task.model(config, self.data)
+        self.raw = build_model(config, self.data)
         self.parameters = sum(p.numel() for p in self.raw.parameters())
         if config.checkpoint_activations:
             checkpoint_activations(self.raw)
@@ -98,12 +98,13 @@ class Training:
         self.writer: Any = None
         self.dense_from = math.ceil(config.steps * config.finetune_dense_at) if config.finetune_dense_at else 0
         self.is_dense = False
-        if resume:
+        done = self.folder.result()
+        if resume and (done is None or done["step"] < config.steps):
             self._restore()
 
     def run(self) -> Result:
         done = self.folder.result()
-        if done is not None:
+        if done is not None and done["step"] >= self.config.steps:
             self._say(f"{self.folder.folder} is complete: {done['test']}")
             return Result(self.folder.folder, done["step"], done["val"], done["test"], self.parameters, 0.0, 0.0)
         self.progress = Progress(self.config.steps, self.step, show=self.main)

@@ -64,8 +64,7 @@ class Run:
             changed = config_.differences(self.config(), config)
             if changed:
                 raise RunExists(f"{self.folder} holds another run, whose settings differ: {'; '.join(changed)}")
-        else:
-            self.write("config.json", config_.to_json(config))
+        self.write("config.json", config_.to_json(config))
         past = self.folder / "environment.json"
         starts = json.loads(past.read_text()) if past.exists() else []
         self.write("environment.json", json.dumps([*starts, environment()], indent=2) + "\n")

@@ -1,0 +1,111 @@
+"""Two processes compute what one computes with the doubled batch; what they saved goes on anywhere."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("lightning")
+
+from weft.lab import fabric, make_config, train
+from weft.lab.checkpoint import Checkpoints, read
+
+SETTINGS = dict(
+    layers=2, heads=2, head_dim=8, dim=16, mlp_dim=16, steps=10, eval_every=4, checkpoint_every=3, log_every=1,
+    warmup=2, eval_batches=2, accelerator="cpu", dropout=0.0, clip=1.0,
+)  # fmt: skip
+
+# Rank 1 dies in the middle of step 8, without a word; the others must not hang, and nothing may be lost.
+SCRIPT = """
+import json, os, sys
+from weft.lab import loop, make_config, train
+
+update = loop.Training._update
+
+def dying(self, number):
+    if number == 8 and self.fabric.global_rank == 1:
+        os._exit(9)
+    update(self, number)
+
+loop.Training._update = dying
+train(make_config("digits", **json.loads(sys.argv[1])))
+"""
+
+
+def curve(out: Path) -> dict[str, list[tuple[int, float]]]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return {kind: [(e["step"], e["loss"]) for e in lines if e["kind"] == kind] for kind in ("train", "val", "test")}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("alone") / "run"
+    train(make_config("digits", out=str(out), batch_size=16, **SETTINGS))
+    return out
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_equal_one_with_the_doubled_batch(tmp_path, alone, strategy):
+    out = tmp_path / "run"
+    (tmp_path / "script.py").write_text(SCRIPT)
+    given = json.dumps({**SETTINGS, "out": str(out), "batch_size": 8, "strategy": strategy})
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    done = subprocess.run([*torchrun, str(tmp_path / "script.py"), given], capture_output=True, text=True, timeout=240)
+    assert done.returncode != 0
+    steps = Checkpoints(out / "checkpoints").steps()
+    assert steps[-1] == 6, done.stderr[-3000:]
+    tensors, _ = read(Checkpoints(out / "checkpoints").path(6))
+    whole, _ = read(Checkpoints(alone / "checkpoints").path(10))
+    assert {k: t.shape for k, t in tensors.items()} == {k: t.shape for k, t in whole.items()}
+
+    # What two processes saved, sharded or not, one process takes up.
+    train(make_config("digits", out=str(out), batch_size=16, **SETTINGS), resume=True)
+    ours, theirs = curve(out), curve(alone)
+    for kind in theirs:
+        assert [step for step, _ in ours[kind]] == [step for step, _ in theirs[kind]]
+        a, b = (torch.tensor([loss for _, loss in c[kind]]) for c in (ours, theirs))
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
+
+
+def test_accumulation_equals_the_larger_batch(tmp_path, alone):
+    out = tmp_path / "run"
+    train(make_config("digits", out=str(out), batch_size=4, accumulate=4, **SETTINGS))
+    a, b = (torch.tensor([loss for _, loss in curve(o)["train"]]) for o in (out, alone))
+    torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
+
+
+def test_activation_checkpointing_changes_nothing(tmp_path, alone, monkeypatch):
+    """With dropout, so that the second forward must draw the same numbers."""
+    runs = []
+    for name, on in (("off", False), ("on", True)):
+        out = tmp_path / name
+        settings = {**SETTINGS, "dropout": 0.3, "steps": 4, "checkpoint_activations": on}
+        train(make_config("digits", out=str(out), batch_size=4, **settings))
+        runs.append(curve(out))
+    assert runs[0] == runs[1]
+
+
+def test_activation_checkpointing_recomputes():
+    config = make_config("digits", **{k: v for k, v in SETTINGS.items()})
+    from weft.tasks import get_task
+
+    task = get_task("digits")
+    data = task.load(config)
+    model = task.model(config, data)
+    calls = []
+    block = model.encoder.blocks[0]
+    block.attention.register_forward_hook(lambda *_: calls.append(1))
+    fabric.checkpoint_activations(model)
+    model.train()
+    model(data.train["ids"][:2].long()).sum().backward()
+    assert len(calls) == 2
+
+
+def test_settings_that_change_the_examples_of_a_step_are_refused(alone):
+    with pytest.raises(ValueError, match="takes 16 examples per step, these settings 8"):
+        train(make_config("digits", out=str(alone), batch_size=8, **SETTINGS), resume=True)
+    with pytest.raises(ValueError, match="shards over several processes"):
+        train(make_config("digits", out=str(alone) + "x", strategy="fsdp", **SETTINGS))
