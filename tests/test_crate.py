@@ -260,15 +260,29 @@ def test_steps_equal_the_parallel_form():
     torch.testing.assert_close(torch.cat(outs, 1), layer(x), **AGREE)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_and_compile(dtype):
-    layer = CRATELayer(8, 2).to(dtype)
-    x = torch.randn(2, 5, 8, dtype=dtype)
-    assert layer(x).dtype == dtype
-    if dtype == torch.bfloat16:
-        layer = layer.float()
-        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(compiled(x.float()), layer(x.float()))
+IMAGES = dict(dim=16, heads=2, layers=2, image_size=8, patch=4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtype_in_is_dtype_out(dtype):
+    images, ids = torch.randn(2, 3, 8, 8, dtype=dtype), torch.randint(0, 9, (2, 5))
+    assert CRATE(**IMAGES, dtype=dtype)(images).dtype == dtype
+    assert CRATEText(9, 2, dim=8, heads=2, layers=1, dtype=dtype)(ids).dtype == dtype
+    loss, prediction, _ = CRATEMAE(**IMAGES, dtype=dtype)(images)
+    assert loss.dtype == prediction.dtype == dtype and loss.isfinite()
+
+
+def test_models_compile_without_a_break():
+    images, ids, hidden = torch.randn(2, 3, 8, 8), torch.randint(0, 9, (2, 5)), torch.rand(2, 4) < 0.5
+    for model, inputs in (
+        (CRATE(**IMAGES, tied=True, scale=1.0), [images]),
+        (CRATEText(9, 2, dim=8, heads=2, layers=2, pooling="mean", ista={"variant": "mm", "epsilon": 1.0}), [ids]),
+    ):
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(*inputs), model(*inputs))
+    mae = CRATEMAE(**IMAGES)
+    encode = torch.compile(mae.encode, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(encode(images, hidden), mae.encode(images, hidden))
 
 
 def test_masked_autoencoder_looks_at_hidden_patches_only():

@@ -115,6 +115,8 @@ class CRATE(nn.Module):
         patch: int = 16,
         channels: int = 3,
         pooling: str = "cls",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
         **layer: Any,
     ):
         super().__init__()
@@ -127,6 +129,7 @@ class CRATE(nn.Module):
         self.blocks = crate_layers(layers, dim, heads, **{"max_length": 1 + self.patches.count, **layer})
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, classes)
+        self.to(device=device, dtype=dtype)
 
     def features(self, images: Tensor) -> Tensor:
         """The last layer's tokens, (B, 1 + patches, dim), CLS first."""

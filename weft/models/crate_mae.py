@@ -56,6 +56,8 @@ class CRATEMAE(nn.Module):
         channels: int = 3,
         ratio: float = 0.75,
         ista: dict[str, Any] | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
         **mssa: Any,
     ):
         super().__init__()
@@ -84,6 +86,7 @@ class CRATEMAE(nn.Module):
                     nn.init.zeros_(module.bias)
         for token in (self.cls, self.hidden_token):
             nn.init.normal_(token, std=0.02)
+        self.to(device=device, dtype=dtype)
 
     def encode(self, images: Tensor, hidden: Tensor | None = None) -> Tensor:
         """The encoder's tokens, (B, 1 + patches, dim), CLS first; hidden patches are replaced by the mask token."""

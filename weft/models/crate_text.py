@@ -35,6 +35,8 @@ class CRATEText(nn.Module):
         padding: int = 0,
         pooling: str = "cls",
         dropout: float = 0.0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
         **layer: Any,
     ):
         super().__init__()
@@ -49,6 +51,7 @@ class CRATEText(nn.Module):
         self.blocks = crate_layers(layers, dim, heads, max_length=max_length, dropout=dropout, **layer)
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, classes)
+        self.to(device=device, dtype=dtype)
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         if ids.dim() != 2 or ids.is_floating_point():
