@@ -72,15 +72,17 @@ def test_buffers_written_in_evaluation_are_put_back():
         def __init__(self):
             super().__init__()
             self.register_buffer("calls", torch.zeros(()))
+            self.register_buffer("last", None)
             self.attention = weft.MultiheadAttention(8, 2)
 
         def forward(self, x):
             self.calls += 1
+            self.last = x
             return self.attention(x)
 
     model = Counting()
     inspect.attention_views(model, [torch.randn(1, 4, 8)])
-    assert model.calls == 0
+    assert model.calls == 0 and model.last is None
 
 
 def test_nonzero_counts_exact_zeros_of_real_tokens():

@@ -17,7 +17,11 @@ from ..models.crate import CRATELayer
 def looking(model: nn.Module, hooks: Sequence[Any]) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards the hooks are gone and mode and buffers (a cache) are as before."""
     modes = [(module, module.training) for module in model.modules()]
-    kept = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    kept = [
+        (m, name, buffer, None if buffer is None else buffer.clone())
+        for m in model.modules()
+        for name, buffer in m._buffers.items()
+    ]
     model.eval()
     try:
         with torch.no_grad():
@@ -29,7 +33,8 @@ def looking(model: nn.Module, hooks: Sequence[Any]) -> Iterator[None]:
             module.training = training
         for module, name, buffer, value in kept:
             module._buffers[name] = buffer
-            buffer.copy_(value)
+            if buffer is not None and value is not None:
+                buffer.copy_(value)
 
 
 def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
