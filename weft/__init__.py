@@ -6,6 +6,8 @@ from . import inspect, layers, models
 from .adapt.surgery import cache, swap
 from .attention import Attention, AttentionInfo, attention_info, attentions, make_attention, register
 from .attention.decoding import state_size
+from .lab.ensemble import ensemble
+from .lab.subsample import make_dense, subsample, subsampling
 from .layers import (
     ISTA,
     MSSA,
@@ -35,12 +37,16 @@ __all__ = [
     "attention_info",
     "attentions",
     "cache",
+    "ensemble",
     "inspect",
     "layers",
     "make_attention",
+    "make_dense",
     "models",
     "register",
     "state_size",
+    "subsample",
+    "subsampling",
     "swap",
 ]
 

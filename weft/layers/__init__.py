@@ -5,12 +5,14 @@ from .cached import CachedAttention
 from .cached_maps import BranchMaps, branch_maps
 from .encoder import EncoderBlock
 from .feedforward import FeedForward
+from .graph_attention import EdgeAttention
 from .ista import ISTA
 from .memory_tokens import MemoryTokens, RecurrentMemory
 from .mixed import MixedAttention
 from .mssa import MSSA
 from .multihead import MultiheadAttention
 from .positions import ALiBi, RelativeBias, RelativeBias2d, Rotary, sinusoids
+from .subsampled_window import SubsampledWindowAttention
 from .transformer_xl import SegmentMemory, TransformerXLAttention
 
 __all__ = [
@@ -18,6 +20,7 @@ __all__ = [
     "AttentionCache",
     "BranchMaps",
     "CachedAttention",
+    "EdgeAttention",
     "EncoderBlock",
     "FeedForward",
     "ISTA",
@@ -30,6 +33,7 @@ __all__ = [
     "RelativeBias2d",
     "Rotary",
     "SegmentMemory",
+    "SubsampledWindowAttention",
     "TransformerXLAttention",
     "branch_maps",
     "sinusoids",

@@ -1,0 +1,196 @@
+"""Predict with the ensemble of a model's own sub-models.
+
+The Information Pathways Hypothesis, https://arxiv.org/abs/2306.01705
+
+    p(y | x) = (1/K) Σ_m softmax(logits of sub-model m on x)          K samples of the subsampled attention
+
+    predict = weft.ensemble(model, samples=50)
+    found = predict(x)              found.probabilities, found.log_probabilities, found.spread, found.information
+
+Probabilities are averaged, not logits. Members differ by their sampled attention alone; ordinary dropout is off
+unless asked for. How far members disagree is an estimate of uncertainty that costs nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.subsampled import Subsampling
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of a classifier (B, classes) or a language model (B, L, vocab); for regression `mean` and `spread` only."""
+
+    mean: Tensor  # over members: of the probabilities, or of the values in regression
+    spread: Tensor  # standard deviation over members, of the same shape
+    information: Tensor | None  # entropy of the mean less mean entropy of members, in nats: 0 where all agree
+    samples: int
+
+    @property
+    def probabilities(self) -> Tensor:
+        if self.information is None:
+            raise ValueError("a regression has no probabilities; see mean")
+        return self.mean
+
+    @property
+    def log_probabilities(self) -> Tensor:
+        return _log(self.probabilities)
+
+
+class Ensemble:
+    """Callable like the model; see `ensemble`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        samples: int = 50,
+        *,
+        micro_batch: int | None = None,
+        dropout: bool = False,
+        regression: bool = False,
+        seed: int | None = None,
+        progress: bool = True,
+        output: Callable[[Any], Tensor] | None = None,
+    ):
+        if samples < 1:
+            raise ValueError(f"an ensemble has at least one member, got samples={samples}")
+        if micro_batch is not None and micro_batch < 1:
+            raise ValueError(f"micro_batch must be at least 1, got {micro_batch}")
+        if not dropout and not any(isinstance(m, Subsampling) for m in model.modules()):
+            raise ValueError(
+                "all members would be the same: the model has no subsampled attention; "
+                "weft.subsample(model, 'Sall-L4') puts it in"
+            )
+        self.model, self.samples, self.micro_batch, self.dropout = model, samples, micro_batch, dropout
+        self.regression, self.seed, self.progress, self.output = regression, seed, progress, output or _logits
+
+    @torch.no_grad()
+    def __call__(self, *inputs: Any, **named: Any) -> Prediction:
+        batch = _batch_size((*inputs, *named.values()))
+        size = min(self.micro_batch or batch, batch)
+        starts = range(0, batch, size)
+        # A member is one seed: it is the same sub-model for every micro-batch.
+        seed = self.seed if self.seed is not None else int(torch.randint(2**31, ()))
+        parts = []
+        with self._bar(len(starts) * self.samples) as advance, _stochastic(self.model, self.dropout):
+            for start in starts:
+                rows = slice(start, start + size)
+                part = _Moments(self.regression)
+                for member in range(self.samples):
+                    with torch.random.fork_rng(devices=_cuda(inputs)):
+                        torch.manual_seed(seed + member)
+                        answer = self.model(
+                            *(_cut(x, rows, batch) for x in inputs),
+                            **{name: _cut(x, rows, batch) for name, x in named.items()},
+                        )
+                    part.add(self.output(answer))
+                    advance()
+                parts.append(part.prediction())
+        information = None if self.regression else torch.cat([p.information for p in parts])  # type: ignore[misc]
+        mean, spread = torch.cat([p.mean for p in parts]), torch.cat([p.spread for p in parts])
+        return Prediction(mean, spread, information, self.samples)
+
+    @contextmanager
+    def _bar(self, total: int) -> Iterator[Callable[[], None]]:
+        if not self.progress:
+            yield lambda: None
+            return
+        from rich.progress import Progress
+
+        with Progress(transient=True) as bar:
+            task = bar.add_task(f"ensemble of {self.samples}", total=total)
+            yield lambda: bar.advance(task)
+
+
+def ensemble(model: nn.Module, samples: int = 50, **options: Any) -> Ensemble:
+    """A predictor that averages `samples` sub-models of a model with subsampled attention.
+
+    Options: `micro_batch`, rows per forward pass; `dropout`, ordinary dropout too, as the authors ran it;
+    `regression`, average values instead of probabilities; `seed`, the same members again (by default from torch's
+    global generator); `progress`, a bar; `output`, how to read the logits from what the model returns.
+    """
+    return Ensemble(model, samples, **options)
+
+
+class _Moments:
+    """Running mean and variance over members (Welford's), in single precision or better."""
+
+    def __init__(self, regression: bool):
+        self.regression, self.count = regression, 0
+
+    def add(self, values: Tensor) -> None:
+        values = values.float() if values.dtype != torch.float64 else values
+        if not self.regression:
+            values = values.softmax(-1)
+        entropy = None if self.regression else _entropy(values)
+        if not self.count:
+            self.mean, self.squares = torch.zeros_like(values), torch.zeros_like(values)
+            self.entropy = None if entropy is None else torch.zeros_like(entropy)
+        self.count += 1
+        away = values - self.mean
+        self.mean += away / self.count
+        self.squares += away * (values - self.mean)
+        if entropy is not None:
+            self.entropy += (entropy - self.entropy) / self.count
+
+    def prediction(self) -> Prediction:
+        spread = (self.squares / max(self.count - 1, 1)).sqrt()
+        information = None if self.regression else (_entropy(self.mean) - self.entropy).clamp(min=0)
+        return Prediction(self.mean, spread, information, self.count)
+
+
+@contextmanager
+def _stochastic(model: nn.Module, dropout: bool) -> Iterator[None]:
+    """Sampling on; the rest in eval(), or with `dropout` in train() but for batch statistics. Restored afterwards."""
+    modes = {m: m.training for m in model.modules()}
+    sampling = {m: m.sampling for m in modes if isinstance(m, Subsampling)}
+    try:
+        model.train(dropout)
+        for module in modes:
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.eval()
+        for module in sampling:
+            module.sampling = True
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        for module, value in sampling.items():
+            module.sampling = value
+
+
+def _logits(answer: Any) -> Tensor:
+    answer = getattr(answer, "logits", answer)
+    if not isinstance(answer, Tensor):
+        raise TypeError(f"the model returned {type(answer).__name__}; give output= to read the logits from it")
+    return answer
+
+
+def _log(probabilities: Tensor) -> Tensor:
+    return probabilities.clamp(min=torch.finfo(probabilities.dtype).tiny).log()
+
+
+def _entropy(probabilities: Tensor) -> Tensor:
+    return -(probabilities * _log(probabilities)).sum(-1)
+
+
+def _batch_size(inputs: tuple[Any, ...]) -> int:
+    for x in inputs:
+        if isinstance(x, Tensor) and x.dim():
+            return x.shape[0]
+    raise ValueError("an ensemble is called like the model, with at least one tensor that has a batch in front")
+
+
+def _cut(x: Any, rows: slice, batch: int) -> Any:
+    return x[rows] if isinstance(x, Tensor) and x.dim() and x.shape[0] == batch else x
+
+
+def _cuda(inputs: tuple[Any, ...]) -> list[torch.device]:
+    return [x.device for x in inputs if isinstance(x, Tensor) and x.is_cuda][:1]

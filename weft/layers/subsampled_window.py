@@ -1,0 +1,129 @@
+"""Swin's window attention, subsampled in training.
+
+The Information Pathways Hypothesis, https://arxiv.org/abs/2306.01705; Swin Transformer, https://arxiv.org/abs/2103.14030
+
+    eval()      each window x window square (shifted: from `shift` on, smaller at the borders) attends within itself:
+                softmax(q · k / √D + bias(y_t − y_s, x_t − x_s)) v
+    training    the targets are the unshifted squares of half that side. Their sources are those that a random
+                shuffle (σ = sigma · window) puts on their slots; no source leaves its window
+    unbiased    in training the same random `keep` of every window's cells serve all of its targets
+
+Smaller windows at the borders give what Swin's cyclic roll with a mask gives. With `gate` the table holds, beside the
+bias, a factor for each probability (the authors' code has it, the paper does not).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.sampled import sampled_attention
+from ..attention.sampling import draw_key, sample_noise
+from ..attention.sampling2d import sample_placement, window_table
+from ..attention.subsampled import Subsampling
+
+
+class SubsampledWindowAttention(Subsampling, nn.Module):
+    """`layer(x)`, x (B, height, width, dim). `window` must be even: its halves are the sub-windows."""
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        window: int = 14,
+        shift: int = 0,
+        sigma: float = 0.75,
+        biased: bool = True,
+        keep: float = 0.25,
+        gate: bool = False,
+        qkv_bias: bool = True,
+        same_on_all_ranks: bool = False,
+    ):
+        super().__init__()
+        if dim % heads:
+            raise ValueError(f"dim={dim} does not divide into {heads} heads")
+        if window < 2 or window % 2:
+            raise ValueError(f"window is cut into half windows: it must be even, got {window}")
+        if not 0 <= shift < window:
+            raise ValueError(f"shift must be in [0, window), got {shift}")
+        if not 0 < sigma < float("inf"):
+            raise ValueError(f"sigma is a positive, finite fraction of the window, got {sigma}; see biased=False")
+        if not 0 < keep <= 1:
+            raise ValueError(f"keep is the fraction of sources used when unbiased, in (0, 1], got {keep}")
+        self.dim, self.heads, self.window, self.shift = dim, heads, window, shift
+        self.sigma, self.biased, self.keep, self.same_on_all_ranks = sigma, biased, keep, same_on_all_ranks
+        self.q = nn.Linear(dim, dim, bias=qkv_bias)
+        self.kv = nn.Linear(dim, 2 * dim, bias=qkv_bias)
+        self.out = nn.Linear(dim, dim)
+        # One row per offset; the bias of each head, then, with a gate, the factor of each head.
+        self.table = nn.Parameter(torch.empty((2 * window - 1) ** 2, heads * (1 + gate)))
+        nn.init.trunc_normal_(self.table, std=0.02)
+        self.last_indices: Tensor | None = None
+        self._fixed: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() != 4 or x.shape[-1] != self.dim:
+            raise ValueError(f"x must be (B, height, width, {self.dim}), got {tuple(x.shape)}")
+        B, height, width, _ = x.shape
+        x = x.flatten(1, 2)
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (self.q(x), *self.kv(x).chunk(2, -1)))
+        targets, sources = self._sample(height, width)
+        values = self.table[:, : self.heads], self.table[:, self.heads :]
+        bias, gate = (_Offsets(t, self.window, width) if t.shape[1] else None for t in values)
+        out = sampled_attention(q, k, v, sources, targets=targets, bias=bias, gate=gate)
+        return self.out(out.transpose(1, 2).flatten(2)).unflatten(1, (height, width))
+
+    def _sample(self, height: int, width: int) -> tuple[Tensor, Tensor]:
+        """Targets and sources of each window, in row-by-row numbers; height · width in slots outside the map."""
+        windows = window_table(height, width, (self.window, self.window), self.shift)
+        if not self.samples_now:
+            return windows, windows
+        if self.biased:
+            targets = window_table(height, width, (self.window // 2, self.window // 2))
+        else:
+            targets = windows
+        if self._fixed is not None:
+            sources = self._fixed.reshape(targets.shape[0], -1)
+        elif self.biased:
+            reach = self.sigma * self.window
+            placement = sample_placement(
+                draw_key(), height, width, reach, reach, height, self.window, self.shift, not self.same_on_all_ranks
+            )
+            sources = torch.cat([placement, placement.new_full((1,), height * width)])[targets]
+        else:
+            cells = self.window**2
+            noise = sample_noise(draw_key(), cells, False, not self.same_on_all_ranks)
+            sources = windows[:, noise.argsort()[: max(1, round(self.keep * cells))]]
+        if not torch.compiler.is_compiling():
+            self.last_indices = sources
+        return targets, sources
+
+    @contextmanager
+    def fixed(self, indices: Tensor) -> Iterator[None]:
+        """Within this block sampling forwards use these sources, (windows, S) or flat, instead of drawing."""
+        before, self._fixed = self._fixed, torch.as_tensor(indices, dtype=torch.long)
+        try:
+            yield
+        finally:
+            self._fixed = before
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, heads={self.heads}, window={self.window}, shift={self.shift}, sigma={self.sigma}"
+
+
+class _Offsets:
+    """A row of the table for every offset, target minus source, asked at row-by-row numbers."""
+
+    def __init__(self, table: Tensor, window: int, width: int):
+        self.table, self.window, self.width = table, window, width
+
+    def __call__(self, targets: Tensor, sources: Tensor) -> Tensor:
+        dy = targets // self.width - sources // self.width
+        dx = targets % self.width - sources % self.width
+        last = self.window - 1  # only empty slots lie further apart; they are masked
+        offset = (dy.clamp(-last, last) + last) * (2 * self.window - 1) + dx.clamp(-last, last) + last
+        return self.table[offset.squeeze(1)].movedim(-1, 1)
