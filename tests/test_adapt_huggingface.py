@@ -370,7 +370,9 @@ def test_the_state_dict_is_the_librarys():
 
 def test_compiled():
     torch._dynamo.reset()
-    model, ids = llama("weft:linear", num_hidden_layers=1), tokens()
-    expected = model(ids, use_cache=False).logits
+    model, ids, mask = llama("weft:linear", num_hidden_layers=1), tokens(), padding("left")
+    expected = model(ids, attention_mask=mask, use_cache=False).logits
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(compiled(ids, attention_mask=mask, use_cache=False).logits, expected)
+    with pytest.raises(Exception, match="give it an attention_mask"):  # it might be packed
+        compiled(ids, use_cache=False)

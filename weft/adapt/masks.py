@@ -22,6 +22,7 @@ MEANING = {
     "chunked_overlay": "chunked attention",
     "packed_sequence_mask_function": "packed sequences (position_ids that start again)",
     "blockwise_overlay": "blocks of tokens that see each other both ways",
+    "compiled": "sequences that may be packed (a compiled model cannot tell: give it an attention_mask)",
 }
 
 
@@ -42,10 +43,16 @@ def mask_function_of(name: str, takes_matrix: bool) -> Callable[..., Tensor | No
         device: Any = None,
         **more: Any,
     ) -> Tensor | None:
-        from transformers.masking_utils import causal_mask_function, sdpa_mask
+        from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
         mask_function = causal_mask_function if mask_function is None else mask_function
-        parts = _parts(mask_function)
+        if mask_function is causal_mask_function or mask_function is bidirectional_mask_function:
+            parts = {"causal_mask_function" if mask_function is causal_mask_function else "bidirectional_mask_function"}
+        elif torch.compiler.is_compiling():
+            # Compiled models are always masked as if packed, unless they are given a mask; nothing more can be seen.
+            parts = {"causal_mask_function", "compiled"}
+        else:
+            parts = _parts(mask_function)
         if local_size is not None and kv_length + kv_offset <= local_size:
             parts -= WINDOWS  # a window that holds the whole sequence hides nothing
         causal = "causal_mask_function" in parts
@@ -96,4 +103,4 @@ def _parts(function: Callable) -> set[str]:
         for item in content if isinstance(content, (tuple, list)) else (content,):
             if callable(item) and hasattr(item, "__qualname__"):
                 found |= _parts(item)
-    return found or {function.__qualname__.split(".")[0] if hasattr(function, "__qualname__") else "unknown"}
+    return found or {getattr(function, "__qualname__", "unknown").split(".")[0]}
