@@ -224,6 +224,8 @@ def test_evaluation_reads_and_never_writes() -> None:
     padded = c(x, mask=valid)
     torch.testing.assert_close(padded[1, :6], c(x[1:2, :6])[0])
     c.branches(x)
+    c.train().cache.eval()  # the cache alone may be frozen
+    c(x)
     assert torch.equal(c.cache.cache, frozen) and c.cache.updates == count
 
 
@@ -329,6 +331,10 @@ def test_refuses_what_it_would_have_to_guess() -> None:
         CachedAttention(inner, 0.75, position="conv")
     with pytest.raises(ValueError, match="prefix=1"):
         CachedAttention(inner, position="conv")(torch.randn(1, 10, 16))
+    with pytest.raises(ValueError, match="call the layer itself"):
+        CachedAttention(inner)(torch.randn(1, 10, 16), context=torch.randn(1, 5, 16))
+    with pytest.raises(ValueError, match="cells of grid"):
+        CachedAttention(inner, length=9, grid=(3, 3), prefix=1)
     with pytest.raises(ValueError, match="x must be"):
         CachedAttention(inner)(torch.randn(1, 10, 8))
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..attention import Attention
 from .cache import RecurrentCache
-from .cached_inputs import grid_of, is_causal, valid_tokens, width_and_heads
+from .cached_inputs import grid_of, is_causal, per_head, refuse_leaks, slots, valid_tokens, width_and_heads
 from .cached_options import cache_options
 from .memory_attention import MemoryAttention, same_as
 from .multihead import MultiheadAttention
@@ -64,26 +64,14 @@ class CachedAttention(nn.Module):
         self.width = self.heads * max(1, math.floor(ratio * min(self.dim, inside) / self.heads))
         if self.width > min(self.dim, inside):
             raise ValueError(f"{self.heads} heads need at least as many channels, but the layer has {self.dim}")
-        if o.resample == "2d" and grid is None:
-            raise ValueError("resample='2d' must know the cache as an image: give grid=(height, width)")
-        if grid is not None:
-            if length not in (None, grid[0] * grid[1] + prefix):
-                raise ValueError(f"length={length} is not the {grid[0]} x {grid[1]} cells of grid and {prefix} before")
-            length = grid[0] * grid[1] + prefix
-        if length is not None and length < 1:
-            raise ValueError(f"length must be at least 1, got {length}")
+        length = slots(length, grid, prefix, o)
         shows_heads = isinstance(inner, MultiheadAttention) or hasattr(inner, "per_head")
         self.mix = o.mix or ("heads" if shows_heads else "projected")
         if self.mix == "heads" and not shows_heads:
             raise ValueError(f"{type(inner).__name__} does not show its heads: give mix='projected'")
         self.causal = is_causal(inner) if causal is None else causal
-        if self.causal and not o.delayed:
-            raise ValueError(
-                "the layer is causal, and a cache of the current segment would show it its own future: "
-                "give delayed=True, which reads earlier segments only"
-            )
-        if self.causal and o.position == "conv":
-            raise ValueError("position='conv' looks at the tokens ahead; a causal layer takes position='none'")
+        if self.causal:
+            refuse_leaks(o)
         if o.position == "conv" and self.dim % self.width:
             raise ValueError(
                 f"position='conv' has one group per cached channel: {self.dim} channels are not a multiple of "
@@ -147,7 +135,7 @@ class CachedAttention(nn.Module):
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"x must be (B, L, {self.dim}), got {tuple(x.shape)}")
         self._warn_if_empty()
-        valid = valid_tokens(self.inner, x, args, kwargs, valid, delayed=self.options.delayed)
+        valid = valid_tokens(x, args, kwargs, valid, delayed=self.options.delayed)
         own, output, rest = self._own(x, args, kwargs)
         memory = self._remembered(x, output, valid, grid_of(args, kwargs, grid))
         y = self._finish(self._mixed(own, memory))
@@ -165,7 +153,7 @@ class CachedAttention(nn.Module):
         self, x: Tensor, *args: Any, valid: Tensor | None = None, grid: tuple[int, int] | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """o_self and o_mem before mixing, (B, T, H, width of a head) each; the cache is read and not written."""
-        valid = valid_tokens(self.inner, x, args, kwargs, valid, delayed=self.options.delayed)
+        valid = valid_tokens(x, args, kwargs, valid, delayed=self.options.delayed)
         own, output, _ = self._own(x, args, kwargs)
         return own, self._remembered(x, output, valid, grid_of(args, kwargs, grid), write=False)
 
@@ -190,7 +178,7 @@ class CachedAttention(nn.Module):
         inner: Any = self.inner
         rest = None
         if self.mix == "heads":
-            heads = _per_head(inner, x, *args, **kwargs)
+            heads = per_head(inner, x, *args, **kwargs)
             output = inner.merge(heads) if self.options.update_from == "output" else None
             return heads.transpose(1, 2), output, rest
         output = inner(x, *args, **kwargs)
@@ -222,13 +210,13 @@ class CachedAttention(nn.Module):
                 raise ValueError("resample='2d' needs whole images; padded tokens take resample='nearest'")
             tokens = resample_grid(tokens, self._square(x.shape[1], grid), self.grid, self.prefix)
         if self.options.eval_gate and not (self.training and write):
-            slots = self.cache.gated(tokens, valid)
+            memory = self.cache.gated(tokens, valid)
         else:
-            slots = self.cache(tokens, valid) if write else self.cache.frozen(tokens)
+            memory = self.cache(tokens, valid) if write else self.cache.frozen(tokens)
         where = self.grid
         if self.memory.reduce is not None and where is None:
-            where = self._square(slots.shape[1], grid if x.shape[1] == slots.shape[1] else None)
-        return self.memory(queries, slots, where)
+            where = self._square(memory.shape[1], grid if x.shape[1] == memory.shape[1] else None)
+        return self.memory(queries, memory, where)
 
     def _mixed(self, own: Tensor, memory: Tensor) -> Tensor:
         share = self.lam.sigmoid().to(own.dtype)[:, None]
@@ -276,21 +264,3 @@ class CachedAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"ratio={self.ratio}, length={self.cache.length}, cached channels={self.width}, mix={self.mix!r}"
-
-
-def _per_head(inner: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """o_self before the output projection, (B, H, T, d)."""
-    if not isinstance(inner, MultiheadAttention):
-        return inner.per_head(x, *args, **kwargs)
-    mask, bias = _mask_and_bias(*args, **kwargs)
-    return inner.attention(*inner.project(x), mask, bias)
-
-
-def _mask_and_bias(
-    mask: Tensor | None = None, bias: Any = None, context: Tensor | None = None
-) -> tuple[Tensor | None, Any]:
-    if context is not None:
-        raise ValueError(
-            "a cache remembers the tokens of one sequence: cross attention has none, call the layer itself"
-        )
-    return mask, bias

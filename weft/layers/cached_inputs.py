@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .cached_options import CacheOptions
+from .multihead import MultiheadAttention
+
 
 def width_and_heads(inner: nn.Module, dim: int | None, heads: int | None) -> tuple[int, int, int]:
     """Channels, heads, and channels inside the heads: as given, or as the layer tells."""
@@ -26,6 +29,30 @@ def width_and_heads(inner: nn.Module, dim: int | None, heads: int | None) -> tup
     return dim, heads, dim if head_dim is None else heads * head_dim
 
 
+def slots(length: int | None, grid: tuple[int, int] | None, prefix: int, options: CacheOptions) -> int | None:
+    """How many slots the cache has; None where the first training step is to say."""
+    if options.resample == "2d" and grid is None:
+        raise ValueError("resample='2d' must know the cache as an image: give grid=(height, width)")
+    if grid is not None:
+        if length not in (None, grid[0] * grid[1] + prefix):
+            raise ValueError(f"length={length} is not the {grid[0]} x {grid[1]} cells of grid and {prefix} before")
+        length = grid[0] * grid[1] + prefix
+    if length is not None and length < 1:
+        raise ValueError(f"length must be at least 1, got {length}")
+    return length
+
+
+def refuse_leaks(options: CacheOptions) -> None:
+    """A causal layer takes nothing that shows a token what comes after it."""
+    if not options.delayed:
+        raise ValueError(
+            "the layer is causal, and a cache of the current segment would show it its own future: "
+            "give delayed=True, which reads earlier segments only"
+        )
+    if options.position == "conv":
+        raise ValueError("position='conv' looks at the tokens ahead; a causal layer takes position='none'")
+
+
 def is_causal(inner: nn.Module) -> bool:
     """True when the layer, or anything in it, says that it is causal."""
     return any(getattr(m, name, None) is True for m in inner.modules() for name in ("causal", "is_causal"))
@@ -39,7 +66,7 @@ def _told(inner: nn.Module, *names: str) -> int | None:
 
 
 def valid_tokens(
-    inner: nn.Module, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], valid: Tensor | None, *, delayed: bool
+    x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], valid: Tensor | None, *, delayed: bool
 ) -> Tensor | None:
     """Which tokens may enter the cache, (B, T) boolean; None for all. A mask that could hide any is not guessed at."""
     if kwargs.get("is_causal") and not delayed:
@@ -58,6 +85,22 @@ def valid_tokens(
         if kwargs.get(name) is not None:
             raise ValueError(f"{name} may hide padding from the layer: say which tokens are real with valid=(B, T)")
     return None
+
+
+def per_head(inner: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The inner layer's heads before its output projection, (B, H, T, d)."""
+    if not isinstance(inner, MultiheadAttention):
+        return inner.per_head(x, *args, **kwargs)
+    mask, bias = _mask_and_bias(*args, **kwargs)
+    return inner.attention(*inner.project(x), mask, bias)
+
+
+def _mask_and_bias(
+    mask: Tensor | None = None, bias: Any = None, context: Tensor | None = None
+) -> tuple[Tensor | None, Any]:
+    if context is not None:
+        raise ValueError("a cache remembers the tokens of one sequence: cross attention has two, call the layer itself")
+    return mask, bias
 
 
 def grid_of(args: tuple[Any, ...], kwargs: dict[str, Any], grid: tuple[int, int] | None) -> tuple[int, int] | None:
