@@ -85,6 +85,14 @@ def test_buffers_written_in_evaluation_are_put_back():
     assert model.calls == 0 and model.last is None
 
 
+def test_a_diverged_model_is_named_as_such():
+    model = TextClassifier(19, 2, max_length=12, dim=16, heads=2, head_dim=4, layers=2, mlp_dim=8)
+    model.encoder.blocks[1].feedforward_norm.weight.data.fill_(float("nan"))
+    with pytest.raises(ValueError, match="layer 2 returns numbers that are not finite"):
+        inspect.measure(model, [padded_ids()])
+    assert model.training and not any(m._forward_hooks for m in model.modules())
+
+
 def test_nonzero_counts_exact_zeros_of_real_tokens():
     z = torch.tensor([[[0.0, 1.0], [0.0, 0.0], [3.0, -1.0]]])
     assert nonzero(z).item() == 0.5

@@ -184,8 +184,11 @@ def test_command_on_a_run(tmp_path):
     from weft.cli import app
     from weft.lab import make_config, train
 
-    small = dict(layers=2, heads=2, head_dim=4, dim=8, mlp_dim=8, batch_size=8, warmup=1, accelerator="cpu")
-    config = make_config("digits", steps=4, checkpoint_every=2, eval_every=2, out=str(tmp_path / "run"), **small)
+    small = dict(layers=2, heads=2, head_dim=4, dim=8, mlp_dim=8, batch_size=8, warmup=1)
+    same = dict(pooling="cls", accelerator="cpu")
+    config = make_config(
+        "digits", steps=4, checkpoint_every=2, eval_every=2, out=str(tmp_path / "run"), **small, **same
+    )
     train(config)
     done = CliRunner().invoke(app, ["inspect", str(tmp_path / "run"), "--count", "5", "--examples", "2"])
     assert done.exit_code == 0, done.output

@@ -42,7 +42,7 @@ def pack(values: Tensor) -> dict[str, Any]:
     q = (share.sign() * share.abs().sqrt() * 127).round().to(torch.int8)
     return {
         "shape": list(values.shape),
-        "max": [round(m, 6) for m in largest.tolist()],
+        "max": _rounded(largest),
         "bytes": base64.b64encode(q.numpy().tobytes()).decode("ascii"),
     }
 

@@ -52,8 +52,10 @@ def measure(
         def whole(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             z = first_tensor(output)
             if z is not None:
-                unit = F.normalize(z.double(), dim=-1)
-                note("rate", i, coding_rate(unit, epsilon, mask_of(args, kwargs, z)))
+                mask = mask_of(args, kwargs, z)
+                if not (z if mask is None else z[mask]).isfinite().all():
+                    raise ValueError(f"layer {i + 1} returns numbers that are not finite: this model has diverged")
+                note("rate", i, coding_rate(F.normalize(z.double(), dim=-1), epsilon, mask))
 
         return [on_output(block, whole)]
 
@@ -79,7 +81,7 @@ def measure(
 
     hooks = []
     for i, (_, block) in enumerate(blocks(model)):
-        hooks += watch_block(i, block)
+        hooks += watch_block(i, block)  # first, for it refuses what cannot be measured
         if isinstance(block, CRATELayer):
             hooks += watch_crate(i, block)
     if not hooks:
