@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from weft.attention.partitions import default_block  # noqa: E402
 from weft.kernels import combiner_fixed as kernels  # noqa: E402
 from weft.kernels.combiner_fixed import Tiles, combiner_fixed  # noqa: E402
 
@@ -33,53 +34,67 @@ TOKENS, H, D = 16384, 16, 64
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
 TRIALS = {
+    "summarise": [
+        Tiles(128, 0, 4, 1),
+        Tiles(64, 0, 4, 1),
+        Tiles(128, 0, 8, 1),
+        Tiles(256, 0, 8, 1),
+        Tiles(256, 0, 16, 1),
+        Tiles(64, 0, 2, 1),
+    ],
+    "summarise and keep": [
+        Tiles(128, 0, 8, 1),
+        Tiles(128, 0, 4, 1),
+        Tiles(128, 0, 4, 1, 168),
+        Tiles(64, 0, 4, 1),
+        Tiles(64, 0, 8, 1),
+        Tiles(256, 0, 16, 1),
+    ],
     "attend": [
-        Tiles(128, 64, 64, 4, 3),
-        Tiles(128, 64, 64, 4, 2),
-        Tiles(128, 64, 64, 8, 3),
-        Tiles(128, 64, 64, 8, 2),
-        Tiles(128, 128, 128, 8, 2),
-        Tiles(128, 128, 128, 8, 3),
-        Tiles(128, 64, 128, 8, 3),
-        Tiles(128, 32, 64, 4, 3),
-        Tiles(64, 64, 64, 4, 3),
-        Tiles(64, 64, 64, 4, 2),
-        Tiles(64, 64, 128, 4, 2),
-        Tiles(64, 32, 32, 4, 3),
+        Tiles(64, 32, 4, 3),
+        Tiles(64, 32, 4, 2),
+        Tiles(64, 32, 4, 4),
+        Tiles(64, 32, 4, 3, 80),
+        Tiles(64, 32, 4, 2, 72),
+        Tiles(64, 64, 4, 2),
+        Tiles(64, 64, 4, 3),
+        Tiles(64, 64, 4, 2, 104),
+        Tiles(128, 32, 4, 3),
+        Tiles(128, 32, 8, 3),
+        Tiles(128, 64, 8, 2),
+        Tiles(64, 16, 4, 4),
     ],
-    "spans": [
-        Tiles(64, 0, 64, 4, 3),
-        Tiles(64, 0, 64, 4, 2),
-        Tiles(128, 0, 64, 8, 2),
-        Tiles(64, 0, 128, 8, 2),
-        Tiles(64, 0, 128, 8, 3),
-        Tiles(128, 0, 128, 8, 2),
-        Tiles(32, 0, 64, 4, 3),
-        Tiles(64, 0, 32, 4, 3),
+    "span gradients": [
+        Tiles(32, 64, 4, 3),
+        Tiles(32, 64, 4, 2),
+        Tiles(32, 64, 4, 4),
+        Tiles(64, 64, 4, 3),
+        Tiles(64, 64, 4, 2),
+        Tiles(64, 64, 4, 3, 168),
+        Tiles(32, 128, 8, 3),
+        Tiles(64, 128, 8, 3),
     ],
-    "block": [
-        Tiles(128, 64, 64, 8, 1),
-        Tiles(128, 64, 64, 8, 2),
-        Tiles(128, 64, 64, 8, 1, 128),
-        Tiles(128, 64, 64, 8, 2, 128),
-        Tiles(128, 128, 64, 8, 1),
-        Tiles(128, 64, 32, 8, 1, 128),
-        Tiles(128, 64, 128, 8, 1),
-        Tiles(64, 64, 64, 4, 1),
-        Tiles(64, 64, 64, 4, 2),
-        Tiles(64, 32, 32, 4, 1),
+    "key gradients": [
+        Tiles(32, 64, 4, 3),
+        Tiles(32, 64, 4, 2),
+        Tiles(32, 64, 4, 1),
+        Tiles(32, 64, 4, 2, 128),
+        Tiles(64, 64, 4, 2),
+        Tiles(64, 64, 4, 1),
+        Tiles(64, 64, 4, 2, 168),
+        Tiles(64, 128, 8, 2),
+        Tiles(32, 128, 8, 2),
     ],
-    "wide block": [
-        Tiles(64, 64, 64, 4, 1),
-        Tiles(64, 64, 64, 4, 2),
-        Tiles(64, 64, 64, 4, 3),
-        Tiles(64, 64, 64, 8, 1),
-        Tiles(128, 64, 64, 8, 1),
-        Tiles(128, 64, 64, 8, 2),
-        Tiles(128, 64, 64, 8, 1, 128),
-        Tiles(128, 128, 64, 8, 1),
-        Tiles(256, 64, 64, 16, 1),
-        Tiles(64, 32, 32, 4, 1),
+    "query gradients": [
+        Tiles(64, 32, 4, 3),
+        Tiles(64, 32, 4, 2),
+        Tiles(64, 32, 4, 4),
+        Tiles(64, 32, 4, 3, 80),
+        Tiles(64, 64, 4, 2),
+        Tiles(64, 64, 4, 1),
+        Tiles(128, 32, 8, 3),
+        Tiles(128, 64, 8, 2),
+        Tiles(64, 16, 4, 4),
     ],
 }
 
@@ -149,23 +164,15 @@ def plain(block_size: int) -> Callable[..., Tensor]:
     return torch.compile(attn, dynamic=False)
 
 
-def root_block(L: int) -> int:
-    """The power of two nearest √L from above: own block and summaries cost about the same."""
-    block = 16
-    while block * block < L:
-        block *= 2
-    return block
-
-
 def contestants(L: int, with_plain: bool) -> dict[str, Callable[..., Tensor]]:
     chosen: dict[str, Callable[..., Tensor]] = {
         "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
         "flash": sdpa(SDPBackend.FLASH_ATTENTION),
     }
-    best = root_block(L)
-    for block in sorted({best // 2, best, best * 2} & {32, 64, 128, 256, 512} if L >= 16384 else {best, 128}):
+    best = default_block(L, None)
+    for block in sorted({best // 2, best, best * 2} if L >= 16384 else {best, 128}):
         if block <= L:
-            chosen[f"combiner-fixed m={block}"] = fused(block)
+            chosen[f"combiner-fixed m={block}{' (default)' if block == best else ''}"] = fused(block)
     if with_plain:
         chosen[f"plain m={best}"] = plain(best)
     return chosen
@@ -173,7 +180,7 @@ def contestants(L: int, with_plain: bool) -> dict[str, Callable[..., Tensor]]:
 
 def compare(lengths: list[int], with_plain: bool) -> list[dict[str, Any]]:
     rows = []
-    print(f"{'L':>6} {'what':<22} {'forward':>9} {'fwd+bwd':>9} {'x cuDNN':>8} {'x cuDNN':>8} {'MiB':>7}")
+    print(f"{'L':>6} {'what':<30} {'forward':>9} {'fwd+bwd':>9} {'x cuDNN':>8} {'x cuDNN':>8} {'MiB':>7}")
     for L in lengths:
         base: dict[str, float] = {}
         for name, fn in contestants(L, with_plain).items():
@@ -190,7 +197,7 @@ def compare(lengths: list[int], with_plain: bool) -> list[dict[str, Any]]:
                 row = {"L": L, "name": name, "forward_ms": median_ms(forward), "both_ms": median_ms(both)}
                 row["peak_mib"] = peak_mib(both)
             except Exception as error:  # one that cannot run must not hide the others
-                print(f"{L:>6} {name:<22} {type(error).__name__}: {str(error)[:160]}", flush=True)
+                print(f"{L:>6} {name:<30} {type(error).__name__}: {str(error)[:160]}", flush=True)
                 torch.cuda.synchronize()
                 continue
             if name == "cudnn":
@@ -198,7 +205,7 @@ def compare(lengths: list[int], with_plain: bool) -> list[dict[str, Any]]:
             ratio = [base[k] / row[k] if base else float("nan") for k in ("forward_ms", "both_ms")]
             rows.append(row)
             print(
-                f"{L:>6} {name:<22} {row['forward_ms']:9.4f} {row['both_ms']:9.4f} {ratio[0]:8.2f} {ratio[1]:8.2f} "
+                f"{L:>6} {name:<30} {row['forward_ms']:9.4f} {row['both_ms']:9.4f} {ratio[0]:8.2f} {ratio[1]:8.2f} "
                 f"{row['peak_mib']:7.0f}",
                 flush=True,
             )
@@ -219,13 +226,15 @@ def crossover(rows: list[dict[str, Any]], key: str) -> int | None:
 
 
 def trial_call(kernel: str, L: int, block: int) -> Callable[[], Any]:
-    """The operator that runs this kernel, without autograd around it."""
+    """The operator that runs this kernel, without autograd around it: the whole forward, or the whole backward."""
     inputs, dout = tensors(L)
     q, k, v = (x.detach() for x in inputs)
     options = (block, "max", True)
-    if kernel == "attend":
-        return lambda: torch.ops.weft.combiner_fixed(q, k, v, None, *options)
-    saved = torch.ops.weft.combiner_fixed(q, k, v, None, *options)
+    if kernel in ("summarise", "attend"):
+        return lambda: torch.ops.weft.combiner_fixed(q, k, v, None, *options, False)
+    if kernel == "summarise and keep":
+        return lambda: torch.ops.weft.combiner_fixed(q, k, v, None, *options, True)
+    saved = torch.ops.weft.combiner_fixed(q, k, v, None, *options, True)
     return lambda: torch.ops.weft.combiner_fixed_backward(dout, q, k, v, None, *saved, *options)
 
 
@@ -238,8 +247,6 @@ def tune(part: tuple[int, int] | None = None) -> list[dict[str, Any]]:
     number = 0
     for L, block in TUNED_SHAPES:
         for kernel, trials in TRIALS.items():
-            if kernel == ("wide block" if block <= 128 else "block"):
-                continue
             key = (kernel, 64, 2)
             usual = kernels.TILES[key]
             call = None
@@ -278,8 +285,8 @@ def print_best(results: list[dict[str, Any]]) -> None:
     for L, block in TUNED_SHAPES:
         for kernel in TRIALS:
             some = [r for r in results if (r["L"], r["block"], r["kernel"]) == (L, block, kernel)]
-            for r in sorted(some, key=lambda r: r["ms"])[:4]:
-                print(f"tune {L} m={block} {kernel:<10} {r['ms']:.4f} ms  {tuple(r['trial'].values())}")
+            for r in sorted(some, key=lambda r: r["ms"])[:3]:
+                print(f"tune {L} m={block} {kernel:<18} {r['ms']:.4f} ms  {tuple(r['trial'].values())}")
 
 
 def profile(L: int, block: int) -> dict[str, float]:

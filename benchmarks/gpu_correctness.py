@@ -110,7 +110,7 @@ def batch_mates() -> str:
 
 def opcheck() -> str:
     inputs, _ = leaves()
-    torch.library.opcheck(torch.ops.weft.combiner_fixed.default, (*inputs, None, 128, "max", True))
+    torch.library.opcheck(torch.ops.weft.combiner_fixed.default, (*inputs, None, 128, "max", True, True))
     return ""
 
 

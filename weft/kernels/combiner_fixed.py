@@ -25,8 +25,7 @@ class Tiles:
     """How a kernel cuts its work."""
 
     queries: int  # per tile
-    keys: int  # of the own block, per tile
-    spans: int  # summaries, per tile
+    keys: int  # own keys or summaries, per tile
     warps: int
     stages: int  # loads in flight
     registers: int | None = None  # at most, per thread; None leaves it to the compiler
@@ -37,22 +36,30 @@ class Tiles:
 
 # By kernel, widest head and bytes per number. Measured with benchmarks/gpu_attention.py --tune; docs/kernels.md.
 TILES: dict[tuple[str, int, int], Tiles] = {
-    ("attend", 64, 2): Tiles(128, 64, 64, 4, 3),
-    ("attend", 128, 2): Tiles(128, 64, 64, 8, 2),
-    ("attend", 64, 4): Tiles(64, 32, 32, 4, 2),
-    ("attend", 128, 4): Tiles(32, 32, 32, 4, 1),
-    ("spans", 64, 2): Tiles(64, 0, 64, 4, 3),
-    ("spans", 128, 2): Tiles(64, 0, 64, 8, 2),
-    ("spans", 64, 4): Tiles(32, 0, 32, 4, 2),
-    ("spans", 128, 4): Tiles(32, 0, 32, 4, 1),
-    ("block", 64, 2): Tiles(128, 64, 64, 8, 1),
-    ("block", 128, 2): Tiles(64, 64, 64, 8, 1),
-    ("block", 64, 4): Tiles(32, 32, 32, 4, 1),
-    ("block", 128, 4): Tiles(32, 32, 32, 4, 1),
-    ("wide block", 64, 2): Tiles(64, 64, 64, 4, 2),  # over 128 tokens: several tiles of queries
-    ("wide block", 128, 2): Tiles(64, 64, 64, 8, 1),
-    ("wide block", 64, 4): Tiles(32, 32, 32, 4, 1),
-    ("wide block", 128, 4): Tiles(32, 32, 32, 4, 1),
+    ("summarise", 64, 2): Tiles(128, 0, 4, 1),
+    ("summarise", 128, 2): Tiles(128, 0, 8, 1),
+    ("summarise", 64, 4): Tiles(64, 0, 4, 1),
+    ("summarise", 128, 4): Tiles(64, 0, 8, 1),
+    ("summarise and keep", 64, 2): Tiles(128, 0, 8, 1),  # with the statistics for the backward
+    ("summarise and keep", 128, 2): Tiles(64, 0, 8, 1),
+    ("summarise and keep", 64, 4): Tiles(64, 0, 8, 1),
+    ("summarise and keep", 128, 4): Tiles(32, 0, 8, 1),
+    ("attend", 64, 2): Tiles(64, 32, 4, 3),
+    ("attend", 128, 2): Tiles(64, 32, 4, 2),
+    ("attend", 64, 4): Tiles(64, 32, 4, 2),
+    ("attend", 128, 4): Tiles(32, 32, 4, 1),
+    ("span gradients", 64, 2): Tiles(32, 64, 4, 3),
+    ("span gradients", 128, 2): Tiles(64, 64, 8, 2),
+    ("span gradients", 64, 4): Tiles(32, 32, 4, 2),
+    ("span gradients", 128, 4): Tiles(32, 32, 4, 1),
+    ("key gradients", 64, 2): Tiles(32, 64, 4, 3),
+    ("key gradients", 128, 2): Tiles(64, 64, 8, 2),
+    ("key gradients", 64, 4): Tiles(32, 32, 4, 1),
+    ("key gradients", 128, 4): Tiles(32, 32, 4, 1),
+    ("query gradients", 64, 2): Tiles(64, 32, 4, 3),
+    ("query gradients", 128, 2): Tiles(64, 32, 4, 2),
+    ("query gradients", 64, 4): Tiles(32, 32, 4, 2),
+    ("query gradients", 128, 4): Tiles(32, 32, 4, 1),
 }
 
 
@@ -64,124 +71,139 @@ def combiner_fixed(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    return torch.ops.weft.combiner_fixed(q, k, v, mask, block_size, pool, causal)[0]
+    keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return torch.ops.weft.combiner_fixed(q, k, v, mask, block_size, pool, causal, keep)[0]
 
 
 @torch.library.custom_op(
     "weft::combiner_fixed",
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, int block_size, str pool, bool causal)"
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, int block_size, str pool, bool causal, bool keep)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _forward(q, k, v, mask, block_size, pool, causal):
+def _forward(q, k, v, mask, block_size, pool, causal, keep):
+    """`keep` writes down what the backward needs of each block."""
     from .combiner_fixed_forward import attend, summarise
 
     check(q, k, v, block_size, pool)
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
     B, H, L, D = q.shape
     n = ceil_div(L, block_size)
-    out, lse, qbar, kbar, vbar, local = _outputs(q, block_size)
+    out, lse, kbar, vbar, local, stats = _outputs(q, block_size, keep)
     width = block_width(D)
     scale = math.log2(math.e) / math.sqrt(D)
     has_mask = mask is not None
     flags = mask.contiguous().view(torch.uint8) if has_mask else q
-    rows = min(128, next_power_of_two(block_size))
     if n > 1:
-        summarise[(n, B * H)](
-            q, k, v, flags, qbar, kbar, vbar, local, *strides(q), *strides(k), *strides(v), H, L, n, scale,
-            m=block_size, D=D, BLOCK_D=width, ROWS=rows, POOL=pool, HAS_MASK=has_mask,
-            num_warps=4 if rows * width <= 8192 else 8,
+        t = tiles("summarise and keep" if keep else "summarise", block_size, q)
+        summarise[(n * B * H,)](
+            q, k, v, flags, kbar, vbar, local, stats, *strides(q), *strides(k), *strides(v), B * H, H, L, n, scale,
+            m=block_size, D=D, BLOCK_D=width, ROWS=t.queries, POOL=pool, HAS_MASK=has_mask, KEEP=keep, **t.launch(),
         )  # fmt: skip
-    t = tiles("attend", block_size, n, q)
-    attend[(n * ceil_div(block_size, t.queries), B * H)](
+    t = tiles("attend", block_size, q)
+    attend[(n * ceil_div(block_size, t.queries) * B * H,)](
         q, k, v, flags, kbar, vbar, local, out, lse, *strides(q), *strides(k), *strides(v), *strides(out),
-        H, L, n, scale, m=block_size, D=D, BLOCK_D=width, BQ=t.queries, BK=t.keys, BS=t.spans, SPANS=n > 1,
+        B * H, H, L, n, scale, m=block_size, D=D, BLOCK_D=width, BQ=t.queries, BK=t.keys, SPANS=n > 1,
         CAUSAL=causal, HAS_MASK=has_mask, PRECISION=precision(q), **t.launch(),
     )  # fmt: skip
-    return out, lse, qbar, kbar, vbar, local
+    return out, lse, kbar, vbar, local, stats
 
 
 @_forward.register_fake
-def _(q, k, v, mask, block_size, pool, causal):
-    return _outputs(q, block_size)
+def _(q, k, v, mask, block_size, pool, causal, keep):
+    return _outputs(q, block_size, keep)
 
 
-def _outputs(q: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """out, its log2 normalisers, and of each block the pooled query, summary key and value, local log2 normaliser."""
+def _outputs(q: Tensor, block_size: int, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out, its log2 normalisers, and of each block the summary key and value, local log2 normaliser, statistics."""
     B, H, L, D = q.shape
     n = ceil_div(L, block_size)
     return (
         torch.empty_like(q),
         q.new_empty(B, H, L, dtype=torch.float32),
-        q.new_empty(B, H, n, D, dtype=torch.float32),
         q.new_empty(B, H, n, D),
         q.new_empty(B, H, n, D),
         q.new_empty(B, H, n, dtype=torch.float32),
+        q.new_empty(B, H, n if keep else 0, 4, D, dtype=torch.float32),
     )
 
 
 @torch.library.custom_op(
     "weft::combiner_fixed_backward",
     mutates_args=(),
-    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, Tensor qbar, Tensor kbar,"
-    " Tensor vbar, Tensor local, int block_size, str pool, bool causal) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, Tensor kbar,"
+    " Tensor vbar, Tensor local, Tensor stats, int block_size, str pool, bool causal) -> (Tensor, Tensor, Tensor)",
 )
-def _backward(dout, q, k, v, mask, out, lse, qbar, kbar, vbar, local, block_size, pool, causal):
-    from .combiner_fixed_backward import block_gradients, row_products, span_gradients
+def _backward(dout, q, k, v, mask, out, lse, kbar, vbar, local, stats, block_size, pool, causal):
+    from .combiner_fixed_backward import collect, key_gradients, query_gradients, row_products, span_gradients
 
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
     B, H, L, D = q.shape
-    n = ceil_div(L, block_size)
-    width = block_width(D)
+    n, BH, width = ceil_div(L, block_size), B * H, block_width(D)
     logit_scale = 1 / math.sqrt(D)
     scale = math.log2(math.e) * logit_scale
     has_mask = mask is not None
     flags = mask.contiguous().view(torch.uint8) if has_mask else q
+    shape = {"m": block_size, "D": D, "BLOCK_D": width, "CAUSAL": causal}
+    options = {**shape, "HAS_MASK": has_mask, "PRECISION": precision(q)}
     delta = torch.empty_like(lse)
-    row_products[(ceil_div(L, 64), B * H)](
-        out, dout, delta, *strides(out), *strides(dout), H, L, D=D, BLOCK_D=width, ROWS=64, num_warps=4
+    row_products[(ceil_div(L, 64) * BH,)](
+        out, dout, delta, *strides(out), *strides(dout), BH, H, L, D=D, BLOCK_D=width, ROWS=64, num_warps=4
     )
-    chunk, chunks = query_chunks(L)
-    part_k = part_v = pooled = lse  # not read when there is one block only
+    by_keys, by_queries = tiles("key gradients", block_size, q), tiles("query gradients", block_size, q)
+    key_tiles = ceil_div(block_size, by_keys.keys)
+    dkbar = dvbar = mean_dalpha = weighted = lse  # not read when there is one block only
     if n > 1:
+        chunk, chunks = query_chunks(L)
         part_k = q.new_empty(B, H, chunks, n, D, dtype=torch.float32)
         part_v = torch.empty_like(part_k)
-        pooled = q.new_empty(B, H, n, 3, D, dtype=torch.float32)
-        t = tiles("spans", block_size, n, q)
-        span_gradients[(ceil_div(n, t.spans), chunks, B * H)](
+        t = tiles("span gradients", n, q)
+        span_gradients[(ceil_div(n, t.keys) * chunks * BH,)](
             q, dout, kbar, vbar, local, lse, delta, part_k, part_v, *strides(q), *strides(dout),
-            H, L, n, chunk, scale, logit_scale, m=block_size, D=D, BLOCK_D=width, BQ=t.queries, BS=t.spans,
-            CAUSAL=causal, HAS_MASK=has_mask, PRECISION=precision(q), **t.launch(),
+            BH, H, L, n, chunk, scale, logit_scale, BQ=t.queries, BS=t.keys, **options, **t.launch(),
         )  # fmt: skip
-    t = tiles("block" if block_size <= 128 else "wide block", block_size, n, q)
-    block_gradients[(n, B * H)](
-        q, k, v, flags, dout, qbar, kbar, vbar, local, lse, delta, part_k, part_v, pooled, dq, dk, dv,
-        *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq), *strides(dk), *strides(dv),
-        H, L, n, chunk, chunks, scale, logit_scale, m=block_size, D=D, BLOCK_D=width, BQ=t.queries, BK=t.keys,
-        BS=t.spans, CHUNKS=next_power_of_two(chunks), SPANS=n > 1, POOL=pool, CAUSAL=causal, HAS_MASK=has_mask,
-        PRECISION=precision(q), **t.launch(),
+        dkbar, dvbar = part_k.new_empty(B, H, n, D), part_k.new_empty(B, H, n, D)
+        mean_dalpha = part_k.new_empty(B, H, n)
+        weighted = part_k.new_empty(B, H, n, key_tiles, D)
+        collect[(ceil_div(n, 16) * BH,)](
+            part_k, part_v, vbar, stats, dkbar, dvbar, mean_dalpha, BH, n, chunk, chunks, ROWS=16, **shape, num_warps=4
+        )
+    t = by_keys
+    key_gradients[(n * key_tiles * BH,)](
+        q, k, v, flags, dout, stats, kbar, local, lse, delta, dkbar, dvbar, mean_dalpha, weighted, dk, dv,
+        *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk), *strides(dv),
+        BH, H, L, n, scale, logit_scale, BQ=t.queries, BK=t.keys, SPANS=n > 1, POOL=pool, **options, **t.launch(),
+    )  # fmt: skip
+    t = by_queries
+    query_gradients[(n * ceil_div(block_size, t.queries) * BH,)](
+        q, k, v, flags, dout, stats, kbar, vbar, local, lse, delta, mean_dalpha, weighted, dq,
+        *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq),
+        BH, H, L, n, scale, logit_scale, BQ=t.queries, BK=t.keys, PARTS=key_tiles,
+        PART_ROWS=next_power_of_two(key_tiles), SPANS=n > 1, POOL=pool, **options, **t.launch(),
     )  # fmt: skip
     return dq, dk, dv
 
 
 @_backward.register_fake
-def _(dout, q, k, v, mask, out, lse, qbar, kbar, vbar, local, block_size, pool, causal):
+def _(dout, q, k, v, mask, out, lse, kbar, vbar, local, stats, block_size, pool, causal):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _save(ctx, inputs, output):
-    q, k, v, mask, *options = inputs
+    q, k, v, mask, *options, keep = inputs
     ctx.save_for_backward(q, k, v, mask, *output)
-    ctx.options = options
+    ctx.options, ctx.keep = options, keep
     ctx.set_materialize_grads(False)
 
 
 def _grad(ctx, dout, *unused):
     if dout is None:
-        return (None,) * 7
+        return (None,) * 8
+    if not ctx.keep:
+        raise RuntimeError("weft::combiner_fixed was called with keep=False, which leaves nothing for a backward")
     dq, dk, dv = torch.ops.weft.combiner_fixed_backward(dout, *ctx.saved_tensors, *ctx.options)
-    return dq, dk, dv, None, None, None, None
+    return dq, dk, dv, None, None, None, None, None
 
 
 _forward.register_autograd(_grad, setup_context=_save)
@@ -203,13 +225,13 @@ def check(q: Tensor, k: Tensor, v: Tensor, block_size: int, pool: str) -> None:
         raise ValueError(f"block_size must be at least 1, got {block_size}")
 
 
-def tiles(kernel: str, block_size: int, n: int, q: Tensor) -> Tiles:
-    """The table's entry, cut down to what a block holds; a tile is never under 16, the least a matrix unit takes."""
+def tiles(kernel: str, most: int, q: Tensor) -> Tiles:
+    """The table's entry, cut down to the `most` there is of one thing: tokens in a block; summaries, where tiles of
+    queries run across blocks. A tile is never under 16, the least a matrix unit takes."""
     t = TILES[kernel, max(64, block_width(q.shape[3])), q.element_size()]
-    block = max(16, next_power_of_two(block_size))
-    if kernel != "spans":  # there, tiles of queries run across blocks
-        t = replace(t, queries=min(t.queries, block), keys=min(t.keys, block))
-    return replace(t, spans=max(16, min(t.spans, next_power_of_two(n))))
+    most = max(16, next_power_of_two(most))
+    queries = t.queries if kernel == "span gradients" else min(t.queries, most)
+    return replace(t, queries=queries, keys=min(t.keys, most))
 
 
 def query_chunks(L: int) -> tuple[int, int]:

@@ -1,9 +1,12 @@
 """Triton, forward: the blocks' summaries, then attention to the own block and to the summaries in one softmax.
 
-`summarise` reads q, k and v once and leaves one row per block: the pooled query (for the backward), the summary key,
-the summary value and the normaliser of the block's local softmax. `attend` takes a tile of queries of one block,
-first over the block's own keys and then over the summaries, with the running maximum and sum of FlashAttention.
-All logarithms are to base 2: `scale` carries log2(e)/√D.
+`summarise` reads q, k and v once and leaves one row per block: the summary key and value, the normaliser of the
+block's local softmax, and for the backward its STATS: the pooled query, the local softmax's mean key, and how many
+tokens share each pooled entry. `attend` takes a tile of queries of one block over the block's own keys and then over
+the summaries, in one loop, with the running maximum and sum of FlashAttention. All logarithms are to base 2: `scale`
+carries log2(e)/√D.
+
+Programs are numbered with the heads first: those that run together read whole rows of (B, L, H, D) memory.
 """
 
 from __future__ import annotations
@@ -21,6 +24,14 @@ def load_rows(X, row, d, row_stride, live, D: tl.constexpr, BLOCK_D: tl.constexp
 
 
 @triton.jit
+def store_rows(X, x, row, d, row_stride, live, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    keep = live[:, None]
+    if D != BLOCK_D:
+        keep = keep & (d < D)[None, :]
+    tl.store(X + row[:, None] * row_stride + d[None, :], x.to(X.dtype.element_ty), mask=keep)
+
+
+@triton.jit
 def valid_rows(MASK, position, live, HAS_MASK: tl.constexpr):
     """Which rows hold a real token: those inside the sequence that the mask does not hide."""
     if HAS_MASK:
@@ -29,14 +40,27 @@ def valid_rows(MASK, position, live, HAS_MASK: tl.constexpr):
 
 
 @triton.jit
+def pool_rows(pooled, x, live, POOL: tl.constexpr):
+    if POOL == "max":
+        return tl.maximum(pooled, tl.max(tl.where(live[:, None], x.to(tl.float32), float("-inf")), 0))
+    return pooled + tl.sum(x.to(tl.float32), 0)
+
+
+@triton.jit
+def count_equal(x, pooled, live):
+    """Per column, how many live rows hold the pooled entry."""
+    return tl.sum(tl.where(live[:, None] & (x.to(tl.float32) == pooled[None, :]), 1.0, 0.0), 0)
+
+
+@triton.jit
 def summarise(
-    Q, K, V, MASK, QBAR, KBAR, VBAR, LOCAL,
+    Q, K, V, MASK, KBAR, VBAR, LOCAL, STATS,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l,
-    H, L, n, scale,
+    BH, H, L, n, scale,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    POOL: tl.constexpr, HAS_MASK: tl.constexpr,
+    POOL: tl.constexpr, HAS_MASK: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    block, bh = tl.program_id(0), tl.program_id(1)
+    bh, block = tl.program_id(0) % BH, tl.program_id(0) // BH
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     rows = tl.arange(0, ROWS)
@@ -47,86 +71,107 @@ def summarise(
     MASK += b * L + first
     end = tl.minimum(m, L - first)
 
-    count = tl.zeros([ROWS], tl.float32)
-    qbar = tl.full([BLOCK_D], float("-inf") if POOL == "max" else 0.0, tl.float32)
-    for start in range(0, m, ROWS):
-        row = start + rows
-        live = valid_rows(MASK, row, row < end, HAS_MASK)
-        q = load_rows(Q, row, d, q_l, live, D, BLOCK_D).to(tl.float32)
-        if POOL == "max":
-            qbar = tl.maximum(qbar, tl.max(tl.where(live[:, None], q, float("-inf")), 0))
-        else:
-            qbar += tl.sum(q, 0)
-        count += live.to(tl.float32)
-    tokens = tl.sum(count, 0)
+    live = valid_rows(MASK, rows, rows < end, HAS_MASK)
+    q = load_rows(Q, rows, d, q_l, live, D, BLOCK_D)
+    k = load_rows(K, rows, d, k_l, live, D, BLOCK_D)  # asked for before q is looked at: all loads are in flight
+    v = load_rows(V, rows, d, v_l, live, D, BLOCK_D)
+    empty = tl.full([BLOCK_D], float("-inf") if POOL == "max" else 0.0, tl.float32)
+    qbar, kbar = pool_rows(empty, q, live, POOL), pool_rows(empty, k, live, POOL)
+    tokens = tl.sum(live.to(tl.float32), 0)
+    for start in tl.static_range(ROWS, m, ROWS):
+        live = valid_rows(MASK, start + rows, start + rows < end, HAS_MASK)
+        qbar = pool_rows(qbar, load_rows(Q, start + rows, d, q_l, live, D, BLOCK_D), live, POOL)
+        kbar = pool_rows(kbar, load_rows(K, start + rows, d, k_l, live, D, BLOCK_D), live, POOL)
+        tokens += tl.sum(live.to(tl.float32), 0)
     if POOL == "mean":
-        qbar = qbar / tl.maximum(tokens, 1.0)
-    qbar = tl.where(tokens > 0, qbar, 0.0)
+        qbar, kbar = qbar / tl.maximum(tokens, 1.0), kbar / tl.maximum(tokens, 1.0)
+    qbar, kbar = tl.where(tokens > 0, qbar, 0.0), tl.where(tokens > 0, kbar, 0.0)
 
-    kbar = tl.full([BLOCK_D], float("-inf") if POOL == "max" else 0.0, tl.float32)
     vbar = tl.zeros([BLOCK_D], tl.float32)
-    top = float("-inf")
-    total = 0.0
-    for start in range(0, m, ROWS):
-        row = start + rows
-        live = valid_rows(MASK, row, row < end, HAS_MASK)
-        k = load_rows(K, row, d, k_l, live, D, BLOCK_D).to(tl.float32)
-        v = load_rows(V, row, d, v_l, live, D, BLOCK_D).to(tl.float32)
-        if POOL == "max":
-            kbar = tl.maximum(kbar, tl.max(tl.where(live[:, None], k, float("-inf")), 0))
-        else:
-            kbar += tl.sum(k, 0)
-        logit = tl.where(live, tl.sum(k * qbar[None, :], 1) * scale, float("-inf"))
+    mean_key = tl.zeros([BLOCK_D], tl.float32)
+    q_share = tl.zeros([BLOCK_D], tl.float32)
+    k_share = tl.zeros([BLOCK_D], tl.float32)
+    top = tl.max(tl.full([ROWS], float("-inf"), tl.float32), 0)
+    total = tl.sum(tl.zeros([ROWS], tl.float32), 0)
+    for start in tl.static_range(0, m, ROWS):
+        if ROWS < m:
+            live = valid_rows(MASK, start + rows, start + rows < end, HAS_MASK)
+            k = load_rows(K, start + rows, d, k_l, live, D, BLOCK_D)
+            v = load_rows(V, start + rows, d, v_l, live, D, BLOCK_D)
+        if KEEP and POOL == "max":
+            if ROWS < m:
+                q = load_rows(Q, start + rows, d, q_l, live, D, BLOCK_D)
+            q_share += count_equal(q, qbar, live)
+            k_share += count_equal(k, kbar, live)
+        logit = tl.where(live, tl.sum(k.to(tl.float32) * qbar[None, :], 1) * scale, float("-inf"))
         new_top = tl.maximum(top, tl.max(logit, 0))
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         old = tl.exp2(top - shift)
         p = tl.exp2(logit - shift)
-        vbar = vbar * old + tl.sum(p[:, None] * v, 0)
         total = total * old + tl.sum(p, 0)
+        if KEEP:
+            mean_key = mean_key * old + tl.sum(p[:, None] * k.to(tl.float32), 0)
+        vbar = vbar * old + tl.sum(p[:, None] * v.to(tl.float32), 0)
         top = new_top
-    if POOL == "mean":
-        kbar = kbar / tl.maximum(tokens, 1.0)
-    kbar = tl.where(tokens > 0, kbar, 0.0)
     total = tl.where(tokens > 0, total, 1.0)
-    vbar = vbar / total
 
-    at = (bh.to(tl.int64) * n + block) * D + d
-    tl.store(QBAR + at, qbar, mask=d < D)
-    tl.store(KBAR + at, kbar.to(KBAR.dtype.element_ty), mask=d < D)
-    tl.store(VBAR + at, vbar.to(VBAR.dtype.element_ty), mask=d < D)
+    at = bh.to(tl.int64) * n + block
+    tl.store(KBAR + at * D + d, kbar.to(KBAR.dtype.element_ty), mask=d < D)
+    tl.store(VBAR + at * D + d, (vbar / total).to(VBAR.dtype.element_ty), mask=d < D)
     # log2 of the local normaliser; -inf marks a block without a token, which nobody may attend to
-    tl.store(LOCAL + bh.to(tl.int64) * n + block, tl.where(tokens > 0, top + tl.log2(total), float("-inf")))
+    tl.store(LOCAL + at, tl.where(tokens > 0, top + tl.log2(total), float("-inf")))
+    if KEEP:
+        if POOL == "mean":
+            q_share += tokens
+            k_share += tokens
+        STATS += at * 4 * D
+        tl.store(STATS + d, qbar, mask=d < D)
+        tl.store(STATS + D + d, mean_key / total, mask=d < D)
+        tl.store(STATS + 2 * D + d, tl.maximum(q_share, 1.0), mask=d < D)
+        tl.store(STATS + 3 * D + d, tl.maximum(k_share, 1.0), mask=d < D)
 
 
 @triton.jit
-def online_softmax(acc, top, total, q, k, v, allowed, scale, MASKED: tl.constexpr, GUARD: tl.constexpr,
-                   PRECISION: tl.constexpr):  # fmt: skip
-    """One tile of keys more: rescale what was summed under the old maximum, add the new terms."""
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if MASKED:
-        s = tl.where(allowed, s, float("-inf"))
-    new_top = tl.maximum(top, tl.max(s, 1) * scale)
-    shift = new_top
-    if GUARD:  # a row that has seen no legal key yet: keep inf - inf out
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-    p = tl.exp2(s * scale - shift[:, None])
-    old = tl.exp2(top - shift)
-    total = total * old + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
-    return acc, new_top, total
+def seen_tiles(q_first, end, block, n, BQ: tl.constexpr, BK: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr):
+    """For one tile of queries: how many tiles of own keys, and of own keys and summaries together; how many summaries
+    lie before `spans`, the first that may not be seen."""
+    own = (tl.minimum(end, q_first + BQ) if CAUSAL else end) + BK - 1
+    spans = block if CAUSAL else n
+    if not SPANS:  # one block only: nothing was summarised
+        spans = 0
+    return own // BK, own // BK + (spans + BK - 1) // BK, spans
+
+
+@triton.jit
+def seen_tile(t, own_tiles, i, end, block, spans, MASK, LOCAL, BK: tl.constexpr, CAUSAL: tl.constexpr,
+              HAS_MASK: tl.constexpr):  # fmt: skip
+    """Tile t: whether its keys are the block's own, their rows, which rows exist, and which pairs (i, key) count."""
+    own = t < own_tiles
+    row = (t - tl.where(own, 0, own_tiles)) * BK + tl.arange(0, BK)
+    live = row < tl.where(own, end, spans)
+    if CAUSAL:  # own keys up to i; summaries up to the block before
+        allowed = row[None, :] <= tl.where(own, i, spans - 1)[:, None]
+    else:
+        allowed = (live & (row != tl.where(own, -1, block)))[None, :]
+    if HAS_MASK:
+        token = tl.load(MASK + row, mask=row < tl.where(own, end, 0), other=0) != 0
+        span = tl.load(LOCAL + row, mask=row < tl.where(own, 0, spans), other=float("-inf")) > float("-inf")
+        live = token | span
+        allowed = allowed & live[None, :]
+    return own, row, live, allowed
 
 
 @triton.jit
 def attend(
     Q, K, V, MASK, KBAR, VBAR, LOCAL, OUT, LSE,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l,
-    H, L, n, scale,
-    m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
+    BH, H, L, n, scale,
+    m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     SPANS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (m + BQ - 1) // BQ  # tiles of queries in a block
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last blocks see the most summaries: start them first
-    bh = tl.num_programs(1) - 1 - tl.program_id(1)  # backwards: the last heads summarised may still be in the cache
+    bh = tl.program_id(0) % BH
+    tile = n * TILES - 1 - tl.program_id(0) // BH  # the last blocks see the most summaries: start them first
     block = tile // TILES
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
@@ -147,50 +192,25 @@ def attend(
     acc = tl.zeros([BQ, BLOCK_D], tl.float32)
     top = tl.full([BQ], float("-inf"), tl.float32)
     total = tl.zeros([BQ], tl.float32)
-
-    key_end = tl.minimum(end, q_first + BQ) if CAUSAL else end
-    for start in range(0, key_end, BK):
-        j = start + tl.arange(0, BK)
-        real = valid_rows(MASK, j, j < end, HAS_MASK)
-        k = load_rows(K, j, d, k_l, real, D, BLOCK_D)
-        v = load_rows(V, j, d, v_l, real, D, BLOCK_D)
-        allowed = real[None, :]
-        if CAUSAL:
-            allowed = allowed & (j[None, :] <= i[:, None])
-        acc, top, total = online_softmax(acc, top, total, q, k, v, allowed, scale, True, HAS_MASK,
-                                         PRECISION)  # fmt: skip
-
-    spans = block if CAUSAL else n
-    if not SPANS:  # one block only: nothing was summarised
-        spans = 0
-    plain = (spans // BS) * BS  # whole tiles of summaries need no mask, unless a block may be dead or our own
-    if HAS_MASK or not CAUSAL:
-        plain = 0
-    for start in range(0, plain, BS):
-        s = start + tl.arange(0, BS)
-        kbar = load_rows(KBAR, s, d, D, s < n, D, BLOCK_D)
-        vbar = load_rows(VBAR, s, d, D, s < n, D, BLOCK_D)
-        acc, top, total = online_softmax(acc, top, total, q, kbar, vbar, (s < n)[None, :], scale, False, False,
-                                         PRECISION)  # fmt: skip
-    for start in range(plain, spans, BS):
-        s = start + tl.arange(0, BS)
-        real = s < spans
-        if not CAUSAL:
-            real = real & (s != block)
-        if HAS_MASK:
-            real = real & (tl.load(LOCAL + s, mask=s < spans, other=float("-inf")) > float("-inf"))
-        kbar = load_rows(KBAR, s, d, D, s < spans, D, BLOCK_D)
-        vbar = load_rows(VBAR, s, d, D, s < spans, D, BLOCK_D)
-        acc, top, total = online_softmax(acc, top, total, q, kbar, vbar, real[None, :], scale, True, HAS_MASK,
-                                         PRECISION)  # fmt: skip
+    own_tiles, tiles, spans = seen_tiles(q_first, end, block, n, BQ, BK, SPANS, CAUSAL)
+    for t in range(0, tiles):
+        own, row, live, allowed = seen_tile(t, own_tiles, i, end, block, spans, MASK, LOCAL, BK, CAUSAL, HAS_MASK)
+        k = load_rows(tl.where(own, K, KBAR), row, d, tl.where(own, k_l, D), live, D, BLOCK_D)
+        v = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), live, D, BLOCK_D)
+        s = tl.where(allowed, tl.dot(q, tl.trans(k), input_precision=PRECISION), float("-inf"))
+        new_top = tl.maximum(top, tl.max(s, 1) * scale)
+        shift = new_top
+        if HAS_MASK:  # a row that has seen no legal key yet: keep inf - inf out
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp2(s * scale - shift[:, None])
+        old = tl.exp2(top - shift)
+        total = total * old + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
+        top = new_top
 
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
-    out = acc / total[:, None]
-    live = (i < end)[:, None]
-    if D != BLOCK_D:
-        live = live & (d < D)[None, :]
-    tl.store(OUT + i[:, None] * o_l + d[None, :], out.to(OUT.dtype.element_ty), mask=live)
+    store_rows(OUT, acc / total[:, None], i, d, o_l, i < end, D, BLOCK_D)
     # 0 for a row without keys: the backward then finds exp2(-inf - 0) = 0 everywhere
     lse = tl.where(empty, 0.0, top + tl.log2(total))
     tl.store(LSE + bh.to(tl.int64) * L + first + i, lse, mask=i < end)
