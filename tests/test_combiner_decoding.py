@@ -82,18 +82,14 @@ def test_fixed_forgets_what_is_summarised():
     """A state of m tokens and L / m summaries, where a full cache holds L tokens."""
     L, m = 256, 16
     q, k, v = (x[:1] for x in inputs(L)[:3])
-    sizes = {}
-    for name, options in (("full", {}), ("combiner-fixed", {"block_size": m})):
-        attn = weft.make_attention(name, heads=H, head_dim=D, causal=True, **options)
-        state = attn.start(1)
-        largest = 0
-        with torch.no_grad():
-            for t in range(L):
-                _, state = attn.step(*(x[:, :, t : t + 1] for x in (q, k, v)), state)
-                largest = max(largest, weft.state_size(state))
-        sizes[name] = largest
-    assert sizes["full"] == 2 * L * H * D
-    assert sizes["combiner-fixed"] <= 2 * (m + L // m + 2) * H * D
+    attn = weft.make_attention("combiner-fixed", heads=H, head_dim=D, causal=True, block_size=m)
+    state, largest = attn.start(1), 0
+    with torch.no_grad():
+        for t in range(L):
+            _, state = attn.step(*(x[:, :, t : t + 1] for x in (q, k, v)), state)
+            largest = max(largest, weft.state_size(state))
+    keys_and_values = 2 * H * D
+    assert largest <= (m + L // m + 2) * keys_and_values < L * keys_and_values / 7
 
 
 def test_decoding_needs_to_know_its_sizes():

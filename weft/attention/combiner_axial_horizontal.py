@@ -17,7 +17,7 @@ from torch import Tensor
 from .axial import Grid, column_part, row_part
 from .combiner import line_summaries
 from .grid_combiner import GridCombiner
-from .joint import Part, Rows
+from .joint import Layout, Part, Rows
 from .partitions import default_block, other_blocks
 from .registry import register
 from .summaries import Summary
@@ -33,17 +33,16 @@ class CombinerAxialHorizontal(GridCombiner):
     def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
         m = self.block_size or default_block(k.shape[2], self.max_length)
         grid = Grid.of(k, v, mask, m, self.causal)
-        columns = column_part(grid)
-        for which in self.rows_as_spans:
-            columns = with_rows(columns, grid, Rows(m).arrange(q), self.summary, which)
-        return [row_part(grid), columns]
+        own, rows = column_part(grid), Rows(m).arrange(q)
+        spans = [row_spans(own.layout, grid, rows, self.summary, which) for which in self.rows_as_spans]
+        return [row_part(grid), own, *spans]
 
 
-def with_rows(own_column: Part, grid: Grid, q: Tensor, summary: Summary, which: str) -> Part:
-    """The column's keys, and for every other row the summary of its tokens before (after, other than) the column."""
+def row_spans(layout: Layout, grid: Grid, q: Tensor, summary: Summary, which: str) -> Part:
+    """For every column, by `layout`, and every other row the summary of its tokens before (after, other than) it."""
     kbar, vbar, some = line_summaries(summary, q, grid.k, grid.v, grid.real, which)
     allowed = other_blocks(grid.n, grid.causal, q.device) & some.transpose(2, 3)[:, :, :, None]
-    return own_column.beside(kbar.transpose(2, 3), vbar.transpose(2, 3), allowed)
+    return Part(layout, kbar.transpose(2, 3), vbar.transpose(2, 3), allowed)
 
 
 register(

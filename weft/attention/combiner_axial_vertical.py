@@ -18,7 +18,7 @@ from torch import Tensor
 from .axial import Grid, column_part, row_part
 from .combiner import line_summaries
 from .grid_combiner import GridCombiner
-from .joint import Part, Rows
+from .joint import Layout, Part, Rows
 from .partitions import default_block
 from .registry import register
 from .summaries import Summary
@@ -37,17 +37,18 @@ class CombinerAxialVertical(GridCombiner):
         grid = Grid.of(k, v, mask, m, self.causal)
         rows = Rows(m).arrange(q)
         which = "before" if self.causal else "others"
-        return [with_columns(row_part(grid), grid, rows, self.summary, which), column_part(grid)]
+        own = row_part(grid)
+        return [own, column_spans(own.layout, grid, rows, self.summary, which), column_part(grid)]
 
 
-def with_columns(own_row: Part, grid: Grid, q: Tensor, summary: Summary, which: str) -> Part:
-    """The row's keys, and for every other column the summary of its rows before (after, other than) this one."""
+def column_spans(layout: Layout, grid: Grid, q: Tensor, summary: Summary, which: str) -> Part:
+    """For every row, by `layout`, and every other column the summary of its rows before (after, other than) this one."""
     real = None if grid.real is None else grid.real.transpose(2, 3)
     lines = (t.transpose(2, 3) for t in (q, grid.k, grid.v))
     kbar, vbar, some = line_summaries(summary, *lines, real, which)
     c = torch.arange(grid.m, device=q.device)
     allowed = (c[:, None] != c) & some.transpose(2, 3)[:, :, :, None]
-    return own_row.beside(kbar.transpose(2, 3), vbar.transpose(2, 3), allowed)
+    return Part(layout, kbar.transpose(2, 3), vbar.transpose(2, 3), allowed)
 
 
 register(

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .axial import decoding_block
 from .combiner import Combiner, Seen, join_seen
-from .joint import Part, Rows, join_allowed, valid_in
+from .joint import Part, Rows, valid_in
 from .partitions import default_block, own_block
 from .registry import register
 from .softmax import softmax_attention
@@ -75,11 +75,10 @@ class CombinerFixed(Combiner):
         own = own_block(m, self.causal, device).view(1, 1, 1, m, m) if self.causal else None
         if real is not None:
             own = real[:, :, :, None] if own is None else own & real[:, :, :, None]
-        part = Part(layout, blocks_k, blocks_v, own)
+        parts = [Part(layout, blocks_k, blocks_v, own)]
         n = blocks_k.shape[2]
         block = torch.arange(n, device=device)
         nodes = self._blocks(blocks_q, blocks_k, blocks_v, real)
-        keys, values, alloweds = [part.k], [part.v], [(part.allowed, m)]
         for level in range(1, self.levels):
             top = level == self.levels - 1
             mine = block // m ** (level - 1)
@@ -93,15 +92,13 @@ class CombinerFixed(Combiner):
                 sees = torch.ones_like(sees)
             sees = sees & (others < n_nodes)
             others = others.clamp(max=n_nodes - 1)
-            keys.append(_of_nodes(nodes.k, others, top))
-            values.append(_of_nodes(nodes.v, others, top))
             allowed = sees.view(1, 1, n, 1, -1)
             if nodes.real is not None:
                 allowed = allowed & nodes.real[:, :, others][:, :, :, None]
-            alloweds.append((allowed, others.shape[1]))
+            parts.append(Part(layout, _of_nodes(nodes.k, others, top), _of_nodes(nodes.v, others, top), allowed))
             if not top:
                 nodes = self._parents(nodes, m)
-        return [Part(layout, torch.cat(keys, 3), torch.cat(values, 3), join_allowed(*alloweds, device=device))]
+        return parts
 
     def _blocks(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Nodes:
         """The summary of every block (B, H, n, m, D)."""
@@ -168,7 +165,7 @@ class CombinerFixed(Combiner):
 
 @dataclass
 class Level:
-    """The items of a level that are not yet summarised: tokens, or nodes; and what their own summary will be made of."""
+    """The items of a level that are not yet summarised, tokens or nodes, and what their summary will be made of."""
 
     k: Any = None  # (B, H, items, D); None while there are none
     v: Any = None

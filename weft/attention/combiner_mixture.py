@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from .axial import Grid, column_part, row_part
-from .combiner_axial_horizontal import with_rows
-from .combiner_axial_vertical import with_columns
+from .combiner_axial_horizontal import row_spans
+from .combiner_axial_vertical import column_spans
 from .contract import Attention, PositionBias
 from .grid_combiner import GridCombiner
 from .joint import Part, Rows
@@ -92,12 +92,14 @@ class JointAxial(GridCombiner):
     def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
         m = self.block_size or default_block(k.shape[2], self.max_length)
         grid, queries = Grid.of(k, v, mask, m, self.causal), Rows(m).arrange(q)
-        rows, columns = row_part(grid), column_part(grid)
-        for which in ("before",) if self.causal else ("before", "after"):
-            rows = with_columns(rows, grid, queries, self.summary, which)
-        for which in ("before", "after"):
-            columns = with_rows(columns, grid, queries, self.summary, which)
-        return [rows, columns]
+        row, column = row_part(grid), column_part(grid)
+        above = ("before",) if self.causal else ("before", "after")
+        return [
+            row,
+            *(column_spans(row.layout, grid, queries, self.summary, which) for which in above),
+            column,
+            *(row_spans(column.layout, grid, queries, self.summary, which) for which in ("before", "after")),
+        ]
 
 
 register(

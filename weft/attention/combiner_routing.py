@@ -62,7 +62,7 @@ class CombinerRouting(Combiner):
         vbar = softmax_attention(qbar[:, :, :, None], direct.k, direct.v, allowed=real[:, :, :, None])[:, :, :, 0]
         R = kbar.shape[2]
         others = ~torch.eye(R, dtype=torch.bool, device=k.device)[:, None] & (count > 0)[:, :, None, None]
-        return [direct.beside(*(t[:, :, None].expand(-1, -1, R, -1, -1) for t in (kbar, vbar)), others)]
+        return [direct, Part(direct.layout, *(t[:, :, None].expand(-1, -1, R, -1, -1) for t in (kbar, vbar)), others)]
 
     # Decoding: the newest run of every cluster is open; a run that is full is closed when its cluster draws again.
 
@@ -72,24 +72,23 @@ class CombinerRouting(Combiner):
                 f"{self.name} takes its capacity from the length, which a step does not know: "
                 "give capacity or max_length"
             )
-        H, D, G, size = self.heads, self.head_dim, self.clusters.clusters, self.clusters.size(0)
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        wide = torch.promote_types(dtype, torch.float32)
-        kept = wide if self.summary.pool == "sum" else dtype
-        features = wide if self.summary.pool != "max" else dtype
+        return RoutingState()
 
-        def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(batch, H, *shape, device=device, dtype=dtype)
-
-        tokens, nodes = empty(G, size, D, dtype=kept), empty(G, D, dtype=kept)
-        closed, none = empty(0, D, dtype=kept), empty(dtype=torch.long)
-        pooled = empty(G, D, dtype=features)
-        return RoutingState(
-            0, tokens, tokens, empty(G, dtype=torch.long), pooled, pooled, nodes, nodes, closed, closed, none
-        )
+    def _room(self, k: Tensor, features: Tensor) -> RoutingState:
+        """The state before the first token, whose kind and place are those of its key and features."""
+        B, H, _, D = k.shape
+        G, size = self.clusters.clusters, self.clusters.size(0)
+        tokens, nodes, pooled = k.new_zeros(B, H, G, size, D), k.new_zeros(B, H, G, D), features.new_zeros(B, H, G, D)
+        filled, closed = (torch.zeros(B, H, *n, dtype=torch.long, device=k.device) for n in ((G,), ()))
+        none = k.new_zeros(B, H, 0, D)
+        return RoutingState(0, tokens, tokens, filled, pooled, pooled, nodes, nodes, none, none, closed)
 
     def advance(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, state: RoutingState) -> tuple[Seen, RoutingState]:
-        s, size = self.summary, state.k.shape[3]
+        s = self.summary
+        lifted_q, lifted_k = s.lift_queries(q, None)[:, :, 0], s.lift_keys(k, None)[:, :, 0]
+        if state.k is None:
+            state = self._room(k, lifted_k)
+        size = state.k.shape[3]
         B, H = k.shape[:2]
         b, h = torch.arange(B, device=k.device)[:, None], torch.arange(H, device=k.device)[None]
         g = self.clusters.nearest(k)[..., 0]
@@ -113,7 +112,6 @@ class CombinerRouting(Combiner):
 
         keys, values = put(state.k, k[:, :, 0], g, place), put(state.v, v[:, :, 0], g, place)
         first = (place == 0)[..., None]
-        lifted_q, lifted_k = s.lift_queries(q, None)[:, :, 0], s.lift_keys(k, None)[:, :, 0]
         pooled_q = torch.where(first, lifted_q, s.join(state.query_features[b, h, g], lifted_q))
         pooled_k = torch.where(first, lifted_k, s.join(state.key_features[b, h, g], lifted_k))
         count = place + 1
@@ -148,17 +146,17 @@ class CombinerRouting(Combiner):
 
 @dataclass
 class RoutingState:
-    position: int
-    k: Tensor  # (B, H, clusters, capacity, D): the open run of every cluster
-    v: Tensor
-    filled: Tensor  # (B, H, clusters)
-    query_features: Tensor  # (B, H, clusters, D): what the open runs are pooled from
-    key_features: Tensor
-    span_k: Tensor  # (B, H, clusters, D): the summaries of the open runs
-    span_v: Tensor
-    closed_k: Tensor  # (B, H, runs, D): the summaries of the closed runs, whose tokens are dropped
-    closed_v: Tensor
-    closed: Tensor  # (B, H): how many there are
+    position: int = 0
+    k: Any = None  # (B, H, clusters, capacity, D): the open run of every cluster; None before the first token
+    v: Any = None
+    filled: Any = None  # (B, H, clusters)
+    query_features: Any = None  # (B, H, clusters, D): what the open runs are pooled from
+    key_features: Any = None
+    span_k: Any = None  # (B, H, clusters, D): the summaries of the open runs
+    span_v: Any = None
+    closed_k: Any = None  # (B, H, runs, D): the summaries of the closed runs, whose tokens are dropped
+    closed_v: Any = None
+    closed: Any = None  # (B, H): how many there are
 
 
 def _growing_spans(runs: Runs, kbar: Tensor, vbar: Tensor, some: Tensor, groups: int) -> Part:

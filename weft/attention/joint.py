@@ -84,12 +84,6 @@ class Part:
     allowed: Tensor | None = None
     bias: Tensor | None = None
 
-    def beside(self, k: Tensor, v: Tensor, allowed: Tensor | None) -> Part:
-        """The same part with further keys, those of spans; parts with a position bias have none."""
-        K, more = self.k.shape[3], k.shape[3]
-        both = join_allowed((self.allowed, K), (allowed, more), device=k.device)
-        return Part(self.layout, torch.cat([self.k, k], 3), torch.cat([self.v, v], 3), both)
-
 
 def join_allowed(*pairs: tuple[Tensor | None, int], device: torch.device) -> Tensor | None:
     """Side by side on the last axis, where None stands for "all": `pairs` are (allowed, number of keys)."""
@@ -106,20 +100,23 @@ def joint_attention(q: Tensor, parts: list[Part], *, dropout: float = 0.0, may_b
     `may_be_empty=False` promises that every query has a key, and saves looking.
     """
     L = q.shape[2]
-    if len(parts) == 1:
-        (part,) = parts
-        rows = part.layout.arrange(q)
-        out = softmax_attention(rows, part.k, part.v, allowed=part.allowed, bias=part.bias, dropout=dropout)
-        return part.layout.restore(out, L)
+    if all(part.layout is parts[0].layout for part in parts):
+        together = side_by_side(parts)
+        rows = together.layout.arrange(q)
+        out = softmax_attention(
+            rows, together.k, together.v, allowed=together.allowed, bias=together.bias, dropout=dropout
+        )
+        return together.layout.restore(out, L)
     dtype = torch.promote_types(q.dtype, torch.float32)  # half precision is added up and normalised in float32
     scaled = q.to(dtype) * q.shape[-1] ** -0.5
+    arranged = {id(part.layout): part.layout.arrange(scaled).contiguous() for part in parts}
     logits = []
     for part in parts:
-        s = part.layout.arrange(scaled) @ part.k.to(dtype).transpose(-1, -2)
+        s = arranged[id(part.layout)] @ part.k.to(dtype).transpose(-1, -2)
         if part.bias is not None:
             s = s + part.bias.to(dtype)
         if part.allowed is not None:
-            s = s + minus_infinity_outside(part.allowed, dtype)
+            s += minus_infinity_outside(part.allowed, dtype)
         logits.append(part.layout.restore(s, L))
     joint = torch.cat(logits, -1)
     alive = None
@@ -129,12 +126,24 @@ def joint_attention(q: Tensor, parts: list[Part], *, dropout: float = 0.0, may_b
         joint = joint.masked_fill(~alive, 0)
     p = F.dropout(joint.softmax(-1), dropout)
     shares = p.split([part.k.shape[3] for part in parts], -1)
-    outs = [
-        part.layout.restore(part.layout.arrange(share) @ part.v.to(dtype), L)
-        for part, share in zip(parts, shares, strict=True)
-    ]
-    out = torch.stack(outs).sum(0)
+    out = part_output(parts[0], shares[0], dtype)
+    for part, share in zip(parts[1:], shares[1:], strict=True):
+        out = out + part_output(part, share, dtype)
     return (out if alive is None else out.masked_fill(~alive, 0)).to(q.dtype)
+
+
+def part_output(part: Part, p: Tensor, dtype: torch.dtype) -> Tensor:
+    return part.layout.restore(part.layout.arrange(p) @ part.v.to(dtype), p.shape[2])
+
+
+def side_by_side(parts: list[Part]) -> Part:
+    """Parts of one layout as one."""
+    if len(parts) == 1:
+        return parts[0]
+    assert all(part.bias is None for part in parts)
+    k, v = torch.cat([part.k for part in parts], 3), torch.cat([part.v for part in parts], 3)
+    allowed = join_allowed(*((part.allowed, part.k.shape[3]) for part in parts), device=k.device)
+    return Part(parts[0].layout, k, v, allowed)
 
 
 def minus_infinity_outside(allowed: Tensor, dtype: torch.dtype) -> Tensor:

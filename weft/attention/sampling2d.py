@@ -118,7 +118,7 @@ def sample_placement(
     """
     generator = generator_of(key, per_rank)
     chain = int(torch.randint(POOL, (1,), generator=generator))
-    parts = []
+    parts: list[np.ndarray] = []
     for pool in _pool(height, width, (sigma_y, sigma_x), band, window, shift):
         state = shuffle_grid(
             pool[chain : chain + 1], (sigma_y, sigma_x), FRESH_SWEEPS, generator, window=window, shift=shift

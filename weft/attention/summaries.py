@@ -99,8 +99,6 @@ def running_max(x: Tensor) -> Tensor:
     carried = list(inner[-1].unbind(-2))
     for g in range(1, len(carried)):
         carried[g] = torch.maximum(carried[g], carried[g - 1])
-    x = torch.stack(inner, -2)
-    if len(carried) > 1:
-        earlier = torch.stack(carried[:-1], -2)[..., None, :]
-        x = torch.cat([x[..., :1, :, :], torch.maximum(x[..., 1:, :, :], earlier)], -3)
-    return x.flatten(-3, -2)[..., :T, :]
+    start = torch.full_like(carried[0], float("-inf"))
+    earlier = torch.stack([start, *carried[:-1]], -2)[..., None, :]
+    return torch.maximum(torch.stack(inner, -2), earlier).flatten(-3, -2)[..., :T, :]
