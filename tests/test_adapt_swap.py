@@ -395,6 +395,7 @@ def test_transformers_models():
         assert report.replaced and not torch.allclose(run(subject), before, atol=1e-4)
         report.undo()
         assert torch.equal(run(subject), before) and subject.state_dict().keys() == keys
+        assert not any(m._forward_pre_hooks or "_weft" in m.__dict__ for m in subject.modules())
 
 
 def test_one_layer_of_a_transformers_model():

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..attention import Attention, attention_info, attentions, make_attention
 from .core import learns, masked_full, rescaled, rows_are_independent, seeded
@@ -57,8 +58,6 @@ def register(name: str | None = None, *, as_: str | None = None, **options: Any)
     Without arguments: all of them, as "weft:<name>", with their defaults. With a name: that one, with these options,
     as `as_` (default "weft:<name>").
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     if name is None:
         if as_ is not None or options:
             raise TypeError("as_ and options belong to one mechanism: name it, as in register('local', block_size=64)")
@@ -99,8 +98,6 @@ def swapped_attention(
 
 
 def register_swapped() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     AttentionInterface.register(SWAPPED, swapped_attention)
     AttentionMaskInterface.register(SWAPPED, mask_function_of(SWAPPED, takes_matrix=True))
 
@@ -127,6 +124,7 @@ def _attend(
     causal = _is_causal(choice.shown, module, mask, is_causal)
     of_matrix = mask is not None and mask.dim() == 4 or position_bias is not None
     if choice.name == "full" and (of_matrix or (causal and q.shape[2] != k.shape[2])):
+        # No earlier query is needed, so any cache will do.
         run = _full(q, k, mask, position_bias, causal)
     elif of_matrix:
         what = "a mask of pairs" if position_bias is None else "a bias on the logits of pairs (T5's relative positions)"
@@ -160,7 +158,7 @@ def _mechanism(choice: Choice, module: nn.Module, q: Tensor, k: Tensor, mask: Te
     if causal and Lq != Lk:
         _refuse_if_length_matters(name, attn)
         q = all_queries(module, name, q, Lk)
-    elif causal:
+    elif causal and choice.name != "full":
         remember(module, q)
 
     def run(v: Tensor, dropout: float) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 PLAIN = {"causal_mask_function", "bidirectional_mask_function"}
 WINDOWS = {"sliding_window_overlay", "sliding_window_bidirectional_overlay", "chunked_overlay"}
@@ -43,8 +44,6 @@ def mask_function_of(name: str, takes_matrix: bool) -> Callable[..., Tensor | No
         device: Any = None,
         **more: Any,
     ) -> Tensor | None:
-        from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
-
         mask_function = causal_mask_function if mask_function is None else mask_function
         if mask_function is causal_mask_function or mask_function is bidirectional_mask_function:
             parts = {"causal_mask_function" if mask_function is causal_mask_function else "bidirectional_mask_function"}

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
 
 @dataclass
@@ -49,7 +50,7 @@ class LayerState:
     choice: Any = None  # the mechanism that weft.swap chose for this layer
     mechanisms: dict[Any, nn.Module] = field(default_factory=dict)
     cross: bool | None = None  # whether the layer reads another sequence
-    watched: bool = False  # whether the hook below is in place
+    hook: Any = None  # the handle of `note_cache`, once it is in place
     cache: Any = None  # the cache of the call under way, and the keys it held when the call began
     cached_keys: Tensor | None = None
 
@@ -66,9 +67,8 @@ def remember(module: nn.Module, q: Tensor) -> None:
     if torch.compiler.is_compiling():
         return
     state = layer_state(module)
-    if not state.watched:
-        module.register_forward_pre_hook(note_cache, with_kwargs=True)
-        state.watched = True
+    if state.hook is None:
+        state.hook = module.register_forward_pre_hook(note_cache, with_kwargs=True)
         state.cache = _cache_of_this_call(module)
     layer = _cache_layer(module, state.cache)
     state.cache = state.cached_keys = None
@@ -100,8 +100,8 @@ def all_queries(module: nn.Module, name: str, q: Tensor, total: int) -> Tensor:
 
 def note_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook: which cache this call goes on from, and its keys before they grow."""
-    from transformers import Cache
-
+    if torch.compiler.is_compiling():
+        return
     state = layer_state(module)
     state.cache = next((a for a in (*args, *kwargs.values()) if isinstance(a, Cache)), None)
     layer = _cache_layer(module, state.cache)
@@ -123,8 +123,6 @@ def is_cross_attention(module: nn.Module) -> bool:
 
 def _cache_of_this_call(module: nn.Module) -> Any:
     """In a layer's first call the hook came too late."""
-    from transformers import Cache
-
     return next((v for v in _forward_locals(module).values() if isinstance(v, Cache)), None)
 
 
@@ -138,9 +136,6 @@ def _forward_locals(module: nn.Module) -> dict[str, Any]:
 
 def _cache_layer(module: nn.Module, cache: Any) -> Any:
     """The layer of the cache that grows by appending; None where there is none, or it is of another kind."""
-    from transformers import EncoderDecoderCache
-    from transformers.cache_utils import DynamicLayer
-
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     index = getattr(module, "layer_idx", None)

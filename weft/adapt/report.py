@@ -73,6 +73,8 @@ class Report:
             raise ValueError("the model was changed again after this: undo the later change first")
         for patch in reversed(self.patches):
             patch.revert()
+        for layer in self.layers:
+            _forget(layer)
         self.undone = True
 
     def __str__(self) -> str:
@@ -81,6 +83,15 @@ class Report:
         widths = [max(len(line[column]) for line in table) for column in (0, 1)]
         lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in table]
         return "\n".join([*lines, f"{len(self.replaced)} replaced, {len(self.left)} left"])
+
+
+def _forget(layer: nn.Module) -> None:
+    """Leave nothing behind on a layer of transformers that no swap is on any more."""
+    state = layer.__dict__.get("_weft")
+    if state is not None and state.choice is None:
+        if state.hook is not None:
+            state.hook.remove()
+        del layer.__dict__["_weft"]
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
