@@ -1,4 +1,5 @@
-"""The kernels in Triton's interpreter, on the CPU: small shapes, every option, every gradient, against float64.
+"""The kernels in Triton's interpreter, on the CPU: small shapes, every option, every gradient, against float64; and who
+runs: which backend a mechanism takes, and what it says when it cannot.
 
 The interpreter must be chosen before Triton is imported, so the cases run in a process of their own. bfloat16 is left
 to the GPU script: the interpreter's bfloat16 products are wrong.
@@ -6,21 +7,23 @@ to the GPU script: the interpreter's bfloat16 products are wrong.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 
 import pytest
+import torch
 
-pytest.importorskip("triton")
+import weft
+from weft.kernels import dispatch
 
-RUN = """
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+DEFINITION = """
 import torch
 from weft.kernels.checks import SMALL, compare, failures
 from weft.kernels.combiner_fixed import combiner_fixed
-seed = int.from_bytes(__import__("os").urandom(4), "little")
-torch.manual_seed(seed)
-torch.set_num_threads(1)
 bad = 0
 for case in SMALL:
     wrong = failures(compare(combiner_fixed, case, "cpu"), case.dtype)
@@ -29,10 +32,23 @@ for case in SMALL:
 assert bad == 0
 """
 
+MECHANISM = """
+import torch
+from weft.kernels.checks import PLAIN, compare_mechanism, failures
+bad = 0
+for case in PLAIN:
+    wrong = failures(compare_mechanism("combiner-fixed", case, "cpu"), case.dtype)
+    bad += bool(wrong)
+    print(case, "FAILED" if wrong else "ok", wrong, "seed", seed)
+assert bad == 0
+"""
+
 
 def interpret(script: str) -> None:
+    seed = int.from_bytes(os.urandom(4), "little")
+    start = f"import torch\nseed = {seed}\ntorch.manual_seed(seed)\ntorch.set_num_threads(1)\n"
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script],
+        [sys.executable, "-W", "ignore", "-c", start + script],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -41,5 +57,77 @@ def interpret(script: str) -> None:
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 
+@needs_triton
 def test_combiner_fixed_equals_its_definition():
-    interpret(RUN)
+    interpret(DEFINITION)
+
+
+@needs_triton
+def test_combiner_fixed_backends_agree():
+    interpret(MECHANISM)
+
+
+def make(**options):
+    return weft.make_attention("combiner-fixed", heads=2, head_dim=8, **options)
+
+
+def qkv(L=20, dtype=torch.float32):
+    return torch.randn(3, 1, 2, L, 8, dtype=dtype).unbind()
+
+
+def test_auto_on_a_cpu_is_torch():
+    q, k, v = qkv(300)
+    auto, plain = make(causal=True), make(causal=True, backend="torch")
+    assert auto.backend == "auto" and not dispatch.use_triton("auto", "combiner-fixed", q, v)
+    assert torch.equal(auto(q, k, v), plain(q, k, v))
+
+
+def test_info_names_the_backends():
+    assert weft.attention_info("combiner-fixed").backends == ("torch", "triton")
+    assert weft.attention_info("full").backends == ("torch",)
+
+
+def test_triton_that_cannot_run_says_why():
+    with pytest.raises(ValueError, match="CUDA|not installed"):
+        make(backend="triton")(*qkv())
+    with pytest.raises(ValueError, match="backend must be"):
+        make(backend="cuda")
+    for options, reason in (
+        ({"levels": 3}, "levels"),
+        ({"own_span": True}, "own_span"),
+        ({"summary": "relu-max"}, "relu-max"),
+        ({"summary": "deepsets-mean"}, "deepsets-mean"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            make(backend="triton", **options)
+
+
+@pytest.mark.parametrize(
+    ("q", "v", "reason"),
+    [
+        (torch.ones(1, 2, 4, 8, dtype=torch.float64), torch.ones(1, 2, 4, 8, dtype=torch.float64), "float64"),
+        (torch.ones(1, 2, 4, 160), torch.ones(1, 2, 4, 160), "up to 128"),
+        (torch.ones(1, 2, 4, 8), torch.ones(1, 2, 4, 4), "one shape"),
+    ],
+)
+def test_tensors_no_kernel_takes(monkeypatch, q, v, reason):
+    monkeypatch.setattr(dispatch, "_INSTALLED", True)
+    monkeypatch.setattr(dispatch, "_INTERPRETED", True)  # so that a CPU tensor is no reason
+    with pytest.raises(ValueError, match=reason):
+        dispatch.use_triton("triton", "combiner-fixed", q, v)
+    assert not dispatch.use_triton("auto", "combiner-fixed", q, v)
+
+
+def test_dropout_has_no_kernel(monkeypatch):
+    monkeypatch.setattr(dispatch, "_INSTALLED", True)
+    monkeypatch.setattr(dispatch, "_INTERPRETED", True)
+    with pytest.raises(ValueError, match="dropout"):
+        make(backend="triton", dropout=0.1)(*qkv())
+
+
+def test_weights_look_inside_a_fused_mechanism():
+    attn = make(backend="triton", causal=True)
+    q, k, v = qkv()
+    expected = make(backend="torch", causal=True)(q, k, v)
+    torch.testing.assert_close(attn.weights(q, k, v) @ v, expected)
+    assert attn.backend == "triton"

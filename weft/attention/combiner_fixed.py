@@ -22,8 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels import combiner_fixed as kernel
+from ..kernels.dispatch import check_backend, plain, use_triton
 from .axial import decoding_block
 from .combiner import Combiner, Seen, join_seen
+from .contract import PositionBias
 from .joint import Part, Rows, valid_in
 from .partitions import default_block, own_block
 from .registry import register
@@ -43,7 +46,11 @@ class Nodes:
 
 
 class CombinerFixed(Combiner):
-    """`own_span` keeps the own block also as a span when bidirectional: the published code, which counts it twice."""
+    """`own_span` keeps the own block also as a span when bidirectional: the published code, which counts it twice.
+
+    `backend` "triton" is the fused kernel of `weft/kernels/combiner_fixed.py`, "torch" the version below, which defines
+    it; "auto" takes the kernel on the GPUs it was tested on. Decoding is always "torch".
+    """
 
     def __init__(
         self,
@@ -52,6 +59,7 @@ class CombinerFixed(Combiner):
         levels: int = 2,
         summary: str = "max",
         own_span: bool = False,
+        backend: str = "auto",
         **contract: Any,
     ):
         super().__init__(summary=summary, **contract)
@@ -64,6 +72,35 @@ class CombinerFixed(Combiner):
         if levels > 2 and block_size == 1:
             raise ValueError("blocks of one token cannot be grouped into levels: give a larger block_size")
         self.block_size, self.levels, self.own_span = block_size, levels, own_span
+        self.backend = check_backend(backend)
+        if backend == "triton" and self._no_kernel():
+            raise ValueError(f"combiner-fixed cannot use backend='triton': {self._no_kernel()}; use 'auto' or 'torch'")
+
+    def _no_kernel(self) -> str:
+        """What in the options the fused kernel lacks; "" if nothing."""
+        if self.levels > 2 or self.own_span:
+            return "the kernel has neither levels > 2 nor own_span"
+        if self.summary.kind not in kernel.POOLS:
+            return f"the kernel has the summaries {', '.join(kernel.POOLS)}, not {self.summary.kind}"
+        return ""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        cannot = "the kernel has no dropout" if self.dropout and self.training else self._no_kernel()
+        if not use_triton(self.backend, self.name, q, v, cannot=cannot, least_length=kernel.LEAST_LENGTH):
+            return super().attend(q, k, v, mask, bias)
+        dtype = q.dtype
+        if mask is not None:
+            q = q.masked_fill(~mask[:, None, :, None], 0)
+        q, k, v = (self._widen(t) for t in (q, k, v))
+        m = self.block_size or default_block(q.shape[2], self.max_length)
+        out = kernel.combiner_fixed(q, k, v, mask, block_size=m, pool=self.summary.pool, causal=self.causal)
+        return out.to(dtype) if self.summary.pool == "sum" else out
+
+    def weights(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+    ) -> Tensor:
+        with plain(self):  # the identity in place of v is as wide as the sequence is long
+            return super().weights(q, k, v, mask, bias)
 
     def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
         L, device = k.shape[2], k.device
@@ -206,4 +243,5 @@ register(
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
     length_dependent="without max_length the default block size follows the length; block_size fixes it",
+    backends=("torch", "triton"),
 )

@@ -16,8 +16,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-LARGEST_HEAD = 128
+from .dispatch import DTYPES, LARGEST_HEAD
+
 POOLS = ("max", "mean", "sum")
+LEAST_LENGTH = 256  # from here on backend="auto" takes the kernels; no shorter sequence was timed
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, block_size: int, pool: str) -> None:
         )
     if q.shape[3] > LARGEST_HEAD:
         raise ValueError(f"the kernel takes heads up to {LARGEST_HEAD} wide, got {q.shape[3]}; use backend='torch'")
-    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    if q.dtype not in DTYPES:
         raise ValueError(f"the kernel takes float32, float16 or bfloat16, got {q.dtype}; use backend='torch'")
     if pool not in POOLS:
         raise ValueError(f"the kernel pools by {', '.join(POOLS)}, not {pool!r}; use backend='torch'")
