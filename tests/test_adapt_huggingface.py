@@ -278,6 +278,17 @@ def test_dropout_acts_in_training_only():
     assert not torch.equal(model(ids).logits, model(ids).logits)
 
 
+@pytest.mark.parametrize("name", ["weft:full", "weft:linear"])
+def test_autocast(name):
+    """Rotary positions leave q and k in single precision beside a v in half."""
+    model, ids = llama(name), tokens()
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        half, cached = model(ids).logits, model(ids[:, :6], use_cache=True).past_key_values
+        chunk = model(ids[:, 6:], past_key_values=cached).logits
+    torch.testing.assert_close(half[:, 6:], chunk, atol=0.3, rtol=0.1)
+    torch.testing.assert_close(half.float(), model(ids).logits, atol=0.3, rtol=0.1)
+
+
 def test_scaling_is_the_models():
     """GPT-2 can divide by the layer's number as well; T5, above, does not scale at all."""
     changes = {"scale_attn_by_inverse_layer_idx": True}

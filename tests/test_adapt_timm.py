@@ -111,6 +111,16 @@ def test_dropout_is_the_librarys():
     assert not torch.equal(model(images()), model(images()))
 
 
+def test_autocast():
+    """Norms of q and k leave them in single precision beside a v in half."""
+    plain = vit(qk_norm=True)
+    ours = like_plain(plain, attn_layer=weft.timm.layer("full"), qk_norm=True)
+    linear = like_plain(plain, attn_layer=weft.timm.layer("linear"), qk_norm=True)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        torch.testing.assert_close(ours(images()), plain(images()), atol=1e-2, rtol=1e-2)
+        assert linear(images()).isfinite().all()
+
+
 def test_layers_can_be_pickled():
     model = vit(attn_layer=weft.timm.layer("local", block_size=4))
     again = pickle.loads(pickle.dumps(model))

@@ -72,6 +72,7 @@ class Core(nn.Module):
         allowed: Tensor | None = None,
         added: Tensor | None = None,
     ) -> Tensor:
+        q, k, v = one_dtype(q, k, v)
         if allowed is None and added is None:
             return self.form(causal)(q, k, v, mask, bias)
         if self.name != "full":
@@ -111,6 +112,14 @@ def masked_full(
         past = (torch.arange(k.shape[2], device=q.device) <= i)[None, None]
         allowed = past if allowed is None else allowed & past
     return softmax_attention(q, k, v, allowed=allowed, bias=added, dropout=dropout)
+
+
+def one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast norms and rotations leave q and k in single precision; PyTorch's attention casts them back."""
+    if q.dtype == k.dtype == v.dtype or not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
 def rescaled(q: Tensor, scale: float | None) -> Tensor:

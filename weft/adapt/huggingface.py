@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..attention import Attention, attention_info, attentions, make_attention
-from .core import learns, masked_full, rescaled, rows_are_independent, seeded
+from .core import learns, masked_full, one_dtype, rescaled, rows_are_independent, seeded
 from .masks import mask_function_of
 from .past import all_queries, is_cross_attention, layer_state, remember
 
@@ -120,7 +120,7 @@ def _attend(
     _refuse(choice.shown, module, key, mask, kwargs)
     groups = query.shape[1] // key.shape[1]
     k, v = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
-    q = rescaled(query, scaling)
+    q, k, v = one_dtype(rescaled(query, scaling), k, v)
     causal = _is_causal(choice.shown, module, mask, is_causal)
     of_matrix = mask is not None and mask.dim() == 4 or position_bias is not None
     if choice.name == "full" and (of_matrix or (causal and q.shape[2] != k.shape[2])):
