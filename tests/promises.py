@@ -19,13 +19,27 @@ HEADS, HEAD_DIM = 2, 6
 # Small blocks, so that short sequences cross many of their edges. A mechanism that is not named here is tested with
 # its defaults: being registered is enough.
 SMALL: dict[str, list[dict[str, Any]]] = {
+    "axial": [{"block_size": 4}],
     "bigbird": [{"block_size": 3, "random_blocks": 2}],
+    "combiner-axial": [{"block_size": 4}, {"block_size": 3, "key_summary": "none"}],
+    "combiner-axial-horizontal": [{"block_size": 4}, {"block_size": 3, "split": True}],
+    "combiner-axial-vertical": [{"block_size": 4}],
+    "combiner-fixed": [{"block_size": 4}, {"block_size": 2, "levels": 3}, {"block_size": 3, "summary": "deepsets-max"}],
+    "combiner-mixture": [{"block_size": 4}, {"block_size": 3, "mixture": "joint"}],
+    "combiner-routing": [{"clusters": 3, "capacity": 4}],
     "linformer": [{"rank": 3}],
     "local": [{"block_size": 4}],
     "longformer": [{"window": 4}, {"window": 5, "global_tokens": 2}],
     "performer": [{"features": 5}, {"kernel": "relu"}],
     "reformer": [{"chunk": 3, "buckets": 4, "hashes": 2}],
+    "routing": [{"clusters": 3, "capacity": 4}],
     "sinkhorn": [{"block_size": 4}, {"block_size": 3, "iterations": 3}],
+    "sparse": [
+        {"block_size": 4, "columns": 2},
+        {"block_size": 4, "pattern": "strided"},
+        {"block_size": 3, "columns": 1, "leading_column": True, "one_way": True},
+    ],
+    "subsampled": [{"windows": 3}],
     "synthesizer": [
         {"kind": "factorized", "rank": 3},
         {"kind": "random", "dot": False},
@@ -62,12 +76,13 @@ def _freeze(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def cases(**wanted: Any) -> list[Case]:
-    """Every mechanism, direction and small setting; `wanted` filters on info, e.g. causal=True, bias=True."""
+def cases(first_setting: bool = False, **wanted: Any) -> list[Case]:
+    """Every mechanism, direction and small setting (or the first); `wanted` filters on info, e.g. causal=True."""
     found = []
     for name in weft.attentions():
         info = weft.attention_info(name)
-        for options in SMALL.get(name, [{}]):
+        settings = SMALL.get(name, [{}])
+        for options in settings[:1] if first_setting else settings:
             frozen = tuple((k, _freeze(v)) for k, v in options.items())
             for causal in (False, True):
                 if info.causal if causal else info.bidirectional:

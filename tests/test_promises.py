@@ -90,8 +90,9 @@ def test_causal_means_causal(case, L, train):
 @sweep()
 @pytest.mark.parametrize("L", (5, 9, 14))
 def test_padding_on_the_right_changes_nothing(case, L):
-    if case.info.length_dependent and "default" not in case.info.length_dependent:
-        pytest.skip(case.info.length_dependent)
+    why = case.info.length_dependent  # defaults that follow the length are fixed here; spans from the end are not
+    if why and "default" not in why and not (case.causal and "bidirectional" in why):
+        pytest.skip(why)
     attn = case.make()
     q, k, v = qkv(L)
     longer = [torch.cat([x, torch.randn_like(x[:, :, :1]).expand(-1, -1, 6, -1)], 2) for x in (q, k, v)]
@@ -148,11 +149,11 @@ def test_results_do_not_depend_on_batch_mates(case):
         torch.testing.assert_close(alone[0], together[b], **EXACT)
 
 
-@sweep()
+@sweep(first_setting=True)
 def test_compiles_in_one_graph(case):
     attn = case.make().train()
-    q, k, v = qkv(13)
-    mask = masks(13)["inner"]
+    q, k, v = qkv(9)
+    mask = masks(9)["inner"]
     torch._dynamo.reset()
     compiled = torch.compile(attn, backend="aot_eager", fullgraph=True)
     torch.manual_seed(3)
