@@ -12,7 +12,7 @@ COLUMNS = ("name", "cost", "causal", "cross", "position bias", "learned", "steps
 
 
 def row(info: AttentionInfo) -> tuple[str, ...]:
-    directions = {(True, True): "both ways", (True, False): "only", (False, True): "no"}[info.causal, info.bidirectional]
+    directions = "no" if not info.causal else "both ways" if info.bidirectional else "only"
     mark = {True: "yes", False: "–"}
     learned = "yes, per position" if info.needs_max_length else mark[info.learned]
     return (info.name, info.cost, directions, mark[info.cross], mark[info.bias], learned, mark[info.steps], info.paper)
