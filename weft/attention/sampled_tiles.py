@@ -12,6 +12,7 @@ Equal to `sampled_attention(..., causal=True)`, which defines it. Every target m
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 TILE = 256  # targets per tile: smaller wastes fewer pairs, larger runs each pair faster
-ALIGN = 16  # sources per tile are rounded up to whole vectors
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -31,24 +31,25 @@ def causal_tiles(q: Tensor, k: Tensor, v: Tensor, sources: Tensor) -> Tensor:
     return _CausalTiles.apply(q, k, v, sources.sort(-1).values)
 
 
-def _tiles(sources: Tensor) -> list[tuple[slice, slice]]:
-    """Targets and sorted sources of each tile."""
+def _tiles(sources: Tensor) -> Iterator[tuple[slice, slice, int]]:
+    """Targets and sorted sources of each tile, and how many of these are legal for all of its targets.
+
+    The last tile of a window comes first: it alone has all the window's sources.
+    """
     W, P = sources.shape
-    tiles = []
     for w in range(W):
-        for start in range(0, P, TILE):
-            stop = min(start + TILE, P)
-            n = int(torch.searchsorted(sources[w], w * P + stop))
-            n = min(-(-n // ALIGN) * ALIGN, P)
-            tiles.append((slice(w * P + start, w * P + stop), slice(w * P, w * P + n)))
-    return tiles
+        for start in reversed(range(0, P, TILE)):
+            first, end = w * P + start, w * P + min(start + TILE, P)
+            free, n = torch.searchsorted(sources[w], torch.tensor([first + 1, end])).tolist()
+            yield slice(first, end), slice(w * P, w * P + n), free
 
 
-def _future(positions: Tensor, targets: slice, sources: slice, like: Tensor) -> Tensor:
+def _future(positions: Tensor, targets: slice, sources: slice, free: int, like: Tensor) -> Tensor:
     """-inf where a source lies after the target, zero elsewhere."""
     t = torch.arange(targets.start, targets.stop)[:, None]
-    zero = like.new_zeros(())
-    return torch.where(positions[sources] <= t, zero, float("-inf"))[None, None]
+    mask = like.new_zeros(1, 1, len(t), sources.stop - sources.start)
+    mask[..., free:].masked_fill_(positions[sources][free:] > t, float("-inf"))
+    return mask
 
 
 class _CausalTiles(torch.autograd.Function):
@@ -56,11 +57,12 @@ class _CausalTiles(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sources: Tensor) -> Tensor:
         positions = sources.flatten()
         k, v = k.index_select(2, positions), v.index_select(2, positions)
-        out = q.new_empty(*q.shape[:3], v.shape[3])
+        out = torch.empty_like(q)
         normalisers = []
-        for targets, chosen in _tiles(sources):
+        for targets, chosen, free in _tiles(sources):
+            mask = _future(positions, targets, chosen, free, q)
             out[:, :, targets], normaliser = _forward(
-                q[:, :, targets], k[:, :, chosen], v[:, :, chosen], attn_mask=_future(positions, targets, chosen, q)
+                q[:, :, targets], k[:, :, chosen], v[:, :, chosen], attn_mask=mask
             )
             normalisers.append(normaliser)
         ctx.save_for_backward(q, k, v, out, sources, *normalisers)
@@ -71,20 +73,15 @@ class _CausalTiles(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, sources, *normalisers = ctx.saved_tensors
         positions, grad = sources.flatten(), grad.contiguous()
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for (targets, chosen), normaliser in zip(_tiles(sources), normalisers, strict=True):
-            dq[:, :, targets], dk_tile, dv_tile = _backward(
-                grad[:, :, targets],
-                q[:, :, targets],
-                k[:, :, chosen],
-                v[:, :, chosen],
-                out[:, :, targets],
-                normaliser,
-                0.0,
-                False,
-                attn_mask=_future(positions, targets, chosen, q),
-            )
-            dk[:, :, chosen] += dk_tile
-            dv[:, :, chosen] += dv_tile
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        for (targets, chosen, free), normaliser in zip(_tiles(sources), normalisers, strict=True):
+            mask = _future(positions, targets, chosen, free, q)
+            rows = q[:, :, targets], k[:, :, chosen], v[:, :, chosen], out[:, :, targets]
+            dq[:, :, targets], *tile = _backward(grad[:, :, targets], *rows, normaliser, 0.0, False, attn_mask=mask)
+            for whole, part in zip((dk, dv), tile, strict=True):
+                if targets.stop == chosen.start + sources.shape[1]:  # the window's last tile
+                    whole[:, :, chosen] = part
+                else:
+                    whole[:, :, chosen] += part
         dk, dv = (torch.zeros_like(d).index_add_(2, positions, d) for d in (dk, dv))
         return dq, dk, dv, None

@@ -124,21 +124,18 @@ class _Moments:
 
     def __init__(self, regression: bool):
         self.regression, self.count = regression, 0
+        self.mean = self.squares = self.entropy = torch.zeros(())
 
     def add(self, values: Tensor) -> None:
         values = values.float() if values.dtype != torch.float64 else values
         if not self.regression:
             values = values.softmax(-1)
-        entropy = None if self.regression else _entropy(values)
-        if not self.count:
-            self.mean, self.squares = torch.zeros_like(values), torch.zeros_like(values)
-            self.entropy = None if entropy is None else torch.zeros_like(entropy)
         self.count += 1
         away = values - self.mean
-        self.mean += away / self.count
-        self.squares += away * (values - self.mean)
-        if entropy is not None:
-            self.entropy += (entropy - self.entropy) / self.count
+        self.mean = self.mean + away / self.count
+        self.squares = self.squares + away * (values - self.mean)
+        if not self.regression:
+            self.entropy = self.entropy + (_entropy(values) - self.entropy) / self.count
 
     def prediction(self) -> Prediction:
         spread = (self.squares / max(self.count - 1, 1)).sqrt()

@@ -1,0 +1,110 @@
+"""Does subsampled attention pay? Forward + backward against dense attention, and both against their number of pairs.
+
+    python benchmarks/subsampled_cost.py                    one table, about two minutes on two cores
+    python benchmarks/subsampled_cost.py --length 8192 --windows 8
+
+share = sampled pairs / dense pairs, legal ones only (causal: j ≤ i); over share = (time / dense time) / share: 1 would
+be attention that costs nothing but its pairs. Dense and sampled runs alternate, and the fastest run of each counts.
+Memory is the peak that one forward + backward adds, measured in a process of its own. Without a bias dense attention
+never holds its L² logits either (PyTorch's fused kernel), and there is little to save; with one (ALiBi here) it does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import resource
+import time
+
+import torch
+
+import weft
+
+HEADS, HEAD_DIM = 8, 64
+
+
+def make(name: str, causal: bool, windows: int):
+    options = {"windows": windows} if name == "subsampled" else {}
+    return weft.make_attention(name, heads=HEADS, head_dim=HEAD_DIM, causal=causal, **options)
+
+
+def inputs(length: int):
+    torch.manual_seed(0)
+    return [torch.randn(1, HEADS, length, HEAD_DIM, requires_grad=True) for _ in range(3)]
+
+
+def once(attn, qkv, grad, bias=None) -> float:
+    for t in qkv:
+        t.grad = None
+    start = time.perf_counter()
+    attn(*qkv, bias=bias).backward(grad)
+    return time.perf_counter() - start
+
+
+def pair_share(sources: torch.Tensor, length: int, causal: bool) -> float:
+    if not causal:
+        return sources.shape[1] / length
+    targets = torch.arange(length).view(sources.shape[0], -1)
+    pairs = torch.searchsorted(sources.sort(-1).values, targets, right=True).sum().item()
+    return pairs / (length * (length + 1) / 2)
+
+
+def measure(length: int, windows: int, causal: bool, rounds: int) -> tuple[float, float, float]:
+    """Seconds dense, seconds sampled, mean share of the pairs."""
+    dense, sampled, qkv = make("full", causal, windows), make("subsampled", causal, windows), inputs(length)
+    grad = torch.randn_like(qkv[0])
+    best, shares = {"dense": float("inf"), "sampled": float("inf")}, []
+    for _ in range(rounds):
+        best["dense"] = min(best["dense"], once(dense, qkv, grad))
+        best["sampled"] = min(best["sampled"], once(sampled, qkv, grad))
+        shares.append(pair_share(sampled.last_indices, length, causal))
+    return best["dense"], best["sampled"], sum(shares) / len(shares)
+
+
+def peak_memory(name: str, length: int, windows: int, causal: bool, alibi: bool) -> float:
+    """MiB that forward + backward add to the peak of a fresh process."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        return pool.apply(_peak, (name, length, windows, causal, alibi))
+
+
+def _peak(name: str, length: int, windows: int, causal: bool, alibi: bool) -> float:
+    attn, bias = make(name, causal, windows), weft.ALiBi(HEADS) if alibi else None
+    once(attn, inputs(64), torch.randn(1, HEADS, 64, HEAD_DIM), bias)  # what the first call alone allocates
+    qkv = inputs(length)
+    grad = torch.randn_like(qkv[0])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    once(attn, qkv, grad, bias)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--windows", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=0, help="0: PyTorch's own choice")
+    parser.add_argument("--no-memory", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    length, windows = arguments.length, arguments.windows
+    print(f"L = {length}, W = {windows}, {HEADS} heads of {HEAD_DIM}, {torch.get_num_threads()} threads, float32\n")
+    print("| | dense ms | sampled ms | ratio | share of pairs | over share |\n|---|---|---|---|---|---|")
+    for causal in (False, True):
+        dense, sampled, share = measure(length, windows, causal, arguments.rounds)
+        name = "causal" if causal else "bidirectional"
+        cells = f"{dense * 1e3:.0f} | {sampled * 1e3:.0f} | {sampled / dense:.3f} | {share:.3f}"
+        print(f"| {name} | {cells} | {sampled / dense / share:.2f} |", flush=True)
+    if arguments.no_memory:
+        return
+    print("\n| peak memory added | dense MiB | sampled MiB | ratio |\n|---|---|---|---|")
+    for causal in (False, True):
+        for alibi in (False, True):
+            dense, sampled = (peak_memory(n, length, windows, causal, alibi) for n in ("full", "subsampled"))
+            name = f"{'causal' if causal else 'bidirectional'}, {'ALiBi' if alibi else 'no bias'}"
+            print(f"| {name} | {dense:.0f} | {sampled:.0f} | {sampled / dense:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
