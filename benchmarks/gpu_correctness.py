@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from weft.kernels.checks import REAL, Case, compare, failures, relative_error  # noqa: E402
+from weft.kernels.checks import REAL, Case, compare, compare_mechanism, failures, relative_error  # noqa: E402
 from weft.kernels.combiner_fixed import combiner_fixed  # noqa: E402
 
 OPTIONS = {"block_size": 128, "pool": "max", "causal": True}
@@ -122,7 +123,40 @@ def expanded_gradient() -> str:
     )
 
 
-MANNERS = (deterministic, compiled, checkpointed, autocast, cuda_graph, batch_mates, opcheck, expanded_gradient)
+def mechanism() -> str:
+    """The registered mechanism: both backends agree, "auto" takes the kernel, compiled too, and shows its weights."""
+    import weft
+
+    for case in (replace(CASE, pool="sum", mask="random"), replace(CASE, causal=False, mask="blocks")):
+        wrong = failures(compare_mechanism("combiner-fixed", case, "cuda"), case.dtype)
+        if wrong:
+            return f"{case}: {wrong}"
+    inputs, dout = leaves()
+    made = {
+        backend: weft.make_attention(
+            "combiner-fixed", heads=CASE.H, head_dim=CASE.D, causal=True, block_size=128, backend=backend
+        )
+        for backend in ("auto", "triton")
+    }
+    fused = run(made["triton"], inputs, dout)
+    text = same(run(made["auto"], inputs, dout), fused)
+    text = text or same(run(torch.compile(made["auto"], fullgraph=True), inputs, dout), fused)
+    q, k, v = inputs
+    error = relative_error(made["triton"].weights(q, k, v) @ v, fused[0].double())
+    return text or ("" if error < 1e-2 else f"weights @ v is {error:.1e} away")
+
+
+MANNERS = (
+    deterministic,
+    compiled,
+    checkpointed,
+    autocast,
+    cuda_graph,
+    batch_mates,
+    opcheck,
+    expanded_gradient,
+    mechanism,
+)
 
 
 def check_case(case: Case, seed: int) -> tuple[Case, bool, float, str]:
