@@ -71,7 +71,8 @@ class Summary(nn.Module):
         top = f.amax(-2, keepdim=True)
         at_top = f == top
         second = f.masked_fill(at_top, float("-inf")).amax(-2, keepdim=True)
-        return torch.where(at_top & (at_top.sum(-2, keepdim=True) == 1), second, top)
+        second = torch.where(at_top.to(f.dtype).sum(-2, keepdim=True) > 1, top, second)
+        return torch.where(at_top, second, top)
 
     def finish(self, f: Tensor, count: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Features to the pooled vector; `count` (..), how many tokens were pooled, may be left out for max and sum
