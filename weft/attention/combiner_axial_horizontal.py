@@ -39,7 +39,7 @@ class CombinerAxialHorizontal(GridCombiner):
 
 
 def row_spans(layout: Layout, grid: Grid, q: Tensor, summary: Summary, which: str) -> Part:
-    """For every column, by `layout`, and every other row the summary of its tokens before (after, other than) it."""
+    """For every column (`layout`) and every other row the summary of its tokens before, after or other than it."""
     kbar, vbar, some = line_summaries(summary, q, grid.k, grid.v, grid.real, which)
     allowed = other_blocks(grid.n, grid.causal, q.device) & some.transpose(2, 3)[:, :, :, None]
     return Part(layout, kbar.transpose(2, 3), vbar.transpose(2, 3), allowed)

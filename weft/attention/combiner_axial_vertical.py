@@ -42,7 +42,7 @@ class CombinerAxialVertical(GridCombiner):
 
 
 def column_spans(layout: Layout, grid: Grid, q: Tensor, summary: Summary, which: str) -> Part:
-    """For every row, by `layout`, and every other column the summary of its rows before (after, other than) this one."""
+    """For every row (`layout`) and every other column the summary of its rows before, after or other than this one."""
     real = None if grid.real is None else grid.real.transpose(2, 3)
     lines = (t.transpose(2, 3) for t in (q, grid.k, grid.v))
     kbar, vbar, some = line_summaries(summary, *lines, real, which)

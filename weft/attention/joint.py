@@ -144,7 +144,7 @@ def fusible(q: Tensor, parts: list[Part], dropout: float) -> bool:
 
 
 def _merged(q: Tensor, parts: list[Part], may_be_empty: bool) -> Tensor:
-    """The same from each part's own output and log of its normaliser: no logits are kept, which is several times faster.
+    """The same from each part's own output and the log z of its normaliser: no logits are kept.
 
     out = Σ_parts exp(z_part) out_part / Σ_parts exp(z_part)
     """
