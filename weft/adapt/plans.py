@@ -1,0 +1,115 @@
+"""What must change in a layer for a mechanism to stand in it: attributes, each with its new value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ..attention import AttentionInfo, make_attention
+from ..layers.multihead import MultiheadAttention
+from .core import Core, learns, rows_are_independent
+from .kinds import Layer
+from .report import Patch
+from .torch_nn import TorchMultiheadAttention
+
+
+def unfit(layer: Layer, info: AttentionInfo, settings: dict[str, Any], causal: bool | None) -> str:
+    """Why this mechanism cannot stand in this layer; "" if it can."""
+    causal = layer.causal if layer.causal is not None else causal
+    if layer.trouble:
+        return layer.trouble
+    if causal and not info.causal:
+        return f"the layer is causal, and {info.name} cannot be: {info.not_causal}"
+    if causal is False and not info.bidirectional:
+        return f"{info.name} is causal only"
+    if "cross" in layer.needs and not info.cross:
+        return f"queries and keys differ in number, and {info.name} is self-attention only"
+    if "bias" in layer.needs and not info.bias:
+        return f"the layer adds a position bias to the logits, and {info.name} takes none"
+    if "pairs" in layer.needs and info.name != "full":
+        return f"the layer has a bias or window over pairs of tokens, and {info.name} has no matrix to lay it on"
+    if "rows" in layer.needs and not rows_are_independent(info.name, _given(settings)):
+        return f"{info.name} mixes the queries of different positions, which would show a decoder its future"
+    if layer.kind == "transformers" and learns(info.name):
+        return f"{info.name} learns something of its own, and transformers has nowhere to keep it"
+    return ""
+
+
+def _given(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if value is not None}
+
+
+def _core(module: nn.Module, info: AttentionInfo, causal: bool, settings: dict[str, Any], **shape: Any) -> Core:
+    like = next(module.parameters())
+    core = Core(info.name, causal=causal, **shape, **settings)
+    return core.to(device=like.device, dtype=like.dtype).train(module.training)
+
+
+def _plan_weft(layer: Layer, info: AttentionInfo, settings: dict, causal: bool | None, prefix: int) -> Any:
+    module = layer.module
+    assert isinstance(module, MultiheadAttention)
+    old = module.attention
+    settings = {**settings, "max_length": settings["max_length"] or old.max_length}
+    new = make_attention(
+        info.name,
+        heads=module.heads,
+        head_dim=module.head_dim,
+        causal=module.causal,
+        dropout=old.dropout,
+        **settings,
+    )
+    if (new.reads_q and module.q is None) or (new.reads_k and module.k is None):
+        return f"{info.name} reads queries and keys, and the layer was made without a projection for them"
+    return [Patch(module, "attention", new.to(module.v.weight).train(module.training))]
+
+
+def _plan_reduced(layer: Layer, info: AttentionInfo, settings: dict, causal: bool | None, prefix: int) -> list[Patch]:
+    from .own import ReducedAttention
+
+    module: Any = layer.module
+    core = _core(module, info, bool(causal), settings, heads=module.heads, head_dim=module.dim // module.heads)
+    return [Patch(module, "weft", core), Patch(module, "__class__", ReducedAttention)]
+
+
+def _plan_torch(layer: Layer, info: AttentionInfo, settings: dict, causal: bool | None, prefix: int) -> list[Patch]:
+    module: Any = layer.module
+    causal = bool(layer.causal if layer.causal is not None else causal)
+    causal = (causal and info.causal) or not info.bidirectional
+    shape = {"heads": module.num_heads, "head_dim": module.head_dim, "dropout": module.dropout}
+    core = _core(module, info, causal, settings, **shape)
+    return [Patch(module, "weft", core), Patch(module, "__class__", TorchMultiheadAttention)]
+
+
+def _plan_timm(layer: Layer, info: AttentionInfo, settings: dict, causal: bool | None, prefix: int) -> list[Patch]:
+    from .timm import TimmAttention, TimmReducedAttention, TimmWindowAttention
+
+    module: Any = layer.module
+    classes = {"timm": TimmAttention, "timm window": TimmWindowAttention, "timm reduced": TimmReducedAttention}
+    output = module.proj.in_features
+    shape = {"heads": module.num_heads, "head_dim": output // module.num_heads, "dropout": module.attn_drop.p}
+    patches = [Patch(module, "weft", _core(module, info, bool(causal), settings, **shape))]
+    if layer.kind == "timm":
+        patches.append(Patch(module, "prefix", prefix))
+    return [*patches, Patch(module, "__class__", classes[layer.kind])]
+
+
+def _plan_transformers(
+    layer: Layer, info: AttentionInfo, settings: dict, causal: bool | None, prefix: int
+) -> list[Patch]:
+    from .huggingface import Choice
+    from .past import layer_state
+
+    return [Patch(layer_state(layer.module), "choice", Choice(info.name, _given(settings)))]
+
+
+PLANS: dict[str, Callable[..., list[Patch] | str]] = {
+    "weft": _plan_weft,
+    "weft reduced": _plan_reduced,
+    "torch": _plan_torch,
+    "timm": _plan_timm,
+    "timm window": _plan_timm,
+    "timm reduced": _plan_timm,
+    "transformers": _plan_transformers,
+}
