@@ -1,175 +1,147 @@
-"""The command `weft demo`: deep against wide classifiers with three attentions, trained on handwritten digits.
+"""The command `weft demo`: a deep and a wide model on handwritten digits, one of them killed and resumed.
 
-The digits are scikit-learn's: 1,797 real images of 8 × 8 pixels, each read row by row as 64 tokens in
-five shades of grey.
+Three runs of the lab go on at once, each its own process: a wide model, a deep one, and the deep one again, which is
+killed (SIGKILL) in the middle and started anew. It must come out the same to the last bit as the one left in peace.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import product
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
-import torch.nn.functional as F
 import typer
-from torch import Tensor, nn
+from torch import nn
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-ATTENTIONS: dict[str, dict[str, Any]] = {"full": {}, "linear": {}, "bigbird": {"block_size": 8, "random_blocks": 2}}
-SHAPES = {"deep": (4, 2), "wide": (1, 8)}  # layers, heads: eight heads in all, either way
-BATCH, PEAK_RATE = 32, 1e-2
-
-
-@dataclass
-class Digits:
-    train_ids: Tensor
-    train_labels: Tensor
-    test_ids: Tensor
-    test_labels: Tensor
-    vocab: int = 6  # padding, and five shades
-    classes: int = 10
-
-
-@dataclass
-class Result:
-    attention: str
-    shape: str
-    accuracy: float  # % of the test set
-    parameters: int
-    latency: float  # ms for one image
+PRESETS = {"deep": "deep", "deep, killed": "deep", "wide": "wide"}
 
 
 def demo(
-    epochs: Annotated[int, typer.Option(min=1, help="passes over the training images")] = 10,
+    out: Annotated[Path, typer.Option(help="where the runs and the page go; emptied first")] = Path("runs/demo"),
+    steps: Annotated[int, typer.Option(min=20, help="updates of each model")] = 300,
     seed: Annotated[int, typer.Option(help="of the weights and the order of the images")] = 0,
 ) -> None:
-    """Train deep and wide classifiers with three attentions on handwritten digits, and compare them."""
+    """Train a deep and a wide model on handwritten digits, kill and resume one of them, compare, write a page."""
     from rich.console import Console
+    from rich.table import Table
 
-    console, data, started = Console(), load_digits(), time.perf_counter()
+    from .lab.checkpoint import Checkpoints
+    from .lab.report import Curve, chart, page, read_run, smooth
+
+    console = Console()
+    began = time.perf_counter()
+    _empty(out)
+    console.print(f"[bold]weft demo[/]: three runs of {steps} steps, side by side; about a minute on two free cores")
+    folders = {name: out / name.replace(", ", "-") for name in PRESETS}
+    processes = {name: _start(folder, PRESETS[name], steps, seed) for name, folder in folders.items()}
+    victim = folders["deep, killed"]
+    killed_at = _kill_half_way(processes["deep, killed"], victim, steps)
+    resumed_at = max(Checkpoints(victim / "checkpoints").steps(), default=0)
     console.print(
-        f"[bold]weft demo[/]: {len(data.train_ids)} images to learn from, {len(data.test_ids)} to test on, "
-        f"{data.train_ids.shape[1]} tokens each, {epochs} epochs"
+        f"killed the second deep run after step {killed_at}; it resumes from its checkpoint of step {resumed_at}"
     )
-    # Models this small are quicker alone on a core: threads that share one would mostly wait for each other.
-    threads = torch.get_num_threads()
+    processes["deep, killed"] = _start(victim, "deep", steps, seed)
+    for name, process in processes.items():
+        _watch(console, name, process, folders[name], steps)
+
+    runs = {name: read_run(folder) for name, folder in folders.items()}
+    whole, mended = runs["deep"]["losses"], runs["deep, killed"]["losses"]
+    equal = sum(a == b for a, b in zip(whole, mended, strict=True))
+    rows = [_row(name, runs[name], folders[name]) for name in PRESETS]
+    table = Table(*rows[0], title="Handwritten digits: a deep model and a single wide layer", title_justify="left")
+    for row in rows:
+        table.add_row(*row.values())
+    console.print(table)
+    verdict = (
+        f"Killed after step {killed_at} and resumed from step {resumed_at}: {equal} of {len(whole)} losses are equal, "
+        "to the last bit, to those of the run left in peace."
+    )
+    console.print(verdict)
+
+    curves = [Curve(name, smooth(run["losses"])) for name, run in runs.items()]
+    curves[1].marks = [(killed_at, "killed")]
+    charts = [chart(curves, "training loss by step")]
+    charts.append(chart([Curve(n, run["val"]) for n, run in runs.items()], "validation accuracy by step"))
+    where = runs["deep"]["environment"]
+    footer = f"weft {where['weft']}, torch {where['torch']}, Python {where['python']}, {where['platform']}"
+    (out / "report.html").write_text(
+        page("weft demo: deep, wide, and killed in between", verdict, rows, charts, footer)
+    )
+    console.print(f"The page: {out / 'report.html'}   ({time.perf_counter() - began:.0f} s in all)")
+    if equal != len(whole):
+        raise typer.Exit(1)
+
+
+def _empty(out: Path) -> None:
+    """Remove an earlier demo, and nothing else."""
+    if out.exists() and any(out.iterdir()) and not (out / "deep").exists():
+        raise typer.BadParameter(f"{out} holds something that is no earlier demo: choose another --out")
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+
+
+def _start(folder: Path, preset: str, steps: int, seed: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "weft.cli", "train", "digits", "--resume", f"--preset={preset}", f"--out={folder}"]
+    options = [f"--steps={steps}", f"--seed={seed}", "--accelerator=cpu", "--log-every=5", "--checkpoint-every=20"]
+    # One thread each: the models are too small to share, and the three have two cores between them.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with open(folder.with_suffix(".log"), "ab") as log:
+        return subprocess.Popen([*command, *options], stdout=log, stderr=log, env=environment)
+
+
+def _kill_half_way(process: subprocess.Popen[bytes], folder: Path, steps: int) -> int:
+    """SIGKILL as soon as half of the steps are in the log; the step it came after."""
+    while process.poll() is None and _steps_done(folder) < steps // 2:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    return _steps_done(folder)
+
+
+def _steps_done(folder: Path) -> int:
+    metrics = folder / "metrics.jsonl"
+    return metrics.read_bytes().count(b'"kind": "train"') if metrics.exists() else 0
+
+
+def _watch(console: Any, name: str, process: subprocess.Popen[bytes], folder: Path, steps: int) -> None:
+    with console.status(f"{name} …") as status:
+        while process.poll() is None:
+            status.update(f"{name}: step {_steps_done(folder)} of {steps}")
+            time.sleep(0.1)
+    if process.returncode:
+        console.print(folder.with_suffix(".log").read_text()[-2000:], markup=False)
+        raise typer.Exit(process.returncode)
+
+
+def _row(name: str, run: dict[str, Any], folder: Path) -> dict[str, str]:
+    from .lab import load_run
+
+    result = run["result"]
+    model, _, data = load_run(folder)
+    return {
+        "model": name,
+        "layers x heads": run["shape"],
+        "test accuracy, %": f"{100 * result['test']['accuracy']:.1f}",
+        "best step": str(result["best_step"]),
+        "parameters": f"{result['parameters']:,}",
+        "latency, ms": f"{latency(model, data.test['ids'][:1].long()):.2f}",
+    }
+
+
+@torch.inference_mode()
+def latency(model: nn.Module, ids: torch.Tensor, repeats: int = 50) -> float:
+    """Median milliseconds for one image on one thread, after a warm-up."""
     torch.set_num_threads(1)
-    try:
-        results = compare(data, epochs, seed, console)
-    finally:
-        torch.set_num_threads(threads)
-    show(results, console)
-    console.print(f"{time.perf_counter() - started:.0f} s in all.")
-
-
-def compare(data: Digits, epochs: int, seed: int, console: Console) -> list[Result]:
-    """Train and measure every attention in every shape, with a progress bar each."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from .models import TextClassifier
-
-    results = []
-    columns = TextColumn("{task.description:18}"), BarColumn(), TextColumn("{task.fields[loss]}"), TimeElapsedColumn()
-    with Progress(*columns, console=console) as progress:
-        for (attention, options), (shape, (layers, heads)) in product(ATTENTIONS.items(), SHAPES.items()):
-            torch.manual_seed(seed)
-            model = TextClassifier(
-                data.vocab,
-                data.classes,
-                max_length=data.train_ids.shape[1],
-                dim=32,
-                heads=heads,
-                head_dim=8,
-                layers=layers,
-                mlp_dim=64,
-                attention=attention,
-                attention_options=options,
-                pooling="mean",
-                dropout=0.0,
-            )
-            bar = progress.add_task(f"{attention} {layers}x{heads}", total=epochs, loss="")
-            for loss in train(model, data, epochs):
-                progress.update(bar, advance=1, loss=f"loss {loss:.3f}")
-            count = sum(p.numel() for p in model.parameters())
-            name = f"{shape} {layers}x{heads}"
-            results.append(Result(attention, name, accuracy(model, data), count, latency(model, data)))
-    return results
-
-
-def load_digits() -> Digits:
-    """The images as token ids, split by a fixed shuffle into four fifths to train and one fifth to test."""
-    try:
-        from sklearn.datasets import load_digits as load
-    except ImportError:
-        raise typer.BadParameter("the demo's images come with scikit-learn: pip install 'weft[lab]'") from None
-    images, labels = load(return_X_y=True)
-    shades = torch.from_numpy(images).div(4).round().long()  # grey values 0 to 16 in five steps
-    ids, targets = shades + 1, torch.from_numpy(labels).long()
-    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
-    held_out, rest = order[: len(ids) // 5], order[len(ids) // 5 :]
-    return Digits(ids[rest], targets[rest], ids[held_out], targets[held_out])
-
-
-def train(model: nn.Module, data: Digits, epochs: int) -> Iterator[float]:
-    """Train in place; yields each epoch's mean loss."""
-    steps = epochs * -(-len(data.train_ids) // BATCH)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_RATE, total_steps=steps)
-    model.train()
-    for _ in range(epochs):
-        losses = []
-        for batch in torch.randperm(len(data.train_ids)).split(BATCH):
-            loss = F.cross_entropy(model(data.train_ids[batch]), data.train_labels[batch])
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            losses.append(loss.item())
-        yield sum(losses) / len(losses)
-    model.eval()
-
-
-@torch.inference_mode()
-def accuracy(model: nn.Module, data: Digits) -> float:
-    right = model(data.test_ids).argmax(-1) == data.test_labels
-    return 100 * right.double().mean().item()
-
-
-@torch.inference_mode()
-def latency(model: nn.Module, data: Digits, repeats: int = 50) -> float:
-    """Median milliseconds for one image, after a warm-up."""
     times = []
     for turn in range(repeats + 10):
         started = time.perf_counter()
-        model(data.test_ids[:1])
+        model(ids)
         if turn >= 10:
             times.append(time.perf_counter() - started)
     return 1000 * sorted(times)[len(times) // 2]
-
-
-def show(results: list[Result], console: Console) -> None:
-    from rich.table import Table
-
-    table = Table(title="Handwritten digits, one wide layer against a deep model", title_justify="left")
-    table.add_column("attention")
-    table.add_column("layers x heads")
-    for heading in ("test accuracy, %", "parameters", "latency, ms"):
-        table.add_column(heading, justify="right")
-    for result in results:
-        row = f"{result.accuracy:.1f}", f"{result.parameters:,}", f"{result.latency:.2f}"
-        table.add_row(result.attention, result.shape, *row, end_section=result.shape.startswith("wide"))
-    console.print(table)
-    deep, wide = ([r for r in results if r.shape.startswith(shape)] for shape in SHAPES)
-    change = sum(w.accuracy - d.accuracy for d, w in zip(deep, wide, strict=True)) / len(deep)
-    smaller = sum(w.parameters for w in wide) / sum(d.parameters for d in deep)
-    faster = sum(d.latency for d in deep) / sum(w.latency for w in wide)
-    console.print(
-        f"Wide against deep, over {len(deep)} attentions: accuracy {change:+.1f} points, "
-        f"{100 * smaller:.0f} % of the parameters, {faster:.1f} times as fast."
-    )

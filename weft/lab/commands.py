@@ -132,6 +132,17 @@ def list_all() -> None:
     console.print(table)
 
 
+def report_runs(
+    runs: Annotated[list[Path], typer.Argument(help="the folders of the runs")],
+    out: Annotated[Path, typer.Option(help="the page")] = Path("report.html"),
+) -> None:
+    """Runs side by side: one self-contained page with a table and their curves."""
+    with _exit_codes():
+        from .report import report
+
+        print(f"wrote {report(runs, out)}")
+
+
 class _exit_codes:
     """Turn what can go wrong with a run into one message and its exit code."""
 

@@ -1,0 +1,147 @@
+"""Runs side by side: a table and one self-contained page with their curves, nothing in it from outside."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .run import Run
+
+COLOURS = ("#1f6f8b", "#c8553d", "#588157", "#6d597a", "#b08900", "#444444")
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 56em; margin: 2em auto; padding: 0 1em; color: #222; }
+table { border-collapse: collapse; margin: 1em 0; } th, td { padding: .3em .9em; text-align: right; }
+th { border-bottom: 2px solid #222; } td { border-bottom: 1px solid #ddd; }
+th:first-child, td:first-child { text-align: left; }
+svg { width: 100%; height: auto; } svg text { font: 12px system-ui, sans-serif; fill: #555; } small { color: #666; }
+"""
+
+
+@dataclass
+class Curve:
+    name: str
+    points: list[tuple[float, float]]
+    marks: list[tuple[float, str]] = field(default_factory=list)  # (x, what happened there)
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """What a page says about a run."""
+    run = Run(folder)
+    config, result = run.config(), run.result()
+    val = run.entries("val")
+    metric = next((k for k in (val[-1] if val else {}) if k not in ("kind", "step", "loss")), "loss")
+    return {
+        "name": folder.name,
+        "task": config.task,
+        "attention": config.attention,
+        "shape": f"{config.layers}x{config.heads}",
+        "losses": [(e["step"], e["loss"]) for e in run.entries("train")],
+        "metric": metric,
+        "val": [(e["step"], e[metric]) for e in val],
+        "result": result,
+        "environment": json.loads((folder / "environment.json").read_text())[-1],
+    }
+
+
+def smooth(points: Sequence[tuple[float, float]], window: int = 10) -> list[tuple[float, float]]:
+    """Means over a few steps, so that a curve can be seen through the noise of single batches."""
+    window = max(1, min(window, len(points) // 10))
+    parts = [points[i : i + window] for i in range(0, len(points), window)]
+    return [(part[-1][0], sum(y for _, y in part) / len(part)) for part in parts]
+
+
+def chart(curves: Sequence[Curve], title: str, *, width: int = 860, height: int = 300) -> str:
+    """A line chart as SVG."""
+    points = [p for curve in curves for p in curve.points if math.isfinite(p[1])]
+    if not points:
+        return ""
+    left, right, top, bottom = 56, 16, 34, 34
+    x0, x1 = 0.0, max(x for x, _ in points)
+    y0, y1 = min(y for _, y in points), max(y for _, y in points)
+    y0, y1 = (y0, y1) if y1 > y0 else (y0 - 0.5, y1 + 0.5)
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        return (
+            left + (x - x0) / max(x1 - x0, 1e-9) * (width - left - right),
+            top + (y1 - y) / (y1 - y0) * (height - top - bottom),
+        )
+
+    out = [f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{html.escape(title)}">']
+    out.append(f'<text x="{left}" y="14" style="font-weight:600;fill:#222">{html.escape(title)}</text>')
+    for i in range(5):
+        value = y0 + (y1 - y0) * i / 4
+        _, y = at(0, value)
+        out.append(f'<line x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e5e5e5"/>')
+        out.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>')
+        step = x0 + (x1 - x0) * i / 4
+        out.append(f'<text x="{at(step, y0)[0]:.1f}" y="{height - 12}" text-anchor="middle">{step:.0f}</text>')
+    for number, curve in enumerate(curves):
+        colour = COLOURS[number % len(COLOURS)]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*p) for p in curve.points if math.isfinite(p[1])))
+        out.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{path}"/>')
+        out.append(f'<text x="{left + 150 * number}" y="29" style="fill:{colour}">— {html.escape(curve.name)}</text>')
+        for x, what in curve.marks:
+            place = at(x, y0)[0]
+            out.append(f'<line x1="{place:.1f}" x2="{place:.1f}" y1="{top}" y2="{height - bottom}" '
+                       f'stroke="{colour}" stroke-dasharray="4 3"/>')  # fmt: skip
+            out.append(f'<text x="{place + 4:.1f}" y="{height - bottom - 6}">{html.escape(what)}</text>')
+    return "".join([*out, "</svg>"])
+
+
+def page(title: str, lead: str, rows: Sequence[dict[str, str]], charts: Sequence[str], footer: str) -> str:
+    """The whole page; `rows` share their keys, which are the table's headings."""
+    head = "".join(f"<th>{html.escape(key)}</th>" for key in (rows[0] if rows else {}))
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(v)}</td>" for v in row.values()) + "</tr>" for row in rows)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f"<style>{STYLE}</style></head><body><h1>{html.escape(title)}</h1><p>{html.escape(lead)}</p>"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        f"{''.join(charts)}<p><small>{html.escape(footer)}</small></p></body></html>\n"
+    )
+
+
+def table_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+    rows = []
+    for run in runs:
+        result = run["result"] or {}
+        test = result.get("test", {})
+        rows.append(
+            {
+                "run": run["name"],
+                "task": run["task"],
+                "attention": run["attention"],
+                "layers x heads": run["shape"],
+                "steps": str(len(run["losses"])),
+                f"test {run['metric']}": f"{test[run['metric']]:.4f}" if run["metric"] in test else "unfinished",
+                "parameters": f"{result['parameters']:,}" if result else "",
+            }
+        )
+    return rows
+
+
+def report(
+    folders: Sequence[str | Path], out: str | Path, marks: dict[str, list[tuple[float, str]]] | None = None
+) -> Path:
+    """Write the page of these runs; `marks` (by run's name) are moments to draw into its curve."""
+    from .checkpoint import atomic
+
+    runs = [read_run(Path(folder)) for folder in folders]
+    if not runs:
+        raise ValueError("a report needs at least one run")
+    marks = marks or {}
+    losses = [Curve(run["name"], smooth(run["losses"]), marks.get(run["name"], [])) for run in runs]
+    scores = [Curve(run["name"], run["val"]) for run in runs]
+    metric = runs[0]["metric"].replace("_", " ")
+    charts = [chart(losses, "training loss by step"), chart(scores, f"validation {metric} by step")]
+    where = runs[0]["environment"]
+    footer = (
+        f"weft {where['weft']}, torch {where['torch']}, Python {where['python']}, {where['platform']}, {where['time']}"
+    )
+    with atomic(Path(out)) as temporary:
+        temporary.write_text(page("weft: runs side by side", "", table_rows(runs), charts, footer))
+    return Path(out)
