@@ -83,9 +83,9 @@ def line_summaries(
     p, "up_to" and with p, or all "others".
     """
     if which == "after":
-        flipped = (t.flip(3) for t in (q, k, v))
-        back = line_summaries(summary, *flipped, None if real is None else real.flip(3), "before")
-        return back[0].flip(3), back[1].flip(3), back[2].flip(3)
+        flipped = None if real is None else real.flip(3)
+        kbar, vbar, some = line_summaries(summary, q.flip(3), k.flip(3), v.flip(3), flipped, "before")
+        return kbar.flip(3), vbar.flip(3), some.flip(3)
     T = k.shape[3]
     t = torch.arange(T, device=k.device)
     i, j = t[:, None], t[None]

@@ -166,17 +166,17 @@ class CombinerAxial(Attention):
         row = [*state.row, (q, k, v, mask[:, None], x)]
         queries, keys, values = (torch.cat([token[part] for token in row], 2) for part in range(3))
         real = torch.cat([token[3] for token in row], 1)
-        seen = [(keys, values, real)]
-        if state.spans is not None:
-            c, spans = state.position % m, state.spans
+        seen: list[Seen] = [(keys, values, real)]
+        spans = state.spans
+        if spans is not None:
+            c = state.position % m
             seen.append((spans[0][:, :, :, c], spans[1][:, :, :, c], spans[2]))
         k_seen, v_seen, valid = join_seen(seen)
         out = softmax_attention(q, k_seen, v_seen, allowed=valid[:, None, None])
-        spans = state.spans
         if len(row) == m:
             x_row = None if x is None else torch.cat([token[4] for token in row], 1)[:, None]
-            lines = (t[:, :, None] for t in (queries, keys, values))
-            kbar, vbar = self._summarise(*lines, real[:, None, None], x_row, values[:, :, None])
+            queries, keys, values = queries[:, :, None], keys[:, :, None], values[:, :, None]
+            kbar, vbar = self._summarise(queries, keys, values, real[:, None, None], x_row, values)
             closed = (kbar, vbar, real.any(-1, keepdim=True))
             spans, row = closed if spans is None else join_seen([spans, closed]), []
         return out, RowState(state.position + 1, row, spans)

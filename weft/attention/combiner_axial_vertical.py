@@ -44,8 +44,8 @@ class CombinerAxialVertical(GridCombiner):
 def column_spans(layout: Layout, grid: Grid, q: Tensor, summary: Summary, which: str) -> Part:
     """For every row (`layout`) and every other column the summary of its rows before, after or other than this one."""
     real = None if grid.real is None else grid.real.transpose(2, 3)
-    lines = (t.transpose(2, 3) for t in (q, grid.k, grid.v))
-    kbar, vbar, some = line_summaries(summary, *lines, real, which)
+    q, k, v = q.transpose(2, 3), grid.k.transpose(2, 3), grid.v.transpose(2, 3)
+    kbar, vbar, some = line_summaries(summary, q, k, v, real, which)
     c = torch.arange(grid.m, device=q.device)
     allowed = (c[:, None] != c) & some.transpose(2, 3)[:, :, :, None]
     return Part(layout, kbar.transpose(2, 3), vbar.transpose(2, 3), allowed)

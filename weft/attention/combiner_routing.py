@@ -62,7 +62,8 @@ class CombinerRouting(Combiner):
         vbar = softmax_attention(qbar[:, :, :, None], direct.k, direct.v, allowed=real[:, :, :, None])[:, :, :, 0]
         R = kbar.shape[2]
         others = ~torch.eye(R, dtype=torch.bool, device=k.device)[:, None] & (count > 0)[:, :, None, None]
-        return [direct, Part(direct.layout, *(t[:, :, None].expand(-1, -1, R, -1, -1) for t in (kbar, vbar)), others)]
+        each_k, each_v = (t[:, :, None].expand(-1, -1, R, -1, -1) for t in (kbar, vbar))
+        return [direct, Part(direct.layout, each_k, each_v, others)]
 
     # Decoding: the newest run of every cluster is open; a run that is full is closed when its cluster draws again.
 
