@@ -143,12 +143,13 @@ class RecurrentCache(nn.Module):
             self.pending, self.pending_alive = self.pending[:0].clone(), self.pending_alive[:0].clone()
 
     def _gate(self, cache: Tensor, tokens: Tensor) -> Tensor:
-        """Equations 4 and 5 for each sample. The blend is in the cache's dtype, float32 or better."""
-        cache = cache.expand(tokens.shape[0], -1, -1)
-        old, new = (t.to(self.update_gate.weight.dtype) for t in (cache, tokens))
-        both = torch.cat([new, old], -1)
-        update, reset = self.update_gate(both).sigmoid(), self.reset_gate(both).sigmoid()
-        candidate = self.candidate(torch.cat([new, reset * old], -1))
+        """Equations 4 and 5 for each sample. Products are in the weights' dtype, or autocast's; the blend is not."""
+        dtype, kind = self.update_gate.weight.dtype, cache.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        old, new = cache.to(dtype), tokens.to(dtype)
+        update, reset = _joint(self.update_gate, new, old).sigmoid(), _joint(self.reset_gate, new, old).sigmoid()
+        candidate = _joint(self.candidate, new, reset * old)
         if self.norm is not None:
             candidate = self.norm(F.gelu(candidate))
         update = update.to(cache.dtype)
@@ -254,6 +255,12 @@ class _SumOverRanks(torch.autograd.Function):
         gradient = gradient.clone()
         dist.all_reduce(gradient, group=ctx.group)
         return gradient, None
+
+
+def _joint(linear: nn.Linear, new: Tensor, old: Tensor) -> Tensor:
+    """W [new, old], each half by itself: an old that all samples share is multiplied once, and needs no gradient."""
+    for_new, for_old = linear.weight.chunk(2, 1)
+    return F.linear(new, for_new, linear.bias) + F.linear(old, for_old)
 
 
 def _where_alive(alive: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
