@@ -31,40 +31,32 @@ def causal_tiles(q: Tensor, k: Tensor, v: Tensor, sources: Tensor) -> Tensor:
     return _CausalTiles.apply(q, k, v, sources.sort(-1).values)
 
 
-def _tiles(sources: Tensor) -> Iterator[tuple[slice, slice, int]]:
-    """Targets and sorted sources of each tile, and how many of these are legal for all of its targets.
+def _tiles(chosen: Tensor, first: int, dtype: torch.dtype) -> Iterator[tuple[slice, int, Tensor]]:
+    """The tiles of the window that starts at `first`: targets, number of sources, and -inf where these lie after them.
 
-    The last tile of a window comes first: it alone has all the window's sources.
+    The last tile comes first: it alone has all of the window's sources.
     """
-    W, P = sources.shape
-    for w in range(W):
-        for start in reversed(range(0, P, TILE)):
-            first, end = w * P + start, w * P + min(start + TILE, P)
-            free, n = torch.searchsorted(sources[w], torch.tensor([first + 1, end])).tolist()
-            yield slice(first, end), slice(w * P, w * P + n), free
-
-
-def _future(positions: Tensor, targets: slice, sources: slice, free: int, like: Tensor) -> Tensor:
-    """-inf where a source lies after the target, zero elsewhere."""
-    t = torch.arange(targets.start, targets.stop)[:, None]
-    mask = like.new_zeros(1, 1, len(t), sources.stop - sources.start)
-    mask[..., free:].masked_fill_(positions[sources][free:] > t, float("-inf"))
-    return mask
+    P = len(chosen)
+    for start in reversed(range(first, first + P, TILE)):
+        end = min(start + TILE, first + P)
+        legal_for_all, n = torch.searchsorted(chosen, torch.tensor([start + 1, end])).tolist()
+        mask = torch.zeros(1, 1, end - start, n, dtype=dtype)
+        future = chosen[legal_for_all:n] > torch.arange(start, end)[:, None]
+        mask[..., legal_for_all:].masked_fill_(future, float("-inf"))
+        yield slice(start, end), n, mask
 
 
 class _CausalTiles(torch.autograd.Function):
+    """One window at a time, forward and backward: of the gathered sources only one window's are ever held."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sources: Tensor) -> Tensor:
-        positions = sources.flatten()
-        k, v = k.index_select(2, positions), v.index_select(2, positions)
-        out = torch.empty_like(q)
-        normalisers = []
-        for targets, chosen, free in _tiles(sources):
-            mask = _future(positions, targets, chosen, free, q)
-            out[:, :, targets], normaliser = _forward(
-                q[:, :, targets], k[:, :, chosen], v[:, :, chosen], attn_mask=mask
-            )
-            normalisers.append(normaliser)
+        out, normalisers = torch.empty_like(q), []
+        for w, chosen in enumerate(sources):
+            k_w, v_w = k.index_select(2, chosen), v.index_select(2, chosen)
+            for t, n, mask in _tiles(chosen, w * len(chosen), q.dtype):
+                out[:, :, t], normaliser = _forward(q[:, :, t], k_w[:, :, :n], v_w[:, :, :n], attn_mask=mask)
+                normalisers.append(normaliser)
         ctx.save_for_backward(q, k, v, out, sources, *normalisers)
         return out
 
@@ -72,16 +64,19 @@ class _CausalTiles(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, sources, *normalisers = ctx.saved_tensors
-        positions, grad = sources.flatten(), grad.contiguous()
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        for (targets, chosen, free), normaliser in zip(_tiles(sources), normalisers, strict=True):
-            mask = _future(positions, targets, chosen, free, q)
-            rows = q[:, :, targets], k[:, :, chosen], v[:, :, chosen], out[:, :, targets]
-            dq[:, :, targets], *tile = _backward(grad[:, :, targets], *rows, normaliser, 0.0, False, attn_mask=mask)
-            for whole, part in zip((dk, dv), tile, strict=True):
-                if targets.stop == chosen.start + sources.shape[1]:  # the window's last tile
-                    whole[:, :, chosen] = part
+        grad = grad.contiguous()
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        normaliser = iter(normalisers)
+        for w, chosen in enumerate(sources):
+            k_w, v_w = k.index_select(2, chosen), v.index_select(2, chosen)
+            for t, n, mask in _tiles(chosen, w * len(chosen), q.dtype):
+                rows = q[:, :, t], k_w[:, :, :n], v_w[:, :, :n], out[:, :, t]
+                dq[:, :, t], dk_t, dv_t = _backward(grad[:, :, t], *rows, next(normaliser), 0.0, False, attn_mask=mask)
+                if t.stop == (w + 1) * len(chosen):
+                    dk_w, dv_w = dk_t, dv_t
                 else:
-                    whole[:, :, chosen] += part
-        dk, dv = (torch.zeros_like(d).index_add_(2, positions, d) for d in (dk, dv))
+                    dk_w[:, :, :n] += dk_t
+                    dv_w[:, :, :n] += dv_t
+            dk.index_add_(2, chosen, dk_w)
+            dv.index_add_(2, chosen, dv_w)
         return dq, dk, dv, None
