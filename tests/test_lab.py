@@ -146,6 +146,15 @@ def test_a_run_can_be_made_longer_where_the_schedule_allows(tmp_path):
         train(tiny(tmp_path / "cosine", steps=12, schedule="cosine"), resume=True)
 
 
+def test_a_run_can_begin_with_the_weights_of_another(tmp_path):
+    train(tiny(tmp_path / "a", steps=2, eval_every=0))
+    train(tiny(tmp_path / "b", steps=1, learning_rate=0.0, weight_decay=0.0, init_from=str(tmp_path / "a"), seed=5))
+    (a, _, _), (b, _, _) = load_run(tmp_path / "a", "last"), load_run(tmp_path / "b", "last")
+    assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+    with pytest.raises(ValueError, match="of another model"):
+        train(tiny(tmp_path / "c", layers=2, init_from=str(tmp_path / "a")))
+
+
 def test_the_best_checkpoint_is_the_one_tested(tmp_path, monkeypatch):
     scores = iter([0.3, 0.9, 0.5])
 
@@ -181,8 +190,9 @@ def test_the_command_line_trains_evaluates_and_refuses(tmp_path):
         {"attention": "local+linear"},
         {"optimizer": "lion", "learning_rate": 1e-3},
         {"optimizer": "adamw", "accumulate": 2, "label_smoothing": 0.1, "checkpoint_activations": True},
+        {"precision": "bf16-mixed", "optimizer": "adam"},
     ],
-    ids=["cache", "subsample", "mixed", "lion", "adamw"],
+    ids=["cache", "subsample", "mixed", "lion", "adamw", "bf16"],
 )
 def test_module_state_and_options_survive_a_kill(tmp_path, monkeypatch, changes):
     """Caches are state too; pathways are drawn anew at every step; a dense finish stays dense."""
@@ -237,8 +247,10 @@ def test_masked_language_model_trains(tmp_path):
 
 
 def test_the_tiny_task_is_learned(tmp_path):
-    result = train(make_config("digits", out=str(tmp_path / "run"), steps=150, accelerator="cpu", eval_every=50))
-    assert result.test["accuracy"] > 0.5
+    result = train(
+        make_config("digits", out=str(tmp_path / "run"), steps=80, layers=1, accelerator="cpu", eval_every=40)
+    )
+    assert result.test["accuracy"] > 0.3  # chance is 0.1
 
 
 def test_tensorboard_is_written(tmp_path):

@@ -16,6 +16,7 @@ from weft.lab.checkpoint import Checkpoints, read
 SETTINGS = dict(
     layers=2, heads=2, head_dim=8, dim=16, mlp_dim=16, steps=10, eval_every=4, checkpoint_every=3, log_every=1,
     warmup=2, eval_batches=2, accelerator="cpu", dropout=0.0, clip=1.0,
+    schedule="constant", learning_rate=2e-3,
 )  # fmt: skip
 
 # Rank 1 dies in the middle of step 8, without a word; the others must not hang, and nothing may be lost.
@@ -106,6 +107,6 @@ def test_activation_checkpointing_recomputes():
 
 def test_settings_that_change_the_examples_of_a_step_are_refused(alone):
     with pytest.raises(ValueError, match="takes 16 examples per step, these settings 8"):
-        train(make_config("digits", out=str(alone), batch_size=8, **SETTINGS), resume=True)
+        train(make_config("digits", out=str(alone), batch_size=8, **{**SETTINGS, "steps": 12}), resume=True)
     with pytest.raises(ValueError, match="shards over several processes"):
         train(make_config("digits", out=str(alone) + "x", strategy="fsdp", **SETTINGS))

@@ -25,6 +25,7 @@ class TrainConfig:
     out: str = ""  # the run's folder; empty: runs/TASK-ATTENTION-LAYERSxHEADS-sSEED
     data: str = "data"  # the folder that holds the data sets, or the one file or folder of this task's data
     seed: int = 0  # weights, order of the data, dropout
+    init_from: str = ""  # the folder of a run of the same model whose last good weights to begin with
 
     # the model
     attention: str = "full"  # a registered mechanism, several joined by '+' for a mixed layer, or the study's 'mixed'

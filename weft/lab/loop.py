@@ -26,7 +26,7 @@ from .build import build_model
 from .checkpoint import Checkpoints, DamagedCheckpoint, read
 from .config import TrainConfig
 from .data import Order, Rows, seed_everything, seed_of
-from .evaluate import evaluate
+from .evaluate import evaluate, load_weights
 from .fabric import checkpoint_activations, make_fabric
 from .optim import learning_rate, make_optimizer, set_learning_rate
 from .progress import Progress
@@ -78,6 +78,8 @@ class Training:
         if self.main and self.data.vocabulary is not None:
             self.folder.write("vocabulary.txt", "\n".join(self.data.vocabulary) + "\n")
         self.raw = build_model(config, self.data)
+        if config.init_from:
+            load_weights(Run(Path(config.init_from)), self.raw, "last")
         self.parameters = sum(p.numel() for p in self.raw.parameters())
         if config.checkpoint_activations:
             checkpoint_activations(self.raw)

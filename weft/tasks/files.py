@@ -33,9 +33,9 @@ def find(data: str, names: tuple[str, ...], what_to_do: str) -> Path:
     raise DataMissing(f"no {' or '.join(names)} in {root}{'' if root.exists() else ' (no such folder)'}: {what_to_do}")
 
 
-def sha256(path: Path, algorithm: str = "sha256") -> str:
+def sha256(path: Path) -> str:
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, algorithm).hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager
