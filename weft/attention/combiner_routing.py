@@ -79,10 +79,12 @@ class CombinerRouting(Combiner):
         """The state before the first token, whose kind and place are those of its key and features."""
         B, H, _, D = k.shape
         G, size = self.clusters.clusters, self.clusters.size(0)
-        tokens, nodes, pooled = k.new_zeros(B, H, G, size, D), k.new_zeros(B, H, G, D), features.new_zeros(B, H, G, D)
+
+        def two(like: Tensor, *shape: int) -> list[Tensor]:
+            return [like.new_zeros(B, H, *shape, D) for _ in range(2)]
+
         filled, closed = (torch.zeros(B, H, *n, dtype=torch.long, device=k.device) for n in ((G,), ()))
-        none = k.new_zeros(B, H, 0, D)
-        return RoutingState(0, tokens, tokens, filled, pooled, pooled, nodes, nodes, none, none, closed)
+        return RoutingState(0, *two(k, G, size), filled, *two(features, G), *two(k, G), *two(k, 0), closed)
 
     def advance(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, state: RoutingState) -> tuple[Seen, RoutingState]:
         s = self.summary
@@ -107,9 +109,9 @@ class CombinerRouting(Combiner):
         place = state.filled[b, h, g].masked_fill(full, 0).clamp(max=size - 1)
 
         def put(x: Tensor, new: Tensor, *at: Tensor) -> Tensor:
-            """Write at cluster g of every head, where there is a token."""
-            kept = x[(b, h, *at)]
-            return x.index_put((b, h, *at), torch.where(here.view(B, H, *[1] * (new.dim() - 2)), new.to(x.dtype), kept))
+            """Write at cluster g of every head, where there is a token; in place unless gradients forbid it."""
+            new = torch.where(here.view(B, H, *[1] * (new.dim() - 2)), new.to(x.dtype), x[(b, h, *at)])
+            return (x.index_put if torch.is_grad_enabled() else x.index_put_)((b, h, *at), new)
 
         keys, values = put(state.k, k[:, :, 0], g, place), put(state.v, v[:, :, 0], g, place)
         first = (place == 0)[..., None]
@@ -147,6 +149,8 @@ class CombinerRouting(Combiner):
 
 @dataclass
 class RoutingState:
+    """Written in place where no gradients are recorded: keep only the newest."""
+
     position: int = 0
     k: Any = None  # (B, H, clusters, capacity, D): the open run of every cluster; None before the first token
     v: Any = None
