@@ -23,7 +23,7 @@ KEYS = 2**32  # what a CPU generator distinguishes
 
 def draw_key(generator: torch.Generator | None = None) -> Tensor:
     """A fresh key, (1,): from the given generator, or from torch's global one."""
-    return torch.randint(KEYS, (1,), generator=generator)
+    return torch.randint(KEYS, (1,), generator=generator, device="cpu")
 
 
 def generator_of(key: Tensor, per_rank: bool) -> torch.Generator:
@@ -31,7 +31,7 @@ def generator_of(key: Tensor, per_rank: bool) -> torch.Generator:
     rank = 0
     if per_rank and torch.distributed.is_available() and torch.distributed.is_initialized():
         rank = torch.distributed.get_rank()
-    return torch.Generator().manual_seed((int(key) + rank * 0x9E3779B1) % KEYS)
+    return torch.Generator("cpu").manual_seed((int(key) + rank * 0x9E3779B1) % KEYS)
 
 
 # An operator of its own, because a compiled graph cannot look into a generator but can call an operator that does.
@@ -40,7 +40,7 @@ def sample_noise(key: Tensor, count: int, gaussian: bool, per_rank: bool) -> Ten
     """`count` numbers, N(0, 1) or U(0, 1). In double: half precision cannot even hold the positions they displace."""
     generator = generator_of(key, per_rank)
     draw = torch.randn if gaussian else torch.rand
-    return draw(count, generator=generator, dtype=torch.float64)
+    return draw(count, generator=generator, dtype=torch.float64, device="cpu")
 
 
 @sample_noise.register_fake
