@@ -42,6 +42,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any])
     try:
         with atomic(path) as temporary:
             save_file(ready, temporary, metadata={"weft": text, "sha256": digest(ready, text)})
+            os.chmod(temporary, 0o666 & ~_umask())  # the library writes files that only their owner may read
     except (OSError, SafetensorError) as error:
         raise CannotSave(f"could not write {path}: {error}; earlier checkpoints are untouched") from error
 
@@ -72,6 +73,12 @@ def digest(tensors: Mapping[str, Tensor], text: str) -> str:
         if t.numel():
             total.update(t.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 @contextmanager

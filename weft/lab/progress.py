@@ -12,7 +12,7 @@ class Progress:
 
     def __init__(self, total: int, start: int, *, show: bool):
         self.total, self.start, self.show = total, start, show
-        self.began = time.perf_counter()
+        self._seen = (time.perf_counter(), start)  # when and where the last update came
         self.metric = ""
         self._bar: Any = None
         self._last_line = 0.0
@@ -29,12 +29,14 @@ class Progress:
         if not self.show:
             return
         text = f"loss {loss:.4f}{self.metric}  {_short(tokens_per_s)} tokens/s"
+        now, (then, before) = time.perf_counter(), self._seen
+        self._seen = (now, step)
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=text)
-        elif step == self.total or time.perf_counter() - self._last_line > 5:
-            left = (time.perf_counter() - self.began) / max(1, step - self.start) * (self.total - step)
+        elif step == self.total or now - self._last_line > 5:
+            left = (now - then) / max(1, step - before) * (self.total - step)
             print(f"step {step}/{self.total}  {text}  {left:.0f} s left", flush=True)
-            self._last_line = time.perf_counter()
+            self._last_line = now
 
     def evaluated(self, step: int, metric: str, value: float, best: bool) -> None:
         self.metric = f"  {metric} {value:.4f}"

@@ -5,6 +5,8 @@ from .crate import CRATE, CRATELayer, crate
 from .crate_mae import CRATEMAE
 from .crate_text import CRATEText
 from .encoder import TextEncoder
+from .image import ImageClassifier
+from .language import LanguageModel
 from .matcher import TextMatcher
 from .presets import lra
 from .pvt import PVT, pvt
@@ -14,6 +16,8 @@ __all__ = [
     "CRATELayer",
     "CRATEMAE",
     "CRATEText",
+    "ImageClassifier",
+    "LanguageModel",
     "PVT",
     "TextClassifier",
     "TextEncoder",
