@@ -1,0 +1,45 @@
+"""The documents keep to the truth: tables agree with the registry, files that are named exist, examples run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import weft
+from weft.attention.table import markdown
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("experiments/*/README.md")])
+
+
+def test_the_readme_lists_every_mechanism_as_it_is():
+    readme = (ROOT / "README.md").read_text()
+    missing = [line for line in markdown().splitlines() if line not in readme]
+    assert not missing, "run `weft attentions --markdown` and put its rows into the README:\n" + "\n".join(missing)
+    named = re.findall(r"^\| `([a-z-]+)` \|", readme, re.M)
+    assert not [n for n in named if n not in weft.attentions()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:\s]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_readmes_examples_run():
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S):
+        exec(compile(code, "README.md", "exec"), {})
+
+
+def test_the_new_mechanism_of_contributing_works():
+    code = re.search(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S).group(1)
+    code = code.replace("from .", "from weft.attention.").replace('register("mean"', 'None and register("mean"')
+    namespace: dict = {}
+    exec(compile(code, "CONTRIBUTING.md", "exec"), namespace)
+    import torch
+
+    attn = namespace["MeanAttention"](heads=1, head_dim=2, causal=True)
+    v = torch.randn(1, 1, 5, 2)
+    torch.testing.assert_close(attn(v, v, v)[0, 0, 2], v[0, 0, :3].mean(0))
