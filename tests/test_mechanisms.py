@@ -121,17 +121,20 @@ def test_performer_relu(causal, L):
 @pytest.mark.parametrize("L", (1, 64, 65, 130))
 @pytest.mark.parametrize("scale", (1.0, 30.0))
 def test_performer_softmax(causal, L, scale):
-    """Against the formula with the exponents' maximum taken over the keys in each sum; exact also for large keys."""
+    """Against the formula, with the largest p · t of the keys in each sum; exact also for large keys."""
     attn = make("performer", features=5, causal=causal)
     q, k, v = qkv(L)
     k = k * scale
-    P = attn.projection
-    e_q, e_k = ((t := x / HEAD_DIM**0.25) @ P.T - t.square().sum(-1, keepdim=True) / 2 for x in (q, k))
-    a = (e_q - e_q.amax(-1, keepdim=True)).exp() + 1e-6
+    projected, e = [], []  # p_m · t and p_m · t - |t|²/2, for queries and for keys
+    for x in (q, k):
+        t = x / HEAD_DIM**0.25
+        projected.append(t @ attn.projection.T)
+        e.append(projected[-1] - t.square().sum(-1, keepdim=True) / 2)
+    a = (e[0] - projected[0].amax(-1, keepdim=True)).exp() + 1e-6
     expected = torch.zeros_like(v)
     for i in range(L):
         keys = slice(0, i + 1 if causal else L)
-        b = (e_k[:, :, keys] - e_k[:, :, keys].amax((-1, -2), keepdim=True)).exp() + 1e-6
+        b = (e[1][:, :, keys] - projected[1][:, :, keys].amax((-1, -2), keepdim=True)).exp() + 1e-6
         p = (a[:, :, i : i + 1] @ b.transpose(-1, -2)).squeeze(2)
         expected[:, :, i] = (p[..., None] * v[:, :, keys]).sum(2) / p.sum(-1, keepdim=True)
     torch.testing.assert_close(attn(q, k, v), expected, **EXACT)

@@ -40,7 +40,7 @@ def test_masked_tokens_do_not_exist(case, L):
         out = attn(q2, k2, v2, mask)
         (out.where(real, 0) * probe).sum().backward()
         torch.testing.assert_close(
-            out.where(real, 0), attn(q, k, v, mask).where(real, 0), msg=lambda m: f"{kind}: {m}", **EXACT
+            out.where(real, 0), attn(q, k, v, mask).where(real, 0), msg=lambda m, kind=kind: f"{kind}: {m}", **EXACT
         )
         for x, y in ((q, q2), (k, k2), (v, v2)):
             if x.grad is None:  # a mechanism that does not read it

@@ -75,14 +75,10 @@ def random_plan(length: int, block_size: int, random_blocks: int, heads: int, se
     plan = np.full((heads, max(n - 2, 0), random_blocks), -1)
     for h in range(heads):
         for b in range(1, n - 1):
-            if b == 1:
-                eligible = range(3, last + 1)
-            elif b == 2:
-                eligible = range(4, last + 1)
-            elif b == n - 3:
-                eligible = range(1, last - 3)
-            elif b == n - 2:
-                eligible = range(1, last - 2)
+            if b in (1, 2):
+                eligible = [*range(b + 2, last + 1)]
+            elif b in (n - 3, n - 2):
+                eligible = [*range(1, last - (n - b))]
             else:
                 eligible = [*range(1, min(b - 2, last) + 1), *range(b + 2, last + 1)]
             band = {0, b - 1, b, b + 1, n - 1}
@@ -116,6 +112,6 @@ register(
     cost="L*block",
     bias=True,
     causal=False,
-    not_causal="its global blocks see the whole sequence; 'longformer' with global_tokens or 'combiner-fixed' can be causal",
+    not_causal="its global blocks see everything; 'longformer' with global_tokens or 'combiner-fixed' can be causal",
     length_dependent="the last block is global and the random blocks are drawn for the whole length, padding included",
 )

@@ -36,11 +36,12 @@ def causal_sum(a: Tensor, b: Tensor, v: Tensor, g: Tensor | None = None, *, chun
     start = torch.cat([end[..., :1], end[..., :-1]], -1)  # where the previous chunk ended
     added = (b * (g - end[..., None]).exp()[..., None]).transpose(-1, -2) @ v
     fade = (start - end).clamp(max=0).exp()
-    state, before = torch.zeros_like(added[:, :, 0]), []
+    state = torch.zeros_like(added[:, :, 0])
+    carried = []
     for t in range(n):  # L / chunk turns of one small multiply-add
-        before.append(state)
+        carried.append(state)
         state = state * fade[:, :, t, None, None] + added[:, :, t]
     near = (g[..., None, :] - top[..., :, None]).masked_fill(~past, float("-inf")).exp()
     far = (start[..., None] - top).clamp(max=0).exp()[..., None]
-    out = (inside * near) @ v + (a * far) @ torch.stack(before, 2)
+    out = (inside * near) @ v + (a * far) @ torch.stack(carried, 2)
     return out.flatten(2, 3)[:, :, :L]
