@@ -10,8 +10,10 @@ from typer.testing import CliRunner
 
 pytest.importorskip("lightning")
 
+from weft.attention import attention_info, attentions
 from weft.cli import app
 from weft.lab import TrainConfig, evaluate_run, load_run, loop, make_config, train
+from weft.lab.build import build_model
 from weft.lab.config import FREE_ON_RESUME, field_help, from_json, to_json
 from weft.lab.data import Order, Rows, seed_of
 from weft.lab.optim import learning_rate, make_optimizer
@@ -235,6 +237,34 @@ def test_language_models_train_and_see_no_future(tmp_path, positions):
     changed = rows.clone()
     changed[:, 15:] = 7
     assert torch.equal(model(rows)[:, :15], model(changed)[:, :15])
+
+
+@pytest.mark.parametrize("name", attentions())
+def test_every_mechanism_takes_a_step(tmp_path, name):
+    """On a task of its kind: two-way on the digits, causal on bytes."""
+    info = attention_info(name)
+    if info.bidirectional:
+        config = make_config("digits", **{**TINY, "attention": name})
+    else:
+        (tmp_path / "t.txt").write_bytes(b"all work and no play makes jack a dull boy. " * 60)
+        config = make_config(
+            "text", data=str(tmp_path / "t.txt"), max_length=24, positions="learned", **{**TINY, "attention": name}
+        )
+    task = get_task(config.task)
+    data = task.load(config)
+    model = build_model(config, data)
+    loss = task.loss(model, {key: column[:4] for key, column in data.train.items()}, config)
+    loss.backward()
+    assert math.isfinite(loss.item())
+    reached = [p.grad is not None and bool(p.grad.abs().sum() > 0) for p in model.parameters()]
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    assert sum(reached) > len(reached) // 2
+
+
+def test_a_bias_that_a_mechanism_cannot_take_is_refused_early(tmp_path):
+    (tmp_path / "t.txt").write_bytes(b"0123456789" * 200)
+    with pytest.raises(ValueError, match="--positions learned"):
+        train(tiny(tmp_path / "run", task="text", data=str(tmp_path / "t.txt"), max_length=8, attention="linear"))
 
 
 def test_masked_language_model_trains(tmp_path):
