@@ -2,6 +2,7 @@
 
 import json
 import math
+import types
 from dataclasses import fields
 
 import pytest
@@ -16,6 +17,7 @@ from weft.lab import TrainConfig, evaluate_run, load_run, loop, make_config, tra
 from weft.lab.build import build_model
 from weft.lab.config import FREE_ON_RESUME, field_help, from_json, to_json
 from weft.lab.data import Order, Rows, seed_of
+from weft.lab.evaluate import evaluate
 from weft.lab.optim import learning_rate, make_optimizer
 from weft.lab.run import Run
 from weft.tasks import get_task
@@ -133,6 +135,21 @@ def test_evaluation_counts_every_row_once(tmp_path):
     model, config, data = load_run(tmp_path / "run")
     logits = model(data.test["ids"].long())
     assert (logits.argmax(-1) == data.test["label"]).double().mean().item() == pytest.approx(found["accuracy"])
+
+
+def test_part_of_an_evaluation_is_spread_over_the_split(tmp_path):
+    """Data sorted by class: five batches of ten rows must meet all five classes."""
+    label = torch.arange(100) // 20
+
+    class Echo(torch.nn.Module):
+        def forward(self, ids):
+            return torch.nn.functional.one_hot(ids[:, 0] * 0 + 3, 5).float()
+
+    task, cpu = get_task("digits"), torch.device("cpu")
+    rows = Rows({"ids": label[:, None], "label": label}, cpu)
+    one = types.SimpleNamespace(world_size=1, global_rank=0)
+    found = evaluate(one, Echo(), task, rows, TrainConfig(batch_size=10), batches=5)
+    assert found["accuracy"] == 0.2
 
 
 def test_a_run_can_be_made_longer_where_the_schedule_allows(tmp_path):

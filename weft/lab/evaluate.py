@@ -31,7 +31,8 @@ def evaluate(
     world, rank = fabric.world_size, fabric.global_rank
     count = -(-len(rows) // (per_call * world))
     sums: dict[str, torch.Tensor] = {}
-    for number in range(min(count, batches) if batches else count):
+    few = min(count, batches) if batches else count
+    for number in (i * count // few for i in range(few)):  # a part is spread over the whole: rows may be sorted
         index = torch.arange(per_call, device=device) + (number * world + rank) * per_call
         counts = index < len(rows)
         generator = torch.Generator(device=device).manual_seed(seed_of("evaluate", config.seed, number))
