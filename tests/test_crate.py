@@ -189,6 +189,22 @@ def test_published_sizes(size, count):
         assert sum(p.numel() for p in tied.parameters()) == 15_708_904
 
 
+def test_size_command_puts_the_papers_figures_beside_ours():
+    from typer.testing import CliRunner
+
+    from weft.cli import app
+
+    done = CliRunner().invoke(app, ["size", "crate"], env={"COLUMNS": "120"})
+    assert done.exit_code == 0, done.output
+    lines = [line.strip("│").split("│") for line in done.output.splitlines() if line.startswith("│")]
+    rows = [[cell.strip() for cell in line] for line in lines]
+    assert [row[0] for row in rows] == ["CRATE-Tiny", "CRATE-Small", "CRATE-Base", "CRATE-Large"]
+    assert [row[3] for row in rows] == ["6,090,856", "13,116,328", "22,796,008", "77,641,192"]
+    for column in (4, 5):
+        assert [row[column] for row in rows] == ["6.09", "13.12", "22.80", "77.64"]
+    assert CliRunner().invoke(app, ["size", "crate", "--heads", "3"]).exit_code == 2
+
+
 def test_initial_values():
     torch.manual_seed(0)
     model = crate("tiny", layers=1, classes=10)

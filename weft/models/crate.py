@@ -101,7 +101,7 @@ class CRATE(nn.Module):
     """Image classifier: images (B, C, height, width) -> logits (B, classes).
 
     `pooling` is "cls", or "mean" over all tokens, CLS included. Further options go to every layer (see `CRATELayer`):
-    `attention="sampled"` and such, `tied`, `scale`, `ista={...}`.
+    `attention="subsampled"` and such, `tied`, `scale`, `ista={...}`.
     """
 
     def __init__(
