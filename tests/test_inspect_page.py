@@ -112,6 +112,8 @@ def test_names_of_layers():
     assert layer_name("encoder.blocks.3.attention", 0) == "layer 4"
     assert layer_name("blocks.0.attention.memory", 5) == "layer 1 · memory"
     assert layer_name("attention", 1) == "layer 2"
+    assert layer_name("stages.0.blocks.2.attn", 0) == "layer 1.3"
+    assert layer_name("block4.1.attn.memory", 0) == "layer 4.2 · memory"
     assert layer_name("encoder.blocks.0.attention (call 2)", 3) == "layer 1 · call 2"
 
 

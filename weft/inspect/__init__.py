@@ -1,6 +1,7 @@
 """Looking inside: the mathematics of CRATE, measurements per layer, figures, and a page to read them on."""
 
 from . import figures
+from .branches import BranchView, branch_views
 from .denoising import ideal_denoiser, mixture_score, posterior_mean
 from .measure import cache_shares, measure, subspace_coherence, tokens_per_layer
 from .page import report
@@ -9,8 +10,10 @@ from .views import AttentionView, attention_row, attention_views
 
 __all__ = [
     "AttentionView",
+    "BranchView",
     "attention_row",
     "attention_views",
+    "branch_views",
     "cache_shares",
     "coding_rate",
     "coherence",

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from .branches import BranchView
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -107,6 +109,24 @@ def cache_share(shares: Sequence[tuple[str, Tensor]]) -> Figure:
         axis.scatter([i + 1] * len(values), values.numpy(), s=18, alpha=0.7, color="tab:orange")
     axis.axhline(0.5, color="grey", linestyle="--", linewidth=1)
     axis.set(xlabel="layer", ylabel="σ(λ), share of the cache", ylim=(0, 1), xticks=range(1, len(shares) + 1))
+    return figure
+
+
+def branches(views: Sequence[BranchView]) -> Figure:
+    """What each cached layer sees in the input and what it reads from its cache; the views of `branch_views`."""
+    if not views:
+        raise ValueError("no layer has a view to draw: this takes what `branch_views` returned first")
+    images = any(view.own.dim() == 2 for view in views)
+    figure, axes = _subplots(len(views), 2, 1.9 if images else 3.6, 2.0 if images else 0.7)
+    for pair, view in zip(axes, views, strict=True):
+        for axis, name, values in zip(pair, ("self", "cache"), (view.own, view.memory), strict=True):
+            shown = axis.imshow(
+                values.numpy().reshape(-1, values.shape[-1]), vmin=0, vmax=1, cmap="viridis",
+                aspect="equal" if values.dim() == 2 else "auto",
+            )  # fmt: skip
+            axis.set(xticks=[], yticks=[])
+            axis.set_title(f"{view.path}: {name}", fontsize=7)
+    figure.colorbar(shown, ax=axes, shrink=0.8)
     return figure
 
 

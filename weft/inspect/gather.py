@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..layers.memory_attention import MemoryAttention
+from .branches import branch_views, has_cache
 from .measure import Measures, cache_shares, measure, subspace_coherence, tokens_per_layer
 from .views import AttentionView, attention_views, outermost
-from .watch import blocks, plain
+from .watch import blocks, image_grid, plain
 
 Loader = Callable[[nn.Module], Any] | Mapping[str, Tensor]
 
@@ -135,15 +137,18 @@ def attention(
     """Every head of every layer on each example; the padding is left out."""
     causal = any(mechanism.causal for _, mechanism in outermost(plain(model)))
     row = -1 if causal else 0
+    memories = {name for name, module in plain(model).named_modules() if isinstance(module, MemoryAttention)}
     shown: list[dict[str, Any]] = []
     layers: list[dict[str, Any]] = []
     for i in range(examples):
         one = [t[i : i + 1] for t in inputs]
         views, output = attention_views(model, one, row=row, map_up_to=map_up_to)
-        grid = _grid(plain(model), one[0], pictures, views[0].row.shape[-1])
+        grid = image_grid(plain(model), one[0], pictures, views[0].row.shape[-1])
         texts = _texts(one, tokens[i] if tokens else None, grid)
-        packed = [_packed_view(view, texts, row) for view in views]
+        packed = [_packed_view(v, texts, row, v.path.split(" (call")[0] in memories, grid) for v in views]
         common: list[str] = next((view["tokens"] for view in packed if view["tokens"]), [])
+        if not common and texts and views[0].map is not None:  # all read slots: the tokens are those that ask
+            common = _labels(texts[0], views[0].map.shape[2]) or []
         for view in packed:  # as a rule all layers saw the same tokens: they are kept once
             if view["tokens"] == common:
                 view["tokens"] = "shared"
@@ -179,9 +184,10 @@ def facts(model: nn.Module) -> list[list[str]]:
 
 
 def layer_name(path: str, index: int) -> str:
-    """'encoder.blocks.3.attention' is layer 4; what has no number in its path is counted."""
-    numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", path.split(" (call")[0])
-    name = f"layer {int(numbers[0]) + 1 if numbers else index + 1}"
+    """'encoder.blocks.3.attention' is layer 4, 'stages.0.blocks.1' layer 1.2; what has no number is counted."""
+    numbers = re.findall(r"(?:^|\.)([^.\d]*)(\d+)(?=\.|$)", path.split(" (call")[0])
+    counted = [str(int(number) + (word == "")) for word, number in numbers]  # 'block1' counts from one already
+    name = f"layer {'.'.join(counted) or index + 1}"
     for word in ("decoder", "memory", "cross"):
         if word in path:
             name += f" · {word}"
@@ -196,14 +202,42 @@ def cache_dots(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+def branches(model: nn.Module, inputs: Sequence[Tensor], grids: Sequence[list[int] | None]) -> dict[str, Any]:
+    """The two branches of every cached layer for each example, and a sentence where some are missing."""
+    if not has_cache(model):
+        return {"examples": [], "missing": ""}
+    found, missing = [], ""
+    for i, grid in enumerate(grids):
+        try:
+            views, windows = branch_views(model, [t[i : i + 1] for t in inputs], grid=grid)
+        except ValueError as error:  # streams that evaluation writes: looking would change them
+            return {"examples": [], "missing": f"No maps: {error}."}
+        if windows:
+            missing = f"{len(windows)} layers attend within windows: they have no map of the whole image."
+        found.append(
+            [
+                {
+                    "name": layer_name(v.path, n),
+                    "grid": list(v.own.shape) if v.own.dim() == 2 else None,
+                    "share": float(f"{v.share.mean().item():.3g}"),
+                    "maps": pack(torch.stack([v.own, v.memory])),
+                }
+                for n, v in enumerate(views)
+            ]
+        )
+    return {"examples": found if any(found) else [], "missing": missing}
+
+
 def _block_names(model: nn.Module) -> list[str]:
     return [layer_name(path, i) for i, (path, _) in enumerate(blocks(plain(model)))]
 
 
-def _packed_view(view: AttentionView, texts: list[list[str]], row: int) -> dict[str, Any]:
+def _packed_view(
+    view: AttentionView, texts: list[list[str]], row: int, memory: bool, grid: list[int] | None
+) -> dict[str, Any]:
     """A view of one example without its padding; `tokens` is None where the keys are slots of a memory."""
     one, full = view.row[0], None if view.map is None else view.map[0]
-    labels = _labels(texts[min(view.call, len(texts)) - 1], one.shape[-1]) if texts else None
+    labels = _labels(texts[min(view.call, len(texts)) - 1], one.shape[-1]) if texts and not memory else None
     if view.mask is not None:
         real = view.mask[0]
         one = one[:, real]
@@ -212,6 +246,10 @@ def _packed_view(view: AttentionView, texts: list[list[str]], row: int) -> dict[
             full = full[:, real] if full.shape[1] == len(real) else full
             full = full[:, :, real]
     packed: dict[str, Any] = {"tokens": labels, "row": pack(one), "query": row}
+    if memory:
+        packed["slots"] = True
+        if grid and 0 <= one.shape[-1] - grid[0] * grid[1] <= 1:  # written by tokens of the image, each in its place
+            packed["grid"] = grid
     if full is not None:
         packed["map"] = pack(full)
     return packed
@@ -235,22 +273,6 @@ def _texts(inputs: Sequence[Tensor], tokens: Any, grid: list[int] | None) -> lis
         return [[str(i) for i in ids] for ids in documents]
     words = [tokens] if not tokens or isinstance(tokens[0], str) else tokens
     return [[*map(str, w[: len(ids)]), *[""] * (len(ids) - len(w))] for w, ids in zip(words, documents, strict=False)]
-
-
-def _grid(model: nn.Module, first: Tensor, pictures: Tensor | None, keys: int) -> list[int] | None:
-    """The rows and columns the tokens fill, where they are the pixels or patches of an image."""
-    if first.dim() == 2:
-        size = [] if pictures is None else list(pictures.shape[-2:])
-        return size if size and size[0] * size[1] == first.shape[1] else None
-    for module in model.modules():
-        grid = getattr(module, "grid", getattr(module, "grid_size", None))
-        if isinstance(grid, (tuple, list)) and len(grid) == 2:
-            return [int(n) for n in grid]
-    for patches in (keys, keys - 1):  # a square image of square patches, with or without CLS
-        side = round(patches**0.5)
-        if first.dim() == 4 and first.shape[2] == first.shape[3] and side**2 == patches > 0:
-            return [side, side]
-    return None
 
 
 def _picture(image: Tensor) -> dict[str, Any]:

@@ -109,7 +109,8 @@ def tokens_per_layer(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A random sub-matrix (at most `size` tokens by `size` channels) of every block's output for one example.
 
-    Returns it, (layers, tokens, channels), with the tokens and the channels chosen; they are the same in all layers.
+    Returns it, (layers, tokens, channels), with the tokens and the channels chosen; they are the same in all layers,
+    so in a pyramid they are among those that its smallest layers have.
     """
     model = plain(model)
     layers = blocks(model)
@@ -124,11 +125,12 @@ def tokens_per_layer(
         model(*(t[:1] for t in inputs))
     if not seen:
         raise ValueError("no block of this model returned tokens (B, L, dim)")
-    z, mask = seen[0]
+    mask = seen[0][1]
+    length, width = (min(z.shape[i] for z, _ in seen) for i in (0, 1))
     generator = torch.Generator().manual_seed(seed)
-    real = torch.arange(z.shape[0]) if mask is None else mask[0].nonzero().flatten().cpu()
+    real = torch.arange(length) if mask is None else mask[0].nonzero().flatten().cpu()
     tokens = real[torch.randperm(len(real), generator=generator)[:size]].sort().values
-    channels = torch.randperm(z.shape[1], generator=generator)[:size].sort().values
+    channels = torch.randperm(width, generator=generator)[:size].sort().values
     return torch.stack([z[tokens][:, channels] for z, _ in seen]), tokens, channels
 
 

@@ -40,6 +40,8 @@ function part(packed, i) {
   const bytes = decoded.get(packed).subarray(i * size, (i + 1) * size);
   return Float32Array.from(bytes, q => packed.max[i] * Math.sign(q) * (q / 127) ** 2);
 }
+// A map keeps its shape, but a pyramid's (many queries, few slots) is not drawn taller than twice its width.
+const proportion = (columns, rows) => String(Math.min(4, Math.max(.5, columns / rows)));
 const largest = values => values.reduce((a, b) => Math.max(a, Math.abs(b)), 0);
 // The full strength of a row: its largest weight, but at least four times the even share, so that even looks even.
 const fullStrength = values => Math.max(largest(values), 4 * values.reduce((a, b) => a + Math.abs(b), 0) / values.length);
@@ -92,7 +94,7 @@ function attention() {
   const seen = () => layers[state.layer].examples[state.example];
   const tokens = () => seen().tokens === "shared" ? examples[state.example].tokens : seen().tokens
     ?? Array.from({length: seen().row.shape[1]}, (_, i) => `slot ${i + 1}`);
-  const cells = () => seen().tokens === "shared" ? examples[state.example].grid : null;
+  const cells = () => seen().grid ?? (seen().tokens === "shared" ? examples[state.example].grid : null);
   const queries = () => seen().map ? seen().map.shape[1] : 0;
   const query = () => state.query ?? (seen().query < 0 ? Math.max(queries() + seen().query, 0) : seen().query);
 
@@ -108,6 +110,8 @@ function attention() {
     for (let h = 1; h < n; h++) of(h).forEach((v, i) => total[i] += v);
     return total.map(v => v / n);
   }
+  // A memory's keys are slots, not the tokens that ask.
+  const asking = () => seen().slots ? (examples[state.example].tokens.length === queries() ? examples[state.example].tokens : []) : tokens();
   // Where the keys are an image (CLS in front, perhaps) they are drawn in its shape; text is wrapped like a small page.
   function shape(values) {
     if (cells()) {
@@ -133,7 +137,11 @@ function attention() {
     const labels = tokens(), several = new Set(kinds).size > 1;
     grid.replaceChildren(...[-1, ...order].map(h => {
       const values = row(h), canvas = el("canvas");
-      if (state.maps && view.map) { const m = map(h); paint(canvas, m, view.map.shape[2], fullStrength(m)); }
+      if (state.maps && view.map) {
+        const m = map(h), [, rows, columns] = view.map.shape;
+        paint(canvas, m, columns, fullStrength(m));
+        canvas.style.aspectRatio = proportion(columns, rows);
+      }
       else { const [cells, columns] = shape(values); paint(canvas, cells, columns, fullStrength(cells)); }
       const top = values.reduce((best, v, i) => Math.abs(v) > Math.abs(values[best]) ? i : best, 0);
       const name = h < 0 ? "all heads, mean" : `head ${h + 1}${several ? " · " + kinds[h] : ""}`;
@@ -150,7 +158,7 @@ function attention() {
     const readout = el("div", {className: "readout"});
     const say = text => readout.textContent = text;
     const single = labels.filter(t => t.length === 1).length > labels.length * .8;
-    const asked = queries() === labels.length ? query() : -1;
+    const asked = !view.slots && queries() === labels.length ? query() : -1;
     const text = el("div", {className: "text" + (single ? " bytes" : "") + (asked >= 0 ? " pick" : "")},
       ...labels.flatMap((t, i) => {
         const span = el("span", {className: i === asked ? "query" : "", title: number(values[i] ?? 0),
@@ -163,7 +171,7 @@ function attention() {
     if (image) {
       const [patch, columns] = shape(values), over = el("canvas");
       paint(over, patch, columns, fullStrength(patch));
-      const under = example.picture ? picture(example.picture) : el("canvas");
+      const under = example.picture && !view.slots ? picture(example.picture) : el("canvas");
       under.style.filter = "grayscale(1)"; under.style.opacity = .55;
       const frame = el("div", {className: "frame"}, under, over);
       frame.style.aspectRatio = `${image[1]} / ${image[0]}`;
@@ -186,22 +194,24 @@ function attention() {
       const [, rows, columns] = view.map.shape, canvas = el("canvas"), m = map(state.head);
       paint(canvas, m, columns, fullStrength(m));
       const frame = el("div", {className: "frame"}, canvas);
-      frame.style.aspectRatio = `${columns} / ${rows}`;
+      frame.style.aspectRatio = proportion(columns, rows);
+      frame.style.cursor = "pointer";
+      frame.onclick = e => { state.query = at(e)[0]; heads(); show(); };
       const at = e => {
         const box = frame.getBoundingClientRect();
         return [Math.min(rows - 1, Math.max(0, Math.floor((e.clientY - box.top) / box.height * rows))),
           Math.min(columns - 1, Math.max(0, Math.floor((e.clientX - box.left) / box.width * columns)))];
       };
       frame.onmousemove = e => { const [i, j] = at(e);
-        say(`${rows === labels.length ? labels[i] : "query " + (i + 1)} → ${labels[j] ?? j + 1}: ${number(m[i * columns + j])}`); };
-      parts.push(el("div", {}, frame, el("small", {}, "the whole map: queries down, keys across")));
+        say(`${asking().length === rows ? asking()[i] : "query " + (i + 1)} → ${labels[j] ?? j + 1}: ${number(m[i * columns + j])}`); };
+      parts.push(el("div", {}, frame, el("small", {}, `the whole map: queries down, ${view.slots ? "slots" : "keys"} across`)));
     }
     const images = el("div", {className: "pictures"}, ...parts);
-    const from = view.map || seen().query === 0 ? labels[query()] ?? "" : "the last token";
-    const aside = image ? values.slice(0, values.length - image[0] * image[1]) : [];
+    const from = view.map || seen().query === 0 ? asking()[query()] ?? `query ${query() + 1}` : "the last token";
+    const aside = image && !view.slots ? values.slice(0, values.length - image[0] * image[1]) : [];
     const cls = aside.length ? `${number(aside[0])} of it on ${labels[0]}, the rest on the image. ` : "";
-    const line = el("p", {}, el("b", {}, kind), ` — what “${asked >= 0 || queries() === 0 ? from : "query " + (query() + 1)}” attends to. ${cls}`,
-      el("small", {}, asked >= 0 ? "Click a token to ask from there." : view.map ? "" : "The input is long: this one row is shown, not the whole map."));
+    const line = el("p", {}, el("b", {}, kind), ` — what “${from}” ${view.slots ? "reads from the cache, slot by slot" : "attends to"}. ${cls}`,
+      el("small", {}, asked >= 0 ? "Click a token to ask from there." : view.map ? "Click a row of the map to ask from there." : "The input is long: this one row is shown, not the whole map."));
     large.replaceChildren(el("div", {className: "card"}, line, image ? images
       : el("div", {className: "large"}, text, images), readout));
   }
@@ -365,4 +375,37 @@ function cache() {
     el("div", {className: "charts"}, el("div", {className: "card"}, node)));
 }
 
-header(); attention(); curves(); heatmaps(); coherence(); cache();
+// The two branches of each cached layer: an image in its shape, anything else as a strip.
+function branches() {
+  const {examples, missing} = data.branches;
+  if (!examples.length && !missing) return;
+  const grid = el("div", {className: "pairs"});
+  let current = 0;
+  const show = () => {
+    const {picture: image, tokens} = data.attention.examples[current];
+    const one = (layer, i) => {
+      const values = part(layer.maps, i), columns = layer.grid ? layer.grid[1] : values.length, rows = layer.grid ? layer.grid[0] : 1;
+      const name = i ? "cache" : "self", canvas = el("canvas", {ariaLabel: `${name} branch of ${layer.name}`});
+      paint(canvas, values, columns, 1);
+      canvas.style.aspectRatio = layer.grid ? `${columns} / ${rows}` : "auto";
+      canvas.onmousemove = e => {
+        const box = canvas.getBoundingClientRect(), at = (x, size, n) => Math.min(n - 1, Math.max(0, Math.floor(x / size * n)));
+        const r = at(e.clientY - box.top, box.height, rows), c = at(e.clientX - box.left, box.width, columns);
+        const label = layer.grid ? `row ${r + 1}, column ${c + 1}` : tokens.length === columns ? tokens[c] : `token ${c + 1}`;
+        canvas.title = `${label}: ${number(values[r * columns + c])}`;
+      };
+      return el("figure", {className: layer.grid ? "" : "strip"}, canvas, el("figcaption", {}, name));
+    };
+    grid.replaceChildren(...examples[current].map(layer => el("div", {className: layer.grid ? "pair" : "pair wide"},
+      el("div", {className: "title"}, el("b", {}, layer.name), ` mean σ(λ) ${number(layer.share)}`), one(layer, 0), one(layer, 1))));
+    if (image && examples[current].some(layer => layer.grid)) grid.prepend(el("div", {className: "pair original"},
+      el("div", {className: "title"}, "the image"), el("figure", {}, picture(image))));
+  };
+  const pages = examples.length > 1 ? choice("example", examples.map((_, i) => `${i + 1}`), 0, i => { current = i; show(); }) : null;
+  if (examples.length) { show(); repaint.push(show); }
+  section("Self and cache", "What each cached layer's two branches make of the example, as means over channels and heads from 0 (pale) to 1 (strong): " +
+    "self attends to this input, cache to the memory that training has left; where one is pale and the other strong, they complement each other " +
+    `(Cached Transformers, arXiv 2312.12742, Figure 4). ${missing}`, el("div", {className: "bar"}, pages), grid);
+}
+
+header(); attention(); curves(); heatmaps(); coherence(); cache(); branches();

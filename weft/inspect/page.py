@@ -49,23 +49,25 @@ def report(
         pictures = inputs[0]
     curves = gather.curves(model, splits or {"these examples": inputs}, checkpoints)
     measured = examples if curves["charts"] else 0  # blocks that do not return tokens have none to draw
+    attention = gather.attention(
+        model,
+        inputs,
+        tokens=tokens,
+        pictures=pictures,
+        targets=targets,
+        classes=classes,
+        examples=examples,
+        map_up_to=map_up_to,
+    )
     data = {
         "title": title or type(model).__name__,
         "facts": gather.facts(model) + [list(pair) for pair in facts],
-        "attention": gather.attention(
-            model,
-            inputs,
-            tokens=tokens,
-            pictures=pictures,
-            targets=targets,
-            classes=classes,
-            examples=examples,
-            map_up_to=map_up_to,
-        ),
+        "attention": attention,
         "curves": curves,
         "heatmaps": gather.heatmaps(model, inputs, examples=measured, size=heatmap),
         "coherence": gather.coherences(model),
         "cache": gather.cache_dots(model),
+        "branches": gather.branches(model, inputs, [example["grid"] for example in attention["examples"]]),
     }
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -86,6 +86,22 @@ def plain(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
+def image_grid(model: nn.Module, first: Tensor, pictures: Tensor | None, keys: int) -> list[int] | None:
+    """The rows and columns the tokens fill, where they are the pixels or patches of an image."""
+    if first.dim() == 2:
+        size = [] if pictures is None else list(pictures.shape[-2:])
+        return size if size and size[0] * size[1] == first.shape[1] else None
+    for module in model.modules():
+        grid = getattr(module, "grid", getattr(module, "grid_size", None))
+        if isinstance(grid, (tuple, list)) and len(grid) == 2:
+            return [int(n) for n in grid]
+    for patches in (keys, keys - 1):  # a square image of square patches, with or without CLS
+        side = round(patches**0.5)
+        if first.dim() == 4 and first.shape[2] == first.shape[3] and side**2 == patches > 0:
+            return [side, side]
+    return None
+
+
 def in_batches(inputs: Sequence[Tensor], size: int) -> Iterator[tuple[Tensor, ...]]:
     for start in range(0, len(inputs[0]), size):
         yield tuple(t[start : start + size] for t in inputs)

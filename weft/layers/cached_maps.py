@@ -1,7 +1,7 @@
 """What the two branches of cached attention look at: their mean maps, layer by layer.
 
 Zhang et al., Cached Transformers, https://arxiv.org/abs/2312.12742, Figure 4: o_self and o_mem averaged over channels
-and heads, brought to [0, 1] for each sample.
+and heads, brought to [0, 1] for each sample over its real tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .cached import CachedAttention
+from .cached_inputs import grid_of, valid_tokens
 
 
 class BranchMaps(NamedTuple):
@@ -20,6 +21,8 @@ class BranchMaps(NamedTuple):
     name: str
     own: Tensor
     memory: Tensor
+    valid: Tensor | None = None  # (B, T), where some tokens are padding: those are 0 in both
+    grid: tuple[int, int] | None = None  # height and width of the image, where the layer or its call tells
 
 
 def branch_maps(model: nn.Module, *args: Any, **kwargs: Any) -> list[BranchMaps]:
@@ -33,7 +36,12 @@ def branch_maps(model: nn.Module, *args: Any, **kwargs: Any) -> list[BranchMaps]
 
             def see(layer: CachedAttention, given: Any, named: Any, name: str = name) -> None:
                 own, memory = layer.branches(*given, **named)
-                found.append(BranchMaps(name, _map(own), _map(memory)))
+                valid = valid_tokens(given[0], given[1:], named, named.get("valid"), delayed=layer.options.delayed)
+                grid = grid_of(given[1:], named, named.get("grid"))
+                if grid is None and layer.grid is not None:
+                    fits = layer.grid[0] * layer.grid[1] + layer.prefix == own.shape[1]
+                    grid = layer.grid if fits else None
+                found.append(BranchMaps(name, _map(own, valid), _map(memory, valid), valid, grid))
 
             hooks.append(module.register_forward_pre_hook(see, with_kwargs=True))
     if not hooks:
@@ -51,7 +59,9 @@ def branch_maps(model: nn.Module, *args: Any, **kwargs: Any) -> list[BranchMaps]
     return found
 
 
-def _map(branch: Tensor) -> Tensor:
+def _map(branch: Tensor, valid: Tensor | None) -> Tensor:
     values = branch.to(torch.promote_types(branch.dtype, torch.float32)).mean((2, 3))
-    low, high = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
-    return (values - low) / (high - low).clamp(min=torch.finfo(values.dtype).tiny)
+    padding = torch.zeros_like(values, dtype=torch.bool) if valid is None else ~valid
+    low = values.masked_fill(padding, torch.inf).amin(1, keepdim=True)
+    high = values.masked_fill(padding, -torch.inf).amax(1, keepdim=True)
+    return ((values - low) / (high - low).clamp(min=torch.finfo(values.dtype).tiny)).masked_fill(padding, 0)
