@@ -80,11 +80,21 @@ class CombinerRouting(Combiner):
         B, H, _, D = k.shape
         G, size = self.clusters.clusters, self.clusters.size(0)
 
-        def two(like: Tensor, *shape: int) -> list[Tensor]:
-            return [like.new_zeros(B, H, *shape, D) for _ in range(2)]
+        def room(like: Tensor, *shape: int) -> Tensor:
+            return like.new_zeros(B, H, *shape, D)
 
-        filled, closed = (torch.zeros(B, H, *n, dtype=torch.long, device=k.device) for n in ((G,), ()))
-        return RoutingState(0, *two(k, G, size), filled, *two(features, G), *two(k, G), *two(k, 0), closed)
+        return RoutingState(
+            k=room(k, G, size),
+            v=room(k, G, size),
+            filled=torch.zeros(B, H, G, dtype=torch.long, device=k.device),
+            query_features=room(features, G),
+            key_features=room(features, G),
+            span_k=room(k, G),
+            span_v=room(k, G),
+            closed_k=room(k, 0),
+            closed_v=room(k, 0),
+            closed=torch.zeros(B, H, dtype=torch.long, device=k.device),
+        )
 
     def advance(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, state: RoutingState) -> tuple[Seen, RoutingState]:
         s = self.summary
