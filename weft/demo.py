@@ -37,7 +37,7 @@ def demo(
     console = Console()
     began = time.perf_counter()
     _empty(out)
-    console.print(f"[bold]weft demo[/]: three runs of {steps} steps, side by side; about a minute on two free cores")
+    console.print(f"[bold]weft demo[/]: three runs of {steps} steps, side by side")
     folders = {name: out / name.replace(", ", "-") for name in PRESETS}
     processes = {name: _start(folder, PRESETS[name], steps, seed) for name, folder in folders.items()}
     victim = folders["deep, killed"]
