@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,3 +45,11 @@ def test_the_new_mechanism_of_contributing_works():
     attn = namespace["MeanAttention"](heads=1, head_dim=2, causal=True)
     v = torch.randn(1, 1, 5, 2)
     torch.testing.assert_close(attn(v, v, v)[0, 0, 2], v[0, 0, :3].mean(0))
+
+
+def test_importing_weft_is_light():
+    """Neither the compiler nor any extra is imported before it is used."""
+    heavy = "torch._dynamo lightning transformers timm matplotlib sklearn pyarrow triton".split()
+    code = f"import sys, weft; print([m for m in {heavy} if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert found.stdout.strip() == "[]"

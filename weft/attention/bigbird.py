@@ -92,7 +92,7 @@ def _key_blocks(length: int, block_size: int, random_blocks: int, heads: int, se
     """(heads, n-2, 5 + r): all key blocks of query blocks 1..n-2, each once; -1 fills up."""
     n = ceil_div(length, block_size)
     plan = random_plan(length, block_size, random_blocks, heads, seed)
-    table = torch.full((heads, n - 2, 5 + random_blocks), -1)
+    table = torch.full((heads, n - 2, 5 + random_blocks), -1, device="cpu")
     for b in range(1, n - 1):
         band = sorted({0, b - 1, b, b + 1, n - 1})
         table[:, b - 1, : len(band)] = torch.tensor(band)
@@ -100,9 +100,15 @@ def _key_blocks(length: int, block_size: int, random_blocks: int, heads: int, se
     return table
 
 
-@torch.compiler.assume_constant_result  # the compiler need not trace NumPy's generator
+# An operator of its own: a compiled graph need not trace NumPy's generator.
+@torch.library.custom_op("weft::bigbird_blocks", mutates_args=())
 def key_blocks(length: int, block_size: int, random_blocks: int, heads: int, seed: int) -> Tensor:
-    return _key_blocks(length, block_size, random_blocks, heads, seed)
+    return _key_blocks(length, block_size, random_blocks, heads, seed).clone()
+
+
+@key_blocks.register_fake
+def _(length: int, block_size: int, random_blocks: int, heads: int, seed: int) -> Tensor:
+    return torch.empty(heads, ceil_div(length, block_size) - 2, 5 + random_blocks, dtype=torch.long, device="cpu")
 
 
 register(

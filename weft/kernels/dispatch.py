@@ -58,9 +58,12 @@ def _cannot(q: Tensor, v: Tensor) -> str:
     return ""
 
 
-@torch.compiler.assume_constant_result
 def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
+
+
+# What torch.compiler.assume_constant_result does, without importing the compiler, which takes seconds.
+_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
