@@ -300,6 +300,26 @@ def test_the_tiny_task_is_learned(tmp_path):
     assert result.test["accuracy"] > 0.3  # chance is 0.1
 
 
+def test_the_white_box_model_trains_on_digits_and_on_images(tmp_path):
+    assert (
+        type(build_model(tiny(tmp_path, model="crate"), get_task("digits").load(tiny(tmp_path)))).__name__
+        == "CRATEText"
+    )
+    result = train(
+        make_config(
+            "digits", model="crate", out=str(tmp_path / "run"), steps=80, layers=2, accelerator="cpu", eval_every=40
+        )
+    )
+    assert losses(tmp_path / "run")[-1] < 2.25 < math.log(10) and result.parameters > 0
+    config = make_config("imagefolder", model="crate", layers=1, heads=2, head_dim=8, dim=16, image_size=8)
+    facts = {"classes": 3, "size": 8, "mean": [0.5] * 3, "std": [0.25] * 3}
+    model = get_task("imagefolder").model(config, types.SimpleNamespace(facts=facts))
+    images = torch.randint(256, (2, 3, 8, 8), dtype=torch.uint8)
+    torch.testing.assert_close(model(images), model.model((images / 255 - 0.5) / 0.25))
+    with pytest.raises(ValueError, match="one mechanism"):
+        build_model(tiny(tmp_path, model="crate", attention="full+local"), get_task("digits").load(tiny(tmp_path)))
+
+
 def test_tensorboard_is_written(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -28,6 +28,7 @@ class TrainConfig:
     init_from: str = ""  # the folder of a run of the same model whose last good weights to begin with
 
     # the model
+    model: str = "transformer"  # or crate, the white-box transformer, for text and image classification
     attention: str = "full"  # a registered mechanism, several joined by '+' for a mixed layer, or the study's 'mixed'
     attention_options: str = ""  # the mechanism's own options, as JSON: '{"block": 50}'
     cache: float = 0.0  # ratio of channels with a gated recurrent cache around every attention layer; 0: none
@@ -132,6 +133,7 @@ class TrainConfig:
         _one_of("strategy", self.strategy, ("auto", "ddp", "fsdp"))
         _one_of("precision", self.precision, ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"))
         _one_of("accelerator", self.accelerator, ("auto", "cpu", "cuda", "mps", "gpu"))
+        _one_of("model", self.model, ("transformer", "crate"))
         _one_of("positions", self.positions, ("", "sinusoid", "learned", "rope", "alibi", "none"))
         _one_of("pooling", self.pooling, ("", "cls", "mean", "first"))
         self.options()

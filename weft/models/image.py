@@ -20,6 +20,24 @@ from ..layers.encoder import NORM_EPS
 from .build import AttentionChoice, attention_layer
 
 
+class Normalised(nn.Module):
+    """`model` behind the normalisation of its images: bytes, or floats in [0, 1], in."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, model: nn.Module, mean: Sequence[float], std: Sequence[float]):
+        super().__init__()
+        self.model = model
+        self.register_buffer("mean", torch.tensor(mean).view(1, -1, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std).view(1, -1, 1, 1), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if not images.is_floating_point():
+            images = images.to(self.mean.dtype) / 255
+        return self.model((images - self.mean) / self.std)
+
+
 class ImageClassifier(nn.Module):
     """`model(images)`: (B, 3, size, size), bytes or floats in [0, 1], to logits (B, classes)."""
 

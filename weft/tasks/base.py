@@ -121,6 +121,8 @@ class StudyTask(Classification):
     def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
         from ..models.presets import lra
 
+        if config.model == "crate":
+            return crate_text(config, data)
         if config.positions not in ("", "sinusoid", "learned"):
             raise ValueError(f"the study's encoder has positions 'sinusoid' or 'learned', got {config.positions!r}")
         if isinstance(config.mechanisms(), list):
@@ -159,6 +161,8 @@ class TextClassification(Classification):
     def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
         from ..models import TextClassifier
 
+        if config.model == "crate":
+            return crate_text(config, data)
         if config.positions not in ("", "sinusoid", "learned"):
             raise ValueError(f"a text classifier has positions 'sinusoid' or 'learned', got {config.positions!r}")
         pooling = config.pooling or "cls"
@@ -170,6 +174,33 @@ class TextClassification(Classification):
             positions=config.positions or "sinusoid",
             **block_options(config),
         )
+
+
+def crate_text(config: TrainConfig, data: TaskData) -> nn.Module:
+    """The white-box classifier of single documents."""
+    from ..models import CRATEText
+
+    if data.documents != 1:
+        raise ValueError("--model crate classifies single documents; matching takes --model transformer")
+    pooling = config.pooling or "cls"
+    return CRATEText(
+        data.facts["vocab"],
+        data.facts["classes"],
+        max_length=data.length + 1,
+        pooling=pooling,
+        **crate_options(config),
+    )
+
+
+def crate_options(config: TrainConfig) -> dict[str, Any]:
+    """The config's fields as CRATE models take them; they have no MLP, and one mechanism for all layers."""
+    attention = config.mechanisms()
+    if not isinstance(attention, str) or attention == "mixed":
+        raise ValueError("--model crate takes one mechanism: its query, key and value are one projection")
+    if config.positions:
+        raise ValueError("--model crate has positions of its own: leave --positions out")
+    options = dict(dim=config.dim, heads=config.heads, head_dim=config.head_dim, layers=config.layers)
+    return {**options, "dropout": config.dropout, "attention": attention, **config.options()}
 
 
 def block_options(config: TrainConfig) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Classification, Columns, TaskData, add_task, block_options
+from .base import Classification, Columns, TaskData, add_task, block_options, crate_options
 from .files import DamagedData, find, split_off
 
 if TYPE_CHECKING:
@@ -63,8 +63,18 @@ class ImageClassification(Classification):
         return (batch["image"],)
 
     def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
-        from ..models.image import ImageClassifier
+        from ..models.crate import CRATE
+        from ..models.image import ImageClassifier, Normalised
 
+        if config.model == "crate":
+            crate = CRATE(
+                classes=data.facts["classes"],
+                image_size=data.facts["size"],
+                patch=config.patch,
+                pooling=config.pooling or "cls",
+                **crate_options(config),
+            )
+            return Normalised(crate, data.facts["mean"], data.facts["std"])
         return ImageClassifier(
             data.facts["size"],
             data.facts["classes"],
