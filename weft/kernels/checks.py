@@ -164,7 +164,7 @@ SMALL = (
     Case(33, 16, D=32, mask="blocks", B=2, H=1, dtype=torch.float16),
     Case(33, 64, H=1, causal=False, dtype=torch.float16),
     Case(1, 16, H=1),
-    Case(150, 128, H=1, pool="sum", dtype=torch.float16),
+    Case(150, 128, H=1, pool="sum"),  # the mechanism never runs a sum in half precision
     Case(272, 256, H=1, D=8),
     Case(150, 64, H=1, causal=False, mask="random"),
     Case(100, 48, H=1, B=2, pool="mean", mask="blocks"),
