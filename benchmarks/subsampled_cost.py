@@ -50,14 +50,14 @@ def pair_share(sources: torch.Tensor, length: int, causal: bool) -> float:
     return pairs / (length * (length + 1) / 2)
 
 
-def measure(length: int, windows: int, causal: bool, rounds: int) -> tuple[float, float, float]:
+def measure(length: int, windows: int, causal: bool, alibi: bool, rounds: int) -> tuple[float, float, float]:
     """Seconds dense, seconds sampled, mean share of the pairs."""
     dense, sampled, qkv = make("full", causal, windows), make("subsampled", causal, windows), inputs(length)
-    grad = torch.randn_like(qkv[0])
+    grad, bias = torch.randn_like(qkv[0]), weft.ALiBi(HEADS) if alibi else None
     best, shares = {"dense": float("inf"), "sampled": float("inf")}, []
     for _ in range(rounds):
-        best["dense"] = min(best["dense"], once(dense, qkv, grad))
-        best["sampled"] = min(best["sampled"], once(sampled, qkv, grad))
+        best["dense"] = min(best["dense"], once(dense, qkv, grad, bias))
+        best["sampled"] = min(best["sampled"], once(sampled, qkv, grad, bias))
         shares.append(pair_share(sampled.last_indices, length, causal))
     return best["dense"], best["sampled"], sum(shares) / len(shares)
 
@@ -101,19 +101,18 @@ def main() -> None:
     length, windows = arguments.length, arguments.windows
     print(f"L = {length}, W = {windows}, {HEADS} heads of {HEAD_DIM}, {torch.get_num_threads()} threads, float32\n")
     print("| | dense ms | sampled ms | ratio | share of pairs | over share |\n|---|---|---|---|---|---|")
-    for causal in (False, True):
-        dense, sampled, share = measure(length, windows, causal, arguments.rounds)
-        name = "causal" if causal else "bidirectional"
+    kinds = {"bidirectional": (False, False), "bidirectional, ALiBi": (False, True)}
+    kinds |= {"causal": (True, False), "causal, ALiBi": (True, True)}
+    for name, kind in kinds.items():
+        dense, sampled, share = measure(length, windows, *kind, arguments.rounds)
         cells = f"{dense * 1e3:.0f} | {sampled * 1e3:.0f} | {sampled / dense:.3f} | {share:.3f}"
         print(f"| {name} | {cells} | {sampled / dense / share:.2f} |", flush=True)
     if arguments.no_memory:
         return
     print("\n| peak memory added | dense MiB | sampled MiB | ratio |\n|---|---|---|---|")
-    for causal in (False, True):
-        for alibi in (False, True):
-            dense, sampled = (peak_memory(n, length, windows, causal, alibi) for n in ("full", "subsampled"))
-            name = f"{'causal' if causal else 'bidirectional'}, {'ALiBi' if alibi else 'no bias'}"
-            print(f"| {name} | {dense:.0f} | {sampled:.0f} | {sampled / dense:.2f} |", flush=True)
+    for name, kind in kinds.items():
+        dense, sampled = (peak_memory(n, length, windows, *kind) for n in ("full", "subsampled"))
+        print(f"| {name} | {dense:.0f} | {sampled:.0f} | {sampled / dense:.2f} |", flush=True)
 
 
 if __name__ == "__main__":
