@@ -1,4 +1,4 @@
-"""From a model's `attention` argument to the attention layer of each of its blocks."""
+"""From a model's `attention` argument to its blocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..attention import Attention, attention_info
-from ..layers import MixedAttention, MultiheadAttention
+from ..layers import EncoderBlock, MixedAttention, MultiheadAttention
 
 Named = str | tuple[str, dict[str, Any]]
 Choice = Named | Sequence[Named] | Attention
@@ -40,6 +40,28 @@ def attention_layer(
     if options:
         raise TypeError("attention is a list: give each mechanism its options as (name, {options})")
     return MixedAttention(dim, heads, [_seeded(entry, layer, {}) for entry in choice], **common)
+
+
+def encoder_blocks(
+    layers: int,
+    attention: AttentionChoice,
+    dim: int,
+    heads: int,
+    *,
+    mlp_dim: int,
+    dropout: float,
+    attention_dropout: float | None,
+    options: dict[str, Any] | None,
+    place: dict[str, Any],
+    **common: Any,
+) -> nn.ModuleList:
+    """A model's stack of pre-norm blocks; `attention_dropout` is `dropout` when not given, `place` device and dtype."""
+    blocks = nn.ModuleList()
+    inside = dropout if attention_dropout is None else attention_dropout
+    for layer in range(layers):
+        inner = attention_layer(attention, layer, dim, heads, options=options, dropout=inside, **common, **place)
+        blocks.append(EncoderBlock(dim, inner, mlp_dim=mlp_dim, dropout=dropout, **place))
+    return blocks
 
 
 def _is_named(choice: Any) -> bool:

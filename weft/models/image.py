@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..layers import EncoderBlock, sinusoids
+from ..layers import sinusoids
 from ..layers.encoder import NORM_EPS
-from .build import AttentionChoice, attention_layer
+from .build import AttentionChoice, encoder_blocks
 
 
 class Normalised(nn.Module):
@@ -85,21 +85,20 @@ class ImageClassifier(nn.Module):
         else:
             self.register_buffer("positions", sinusoids(length, dim, device=device, dtype=dtype), persistent=False)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList()
-        for layer in range(layers):
-            inner = attention_layer(
-                attention,
-                layer,
-                dim,
-                heads,
-                options=attention_options,
-                head_dim=head_dim,
-                causal=False,
-                max_length=length,
-                dropout=dropout if attention_dropout is None else attention_dropout,
-                **place,
-            )
-            self.blocks.append(EncoderBlock(dim, inner, mlp_dim=mlp_dim, dropout=dropout, **place))
+        self.blocks = encoder_blocks(
+            layers,
+            attention,
+            dim,
+            heads,
+            options=attention_options,
+            head_dim=head_dim,
+            causal=False,
+            max_length=length,
+            mlp_dim=mlp_dim,
+            dropout=dropout,
+            attention_dropout=attention_dropout,
+            place=place,
+        )
         self.norm = nn.LayerNorm(dim, eps=NORM_EPS, **place)
         self.head = nn.Linear(dim, classes, **place)
 

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..layers import ALiBi, EncoderBlock, sinusoids
+from ..layers import ALiBi, sinusoids
 from ..layers.encoder import NORM_EPS
-from .build import AttentionChoice, attention_layer
+from .build import AttentionChoice, encoder_blocks
 
 
 class LanguageModel(nn.Module):
@@ -59,22 +59,21 @@ class LanguageModel(nn.Module):
         self.register_buffer("table", table, persistent=False)
         self.bias = ALiBi(heads) if positions == "alibi" else None
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList()
-        for layer in range(layers):
-            inner = attention_layer(
-                attention,
-                layer,
-                dim,
-                heads,
-                options=attention_options,
-                head_dim=head_dim,
-                causal=causal,
-                max_length=max_length,
-                rope=positions == "rope",
-                dropout=dropout if attention_dropout is None else attention_dropout,
-                **place,
-            )
-            self.blocks.append(EncoderBlock(dim, inner, mlp_dim=mlp_dim, dropout=dropout, **place))
+        self.blocks = encoder_blocks(
+            layers,
+            attention,
+            dim,
+            heads,
+            options=attention_options,
+            head_dim=head_dim,
+            causal=causal,
+            max_length=max_length,
+            rope=positions == "rope",
+            mlp_dim=mlp_dim,
+            dropout=dropout,
+            attention_dropout=attention_dropout,
+            place=place,
+        )
         self.norm = nn.LayerNorm(dim, eps=NORM_EPS, **place)
         self.scores = nn.Linear(dim, vocab, **place)
         nn.init.normal_(self.scores.weight, std=0.02)
