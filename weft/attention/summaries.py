@@ -50,7 +50,7 @@ class Summary(nn.Module):
         return float("-inf") if self.pool == "max" else 0.0
 
     def reduce(self, f: Tensor, dim: int) -> Tensor:
-        return f.amax(dim) if self.pool == "max" else f.sum(dim)
+        return largest(f, dim).squeeze(dim) if self.pool == "max" else f.sum(dim)
 
     def join(self, a: Tensor, b: Tensor) -> Tensor:
         """The features of two disjoint sets together."""
@@ -68,9 +68,9 @@ class Summary(nn.Module):
         """(.., T, D) -> (.., T, D): at each place the pool of all others."""
         if self.pool != "max":
             return f.sum(-2, keepdim=True) - f
-        top = f.amax(-2, keepdim=True)
+        top = largest(f, -2)
         at_top = f == top
-        second = f.masked_fill(at_top, float("-inf")).amax(-2, keepdim=True)
+        second = largest(f.masked_fill(at_top, float("-inf")), -2)
         second = torch.where(at_top.to(f.dtype).sum(-2, keepdim=True) > 1, top, second)
         return torch.where(at_top, second, top)
 
@@ -83,6 +83,19 @@ class Summary(nn.Module):
         elif self.pool == "max" and count is not None:
             f = f.masked_fill((count == 0)[..., None], 0)
         return f.to(dtype)
+
+
+def largest(x: Tensor, dim: int) -> Tensor:
+    """`x.amax(dim, keepdim=True)`; on a CPU without gradients by halves, several times as fast over rows.
+
+    With gradients it is amax, which shares the gradient of a tie equally.
+    """
+    if x.device.type != "cpu" or (torch.is_grad_enabled() and x.requires_grad):
+        return x.amax(dim, keepdim=True)
+    while (n := x.shape[dim]) > 1:
+        half = (n + 1) // 2  # where n is odd the halves share one, which no maximum minds
+        x = torch.maximum(x.narrow(dim, 0, half), x.narrow(dim, n - half, half))
+    return x
 
 
 def running_max(x: Tensor) -> Tensor:
