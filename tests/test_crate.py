@@ -360,3 +360,26 @@ def test_layers_of_a_random_mechanism_draw_differently():
     for name in drawn:
         seeds = [block.mssa.attention.seed for block in text_model(name).blocks]
         assert len(set(seeds)) == 2, name
+
+
+def test_surgery_knows_the_white_box_transformer():
+    """One line puts a Combiner, a sample or a cache into every layer, and takes it out again."""
+    torch.manual_seed(0)
+    model = CRATE(dim=16, heads=2, layers=3, classes=3, image_size=16, patch=4).eval()
+    images = torch.randn(2, 3, 16, 16)
+    before = model(images)
+    report = weft.swap(model, to="combiner-fixed", block_size=4)
+    assert {b.mssa.attention.name for b in model.blocks} == {"combiner-fixed"}
+    assert not torch.allclose(model(images), before, atol=1e-4)
+    report.undo()
+    report = weft.swap(model, to="full")
+    torch.testing.assert_close(model(images), before)
+    report.undo()
+    report = weft.subsample(model, "S2-L4")
+    assert [b.mssa.attention.name for b in model.blocks] == ["full", "subsampled", "subsampled"]
+    report.undo()
+    report = weft.cache(model, ratio=0.5)
+    model.train()(images)
+    assert all(int(b.mssa.cache.updates) == 1 for b in model.blocks)
+    report.undo()
+    assert torch.equal(model.eval()(images), before)

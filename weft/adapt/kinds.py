@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..attention import Attention
+from ..layers.mssa import MSSA
 from ..layers.multihead import MultiheadAttention
 from ..models.pvt import SpatialReductionAttention
 from .torch_nn import TorchMultiheadAttention
@@ -63,7 +64,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
 
 def _recognise(layer: Layer) -> bool:
     module = layer.module
-    if isinstance(module, MultiheadAttention):
+    if isinstance(module, (MSSA, MultiheadAttention)):
         layer.kind, layer.causal = "weft", module.causal
     elif isinstance(module, SpatialReductionAttention):
         layer.kind, layer.needs = "weft reduced", set() if module.sr is None else {"cross"}

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..attention import AttentionInfo, make_attention
+from ..layers.mssa import MSSA
 from ..layers.multihead import MultiheadAttention
 from .core import Core, learns, rows_are_independent
 from .kinds import Layer
@@ -49,7 +50,7 @@ def _core(module: nn.Module, info: AttentionInfo, causal: bool, settings: dict[s
 
 def _plan_weft(layer: Layer, info: AttentionInfo, settings: dict, causal: bool | None, prefix: int) -> Any:
     module = layer.module
-    assert isinstance(module, MultiheadAttention)
+    assert isinstance(module, (MSSA, MultiheadAttention))
     old = module.attention
     settings = {**settings, "max_length": settings["max_length"] or old.max_length}
     new = make_attention(
@@ -60,9 +61,10 @@ def _plan_weft(layer: Layer, info: AttentionInfo, settings: dict, causal: bool |
         dropout=old.dropout,
         **settings,
     )
-    if (new.reads_q and module.q is None) or (new.reads_k and module.k is None):
-        return f"{info.name} reads queries and keys, and the layer was made without a projection for them"
-    return [Patch(module, "attention", new.to(module.v.weight).train(module.training))]
+    if isinstance(module, MultiheadAttention):
+        if (new.reads_q and module.q is None) or (new.reads_k and module.k is None):
+            return f"{info.name} reads queries and keys, and the layer was made without a projection for them"
+    return [Patch(module, "attention", new.to(next(module.parameters())).train(module.training))]
 
 
 def _plan_reduced(layer: Layer, info: AttentionInfo, settings: dict, causal: bool | None, prefix: int) -> list[Patch]:

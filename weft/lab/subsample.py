@@ -26,6 +26,7 @@ from ..attention import make_attention
 from ..attention.full import FullAttention
 from ..attention.subsampled import Subsampling
 from ..layers.mixed import MixedAttention
+from ..layers.mssa import MSSA
 from ..layers.multihead import MultiheadAttention
 
 
@@ -57,7 +58,7 @@ def subsample(
     schedule: str,
     sigma: float | tuple[float, float] = 0.2,
     *,
-    where: str | Callable[[str, MultiheadAttention], bool] | None = None,
+    where: str | Callable[[str, nn.Module], bool] | None = None,
     **options: Any,
 ) -> SubsampleReport:
     """Put subsampled attention into the last layers of `model` that have `full` attention, in place.
@@ -67,9 +68,9 @@ def subsample(
     the same width, which cannot be told from the model. `options` are the mechanism's.
     """
     plan = parse_schedule(schedule)
-    paths = [(path, m) for path, m in model.named_modules() if isinstance(m, MultiheadAttention)]
+    paths = [(path, m) for path, m in model.named_modules() if isinstance(m, (MSSA, MultiheadAttention))]
     if not paths:
-        raise ValueError(f"{type(model).__name__} contains no weft.MultiheadAttention to subsample")
+        raise ValueError(f"{type(model).__name__} contains no weft.MultiheadAttention or MSSA to subsample")
     excluded = {path: why for path, m in paths if (why := _excluded(path, m, where))}
     number = _number_layers(model, [path for path, _ in paths if path not in excluded])
     depth = max(number.values(), default=-1) + 1
@@ -115,7 +116,7 @@ def make_dense(model: nn.Module) -> int:
     return subsampling(model, False)
 
 
-def _subsampled(layer: MultiheadAttention, plan: Schedule, sigma: float, options: dict[str, Any]) -> nn.Module:
+def _subsampled(layer: MSSA | MultiheadAttention, plan: Schedule, sigma: float, options: dict[str, Any]) -> nn.Module:
     old = layer.attention
     return make_attention(
         "subsampled",
@@ -131,12 +132,12 @@ def _subsampled(layer: MultiheadAttention, plan: Schedule, sigma: float, options
     ).train(old.training)
 
 
-def _excluded(path: str, layer: MultiheadAttention, where: Any) -> str:
+def _excluded(path: str, layer: MSSA | MultiheadAttention, where: Any) -> str:
     if isinstance(where, str) and not fnmatch.fnmatchcase(path, where):
         return "not chosen"
     if callable(where) and not where(path, layer):
         return "not chosen"
-    if layer.v.in_features != layer.dim:
+    if isinstance(layer, MultiheadAttention) and layer.v.in_features != layer.dim:
         return "it attends to another sequence"
     return ""
 
