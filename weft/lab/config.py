@@ -30,7 +30,7 @@ class TrainConfig:
     # the model
     model: str = "transformer"  # or crate, the white-box transformer, for text and image classification
     attention: str = "full"  # a registered mechanism, several joined by '+' for a mixed layer, or the study's 'mixed'
-    attention_options: str = ""  # the mechanism's own options, as JSON: '{"block": 50}'
+    attention_options: str = ""  # the mechanism's own options, as JSON: '{"block_size": 50}'
     cache: float = 0.0  # ratio of channels with a gated recurrent cache around every attention layer; 0: none
     subsample: str = ""  # train on random pathways, by a schedule such as S12-L8; needs full attention
     sigma: float = 0.2  # how local the pathways are, as a share of the length
@@ -92,7 +92,7 @@ class TrainConfig:
         try:
             options = json.loads(self.attention_options)
         except json.JSONDecodeError as error:
-            raise ValueError(f"attention_options must be JSON such as '{{\"block\": 50}}': {error}") from None
+            raise ValueError(f"attention_options must be JSON such as '{{\"block_size\": 50}}': {error}") from None
         if not isinstance(options, dict):
             raise ValueError(f"attention_options must be a JSON object, got {self.attention_options}")
         return options
