@@ -28,7 +28,8 @@ sys.path.insert(0, str(ROOT))
 
 from weft.attention.partitions import default_block  # noqa: E402
 from weft.kernels import combiner_fixed as kernels  # noqa: E402
-from weft.kernels.combiner_fixed import Tiles, combiner_fixed  # noqa: E402
+from weft.kernels.combiner_fixed import combiner_fixed  # noqa: E402
+from weft.kernels.launch import Tiles  # noqa: E402
 
 TOKENS, H, D = 16384, 16, 64
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)

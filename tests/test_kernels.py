@@ -17,6 +17,7 @@ import torch
 
 import weft
 from weft.kernels import dispatch
+from weft.kernels.cases import REAL, SMALL
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -33,13 +34,14 @@ assert bad == 0
 """
 
 MECHANISM = """
-import torch
-from weft.kernels.checks import PLAIN, compare_mechanism, failures
+from weft.kernels.agree import compare_call
+from weft.kernels.cases import SMALL
+from weft.kernels.checks import failures
 bad = 0
-for case in PLAIN:
-    wrong = failures(compare_mechanism("combiner-fixed", case, "cpu"), case.dtype)
+for call in SMALL[name]:
+    wrong = failures(compare_call(call, "cpu"), call.dtype)
     bad += bool(wrong)
-    print(case, "FAILED" if wrong else "ok", wrong, "seed", seed)
+    print(call, "FAILED" if wrong else "ok", wrong, "seed", seed)
 assert bad == 0
 """
 
@@ -63,8 +65,14 @@ def test_combiner_fixed_equals_its_definition():
 
 
 @needs_triton
-def test_combiner_fixed_backends_agree():
-    interpret(MECHANISM)
+@pytest.mark.parametrize("name", sorted(SMALL))
+def test_backends_agree(name):
+    interpret(f"name = {name!r}\n{MECHANISM}")
+
+
+def test_every_kernel_is_held_to_its_plain_version():
+    with_kernels = {name for name in weft.attentions() if "triton" in weft.attention_info(name).backends}
+    assert with_kernels == set(SMALL) == set(REAL)
 
 
 def make(**options):

@@ -1,4 +1,4 @@
-"""Holding the kernels to their definitions: written out densely, in float64, and compared with every gradient.
+"""Holding `combiner_fixed` to its definition: written out densely, in float64, and compared with every gradient.
 
 Used by the tests (small shapes, Triton's interpreter, CPU) and by benchmarks/gpu_correctness.py (real shapes, GPU).
 The dense forms are quadratic and share no code with the block-wise ones.
@@ -115,26 +115,6 @@ def compare(kernel: Callable[..., Tensor], case: Case, device: str) -> dict[str,
     return {name: relative_error(mine, theirs) for name, mine, theirs in pairs}
 
 
-def compare_mechanism(name: str, case: Case, device: str) -> dict[str, float]:
-    """The registered mechanism with backend="triton" against the same with backend="torch", in float64."""
-    import weft
-
-    q, k, v, dout, mask = case.tensors(device)
-    options: dict[str, Any] = {"heads": case.H, "head_dim": case.D, "causal": case.causal}
-    if name == "combiner-fixed":
-        options |= {"block_size": case.block_size, "summary": case.pool}
-    results = []
-    for backend in ("torch", "triton"):
-        attn = weft.make_attention(name, backend=backend, **options)
-        inputs = [(x.double() if backend == "torch" else x).detach().requires_grad_() for x in (q, k, v)]
-        with poisoned_memory():
-            out = attn(*inputs, mask)
-            results.append((out, *torch.autograd.grad(out, inputs, dout.to(out.dtype))))
-    assert results[1][0].dtype == case.dtype
-    pairs = zip(("out", "dq", "dk", "dv"), *results, strict=True)
-    return {name: relative_error(mine, theirs) for name, theirs, mine in pairs}
-
-
 def relative_error(mine: Tensor, theirs: Tensor) -> float:
     """‖mine − theirs‖ / ‖theirs‖; plain ‖mine‖ where the truth is zero; NaN stays NaN and passes no test."""
     return ((mine.double() - theirs).norm() / torch.where(theirs.norm() > 0, theirs.norm(), 1.0)).item()
@@ -168,13 +148,6 @@ SMALL = (
     Case(272, 256, H=1, D=8),
     Case(150, 64, H=1, causal=False, mask="random"),
     Case(100, 48, H=1, B=2, pool="mean", mask="blocks"),
-)
-
-PLAIN = (
-    Case(37, 16, H=1, D=8, mask="random"),
-    Case(45, 16, H=1, D=8, pool="mean", causal=False, mask="blocks", B=2),
-    Case(33, 16, H=1, D=8, pool="sum", dtype=torch.float16),
-    Case(31, 16, H=1, D=8, causal=False, pool="sum", mask="all", B=2),
 )
 
 _REAL = (

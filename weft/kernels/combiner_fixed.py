@@ -11,29 +11,16 @@ Triton is imported only when a kernel runs, so this module can be imported anywh
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from .dispatch import DTYPES, LARGEST_HEAD
+from .launch import Tiles, block_width, ceil_div, next_power_of_two, precision, rows_contiguous, strides
 
 POOLS = ("max", "mean", "sum")
 LEAST_LENGTH = 256  # from here on, measured, the kernels beat the plain version: docs/kernels.md
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """How a kernel cuts its work."""
-
-    queries: int  # per tile
-    keys: int  # own keys or summaries, per tile
-    warps: int
-    stages: int  # loads in flight
-    registers: int | None = None  # at most, per thread; None leaves it to the compiler
-
-    def launch(self) -> dict[str, int | None]:
-        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
 # By kernel, widest head and bytes per number. Measured with benchmarks/gpu_attention.py --tune; docs/kernels.md.
@@ -241,28 +228,3 @@ def query_chunks(L: int) -> tuple[int, int]:
     gradient does not depend on its batch mates."""
     chunk = max(1024, ceil_div(ceil_div(L, 32), 128) * 128)
     return chunk, ceil_div(L, chunk)
-
-
-def strides(x: Tensor) -> tuple[int, int, int]:
-    return x.stride(0), x.stride(1), x.stride(2)
-
-
-def rows_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def precision(x: Tensor) -> str:
-    """Float32 products as three tf32 ones, near float32's own accuracy; half precision has one way only."""
-    return "tf32x3" if x.dtype == torch.float32 else "tf32"
-
-
-def block_width(D: int) -> int:
-    return max(16, next_power_of_two(D))
-
-
-def next_power_of_two(x: int) -> int:
-    return 1 << max(0, x - 1).bit_length()
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)

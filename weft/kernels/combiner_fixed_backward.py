@@ -18,7 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .combiner_fixed_forward import load_rows, seen_tile, seen_tiles, store_rows, valid_rows
+from .combiner_fixed_forward import seen_tile, seen_tiles
+from .rows import load_rows, store_rows, valid_rows
 
 
 @triton.jit

@@ -1,0 +1,93 @@
+"""Holding a mechanism's kernel to its plain version: the same module twice, backend="torch" in float64 against
+backend="triton", outputs and every gradient, in poisoned memory.
+
+`cases.py` lists the calls; tests/test_kernels.py runs the small ones in Triton's interpreter, and
+benchmarks/gpu_correctness.py the real ones on a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .checks import poisoned_memory, relative_error
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a registered mechanism: its options, the shape, and how the mask and the memory are laid out."""
+
+    name: str
+    L: int
+    D: int = 16
+    B: int = 1
+    H: int = 2
+    causal: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+    bias: str = ""  # "alibi": position biases inside
+    mask: str = "none"  # none, random, ends (one sequence's start hidden, another's end), all (one sequence hidden)
+    layout: str = "BLHD"  # the order of the dimensions in memory
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        options = " ".join(f"{key}={value}" for key, value in self.options.items())
+        shape = f"{str(self.dtype)[6:]} B{self.B} H{self.H} L{self.L} D{self.D}"
+        rest = f"{'causal' if self.causal else 'both'} mask={self.mask} {self.layout} {self.bias}"
+        return f"{self.name} {options} {shape} {rest}".strip()
+
+    def make(self, backend: str, device: str) -> nn.Module:
+        """The mechanism, in training mode: samplers sample."""
+        import weft
+
+        return weft.make_attention(
+            self.name, heads=self.H, head_dim=self.D, causal=self.causal, backend=backend, **self.options
+        ).to(device)
+
+    def tensors(self, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """Fresh random q, k, v, the output's gradient, and the mask."""
+        shape = (self.B, self.L, self.H, self.D) if self.layout == "BLHD" else (self.B, self.H, self.L, self.D)
+        tensors = [torch.randn(shape, device=device).to(self.dtype) for _ in range(4)]
+        if self.layout == "BLHD":
+            tensors = [x.transpose(1, 2) for x in tensors]
+        q, k, v, dout = tensors
+        if self.mask == "none":
+            return q, k, v, dout, None
+        mask = torch.rand(self.B, self.L, device=device) > 0.3
+        if self.mask == "ends":
+            mask[0, : self.L // 3] = False
+            mask[-1, -self.L // 4 :] = False
+        if self.mask == "all":
+            mask[0] = False
+        hidden = ~mask[:, None, :, None]  # not even NaN in hidden memory may come through
+        return q, k.masked_fill(hidden, float("nan")), v.masked_fill(hidden, float("nan")), dout, mask
+
+    def position_bias(self, device: str) -> Callable[..., Tensor] | None:
+        import weft
+
+        return weft.ALiBi(self.H).to(device) if self.bias == "alibi" else None
+
+
+def compare_call(call: Call, device: str) -> dict[str, float]:
+    """Relative errors of the kernel's output and gradients against the plain version in float64."""
+    q, k, v, dout, mask = call.tensors(device)
+    bias = call.position_bias(device)
+    seed = int(torch.randint(2**31, ()))
+    torch.manual_seed(seed)
+    kernel = call.make("triton", device)
+    plain = copy.deepcopy(kernel)
+    plain.backend = "torch"  # type: ignore[assignment]
+    results = []
+    for attn, dtype in ((plain.double(), torch.float64), (kernel, call.dtype)):
+        inputs = [x.to(dtype).detach().requires_grad_() for x in (q, k, v)]
+        torch.manual_seed(seed)  # what samples must draw the same sample
+        with poisoned_memory():
+            out = attn(*inputs, mask, bias)
+            results.append((out, *torch.autograd.grad(out, inputs, dout.to(out.dtype))))
+    assert results[1][0].dtype == call.dtype and results[1][0].shape == q.shape
+    pairs = zip(("out", "dq", "dk", "dv"), *results, strict=True)
+    return {name: relative_error(mine, theirs) for name, theirs, mine in pairs}

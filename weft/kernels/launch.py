@@ -1,0 +1,47 @@
+"""What every launch of a kernel needs: how the work is cut, and tensors as the kernels read them. No Triton here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a kernel cuts its work."""
+
+    queries: int  # per tile
+    keys: int  # own keys or summaries, per tile
+    warps: int
+    stages: int  # loads in flight
+    registers: int | None = None  # at most, per thread; None leaves it to the compiler
+
+    def launch(self) -> dict[str, int | None]:
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
+
+
+def strides(x: Tensor) -> tuple[int, int, int]:
+    return x.stride(0), x.stride(1), x.stride(2)
+
+
+def rows_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def precision(x: Tensor) -> str:
+    """Float32 products as three tf32 ones, near float32's own accuracy; half precision has one way only."""
+    return "tf32x3" if x.dtype == torch.float32 else "tf32"
+
+
+def block_width(D: int) -> int:
+    return max(16, next_power_of_two(D))
+
+
+def next_power_of_two(x: int) -> int:
+    return 1 << max(0, x - 1).bit_length()
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
