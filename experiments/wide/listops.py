@@ -1,0 +1,50 @@
+"""ListOps, one wide layer against six of the same heads: the outer columns of Table 4 for seven attentions.
+
+    weft data make listops
+    weft sweep experiments/wide/listops.py
+
+Wide Attention Is The Way Forward For Transformers?, https://arxiv.org/abs/2210.00640: length 2,000, 10,000 steps of 32,
+Adam, base rate 0.05 with 1,000 steps of warm-up, the best checkpoint on validation data tested. `combiner-fixed` is not
+in the paper. Ours: bfloat16, and an evaluation every 500 steps where the published code has 200.
+"""
+
+from weft.lab.config import make_config
+from weft.lab.sweep import Cell
+
+TITLE = "ListOps, deep 6x8 and wide 1x48"
+METRIC = "accuracy"
+SCALE, UNIT = 100, "%"
+SEEDS = (0, 1, 2)  # the paper has three runs
+
+SHAPES = {"deep 6x8": (6, 8), "wide 1x48": (1, 48)}
+PAPER: dict[str, tuple[float | None, float | None]] = {
+    "full": (35.7, 37.2),
+    "linear": (37.1, 37.4),
+    "local": (36.8, 37.7),
+    "bigbird": (36.7, 37.3),
+    "performer": (36.2, 36.6),
+    "linformer": (29.9, 37.0),
+    "combiner-fixed": (None, None),
+}
+
+
+def cells() -> list[Cell]:
+    return [
+        Cell(
+            row=attention,
+            column=column,
+            config=make_config(
+                "listops",
+                attention=attention,
+                layers=layers,
+                heads=heads,
+                eval_every=500,
+                checkpoint_every=500,
+                precision="bf16-mixed",
+                compile=True,
+            ),
+            paper=figure,
+        )
+        for attention, figures in PAPER.items()
+        for (column, (layers, heads)), figure in zip(SHAPES.items(), figures, strict=True)
+    ]
