@@ -26,6 +26,7 @@ app.command("train")(lab.train_command())
 app.command("resume")(lab.resume_run)
 app.command("eval")(lab.eval_run)
 app.command("list")(lab.list_all)
+app.command("sweep")(lab.sweep_files)
 app.command("report")(lab.report_runs)
 app.add_typer(lab.data_app, name="data")
 

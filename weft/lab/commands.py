@@ -1,4 +1,4 @@
-"""The commands of the lab: train, eval, list, data. Heavy imports wait until a command runs."""
+"""The commands of the lab: train, eval, list, sweep, report, data. Heavy imports wait until a command runs."""
 
 from __future__ import annotations
 
@@ -130,6 +130,79 @@ def list_all() -> None:
         yes = ["yes" if flag else "" for flag in (info.causal, info.bidirectional, info.steps)]
         table.add_row(name, info.cost, *yes, " ".join(f"{k}={v}" for k, v in info.options.items()))
     console.print(table)
+
+
+def sweep_files(
+    files: Annotated[list[Path], typer.Argument(help="Python files that define TITLE, METRIC and cells()")],
+    jobs: Annotated[int, typer.Option(help="runs at a time, all on the same device; with Ray or Slurm 0: all")] = 0,
+    seeds: Annotated[str, typer.Option(help="in place of the file's own: 0,1,2")] = "",
+    only: Annotated[list[str] | None, typer.Option(help="a row, a column or row/column; * and ? match")] = None,
+    steps: Annotated[int, typer.Option(help="in place of the configs' own; 0: their own")] = 0,
+    data: Annotated[str, typer.Option(help="where the data is, if not where the configs say")] = "",
+    set_: Annotated[list[str] | None, typer.Option("--set", help="field=value for every config")] = None,
+    out: Annotated[Path | None, typer.Option(help="the folder for the runs; not given: runs/ beside the file")] = None,
+    minutes: Annotated[float, typer.Option(help="stop after this long, all saved; 0: no limit")] = 0.0,
+    on: Annotated[str, typer.Option(help="local, ray or slurm")] = "local",
+    address: Annotated[str, typer.Option(help="of the Ray cluster; empty: the one running here, or a new one")] = "",
+    gpus: Annotated[float, typer.Option(help="per run on Ray or Slurm; a fraction shares one; -1: 1 if any")] = -1,
+    cpus: Annotated[int, typer.Option(help="per run on Ray or Slurm")] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the runs and start nothing")] = False,
+) -> None:
+    """Run the tables of FILES: every cell with every seed, skipping what is done and going on with what was cut.
+
+    Settings that change what is computed (--steps, --set) get folders of their own.
+
+    Exit codes: 0 all done, 1 something failed, 75 stopped by a signal or by --minutes, saved, go on with it again.
+    """
+    with _exit_codes():
+        from .sweep import jobs_of, load_sweep, parse_override
+        from .sweep_run import DONE, FAILED, Local, run_jobs, survey
+        from .sweep_view import View, failures, table
+
+        overrides = dict(parse_override(text) for text in set_ or [])
+        overrides |= {"steps": steps} if steps else {}
+        overrides |= {"data": data} if data else {}
+        numbers = [int(seed) for seed in seeds.replace(",", " ").split()] if seeds else None
+        work = [
+            job
+            for file in files
+            for job in jobs_of(load_sweep(file), out=out, seeds=numbers, only=only or (), overrides=overrides)
+        ]
+        if overrides:
+            print("in every config: " + ", ".join(f"{name}={value}" for name, value in overrides.items()), flush=True)
+        if dry_run:
+            from rich.console import Console
+
+            Console().print(table(survey(work)))
+            return
+        engine: Any
+        if on == "local":
+            engine = Local(jobs or 1)
+        elif on == "ray":
+            from .sweep_ray import RayEngine
+
+            engine = RayEngine(jobs, address=address, gpus=gpus, cpus=cpus)
+        elif on == "slurm":
+            from .sweep_slurm import SlurmEngine
+
+            engine = SlurmEngine(jobs, folder=work[0].folder.parent, gpus=gpus, cpus=cpus, minutes=minutes)
+        else:
+            raise ValueError(f"--on takes local, ray or slurm; got {on!r}")
+        view = View()
+        try:
+            states = run_jobs(work, engine, minutes=minutes, view=view)
+        finally:
+            view.close()
+        failed = [state for state in states if state.state == FAILED]
+        left = [state for state in states if state.state not in (DONE, FAILED)]
+        if failed:
+            print(failures(states), file=sys.stderr)
+        done = len(states) - len(failed) - len(left)
+        print(f"{done} done, {len(failed)} failed, {len(left)} left", flush=True)
+    if failed:
+        raise SystemExit(1)
+    if left:
+        raise SystemExit(EXIT_INTERRUPTED)
 
 
 def report_runs(

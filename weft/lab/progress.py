@@ -28,7 +28,7 @@ class Progress:
     def update(self, step: int, loss: float, tokens_per_s: float) -> None:
         if not self.show:
             return
-        text = f"loss {loss:.4f}{self.metric}  {_short(tokens_per_s)} tokens/s"
+        text = f"loss {loss:.4f}{self.metric}  {short(tokens_per_s)} tokens/s"
         now, (then, before) = time.perf_counter(), self._seen
         self._seen = (now, step)
         if self._bar is not None:
@@ -57,7 +57,7 @@ def _print(text: str) -> None:
     print(text, flush=True)
 
 
-def _short(number: float) -> str:
+def short(number: float) -> str:
     for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= limit:
             return f"{number / limit:.2f} {letter}"

@@ -1,0 +1,289 @@
+"""A sweep is a Python file: a table of a paper, each cell of it a config.
+
+    TITLE = "ListOps, deep against wide"
+    METRIC = "accuracy"                  # a key of the test metrics
+    SEEDS = (0, 1, 2)                    # optional; (0,)
+    UNIT, SCALE = "%", 100               # optional; how figures are shown. Accuracies are percentages anyhow
+
+    def cells() -> list[Cell]:
+        return [Cell(row="full", column="6x8", config=make_config("listops", preset="6x8"), paper=36.9)]
+
+Its runs lie in `runs/<name of the file>/<row>-<column>-s<seed>` beside it. Settings changed on the command line make
+other configs: those that change what is computed get a folder of their own, `runs/<name>+steps=100/…`.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import fnmatch
+import importlib.util
+import json
+import re
+import sys
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .config import FREE_ON_RESUME, TrainConfig, differences, field_types, to_json
+from .run import Run, RunExists
+
+# These may differ between two runs of one cell; batch_size x accumulate x devices x nodes may not.
+FREE = FREE_ON_RESUME - {"batch_size", "accumulate", "devices", "nodes", "eval_batches"}
+BATCH = ("batch_size", "accumulate", "devices", "nodes")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of a table. `paper` is the paper's figure, as it is printed there."""
+
+    row: str
+    column: str
+    config: TrainConfig
+    paper: float | None = None
+    note: str = ""
+
+    @property
+    def slug(self) -> str:
+        return f"{_slug(self.row)}-{_slug(self.column)}"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    file: Path
+    title: str
+    metric: str
+    cells: tuple[Cell, ...]
+    seeds: tuple[int, ...] = (0,)
+    unit: str = ""
+    scale: float = 1.0
+    about: str = ""  # the file's docstring
+
+    @property
+    def name(self) -> str:
+        return self.file.stem
+
+    @property
+    def runs(self) -> Path:
+        return self.file.parent / "runs"
+
+    def show(self, value: float) -> str:
+        return f"{value * self.scale:.{1 if self.unit == '%' else 3}f}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: a cell with a seed, and where it lies."""
+
+    sweep: Sweep
+    cell: Cell
+    config: TrainConfig  # with the seed, the folder and the overrides
+    variant: str = ""  # the overrides that make it another config than the file's: "steps=100"
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.out)
+
+    @property
+    def name(self) -> str:
+        return f"{self.cell.row} / {self.cell.column} / seed {self.config.seed}"
+
+
+def is_sweep(file: Path) -> bool:
+    """Whether the file says TITLE, METRIC and cells; it is read, not run."""
+    try:
+        body = ast.parse(file.read_text()).body
+    except (SyntaxError, UnicodeDecodeError):
+        return False
+    names: set[str] = set()
+    for node in body:
+        if isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+    return {"TITLE", "METRIC", "cells"} <= names
+
+
+def load_sweep(file: str | Path) -> Sweep:
+    """Run the file and read what it defines."""
+    file = Path(file).resolve()
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no sweep {file}")
+    if not is_sweep(file):
+        raise ValueError(f"{file} is not a sweep: it must define TITLE, METRIC and cells()")
+    with _importing_from(file.parent):
+        spec = importlib.util.spec_from_file_location(f"weft_sweep_{file.stem}", file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        cells = tuple(module.cells())
+    percent = module.METRIC == "accuracy"
+    sweep = Sweep(
+        file=file,
+        title=module.TITLE,
+        metric=module.METRIC,
+        cells=cells,
+        seeds=tuple(getattr(module, "SEEDS", (0,))),
+        unit=getattr(module, "UNIT", "%" if percent else ""),
+        scale=float(getattr(module, "SCALE", 100 if percent else 1)),
+        about=(module.__doc__ or "").strip(),
+    )
+    _check(sweep)
+    return sweep
+
+
+def jobs_of(
+    sweep: Sweep,
+    *,
+    out: str | Path | None = None,
+    seeds: Sequence[int] | None = None,
+    only: Sequence[str] = (),
+    overrides: Mapping[str, Any] | None = None,
+) -> list[Job]:
+    """The runs of the sweep: every cell with the first seed, then every cell with the next."""
+    overrides = dict(overrides or {})
+    for name, instead in (("out", "--out"), ("seed", "--seeds"), ("task", "another sweep"), ("preset", "its values")):
+        if name in overrides:
+            raise ValueError(f"{name} cannot be set for all runs of a sweep: use {instead}")
+    cells = [cell for cell in sweep.cells if not only or any(_matches(cell, pattern) for pattern in only)]
+    if not cells:
+        known = ", ".join(f"{cell.row}/{cell.column}" for cell in sweep.cells)
+        raise ValueError(f"no cell of {sweep.file.name} matches {' or '.join(only)}; its cells: {known}")
+    variant = variant_of(sweep, overrides)
+    base = Path(out) if out else sweep.runs
+    folder = base / (f"{sweep.name}+{_slug(variant, '=+')}" if variant else sweep.name)
+    jobs = []
+    for seed in dict.fromkeys(sweep.seeds if seeds is None else seeds):
+        for cell in cells:
+            where = str(folder / f"{cell.slug}-s{seed}")
+            config = dataclasses.replace(cell.config, **overrides, seed=seed, out=where)
+            config.check()
+            jobs.append(Job(sweep, cell, config, variant))
+    return jobs
+
+
+def variant_of(sweep: Sweep, overrides: Mapping[str, Any]) -> str:
+    """The overrides that change what some cell computes, as text."""
+    kept = []
+    for name, value in sorted(overrides.items()):
+        if name not in FREE and any(getattr(cell.config, name) != value for cell in sweep.cells):
+            kept.append(f"{name}={value}")
+    return "+".join(kept)
+
+
+def changed(old: TrainConfig, new: TrainConfig) -> list[str]:
+    """The settings in which the two are not the same run of a table."""
+    found = [
+        f"{name}: {getattr(old, name)!r} -> {getattr(new, name)!r}"
+        for name in field_types()
+        if name not in FREE and name not in BATCH and getattr(old, name) != getattr(new, name)
+    ]
+    before, after = examples_per_step(old), examples_per_step(new)
+    return [*found, f"examples per step: {before} -> {after}"] if before != after else found
+
+
+def examples_per_step(config: TrainConfig) -> int:
+    return config.batch_size * config.accumulate * config.devices * config.nodes
+
+
+def check_folder(job: Job) -> None:
+    """Refuse a folder that holds another run than this one."""
+    run = Run(job.folder)
+    if not (job.folder / "config.json").exists() or not (run.metrics.exists() or run.checkpoints.exists()):
+        return  # nothing was computed here yet
+    old, new = run.config(), job.config
+    found = changed(old, new)
+    # A run may be made longer where nothing computed so far depends on where it ends.
+    if new.steps > old.steps and not differences(old, new):
+        found = changed(dataclasses.replace(old, steps=new.steps), new)
+    if found:
+        raise RunExists(
+            f"{job.folder} holds a run with other settings ({'; '.join(found)}): put them back, choose another --out, "
+            "or move the folder away"
+        )
+
+
+def write_config(job: Job) -> None:
+    """Write down the config by which `weft resume` goes."""
+    Run(job.folder).write("config.json", to_json(job.config))
+    if job.variant:
+        names = [part.split("=")[0] for part in job.variant.split("+")]
+        overrides = {name: getattr(job.config, name) for name in names}
+        Run(job.folder.parent).write("overrides.json", json.dumps(overrides) + "\n")
+
+
+def result_of(job: Job) -> dict[str, Any] | None:
+    """The result of the run if it is complete."""
+    result = Run(job.folder).result()
+    if result is None or result["step"] < job.config.steps:
+        return None
+    return result
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """'steps=100' -> ('steps', 100), by the type of the config's field."""
+    name, equals, value = text.partition("=")
+    name = name.strip().lstrip("-").replace("-", "_")
+    if not equals or name not in field_types():
+        raise ValueError(f"--set takes field=value, the field one of TrainConfig's; got {text!r}")
+    kind: Any = field_types()[name]
+    optional = isinstance(kind, types.UnionType)
+    if optional:
+        kind = next(part for part in typing.get_args(kind) if part is not type(None))
+        if value.lower() == "none":
+            return name, None
+    try:
+        if kind is bool:
+            return name, {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[value.lower()]
+        return name, kind(value)
+    except (KeyError, ValueError):
+        raise ValueError(f"--set {name}: {value!r} is not of type {kind.__name__}") from None
+
+
+def _check(sweep: Sweep) -> None:
+    if not sweep.cells or not sweep.seeds:
+        raise ValueError(f"{sweep.file} has no {'seeds' if sweep.cells else 'cells'}")
+    seen: dict[str, Cell] = {}
+    for cell in sweep.cells:
+        if not isinstance(cell, Cell) or not isinstance(cell.config, TrainConfig):
+            raise TypeError(f"{sweep.file}: cells() must give a list of Cell, each with a TrainConfig; got {cell!r}")
+        if cell.slug in seen:
+            other = seen[cell.slug]
+            raise ValueError(
+                f"{sweep.file}: the cells {other.row!r}, {other.column!r} and {cell.row!r}, {cell.column!r} would "
+                f"share the folder {cell.slug}; name them apart"
+            )
+        seen[cell.slug] = cell
+
+
+def _matches(cell: Cell, pattern: str) -> bool:
+    texts = [text.lower() for text in (cell.row, cell.column, f"{cell.row}/{cell.column}", cell.slug)]
+    pattern = pattern.lower()
+    return any(pattern == text or fnmatch.fnmatchcase(text, pattern) for text in texts)
+
+
+def _slug(text: str, keep: str = "") -> str:
+    text = text.lower().replace("×", "x")
+    return re.sub(rf"[^a-z0-9._{re.escape(keep)}]+", "-", text).strip("-") or "x"
+
+
+@contextmanager
+def _importing_from(folder: Path) -> Iterator[None]:
+    """Let a sweep import its neighbours, and forget them after: two folders may each have a `common.py`."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        for name in set(sys.modules) - before:
+            origin = getattr(sys.modules[name], "__file__", None)
+            if origin and Path(origin).resolve().parent == folder:
+                del sys.modules[name]

@@ -1,0 +1,300 @@
+"""Runs the jobs of a sweep: skips what is done, goes on with what was cut, outlives what fails.
+
+Each run is the command `weft resume FOLDER` in a process of its own, its output in `FOLDER/log.txt`. An engine starts
+such commands: `Local` here, Ray in `sweep_ray`, Slurm in `sweep_slurm`. To stop, a run gets SIGTERM; it saves and
+ends with exit code 75, and the next `weft sweep` goes on with it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from .run import Run
+from .sweep import Job, check_folder, result_of, write_config
+
+INTERRUPTED = 75  # as `weft train` ends when a signal came and it has saved
+BUSY = -1000  # no exit code: another process holds the folder
+WAITING, RUNNING, DONE, FAILED, STOPPED, IN_USE = "waiting", "running", "done", "failed", "stopped", "in use"
+
+
+class Handle(Protocol):
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+
+    def stop(self) -> None:
+        """Ask it to save and end."""
+
+
+class Engine(Protocol):
+    limit: int  # how many it takes at a time
+
+    def start(self, folder: Path) -> Handle: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class State:
+    """What is known about a job."""
+
+    job: Job
+    state: str = WAITING
+    step: int = 0
+    loss: float = math.nan
+    tokens_per_s: float = 0.0
+    left: float = math.nan  # seconds
+    value: float = math.nan  # the test metric when done, the last validation's before
+    why: str = ""
+    log: list[str] = field(default_factory=list)
+    handle: Handle | None = None
+    watch: Watch | None = None
+
+
+class Watch:
+    """Reads a growing metrics.jsonl, only what is new at each look."""
+
+    def __init__(self, folder: Path, metric: str):
+        self.path, self.metric = Run(folder).metrics, metric
+        self.place, self.file = 0, 0  # bytes read, inode
+        self.step, self.loss, self.tokens_per_s, self.value = 0, math.nan, 0.0, math.nan
+        self.began: tuple[float, int] | None = None
+
+    def look(self) -> None:
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return
+        if found.st_ino != self.file or found.st_size < self.place:  # cut back on resume
+            self.place, self.file = 0, found.st_ino
+        with open(self.path, "rb") as file:
+            file.seek(self.place)
+            text = file.read()
+        whole = text.rfind(b"\n") + 1
+        self.place += whole
+        for line in text[:whole].splitlines():
+            try:
+                entry = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # cut by a kill; the run writes it again
+            self.step = entry["step"]
+            if entry["kind"] == "train":
+                self.loss, self.tokens_per_s = entry["loss"], entry.get("tokens_per_s", self.tokens_per_s)
+            elif entry["kind"] == "val":
+                self.value = entry.get(self.metric, math.nan)
+
+    def left(self, steps: int) -> float:
+        """Seconds to the end at the speed since the first look that saw a step."""
+        now = time.perf_counter()
+        if self.began is None:
+            self.began = (now, self.step)
+        since, done = now - self.began[0], self.step - self.began[1]
+        return since / done * (steps - self.step) if done > 0 else math.nan
+
+
+class Local:
+    """Processes on this machine, all on the same device."""
+
+    def __init__(self, jobs: int = 1):
+        self.limit = jobs
+
+    def start(self, folder: Path) -> Handle:
+        return Process(folder, threads=max(1, cpus() // self.limit) if self.limit > 1 else 0)
+
+    def close(self) -> None:
+        return None
+
+
+class Process:
+    """`weft resume FOLDER`. The folder's lock passes to the child, which holds it even if the sweep is killed."""
+
+    def __init__(self, folder: Path, threads: int = 0, cwd: str | None = None):
+        self.child: subprocess.Popen[bytes] | None = None
+        environment = dict(os.environ)
+        if threads:
+            environment.setdefault("OMP_NUM_THREADS", str(threads))
+        command = [sys.executable, "-m", "weft.cli", "resume", str(folder)]
+        with open(folder / ".lock", "w") as lock, open(folder / "log.txt", "ab") as log:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return
+            log.write(f"\n$ weft resume {folder}    {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
+            log.flush()
+            # A session of its own: Ctrl-C at the terminal is for the sweep, which then asks each run once.
+            self.child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=cwd,
+                start_new_session=True,
+                pass_fds=(lock.fileno(),),
+            )
+
+    def poll(self) -> int | None:
+        return BUSY if self.child is None else self.child.poll()
+
+    def stop(self) -> None:
+        if self.child is not None and self.child.poll() is None:
+            self.child.send_signal(signal.SIGTERM)
+
+
+class Signals:
+    """Counts SIGINT and SIGTERM in place of dying."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._take)
+        return self
+
+    def _take(self, number: int, frame: Any) -> None:
+        self.count += 1
+
+    def __exit__(self, *exc: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def survey(jobs: Sequence[Job]) -> list[State]:
+    """What the folders say before anything is started."""
+    states = []
+    for job in jobs:
+        state, result = State(job), result_of(job)
+        watch = Watch(job.folder, job.sweep.metric)
+        watch.look()
+        state.step, state.loss = watch.step, watch.loss
+        if result is not None:
+            state.state, state.step = DONE, result["step"]
+            state.value = result["test"].get(job.sweep.metric, math.nan)
+        states.append(state)
+    return states
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    engine: Engine,
+    *,
+    minutes: float = 0.0,
+    view: Callable[[Sequence[State], State | None], None] = lambda states, changed: None,
+    pause: float = 0.2,
+) -> list[State]:
+    """Run them all; `view` is called with all states at every look, and with the one that changed when one did."""
+    for job in jobs:  # all folders are checked before the first run starts
+        check_folder(job)
+    states = survey(jobs)
+    deadline = time.monotonic() + 60 * minutes if minutes else math.inf
+    heard, late = 0, False
+    with Signals() as signals:
+        try:
+            for state in states:
+                if state.state == DONE:
+                    view(states, state)
+            while True:
+                if time.monotonic() > deadline and not late:
+                    late = True
+                    _stop(states)
+                if signals.count > heard:  # a second signal is passed on too, and ends a run that does not listen
+                    heard = signals.count
+                    _stop(states)
+                running = [state for state in states if state.state == RUNNING]
+                if not late and not heard:
+                    waiting = [state for state in states if state.state == WAITING]
+                    for state in waiting[: max(0, engine.limit - len(running))]:
+                        _start(state, engine)
+                        running.append(state)
+                        view(states, state)
+                for state in running:
+                    if _look(state, stopping=late or heard > 0):
+                        view(states, state)
+                view(states, None)
+                running = [state for state in states if state.state == RUNNING]
+                if not running and (late or heard or not any(state.state == WAITING for state in states)):
+                    return states
+                time.sleep(pause)
+        finally:
+            _stop(states)
+            engine.close()
+
+
+def _start(state: State, engine: Engine) -> None:
+    folder = state.job.folder
+    write_config(state.job)
+    (folder / "outcome.json").unlink(missing_ok=True)
+    state.watch = Watch(folder, state.job.sweep.metric)
+    state.handle = engine.start(folder)
+    state.state = RUNNING
+
+
+def _look(state: State, stopping: bool) -> bool:
+    """Bring the state up to date; True if the run has ended."""
+    job, watch, handle = state.job, state.watch, state.handle
+    assert watch is not None and handle is not None
+    code = handle.poll()
+    watch.look()
+    state.step, state.loss, state.tokens_per_s, state.value = watch.step, watch.loss, watch.tokens_per_s, watch.value
+    state.left = watch.left(job.config.steps)
+    if code is None:
+        return False
+    state.handle = None
+    if code == BUSY:
+        state.state, state.why = IN_USE, "another process is at work in this folder"
+        return True
+    result = result_of(job)
+    state.log = last_lines(job.folder / "log.txt")
+    if code == 0 and result is not None:
+        state.state, state.value = DONE, result["test"].get(job.sweep.metric, math.nan)
+        if math.isnan(state.value):
+            state.why = f"no {job.sweep.metric} among {', '.join(result['test'])}"
+    elif code == INTERRUPTED or (stopping and code != 0):
+        state.state, state.why = STOPPED, f"saved at step {saved_step(job.folder)} of {job.config.steps}"
+    else:
+        state.state = FAILED
+        state.why = f"{state.log[-1] if state.log else 'no output'} (exit code {code})"
+    if state.state != DONE:
+        kept = {"state": state.state, "exit": code, "step": state.step, "why": state.why, "log": state.log}
+        Run(job.folder).write("outcome.json", json.dumps(kept, indent=2) + "\n")
+    return True
+
+
+def _stop(states: Sequence[State]) -> None:
+    for state in states:
+        if state.handle is not None:
+            state.handle.stop()
+
+
+def saved_step(folder: Path) -> int:
+    from .checkpoint import Checkpoints
+
+    return max(Checkpoints(Run(folder).checkpoints).steps(), default=0)
+
+
+def last_lines(log: Path, count: int = 12) -> list[str]:
+    """The last lines of the last start."""
+    if not log.exists():
+        return []
+    lines = log.read_text(errors="replace")[-20_000:].splitlines()
+    starts = [number for number, line in enumerate(lines) if line.startswith("$ weft resume ")]
+    lines = lines[starts[-1] + 1 :] if starts else lines
+    return [line.rstrip() for line in lines if line.strip()][-count:]
+
+
+def cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

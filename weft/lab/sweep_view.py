@@ -1,0 +1,122 @@
+"""What a person sees of a sweep: a live table on a terminal, one line per change anywhere else."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from .progress import short
+from .sweep_run import DONE, FAILED, IN_USE, RUNNING, STOPPED, WAITING, State
+
+ORDER = (RUNNING, FAILED, IN_USE, STOPPED, WAITING, DONE)
+COLOURS = {RUNNING: "cyan", FAILED: "red", IN_USE: "yellow", STOPPED: "yellow", WAITING: "dim", DONE: "green"}
+
+
+class View:
+    """Called by the runner at every look."""
+
+    def __init__(self, live: bool | None = None):
+        self.live: Any = None
+        self._drawn = self._told = time.monotonic()
+        if sys.stdout.isatty() if live is None else live:
+            from rich.live import Live
+
+            self.live = Live(auto_refresh=False)
+            self.live.start()
+
+    def __call__(self, states: Sequence[State], changed: State | None) -> None:
+        now = time.monotonic()
+        if self.live is not None:
+            if changed is not None or now - self._drawn > 0.5:
+                self._drawn = now
+                self.live.update(table(states, self.live.console.height - 6), refresh=True)
+        elif changed is not None:
+            print(line(changed), flush=True)
+            self._told = now
+        elif now - self._told > 60:
+            self._told = now
+            for state in states:
+                if state.state == RUNNING:
+                    print(line(state), flush=True)
+
+    def close(self) -> None:
+        if self.live is not None:
+            self.live.stop()
+            self.live = None
+
+
+def line(state: State) -> str:
+    """'done     full / 6x8 / seed 0: test accuracy 36.9 %'"""
+    job = state.job
+    text = f"{state.state:8} {job.name}"
+    if job.variant:
+        text += f" ({job.variant})"
+    if state.state == DONE:
+        return f"{text}: {_value(state)}"
+    if state.state == RUNNING and not state.step:
+        return f"{text}: {job.folder}"
+    return f"{text}: {', '.join(part for part in (_step(state), _speed(state), state.why) if part)}"
+
+
+def table(states: Sequence[State], height: int = 1000) -> Any:
+    """All states, the ones that matter most first; those that do not fit are counted."""
+    from rich.table import Table
+    from rich.text import Text
+
+    counts = ", ".join(f"{n} {name}" for name in ORDER if (n := sum(state.state == name for state in states)))
+    titles = dict.fromkeys(state.job.sweep.title for state in states)
+    shown = Table("run", "", "step", "loss", "tokens/s", "left", "result", title="; ".join(titles), caption=counts)
+    ordered = sorted(states, key=lambda state: ORDER.index(state.state))
+    for state in ordered[: max(1, height)]:
+        result = state.why if state.why and state.state != DONE else _value(state)
+        shown.add_row(
+            Text(state.job.name + (f" ({state.job.variant})" if state.job.variant else "")),
+            Text(state.state, style=COLOURS[state.state]),
+            f"{state.step}/{state.job.config.steps}",
+            "" if math.isnan(state.loss) else f"{state.loss:.4f}",
+            short(state.tokens_per_s).strip() if state.state == RUNNING and state.tokens_per_s else "",
+            duration(state.left) if state.state == RUNNING else "",
+            Text(result, overflow="ellipsis", no_wrap=True),
+        )
+    if len(ordered) > height:
+        shown.add_row(f"… {len(ordered) - height} more", *[""] * 6)
+    return shown
+
+
+def failures(states: Sequence[State]) -> str:
+    """For the end: each failed run with the last lines of its log."""
+    parts = []
+    for state in states:
+        if state.state == FAILED:
+            lines = "\n".join(f"    {text}" for text in state.log)
+            parts.append(f"{state.job.name} failed; the end of {state.job.folder / 'log.txt'}:\n{lines}")
+    return "\n".join(parts)
+
+
+def duration(seconds: float) -> str:
+    if math.isnan(seconds):
+        return ""
+    hours, rest = divmod(int(seconds), 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+
+
+def _value(state: State) -> str:
+    sweep = state.job.sweep
+    if math.isnan(state.value):
+        return state.why
+    split = "test" if state.state == DONE else "validation"
+    return f"{split} {sweep.metric.replace('_', ' ')} {sweep.show(state.value)}{' ' + sweep.unit if sweep.unit else ''}"
+
+
+def _step(state: State) -> str:
+    return f"step {state.step}/{state.job.config.steps}" if state.step else ""
+
+
+def _speed(state: State) -> str:
+    if state.state != RUNNING or not state.tokens_per_s:
+        return ""
+    left = duration(state.left)
+    return f"loss {state.loss:.4f}, {short(state.tokens_per_s)}tokens/s" + (f", {left} left" if left else "")
