@@ -277,9 +277,18 @@ def data_make(
 ) -> None:
     """Generate a data set."""
     with _exit_codes():
-        from ..tasks.fetch import make
+        import os
+        import time
 
-        print(f"made {make(name, data, seed=seed, workers=workers, count=count)}")
+        from ..tasks.fetch import make
+        from ..tasks.files import read_array
+
+        workers = workers or os.cpu_count() or 1
+        start = time.perf_counter()
+        folder = make(name, data, seed=seed, workers=workers, count=count)
+        took = time.perf_counter() - start
+        made = sum(len(read_array(folder, path.stem)) for path in folder.glob("*label*.npy"))
+        print(f"made {folder}: {made:,} examples in {took:.1f} s, {made / took:,.0f} per second, {workers} processes")
 
 
 @data_app.command("get")
