@@ -84,8 +84,10 @@ def test_options_where_and_what_is_left():
     assert (cached.ratio, cached.cache.length, float(cached.lam.detach()[0])) == (0.25, 9, -1.0)
     again = weft.cache(subject)
     assert "already" in again.left["layers.1.self_attn.inner"] and again.replaced == ["layers.0.self_attn"]
-    assert "delayed=True" in weft.cache(Ours(causal=True)).left["layers.0"]
-    assert weft.cache(Ours(causal=True), delayed=True).replaced == ["layers.0", "layers.1"]
+    assert "delayed=True" in weft.cache(Ours(causal=True), delayed=False).left["layers.0"]
+    causal = Ours(causal=True)  # can only be delayed, and is
+    assert [row.now for row in weft.cache(causal).rows] == ["cached, ratio 0.5, delayed"] * 2
+    assert causal.layers[0].options.delayed
     assert "batch_first" in weft.cache(encoder(batch_first=False)).left["layers.0.self_attn"]
     decoder = torch.nn.TransformerDecoderLayer(24, 4, batch_first=True)
     assert set(weft.cache(decoder).left) == {"self_attn", "multihead_attn"}

@@ -61,17 +61,23 @@ def swap(
     def finish(chosen: list[Layer], layers: list[Layer]) -> list[Patch]:
         return [*_switch_configs(chosen, layers), *_stop_nesting(model, chosen)]
 
-    return _operate(model, where, plan, finish, to)
+    return _operate(model, where, plan, finish, lambda layer: to)
 
 
 def cache(model: nn.Module, ratio: float = 0.5, where: Where = None, **options: Any) -> Report:
-    """Wrap the attention layers of `model` in `weft.CachedAttention`, in place; `options` are that layer's."""
+    """Wrap the attention layers of `model` in `weft.CachedAttention`, in place; `options` are that layer's.
+
+    Causal layers take `delayed=True`, without which they would read their own future, unless it is given as False.
+    """
     from ..layers.cached import CachedAttention
 
+    reads_an_encoder = any(x.kind == "transformers" and "cross" in x.needs for x in find_layers(model))
+
+    def settings(layer: Layer) -> dict[str, Any]:
+        return {"delayed": True, **options} if layer.causal and layer.kind != "torch" else options
+
     def plan(layer: Layer, seed: int) -> list[Patch] | str:
-        if layer.kind == "transformers":
-            return "a layer of transformers returns and takes more than a cache can wrap"
-        if layer.trouble and layer.kind != "torch":
+        if not layer.kind or (layer.trouble and layer.kind not in ("torch", "transformers")):
             return layer.trouble
         if not layer.places:
             raise ValueError("the model is itself an attention layer: wrap it, weft.CachedAttention(layer)")
@@ -81,10 +87,17 @@ def cache(model: nn.Module, ratio: float = 0.5, where: Where = None, **options: 
             return "it attends to another sequence, or under a causal mask that says nothing of padding"
         if layer.kind == "torch" and not layer.module.batch_first:
             return "cached attention takes (B, L, dim): make it with batch_first=True"
-        if layer.kind == "weft" and layer.causal and not options.get("delayed"):
+        if layer.causal and options.get("delayed") is False:
             return "it is causal, and a cache of the current segment would show it its future: give delayed=True"
+        wrap: Callable[..., nn.Module] = CachedAttention
+        if layer.kind == "transformers":
+            from .cached_layer import CachedLayer, uncacheable
+
+            wrap, why = CachedLayer, uncacheable(layer, reads_an_encoder and "delayed" not in options)
+            if why:
+                return why
         with seeded(seed):
-            made = CachedAttention(layer.module, ratio, **options).train(layer.module.training)
+            made = wrap(layer.module, ratio, **settings(layer)).train(layer.module.training)
         if layer.kind == "torch":  # what nn.TransformerEncoderLayer reads; without a bias it takes no fast path
             made.batch_first, made.in_proj_bias = True, None  # type: ignore[assignment]
         return [Patch(parent, name, made) for parent, name in layer.places]
@@ -92,7 +105,10 @@ def cache(model: nn.Module, ratio: float = 0.5, where: Where = None, **options: 
     def finish(chosen: list[Layer], layers: list[Layer]) -> list[Patch]:
         return _stop_nesting(model, chosen)
 
-    return _operate(model, where, plan, finish, f"cached, ratio {ratio}")
+    def shown(layer: Layer) -> str:
+        return f"cached, ratio {ratio}" + (", delayed" if settings(layer).get("delayed") else "")
+
+    return _operate(model, where, plan, finish, shown)
 
 
 def _operate(
@@ -100,7 +116,7 @@ def _operate(
     where: Where,
     plan: Callable[[Layer, int], list[Patch] | str],
     finish: Callable[[list[Layer], list[Layer]], list[Patch]],
-    shown: str,
+    shown: Callable[[Layer], str],
 ) -> Report:
     """Plan for every layer, and change the model only when all plans stand."""
     layers = find_layers(model)
@@ -122,7 +138,7 @@ def _operate(
                 patches += planned
                 chosen.append(layer)
                 why = ""
-        rows.append(Row(layer.path, type(layer.module).__name__, "" if why else shown, why))
+        rows.append(Row(layer.path, type(layer.module).__name__, "" if why else shown(layer), why))
     patches += finish(chosen, layers)
     for patch in patches:
         patch.apply()

@@ -53,6 +53,19 @@ def refuse_leaks(options: CacheOptions) -> None:
         raise ValueError("position='conv' looks at the tokens ahead; a causal layer takes position='none'")
 
 
+def refuse_one_way(allowed: Tensor, real: Tensor) -> None:
+    """Refuse a mask of pairs (B, H, T, T), True to attend, under which a token is read by one that it may not read.
+
+    So are causal masks. Padding `real` (B, T) is left out: its queries may read anything.
+    """
+    seen = allowed & real[:, None, :, None] & real[:, None, None, :]
+    if not torch.equal(seen, seen.transpose(-1, -2)):
+        raise ValueError(
+            "the mask hides later tokens from earlier ones, and a cache of the current segment would show them: "
+            "give delayed=True, which reads earlier segments only"
+        )
+
+
 def is_causal(inner: nn.Module) -> bool:
     """True when the layer, or anything in it, says that it is causal."""
     return any(getattr(m, name, None) is True for m in inner.modules() for name in ("causal", "is_causal"))

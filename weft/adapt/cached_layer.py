@@ -1,0 +1,144 @@
+"""A layer of transformers in cached attention.
+
+Such a layer is called with keywords, and with a mask that holds padding and causality at once; `CachedAttention` takes
+x and asks which tokens are real. The mask tells: a token that no query may read is padding.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+from ..layers.cached import CachedAttention
+from ..layers.cached_inputs import refuse_one_way
+from .kinds import Layer
+
+QUERIES = ("q_proj", "query", "q", "q_lin", "to_q", "linear_q", "q_a_proj", "qkv", "c_attn", "Wqkv", "query_key_value")
+
+
+class CachedLayer(nn.Module):
+    """`weft.CachedAttention` around an attention layer of transformers, called as that layer is.
+
+    Its attributes are the layer's own where a model asks for them; `share` is σ(λ) per head.
+    """
+
+    cached: CachedAttention
+
+    def __init__(self, layer: nn.Module, ratio: float, **options: Any):
+        super().__init__()
+        dim, heads = width_and_heads(layer)
+        self.cached = CachedAttention(layer, ratio, dim=dim, heads=heads, **options)
+        self.names = list(inspect.signature(type(layer).forward).parameters)[2:]  # after self and hidden_states
+        self.both_ways = False  # a mask was seen, and it showed the layer what follows as well as what went before
+
+    @property
+    def share(self) -> Tensor:
+        """σ(λ) per head: how much of the output the cached branch gives."""
+        return self.cached.share
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        named = dict(zip(self.names, args, strict=False)) | kwargs
+        self._refuse_past(named)
+        mask = named.get("mask" if "mask" in self.names else "attention_mask")
+        return self.cached(hidden_states, *args, valid=self._real(hidden_states, mask), **kwargs)
+
+    def _refuse_past(self, named: dict[str, Any]) -> None:
+        """A step of generate() is no training step, and no segment."""
+        past = next((value for value in named.values() if isinstance(value, Cache)), None)
+        if past is None or not self._writes:
+            return
+        past = past.self_attention_cache if isinstance(past, EncoderDecoderCache) else past
+        if int(past.get_seq_length(getattr(self.cached.inner, "layer_idx", None) or 0)) > 0:
+            raise ValueError(
+                "with past keys and values a call is a part of a sequence, and this one would be written into the "
+                "cache of cached attention: call model.eval() before generate(), and leave eval_update off"
+            )
+
+    def _real(self, x: Tensor, mask: Any) -> Tensor | None:
+        """Which tokens may enter the cache, (B, T) boolean; None for all."""
+        if mask is None:
+            return None
+        B, T = x.shape[:2]
+        if not isinstance(mask, Tensor) or mask.dim() not in (2, 4) or mask.shape[0] not in (1, B):
+            raise ValueError(
+                f"a {type(mask).__name__} {tuple(getattr(mask, 'shape', ()))} does not tell which tokens are padding: "
+                "use attn_implementation='sdpa' or 'eager'"
+            )
+        if mask.shape[-1] != T:
+            if self._writes:
+                raise ValueError(f"the mask is for {mask.shape[-1]} keys, and the layer is fed {T} tokens to write")
+            return torch.ones(B, T, dtype=torch.bool, device=x.device)  # the new tokens of a step of generate()
+        allowed = mask if mask.dtype == torch.bool else mask > _hidden(mask)
+        if mask.dim() == 2:
+            real = allowed.expand(B, -1)
+        else:
+            real = allowed.any(2).any(1).expand(B, -1)
+        self._refuse_to_leak(mask, allowed, real)
+        return real
+
+    def _refuse_to_leak(self, mask: Tensor, allowed: Tensor, real: Tensor) -> None:
+        """Some layers are causal by their mask alone, and do not say so."""
+        if self.cached.options.delayed or self.both_ways:
+            return
+        if getattr(mask, "weft_causal", False):
+            raise ValueError("the layer is used causally: a cache of the current segment would leak; give delayed=True")
+        if mask.dim() == 4 and not torch.compiler.is_compiling():
+            refuse_one_way(allowed, real)
+            self.both_ways = bool((real.sum(-1) > 1).any())
+
+    @property
+    def _writes(self) -> bool:
+        return self.cached.cache.training or self.cached.options.eval_update
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in ("cached", "inner"):
+                raise
+            return getattr(self.cached.inner, name)
+
+
+def uncacheable(layer: Layer, only_encoders: bool) -> str:
+    """Why this layer of transformers takes no cache; "" if it does."""
+    if "cross" in layer.needs:
+        return "it attends to another sequence"
+    if layer.causal is None:
+        return layer.trouble
+    if layer.causal and only_encoders:
+        return "it decodes what an encoder read, and the paper caches the encoder: give delayed=True for it as well"
+    if list(inspect.signature(type(layer.module).forward).parameters)[1:2] != ["hidden_states"]:
+        return "it is not called with hidden_states"
+    try:
+        width_and_heads(layer.module)
+    except ValueError as why:
+        return str(why)
+    return ""
+
+
+def width_and_heads(layer: Any) -> tuple[int, int]:
+    """Channels and heads of a layer of transformers, as its projections and its config tell."""
+    config = layer.config
+    projection: Any = next((getattr(layer, name) for name in QUERIES if hasattr(layer, name)), None)
+    if isinstance(projection, nn.Linear):
+        dim = projection.in_features
+    elif hasattr(projection, "nf"):  # transformers' Conv1D, a linear layer with its weight the other way round
+        dim = projection.weight.shape[0]
+    else:
+        dim = getattr(config, "hidden_size", 0)
+    own = (getattr(layer, name, None) for name in ("num_heads", "num_attention_heads", "n_heads"))
+    heads = next((n for n in own if isinstance(n, int)), getattr(config, "num_attention_heads", 0))
+    if not dim or not heads:
+        raise ValueError("it does not tell its channels or heads")
+    if dim % heads:
+        raise ValueError(f"its {dim} channels do not divide into {heads} heads, which are mixed after its projection")
+    return dim, heads
+
+
+def _hidden(mask: Tensor) -> float:
+    """Below this a number that is added to the logits hides a pair; a bias may be added on top of it."""
+    return torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else 0
