@@ -1,13 +1,15 @@
 """Every kernel on the GPU against its definition in float64: outputs, all gradients, and how PyTorch may call it.
 
-    python3 -m benchmarks.gpu_correctness [--quick] [--seed N]
+    python3 -m benchmarks.gpu_correctness [--quick] [--only NAME ...] [--seed N]
 
 Goes on after a failure; the last lines say what failed, and the exit code is the number of failures (at most 100).
+Every check runs in a process of its own: most of the time goes into compiling, and there are many cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 import traceback
@@ -16,189 +18,204 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from weft.kernels.checks import REAL, Case, compare, compare_mechanism, failures, relative_error  # noqa: E402
-from weft.kernels.combiner_fixed import combiner_fixed  # noqa: E402
+from weft.kernels import cases, checks  # noqa: E402
+from weft.kernels.agree import Call, compare_call  # noqa: E402
+from weft.kernels.checks import failures, relative_error  # noqa: E402
 
-OPTIONS = {"block_size": 128, "pool": "max", "causal": True}
-CASE = Case(1000, 128, D=64, B=2, H=4, dtype=torch.bfloat16)
-
-
-def leaves(seed: int | None = None) -> tuple[list[Tensor], Tensor]:
-    if seed is not None:
-        torch.manual_seed(seed)
-    q, k, v, dout, _ = CASE.tensors("cuda")
-    return [x.requires_grad_() for x in (q, k, v)], dout
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def run(fn: Callable[..., Tensor], inputs: list[Tensor], dout: Tensor) -> list[Tensor]:
-    out = fn(*inputs)
-    return [out, *torch.autograd.grad(out, inputs, dout.to(out.dtype))]
+def usual(name: str) -> Call:
+    """The call by which a mechanism's manners are judged: its first real one, in bfloat16, without a mask."""
+    return replace(cases.REAL[name][0], dtype=torch.bfloat16, mask="none", B=2)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return combiner_fixed(q, k, v, None, **OPTIONS)
+class Manners:
+    """One mechanism called in every way PyTorch has. Each method says what is wrong, or nothing."""
+
+    def __init__(self, name: str):
+        self.call = usual(name)
+        self.attn = self.call.make("triton", "cuda")
+        self.bias = self.call.position_bias("cuda")
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.attn(q, k, v, None, self.bias)
+
+    def leaves(self) -> tuple[list[Tensor], Tensor]:
+        q, k, v, dout, _ = self.call.tensors("cuda")
+        return [x.requires_grad_() for x in (q, k, v)], dout
+
+    def run(self, fn: Callable[..., Tensor], inputs: list[Tensor], dout: Tensor) -> list[Tensor]:
+        torch.manual_seed(1)  # what samples draws the same sample each time
+        out = fn(*inputs)
+        grads = torch.autograd.grad(out, inputs, dout.to(out.dtype), allow_unused=True)
+        return [out, *(torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs, strict=True))]
+
+    def deterministic(self) -> str:
+        inputs, dout = self.leaves()
+        return same(self.run(self.attention, inputs, dout), self.run(self.attention, inputs, dout))
+
+    def compiled(self) -> str:
+        inputs, dout = self.leaves()
+        fn = torch.compile(lambda q, k, v: self.attention(q * 1, k, v) * 1, fullgraph=True)
+        return same(self.run(fn, inputs, dout), self.run(self.attention, inputs, dout), 1e-2)
+
+    def checkpointed(self) -> str:
+        inputs, dout = self.leaves()
+        again = self.run(lambda *x: checkpoint(self.attention, *x, use_reentrant=False), inputs, dout)
+        return same(again, self.run(self.attention, inputs, dout))
+
+    def autocast(self) -> str:
+        inputs, dout = self.leaves()
+        wide = [x.detach().float().requires_grad_() for x in inputs]
+
+        def cast(*x: Tensor) -> Tensor:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                return self.attention(*x)
+
+        mine = self.run(cast, wide, dout)
+        if mine[0].dtype != torch.bfloat16:
+            return f"under autocast the output is {mine[0].dtype}"
+        return same([x.bfloat16() for x in mine], self.run(self.attention, inputs, dout), 1e-2)
+
+    def cuda_graph(self) -> str:
+        inputs, dout = self.leaves()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self.run(self.attention, inputs, dout)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        torch.manual_seed(1)
+        with torch.cuda.graph(graph):
+            out = self.attention(*inputs)
+            captured = [out, *torch.autograd.grad(out, inputs, dout)]
+        fresh, fresh_dout = self.leaves()
+        with torch.no_grad():
+            for old, new in zip((*inputs, dout), (*fresh, fresh_dout), strict=True):
+                old.copy_(new)
+        torch.manual_seed(1)
+        graph.replay()
+        return same(captured, self.run(self.attention, fresh, fresh_dout))
+
+    def batch_mates(self) -> str:
+        inputs, dout = self.leaves()
+        alone = [x.detach()[:1].clone().requires_grad_() for x in inputs]
+        mine = self.run(self.attention, alone, dout[:1].contiguous())
+        return same(mine, [x[:1] for x in self.run(self.attention, inputs, dout)])
+
+    def operators(self) -> str:
+        """PyTorch's own checks of every operator of ours that a forward and a backward run."""
+        inputs, dout = self.leaves()
+        seen: dict[str, tuple[Any, tuple, dict]] = {}
+
+        class Watch(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                if func.namespace == "weft":
+                    seen.setdefault(str(func), (func, args, kwargs or {}))
+                return func(*args, **(kwargs or {}))
+
+        with Watch():
+            self.run(self.attention, inputs, dout)
+        for func, args, kwargs in seen.values():
+            torch.library.opcheck(func, args, kwargs)
+        return "" if seen else "no operator of weft ran"
+
+    def expanded_gradient(self) -> str:
+        """out.sum().backward() sends a gradient whose strides are all 0."""
+        inputs, dout = self.leaves()
+        ones = dout.new_ones(()).expand_as(dout)
+        return same(self.run(self.attention, inputs, ones), self.run(self.attention, inputs, torch.ones_like(dout)))
+
+    def auto(self) -> str:
+        """Untold, a long sequence takes the kernel."""
+        inputs, dout = self.leaves()
+        fused = self.run(self.attention, inputs, dout)
+        if hasattr(self.attn, "backend"):
+            self.attn.backend = "auto"
+        return same(self.run(self.attention, inputs, dout), fused)
+
+    def inside(self) -> str:
+        """The weights of the fused mechanism give its output."""
+        if not hasattr(self.attn, "weights"):
+            return ""
+        (q, k, v), dout = self.leaves()
+        out = self.run(self.attention, [q, k, v], dout)[0]
+        torch.manual_seed(1)
+        error = relative_error(self.attn.weights(q, k, v, None, self.bias) @ v, out.double())
+        return "" if error < 1e-2 else f"weights @ v is {error:.1e} away"
+
+
+WAYS = [name for name in vars(Manners) if not name.startswith("_") and name not in ("attention", "leaves", "run")]
 
 
 def same(mine: list[Tensor], theirs: list[Tensor], within: float = 0.0) -> str:
     for name, a, b in zip(("out", "dq", "dk", "dv"), mine, theirs, strict=True):
-        if within == 0.0 and not torch.equal(a, b):
-            return f"{name} differs by {relative_error(a, b.double()):.1e}"
-        if within and not relative_error(a, b.double()) < within:
-            return f"{name} differs by {relative_error(a, b.double()):.1e}, over {within:.0e}"
+        error = relative_error(a, b.double())
+        if not (torch.equal(a, b) if within == 0.0 else error < within):
+            return f"{name} differs by {error:.1e}, at most {within:.0e} is allowed"
     return ""
 
 
-def deterministic() -> str:
-    inputs, dout = leaves()
-    return same(run(attention, inputs, dout), run(attention, inputs, dout))
-
-
-def compiled() -> str:
-    inputs, dout = leaves()
-    fn = torch.compile(lambda q, k, v: attention(q * 1, k, v) * 1, fullgraph=True)
-    return same(run(fn, inputs, dout), run(attention, inputs, dout))
-
-
-def checkpointed() -> str:
-    inputs, dout = leaves()
-    return same(
-        run(lambda *x: checkpoint(attention, *x, use_reentrant=False), inputs, dout), run(attention, inputs, dout)
-    )
-
-
-def autocast() -> str:
-    inputs, dout = leaves()
-    wide = [x.detach().float().requires_grad_() for x in inputs]
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        out = attention(*wide)
-    if out.dtype != torch.bfloat16:
-        return f"under autocast the output is {out.dtype}"
-    grads = torch.autograd.grad(out, wide, dout)
-    return same([out, *(g.bfloat16() for g in grads)], run(attention, inputs, dout))
-
-
-def cuda_graph() -> str:
-    inputs, dout = leaves()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            run(attention, inputs, dout)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(attention, inputs, dout)
-    fresh, fresh_dout = leaves()
-    with torch.no_grad():
-        for old, new in zip((*inputs, dout), (*fresh, fresh_dout), strict=True):
-            old.copy_(new)
-    graph.replay()
-    return same(captured, run(attention, fresh, fresh_dout))
-
-
-def batch_mates() -> str:
-    inputs, dout = leaves()
-    alone = [x.detach()[:1].clone().requires_grad_() for x in inputs]
-    return same(run(attention, alone, dout[:1].contiguous()), [x[:1] for x in run(attention, inputs, dout)])
-
-
-def opcheck() -> str:
-    inputs, _ = leaves()
-    torch.library.opcheck(torch.ops.weft.combiner_fixed.default, (*inputs, None, 128, "max", True, True))
-    return ""
-
-
-def expanded_gradient() -> str:
-    """out.sum().backward() sends a gradient whose strides are all 0."""
-    inputs, dout = leaves()
-    return same(
-        run(attention, inputs, torch.ones_like(dout)), run(attention, inputs, dout.new_ones(()).expand_as(dout))
-    )
-
-
-def mechanism() -> str:
-    """The registered mechanism: both backends agree, "auto" takes the kernel, compiled too, and shows its weights."""
-    import weft
-
-    for case in (replace(CASE, pool="sum", mask="random"), replace(CASE, causal=False, mask="blocks")):
-        wrong = failures(compare_mechanism("combiner-fixed", case, "cuda"), case.dtype)
-        if wrong:
-            return f"{case}: {wrong}"
-    inputs, dout = leaves()
-    made = {
-        backend: weft.make_attention(
-            "combiner-fixed", heads=CASE.H, head_dim=CASE.D, causal=True, block_size=128, backend=backend
-        )
-        for backend in ("auto", "triton")
-    }
-    fused = run(made["triton"], inputs, dout)
-    text = same(run(made["auto"], inputs, dout), fused)
-    text = text or same(run(torch.compile(made["auto"], fullgraph=True), inputs, dout), fused)
-    q, k, v = inputs
-    error = relative_error(made["triton"].weights(q, k, v) @ v, fused[0].double())
-    return text or ("" if error < 1e-2 else f"weights @ v is {error:.1e} away")
-
-
-MANNERS = (
-    deterministic,
-    compiled,
-    checkpointed,
-    autocast,
-    cuda_graph,
-    batch_mates,
-    opcheck,
-    expanded_gradient,
-    mechanism,
-)
-
-
-def check_case(case: Case, seed: int) -> tuple[Case, bool, float, str]:
-    """In a process of its own: most of the time goes into compiling, and there are many cores."""
+def check(what: tuple, seed: int) -> tuple[str, str, float, str]:
+    """One check: what it was, its dtype, its worst error, and what is wrong with it."""
+    torch.set_num_threads(1)
     torch.manual_seed(seed)
+    kind, *rest = what
     try:
-        errors = compare(combiner_fixed, case, "cuda")
+        if kind == "manner":
+            name, way = rest
+            return f"{name}: {way}", "", 0.0, getattr(Manners(name), way)()
+        (case,) = rest
+        if kind == "call":
+            errors = compare_call(case, "cuda")
+        else:
+            from weft.kernels.combiner_fixed import combiner_fixed
+
+            errors = checks.compare(combiner_fixed, case, "cuda")
     except Exception as error:  # one broken case must not hide the others
-        return case, False, float("nan"), f"{type(error).__name__}: {str(error)[:300]}"
-    text = "  ".join(f"{name} {error:.1e}" for name, error in errors.items())
-    return case, not failures(errors, case.dtype), max(errors.values()), text
+        short = f"{type(error).__name__}: {str(error)[:500]}\n{traceback.format_exc()[-500:]}"
+        return " ".join(map(str, what)), "", float("nan"), short
+    wrong = failures(errors, case.dtype)
+    return str(case), str(case.dtype)[6:], max(errors.values()), str(wrong) if wrong else ""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="bfloat16 cases only")
+    parser.add_argument("--only", nargs="*", default=None, help="these mechanisms only")
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
     args = parser.parse_args()
-    failed = []
     began = time.time()
-    worst: dict[str, float] = {}
-    cases = [c for c in REAL if not args.quick or c.dtype == torch.bfloat16]
+    names = [name for name in cases.REAL if args.only is None or name in args.only]
+    jobs: list[tuple] = [("manner", name, way) for name in names for way in WAYS]
+    jobs += [("call", replace(call, dtype=dtype)) for name in names for call in cases.REAL[name] for dtype in DTYPES]
+    if "combiner-fixed" in names:
+        jobs += [("dense", case) for case in checks.REAL]
+    jobs = [j for j in jobs if j[0] == "manner" or not args.quick or j[1].dtype == torch.bfloat16]
+    failed, worst = [], dict[str, float]()
     with ProcessPoolExecutor(args.workers, get_context("spawn")) as pool:
-        jobs = [pool.submit(check_case, case, args.seed + i) for i, case in enumerate(cases)]
-        for job in as_completed(jobs):
-            case, fine, error, text = job.result()
-            kind = str(case.dtype)[6:]
-            worst[kind] = max(worst.get(kind, 0.0), error)
-            print(f"{'ok  ' if fine else 'FAIL'} {time.time() - began:5.0f}s {case}  {text}", flush=True)
-            if not fine:
-                failed.append(f"{case}: {text}")
-    torch.manual_seed(args.seed)
-    for check in MANNERS:
-        try:
-            text = check()
-        except Exception:
-            text = traceback.format_exc()[-600:]
-        print(f"{'FAIL' if text else 'ok  '} {time.time() - began:5.0f}s {check.__name__}  {text}", flush=True)
-        if text:
-            failed.append(f"{check.__name__}: {text}")
-    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, seed {args.seed}, {time.time() - began:.0f} s")
+        waiting = [pool.submit(check, job, args.seed + i) for i, job in enumerate(jobs)]
+        for job in as_completed(waiting):
+            name, dtype, error, wrong = job.result()
+            if dtype:
+                worst[dtype] = max(worst.get(dtype, 0.0), error)
+            if wrong:
+                failed.append(f"{name}: {wrong}")
+                print(f"FAIL {time.time() - began:5.0f}s {name}  {error:.1e}  {wrong[:160]}", flush=True)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, seed {args.seed}, {time.time() - began:.0f} s")
+    print(f"{len(jobs)} checks of {', '.join(names)}")
     print("worst relative error: " + ", ".join(f"{kind} {error:.1e}" for kind, error in worst.items()))
     for line in failed:
         print("FAILED", line)

@@ -23,16 +23,16 @@ POOLS = ("max", "mean", "sum")
 LEAST_LENGTH = 256  # from here on, measured, the kernels beat the plain version: docs/kernels.md
 
 
-# By kernel, widest head and bytes per number. Measured with benchmarks/gpu_attention.py --tune; docs/kernels.md.
+# By kernel, widest head and bytes per number. Measured with benchmarks/gpu_tune.py; docs/kernels.md.
 TILES: dict[tuple[str, int, int], Tiles] = {
-    ("summarise", 64, 2): Tiles(128, 0, 4, 1),
-    ("summarise", 128, 2): Tiles(128, 0, 8, 1),
-    ("summarise", 64, 4): Tiles(64, 0, 4, 1),
-    ("summarise", 128, 4): Tiles(64, 0, 8, 1),
-    ("summarise and keep", 64, 2): Tiles(128, 0, 4, 1),  # with the statistics for the backward
-    ("summarise and keep", 128, 2): Tiles(64, 0, 8, 1),
-    ("summarise and keep", 64, 4): Tiles(64, 0, 8, 1),
-    ("summarise and keep", 128, 4): Tiles(32, 0, 8, 1),
+    ("summarise", 64, 2): Tiles(32, 0, 4, 3),
+    ("summarise", 128, 2): Tiles(32, 0, 8, 3),
+    ("summarise", 64, 4): Tiles(16, 0, 4, 3),
+    ("summarise", 128, 4): Tiles(16, 0, 8, 3),
+    ("summarise and keep", 64, 2): Tiles(32, 0, 4, 3),  # with the statistics for the backward
+    ("summarise and keep", 128, 2): Tiles(32, 0, 8, 3),
+    ("summarise and keep", 64, 4): Tiles(16, 0, 4, 3),
+    ("summarise and keep", 128, 4): Tiles(16, 0, 8, 3),
     ("attend", 64, 2): Tiles(64, 32, 4, 3),
     ("attend", 128, 2): Tiles(64, 32, 4, 2),
     ("attend", 64, 4): Tiles(64, 32, 4, 2),
@@ -87,7 +87,8 @@ def _forward(q, k, v, mask, block_size, pool, causal, keep):
         t = tiles("summarise and keep" if keep else "summarise", block_size, q)
         summarise[(n * B * H,)](
             q, k, v, flags, kbar, vbar, local, stats, *strides(q), *strides(k), *strides(v), B * H, H, L, n, scale,
-            m=block_size, D=D, BLOCK_D=width, ROWS=t.queries, POOL=pool, HAS_MASK=has_mask, KEEP=keep, **t.launch(),
+            m=block_size, D=D, BLOCK_D=width, ROWS=t.queries, POOL=pool, HAS_MASK=has_mask, KEEP=keep,
+            STAGES=t.stages, **t.launch(),
         )  # fmt: skip
     t = tiles("attend", block_size, q)
     attend[(n * ceil_div(block_size, t.queries) * B * H,)](

@@ -18,16 +18,32 @@ from .rows import load_rows, store_rows, valid_rows
 
 
 @triton.jit
-def pool_rows(pooled, x, live, POOL: tl.constexpr):
+def pool_rows(pooled, shared, x, live, POOL: tl.constexpr, KEEP: tl.constexpr):
+    """Row by row, `pooled` with the live rows of x added; `shared` counts, for a maximum, how many held it so far."""
+    x = x.to(tl.float32)
     if POOL == "max":
-        return tl.maximum(pooled, tl.max(tl.where(live[:, None], x.to(tl.float32), float("-inf")), 0))
-    return pooled + tl.sum(x.to(tl.float32), 0)
+        x = tl.where(live[:, None], x, float("-inf"))
+        if KEEP:
+            shared = tl.where(x > pooled, 0.0, shared) + tl.where((x >= pooled) & live[:, None], 1.0, 0.0)
+        x = tl.maximum(pooled, x)
+    else:
+        x = pooled + x
+    return x, shared
 
 
 @triton.jit
-def count_equal(x, pooled, live):
-    """Per column, how many live rows hold the pooled entry."""
-    return tl.sum(tl.where(live[:, None] & (x.to(tl.float32) == pooled[None, :]), 1.0, 0.0), 0)
+def pool_columns(pooled, shared, tokens, POOL: tl.constexpr):
+    """The rows' pools in one, and among how many tokens its gradient is shared out; zeros for a block of no tokens."""
+    if POOL == "max":
+        top = tl.max(pooled, 0)
+        shared = tl.sum(tl.where(pooled == top[None, :], shared, 0.0), 0)
+    else:
+        top = tl.sum(pooled, 0)
+        shared = tl.zeros_like(top) + 1.0
+        if POOL == "mean":
+            shared = tl.zeros_like(top) + tl.maximum(tokens, 1.0)
+            top = top / shared
+    return tl.where(tokens > 0, top, 0.0), tl.maximum(shared, 1.0)
 
 
 @triton.jit
@@ -36,7 +52,7 @@ def summarise(
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l,
     BH, H, L, n, scale,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    POOL: tl.constexpr, HAS_MASK: tl.constexpr, KEEP: tl.constexpr,
+    POOL: tl.constexpr, HAS_MASK: tl.constexpr, KEEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     bh, block = tl.program_id(0) % BH, tl.program_id(0) // BH
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
@@ -49,64 +65,54 @@ def summarise(
     MASK += b * L + first
     end = tl.minimum(m, L - first)
 
-    live = valid_rows(MASK, rows, rows < end, HAS_MASK)
-    q = load_rows(Q, rows, d, q_l, live, D, BLOCK_D)
-    k = load_rows(K, rows, d, k_l, live, D, BLOCK_D)  # asked for before q is looked at: all loads are in flight
-    v = load_rows(V, rows, d, v_l, live, D, BLOCK_D)
-    empty = tl.full([BLOCK_D], float("-inf") if POOL == "max" else 0.0, tl.float32)
-    qbar, kbar = pool_rows(empty, q, live, POOL), pool_rows(empty, k, live, POOL)
-    tokens = tl.sum(live.to(tl.float32), 0)
-    for start in tl.static_range(ROWS, m, ROWS):
+    # Every row of the tile keeps sums of its own: nothing crosses rows, and so warps, before the end.
+    none = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    empty = tl.full([ROWS, BLOCK_D], float("-inf") if POOL == "max" else 0.0, tl.float32)
+    pooled, shared = empty, none
+    seen = tl.zeros([ROWS], tl.float32)
+    for start in tl.range(0, m, ROWS, num_stages=STAGES):
         live = valid_rows(MASK, start + rows, start + rows < end, HAS_MASK)
-        qbar = pool_rows(qbar, load_rows(Q, start + rows, d, q_l, live, D, BLOCK_D), live, POOL)
-        kbar = pool_rows(kbar, load_rows(K, start + rows, d, k_l, live, D, BLOCK_D), live, POOL)
-        tokens += tl.sum(live.to(tl.float32), 0)
-    if POOL == "mean":
-        qbar, kbar = qbar / tl.maximum(tokens, 1.0), kbar / tl.maximum(tokens, 1.0)
-    qbar, kbar = tl.where(tokens > 0, qbar, 0.0), tl.where(tokens > 0, kbar, 0.0)
+        q = load_rows(Q, start + rows, d, q_l, live, D, BLOCK_D)
+        pooled, shared = pool_rows(pooled, shared, q, live, POOL, KEEP)
+        seen += live.to(tl.float32)
+    tokens = tl.sum(seen, 0)
+    qbar, q_share = pool_columns(pooled, shared, tokens, POOL)
 
-    vbar = tl.zeros([BLOCK_D], tl.float32)
-    mean_key = tl.zeros([BLOCK_D], tl.float32)
-    q_share = tl.zeros([BLOCK_D], tl.float32)
-    k_share = tl.zeros([BLOCK_D], tl.float32)
-    top = tl.max(tl.full([ROWS], float("-inf"), tl.float32), 0)
-    total = tl.sum(tl.zeros([ROWS], tl.float32), 0)
-    for start in tl.static_range(0, m, ROWS):
-        if ROWS < m:
-            live = valid_rows(MASK, start + rows, start + rows < end, HAS_MASK)
-            k = load_rows(K, start + rows, d, k_l, live, D, BLOCK_D)
-            v = load_rows(V, start + rows, d, v_l, live, D, BLOCK_D)
-        if KEEP and POOL == "max":
-            if ROWS < m:
-                q = load_rows(Q, start + rows, d, q_l, live, D, BLOCK_D)
-            q_share += count_equal(q, qbar, live)
-            k_share += count_equal(k, kbar, live)
+    pooled, shared, keys, values = empty, none, none, none
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for start in tl.range(0, m, ROWS, num_stages=STAGES):
+        live = valid_rows(MASK, start + rows, start + rows < end, HAS_MASK)
+        k = load_rows(K, start + rows, d, k_l, live, D, BLOCK_D)
+        v = load_rows(V, start + rows, d, v_l, live, D, BLOCK_D)
+        pooled, shared = pool_rows(pooled, shared, k, live, POOL, KEEP)
         logit = tl.where(live, tl.sum(k.to(tl.float32) * qbar[None, :], 1) * scale, float("-inf"))
-        new_top = tl.maximum(top, tl.max(logit, 0))
+        new_top = tl.maximum(top, logit)
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         old = tl.exp2(top - shift)
         p = tl.exp2(logit - shift)
-        total = total * old + tl.sum(p, 0)
+        total = total * old + p
         if KEEP:
-            mean_key = mean_key * old + tl.sum(p[:, None] * k.to(tl.float32), 0)
-        vbar = vbar * old + tl.sum(p[:, None] * v.to(tl.float32), 0)
+            keys = keys * old[:, None] + p[:, None] * k.to(tl.float32)
+        values = values * old[:, None] + p[:, None] * v.to(tl.float32)
         top = new_top
-    total = tl.where(tokens > 0, total, 1.0)
+    kbar, k_share = pool_columns(pooled, shared, tokens, POOL)
+    highest = tl.max(top, 0)
+    weight = tl.exp2(top - tl.where(tokens > 0, highest, 0.0))
+    total = tl.where(tokens > 0, tl.sum(total * weight, 0), 1.0)
+    vbar = tl.sum(values * weight[:, None], 0) / total
 
     at = bh.to(tl.int64) * n + block
     tl.store(KBAR + at * D + d, kbar.to(KBAR.dtype.element_ty), mask=d < D)
-    tl.store(VBAR + at * D + d, (vbar / total).to(VBAR.dtype.element_ty), mask=d < D)
+    tl.store(VBAR + at * D + d, vbar.to(VBAR.dtype.element_ty), mask=d < D)
     # log2 of the local normaliser; -inf marks a block without a token, which nobody may attend to
-    tl.store(LOCAL + at, tl.where(tokens > 0, top + tl.log2(total), float("-inf")))
+    tl.store(LOCAL + at, tl.where(tokens > 0, highest + tl.log2(total), float("-inf")))
     if KEEP:
-        if POOL == "mean":
-            q_share += tokens
-            k_share += tokens
         STATS += at * 4 * D
         tl.store(STATS + d, qbar, mask=d < D)
-        tl.store(STATS + D + d, mean_key / total, mask=d < D)
-        tl.store(STATS + 2 * D + d, tl.maximum(q_share, 1.0), mask=d < D)
-        tl.store(STATS + 3 * D + d, tl.maximum(k_share, 1.0), mask=d < D)
+        tl.store(STATS + D + d, tl.sum(keys * weight[:, None], 0) / total, mask=d < D)
+        tl.store(STATS + 2 * D + d, q_share, mask=d < D)
+        tl.store(STATS + 3 * D + d, k_share, mask=d < D)
 
 
 @triton.jit
@@ -137,6 +143,23 @@ def seen_tile(t, own_tiles, i, end, block, spans, MASK, LOCAL, BK: tl.constexpr,
         live = token | span
         allowed = allowed & live[None, :]
     return own, row, live, allowed
+
+
+@triton.jit
+def add_tile(acc, top, total, q, k, v, allowed, scale,
+             ALL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """The running softmax with one more tile of keys; ALL: every pair counts, and `allowed` is not looked at."""
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if not ALL:
+        s = tl.where(allowed, s, float("-inf"))
+    new_top = tl.maximum(top, tl.max(s, 1) * scale)
+    shift = new_top
+    if HAS_MASK:  # a row that has seen no legal key yet: keep inf - inf out
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    p = tl.exp2(s * scale - shift[:, None])
+    old = tl.exp2(top - shift)
+    acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
+    return acc, new_top, total * old + tl.sum(p, 1)
 
 
 @triton.jit
@@ -171,20 +194,22 @@ def attend(
     top = tl.full([BQ], float("-inf"), tl.float32)
     total = tl.zeros([BQ], tl.float32)
     own_tiles, tiles, spans = seen_tiles(q_first, end, block, n, BQ, BK, SPANS, CAUSAL)
-    for t in range(0, tiles):
+    own_whole, span_whole = 0, 0
+    if CAUSAL and not HAS_MASK:  # tiles of which every pair counts come first, and need no looking
+        own_whole, span_whole = q_first // BK, spans // BK
+        for t in range(0, own_whole + span_whole):
+            own = t < own_whole
+            row = (t - tl.where(own, 0, own_whole)) * BK + tl.arange(0, BK)
+            k = load_rows(tl.where(own, K, KBAR), row, d, tl.where(own, k_l, D), None, D, BLOCK_D)
+            v = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), None, D, BLOCK_D)
+            acc, top, total = add_tile(acc, top, total, q, k, v, None, scale, True, HAS_MASK, PRECISION)
+    edge = own_tiles - own_whole
+    for t in range(0, tiles - own_whole - span_whole):
+        t += tl.where(t < edge, own_whole, own_whole + span_whole)
         own, row, live, allowed = seen_tile(t, own_tiles, i, end, block, spans, MASK, LOCAL, BK, CAUSAL, HAS_MASK)
         k = load_rows(tl.where(own, K, KBAR), row, d, tl.where(own, k_l, D), live, D, BLOCK_D)
         v = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), live, D, BLOCK_D)
-        s = tl.where(allowed, tl.dot(q, tl.trans(k), input_precision=PRECISION), float("-inf"))
-        new_top = tl.maximum(top, tl.max(s, 1) * scale)
-        shift = new_top
-        if HAS_MASK:  # a row that has seen no legal key yet: keep inf - inf out
-            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(s * scale - shift[:, None])
-        old = tl.exp2(top - shift)
-        total = total * old + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
-        top = new_top
+        acc, top, total = add_tile(acc, top, total, q, k, v, allowed, scale, False, HAS_MASK, PRECISION)
 
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)

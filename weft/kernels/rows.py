@@ -9,10 +9,17 @@ import triton.language as tl
 
 @triton.jit
 def load_rows(X, row, d, row_stride, live, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows of X as (rows, BLOCK_D); zeros where a row is not live, and past D."""
-    if D == BLOCK_D:
-        return tl.load(X + row[:, None] * row_stride + d[None, :], mask=live[:, None], other=0.0)
-    return tl.load(X + row[:, None] * row_stride + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
+    """Rows of X as (rows, BLOCK_D); zeros where a row is not live, and past D. live=None: all rows are."""
+    X += row[:, None] * row_stride + d[None, :]
+    if live is None and D == BLOCK_D:
+        x = tl.load(X)
+    elif live is None:
+        x = tl.load(X, mask=(d < D)[None, :], other=0.0)
+    elif D == BLOCK_D:
+        x = tl.load(X, mask=live[:, None], other=0.0)
+    else:
+        x = tl.load(X, mask=live[:, None] & (d < D)[None, :], other=0.0)
+    return x
 
 
 @triton.jit

@@ -1,0 +1,75 @@
+"""How the GPU benchmarks time: the same tensors for all, medians of CUDA graph replays, memory of one call."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+ROOT = Path(__file__).resolve().parents[1]
+TOKENS, H, D = 16384, 16, 64
+
+
+def median_ms(fn: Callable[[], Any], budget_ms: float = 150.0) -> float:
+    """Median time of a CUDA graph's replays: no launch gaps in it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            fn()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fn()
+    return median_of(graph.replay, budget_ms)
+
+
+def median_of(fn: Callable[[], Any], budget_ms: float) -> float:
+    def timed(repeats: int) -> list[float]:
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            fn()
+            mark.record()
+        torch.cuda.synchronize()
+        return sorted(a.elapsed_time(b) for a, b in zip(marks[:-1], marks[1:], strict=True))
+
+    guess = timed(5)[2]
+    times = timed(max(5, min(200, int(budget_ms / max(guess, 1e-3)))))
+    return times[len(times) // 2]
+
+
+def peak_mib(fn: Callable[[], Any]) -> float:
+    """What one eager call adds to the memory in use, at most."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    fn()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def tensors(L: int) -> tuple[list[Tensor], Tensor]:
+    """q, k, v as a projection leaves them, (B, L, H, D) in memory, and a gradient for the output."""
+    B = max(1, TOKENS // L)
+    made = [torch.randn(B, L, H, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(4)]
+    return [x.requires_grad_() for x in made[:3]], made[3]
+
+
+def sdpa(backend: SDPBackend, causal: bool) -> Callable[..., Tensor]:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    return attention
+
+
+def commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"

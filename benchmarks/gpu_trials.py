@@ -1,0 +1,85 @@
+"""The tile sizes worth trying, by kernel. What won is in the TILES table of each kernel's module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from weft.attention.partitions import default_block
+from weft.kernels.launch import Tiles
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    mechanism: str
+    module: str  # of weft.kernels, which holds the TILES
+    key: tuple[str, int, int]  # in TILES
+    backward: bool  # whether it runs in the backward
+    lengths: tuple[int, ...]
+    tiles: tuple[Tiles, ...]
+    options: Callable[[int], dict[str, Any]] = lambda L: {}
+
+
+def square_root(L: int) -> dict[str, Any]:
+    return {"block_size": default_block(L, None)}
+
+
+LONG = (16384, 65536)
+
+TRIALS = [
+    Trial(
+        "combiner-fixed",
+        "combiner_fixed",
+        ("summarise", 64, 2),
+        False,
+        LONG,
+        (
+            Tiles(32, 0, 4, 3),
+            Tiles(32, 0, 4, 4),
+            Tiles(16, 0, 2, 4),
+            Tiles(64, 0, 8, 3),
+            Tiles(32, 0, 4, 2),
+            Tiles(32, 0, 2, 3),
+            Tiles(16, 0, 4, 4),
+            Tiles(16, 0, 1, 4),
+        ),
+        square_root,
+    ),
+    Trial(
+        "combiner-fixed",
+        "combiner_fixed",
+        ("summarise and keep", 64, 2),
+        True,
+        LONG,
+        (
+            Tiles(32, 0, 4, 3),
+            Tiles(32, 0, 4, 4),
+            Tiles(16, 0, 2, 4),
+            Tiles(64, 0, 8, 3),
+            Tiles(16, 0, 4, 4),
+            Tiles(32, 0, 8, 3),
+            Tiles(32, 0, 4, 3, 128),
+        ),
+        square_root,
+    ),
+    Trial(
+        "combiner-fixed",
+        "combiner_fixed",
+        ("attend", 64, 2),
+        False,
+        LONG,
+        (
+            Tiles(64, 32, 4, 3),
+            Tiles(64, 32, 4, 2),
+            Tiles(64, 32, 4, 4),
+            Tiles(64, 64, 4, 2),
+            Tiles(64, 64, 4, 3),
+            Tiles(128, 64, 8, 3),
+            Tiles(128, 32, 8, 3),
+            Tiles(64, 32, 4, 3, 80),
+            Tiles(64, 64, 4, 2, 96),
+        ),
+        square_root,
+    ),
+]

@@ -1,0 +1,119 @@
+"""Which tiles are fastest: every kernel with every trial, at the lengths that matter.
+
+    python3 -m benchmarks.gpu_tune [--out FILE.json] [--only NAME ...]
+
+bfloat16, 16 heads of 64, causal. Times the whole forward or, for a kernel of the backward, forward and backward, with
+one kernel's tiles changed. Trials are compiled first, in many processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import weft  # noqa: E402
+from benchmarks.gpu_timing import ROOT, D, H, median_ms, tensors  # noqa: E402
+from benchmarks.gpu_trials import TRIALS, Trial  # noqa: E402
+
+
+def call(trial: Trial, L: int) -> Callable[[], Any]:
+    attn = weft.make_attention(
+        trial.mechanism, heads=H, head_dim=D, causal=True, backend="triton", **trial.options(L)
+    ).cuda()
+    inputs, dout = tensors(L)
+    if trial.backward:
+        return lambda: torch.autograd.grad(attn(*inputs), inputs, dout)
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return attn(*inputs)
+
+    return forward
+
+
+def runs(only: list[str] | None) -> Iterator[tuple[Trial, int, Any]]:
+    for trial in TRIALS:
+        if only is None or trial.mechanism in only:
+            for L in trial.lengths:
+                for tiles in trial.tiles:
+                    yield trial, L, tiles
+
+
+def tune(only: list[str] | None, part: tuple[int, int] | None = None) -> list[dict[str, Any]]:
+    """Time every trial; with `part`, only run the share i of n once, to fill Triton's cache from many processes."""
+    results = []
+    made: dict[tuple[int, int], Callable[[], Any]] = {}
+    for number, (trial, L, tiles) in enumerate(runs(only)):
+        if part and number % part[1] != part[0]:
+            continue
+        table = importlib.import_module(f"weft.kernels.{trial.module}").TILES
+        usual = table[trial.key]
+        table[trial.key] = tiles
+        try:
+            key = (id(trial), L)
+            if key not in made:
+                made.clear()
+                made[key] = call(trial, L)
+            if part:
+                made[key]()
+                torch.cuda.synchronize()
+                continue
+            ms = median_ms(made[key], 30.0)
+            results.append({"L": L, "kernel": f"{trial.mechanism}: {trial.key[0]}", "tiles": str(tiles), "ms": ms})
+        except Exception as error:
+            if not part:
+                print(f"{L} {trial.key} {tiles}: {type(error).__name__} {str(error)[:100]}", flush=True)
+        finally:
+            table[trial.key] = usual
+    return results
+
+
+def compile_in_parallel(only: list[str] | None) -> None:
+    began = time.time()
+    workers = min(14, os.cpu_count() or 1)
+    names = ["--only", *only] if only else []
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.gpu_tune", *names, "--part", str(i), str(workers)], cwd=ROOT
+        )
+        for i in range(workers)
+    ]
+    for job in jobs:
+        job.wait()
+    print(f"compiled the trials in {time.time() - began:.0f} s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=None, help="write the numbers here as JSON")
+    parser.add_argument("--only", nargs="*", default=None, help="these mechanisms")
+    parser.add_argument("--part", type=int, nargs=2, default=None, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.part:
+        tune(args.only, (args.part[0], args.part[1]))
+        return
+    compile_in_parallel(args.only)
+    results = tune(args.only)
+    for kernel, L in dict.fromkeys((r["kernel"], r["L"]) for r in results):
+        some = sorted((r for r in results if (r["kernel"], r["L"]) == (kernel, L)), key=lambda r: r["ms"])
+        for r in some[:4]:
+            print(f"{L} {kernel:<34} {r['ms']:.4f} ms  {r['tiles']}")
+        print(f"{L} {kernel:<34} {some[-1]['ms']:.4f} ms  {some[-1]['tiles']}  (worst of {len(some)})")
+    if args.out:
+        args.out.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
