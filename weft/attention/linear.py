@@ -9,24 +9,47 @@ over every legal j (j ≤ i when causal, as a sum that is carried along).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels import linear_scan as kernel
+from ..kernels.dispatch import check_backend, plain, use_triton
 from .contract import Attention, PositionBias
 from .registry import register
 from .scan import causal_sum
 
 EPSILON = 1e-6
+NOT_CAUSAL = "only the causal form has a kernel; the other is two matrix products"
 
 
 class LinearAttention(Attention):
+    """`backend` "triton" is the fused causal kernel of `weft/kernels/linear_scan.py`, "torch" the version below, which
+    defines it; "auto" takes the kernel on the GPUs it was tested on. Decoding is always "torch".
+    """
+
+    def __init__(self, *, backend: str = "auto", **contract: Any):
+        super().__init__(**contract)
+        self.backend = check_backend(backend)
+        if backend == "triton" and not self.causal:
+            raise ValueError(f"linear cannot use backend='triton': {NOT_CAUSAL}; use 'auto' or 'torch'")
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        if use_triton(self.backend, self.name, q, v, cannot=lacks(self), least_length=kernel.LEAST_LENGTH):
+            return kernel.linear_scan(q, k, v, mask, features="elu", epsilon=EPSILON).to(q.dtype)
         a, b = features(q), hide(features(k), mask)
         b = drop_keys(b, self.dropout if self.training else 0.0)
         v1 = with_ones(v)
         total = causal_sum(a, b, v1) if self.causal else a @ (b.transpose(-1, -2) @ v1)
         return (total[..., :-1] / (total[..., -1:] + EPSILON)).to(q.dtype)
+
+    def weights(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+    ) -> Tensor:
+        with plain(self):  # the identity in place of v is as wide as the sequence is long
+            return super().weights(q, k, v, mask, bias)
 
     def start(self, batch: int, *, device=None, dtype=None) -> tuple[Tensor | None, int]:
         return None, 0
@@ -39,6 +62,13 @@ class LinearAttention(Attention):
         memory = added if memory is None else memory + added
         total = features(q) @ memory
         return (total[..., :-1] / (total[..., -1:] + EPSILON)).to(q.dtype), (memory, position + 1)
+
+
+def lacks(attn: Attention) -> str:
+    """What the fused kernel lacks for this mechanism as it runs now; "" if nothing."""
+    if not attn.causal:
+        return NOT_CAUSAL
+    return "the kernel has no dropout" if attn.dropout and attn.training else ""
 
 
 def precise(x: Tensor) -> Tensor:
@@ -75,4 +105,5 @@ register(
     cost="L",
     cross=True,
     dropout="keys",
+    backends=("torch", "triton"),
 )

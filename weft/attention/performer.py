@@ -15,26 +15,45 @@ the weights; `redraw()` draws them anew.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..kernels.dispatch import check_backend, plain, use_triton
+from ..kernels.linear_scan import LEAST_LENGTH, linear_scan
 from .contract import Attention, PositionBias
-from .linear import drop_keys, hide, precise, with_ones
+from .linear import NOT_CAUSAL, drop_keys, hide, lacks, precise, with_ones
 from .registry import register
 from .scan import causal_sum
 
 
 class PerformerAttention(Attention):
+    """`backend` "triton" is the fused causal kernel of `weft/kernels/linear_scan.py`, "torch" the version below, which
+    defines it; "auto" takes the kernel on the GPUs it was tested on. Random features are drawn and exponentiated by
+    PyTorch in both. Decoding is always "torch".
+    """
+
     projection: Tensor
 
-    def __init__(self, *, kernel: str = "softmax", features: int | None = None, epsilon: float = 1e-6, **contract):
+    def __init__(
+        self,
+        *,
+        kernel: str = "softmax",
+        features: int | None = None,
+        epsilon: float = 1e-6,
+        backend: str = "auto",
+        **contract: Any,
+    ):
         super().__init__(**contract)
         if kernel not in ("softmax", "relu"):
             raise ValueError(f"kernel must be 'softmax' or 'relu', got {kernel!r}")
         if kernel == "relu" and features is not None:
             raise ValueError("the relu kernel has no random features; leave features out")
         self.kernel, self.epsilon = kernel, epsilon
+        self.backend = check_backend(backend)
+        if backend == "triton" and not self.causal:
+            raise ValueError(f"performer cannot use backend='triton': {NOT_CAUSAL}; use 'auto' or 'torch'")
         if kernel == "softmax":
             D = self.head_dim
             count = max(1, round(D * math.log(D + 1))) if features is None else features
@@ -48,6 +67,8 @@ class PerformerAttention(Attention):
         self.projection.copy_(orthogonal_features(*self.projection.shape))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        if use_triton(self.backend, self.name, q, v, cannot=lacks(self), least_length=LEAST_LENGTH):
+            return self._fused(q, k, v, mask).to(q.dtype)
         p = self.dropout if self.training else 0.0
         v1 = with_ones(v)
         if self.kernel == "relu":
@@ -66,6 +87,26 @@ class PerformerAttention(Attention):
             b = b * (g - torch.where(top.isfinite(), top, 0)).exp()[..., None]
             total = a @ (b.transpose(-1, -2) @ v1) + rest * v1.sum(2, keepdim=True)
         return divide(total).to(q.dtype)
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        if self.kernel == "relu":
+            return linear_scan(q, k, v, mask, features="relu")
+        a = self._queries(q)
+        a = a / a.detach().amax(-1, keepdim=True)  # the quotient is the same, and half precision keeps the features
+        e, g = self._exponents(k)
+        m = e.detach().amax(-1)
+        b = (e - m[..., None]).exp()
+        top = (g if mask is None else g.masked_fill(~mask[:, None], float("-inf"))).cummax(-1).values
+        top = torch.where(top.isfinite(), top, 0)
+        rest = self.epsilon * a.sum(-1)
+        a, b = a.to(q.dtype), b.to(q.dtype)
+        return linear_scan(a, b, v, mask, features="given", key_scale=m, top=top, rest=rest)
+
+    def weights(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+    ) -> Tensor:
+        with plain(self):  # the identity in place of v is as wide as the sequence is long
+            return super().weights(q, k, v, mask, bias)
 
     def _exponents(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """p_m · t - |t|²/2 for every feature, and the largest p_m · t."""
@@ -135,4 +176,5 @@ register(
     cost="L",
     cross=True,
     dropout="keys",
+    backends=("torch", "triton"),
 )

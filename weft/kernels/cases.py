@@ -25,11 +25,66 @@ SMALL: dict[str, tuple[Call, ...]] = {
             "combiner-fixed", 31, H=1, D=8, B=2, causal=False, options={"block_size": 16, "summary": "sum"}, mask="all"
         ),
     ),
+    "linear": (
+        Call("linear", 150, B=2, H=1, mask="random"),
+        Call("linear", 135, B=2, H=1, D=20, mask="ends", layout="BHLD"),
+        Call("linear", 130, H=1, D=64, dtype=torch.float16),
+        Call("linear", 33, B=2, H=1, D=128, mask="all"),
+        Call("linear", 3, H=1),
+    ),
+    "mssa": (
+        Call("mssa", 67, H=1, causal=False),
+        Call("mssa", 70, causal=False, B=2, H=1, mask="random"),
+        Call("mssa", 75, H=2, D=20, layout="BHLD"),
+        Call("mssa", 67, B=2, H=1, mask="ends"),
+        Call("mssa", 33, B=2, H=1, causal=False, mask="all"),
+        Call("mssa", 1, D=128, H=1, causal=False),
+        Call("mssa", 150, D=64, causal=False, dtype=torch.float16),
+        Call("mssa", 150, D=64, H=1, mask="random", dtype=torch.float16),
+    ),
+    "performer": (
+        Call("performer", 150, B=2, H=1, mask="ends"),
+        Call("performer", 130, H=1, D=20, options={"features": 70}, dtype=torch.float16),
+        Call("performer", 35, B=2, H=1, options={"features": 100}, mask="all", layout="BHLD"),
+        Call("performer", 140, H=1, options={"kernel": "relu"}, mask="random"),
+    ),
 }
 
 REAL: dict[str, tuple[Call, ...]] = {
     "combiner-fixed": (
         Call("combiner-fixed", 1000, D=64, B=2, H=4, options={"block_size": 128, "summary": "sum"}, mask="random"),
         Call("combiner-fixed", 1000, D=64, B=2, H=4, options={"block_size": 128}, causal=False, mask="ends"),
+    ),
+    "linear": (
+        Call("linear", 1000, D=64, B=2, H=4),
+        Call("linear", 1000, D=64, B=2, H=4, mask="random"),
+        Call("linear", 4099, D=64, B=2, H=3, mask="ends", layout="BHLD"),
+        Call("linear", 17001, D=64, B=1, H=2),
+        Call("linear", 129, D=64, B=2, H=2, mask="all"),
+        Call("linear", 777, D=128, B=2, H=2, mask="random"),
+        Call("linear", 300, D=16, B=2, H=2),
+        Call("linear", 301, D=20, B=2, H=2, mask="ends"),
+        Call("linear", 63, D=64, B=2, H=2),
+        Call("linear", 2, D=64, B=2, H=2),
+    ),
+    "mssa": (
+        Call("mssa", 1000, D=64, B=2, H=4, causal=False),
+        Call("mssa", 1000, D=64, B=2, H=4, causal=False, mask="random"),
+        Call("mssa", 197, D=48, B=3, H=3, causal=False, mask="ends"),
+        Call("mssa", 777, D=64, B=2, H=3, layout="BHLD"),
+        Call("mssa", 1025, D=128, B=1, H=2),
+        Call("mssa", 640, D=128, B=2, H=2, causal=False, mask="all"),
+        Call("mssa", 300, D=20, B=2, H=2, mask="random"),
+        Call("mssa", 1, D=64, B=2, H=2),
+    ),
+    "performer": (
+        Call("performer", 1000, D=64, B=2, H=4),
+        Call("performer", 1000, D=64, B=2, H=4, mask="random"),
+        Call("performer", 4099, D=64, B=1, H=2, options={"features": 256}, mask="ends"),
+        Call("performer", 17001, D=32, B=1, H=2, options={"features": 64}),
+        Call("performer", 129, D=64, B=2, H=2, mask="all", layout="BHLD"),
+        Call("performer", 777, D=128, B=1, H=2, mask="random"),
+        Call("performer", 301, D=20, B=2, H=2, options={"features": 33}, mask="ends"),
+        Call("performer", 1000, D=64, B=2, H=4, options={"kernel": "relu"}, mask="random"),
     ),
 }

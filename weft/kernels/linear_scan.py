@@ -1,0 +1,273 @@
+"""Causal attention that factors through features, as fused kernels: forward and backward, as one PyTorch operator.
+
+    out_i = Σ_{j ≤ i} p_ij v_j / (Σ_{j ≤ i} p_ij + ε)          p_ij = φ(q_i)·φ(k_j)                           plain
+                                                               p_ij = φ(q_i)·φ(k_j) e^{m_j - G_i} + rest_i    scaled
+
+over the keys the mask leaves; zeros where there are none. φ is elu(t) + 1 or ReLU(t) + 1e-3, taken inside, or the
+features are given. The scaled form is for features that are exponentials: m is what was taken out of each key's, G
+never falls and m_j ≤ G_i for j ≤ i. m and G get no gradient.
+
+The plain versions in `weft/attention/linear.py` and `performer.py` are the definition; these kernels must equal them.
+Triton is imported only when a kernel runs, so this module can be imported anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .dispatch import DTYPES, LARGEST_HEAD
+from .launch import Tiles, block_width, ceil_div, precision, rows_contiguous, strides
+
+FEATURES = ("elu", "relu", "given")
+LEAST_LENGTH = 256  # expected, not measured yet: docs/kernels.md
+
+# By kernel, widest head and bytes of what is multiplied (float16 is multiplied as tf32: 4).
+TILES: dict[tuple[str, int, int], Tiles] = {
+    ("states", 64, 2): Tiles(64, 64, 4, 2),
+    ("states", 128, 2): Tiles(64, 64, 4, 2),
+    ("states", 64, 4): Tiles(32, 32, 4, 2),
+    ("states", 128, 4): Tiles(32, 32, 8, 1),
+    ("outputs", 64, 2): Tiles(64, 64, 4, 2),
+    ("outputs", 128, 2): Tiles(64, 32, 4, 2),
+    ("outputs", 64, 4): Tiles(64, 32, 4, 1),
+    ("outputs", 128, 4): Tiles(32, 32, 4, 1),
+    ("query gradients", 64, 2): Tiles(64, 64, 4, 2),
+    ("query gradients", 128, 2): Tiles(64, 32, 4, 2),
+    ("query gradients", 64, 4): Tiles(64, 32, 4, 1),
+    ("query gradients", 128, 4): Tiles(32, 32, 4, 1),
+    ("key gradients", 64, 2): Tiles(32, 64, 4, 2),
+    ("key gradients", 128, 2): Tiles(32, 64, 8, 2),
+    ("key gradients", 64, 4): Tiles(32, 32, 4, 1),
+    ("key gradients", 128, 4): Tiles(32, 32, 4, 1),
+}
+COLUMNS = 128  # of the states, per program of `running_sums`
+
+
+def linear_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    features: str,
+    epsilon: float = 0.0,
+    key_scale: Tensor | None = None,
+    top: Tensor | None = None,
+    rest: Tensor | None = None,
+) -> Tensor:
+    """q and k (B, H, L, F), v (B, H, L, D), mask (B, L) -> (B, H, L, D). The scaled form takes m as `key_scale`, G as
+    `top`, and `rest`, all (B, H, L)."""
+    device = q.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    return torch.ops.weft.linear_scan(q, k, v, mask, key_scale, top, rest, features, epsilon)[0]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one call is cut, the same for every kernel of it."""
+
+    B: int
+    H: int
+    L: int
+    F: int
+    D: int
+    chunk: int
+    scaled: bool
+    half: bool  # bfloat16 operands
+
+    @property
+    def n(self) -> int:
+        return ceil_div(self.L, self.chunk)
+
+    @property
+    def rows(self) -> int:
+        """Of a state: one per feature, and one for the sums of v alone."""
+        return self.F + int(self.scaled)
+
+    def tiles(self, kernel: str) -> Tiles:
+        return TILES[kernel, max(64, block_width(self.D)), 2 if self.half else 4]
+
+    def shape(self, kernel: str) -> dict[str, int]:
+        width = block_width(self.D)
+        widest = max(64, width) if self.half and kernel != "states" else 64
+        return {"F": self.F, "D": self.D, "BLOCK_D": width, "BF": min(block_width(self.F), widest), "CHUNK": self.chunk}
+
+    def state_programs(self, chunks: int) -> tuple[int]:
+        return (chunks * ceil_div(self.F, self.shape("states")["BF"]) * self.B * self.H,)
+
+
+def plan(q: Tensor, v: Tensor, scaled: bool) -> Plan:
+    """Chunks depend on the length alone, so that a sequence's result does not depend on its batch mates."""
+    B, H, L, F = q.shape
+    return Plan(B, H, L, F, v.shape[3], 128 if L <= 16384 else 256, scaled, q.dtype == torch.bfloat16)
+
+
+def running(p: Plan, parts: Tensor, top: Tensor, dtype: torch.dtype, *, reverse: bool) -> tuple[Tensor, Tensor]:
+    """The sums of the parts before each chunk, or after it."""
+    from .linear_scan_forward import running_sums
+
+    sums = parts.new_empty(p.B, p.H, p.n, p.rows, p.D, dtype=dtype)
+    norms = parts.new_empty(p.B, p.H, p.n, p.rows)
+    running_sums[(ceil_div(parts.shape[-1], COLUMNS) * p.B * p.H,)](
+        parts, top, sums, norms, p.B * p.H, p.L, p.n,
+        F=p.F, D=p.D, COLUMNS=COLUMNS, CHUNK=p.chunk, SCALED=p.scaled, REVERSE=reverse, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return sums, norms
+
+
+@torch.library.custom_op(
+    "weft::linear_scan",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_scale, Tensor? top, Tensor? rest, str features,"
+    " float epsilon) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _forward(q, k, v, mask, key_scale, top, rest, features, epsilon):
+    from .linear_scan_forward import chunk_states, outputs
+
+    check(q, k, v, key_scale, top, rest, features)
+    p = plan(q, v, rest is not None)
+    q, k, v = (rows_contiguous(x) for x in (q, k, v))
+    out, weight, before, before_norm = _outputs(q, v, p)
+    has_mask = mask is not None
+    flags = mask.contiguous().view(torch.uint8) if has_mask else q
+    key_scale, top, rest = (_rows(x, weight) for x in (key_scale, top, rest))
+    options = {"FEATURES": features, "SCALED": p.scaled, "HAS_MASK": has_mask}
+    options |= {"BF16": p.half, "PRECISION": precision(q)}
+    if p.n > 1:
+        parts = _parts(p, q)
+        t = p.tiles("states")
+        chunk_states[p.state_programs(p.n - 1)](
+            k, v, flags, key_scale, top, parts, *strides(k), *strides(v), p.B * p.H, p.H, p.L, p.n,
+            ROWS=t.keys, **p.shape("states"), **options, **t.launch(),
+        )  # fmt: skip
+        before, before_norm = running(p, parts, top, before.dtype, reverse=False)
+    t = p.tiles("outputs")
+    outputs[(ceil_div(p.L, t.queries) * p.B * p.H,)](
+        q, k, v, flags, key_scale, top, rest, before, before_norm, out, weight,
+        *strides(q), *strides(k), *strides(v), *strides(out), p.B * p.H, p.H, p.L, p.n, epsilon,
+        BQ=t.queries, BK=t.keys, CARRIED=p.n > 1, **p.shape("outputs"), **options, **t.launch(),
+    )  # fmt: skip
+    return out, weight, before, before_norm
+
+
+@_forward.register_fake
+def _(q, k, v, mask, key_scale, top, rest, features, epsilon):
+    return _outputs(q, v, plan(q, v, rest is not None))
+
+
+def _outputs(q: Tensor, v: Tensor, p: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out, one over its denominators, and the sums before each chunk: of φ(k) vᵀ, and of φ(k)."""
+    n = p.n if p.n > 1 else 0
+    return (
+        torch.empty_like(rows_contiguous(v)),
+        q.new_empty(p.B, p.H, p.L, dtype=torch.float32),
+        q.new_empty(p.B, p.H, n, p.rows, p.D, dtype=torch.bfloat16 if p.half else torch.float32),
+        q.new_empty(p.B, p.H, n, p.rows, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op(
+    "weft::linear_scan_backward",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_scale, Tensor? top, Tensor? rest,"
+    " Tensor out, Tensor weight, Tensor before, Tensor before_norm, str features)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _backward(dout, q, k, v, mask, key_scale, top, rest, out, weight, before, before_norm, features):
+    from .linear_scan_backward import gradient_states, key_gradients, query_gradients
+
+    p = plan(q, v, rest is not None)
+    dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
+    dq, dk, dv, drest = _gradients(q, k, v, p)
+    has_mask = mask is not None
+    flags = mask.contiguous().view(torch.uint8) if has_mask else q
+    key_scale, top, rest = (_rows(x, weight) for x in (key_scale, top, rest))
+    options: dict[str, Any] = {"FEATURES": features, "SCALED": p.scaled, "BF16": p.half, "PRECISION": precision(q)}
+    counts = p.B * p.H, p.H, p.L, p.n
+    delta, parts = torch.empty_like(weight), _parts(p, q)
+    t = p.tiles("states")
+    gradient_states[p.state_programs(p.n)](
+        q, out, dout, top, rest, weight, delta, parts, *strides(q), *strides(out), *strides(dout), *counts,
+        ROWS=t.queries, **p.shape("states"), **options, **t.launch(),
+    )  # fmt: skip
+    after, after_norm = running(p, parts, top, before.dtype, reverse=True) if p.n > 1 else (before, before_norm)
+    options |= {"HAS_MASK": has_mask, "CARRIED": p.n > 1}
+    t = p.tiles("query gradients")
+    query_gradients[(ceil_div(p.L, t.queries) * p.B * p.H,)](
+        q, k, v, flags, key_scale, top, before, before_norm, dout, weight, delta, dq, drest,
+        *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq), *counts,
+        BQ=t.queries, BK=t.keys, **p.shape("query gradients"), **options, **t.launch(),
+    )  # fmt: skip
+    t = p.tiles("key gradients")
+    key_gradients[(ceil_div(p.L, t.keys) * p.B * p.H,)](
+        q, k, v, flags, key_scale, top, rest, after, after_norm, dout, weight, delta, dk, dv,
+        *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk), *strides(dv), *counts,
+        BQ=t.queries, BK=t.keys, **p.shape("key gradients"), **options, **t.launch(),
+    )  # fmt: skip
+    return dq, dk, dv, drest
+
+
+@_backward.register_fake
+def _(dout, q, k, v, mask, key_scale, top, rest, out, weight, before, before_norm, features):
+    return _gradients(q, k, v, plan(q, v, rest is not None))
+
+
+def _gradients(q: Tensor, k: Tensor, v: Tensor, p: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(rows_contiguous(x)) for x in (q, k, v))
+    return dq, dk, dv, q.new_empty(p.B, p.H, p.L if p.scaled else 0, dtype=torch.float32)
+
+
+def _parts(p: Plan, q: Tensor) -> Tensor:
+    """What each chunk adds: the rows of its state, then their norms."""
+    return q.new_empty(p.B, p.H, p.n, p.rows * (p.D + 1), dtype=torch.float32)
+
+
+def _rows(x: Tensor | None, stand_in: Tensor) -> Tensor:
+    """One number per token; a tensor nobody reads where there is none."""
+    return stand_in if x is None else x.float().contiguous()
+
+
+def _save(ctx, inputs, output):
+    *tensors, ctx.features, _ = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _grad(ctx, dout, *unused):
+    if dout is None:
+        return (None,) * 9
+    dq, dk, dv, drest = torch.ops.weft.linear_scan_backward(dout, *ctx.saved_tensors, ctx.features)
+    rest = ctx.saved_tensors[6]
+    return dq, dk, dv, None, None, None, None if rest is None else drest.to(rest.dtype), None, None
+
+
+_forward.register_autograd(_grad, setup_context=_save)
+
+
+def check(
+    q: Tensor, k: Tensor, v: Tensor, key_scale: Tensor | None, top: Tensor | None, rest: Tensor | None, features: str
+) -> None:
+    if q.dim() != 4 or k.shape != q.shape or v.shape[:3] != q.shape[:3] or v.dim() != 4:
+        raise ValueError(
+            f"the kernel takes q and k of one shape (B, H, L, F) and v (B, H, L, D), got {tuple(q.shape)}, "
+            f"{tuple(k.shape)} and {tuple(v.shape)}; use backend='torch'"
+        )
+    if features not in FEATURES:
+        raise ValueError(f"features must be one of {', '.join(FEATURES)}, got {features!r}")
+    if v.shape[3] > LARGEST_HEAD:
+        raise ValueError(f"the kernel takes heads up to {LARGEST_HEAD} wide, got {v.shape[3]}; use backend='torch'")
+    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"the kernel takes float32, float16 or bfloat16, one for all, got {q.dtype}, {k.dtype} and {v.dtype}; "
+            "use backend='torch'"
+        )
+    if not (key_scale is None) == (top is None) == (rest is None):
+        raise ValueError("the scaled form takes key_scale, top and rest, all three; the plain form none of them")
+    if rest is not None and features != "given":
+        raise ValueError("the scaled form takes features='given'")

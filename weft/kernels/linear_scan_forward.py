@@ -1,0 +1,231 @@
+"""Triton, forward: what each chunk of tokens adds to the running sums, the sums up to each chunk, and the outputs.
+
+    S_c = Σ_{j in chunk c} φ(k_j) v_jᵀ          z_c = Σ_{j in chunk c} φ(k_j)                       `chunk_states`
+    before_c = Σ_{c' < c} S_c', and z alike                                                         `running_sums`
+    out_i = (Σ_{j ≤ i in the chunk} (φ(q_i)·φ(k_j)) v_j + φ(q_i)·before_c) / (the same with v = 1)  `outputs`
+
+With SCALED, key j counts e^{m_j - G_i} times, G running upwards, and every pair (i, j) has rest_i added to its product
+φ(q_i)·φ(k_j) (see `linear_scan.py`). The state of a chunk is held relative to e^{G at the chunk's end}; the sums of
+v alone, which `rest` needs, are one more row of the state, and do not fade.
+
+The sums are linear in the features, so these are taken in tiles of BF: any number of them fits. bfloat16 tensors are
+multiplied in bfloat16, float16 ones as tf32, which is as accurate and has room for sums over a long past.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .rows import load_rows, store_rows, valid_rows
+
+
+@triton.jit
+def feature_map(x, live, real, FEATURES: tl.constexpr):
+    """φ in float32, zero where a row is not live or a column not real."""
+    x = x.to(tl.float32)
+    if FEATURES == "given":
+        return x
+    if FEATURES == "elu":
+        x = tl.where(x > 0, x + 1.0, tl.exp(tl.minimum(x, 0.0)))
+    if FEATURES == "relu":
+        x = tl.maximum(x, 0.0) + 1e-3
+    return tl.where(live[:, None] & real[None, :], x, 0.0)
+
+
+@triton.jit
+def operand(x, BF16: tl.constexpr):
+    """What the matrix units are given."""
+    if BF16:
+        return x.to(tl.bfloat16)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def fade(x):
+    """e^x of a difference of scales. It is positive only where there is nothing to scale."""
+    return tl.exp(tl.minimum(x, 0.0))
+
+
+@triton.jit
+def chunk_end(TOP, c, L, CHUNK: tl.constexpr):
+    """The scale G at the end of chunk c; 0 before the first."""
+    at = tl.minimum((c + 1) * CHUNK, L) - 1
+    return tl.load(TOP + tl.maximum(at, 0), mask=c >= 0, other=0.0)
+
+
+@triton.jit
+def chunk_states(
+    K, V, MASK, KEY_SCALE, TOP, PARTS,
+    k_b, k_h, k_l, v_b, v_h, v_l,
+    BH, H, L, n,
+    F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, FEATURES: tl.constexpr, SCALED: tl.constexpr, HAS_MASK: tl.constexpr,
+    BF16: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of features of one chunk. PARTS is (B·H, n, R·D + R), float32: the R = F (+1) rows of S, then z."""
+    TILES: tl.constexpr = (F + BF - 1) // BF
+    WHOLE: tl.constexpr = F // BF * BF  # equal to F where no tile has columns past F
+    R: tl.constexpr = F + 1 if SCALED else F
+    bh, work = tl.program_id(0) % BH, tl.program_id(0) // BH
+    f0, c = work % TILES * BF, work // TILES
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    f, d = f0 + tl.arange(0, BF), tl.arange(0, BLOCK_D)
+    first = c * CHUNK
+    end = tl.minimum(CHUNK, L - first)
+    K += b * k_b + h * k_h + first.to(tl.int64) * k_l
+    V += b * v_b + h * v_h + first.to(tl.int64) * v_l
+    MASK += b * L + first
+    TOP += bh.to(tl.int64) * L
+    KEY_SCALE += bh.to(tl.int64) * L + first
+
+    state = tl.zeros([BF, BLOCK_D], tl.float32)
+    norm = tl.zeros([BF], tl.float32)
+    v_sum = tl.zeros([BLOCK_D], tl.float32)
+    tokens = tl.sum(tl.zeros([ROWS], tl.float32), 0)
+    for start in range(0, end, ROWS):
+        j = start + tl.arange(0, ROWS)
+        live = valid_rows(MASK, j, j < end, HAS_MASK)
+        k = feature_map(load_rows(K, j, f, k_l, live, F, WHOLE), live, f < F, FEATURES)
+        v = load_rows(V, j, d, v_l, live, D, BLOCK_D)
+        if SCALED:
+            scale = tl.load(KEY_SCALE + j, mask=live, other=0.0)
+            k *= fade(scale - chunk_end(TOP, c, L, CHUNK))[:, None]
+            v_sum += tl.sum(v.to(tl.float32), 0)
+            tokens += tl.sum(live.to(tl.float32), 0)
+        k = operand(k, BF16)
+        state = tl.dot(tl.trans(k), operand(v, BF16), state, input_precision=PRECISION)
+        norm += tl.sum(k.to(tl.float32), 0)
+
+    PARTS += (bh.to(tl.int64) * n + c) * R * (D + 1)
+    store_rows(PARTS, state, f, d, D, f < F, D, BLOCK_D)
+    tl.store(PARTS + R * D + f, norm, mask=f < F)
+    if SCALED:
+        if f0 == 0:
+            tl.store(PARTS + F * D + d, v_sum, mask=d < D)
+            tl.store(PARTS + R * D + F, tokens)
+
+
+@triton.jit
+def running_sums(
+    PARTS, TOP, SUMS, NORMS,
+    BH, L, n,
+    F: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, SCALED: tl.constexpr,
+    REVERSE: tl.constexpr,
+):  # fmt: skip
+    """For every chunk the sum of the PARTS before it (REVERSE: after it), COLUMNS numbers of the state at a time:
+    SUMS (B·H, n, R, D), as the matrix units take it, and NORMS (B·H, n, R), float32. Sixteen chunks at once, as a
+    triangular matrix times the parts."""
+    R: tl.constexpr = F + 1 if SCALED else F
+    bh = (tl.program_id(0) % BH).to(tl.int64)
+    e = tl.program_id(0) // BH * COLUMNS + tl.arange(0, COLUMNS)
+    live = e < R * (D + 1)
+    is_state = e < R * D
+    fades = (e // D != F) & (e != R * D + F)
+    u = tl.arange(0, 16)
+    earlier = u[None, :] < u[:, None]
+    TOP += bh * L
+    PARTS += bh * n * R * (D + 1)
+    SUMS += bh * n * R * D
+    NORMS += bh * n * R
+    carry = tl.zeros([COLUMNS], tl.float32)
+    for start in range(0, n, 16):
+        t = start + u
+        c = n - 1 - t if REVERSE else t
+        x = tl.load(
+            PARTS + c.to(tl.int64)[:, None] * R * (D + 1) + e[None, :],
+            mask=(t < n - 1)[:, None] & live[None, :],  # nobody comes after the last
+            other=0.0,
+        )
+        total = tl.dot(tl.where(earlier, 1.0, 0.0), x, input_precision="ieee") + carry[None, :]
+        new_carry = carry + tl.sum(x, 0)
+        if SCALED:
+            # x is relative to the scale at one end of its chunk, the sum before the chunk to that at the other end
+            last, before = chunk_end(TOP, c, L, CHUNK), chunk_end(TOP, c - 1, L, CHUNK)
+            if REVERSE:
+                came, goes = -before, -last
+                at_first = -chunk_end(TOP, n - 1 - start, L, CHUNK)
+                at_next = -chunk_end(TOP, n - 17 - start, L, CHUNK)
+            else:
+                came, goes = last, before
+                at_first = chunk_end(TOP, start - 1, L, CHUNK)
+                at_next = chunk_end(TOP, tl.minimum(start + 15, n - 1), L, CHUNK)
+            share = tl.where(earlier, fade(came[None, :] - goes[:, None]), 0.0)
+            faded = tl.dot(share, x, input_precision="ieee") + fade(at_first - goes)[:, None] * carry[None, :]
+            new_faded = carry * fade(at_first - at_next) + tl.sum(x * fade(came - at_next)[:, None], 0)
+            total = tl.where(fades[None, :], faded, total)
+            new_carry = tl.where(fades, new_faded, new_carry)
+        row = c.to(tl.int64)[:, None]
+        inside = (t < n)[:, None] & live[None, :]
+        tl.store(SUMS + row * R * D + e[None, :], total.to(SUMS.dtype.element_ty), mask=inside & is_state[None, :])
+        tl.store(NORMS + row * R + (e - R * D)[None, :], total, mask=inside & ~is_state[None, :])
+        carry = new_carry
+
+
+@triton.jit
+def outputs(
+    Q, K, V, MASK, KEY_SCALE, TOP, REST, BEFORE, BEFORE_NORM, OUT, WEIGHT,
+    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l,
+    BH, H, L, n, epsilon,
+    F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    CHUNK: tl.constexpr, CARRIED: tl.constexpr, FEATURES: tl.constexpr, SCALED: tl.constexpr, HAS_MASK: tl.constexpr,
+    BF16: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of queries over the keys of its chunk up to itself, and over what the chunks before left. WEIGHT keeps one
+    over the denominators, 0 where there was no key."""
+    WHOLE: tl.constexpr = F // BF * BF
+    R: tl.constexpr = F + 1 if SCALED else F
+    bh = tl.program_id(0) % BH
+    tile = (L + BQ - 1) // BQ - 1 - tl.program_id(0) // BH  # last first: `chunk_states` has just read those keys
+    c = tile * BQ // CHUNK
+    first = c * CHUNK
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
+    K += b * k_b + h * k_h + first.to(tl.int64) * k_l
+    V += b * v_b + h * v_h + first.to(tl.int64) * v_l
+    OUT += b * o_b + h * o_h + first.to(tl.int64) * o_l
+    MASK += b * L + first
+    at = bh.to(tl.int64) * n + c
+    BEFORE += at * R * D
+    BEFORE_NORM += at * R
+    end = tl.minimum(CHUNK, L - first)
+
+    q_first = tile * BQ - first
+    i = q_first + tl.arange(0, BQ)
+    acc = tl.zeros([BQ, BLOCK_D], tl.float32)
+    total = tl.zeros([BQ], tl.float32)
+    if SCALED:
+        KEY_SCALE += bh.to(tl.int64) * L + first
+        TOP += bh.to(tl.int64) * L
+        top = tl.load(TOP + first + i, mask=i < end, other=0.0)
+        rest = tl.load(REST + bh.to(tl.int64) * L + first + i, mask=i < end, other=0.0)
+        if CARRIED:
+            acc += rest[:, None] * tl.load(BEFORE + F * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+            total += rest * tl.load(BEFORE_NORM + F)
+    for f0 in range(0, F, BF):
+        f = f0 + tl.arange(0, BF)
+        q = operand(feature_map(load_rows(Q, i, f, q_l, i < end, F, WHOLE), i < end, f < F, FEATURES), BF16)
+        if CARRIED:
+            far = q
+            if SCALED:
+                far = operand(q.to(tl.float32) * fade(chunk_end(TOP, c - 1, L, CHUNK) - top)[:, None], BF16)
+            acc = tl.dot(far, load_rows(BEFORE, f, d, D, f < F, D, BLOCK_D), acc, input_precision=PRECISION)
+            norm = tl.load(BEFORE_NORM + f, mask=f < F, other=0.0)
+            total += tl.sum(far.to(tl.float32) * norm[None, :], 1)
+        for start in range(0, tl.minimum(q_first + BQ, end), BK):
+            j = start + tl.arange(0, BK)
+            live = valid_rows(MASK, j, j < end, HAS_MASK)
+            k = operand(feature_map(load_rows(K, j, f, k_l, live, F, WHOLE), live, f < F, FEATURES), BF16)
+            v = operand(load_rows(V, j, d, v_l, live, D, BLOCK_D), BF16)
+            p = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            if SCALED:
+                scale = tl.load(KEY_SCALE + j, mask=live, other=0.0)
+                p = p * fade(scale[None, :] - top[:, None])
+                p += tl.where(live[None, :], tl.where(f0 == 0, rest, 0.0)[:, None], 0.0)
+            p = tl.where(j[None, :] <= i[:, None], p, 0.0)
+            total += tl.sum(p, 1)
+            acc = tl.dot(operand(p, BF16), v, acc, input_precision=PRECISION)
+    weight = tl.where(total > 0, 1.0 / (total + epsilon), 0.0)
+    store_rows(OUT, acc * weight[:, None], i, d, o_l, i < end, D, BLOCK_D)
+    tl.store(WEIGHT + bh.to(tl.int64) * L + first + i, weight, mask=i < end)
