@@ -23,7 +23,6 @@ from torch import nn
 
 from ..adapt.report import Patch, Report, Row
 from ..attention import make_attention
-from ..attention.full import FullAttention
 from ..attention.subsampled import Subsampling
 from ..layers.mixed import MixedAttention
 from ..layers.mssa import MSSA
@@ -83,7 +82,7 @@ def subsample(
         now, why = "", excluded.get(path, "")
         if not why and number[path] < depth - count:
             why = f"one of the first {depth - count} layers, which stay dense"
-        elif not why and type(layer.attention) is not FullAttention:
+        elif not why and layer.attention.name != "full":
             why = f"its attention is {layer.attention.name}, not full"
         if not why:
             here = first + (last - first) * number[path] / max(depth - 1, 1)
