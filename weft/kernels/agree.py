@@ -20,7 +20,10 @@ from .checks import poisoned_memory, relative_error
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a registered mechanism: its options, the shape, and how the mask and the memory are laid out."""
+    """One call of a registered mechanism: its options, the shape, and how the mask and the memory are laid out.
+
+    "mssa" is no mechanism but the attention inside `weft.MSSA`: q is its z, and k and v are the same tensor.
+    """
 
     name: str
     L: int
@@ -43,10 +46,12 @@ class Call:
     def make(self, backend: str, device: str) -> nn.Module:
         """The mechanism, in training mode: samplers sample."""
         import weft
+        from weft.layers.mssa import SubspaceAttention
 
-        return weft.make_attention(
-            self.name, heads=self.H, head_dim=self.D, causal=self.causal, backend=backend, **self.options
-        ).to(device)
+        shape: dict[str, Any] = {"heads": self.H, "head_dim": self.D, "causal": self.causal}
+        if self.name == "mssa":
+            return SubspaceAttention(backend=backend, **shape, **self.options).to(device)
+        return weft.make_attention(self.name, backend=backend, **shape, **self.options).to(device)
 
     def tensors(self, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """Fresh random q, k, v, the output's gradient, and the mask."""
@@ -83,11 +88,11 @@ def compare_call(call: Call, device: str) -> dict[str, float]:
     plain.backend = "torch"  # type: ignore[assignment]
     results = []
     for attn, dtype in ((plain.double(), torch.float64), (kernel, call.dtype)):
-        inputs = [x.to(dtype).detach().requires_grad_() for x in (q, k, v)]
+        inputs = [x.to(dtype).detach().requires_grad_() for x in ((q,) if call.name == "mssa" else (q, k, v))]
         torch.manual_seed(seed)  # what samples must draw the same sample
         with poisoned_memory():
-            out = attn(*inputs, mask, bias)
+            out = attn(*(inputs * 3)[:3], mask, bias)
             results.append((out, *torch.autograd.grad(out, inputs, dout.to(out.dtype))))
     assert results[1][0].dtype == call.dtype and results[1][0].shape == q.shape
-    pairs = zip(("out", "dq", "dk", "dv"), *results, strict=True)
-    return {name: relative_error(mine, theirs) for name, theirs, mine in pairs}
+    names = ("out", "dz") if call.name == "mssa" else ("out", "dq", "dk", "dv")
+    return {name: relative_error(mine, theirs) for name, theirs, mine in zip(names, *results, strict=True)}
