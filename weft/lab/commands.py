@@ -179,13 +179,13 @@ def sweep_files(
         if on == "local":
             engine = Local(jobs or 1)
         elif on == "ray":
-            from .sweep_ray import RayEngine
+            from .sweep_remote import RayEngine
 
             engine = RayEngine(jobs, address=address, gpus=gpus, cpus=cpus)
         elif on == "slurm":
-            from .sweep_slurm import SlurmEngine
+            from .sweep_remote import SlurmEngine
 
-            engine = SlurmEngine(jobs, folder=work[0].folder.parent, gpus=gpus, cpus=cpus, minutes=minutes)
+            engine = SlurmEngine(jobs, work[0].folder.parent / ".slurm", gpus=gpus, cpus=cpus, minutes=minutes)
         else:
             raise ValueError(f"--on takes local, ray or slurm; got {on!r}")
         view = View()
@@ -206,14 +206,29 @@ def sweep_files(
 
 
 def report_runs(
-    runs: Annotated[list[Path], typer.Argument(help="the folders of the runs")],
-    out: Annotated[Path, typer.Option(help="the page")] = Path("report.html"),
+    paths: Annotated[list[Path], typer.Argument(help="folders of runs, or folders with sweeps, or sweeps")],
+    out: Annotated[Path | None, typer.Option(help="runs: the page; sweeps: the folder to write to")] = None,
+    runs: Annotated[Path | None, typer.Option(help="where the sweeps' runs are, if not in runs/ beside them")] = None,
 ) -> None:
-    """Runs side by side: one self-contained page with a table and their curves."""
-    with _exit_codes():
-        from .report import report
+    """Runs side by side on one self-contained page; or the tables of sweeps beside the papers' figures.
 
-        print(f"wrote {report(runs, out)}")
+    For a folder with sweeps: report.md, report.html, and for each sweep a NAME.results.json, which holds enough to
+    make the tables again without the runs.
+    """
+    with _exit_codes():
+        if all((path / "config.json").exists() for path in paths):
+            from .report import report
+
+            print(f"wrote {report(paths, out or Path('report.html'))}")
+            return
+        from .tables import report_sweeps, sweep_folders
+
+        found = sweep_folders(paths)
+        for place, files in found.items():
+            if out is not None:
+                place = out / place.parent.name / place.name if len(found) > 1 else out / place.name
+            print(report_sweeps(files, place, runs))
+            print(f"wrote {place}.md and {place}.html")
 
 
 class _exit_codes:

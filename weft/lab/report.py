@@ -12,7 +12,9 @@ from typing import Any
 
 from .run import Run
 
-COLOURS = ("#1f6f8b", "#c8553d", "#588157", "#6d597a", "#b08900", "#444444")
+COLOURS = ("#1f6f8b", "#c8553d", "#588157", "#6d597a", "#b08900", "#444444",
+           "#2a9d8f", "#8d0801", "#3d5a80", "#9a5ba5", "#7f5539", "#90a955")  # fmt: skip
+LEGEND_WIDTH = 150
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 56em; margin: 2em auto; padding: 0 1em; color: #222; }
 table { border-collapse: collapse; margin: 1em 0; } th, td { padding: .3em .9em; text-align: right; }
@@ -60,7 +62,10 @@ def chart(curves: Sequence[Curve], title: str, *, width: int = 860, height: int 
     points = [p for curve in curves for p in curve.points if math.isfinite(p[1])]
     if not points:
         return ""
-    left, right, top, bottom = 56, 16, 34, 34
+    names = list(dict.fromkeys(curve.name for curve in curves))  # curves of one name share their colour
+    left, right, bottom = 56, 16, 34
+    per_line = (width - left) // LEGEND_WIDTH
+    top = 34 + 15 * ((len(names) - 1) // per_line)
     x0, x1 = 0.0, max(x for x, _ in points)
     y0, y1 = min(y for _, y in points), max(y for _, y in points)
     y0, y1 = (y0, y1) if y1 > y0 else (y0 - 0.5, y1 + 0.5)
@@ -80,11 +85,16 @@ def chart(curves: Sequence[Curve], title: str, *, width: int = 860, height: int 
         out.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>')
         step = x0 + (x1 - x0) * i / 4
         out.append(f'<text x="{at(step, y0)[0]:.1f}" y="{height - 12}" text-anchor="middle">{step:.0f}</text>')
-    for number, curve in enumerate(curves):
+    for number, name in enumerate(names):
+        column, line = number % per_line, number // per_line
         colour = COLOURS[number % len(COLOURS)]
+        out.append(
+            f'<text x="{left + LEGEND_WIDTH * column}" y="{29 + 15 * line}" style="fill:{colour}">— {html.escape(name)}</text>'
+        )
+    for curve in curves:
+        colour = COLOURS[names.index(curve.name) % len(COLOURS)]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*p) for p in curve.points if math.isfinite(p[1])))
         out.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{path}"/>')
-        out.append(f'<text x="{left + 150 * number}" y="29" style="fill:{colour}">— {html.escape(curve.name)}</text>')
         for x, what in curve.marks:
             place = at(x, y0)[0]
             out.append(f'<line x1="{place:.1f}" x2="{place:.1f}" y1="{top}" y2="{height - bottom}" '
@@ -97,11 +107,20 @@ def page(title: str, lead: str, rows: Sequence[dict[str, str]], charts: Sequence
     """The whole page; `rows` share their keys, which are the table's headings."""
     head = "".join(f"<th>{html.escape(key)}</th>" for key in (rows[0] if rows else {}))
     body = "".join("<tr>" + "".join(f"<td>{html.escape(v)}</td>" for v in row.values()) + "</tr>" for row in rows)
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{STYLE}</style></head><body><h1>{html.escape(title)}</h1><p>{html.escape(lead)}</p>"
+    return document(
+        title,
+        f"<h1>{html.escape(title)}</h1><p>{html.escape(lead)}</p>"
         f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        f"{''.join(charts)}<p><small>{html.escape(footer)}</small></p></body></html>\n"
+        f"{''.join(charts)}<p><small>{html.escape(footer)}</small></p>",
+    )
+
+
+def document(title: str, body: str) -> str:
+    """A page that may load nothing and run nothing."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>{html.escape(title)}</title><style>{STYLE}</style></head><body>{body}</body></html>\n"
     )
 
 

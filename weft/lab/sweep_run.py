@@ -1,12 +1,13 @@
 """Runs the jobs of a sweep: skips what is done, goes on with what was cut, outlives what fails.
 
 Each run is the command `weft resume FOLDER` in a process of its own, its output in `FOLDER/log.txt`. An engine starts
-such commands: `Local` here, Ray in `sweep_ray`, Slurm in `sweep_slurm`. To stop, a run gets SIGTERM; it saves and
-ends with exit code 75, and the next `weft sweep` goes on with it.
+such commands: `Local` here, Ray and Slurm in `sweep_remote`. To stop, a run gets SIGTERM; it saves and ends with exit
+code 75, and the next `weft sweep` goes on with it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
 import math
@@ -30,6 +31,9 @@ WAITING, RUNNING, DONE, FAILED, STOPPED, IN_USE = "waiting", "running", "done", 
 
 
 class Handle(Protocol):
+    def started(self) -> bool:
+        """Whether it has left the queue of its engine."""
+
     def poll(self) -> int | None:
         """The exit code, or None while it runs."""
 
@@ -60,6 +64,10 @@ class State:
     log: list[str] = field(default_factory=list)
     handle: Handle | None = None
     watch: Watch | None = None
+
+    @property
+    def shown(self) -> str:
+        return "queued" if self.handle is not None and not self.handle.started() else self.state
 
 
 class Watch:
@@ -97,6 +105,8 @@ class Watch:
     def left(self, steps: int) -> float:
         """Seconds to the end at the speed since the first look that saw a step."""
         now = time.perf_counter()
+        if not self.step:
+            return math.nan
         if self.began is None:
             self.began = (now, self.step)
         since, done = now - self.began[0], self.step - self.began[1]
@@ -104,13 +114,16 @@ class Watch:
 
 
 class Local:
-    """Processes on this machine, all on the same device."""
+    """Processes on this machine, all on the same device. `command` stands before the folder in place of ours."""
 
-    def __init__(self, jobs: int = 1):
-        self.limit = jobs
+    def __init__(self, jobs: int = 1, command: Sequence[str] = ()):
+        if jobs < 1:
+            raise ValueError(f"jobs must be at least 1, got {jobs}")
+        self.limit, self.command = jobs, command
 
     def start(self, folder: Path) -> Handle:
-        return Process(folder, threads=max(1, cpus() // self.limit) if self.limit > 1 else 0)
+        threads = max(1, cpus() // self.limit) if self.limit > 1 else 0
+        return Process(folder, self.command, threads=threads)
 
     def close(self) -> None:
         return None
@@ -119,12 +132,12 @@ class Local:
 class Process:
     """`weft resume FOLDER`. The folder's lock passes to the child, which holds it even if the sweep is killed."""
 
-    def __init__(self, folder: Path, threads: int = 0, cwd: str | None = None):
+    def __init__(self, folder: Path, command: Sequence[str] = (), *, threads: int = 0, cwd: str | None = None):
         self.child: subprocess.Popen[bytes] | None = None
         environment = dict(os.environ)
         if threads:
             environment.setdefault("OMP_NUM_THREADS", str(threads))
-        command = [sys.executable, "-m", "weft.cli", "resume", str(folder)]
+        command = [*(command or (sys.executable, "-m", "weft.cli", "resume")), str(folder)]
         with open(folder / ".lock", "w") as lock, open(folder / "log.txt", "ab") as log:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -142,10 +155,14 @@ class Process:
                 cwd=cwd,
                 start_new_session=True,
                 pass_fds=(lock.fileno(),),
+                preexec_fn=_save_when_the_parent_dies,
             )
 
     def poll(self) -> int | None:
         return BUSY if self.child is None else self.child.poll()
+
+    def started(self) -> bool:
+        return True
 
     def stop(self) -> None:
         if self.child is not None and self.child.poll() is None:
@@ -264,7 +281,9 @@ def _look(state: State, stopping: bool) -> bool:
         if math.isnan(state.value):
             state.why = f"no {job.sweep.metric} among {', '.join(result['test'])}"
     elif code == INTERRUPTED or (stopping and code != 0):
-        state.state, state.why = STOPPED, f"saved at step {saved_step(job.folder)} of {job.config.steps}"
+        saved = saved_step(job.folder)
+        state.state = STOPPED
+        state.why = f"saved at step {saved} of {job.config.steps}" if saved else "before its first checkpoint"
     else:
         state.state = FAILED
         state.why = f"{state.log[-1] if state.log else 'no output'} (exit code {code})"
@@ -294,6 +313,15 @@ def last_lines(log: Path, count: int = 12) -> list[str]:
     starts = [number for number, line in enumerate(lines) if line.startswith("$ weft resume ")]
     lines = lines[starts[-1] + 1 :] if starts else lines
     return [line.rstrip() for line in lines if line.strip()][-count:]
+
+
+def _save_when_the_parent_dies() -> None:
+    """On Linux a run whose sweep is killed gets SIGTERM from the kernel; elsewhere it goes on by itself."""
+    if _LIBC is not None:
+        _LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before the fork
 
 
 def cpus() -> int:

@@ -51,14 +51,15 @@ class View:
 def line(state: State) -> str:
     """'done     full / 6x8 / seed 0: test accuracy 36.9 %'"""
     job = state.job
-    text = f"{state.state:8} {job.name}"
+    text = f"{state.shown:8} {job.name}"
     if job.variant:
         text += f" ({job.variant})"
     if state.state == DONE:
         return f"{text}: {_value(state)}"
     if state.state == RUNNING and not state.step:
         return f"{text}: {job.folder}"
-    return f"{text}: {', '.join(part for part in (_step(state), _speed(state), state.why) if part)}"
+    parts = (_step(state), _speed(state)) if state.state == RUNNING else (state.why,)
+    return f"{text}: {', '.join(part for part in parts if part)}"
 
 
 def table(states: Sequence[State], height: int = 1000) -> Any:
@@ -74,7 +75,7 @@ def table(states: Sequence[State], height: int = 1000) -> Any:
         result = state.why if state.why and state.state != DONE else _value(state)
         shown.add_row(
             Text(state.job.name + (f" ({state.job.variant})" if state.job.variant else "")),
-            Text(state.state, style=COLOURS[state.state]),
+            Text(state.shown, style=COLOURS[state.state]),
             f"{state.step}/{state.job.config.steps}",
             "" if math.isnan(state.loss) else f"{state.loss:.4f}",
             short(state.tokens_per_s).strip() if state.state == RUNNING and state.tokens_per_s else "",

@@ -1,0 +1,224 @@
+"""What came out of a sweep's runs, as small text that can be committed: `NAME.results.json` beside `NAME.py`.
+
+It holds, for every run, its config (what all share is written once), seed, commit, device, steps done, final metrics
+and thinned curves. Tables are made from it, so they can be made again where the runs' folders are gone. Where both
+are there the run that fits the file's config, then the one with more steps done, counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .checkpoint import atomic
+from .config import TrainConfig
+from .run import Run
+from .sweep import Sweep, changed
+
+FORMAT = 1
+POINTS = 60  # of a curve
+NEVER_KEPT = ("out", "data")  # a machine's own paths
+
+Points = list[tuple[float, float]]
+
+
+@dataclass
+class Start:
+    """Where a run was started or gone on with."""
+
+    commit: str
+    device: str
+    torch: str
+    time: str
+
+
+@dataclass
+class Record:
+    """One run."""
+
+    cell: str  # the cell's slug, the name of the run's folder without the seed
+    seed: int
+    config: dict[str, Any]  # every field but the paths
+    overrides: dict[str, Any] = field(default_factory=dict)  # given on the command line
+    state: str = "complete"  # or "cut", "failed"
+    why: str = ""  # it failed
+    step: int = 0  # steps done
+    val: dict[str, float] = field(default_factory=dict)  # of the best checkpoint; of the last look where it was cut
+    val_step: int = 0
+    test: dict[str, float] = field(default_factory=dict)
+    parameters: int = 0
+    tokens_per_s: float = 0.0
+    starts: list[Start] = field(default_factory=list)
+    loss: Points = field(default_factory=list)
+    curve: Points = field(default_factory=list)  # of the sweep's metric on validation data
+
+    @property
+    def steps(self) -> int:
+        return int(self.config["steps"])
+
+    @property
+    def variant(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in sorted(self.overrides.items()))
+
+    def differs(self, expected: TrainConfig) -> list[str]:
+        """In what it is not the run the sweep's file asks for now."""
+        known = {f.name for f in dataclasses.fields(TrainConfig)}
+        gone = [f"{name}: {value!r} -> no such setting" for name, value in self.config.items() if name not in known]
+        mine = TrainConfig(**{name: value for name, value in self.config.items() if name in known})
+        return gone + changed(mine, dataclasses.replace(expected, seed=self.seed, **self.overrides))
+
+
+def read_folder(folder: Path, metric: str) -> Record:
+    """The record of a run's folder."""
+    run = Run(folder)
+    config, result, val = run.config(), run.result(), _entries(run, "val")
+    losses = [(entry["step"], entry["loss"]) for entry in _entries(run, "train")]
+    name, seed = re.fullmatch(r"(.+)-s(\d+)", folder.name).groups()  # type: ignore[union-attr]  # by its caller
+    overrides = folder.parent / "overrides.json"
+    record = Record(
+        cell=name,
+        seed=int(seed),
+        config={k: v for k, v in asdict(config).items() if k not in NEVER_KEPT},
+        overrides=json.loads(overrides.read_text()) if overrides.exists() else {},
+        step=int(losses[-1][0]) if losses else 0,
+        starts=_starts(folder, config),
+        loss=thin(losses),
+        curve=thin([(entry["step"], entry[metric]) for entry in val if metric in entry]),
+    )
+    rates = [entry["tokens_per_s"] for entry in _entries(run, "train") if "tokens_per_s" in entry]
+    record.tokens_per_s = sorted(rates)[len(rates) // 2] if rates else 0.0
+    if result is not None and result["step"] >= config.steps:
+        record.step, record.test, record.parameters = result["step"], result["test"], result["parameters"]
+        record.val, record.val_step = result["val"], result["best_step"]
+        return record
+    record.why = _failed(folder)
+    record.state = "failed" if record.why else "cut"
+    if val:
+        record.val = {k: v for k, v in val[-1].items() if k not in ("kind", "step")}
+        record.val_step = val[-1]["step"]
+    return record
+
+
+def gather(sweep: Sweep, runs: Path | None = None) -> list[Record]:
+    """All that is known: the runs' folders, and what was written down before."""
+    found: dict[tuple[str, str, int], tuple[tuple[bool, int, bool], Record]] = {}
+    cells = {cell.slug: cell for cell in sweep.cells}
+    here = [(record, True) for record in read_runs(sweep, runs or sweep.runs)]
+    for record, fresh in [*here, *((old, False) for old in read_results(results_file(sweep)))]:
+        if record.state == "cut" and not record.step:
+            continue  # started, and nothing to say yet
+        fits = record.cell in cells and not record.differs(cells[record.cell].config)
+        key, rank = (record.variant, record.cell, record.seed), (fits, record.step, fresh)
+        if key not in found or rank > found[key][0]:
+            found[key] = (rank, record)
+    order = list(cells)
+    return sorted(
+        (record for _, record in found.values()),
+        key=lambda r: (r.variant, order.index(r.cell) if r.cell in order else len(order), r.cell, r.seed),
+    )
+
+
+def read_runs(sweep: Sweep, base: Path) -> list[Record]:
+    """The folders of this sweep's runs in which something was computed."""
+    records = []
+    for group in [base / sweep.name, *sorted(base.glob(f"{sweep.name}+*"))]:
+        for config in sorted(group.glob("*-s*/config.json")):
+            folder = config.parent
+            if (_failed(folder) or (folder / "environment.json").exists()) and re.fullmatch(r".+-s\d+", folder.name):
+                records.append(read_folder(folder, sweep.metric))
+    return records
+
+
+def results_file(sweep: Sweep, folder: Path | None = None) -> Path:
+    return (folder or sweep.file.parent) / f"{sweep.name}.results.json"
+
+
+def write_results(path: Path, sweep: Sweep, records: Sequence[Record]) -> None:
+    """One run a line, so that a change can be read in a diff."""
+    first = records[0].config if records else {}
+    common = {k: v for k, v in first.items() if all(k in r.config and r.config[k] == v for r in records)}
+    lines = []
+    for record in records:
+        kept = asdict(record)
+        kept["config"] = {k: v for k, v in record.config.items() if k not in common}
+        lines.append(json.dumps(_plain(kept), allow_nan=False))
+    head = {"format": FORMAT, "sweep": sweep.file.name, "title": sweep.title, "metric": sweep.metric, "common": common}
+    text = json.dumps(head, allow_nan=False)[:-1] + ',\n"runs": [\n' + ",\n".join(lines) + "\n]}\n"
+    with atomic(path) as temporary:
+        temporary.write_text(text)
+
+
+def read_results(path: Path) -> list[Record]:
+    if not path.exists():
+        return []
+    written = json.loads(path.read_text())
+    if written.get("format") != FORMAT:
+        raise ValueError(f"{path} has format {written.get('format')}, this version reads {FORMAT}")
+    records = []
+    for run in written["runs"]:
+        run["config"] = written["common"] | run["config"]
+        run["starts"] = [Start(**start) for start in run["starts"]]
+        records.append(Record(**run))
+    return records
+
+
+def thin(points: Sequence[tuple[float, float]], most: int = POINTS) -> Points:
+    """At most so many points: means over equal stretches, each at its last step."""
+    points = [(x, y) for x, y in points if math.isfinite(y)]
+    if len(points) <= most:
+        return [(x, _digits(y)) for x, y in points]
+    cuts = [round(i * len(points) / most) for i in range(most + 1)]
+    parts = [points[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [(part[-1][0], _digits(sum(y for _, y in part) / len(part))) for part in parts]
+
+
+def _entries(run: Run, kind: str) -> list[dict[str, Any]]:
+    """Like `run.entries`, but a line that is being written or was cut is passed over."""
+    if not run.metrics.exists():
+        return []
+    entries = []
+    for line in run.metrics.read_text(errors="replace").splitlines():
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if entry["kind"] == kind:
+            entries.append(entry)
+    return entries
+
+
+def _failed(folder: Path) -> str:
+    """Why the sweep's last try with the run failed; empty if it did not."""
+    path = folder / "outcome.json"
+    ended = json.loads(path.read_text()) if path.exists() else {"state": ""}
+    return ended["why"] if ended["state"] == "failed" else ""
+
+
+def _starts(folder: Path, config: TrainConfig) -> list[Start]:
+    path = folder / "environment.json"
+    starts: list[Start] = []
+    for entry in json.loads(path.read_text()) if path.exists() else []:
+        on_gpu = config.accelerator != "cpu" and "gpu" in entry
+        start = Start(entry["commit"], entry["gpu"] if on_gpu else "CPU", entry["torch"], entry["time"])
+        if not starts or dataclasses.replace(start, time=starts[-1].time) != starts[-1]:
+            starts.append(start)
+    return starts
+
+
+def _plain(value: Any) -> Any:
+    """What is not a finite number becomes null, which every reader of JSON knows."""
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.5g}")

@@ -1,0 +1,159 @@
+"""Runs of a sweep on a Ray cluster, or on Slurm through submitit: both queue `tend(folder)` on some machine.
+
+The run's folder must lie on a file system that all machines see. It also carries the word to stop: the sweep writes
+`.stop`, and whoever tends the run sends it SIGTERM. A run still in the queue is taken out of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .sweep_run import INTERRUPTED, Handle, Process
+
+STARTED, STOP = ".started", ".stop"
+
+
+def tend(folder: str, cwd: str, command: Sequence[str] = (), pause: float = 0.2) -> int:
+    """Run `weft resume FOLDER` here to its end and give its exit code."""
+    place = Path(folder)
+    if (place / STOP).exists():
+        return INTERRUPTED
+    (place / STARTED).touch()
+    process, asked = Process(place, command, cwd=cwd), 0
+    try:
+        while (code := process.poll()) is None:
+            wanted = (place / STOP).stat().st_size if (place / STOP).exists() else 0
+            if wanted > asked:  # one byte for each time it was asked
+                asked = wanted
+                process.stop()
+            time.sleep(pause)
+        return code
+    except BaseException:  # the engine takes this process away: let the run save
+        process.stop()
+        if process.child is not None:
+            process.child.wait()
+        raise
+
+
+class Queued:
+    """A run that was handed to an engine."""
+
+    def __init__(self, folder: Path, poll: Callable[[], int | None], cancel: Callable[[], None]):
+        self.folder, self._poll, self._cancel = folder, poll, cancel
+        self._cancelled = False
+
+    def started(self) -> bool:
+        return (self.folder / STARTED).exists()
+
+    def poll(self) -> int | None:
+        try:
+            return self._poll()
+        except Exception as error:  # whatever way the engine has of saying that the run was lost
+            if self._cancelled:
+                return INTERRUPTED
+            with open(self.folder / "log.txt", "a") as log:
+                log.write(f"\nlost by the engine: {type(error).__name__}: {' '.join(str(error).split())[:2000]}\n")
+            return 1
+
+    def stop(self) -> None:
+        with open(self.folder / STOP, "a") as stop:
+            stop.write(".")
+        if not self.started():
+            self._cancelled = True
+            self._cancel()
+
+
+def clear(folder: Path) -> None:
+    for name in (STARTED, STOP):
+        (folder / name).unlink(missing_ok=True)
+
+
+class RayEngine:
+    """Ray gives each run `cpus` processors and `gpus` GPUs; half a GPU lets two runs share one."""
+
+    def __init__(
+        self, jobs: int = 0, *, address: str = "", gpus: float = -1, cpus: int = 1, command: Sequence[str] = ()
+    ):
+        try:
+            import ray
+        except ImportError as error:
+            raise ImportError("--on ray needs Ray: pip install 'weft[ray]'") from error
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere unasked
+        self.ray: Any = ray
+        self.command = tuple(command)
+        self.limit = jobs or sys.maxsize
+        self.mine = not ray.is_initialized()
+        if self.mine:
+            ray.init(address=address or None, log_to_driver=False, logging_level=logging.WARNING)
+        have = ray.cluster_resources()
+        self.gpus = gpus if gpus >= 0 else float(have.get("GPU", 0) > 0)
+        self.cpus = cpus
+        for name, wanted in (("GPU", self.gpus), ("CPU", cpus)):
+            if wanted > have.get(name, 0):
+                message = f"the cluster has {have.get(name, 0):g} {name} now, a run wants {wanted:g}: it waits for more"
+                print(message, file=sys.stderr, flush=True)
+
+    def start(self, folder: Path) -> Handle:
+        ray = self.ray
+        clear(folder)
+        remote = ray.remote(num_cpus=self.cpus, num_gpus=self.gpus, max_retries=0)(tend)
+        ticket = remote.remote(str(folder.resolve()), os.getcwd(), self.command)
+
+        def poll() -> int | None:
+            ready, _ = ray.wait([ticket], timeout=0)
+            return int(ray.get(ticket)) if ready else None
+
+        return Queued(folder, poll, lambda: ray.cancel(ticket))
+
+    def close(self) -> None:
+        if self.mine:
+            self.ray.shutdown()
+
+
+class SlurmEngine:
+    """One Slurm job per run. `cluster` is submitit's: "slurm", or "local" to try it without one."""
+
+    def __init__(
+        self,
+        jobs: int,
+        folder: Path,
+        *,
+        gpus: float = -1,
+        cpus: int = 1,
+        minutes: float = 0,
+        partition: str = "",
+        cluster: str = "slurm",
+        command: Sequence[str] = (),
+    ):
+        try:
+            import submitit
+        except ImportError as error:
+            raise ImportError("--on slurm needs submitit: pip install 'weft[slurm]'") from error
+        if gpus > 0 and gpus != int(gpus):
+            raise ValueError(f"Slurm gives whole GPUs, got {gpus}")
+        self.limit, self.command = jobs or sys.maxsize, tuple(command)
+        self.executor: Any = submitit.AutoExecutor(folder=folder, cluster=cluster)
+        wanted: dict[str, Any] = {"cpus_per_task": cpus, "gpus_per_node": 1 if gpus < 0 else int(gpus), "name": "weft"}
+        if minutes:  # ours stops the runs first; Slurm's own limit is for when the sweep itself is gone
+            wanted["timeout_min"] = int(minutes) + 10
+        else:
+            wanted["timeout_min"] = 24 * 60
+        if partition:
+            wanted["slurm_partition"] = partition
+        if cluster == "local":
+            wanted = {"timeout_min": wanted["timeout_min"]}
+        self.executor.update_parameters(**wanted)
+
+    def start(self, folder: Path) -> Handle:
+        clear(folder)
+        job = self.executor.submit(tend, str(folder.resolve()), os.getcwd(), self.command)
+        return Queued(folder, lambda: int(job.result()) if job.done() else None, job.cancel)
+
+    def close(self) -> None:
+        return None

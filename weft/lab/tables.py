@@ -1,0 +1,245 @@
+"""Tables of sweeps: mean ± standard deviation over seeds beside the paper's figure, as Markdown and as one page.
+
+A figure is a mean over complete runs of the config that the sweep's file gives for the cell, and of no others. Runs
+of other settings are named below the table, runs that were cut say at which step, and where the runs of a table come
+from different commits or devices each figure says from which.
+"""
+
+from __future__ import annotations
+
+import html
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .checkpoint import atomic
+from .report import Curve, chart, document
+from .results import Record, gather, results_file, write_results
+from .sweep import Cell, Sweep, is_sweep, load_sweep
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+@dataclass
+class Table:
+    title: str
+    head: list[str]
+    rows: list[list[str]]
+    notes: list[str] = field(default_factory=list)
+
+
+def sweep_folders(paths: Sequence[Path]) -> dict[Path, list[Path]]:
+    """What to write (without its ending) -> from which sweeps: a folder's report, or that of a single file."""
+    found: dict[Path, list[Path]] = {}
+    for path in paths:
+        if path.is_file():
+            found[path.parent / f"{path.stem}.report"] = [path]
+            continue
+        files = [file for pattern in ("*.py", "*/*.py") for file in sorted(path.glob(pattern)) if is_sweep(file)]
+        if not files:
+            raise FileNotFoundError(f"{path} holds no run, and no Python file that defines TITLE, METRIC and cells()")
+        for file in files:
+            found.setdefault(file.parent / "report", []).append(file)
+    return found
+
+
+def report_sweeps(files: Sequence[Path], out: Path, runs: Path | None = None) -> str:
+    """Write OUT.md, OUT.html and beside them a `NAME.results.json` per sweep; the Markdown is returned."""
+    folder = files[0].resolve().parent
+    title = f"{folder.parent.name}/{folder.name}"
+    texts, parts = [f"# {title}\n"], [f"<h1>{html.escape(title)}</h1>"]
+    for file in files:
+        sweep = load_sweep(file)
+        records = gather(sweep, runs)
+        if records:
+            write_results(results_file(sweep, out.parent), sweep, records)
+        made = tables(sweep, records)
+        texts.append(markdown(sweep, made))
+        parts.append(page_part(sweep, made, records))
+    text = "\n".join([*texts, f"{LEGEND}\n"])
+    parts.append(f"<p><small>{html.escape(LEGEND)}</small></p>")
+    for ending, content in (("md", text), ("html", document(title, "".join(parts)))):
+        with atomic(out.with_name(f"{out.name}.{ending}")) as temporary:
+            temporary.write_text(content)
+    return text
+
+
+LEGEND = (
+    "Figures are those of the test data, at the checkpoint that was best on validation data: mean ± sample standard "
+    "deviation over seeds (n of them). Made by `weft report` from the runs, or from what *.results.json keep of them."
+)
+
+
+def tables(sweep: Sweep, records: Sequence[Record]) -> list[Table]:
+    """One table of the file's own configs, and one for each set of overrides that was run."""
+    variants = dict.fromkeys(["", *(record.variant for record in records)])
+    return [_table(sweep, name, [r for r in records if r.variant == name]) for name in variants]
+
+
+def _table(sweep: Sweep, variant: str, records: Sequence[Record]) -> Table:
+    columns = list(dict.fromkeys(cell.column for cell in sweep.cells))
+    rows = list(dict.fromkeys(cell.row for cell in sweep.cells))
+    papers = {column: any(c.paper is not None for c in sweep.cells if c.column == column) for column in columns}
+    unit = f" ({sweep.unit})" if sweep.unit else ""
+    title = f"{sweep.metric.replace('_', ' ')}{unit}" + (f", other than the file: {variant}" if variant else "")
+    head = [title]
+    for column in columns:
+        head += [column, "paper"] if papers[column] else [column]
+    cells = {(cell.row, cell.column): cell for cell in sweep.cells}
+    origins = list(dict.fromkeys(origin(record) for record in records))
+    letters = {text: LETTERS[i % 26] * (1 + i // 26) for i, text in enumerate(origins)} if len(origins) > 1 else {}
+    table = Table(sweep.title, head, [])
+    for row in rows:
+        line = [row]
+        for column in columns:
+            cell = cells.get((row, column))
+            here = [r for r in records if cell is not None and r.cell == cell.slug]
+            line.append(_figure(sweep, cell, here, letters, table.notes) if cell is not None else "")
+            if papers[column]:
+                line.append(_paper(sweep, cell) if cell is not None else "")
+        table.rows.append(line)
+    known = {cell.slug for cell in sweep.cells}
+    for record in records:
+        if record.cell not in known:
+            table.notes.append(f"Not in the file any more: {record.cell}, seed {record.seed}{_came_to(sweep, record)}.")
+    for text, letter in letters.items():
+        table.notes.append(f"[{letter}] {text}")
+    if len(origins) == 1:
+        table.notes.append(f"All runs: {origins[0]}.")
+    if not variant:
+        table.notes += [f"{cell.row}, {cell.column}: {cell.note}" for cell in sweep.cells if cell.note]
+    return table
+
+
+def _figure(sweep: Sweep, cell: Cell, records: Sequence[Record], letters: dict[str, str], notes: list[str]) -> str:
+    """The text of one cell; what does not fit into it goes to the notes."""
+    name = f"{cell.row}, {cell.column}"
+    good: list[Record] = []
+    for record in records:
+        differs = record.differs(cell.config)
+        if differs:
+            notes.append(
+                f"Left out of {name}: seed {record.seed}, run with other settings than the file's "
+                f"({'; '.join(differs)}){_came_to(sweep, record)}."
+            )
+        else:
+            good.append(record)
+    parts = []
+    for group in _groups(good):
+        first, marks = group[0], list(dict.fromkeys(letters[origin(record)] for record in group)) if letters else []
+        if len(marks) > 1:
+            each = ", ".join(f"seed {record.seed} [{letters[origin(record)]}]" for record in group)
+            notes.append(f"{name} puts together runs of different origin: {each}.")
+        where = "" if first.state == "complete" else f" at step {first.step} of {first.steps}"
+        values = [value for record in group if (value := figure_of(record, sweep.metric)) is not None]
+        if first.state == "failed":
+            notes += [f"{name}, seed {record.seed} failed{where}: {record.why}" for record in group]
+            text = f"failed{where}"
+        elif not values:
+            text = f"no {sweep.metric.replace('_', ' ')}{where}"
+        else:
+            spread = f" ± {sweep.show(statistics.stdev(values))}" if len(values) > 1 else ""
+            split = "" if first.state == "complete" else f"validation of step {first.val_step}, "
+            text = f"{sweep.show(statistics.fmean(values))}{spread}{where} ({split}n={len(values)})"
+        parts.append(f"{text} [{', '.join(marks)}]" if marks else text)
+    return "; ".join(parts) or "—"
+
+
+def _paper(sweep: Sweep, cell: Cell) -> str:
+    """As the paper prints it, filled up to as many digits as ours."""
+    if cell.paper is None:
+        return ""
+    shown = f"{cell.paper:.{1 if sweep.unit == '%' else 3}f}"
+    return shown if float(shown) == cell.paper else f"{cell.paper!r}"
+
+
+def _groups(records: Sequence[Record]) -> list[list[Record]]:
+    """Complete runs together, and first; others only with those that ended at the same step."""
+    found: dict[tuple[str, int, int], list[Record]] = {}
+    for record in records:
+        steps = (0, 0) if record.state == "complete" else (record.step, record.val_step)
+        found.setdefault((record.state, *steps), []).append(record)
+    return [group for key, group in sorted(found.items(), key=lambda item: item[0][0] != "complete")]
+
+
+def figure_of(record: Record, metric: str) -> float | None:
+    """The test figure of a complete run, the last validation's of one that was cut."""
+    return (record.test if record.state == "complete" else record.val).get(metric)
+
+
+def _came_to(sweep: Sweep, record: Record) -> str:
+    value = figure_of(record, sweep.metric)
+    if value is None:
+        return ""
+    split = "" if record.state == "complete" else f" on validation data at step {record.val_step} of {record.steps}"
+    return f"; it came to {sweep.show(value)}{split}"
+
+
+def origin(record: Record) -> str:
+    """Code and machine: 'commit 1a2b3c4, NVIDIA H200, torch 2.11'."""
+    starts = record.starts
+    commits = dict.fromkeys(_commit(start.commit) for start in starts)
+    devices = dict.fromkeys(start.device for start in starts)
+    torches = dict.fromkeys(f"torch {start.torch}" for start in starts)
+    parts = [" then ".join(part) for part in (commits, devices, torches) if part]
+    return ", ".join(parts) or "origin not known"
+
+
+def _commit(text: str) -> str:
+    commit, _, changes = text.partition("+")
+    return f"commit {commit[:7]}{' with changes' if changes else ''}" if commit else "commit not known"
+
+
+def markdown(sweep: Sweep, made: Sequence[Table]) -> str:
+    parts = [f"## {sweep.title}\n", f"`{sweep.file.name}`" + (f": {_first(sweep.about)}" if sweep.about else "") + "\n"]
+    for table in made:
+        lines = [table.head, *table.rows]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(table.head))]
+        for number, line in enumerate(lines):
+            texts = (f"{_bar(text):{width}}" for text, width in zip(line, widths, strict=True))
+            parts.append("| " + " | ".join(texts) + " |")
+            if number == 0:
+                parts.append("|" + "|".join("-" * (width + 2) for width in widths) + "|")
+        parts.append("")
+        parts += [f"* {note}" for note in table.notes]
+        parts += [""] if table.notes else []
+    return "\n".join(parts)
+
+
+def page_part(sweep: Sweep, made: Sequence[Table], records: Sequence[Record]) -> str:
+    """Tables and curves of one sweep; a chart for each column, a colour for each row, a line for each seed."""
+    out = [f"<h2>{html.escape(sweep.title)}</h2><p><code>{html.escape(sweep.file.name)}</code>"]
+    out.append(f": {html.escape(_first(sweep.about))}</p>" if sweep.about else "</p>")
+    for table in made:
+        head = "".join(f"<th>{html.escape(text)}</th>" for text in table.head)
+        body = "".join("<tr>" + "".join(f"<td>{html.escape(t)}</td>" for t in row) + "</tr>" for row in table.rows)
+        out.append(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+        if table.notes:
+            out.append("<ul>" + "".join(f"<li>{html.escape(note)}</li>" for note in table.notes) + "</ul>")
+    cells = {cell.slug: cell for cell in sweep.cells}
+    metric = sweep.metric.replace("_", " ")
+    for variant in dict.fromkeys(record.variant for record in records):
+        for column in dict.fromkeys(cell.column for cell in sweep.cells):
+            here = [
+                (cells[r.cell].row, r)
+                for r in records
+                if r.variant == variant and r.cell in cells and cells[r.cell].column == column
+                if not r.differs(cells[r.cell].config)
+            ]
+            more = f" ({variant})" if variant else ""
+            scores = [Curve(row, [(x, y * sweep.scale) for x, y in record.curve]) for row, record in here]
+            out.append(chart(scores, f"{column}{more}: validation {metric} by step"))
+            out.append(
+                chart([Curve(row, record.loss) for row, record in here], f"{column}{more}: training loss by step")
+            )
+    return "".join(out)
+
+
+def _first(text: str) -> str:
+    """The first paragraph, on one line."""
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def _bar(text: str) -> str:
+    return text.replace("|", "\\|")
