@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from .blocks import power_of_two
 from .groups import Runs, gather_runs
+from .recomputing import recomputing
 
 
 class Clusters(nn.Module):
@@ -70,7 +71,7 @@ class Clusters(nn.Module):
     def assign(self, k: Tensor, mask: Tensor | None) -> Tensor:
         """The cluster of every key, (B, H, L); masked tokens are in one of their own, number `clusters`."""
         unit = F.normalize(k.to(self.centroids.dtype), dim=-1)
-        learning = self.training and not self.frozen and not _recomputing()
+        learning = self.training and not self.frozen and not recomputing()
         if learning:
             self._fold()
         group = self.nearest(unit)
@@ -101,8 +102,3 @@ class Clusters(nn.Module):
         count = unit.new_zeros(H, self.clusters + 1).scatter_add_(1, by_head, torch.ones_like(keys[..., 0]))
         self.drawn.copy_(total[:, :-1])
         self.count.copy_(count[:, :-1])
-
-
-def _recomputing() -> bool:
-    """Whether this call runs inside a backward pass."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

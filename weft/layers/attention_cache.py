@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..attention.recomputing import recomputing
 from .multihead import MultiheadAttention
-from .recompute import Recent, recomputing
+from .recompute import Recent
 
 
 class AttentionCache(nn.Module):

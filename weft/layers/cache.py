@@ -21,7 +21,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .recompute import Recent, count_update, recomputing
+from ..attention.recomputing import recomputing
+from .recompute import Recent, count_update
 from .resample import resample
 
 State = tuple[Tensor, Tensor, Tensor]

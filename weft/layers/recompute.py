@@ -14,11 +14,6 @@ import torch
 from torch import Tensor
 
 
-def recomputing() -> bool:
-    """True when this forward runs inside a backward pass, which is where checkpointing repeats it."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
 @torch.library.custom_op("weft::count_update", mutates_args=())
 def count_update(updates: Tensor) -> Tensor:
     """updates + 1, in a compiled graph, which cannot ask where it runs: repeated in a backward pass, it refuses."""
