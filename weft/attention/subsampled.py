@@ -23,11 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import subsampled as kernel
+from ..kernels.dispatch import check_backend, plain, use_triton
 from .blocks import ceil_div
 from .contract import PositionBias
 from .full import FullAttention
 from .registry import register
-from .sampled import sampled_attention
+from .sampled import nearest_legal, sampled_attention
 from .sampled_tiles import TILE, causal_tiles
 from .sampling import (
     bidirectional_windows,
@@ -52,6 +54,10 @@ class Subsampling:
 
 
 class SubsampledAttention(Subsampling, FullAttention):
+    """`backend` "triton" is the fused kernel of `weft/kernels/subsampled.py`, "torch" the plain version, which defines
+    it; "auto" takes the kernel on the GPUs it was tested on. Dense attention (`eval()`, "graph") is always "torch".
+    """
+
     def __init__(
         self,
         *,
@@ -63,12 +69,16 @@ class SubsampledAttention(Subsampling, FullAttention):
         noise: str = "gaussian",
         round_sigma: bool = False,
         same_on_all_ranks: bool = False,
+        backend: str = "auto",
         **contract: Any,
     ):
         super().__init__(**contract)
         _check_options(windows, sigma, keep, layout, noise, self.causal)
         self.windows, self.sigma, self.biased, self.keep, self.layout = windows, sigma, biased, keep, layout
         self.noise, self.round_sigma, self.same_on_all_ranks = noise, round_sigma, same_on_all_ranks
+        self.backend = check_backend(backend)
+        if backend == "triton" and layout == "graph":
+            raise ValueError("subsampled cannot use backend='triton' on a graph, which has no windows; use 'auto'")
         self.last_indices: Tensor | None = None
         self._fixed: Tensor | None = None
 
@@ -83,12 +93,41 @@ class SubsampledAttention(Subsampling, FullAttention):
         if not torch.compiler.is_compiling():
             self.last_indices = sources
         dropout = self.dropout if self.training else 0.0
+        cannot = _no_kernel(bias, dropout)
+        if use_triton(self.backend, self.name, q, v, cannot=cannot, least_length=kernel.LEAST_LENGTH):
+            return self._fused(q, k, v, sources, mask, bias is not None)
         if self._tiles(q, v, sources, mask, bias, dropout):
             return causal_tiles(q, k, v, sources)
         targets = self.targets(L)
         return sampled_attention(
             q, k, v, sources, targets=targets, causal=self.causal, mask=mask, bias=bias, dropout=dropout
         )
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, sources: Tensor, mask: Tensor | None, alibi: bool) -> Tensor:
+        L, given = q.shape[2], self._fixed is not None
+        size, _, padded = self._cut(L)
+        runs = not isinstance(self.layout, tuple) or self._rectangle()[1] == self.layout[1]
+        return kernel.subsampled(
+            q,
+            k,
+            v,
+            sources,
+            size=size,
+            targets=None if runs else self._grid(),
+            causal=self.causal,
+            mask=mask,
+            nearest=None if mask is None else nearest_legal(mask, L, self.causal, q.device),
+            alibi=alibi,
+            # Without a mask only these samples can leave a target without a legal source.
+            stand_in=given or (self.keep < 1 if self.causal else padded > L),
+            once=not self.causal and not given,
+        )
+
+    def weights(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+    ) -> Tensor:
+        with plain(self):  # the identity in place of v is as wide as the sequence is long
+            return super().weights(q, k, v, mask, bias)
 
     def draw(self, length: int, generator: torch.Generator | None = None) -> Tensor:
         """A fresh sample (W, S), on the CPU: the sources of each window; `length` or more in a slot without one."""
@@ -209,6 +248,17 @@ class SubsampledAttention(Subsampling, FullAttention):
         return f"windows={self.windows}, sigma={self.sigma}, biased={self.biased}, layout={self.layout!r}"
 
 
+def _no_kernel(bias: PositionBias | None, dropout: float) -> str:
+    """What of a call the fused kernel lacks; "" if nothing."""
+    from ..layers.positions import ALiBi
+
+    if dropout:
+        return "the kernel has no dropout"
+    if bias is not None and type(bias) is not ALiBi:
+        return f"of the position biases the kernel has ALiBi inside, not {type(bias).__name__}"
+    return ""
+
+
 def drop_sources(mask: Tensor | None, batch: int, length: int, drop: float, *, per_rank: bool = True) -> Tensor:
     """The mask (B, L) with each real source of each sequence dropped at random, but never the last one left.
 
@@ -251,4 +301,5 @@ register(
     paper="Hussain et al. 2023, The Information Pathways Hypothesis (2306.01705)",
     cost="L^2",  # L^2 / windows in training; dense at inference
     bias=True,
+    backends=("torch", "triton"),
 )

@@ -48,6 +48,18 @@ SMALL: dict[str, tuple[Call, ...]] = {
         Call("performer", 35, B=2, H=1, options={"features": 100}, mask="all", layout="BHLD"),
         Call("performer", 140, H=1, options={"kernel": "relu"}, mask="random"),
     ),
+    "subsampled": (
+        Call("subsampled", 37, B=2, options={"windows": 3}, H=1, bias="alibi", mask="random"),
+        Call("subsampled", 33, B=2, H=1, causal=False, options={"windows": 4}, mask="ends"),
+        Call("subsampled", 48, H=2, causal=False, options={"windows": 2}, bias="alibi", layout="BHLD"),
+        Call("subsampled", 40, D=20, H=1, options={"windows": 2, "keep": 0.3}),
+        Call("subsampled", 31, B=2, H=1, options={"windows": 2, "biased": False}, mask="all"),
+        Call("subsampled", 32, H=1, causal=False, options={"windows": 2, "keep": 0.5, "biased": False}),
+        Call("subsampled", 3, H=1, D=128, options={"windows": 1}),
+        Call("subsampled", 300, H=1, D=64, options={"windows": 1}, dtype=torch.float16),
+        Call("subsampled", 35, H=1, causal=False, options={"layout": (5, 7), "windows": (2, 3)}, mask="random"),
+        Call("subsampled", 35, H=1, options={"layout": (5, 7), "windows": 3}),
+    ),
 }
 
 REAL: dict[str, tuple[Call, ...]] = {
@@ -86,5 +98,20 @@ REAL: dict[str, tuple[Call, ...]] = {
         Call("performer", 777, D=128, B=1, H=2, mask="random"),
         Call("performer", 301, D=20, B=2, H=2, options={"features": 33}, mask="ends"),
         Call("performer", 1000, D=64, B=2, H=4, options={"kernel": "relu"}, mask="random"),
+    ),
+    "subsampled": (
+        Call("subsampled", 1000, D=64, B=2, H=4, options={"windows": 4}),
+        Call("subsampled", 1000, D=64, B=2, H=4, options={"windows": 4}, bias="alibi", mask="random"),
+        Call("subsampled", 2048, D=64, B=2, H=4, causal=False, options={"windows": 4}),
+        Call("subsampled", 2047, D=64, B=2, H=3, causal=False, options={"windows": 4}, bias="alibi", mask="ends"),
+        Call("subsampled", 4096, D=64, B=1, H=2, options={"windows": 4, "sigma": 0.35}, bias="alibi"),
+        Call("subsampled", 1500, D=64, B=1, H=2, options={"windows": 2, "biased": False}, layout="BHLD"),
+        Call("subsampled", 1025, D=128, B=1, H=2, options={"windows": 3, "keep": 0.3}, mask="random"),
+        Call("subsampled", 900, D=128, B=1, H=2, causal=False, options={"windows": 3, "keep": 0.5}),
+        Call("subsampled", 301, D=16, B=2, H=2, options={"windows": 8}, mask="all"),
+        Call("subsampled", 613, D=20, B=2, H=3, causal=False, options={"windows": 5, "noise": "uniform"}),
+        Call("subsampled", 3, D=64, B=2, H=2, options={"windows": 1}),
+        Call("subsampled", 600, D=64, B=2, H=2, causal=False, options={"layout": (20, 30), "windows": (2, 4)}),
+        Call("subsampled", 600, D=64, B=2, H=2, options={"layout": (20, 30), "windows": 3}, mask="random"),
     ),
 }

@@ -1,0 +1,233 @@
+"""`subsampled` as fused kernels: forward and backward, as one PyTorch operator.
+
+    out_t = Σ_{s ∈ S_w(t)} softmax_s(q_t · k_s / √D - slope |t - s|) v_s        over the legal s (real; ≤ t when causal)
+
+and v of the nearest legal token for a target whose sample holds none. The plain version in `weft/attention/sampled.py`
+is the definition; these kernels must equal it. Sources are read where they lie: nothing is gathered beforehand.
+Triton is imported only when a kernel runs, so this module can be imported anywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .dispatch import DTYPES, LARGEST_HEAD
+from .launch import Tiles, block_width, ceil_div, next_power_of_two, precision, rows_contiguous, strides
+
+LEAST_LENGTH = 1024  # expected, not measured yet: docs/kernels.md
+COLLECTED = 64  # tokens per program of `collect`
+
+# By kernel, widest head and bytes per number. Not tuned yet.
+TILES: dict[tuple[str, int, int], Tiles] = {
+    ("attend", 64, 2): Tiles(128, 64, 8, 3),
+    ("attend", 128, 2): Tiles(128, 64, 8, 3),
+    ("attend", 64, 4): Tiles(64, 32, 4, 2),
+    ("attend", 128, 4): Tiles(32, 32, 4, 1),
+    ("query gradients", 64, 2): Tiles(128, 64, 8, 3),
+    ("query gradients", 128, 2): Tiles(64, 64, 4, 2),
+    ("query gradients", 64, 4): Tiles(32, 32, 4, 2),
+    ("query gradients", 128, 4): Tiles(32, 32, 4, 1),
+    ("key gradients", 64, 2): Tiles(64, 64, 4, 2),
+    ("key gradients", 128, 2): Tiles(32, 64, 4, 2),
+    ("key gradients", 64, 4): Tiles(32, 32, 4, 1),
+    ("key gradients", 128, 4): Tiles(32, 32, 4, 1),
+}
+
+
+def subsampled(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sources: Tensor,
+    *,
+    size: int,
+    targets: Tensor | None = None,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    nearest: Tensor | None = None,
+    alibi: bool = False,
+    stand_in: bool = True,
+    once: bool = False,
+) -> Tensor:
+    """The plain `sampled_attention` on q, k, v (B, H, L, D) and sources (W, S), for windows that are runs of `size`
+    tokens, or the `targets` (W, size); k and v zero where `mask` is False.
+
+    `nearest` (B, L), with a mask: the token a target attends to whose sample holds none. What the caller may promise:
+    stand_in=False, that there is no such target; once=True, that no source comes up twice.
+    """
+    device = q.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    ordered, first = order(sources.to(q.device, non_blocking=True), q.shape[2])
+    if targets is not None:
+        targets = targets.to(q.device, torch.int32, non_blocking=True)
+    if mask is not None:
+        assert nearest is not None
+        nearest = nearest.to(torch.int32)
+    options = (size, causal, alibi, stand_in or mask is not None, once)
+    return torch.ops.weft.subsampled(q, k, v, ordered, first, targets, mask, nearest, *options)[0]
+
+
+def order(sources: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Each window's sources by position, (W, S), and how many of them lie before each position, (W, L + 1)."""
+    ordered = sources.to(torch.int32).sort(-1).values
+    position = torch.arange(length + 1, dtype=torch.int32, device=sources.device)
+    first = torch.searchsorted(ordered, position.expand(len(ordered), -1).contiguous(), out_int32=True)
+    return ordered, first
+
+
+@torch.library.custom_op(
+    "weft::subsampled",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor sources, Tensor first, Tensor? targets, Tensor? mask,"
+    " Tensor? nearest, int size, bool causal, bool alibi, bool stand_in, bool once) -> (Tensor, Tensor)",
+)
+def _forward(q, k, v, sources, first, targets, mask, nearest, size, causal, alibi, stand_in, once):
+    from .subsampled_forward import attend
+
+    check(q, k, v, sources, first)
+    q, k, v = (rows_contiguous(x) for x in (q, k, v))
+    B, H, L, D = q.shape
+    W, S = sources.shape
+    out, lse = _outputs(q)
+    t = tiles("attend", size, S, q)
+    attend[(W * ceil_div(size, t.queries) * B * H,)](
+        q, k, v, sources, first, sources if targets is None else targets, *_masks(q, mask, nearest),
+        slopes(H, q.device) if alibi else q, out, lse, *strides(q), *strides(k), *strides(v), *strides(out),
+        B * H, H, L, W, size, S, math.log2(math.e) / math.sqrt(D), D=D, BLOCK_D=block_width(D), BQ=t.queries,
+        BK=t.keys, CAUSAL=causal, HAS_MASK=mask is not None, ALIBI=alibi, STAND_IN=stand_in,
+        GRID=targets is not None, PRECISION=precision(q), **t.launch(),
+    )  # fmt: skip
+    return out, lse
+
+
+@_forward.register_fake
+def _(q, k, v, sources, first, targets, mask, nearest, size, causal, alibi, stand_in, once):
+    return _outputs(q)
+
+
+def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
+    """out, and the log2 of its normalisers: infinite where a target has no sampled source."""
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "weft::subsampled_backward",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor sources, Tensor first, Tensor? targets, Tensor? mask,"
+    " Tensor? nearest, Tensor out, Tensor lse, int size, bool causal, bool alibi, bool stand_in, bool once)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+def _backward(
+    dout, q, k, v, sources, first, targets, mask, nearest, out, lse, size, causal, alibi, stand_in, once
+):  # fmt: skip
+    from .subsampled_backward import collect, key_gradients, query_gradients
+
+    once = once and not stand_in
+    dq = torch.empty_like(q)
+    dk, dv = (torch.zeros_like(x) if once and sources.numel() < q.shape[2] else torch.empty_like(x) for x in (k, v))
+    dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
+    B, H, L, D = q.shape
+    W, S = sources.shape
+    BH, width = B * H, block_width(D)
+    logit_scale = 1 / math.sqrt(D)
+    scale = math.log2(math.e) * logit_scale
+    flags, nearest_or_any = _masks(q, mask, nearest)
+    table = sources if targets is None else targets
+    by_head = slopes(H, q.device) if alibi else q
+    shape = {"D": D, "BLOCK_D": width, "CAUSAL": causal, "HAS_MASK": mask is not None, "PRECISION": precision(q)}
+    options = {**shape, "ALIBI": alibi, "GRID": targets is not None}
+    delta = torch.empty_like(lse)
+    t = tiles("query gradients", size, S, q)
+    query_gradients[(W * ceil_div(size, t.queries) * BH,)](
+        q, k, v, sources, first, table, flags, by_head, out, dout, lse, delta, dq,
+        *strides(q), *strides(k), *strides(v), *strides(out), *strides(dout), *strides(dq),
+        BH, H, L, W, size, S, scale, logit_scale, BQ=t.queries, BK=t.keys, **options, **t.launch(),
+    )  # fmt: skip
+    # Rounded to q's dtype like the gradient itself; heads side by side, as the programs that run together write them.
+    part_k, part_v = (dk, dv) if once else q.new_empty(2, B, W * S, H, D).transpose(2, 3).unbind()
+    t = tiles("key gradients", size, S, q)
+    key_gradients[(W * ceil_div(S, t.keys) * BH,)](
+        q, k, v, sources, first, table, flags, by_head, dout, lse, delta, part_k, part_v,
+        *strides(q), *strides(k), *strides(v), *strides(dout), *strides(part_k), *strides(part_v),
+        BH, H, L, W, size, S, scale, logit_scale, BQ=t.queries, BK=t.keys, ONCE=once, **options, **t.launch(),
+    )  # fmt: skip
+    if not once:
+        n = ceil_div(L, COLLECTED)
+        collect[(n * BH,)](
+            part_k, part_v, first, nearest_or_any, owned(nearest, n) if mask is not None else first, lse, dout, dk, dv,
+            *strides(part_k), *strides(dout), *strides(dk), *strides(dv), BH, H, L, W, size, S, n,
+            ROWS=COLLECTED, STAND_IN=stand_in, **shape, num_warps=4,
+        )  # fmt: skip
+    return dq, dk, dv
+
+
+@_backward.register_fake
+def _(dout, q, k, v, sources, first, targets, mask, nearest, out, lse, size, causal, alibi, stand_in, once):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save(ctx, inputs, output):
+    tensors, ctx.options = inputs[:8], inputs[8:]
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _grad(ctx, dout, *unused):
+    if dout is None:
+        return (None,) * 13
+    return *torch.ops.weft.subsampled_backward(dout, *ctx.saved_tensors, *ctx.options), *(None,) * 10
+
+
+_forward.register_autograd(_grad, setup_context=_save)
+
+
+def owned(nearest: Tensor, n: int) -> Tensor:
+    """(B, n + 1): the targets that the tokens of tile c are nearest to are those in [owned[c], owned[c + 1])."""
+    starts = torch.arange(n + 1, dtype=torch.int32, device=nearest.device) * COLLECTED
+    return torch.searchsorted(nearest, starts.expand(len(nearest), -1).contiguous(), out_int32=True)
+
+
+def _masks(q: Tensor, mask: Tensor | None, nearest: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The mask as bytes and the nearest tokens; without a mask two tensors that nobody reads."""
+    if mask is None or nearest is None:
+        return q, q
+    return mask.contiguous().view(torch.uint8), nearest
+
+
+@functools.lru_cache(maxsize=32)
+def slopes(heads: int, device: torch.device) -> Tensor:
+    """ALiBi's slopes for logits to base 2."""
+    from ..layers.positions import alibi_slopes
+
+    return (alibi_slopes(heads, device) * math.log2(math.e)).float()
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, sources: Tensor, first: Tensor) -> None:
+    if q.dim() != 4 or k.shape != q.shape or v.shape != q.shape:
+        raise ValueError(
+            f"the kernel takes q, k and v of one shape (B, H, L, D), got {tuple(q.shape)}, {tuple(k.shape)} "
+            f"and {tuple(v.shape)}; use backend='torch'"
+        )
+    if q.shape[3] > LARGEST_HEAD:
+        raise ValueError(f"the kernel takes heads up to {LARGEST_HEAD} wide, got {q.shape[3]}; use backend='torch'")
+    if q.dtype not in DTYPES:
+        raise ValueError(f"the kernel takes float32, float16 or bfloat16, got {q.dtype}; use backend='torch'")
+    if sources.dtype != torch.int32 or first.shape != (sources.shape[0], q.shape[2] + 1):
+        raise ValueError(
+            f"the kernel takes sources as `order` leaves them, got {sources.dtype} and {tuple(first.shape)}"
+        )
+
+
+def tiles(kernel: str, size: int, samples: int, q: Tensor) -> Tiles:
+    """The table's entry, cut down to the targets and the sources a window has. A tile is never under 16, the least a
+    matrix unit takes."""
+    t = TILES[kernel, max(64, block_width(q.shape[3])), q.element_size()]
+    queries, keys = (max(16, next_power_of_two(x)) for x in (size, samples))
+    return replace(t, queries=min(t.queries, queries), keys=min(t.keys, keys))
