@@ -8,6 +8,7 @@ from .attention.table import show_attentions
 from .demo import demo
 from .inspect.command import inspect
 from .lab import commands as lab
+from .lab.bench_commands import bench_app
 from .size import size
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
@@ -28,6 +29,7 @@ app.command("eval")(lab.eval_run)
 app.command("list")(lab.list_all)
 app.command("sweep")(lab.sweep_files)
 app.command("report")(lab.report_runs)
+app.add_typer(bench_app, name="bench")
 app.add_typer(lab.data_app, name="data")
 
 if __name__ == "__main__":

@@ -1,0 +1,185 @@
+"""Measuring for `weft bench`: calls that take turns, their medians, the memory they hold.
+
+    round r:   a, b, c        round r + 1:   c, b, a        …
+
+What is compared is measured in the same rounds, so that a ratio survives a machine that others use. On a GPU every
+call is waited for, before its clock starts and before it stops.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..attention import attention_info, attentions
+
+PRECISIONS = ("32-true", "tf32", "bf16-mixed", "bf16-true")
+WARMUP = {"cpu": 1, "cuda": 3}  # calls that do not count
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class How:
+    """How to measure: on what, in which precision, how often."""
+
+    device: str = "cpu"
+    precision: str = "32-true"
+    repeats: int = 10  # rounds, fewer when they take longer than `budget`
+    budget: float = 8.0  # seconds for the rounds of one comparison; one round is always done
+    compile: bool = False
+    cpu_time: bool = False  # processor seconds of all threads, for a machine that others use
+    memory: bool = True
+
+    def __post_init__(self) -> None:
+        if self.device not in WARMUP:
+            raise ValueError(f"device is {' or '.join(WARMUP)}, got {self.device!r}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("there is no CUDA device here: use --device cpu")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision is one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+        if self.precision == "tf32" and self.device != "cuda":
+            raise ValueError("tf32 is a way GPUs multiply: use --precision 32-true on the CPU")
+        if self.cpu_time and self.device != "cpu":
+            raise ValueError("--cpu-time counts processor seconds: a GPU's work is not among them")
+        if self.repeats < 1 or self.budget <= 0:
+            raise ValueError(f"repeats must be at least 1 and the budget positive, got {self.repeats}, {self.budget}")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and inputs; mixed precision leaves both in float32."""
+        return torch.bfloat16 if self.precision == "bf16-true" else torch.float32
+
+    def place(self, model: nn.Module) -> Any:
+        """The model where it is measured, compiled where that was asked for."""
+        model = model.to(device=self.device, dtype=self.dtype)
+        return torch.compile(model) if self.compile else model
+
+    @contextmanager
+    def arithmetic(self) -> Iterator[None]:
+        """Autocast and TF32 as `precision` says."""
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
+        try:
+            with torch.autocast(self.device, torch.bfloat16, enabled=self.precision == "bf16-mixed"):
+                yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    def wait(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+@dataclass
+class Timing:
+    """What one call took, round by round."""
+
+    seconds: list[float] = field(default_factory=list)
+    memory: int | None = None  # bytes held at the worst moment beyond those held before the call
+    error: str = ""  # why it could not be measured
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds) if self.seconds else float("nan")
+
+    def record(self) -> dict[str, Any]:
+        """For the JSON file."""
+        if self.error:
+            return {"error": self.error}
+        milliseconds = [1e3 * s for s in self.seconds]
+        found = {"ms": self.median * 1e3, "fastest_ms": min(milliseconds), "rounds": len(milliseconds)}
+        return {**found, "peak_mib": self.memory / 2**20} if self.memory is not None else found
+
+
+def take_turns(calls: Mapping[str, Call], how: How) -> dict[str, Timing]:
+    """Warm every call up, measure its memory, then let them take turns until the rounds or the budget are used up.
+
+    A call that fails is left out of the rounds; its Timing says why.
+    """
+    found = {name: Timing() for name in calls}
+    clock = time.process_time if how.cpu_time else time.perf_counter
+    with how.arithmetic():
+        for name, call in calls.items():
+            try:
+                for _ in range(WARMUP[how.device]):
+                    call()
+                how.wait()
+                if how.memory:
+                    found[name].memory = peak_memory(call, how.device)
+            except Exception as error:  # one that cannot is a line in the table, not the end of it
+                found[name].error = reason(error)
+        able = [name for name in calls if not found[name].error]
+        begin = time.perf_counter()
+        for number in range(how.repeats):
+            for name in able if number % 2 == 0 else able[::-1]:
+                how.wait()
+                start = clock()
+                calls[name]()
+                how.wait()
+                found[name].seconds.append(clock() - start)
+            if time.perf_counter() - begin > how.budget:
+                break
+    return found
+
+
+def reason(error: BaseException) -> str:
+    """An error in a few words."""
+    text = str(error).splitlines()[0] if str(error) else ""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in text:
+        return "out of memory"
+    return f"{type(error).__name__}: {text}"[:160]
+
+
+def peak_memory(call: Call, device: str) -> int:
+    """Bytes that the tensors made by `call` hold at its worst moment, by PyTorch's own account."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        call()
+    assert recorded.profiler is not None and recorded.profiler.kineto_results is not None
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+def forget(device: str) -> None:
+    """Give back what the last comparison held, models in reference cycles too."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    torch.compiler.reset()
+
+
+def ratio(above: float | None, below: float | None) -> float | None:
+    """above / below, or None where either is missing."""
+    return above / below if above and below and above == above and below == below else None
+
+
+def names_of(chosen: str, default: Sequence[str], causal: bool = False) -> list[str]:
+    """Mechanisms by name: joined by commas, `all` for every one of this direction, empty for the default."""
+    if chosen == "all":
+        infos = [attention_info(name) for name in attentions()]
+        return [info.name for info in infos if (info.causal if causal else info.bidirectional)]
+    names = [name.strip() for name in chosen.split(",") if name.strip()] or list(default)
+    for name in names:
+        if name != "mixed":
+            attention_info(name)  # an unknown name is refused with the nearest one
+    return names

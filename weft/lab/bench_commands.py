@@ -1,0 +1,274 @@
+"""The commands `weft bench …`. Each measures what it compares in one run and puts the paper's ratio beside it."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from .bench import How
+
+bench_app = typer.Typer(no_args_is_help=True, help="Cost, measured here, as ratios beside the papers'.")
+
+Attentions = Annotated[str, typer.Option(help="names joined by commas, or all; the paper's when left out")]
+Device = Annotated[str, typer.Option(help="cpu or cuda; left out: cuda where there is one")]
+Precision = Annotated[str, typer.Option(help="32-true, tf32, bf16-mixed or bf16-true")]
+Repeats = Annotated[int, typer.Option(help="rounds at most, of which the median counts; 0: 10, with --full 30")]
+Budget = Annotated[float, typer.Option(help="seconds for the rounds of one comparison; 0: a fitting number")]
+Compile = Annotated[bool, typer.Option("--compile", help="torch.compile what is measured")]
+Threads = Annotated[int, typer.Option(help="threads on the CPU; 0: PyTorch's own choice")]
+CpuTime = Annotated[bool, typer.Option("--cpu-time", help="processor seconds, for a machine that others use")]
+Full = Annotated[bool, typer.Option("--full", help="everything, not only what takes a few minutes")]
+Out = Annotated[Path | None, typer.Option(help="also write all figures to this JSON file, row by row")]
+Markdown = Annotated[bool, typer.Option("--markdown", help="print the tables as Markdown")]
+
+
+@contextmanager
+def _clear_errors() -> Any:
+    """What cannot be measured is one message, not a trace."""
+    try:
+        yield
+    except (ValueError, ImportError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _how(device: str, precision: str, repeats: int, budget: float, full: bool, threads: int, **more: Any) -> How:
+    import torch
+
+    from .bench import How
+
+    if threads:
+        torch.set_num_threads(threads)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    repeats = repeats or (30 if full else 10)
+    budget = budget or {"cpu": 8.0, "cuda": 1.5}.get(device, 8.0) * (4 if full else 1)
+    return How(device=device, precision=precision, repeats=repeats, budget=budget, **more)
+
+
+def _among(chosen: str, known: tuple[str, ...] | list[str], default: list[str], what: str) -> list[str]:
+    names = [name.strip() for name in chosen.split(",") if name.strip()] or default
+    for name in names:
+        if name not in known:
+            raise ValueError(f"there is no {what} {name!r}; there are {', '.join(known)}")
+    return names
+
+
+@bench_app.command()
+def latency(
+    tasks: Annotated[str, typer.Option(help="imdb-token, imdb-byte, listops, matching; listops when left out")] = "",
+    attentions: Attentions = "",
+    batch: Annotated[int, typer.Option(help="documents; 0: one on the CPU, 32 on a GPU, as in the paper")] = 0,
+    length: Annotated[int, typer.Option(help="tokens per document; 0: the task's own")] = 0,
+    device: Device = "",
+    precision: Precision = "32-true",
+    repeats: Repeats = 0,
+    budget: Budget = 0.0,
+    compile: Compile = False,
+    threads: Threads = 0,
+    cpu_time: CpuTime = False,
+    full: Full = False,
+    out: Out = None,
+    markdown: Markdown = False,
+) -> None:
+    """One forward pass of the wide-attention study's models, deep against wide (its Tables 9 and 10)."""
+    with _clear_errors():
+        from ..models.presets import STUDY_ATTENTIONS, TASKS
+        from . import bench_latency as bench
+        from .bench import names_of
+        from .bench_report import Report
+
+        chosen = _among(tasks, list(TASKS), list(TASKS) if full else ["listops"], "task")
+        names = names_of(attentions, STUDY_ATTENTIONS)
+        how = _how(
+            device, precision, repeats, budget, full, threads,
+            compile=compile, cpu_time=cpu_time, memory=device != "cpu",
+        )  # fmt: skip
+        settings = {"batch": batch or bench.PAPER_BATCH[how.device], "length": length or "the task's"}
+        report = Report("latency", how, settings, out)
+        bench.measure(chosen, names, how, report, batch=batch, length=length)
+        table = "10: batch 32 on an A100" if how.device == "cuda" else "9: one document on two EPYC 7763"
+        notes = [
+            f"batch {settings['batch']}, {how.precision}, medians of rounds in which deep and wide take turns.",
+            f"paper: Wide Attention Is The Way Forward For Transformers? (arXiv 2210.00640), Table {table}.",
+        ]
+        report.finish(bench.tables(report.records, how.device), notes, markdown)
+
+
+@bench_app.command()
+def size(
+    tasks: Annotated[str, typer.Option(help="imdb-token, imdb-byte, listops, matching; all when left out")] = "",
+    attentions: Attentions = "",
+    cached: Annotated[bool, typer.Option(help="also the pyramid with and without a cache")] = True,
+    out: Out = None,
+    markdown: Markdown = False,
+) -> None:
+    """Sizes as ratios: wide / deep (Table 8 of the wide-attention study) and cached / plain."""
+    with _clear_errors():
+        from ..models.presets import STUDY_ATTENTIONS, TASKS
+        from . import bench_size as bench
+        from .bench import names_of
+        from .bench_report import Line, Report
+
+        chosen = _among(tasks, list(TASKS), list(TASKS), "task")
+        report = Report("size", None, {}, out)
+        with Line(len(chosen) + cached) as line:
+            bench.measure_study(chosen, names_of(attentions, STUDY_ATTENTIONS), report, line)
+            if cached:
+                bench.measure_cached(report, line)
+        notes = [
+            "counted as there: MiB rounded up, with what the study's code holds more than ours (`weft size` says what)",
+            "papers: arXiv 2210.00640, Table 8; arXiv 2312.12742, Table 9.",
+        ]
+        report.finish(bench.tables(report.records), notes, markdown)
+
+
+@bench_app.command()
+def scaling(
+    attentions: Attentions = "",
+    lengths: Annotated[str, typer.Option(help="joined by commas; 1024 to 16384, with --full to 65536")] = "",
+    batch: Annotated[int, typer.Option(help="0: 1 on the CPU, 16 on a GPU, as in the paper")] = 0,
+    heads: int = 4,
+    head_dim: int = 64,
+    causal: Annotated[bool, typer.Option("--causal", help="both ways otherwise, as BigBird only can")] = False,
+    backward: Annotated[bool, typer.Option("--backward", help="forward and backward; forward only otherwise")] = False,
+    limit: Annotated[float, typer.Option(help="seconds; a mechanism that takes longer is not made longer")] = 20.0,
+    device: Device = "",
+    precision: Precision = "32-true",
+    repeats: Repeats = 0,
+    budget: Budget = 0.0,
+    compile: Compile = False,
+    threads: Threads = 0,
+    cpu_time: CpuTime = False,
+    full: Full = False,
+    plot: Annotated[Path | None, typer.Option(help="write a log-log plot to this file")] = None,
+    out: Out = None,
+    markdown: Markdown = False,
+) -> None:
+    """Time and memory of attention over the length (Figure 3 of the Combiner paper)."""
+    with _clear_errors():
+        from ..attention import attention_info
+        from . import bench_scaling as bench
+        from .bench import names_of
+        from .bench_report import Report
+
+        fitting = [name for name in bench.FIGURE_3 if not causal or attention_info(name).causal]
+        names = names_of(attentions, fitting, causal)
+        try:
+            numbers = sorted({int(part) for part in lengths.split(",")}) if lengths else []
+        except ValueError:
+            raise ValueError(f"lengths are whole numbers joined by commas, got {lengths!r}") from None
+        numbers = numbers or [2**p for p in range(10, 17 if full else 15)]
+        if numbers[0] < 1 or min(heads, head_dim) < 1 or batch < 0:
+            raise ValueError("lengths, heads and head_dim must be at least 1")
+        how = _how(device, precision, repeats, budget, full, threads, compile=compile, cpu_time=cpu_time)
+        batch = batch or (16 if how.device == "cuda" else 1)
+        settings: dict[str, Any] = {"batch": batch, "heads": heads, "head_dim": head_dim}
+        settings |= {"causal": causal, "backward": backward, "limit_s": limit}
+        report = Report("scaling", how, settings, out)
+        bench.measure(
+            names, numbers, how, report, batch=batch, heads=heads, head_dim=head_dim, causal=causal,
+            backward=backward, limit=limit,
+        )  # fmt: skip
+        notes = [
+            f"{'causal' if causal else 'both ways'}, {'forward and backward' if backward else 'forward'}, batch "
+            f"{batch}, {heads} heads of {head_dim}, {how.precision}"
+            + (", processor seconds" if cpu_time else "")
+            + "; medians of rounds in which all take turns.",
+            "paper: Combiner (arXiv 2107.05768), Figure 3: batch 16 on TPU v3-16, 1,024 to 16,384 tokens.",
+        ]
+        report.finish(bench.tables(report.records), notes, markdown)
+        if plot is not None:
+            bench.plot(plot, report.records)
+            print(f"wrote {plot}")
+
+
+@bench_app.command()
+def cost(
+    part: Annotated[str, typer.Option(help="attention, step or both")] = "both",
+    schedules: Annotated[str, typer.Option(help="such as S0,S16-L4; S0 and the paper's kinds when left out")] = "",
+    length: Annotated[int, typer.Option(help="tokens; 0: 4,096 on a GPU or with --full, else 2,048 and 1,024")] = 0,
+    windows: Annotated[int, typer.Option(help="of attention alone")] = 4,
+    batch: Annotated[int, typer.Option(help="rows of a training step; 0: 2 on a GPU or with --full, else 1")] = 0,
+    device: Device = "",
+    precision: Precision = "32-true",
+    repeats: Repeats = 0,
+    budget: Budget = 0.0,
+    compile: Compile = False,
+    threads: Threads = 0,
+    cpu_time: CpuTime = False,
+    full: Full = False,
+    out: Out = None,
+    markdown: Markdown = False,
+) -> None:
+    """Training on random pathways against dense training (the cost columns of the subsampled-attention paper).
+
+    On a GPU, or with --full, the steps are those of the paper's Enwik8 model: 16 layers, width 1024, 4,096 bytes.
+    """
+    with _clear_errors():
+        from dataclasses import asdict, replace
+
+        from . import bench_cost as bench
+        from .bench_report import Line, Report
+
+        if part not in ("attention", "step", "both"):
+            raise ValueError(f"part is attention, step or both, got {part!r}")
+        how = _how(device, precision, repeats, budget, full, threads, compile=compile, cpu_time=cpu_time)
+        large = full or how.device == "cuda"
+        shape = bench.ENWIK8 if large else bench.SMALL
+        shape = replace(shape, length=length or shape.length, batch=batch or shape.batch)
+        plans = [name.strip() for name in schedules.split(",") if name.strip()] or bench.schedules_for(shape.layers)
+        for plan in plans:
+            bench.counted(shape, plan)  # a schedule that is none is refused before anything is measured
+        report = Report("cost", how, {"part": part, "step": asdict(shape)}, out)
+        with Line((4 if part != "step" else 0) + (part != "attention")) as line:
+            if part != "step":
+                tokens = length or (4096 if large else 2048)
+                bench.measure_attention(how, report, line, length=tokens, windows=windows)
+            if part != "attention":
+                bench.measure_steps(how, report, line, shape=shape, schedules=plans)
+        gigabytes, milliseconds = bench.TABLE_7["Enwik8"]
+        notes = [
+            f"{how.precision}{', processor seconds' if cpu_time else ''}; medians of rounds in which all take turns.",
+            f"steps: {shape.layers} layers, {shape.heads} heads of {shape.head_dim}, "
+            f"{shape.batch} x {shape.length:,} bytes.",
+            "paper: The Information Pathways Hypothesis (arXiv 2306.01705). Its Table 7 has the dense model alone "
+            f"(Enwik8: {gigabytes} GB, {milliseconds} ms a step); the relative costs were not to be had, and 'counted' "
+            "stands in for them.",
+        ]
+        report.finish(bench.tables(report.records), notes, markdown)
+
+
+@bench_app.command()
+def throughput(
+    models: Annotated[str, typer.Option(help="pvt-tiny, …; vit-small, swin-tiny, pvtv2-b2 … from timm")] = "",
+    batch: Annotated[int, typer.Option(help="images; 0: 4 on the CPU, 256 on a GPU")] = 0,
+    device: Device = "",
+    precision: Precision = "32-true",
+    repeats: Repeats = 0,
+    budget: Budget = 0.0,
+    compile: Compile = False,
+    threads: Threads = 0,
+    cpu_time: CpuTime = False,
+    full: Full = False,
+    out: Out = None,
+    markdown: Markdown = False,
+) -> None:
+    """Images per second with and without a cache, training and test (Table 9 of the cache paper)."""
+    with _clear_errors():
+        from . import bench_throughput as bench
+        from .bench_report import Report
+
+        how = _how(device, precision, repeats, budget, full, threads, compile=compile, cpu_time=cpu_time)
+        quick = list(bench.TABLE_9) if how.device == "cuda" else ["pvt-tiny"]
+        chosen = _among(models, bench.MODELS, list(bench.MODELS) if full else quick, "model")
+        batch = batch or (256 if how.device == "cuda" else 4)
+        report = Report("throughput", how, {"batch": batch}, out)
+        bench.measure(chosen, how, report, batch=batch)
+        notes = [
+            f"batch {batch}, {how.precision}, half of the channels cached; medians of rounds in which both take turns.",
+            "paper: Cached Transformers (arXiv 2312.12742), Table 9: one V100.",
+        ]
+        report.finish(bench.tables(report.records), notes, markdown)

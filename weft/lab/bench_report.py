@@ -1,0 +1,140 @@
+"""What a bench says: a line while it measures, a table at the end, and a JSON file that is whole after every row."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .bench import How
+from .checkpoint import atomic
+from .run import commit
+
+
+@dataclass
+class Table:
+    title: str
+    headings: Sequence[str]
+    rows: list[Sequence[str]] = field(default_factory=list)
+
+    def markdown(self) -> str:
+        """As text; the first column is left-aligned, the others are figures."""
+        lines = [self.title, "", _line(self.headings), _line(["---", *["---:"] * (len(self.headings) - 1)])]
+        return "\n".join([*lines, *(_line(row) for row in self.rows)])
+
+    def show(self) -> None:
+        from rich.console import Console
+        from rich.table import Table as RichTable
+
+        table = RichTable(title=self.title, title_justify="left")
+        for number, heading in enumerate(self.headings):
+            table.add_column(heading, justify="right" if number else "left", no_wrap=not number)
+        for row in self.rows:
+            table.add_row(*row)
+        Console().print(table)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def cell(value: float | None, digits: int = 1) -> str:
+    """A figure, or a dash where there is none."""
+    return "-" if value is None or value != value else f"{value:,.{digits}f}"
+
+
+class Report:
+    """Collects the records of one bench."""
+
+    def __init__(self, bench: str, how: How | None, settings: dict[str, Any], out: Path | None = None):
+        self.bench, self.out = bench, out
+        self.about: dict[str, Any] = {"bench": bench, "settings": settings, "machine": machine(how)}
+        if how is not None:
+            self.about["how"] = asdict(how)
+        self.records: list[dict[str, Any]] = []
+
+    def add(self, record: dict[str, Any]) -> None:
+        self.records.append(record)
+        self._write(complete=False)
+
+    def finish(self, tables: Sequence[Table], notes: Sequence[str], markdown: bool) -> None:
+        """Print the tables and complete the file."""
+        self._write(complete=True)
+        for table in tables:
+            if markdown:
+                print(table.markdown() + "\n")
+            else:
+                table.show()
+        found = self.about["machine"]
+        where = f"{found['device']}, {found['threads']} threads, torch {found['torch']}"
+        for note in [*notes, f"{where}, commit {found['commit'][:12] or 'unknown'}"]:
+            print(note + ("\n" if markdown else ""))
+        if self.out is not None:
+            print(f"wrote {self.out}")
+
+    def _write(self, complete: bool) -> None:
+        if self.out is None:
+            return
+        text = json.dumps({**self.about, "complete": complete, "rows": self.records}, indent=2)
+        with atomic(self.out) as temporary:
+            temporary.write_text(text + "\n")
+
+
+def machine(how: How | None = None) -> dict[str, Any]:
+    """What it was measured on, and with which code."""
+    from .. import __version__
+
+    on_gpu = how is not None and how.device == "cuda"
+    return {
+        "device": torch.cuda.get_device_name() if on_gpu else f"CPU ({_processor()})",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "weft": __version__,
+        "commit": commit(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": " ".join(["weft", *sys.argv[1:]]),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+class Line:
+    """What is being measured now, on the error stream: a line that moves on a terminal, plain lines elsewhere."""
+
+    def __init__(self, total: int):
+        self.total, self.done, self.begin = total, 0, time.perf_counter()
+        self._status: Any = None
+
+    def next(self, text: str) -> None:
+        self.done += 1
+        text = f"[{self.done}/{self.total}, {time.perf_counter() - self.begin:.0f} s] {text}"
+        if not sys.stderr.isatty():
+            print(text, file=sys.stderr, flush=True)
+        elif self._status is None:
+            from rich.console import Console
+
+            self._status = Console(stderr=True).status(text.replace("[", "\\["))
+            self._status.start()
+        else:
+            self._status.update(text.replace("[", "\\["))
+
+    def __enter__(self) -> Line:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._status is not None:
+            self._status.stop()

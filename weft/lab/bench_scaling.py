@@ -1,0 +1,202 @@
+"""Time and memory of a mechanism over the length, beside `full`: Figure 3 of the Combiner paper.
+
+Combiner: Full Attention Transformer with Sparse Computation Cost, https://arxiv.org/abs/2107.05768
+
+Attention alone, q, k, v in, out. At every length all mechanisms take turns on the same q, k, v. The exponent is the
+slope of a straight line through log(cost) over log(length). The figure prints no numbers; what its text says of it
+stands in CLAIMS.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..attention import make_attention
+from .bench import Call, How, Timing, forget, reason, take_turns
+from .bench_report import Line, Report, Table, cell
+
+FIGURE_3 = (
+    "full",
+    "performer",
+    "bigbird",
+    "sparse",
+    "axial",
+    "combiner-fixed",
+    "combiner-axial",
+    "combiner-mixture",
+)
+CLAIMS = (  # a, b and what the paper says of cost(a) / cost(b)
+    ("combiner-fixed", "sparse", "about 1"),
+    ("combiner-axial", "axial", "about 1"),
+    ("combiner-fixed", "performer", "about 1"),
+    ("combiner-axial", "performer", "about 1"),
+    ("combiner-mixture", "combiner-fixed", "above 1"),
+    ("bigbird", "combiner-fixed", "above 1"),
+)
+
+
+def attend(name: str, qkv: Sequence[torch.Tensor], causal: bool, backward: bool, how: How) -> Call:
+    """One call of the mechanism, with the gradients of q, k and v where `backward`."""
+    _, H, L, D = qkv[0].shape
+    with torch.device(how.device):
+        attn = how.place(make_attention(name, heads=H, head_dim=D, causal=causal, max_length=L).eval())
+
+    def call() -> None:
+        if backward:
+            torch.autograd.grad(attn(*qkv).float().sum(), qkv)
+        else:
+            with torch.no_grad():
+                attn(*qkv)
+
+    return call
+
+
+def measure(
+    names: Sequence[str],
+    lengths: Sequence[int],
+    how: How,
+    report: Report,
+    *,
+    batch: int,
+    heads: int,
+    head_dim: int,
+    causal: bool = False,
+    backward: bool = False,
+    limit: float = 20.0,
+) -> None:
+    """Add one record for every length and mechanism; one whose call took over `limit` seconds is not made longer."""
+    ended: dict[str, str] = {}
+    with Line(len(lengths)) as line:
+        for L in lengths:
+            line.next(f"{L:,} tokens, {len(names) - len(ended)} mechanisms")
+            torch.manual_seed(0)
+            found: dict[str, Timing] = {}
+            calls: dict[str, Call] = {}
+            like = torch.empty(0, device=how.device, dtype=how.dtype)
+            try:
+                qkv = [like.new_empty(batch, heads, L, head_dim).normal_().requires_grad_(backward) for _ in range(3)]
+            except RuntimeError as error:
+                ended |= {name: reason(error) for name in names if name not in ended}
+            for name in names:
+                if name in ended:
+                    found[name] = Timing(error=ended[name])
+                    continue
+                try:
+                    calls[name] = attend(name, qkv, causal, backward, how)
+                except Exception as error:  # a mechanism that cannot is a line in the table
+                    found[name] = Timing(error=reason(error))
+            found |= take_turns(calls, how)
+            for name in names:
+                record = {"attention": name, "length": L, **found[name].record()}
+                if not found[name].error and "full" in found and found["full"].seconds:
+                    record["of_full"] = found[name].median / found["full"].median
+                report.add(record)
+                if found[name].error:
+                    ended.setdefault(name, found[name].error)
+                elif found[name].median > limit:
+                    ended[name] = f"over {limit:g} s a call"
+            calls.clear()
+            forget(how.device)
+
+
+def exponent(lengths: Sequence[int], costs: Sequence[float | None]) -> float | None:
+    """The slope of log(cost) over log(length)."""
+    points = [(math.log(x), math.log(y)) for x, y in zip(lengths, costs, strict=True) if y is not None and y > 0]
+    if len(points) < 2:
+        return None
+    mx, my = sum(p[0] for p in points) / len(points), sum(p[1] for p in points) / len(points)
+    return sum((x - mx) * (y - my) for x, y in points) / sum((x - mx) ** 2 for x, _ in points)
+
+
+def costs(records: Sequence[dict[str, Any]], what: str) -> dict[str, dict[int, float | None]]:
+    """mechanism -> length -> figure."""
+    found: dict[str, dict[int, float | None]] = {}
+    for record in records:
+        found.setdefault(record["attention"], {})[record["length"]] = record.get(what)
+    return found
+
+
+def tables(records: Sequence[dict[str, Any]]) -> list[Table]:
+    """Time, the same as a share of `full`, memory, and what the paper says at the longest length."""
+    lengths = sorted({record["length"] for record in records})
+    heads = ["", *(f"{L:,}" for L in lengths)]
+    trouble = {(r["attention"], r["length"]): r["error"] for r in records if "error" in r}
+
+    def table(title: str, what: str, digits: int, more: Sequence[str] = ()) -> Table:
+        found = Table(title, [*heads, *more])
+        for name, row in costs(records, what).items():
+            cells = [trouble.get((name, L)) or cell(row[L], digits) for L in lengths]
+            slope = [cell(exponent(lengths, [row[L] for L in lengths]), 2)] if more else []
+            found.rows.append([name, *cells, *slope])
+        return found
+
+    made = [table("milliseconds", "ms", 2, ["exponent"])]
+    if any("of_full" in record for record in records):
+        shares = table("time, of full's", "of_full", 3)
+        shares.headings = [*heads, "faster from"]
+        shares.rows = [[*row, crossover(records, row[0])] for row in shares.rows if row[0] != "full"]
+        made.append(shares)
+    if any("peak_mib" in record for record in records):
+        made.append(table("peak memory beyond the inputs, MiB", "peak_mib", 1, ["exponent"]))
+    made += claims(records)
+    return made
+
+
+def crossover(records: Sequence[dict[str, Any]], name: str) -> str:
+    """The length from which on the mechanism is faster than `full`."""
+    shares = {L: share for L, share in costs(records, "of_full")[name].items() if share is not None}
+    slower = [L for L, share in shares.items() if share >= 1]
+    later = [L for L in shares if L > max(slower, default=0)]
+    return f"{min(later):,}" if later else "never"
+
+
+def claims(records: Sequence[dict[str, Any]]) -> list[Table]:
+    """What the paper says of its figure, beside the ratios at the longest length both were measured at."""
+    time, memory = costs(records, "ms"), costs(records, "peak_mib")
+    found = Table("what the paper says of Figure 3 (no numbers are printed)", ["", "length", "time", "memory", "paper"])
+    for a, b, says in CLAIMS:
+        both = [L for L in time.get(a, {}) if time[a][L] and time.get(b, {}).get(L)]
+        if both:
+            L = max(both)
+            shares = [_share(rows[a].get(L), rows[b].get(L)) for rows in (time, memory)]
+            found.rows.append([f"{a} / {b}", f"{L:,}", *shares, says])
+    return [found] if found.rows else []
+
+
+def _share(a: float | None, b: float | None) -> str:
+    return cell(a / b, 2) if a and b else "-"
+
+
+def plot(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Time and memory over the length, both axes logarithmic."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'weft[lab]'") from error
+    panels = [(title, rows) for title, rows in _panels(records) if any(any(row.values()) for row in rows.values())]
+    figure, axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), 5), constrained_layout=True, squeeze=False)
+    for axis, (title, rows) in zip(axes[0], panels, strict=True):
+        for name, row in rows.items():
+            points = {L: value for L, value in row.items() if value}
+            slope = exponent(list(points), list(points.values()))
+            label = name if slope is None else f"{name} (L^{slope:.2f})"
+            style = {"color": "black", "linestyle": "--"} if name == "full" else {}
+            axis.loglog(list(points), list(points.values()), marker="o", label=label, base=2, **style)
+        axis.set_xlabel("length L")
+        axis.set_title(title)
+        axis.grid(True, which="both", alpha=0.3)
+        axis.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _panels(records: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, dict[int, float | None]]]]:
+    return [("milliseconds", costs(records, "ms")), ("MiB beyond the inputs", costs(records, "peak_mib"))]
