@@ -18,6 +18,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.dispatch import check_backend, plain, use_triton
@@ -99,7 +100,7 @@ class PerformerAttention(Attention):
         top = (g if mask is None else g.masked_fill(~mask[:, None], float("-inf"))).cummax(-1).values
         top = torch.where(top.isfinite(), top, 0)
         rest = self.epsilon * a.sum(-1)
-        a, b = a.to(q.dtype), b.to(q.dtype)
+        a, b = (F.pad(x.to(q.dtype), (0, -x.shape[-1] % 16)) for x in (a, b))  # whole words in every row of memory
         return linear_scan(a, b, v, mask, features="given", key_scale=m, top=top, rest=rest)
 
     def weights(

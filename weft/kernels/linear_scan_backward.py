@@ -20,17 +20,6 @@ from .rows import load_rows, store_rows, valid_rows
 
 
 @triton.jit
-def through_map(dx, x, FEATURES: tl.constexpr):
-    """The gradient of x from that of φ(x)."""
-    x = x.to(tl.float32)
-    if FEATURES == "elu":
-        return dx * tl.where(x > 0, 1.0, tl.exp(tl.minimum(x, 0.0)))
-    if FEATURES == "relu":
-        return tl.where(x > 0, dx, 0.0)
-    return dx
-
-
-@triton.jit
 def gradient_states(
     Q, OUT, DOUT, TOP, REST, WEIGHT, DELTA, PARTS,
     q_b, q_h, q_l, o_b, o_h, o_l, g_b, g_h, g_l,
@@ -150,7 +139,11 @@ def query_gradients(
             dq = tl.dot(operand(e, BF16), k, dq, input_precision=PRECISION)
         dq *= weight[:, None]
         if FEATURES != "given":
-            dq = through_map(dq, load_rows(Q, i, f, q_l, i < end, F, WHOLE), FEATURES)
+            q = load_rows(Q, i, f, q_l, i < end, F, WHOLE)
+            if FEATURES == "elu":
+                dq *= tl.minimum(feature_map(q, i < end, f < F, FEATURES), 1.0)  # φ' = min(φ, 1)
+            else:
+                dq = tl.where(q > 0, dq, 0.0)
         store_rows(DQ, dq, i, f, dq_l, i < end, F, WHOLE)
     if SCALED:
         tl.store(DREST + row_at + i, drest * weight, mask=i < end)
@@ -230,7 +223,9 @@ def key_gradients(
             dv = tl.dot(operand(p, BF16), dout, dv, input_precision=PRECISION)
             dk = tl.dot(operand(e, BF16), q, dk, input_precision=PRECISION)
         dk = tl.where(live[:, None], dk, 0.0)
-        if FEATURES != "given":
-            dk = through_map(dk, load_rows(K, j, f, k_l, live, F, WHOLE), FEATURES)
+        if FEATURES == "elu":
+            dk *= tl.minimum(k.to(tl.float32), 1.0)  # φ' = min(φ, 1)
+        elif FEATURES == "relu":
+            dk = tl.where(load_rows(K, j, f, k_l, live, F, WHOLE) > 0, dk, 0.0)
         store_rows(DK, dk, j, f, dk_l, j < end, F, WHOLE)
     store_rows(DV, tl.where(live[:, None], dv, 0.0), j, d, dv_l, j < end, D, BLOCK_D)

@@ -24,21 +24,19 @@ from .rows import load_rows, store_rows, valid_rows
 def feature_map(x, live, real, FEATURES: tl.constexpr):
     """φ in float32, zero where a row is not live or a column not real."""
     x = x.to(tl.float32)
-    if FEATURES == "given":
-        return x
-    if FEATURES == "elu":
-        x = tl.where(x > 0, x + 1.0, tl.exp(tl.minimum(x, 0.0)))
-    if FEATURES == "relu":
-        x = tl.maximum(x, 0.0) + 1e-3
-    return tl.where(live[:, None] & real[None, :], x, 0.0)
+    if FEATURES != "given":
+        if FEATURES == "elu":
+            x = tl.where(x > 0, x + 1.0, tl.exp(tl.minimum(x, 0.0)))
+        else:
+            x = tl.maximum(x, 0.0) + 1e-3
+        x = tl.where(live[:, None] & real[None, :], x, 0.0)  # φ(0) is not 0
+    return x
 
 
 @triton.jit
 def operand(x, BF16: tl.constexpr):
     """What the matrix units are given."""
-    if BF16:
-        return x.to(tl.bfloat16)
-    return x.to(tl.float32)
+    return x.to(tl.bfloat16 if BF16 else tl.float32)
 
 
 @triton.jit
