@@ -9,6 +9,7 @@ call is waited for, before its clock starts and before it stops.
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -149,7 +150,7 @@ def peak_memory(call: Call, device: str) -> int:
         return torch.cuda.max_memory_allocated() - before
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with _silence(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         call()
     assert recorded.profiler is not None and recorded.profiler.kineto_results is not None
     events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -160,12 +161,26 @@ def peak_memory(call: Call, device: str) -> int:
     return most
 
 
-def forget(device: str) -> None:
+@contextmanager
+def _silence() -> Iterator[None]:
+    """The profiler writes its own notes to the process's error stream, past Python."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def forget(how: How) -> None:
     """Give back what the last comparison held, models in reference cycles too."""
     gc.collect()
-    if device == "cuda":
+    if how.device == "cuda":
         torch.cuda.empty_cache()
-    torch.compiler.reset()
+    if how.compile:
+        torch.compiler.reset()
 
 
 def ratio(above: float | None, below: float | None) -> float | None:

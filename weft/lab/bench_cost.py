@@ -128,7 +128,7 @@ def measure_attention(
         record["share"] = sum(shares) / len(shares) if shares else None
         report.add(record)
         del qkv, grad, calls
-        forget(how.device)
+        forget(how)
 
 
 def training_step(shape: Shape, schedule: str, how: How) -> Call:
@@ -168,7 +168,7 @@ def measure_steps(how: How, report: Report, line: Line, *, shape: Shape, schedul
     held = {name: call.parameters * ADAM_BYTES / 2**20 for name, call in calls.items()}  # type: ignore[attr-defined]
     found = take_turns(calls, how)
     calls.clear()
-    forget(how.device)
+    forget(how)
     records: list[dict[str, Any]] = []
     for schedule in schedules:
         record: dict[str, Any] = {"part": "step", "schedule": schedule, "counted": counted(shape, schedule)}

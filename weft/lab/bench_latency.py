@@ -97,7 +97,7 @@ def measure(
                 if theirs is not None:
                     record["paper"] = {"deep_ms": theirs[0], "wide_ms": theirs[1], "ratio": theirs[0] / theirs[1]}
                 report.add(record)
-                forget(how.device)
+                forget(how)
 
 
 def tables(records: Sequence[dict[str, Any]], device: str) -> list[Table]:

@@ -101,7 +101,7 @@ def measure(
                 elif found[name].median > limit:
                     ended[name] = f"over {limit:g} s a call"
             calls.clear()
-            forget(how.device)
+            forget(how)
 
 
 def exponent(lengths: Sequence[int], costs: Sequence[float | None]) -> float | None:

@@ -85,7 +85,7 @@ def measure(models: Sequence[str], how: How, report: Report, *, batch: int) -> N
                 if name in TABLE_9:
                     plain, cached = TABLE_9[name][place]
                     record[kind]["paper"] = {"plain": plain, "cached": cached, "ratio": cached / plain}
-                forget(how.device)
+                forget(how)
             report.add(record)
 
 
