@@ -264,6 +264,22 @@ def test_gradient_checkpointing_writes_once_and_changes_no_gradient(name, reentr
         torch.testing.assert_close(q.grad, p.grad, msg=key)
 
 
+def test_windows_of_an_image():
+    """Swin's layers get windows, several to a sample, and a mask for each window of an image."""
+    sizes = {"image_size": 32, "patch_size": 4, "embed_dim": 12, "depths": [2, 2], "num_heads": [2, 2]}
+    torch.manual_seed(0)
+    model = transformers.SwinModel(transformers.SwinConfig(**sizes, window_size=4)).eval()
+    pixels = torch.randn(2, 3, 32, 32)
+    before = model(pixels).last_hidden_state
+    report = weft.cache(model, lambda_init=-math.inf)
+    assert len(report.replaced) == 4 and not report.left
+    torch.testing.assert_close(model(pixels).last_hidden_state, before)
+    model.train()(pixels)
+    assert [(int(c.cache.updates), c.cache.cache.shape[1]) for c in caches(model)] == [(1, 16)] * 4
+    report.undo()
+    assert torch.equal(model.eval()(pixels).last_hidden_state, before)
+
+
 def test_what_is_left_and_why():
     report = weft.cache(make("t5"))
     assert [path for path in report.replaced] == [f"encoder.block.{i}.layer.0.SelfAttention" for i in (0, 1)]

@@ -229,11 +229,23 @@ def test_a_cache_that_was_filled_elsewhere_is_refused():
             llama("weft:linear")(ids[:, :1], past_key_values=cache)
 
 
+@pytest.mark.parametrize("name", [name for name in CAUSAL if weft.attention_info(name).length_dependent])
+def test_sizes_that_follow_the_length_hold_still_in_a_decoder(name):
+    """They are those for the model's longest sequence, so that generate() works with what is registered by default."""
+    model, ids, mask = llama(f"weft:{name}"), tokens(), padding("left")
+    with_cache, without = (generate(model, ids, mask, use_cache=c) for c in (True, False))
+    assert torch.equal(with_cache.sequences, without.sequences)
+
+
 def test_a_pattern_that_follows_the_length_cannot_be_cached():
+    """Where the model does not say how long it gets."""
     model = llama("weft:sparse")
+    model.config.__dict__["max_position_embeddings"] = None
     with pytest.raises(ValueError, match="use_cache=False"):
         generate(model, tokens(), padding("none"), use_cache=True)
     generate(model, tokens(), padding("none"), use_cache=False, new=2)
+    with pytest.raises(ValueError, match="over max_length=64"):
+        llama("weft:sparse")(tokens(length=65))
 
 
 @pytest.mark.parametrize("build", [bart, t5])

@@ -63,6 +63,9 @@ class CachedLayer(nn.Module):
         if mask is None:
             return None
         B, T = x.shape[:2]
+        if isinstance(mask, Tensor) and mask.shape[1:] == (T, T) and B % mask.shape[0] == 0:
+            # Windows of an image, several to each sample: the mask parts what the shift has brought together.
+            return torch.ones(B, T, dtype=torch.bool, device=x.device)
         if not isinstance(mask, Tensor) or mask.dim() not in (2, 4) or mask.shape[0] not in (1, B):
             raise ValueError(
                 f"a {type(mask).__name__} {tuple(getattr(mask, 'shape', ()))} does not tell which tokens are padding: "

@@ -182,15 +182,23 @@ def _instance(choice: Choice, module: nn.Module, q: Tensor, causal: bool) -> Att
     kept = layer_state(module).mechanisms
     key = (choice.number, q.shape[1], q.shape[3], causal)
     if key not in kept:
-        # Random features are drawn from the layer's number: the same in every process and after loading.
-        with seeded(getattr(module, "layer_idx", None) or 0):
-            kept[key] = make_attention(
-                choice.name, heads=q.shape[1], head_dim=q.shape[3], causal=causal, **choice.options
-            ).to(q.device)
+        longest = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+        made = _made(choice, module, q, causal)
+        if causal and isinstance(longest, int) and _moves(made):
+            # A pattern that follows the length would move while a decoder generates: the model says how long it gets.
+            made = _made(choice, module, q, causal, max_length=longest)
+        kept[key] = made
     attn: Attention = kept[key]  # type: ignore[assignment]
     if any(b.device != q.device for b in attn.buffers()):
         attn.to(q.device)
     return attn.train(module.training)
+
+
+def _made(choice: Choice, module: nn.Module, q: Tensor, causal: bool, **more: Any) -> Attention:
+    # Random features are drawn from the layer's number: the same in every process and after loading.
+    with seeded(getattr(module, "layer_idx", None) or 0):
+        shape: dict[str, Any] = {"heads": q.shape[1], "head_dim": q.shape[3], "causal": causal}
+        return make_attention(choice.name, **shape, **{**choice.options, **more}).to(q.device)
 
 
 def _is_causal(name: str, module: nn.Module, mask: Tensor | None, is_causal: bool | None) -> bool:
@@ -221,11 +229,19 @@ def _refuse(name: str, module: nn.Module, key: Tensor, mask: Tensor | None, kwar
 
 def _refuse_if_length_matters(name: str, attn: Attention) -> None:
     """A pattern that moves as the sequence grows makes yesterday's keys wrong: nothing cached would be right."""
-    if not attn.info.length_dependent:
-        return
-    try:
-        attn.start(1)  # one whose options pin the pattern down can decode step by step, and says so here
-    except ValueError as refusal:
+    refusal = _moves(attn)
+    if refusal:
         raise ValueError(
             f"{name} cannot decode with a cache: {attn.info.length_dependent}; use use_cache=False ({refusal})"
-        ) from refusal
+        )
+
+
+def _moves(attn: Attention) -> str:
+    """Why the pattern depends on the length of the sequence; "" where it does not, or its options pin it down."""
+    if not attn.info.length_dependent:
+        return ""
+    try:
+        attn.start(1)  # one whose pattern stays can decode step by step, and says so here
+    except ValueError as refusal:
+        return str(refusal)
+    return ""
