@@ -86,11 +86,9 @@ def chart(curves: Sequence[Curve], title: str, *, width: int = 860, height: int 
         step = x0 + (x1 - x0) * i / 4
         out.append(f'<text x="{at(step, y0)[0]:.1f}" y="{height - 12}" text-anchor="middle">{step:.0f}</text>')
     for number, name in enumerate(names):
-        column, line = number % per_line, number // per_line
         colour = COLOURS[number % len(COLOURS)]
-        out.append(
-            f'<text x="{left + LEGEND_WIDTH * column}" y="{29 + 15 * line}" style="fill:{colour}">— {html.escape(name)}</text>'
-        )
+        start, line = left + LEGEND_WIDTH * (number % per_line), 29 + 15 * (number // per_line)
+        out.append(f'<text x="{start}" y="{line}" style="fill:{colour}">— {html.escape(name)}</text>')
     for curve in curves:
         colour = COLOURS[names.index(curve.name) % len(COLOURS)]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*p) for p in curve.points if math.isfinite(p[1])))

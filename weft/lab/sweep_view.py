@@ -120,4 +120,4 @@ def _speed(state: State) -> str:
     if state.state != RUNNING or not state.tokens_per_s:
         return ""
     left = duration(state.left)
-    return f"loss {state.loss:.4f}, {short(state.tokens_per_s)}tokens/s" + (f", {left} left" if left else "")
+    return f"loss {state.loss:.4f}, {short(state.tokens_per_s).strip()} tokens/s" + (f", {left} left" if left else "")

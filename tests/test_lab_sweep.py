@@ -1,0 +1,350 @@
+"""Sweeps: the file, the folders, and a runner that skips, goes on, outlives failures and never mixes runs."""
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("lightning")
+
+from sweeps import COMMON, FILE, stand_in, write_sweep
+
+from weft.cli import app
+from weft.lab import make_config, train
+from weft.lab.config import to_json
+from weft.lab.run import Run, RunExists
+from weft.lab.sweep import changed, check_folder, is_sweep, jobs_of, load_sweep, parse_override
+from weft.lab.sweep_run import DONE, FAILED, IN_USE, RUNNING, STOPPED, WAITING, Local, Process, run_jobs, survey
+from weft.lab.sweep_view import View, failures, line, table
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    return write_sweep(tmp_path / "papers" / "one")
+
+
+@pytest.fixture
+def command(tmp_path):
+    return stand_in(tmp_path)
+
+
+def names(states, *wanted):
+    return [state.job.folder.name for state in states if state.state in wanted]
+
+
+def test_the_file_is_read(sweep):
+    assert (sweep.title, sweep.metric, sweep.seeds, sweep.name) == ("Digits, small", "accuracy", (0, 1), "small")
+    assert [cell.slug for cell in sweep.cells] == ["full-1x2", "full-wide-1x4", "linear-1x2", "linear-wide-1x4"]
+    assert [cell.paper for cell in sweep.cells] == [90.0, 90.0, None, None]
+    assert sweep.show(0.9) == "90.0" and sweep.unit == "%"  # accuracies are percentages
+    assert "common" not in sys.modules  # another folder's file of that name is another one
+
+
+def test_two_folders_may_each_have_a_common_file(sweep, tmp_path):
+    other = tmp_path / "papers" / "two"
+    other.mkdir()
+    (other / "common.py").write_text(COMMON.replace("steps=12", "steps=13"))
+    (other / "small.py").write_text(FILE)
+    assert load_sweep(other / "small.py").cells[0].config.steps == 13
+    assert load_sweep(sweep.file).cells[0].config.steps == 12
+
+
+@pytest.mark.parametrize(
+    "old, new, error, says",
+    [
+        ("TITLE", "HEADING", ValueError, "must define TITLE"),
+        ('"wide, 1x4"', '"1x2"', ValueError, "share the folder full-1x2"),
+        ("SEEDS = (0, 1)", "SEEDS = ()", ValueError, "no seeds"),
+        ("Cell(row=row", "dict(row=row", TypeError, "list of Cell"),
+    ],
+)
+def test_a_file_that_is_no_sweep_is_refused(sweep, old, new, error, says):
+    sweep.file.write_text(FILE.replace(old, new))
+    with pytest.raises(error, match=says):
+        load_sweep(sweep.file)
+
+
+def test_sweeps_are_known_without_running_them(sweep, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit('this was run')\nTITLE = METRIC = ''\n")
+    assert is_sweep(sweep.file) and not is_sweep(script) and not is_sweep(sweep.file.with_name("common.py"))
+    script.write_text("raise SystemExit('this was run')\nfrom x import SEEDS, cells\nTITLE, METRIC = 'a', 'b'\n")
+    assert is_sweep(script)
+
+
+def test_every_cell_with_the_first_seed_then_with_the_next(sweep):
+    jobs = jobs_of(sweep)
+    assert [job.folder.name for job in jobs[:5]] == [
+        "full-1x2-s0", "full-wide-1x4-s0", "linear-1x2-s0", "linear-wide-1x4-s0", "full-1x2-s1",
+    ]  # fmt: skip
+    assert all(job.folder.parent == sweep.file.parent / "runs" / "small" for job in jobs)
+    assert [job.config.seed for job in jobs] == [0] * 4 + [1] * 4
+    assert [job.config.seed for job in jobs_of(sweep, seeds=[7])] == [7] * 4
+
+
+@pytest.mark.parametrize(
+    "only, count", [(["full"], 2), (["1×2"], 2), (["*1x4"], 2), (["linear/wide*"], 1), (["full", "linear/1×2"], 3)]
+)
+def test_only_some_cells(sweep, only, count):
+    assert len(jobs_of(sweep, seeds=[0], only=only)) == count
+
+
+def test_what_is_overridden_is_another_config(sweep, tmp_path):
+    job = jobs_of(sweep, overrides={"steps": 100, "data": "elsewhere"})[0]
+    assert job.folder == sweep.runs / "small+steps=100" / "full-1x2-s0" and job.variant == "steps=100"
+    assert (job.config.steps, job.config.data) == (100, "elsewhere")
+    # these change nothing that is computed, or nothing at all
+    assert jobs_of(sweep, overrides={"compile": True, "steps": 12})[0].folder == sweep.runs / "small" / "full-1x2-s0"
+    assert jobs_of(sweep, out=tmp_path / "far")[0].folder == tmp_path / "far" / "small" / "full-1x2-s0"
+
+
+def test_refusals_of_a_plan(sweep):
+    with pytest.raises(ValueError, match="its cells: full/1×2"):
+        jobs_of(sweep, only=["fulll"])
+    with pytest.raises(ValueError, match="use --seeds"):
+        jobs_of(sweep, overrides={"seed": 3})
+    with pytest.raises(ValueError, match="dropout must be in"):
+        jobs_of(sweep, overrides={"dropout": 2.0})
+
+
+def test_overrides_have_the_types_of_their_fields():
+    assert parse_override("steps=100") == ("steps", 100)
+    assert parse_override("learning-rate=1e-3") == ("learning_rate", 1e-3)
+    assert parse_override("compile=false") == ("compile", False)
+    assert parse_override("attention_dropout=none") == ("attention_dropout", None)
+    assert parse_override('attention_options={"block_size": 5}') == ("attention_options", '{"block_size": 5}')
+    for wrong, says in (("stepz=3", "one of TrainConfig's"), ("steps", "field=value"), ("steps=many", "type int")):
+        with pytest.raises(ValueError, match=says):
+            parse_override(wrong)
+
+
+def test_what_makes_two_runs_the_same():
+    config = make_config("digits", batch_size=32)
+    free = dataclasses.replace(config, data="x", out="y", compile=True, batch_size=8, accumulate=4)
+    assert changed(config, free) == []
+    assert changed(config, dataclasses.replace(config, batch_size=16)) == ["examples per step: 32 -> 16"]
+    assert changed(config, dataclasses.replace(config, learning_rate=1.0)) == ["learning_rate: 0.008 -> 1.0"]
+
+
+def test_a_folder_with_another_run_is_refused(sweep, command):
+    job = jobs_of(sweep)[0]
+    other = dataclasses.replace(job.config, dim=24)
+    Run(job.folder).write("config.json", to_json(other))
+    check_folder(job)  # nothing was computed there
+    (job.folder / "metrics.jsonl").touch()
+    with pytest.raises(RunExists, match=r"dim: 24 -> 16.*another --out"):
+        run_jobs(jobs_of(sweep), Local(1, command))
+    assert not jobs_of(sweep)[1].folder.exists()  # refused before the first one began
+    assert json.loads((job.folder / "config.json").read_text())["dim"] == 24
+
+
+def test_a_run_may_be_made_longer_only_where_the_schedule_allows(sweep):
+    job = jobs_of(sweep)[0]
+    shorter = dataclasses.replace(job.config, steps=6)
+    Run(job.folder).write("config.json", to_json(shorter))
+    (job.folder / "metrics.jsonl").touch()
+    with pytest.raises(RunExists, match="steps: 6 -> 12"):  # cosine
+        check_folder(job)
+    constant = dataclasses.replace(job, config=dataclasses.replace(job.config, schedule="constant"))
+    Run(job.folder).write("config.json", to_json(dataclasses.replace(shorter, schedule="constant")))
+    check_folder(constant)
+    Run(job.folder).write("config.json", to_json(dataclasses.replace(constant.config, steps=24)))
+    with pytest.raises(RunExists, match="steps: 24 -> 12"):
+        check_folder(constant)
+
+
+def test_a_failing_run_is_outlived_and_tried_again(sweep, command, capsys):
+    jobs = jobs_of(sweep, seeds=[0])
+    broken = jobs[2].folder
+    broken.mkdir(parents=True)
+    (broken / "broken").touch()
+    view = View(live=False)
+    states = run_jobs(jobs, Local(2, command), view=view, pause=0.01)
+    assert names(states, FAILED) == ["linear-1x2-s0"] and len(names(states, DONE)) == 3
+    assert states[2].why == "weft: the data is missing (exit code 66)"
+    assert json.loads((broken / "outcome.json").read_text())["log"] == ["reading", "weft: the data is missing"]
+    assert "linear / 1×2 / seed 0 failed" in failures(states) and "    reading" in failures(states)
+    said = capsys.readouterr().out
+    assert "failed   linear / 1×2 / seed 0: weft: the data is missing (exit code 66)" in said
+    assert "done     full / 1×2 / seed 0: test accuracy 50.0 %" in said
+    before = (jobs[0].folder / "log.txt").read_text()
+    (broken / "broken").unlink()
+    states = run_jobs(jobs, Local(1, command), pause=0.01)
+    assert names(states, DONE) == [job.folder.name for job in jobs]
+    assert (jobs[0].folder / "log.txt").read_text() == before  # what was done was not run again
+    assert not (broken / "outcome.json").exists()
+
+
+def test_no_more_than_so_many_at_a_time(sweep, command):
+    most = []
+    run_jobs(
+        jobs_of(sweep), Local(3, command), pause=0.01,
+        view=lambda states, changed: most.append(len(names(states, RUNNING))),
+    )  # fmt: skip
+    assert max(most) == 3
+
+
+def test_a_budget_of_minutes_stops_and_a_second_sweep_goes_on(sweep, command):
+    jobs = jobs_of(sweep, seeds=[0], overrides={"steps": 500})
+    states = run_jobs(jobs, Local(2, command), minutes=0.6 / 60, pause=0.01)
+    assert len(names(states, STOPPED)) == 2 and len(names(states, WAITING)) == 2
+    step = states[0].step
+    assert 0 < step < 500 and states[0].why == f"saved at step {step} of 500"
+    assert json.loads((jobs[0].folder.parent / "overrides.json").read_text()) == {"steps": 500}
+    found = survey(jobs)
+    assert [state.state for state in found] == [WAITING] * 4 and found[0].step == step
+    states = run_jobs(jobs[:1], Local(1, command), minutes=0.4 / 60, pause=0.01)
+    steps = [json.loads(entry)["step"] for entry in Run(jobs[0].folder).metrics.read_text().splitlines()]
+    assert steps == list(range(1, states[0].step + 1)) and states[0].step > step
+
+
+def test_two_sweeps_do_not_work_in_one_folder(sweep, command):
+    job = jobs_of(sweep, overrides={"steps": 500})[0]
+    Run(job.folder).write("config.json", to_json(job.config))
+    first = Process(job.folder, command)
+    try:
+        states = run_jobs([job], Local(1, command), pause=0.01)
+        assert states[0].state == IN_USE
+    finally:
+        first.stop()
+        first.child.wait()
+
+
+def test_a_killed_sweep_lets_its_runs_save(sweep, command):
+    if sys.platform != "linux":
+        pytest.skip("only Linux tells a child that its parent has died")
+    job = jobs_of(sweep, overrides={"steps": 5000})[0]
+    Run(job.folder).write("config.json", to_json(job.config))
+    parent = os.fork()
+    if parent == 0:
+        Process(job.folder, command)
+        time.sleep(600)
+        os._exit(1)
+    try:
+        until(lambda: (job.folder / "metrics.jsonl").exists())
+    finally:
+        os.kill(parent, signal.SIGKILL)
+        os.waitpid(parent, 0)
+    until(lambda: list(job.folder.glob("checkpoints/step-*")))
+
+
+def test_the_live_table(sweep, command):
+    from rich.console import Console
+
+    jobs = jobs_of(sweep, seeds=[0])
+    jobs[1].folder.mkdir(parents=True)
+    (jobs[1].folder / "broken").touch()
+    states = run_jobs(jobs[:3], Local(2, command), pause=0.01) + survey(jobs[3:])
+    console = Console(width=160, record=True, file=open(os.devnull, "w"))
+    console.print(table(states))
+    shown = console.export_text()
+    assert "1 failed, 1 waiting, 2 done" in shown and "test accuracy 50.0 %" in shown
+    assert "the data is missing" in shown and "12/12" in shown
+    console.print(table(states, height=2))
+    assert "… 2 more" in console.export_text()
+    states[0].state, states[0].left, states[0].tokens_per_s = RUNNING, 3725.0, 52_000.0
+    assert line(states[0]).endswith("step 12/12, loss 0.0833, 52.00 k tokens/s, 1:02:05 left")
+
+
+def test_a_signal_stops_real_runs_and_they_go_on_to_the_last_bit(sweep):
+    """The whole thing with `weft resume`: stopped from outside once it has made some steps, then gone on with."""
+    longer = {"steps": 300, "eval_every": 300, "checkpoint_every": 300}
+    job = jobs_of(sweep, seeds=[0], only=["full/1×2"], overrides=longer)[0]
+    sent = []
+
+    def view(states, changed):
+        if states[0].step >= 3 and not sent:
+            sent.append(os.kill(os.getpid(), signal.SIGTERM))
+
+    states = run_jobs([job], Local(1), view=view, pause=0.01)
+    assert states[0].state == STOPPED and 3 <= states[0].step < 300, states[0]
+    assert "stopped by a signal" in states[0].log[-1]
+    train(job.config, resume=True)  # as `weft resume` does
+    assert survey([job])[0].state == DONE
+    whole = dataclasses.replace(job.config, out=str(job.folder.parent / "whole"))
+    train(whole)
+    losses = [[entry["loss"] for entry in Run(folder).entries("train")] for folder in (job.folder, whole.folder())]
+    assert losses[0] == losses[1] and len(losses[0]) == 300
+
+
+def test_the_command_line(sweep, tmp_path):
+    runner = CliRunner()
+    shown = runner.invoke(app, ["sweep", str(sweep.file), "--dry-run", "--steps", "9", "--seeds", "3"])
+    assert shown.exit_code == 0 and "in every config: steps=9" in shown.output and "4 waiting" in shown.output
+    for options, says in (
+        (["--on", "moon"], "local, ray or slurm"),
+        (["--set", "stepz=3"], "--set takes field=value"),
+        (["--only", "nothing"], "no cell of small.py"),
+    ):
+        refused = runner.invoke(app, ["sweep", str(sweep.file), *options])
+        assert refused.exit_code == 2 and says in refused.output, options
+    assert not sweep.runs.exists()
+
+
+def test_exit_codes(sweep, command, monkeypatch):
+    import weft.lab.sweep_run as module
+
+    monkeypatch.setattr(module, "Local", lambda jobs: Local(jobs, command))
+    runner = CliRunner()
+    assert runner.invoke(app, ["sweep", str(sweep.file), "--minutes", "0.0001", "--jobs", "2"]).exit_code == 75
+    assert runner.invoke(app, ["sweep", str(sweep.file), "--jobs", "2"]).exit_code == 0
+    broken = sweep.runs / "small" / "full-1x2-s5"
+    broken.mkdir()
+    (broken / "broken").touch()
+    failed = runner.invoke(app, ["sweep", str(sweep.file), "--seeds", "5", "--only", "full"])
+    assert failed.exit_code == 1 and "1 done, 1 failed, 0 left" in failed.output
+
+
+def short_and_long(sweep):
+    """Runs of 12, 5,000 and 5,000 steps, and a view that sends SIGTERM when the second is at work."""
+    long = jobs_of(sweep, seeds=[0], overrides={"steps": 5000})
+    seen = []
+
+    def view(states, changed):
+        if states[0].state == DONE and states[1].step and not seen:
+            seen.append([state.shown for state in states])
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return [jobs_of(sweep, seeds=[0])[0], long[0], long[1]], view, seen
+
+
+def test_on_a_ray_cluster(sweep, command):
+    """Each run fills the cluster: one is done, one is stopped, one is still in the queue."""
+    ray = pytest.importorskip("ray")
+    from weft.lab.sweep_remote import RayEngine
+
+    jobs, view, seen = short_and_long(sweep)
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        states = run_jobs(jobs, RayEngine(gpus=0, command=command), view=view, pause=0.05)
+    finally:
+        ray.shutdown()
+    assert seen == [["done", "running", "queued"]]
+    assert [state.state for state in states] == [DONE, STOPPED, STOPPED]
+    assert states[1].why == f"saved at step {states[1].step} of 5000"
+    assert states[2].why == "before its first checkpoint"
+
+
+def test_through_submitit(sweep, command, tmp_path):
+    pytest.importorskip("submitit")
+    from weft.lab.sweep_remote import SlurmEngine
+
+    jobs, view, seen = short_and_long(sweep)
+    engine = SlurmEngine(1, tmp_path / "slurm", cluster="local", command=command)
+    states = run_jobs(jobs, engine, view=view, pause=0.05)
+    assert [state.state for state in states] == [DONE, STOPPED, WAITING]
+    assert states[1].why == f"saved at step {states[1].step} of 5000"
+    with pytest.raises(ValueError, match="whole GPUs"):
+        SlurmEngine(0, tmp_path / "slurm", cluster="local", gpus=0.5)
+
+
+def until(true, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.05)
