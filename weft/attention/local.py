@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels import band as kernel
+from ..kernels.dispatch import check_backend, plain, use_triton
 from .blocks import both, from_blocks, to_blocks, valid_keys
 from .contract import Attention, PositionBias
 from .decoding import KeyValueState
@@ -18,13 +20,19 @@ from .softmax import softmax_attention
 
 
 class LocalAttention(Attention):
-    def __init__(self, *, block_size: int = 50, **contract):
+    """`backend` "triton" is the fused kernel of `weft/kernels/band.py`, "torch" the version below, which defines it;
+    "auto" takes the kernel on the GPUs it was tested on. Decoding is always "torch"."""
+
+    def __init__(self, *, block_size: int = 50, backend: str = "auto", **contract):
         super().__init__(**contract)
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
-        self.block_size = block_size
+        self.block_size, self.backend = block_size, check_backend(backend)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        cannot = kernel.cannot(bias, self.dropout if self.training else 0.0)
+        if use_triton(self.backend, self.name, q, v, cannot=cannot, least_length=kernel.LEAST_LENGTH):
+            return kernel.blocks(q, k, v, mask, block_size=self.block_size, causal=self.causal)
         L, m = q.shape[2], min(self.block_size, q.shape[2])
         q, k, v = (to_blocks(x, m) for x in (q, k, v))
         n = q.shape[2]
@@ -37,6 +45,12 @@ class LocalAttention(Attention):
         values = None if bias is None else bias(at[..., None], at[..., None, :])
         out = softmax_attention(q, k, v, allowed=allowed, bias=values, dropout=self.dropout if self.training else 0.0)
         return from_blocks(out, L)
+
+    def weights(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+    ) -> Tensor:
+        with plain(self):  # the identity in place of v is as wide as the sequence is long
+            return super().weights(q, k, v, mask, bias)
 
     def start(self, batch: int, *, device=None, dtype=None) -> KeyValueState:
         return KeyValueState.empty()
@@ -56,4 +70,5 @@ register(
     paper="Parmar et al. 2018, Image Transformer (1802.05751)",
     cost="L*block",
     bias=True,
+    backends=("torch", "triton"),
 )

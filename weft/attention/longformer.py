@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels import band as kernel
+from ..kernels.dispatch import check_backend, plain, use_triton
 from .blocks import both, ceil_div, from_blocks, power_of_two, to_blocks
 from .contract import Attention, PositionBias
 from .decoding import KeyValueState
@@ -23,16 +25,25 @@ from .softmax import softmax_attention
 
 
 class LongformerAttention(Attention):
-    def __init__(self, *, window: int = 512, global_tokens: int = 0, **contract):
+    """`backend` "triton" is the fused kernel of `weft/kernels/band.py`, "torch" the version below, which defines it;
+    "auto" takes the kernel on the GPUs it was tested on. Decoding is always "torch"."""
+
+    def __init__(self, *, window: int = 512, global_tokens: int = 0, backend: str = "auto", **contract):
         super().__init__(**contract)
         if window < 1 or global_tokens < 0:
             raise ValueError(f"window must be at least 1 and global_tokens at least 0, got {window}, {global_tokens}")
-        self.window, self.global_tokens = window, global_tokens
+        self.window, self.global_tokens, self.backend = window, global_tokens, check_backend(backend)
         self.left = window - 1 if self.causal else (window - 1) // 2  # how far back and ahead a token sees
         self.right = 0 if self.causal else window // 2
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
+        if use_triton(
+            self.backend, self.name, q, v, cannot=kernel.cannot(bias, dropout), least_length=kernel.LEAST_LENGTH
+        ):
+            return kernel.window(
+                q, k, v, mask, left=self.left, right=self.right, first=self.global_tokens, causal=self.causal
+            )
         L, g = q.shape[2], min(self.global_tokens, q.shape[2])
         left, right = min(self.left, L - 1), min(self.right, L - 1)
         valid = torch.ones(1, L, dtype=torch.bool, device=q.device) if mask is None else mask
@@ -70,6 +81,12 @@ class LongformerAttention(Attention):
             out = torch.cat([top, out[:, :, g:]], 2)
         return out
 
+    def weights(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+    ) -> Tensor:
+        with plain(self):  # the identity in place of v is as wide as the sequence is long
+            return super().weights(q, k, v, mask, bias)
+
     def start(self, batch: int, *, device=None, dtype=None) -> tuple[KeyValueState, KeyValueState]:
         return KeyValueState.empty(), KeyValueState.empty()
 
@@ -96,4 +113,5 @@ register(
     paper="Beltagy et al. 2020, Longformer (2004.05150)",
     cost="L*window",
     bias=True,
+    backends=("torch", "triton"),
 )

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels import band as kernel
+from ..kernels.dispatch import check_backend, plain, use_triton
 from .axial import attend_to, decoding_block
 from .blocks import power_of_two
 from .contract import Attention, PositionBias
@@ -31,7 +33,11 @@ from .softmax import softmax_attention
 
 
 class SparseAttention(Attention):
-    """`block_size` is l: by default 50, and the power of two nearest √L from there on."""
+    """`block_size` is l: by default 50, and the power of two nearest √L from there on.
+
+    `backend` "triton" is the fused kernel of `weft/kernels/band.py`, for the fixed pattern; "torch" is the version
+    below, which defines it; "auto" takes the kernel on the GPUs it was tested on. Decoding is always "torch".
+    """
 
     def __init__(
         self,
@@ -42,6 +48,7 @@ class SparseAttention(Attention):
         leading_column: bool = False,
         cls: bool = False,
         one_way: bool = False,
+        backend: str = "auto",
         **contract: Any,
     ):
         super().__init__(**contract)
@@ -60,8 +67,21 @@ class SparseAttention(Attention):
             )
         self.pattern, self.block_size, self.columns = pattern, block_size, columns
         self.leading_column, self.cls, self.one_way = leading_column, cls, one_way
+        self.backend = check_backend(backend)
+        if backend == "triton" and self._no_kernel():
+            raise ValueError(f"sparse cannot use backend='triton': {self._no_kernel()}; use 'auto' or 'torch'")
+
+    def _no_kernel(self) -> str:
+        """What in the options the fused kernel lacks; "" if nothing."""
+        return "the kernel has pattern='fixed' without cls" if self.pattern == "strided" or self.cls else ""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        cannot = self._no_kernel() or kernel.cannot(bias, self._dropout)
+        if use_triton(self.backend, self.name, q, v, cannot=cannot, least_length=kernel.LEAST_LENGTH):
+            m = self._block(k.shape[2])
+            columns = fixed_columns(m, self.columns, self.leading_column)
+            causal = self.causal or self.one_way
+            return kernel.block_and_columns(q, k, v, mask, block_size=m, columns=columns, causal=causal)
         if not self.cls:
             return self._pattern(q, k, v, mask, bias, None)
         first = self._first(q, k, v, mask, bias)
@@ -140,6 +160,12 @@ class SparseAttention(Attention):
             parts.append(Part(layout, keys, values, allowed, None if bias is None else bias(i, j)))
         return parts
 
+    def weights(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+    ) -> Tensor:
+        with plain(self):  # the identity in place of v is as wide as the sequence is long
+            return super().weights(q, k, v, mask, bias)
+
     @property
     def _dropout(self) -> float:
         return self.dropout if self.training else 0.0
@@ -192,4 +218,5 @@ register(
     cost="L*sqrt(L)",
     bias=True,
     length_dependent="without max_length the default block size follows the length; block_size fixes it",
+    backends=("torch", "triton"),
 )

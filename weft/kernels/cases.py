@@ -60,6 +60,47 @@ SMALL: dict[str, tuple[Call, ...]] = {
         Call("subsampled", 35, H=1, causal=False, options={"layout": (5, 7), "windows": (2, 3)}, mask="random"),
         Call("subsampled", 35, H=1, options={"layout": (5, 7), "windows": 3}),
     ),
+    "local": (
+        Call("local", 37, H=1, options={"block_size": 16}),
+        Call("local", 70, B=2, H=1, causal=False, options={"block_size": 50}, mask="random"),
+        Call("local", 45, B=2, H=1, D=20, options={"block_size": 20}, mask="all", layout="BHLD"),
+        Call("local", 130, D=64, options={"block_size": 64}, mask="ends", dtype=torch.float16),
+        Call("local", 40, H=1, D=128, causal=False, options={"block_size": 50}, dtype=torch.float16),
+        Call("local", 1, H=1),
+    ),
+    "longformer": (
+        Call("longformer", 90, H=1, options={"window": 40}),
+        Call("longformer", 90, B=2, H=1, D=20, causal=False, options={"window": 41}, mask="random"),
+        Call("longformer", 65, B=2, H=1, causal=False, options={"window": 16, "global_tokens": 3}, mask="ends"),
+        Call("longformer", 67, B=2, H=1, options={"window": 16, "global_tokens": 3}, mask="random", layout="BHLD"),
+        Call(
+            "longformer", 130, H=1, D=64, causal=False, options={"window": 32, "global_tokens": 40}, dtype=torch.float16
+        ),
+        Call("longformer", 20, B=2, H=1, causal=False, options={"window": 8, "global_tokens": 40}, mask="all"),
+        Call("longformer", 1, H=1, options={"window": 8, "global_tokens": 1}),
+    ),
+    "sparse": (
+        Call("sparse", 70, H=1, options={"block_size": 24, "columns": 3}),
+        Call(
+            "sparse",
+            70,
+            B=2,
+            H=1,
+            causal=False,
+            options={"block_size": 24, "columns": 3, "leading_column": True},
+            mask="random",
+        ),
+        Call("sparse", 50, B=2, H=1, D=20, options={"block_size": 16, "columns": 20}, mask="ends", layout="BHLD"),
+        Call(
+            "sparse",
+            50,
+            H=1,
+            causal=False,
+            options={"block_size": 16, "columns": 0, "leading_column": True, "one_way": True},
+        ),
+        Call("sparse", 140, H=1, D=64, options={"block_size": 32, "columns": 4}, dtype=torch.float16),
+        Call("sparse", 40, B=2, H=1, causal=False, options={"block_size": 16, "columns": 4}, mask="all"),
+    ),
 }
 
 REAL: dict[str, tuple[Call, ...]] = {
@@ -113,5 +154,30 @@ REAL: dict[str, tuple[Call, ...]] = {
         Call("subsampled", 3, D=64, B=2, H=2, options={"windows": 1}),
         Call("subsampled", 600, D=64, B=2, H=2, causal=False, options={"layout": (20, 30), "windows": (2, 4)}),
         Call("subsampled", 600, D=64, B=2, H=2, options={"layout": (20, 30), "windows": 3}, mask="random"),
+    ),
+    "local": (
+        Call("local", 1000, D=64, B=2, H=4),
+        Call("local", 1000, D=64, B=2, H=4, causal=False, options={"block_size": 128}, mask="random"),
+        Call("local", 777, D=128, B=1, H=3, options={"block_size": 64}, mask="ends", layout="BHLD"),
+        Call("local", 300, D=20, B=2, H=2, causal=False, options={"block_size": 16}, mask="all"),
+        Call("local", 1000, D=96, B=1, H=2, options={"block_size": 4096}),
+        Call("local", 1, D=64, B=2, H=2),
+    ),
+    "longformer": (
+        Call("longformer", 2047, D=64, B=2, H=3),
+        Call("longformer", 1000, D=64, B=2, H=4, causal=False, options={"window": 129}, mask="random"),
+        Call(
+            "longformer", 1500, D=64, B=2, H=2, causal=False, options={"window": 256, "global_tokens": 5}, mask="ends"
+        ),
+        Call("longformer", 1500, D=64, B=2, H=2, options={"window": 100, "global_tokens": 70}, mask="random"),
+        Call("longformer", 777, D=128, B=1, H=3, options={"window": 64, "global_tokens": 1}, causal=False),
+        Call("longformer", 300, D=20, B=2, H=2, options={"window": 7}, mask="all", layout="BHLD"),
+    ),
+    "sparse": (
+        Call("sparse", 2000, D=64, B=2, H=3, options={"block_size": 128}),
+        Call("sparse", 1000, D=64, B=2, H=4, causal=False, options={"leading_column": True}, mask="random"),
+        Call("sparse", 1500, D=128, B=1, H=2, options={"block_size": 64, "columns": 3}, mask="ends", layout="BHLD"),
+        Call("sparse", 777, D=40, B=2, H=2, causal=False, options={"block_size": 100, "one_way": True}, mask="all"),
+        Call("sparse", 300, D=20, B=2, H=2, causal=False, options={"block_size": 16, "columns": 16}),
     ),
 }
