@@ -6,25 +6,36 @@ The wide-attention study's deep model on ListOps: 6 layers x 8 heads, length 2,0
 one short file of PyTorch with `scaled_dot_product_attention`, a boolean key mask, the same dropout, Adam fused, the
 batch already on the device. Ours goes through everything `weft train` does: the loop, the data, the log, the
 mechanism with its checks. `--attentions all` also times every other mechanism that takes this task.
+
+The twin and the first mechanism take turns, `--rounds` times, and the best of each counts; the others are timed once.
+One that fails, or for which no time is left (`--seconds`), is a line in the table; the JSON file is written after
+every one. A tiny form for a look on the CPU:
+
+    python benchmarks/train_throughput.py --attentions all --device cpu --precision 32-true --no-compile --rounds 1 \
+        --steps 2 --warmup 1 --batch 2 --length 200 --layers 1 --heads 2 --head-dim 8 --dim 32 --mlp-dim 32
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.attention import attention_info, attentions
 from weft.lab import make_config
+from weft.lab.bench import How, forget, names_of, reason
+from weft.lab.bench_report import Report, Table, cell
 from weft.lab.loop import Training
 from weft.models.presets import STUDY_ATTENTIONS
 from weft.tasks import listops
+
+TWIN = "plain SDPA twin"
+HEADINGS = ["", "tokens/s", "of the twin", "peak, GiB", "first step, s"]
 
 
 class PlainBlock(nn.Module):
@@ -68,13 +79,7 @@ class PlainClassifier(nn.Module):
         return self.head(self.norm(x)[:, 0])
 
 
-def wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def time_twin(config, rows: dict[str, Tensor], args) -> tuple[float, float]:
-    """Tokens per second of the twin and GiB at the peak."""
+def time_twin(config, rows: dict[str, Tensor], args, how: How) -> dict[str, float]:
     torch.manual_seed(0)
     shape = (config.layers, config.dim, config.heads, config.head_dim, config.mlp_dim, config.dropout)
     model = PlainClassifier(17, 10, args.length, *shape).to(args.device)
@@ -89,10 +94,10 @@ def time_twin(config, rows: dict[str, Tensor], args) -> tuple[float, float]:
         optimizer.step()
         optimizer.zero_grad()
 
-    return measure(step, args)
+    return measure(step, args, how)
 
 
-def time_weft(config, args) -> tuple[float, float]:
+def time_weft(config, args, how: How) -> dict[str, float]:
     training = Training(config)
     training._clock = (time.perf_counter(), 0)
     training.model.train()
@@ -103,25 +108,34 @@ def time_weft(config, args) -> tuple[float, float]:
         if training.step % config.log_every == 0:
             training._look()
 
-    return measure(step, args)
+    return measure(step, args, how)
 
 
-def measure(step, args) -> tuple[float, float]:
+def measure(step, args, how: How) -> dict[str, float]:
+    """Tokens per second, GiB at the peak, and seconds of the first step, compilation included."""
     if args.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(args.warmup):
+    begin = time.perf_counter()
+    step()
+    how.wait()
+    first = time.perf_counter() - begin
+    for _ in range(args.warmup - 1):
         step()
-    wait(args.device)
+    how.wait()
     begin = time.perf_counter()
     for _ in range(args.steps):
         step()
-    wait(args.device)
+    how.wait()
     seconds = time.perf_counter() - begin
     peak = torch.cuda.max_memory_allocated() / 2**30 if args.device == "cuda" else 0.0
-    return args.steps * args.batch * args.length / seconds, peak
+    return {
+        "tokens_per_s": args.steps * args.batch * args.length / seconds,
+        "peak_gib": peak,
+        "first_step_s": first,
+    }
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--warmup", type=int, default=10)
@@ -129,65 +143,76 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2000)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--dim", type=int, default=512)
-    parser.add_argument("--precision", default="bf16-mixed")
+    parser.add_argument("--mlp-dim", type=int, default=2048)
+    parser.add_argument("--precision", default="bf16-mixed", choices=("32-true", "bf16-mixed"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--attentions", default="full", help="names joined by commas, or all")
+    parser.add_argument("--attentions", default="full", help="names joined by commas, or all: full first")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
-    parser.add_argument("--rounds", type=int, default=2, help="twin and ours in turn, the best of each counts")
-    parser.add_argument("--out", default="")
-    args = parser.parse_args()
-    names = args.attentions.split(",")
-    if args.attentions == "all":
-        names = [n for n in attentions() if attention_info(n).bidirectional]
+    parser.add_argument("--rounds", type=int, default=2, help="of the twin and the first mechanism")
+    parser.add_argument("--seconds", type=float, default=0.0, help="begin no further mechanism after this time; 0: all")
+    parser.add_argument("--out", default="", help="also write the figures as JSON")
+    return parser.parse_args()
 
+
+def main() -> None:
+    args = arguments()
+    names = sorted(names_of(args.attentions, ["full"]), key=lambda name: name != "full")
+    how = How(device=args.device, precision=args.precision, compile=args.compile)
+    report = Report("train_throughput", how, vars(args), Path(args.out) if args.out else None)
+    begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         listops.make(Path(folder), sizes={"train": max(256, 4 * args.batch), "val": 32, "test": 32})
 
-        def config(name: str, number: int):
-            # Mechanisms that a compiled graph breaks on still train; those the study has take its options.
+        def config(name: str, number: int) -> Any:
             return make_config(
                 "listops", data=folder, out=f"{folder}/run-{name}-{number}", attention=name, layers=args.layers,
-                heads=args.heads, dim=args.dim, max_length=args.length, batch_size=args.batch, compile=args.compile,
-                precision=args.precision, accelerator=args.device, steps=10**6, log_every=20,
+                heads=args.heads, head_dim=args.head_dim, dim=args.dim, mlp_dim=args.mlp_dim, max_length=args.length,
+                batch_size=args.batch, compile=args.compile, precision=args.precision, accelerator=args.device,
+                steps=10**6, log_every=20,
             )  # fmt: skip
 
         rows = listops.ListOps().load(config("full", 0)).train
-        results = []
-        twin = (0.0, 0.0)
+
+        def timed(name: str, number: int = 0) -> dict[str, Any]:
+            """The figures of one, or why there are none."""
+            try:
+                forget(how)
+                if name == TWIN:
+                    entry = {"attention": name, **time_twin(config("full", number), rows, args, how)}
+                else:
+                    entry = {"attention": name, **time_weft(config(name, number), args, how)}
+            except Exception as error:  # one mechanism that cannot is a line in the table, not the end of it
+                entry = {"attention": name, "error": reason(error)}
+            said = entry.get("error") or f"{entry['tokens_per_s']:,.0f} tokens/s"
+            print(f"[{time.perf_counter() - begin:.0f} s] {name}: {said}", flush=True)
+            return entry
+
+        tries: dict[str, list[dict[str, Any]]] = {TWIN: [], names[0]: []}
         for number in range(args.rounds):
-            torch.compiler.reset()
-            twin = max(twin, time_twin(config("full", 0), rows, args))
-            for name in names if number == 0 else names[:1]:
-                torch.compiler.reset()
-                torch.cuda.empty_cache()
-                try:
-                    speed, peak = time_weft(config(name, number), args)
-                    entry = {"attention": name, "tokens_per_s": speed, "peak_gib": peak}
-                except Exception as error:  # one mechanism that cannot is a line in the table, not the end of it
-                    entry = {"attention": name, "error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
-                old = next((r for r in results if r["attention"] == name), None)
-                if old is None:
-                    results.append(entry)
-                elif entry.get("tokens_per_s", 0) > old.get("tokens_per_s", 0):
-                    old.update(entry)
-    machine = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+            tries[TWIN].append(timed(TWIN, number))
+            tries[names[0]].append(timed(names[0], number))
+        for found in tries.values():
+            report.add(max(found, key=lambda entry: entry.get("tokens_per_s", 0.0)))
+        for name in names[1:]:
+            if args.seconds and time.perf_counter() - begin > args.seconds:
+                report.add({"attention": name, "error": "not measured: the time was up"})
+            else:
+                report.add(timed(name))
     shape = f"{args.layers}x{args.heads}, length {args.length}, batch {args.batch}, {args.precision}"
-    print(f"{machine}, torch {torch.__version__}, {shape}, compile {args.compile}, {args.steps} steps")
-    print(f"{'':24}{'tokens/s':>14}{'of the twin':>14}{'peak GiB':>10}")
-    print(f"{'plain SDPA twin':24}{twin[0]:14,.0f}{'100.0 %':>14}{twin[1]:10.2f}")
-    for entry in results:
-        study = "" if entry["attention"] in STUDY_ATTENTIONS else " *"
+    compiled = "compiled" if args.compile else "not compiled"
+    table = Table(f"training, {shape}, {compiled}, {args.steps} steps", HEADINGS)
+    twin = report.records[0].get("tokens_per_s")
+    for entry in report.records:
+        star = "" if entry["attention"] in (TWIN, *STUDY_ATTENTIONS) else " *"
         if "error" in entry:
-            print(f"{entry['attention'] + study:24}  {entry['error']}")
-        else:
-            share = f"{100 * entry['tokens_per_s'] / twin[0]:.1f} %"
-            print(f"{entry['attention'] + study:24}{entry['tokens_per_s']:14,.0f}{share:>14}{entry['peak_gib']:10.2f}")
-    print("* not of the study: its own defaults")
-    if args.out:
-        report = {"machine": machine, "torch": torch.__version__, "settings": vars(args)}
-        report |= {"twin": {"tokens_per_s": twin[0], "peak_gib": twin[1]}, "weft": results}
-        Path(args.out).write_text(json.dumps(report, indent=2) + "\n")
+            table.rows.append([entry["attention"] + star, entry["error"], "", "", ""])
+            continue
+        share = "-" if not twin else f"{100 * entry['tokens_per_s'] / twin:.1f} %"
+        figures = [cell(entry["tokens_per_s"], 0), share, cell(entry["peak_gib"], 2), cell(entry["first_step_s"])]
+        table.rows.append([entry["attention"] + star, *figures])
+    report.finish([table], ["* not of the study: its own defaults"], markdown=False)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,8 @@ class Report:
                 table.show()
         found = self.about["machine"]
         where = f"{found['device']}, {found['threads']} threads, torch {found['torch']}"
-        for note in [*notes, f"{where}, commit {found['commit'][:12] or 'unknown'}"]:
+        head, plus, changes = found["commit"].partition("+")
+        for note in [*notes, f"{where}, commit {head[:12] or 'unknown'}{plus}{changes}"]:
             print(note + ("\n" if markdown else ""))
         if self.out is not None:
             print(f"wrote {self.out}")
@@ -91,6 +92,7 @@ def machine(how: How | None = None) -> dict[str, Any]:
     """What it was measured on, and with which code."""
     from .. import __version__
 
+    script = Path(sys.argv[0]).name
     on_gpu = how is not None and how.device == "cuda"
     return {
         "device": torch.cuda.get_device_name() if on_gpu else f"CPU ({_processor()})",
@@ -100,7 +102,7 @@ def machine(how: How | None = None) -> dict[str, Any]:
         "weft": __version__,
         "commit": commit(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": " ".join(["weft", *sys.argv[1:]]),
+        "command": " ".join(["weft" if script == "cli.py" else script, *sys.argv[1:]]),
     }
 
 
