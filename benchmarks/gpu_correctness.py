@@ -48,6 +48,8 @@ class Manners:
         self.bias = self.call.position_bias("cuda")
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.call.name == "mssa":  # one tensor is all three
+            k = v = q
         return self.attn(q, k, v, None, self.bias)
 
     def leaves(self) -> tuple[list[Tensor], Tensor]:
@@ -128,6 +130,8 @@ class Manners:
         with Watch():
             self.run(self.attention, inputs, dout)
         for func, args, kwargs in seen.values():
+            if "backward" in str(func):  # there is no second derivative
+                args = tuple(x.detach() if isinstance(x, Tensor) else x for x in args)
             torch.library.opcheck(func, args, kwargs)
         return "" if seen else "no operator of weft ran"
 
@@ -151,6 +155,8 @@ class Manners:
             return ""
         (q, k, v), dout = self.leaves()
         out = self.run(self.attention, [q, k, v], dout)[0]
+        if self.call.name == "mssa":
+            k = v = q
         torch.manual_seed(1)
         error = relative_error(self.attn.weights(q, k, v, None, self.bias) @ v, out.double())
         return "" if error < 1e-2 else f"weights @ v is {error:.1e} away"

@@ -31,7 +31,7 @@ TILES: dict[tuple[str, int, int], Tiles] = {
 }
 
 
-def mssa(z: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
+def mssa(z: Tensor, mask: Tensor | None, *, causal: bool = False) -> Tensor:
     """z (B, H, L, D) attends to itself; mask (B, L)."""
     device = z.device.type
     if torch.is_autocast_enabled(device):
