@@ -41,10 +41,11 @@ TILES: dict[tuple[str, int, int], Tiles] = {
     ("query gradients", 128, 4): Tiles(32, 32, 4, 1),
     ("key gradients", 64, 2): Tiles(32, 64, 4, 2),
     ("key gradients", 128, 2): Tiles(32, 64, 8, 2),
-    ("key gradients", 64, 4): Tiles(32, 32, 4, 1),
+    ("key gradients", 64, 4): Tiles(16, 64, 4, 1),
     ("key gradients", 128, 4): Tiles(32, 32, 4, 1),
 }
 COLUMNS = 128  # of the states, per program of `running_sums`
+CHUNK, LONG, LONG_CHUNK = 128, 16384, 256  # tokens per state, and past LONG tokens
 
 
 def linear_scan(
@@ -105,7 +106,7 @@ class Plan:
 def plan(q: Tensor, v: Tensor, scaled: bool) -> Plan:
     """Chunks depend on the length alone, so that a sequence's result does not depend on its batch mates."""
     B, H, L, F = q.shape
-    return Plan(B, H, L, F, v.shape[3], 128 if L <= 16384 else 256, scaled, q.dtype == torch.bfloat16)
+    return Plan(B, H, L, F, v.shape[3], CHUNK if L <= LONG else LONG_CHUNK, scaled, q.dtype == torch.bfloat16)
 
 
 def running(p: Plan, parts: Tensor, top: Tensor, dtype: torch.dtype, *, reverse: bool) -> tuple[Tensor, Tensor]:
