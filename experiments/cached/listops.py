@@ -3,9 +3,10 @@
     weft data make listops
     weft sweep experiments/cached/listops.py
 
-Cached Transformers, https://arxiv.org/abs/2312.12742: width 512, MLP 1,024, 8 heads, 6 layers; ratio 0.5, as many slots
-as tokens; 5,000 steps of 32, base rate 0.05 with 1,000 steps of warm-up, weight decay 0.1 (decoupled, as in the code of
-the Long Range Arena, whose settings the inner attentions have). Ours: bfloat16, and an evaluation every 250 steps.
+Cached Transformers, https://arxiv.org/abs/2312.12742: width 512, MLP 1,024, 8 heads, 6 layers; ratio 0.5, as many
+slots as tokens; 5,000 steps of 32, base rate 0.05 with 1,000 steps of warm-up, weight decay 0.1 (decoupled, as in the
+code of the Long Range Arena, whose settings the inner attentions have). Ours: bfloat16, and an evaluation every 250
+steps.
 """
 
 from weft.lab.config import make_config

@@ -2,8 +2,8 @@
 
     python -m experiments.cached.table2 --data data --rows PVT-Tiny
 
-Cached Transformers, https://arxiv.org/abs/2312.12742; data and recipe as in Table 1. How the paper pairs samples in the
-attention-based cache is not said: here row by row of consecutive batches, and without a cache in evaluation.
+Cached Transformers, https://arxiv.org/abs/2312.12742; data and recipe as in Table 1. How the paper pairs samples in
+the attention-based cache is not said: here row by row of consecutive batches, and without a cache in evaluation.
 """
 
 from experiments.cached.models import attention_cached, cached, plain

@@ -2,10 +2,11 @@
 
     python -m experiments.cached.table3 --data data/coco --detector mask-rcnn --size tiny --cached --weights RUN
 
-Cached Transformers, https://arxiv.org/abs/2312.12742: a backbone pre-trained on ImageNet (a run of Table 1 by --weights),
-its caches emptied, 12 epochs of 16 pictures, AdamW 1e-4, decay 0.05 for the backbone's kind, shorter side 800, longer at
-most 1,333; the rate falls tenfold after 8 and 11 epochs. The detectors are torchvision's. COCO 2017 (cocodataset.org) as
-DATA/{train2017,val2017}/*.jpg and DATA/annotations/instances_{train,val}2017.json. AP needs: pip install pycocotools
+Cached Transformers, https://arxiv.org/abs/2312.12742: a backbone pre-trained on ImageNet (a run of Table 1 by
+--weights), its caches emptied, 12 epochs of 16 pictures, AdamW 1e-4, decay 0.05 for the backbone's kind, shorter side
+800, longer at most 1,333; the rate falls tenfold after 8 and 11 epochs. The detectors are torchvision's. COCO 2017
+(cocodataset.org) as DATA/{train2017,val2017}/*.jpg and DATA/annotations/instances_{train,val}2017.json. AP needs: pip
+install pycocotools
 """
 
 from __future__ import annotations
@@ -30,9 +31,13 @@ from weft.layers import CachedAttention
 from weft.models.pvt import pvt
 
 PAPER = {  # AP of boxes, plain and cached; for Mask R-CNN also of masks. Table 3, Table 7
-    "mask-rcnn": {"tiny": (36.7, 41.0, 35.1, 38.3), "small": (40.4, 44.5, 36.3, 41.0), "medium": (42.0, 46.6, 39.0, 42.3)},
+    "mask-rcnn": {
+        "tiny": (36.7, 41.0, 35.1, 38.3),
+        "small": (40.4, 44.5, 36.3, 41.0),
+        "medium": (42.0, 46.6, 39.0, 42.3),
+    },
     "retinanet": {"tiny": (36.7, 40.2), "small": (40.4, 44.0), "medium": (41.9, 45.7)},
-}  # fmt: skip
+}
 DIMS = (64, 128, 320, 512)
 
 
@@ -123,6 +128,10 @@ class Coco(torch.utils.data.Dataset):
         return x, target
 
 
+def side_by_side(batch: list[Any]) -> tuple[Any, ...]:
+    return tuple(zip(*batch, strict=True))
+
+
 def outline(polygons: Any, height: int, width: int) -> np.ndarray:
     from PIL import Image, ImageDraw
 
@@ -179,8 +188,8 @@ def main() -> None:
     model = detector(o.detector, o.size, o.cached, o.weights).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.05)
     loader = torch.utils.data.DataLoader(
-        Coco(o.data, "train2017", masks), o.batch, True, num_workers=o.workers, collate_fn=lambda b: tuple(zip(*b, strict=True))
-    )  # fmt: skip
+        Coco(o.data, "train2017", masks), o.batch, True, num_workers=o.workers, collate_fn=side_by_side
+    )
     steps = 0
     for epoch in range(o.epochs):
         for group in optimizer.param_groups:

@@ -6,8 +6,8 @@
 Cached Transformers, https://arxiv.org/abs/2312.12742: pre-norm, 6 + 6 layers, rate 1.5e-3 with inverse-root decay,
 ratio 0.5, 64 slots, caches in the encoder only, valid tokens only, the last ten checkpoints averaged. What the paper
 leaves open is fairseq's IWSLT recipe: width 512, MLP 1,024, 4 heads, dropout 0.3, smoothing 0.1, 4,096 tokens a step;
-a joint BPE of 10,000 pieces. Greedy decoding and our own BLEU on lower-cased words here: compare the two rows with each
-other. IWSLT (wit3.fbk.eu) as train.de, train.en, valid.de, …; or a Parquet file with columns split, de, en.
+a joint BPE of 10,000 pieces. Greedy decoding and our own BLEU on lower-cased words here: compare the two rows with
+each other. IWSLT (wit3.fbk.eu) as train.de, train.en, valid.de, …; or a Parquet file with columns split, de, en.
 """
 
 from __future__ import annotations

@@ -3,12 +3,13 @@
     python -m experiments.cached.table5 --data data/wikitext-103 --size base --minutes 10
 
 Cached Transformers, https://arxiv.org/abs/2312.12742; test perplexity. Kinds: `baseline` (the last M tokens of every
-layer), `MT` (learned memory tokens in front, beside that memory), `RMT` (memory tokens that are written and read on, in
-its place, gradients over two segments), `GRC` (a gated recurrent cache in its place, one per stream, delayed so that no token sees its future). The
-paper gives no settings but "default configurations": base 16 layers, width 410, 10 heads, MLP 2,100, segments and
-memory of 150, dropout 0.1; large 18, 1,024, 16, 4,096, 384, dropout 0.2; Adam 2.5e-4 with cosine. Words by adaptive softmax
-(20,000, 40,000, 200,000); input and output tables are not tied here. Text as DATA/{train,valid,test}.txt: WikiText-103
-(huggingface.co/datasets/Salesforce/wikitext), or the Penn Treebank for a quick try.
+layer), `MT` (learned memory tokens in front, beside that memory), `RMT` (memory tokens that are written and read on,
+in its place, gradients over two segments), `GRC` (a gated recurrent cache in its place, one per stream, delayed so
+that no token sees its future). The paper gives no settings but "default configurations": base 16 layers, width 410, 10
+heads, MLP 2,100, segments and memory of 150, dropout 0.1; large 18, 1,024, 16, 4,096, 384, dropout 0.2; Adam 2.5e-4
+with cosine. Words by adaptive softmax (20,000, 40,000, 200,000); input and output tables are not tied here. Text as
+DATA/{train,valid,test}.txt: WikiText-103 (huggingface.co/datasets/Salesforce/wikitext), or the Penn Treebank for a
+quick try.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
 
 Cached Transformers, https://arxiv.org/abs/2312.12742, by Swin's settings: 90 epochs at 1e-3, then 30 at 2e-5 (batch
 1,024). The paper does not say whether the cache is kept between the two; here it is emptied, as for detection.
-ImageNet-22k (image-net.org, after registration) is 1.3 TB; whoever has it needs as much again for the decoded pictures.
+ImageNet-22k (image-net.org, after registration) is 1.3 TB; whoever has it needs as much again for the decoded
+pictures.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m experiments.combiner.table2 --data data --rows Combiner-Fixed-2k
 
-Combiner, https://arxiv.org/abs/2107.05768: width 768, 12 heads, 12 layers, 2,048 or 8,192 tokens, 125,000 steps of 128,
-10,000 of warm-up to 3e-4, cosine, clipping at 1. The text (tensorflow.org/datasets/catalog/wiki40b, config en) is
+Combiner, https://arxiv.org/abs/2107.05768: width 768, 12 heads, 12 layers, 2,048 or 8,192 tokens, 125,000 steps of
+128, 10,000 of warm-up to 3e-4, cosine, clipping at 1. The text (tensorflow.org/datasets/catalog/wiki40b, config en) is
 expected as data/wiki40b/{train,valid,test}.txt. The paper's 32 K SentencePiece vocabulary is not published; a BPE of
 that size is trained here, so perplexities compare between rows and not with the paper's. On one device a step of 128
 is made of micro-steps: --set batch_size=8 accumulate=16.

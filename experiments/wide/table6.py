@@ -2,8 +2,8 @@
 
     weft sweep experiments/wide/table6.py --only "ListOps*"
 
-Wide Attention Is The Way Forward For Transformers?, https://arxiv.org/abs/2210.00640. The table's other columns are the
-mean and the best of Table 2's. Matching in its deepest shape has four heads, too few for eight mechanisms.
+Wide Attention Is The Way Forward For Transformers?, https://arxiv.org/abs/2210.00640. The table's other columns are
+the mean and the best of Table 2's. Matching in its deepest shape has four heads, too few for eight mechanisms.
 """
 
 from study import SEEDS, cell
