@@ -205,7 +205,7 @@ def main() -> None:
     table = Table(f"training, {shape}, {compiled}, {args.steps} steps", HEADINGS)
     twin = report.records[0].get("tokens_per_s")
     for entry in report.records:
-        star = "" if entry["attention"] in (TWIN, *STUDY_ATTENTIONS) else " *"
+        star = "" if entry["attention"] in (TWIN, "mixed", *STUDY_ATTENTIONS) else " *"
         if "error" in entry:
             table.rows.append([entry["attention"] + star, entry["error"], "", "", ""])
             continue

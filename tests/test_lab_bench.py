@@ -1,0 +1,264 @@
+"""`weft bench`: turns, medians and errors are what they say, the papers' figures are copied right, files are whole."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import weft
+from weft.cli import app
+from weft.lab import bench_cost, bench_latency, bench_scaling, bench_size, bench_throughput
+from weft.lab.bench import How, Timing, peak_memory, take_turns
+from weft.lab.bench_report import Line, Report, Table
+from weft.models.presets import STUDY_ATTENTIONS, TASKS
+from weft.tasks import pathfinder
+
+QUICK = How(repeats=2, memory=False)
+
+
+def invoke(*words: str):
+    return CliRunner().invoke(app, ["bench", *words], env={"COLUMNS": "200"})
+
+
+def test_calls_take_turns_and_change_order_every_round():
+    seen: list[str] = []
+    calls = {name: (lambda name=name: seen.append(name)) for name in "abc"}
+    found = take_turns(calls, How(repeats=3, memory=False))
+    assert "".join(seen) == "abc" + "abc" + "cba" + "abc"  # the first round warms up
+    assert [len(timing.seconds) for timing in found.values()] == [3, 3, 3]
+
+
+def test_the_budget_ends_the_rounds_but_not_the_first():
+    found = take_turns({"slow": lambda: time.sleep(0.02)}, How(repeats=50, budget=0.03, memory=False))
+    assert 1 <= len(found["slow"].seconds) <= 3
+    assert found["slow"].median >= 0.02
+
+
+def test_processor_time_leaves_out_waiting():
+    found = take_turns({"asleep": lambda: time.sleep(0.05)}, How(repeats=1, memory=False, cpu_time=True))
+    assert found["asleep"].median < 0.03
+
+
+def test_one_that_fails_does_not_hide_the_others():
+    def fails() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried …\nand more")
+
+    found = take_turns({"bad": fails, "good": lambda: None}, QUICK)
+    assert found["bad"].record() == {"error": "out of memory"}
+    assert found["good"].record()["rounds"] == 2
+
+
+def test_peak_memory_is_the_worst_moment_not_the_sum():
+    def call() -> None:
+        for _ in range(3):
+            torch.zeros(1000, 1000)
+
+    assert 4e6 <= peak_memory(call, "cpu") < 5e6
+
+
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        ({"device": "tpu"}, "cpu or cuda"),
+        ({"precision": "fp8"}, "precision is one of"),
+        ({"precision": "tf32"}, "32-true on the CPU"),
+        ({"repeats": 0}, "at least 1"),
+        ({"budget": 0.0}, "positive"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(given, says):
+    with pytest.raises(ValueError, match=says):
+        How(**given)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_missing_gpu_is_said():
+    found = invoke("latency", "--device", "cuda")
+    assert found.exit_code == 2 and "no CUDA device here" in found.output
+
+
+def means(table: dict, names: list[str], by: int) -> list[tuple[float, float]]:
+    return [tuple(sum(table[name][task][side] for name in names) / by for side in (0, 1)) for task in range(4)]
+
+
+def test_the_papers_latencies_are_copied_right():
+    """Their own averages: Table 10's divide the sum over nine attentions by ten."""
+    assert set(bench_latency.TABLE_9) == set(bench_latency.TABLE_10) == set(STUDY_ATTENTIONS)
+    nine = means(bench_latency.TABLE_9, list(STUDY_ATTENTIONS), 10)
+    printed = [(87, 57), (131, 14), (69, 22), (142.6, 48)]  # 140 is printed for 142.6
+    for (deep, wide), (their_deep, their_wide) in zip(nine, printed, strict=True):
+        assert abs(deep - their_deep) <= 0.51 and abs(wide - their_wide) <= 0.51
+    ten = means(bench_latency.TABLE_10, [n for n in STUDY_ATTENTIONS if n != "synthesizer"], 10)
+    printed = [(76, 34), (76, 40), (145, 87), (240, 144)]
+    for (deep, wide), (their_deep, their_wide) in zip(ten, printed, strict=True):
+        assert abs(deep - their_deep) <= 1 and abs(wide - their_wide) <= 1
+
+
+def test_the_papers_figure_stands_only_beside_the_same_thing():
+    assert bench_latency.printed("listops", "bigbird", "cpu", batch=1, length=0) == (103, 30)
+    assert bench_latency.printed("matching", "full", "cuda", batch=32, length=0) == (289, 289)
+    assert bench_latency.printed("listops", "bigbird", "cpu", batch=32, length=0) is None
+    assert bench_latency.printed("listops", "bigbird", "cpu", batch=1, length=64) is None
+    assert bench_latency.printed("listops", "axial", "cpu", batch=1, length=0) is None
+
+
+def test_latency_measures_deep_and_wide(tmp_path):
+    out = tmp_path / "latency.json"
+    words = "latency --device cpu --tasks matching --attentions linear,mixed --length 24 --repeats 2 --markdown --out"
+    found = invoke(*words.split(), str(out))
+    assert found.exit_code == 0, found.output
+    written = json.loads(out.read_text())
+    assert written["complete"] and written["machine"]["torch"] == torch.__version__
+    linear, mixed = written["rows"]
+    assert linear["ratio"] == pytest.approx(linear["deep"]["ms"] / linear["wide"]["ms"])
+    assert (linear["deep"]["layers"], linear["wide"]["heads"]) == (4, 16)
+    assert "paper" not in linear
+    assert "cannot be shared out equally" in mixed["error"] and mixed["ratio"] is None  # 4 heads, 8 mechanisms
+    assert "| linear |" in found.output and "| attention | deep 4x4, ms | wide 1x16, ms |" in found.output
+
+
+def test_the_mean_row_takes_the_same_rows_of_both():
+    def record(name: str, deep: float, wide: float) -> dict:
+        theirs = bench_latency.TABLE_10[name][2]
+        paper = {"deep_ms": theirs[0], "wide_ms": theirs[1], "ratio": theirs[0] / theirs[1]}
+        sides = {"deep": {"layers": 6, "heads": 8, "ms": deep}, "wide": {"layers": 1, "heads": 48, "ms": wide}}
+        return {"task": "listops", "attention": name, **sides, "ratio": deep / wide, "paper": paper}
+
+    records = [record("linear", 30, 10), record("local", 10, 10), record("synthesizer", 1e6, 1)]
+    (table,) = bench_latency.tables(records, "cuda")
+    assert table.rows[-1] == ["mean of 2", "20.0", "10.0", "2.00", f"{(76 + 86) / (32 + 40):.2f}"]
+
+
+def test_sizes_counted_as_there_are_the_papers():
+    report = Report("size", None, {})
+    with Line(4) as line:
+        bench_size.measure_study(list(TASKS), STUDY_ATTENTIONS, report, line)
+    assert len(report.records) == 40
+    for record in report.records:
+        assert record["as_published"] == record["paper"]["ratio"], record
+    assert 0.84 < report.records[0]["ratio"] < 0.85
+
+
+def test_exponents_and_crossovers():
+    lengths = [64, 128, 256]
+    assert bench_scaling.exponent(lengths, [L**1.5 for L in lengths]) == pytest.approx(1.5)
+    assert bench_scaling.exponent(lengths, [1.0, None, None]) is None
+    shares = {64: 2.0, 128: 0.9, 256: 1.1, 512: 0.5, 1024: 0.2}
+    records = [{"attention": "linear", "length": L, "of_full": share} for L, share in shares.items()]
+    assert bench_scaling.crossover(records, "linear") == "512"
+    assert bench_scaling.crossover(records[:3], "linear") == "never"
+
+
+def test_scaling_goes_on_without_those_that_cannot(tmp_path):
+    out = tmp_path / "scaling.json"
+    words = "scaling --device cpu --causal --attentions full,bigbird,combiner-fixed,sparse --lengths 33,70 --heads 2"
+    found = invoke(*words.split(), "--head-dim", "4", "--repeats", "2", "--out", str(out))
+    assert found.exit_code == 0, found.output
+    rows = {(r["attention"], r["length"]): r for r in json.loads(out.read_text())["rows"]}
+    assert "bigbird cannot be causal" in rows["bigbird", 33]["error"]
+    ours, full = rows["combiner-fixed", 70], rows["full", 70]
+    assert ours["of_full"] == pytest.approx(ours["ms"] / full["ms"])
+    assert ours["peak_mib"] > 0
+    assert "combiner-fixed / sparse" in found.output
+
+
+def test_a_mechanism_over_the_limit_is_not_made_longer():
+    report = Report("scaling", QUICK, {})
+    bench_scaling.measure(["full", "linear"], [8, 16], QUICK, report, batch=1, heads=1, head_dim=2, limit=0.0)
+    assert [("error" in record) for record in report.records] == [False, False, True, True]
+    assert report.records[2]["error"] == "over 0 s a call"
+
+
+def test_an_unknown_name_is_refused():
+    for command in ("latency", "scaling", "size"):
+        found = invoke(command, "--attentions", "combiner-fixd")
+        assert found.exit_code == 2 and "combiner-fixed" in found.output, command
+    assert "there is no task 'chess'" in invoke("latency", "--tasks", "chess").output
+    assert "joined by commas" in invoke("scaling", "--lengths", "1k").output
+    assert "there is no model 'resnet'" in invoke("throughput", "--models", "resnet").output
+    assert "S12-L8" in invoke("cost", "--schedules", "L4").output
+
+
+def test_counted_multiply_adds():
+    shape = bench_cost.Shape(layers=4, dim=8, heads=2, mlp_dim=16, length=64, batch=1)
+    per_layer, attention = 4 * 8 * 8 + 2 * 8 * 16, 2 * 64 * 8
+    assert bench_cost.counted(shape, "S0") == 1
+    expected = (4 * per_layer + attention + 3 * attention / 8) / (4 * (per_layer + attention))
+    assert bench_cost.counted(shape, "S3-L8") == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_share_of_pairs_is_counted_as_they_are(causal):
+    L, W = 24, 4
+    attn = weft.make_attention("subsampled", heads=1, head_dim=2, causal=causal, windows=W).train()
+    attn(*torch.randn(3, 1, 1, L, 2))
+    windows = attn.last_indices.tolist()
+    legal = [(i, j) for i in range(L) for j in range(L) if not causal or j <= i]
+    sampled = [(i, j) for i, j in legal if j in windows[i // (L // W)]]
+    assert bench_cost.pair_share(attn.last_indices, L, causal) == pytest.approx(len(sampled) / len(legal))
+
+
+def test_cost_compares_schedules_with_the_dense_model(tmp_path):
+    out = tmp_path / "cost.json"
+    words = "cost --device cpu --length 64 --schedules S0,S4-L4 --repeats 1 --out"
+    found = invoke(*words.split(), str(out))
+    assert found.exit_code == 0, found.output
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["kind"] for row in rows[:4]] == list(bench_cost.KINDS)
+    assert all(row["share"] == 0.25 for row in rows[:2]) and all(row["share"] > 0.25 for row in rows[2:4])
+    dense, sampled = rows[4:]
+    assert dense["ratio"] == dense["memory_ratio"] == 1
+    assert sampled["ratio"] == pytest.approx(sampled["ms"] / dense["ms"])
+
+
+def test_throughput_is_cached_over_plain(monkeypatch):
+    def build(name: str, cached: bool) -> nn.Module:
+        if name == "vit-small":
+            raise ImportError("vit-small comes from timm: pip install 'weft[timm]'")
+        return nn.Sequential(nn.AvgPool2d(56), nn.Flatten(), nn.Linear(48, 1000))
+
+    monkeypatch.setattr(bench_throughput, "build", build)
+    report = Report("throughput", QUICK, {})
+    bench_throughput.measure(["pvt-tiny", "vit-small"], QUICK, report, batch=2)
+    tiny, vit = report.records
+    train = tiny["train"]
+    assert train["ratio"] == pytest.approx(train["cached"]["images_per_s"] / train["plain"]["images_per_s"])
+    assert train["plain"]["images_per_s"] == pytest.approx(2e3 / train["plain"]["ms"])
+    assert train["paper"]["ratio"] == 257 / 313 and tiny["test"]["paper"]["ratio"] == 768 / 930
+    assert "pip install" in vit["test"]["error"]
+    assert [len(table.rows) for table in bench_throughput.tables(report.records)] == [2, 2]
+
+
+def test_the_file_is_whole_after_every_row(tmp_path):
+    out = tmp_path / "rows.json"
+    report = Report("latency", QUICK, {}, out)
+    report.add({"a": Timing(seconds=[0.1, 0.3, 0.2]).record()})
+    written = json.loads(out.read_text())
+    assert not written["complete"] and written["rows"][0]["a"]["ms"] == pytest.approx(200)
+    report.finish([Table("t", ["a", "b"], [["x", "1"]])], [], markdown=True)
+    assert json.loads(out.read_text())["complete"]
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]
+
+
+def test_kills_are_shared_out_evenly():
+    path = Path(__file__).parent.parent / "benchmarks" / "soak_kills.py"
+    shares = runpy.run_path(str(path), run_name="soak_kills")["shares"]
+    assert shares(7, 3) == [3, 2, 2] and sum(shares(200, 16)) == 200
+
+
+def test_pathfinder_says_its_rate_and_is_the_same_for_any_number_of_workers(tmp_path, monkeypatch):
+    monkeypatch.setattr(pathfinder, "CHUNK", 24)
+    words = ["data", "make", "pathfinder32-easy", "--count", "30", "--data"]
+    for workers in ("1", "3"):
+        found = CliRunner().invoke(app, [*words, str(tmp_path / workers), "--workers", workers])
+        assert found.exit_code == 0, found.output
+        assert "30 examples in" in found.output and "per second" in found.output
+    one, three = (tmp_path / n / "pathfinder32-easy" / "images.npy" for n in ("1", "3"))
+    assert one.read_bytes() == three.read_bytes()
