@@ -146,6 +146,7 @@ def sweep_files(
     address: Annotated[str, typer.Option(help="of the Ray cluster; empty: the one running here, or a new one")] = "",
     gpus: Annotated[float, typer.Option(help="per run on Ray or Slurm; a fraction shares one; -1: 1 if any")] = -1,
     cpus: Annotated[int, typer.Option(help="per run on Ray or Slurm")] = 1,
+    partition: Annotated[str, typer.Option(help="of Slurm")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="list the runs and start nothing")] = False,
 ) -> None:
     """Run the tables of FILES: every cell with every seed, skipping what is done and going on with what was cut.
@@ -185,7 +186,8 @@ def sweep_files(
         elif on == "slurm":
             from .sweep_remote import SlurmEngine
 
-            engine = SlurmEngine(jobs, work[0].folder.parent / ".slurm", gpus=gpus, cpus=cpus, minutes=minutes)
+            place = work[0].folder.parent / ".slurm"
+            engine = SlurmEngine(jobs, place, gpus=gpus, cpus=cpus, minutes=minutes, partition=partition)
         else:
             raise ValueError(f"--on takes local, ray or slurm; got {on!r}")
         view = View()

@@ -1,0 +1,224 @@
+"""Reports of sweeps: means over seeds beside the paper's figures, and nothing put together that does not belong."""
+
+import dataclasses
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("lightning")
+
+from sweeps import FILE, write_sweep
+
+from weft.cli import app
+from weft.lab.config import to_json
+from weft.lab.report import Curve, chart
+from weft.lab.results import POINTS, gather, read_results, results_file, thin, write_results
+from weft.lab.run import Run
+from weft.lab.sweep import jobs_of
+from weft.lab.tables import report_sweeps, sweep_folders, tables
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    return write_sweep(tmp_path / "papers" / "one")
+
+
+def put(job, accuracy, *, step=None, commit="1111111aaaa", failed="", torch="2.11", gpu="NVIDIA H200"):
+    """A run's folder as the lab leaves it: complete, or cut after `step`."""
+    run, steps = Run(job.folder), step or job.config.steps
+    config = dataclasses.replace(job.config, accelerator="auto")
+    run.write("config.json", to_json(config))
+    start = {"commit": commit, "torch": torch, "gpu": gpu, "time": "2026-01-01", "host": "secret", "command": ["x"]}
+    run.write("environment.json", json.dumps([start]))
+    entries = [{"kind": "train", "step": i, "loss": 1 / i, "lr": 1.0, "tokens_per_s": 5.0} for i in range(1, steps + 1)]
+    entries += [{"kind": "val", "step": i, "loss": 1.0, "accuracy": accuracy} for i in range(5, steps + 1, 5)]
+    run.metrics.write_text("".join(json.dumps(entry) + "\n" for entry in entries) + '{"kind": "tr')
+    if failed:
+        run.write("outcome.json", json.dumps({"state": "failed", "why": failed}))
+    elif step is None:
+        test = {"loss": 1.0, "accuracy": accuracy}
+        result = {"step": steps, "best_step": 5, "val": test, "test": test, "parameters": 7, "tokens_per_s": 5.0}
+        run.write("result.json", json.dumps(result))
+
+
+def cell(made, row, column):
+    line = next(line for line in made.rows if line[0] == row)
+    return line[made.head.index(column)]
+
+
+def test_mean_and_sample_deviation_beside_the_papers_figure(sweep):
+    for job, accuracy in zip(jobs_of(sweep, only=["full/1×2"], seeds=[0, 1, 2]), (0.5, 0.52, 0.57), strict=True):
+        put(job, accuracy)
+    (made,) = tables(sweep, gather(sweep))
+    assert made.head == ["accuracy (%)", "1×2", "paper", "wide, 1x4", "paper"]
+    assert made.rows[0] == ["full", "53.0 ± 3.6 (n=3)", "90.0", "—", "90.0"]
+    assert made.rows[1] == ["linear", "—", "", "—", ""]
+    assert made.notes == ["All runs: commit 1111111, NVIDIA H200, torch 2.11."]
+
+
+def test_a_run_that_was_cut_says_at_which_step_and_is_in_no_mean(sweep):
+    jobs = jobs_of(sweep, only=["full/1×2"], seeds=[0, 1, 2, 3])
+    put(jobs[0], 0.5)
+    put(jobs[1], 0.6)
+    put(jobs[2], 0.1, step=7)
+    put(jobs[3], 0.2, step=3)  # before the first evaluation
+    (made,) = tables(sweep, gather(sweep))
+    assert cell(made, "full", "1×2") == (
+        "55.0 ± 7.1 (n=2); 10.0 at step 7 of 12 (validation of step 5, n=1); no accuracy at step 3 of 12"
+    )
+
+
+def test_a_failed_run_says_why(sweep):
+    put(jobs_of(sweep)[0], 0.5, step=7, failed="the loss of step 7 is nan (exit code 70)")
+    (made,) = tables(sweep, gather(sweep))
+    assert cell(made, "full", "1×2") == "failed at step 7 of 12"
+    assert made.notes[0] == "full, 1×2, seed 0 failed at step 7 of 12: the loss of step 7 is nan (exit code 70)"
+
+
+def test_runs_of_another_config_are_left_out_and_named(sweep):
+    jobs = jobs_of(sweep, only=["full/1×2"])
+    put(jobs[0], 0.5)
+    put(dataclasses.replace(jobs[1], config=dataclasses.replace(jobs[1].config, dim=24)), 0.9)
+    (made,) = tables(sweep, gather(sweep))
+    assert cell(made, "full", "1×2") == "50.0 (n=1)"
+    assert made.notes[0] == (
+        "Left out of full, 1×2: seed 1, run with other settings than the file's (dim: 24 -> 16); it came to 90.0."
+    )
+
+
+def test_what_was_overridden_stands_in_a_table_of_its_own(sweep):
+    put(jobs_of(sweep)[0], 0.5)
+    short = jobs_of(sweep, overrides={"steps": 6})[0]
+    put(short, 0.3)
+    (short.folder.parent / "overrides.json").write_text('{"steps": 6}')
+    own, other = tables(sweep, gather(sweep))
+    assert cell(own, "full", "1×2") == "50.0 (n=1)" and cell(other, "full", "1×2") == "30.0 (n=1)"
+    assert other.head[0] == "accuracy (%), other than the file: steps=6"
+
+
+def test_different_commits_and_devices_are_told_apart(sweep):
+    jobs = jobs_of(sweep, seeds=[0, 1])
+    put(jobs[0], 0.5)
+    put(jobs[4], 0.6, commit="2222222bbbb+changes")  # the same cell
+    put(jobs[1], 0.7, gpu="NVIDIA A100")
+    (made,) = tables(sweep, gather(sweep))
+    assert cell(made, "full", "1×2") == "55.0 ± 7.1 (n=2) [a, b]"
+    assert cell(made, "full", "wide, 1x4") == "70.0 (n=1) [c]"
+    assert made.notes == [
+        "full, 1×2 puts together runs of different origin: seed 0 [a], seed 1 [b].",
+        "[a] commit 1111111, NVIDIA H200, torch 2.11",
+        "[b] commit 2222222 with changes, NVIDIA H200, torch 2.11",
+        "[c] commit 1111111, NVIDIA A100, torch 2.11",
+    ]
+
+
+def test_tables_can_be_made_again_without_the_runs(sweep):
+    for number, job in enumerate(jobs_of(sweep)):
+        put(job, 0.5 + number / 100)
+    place = sweep.file.parent / "report"
+    text = report_sweeps([sweep.file], place)
+    shutil.rmtree(sweep.runs)
+    assert report_sweeps([sweep.file], place) == text
+    kept = results_file(sweep).read_text()
+    assert "secret" not in kept and str(sweep.file.parent) not in kept  # nothing of the machine but its device
+    assert len(kept) < 20_000 and len(kept.splitlines()) == 8 + 3
+
+
+def test_written_results_are_read_back_as_they_were(sweep, tmp_path):
+    put(jobs_of(sweep)[0], 0.5)
+    put(jobs_of(sweep)[1], float("nan"), step=9)
+    records = gather(sweep)
+    write_results(tmp_path / "x.json", sweep, records)
+    found = read_results(tmp_path / "x.json")
+    assert found[0].config == records[0].config and found[0].test == records[0].test
+    assert found[0].starts == records[0].starts and [tuple(p) for p in found[0].loss] == records[0].loss
+    assert found[1].val["accuracy"] is None  # JSON has no NaN
+    (made,) = tables(sweep, found)
+    assert cell(made, "full", "wide, 1x4") == "no accuracy at step 9 of 12"
+    (tmp_path / "x.json").write_text('{"format": 99}')
+    with pytest.raises(ValueError, match="format 99"):
+        read_results(tmp_path / "x.json")
+
+
+def test_a_short_try_does_not_replace_what_was_written_down(sweep):
+    job = jobs_of(sweep)[0]
+    put(job, 0.5)
+    write_results(results_file(sweep), sweep, gather(sweep))
+    shutil.rmtree(job.folder)
+    put(job, 0.1, step=5)
+    assert gather(sweep)[0].test["accuracy"] == 0.5
+    put(job, 0.6)  # complete again: now it counts
+    assert [record.test["accuracy"] for record in gather(sweep)] == [0.6]
+    write_results(results_file(sweep), sweep, gather(sweep))
+    sweep.file.write_text(FILE.replace("**TINY", "dropout=0.25, **TINY"))
+    (made,) = tables(write_sweep(sweep.file.parent, file=sweep.file.read_text()), gather(sweep))
+    assert cell(made, "full", "1×2") == "—" and "dropout: 0.0 -> 0.25" in made.notes[0]
+
+
+def test_curves_are_thinned_by_means():
+    points = [(float(i), float(i % 2)) for i in range(1, 1001)]
+    thinned = thin(points)
+    assert len(thinned) == POINTS and thinned[-1][0] == 1000
+    assert all(abs(y - 0.5) < 0.05 for _, y in thinned)
+    assert thin([(1.0, 2.0), (2.0, float("nan"))]) == [(1.0, 2.0)]
+
+
+def test_the_page_is_whole_and_loads_nothing(sweep):
+    sweep.file.write_text(FILE.replace('"Digits, small"', '"Digits <script>alert(1)</script> & more"'))
+    for job in jobs_of(sweep):
+        put(job, 0.5)
+    text = report_sweeps([sweep.file], sweep.file.parent / "report")
+    page = (sweep.file.parent / "report.html").read_text()
+    assert (sweep.file.parent / "report.md").read_text() == text
+    assert "default-src 'none'; style-src 'unsafe-inline'" in page
+    assert "<script" not in page and not re.search(r"""(src|href)\s*=|url\(|@import""", page)
+    open_tags: list[str] = []
+
+    class Tags(HTMLParser):
+        def handle_starttag(self, tag, attributes):
+            if tag != "meta":
+                open_tags.append(tag)
+
+        def handle_endtag(self, tag):
+            assert open_tags.pop() == tag
+
+    Tags().feed(page)
+    assert not open_tags
+    assert page.count("<svg") == 4 and page.count("<polyline") == 16  # two columns, loss and accuracy, 2 rows, 2 seeds
+    assert "50.0 ± 0.0 (n=2)" in page and "With a second" not in page
+
+
+def test_curves_of_one_name_share_colour_and_legend():
+    drawn = chart([Curve(name, [(0, 0), (1, 1)]) for name in ("a", "a", *"bcdefghi")], "title")
+    assert drawn.count("— a<") == 1 and drawn.count('stroke="#1f6f8b"') == 2
+    places = re.findall(r'<text x="(\d+)" y="(\d+)" style="fill:#\w+">—', drawn)
+    assert len(set(places)) == 9 and all(int(x) < 860 - 100 for x, _ in places)  # the legend wraps
+
+
+def test_folders_of_folders_and_single_files(sweep, tmp_path):
+    other = write_sweep(tmp_path / "papers" / "two", "more")
+    (tmp_path / "papers" / "two" / "script.py").write_text("raise SystemExit('was run')")
+    found = sweep_folders([tmp_path / "papers"])
+    assert {place.parent.name: [f.name for f in files] for place, files in found.items()} == {
+        "one": ["small.py"],
+        "two": ["more.py"],
+    }
+    put(jobs_of(other)[0], 0.5)
+    runner = CliRunner()
+    shown = runner.invoke(app, ["report", str(tmp_path / "papers"), "--out", str(tmp_path / "out")])
+    assert shown.exit_code == 0 and "50.0 (n=1)" in shown.output
+    written = sorted(str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*.*"))
+    assert written == ["one/report.html", "one/report.md", "two/more.results.json", "two/report.html", "two/report.md"]
+    assert runner.invoke(app, ["report", str(other.file)]).exit_code == 0
+    assert (other.file.parent / "more.report.md").exists() and not (other.file.parent / "report.md").exists()
+    nothing = runner.invoke(app, ["report", str(tmp_path / "out")])
+    assert nothing.exit_code == 2 and "holds no run" in nothing.output
+
+
+def test_runs_that_lie_elsewhere(sweep, tmp_path):
+    put(jobs_of(sweep, out=tmp_path / "far")[0], 0.5)
+    assert len(gather(sweep, tmp_path / "far")) == 1 and not gather(sweep)
