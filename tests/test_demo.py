@@ -16,7 +16,8 @@ def test_the_demo_kills_resumes_and_writes_its_page(tmp_path):
     assert "20 of 20 losses are equal" in " ".join(done.output.split())
     page = (out / "report.html").read_text()
     assert page.count("<polyline") == 6 and "killed" in page
-    assert "http" not in page and "<script" not in page  # nothing from outside
+    assert "://" not in page and "<script" not in page  # nothing from outside, and nothing may come:
+    assert "default-src 'none'" in page
     assert (out / "deep-killed" / "result.json").exists()
     # A folder that is no demo is left alone.
     other = tmp_path / "other"
