@@ -23,7 +23,7 @@ from torch import nn
 from ..attention import attention_info, attentions
 
 PRECISIONS = ("32-true", "tf32", "bf16-mixed", "bf16-true")
-WARMUP = {"cpu": 1, "cuda": 3}  # calls that do not count
+WARMUP = {"cpu": 1, "cuda": 2}  # calls that do not count
 Call = Callable[[], Any]
 
 

@@ -33,7 +33,7 @@ KINDS = {
     "causal": (True, False),
     "causal, ALiBi": (True, True),
 }
-SHARES = 4  # draws whose share of pairs is counted, all of them before the clock starts on a GPU
+SHARES = 3  # draws whose share of pairs is counted, all of them before the clock starts on a GPU
 ADAM_BYTES = 12  # per parameter: the weight and Adam's two moments
 # Table 7, the dense baseline (S0): GB per GPU and milliseconds per step.
 TABLE_7 = {"WikiText-103": (21.3, 492), "Enwik8": (30.5, 628), "CIFAR-10": (29.1, 1059), "ImageNet-1k": (4.0, 146)}
