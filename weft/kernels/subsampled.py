@@ -13,6 +13,7 @@ import functools
 import math
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,15 +25,15 @@ COLLECTED = 64  # tokens per program of `collect`
 
 # By kernel, widest head and bytes per number. Not tuned yet.
 TILES: dict[tuple[str, int, int], Tiles] = {
-    ("attend", 64, 2): Tiles(128, 64, 8, 3),
+    ("attend", 64, 2): Tiles(128, 64, 8, 3, 128),
     ("attend", 128, 2): Tiles(128, 64, 8, 3),
     ("attend", 64, 4): Tiles(64, 32, 4, 2),
     ("attend", 128, 4): Tiles(32, 32, 4, 1),
-    ("query gradients", 64, 2): Tiles(128, 64, 8, 3),
+    ("query gradients", 64, 2): Tiles(128, 64, 8, 3, 128),
     ("query gradients", 128, 2): Tiles(64, 64, 4, 2),
     ("query gradients", 64, 4): Tiles(32, 32, 4, 2),
     ("query gradients", 128, 4): Tiles(32, 32, 4, 1),
-    ("key gradients", 64, 2): Tiles(64, 64, 4, 2),
+    ("key gradients", 64, 2): Tiles(32, 64, 4, 3),
     ("key gradients", 128, 2): Tiles(32, 64, 4, 2),
     ("key gradients", 64, 4): Tiles(32, 32, 4, 1),
     ("key gradients", 128, 4): Tiles(32, 32, 4, 1),
@@ -64,38 +65,59 @@ def subsampled(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    ordered, first = order(sources.to(q.device, non_blocking=True), q.shape[2])
+    sources = torch.ops.weft.place_indices(sources, q.device, True)
     if targets is not None:
-        targets = targets.to(q.device, torch.int32, non_blocking=True)
+        targets = torch.ops.weft.place_indices(targets, q.device, False)
     if mask is not None:
         assert nearest is not None
         nearest = nearest.to(torch.int32)
     options = (size, causal, alibi, stand_in or mask is not None, once)
-    return torch.ops.weft.subsampled(q, k, v, ordered, first, targets, mask, nearest, *options)[0]
+    return torch.ops.weft.subsampled(q, k, v, sources, targets, mask, nearest, *options)[0]
 
 
-def order(sources: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Each window's sources by position, (W, S), and how many of them lie before each position, (W, L + 1)."""
-    ordered = sources.to(torch.int32).sort(-1).values
-    position = torch.arange(length + 1, dtype=torch.int32, device=sources.device)
-    first = torch.searchsorted(ordered, position.expand(len(ordered), -1).contiguous(), out_int32=True)
-    return ordered, first
+# What a CUDA graph copies at every replay must outlive it.
+_captured: list[Tensor] = []
+
+
+@torch.library.custom_op(
+    "weft::place_indices", mutates_args=(), schema="(Tensor indices, Device device, bool ordered) -> Tensor"
+)
+def _place_indices(indices, device, ordered):
+    """As int32 on the device, each row in ascending order if `ordered`. From the CPU the copy does not wait for the
+    GPU; NumPy sorts integers many times faster than PyTorch there."""
+    if indices.is_cuda:
+        indices = indices.to(torch.int32, copy=True)
+        return indices.sort(-1).values if ordered else indices
+    array = indices.numpy().astype(np.int32)
+    placed = torch.from_numpy(np.sort(array) if ordered else array)
+    if device.type != "cuda":
+        return placed
+    placed = placed.pin_memory()
+    if torch.cuda.is_current_stream_capturing():
+        _captured.append(placed)
+    return placed.to(device, non_blocking=True)
+
+
+@_place_indices.register_fake
+def _(indices, device, ordered):
+    return torch.empty(indices.shape, dtype=torch.int32, device=device)
 
 
 @torch.library.custom_op(
     "weft::subsampled",
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor sources, Tensor first, Tensor? targets, Tensor? mask,"
-    " Tensor? nearest, int size, bool causal, bool alibi, bool stand_in, bool once) -> (Tensor, Tensor)",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor sources, Tensor? targets, Tensor? mask,"
+    " Tensor? nearest, int size, bool causal, bool alibi, bool stand_in, bool once) -> (Tensor, Tensor, Tensor)",
 )
-def _forward(q, k, v, sources, first, targets, mask, nearest, size, causal, alibi, stand_in, once):
-    from .subsampled_forward import attend
+def _forward(q, k, v, sources, targets, mask, nearest, size, causal, alibi, stand_in, once):
+    from .subsampled_forward import attend, count_before
 
-    check(q, k, v, sources, first)
+    check(q, k, v, sources)
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
     B, H, L, D = q.shape
     W, S = sources.shape
-    out, lse = _outputs(q)
+    out, lse, first = _outputs(q, sources)
+    count_before[(W, ceil_div(L + 1, 256))](sources, first, L, S, STEPS=S.bit_length(), ROWS=256, num_warps=4)
     t = tiles("attend", size, S, q)
     attend[(W * ceil_div(size, t.queries) * B * H,)](
         q, k, v, sources, first, sources if targets is None else targets, *_masks(q, mask, nearest),
@@ -104,28 +126,33 @@ def _forward(q, k, v, sources, first, targets, mask, nearest, size, causal, alib
         BK=t.keys, CAUSAL=causal, HAS_MASK=mask is not None, ALIBI=alibi, STAND_IN=stand_in,
         GRID=targets is not None, PRECISION=precision(q), **t.launch(),
     )  # fmt: skip
-    return out, lse
+    return out, lse, first
 
 
 @_forward.register_fake
-def _(q, k, v, sources, first, targets, mask, nearest, size, causal, alibi, stand_in, once):
-    return _outputs(q)
+def _(q, k, v, sources, targets, mask, nearest, size, causal, alibi, stand_in, once):
+    return _outputs(q, sources)
 
 
-def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
-    """out, and the log2 of its normalisers: infinite where a target has no sampled source."""
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+def _outputs(q: Tensor, sources: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """out; the log2 of its normalisers, infinite where a target has no sampled source; and how many sources of each
+    window lie before each position."""
+    return (
+        torch.empty_like(q),
+        q.new_empty(q.shape[:3], dtype=torch.float32),
+        sources.new_empty(sources.shape[0], q.shape[2] + 1),
+    )
 
 
 @torch.library.custom_op(
     "weft::subsampled_backward",
     mutates_args=(),
-    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor sources, Tensor first, Tensor? targets, Tensor? mask,"
-    " Tensor? nearest, Tensor out, Tensor lse, int size, bool causal, bool alibi, bool stand_in, bool once)"
-    " -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor sources, Tensor? targets, Tensor? mask,"
+    " Tensor? nearest, Tensor out, Tensor lse, Tensor first, int size, bool causal, bool alibi, bool stand_in,"
+    " bool once) -> (Tensor, Tensor, Tensor)",
 )
 def _backward(
-    dout, q, k, v, sources, first, targets, mask, nearest, out, lse, size, causal, alibi, stand_in, once
+    dout, q, k, v, sources, targets, mask, nearest, out, lse, first, size, causal, alibi, stand_in, once
 ):  # fmt: skip
     from .subsampled_backward import collect, key_gradients, query_gradients
 
@@ -169,20 +196,20 @@ def _backward(
 
 
 @_backward.register_fake
-def _(dout, q, k, v, sources, first, targets, mask, nearest, out, lse, size, causal, alibi, stand_in, once):
+def _(dout, q, k, v, sources, targets, mask, nearest, out, lse, first, size, causal, alibi, stand_in, once):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _save(ctx, inputs, output):
-    tensors, ctx.options = inputs[:8], inputs[8:]
+    tensors, ctx.options = inputs[:7], inputs[7:]
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
 
 
 def _grad(ctx, dout, *unused):
     if dout is None:
-        return (None,) * 13
-    return *torch.ops.weft.subsampled_backward(dout, *ctx.saved_tensors, *ctx.options), *(None,) * 10
+        return (None,) * 12
+    return *torch.ops.weft.subsampled_backward(dout, *ctx.saved_tensors, *ctx.options), *(None,) * 9
 
 
 _forward.register_autograd(_grad, setup_context=_save)
@@ -209,7 +236,7 @@ def slopes(heads: int, device: torch.device) -> Tensor:
     return (alibi_slopes(heads, device) * math.log2(math.e)).float()
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, sources: Tensor, first: Tensor) -> None:
+def check(q: Tensor, k: Tensor, v: Tensor, sources: Tensor) -> None:
     if q.dim() != 4 or k.shape != q.shape or v.shape != q.shape:
         raise ValueError(
             f"the kernel takes q, k and v of one shape (B, H, L, D), got {tuple(q.shape)}, {tuple(k.shape)} "
@@ -219,9 +246,10 @@ def check(q: Tensor, k: Tensor, v: Tensor, sources: Tensor, first: Tensor) -> No
         raise ValueError(f"the kernel takes heads up to {LARGEST_HEAD} wide, got {q.shape[3]}; use backend='torch'")
     if q.dtype not in DTYPES:
         raise ValueError(f"the kernel takes float32, float16 or bfloat16, got {q.dtype}; use backend='torch'")
-    if sources.dtype != torch.int32 or first.shape != (sources.shape[0], q.shape[2] + 1):
+    if sources.dtype != torch.int32 or sources.dim() != 2 or sources.device != q.device:
         raise ValueError(
-            f"the kernel takes sources as `order` leaves them, got {sources.dtype} and {tuple(first.shape)}"
+            f"the kernel takes sources (W, S) as `place_indices` leaves them, on {q.device}; "
+            f"got {sources.dtype} {tuple(sources.shape)} on {sources.device}"
         )
 
 

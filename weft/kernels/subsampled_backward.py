@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .rows import load_rows, store_rows
-from .subsampled_forward import absolute, biased, gather, next_sources, seen_sources, target_rows
+from .subsampled_forward import absolute, biased, next_sources, seen_sources, target_rows
 
 
 @triton.jit
@@ -25,8 +25,9 @@ def query_tile(
     D: tl.constexpr, BLOCK_D: tl.constexpr, EDGE: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_MASK: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    k = gather(K, pos, d, k_l, slot < seen, EDGE, D, BLOCK_D)
-    v = gather(V, pos, d, v_l, slot < seen, EDGE, D, BLOCK_D)
+    here = slot < seen if EDGE else None
+    k = load_rows(K, pos.to(tl.int64), d, k_l, here, D, BLOCK_D)
+    v = load_rows(V, pos.to(tl.int64), d, v_l, here, D, BLOCK_D)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
     p = tl.exp2(biased(s, i, pos, reference, slope, scale, CAUSAL, ALIBI) - lse[:, None])
@@ -103,26 +104,33 @@ def key_tile(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, EDGE: tl.constexpr, CAUSAL: tl.constexpr,
     ALIBI: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sources by targets here: both products that follow then read the probabilities from registers."""
-    i = target_rows(TARGETS, w, start, P, L, BQ, GRID)
-    live = i < L
-    q = load_rows(Q, i.to(tl.int64), d, q_l, live, D, BLOCK_D)
-    dout = load_rows(DOUT, i.to(tl.int64), d, g_l, live, D, BLOCK_D)
-    lse = tl.load(LSE + i, mask=live, other=float("inf"))  # a row that is not there has p = 0
-    delta = tl.load(DELTA + i, mask=live, other=0.0)
-    s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    """Sources by targets here: both products that follow then read the probabilities from registers. EDGE: some
+    targets are not there, or do not see all of these sources."""
     reference = w * P + start
-    if ALIBI and CAUSAL:
-        s = s * scale + (slope * (pos - reference).to(tl.float32))[:, None]
-    elif ALIBI:
-        s = s * scale - slope * tl.abs(i[None, :] - pos[:, None]).to(tl.float32)
-    else:
-        s = s * scale
-    p = tl.exp2(s - absolute(lse, i, reference, -slope, CAUSAL, ALIBI)[None, :])
     if EDGE:
+        i = target_rows(TARGETS, w, start, P, L, BQ, GRID)
+        q = load_rows(Q, i.to(tl.int64), d, q_l, i < L, D, BLOCK_D)
+        dout = load_rows(DOUT, i.to(tl.int64), d, g_l, i < L, D, BLOCK_D)
+        lse = tl.load(LSE + i, mask=i < L, other=float("inf"))  # p = 0 for a target that is not there
+        delta = tl.load(DELTA + i, mask=i < L, other=0.0)
+    else:
+        row = tl.arange(0, BQ)
+        i = reference + row
+        q = load_rows(Q + reference.to(tl.int64) * q_l, row, d, q_l, None, D, BLOCK_D)
+        dout = load_rows(DOUT + reference.to(tl.int64) * g_l, row, d, g_l, None, D, BLOCK_D)
+        lse = tl.load(LSE + i)
+        delta = tl.load(DELTA + i)
+    s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+    logit = s * scale
+    if ALIBI and CAUSAL:
+        logit += (slope * (pos - reference).to(tl.float32))[:, None]
+    elif ALIBI:
+        logit -= slope * tl.abs(i[None, :] - pos[:, None]).to(tl.float32)
+    p = tl.exp2(logit - absolute(lse, i, reference, -slope, CAUSAL, ALIBI)[None, :])
+    if EDGE and CAUSAL:
         p = tl.where(pos[:, None] <= i[None, :], p, 0.0)
     dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-    dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
     ds = p * (dp - delta[None, :])
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
@@ -157,20 +165,26 @@ def key_gradients(
     v = load_rows(V + b * v_b + h * v_h, pos.to(tl.int64), d, v_l, here, D, BLOCK_D)
     dk = tl.zeros([BK, BLOCK_D], tl.float32)
     dv = tl.zeros([BK, BLOCK_D], tl.float32)
+    # Targets from `begin` on see any of these sources, from `inner` on all of them, and are there up to `end`.
     end = tl.minimum(P, L - w * P)
-    if GRID:
-        end = P
-    inner = 0  # from here on every target sees every source
+    begin = 0
+    inner = 0
     if CAUSAL:
         begin = tl.maximum(tl.load(SOURCES + w * S + k_first) - w * P, 0) // BQ * BQ
         last = tl.load(SOURCES + w * S + tl.minimum(k_first + BK, real) - 1)
         inner = tl.maximum((tl.maximum(last - w * P, 0) + BQ - 1) // BQ * BQ, begin)
-        for start in tl.range(begin, tl.minimum(inner, end), BQ, num_stages=1):
-            dk, dv = key_tile(
-                k, v, dk, dv, Q, DOUT, LSE, DELTA, TARGETS, w, start, P, L, pos, d, q_l, g_l, slope, scale,
-                D, BLOCK_D, BQ, True, CAUSAL, ALIBI, GRID, PRECISION,
-            )  # fmt: skip
-    for start in range(inner, end, BQ):
+    whole = tl.maximum(end, 0) // BQ * BQ
+    if GRID:  # any target of a rectangle may be outside the image
+        end, whole = P, 0
+    before = (tl.minimum(inner, end) - begin + BQ - 1) // BQ  # tiles at the edge before the whole ones
+    after = tl.maximum(inner, whole)
+    for t in tl.range(0, tl.maximum(before, 0) + (tl.maximum(end - after, 0) + BQ - 1) // BQ, num_stages=1):
+        start = tl.where(t < before, begin + t * BQ, after + (t - tl.maximum(before, 0)) * BQ)
+        dk, dv = key_tile(
+            k, v, dk, dv, Q, DOUT, LSE, DELTA, TARGETS, w, start, P, L, pos, d, q_l, g_l, slope, scale,
+            D, BLOCK_D, BQ, True, CAUSAL, ALIBI, GRID, PRECISION,
+        )  # fmt: skip
+    for start in range(inner, whole, BQ):
         dk, dv = key_tile(
             k, v, dk, dv, Q, DOUT, LSE, DELTA, TARGETS, w, start, P, L, pos, d, q_l, g_l, slope, scale,
             D, BLOCK_D, BQ, False, CAUSAL, ALIBI, GRID, PRECISION,

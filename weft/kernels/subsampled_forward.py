@@ -17,6 +17,20 @@ from .rows import load_rows, store_rows
 
 
 @triton.jit
+def count_before(SOURCES, FIRST, L, S, STEPS: tl.constexpr, ROWS: tl.constexpr):
+    """FIRST, by bisection."""
+    w = tl.program_id(0)
+    position = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    low = tl.zeros([ROWS], tl.int32)
+    high = low + S
+    for _ in range(STEPS):
+        middle = (low + high) // 2
+        before = tl.load(SOURCES + w * S + middle, mask=low < high, other=0) < position
+        low, high = tl.where(before & (low < high), middle + 1, low), tl.where(before, high, middle)
+    tl.store(FIRST + w * (L + 1) + position, low, mask=position <= L)
+
+
+@triton.jit
 def target_rows(TARGETS, w, start, P, L, BQ: tl.constexpr, GRID: tl.constexpr):
     """Positions of BQ targets of window w from slot `start` on; L where there is none."""
     slot = start + tl.arange(0, BQ)
@@ -45,14 +59,6 @@ def next_sources(SOURCES, slot, S, BK: tl.constexpr):
 
 
 @triton.jit
-def gather(X, pos, d, row_stride, live, EDGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows of X at `pos`; only at an EDGE may some of them not be live."""
-    if EDGE or D != BLOCK_D:
-        return load_rows(X, pos.to(tl.int64), d, row_stride, live, D, BLOCK_D)
-    return tl.load(X + pos.to(tl.int64)[:, None] * row_stride + d[None, :])
-
-
-@triton.jit
 def biased(s, i, pos, reference, slope, scale, CAUSAL: tl.constexpr, ALIBI: tl.constexpr):
     """Logits to base 2 from products s (targets i, sources pos). When causal the distance is taken from `reference`
     instead of the target: each row is then off by slope · (i - reference), which the softmax does not see."""
@@ -78,8 +84,9 @@ def attend_tile(
     HAS_MASK: tl.constexpr, ALIBI: tl.constexpr, STAND_IN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of sources into the running softmax. EDGE: not every target sees every source of it."""
-    k = gather(K, pos, d, k_l, slot < seen, EDGE, D, BLOCK_D)
-    v = gather(V, pos, d, v_l, slot < seen, EDGE, D, BLOCK_D)
+    here = slot < seen if EDGE else None
+    k = load_rows(K, pos.to(tl.int64), d, k_l, here, D, BLOCK_D)
+    v = load_rows(V, pos.to(tl.int64), d, v_l, here, D, BLOCK_D)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if ALIBI:
         s = biased(s, i, pos, reference, slope, scale, CAUSAL, ALIBI)
