@@ -46,7 +46,7 @@ def contestants(L: int, causal: bool, only: list[str], with_plain: bool) -> dict
         "flash": lambda: sdpa(SDPBackend.FLASH_ATTENTION, causal),
     }
     for name in only:
-        if not causal and name not in BOTH_WAYS:
+        if name == "mssa" or (not causal and name not in BOTH_WAYS):
             continue
         if name == "combiner-fixed":
             best = default_block(L, None)
@@ -59,17 +59,18 @@ def contestants(L: int, causal: bool, only: list[str], with_plain: bool) -> dict
         if with_plain:
             chosen[f"{name}, plain"] = lambda name=name: made(name, causal, "torch")
     if causal and "linear" in only:
-        chosen["linear, published chunked form"] = published_linear
+        chosen["linear, published chunked form"] = lambda: reference("chunked_linear")
+        chosen["... its scan alone"] = lambda: reference("chunked_scan")
     if not causal and "mssa" in only:
         chosen["mssa"] = lambda: mssa
         chosen["mssa, cuDNN on z, z, z"] = lambda: lambda q, k, v: sdpa(SDPBackend.CUDNN_ATTENTION, False)(q, q, q)
     return chosen
 
 
-def published_linear() -> Callable[..., Tensor]:
-    from benchmarks.linear_reference import chunked_linear
+def reference(name: str) -> Callable[..., Tensor]:
+    from benchmarks import linear_reference
 
-    return chunked_linear
+    return getattr(linear_reference, name)
 
 
 def mssa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -83,6 +84,10 @@ def compare(lengths: list[int], causal: bool, only: list[str], with_plain: bool)
     print(f"{'causal' if causal else 'both directions'}")
     print(f"{'L':>6} {'what':<34} {'forward':>9} {'fwd+bwd':>9} {'x cuDNN':>8} {'x cuDNN':>8} {'MiB':>7}")
     for L in lengths:
+        if causal and "linear" in only:
+            from benchmarks.linear_reference import tune_walk
+
+            tune_walk(L)
         base: dict[str, float] = {}
         for name, make in contestants(L, causal, only, with_plain).items():
             try:

@@ -25,6 +25,10 @@ def square_root(L: int) -> dict[str, Any]:
     return {"block_size": default_block(L, None)}
 
 
+def four_windows(L: int) -> dict[str, Any]:
+    return {"windows": 4}
+
+
 LONG = (16384, 65536)
 
 TRIALS = [
@@ -81,5 +85,99 @@ TRIALS = [
             Tiles(64, 64, 4, 2, 96),
         ),
         square_root,
+    ),
+    Trial(
+        "subsampled",
+        "subsampled",
+        ("attend", 64, 2),
+        False,
+        (16384,),
+        (
+            Tiles(128, 64, 8, 3, 128),
+            Tiles(128, 64, 8, 3),
+            Tiles(128, 64, 4, 3),
+            Tiles(128, 128, 8, 2),
+            Tiles(128, 64, 8, 2),
+            Tiles(64, 64, 4, 3),
+            Tiles(64, 64, 4, 2),
+            Tiles(128, 32, 8, 4),
+            Tiles(128, 128, 8, 3),
+            Tiles(64, 128, 4, 2),
+        ),
+        four_windows,
+    ),
+    Trial(
+        "subsampled",
+        "subsampled",
+        ("query gradients", 64, 2),
+        True,
+        (16384,),
+        (
+            Tiles(128, 64, 8, 3, 128),
+            Tiles(128, 64, 8, 2),
+            Tiles(64, 64, 4, 3),
+            Tiles(64, 64, 4, 2),
+            Tiles(128, 32, 8, 3),
+            Tiles(128, 64, 8, 3),
+            Tiles(64, 32, 4, 3),
+            Tiles(128, 128, 8, 2),
+        ),
+        four_windows,
+    ),
+    Trial(
+        "subsampled",
+        "subsampled",
+        ("key gradients", 64, 2),
+        True,
+        (16384,),
+        (
+            Tiles(32, 64, 4, 3),
+            Tiles(32, 64, 4, 2),
+            Tiles(64, 64, 4, 2),
+            Tiles(64, 64, 4, 3),
+            Tiles(64, 128, 8, 2),
+            Tiles(64, 128, 8, 3),
+            Tiles(32, 128, 8, 3),
+            Tiles(64, 64, 8, 2),
+            Tiles(32, 128, 4, 2),
+            Tiles(64, 64, 4, 2, 168),
+        ),
+        four_windows,
+    ),
+    Trial(
+        "mssa",
+        "mssa",
+        ("attend", 64, 2),
+        False,
+        (16384,),
+        (
+            Tiles(128, 64, 8, 3),
+            Tiles(128, 128, 8, 2),
+            Tiles(128, 128, 8, 3),
+            Tiles(128, 64, 4, 3),
+            Tiles(64, 64, 4, 3),
+            Tiles(128, 64, 8, 2),
+            Tiles(64, 64, 4, 2),
+            Tiles(128, 64, 8, 4),
+            Tiles(128, 32, 8, 3),
+        ),
+    ),
+    Trial(
+        "mssa",
+        "mssa",
+        ("gradients", 64, 2),
+        True,
+        (16384,),
+        (
+            Tiles(64, 32, 4, 2),
+            Tiles(64, 64, 4, 2),
+            Tiles(64, 64, 8, 2),
+            Tiles(128, 32, 8, 2),
+            Tiles(128, 64, 8, 2),
+            Tiles(64, 32, 4, 3),
+            Tiles(64, 64, 4, 1),
+            Tiles(128, 64, 8, 1),
+            Tiles(64, 32, 4, 2, 168),
+        ),
     ),
 ]

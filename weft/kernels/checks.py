@@ -166,4 +166,10 @@ _REAL = (
     Case(100, 128, D=64, B=2, H=2),
     Case(2000, 512, D=64, B=1, H=2),
 )
-REAL = tuple(replace(c, dtype=d) for c in _REAL for d in (torch.bfloat16, torch.float16, torch.float32))
+# A sum over a block leaves half precision's accuracy; the mechanism never runs one there.
+REAL = tuple(
+    replace(c, dtype=d)
+    for c in _REAL
+    for d in (torch.bfloat16, torch.float16, torch.float32)
+    if c.pool != "sum" or d == torch.float32
+)
