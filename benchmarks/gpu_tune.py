@@ -2,7 +2,7 @@
 
     python3 -m benchmarks.gpu_tune [--out FILE.json] [--only NAME ...]
 
-bfloat16, 16 heads of 64, causal (MSSA both ways). Times the whole forward or, for a kernel of the backward, forward and backward, with
+bfloat16, 16 heads of 64, causal (MSSA both ways). Times the whole forward or, for a kernel of the backward, both, with
 one kernel's tiles changed. Trials are compiled first, in many processes.
 """
 
