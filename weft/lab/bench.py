@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,25 +108,38 @@ def take_turns(calls: Mapping[str, Call], how: How) -> dict[str, Timing]:
     """
     found = {name: Timing() for name in calls}
     clock = time.process_time if how.cpu_time else time.perf_counter
+
+    def attempt(name: str, work: Call) -> None:
+        if found[name].error:
+            return
+        try:
+            work()
+        except Exception as error:  # one that cannot is a line in the table, not the end of it
+            found[name].error = reason(error)
+            if how.device == "cuda":
+                torch.cuda.empty_cache()
+
+    def prepare(name: str) -> None:
+        for _ in range(WARMUP[how.device]):
+            calls[name]()
+        how.wait()
+        if how.memory:
+            found[name].memory = peak_memory(calls[name], how.device)
+
+    def once(name: str) -> None:
+        how.wait()
+        start = clock()
+        calls[name]()
+        how.wait()
+        found[name].seconds.append(clock() - start)
+
     with how.arithmetic():
-        for name, call in calls.items():
-            try:
-                for _ in range(WARMUP[how.device]):
-                    call()
-                how.wait()
-                if how.memory:
-                    found[name].memory = peak_memory(call, how.device)
-            except Exception as error:  # one that cannot is a line in the table, not the end of it
-                found[name].error = reason(error)
-        able = [name for name in calls if not found[name].error]
+        for name in calls:
+            attempt(name, partial(prepare, name))
         begin = time.perf_counter()
         for number in range(how.repeats):
-            for name in able if number % 2 == 0 else able[::-1]:
-                how.wait()
-                start = clock()
-                calls[name]()
-                how.wait()
-                found[name].seconds.append(clock() - start)
+            for name in list(calls) if number % 2 == 0 else list(calls)[::-1]:
+                attempt(name, partial(once, name))
             if time.perf_counter() - begin > how.budget:
                 break
     return found
