@@ -44,6 +44,10 @@ TILES: dict[tuple[str, int, int], Tiles] = {
     ("extra gradients", 128, 2): Tiles(32, 64, 4, 2),
     ("extra gradients", 64, 4): Tiles(32, 32, 4, 1),
     ("extra gradients", 128, 4): Tiles(32, 32, 4, 1),
+    ("block gradients", 64, 2): Tiles(64, 64, 4, 1),  # blocks up to these sizes are one tile
+    ("block gradients", 128, 2): Tiles(64, 64, 8, 1),
+    ("block gradients", 64, 4): Tiles(32, 32, 4, 1),
+    ("block gradients", 128, 4): Tiles(16, 16, 4, 1),
 }
 
 
@@ -126,6 +130,7 @@ def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
 )
 def _backward(dout, q, k, v, mask, out, lse, block_size, left, right, causal, extras, count, leading):
     from .band_backward import extra_gradients, key_gradients, query_gradients
+    from .band_blocks import block_gradients
     from .combiner_fixed_backward import row_products
 
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -137,6 +142,14 @@ def _backward(dout, q, k, v, mask, out, lse, block_size, left, right, causal, ex
     logit_scale = 1 / math.sqrt(D)
     scale = math.log2(math.e) * logit_scale
     given = (*strides(q), *strides(k), *strides(v), *strides(dout))
+    t = tiles("block gradients", m, q)
+    if block_size and extras == "none" and m <= t.queries:
+        shape = {key: options[key] for key in ("D", "BLOCK_D", "CAUSAL", "HAS_MASK", "PRECISION")}
+        block_gradients[(n * BH,)](
+            q, k, v, flags, out, dout, lse, dq, dk, dv, *given, *strides(out), *strides(dq), *strides(dk), *strides(dv),
+            BH, H, L, m, scale, logit_scale, ROWS=t.queries, **shape, **t.launch(),
+        )  # fmt: skip
+        return dq, dk, dv
     delta = torch.empty_like(lse)
     row_products[(ceil_div(L, 64) * BH,)](
         out, dout, delta, *strides(out), *strides(dout), BH, H, L, D=D, BLOCK_D=block_width(D), ROWS=64, num_warps=4
