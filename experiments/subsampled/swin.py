@@ -1,0 +1,116 @@
+"""Tables 2 and 9: Swin-T on ImageNet-1k, its 14 x 14 windows sampled down to a quarter in training.
+
+    python -m experiments.subsampled.swin --data data --rows "10 layers"
+
+The Information Pathways Hypothesis, https://arxiv.org/abs/2306.01705. Ten or six of the twelve layers sampled (the
+last stage's 7 x 7 maps are never), σ = 0.75 windows; the unbiased form keeps a random quarter of each window. The
+dense finish takes the last 18 % of the steps, as in the paper's language models; it does not say. Pictures in
+data/imagenet/{train,val}/CLASS (image-net.org, after registration), 300 epochs of 1,024, AdamW 1e-3, decay 0.05. Swin
+augments more richly than crops and mirrorings: compare rows with each other, not with the paper's figures.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from experiments.cached.table1 import RECIPE, sources
+from experiments.images import Images
+from experiments.table import Row, run
+from weft.layers import FeedForward, SubsampledWindowAttention
+
+PAPER = {  # sampled layers, biased, dense finish -> accuracy
+    (0, True, False): None,
+    (10, True, False): 80.56,
+    (10, True, True): 81.15,
+    (10, False, False): 80.21,
+    (10, False, True): 80.80,
+    (6, True, False): 81.23,
+    (6, True, True): 81.60,
+    (6, False, False): 81.21,
+    (6, False, True): 81.36,
+}
+DEPTHS, HEADS = (2, 2, 6, 2), (3, 6, 12, 24)
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, heads: int, *, window: int, shift: int, biased: bool, sampled: bool, drop: float):
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(dim), nn.LayerNorm(dim)])
+        self.attention = SubsampledWindowAttention(dim, heads, window=window, shift=shift, biased=biased)
+        if not sampled:
+            self.attention.sampling = False
+        self.feedforward, self.drop = FeedForward(dim, 4 * dim), drop
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self._drop(self.attention(self.norms[0](x)))
+        return x + self._drop(self.feedforward(self.norms[1](x)))
+
+    def _drop(self, branch: Tensor) -> Tensor:
+        if not self.training or not self.drop:
+            return branch
+        kept = torch.rand(branch.shape[0], 1, 1, 1, device=branch.device) >= self.drop
+        return branch * kept / (1 - self.drop)
+
+
+class Swin(nn.Module):
+    """Swin-T of channels-last maps; `sampled` layers of the first three stages sample in training."""
+
+    def __init__(self, size: int, classes: int, *, sampled: int, biased: bool, dim: int = 96, window: int = 14):
+        super().__init__()
+        first = 10 - sampled  # dense layers before the sampled ones
+        self.embed, self.norm_in = nn.Conv2d(3, dim, 4, 4), nn.LayerNorm(dim)
+        self.stages, self.merge = nn.ModuleList(), nn.ModuleList()
+        number, side = 0, size // 4
+        for stage, (depth, heads) in enumerate(zip(DEPTHS, HEADS, strict=True)):
+            width = dim * 2**stage
+            blocks = nn.ModuleList()
+            for i in range(depth):
+                shift = window // 2 if i % 2 and side > window else 0
+                use = stage < 3 and number >= first
+                drop = 0.2 * number / 11
+                blocks.append(Block(width, heads, window=window, shift=shift, biased=biased, sampled=use, drop=drop))
+                number += 1
+            self.stages.append(blocks)
+            side //= 2
+            if stage < 3:
+                self.merge.append(nn.Sequential(nn.LayerNorm(4 * width), nn.Linear(4 * width, 2 * width, bias=False)))
+        self.norm, self.head = nn.LayerNorm(8 * dim), nn.Linear(8 * dim, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.norm_in(self.embed(images).permute(0, 2, 3, 1))
+        for stage, blocks in enumerate(self.stages):
+            for block in blocks:
+                x = block(x)
+            if stage < 3:
+                x = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).permute(0, 1, 3, 4, 2, 5).flatten(3)
+                x = self.merge[stage](x)
+        return self.head(self.norm(x).mean((1, 2)))
+
+
+def rows(source: str = "imagenet", size: int = 224) -> list[Row]:
+    found = []
+    for (sampled, biased, finish), figure in PAPER.items():
+        name = (
+            f"{sampled} layers, {'biased' if biased else 'unbiased'}{' +FT' if finish else ''}" if sampled else "dense"
+        )
+
+        def make(size: int, classes: int, sampled: int = sampled, biased: bool = biased) -> nn.Module:
+            return Swin(size, classes, sampled=sampled, biased=biased)
+
+        found.append(
+            Row(
+                name,
+                lambda n=name, m=make: Images(f"swin-{n}".replace(" ", "-"), m, source=source, size=size),
+                paper={"accuracy": figure} if figure else {},
+                # the name of the mechanism tells the lab that there is something to make dense
+                config={"attention": "subsampled", "finetune_dense_at": 0.82} if finish else {},
+            )
+        )
+    return found
+
+
+if __name__ == "__main__":
+    source, size, rest = sources()
+    metrics = {"accuracy": 100}
+    run("Subsampled, Swin", rows(source, size), about=__doc__ or "", metrics=metrics, recipe=RECIPE, arguments=rest)
