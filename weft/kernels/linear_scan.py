@@ -243,8 +243,9 @@ def _save(ctx, inputs, output):
 def _grad(ctx, dout, *unused):
     if dout is None:
         return (None,) * 9
-    dq, dk, dv, drest = torch.ops.weft.linear_scan_backward(dout, *ctx.saved_tensors, ctx.features)
-    rest = ctx.saved_tensors[6]
+    saved = ctx.saved_tensors  # once: checkpointing unpacks them once
+    rest = saved[6]
+    dq, dk, dv, drest = torch.ops.weft.linear_scan_backward(dout, *saved, ctx.features)
     return dq, dk, dv, None, None, None, None if rest is None else drest.to(rest.dtype), None, None
 
 
