@@ -121,7 +121,7 @@ def test_tables_can_be_made_again_without_the_runs(sweep):
         put(job, 0.5 + number / 100)
     place = sweep.file.parent / "report"
     text = report_sweeps([sweep.file], place)
-    shutil.rmtree(sweep.runs)
+    shutil.rmtree(sweep.runs())
     assert report_sweeps([sweep.file], place) == text
     kept = results_file(sweep).read_text()
     assert "secret" not in kept and str(sweep.file.parent) not in kept  # nothing of the machine but its device
@@ -222,3 +222,5 @@ def test_folders_of_folders_and_single_files(sweep, tmp_path):
 def test_runs_that_lie_elsewhere(sweep, tmp_path):
     put(jobs_of(sweep, out=tmp_path / "far")[0], 0.5)
     assert len(gather(sweep, tmp_path / "far")) == 1 and not gather(sweep)
+    namesake = write_sweep(tmp_path / "papers" / "two")  # of the same name, in another folder
+    assert not gather(namesake, tmp_path / "far")

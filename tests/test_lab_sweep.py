@@ -96,11 +96,11 @@ def test_only_some_cells(sweep, only, count):
 
 def test_what_is_overridden_is_another_config(sweep, tmp_path):
     job = jobs_of(sweep, overrides={"steps": 100, "data": "elsewhere"})[0]
-    assert job.folder == sweep.runs / "small+steps=100" / "full-1x2-s0" and job.variant == "steps=100"
+    assert job.folder == sweep.runs() / "small+steps=100" / "full-1x2-s0" and job.variant == "steps=100"
     assert (job.config.steps, job.config.data) == (100, "elsewhere")
     # these change nothing that is computed, or nothing at all
-    assert jobs_of(sweep, overrides={"compile": True, "steps": 12})[0].folder == sweep.runs / "small" / "full-1x2-s0"
-    assert jobs_of(sweep, out=tmp_path / "far")[0].folder == tmp_path / "far" / "small" / "full-1x2-s0"
+    assert jobs_of(sweep, overrides={"compile": True, "steps": 12})[0].folder == sweep.runs() / "small" / "full-1x2-s0"
+    assert jobs_of(sweep, out=tmp_path / "far")[0].folder == tmp_path / "far" / "one" / "small" / "full-1x2-s0"
 
 
 def test_refusals_of_a_plan(sweep):
@@ -283,7 +283,7 @@ def test_the_command_line(sweep, tmp_path):
     ):
         refused = runner.invoke(app, ["sweep", str(sweep.file), *options])
         assert refused.exit_code == 2 and says in refused.output, options
-    assert not sweep.runs.exists()
+    assert not sweep.runs().exists()
 
 
 def test_exit_codes(sweep, command, monkeypatch):
@@ -293,7 +293,7 @@ def test_exit_codes(sweep, command, monkeypatch):
     runner = CliRunner()
     assert runner.invoke(app, ["sweep", str(sweep.file), "--minutes", "0.0001", "--jobs", "2"]).exit_code == 75
     assert runner.invoke(app, ["sweep", str(sweep.file), "--jobs", "2"]).exit_code == 0
-    broken = sweep.runs / "small" / "full-1x2-s5"
+    broken = sweep.runs() / "small" / "full-1x2-s5"
     broken.mkdir()
     (broken / "broken").touch()
     failed = runner.invoke(app, ["sweep", str(sweep.file), "--seeds", "5", "--only", "full"])

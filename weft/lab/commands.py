@@ -140,7 +140,9 @@ def sweep_files(
     steps: Annotated[int, typer.Option(help="in place of the configs' own; 0: their own")] = 0,
     data: Annotated[str, typer.Option(help="where the data is, if not where the configs say")] = "",
     set_: Annotated[list[str] | None, typer.Option("--set", help="field=value for every config")] = None,
-    out: Annotated[Path | None, typer.Option(help="the folder for the runs; not given: runs/ beside the file")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="for the runs, OUT/FOLDER/FILE/…; not given: runs/ beside the file")
+    ] = None,
     minutes: Annotated[float, typer.Option(help="stop after this long, all saved; 0: no limit")] = 0.0,
     on: Annotated[str, typer.Option(help="local, ray or slurm")] = "local",
     address: Annotated[str, typer.Option(help="of the Ray cluster; empty: the one running here, or a new one")] = "",
@@ -210,7 +212,7 @@ def sweep_files(
 def report_runs(
     paths: Annotated[list[Path], typer.Argument(help="folders of runs, or folders with sweeps, or sweeps")],
     out: Annotated[Path | None, typer.Option(help="runs: the page; sweeps: the folder to write to")] = None,
-    runs: Annotated[Path | None, typer.Option(help="where the sweeps' runs are, if not in runs/ beside them")] = None,
+    runs: Annotated[Path | None, typer.Option(help="what --out of weft sweep was, if it was given")] = None,
 ) -> None:
     """Runs side by side on one self-contained page; or the tables of sweeps beside the papers' figures.
 

@@ -109,7 +109,7 @@ def gather(sweep: Sweep, runs: Path | None = None) -> list[Record]:
     """All that is known: the runs' folders, and what was written down before."""
     found: dict[tuple[str, str, int], tuple[tuple[bool, int, bool], Record]] = {}
     cells = {cell.slug: cell for cell in sweep.cells}
-    here = [(record, True) for record in read_runs(sweep, runs or sweep.runs)]
+    here = [(record, True) for record in read_runs(sweep, sweep.runs(runs))]
     for record, fresh in [*here, *((old, False) for old in read_results(results_file(sweep)))]:
         if record.state == "cut" and not record.step:
             continue  # started, and nothing to say yet

@@ -67,9 +67,9 @@ class Sweep:
     def name(self) -> str:
         return self.file.stem
 
-    @property
-    def runs(self) -> Path:
-        return self.file.parent / "runs"
+    def runs(self, out: str | Path | None = None) -> Path:
+        """Where its runs lie: in `runs` beside it, or under its folder's name in the folder that was given."""
+        return Path(out) / self.file.parent.name if out else self.file.parent / "runs"
 
     def show(self, value: float) -> str:
         return f"{value * self.scale:.{1 if self.unit == '%' else 3}f}"
@@ -157,8 +157,7 @@ def jobs_of(
         known = ", ".join(f"{cell.row}/{cell.column}" for cell in sweep.cells)
         raise ValueError(f"no cell of {sweep.file.name} matches {' or '.join(only)}; its cells: {known}")
     variant = variant_of(sweep, overrides)
-    base = Path(out) if out else sweep.runs
-    folder = base / (f"{sweep.name}+{_slug(variant, '=+')}" if variant else sweep.name)
+    folder = sweep.runs(out) / (f"{sweep.name}+{_slug(variant, '=+')}" if variant else sweep.name)
     jobs = []
     for seed in dict.fromkeys(sweep.seeds if seeds is None else seeds):
         for cell in cells:
