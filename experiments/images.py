@@ -20,7 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from weft.lab.checkpoint import Checkpoints
 from weft.lab.config import TrainConfig
+from weft.lab.run import Run
+from weft.layers import CachedAttention
 from weft.models.image import Normalised
 from weft.tasks import DataMissing, TaskData, get_task
 from weft.tasks.base import Columns
@@ -129,3 +132,29 @@ def timm_model(name: str, **options: Any) -> Make:
         return timm.create_model(name, pretrained=False, num_classes=classes, **sized, **options)
 
     return make
+
+
+def weights_of(run_folder: Path) -> dict[str, Tensor]:
+    """The newest weights of a row's run."""
+    newest = Checkpoints(Run(run_folder).checkpoints).newest()
+    if newest is None:
+        raise SystemExit(f"{run_folder} has no checkpoint: run the pre-training first")
+    prefix = "model/model."
+    return {k.removeprefix(prefix): v for k, v in newest[0].items() if k.startswith(prefix)}
+
+
+def continued(make: Make, run_folder: Path) -> Make:
+    """The model with the weights of an earlier run, but for its head and its caches, which are empty again."""
+
+    def load(size: int, classes: int) -> nn.Module:
+        model = make(size, classes)
+        kept = {k: v for k, v in weights_of(run_folder).items() if not k.startswith("head.")}
+        missing, unexpected = model.load_state_dict(kept, strict=False)
+        if unexpected or [name for name in missing if not name.startswith("head.")]:
+            raise ValueError(f"{run_folder} holds another model: {[*missing, *unexpected][:5]}")
+        for layer in model.modules():
+            if isinstance(layer, CachedAttention):
+                layer.reset()
+        return model
+
+    return load

@@ -25,8 +25,7 @@ from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.ops import FeaturePyramidNetwork, MultiScaleRoIAlign
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool, LastLevelP6P7
 
-from weft.lab.checkpoint import Checkpoints
-from weft.lab.run import Run
+from experiments.images import weights_of
 from weft.layers import CachedAttention
 from weft.models.pvt import pvt
 
@@ -67,10 +66,7 @@ class Backbone(nn.Module):
 def detector(kind: str, size: str, cached: bool, weights: Path | None = None, **options: Any) -> nn.Module:
     body = pvt(size, cached=cached)
     if weights is not None:
-        newest = Checkpoints(Run(weights).checkpoints).newest()
-        assert newest is not None, f"{weights} has no checkpoint"
-        prefix = "model/model."
-        body.load_state_dict({k.removeprefix(prefix): v for k, v in newest[0].items() if k.startswith(prefix)})
+        body.load_state_dict(weights_of(weights))
     for layer in body.modules():
         if isinstance(layer, CachedAttention):
             layer.reset()

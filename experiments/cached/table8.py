@@ -14,41 +14,16 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from torch import nn
-
 from experiments.cached.models import cached, plain
 from experiments.cached.table1 import METRICS, RECIPE
-from experiments.images import Images, Make
+from experiments.images import Images, continued
 from experiments.table import Row, run
-from weft.lab.checkpoint import Checkpoints
-from weft.lab.run import Run
-from weft.layers import CachedAttention
 
 PAPER = {"Swin-T": (80.9, 96.0), "Swin-T (Cached)": (81.7, 96.4)}
 STAGES = {
     "pretrain": ("imagenet22k", {**RECIPE, "epochs": 90}),
     "finetune": ("imagenet", {**RECIPE, "epochs": 30, "learning_rate": 2e-5, "warmup": 0, "weight_decay": 1e-8}),
 }
-
-
-def continued(make: Make, run_folder: Path) -> Make:
-    """The model with the weights of an earlier run, but for its head and its caches."""
-
-    def load(size: int, classes: int) -> nn.Module:
-        model = make(size, classes)
-        newest = Checkpoints(Run(run_folder).checkpoints).newest()
-        if newest is None:
-            raise SystemExit(f"{run_folder} has no checkpoint: run --stage pretrain first")
-        prefix = "model/model."
-        weights = {k.removeprefix(prefix): v for k, v in newest[0].items() if k.startswith(prefix)}
-        kept = {k: v for k, v in weights.items() if not k.startswith("head.")}
-        model.load_state_dict(kept, strict=False)
-        for layer in model.modules():
-            if isinstance(layer, CachedAttention):
-                layer.reset()
-        return model
-
-    return load
 
 
 def rows(
