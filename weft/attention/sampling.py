@@ -15,6 +15,7 @@ generator) sees the same sample again, CPU and GPU see the same one, and a compi
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,8 +68,19 @@ def causal_noise(windows: int, size: int) -> int:
 def shuffle(noise: Tensor, sigma: float | None) -> Tensor:
     """A random order of the positions in which each is displaced by about `sigma`."""
     if sigma is None:
-        return noise.argsort()
-    return (torch.arange(noise.shape[0], device=noise.device) + sigma * noise).argsort()
+        return ascending(noise)
+    return ascending(torch.arange(noise.shape[0], device=noise.device) + sigma * noise)
+
+
+@torch.library.custom_op("weft::ascending", mutates_args=())
+def ascending(x: Tensor) -> Tensor:
+    """argsort of (n,): on a CPU by NumPy, which takes a fifth of PyTorch's time."""
+    return x.argsort() if x.device.type != "cpu" else torch.from_numpy(np.argsort(x.numpy()))
+
+
+@ascending.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x, dtype=torch.int64)
 
 
 def thin(sources: Tensor, keep: float, noise: Tensor) -> Tensor:
