@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels import combiner_axial as kernel
+from ..kernels.dispatch import check_backend, use_triton
 from .axial import Grid, decoding_block, row_part
 from .combiner import Seen, join_seen
 from .contract import Attention, PositionBias, clean
@@ -35,7 +37,12 @@ KEY_SUMMARIES = ("none", "wsum", "proj", "wsum_proj")
 
 
 class CombinerAxial(Attention):
-    """`own_span` keeps the own row also as a span when bidirectional: the published code, which counts it twice."""
+    """`own_span` keeps the own row also as a span when bidirectional: the published code, which counts it twice.
+
+    `backend` "triton" is the fused kernel of `weft/kernels/combiner_axial.py`, for key_summary="wsum" without own_span;
+    "torch" the version below, which defines it; "auto" takes the kernel on the GPUs it was tested on. Decoding is
+    always "torch".
+    """
 
     def __init__(
         self,
@@ -45,6 +52,7 @@ class CombinerAxial(Attention):
         own_span: bool = False,
         input_dim: int | None = None,
         eps: float = 1e-6,
+        backend: str = "auto",
         **contract: Any,
     ):
         super().__init__(**contract)
@@ -55,6 +63,9 @@ class CombinerAxial(Attention):
         if own_span and self.causal:
             raise ValueError("own_span reproduces the published bidirectional code: it needs causal=False")
         self.block_size, self.key_summary, self.own_span = block_size, key_summary, own_span
+        self.backend = check_backend(backend)
+        if backend == "triton" and self._no_kernel():
+            raise ValueError(f"combiner-axial cannot use backend='triton': {self._no_kernel()}; use 'auto' or 'torch'")
         self.needs_input = key_summary.endswith("proj")
         if self.needs_input and input_dim is None:
             raise ValueError(f"key_summary={key_summary!r} projects to the width of the layer's input: give input_dim")
@@ -79,7 +90,20 @@ class CombinerAxial(Attention):
     ) -> Tensor:
         self.check(q, k, v, mask, bias)
         k, v = clean(k, v, mask)
-        return self._attend(q, k, v, mask, self._input(x, q, mask), v)
+        x = self._input(x, q, mask)
+        cannot = "the kernel has no dropout" if self.dropout and self.training else self._no_kernel()
+        if not use_triton(self.backend, self.name, q, v, cannot=cannot, least_length=kernel.LEAST_LENGTH):
+            return self._attend(q, k, v, mask, x, v)
+        if mask is not None:
+            q = q.masked_fill(~mask[:, None, :, None], 0)
+        m = self.block_size or default_block(q.shape[2], self.max_length)
+        return kernel.combiner_axial(q, k, v, mask, block_size=m, causal=self.causal)
+
+    def _no_kernel(self) -> str:
+        """What in the options the fused kernel lacks; "" if nothing."""
+        if self.key_summary != "wsum":
+            return f"the kernel has key_summary='wsum', not {self.key_summary!r}"
+        return "the kernel has no own_span" if self.own_span else ""
 
     @torch.no_grad()
     def weights(
@@ -197,4 +221,5 @@ register(
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
     length_dependent="without max_length the default block size follows the length; block_size fixes it",
+    backends=("torch", "triton"),
 )

@@ -24,10 +24,18 @@ from .summaries import Summary
 
 
 class CombinerAxialHorizontal(GridCombiner):
-    """`block_size` is the width of the grid."""
+    """`block_size` is the width of the grid; `backend` as in GridCombiner."""
 
-    def __init__(self, *, block_size: int | None = None, summary: str = "max", split: bool = False, **contract: Any):
-        super().__init__(block_size=block_size, summary=summary, **contract)
+    def __init__(
+        self,
+        *,
+        block_size: int | None = None,
+        summary: str = "max",
+        split: bool = False,
+        backend: str = "auto",
+        **contract: Any,
+    ):
+        super().__init__(block_size=block_size, summary=summary, backend=backend, **contract)
         self.rows_as_spans = ("before", "after") if split else ("others",)
 
     def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
@@ -51,4 +59,5 @@ register(
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
     length_dependent="without max_length the default block size follows the length; block_size fixes it",
+    backends=("torch", "triton"),
 )

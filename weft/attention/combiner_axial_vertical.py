@@ -25,20 +25,20 @@ from .summaries import Summary
 
 
 class CombinerAxialVertical(GridCombiner):
-    """`block_size` is the width of the grid."""
+    """`block_size` is the width of the grid; `backend` as in GridCombiner."""
 
     columns_as_spans = True
 
-    def __init__(self, *, block_size: int | None = None, summary: str = "max", **contract: Any):
-        super().__init__(block_size=block_size, summary=summary, **contract)
+    def __init__(self, *, block_size: int | None = None, summary: str = "max", backend: str = "auto", **contract: Any):
+        super().__init__(block_size=block_size, summary=summary, backend=backend, **contract)
 
     def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
         m = self.block_size or default_block(k.shape[2], self.max_length)
         grid = Grid.of(k, v, mask, m, self.causal)
         rows = Rows(m).arrange(q)
-        which = "before" if self.causal else "others"
         own = row_part(grid)
-        return [own, column_spans(own.layout, grid, rows, self.summary, which), column_part(grid)]
+        spans = [column_spans(own.layout, grid, rows, self.summary, which) for which in self.column_spans]
+        return [own, *spans, column_part(grid)]
 
 
 def column_spans(layout: Layout, grid: Grid, q: Tensor, summary: Summary, which: str) -> Part:
@@ -57,4 +57,5 @@ register(
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
     length_dependent="without max_length the default block size follows the length; block_size fixes it",
+    backends=("torch", "triton"),
 )

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels.dispatch import check_backend, plain
 from .axial import Grid, column_part, row_part
 from .combiner_axial_horizontal import row_spans
 from .combiner_axial_vertical import column_spans
@@ -31,7 +32,10 @@ MixtureState = list
 
 
 class CombinerMixture(Attention):
-    """`factorisations` are names, or (name, {options}); `block_size` and `summary` go to all that take them."""
+    """`factorisations` are names, or (name, {options}); `block_size`, `summary` and `backend` go to all that take them.
+
+    "triton" needs a kernel for every factorisation; "auto" takes those there are.
+    """
 
     def __init__(
         self,
@@ -40,9 +44,11 @@ class CombinerMixture(Attention):
         mixture: str = "average",
         block_size: int | None = None,
         summary: str = "max",
+        backend: str = "auto",
         **contract: Any,
     ):
         super().__init__(**contract)
+        self._backend = check_backend(backend)
         if mixture not in ("average", "joint"):
             raise ValueError(f"mixture must be 'average' or 'joint', got {mixture!r}")
         if not factorisations:
@@ -54,21 +60,42 @@ class CombinerMixture(Attention):
                     f"mixture='joint' joins {AXIAL[0]} and {AXIAL[1]}, without options of their own; "
                     "'average' takes any factorisations"
                 )
-            joint = JointAxial(block_size=block_size, summary=summary, **contract)
+            joint = JointAxial(block_size=block_size, summary=summary, backend=backend, **contract)
             self.factorisations = nn.ModuleList([joint])
             return
-        shared = {"block_size": block_size, "summary": summary}
+        shared = {"block_size": block_size, "summary": summary, "backend": backend}
         made = []
         for name, options in entries:
             info = attention_info(name)
+            if backend == "triton" and "triton" not in info.backends:
+                raise ValueError(
+                    f"combiner-mixture cannot use backend='triton': {name} has no kernel; use 'auto' or 'torch'"
+                )
             given = {key: value for key, value in shared.items() if key in info.options}
             made.append(make_attention(name, **contract, **{**given, **options}))
             if getattr(made[-1], "needs_input", False):
                 raise ValueError(f"{name} with {options} reads the input of the layer, which a mixture does not have")
         self.factorisations = nn.ModuleList(made)
 
+    @property
+    def backend(self) -> str:
+        return self._backend
+
+    @backend.setter
+    def backend(self, backend: str) -> None:
+        self._backend = check_backend(backend)
+        for attn in self._each():
+            if hasattr(attn, "backend"):
+                attn.backend = backend
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         return torch.stack([attn(q, k, v, mask) for attn in self.factorisations]).mean(0)
+
+    def weights(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+    ) -> Tensor:
+        with plain(self):  # the identity in place of v is as wide as the sequence is long
+            return super().weights(q, k, v, mask, bias)
 
     def start(self, batch: int, *, device=None, dtype=None) -> MixtureState:
         return [attn.start(batch, device=device, dtype=dtype) for attn in self._each()]
@@ -86,19 +113,18 @@ class JointAxial(GridCombiner):
     """Vertical and horizontal spans under one normaliser."""
 
     name = "combiner-mixture"
-    columns_as_spans = True
+    columns_as_spans = columns_split = True
     rows_as_spans = ("before", "after")
 
     def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
         m = self.block_size or default_block(k.shape[2], self.max_length)
         grid, queries = Grid.of(k, v, mask, m, self.causal), Rows(m).arrange(q)
         row, column = row_part(grid), column_part(grid)
-        above = ("before",) if self.causal else ("before", "after")
         return [
             row,
-            *(column_spans(row.layout, grid, queries, self.summary, which) for which in above),
+            *(column_spans(row.layout, grid, queries, self.summary, which) for which in self.column_spans),
             column,
-            *(row_spans(column.layout, grid, queries, self.summary, which) for which in ("before", "after")),
+            *(row_spans(column.layout, grid, queries, self.summary, which) for which in self.rows_as_spans),
         ]
 
 
@@ -108,4 +134,5 @@ register(
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
     length_dependent="without max_length the default block size follows the length; block_size fixes it",
+    backends=("torch", "triton"),
 )

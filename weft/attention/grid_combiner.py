@@ -1,4 +1,4 @@
-"""What the Combiners on a grid share: their options, and decoding.
+"""What the Combiners on a grid share: their options, the kernels, and decoding.
 
 While decoding, row r is open. When it is full, each of its cells is summarised for the queries to come: along its
 column with all rows so far (vertical spans), and along its row (horizontal spans).
@@ -12,9 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import lines as kernel
+from ..kernels.dispatch import check_backend, plain, use_triton
 from .axial import decoding_block
 from .combiner import Combiner, Seen, join_seen, line_summaries
+from .contract import PositionBias
 from .decoding import KeyValueState
+from .joint import Columns, Rows, valid_in
+from .partitions import default_block
 from .softmax import softmax_attention
 
 
@@ -36,14 +41,82 @@ class GridState:
 
 
 class GridCombiner(Combiner):
+    """`backend` "triton" takes the fused attention of `weft/kernels/lines.py`, and pools in PyTorch; "torch" is the
+    `parts` of each variant, which define it; "auto" takes the kernel on the GPUs it was tested on. Decoding is always
+    "torch".
+    """
+
     columns_as_spans = False
+    columns_split = False  # bidirectional: what is above the own row and what is below as two spans
     rows_as_spans: tuple[str, ...] = ()
 
-    def __init__(self, *, block_size: int | None, summary: str, **contract: Any):
+    def __init__(self, *, block_size: int | None, summary: str, backend: str, **contract: Any):
         super().__init__(summary=summary, **contract)
         if block_size is not None and block_size < 1:
             raise ValueError(f"block_size, the width of the grid, must be at least 1, got {block_size}")
-        self.block_size = block_size
+        self.block_size, self.backend = block_size, check_backend(backend)
+
+    @property
+    def column_spans(self) -> tuple[str, ...]:
+        """Which of the other rows a column is summarised over, span by span."""
+        if not self.columns_as_spans:
+            return ()
+        if self.causal:
+            return ("before",)
+        return ("before", "after") if self.columns_split else ("others",)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        cannot = "the kernel has no dropout" if self.dropout and self.training else ""
+        if not use_triton(self.backend, self.name, q, v, cannot=cannot, least_length=kernel.LEAST_LENGTH):
+            return super().attend(q, k, v, mask, bias)
+        dtype = q.dtype
+        if mask is not None:
+            q = q.masked_fill(~mask[:, None, :, None], 0)
+        q, k, v = (self._widen(t) for t in (q, k, v))
+        m = self.block_size or default_block(q.shape[2], self.max_length)
+        others = "before" if self.causal else "others"
+        parts = ["0 row up_to" if self.causal else "0 row all", f"0 column {others}"]
+        spans = []
+        for which in self.column_spans:
+            spans.append(self._line_spans(q, k, v, mask, m, "column", which))
+            parts.append(f"{len(spans)} row others")
+        for which in self.rows_as_spans:
+            spans.append(self._line_spans(q, k, v, mask, m, "row", which))
+            parts.append(f"{len(spans)} column {others}")
+        out = kernel.line_attention(q, k, v, mask, ",".join(parts), width=m, spans=tuple(spans))
+        return out.to(dtype) if self.summary.pool == "sum" else out
+
+    def _line_spans(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, m: int, axis: str, which: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`line_summaries` in the order of the cells, (B, H, cells, D), the local softmax by the kernel."""
+        L, s = k.shape[2], self.summary
+        layout = Rows(m) if axis == "row" else Columns(m)
+        real = None if self.causal and mask is None else valid_in(layout, mask, L, m, k.device)
+        lines_q, lines_k = layout.arrange(q), layout.arrange(k)
+        lines, T = lines_k.shape[2:4]
+        tokens = torch.ones(1, 1, lines, T, device=k.device, dtype=torch.long) if real is None else real.long()
+        up_to = tokens.cumsum(3)
+        everything = up_to[..., -1:]
+        count = {"before": up_to - tokens, "after": everything - up_to, "others": everything - tokens}[which]
+
+        def pool(f: Tensor) -> Tensor:
+            if which == "after":
+                return s.before(f.flip(3)).flip(3)
+            return s.before(f) if which == "before" else s.others(f)
+
+        cells = lines * T
+        qbar = layout.restore(s.finish(pool(s.lift_queries(lines_q, real)), count, q.dtype), cells)
+        kbar = layout.restore(s.finish(pool(s.lift_keys(lines_k, real)), count, k.dtype), cells)
+        vbar = kernel.line_attention(qbar, k, v, mask, f"0 {axis} {which}", width=m)
+        some = layout.restore((count > 0)[..., None], cells)[:, 0, :, 0]
+        return kbar, vbar.to(k.dtype), some
+
+    def weights(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+    ) -> Tensor:
+        with plain(self):  # the identity in place of v is as wide as the sequence is long
+            return super().weights(q, k, v, mask, bias)
 
     def start(self, batch: int, *, device=None, dtype=None) -> GridState:
         decoding_block(self)  # refuses where there is none

@@ -8,6 +8,52 @@ import torch
 from .agree import Call
 
 SMALL: dict[str, tuple[Call, ...]] = {
+    "combiner-axial": (
+        Call("combiner-axial", 50, H=1, options={"block_size": 36}),
+        Call("combiner-axial", 50, H=1, D=64, causal=False, options={"block_size": 36}, dtype=torch.float16),
+        Call("combiner-axial", 37, H=1, options={"block_size": 1}, layout="BHLD"),
+        Call("combiner-axial", 23, B=2, H=1, D=20, options={"block_size": 6}, mask="random"),
+        Call("combiner-axial", 23, B=2, H=1, causal=False, options={"block_size": 6}, mask="ends", layout="BHLD"),
+        Call("combiner-axial", 11, B=2, H=1, causal=False, options={"block_size": 4}, mask="all"),
+        Call("combiner-axial", 9, B=2, mask="random"),
+        Call("combiner-axial", 1, D=128),
+    ),
+    "combiner-axial-horizontal": (
+        Call("combiner-axial-horizontal", 14, B=2, H=1, options={"block_size": 4}, mask="random"),
+        Call(
+            "combiner-axial-horizontal",
+            11,
+            H=1,
+            D=20,
+            causal=False,
+            options={"block_size": 4, "summary": "deepsets-max"},
+            layout="BHLD",
+        ),
+        Call(
+            "combiner-axial-horizontal",
+            9,
+            B=2,
+            H=1,
+            options={"block_size": 4, "summary": "sum", "split": True},
+            mask="all",
+        ),
+        Call("combiner-axial-horizontal", 9, H=1, D=64, causal=False, options={"block_size": 4}, dtype=torch.float16),
+    ),
+    "combiner-axial-vertical": (
+        Call("combiner-axial-vertical", 14, B=2, H=1, options={"block_size": 4}, mask="ends"),
+        Call(
+            "combiner-axial-vertical",
+            11,
+            B=2,
+            H=1,
+            D=20,
+            causal=False,
+            options={"block_size": 4, "summary": "mean"},
+            mask="random",
+        ),
+        Call("combiner-axial-vertical", 9, H=1, D=64, options={"block_size": 4}, dtype=torch.float16),
+        Call("combiner-axial-vertical", 1, H=1, D=128, causal=False),
+    ),
     "combiner-fixed": (
         Call("combiner-fixed", 37, H=1, D=8, options={"block_size": 16}, mask="random"),
         Call(
@@ -25,8 +71,20 @@ SMALL: dict[str, tuple[Call, ...]] = {
             "combiner-fixed", 31, H=1, D=8, B=2, causal=False, options={"block_size": 16, "summary": "sum"}, mask="all"
         ),
     ),
+    "combiner-mixture": (
+        Call("combiner-mixture", 11, H=1, causal=False, options={"block_size": 4}),
+        Call("combiner-mixture", 9, B=2, H=1, options={"block_size": 4, "mixture": "joint"}, mask="random"),
+        Call("combiner-mixture", 7, H=1, causal=False, options={"block_size": 3, "mixture": "joint"}),
+        Call(
+            "combiner-mixture",
+            9,
+            H=1,
+            options={"block_size": 4, "factorisations": ("combiner-axial", "combiner-fixed")},
+            dtype=torch.float16,
+        ),
+    ),
     "linear": (
-        Call("linear", 150, B=2, H=1, mask="random"),
+        Call("linear", 150, H=1, mask="random"),
         Call("linear", 135, B=2, H=1, D=20, mask="ends", layout="BHLD"),
         Call("linear", 130, H=1, D=64, dtype=torch.float16),
         Call("linear", 33, B=2, H=1, D=128, mask="all"),
@@ -43,7 +101,7 @@ SMALL: dict[str, tuple[Call, ...]] = {
         Call("mssa", 150, D=64, H=1, mask="random", dtype=torch.float16),
     ),
     "performer": (
-        Call("performer", 150, B=2, H=1, mask="ends"),
+        Call("performer", 150, H=1, mask="ends"),
         Call("performer", 130, H=1, D=20, options={"features": 70}, dtype=torch.float16),
         Call("performer", 35, B=2, H=1, options={"features": 100}, mask="all", layout="BHLD"),
         Call("performer", 140, H=1, options={"kernel": "relu"}, mask="random"),
@@ -64,12 +122,14 @@ SMALL: dict[str, tuple[Call, ...]] = {
         Call("local", 37, H=1, options={"block_size": 16}),
         Call("local", 70, B=2, H=1, causal=False, options={"block_size": 50}, mask="random"),
         Call("local", 45, B=2, H=1, D=20, options={"block_size": 20}, mask="all", layout="BHLD"),
-        Call("local", 130, D=64, options={"block_size": 64}, mask="ends", dtype=torch.float16),
+        Call("local", 130, B=2, D=64, H=1, options={"block_size": 50}, mask="ends", dtype=torch.float16),
+        Call("local", 130, H=1, D=64, options={"block_size": 100}, mask="random", dtype=torch.float16),
         Call("local", 40, H=1, D=128, causal=False, options={"block_size": 50}, dtype=torch.float16),
         Call("local", 1, H=1),
     ),
     "longformer": (
-        Call("longformer", 90, H=1, options={"window": 40}),
+        Call("longformer", 230, H=1, options={"window": 150}),
+        Call("longformer", 270, H=1, D=64, causal=False, options={"window": 240}, dtype=torch.float16),
         Call("longformer", 90, B=2, H=1, D=20, causal=False, options={"window": 41}, mask="random"),
         Call("longformer", 65, B=2, H=1, causal=False, options={"window": 16, "global_tokens": 3}, mask="ends"),
         Call("longformer", 67, B=2, H=1, options={"window": 16, "global_tokens": 3}, mask="random", layout="BHLD"),
@@ -77,10 +137,11 @@ SMALL: dict[str, tuple[Call, ...]] = {
             "longformer", 130, H=1, D=64, causal=False, options={"window": 32, "global_tokens": 40}, dtype=torch.float16
         ),
         Call("longformer", 20, B=2, H=1, causal=False, options={"window": 8, "global_tokens": 40}, mask="all"),
+        Call("longformer", 200, H=1, causal=False, options={"window": 251, "global_tokens": 70}),
         Call("longformer", 1, H=1, options={"window": 8, "global_tokens": 1}),
     ),
     "sparse": (
-        Call("sparse", 70, H=1, options={"block_size": 24, "columns": 3}),
+        Call("sparse", 170, H=1, options={"block_size": 24, "columns": 9, "leading_column": True}),
         Call(
             "sparse",
             70,
@@ -104,9 +165,37 @@ SMALL: dict[str, tuple[Call, ...]] = {
 }
 
 REAL: dict[str, tuple[Call, ...]] = {
+    "combiner-axial": (
+        Call("combiner-axial", 2048, D=64, H=4, options={"block_size": 128}),
+        Call("combiner-axial", 1000, D=64, B=2, H=4),
+        Call("combiner-axial", 2100, D=64, B=2, H=2, options={"block_size": 128}, causal=False, mask="random"),
+        Call("combiner-axial", 1025, D=128, B=2, H=2, options={"block_size": 100}, mask="ends"),
+        Call("combiner-axial", 777, D=20, B=2, H=2, options={"block_size": 32}, causal=False, mask="all"),
+        Call("combiner-axial", 3001, D=64, H=2, options={"block_size": 256}, layout="BHLD"),
+        Call("combiner-axial", 650, D=128, H=2, options={"block_size": 9}, causal=False),
+        Call("combiner-axial", 61, D=64, B=2, H=2, mask="random"),
+        Call("combiner-axial", 1, D=64, H=2),
+    ),
+    "combiner-axial-horizontal": (
+        Call("combiner-axial-horizontal", 1000, D=64, B=2, H=2),
+        Call("combiner-axial-horizontal", 1000, D=64, B=2, H=2, causal=False, mask="random"),
+        Call("combiner-axial-horizontal", 777, D=128, H=2, options={"split": True, "summary": "mean"}, layout="BHLD"),
+        Call("combiner-axial-horizontal", 300, D=20, B=2, H=2, options={"block_size": 24}, mask="ends"),
+    ),
+    "combiner-axial-vertical": (
+        Call("combiner-axial-vertical", 1000, D=64, B=2, H=2),
+        Call("combiner-axial-vertical", 1000, D=64, B=2, H=2, causal=False, mask="random"),
+        Call("combiner-axial-vertical", 777, D=128, H=2, options={"summary": "sum"}, layout="BHLD"),
+        Call("combiner-axial-vertical", 300, D=20, B=2, H=2, options={"block_size": 24}, mask="ends"),
+    ),
     "combiner-fixed": (
         Call("combiner-fixed", 1000, D=64, B=2, H=4, options={"block_size": 128, "summary": "sum"}, mask="random"),
         Call("combiner-fixed", 1000, D=64, B=2, H=4, options={"block_size": 128}, causal=False, mask="ends"),
+    ),
+    "combiner-mixture": (
+        Call("combiner-mixture", 1000, D=64, B=2, H=2),
+        Call("combiner-mixture", 777, D=64, B=2, H=2, options={"mixture": "joint"}, mask="random"),
+        Call("combiner-mixture", 500, D=64, H=2, causal=False, options={"mixture": "joint"}),
     ),
     "linear": (
         Call("linear", 1000, D=64, B=2, H=4),
@@ -159,6 +248,7 @@ REAL: dict[str, tuple[Call, ...]] = {
         Call("local", 1000, D=64, B=2, H=4),
         Call("local", 1000, D=64, B=2, H=4, causal=False, options={"block_size": 128}, mask="random"),
         Call("local", 777, D=128, B=1, H=3, options={"block_size": 64}, mask="ends", layout="BHLD"),
+        Call("local", 777, D=64, B=2, H=2, options={"block_size": 100}, mask="random"),
         Call("local", 300, D=20, B=2, H=2, causal=False, options={"block_size": 16}, mask="all"),
         Call("local", 1000, D=96, B=1, H=2, options={"block_size": 4096}),
         Call("local", 1, D=64, B=2, H=2),

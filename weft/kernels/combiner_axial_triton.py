@@ -31,27 +31,6 @@ def summarise_tile(q, k, v, allowed, kbar, vbar, top, total, scale, PRECISION: t
 
 
 @triton.jit
-def summary_to_queries(q, k, v, real, dkbar, dvbar, local, products, scale, PRECISION: tl.constexpr):
-    """Logits (queries, keys), and their gradient through the summaries, da."""
-    logit = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-    dalpha = tl.dot(dvbar, tl.trans(v), input_precision=PRECISION)
-    dalpha = tl.dot(dkbar, tl.trans(k), dalpha, input_precision=PRECISION)
-    return logit, tl.where(real[None, :], tl.exp2(logit - local[:, None]) * (dalpha - products[:, None]), 0.0)
-
-
-@triton.jit
-def summary_to_keys(q, k, v, real, dkbar, dvbar, local, products, dk, dv, scale, logit_scale, PRECISION: tl.constexpr):
-    """Logits (keys, queries) and da as above; α dvbar and α dkbar are added to dv and dk, which waits for 1/√D."""
-    logit = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
-    alpha = tl.where(real[:, None], tl.exp2(logit - local[None, :]), 0.0)
-    dv = tl.dot(alpha.to(v.dtype), dvbar, dv, input_precision=PRECISION)
-    dk = tl.dot((alpha / logit_scale).to(k.dtype), dkbar, dk, input_precision=PRECISION)
-    dalpha = tl.dot(v, tl.trans(dvbar), input_precision=PRECISION)
-    dalpha = tl.dot(k, tl.trans(dkbar), dalpha, input_precision=PRECISION)
-    return logit, alpha * (dalpha - products[None, :]), dk, dv
-
-
-@triton.jit
 def summarise(
     Q, K, V, MASK, KBAR, VBAR, LOCAL, OUT, LSE,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, s_b, s_h, s_l, o_b, o_h, o_l,
@@ -136,27 +115,21 @@ def row_query_gradients(
     local = tl.load(LOCAL + bh * n * m + first + i, mask=live, other=0.0)
     products = tl.load(PRODUCTS + bh * n * m + first + i, mask=live, other=0.0)
     dq = tl.zeros([BQ, BLOCK_D], tl.float32)
-    direct_end = tl.minimum(end, (q_first + BQ + BK - 1) // BK * BK) if CAUSAL else end
-    for begin in range(0, direct_end, BK):
+    for begin in range(0, end, BK):
         j = begin + tl.arange(0, BK)
         real = valid_rows(MASK, j, j < end, HAS_MASK)
         k = load_rows(K, j, d, k_l, real, D, BLOCK_D)
         v = load_rows(V, j, d, v_l, real, D, BLOCK_D)
-        logit, ds = summary_to_queries(q, k, v, real, dkbar, dvbar, local, products, scale, PRECISION)
+        logit = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        dalpha = tl.dot(dvbar, tl.trans(v), input_precision=PRECISION)
+        dalpha = tl.dot(dkbar, tl.trans(k), dalpha, input_precision=PRECISION)
+        ds = tl.where(real[None, :], tl.exp2(logit - local[:, None]) * (dalpha - products[:, None]), 0.0)
         allowed = real[None, :]
         if CAUSAL:
             allowed = allowed & (j[None, :] <= i[:, None])
         dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
         ds += tl.where(allowed, tl.exp2(logit - lse[:, None]) * (dp - delta[:, None]), 0.0)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    if CAUSAL:  # keys after i: through the summary only
-        for begin in range(direct_end, end, BK):
-            j = begin + tl.arange(0, BK)
-            real = valid_rows(MASK, j, j < end, HAS_MASK)
-            k = load_rows(K, j, d, k_l, real, D, BLOCK_D)
-            v = load_rows(V, j, d, v_l, real, D, BLOCK_D)
-            logit, ds = summary_to_queries(q, k, v, real, dkbar, dvbar, local, products, scale, PRECISION)
-            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     dq = dq * logit_scale + load_rows(DQ, i, d, dq_l, live, D, BLOCK_D).to(tl.float32)
     store_rows(DQ, dq, i, d, dq_l, live, D, BLOCK_D)
 
@@ -192,40 +165,34 @@ def row_key_gradients(
     v = load_rows(V, j, d, v_l, real, D, BLOCK_D)
     dk = tl.zeros([BK, BLOCK_D], tl.float32)
     dv = tl.zeros([BK, BLOCK_D], tl.float32)
-    direct_start = k_first // BQ * BQ if CAUSAL else 0
-    if CAUSAL:  # queries before j: through their summaries only
-        for begin in range(0, direct_start, BQ):
-            i = begin + tl.arange(0, BQ)
-            q = load_rows(Q, i, d, q_l, i < end, D, BLOCK_D)
-            dkbar = load_rows(DKBAR, i, d, s_l, i < m, D, BLOCK_D)
-            dvbar = load_rows(DVBAR, i, d, s_l, i < m, D, BLOCK_D)
-            local = tl.load(LOCAL + i, mask=i < m, other=0.0)
-            products = tl.load(PRODUCTS + i, mask=i < m, other=0.0)
-            logit, ds, dk, dv = summary_to_keys(
-                q, k, v, real, dkbar, dvbar, local, products, dk, dv, scale, logit_scale, PRECISION
-            )
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    for begin in range(direct_start, m, BQ):
+    root = 1.0 / logit_scale
+    for begin in range(0, m, BQ):
         i = begin + tl.arange(0, BQ)
         live = i < end
         q = load_rows(Q, i, d, q_l, live, D, BLOCK_D)
+        dout = load_rows(DOUT, i, d, g_l, live, D, BLOCK_D)
         dkbar = load_rows(DKBAR, i, d, s_l, i < m, D, BLOCK_D)
         dvbar = load_rows(DVBAR, i, d, s_l, i < m, D, BLOCK_D)
-        local = tl.load(LOCAL + i, mask=i < m, other=0.0)
-        products = tl.load(PRODUCTS + i, mask=i < m, other=0.0)
-        logit, ds, dk, dv = summary_to_keys(
-            q, k, v, real, dkbar, dvbar, local, products, dk, dv, scale, logit_scale, PRECISION
-        )
-        dout = load_rows(DOUT, i, d, g_l, live, D, BLOCK_D)
         lse = tl.load(LSE + i, mask=live, other=0.0)
         delta = tl.load(DELTA + i, mask=live, other=0.0)
-        allowed = real[:, None] & live[None, :]
+        local = tl.load(LOCAL + i, mask=i < m, other=0.0)
+        products = tl.load(PRODUCTS + i, mask=i < m, other=0.0)
+        logit = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
+        alpha = tl.exp2(logit - local[None, :])
+        p = tl.exp2(logit - lse[None, :])
         if CAUSAL:
-            allowed = allowed & (j[:, None] <= i[None, :])
-        p = tl.where(allowed, tl.exp2(logit - lse[None, :]), 0.0)
+            p = tl.where(j[:, None] <= i[None, :], p, 0.0)
+        if HAS_MASK:  # past the end of the row nothing is written, so nothing need be masked
+            alpha, p = tl.where(real[:, None], alpha, 0.0), tl.where(real[:, None], p, 0.0)
+        dv = tl.dot(alpha.to(v.dtype), dvbar, dv, input_precision=PRECISION)
+        dk = tl.dot((alpha * root).to(k.dtype), dkbar, dk, input_precision=PRECISION)
+        dalpha = tl.dot(v, tl.trans(dvbar), input_precision=PRECISION)
+        dalpha = tl.dot(k, tl.trans(dkbar), dalpha, input_precision=PRECISION)
+        ds = alpha * (dalpha - products[None, :])
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
         ds += p * (dp - delta[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    # α dkbar is no logit's gradient: it went in times √D
     store_rows(DK, dk * logit_scale, j, d, dk_l, j < end, D, BLOCK_D)
     store_rows(DV, dv, j, d, dv_l, j < end, D, BLOCK_D)

@@ -19,6 +19,7 @@ from torch import Tensor
 from .dispatch import DTYPES, LARGEST_HEAD
 from .launch import Tiles, block_width, ceil_div, next_power_of_two, precision, rows_contiguous, strides
 
+LEAST_LENGTH = 256  # expected to be the faster one from here on; not measured yet
 RULES = ("up_to", "before", "after", "others", "all")
 
 # By kernel, widest head and bytes per number; not yet tuned.
@@ -31,7 +32,7 @@ TILES: dict[tuple[str, int, int], Tiles] = {
     ("query gradients", 128, 2): Tiles(64, 32, 4, 2),
     ("query gradients", 64, 4): Tiles(32, 32, 4, 2),
     ("query gradients", 128, 4): Tiles(32, 32, 4, 1),
-    ("key gradients", 64, 2): Tiles(32, 64, 4, 3),
+    ("key gradients", 64, 2): Tiles(32, 64, 4, 3, 168),
     ("key gradients", 128, 2): Tiles(64, 64, 8, 2),
     ("key gradients", 64, 4): Tiles(32, 32, 4, 1),
     ("key gradients", 128, 4): Tiles(32, 32, 4, 1),
