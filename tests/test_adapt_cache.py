@@ -76,6 +76,61 @@ def test_padded_tokens_do_not_enter_the_cache():
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_causal_mask_of_pytorch_is_refused_or_delayed(padded):
+    """Whatever is said of it: `is_causal=False` beside a causal mask is a hint, and a wrong one."""
+    x, causal = noise(2, 9, 24), torch.nn.Transformer.generate_square_subsequent_mask(9)
+    masks = {"src_key_padding_mask": torch.arange(9) >= torch.tensor([[9], [7]])} if padded else {}
+    subject = encoder()
+    report = weft.cache(subject, length=4)
+    for hint in (None, False, True):
+        with pytest.raises(ValueError, match="delayed=True"):
+            subject.train()(x, mask=causal, is_causal=hint, **masks)
+    report.undo()
+    weft.cache(subject, length=4, delayed=True)
+    subject.train()
+    changed = x.clone()
+    changed[:, 5:] += 1
+    for hint in (None, False, True):
+        outs = []
+        for t in (x, changed):
+            other = copy.deepcopy(subject)
+            other(x, mask=causal, is_causal=hint, **masks)
+            outs.append(other(t, mask=causal, is_causal=hint, **masks))
+        assert torch.equal(outs[0][:, :5], outs[1][:, :5])
+        assert not torch.allclose(outs[0][:, 5:7], outs[1][:, 5:7], atol=1e-3)
+    # A window both ways hides nothing from one side only, and needs no delay.
+    window = (torch.arange(9)[:, None] - torch.arange(9)).abs() > 2
+    plain = encoder()
+    weft.cache(plain, length=4)
+    assert plain.train()(x, mask=window, **masks).isfinite().all()
+    pairs = torch.zeros(9, 9, dtype=torch.bool)
+    pairs[:, 6:] = True  # nobody reads these: they are not real, and stay out of the cache
+    states = []
+    for t in (x, torch.cat([x[:, :6], x[:, 6:] + 1], 1)):
+        other = copy.deepcopy(plain)
+        other(t, mask=pairs)
+        states.append(other.layers[0].self_attn.cache.cache)
+    assert torch.equal(*states)
+
+
+def test_masks_given_by_place_are_read_by_their_names():
+    inner = torch.nn.MultiheadAttention(24, 4, batch_first=True)
+    cached = weft.CachedAttention(inner, length=4)
+    x, padding = noise(2, 9, 24), torch.arange(9) >= torch.tensor([[9], [5]])
+    changed = x.masked_fill(padding[..., None], 3.0)
+    states = []
+    for t in (x, changed):
+        other = copy.deepcopy(cached)
+        other(t, t, t, padding)
+        states.append(other.cache.cache)
+    assert torch.equal(*states)
+    with pytest.raises(ValueError, match="one sequence"):
+        cached(x, x[:, :5], x[:, :5])
+    with pytest.raises(ValueError, match="nested"):
+        cached(torch.nested.nested_tensor([x[0], x[1, :5]]))
+
+
 def test_options_where_and_what_is_left():
     subject = encoder()
     report = weft.cache(subject, ratio=0.25, where="layers.1.*", length=9, lambda_init=-1.0)
@@ -91,6 +146,7 @@ def test_options_where_and_what_is_left():
     assert "batch_first" in weft.cache(encoder(batch_first=False)).left["layers.0.self_attn"]
     decoder = torch.nn.TransformerDecoderLayer(24, 4, batch_first=True)
     assert set(weft.cache(decoder).left) == {"self_attn", "multihead_attn"}
+    assert weft.cache(decoder, delayed=True).replaced == ["self_attn"]
     with pytest.raises(ValueError, match="wrap it"):
         weft.cache(weft.MultiheadAttention(24, 4))
 

@@ -32,7 +32,6 @@ class CachedLayer(nn.Module):
         super().__init__()
         dim, heads = width_and_heads(layer)
         self.cached = CachedAttention(layer, ratio, dim=dim, heads=heads, **options)
-        self.names = list(inspect.signature(type(layer).forward).parameters)[2:]  # after self and hidden_states
         self.both_ways = False  # a mask was seen, and it showed the layer what follows as well as what went before
 
     @property
@@ -41,9 +40,9 @@ class CachedLayer(nn.Module):
         return self.cached.share
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        named = dict(zip(self.names, args, strict=False)) | kwargs
+        named = dict(zip(self.cached.names, args, strict=False)) | kwargs
         self._refuse_past(named)
-        mask = named.get("mask" if "mask" in self.names else "attention_mask")
+        mask = named.get("mask" if "mask" in self.cached.names else "attention_mask")
         return self.cached(hidden_states, *args, valid=self._real(hidden_states, mask), **kwargs)
 
     def _refuse_past(self, named: dict[str, Any]) -> None:
@@ -89,9 +88,9 @@ class CachedLayer(nn.Module):
             return
         if getattr(mask, "weft_causal", False):
             raise ValueError("the layer is used causally: a cache of the current segment would leak; give delayed=True")
-        if mask.dim() == 4 and not torch.compiler.is_compiling():
+        if mask.dim() == 4:
             refuse_one_way(allowed, real)
-            self.both_ways = bool((real.sum(-1) > 1).any())
+            self.both_ways = not torch.compiler.is_compiling() and bool((real.sum(-1) > 1).any())
 
     @property
     def _writes(self) -> bool:
@@ -106,14 +105,10 @@ class CachedLayer(nn.Module):
             return getattr(self.cached.inner, name)
 
 
-def uncacheable(layer: Layer, only_encoders: bool) -> str:
+def uncacheable(layer: Layer) -> str:
     """Why this layer of transformers takes no cache; "" if it does."""
-    if "cross" in layer.needs:
-        return "it attends to another sequence"
     if layer.causal is None:
         return layer.trouble
-    if layer.causal and only_encoders:
-        return "it decodes what an encoder read, and the paper caches the encoder: give delayed=True for it as well"
     if list(inspect.signature(type(layer.module).forward).parameters)[1:2] != ["hidden_states"]:
         return "it is not called with hidden_states"
     try:

@@ -74,7 +74,7 @@ def cache(model: nn.Module, ratio: float = 0.5, where: Where = None, **options: 
     reads_an_encoder = any(x.kind == "transformers" and "cross" in x.needs for x in find_layers(model))
 
     def settings(layer: Layer) -> dict[str, Any]:
-        return {"delayed": True, **options} if layer.causal and layer.kind != "torch" else options
+        return {"delayed": True, **options} if layer.causal else options
 
     def plan(layer: Layer, seed: int) -> list[Patch] | str:
         if not layer.kind or (layer.trouble and layer.kind not in ("torch", "transformers")):
@@ -83,8 +83,10 @@ def cache(model: nn.Module, ratio: float = 0.5, where: Where = None, **options: 
             raise ValueError("the model is itself an attention layer: wrap it, weft.CachedAttention(layer)")
         if any(isinstance(parent, CachedAttention) for parent, _ in layer.places):
             return "it has a cache already"
-        if layer.role.startswith("decoder"):
-            return "it attends to another sequence, or under a causal mask that says nothing of padding"
+        if "cross" in layer.needs and layer.kind in ("torch", "transformers"):
+            return "it attends to another sequence"
+        if layer.causal and "delayed" not in options and (reads_an_encoder or layer.kind == "torch"):
+            return "it decodes what an encoder read, and the paper caches the encoder: give delayed=True for it as well"
         if layer.kind == "torch" and not layer.module.batch_first:
             return "cached attention takes (B, L, dim): make it with batch_first=True"
         if layer.causal and options.get("delayed") is False:
@@ -93,7 +95,7 @@ def cache(model: nn.Module, ratio: float = 0.5, where: Where = None, **options: 
         if layer.kind == "transformers":
             from .cached_layer import CachedLayer, uncacheable
 
-            wrap, why = CachedLayer, uncacheable(layer, reads_an_encoder and "delayed" not in options)
+            wrap, why = CachedLayer, uncacheable(layer)
             if why:
                 return why
         with seeded(seed):

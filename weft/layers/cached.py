@@ -22,7 +22,16 @@ from torch import Tensor, nn
 
 from ..attention import Attention
 from .cache import RecurrentCache
-from .cached_inputs import grid_of, is_causal, per_head, refuse_leaks, slots, valid_tokens, width_and_heads
+from .cached_inputs import (
+    grid_of,
+    is_causal,
+    parameter_names,
+    per_head,
+    refuse_leaks,
+    slots,
+    valid_tokens,
+    width_and_heads,
+)
 from .cached_options import cache_options
 from .memory_attention import MemoryAttention, same_as
 from .multihead import MultiheadAttention
@@ -78,6 +87,7 @@ class CachedAttention(nn.Module):
                 f"{self.width}; choose a ratio that divides, or position='none'"
             )
         self.ratio, self.grid, self.prefix, self.inner = ratio, grid, prefix, inner
+        self.names = parameter_names(inner)
         place = {"device": device, "dtype": dtype}
         if device is None and dtype is None:  # beside the layer it wraps
             like = next((p for p in inner.parameters() if p.is_floating_point()), None)
@@ -132,10 +142,12 @@ class CachedAttention(nn.Module):
         grid: tuple[int, int] | None = None,
         **kwargs: Any,
     ) -> Any:
+        if x.is_nested:
+            raise ValueError("nested tensors have no slots to be brought to: pad them, and give the layer a mask")
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"x must be (B, L, {self.dim}), got {tuple(x.shape)}")
         self._warn_if_empty()
-        valid = valid_tokens(x, args, kwargs, valid, delayed=self.options.delayed)
+        valid = valid_tokens(self, x, args, kwargs, valid)
         own, output, rest = self._own(x, args, kwargs)
         memory = self._remembered(x, output, valid, grid_of(args, kwargs, grid))
         y = self._finish(self._mixed(own, memory))
@@ -153,7 +165,7 @@ class CachedAttention(nn.Module):
         self, x: Tensor, *args: Any, valid: Tensor | None = None, grid: tuple[int, int] | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """o_self and o_mem before mixing, (B, T, H, width of a head) each; the cache is read and not written."""
-        valid = valid_tokens(x, args, kwargs, valid, delayed=self.options.delayed)
+        valid = valid_tokens(self, x, args, kwargs, valid)
         own, output, _ = self._own(x, args, kwargs)
         return own, self._remembered(x, output, valid, grid_of(args, kwargs, grid), write=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -59,11 +60,14 @@ def refuse_one_way(allowed: Tensor, real: Tensor) -> None:
     So are causal masks. Padding `real` (B, T) is left out: its queries may read anything.
     """
     seen = allowed & real[:, None, :, None] & real[:, None, None, :]
-    if not torch.equal(seen, seen.transpose(-1, -2)):
-        raise ValueError(
-            "the mask hides later tokens from earlier ones, and a cache of the current segment would show them: "
-            "give delayed=True, which reads earlier segments only"
-        )
+    why = (
+        "the mask hides later tokens from earlier ones, and a cache of the current segment would show them: "
+        "give delayed=True, which reads earlier segments only"
+    )
+    if torch.compiler.is_compiling():
+        torch._assert_async((seen == seen.transpose(-1, -2)).all(), why)
+    elif not torch.equal(seen, seen.transpose(-1, -2)):
+        raise ValueError(why)
 
 
 def is_causal(inner: nn.Module) -> bool:
@@ -78,26 +82,63 @@ def _told(inner: nn.Module, *names: str) -> int | None:
     return None
 
 
+def parameter_names(inner: nn.Module) -> list[str]:
+    """What the layer calls its arguments after x."""
+    return list(inspect.signature(type(inner).forward).parameters)[2:]
+
+
 def valid_tokens(
-    x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], valid: Tensor | None, *, delayed: bool
+    layer: Any, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], valid: Tensor | None
 ) -> Tensor | None:
-    """Which tokens may enter the cache, (B, T) boolean; None for all. A mask that could hide any is not guessed at."""
-    if kwargs.get("is_causal") and not delayed:
+    """Which tokens may enter the cache of `layer`, (B, T) boolean; None for all.
+
+    A mask that could hide any is not guessed at.
+    """
+    named = dict(zip(layer.names, args, strict=False)) | kwargs
+    if named.get("is_causal") and not layer.options.delayed:
         raise ValueError("is_causal: a cache of the current segment would show the layer its future; give delayed=True")
     if valid is not None:
         if valid.dtype != torch.bool or valid.shape != x.shape[:2]:
             raise ValueError(f"valid is boolean (B, T) = {tuple(x.shape[:2])}, got {valid.dtype} {tuple(valid.shape)}")
         return valid
-    mask = kwargs.get("mask", args[0] if args else None)
+    if isinstance(layer.inner, nn.MultiheadAttention):
+        if isinstance(named.get("key"), Tensor) and named["key"].shape[:2] != x.shape[:2]:
+            raise ValueError(
+                "a cache remembers the tokens of one sequence, and here keys come from another: call the layer itself"
+            )
+        return _valid_of_torch(layer, x, named.get("key_padding_mask"), named.get("attn_mask"))
+    mask = named.get("mask", args[0] if args else None)
     if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == x.shape[:2]:
         return mask  # weft's own: True where a real token stands
-    padding = kwargs.get("key_padding_mask")
-    if padding is not None:  # PyTorch's: True, or -inf, where padding stands
-        return ~padding if padding.dtype == torch.bool else padding == 0
+    padding = named.get("key_padding_mask")
+    if padding is not None:
+        return _not_ignored(padding)
     for name in ("attn_mask", "attention_mask"):
-        if kwargs.get(name) is not None:
+        if named.get(name) is not None:
             raise ValueError(f"{name} may hide padding from the layer: say which tokens are real with valid=(B, T)")
     return None
+
+
+def _valid_of_torch(layer: Any, x: Tensor, padding: Tensor | None, pairs: Tensor | None) -> Tensor | None:
+    """From the masks of nn.MultiheadAttention. A token that no query may read is not real."""
+    real = None if padding is None else _not_ignored(padding)
+    if pairs is None:
+        return real
+    B, T = x.shape[:2]
+    allowed = _not_ignored(pairs, biased=True)
+    allowed = allowed.view(B, -1, T, T) if pairs.dim() == 3 else allowed[None, None]
+    read = allowed.any(2).any(1).expand(B, -1)
+    real = read if real is None else real & read
+    if not layer.options.delayed:
+        refuse_one_way(allowed, real)
+    return real
+
+
+def _not_ignored(mask: Tensor, biased: bool = False) -> Tensor:
+    """PyTorch's masks are True, or -inf, where something is to be ignored."""
+    if mask.dtype == torch.bool:
+        return ~mask
+    return mask > float("-inf") if biased else mask == 0
 
 
 def per_head(inner: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -36,7 +36,7 @@ def branch_maps(model: nn.Module, *args: Any, **kwargs: Any) -> list[BranchMaps]
 
             def see(layer: CachedAttention, given: Any, named: Any, name: str = name) -> None:
                 own, memory = layer.branches(*given, **named)
-                valid = valid_tokens(given[0], given[1:], named, named.get("valid"), delayed=layer.options.delayed)
+                valid = valid_tokens(layer, given[0], given[1:], named, named.get("valid"))
                 grid = grid_of(given[1:], named, named.get("grid"))
                 if grid is None and layer.grid is not None:
                     fits = layer.grid[0] * layer.grid[1] + layer.prefix == own.shape[1]
