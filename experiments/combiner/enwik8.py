@@ -119,17 +119,27 @@ def train(name: str, texts: dict[str, Streams], o: argparse.Namespace, device: t
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
-    def step(number: int, rate: float) -> Tensor:
-        for group in optimizer.param_groups:
-            group["lr"] = o.learning_rate * rate
+    def backward(number: int) -> Tensor:
         x, y = texts["train"].segment(number)
         with autocast(device):
             loss = F.cross_entropy(model(x).float().flatten(0, 1), y.flatten())
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
+        return loss.detach()
+
+    def step(number: int, rate: float) -> Tensor:
+        for group in optimizer.param_groups:
+            group["lr"] = o.learning_rate * rate
+        loss = backward(number)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        return loss.detach()
+        return loss
+
+    def compile_again() -> None:
+        """A model that was switched between sampled and dense compiles again: not on the clock."""
+        for number in range(3):
+            backward(number)
+        synchronise(device)
 
     def seconds_per_step() -> float:
         """With a rate of zero, which leaves the weights as they are; the first steps compile."""
@@ -145,8 +155,10 @@ def train(name: str, texts: dict[str, Streams], o: argparse.Namespace, device: t
     per_step = seconds_per_step()
     if sampled:
         weft.make_dense(model)
-        per_step = o.dense_at * per_step + (1 - o.dense_at) * seconds_per_step()
+        share = o.dense_at or 1.0
+        per_step = share * per_step + (1 - share) * seconds_per_step()
         weft.subsampling(model, True)
+        compile_again()
     steps = o.steps or max(1, int(o.minutes * 60 / per_step))
     looks = sorted({max(1, round(steps * (i + 1) / o.looks)) for i in range(o.looks)})
     dense_from = math.ceil(o.dense_at * steps) if sampled and o.dense_at else steps
@@ -166,6 +178,7 @@ def train(name: str, texts: dict[str, Streams], o: argparse.Namespace, device: t
             seconds += time.perf_counter() - began
             found["before_dense_finish"] = {"step": number, **tested(model, texts, o, sampled)}
             weft.make_dense(model)
+            compile_again()
             print(f"{name}: dense from step {number} on, {found['before_dense_finish']}", flush=True)
             synchronise(device)
             began = time.perf_counter()
