@@ -128,7 +128,7 @@ def timm_model(name: str, **options: Any) -> Make:
     def make(size: int, classes: int) -> nn.Module:
         import timm
 
-        sized = {"img_size": size} if name.startswith(("vit", "swin")) else {}
+        sized: dict[str, Any] = {"img_size": size} if name.startswith(("vit", "swin")) else {}
         return timm.create_model(name, pretrained=False, num_classes=classes, **sized, **options)
 
     return make

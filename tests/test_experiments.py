@@ -218,6 +218,21 @@ def test_wide_pvt_has_the_papers_size():
     assert sizes["baseline"] == 13_501_130 and sizes["wide"] == 7_718_858
 
 
+def test_the_attention_based_cache_sees_the_step_before():
+    models = module("cached.models")
+    from weft.models.pvt import SpatialReductionAttention
+
+    layer = models.PreviousStep(SpatialReductionAttention(8, 2, reduction=2))
+    x, other = torch.randn(2, 1, 16, 8)
+    layer(other, (4, 4))
+    changed = layer(x, (4, 4))
+    again = models.both_steps(layer.inner, x, x, (4, 4))  # the same tokens twice change nothing
+    plain = layer.eval()(x, (4, 4))
+    assert torch.allclose(again, plain, atol=1e-6) and not torch.allclose(changed, plain, atol=1e-4)
+    vit = pytest.importorskip("timm.layers").Attention(8, 2)
+    assert torch.allclose(models.both_steps(vit, x, x), vit(x), atol=1e-6)
+
+
 def test_pictures_as_bytes_are_cut_between_pictures(data, monkeypatch):
     script = importlib.import_module("experiments.combiner.make_bytes")
     monkeypatch.setattr(sys, "argv", ["make_bytes", "--data", str(data)])
