@@ -1,0 +1,75 @@
+"""Subsampled attention's kernels: samples that repeat themselves or leave targets alone, and what has no kernel.
+
+The rest of what the kernels promise is in tests/test_kernels.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from test_kernels import interpret
+
+import weft
+from weft.kernels import dispatch
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+GIVEN_SAMPLES = """
+import weft
+for causal, L, W in ((True, 21, 3), (False, 20, 3), (True, 1, 2)):
+    attn = weft.make_attention("subsampled", heads=1, head_dim=16, causal=causal, windows=W)
+    mask = torch.rand(2, L) > 0.4
+    tensors = [torch.randn(2, 1, L, 16) for _ in range(4)]
+    sample = torch.randint(0, L + 1, (W, 5))
+    sample[:, 1] = sample[:, 0]  # a source twice in a window
+    sample[0] = L  # a window without any
+    for given in (None, mask):
+        results = []
+        for backend, dtype in (("torch", torch.float64), ("triton", torch.float32)):
+            attn.backend = backend
+            q, k, v, dout = (x.to(dtype).requires_grad_() for x in tensors)
+            with attn.fixed(sample):
+                out = attn(q, k, v, given)
+            results.append((out, *torch.autograd.grad(out, (q, k, v), dout)))
+        for a, b in zip(*results):
+            assert (a - b).abs().max() < 1e-5, (causal, L, given is None, seed)
+"""
+
+
+@needs_triton
+def test_given_samples():
+    interpret(GIVEN_SAMPLES)
+
+
+def make(**options):
+    return weft.make_attention("subsampled", heads=2, head_dim=8, backend="triton", **options)
+
+
+def test_what_has_no_kernel_says_so(monkeypatch):
+    monkeypatch.setattr(dispatch, "_INSTALLED", True)
+    monkeypatch.setattr(dispatch, "_INTERPRETED", True)  # so that a CPU tensor is no reason
+    q, k, v = torch.randn(3, 1, 2, 12, 8).unbind()
+    with pytest.raises(ValueError, match="dropout"):
+        make(dropout=0.1)(q, k, v)
+    with pytest.raises(ValueError, match="RelativeBias"):
+        make()(q, k, v, bias=weft.RelativeBias(2, 4))
+    with pytest.raises(ValueError, match="graph"):
+        make(layout="graph")
+
+
+def test_dense_attention_needs_no_kernel():
+    q, k, v = torch.randn(3, 1, 2, 12, 8).unbind()
+    dense = weft.make_attention("full", heads=2, head_dim=8)(q, k, v)
+    assert torch.equal(make(dropout=0.1).eval()(q, k, v), dense)
+
+
+def test_weights_are_those_of_the_sample():
+    q, k, v = torch.randn(3, 1, 2, 12, 8).unbind()
+    fused, plain = make(causal=True), make(causal=True)
+    plain.backend = "torch"
+    sample = plain.draw(12)
+    with fused.fixed(sample), plain.fixed(sample):
+        torch.testing.assert_close(fused.weights(q, k, v) @ v, plain(q, k, v))
+    assert fused.backend == "triton"
