@@ -93,7 +93,8 @@ def latency(
         bench.measure(chosen, names, how, report, batch=batch, length=length)
         table = "10: batch 32 on an A100" if how.device == "cuda" else "9: one document on two EPYC 7763"
         notes = [
-            f"batch {settings['batch']}, {how.precision}, medians of rounds in which deep and wide take turns.",
+            f"batch {settings['batch']}, {how.precision}{', processor seconds' if cpu_time else ''}, medians of rounds in "
+            "which deep and wide take turns.",
             f"paper: Wide Attention Is The Way Forward For Transformers? (arXiv 2210.00640), Table {table}.",
         ]
         report.finish(bench.tables(report.records, how.device), notes, markdown)
@@ -273,7 +274,8 @@ def throughput(
         report = Report("throughput", how, {"batch": batch}, out)
         bench.measure(chosen, how, report, batch=batch)
         notes = [
-            f"batch {batch}, {how.precision}, half of the channels cached; medians of rounds in which both take turns.",
+            f"batch {batch}, {how.precision}{', processor seconds' if cpu_time else ''}, half of the channels cached; "
+            "medians of rounds in which both take turns.",
             "paper: Cached Transformers (arXiv 2312.12742), Table 9: one V100.",
         ]
         report.finish(bench.tables(report.records), notes, markdown)
