@@ -13,8 +13,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .band_forward import NOWHERE, extra_position, row_bounds, seen_range, seen_tile
+from .band_forward import (
+    NOWHERE,
+    extra_position,
+    other_tile,
+    row_bounds,
+    seen_range,
+    seen_tile,
+    whole_tile,
+    whole_tiles,
+)
 from .rows import load_rows, store_rows, valid_rows
+
+
+@triton.jit
+def ask_keys(dq, q, k, v, dout, lse, delta, allowed, scale, WHOLE: tl.constexpr, PRECISION: tl.constexpr):
+    """dq (without its 1/√D) of a tile of queries, with one more tile of keys."""
+    p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale - lse[:, None])
+    if not WHOLE:
+        p = tl.where(allowed, p, 0.0)
+    ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
 @triton.jit
@@ -53,24 +72,32 @@ def query_gradients(
     low, high, extras = seen_range(q_first, block, end, n, left, right, BQ, C, EXTRAS, CAUSAL)
     row_low, row_high = row_bounds(i, end, left, right, C, EXTRAS, CAUSAL)
     near_tiles = (high - low + BK - 1) // BK
-    for t in range(0, near_tiles + (extras + BK - 1) // BK):
+    start, stop, extra = whole_tiles(
+        q_first, end, left, right, low, near_tiles, extras, BQ, BK, EXTRAS, CAUSAL, HAS_MASK
+    )
+    whole = stop - start + extra
+    if not HAS_MASK:
+        for t in range(0, whole):
+            j = whole_tile(t, start, stop - start, low, first, m, BK, C, EXTRAS, LEADING)
+            k = load_rows(K, j, d, k_l, None, D, BLOCK_D)
+            v = load_rows(V, j, d, v_l, None, D, BLOCK_D)
+            dq = ask_keys(dq, q, k, v, dout, lse, delta, None, scale, True, PRECISION)
+    for u in range(0, near_tiles + (extras + BK - 1) // BK - whole):
+        t = other_tile(u, start, stop, near_tiles, extra)
         j, live, allowed = seen_tile(t, near_tiles, low, high, extras, i, row_low, row_high, block, first, m, L, MASK,
                                      BK, C, EXTRAS, LEADING, CAUSAL, HAS_MASK)  # fmt: skip
         k = load_rows(K, j, d, k_l, live, D, BLOCK_D)
         v = load_rows(V, j, d, v_l, live, D, BLOCK_D)
-        logit = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        p = tl.where(allowed, tl.exp2(logit * scale - lse[:, None]), 0.0)
-        dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
-        ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        dq = ask_keys(dq, q, k, v, dout, lse, delta, allowed, scale, False, PRECISION)
     store_rows(DQ, dq * logit_scale, i, d, dq_l, i < end, D, BLOCK_D)
 
 
 @triton.jit
-def add_queries(dk, dv, k, v, q, dout, lse, delta, allowed, scale, PRECISION: tl.constexpr):
+def add_queries(dk, dv, k, v, q, dout, lse, delta, allowed, scale, WHOLE: tl.constexpr, PRECISION: tl.constexpr):
     """dk (without its 1/√D) and dv of a tile of keys, with what a tile of queries sends; `allowed` is (key, query)."""
-    logit = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    p = tl.where(allowed, tl.exp2(logit * scale - lse[None, :]), 0.0)
+    p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale - lse[None, :])
+    if not WHOLE:
+        p = tl.where(allowed, p, 0.0)
     dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
     dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
     ds = p * (dp - delta[None, :])
@@ -122,7 +149,7 @@ def extra_gradients(
             allowed = allowed & ((own < asking) if CAUSAL else (own != asking))
         elif CAUSAL:
             allowed = allowed & (x[:, None] <= i[None, :])
-        dk, dv = add_queries(dk, dv, k, v, q, dout, lse, delta, allowed, scale, PRECISION)
+        dk, dv = add_queries(dk, dv, k, v, q, dout, lse, delta, allowed, scale, False, PRECISION)
     at = (bh.to(tl.int64) * ((L + chunk - 1) // chunk) + c) * count * D
     store_rows(EXTRA_K + at, dk, e, d, D, e < count, D, BLOCK_D)
     store_rows(EXTRA_V + at, dv, e, d, D, e < count, D, BLOCK_D)
@@ -179,8 +206,19 @@ def key_gradients(
         real = real & (j >= C)  # the first tokens have left the windows
         if not CAUSAL:  # and see every key
             far_tiles = (tl.minimum(low, C) + BQ - 1) // BQ
+    start, stop, _ = whole_tiles(k_first, end, right, left, low, near_tiles, 0, BK, BQ, "none", CAUSAL, HAS_MASK)
+    if EXTRAS == "first":
+        stop = tl.where(k_first < C, start, stop)
+    if not HAS_MASK:
+        for t in range(start, stop):
+            i = low + t * BQ + tl.arange(0, BQ)
+            q = load_rows(Q, i, d, q_l, None, D, BLOCK_D)
+            dout = load_rows(DOUT, i, d, g_l, None, D, BLOCK_D)
+            lse, delta = tl.load(LSE + i), tl.load(DELTA + i)
+            dk, dv = add_queries(dk, dv, k, v, q, dout, lse, delta, None, scale, True, PRECISION)
     at_key = tl.where(real, j, NOWHERE)  # further than any window reaches
-    for t in range(0, near_tiles + far_tiles):
+    for u in range(0, near_tiles + far_tiles - (stop - start)):
+        t = other_tile(u, start, stop, near_tiles, 0)
         i = low + t * BQ + tl.arange(0, BQ)
         live = i < high
         if EXTRAS == "first" and not CAUSAL:
@@ -194,6 +232,6 @@ def key_gradients(
         allowed = (at_key[:, None] >= (i - left)[None, :]) & (at_key[:, None] <= (i + right)[None, :])
         if EXTRAS == "first" and not CAUSAL:
             allowed = allowed | (real[:, None] & (i < C)[None, :])
-        dk, dv = add_queries(dk, dv, k, v, q, dout, lse, delta, allowed, scale, PRECISION)
+        dk, dv = add_queries(dk, dv, k, v, q, dout, lse, delta, allowed, scale, False, PRECISION)
     store_rows(DK, dk * logit_scale, j, d, dk_l, j < end, D, BLOCK_D)
     store_rows(DV, dv, j, d, dv_l, j < end, D, BLOCK_D)

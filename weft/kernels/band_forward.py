@@ -7,10 +7,11 @@ the sequence is one block, a window. EXTRAS says what else it sees:
     "columns"    C tokens of every other block (of every earlier one when causal), the same places in each
     "first"      the first C tokens of the sequence, which leave the windows and, unless causal, see everything
 
-A tile of queries lies in one block and takes first its near keys, then the extras, in one loop. Which pairs count is
-asked the same way everywhere: a key that does not exist or is masked stands at NOWHERE, and the others must lie between
-a row's two bounds. Positions are counted from the block's first token. All logarithms are to base 2: `scale` carries
-log2(e)/√D. Programs are numbered with the heads first: those that run together read whole rows of (B, L, H, D) memory.
+A tile of queries lies in one block and takes its near keys and the extras: first, without looking, the tiles of which
+every pair counts, then the others. Which pairs count is asked the same way everywhere: a key that does not exist or is
+masked stands at NOWHERE, and the others must lie between a row's two bounds. Positions are counted from the block's
+first token. All logarithms are to base 2: `scale` carries log2(e)/√D. Programs are numbered with the heads first: those
+that run together read whole rows of (B, L, H, D) memory.
 """
 
 from __future__ import annotations
@@ -62,6 +63,41 @@ def row_bounds(i, end, left, right, C: tl.constexpr, EXTRAS: tl.constexpr, CAUSA
 
 
 @triton.jit
+def whole_tiles(q_first, end, left, right, low, near_tiles, extras,
+                BQ: tl.constexpr, BK: tl.constexpr, EXTRAS: tl.constexpr, CAUSAL: tl.constexpr,
+                HAS_MASK: tl.constexpr):  # fmt: skip
+    """The tiles of which every pair counts, and which need no looking: near ones [start, stop), and how many of the
+    extras."""
+    start, stop, extra = 0, 0, 0
+    if not HAS_MASK:
+        start = tl.maximum(q_first + BQ - 1 - left - low + BK - 1, 0) // BK
+        start = tl.minimum(start, near_tiles)
+        stop = tl.maximum(tl.minimum(q_first + right + 1, end) - low, 0) // BK
+        stop = tl.maximum(tl.minimum(stop, near_tiles), start)
+        if EXTRAS == "columns" and CAUSAL:
+            extra = extras // BK
+    return start, stop, extra
+
+
+@triton.jit
+def whole_tile(t, start, near, low, first, m,
+               BK: tl.constexpr, C: tl.constexpr, EXTRAS: tl.constexpr, LEADING: tl.constexpr):  # fmt: skip
+    """The positions of the keys of whole tile t: `near` of them, then extras."""
+    j = low + (start + t) * BK + tl.arange(0, BK)
+    if EXTRAS == "columns":
+        e = (t - near) * BK + tl.arange(0, BK)
+        j = tl.where(t < near, j, extra_position(tl.maximum(e, 0), m, C, EXTRAS, LEADING) - first)
+    return j
+
+
+@triton.jit
+def other_tile(t, start, stop, near_tiles, extra):
+    """The t-th of the tiles that are not whole."""
+    t += tl.where(t < start, 0, stop - start)
+    return t + tl.where(t < near_tiles, 0, extra)
+
+
+@triton.jit
 def seen_tile(t, near_tiles, low, high, extras, i, row_low, row_high, block, first, m, L, MASK,
               BK: tl.constexpr, C: tl.constexpr, EXTRAS: tl.constexpr, LEADING: tl.constexpr, CAUSAL: tl.constexpr,
               HAS_MASK: tl.constexpr):  # fmt: skip
@@ -87,6 +123,22 @@ def seen_tile(t, near_tiles, low, high, extras, i, row_low, row_high, block, fir
         live = live & (tl.load(MASK + j, mask=live, other=0) != 0)
     at = tl.where(live, j, NOWHERE)
     return j, live, (at[None, :] >= row_low[:, None]) & (at[None, :] <= row_high[:, None])
+
+
+@triton.jit
+def add_keys(acc, top, total, q, k, v, allowed, scale, WHOLE: tl.constexpr, PRECISION: tl.constexpr):
+    """The running softmax with one more tile of keys; WHOLE: every pair counts, and `allowed` is not looked at."""
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if not WHOLE:
+        s = tl.where(allowed, s, float("-inf"))
+    new_top = tl.maximum(top, tl.max(s, 1) * scale)
+    shift = new_top
+    if not WHOLE:  # a row whose window has not begun: no inf - inf
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    p = tl.exp2(s * scale - shift[:, None])
+    old = tl.exp2(top - shift)
+    acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
+    return acc, new_top, total * old + tl.sum(p, 1)
 
 
 @triton.jit
@@ -123,19 +175,23 @@ def attend(
     low, high, extras = seen_range(q_first, block, end, n, left, right, BQ, C, EXTRAS, CAUSAL)
     row_low, row_high = row_bounds(i, end, left, right, C, EXTRAS, CAUSAL)
     near_tiles = (high - low + BK - 1) // BK
-    for t in range(0, near_tiles + (extras + BK - 1) // BK):
+    start, stop, extra = whole_tiles(
+        q_first, end, left, right, low, near_tiles, extras, BQ, BK, EXTRAS, CAUSAL, HAS_MASK
+    )
+    whole = stop - start + extra
+    if not HAS_MASK:
+        for t in range(0, whole):
+            j = whole_tile(t, start, stop - start, low, first, m, BK, C, EXTRAS, LEADING)
+            k = load_rows(K, j, d, k_l, None, D, BLOCK_D)
+            v = load_rows(V, j, d, v_l, None, D, BLOCK_D)
+            acc, top, total = add_keys(acc, top, total, q, k, v, None, scale, True, PRECISION)
+    for u in range(0, near_tiles + (extras + BK - 1) // BK - whole):
+        t = other_tile(u, start, stop, near_tiles, extra)
         j, live, allowed = seen_tile(t, near_tiles, low, high, extras, i, row_low, row_high, block, first, m, L, MASK,
                                      BK, C, EXTRAS, LEADING, CAUSAL, HAS_MASK)  # fmt: skip
         k = load_rows(K, j, d, k_l, live, D, BLOCK_D)
         v = load_rows(V, j, d, v_l, live, D, BLOCK_D)
-        s = tl.where(allowed, tl.dot(q, tl.trans(k), input_precision=PRECISION), float("-inf"))
-        new_top = tl.maximum(top, tl.max(s, 1) * scale)
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row whose window has not begun: no inf - inf
-        p = tl.exp2(s * scale - shift[:, None])
-        old = tl.exp2(top - shift)
-        total = total * old + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
-        top = new_top
+        acc, top, total = add_keys(acc, top, total, q, k, v, allowed, scale, False, PRECISION)
 
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
