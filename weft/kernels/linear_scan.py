@@ -34,7 +34,7 @@ TILES: dict[tuple[str, int, int], Tiles] = {
     ("outputs", 64, 2): Tiles(64, 32, 4, 3),
     ("outputs", 128, 2): Tiles(64, 32, 4, 2),
     ("outputs", 64, 4): Tiles(64, 32, 4, 1),
-    ("outputs", 128, 4): Tiles(32, 32, 4, 1),
+    ("outputs", 128, 4): Tiles(64, 32, 4, 1),
     ("query gradients", 64, 2): Tiles(64, 32, 4, 3),
     ("query gradients", 128, 2): Tiles(64, 32, 4, 2),
     ("query gradients", 64, 4): Tiles(64, 32, 4, 1),
