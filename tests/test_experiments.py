@@ -175,7 +175,7 @@ def test_tables_train_and_stand_beside_the_papers_figures(data, tmp_path):
 
 def test_image_tables_train(data, tmp_path):
     pytest.importorskip("timm")
-    from experiments.images import Images
+    from experiments.images import Images, continued, weights_of
     from experiments.table import Row, run
     from weft.models import CRATE
 
@@ -189,6 +189,11 @@ def test_image_tables_train(data, tmp_path):
     assert [r["step"] for r in found["tied"]] == [6, 6]  # 36 of the 40 pictures train
     assert 0 <= found["tied"][0]["test"]["accuracy"] <= found["tied"][0]["test"]["top5"] <= 1
     assert "±" in (tmp_path / "table.md").read_text()
+    trained = continued(make, tmp_path / "tied-s0")(16, 3)  # for another task: all but the head
+    kept = weights_of(tmp_path / "tied-s0")
+    assert trained.head.out_features == 3 and torch.equal(trained.blocks[0].ista.weight, kept["blocks.0.ista.weight"])
+    with pytest.raises(ValueError, match="another model"):
+        continued(lambda size, classes: torch.nn.Linear(2, 2), tmp_path / "tied-s0")(16, 3)
 
 
 def test_a_folder_of_pictures_is_decoded_once(tmp_path):
@@ -231,6 +236,21 @@ def test_the_attention_based_cache_sees_the_step_before():
     assert torch.allclose(again, plain, atol=1e-6) and not torch.allclose(changed, plain, atol=1e-4)
     vit = pytest.importorskip("timm.layers").Attention(8, 2)
     assert torch.allclose(models.both_steps(vit, x, x), vit(x), atol=1e-6)
+
+
+def test_swin_samples_the_last_layers_of_its_first_stages():
+    table = module("subsampled.swin")
+    for sampled in (0, 6, 10):
+        model = table.Swin(64, 10, sampled=sampled, biased=False, dim=24)
+        layers = [block.attention for stage in model.stages for block in stage]
+        assert [layer.sampling is None for layer in layers] == [False] * (10 - sampled) + [True] * sampled + [False] * 2
+    x = torch.randn(1, 3, 64, 64)
+    assert not torch.equal(model(x), model(x))
+    model.eval()
+    assert torch.equal(model(x), model(x))
+    with torch.device("meta"):
+        whole = table.Swin(224, 1000, sampled=10, biased=True)
+    assert 28.2e6 < sum(p.numel() for p in whole.parameters()) < 28.6e6
 
 
 def test_pictures_as_bytes_are_cut_between_pictures(data, monkeypatch):
