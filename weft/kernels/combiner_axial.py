@@ -167,10 +167,15 @@ def _grad(ctx, dout, *unused):
 _forward.register_autograd(_grad, setup_context=_save)
 
 
-def _options(q: Tensor, mask: Tensor | None, causal: bool) -> dict[str, int | bool | str]:
+def _options(q: Tensor, mask: Tensor | None, causal: bool) -> dict[str, int | str]:
     D = q.shape[3]
-    shape = {"D": D, "BLOCK_D": block_width(D), "PRECISION": precision(q)}
-    return {**shape, "CAUSAL": causal, "HAS_MASK": mask is not None}
+    return {
+        "D": D,
+        "BLOCK_D": block_width(D),
+        "PRECISION": precision(q),
+        "CAUSAL": causal,
+        "HAS_MASK": mask is not None,
+    }
 
 
 def _rows_with_tokens(mask: Tensor | None, n: int, m: int) -> Tensor | None:

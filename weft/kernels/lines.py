@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import DTYPES, LARGEST_HEAD
-from .launch import Tiles, block_width, ceil_div, next_power_of_two, precision, rows_contiguous, strides
+from .launch import Tiles, block_width, ceil_div, empty_rows, next_power_of_two, precision, rows_contiguous, strides
 
 LEAST_LENGTH = 256  # expected to be the faster one from here on; not measured yet
 RULES = ("up_to", "before", "after", "others", "all")
@@ -216,16 +216,13 @@ def _pointer(flags: Tensor | None, q: Tensor) -> Tensor:
     return q if flags is None else flags
 
 
-def _sources(k, v, mask, kbars, vbars, some):
+def _sources(
+    k: Tensor, v: Tensor, mask: Tensor | None, kbars: list[Tensor], vbars: list[Tensor], some: list[Tensor]
+) -> list[tuple[Tensor, Tensor, Tensor | None]]:
     return [
         (rows_contiguous(keys), rows_contiguous(values), None if which is None else as_flags(which))
         for keys, values, which in zip([k, *kbars], [v, *vbars], [mask, *some], strict=True)
     ]
-
-
-def empty_rows(x: Tensor) -> Tensor:
-    """Memory for a tensor like x whose rows lie as the kernels write them."""
-    return torch.empty_like(x) if x.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def as_flags(mask: Tensor) -> Tensor:
