@@ -38,6 +38,9 @@ class TestMechanisms:
             self.make(name, options, backend="triton")(q, k, v, None, weft.ALiBi(2))
         with pytest.raises(ValueError, match="dropout"):
             self.make(name, options, backend="triton", dropout=0.1)(q, k, v)
+        huge = torch.empty(1, device="meta").as_strided((1, 2, 20, 8), (0, 0, 2**28, 1))
+        with pytest.raises(ValueError, match="32 bits"):
+            self.make(name, options, backend="triton").attend(huge, huge, huge, None, None)
         with pytest.raises(ValueError, match="backend must be"):
             self.make(name, options, backend="cuda")
 

@@ -30,7 +30,7 @@ class LocalAttention(Attention):
         self.block_size, self.backend = block_size, check_backend(backend)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
-        cannot = kernel.cannot(bias, self.dropout if self.training else 0.0)
+        cannot = kernel.cannot(q, k, v, bias, self.dropout if self.training else 0.0)
         if use_triton(self.backend, self.name, q, v, cannot=cannot, least_length=kernel.LEAST_LENGTH):
             return kernel.blocks(q, k, v, mask, block_size=self.block_size, causal=self.causal)
         L, m = q.shape[2], min(self.block_size, q.shape[2])

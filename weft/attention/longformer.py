@@ -38,9 +38,8 @@ class LongformerAttention(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        if use_triton(
-            self.backend, self.name, q, v, cannot=kernel.cannot(bias, dropout), least_length=kernel.LEAST_LENGTH
-        ):
+        cannot = kernel.cannot(q, k, v, bias, dropout)
+        if use_triton(self.backend, self.name, q, v, cannot=cannot, least_length=kernel.LEAST_LENGTH):
             return kernel.window(
                 q, k, v, mask, left=self.left, right=self.right, first=self.global_tokens, causal=self.causal
             )

@@ -76,7 +76,7 @@ class SparseAttention(Attention):
         return "the kernel has pattern='fixed' without cls" if self.pattern == "strided" or self.cls else ""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
-        cannot = self._no_kernel() or kernel.cannot(bias, self._dropout)
+        cannot = self._no_kernel() or kernel.cannot(q, k, v, bias, self._dropout)
         if use_triton(self.backend, self.name, q, v, cannot=cannot, least_length=kernel.LEAST_LENGTH):
             m = self._block(k.shape[2])
             columns = fixed_columns(m, self.columns, self.leading_column)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import DTYPES, LARGEST_HEAD
-from .launch import Tiles, block_width, ceil_div, next_power_of_two, precision, rows_contiguous, strides
+from .launch import Tiles, block_width, ceil_div, empty_rows, next_power_of_two, precision, rows_contiguous, strides
 
 EXTRAS = ("none", "first", "columns")
 LEAST_LENGTH = 256  # where "auto" takes the kernels; docs/kernels.md
@@ -51,11 +51,15 @@ TILES: dict[tuple[str, int, int], Tiles] = {
 }
 
 
-def cannot(bias: Any, dropout: float) -> str:
+def cannot(q: Tensor, k: Tensor, v: Tensor, bias: Any, dropout: float) -> str:
     """What the kernels lack for this call; "" if nothing."""
     if bias is not None:
         return "the kernel has no position bias"
-    return "the kernel has no dropout" if dropout else ""
+    if dropout:
+        return "the kernel has no dropout"
+    if q.shape[2] * max(x.stride(2) for x in (q, k, v)) >= 2**31:
+        return "the kernel counts inside a sequence in 32 bits, and this one is longer"
+    return ""
 
 
 def blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, block_size: int, causal: bool) -> Tensor:
@@ -119,7 +123,7 @@ def _(q, k, v, mask, block_size, left, right, causal, extras, count, leading):
 
 def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
     """out and its log2 normalisers."""
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op(
@@ -133,7 +137,7 @@ def _backward(dout, q, k, v, mask, out, lse, block_size, left, right, causal, ex
     from .band_blocks import block_gradients
     from .combiner_fixed_backward import row_products
 
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     dout, q, k, v, out = (rows_contiguous(x) for x in (dout, q, k, v, out))
     B, H, L, D = q.shape
     BH = B * H
@@ -182,7 +186,7 @@ def _backward(dout, q, k, v, mask, out, lse, block_size, left, right, causal, ex
 
 @_backward.register_fake
 def _(dout, q, k, v, mask, out, lse, block_size, left, right, causal, extras, count, leading):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return empty_rows(q), empty_rows(k), empty_rows(v)
 
 
 def _save(ctx, inputs, output):
