@@ -93,8 +93,8 @@ def latency(
         bench.measure(chosen, names, how, report, batch=batch, length=length)
         table = "10: batch 32 on an A100" if how.device == "cuda" else "9: one document on two EPYC 7763"
         notes = [
-            f"batch {settings['batch']}, {how.precision}{', processor seconds' if cpu_time else ''}, medians of rounds in "
-            "which deep and wide take turns.",
+            f"batch {settings['batch']}, {how.precision}{', processor seconds' if cpu_time else ''}; "
+            "medians of rounds in which deep and wide take turns.",
             f"paper: Wide Attention Is The Way Forward For Transformers? (arXiv 2210.00640), Table {table}.",
         ]
         report.finish(bench.tables(report.records, how.device), notes, markdown)
