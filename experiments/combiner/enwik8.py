@@ -136,7 +136,7 @@ def train(name: str, texts: dict[str, Streams], o: argparse.Namespace, device: t
         return loss
 
     def compile_again() -> None:
-        """A model that was switched between sampled and dense compiles again: not on the clock."""
+        """A model that was switched between sampled and dense, or emptied, compiles again: not on the clock."""
         for number in range(3):
             backward(number)
         synchronise(device)
@@ -162,8 +162,12 @@ def train(name: str, texts: dict[str, Streams], o: argparse.Namespace, device: t
     steps = o.steps or max(1, int(o.minutes * 60 / per_step))
     looks = sorted({max(1, round(steps * (i + 1) / o.looks)) for i in range(o.looks)})
     dense_from = math.ceil(o.dense_at * steps) if sampled and o.dense_at else steps
-    bits_per_byte(model, texts["val"], 1)  # compiles the evaluation
+    bits_per_byte(model, texts["val"], 2)  # compiles the evaluation
     optimizer.state.clear()
+    for _ in range(2):  # a cache that was emptied compiles once more
+        for layer in caches(model):
+            layer.reset()
+        compile_again()
     for layer in caches(model):
         layer.reset()
     torch.manual_seed(o.seed)
