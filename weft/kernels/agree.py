@@ -55,10 +55,10 @@ class Call:
 
     def tensors(self, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """Fresh random q, k, v, the output's gradient, and the mask."""
-        shape = (self.B, self.L, self.H, self.D) if self.layout == "BLHD" else (self.B, self.H, self.L, self.D)
-        tensors = [torch.randn(shape, device=device).to(self.dtype) for _ in range(4)]
-        if self.layout == "BLHD":
-            tensors = [x.transpose(1, 2) for x in tensors]
+        sizes = {"B": self.B, "H": self.H, "L": self.L, "D": self.D}
+        shape = [sizes[letter] for letter in self.layout]
+        order = [self.layout.index(letter) for letter in "BHLD"]
+        tensors = [torch.randn(shape, device=device).to(self.dtype).permute(order) for _ in range(4)]
         q, k, v, dout = tensors
         if self.mask == "none":
             return q, k, v, dout, None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import DTYPES, LARGEST_HEAD
-from .launch import Tiles, block_width, ceil_div, next_power_of_two, precision, rows_contiguous, strides
+from .launch import Tiles, block_width, ceil_div, empty_rows, next_power_of_two, precision, rows_contiguous, strides
 
 POOLS = ("max", "mean", "sum")
 LEAST_LENGTH = 256  # from here on, measured, the kernels beat the plain version: docs/kernels.md
@@ -109,7 +109,7 @@ def _outputs(q: Tensor, block_size: int, keep: bool) -> tuple[Tensor, Tensor, Te
     B, H, L, D = q.shape
     n = ceil_div(L, block_size)
     return (
-        torch.empty_like(q),
+        empty_rows(q),
         q.new_empty(B, H, L, dtype=torch.float32),
         q.new_empty(B, H, n, D),
         q.new_empty(B, H, n, D),
@@ -127,7 +127,7 @@ def _outputs(q: Tensor, block_size: int, keep: bool) -> tuple[Tensor, Tensor, Te
 def _backward(dout, q, k, v, mask, out, lse, kbar, vbar, local, stats, block_size, pool, causal):
     from .combiner_fixed_backward import collect, key_gradients, query_gradients, row_products, span_gradients
 
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
     B, H, L, D = q.shape
     n, BH, width = ceil_div(L, block_size), B * H, block_width(D)
@@ -177,7 +177,7 @@ def _backward(dout, q, k, v, mask, out, lse, kbar, vbar, local, stats, block_siz
 
 @_backward.register_fake
 def _(dout, q, k, v, mask, out, lse, kbar, vbar, local, stats, block_size, pool, causal):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return empty_rows(q), empty_rows(k), empty_rows(v)
 
 
 def _save(ctx, inputs, output):

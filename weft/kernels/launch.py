@@ -30,6 +30,11 @@ def rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def empty_rows(x: Tensor) -> Tensor:
+    """Memory for a tensor like x whose rows lie as the kernels write them."""
+    return torch.empty_like(x) if x.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def precision(x: Tensor) -> str:
     """Float32 products as three tf32 ones, near float32's own accuracy; half precision has one way only."""
     return "tf32x3" if x.dtype == torch.float32 else "tf32"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import DTYPES, LARGEST_HEAD
-from .launch import Tiles, block_width, ceil_div, precision, rows_contiguous, strides
+from .launch import Tiles, block_width, ceil_div, empty_rows, precision, rows_contiguous, strides
 
 LEAST_LENGTH = 128  # where "auto" takes the kernels; docs/kernels.md
 
@@ -65,7 +65,7 @@ def _(z, mask, causal):
 
 def _outputs(z: Tensor) -> tuple[Tensor, Tensor]:
     """out and its log2 normalisers."""
-    return torch.empty_like(z), z.new_empty(z.shape[:3], dtype=torch.float32)
+    return empty_rows(z), z.new_empty(z.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op(
@@ -77,7 +77,7 @@ def _backward(dout, z, mask, out, lse, causal):
     from .combiner_fixed_backward import row_products
     from .mssa_triton import gradients
 
-    dz = torch.empty_like(z)
+    dz = empty_rows(z)
     dout, z, out = (rows_contiguous(x) for x in (dout, z, out))
     B, H, L, D = z.shape
     BH, width = B * H, block_width(D)
@@ -97,7 +97,7 @@ def _backward(dout, z, mask, out, lse, causal):
 
 @_backward.register_fake
 def _(dout, z, mask, out, lse, causal):
-    return torch.empty_like(z)
+    return empty_rows(z)
 
 
 def _save(ctx, inputs, output):

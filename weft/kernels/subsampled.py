@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import DTYPES, LARGEST_HEAD
-from .launch import Tiles, block_width, ceil_div, next_power_of_two, precision, rows_contiguous, strides
+from .launch import Tiles, block_width, ceil_div, empty_rows, next_power_of_two, precision, rows_contiguous, strides
 
 LEAST_LENGTH = 1024  # expected, not measured yet: docs/kernels.md
 COLLECTED = 64  # tokens per program of `collect`
@@ -68,11 +68,19 @@ def subsampled(
     sources = torch.ops.weft.place_indices(sources, q.device, True)
     if targets is not None:
         targets = torch.ops.weft.place_indices(targets, q.device, False)
+    sources = sources[None]
     if mask is not None:
         assert nearest is not None
-        nearest = nearest.to(torch.int32)
+        sources, nearest = seen_through(mask, sources), nearest.to(torch.int32)
     options = (size, causal, alibi, stand_in or mask is not None, once)
-    return torch.ops.weft.subsampled(q, k, v, sources, targets, mask, nearest, *options)[0]
+    return torch.ops.weft.subsampled(q, k, v, sources, targets, nearest, *options)[0]
+
+
+def seen_through(mask: Tensor, sources: Tensor) -> Tensor:
+    """(B, W, S): each sequence's own sources, without those its mask (B, L) hides."""
+    L = mask.shape[1]
+    real = mask[:, sources[0].clamp(max=L - 1).long()]
+    return torch.where(real, sources, L).sort(-1).values
 
 
 # What a CUDA graph copies at every replay must outlive it.
@@ -106,31 +114,33 @@ def _(indices, device, ordered):
 @torch.library.custom_op(
     "weft::subsampled",
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor sources, Tensor? targets, Tensor? mask,"
-    " Tensor? nearest, int size, bool causal, bool alibi, bool stand_in, bool once) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor sources, Tensor? targets, Tensor? nearest, int size, bool causal,"
+    " bool alibi, bool stand_in, bool once) -> (Tensor, Tensor, Tensor)",
 )
-def _forward(q, k, v, sources, targets, mask, nearest, size, causal, alibi, stand_in, once):
+def _forward(q, k, v, sources, targets, nearest, size, causal, alibi, stand_in, once):
     from .subsampled_forward import attend, count_before
 
     check(q, k, v, sources)
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
     B, H, L, D = q.shape
-    W, S = sources.shape
+    _, W, S = sources.shape
     out, lse, first = _outputs(q, sources)
-    count_before[(W, ceil_div(L + 1, 256))](sources, first, L, S, STEPS=S.bit_length(), ROWS=256, num_warps=4)
+    count_before[(sources.shape[0] * W, ceil_div(L + 1, 256))](
+        sources, first, L, S, STEPS=S.bit_length(), ROWS=256, num_warps=4
+    )
     t = tiles("attend", size, S, q)
     attend[(W * ceil_div(size, t.queries) * B * H,)](
-        q, k, v, sources, first, sources if targets is None else targets, *_masks(q, mask, nearest),
+        q, k, v, sources, first, sources if targets is None else targets, sources if nearest is None else nearest,
         slopes(H, q.device) if alibi else q, out, lse, *strides(q), *strides(k), *strides(v), *strides(out),
         B * H, H, L, W, size, S, math.log2(math.e) / math.sqrt(D), D=D, BLOCK_D=block_width(D), BQ=t.queries,
-        BK=t.keys, CAUSAL=causal, HAS_MASK=mask is not None, ALIBI=alibi, STAND_IN=stand_in,
+        BK=t.keys, CAUSAL=causal, HAS_MASK=nearest is not None, ALIBI=alibi, STAND_IN=stand_in,
         GRID=targets is not None, PRECISION=precision(q), **t.launch(),
     )  # fmt: skip
     return out, lse, first
 
 
 @_forward.register_fake
-def _(q, k, v, sources, targets, mask, nearest, size, causal, alibi, stand_in, once):
+def _(q, k, v, sources, targets, nearest, size, causal, alibi, stand_in, once):
     return _outputs(q, sources)
 
 
@@ -138,42 +148,41 @@ def _outputs(q: Tensor, sources: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """out; the log2 of its normalisers, infinite where a target has no sampled source; and how many sources of each
     window lie before each position."""
     return (
-        torch.empty_like(q),
+        empty_rows(q),
         q.new_empty(q.shape[:3], dtype=torch.float32),
-        sources.new_empty(sources.shape[0], q.shape[2] + 1),
+        sources.new_empty(*sources.shape[:2], q.shape[2] + 1),
     )
 
 
 @torch.library.custom_op(
     "weft::subsampled_backward",
     mutates_args=(),
-    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor sources, Tensor? targets, Tensor? mask,"
-    " Tensor? nearest, Tensor out, Tensor lse, Tensor first, int size, bool causal, bool alibi, bool stand_in,"
-    " bool once) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor sources, Tensor? targets, Tensor? nearest, Tensor out,"
+    " Tensor lse, Tensor first, int size, bool causal, bool alibi, bool stand_in, bool once)"
+    " -> (Tensor, Tensor, Tensor)",
 )
 def _backward(
-    dout, q, k, v, sources, targets, mask, nearest, out, lse, first, size, causal, alibi, stand_in, once
+    dout, q, k, v, sources, targets, nearest, out, lse, first, size, causal, alibi, stand_in, once
 ):  # fmt: skip
     from .subsampled_backward import collect, key_gradients, query_gradients
 
     once = once and not stand_in
-    dq = torch.empty_like(q)
-    dk, dv = (torch.zeros_like(x) if once and sources.numel() < q.shape[2] else torch.empty_like(x) for x in (k, v))
-    dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
+    dq = empty_rows(q)
     B, H, L, D = q.shape
-    W, S = sources.shape
+    _, W, S = sources.shape
+    dk, dv = (empty_rows(x).zero_() if once and W * S < L else empty_rows(x) for x in (k, v))
+    dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
     BH, width = B * H, block_width(D)
     logit_scale = 1 / math.sqrt(D)
     scale = math.log2(math.e) * logit_scale
-    flags, nearest_or_any = _masks(q, mask, nearest)
     table = sources if targets is None else targets
     by_head = slopes(H, q.device) if alibi else q
-    shape = {"D": D, "BLOCK_D": width, "CAUSAL": causal, "HAS_MASK": mask is not None, "PRECISION": precision(q)}
+    shape = {"D": D, "BLOCK_D": width, "CAUSAL": causal, "HAS_MASK": nearest is not None, "PRECISION": precision(q)}
     options = {**shape, "ALIBI": alibi, "GRID": targets is not None}
     delta = torch.empty_like(lse)
     t = tiles("query gradients", size, S, q)
     query_gradients[(W * ceil_div(size, t.queries) * BH,)](
-        q, k, v, sources, first, table, flags, by_head, out, dout, lse, delta, dq,
+        q, k, v, sources, first, table, by_head, out, dout, lse, delta, dq,
         *strides(q), *strides(k), *strides(v), *strides(out), *strides(dout), *strides(dq),
         BH, H, L, W, size, S, scale, logit_scale, BQ=t.queries, BK=t.keys, **options, **t.launch(),
     )  # fmt: skip
@@ -181,35 +190,35 @@ def _backward(
     part_k, part_v = (dk, dv) if once else q.new_empty(2, B, W * S, H, D).transpose(2, 3).unbind()
     t = tiles("key gradients", size, S, q)
     key_gradients[(W * ceil_div(S, t.keys) * BH,)](
-        q, k, v, sources, first, table, flags, by_head, dout, lse, delta, part_k, part_v,
+        q, k, v, sources, first, table, by_head, dout, lse, delta, part_k, part_v,
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(part_k), *strides(part_v),
         BH, H, L, W, size, S, scale, logit_scale, BQ=t.queries, BK=t.keys, ONCE=once, **options, **t.launch(),
     )  # fmt: skip
     if not once:
         n = ceil_div(L, COLLECTED)
         collect[(n * BH,)](
-            part_k, part_v, first, nearest_or_any, owned(nearest, n) if mask is not None else first, lse, dout, dk, dv,
-            *strides(part_k), *strides(dout), *strides(dk), *strides(dv), BH, H, L, W, size, S, n,
+            part_k, part_v, first, *((first, first) if nearest is None else (nearest, owned(nearest, n))),
+            lse, dout, dk, dv, *strides(part_k), *strides(dout), *strides(dk), *strides(dv), BH, H, L, W, size, S, n,
             ROWS=COLLECTED, STAND_IN=stand_in, **shape, num_warps=4,
         )  # fmt: skip
     return dq, dk, dv
 
 
 @_backward.register_fake
-def _(dout, q, k, v, sources, targets, mask, nearest, out, lse, first, size, causal, alibi, stand_in, once):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+def _(dout, q, k, v, sources, targets, nearest, out, lse, first, size, causal, alibi, stand_in, once):
+    return empty_rows(q), empty_rows(k), empty_rows(v)
 
 
 def _save(ctx, inputs, output):
-    tensors, ctx.options = inputs[:7], inputs[7:]
+    tensors, ctx.options = inputs[:6], inputs[6:]
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
 
 
 def _grad(ctx, dout, *unused):
     if dout is None:
-        return (None,) * 12
-    return *torch.ops.weft.subsampled_backward(dout, *ctx.saved_tensors, *ctx.options), *(None,) * 9
+        return (None,) * 11
+    return *torch.ops.weft.subsampled_backward(dout, *ctx.saved_tensors, *ctx.options), *(None,) * 8
 
 
 _forward.register_autograd(_grad, setup_context=_save)
@@ -219,13 +228,6 @@ def owned(nearest: Tensor, n: int) -> Tensor:
     """(B, n + 1): the targets that the tokens of tile c are nearest to are those in [owned[c], owned[c + 1])."""
     starts = torch.arange(n + 1, dtype=torch.int32, device=nearest.device) * COLLECTED
     return torch.searchsorted(nearest, starts.expand(len(nearest), -1).contiguous(), out_int32=True)
-
-
-def _masks(q: Tensor, mask: Tensor | None, nearest: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The mask as bytes and the nearest tokens; without a mask two tensors that nobody reads."""
-    if mask is None or nearest is None:
-        return q, q
-    return mask.contiguous().view(torch.uint8), nearest
 
 
 @functools.lru_cache(maxsize=32)
@@ -246,9 +248,9 @@ def check(q: Tensor, k: Tensor, v: Tensor, sources: Tensor) -> None:
         raise ValueError(f"the kernel takes heads up to {LARGEST_HEAD} wide, got {q.shape[3]}; use backend='torch'")
     if q.dtype not in DTYPES:
         raise ValueError(f"the kernel takes float32, float16 or bfloat16, got {q.dtype}; use backend='torch'")
-    if sources.dtype != torch.int32 or sources.dim() != 2 or sources.device != q.device:
+    if sources.dtype != torch.int32 or sources.dim() != 3 or sources.device != q.device:
         raise ValueError(
-            f"the kernel takes sources (W, S) as `place_indices` leaves them, on {q.device}; "
+            f"the kernel takes sources (B or 1, W, S) as `place_indices` leaves them, on {q.device}; "
             f"got {sources.dtype} {tuple(sources.shape)} on {sources.device}"
         )
 
