@@ -21,9 +21,9 @@ from .subsampled_forward import absolute, biased, next_sources, seen_sources, ta
 
 @triton.jit
 def query_tile(
-    q, dout, dq, lse, delta, K, V, MASK, pos, slot, seen, i, d, k_l, v_l, reference, slope, scale,
+    q, dout, dq, lse, delta, K, V, pos, slot, seen, i, d, k_l, v_l, reference, slope, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, EDGE: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_MASK: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
+    ALIBI: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     here = slot < seen if EDGE else None
     k = load_rows(K, pos.to(tl.int64), d, k_l, here, D, BLOCK_D)
@@ -36,15 +36,13 @@ def query_tile(
         if CAUSAL:
             allowed = allowed & (pos[None, :] <= i[:, None])
         p = tl.where(allowed, p, 0.0)
-    if HAS_MASK:
-        p = tl.where((tl.load(MASK + pos, mask=slot < seen, other=0) != 0)[None, :], p, 0.0)
     ds = p * (dp - delta[:, None])
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
 @triton.jit
 def query_gradients(
-    Q, K, V, SOURCES, FIRST, TARGETS, MASK, SLOPES, OUT, DOUT, LSE, DELTA, DQ,
+    Q, K, V, SOURCES, FIRST, TARGETS, SLOPES, OUT, DOUT, LSE, DELTA, DQ,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l, g_b, g_h, g_l, dq_b, dq_h, dq_l,
     BH, H, L, W, P, S, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, CAUSAL: tl.constexpr,
@@ -65,7 +63,9 @@ def query_gradients(
     V += b * v_b + h * v_h
     LSE += bh.to(tl.int64) * L
     DELTA += bh.to(tl.int64) * L
-    MASK += b * L
+    if HAS_MASK:
+        SOURCES += b * W * S
+        FIRST += b * W * (L + 1)
     SOURCES += w * S
     reference = w * P + start
     slope = tl.load(SLOPES + h) if ALIBI else 0.0
@@ -84,15 +84,15 @@ def query_gradients(
     for first in range(0, inner, BK):
         ahead = next_sources(SOURCES, first + slot, S, BK)
         dq = query_tile(
-            q, dout, dq, lse, delta, K, V, MASK, pos, first + slot, seen, i, d, k_l, v_l, reference, slope, scale,
-            D, BLOCK_D, False, CAUSAL, HAS_MASK, ALIBI, PRECISION,
+            q, dout, dq, lse, delta, K, V, pos, first + slot, seen, i, d, k_l, v_l, reference, slope, scale,
+            D, BLOCK_D, False, CAUSAL, ALIBI, PRECISION,
         )  # fmt: skip
         pos = ahead
     for first in tl.range(inner, seen, BK, num_stages=1):
         ahead = next_sources(SOURCES, first + slot, S, BK)
         dq = query_tile(
-            q, dout, dq, lse, delta, K, V, MASK, pos, first + slot, seen, i, d, k_l, v_l, reference, slope, scale,
-            D, BLOCK_D, True, CAUSAL, HAS_MASK, ALIBI, PRECISION,
+            q, dout, dq, lse, delta, K, V, pos, first + slot, seen, i, d, k_l, v_l, reference, slope, scale,
+            D, BLOCK_D, True, CAUSAL, ALIBI, PRECISION,
         )  # fmt: skip
         pos = ahead
     store_rows(DQ + b * dq_b + h * dq_h, dq * logit_scale, row, d, dq_l, live, D, BLOCK_D)
@@ -138,7 +138,7 @@ def key_tile(
 
 @triton.jit
 def key_gradients(
-    Q, K, V, SOURCES, FIRST, TARGETS, MASK, SLOPES, DOUT, LSE, DELTA, PART_K, PART_V,
+    Q, K, V, SOURCES, FIRST, TARGETS, SLOPES, DOUT, LSE, DELTA, PART_K, PART_V,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
     BH, H, L, W, P, S, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, CAUSAL: tl.constexpr,
@@ -147,10 +147,13 @@ def key_gradients(
     """PART_K and PART_V: rows of a token where ONCE, else of a slot of a window, (B, H, W · S, D)."""
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
     w, k_first = tile % W, tile // W * BK  # a window's first sources are seen by most targets: start them first
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    if HAS_MASK:
+        SOURCES += b * W * S
+        FIRST += b * W * (L + 1)
     real = tl.load(FIRST + w * (L + 1) + L)
     if k_first >= real:  # nobody reads these rows
         return
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     Q += b * q_b + h * q_h
     DOUT += b * g_b + h * g_h
@@ -189,9 +192,6 @@ def key_gradients(
             k, v, dk, dv, Q, DOUT, LSE, DELTA, TARGETS, w, start, P, L, pos, d, q_l, g_l, slope, scale,
             D, BLOCK_D, BQ, False, CAUSAL, ALIBI, GRID, PRECISION,
         )  # fmt: skip
-    if HAS_MASK:
-        unmasked = (tl.load(MASK + b * L + pos, mask=here, other=0) != 0)[:, None]
-        dk, dv = tl.where(unmasked, dk, 0.0), tl.where(unmasked, dv, 0.0)
     row = (pos if ONCE else w * S + slot).to(tl.int64)
     store_rows(PART_K + b * dk_b + h * dk_h, dk * logit_scale, row, d, dk_l, here, D, BLOCK_D)
     store_rows(PART_V + b * dv_b + h * dv_h, dv, row, d, dv_l, here, D, BLOCK_D)
@@ -212,6 +212,8 @@ def collect(
     first = tile * ROWS
     token = first + tl.arange(0, ROWS)
     live = token < L
+    if HAS_MASK:
+        FIRST += b * W * (L + 1)
     PART_K += b * p_b + h * p_h
     PART_V += b * p_b + h * p_h
     dk = tl.zeros([ROWS, BLOCK_D], tl.float32)

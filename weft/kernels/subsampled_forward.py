@@ -1,8 +1,9 @@
 """Triton, forward: a tile of targets over the sampled sources of its window, read where they lie.
 
-SOURCES (W, S) holds each window's sources by position, those outside the sequence last; FIRST (W, L + 1) says how many
-of them lie before a position. Sorted, causality is a length: a tile of targets [a, b) takes the first FIRST[b] sources,
-and only those from FIRST[a + 1] on need a comparison with the target. All logarithms are to base 2: `scale` carries
+SOURCES (W, S) holds each window's sources by position, what is no source last, at L or more; FIRST (W, L + 1) says how
+many of them lie before a position. Sorted, causality is a length: a tile of targets [a, b) takes the first FIRST[b]
+sources, and only those from FIRST[a + 1] on need a comparison with the target. Where there is a mask (HAS_MASK) each
+sequence has a SOURCES and a FIRST of its own, without what is hidden. All logarithms are to base 2: `scale` carries
 log2(e)/√D, SLOPES log2(e).
 
 Programs are numbered with the heads first: those that run together read whole rows of (B, L, H, D) memory.
@@ -79,9 +80,9 @@ def absolute(lse, i, reference, slope, CAUSAL: tl.constexpr, ALIBI: tl.constexpr
 
 @triton.jit
 def attend_tile(
-    q, acc, top, total, K, V, MASK, pos, slot, seen, i, d, k_l, v_l, reference, slope, scale,
+    q, acc, top, total, K, V, pos, slot, seen, i, d, k_l, v_l, reference, slope, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, EDGE: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_MASK: tl.constexpr, ALIBI: tl.constexpr, STAND_IN: tl.constexpr, PRECISION: tl.constexpr,
+    ALIBI: tl.constexpr, STAND_IN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of sources into the running softmax. EDGE: not every target sees every source of it."""
     here = slot < seen if EDGE else None
@@ -95,8 +96,6 @@ def attend_tile(
         if CAUSAL:
             allowed = allowed & (pos[None, :] <= i[:, None])
         s = tl.where(allowed, s, float("-inf"))
-    if HAS_MASK:
-        s = tl.where((tl.load(MASK + pos, mask=slot < seen, other=0) != 0)[None, :], s, float("-inf"))
     new_top = tl.maximum(top, tl.max(s, 1) if ALIBI else tl.max(s, 1) * scale)
     shift = new_top
     if STAND_IN:  # a row that has seen no legal source yet: keep inf - inf out
@@ -113,7 +112,7 @@ def attend_tile(
 
 @triton.jit
 def attend(
-    Q, K, V, SOURCES, FIRST, TARGETS, MASK, NEAREST, SLOPES, OUT, LSE,
+    Q, K, V, SOURCES, FIRST, TARGETS, NEAREST, SLOPES, OUT, LSE,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l,
     BH, H, L, W, P, S, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, CAUSAL: tl.constexpr,
@@ -134,7 +133,9 @@ def attend(
     V += b * v_b + h * v_h
     OUT += b * o_b + h * o_h
     LSE += bh.to(tl.int64) * L
-    MASK += b * L
+    if HAS_MASK:
+        SOURCES += b * W * S
+        FIRST += b * W * (L + 1)
     SOURCES += w * S
     reference = w * P + start
     slope = tl.load(SLOPES + h) if ALIBI else 0.0
@@ -150,15 +151,15 @@ def attend(
     for first in range(0, inner, BK):
         ahead = next_sources(SOURCES, first + slot, S, BK)
         acc, top, total = attend_tile(
-            q, acc, top, total, K, V, MASK, pos, first + slot, seen, i, d, k_l, v_l, reference, slope, scale,
-            D, BLOCK_D, False, CAUSAL, HAS_MASK, ALIBI, STAND_IN, PRECISION,
+            q, acc, top, total, K, V, pos, first + slot, seen, i, d, k_l, v_l, reference, slope, scale,
+            D, BLOCK_D, False, CAUSAL, ALIBI, STAND_IN, PRECISION,
         )  # fmt: skip
         pos = ahead
     for first in tl.range(inner, seen, BK, num_stages=1):  # a few tiles at most
         ahead = next_sources(SOURCES, first + slot, S, BK)
         acc, top, total = attend_tile(
-            q, acc, top, total, K, V, MASK, pos, first + slot, seen, i, d, k_l, v_l, reference, slope, scale,
-            D, BLOCK_D, True, CAUSAL, HAS_MASK, ALIBI, STAND_IN, PRECISION,
+            q, acc, top, total, K, V, pos, first + slot, seen, i, d, k_l, v_l, reference, slope, scale,
+            D, BLOCK_D, True, CAUSAL, ALIBI, STAND_IN, PRECISION,
         )  # fmt: skip
         pos = ahead
 
