@@ -42,7 +42,7 @@ TILES: dict[tuple[str, int, int], Tiles] = {
     ("row query gradients", 64, 4): Tiles(32, 32, 4, 1),
     ("row query gradients", 128, 4): Tiles(32, 16, 8, 1),
     ("row key gradients", 64, 2): Tiles(32, 64, 4, 2, 168),
-    ("row key gradients", 128, 2): Tiles(32, 64, 8, 2),
+    ("row key gradients", 128, 2): Tiles(16, 64, 4, 2),
     ("row key gradients", 64, 4): Tiles(16, 64, 4, 1),
     ("row key gradients", 128, 4): Tiles(16, 16, 4, 1),
 }
