@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -87,7 +88,7 @@ class Manners:
                 return self.attention(*x)
 
         mine = self.run(cast, wide, dout)
-        return same([x.bfloat16() for x in mine], self.run(self.attention, inputs, dout), 1.2e-2)
+        return same([x.bfloat16() for x in mine], self.run(self.attention, inputs, dout), 2e-2)
 
     def cuda_graph(self) -> str:
         inputs, dout = self.leaves()
@@ -132,7 +133,7 @@ class Manners:
             self.run(self.attention, inputs, dout)
         for func, args, kwargs in seen.values():
             if "backward" in str(func):  # there is no second derivative
-                args = tuple(x.detach() if isinstance(x, Tensor) else x for x in args)
+                args = tree_map_only(Tensor, Tensor.detach, args)
             torch.library.opcheck(func, args, kwargs)
         return "" if seen else "no operator of weft ran"
 

@@ -28,7 +28,7 @@ LEAST_LENGTH = 256  # where "auto" takes the kernels; docs/kernels.md
 
 # By kernel, widest head and bytes per number.
 TILES: dict[tuple[str, int, int], Tiles] = {
-    ("attend", 64, 2): Tiles(64, 32, 4, 3),
+    ("attend", 64, 2): Tiles(64, 64, 4, 2),
     ("attend", 128, 2): Tiles(64, 32, 4, 2),
     ("attend", 64, 4): Tiles(64, 32, 4, 2),
     ("attend", 128, 4): Tiles(32, 32, 4, 1),
@@ -36,7 +36,7 @@ TILES: dict[tuple[str, int, int], Tiles] = {
     ("query gradients", 128, 2): Tiles(64, 32, 4, 2),
     ("query gradients", 64, 4): Tiles(32, 32, 4, 2),
     ("query gradients", 128, 4): Tiles(32, 32, 4, 1),
-    ("key gradients", 64, 2): Tiles(32, 64, 4, 3),
+    ("key gradients", 64, 2): Tiles(32, 64, 4, 3, 128),
     ("key gradients", 128, 2): Tiles(32, 64, 4, 2),
     ("key gradients", 64, 4): Tiles(32, 32, 4, 1),
     ("key gradients", 128, 4): Tiles(32, 32, 4, 1),

@@ -37,7 +37,7 @@ TILES: dict[tuple[str, int, int], Tiles] = {
     ("summarise", 128, 2): Tiles(64, 32, 8, 2),
     ("summarise", 64, 4): Tiles(32, 32, 4, 2),
     ("summarise", 128, 4): Tiles(32, 32, 8, 1),
-    ("row query gradients", 64, 2): Tiles(64, 32, 4, 2),
+    ("row query gradients", 64, 2): Tiles(64, 32, 4, 3),
     ("row query gradients", 128, 2): Tiles(64, 32, 8, 2),
     ("row query gradients", 64, 4): Tiles(32, 32, 4, 1),
     ("row query gradients", 128, 4): Tiles(32, 16, 8, 1),

@@ -20,7 +20,7 @@ LEAST_LENGTH = 128  # where "auto" takes the kernels; docs/kernels.md
 
 # By kernel, widest head and bytes per number; a tile of keys divides a tile of queries.
 TILES: dict[tuple[str, int, int], Tiles] = {
-    ("attend", 64, 2): Tiles(128, 64, 8, 3),
+    ("attend", 64, 2): Tiles(64, 64, 4, 3),
     ("attend", 128, 2): Tiles(128, 64, 8, 3),
     ("attend", 64, 4): Tiles(64, 32, 4, 2),
     ("attend", 128, 4): Tiles(32, 32, 4, 1),
