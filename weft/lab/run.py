@@ -144,12 +144,14 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit of the code, with "+changes" where files differ from it; empty outside a repository."""
+    """The commit of the code, with "+changes" where files differ from it; outside a repository what WEFT_COMMIT says."""
     here = Path(__file__).resolve().parent
     try:
         git = ["git", "-C", str(here)]
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
         changes = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return head.stdout.strip() + ("+changes" if changes.stdout.strip() else "") if head.returncode == 0 else ""
+        return os.environ.get("WEFT_COMMIT", "")
+    if head.returncode:
+        return os.environ.get("WEFT_COMMIT", "")
+    return head.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
