@@ -144,7 +144,7 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit of the code, with "+changes" where files differ from it; outside a repository what WEFT_COMMIT says."""
+    """The commit of the code, with "+changes" where files differ from it; outside a repository, WEFT_COMMIT."""
     here = Path(__file__).resolve().parent
     try:
         git = ["git", "-C", str(here)]
