@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .contract import Attention, PositionBias
@@ -87,13 +88,21 @@ def line_summaries(
         kbar, vbar, some = line_summaries(summary, q.flip(3), k.flip(3), v.flip(3), flipped, "before")
         return kbar.flip(3), vbar.flip(3), some.flip(3)
     T = k.shape[3]
+    if which == "before":  # up to the place before, and nothing for the first
+        if T == 1:
+            return torch.zeros_like(k), torch.zeros_like(v), torch.zeros_like(k[..., 0], dtype=torch.bool)
+        earlier = None if real is None else real[..., :-1]
+        kbar, vbar, some = line_summaries(summary, q[..., :-1, :], k[..., :-1, :], v[..., :-1, :], earlier, "up_to")
+        return F.pad(kbar, (0, 0, 1, 0)), F.pad(vbar, (0, 0, 1, 0)), F.pad(some, (1, 0))
     t = torch.arange(T, device=k.device)
     i, j = t[:, None], t[None]
-    allowed = {"before": j < i, "up_to": j <= i, "others": j != i}[which].view(1, 1, 1, T, T)
+    allowed = {"up_to": j <= i, "others": j != i}[which].view(1, 1, 1, T, T)
     if real is not None:
         allowed = allowed & real[..., None, :]
     count = allowed.sum(-1)
-    pool = {"before": summary.before, "up_to": summary.up_to, "others": summary.others}[which]
-    qbar = summary.finish(pool(summary.lift_queries(q, real)), count, q.dtype)
-    kbar = summary.finish(pool(summary.lift_keys(k, real)), count, k.dtype)
-    return kbar, softmax_attention(qbar, k, v, allowed=allowed), count > 0
+    may_be_empty = real is not None or (which == "others" and T == 1)
+    pool = {"up_to": summary.up_to, "others": summary.others}[which]
+    counted = count if may_be_empty or summary.pool == "mean" else None
+    qbar = summary.finish(pool(summary.lift_queries(q, real)), counted, q.dtype)
+    kbar = summary.finish(pool(summary.lift_keys(k, real)), counted, k.dtype)
+    return kbar, softmax_attention(qbar, k, v, allowed=allowed, may_be_empty=may_be_empty), count > 0

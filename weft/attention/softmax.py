@@ -14,11 +14,13 @@ def softmax_attention(
     allowed: Tensor | None = None,
     bias: Tensor | None = None,
     dropout: float = 0.0,
+    may_be_empty: bool = True,
 ) -> Tensor:
     """softmax(q kᵀ / √D + bias) v over the keys where `allowed` is True; zeros for a query that has none.
 
     q, k and v are (B, H, L, D), or (B, H, n, L, D) for n blocks side by side; `allowed` (boolean) and `bias`
-    broadcast against the logits. PyTorch's fused attention does the work.
+    broadcast against the logits. PyTorch's fused attention does the work. `may_be_empty=False` promises that every
+    query has a key, and saves looking.
     """
     if q.dim() == 5:  # the fused kernels take four dimensions: blocks take the place of heads, at no copy
         B, H = q.shape[:2]
@@ -27,18 +29,19 @@ def softmax_attention(
             allowed=_merge(allowed, B, H),
             bias=_merge(bias, B, H),
             dropout=dropout,
+            may_be_empty=may_be_empty,
         )
         return out.unflatten(0, (B, H))
     if allowed is None:
         mask = None if bias is None else bias.to(q.dtype)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
     # A query without keys attends to all of them and is zeroed afterwards: no NaN forward, no gradient backward.
-    alive = allowed.any(-1, keepdim=True)
-    mask = allowed | ~alive
+    alive = allowed.any(-1, keepdim=True) if may_be_empty else None
+    mask = allowed if alive is None else allowed | ~alive
     if bias is not None:
         mask = bias.to(q.dtype).masked_fill(~mask, float("-inf"))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
-    return out.masked_fill(~alive, 0)
+    return out if alive is None else out.masked_fill(~alive, 0)
 
 
 def _merge(t: Tensor | None, B: int, H: int) -> Tensor | None:

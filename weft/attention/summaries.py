@@ -66,13 +66,7 @@ class Summary(nn.Module):
 
     def others(self, f: Tensor) -> Tensor:
         """(.., T, D) -> (.., T, D): at each place the pool of all others."""
-        if self.pool != "max":
-            return f.sum(-2, keepdim=True) - f
-        top = largest(f, -2)
-        at_top = f == top
-        second = largest(f.masked_fill(at_top, float("-inf")), -2)
-        second = torch.where(at_top.to(f.dtype).sum(-2, keepdim=True) > 1, top, second)
-        return torch.where(at_top, second, top)
+        return max_of_others(f) if self.pool == "max" else f.sum(-2, keepdim=True) - f
 
     def finish(self, f: Tensor, count: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Features to the pooled vector; `count` (..), how many tokens were pooled, may be left out for max and sum
@@ -90,7 +84,7 @@ def largest(x: Tensor, dim: int) -> Tensor:
 
     With gradients it is amax, which shares the gradient of a tie equally.
     """
-    if x.device.type != "cpu" or (torch.is_grad_enabled() and x.requires_grad):
+    if x.device.type != "cpu" or _differentiable(x):
         return x.amax(dim, keepdim=True)
     while (n := x.shape[dim]) > 1:
         half = (n + 1) // 2  # where n is odd the halves share one, which no maximum minds
@@ -99,11 +93,19 @@ def largest(x: Tensor, dim: int) -> Tensor:
 
 
 def running_max(x: Tensor) -> Tensor:
-    """Cumulative maximum over the last dimension but one, in about 2√T steps over T places.
+    """Cumulative maximum over the last dimension but one.
 
-    torch.cummax walks along the dimension one element at a time, which costs several times as much on a CPU.
+    torch.cummax walks along the dimension one element at a time, which costs several times as much on a CPU: there
+    each place is made of the one before, whole; with gradients, and on a GPU, in about 2√T steps over T places.
     """
     T = x.shape[-2]
+    if _place_by_place(x):
+        result = torch.empty_like(x)
+        places, found = x.unbind(-2), result.unbind(-2)
+        found[0].copy_(places[0])
+        for t in range(1, T):
+            torch.maximum(found[t - 1], places[t], out=found[t])
+        return result
     size = max(1, round(T**0.5))
     short = -T % size
     x = F.pad(x, (0, 0, 0, short), value=float("-inf")).unflatten(-2, (-1, size))
@@ -116,3 +118,37 @@ def running_max(x: Tensor) -> Tensor:
     start = torch.full_like(carried[0], float("-inf"))
     earlier = torch.stack([start, *carried[:-1]], -2)[..., None, :]
     return torch.maximum(torch.stack(inner, -2), earlier).flatten(-3, -2)[..., :T, :]
+
+
+def max_of_others(x: Tensor) -> Tensor:
+    """At each place the maximum of all others over the last dimension but one, -inf where there are none.
+
+    It is the largest, or at the largest the next. Place by place it is the larger of what came before and what comes
+    after.
+    """
+    T = x.shape[-2]
+    if _place_by_place(x):
+        result = torch.empty_like(x)
+        places, found = x.unbind(-2), result.unbind(-2)
+        found[0].fill_(float("-inf"))
+        for t in range(1, T):
+            torch.maximum(found[t - 1], places[t - 1], out=found[t])
+        after = places[-1].clone()
+        for t in range(T - 2, -1, -1):
+            torch.maximum(found[t], after, out=found[t])
+            torch.maximum(after, places[t], out=after)
+        return result
+    top = x.amax(-2, keepdim=True)
+    at_top = x == top
+    second = x.masked_fill(at_top, float("-inf")).amax(-2, keepdim=True)
+    second = torch.where(at_top.to(x.dtype).sum(-2, keepdim=True) > 1, top, second)
+    return torch.where(at_top, second, top)
+
+
+def _place_by_place(x: Tensor) -> bool:
+    """Whether results are best written one place after the other, where they belong."""
+    return x.device.type == "cpu" and not _differentiable(x) and not torch.compiler.is_compiling()
+
+
+def _differentiable(x: Tensor) -> bool:
+    return torch.is_grad_enabled() and x.requires_grad
