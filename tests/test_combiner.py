@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import weft
-from weft.attention.summaries import SUMMARIES, Summary, running_max
+from weft.attention.summaries import SUMMARIES, Summary, max_of_others, running_max
 
 H, D = 2, 4
 LENGTHS = (1, 2, 7, 12, 17, 33)
@@ -241,6 +241,25 @@ def test_mixture_averages_any_list(causal):
     torch.testing.assert_close(got, sum(attn(q, k, v) for attn in alone) / 3, atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("summary", ["max", "sum"])
+def test_what_a_mixture_computes_once(summary, causal):
+    """Axial factorisations share their direct sets; the mean is that of the factorisations alone."""
+    names = ["combiner-axial-vertical", ("combiner-axial-horizontal", {"split": True}), "combiner-axial-horizontal"]
+    mixture = make("combiner-mixture", causal, factorisations=names, block_size=5, summary=summary)
+    q, k, v = (t.requires_grad_() for t in qkv(23, B=2))
+    mask = torch.ones(2, 23, dtype=torch.bool)
+    mask[0, 7:14] = mask[1, :] = False
+    for given in (None, mask):
+        got = mixture(q, k, v, given)
+        want = torch.stack([attn(q, k, v, given) for attn in mixture.factorisations]).mean(0)
+        torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
+        for a, b in zip(*(torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (got, want)), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
+        with torch.no_grad():
+            torch.testing.assert_close(mixture(q, k, v, given), want, atol=1e-12, rtol=0)
+
+
 SMALL = [
     ("combiner-fixed", {"block_size": 3}),
     ("combiner-fixed", {"block_size": 2, "levels": 3}),
@@ -313,6 +332,30 @@ def test_running_max():
     for T in (1, 2, 3, 7, 16, 50):
         x = torch.randn(2, 3, T, 4)
         assert torch.equal(running_max(x), x.cummax(-2).values)
+        assert torch.equal(running_max(x.requires_grad_()), x.cummax(-2).values)
+
+
+def test_max_of_others():
+    for T in (1, 2, 3, 7, 16, 50):
+        x = torch.randint(9, (2, 3, T, 4)).float()  # with ties
+        want = [torch.cat([x[..., :t, :], x[..., t + 1 :, :]], -2) for t in range(T)]
+        want = torch.stack([rest.amax(-2) if T > 1 else torch.full_like(x[..., 0, :], -torch.inf) for rest in want], -2)
+        assert torch.equal(max_of_others(x), want)
+        assert torch.equal(max_of_others(x.requires_grad_()), want)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name, options", SMALL, ids=str)
+def test_without_gradients_as_with_them(name, options, causal):
+    """Without gradients the fused attention of the CPU runs, and pools are written place by place."""
+    attn = make(name, causal, **options)
+    q, k, v = qkv(50, B=2)
+    mask = torch.ones(2, 50, dtype=torch.bool)
+    mask[0, 4:19] = mask[1, 30:] = False
+    for given in (None, mask):
+        out = attn(*(t.clone().requires_grad_() for t in (q, k, v)), given)
+        assert out.requires_grad
+        torch.testing.assert_close(attn(q, k, v, given), out.detach(), atol=1e-12, rtol=0)
 
 
 def test_refusals():

@@ -41,9 +41,11 @@ class CombinerAxialHorizontal(GridCombiner):
     def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
         m = self.block_size or default_block(k.shape[2], self.max_length)
         grid = Grid.of(k, v, mask, m, self.causal)
-        own, rows = column_part(grid), Rows(m).arrange(q)
-        spans = [row_spans(own.layout, grid, rows, self.summary, which) for which in self.rows_as_spans]
-        return [row_part(grid), own, *spans]
+        row, column = row_part(grid), column_part(grid)
+        return [row, column, *self.spans(grid, Rows(m).arrange(q), row, column)]
+
+    def spans(self, grid: Grid, q: Tensor, row: Part, column: Part) -> list[Part]:
+        return [row_spans(column.layout, grid, q, self.summary, which) for which in self.rows_as_spans]
 
 
 def row_spans(layout: Layout, grid: Grid, q: Tensor, summary: Summary, which: str) -> Part:

@@ -35,10 +35,11 @@ class CombinerAxialVertical(GridCombiner):
     def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
         m = self.block_size or default_block(k.shape[2], self.max_length)
         grid = Grid.of(k, v, mask, m, self.causal)
-        rows = Rows(m).arrange(q)
-        own = row_part(grid)
-        spans = [column_spans(own.layout, grid, rows, self.summary, which) for which in self.column_spans]
-        return [own, *spans, column_part(grid)]
+        row, column = row_part(grid), column_part(grid)
+        return [row, column, *self.spans(grid, Rows(m).arrange(q), row, column)]
+
+    def spans(self, grid: Grid, q: Tensor, row: Part, column: Part) -> list[Part]:
+        return [column_spans(row.layout, grid, q, self.summary, which) for which in self.column_spans]
 
 
 def column_spans(layout: Layout, grid: Grid, q: Tensor, summary: Summary, which: str) -> Part:

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from ..kernels.dispatch import check_backend, plain
 from .axial import Grid, column_part, row_part
-from .combiner_axial_horizontal import row_spans
-from .combiner_axial_vertical import column_spans
+from .combiner_axial_horizontal import CombinerAxialHorizontal, row_spans
+from .combiner_axial_vertical import CombinerAxialVertical, column_spans
 from .contract import Attention, PositionBias
 from .grid_combiner import GridCombiner
-from .joint import Part, Rows
+from .joint import Part, Rows, mean_attention
 from .partitions import default_block
 from .registry import attention_info, make_attention, register
 
@@ -89,7 +89,28 @@ class CombinerMixture(Attention):
                 attn.backend = backend
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
-        return torch.stack([attn(q, k, v, mask) for attn in self.factorisations]).mean(0)
+        attns = self._each()
+        if not self._on_one_grid(q):
+            return torch.stack([attn(q, k, v, mask) for attn in attns]).mean(0)
+        dtype = q.dtype
+        if mask is not None:
+            q = q.masked_fill(~mask[:, None, :, None], 0)
+        q, k, v = (attns[0]._widen(t) for t in (q, k, v))
+        m = attns[0].block_size or default_block(k.shape[2], self.max_length)
+        grid, queries = Grid.of(k, v, mask, m, self.causal), Rows(m).arrange(q)
+        row, column = row_part(grid), column_part(grid)
+        mixture = [[row, column, *attn.spans(grid, queries, row, column)] for attn in attns]
+        dropout = self.dropout if self.training else 0.0
+        return mean_attention(q, mixture, dropout=dropout, may_be_empty=mask is not None).to(dtype)
+
+    def _on_one_grid(self, q: Tensor) -> bool:
+        """Whether the factorisations have their direct sets in common, own row and own column, which then need
+        computing once. On a GPU each has a kernel of its own."""
+        attns = self._each()
+        axial = all(isinstance(attn, CombinerAxialVertical | CombinerAxialHorizontal) for attn in attns)
+        if not axial or q.device.type != "cpu" or any(attn.backend == "triton" for attn in attns):
+            return False
+        return len({(attn.block_size, attn.summary.pool == "sum") for attn in attns}) == 1
 
     def weights(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
