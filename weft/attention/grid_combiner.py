@@ -10,8 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels import line_pool
 from ..kernels import lines as kernel
 from ..kernels.dispatch import check_backend, plain, use_triton
 from .axial import decoding_block
@@ -41,9 +43,9 @@ class GridState:
 
 
 class GridCombiner(Combiner):
-    """`backend` "triton" takes the fused attention of `weft/kernels/lines.py`, and pools in PyTorch; "torch" is the
-    `parts` of each variant, which define it; "auto" takes the kernel on the GPUs it was tested on. Decoding is always
-    "torch".
+    """`backend` "triton" takes the fused attention of `weft/kernels/lines.py` and pools by `line_pool.py`; learned and
+    ReLU summaries, and lines over `line_pool.LONGEST_LINE` cells, are pooled in PyTorch. "torch" is the `parts` of each
+    variant, which define it; "auto" takes the kernel on the GPUs it was tested on. Decoding is always "torch".
     """
 
     columns_as_spans = False
@@ -89,10 +91,21 @@ class GridCombiner(Combiner):
     def _line_spans(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, m: int, axis: str, which: str
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`line_summaries` in the order of the cells, (B, H, cells, D), the local softmax by the kernel."""
-        L, s = k.shape[2], self.summary
+        """`line_summaries` in the order of the cells, (B, H, cells, D), by the kernels."""
+        if line_pool.has_kernel(self.summary.kind, axis, k.shape[2], m):
+            qbar, kbar, some = line_pool.line_pool(q, k, mask, axis, which, self.summary.kind, width=m)
+        else:
+            qbar, kbar, some = self._pooled(q, k, mask, m, axis, which)
+        vbar = kernel.line_attention(qbar, k, v, mask, f"0 {axis} {which}", width=m)
+        return kbar, vbar, some
+
+    def _pooled(
+        self, q: Tensor, k: Tensor, mask: Tensor | None, m: int, axis: str, which: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What `line_pool` gives, for the summaries and lines it does not take."""
+        s = self.summary
         layout = Rows(m) if axis == "row" else Columns(m)
-        real = None if self.causal and mask is None else valid_in(layout, mask, L, m, k.device)
+        real = None if self.causal and mask is None else valid_in(layout, mask, k.shape[2], m, k.device)
         lines_q, lines_k = layout.arrange(q), layout.arrange(k)
         lines, T = lines_k.shape[2:4]
         tokens = torch.ones(1, 1, lines, T, device=k.device, dtype=torch.long) if real is None else real.long()
@@ -100,17 +113,20 @@ class GridCombiner(Combiner):
         everything = up_to[..., -1:]
         count = {"before": up_to - tokens, "after": everything - up_to, "others": everything - tokens}[which]
 
+        def before(f: Tensor) -> Tensor:
+            if T == 1:
+                return torch.full_like(f, s.neutral)
+            return F.pad(s.up_to(f[..., :-1, :]), (0, 0, 1, 0), value=s.neutral)
+
         def pool(f: Tensor) -> Tensor:
             if which == "after":
-                return s.before(f.flip(3)).flip(3)
-            return s.before(f) if which == "before" else s.others(f)
+                return before(f.flip(3)).flip(3)
+            return before(f) if which == "before" else s.others(f)
 
         cells = lines * T
         qbar = layout.restore(s.finish(pool(s.lift_queries(lines_q, real)), count, q.dtype), cells)
         kbar = layout.restore(s.finish(pool(s.lift_keys(lines_k, real)), count, k.dtype), cells)
-        vbar = kernel.line_attention(qbar, k, v, mask, f"0 {axis} {which}", width=m)
-        some = layout.restore((count > 0)[..., None], cells)[:, 0, :, 0]
-        return kbar, vbar.to(k.dtype), some
+        return qbar, kbar, layout.restore((count > 0)[..., None], cells)[:, 0, :, 0]
 
     def weights(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None

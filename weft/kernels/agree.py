@@ -36,11 +36,13 @@ class Call:
     mask: str = "none"  # none, random, ends (one sequence's start hidden, another's end), all (one sequence hidden)
     layout: str = "BLHD"  # the order of the dimensions in memory
     dtype: torch.dtype = torch.float32
+    ties: bool = False  # queries and keys in whole numbers: many are equal, as in half precision
 
     def __str__(self) -> str:
         options = " ".join(f"{key}={value}" for key, value in self.options.items())
         shape = f"{str(self.dtype)[6:]} B{self.B} H{self.H} L{self.L} D{self.D}"
         rest = f"{'causal' if self.causal else 'both'} mask={self.mask} {self.layout} {self.bias}"
+        rest += " ties" if self.ties else ""
         return f"{self.name} {options} {shape} {rest}".strip()
 
     def make(self, backend: str, device: str) -> nn.Module:
@@ -60,6 +62,8 @@ class Call:
         order = [self.layout.index(letter) for letter in "BHLD"]
         tensors = [torch.randn(shape, device=device).to(self.dtype).permute(order) for _ in range(4)]
         q, k, v, dout = tensors
+        if self.ties:
+            q, k = q.round(), k.round()
         if self.mask == "none":
             return q, k, v, dout, None
         mask = torch.rand(self.B, self.L, device=device) > 0.3

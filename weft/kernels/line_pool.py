@@ -85,7 +85,8 @@ def _backward(dqbar, dkbar, q, k, mask, qbar, kbar, some, axis, which, pool, wid
     dq, dk = empty_rows(q), empty_rows(k)
     dqbar, dkbar, q, k = (rows_contiguous(x) for x in (dqbar, dkbar, q, k))
     sizes, options = _common(q, lines, mask, some, which, pool)
-    group = max(1, round(lines.cells**0.5))  # as `running_max` in weft/attention/summaries.py
+    pooled = lines.cells if which == "up_to" else lines.cells - 1
+    group = max(1, round(pooled**0.5))  # as `running_max` in weft/attention/summaries.py: ties are shared by groups
     channels = 64 if group <= 16 else 32
     pool_gradients[_programs(q, lines, channels)](
         q, k, q if mask is None else as_flags(mask), qbar, kbar, some.view(torch.uint8), dqbar, dkbar, dq, dk,

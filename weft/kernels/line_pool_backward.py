@@ -64,25 +64,25 @@ def running_max_gradients(
     X, MASK, OUT, SOME, DOUT, DX, x_l, out_l, dout_l, dx_l, d, start, step, cells, length,
     D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, RULE: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Group by group from the end. Place t pools the entries up to its own: x_t, or x_{t-1} where t itself is out."""
+    """Group by group from the end. Entry e is pooled first at place e, or at the next one where a place itself is out;
+    an entry pooled nowhere is still given its zero."""
     shift: tl.constexpr = 0 if RULE == "up_to" else 1
-    groups = (cells + shift + GROUP - 1) // GROUP
+    groups = (cells + GROUP - 1) // GROUP
     carried = tl.zeros([BLOCK_D], tl.float32)  # what later places send to the maximum of all groups up to this one
     for number in range(groups):
         begin = (groups - 1 - number) * GROUP
-        before = start + (begin - 1) * step
+        before = start + (begin - 1 + shift) * step
         earlier = load_row(OUT, before, out_l, d, begin > 0, D)  # the maximum of all groups before
         some = tl.load(SOME + before, mask=begin > 0, other=0) != 0
         xs = ()
         reals = ()
         douts = ()
         for r in tl.static_range(GROUP):
-            t = begin + r
-            token = start + (t - shift) * step
-            inside = (t >= shift) & (t < cells + shift) & (token < length)
+            token = start + (begin + r) * step
+            inside = (begin + r < cells) & (token < length)
             xs = xs + (load_row(X, token, x_l, d, inside, D),)
             reals = reals + (valid_rows(MASK, token, inside, HAS_MASK),)
-            douts = douts + (load_row(DOUT, start + t * step, dout_l, d, t < cells, D),)
+            douts = douts + (load_row(DOUT, token + shift * step, dout_l, d, begin + r + shift < cells, D),)
         earlier = tl.where(some, earlier, float("-inf"))
         entry = tl.where(reals[0], xs[0], float("-inf"))
         entries = (entry,)
@@ -93,8 +93,7 @@ def running_max_gradients(
             tops = tops + (tl.maximum(entry, tops[r - 1]),)
         flow = carried * share(tops[GROUP - 1], earlier)  # the gradient of the group's running maximum
         carried -= flow
-        for back in tl.static_range(GROUP):
-            r: tl.constexpr = GROUP - 1 - back
+        for r in tl.static_range(GROUP - 1, -1, -1):
             own = douts[r] * share(tops[r], earlier)
             carried += douts[r] - own
             flow += own
@@ -102,9 +101,8 @@ def running_max_gradients(
             if r > 0:
                 dx = flow * share(entries[r], tops[r - 1])
             flow -= dx
-            t = begin + r
-            token = start + (t - shift) * step
-            inside = (t >= shift) & (t < cells + shift) & (token < length)
+            token = start + (begin + r) * step
+            inside = (begin + r < cells) & (token < length)
             store_row(DX, tl.where(reals[r], dx, 0.0), token, dx_l, d, inside, D)
 
 
@@ -194,8 +192,7 @@ def sum_gradients(
             douts = douts + (load_row(DOUT, token, dout_l, d, begin + r < cells, D),)
             inside = (begin + r < cells) & (token < length)
             reals = reals + (valid_rows(MASK, token, inside, HAS_MASK),)
-        for back in tl.static_range(CHUNK):
-            r: tl.constexpr = CHUNK - 1 - back
+        for r in tl.static_range(CHUNK - 1, -1, -1):
             fewer = count - reals[r].to(tl.int32)
             dout = douts[r]
             if POOL == "mean":
