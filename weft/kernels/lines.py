@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .dispatch import DTYPES, LARGEST_HEAD
+from .dispatch import DTYPES, LARGEST_HEAD, NEVER
 from .launch import Tiles, block_width, ceil_div, empty_rows, next_power_of_two, precision, rows_contiguous, strides
 
-LEAST_LENGTH = 256  # expected to be the faster one from here on; not measured yet
+LEAST_LENGTH = NEVER  # for the grid Combiners, whose pooling kernel has not been on a GPU yet
 RULES = ("up_to", "before", "after", "others", "all")
 
 # By kernel, widest head and bytes per number; not yet tuned.

@@ -13,10 +13,10 @@ import math
 import torch
 from torch import Tensor
 
-from .dispatch import DTYPES, LARGEST_HEAD
+from .dispatch import DTYPES, LARGEST_HEAD, NEVER
 from .launch import Tiles, block_width, ceil_div, empty_rows, precision, rows_contiguous, strides
 
-LEAST_LENGTH = 128  # where "auto" takes the kernels; docs/kernels.md
+LEAST_LENGTH = NEVER  # a third of the memory, but 4 to 13 % slower than cuDNN: docs/kernels.md
 
 # By kernel, widest head and bytes per number; a tile of keys divides a tile of queries.
 TILES: dict[tuple[str, int, int], Tiles] = {

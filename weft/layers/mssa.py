@@ -62,8 +62,8 @@ class MSSA(nn.Module):
     w wᵀ in mechanisms whose logits are q·k/√D: `scale=1` with `tied=True` is the paper's eqs 11 and 12 to the letter.
 
     `backend` "triton" is the fused kernel of `weft/kernels/mssa.py` for softmax attention without `scale`, or the
-    mechanism's own where it has one; "torch" is the plain version; "auto" takes a kernel on the GPUs it was tested on.
-    Decoding is always "torch".
+    mechanism's own where it has one; "torch" is the plain version; "auto" takes the mechanism's own kernel, but
+    cuDNN in place of ours, which needs a third of the memory and is up to a tenth slower. Decoding is always "torch".
     """
 
     def __init__(
