@@ -19,6 +19,7 @@ SMALL: dict[str, tuple[Call, ...]] = {
         Call("combiner-axial", 1, D=128),
     ),
     "combiner-axial-horizontal": (
+        Call("combiner-axial-horizontal", 5, H=1, D=64, options={"block_size": 3}, dtype=torch.float16),
         Call("combiner-axial-horizontal", 12, H=1, causal=False, options={"block_size": 7}, mask="random", ties=True),
         Call("combiner-axial-horizontal", 10, H=1, options={"block_size": 7, "split": True}, mask="ends", ties=True),
         Call(
@@ -40,9 +41,9 @@ SMALL: dict[str, tuple[Call, ...]] = {
             layout="BHLD",
         ),
         Call("combiner-axial-horizontal", 5, H=1, causal=False, options={"block_size": 3, "summary": "deepsets-max"}),
-        Call("combiner-axial-horizontal", 5, H=1, D=64, options={"block_size": 3}, dtype=torch.float16),
     ),
     "combiner-axial-vertical": (
+        Call("combiner-axial-vertical", 5, H=1, D=64, options={"block_size": 2}, dtype=torch.float16),
         Call("combiner-axial-vertical", 13, H=1, options={"block_size": 2}, mask="random", ties=True),
         Call("combiner-axial-vertical", 13, H=1, causal=False, options={"block_size": 2}, ties=True),
         Call("combiner-axial-vertical", 5, B=2, H=1, D=20, options={"block_size": 2, "summary": "mean"}, mask="all"),
@@ -55,7 +56,6 @@ SMALL: dict[str, tuple[Call, ...]] = {
             mask="ends",
             layout="BHLD",
         ),
-        Call("combiner-axial-vertical", 5, H=1, D=64, options={"block_size": 2}, dtype=torch.float16),
         Call("combiner-axial-vertical", 1, H=1, D=128, causal=False, options={"block_size": 2}),
     ),
     "combiner-fixed": (

@@ -6,6 +6,9 @@ of k, with the running maximum or sum in registers; a chunk's rows are all loade
 numbered with the heads first, so those that run together read whole rows of (B, L, H, D) memory.
 """
 
+# mypy: disable-error-code="assignment,misc"
+# Rows held in registers are tuples that grow while a loop is unrolled.
+
 from __future__ import annotations
 
 import triton
