@@ -302,16 +302,6 @@ def test_transformer_xl_writes_its_memories(data, tmp_path):
     assert model.tokens.grad.abs().sum() > 0 and state.shape == (2, table.TOKENS, 32)
 
 
-def test_bleu():
-    bleu = importlib.import_module("experiments.cached.table4").bleu
-    text = ["a man rides a horse in the park .", "two dogs run ."]
-    assert bleu(text, text) == pytest.approx(100)
-    # one of 8 words wrong at the end: precisions 7/8, 6/7, 5/6, 4/5
-    wrong = ["a b c d e f g x"], ["a b c d e f g h"]
-    assert bleu(*wrong) == pytest.approx(100 * (7 / 8 * 6 / 7 * 5 / 6 * 4 / 5) ** 0.25)
-    assert bleu(["a b c d"], ["a b c d e f g h"]) == pytest.approx(100 * math.exp(-1))
-
-
 def test_smiles():
     graph = importlib.import_module("experiments.subsampled.molecules")
     names = graph.ELEMENTS
