@@ -11,20 +11,24 @@ span instead of its summary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .combiner import Combiner, Seen, join_seen
 from .decoding import KeyValueState
 from .joint import BackwardRows, Layout, Part, Rows, valid_in
-from .logsparse import BLOCK, log_allowed
+from .logsparse import log_allowed
 from .partitions import LogSpans
 from .registry import register
 from .softmax import softmax_attention
 from .summaries import Summary
+
+BLOCK = 64  # tokens that are worked on together; the result does not depend on it
 
 
 class CombinerLogsparse(Combiner):
@@ -95,35 +99,43 @@ def spans_before(
     # Spans lie wholly before a token, and padding after the last: without a mask there is nothing to leave out.
     real = None if mask is None else valid_in(layout, mask, mask.shape[1], BLOCK, k.device)
     spans = LogSpans(n, BLOCK, k.device)
-    query_features, key_features = summary.lift_queries(q, real), summary.lift_keys(k, real)
     members = torch.ones(1, 1, n, BLOCK, device=k.device) if real is None else real.float()
+    counts = _firsts(members.flatten(2)[..., None], torch.add)
+    query_nodes = _firsts(summary.lift_queries(q, real).flatten(2, 3), summary.join)
+    key_nodes = _firsts(summary.lift_keys(k, real).flatten(2, 3), summary.join)
+    may_be_empty = real is not None
 
-    # Local nodes: the halves of a block's pairs, its own tokens the members.
-    counts = _local(members[..., None], torch.sum)[..., 0]
-    qbar = summary.finish(_local(query_features, summary.reduce), counts, q.dtype)
-    local_k = summary.finish(_local(key_features, summary.reduce), counts, k.dtype)
+    def finished(nodes: list[Tensor], level: int) -> Tensor:
+        count = counts[level][..., 0]
+        return summary.finish(nodes[level], count if may_be_empty or summary.pool == "mean" else None, q.dtype)
+
+    # Local nodes lie inside a block, whose tokens are their members.
+    local = range(1, BLOCK.bit_length() - 1)
+
+    def of_blocks(nodes: list[Tensor]) -> Tensor:
+        return torch.cat([x.unflatten(2, (n, -1)) for x in nodes], 3)
+
+    qbar, local_k = (of_blocks([finished(nodes, b) for b in local]) for nodes in (query_nodes, key_nodes))
     inside = spans.members if real is None else spans.members & real[:, :, :, None]
-    local_v = softmax_attention(qbar, k, v, allowed=inside.expand(*(1,) * (5 - inside.dim()), *inside.shape))
+    inside = inside.expand(*(1,) * (5 - inside.dim()), *inside.shape)
+    local_v = softmax_attention(qbar, k, v, allowed=inside, may_be_empty=may_be_empty)
     keys, values = [k, local_k], [v, local_v]
-    exist = None if real is None else [real, counts > 0]
+    exist = None if real is None else [real, of_blocks([counts[b] for b in local])[..., 0] > 0]
 
     # Upper nodes: level by level, and then to every block the nodes that it sees.
     if spans.levels:
         nodes_k, nodes_v, nodes_some, offsets = [], [], [], [0]
-        of_blocks = [summary.reduce(f, 3) for f in (query_features, key_features)]
         tokens = [t.flatten(2, 3) for t in (k, v)]
-        for b in range(spans.levels):
-            size = 1 << b
-            counts = _first_halves(members.sum(-1)[..., None], size)[..., 0].sum(-1)
-            qbar, kbar = (summary.finish(summary.reduce(_first_halves(f, size), 3), counts, k.dtype) for f in of_blocks)
-            node_k, node_v = (_first_halves(t, size * BLOCK) for t in tokens)
+        for b in range(BLOCK.bit_length() - 1, BLOCK.bit_length() - 1 + spans.levels):
+            node_k, node_v = (_first_halves(t, 1 << b) for t in tokens)
             allowed = None
             if real is not None:
-                allowed = _first_halves(real.flatten(2)[..., None], size * BLOCK)[..., 0][:, :, :, None]
-            nodes_k.append(kbar)
-            nodes_v.append(softmax_attention(qbar[:, :, :, None], node_k, node_v, allowed=allowed)[:, :, :, 0])
-            nodes_some.append(counts > 0)
-            offsets.append(offsets[-1] + kbar.shape[2])
+                allowed = _first_halves(real.flatten(2)[..., None], 1 << b)[..., 0][:, :, :, None]
+            query = finished(query_nodes, b)[:, :, :, None]
+            nodes_k.append(finished(key_nodes, b))
+            nodes_v.append(softmax_attention(query, node_k, node_v, allowed=allowed)[:, :, :, 0])
+            nodes_some.append(counts[b][..., 0] > 0)
+            offsets.append(offsets[-1] + nodes_k[-1].shape[2])
         at = spans.pair + torch.tensor(offsets[:-1], device=k.device)
         at = torch.where(spans.sees_upper, at, 0)
 
@@ -137,13 +149,23 @@ def spans_before(
     allowed = log_allowed(spans, own)
     if exist is not None:
         allowed = allowed & torch.cat(exist, 3)[:, :, :, None]
-    return Part(layout, torch.cat(keys, 3), torch.cat(values, 3), allowed)
+    # The CPU's fused attention takes keys sixteen at a time, and is up to twice as slow when some are left over.
+    short = -allowed.shape[-1] % 16
+    blank = k.new_zeros(1, 1, 1, 1, 1)
+    keys, values = [*keys, blank.expand_as(k[:, :, :, :short])], [*values, blank.expand_as(v[:, :, :, :short])]
+    return Part(layout, torch.cat(keys, 3), torch.cat(values, 3), F.pad(allowed, (0, short)))
 
 
-def _local(x: Tensor, reduce: Any) -> Tensor:
-    """Blocks (.., n, m, X) -> (.., n, nodes, X): reduced over the members of the local nodes of `LogSpans`."""
-    sizes = [1 << b for b in range(1, BLOCK.bit_length() - 1)]
-    return torch.cat([reduce(x.unflatten(3, (-1, 2, size))[:, :, :, :, 0], 4) for size in sizes], 3)
+def _firsts(x: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+    """For b = 0, 1, ... the first of every two stretches of 2^b tokens, as long as it is whole: (.., nodes, X) of x
+    (.., T, X). A stretch is its two halves joined."""
+    nodes = []
+    while (T := x.shape[2]) > 1:
+        even, last = (x, None) if T % 2 == 0 else (x[:, :, :-1], x[:, :, -1:])
+        firsts, seconds = even.unflatten(2, (-1, 2)).unbind(3)
+        nodes.append(firsts if last is None else torch.cat([firsts, last], 2))
+        x = join(firsts, seconds)
+    return [*nodes, x]
 
 
 def _first_halves(x: Tensor, size: int) -> Tensor:

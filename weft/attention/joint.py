@@ -104,7 +104,13 @@ def joint_attention(q: Tensor, parts: list[Part], *, dropout: float = 0.0, may_b
         together = side_by_side(parts)
         rows = together.layout.arrange(q)
         out = softmax_attention(
-            rows, together.k, together.v, allowed=together.allowed, bias=together.bias, dropout=dropout
+            rows,
+            together.k,
+            together.v,
+            allowed=together.allowed,
+            bias=together.bias,
+            dropout=dropout,
+            may_be_empty=may_be_empty,
         )
         return together.layout.restore(out, q.shape[2])
     return mean_attention(q, [parts], dropout=dropout, may_be_empty=may_be_empty)

@@ -79,10 +79,8 @@ def last_tokens(
 
 def log_allowed(spans: LogSpans, own: bool) -> Tensor:
     """(1, 1, n, m, keys): own tokens, local nodes, upper nodes."""
-    n, m = spans.pair.shape[0], spans.members.shape[1]
     direct = spans.sees_previous | spans.sees_self if own else spans.sees_previous
-    inner = torch.cat([direct, spans.sees_local], 1).expand(n, -1, -1)
-    return torch.cat([inner, spans.sees_upper[:, None].expand(-1, m, -1)], 2)[None, None]
+    return torch.cat([direct.expand(spans.pair.shape[0], -1, -1), spans.sees_nodes], 2)[None, None]
 
 
 def _powers(

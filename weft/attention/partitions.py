@@ -77,5 +77,7 @@ class LogSpans:
         b = torch.arange(self.levels, device=device)
         self.pair = g[:, None] >> (b + 1)  # (n, levels): which pair of 2^b blocks
         self.sees_upper = (g[:, None] >> b) & 1 == 1  # (n, levels)
+        # (n, m, nodes): local nodes, then upper ones, of which all tokens of a block see the same
+        self.sees_nodes = torch.cat([self.sees_local.expand(n, -1, -1), self.sees_upper[:, None].expand(-1, m, -1)], 2)
         # The last block of the span, 0 where there is none.
         self.last_upper = torch.where(self.sees_upper, (self.pair << (b + 1)) + (1 << b) - 1, 0)
