@@ -20,14 +20,14 @@ SMALL: dict[str, tuple[Call, ...]] = {
     ),
     "combiner-axial-horizontal": (
         Call("combiner-axial-horizontal", 5, H=1, D=64, options={"block_size": 3}, dtype=torch.float16),
-        Call("combiner-axial-horizontal", 12, H=1, causal=False, options={"block_size": 7}, mask="random", ties=True),
-        Call("combiner-axial-horizontal", 10, H=1, options={"block_size": 7, "split": True}, mask="ends", ties=True),
+        Call("combiner-axial-horizontal", 9, H=1, causal=False, options={"block_size": 6}, mask="random", ties=True),
+        Call("combiner-axial-horizontal", 8, H=1, options={"block_size": 5, "split": True}, mask="ends", ties=True),
         Call(
             "combiner-axial-horizontal",
-            5,
+            4,
             B=2,
             H=1,
-            options={"block_size": 3, "summary": "sum", "split": True},
+            options={"block_size": 2, "summary": "sum", "split": True},
             mask="all",
         ),
         Call(
@@ -45,7 +45,7 @@ SMALL: dict[str, tuple[Call, ...]] = {
     "combiner-axial-vertical": (
         Call("combiner-axial-vertical", 5, H=1, D=64, options={"block_size": 2}, dtype=torch.float16),
         Call("combiner-axial-vertical", 13, H=1, options={"block_size": 2}, mask="random", ties=True),
-        Call("combiner-axial-vertical", 13, H=1, causal=False, options={"block_size": 2}, ties=True),
+        Call("combiner-axial-vertical", 9, H=1, causal=False, options={"block_size": 2}, ties=True),
         Call("combiner-axial-vertical", 5, B=2, H=1, D=20, options={"block_size": 2, "summary": "mean"}, mask="all"),
         Call(
             "combiner-axial-vertical",
