@@ -8,14 +8,15 @@ import typer
 
 from .registry import AttentionInfo, attention_info, attentions
 
-COLUMNS = ("name", "cost", "causal", "cross", "position bias", "learned", "steps", "paper")
+COLUMNS = ("name", "cost", "causal", "cross", "position bias", "learned", "steps", "kernel", "paper")
 
 
 def row(info: AttentionInfo) -> tuple[str, ...]:
     directions = "no" if not info.causal else "both ways" if info.bidirectional else "only"
     mark = {True: "yes", False: "–"}
     learned = "yes, per position" if info.needs_max_length else mark[info.learned]
-    return (info.name, info.cost, directions, mark[info.cross], mark[info.bias], learned, mark[info.steps], info.paper)
+    able = (directions, mark[info.cross], mark[info.bias], learned, mark[info.steps], mark["triton" in info.backends])
+    return (info.name, info.cost, *able, info.paper)
 
 
 def markdown() -> str:
