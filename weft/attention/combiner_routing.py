@@ -21,9 +21,9 @@ from torch import Tensor
 from .blocks import ceil_div
 from .clusters import Clusters
 from .combiner import Combiner, Seen, line_summaries
-from .groups import Runs, take_mask, take_tokens
+from .groups import Runs, take_mask, take_rows
 from .joint import Part, Rows, token_positions
-from .partitions import default_block
+from .partitions import default_block, own_block
 from .registry import register
 from .routing import RunLayout, run_part
 from .softmax import softmax_attention
@@ -54,8 +54,10 @@ class CombinerRouting(Combiner):
         real = take_mask(mask, runs.token, k.shape[2])
         run_q = RunLayout(runs).arrange(q)
         if self.causal:
-            kbar, vbar, some = line_summaries(self.summary, run_q, direct.k, direct.v, real, "up_to")
-            return [direct, _growing_spans(runs, kbar, vbar, some, self.clusters.clusters + 1)]
+            # The slots of a run are filled in order: without a mask all up to a filled one are.
+            among = None if mask is None else real
+            kbar, vbar, _ = line_summaries(self.summary, run_q, direct.k, direct.v, among, "up_to")
+            return [direct, _growing_spans(runs, kbar, vbar, real, self.clusters.clusters + (mask is not None))]
         s, count = self.summary, real.sum(-1)
         qbar = s.finish(s.reduce(s.lift_queries(run_q, real), 3), count, q.dtype)
         kbar = s.finish(s.reduce(s.lift_keys(direct.k, real), 3), count, k.dtype)
@@ -174,12 +176,13 @@ class RoutingState:
     closed: Any = None  # (B, H): how many there are
 
 
-def _growing_spans(runs: Runs, kbar: Tensor, vbar: Tensor, some: Tensor, groups: int) -> Part:
+def _growing_spans(runs: Runs, kbar: Tensor, vbar: Tensor, real: Tensor, groups: int) -> Part:
     """What the tokens of a stretch of time see of the clusters that are not theirs, and of closed runs.
 
-    kbar and vbar (B, H, R, size, D) are the summaries of every run up to each of its slots. Token j stands for the
-    newest run of its cluster from j until the cluster's next token. A stretch needs its own tokens, and for every
-    cluster the last one before it.
+    kbar and vbar (B, H, R, size, D) are the summaries of every run up to each of its slots, `real` (B, H, R, size)
+    says which slots hold a token. Token j stands for the newest run of its cluster from j until the cluster's next
+    token: at i, of i's own cluster that is i. A stretch needs its own tokens, and for every cluster the last one
+    before it.
     """
     (B, H, L), device = runs.slot.shape, kbar.device
     R, size = runs.token.shape[2:]
@@ -188,38 +191,39 @@ def _growing_spans(runs: Runs, kbar: Tensor, vbar: Tensor, some: Tensor, groups:
     group = runs.group.gather(2, runs.slot // size)
     same = runs.group.gather(2, run_of_next) == group
     until = torch.where(same, tokens.gather(2, runs.slot + 1), L)  # (B, H, L): the cluster's next token
-    layout = Rows(default_block(L, None))
-    span_k, span_v = (RunLayout(runs).restore(t, L) for t in (kbar, vbar))
-    exists = RunLayout(runs).restore(some[..., None], L)[..., 0]
+    until = until.masked_fill(~real.flatten(2).gather(2, runs.slot), 0)  # a masked token stands for nothing
 
-    # For every stretch and cluster the last token before the stretch; L where there is none.
-    T, n, G = layout.size, ceil_div(L, layout.size), groups
+    # For every stretch and cluster the last token before the stretch, -1 where there is none.
+    layout = Rows(default_block(L, None))
+    T, n = layout.size, ceil_div(L, layout.size)
     at = torch.arange(L, device=device).expand(B, H, L)
-    last = torch.full((B, H, n * G), -1, device=device).scatter_reduce(2, (at // T) * G + group, at, "amax")
-    last = last.unflatten(2, (n, G)).cummax(2).values
+    last = torch.full((B, H, n * groups), -1, device=device)
+    last = last.scatter_reduce(2, (at // T) * groups + group, at, "amax").unflatten(2, (n, groups)).cummax(2).values
     before = torch.cat([torch.full_like(last[:, :, :1], -1), last[:, :, :-1]], 2)
     own = torch.arange(n * T, device=device).view(n, T).expand(B, H, n, T)
     stands = torch.cat([before, own], 3)
-    stands = torch.where((stands < 0) | (stands >= L), L, stands)
+    nobody = (stands < 0) | (stands >= L)
+    stands = stands.masked_fill(nobody, 0).flatten(2)
 
-    def at_tokens(x: Tensor, tokens: Tensor, empty: int) -> Tensor:
-        x = torch.cat([x, x.new_full((B, H, 1), empty)], 2)
-        return x.gather(2, tokens.flatten(2)).view_as(tokens)
-
-    i = token_positions(layout, L, device)[..., None]
-    mine = layout.arrange(group[..., None])
-    growing = (stands[..., None, :] <= i) & (i < at_tokens(until, stands, 0)[..., None, :])
-    growing &= (at_tokens(group, stands, -1)[..., None, :] != mine) & at_tokens(exists, stands, 0)[..., None, :]
-
-    # A run is closed when its cluster's next run has begun; closed runs are full.
+    # A run is closed when its cluster's next run has begun. Closed runs are full: there are at most L // size.
     begins = torch.cat([runs.token[:, :, 1:, 0], runs.token.new_full((B, H, 1), L)], 2)
-    continued = torch.cat([runs.group[:, :, 1:] == runs.group[:, :, :-1], torch.zeros_like(some[:, :, :1, 0])], 2)
-    closes = torch.where(continued & some[..., -1], begins, L)
-    closed = (closes[:, :, None, None] <= i).expand(B, H, n, T, R)
-    whole_k, whole_v = (t[:, :, :, -1][:, :, None].expand(-1, -1, n, -1, -1) for t in (kbar, vbar))
-    keys = torch.cat([take_tokens(span_k, stands), whole_k], 3)
-    values = torch.cat([take_tokens(span_v, stands), whole_v], 3)
+    continued = torch.cat([runs.group[:, :, 1:] == runs.group[:, :, :-1], torch.zeros_like(real[:, :, :1, 0])], 2)
+    closes, closing = torch.where(continued & real[..., -1], begins, L).sort(2)
+    closes, closing = closes[:, :, : L // size], closing[:, :, : L // size]
+
+    i = token_positions(layout, L, device).int()[..., None]
+    ends = until.gather(2, stands).view_as(nobody).masked_fill(nobody, 0).int()
+    growing = i < ends[..., None, :]
+    growing[..., groups:] &= own_block(T, True, device).tril(-1)
+    closed = (closes.int()[:, :, None, None] <= i).expand(B, H, n, T, -1)
+    slots = torch.cat([runs.slot.gather(2, stands).view_as(nobody), _of_each(closing * size + size - 1, n)], 3)
+    keys, values = (take_rows(t.flatten(2, 3), slots) for t in (kbar, vbar))
     return Part(layout, keys, values, torch.cat([growing, closed], 4))
+
+
+def _of_each(x: Tensor, n: int) -> Tensor:
+    """(B, H, X) -> (B, H, n, X)"""
+    return x[:, :, None].expand(-1, -1, n, -1)
 
 
 register(

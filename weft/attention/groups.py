@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .blocks import ceil_div
@@ -51,9 +52,14 @@ def gather_runs(group: Tensor, groups: int, size: int) -> Runs:
 
 def take_tokens(x: Tensor, token: Tensor) -> Tensor:
     """x (B, H, L, D) at token (B, H, ...) -> (B, H, ..., D), zeros where token is L."""
-    x = torch.cat([x, x.new_zeros(*x.shape[:2], 1, x.shape[3])], 2)
-    flat = token.flatten(2)
-    return x.gather(2, flat[..., None].expand(*flat.shape, x.shape[3])).unflatten(2, token.shape[2:])
+    return take_rows(F.pad(x, (0, 0, 0, 1)), token)
+
+
+def take_rows(x: Tensor, at: Tensor) -> Tensor:
+    """x (B, H, L, D) at (B, H, ...) -> (B, H, ..., D): whole rows, several times as fast as a gather on a CPU."""
+    B, H, L, D = x.shape
+    first = L * torch.arange(B * H, device=at.device).view(B, H, 1)
+    return x.reshape(-1, D).index_select(0, (at.flatten(2) + first).flatten()).view(*at.shape, D)
 
 
 def take_mask(mask: Tensor | None, token: Tensor, length: int) -> Tensor:

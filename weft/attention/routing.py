@@ -17,8 +17,9 @@ from torch import Tensor
 
 from .clusters import Clusters
 from .contract import Attention, PositionBias
-from .groups import Runs, take_mask, take_tokens
+from .groups import Runs, take_mask, take_rows, take_tokens
 from .joint import Part, joint_attention
+from .partitions import own_block
 from .registry import register
 
 
@@ -33,8 +34,7 @@ class RunLayout:
         return take_tokens(x.expand(token.shape[0], token.shape[1], *x.shape[2:]), token)
 
     def restore(self, x: Tensor, length: int) -> Tensor:
-        slot = self.runs.slot[..., None]
-        return x.flatten(2, 3).gather(2, slot.expand(*slot.shape[:3], x.shape[-1]))
+        return take_rows(x.flatten(2, 3), self.runs.slot)
 
 
 def run_part(
@@ -42,9 +42,12 @@ def run_part(
 ) -> Part:
     """The own run."""
     layout, L = RunLayout(runs), k.shape[2]
-    allowed = take_mask(mask, runs.token, L)[..., None, :]
-    if causal:
-        allowed = allowed & (runs.token[..., None, :] <= runs.token[..., :, None])
+    if causal and mask is None:  # runs are in order of position, and their empty slots at the end
+        allowed = own_block(runs.token.shape[-1], causal, k.device)[None, None, None]
+    else:
+        allowed = take_mask(mask, runs.token, L)[..., None, :]
+        if causal:
+            allowed = allowed & (runs.token[..., None, :] <= runs.token[..., :, None])
     at = runs.token.clamp(max=L - 1)
     values = None if bias is None else bias(at[..., :, None], at[..., None, :])
     return Part(layout, layout.arrange(k), layout.arrange(v), allowed, values)
