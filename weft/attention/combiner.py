@@ -93,7 +93,8 @@ def line_summaries(
             return torch.zeros_like(k), torch.zeros_like(v), torch.zeros_like(k[..., 0], dtype=torch.bool)
         earlier = None if real is None else real[..., :-1]
         kbar, vbar, some = line_summaries(summary, q[..., :-1, :], k[..., :-1, :], v[..., :-1, :], earlier, "up_to")
-        return F.pad(kbar, (0, 0, 1, 0)), F.pad(vbar, (0, 0, 1, 0)), F.pad(some, (1, 0))
+        kbar, vbar = (torch.cat([torch.zeros_like(t[..., :1, :]), t], 3) for t in (kbar, vbar))
+        return kbar, vbar, F.pad(some, (1, 0))
     t = torch.arange(T, device=k.device)
     i, j = t[:, None], t[None]
     allowed = {"up_to": j <= i, "others": j != i}[which].view(1, 1, 1, T, T)

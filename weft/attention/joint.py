@@ -219,7 +219,7 @@ def side_by_side(parts: list[Part]) -> Part:
 
 def minus_infinity_outside(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where allowed, -inf elsewhere: added to logits it masks them, and costs the backward nothing."""
-    return 1 - allowed.to(dtype).reciprocal()  # arithmetic, which takes the same time whatever the pattern
+    return torch.zeros((), dtype=dtype, device=allowed.device).where(allowed, float("-inf"))
 
 
 def token_positions(layout: Layout, length: int, device: torch.device) -> Tensor:
