@@ -12,8 +12,6 @@ before a place, or over all but one place; `finish` turns the result into the ve
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -98,11 +96,16 @@ def running_max(x: Tensor) -> Tensor:
     """Cumulative maximum over the last dimension but one.
 
     torch.cummax walks along the dimension one element at a time, which costs several times as much on a CPU: there
-    each place is made of the one before, whole; on a GPU, or compiled, in about 2√T steps over T places.
+    each place is made of the one before, whole; with gradients, and on a GPU, in about 2√T steps over T places.
     """
     T = x.shape[-2]
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        return _RunningMax.apply(x)
+    if _place_by_place(x):
+        result = torch.empty_like(x)
+        places, found = x.unbind(-2), result.unbind(-2)
+        found[0].copy_(places[0])
+        for t in range(1, T):
+            torch.maximum(found[t - 1], places[t], out=found[t])
+        return result
     size = max(1, round(T**0.5))
     short = -T % size
     x = F.pad(x, (0, 0, 0, short), value=float("-inf")).unflatten(-2, (-1, size))
@@ -115,35 +118,6 @@ def running_max(x: Tensor) -> Tensor:
     start = torch.full_like(carried[0], float("-inf"))
     earlier = torch.stack([start, *carried[:-1]], -2)[..., None, :]
     return torch.maximum(torch.stack(inner, -2), earlier).flatten(-3, -2)[..., :T, :]
-
-
-class _RunningMax(torch.autograd.Function):
-    """Place by place, forward and backward; of equals, what came before and the place itself take half the gradient,
-    as with torch.maximum."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        result = torch.empty_like(x)
-        places, found = x.unbind(-2), result.unbind(-2)
-        found[0].copy_(places[0])
-        for t in range(1, len(places)):
-            torch.maximum(found[t - 1], places[t], out=found[t])
-        return result
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[0], output)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        places, found, grads = (t.unbind(-2) for t in (*ctx.saved_tensors, grad))
-        carried, result = grads[-1], []
-        for t in range(len(places) - 1, 0, -1):
-            before = found[t - 1]
-            share = ((places[t] > before).to(grad.dtype) + (places[t] >= before).to(grad.dtype)) / 2
-            result.append(carried * share)
-            carried = carried - result[-1] + grads[t - 1]
-        return torch.stack([carried, *reversed(result)], -2)
 
 
 def max_of_others(x: Tensor) -> Tensor:
