@@ -333,3 +333,22 @@ def test_tensorboard_is_written(tmp_path):
 def test_seeds_differ_by_every_part():
     assert len({seed_of("a", 1, 2), seed_of("a", 12), seed_of("a", 2, 1), seed_of("b", 1, 2)}) == 4
     assert get_task("digits").load(make_config("digits")).rows("train") == 1297
+
+
+def test_a_cache_goes_around_causal_layers_too(tmp_path):
+    from weft.layers import CachedAttention
+
+    (tmp_path / "text").write_bytes(bytes(range(32, 120)) * 40)
+    small = dict(layers=2, heads=2, head_dim=8, dim=16, mlp_dim=16, max_length=64)
+    config = make_config("text", data=str(tmp_path / "text"), cache=0.5, **small)
+    model = build_model(config, get_task("text").load(config))
+    assert sum(isinstance(layer, CachedAttention) for layer in model.modules()) == 2
+
+
+def test_a_cache_that_goes_nowhere_is_refused(monkeypatch):
+    decoder = torch.nn.TransformerDecoder(torch.nn.TransformerDecoderLayer(16, 2, batch_first=True), 1)
+    task = get_task("digits")
+    monkeypatch.setattr(type(task), "model", lambda self, config, data: decoder)  # its layers are left unless asked for
+    config = make_config("digits", cache=0.5)
+    with pytest.raises(ValueError, match="leave --cache out"):
+        build_model(config, task.load(config))

@@ -46,9 +46,11 @@ def attend(name: str, qkv: Sequence[torch.Tensor], causal: bool, backward: bool,
     with torch.device(how.device):
         attn = how.place(make_attention(name, heads=H, head_dim=D, causal=causal, max_length=L).eval())
 
+    gradient = torch.randn_like(qkv[0])  # a sum's would be one number with strides of 0, which some products dislike
+
     def call() -> None:
         if backward:
-            torch.autograd.grad(attn(*qkv).float().sum(), qkv)
+            torch.autograd.grad(attn(*qkv), qkv, gradient)
         else:
             with torch.no_grad():
                 attn(*qkv)

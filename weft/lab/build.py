@@ -16,7 +16,9 @@ def build_model(config: TrainConfig, data: TaskData) -> nn.Module:
     if config.cache:
         from ..adapt.surgery import cache
 
-        cache(model, config.cache)
+        report = cache(model, config.cache)
+        if not report.replaced:
+            raise ValueError(f"there is no attention layer that a cache goes around; leave --cache out:\n{report}")
     if config.subsample:
         from .subsample import subsample
 
