@@ -10,15 +10,15 @@ in the paper; it goes without dropout of its probabilities, which its kernel doe
 evaluation every 1,000 steps.
 """
 
-from weft.lab.config import make_config
+from study import SEEDS, deep_and_wide
+
 from weft.lab.sweep import Cell
 
 TITLE = "IMDb bytes, deep 6x8 and wide 1x48"
 METRIC = "accuracy"
 SCALE, UNIT = 100, "%"
-SEEDS = (0, 1, 2)  # the paper has three runs
+__all__ = ["METRIC", "SCALE", "SEEDS", "TITLE", "UNIT", "cells"]
 
-SHAPES = {"deep 6x8": (6, 8), "wide 1x48": (1, 48)}
 PAPER: dict[str, tuple[float | None, float | None]] = {
     "full": (62.6, 62.4),
     "linear": (64.5, 64.7),
@@ -28,23 +28,4 @@ PAPER: dict[str, tuple[float | None, float | None]] = {
 
 
 def cells() -> list[Cell]:
-    return [
-        Cell(
-            row=attention,
-            column=column,
-            config=make_config(
-                "imdb-byte",
-                attention=attention,
-                layers=layers,
-                heads=heads,
-                attention_dropout=0.0 if attention == "combiner-fixed" else None,
-                eval_every=1000,
-                checkpoint_every=1000,
-                precision="bf16-mixed",
-                compile=True,
-            ),
-            paper=figure,
-        )
-        for attention, figures in PAPER.items()
-        for (column, (layers, heads)), figure in zip(SHAPES.items(), figures, strict=True)
-    ]
+    return deep_and_wide("imdb-byte", PAPER)

@@ -1,5 +1,6 @@
 """A cell of the study's tables: its settings are the tasks' own (weft/models/presets.py), ours only how it is run."""
 
+from dataclasses import replace
 from typing import Any
 
 from weft.lab.config import make_config
@@ -7,6 +8,22 @@ from weft.lab.sweep import Cell
 
 SEEDS = (0, 1, 2)  # the paper has three runs
 COLUMN = {"imdb-token": "token", "imdb-byte": "byte", "listops": "ListOps", "matching": "matching"}
+
+
+SHAPES = {"deep 6x8": (6, 8), "wide 1x48": (1, 48)}
+
+
+def deep_and_wide(task: str, paper: dict[str, tuple[float | None, float | None]]) -> list[Cell]:
+    """The outer columns of a table, for some of its attentions. `combiner-fixed`, which the paper does not have, goes
+    without dropout of its probabilities, which its kernel does not have."""
+    return [
+        replace(
+            cell(task, attention, *shape, figure, attention_dropout=0.0 if attention == "combiner-fixed" else None),
+            column=column,
+        )
+        for attention, figures in paper.items()
+        for (column, shape), figure in zip(SHAPES.items(), figures, strict=True)
+    ]
 
 
 def cell(task: str, attention: str, layers: int, heads: int, paper: float | None, row: str = "", **given: Any) -> Cell:

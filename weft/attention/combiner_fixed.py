@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import combiner_fixed as kernel
-from ..kernels.dispatch import check_backend, plain, use_triton
+from ..kernels.dispatch import check_backend, use_triton
 from .axial import decoding_block
 from .combiner import Combiner, Seen, join_seen
 from .contract import PositionBias
@@ -95,12 +95,6 @@ class CombinerFixed(Combiner):
         m = self.block_size or default_block(q.shape[2], self.max_length)
         out = kernel.combiner_fixed(q, k, v, mask, block_size=m, pool=self.summary.pool, causal=self.causal)
         return out.to(dtype) if self.summary.pool == "sum" else out
-
-    def weights(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
-    ) -> Tensor:
-        with plain(self):  # the identity in place of v is as wide as the sequence is long
-            return super().weights(q, k, v, mask, bias)
 
     def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
         L, device = k.shape[2], k.device

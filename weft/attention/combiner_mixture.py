@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels.dispatch import check_backend, plain
+from ..kernels.dispatch import check_backend
 from .axial import Grid, column_part, row_part
 from .combiner_axial_horizontal import CombinerAxialHorizontal, row_spans
 from .combiner_axial_vertical import CombinerAxialVertical, column_spans
@@ -111,12 +111,6 @@ class CombinerMixture(Attention):
         if not axial or q.device.type != "cpu" or any(attn.backend == "triton" for attn in attns):
             return False
         return len({(attn.block_size, attn.summary.pool == "sum") for attn in attns}) == 1
-
-    def weights(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
-    ) -> Tensor:
-        with plain(self):  # the identity in place of v is as wide as the sequence is long
-            return super().weights(q, k, v, mask, bias)
 
     def start(self, batch: int, *, device=None, dtype=None) -> MixtureState:
         return [attn.start(batch, device=device, dtype=dtype) for attn in self._each()]

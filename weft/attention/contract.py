@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels.dispatch import plain
+
 PositionBias = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -71,7 +73,8 @@ class Attention(nn.Module):
         """The effective (B, H, Lq, Lk) matrix with `weights @ v == attn(q, k, v)`. Quadratic: for small L."""
         B, H, Lk, _ = k.shape
         identity = torch.eye(Lk, dtype=v.dtype, device=v.device).expand(B, H, Lk, Lk)
-        return self(q, k, identity, mask, bias)
+        with plain(self):  # no kernel takes values as wide as the sequence is long
+            return self(q, k, identity, mask, bias)
 
     # Step-by-step decoding. Mechanisms that can be decoded override both.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..kernels import line_pool
 from ..kernels import lines as kernel
-from ..kernels.dispatch import check_backend, plain, use_triton
+from ..kernels.dispatch import check_backend, use_triton
 from .axial import decoding_block
 from .combiner import Combiner, Seen, join_seen, line_summaries
 from .contract import PositionBias
@@ -127,12 +127,6 @@ class GridCombiner(Combiner):
         qbar = layout.restore(s.finish(pool(s.lift_queries(lines_q, real)), count, q.dtype), cells)
         kbar = layout.restore(s.finish(pool(s.lift_keys(lines_k, real)), count, k.dtype), cells)
         return qbar, kbar, layout.restore((count > 0)[..., None], cells)[:, 0, :, 0]
-
-    def weights(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
-    ) -> Tensor:
-        with plain(self):  # the identity in place of v is as wide as the sequence is long
-            return super().weights(q, k, v, mask, bias)
 
     def start(self, batch: int, *, device=None, dtype=None) -> GridState:
         decoding_block(self)  # refuses where there is none

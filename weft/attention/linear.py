@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import linear_scan as kernel
-from ..kernels.dispatch import check_backend, plain, use_triton
+from ..kernels.dispatch import check_backend, use_triton
 from .contract import Attention, PositionBias
 from .registry import register
 from .scan import causal_sum
@@ -44,12 +44,6 @@ class LinearAttention(Attention):
         v1 = with_ones(v)
         total = causal_sum(a, b, v1) if self.causal else a @ (b.transpose(-1, -2) @ v1)
         return (total[..., :-1] / (total[..., -1:] + EPSILON)).to(q.dtype)
-
-    def weights(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
-    ) -> Tensor:
-        with plain(self):  # the identity in place of v is as wide as the sequence is long
-            return super().weights(q, k, v, mask, bias)
 
     def start(self, batch: int, *, device=None, dtype=None) -> tuple[Tensor | None, int]:
         return None, 0

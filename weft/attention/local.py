@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import band as kernel
-from ..kernels.dispatch import check_backend, plain, use_triton
+from ..kernels.dispatch import check_backend, use_triton
 from .blocks import both, from_blocks, to_blocks, valid_keys
 from .contract import Attention, PositionBias
 from .decoding import KeyValueState
@@ -45,12 +45,6 @@ class LocalAttention(Attention):
         values = None if bias is None else bias(at[..., None], at[..., None, :])
         out = softmax_attention(q, k, v, allowed=allowed, bias=values, dropout=self.dropout if self.training else 0.0)
         return from_blocks(out, L)
-
-    def weights(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
-    ) -> Tensor:
-        with plain(self):  # the identity in place of v is as wide as the sequence is long
-            return super().weights(q, k, v, mask, bias)
 
     def start(self, batch: int, *, device=None, dtype=None) -> KeyValueState:
         return KeyValueState.empty()

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import band as kernel
-from ..kernels.dispatch import check_backend, plain, use_triton
+from ..kernels.dispatch import check_backend, use_triton
 from .blocks import both, ceil_div, from_blocks, power_of_two, to_blocks
 from .contract import Attention, PositionBias
 from .decoding import KeyValueState
@@ -79,12 +79,6 @@ class LongformerAttention(Attention):
             top = softmax_attention(q[:, :, :g], k, v, allowed=seen, bias=values, dropout=dropout)
             out = torch.cat([top, out[:, :, g:]], 2)
         return out
-
-    def weights(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
-    ) -> Tensor:
-        with plain(self):  # the identity in place of v is as wide as the sequence is long
-            return super().weights(q, k, v, mask, bias)
 
     def start(self, batch: int, *, device=None, dtype=None) -> tuple[KeyValueState, KeyValueState]:
         return KeyValueState.empty(), KeyValueState.empty()

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.dispatch import check_backend, plain, use_triton
+from ..kernels.dispatch import check_backend, use_triton
 from ..kernels.linear_scan import LEAST_LENGTH, linear_scan
 from .contract import Attention, PositionBias
 from .linear import NOT_CAUSAL, drop_keys, hide, lacks, precise, with_ones
@@ -102,12 +102,6 @@ class PerformerAttention(Attention):
         rest = self.epsilon * a.sum(-1)
         a, b = (F.pad(x.to(q.dtype), (0, -x.shape[-1] % 16)) for x in (a, b))  # whole words in every row of memory
         return linear_scan(a, b, v, mask, features="given", key_scale=m, top=top, rest=rest)
-
-    def weights(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
-    ) -> Tensor:
-        with plain(self):  # the identity in place of v is as wide as the sequence is long
-            return super().weights(q, k, v, mask, bias)
 
     def _exponents(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """p_m · t - |t|²/2 for every feature, and the largest p_m · t."""

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import band as kernel
-from ..kernels.dispatch import check_backend, plain, use_triton
+from ..kernels.dispatch import check_backend, use_triton
 from .axial import attend_to, decoding_block
 from .blocks import power_of_two
 from .contract import Attention, PositionBias
@@ -159,12 +159,6 @@ class SparseAttention(Attention):
                 allowed = allowed & (j <= i)
             parts.append(Part(layout, keys, values, allowed, None if bias is None else bias(i, j)))
         return parts
-
-    def weights(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
-    ) -> Tensor:
-        with plain(self):  # the identity in place of v is as wide as the sequence is long
-            return super().weights(q, k, v, mask, bias)
 
     @property
     def _dropout(self) -> float:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import subsampled as kernel
-from ..kernels.dispatch import check_backend, plain, use_triton
+from ..kernels.dispatch import check_backend, use_triton
 from .blocks import ceil_div
 from .contract import PositionBias
 from .full import FullAttention
@@ -122,12 +122,6 @@ class SubsampledAttention(Subsampling, FullAttention):
             stand_in=given or (self.keep < 1 if self.causal else padded > L),
             once=not self.causal and not given,
         )
-
-    def weights(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
-    ) -> Tensor:
-        with plain(self):  # the identity in place of v is as wide as the sequence is long
-            return super().weights(q, k, v, mask, bias)
 
     def draw(self, length: int, generator: torch.Generator | None = None) -> Tensor:
         """A fresh sample (W, S), on the CPU: the sources of each window; `length` or more in a slot without one."""

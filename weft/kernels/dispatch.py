@@ -69,8 +69,12 @@ _capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @contextlib.contextmanager
 def plain(attn: Any) -> Iterator[None]:
-    """Within this block `attn` runs its plain version."""
-    before, attn.backend = attn.backend, "torch"
+    """Within this block `attn` runs its plain version, whether it has another or not."""
+    before = getattr(attn, "backend", None)
+    if before is None:
+        yield
+        return
+    attn.backend = "torch"
     try:
         yield
     finally:
