@@ -18,11 +18,11 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.dispatch import check_backend, use_triton
 from ..kernels.linear_scan import LEAST_LENGTH, linear_scan
+from ..kernels.random_features import random_features
 from .contract import Attention, PositionBias
 from .linear import NOT_CAUSAL, drop_keys, hide, lacks, precise, with_ones
 from .registry import register
@@ -30,9 +30,9 @@ from .scan import causal_sum
 
 
 class PerformerAttention(Attention):
-    """`backend` "triton" is the fused causal kernel of `weft/kernels/linear_scan.py`, "torch" the version below, which
-    defines it; "auto" takes the kernel on the GPUs it was tested on. Random features are drawn and exponentiated by
-    PyTorch in both. Decoding is always "torch".
+    """`backend` "triton" is the fused causal kernels of `weft/kernels/random_features.py` and `linear_scan.py`, "torch"
+    the version below, which defines them; "auto" takes the kernels on the GPUs they were tested on. Decoding is always
+    "torch".
     """
 
     projection: Tensor
@@ -92,16 +92,8 @@ class PerformerAttention(Attention):
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         if self.kernel == "relu":
             return linear_scan(q, k, v, mask, features="relu")
-        a = self._queries(q)
-        a = a / a.detach().amax(-1, keepdim=True)  # the quotient is the same, and half precision keeps the features
-        e, g = self._exponents(k)
-        m = e.detach().amax(-1)
-        b = (e - m[..., None]).exp()
-        top = (g if mask is None else g.masked_fill(~mask[:, None], float("-inf"))).cummax(-1).values
-        top = torch.where(top.isfinite(), top, 0)
-        rest = self.epsilon * a.sum(-1)
-        a, b = (F.pad(x.to(q.dtype), (0, -x.shape[-1] % 16)) for x in (a, b))  # whole words in every row of memory
-        return linear_scan(a, b, v, mask, features="given", key_scale=m, top=top, rest=rest)
+        a, b, key_scale, top, rest = random_features(q, k, mask, self.projection, self.epsilon)
+        return linear_scan(a, b, v, mask, features="given", key_scale=key_scale, top=top, rest=rest)
 
     def _exponents(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """p_m · t - |t|²/2 for every feature, and the largest p_m · t."""
