@@ -110,6 +110,7 @@ SMALL: dict[str, tuple[Call, ...]] = {
         Call("performer", 150, H=1, mask="ends"),
         Call("performer", 130, H=1, D=20, options={"features": 70}, dtype=torch.float16),
         Call("performer", 35, B=2, H=1, options={"features": 100}, mask="all", layout="BHLD"),
+        Call("performer", 20, B=2, H=1, D=128, options={"features": 16, "epsilon": 0.01}, mask="random"),
         Call("performer", 140, H=1, options={"kernel": "relu"}, mask="random"),
     ),
     "subsampled": (
@@ -242,6 +243,8 @@ REAL: dict[str, tuple[Call, ...]] = {
         Call("performer", 129, D=64, B=2, H=2, mask="all", layout="BHLD"),
         Call("performer", 777, D=128, B=1, H=2, mask="random"),
         Call("performer", 301, D=20, B=2, H=2, options={"features": 33}, mask="ends"),
+        Call("performer", 9001, D=64, B=1, H=2, mask="ends"),
+        Call("performer", 63, D=64, B=2, H=2, options={"features": 320}),
         Call("performer", 1000, D=64, B=2, H=4, options={"kernel": "relu"}, mask="random"),
     ),
     "subsampled": (
