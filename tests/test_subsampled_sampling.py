@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import weft
-from weft.attention.sampling import KEYS, bidirectional_windows, causal_windows, thin
+from weft.attention import sampling
+from weft.attention.sampling import CPU, KEYS, bidirectional_windows, causal_windows, sample_slots
 from weft.attention.sampling2d import home, sample_placement, shuffle_grid, window_table
 
 
@@ -96,11 +97,90 @@ def test_unbiased_windows_are_uniform():
 
 
 def test_thinning_keeps_a_random_part_of_each_window():
-    sources = torch.arange(40).view(4, 10)
-    kept = thin(sources, 0.34, torch.rand(40, dtype=torch.float64))
-    assert kept.shape == (4, 3) and all(len(set(row)) == 3 for row in kept.tolist())
-    assert torch.equal(kept // 10, torch.arange(4)[:, None].expand(4, 3))
-    assert thin(sources.view(1, 40), 0.1, torch.rand(40)).tolist() == [[0, 1, 2, 3]]
+    counts = torch.zeros(4, 10)
+    for key in range(2000):
+        slots = sample_slots(torch.tensor([key]), 4, 10, False, CPU)
+        assert torch.equal(slots.sort(1).values, torch.arange(10).expand(4, 10))
+        counts.scatter_add_(1, slots[:, :3], torch.ones(4, 3))
+    assert (counts / 2000 - 0.3).abs().max() < 0.05
+    for windows, L, keep, n in ((4, 40, 0.34, 3), (1, 40, 0.1, 4), (3, 9, 0.01, 1)):
+        attn = weft.make_attention("subsampled", heads=1, head_dim=4, windows=windows, keep=keep, sigma=0.0)
+        kept = attn.draw(L)
+        assert kept.shape == (windows, n) and all(len(set(row)) == n for row in kept.tolist())
+        assert torch.equal(kept // (L // windows), torch.arange(windows)[:, None].expand(windows, n))
+    assert torch.equal(attn.draw(9, torch.Generator().manual_seed(1)), attn.draw(9, torch.Generator().manual_seed(1)))
+
+
+def orders_by_argsort(noise, lengths, sigma):
+    """The definition, without a thought for time."""
+    parts = []
+    for part in noise.double().split(lengths):
+        home = 0 if sigma is None else torch.arange(len(part))
+        parts.append((home + (1 if sigma is None else sigma) * part).argsort(stable=True))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("sigma", [None, 0.0, 0.3, 5.0, 1e3, 1e9])
+def test_shuffles_are_the_argsort_of_their_noise(sigma):
+    generator = torch.Generator().manual_seed(0)
+    for seed in range(60):
+        size, windows = 1 + seed * 7 % 40, 1 + seed % 6
+        lengths = tuple((w + 1) * size for w in range(windows)) if seed % 2 else (size,) * windows
+        draw = torch.rand if sigma is None or seed % 3 == 0 else torch.randn
+        noise = draw(sum(lengths), generator=generator, dtype=[torch.float32, torch.float64][seed % 2])
+        found = sampling.shuffle(noise, lengths, sigma, CPU)
+        assert torch.equal(found, orders_by_argsort(noise, lengths, sigma))
+
+
+@pytest.mark.parametrize("sigma", [None, 0.0, 0.2, 1e6])
+@pytest.mark.parametrize("noise", ["random", "all alike", "as far as it goes"])
+def test_no_two_keys_are_alike_and_no_sequence_reaches_the_next(sigma, noise):
+    """So that every sort finds the one order there is."""
+    lengths = (1, 700, 5, 3000, 3000)
+    values = {
+        "random": torch.randn(sum(lengths)),
+        "all alike": torch.full((sum(lengths),), 0.5),
+        "as far as it goes": torch.tensor([-8.6, 8.6]).repeat(sum(lengths) // 2),
+    }[noise]
+    keys = np.empty(sum(lengths), np.int64)
+    sampling.sort_keys(values.numpy(), lengths, None if sigma is None else sigma * 3000, 4095, keys)
+    assert len(np.unique(keys)) == len(keys) and keys.min() > 0
+    ends = np.cumsum(lengths)
+    for end in ends[:-1]:
+        assert keys[:end].max() < keys[end:].min()
+    assert ((keys & 4095) == np.concatenate([np.arange(n) for n in lengths])).all()
+
+
+OPTIONS = [
+    {"causal": causal, "windows": windows, **options}
+    for causal in (False, True)
+    for windows in (1, 3, 8)
+    for options in (
+        {},
+        {"sigma": 0.0},
+        {"sigma": 3.0, "keep": 0.3},
+        {"biased": False},
+        {"biased": False, "keep": 0.5},
+        {"noise": "uniform"},
+        {"round_sigma": True, "same_on_all_ranks": True},
+        {"layout": (6, 5), "biased": False},
+        {"layout": (6, 5), "keep": 0.4},
+    )
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(str(v) for v in o.values()))
+def test_a_gpu_draws_what_the_cpu_draws(options, monkeypatch):
+    """What a GPU does, on the CPU: its sort is PyTorch's, and everything else is the CPU's already."""
+    attn = weft.make_attention("subsampled", heads=1, head_dim=4, **options)
+    for seed in range(8):
+        for L in (30,) if "layout" in options else (1, 7, 64, 601):
+            ours = attn.draw(L, torch.Generator().manual_seed(seed))
+            with monkeypatch.context() as patch:
+                patch.setattr(sampling, "ascending", lambda keys: keys.sort().values)
+                assert torch.equal(attn.draw(L, torch.Generator().manual_seed(seed)), ours)
+    if torch.cuda.is_available():
+        assert torch.equal(attn.draw(L, torch.Generator().manual_seed(seed), "cuda").cpu(), ours)
 
 
 def exact_law(height, width, sigma):
@@ -140,14 +220,16 @@ def test_chain_against_enumeration(height, width, sigma):
 
 def test_draws_against_enumeration():
     """What the mechanism draws: a chain of the pool, moved on."""
-    draws = [sample_placement(torch.tensor([key]), 3, 1, 1.0, 1.0, 3, 0, 0, False) for key in range(500)]
+    draws = [sample_placement(torch.tensor([key]), 3, 1, 1.0, 1.0, 3, 0, 0, False, CPU) for key in range(500)]
     exact, found = exact_law(3, 1, (1.0, 1.0)), frequencies(torch.stack(draws).numpy())
     assert max(abs(p - found.get(order, 0)) for order, p in exact.items()) < 0.07
 
 
 def test_causal_bands_follow_the_law_of_their_prefix():
     """Rows enter band by band: the second band's slots are those of a chain on all rows so far."""
-    draws = torch.stack([sample_placement(torch.tensor([key]), 4, 1, 1.0, 1.0, 2, 0, 0, False) for key in range(500)])
+    draws = torch.stack(
+        [sample_placement(torch.tensor([key]), 4, 1, 1.0, 1.0, 2, 0, 0, False, CPU) for key in range(500)]
+    )
     first, second = draws[:, :2], draws[:, 2:]
     assert first.max() == 1 and second.max() == 3
     for found, exact, slots in ((first, exact_law(2, 1, (1, 1)), (0, 1)), (second, exact_law(4, 1, (1, 1)), (2, 3))):

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels.staging import send
 from .blocks import both, ceil_div, pad_length
 from .contract import PositionBias
 from .softmax import softmax_attention
@@ -40,14 +41,14 @@ def sampled_attention(
     """
     L = q.shape[2]
     W = sources.shape[0]
-    sources = sources.to(q.device)
+    sources = send(sources, q.device)
     if targets is None:
         size = ceil_div(L, W)
         windows = pad_length(q, W * size).unflatten(2, (W, size))
         targets = torch.arange(W * size, device=q.device).view(W, size)
         slot_of_target = None
     else:
-        targets = targets.to(q.device)
+        targets = send(targets, q.device)
         slot_of_target = targets.flatten().argsort(stable=True)[:L]
         windows = _take(q, targets.clamp(max=L - 1))
     s, t = sources.clamp(max=L - 1), targets.clamp(max=L - 1)

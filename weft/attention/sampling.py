@@ -11,15 +11,27 @@ L sources, W windows of P = L / W targets each, σ in positions, ε ~ N(0, 1):
 The samplers are plain functions of their noise. The noise is a plain function of a key, and only the key is drawn,
 from torch's own CPU generator: so `torch.manual_seed` reproduces a run, activation checkpointing (which restores that
 generator) sees the same sample again, CPU and GPU see the same one, and a compiled graph draws afresh at each call.
+
+What can round is computed on the CPU. It leaves whole numbers to sort, all windows in one row and no two alike,
+
+    bits of the double (w · gap + s + σ ε_s), w from 1, with s in place of the last log₂ L of them
+
+so that every sort, NumPy's or a GPU's, finds the same order, and all that a GPU is sent is these numbers.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.staging import operator, send, staging
+
 KEYS = 2**32  # what a CPU generator distinguishes
+FARTHEST = 9.0  # no generator's ε goes further: 53 random bits end at 8.6
+CPU = torch.device("cpu")
 
 
 def draw_key(generator: torch.Generator | None = None) -> Tensor:
@@ -35,29 +47,64 @@ def generator_of(key: Tensor, per_rank: bool) -> torch.Generator:
     return torch.Generator("cpu").manual_seed((int(key) + rank * 0x9E3779B1) % KEYS)
 
 
-# An operator of its own, because a compiled graph cannot look into a generator but can call an operator that does.
-@torch.library.custom_op("weft::sample_noise", mutates_args=())
-def sample_noise(key: Tensor, count: int, gaussian: bool, per_rank: bool) -> Tensor:
-    """`count` numbers, N(0, 1) or U(0, 1). In double: half precision cannot even hold the positions they displace."""
+@operator(
+    "weft::sample_noise",
+    "(Tensor key, int count, bool per_rank, Device device) -> Tensor",
+    lambda key, count, per_rank, device: torch.empty(count, dtype=torch.float64, device=device),
+)
+def sample_noise(key: Tensor, count: int, per_rank: bool, device: torch.device) -> Tensor:
+    """`count` numbers from U(0, 1)."""
+    return send(staging(count, torch.float64, device).uniform_(generator=generator_of(key, per_rank)), device)
+
+
+@operator(
+    "weft::sample_windows",
+    "(Tensor key, int windows, int size, float? sigma, bool gaussian, bool causal, bool per_rank, Device device)"
+    " -> Tensor",
+    lambda key, windows, size, *_: torch.empty(windows, size, dtype=torch.int64, device=_[-1]),
+)
+def sample_windows(
+    key: Tensor,
+    windows: int,
+    size: int,
+    sigma: float | None,
+    gaussian: bool,
+    causal: bool,
+    per_rank: bool,
+    device: torch.device,
+) -> Tensor:
+    """Sources (W, P) by noise from N(0, 1) or U(0, 1); `sigma` in positions, None without local bias."""
     generator = generator_of(key, per_rank)
-    draw = torch.randn if gaussian else torch.rand
-    return draw(count, generator=generator, dtype=torch.float64, device="cpu")
+    count = causal_noise(windows, size) if causal else windows * size
+    if gaussian:  # in single precision a quarter of the time; there is no need to displace sources more finely
+        noise = torch.empty(count, dtype=torch.float32, device=CPU).normal_(generator=generator)
+    else:
+        noise = torch.empty(count, dtype=torch.float64, device=CPU).uniform_(generator=generator)
+    if causal:
+        return causal_windows(noise, windows, size, sigma, device)
+    return bidirectional_windows(noise, windows, sigma, device)
 
 
-@sample_noise.register_fake
-def _(key: Tensor, count: int, gaussian: bool, per_rank: bool) -> Tensor:
-    return key.new_empty(count, dtype=torch.float64)
+@operator(
+    "weft::sample_slots",
+    "(Tensor key, int windows, int size, bool per_rank, Device device) -> Tensor",
+    lambda key, windows, size, per_rank, device: torch.empty(windows, size, dtype=torch.int64, device=device),
+)
+def sample_slots(key: Tensor, windows: int, size: int, per_rank: bool, device: torch.device) -> Tensor:
+    """The slots of each window in a random order, (W, P)."""
+    noise = sample_noise(key, windows * size, per_rank, CPU)
+    return shuffle(noise, (size,) * windows, None, device).view(windows, size)
 
 
-def bidirectional_windows(noise: Tensor, windows: int, sigma: float | None) -> Tensor:
+def bidirectional_windows(noise: Tensor, windows: int, sigma: float | None, device: torch.device = CPU) -> Tensor:
     """Noise (L,) -> sources (W, P), a permutation; `sigma` in positions, None without local bias."""
-    return shuffle(noise, sigma).unflatten(0, (windows, -1))
+    return shuffle(noise, (noise.shape[0],), sigma, device).unflatten(0, (windows, -1))
 
 
-def causal_windows(noise: Tensor, windows: int, size: int, sigma: float | None) -> Tensor:
+def causal_windows(noise: Tensor, windows: int, size: int, sigma: float | None, device: torch.device = CPU) -> Tensor:
     """Noise for the prefixes of all windows one after the other, P + 2P + ... + WP values -> sources (W, P)."""
-    prefixes = noise.split([(w + 1) * size for w in range(windows)])
-    return torch.stack([shuffle(prefix, sigma)[-size:] for prefix in prefixes])
+    prefixes = tuple((w + 1) * size for w in range(windows))
+    return torch.stack([order[-size:] for order in shuffle(noise, prefixes, sigma, device).split(prefixes)])
 
 
 def causal_noise(windows: int, size: int) -> int:
@@ -65,28 +112,38 @@ def causal_noise(windows: int, size: int) -> int:
     return size * windows * (windows + 1) // 2
 
 
-def shuffle(noise: Tensor, sigma: float | None) -> Tensor:
-    """A random order of the positions in which each is displaced by about `sigma`."""
+def shuffle(noise: Tensor, lengths: tuple[int, ...], sigma: float | None, device: torch.device) -> Tensor:
+    """For each of some sequences a random order of its positions, in which each is displaced by about `sigma`; one
+    after the other, like the noise."""
+    low_bits = (1 << (max(lengths) - 1).bit_length()) - 1
+    staged = staging(noise.shape[0], torch.int64, device)
+    sort_keys(noise.numpy(), lengths, sigma, low_bits, staged.numpy())
+    return ascending(send(staged, device)).bitwise_and_(low_bits)
+
+
+def sort_keys(noise: np.ndarray, lengths: tuple[int, ...], sigma: float | None, low_bits: int, out: np.ndarray) -> None:
+    """Whole numbers, no two alike, that stand in the order of `shuffle`; a position is in the low bits of its own."""
+    home, position = _places(lengths, sigma)
+    key = out.view(np.float64)
+    np.multiply(noise, 1.0 if sigma is None else sigma, out=key, dtype=np.float64)
+    key += home
+    out &= ~low_bits  # the bits of positive doubles are in the doubles' order
+    out |= position
+
+
+@lru_cache(maxsize=32)
+def _places(lengths: tuple[int, ...], sigma: float | None) -> tuple[np.ndarray, np.ndarray]:
+    """Where the noise displaces each source from, so far apart that no sequence reaches the next; and its position."""
+    position = np.concatenate([np.arange(n) for n in lengths])
+    sequence = np.repeat(np.arange(1.0, len(lengths) + 1), lengths)
     if sigma is None:
-        return ascending(noise)
-    return ascending(torch.arange(noise.shape[0], device=noise.device) + sigma * noise)
+        return sequence * (1 + 2 * FARTHEST), position
+    return sequence * (max(lengths) + 2 * FARTHEST * sigma) + position, position
 
 
-@torch.library.custom_op("weft::ascending", mutates_args=())
-def ascending(x: Tensor) -> Tensor:
-    """argsort of (n,): on a CPU by NumPy, which takes a fifth of PyTorch's time."""
-    return x.argsort() if x.device.type != "cpu" else torch.from_numpy(np.argsort(x.numpy()))
-
-
-@ascending.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x, dtype=torch.int64)
-
-
-def thin(sources: Tensor, keep: float, noise: Tensor) -> Tensor:
-    """Keep round(keep · P) random slots of each window, at least one; of a single window the first ones."""
-    W, P = sources.shape
-    n = max(1, round(keep * P))
-    if W == 1:
-        return sources[:, :n]
-    return sources.gather(1, noise.view(W, P).argsort(1)[:, :n])
+def ascending(keys: Tensor) -> Tensor:
+    """Sorts (n,); on a CPU by NumPy, which takes a tenth of PyTorch's time."""
+    if keys.device.type != "cpu":
+        return keys.sort().values
+    keys.numpy().sort()
+    return keys

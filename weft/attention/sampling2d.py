@@ -29,8 +29,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.staging import operator, send
 from .blocks import ceil_div
-from .sampling import generator_of
+from .sampling import CPU, generator_of
 
 POOL = 64
 FRESH_SWEEPS = 16
@@ -63,7 +64,7 @@ def shuffle_grid(
 def _sweep(c: np.ndarray, other: np.ndarray, sigma: float, generator: torch.Generator, window: int, shift: int) -> None:
     """One pass along axis 1, in place; `c` holds the coordinates along it, `other` those that move with them."""
     n = c.shape[1]
-    noise = torch.rand(c.shape[0], n, c.shape[2], generator=generator)
+    noise = torch.rand(c.shape[0], n, c.shape[2], generator=generator, device=CPU)
     threshold = (sigma * sigma * noise.logit()).numpy()  # u < 1 / (1 + exp(−d / σ²)), solved for d
     if window:
         threshold[:, shift % window :: window] = np.inf  # slots i − 1 and i lie in different windows
@@ -87,7 +88,7 @@ def _pool(
     height: int, width: int, sigma: tuple[float, float], band: int, window: int, shift: int
 ) -> tuple[np.ndarray, ...]:
     """Warmed-up chains, one array per band of rows that a causal sampler adds; one in all when `band` is the height."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     chains = home(POOL, 0, width)
     pools = []
     for end in [*range(band, height, band), height]:
@@ -98,8 +99,12 @@ def _pool(
     return tuple(pools)
 
 
-# An operator of its own for the same reason as `sample_noise`.
-@torch.library.custom_op("weft::sample_placement", mutates_args=())
+@operator(
+    "weft::sample_placement",
+    "(Tensor key, int height, int width, float sigma_y, float sigma_x, int band, int window, int shift, bool per_rank,"
+    " Device device) -> Tensor",
+    lambda key, height, width, *_: torch.empty(height * width, dtype=torch.int64, device=_[-1]),
+)
 def sample_placement(
     key: Tensor,
     height: int,
@@ -110,6 +115,7 @@ def sample_placement(
     window: int,
     shift: int,
     per_rank: bool,
+    device: torch.device,
 ) -> Tensor:
     """Sources of all slots (height · width,), row by row.
 
@@ -117,7 +123,7 @@ def sample_placement(
     before band·(b+1) alone.
     """
     generator = generator_of(key, per_rank)
-    chain = int(torch.randint(POOL, (1,), generator=generator))
+    chain = int(torch.randint(POOL, (1,), generator=generator, device=CPU))
     parts: list[np.ndarray] = []
     for pool in _pool(height, width, (sigma_y, sigma_x), band, window, shift):
         state = shuffle_grid(
@@ -125,22 +131,19 @@ def sample_placement(
         )
         first = 0 if band >= height else sum(p.shape[0] for p in parts)
         parts.append(state[0, first:])
-    return torch.from_numpy(np.concatenate(parts).astype(np.int64).reshape(-1))
+    return send(torch.from_numpy(np.concatenate(parts).astype(np.int64).reshape(-1)), device)
 
 
-@sample_placement.register_fake
-def _(key, height, width, sigma_y, sigma_x, band, window, shift, per_rank) -> Tensor:
-    return key.new_empty(height * width, dtype=torch.int64)
-
-
-def window_table(height: int, width: int, window: tuple[int, int], shift: int = 0) -> Tensor:
+def window_table(
+    height: int, width: int, window: tuple[int, int], shift: int = 0, device: torch.device = CPU
+) -> Tensor:
     """The cells of each window, (windows, cells of a window), row by row; height · width where there is none.
 
     Windows start at `shift` and are simply smaller at the borders.
     """
     starts = [shift - size if shift else 0 for size in window]
     y, x = (
-        start + torch.arange(ceil_div(side - start, size) * size)
+        start + torch.arange(ceil_div(side - start, size) * size, device=device)
         for start, side, size in zip(starts, (height, width), window, strict=True)
     )
     outside = ((y < 0) | (y >= height))[:, None] | ((x < 0) | (x >= width))[None]

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import subsampled as kernel
@@ -31,14 +32,7 @@ from .full import FullAttention
 from .registry import register
 from .sampled import nearest_legal, sampled_attention
 from .sampled_tiles import TILE, causal_tiles
-from .sampling import (
-    bidirectional_windows,
-    causal_noise,
-    causal_windows,
-    draw_key,
-    sample_noise,
-    thin,
-)
+from .sampling import draw_key, sample_noise, sample_slots, sample_windows
 from .sampling2d import sample_placement, window_table
 
 
@@ -87,9 +81,9 @@ class SubsampledAttention(Subsampling, FullAttention):
             return super().attend(q, k, v, mask, bias)
         B, L = q.shape[0], q.shape[2]
         if self.layout == "graph":
-            kept = drop_sources(mask, B, L, 1 - self.keep, per_rank=not self.same_on_all_ranks).to(q.device)
+            kept = drop_sources(mask, B, L, 1 - self.keep, q.device, per_rank=not self.same_on_all_ranks)
             return super().attend(q, k, v, kept, bias)
-        sources = self._given(L) if self._fixed is not None else self.draw(L)
+        sources = self._given(L) if self._fixed is not None else self.draw(L, device=q.device)
         if not torch.compiler.is_compiling():
             self.last_indices = sources
         dropout = self.dropout if self.training else 0.0
@@ -98,7 +92,7 @@ class SubsampledAttention(Subsampling, FullAttention):
             return self._fused(q, k, v, sources, mask, bias is not None)
         if self._tiles(q, v, sources, mask, bias, dropout):
             return causal_tiles(q, k, v, sources)
-        targets = self.targets(L)
+        targets = self.targets(L, q.device)
         return sampled_attention(
             q, k, v, sources, targets=targets, causal=self.causal, mask=mask, bias=bias, dropout=dropout
         )
@@ -113,7 +107,7 @@ class SubsampledAttention(Subsampling, FullAttention):
             v,
             sources,
             size=size,
-            targets=None if runs else self._grid(),
+            targets=None if runs else self._grid(q.device),
             causal=self.causal,
             mask=mask,
             nearest=None if mask is None else nearest_legal(mask, L, self.causal, q.device),
@@ -123,41 +117,41 @@ class SubsampledAttention(Subsampling, FullAttention):
             once=not self.causal and not given,
         )
 
-    def draw(self, length: int, generator: torch.Generator | None = None) -> Tensor:
-        """A fresh sample (W, S), on the CPU: the sources of each window; `length` or more in a slot without one."""
+    def draw(self, length: int, generator: torch.Generator | None = None, device: torch.device | str = "cpu") -> Tensor:
+        """A fresh sample (W, S): the sources of each window; `length` or more in a slot without one.
+
+        The generator is one of the CPU's; the sample does not depend on the device it is drawn for.
+        """
         if self.layout == "graph":
             raise ValueError("on a graph sources are dropped one by one; there are no windows to draw")
-        size, windows, padded = self._cut(length)
-        key, per_rank = draw_key(generator), not self.same_on_all_ranks
+        device, per_rank = torch.device(device), not self.same_on_all_ranks
+        size, windows, _ = self._cut(length)
+        key = draw_key(generator)
         if isinstance(self.layout, tuple) and self.biased:
-            sources = self._placed(key, per_rank)
+            sources = self._placed(key, per_rank, device)
         else:
-            gaussian = self.noise == "gaussian" and self.biased
-            count = causal_noise(windows, size) if self.causal else padded
-            noise = sample_noise(key, count, gaussian, per_rank)
-            spread = self._spread(length, size)
-            if self.causal:
-                sources = causal_windows(noise, windows, size, spread)
-            else:
-                sources = bidirectional_windows(noise, windows, spread)
-        if self.keep < 1:
-            another = sample_noise(draw_key(generator), sources.numel(), False, per_rank)
-            sources = thin(sources, self.keep, another)
-        return sources
+            gaussian, spread = self.noise == "gaussian" and self.biased, self._spread(length, size)
+            sources = sample_windows(key, windows, size, spread, gaussian, self.causal, per_rank, device)
+        if self.keep == 1:
+            return sources
+        n = max(1, round(self.keep * size))
+        if windows == 1:
+            return sources[:, :n]
+        return sources.gather(1, sample_slots(draw_key(generator), windows, size, per_rank, device)[:, :n])
 
-    def targets(self, length: int) -> Tensor | None:
+    def targets(self, length: int, device: torch.device | str = "cpu") -> Tensor | None:
         """The targets of each window, (W, P); None where windows are successive runs of tokens."""
         if not isinstance(self.layout, tuple):
             return None
         runs = self._rectangle()[1] == self.layout[1] and self._cut(length)[2] == length
-        return None if runs else self._grid()
+        return None if runs else self._grid(torch.device(device))
 
     @contextmanager
     def fixed(self, indices: Tensor) -> Iterator[None]:
         """Within this block every forward uses these sources, (W, S) or flat, instead of drawing."""
         if self.layout == "graph":
             raise ValueError("on a graph sources are dropped one by one; mask them instead of fixing a sample")
-        before, self._fixed = self._fixed, torch.as_tensor(indices, dtype=torch.long)
+        before, self._fixed = self._fixed, torch.as_tensor(indices, dtype=torch.long, device="cpu")
         try:
             yield
         finally:
@@ -189,17 +183,17 @@ class SubsampledAttention(Subsampling, FullAttention):
         down, across = self.windows if isinstance(self.windows, tuple) else (self.windows, 1)
         return ceil_div(self.layout[0], down), ceil_div(self.layout[1], across)
 
-    def _grid(self) -> Tensor:
+    def _grid(self, device: torch.device) -> Tensor:
         assert isinstance(self.layout, tuple)
-        return window_table(*self.layout, self._rectangle())
+        return window_table(*self.layout, self._rectangle(), device=device)
 
-    def _placed(self, key: Tensor, per_rank: bool) -> Tensor:
+    def _placed(self, key: Tensor, per_rank: bool, device: torch.device) -> Tensor:
         assert isinstance(self.layout, tuple)
         height, width = self.layout
         band = self._rectangle()[0] if self.causal else height
-        placement = sample_placement(key, height, width, self.sigma * height, self.sigma * width, band, 0, 0, per_rank)
-        empty = placement.new_full((1,), height * width)
-        return torch.cat([placement, empty])[self._grid()]
+        reach = self.sigma * height, self.sigma * width
+        placement = sample_placement(key, height, width, *reach, band, 0, 0, per_rank, device)
+        return F.pad(placement, (0, 1), value=height * width)[self._grid(device)]
 
     def _spread(self, length: int, size: int) -> float | None:
         """How far the noise displaces a source, in positions."""
@@ -253,15 +247,17 @@ def _no_kernel(bias: PositionBias | None, dropout: float) -> str:
     return ""
 
 
-def drop_sources(mask: Tensor | None, batch: int, length: int, drop: float, *, per_rank: bool = True) -> Tensor:
+def drop_sources(
+    mask: Tensor | None, batch: int, length: int, drop: float, device: torch.device, *, per_rank: bool = True
+) -> Tensor:
     """The mask (B, L) with each real source of each sequence dropped at random, but never the last one left.
 
     The source that drew the largest number stays whatever it drew: the law of the others is untouched.
     """
-    noise = sample_noise(draw_key(), batch * length, False, per_rank).view(batch, length)
+    noise = sample_noise(draw_key(), batch * length, per_rank, device).view(batch, length)
     if mask is None:
         return (noise >= drop) | (noise == noise.amax(1, keepdim=True))
-    noise = torch.where(mask, noise.to(mask.device), -1.0)
+    noise = torch.where(mask, noise, -1.0)
     return mask & ((noise >= drop) | (noise == noise.amax(1, keepdim=True)))
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .dispatch import DTYPES, LARGEST_HEAD
 from .launch import Tiles, block_width, ceil_div, empty_rows, next_power_of_two, precision, rows_contiguous, strides
+from .staging import operator, send
 
 LEAST_LENGTH = 1024  # where it overtakes full attention; below, nobody should sample: docs/kernels.md
 COLLECTED = 64  # tokens per program of `collect`
@@ -65,9 +66,9 @@ def subsampled(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    sources = torch.ops.weft.place_indices(sources, q.device, True)
+    sources = place_indices(sources, q.device, True)
     if targets is not None:
-        targets = torch.ops.weft.place_indices(targets, q.device, False)
+        targets = place_indices(targets, q.device, False)
     sources = sources[None]
     if mask is not None:
         assert nearest is not None
@@ -83,32 +84,19 @@ def seen_through(mask: Tensor, sources: Tensor) -> Tensor:
     return torch.where(real, sources, L).sort(-1).values
 
 
-# What a CUDA graph copies at every replay must outlive it.
-_captured: list[Tensor] = []
-
-
-@torch.library.custom_op(
-    "weft::place_indices", mutates_args=(), schema="(Tensor indices, Device device, bool ordered) -> Tensor"
+@operator(
+    "weft::place_indices",
+    "(Tensor indices, Device device, bool ordered) -> Tensor",
+    lambda indices, device, ordered: torch.empty(indices.shape, dtype=torch.int32, device=device),
 )
-def _place_indices(indices, device, ordered):
+def place_indices(indices: Tensor, device: torch.device, ordered: bool) -> Tensor:
     """As int32 on the device, each row in ascending order if `ordered`. From the CPU the copy does not wait for the
     GPU; NumPy sorts integers many times faster than PyTorch there."""
     if indices.is_cuda:
         indices = indices.to(torch.int32, copy=True)
         return indices.sort(-1).values if ordered else indices
     array = indices.numpy().astype(np.int32)
-    placed = torch.from_numpy(np.sort(array) if ordered else array)
-    if device.type != "cuda":
-        return placed
-    placed = placed.pin_memory()
-    if torch.cuda.is_current_stream_capturing():
-        _captured.append(placed)
-    return placed.to(device, non_blocking=True)
-
-
-@_place_indices.register_fake
-def _(indices, device, ordered):
-    return torch.empty(indices.shape, dtype=torch.int32, device=device)
+    return send(torch.from_numpy(np.sort(array) if ordered else array), device)
 
 
 @torch.library.custom_op(

@@ -18,10 +18,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention.sampled import sampled_attention
-from ..attention.sampling import draw_key, sample_noise
+from ..attention.sampling import draw_key, sample_slots
 from ..attention.sampling2d import sample_placement, window_table
 from ..attention.subsampled import Subsampling
 
@@ -71,33 +72,32 @@ class SubsampledWindowAttention(Subsampling, nn.Module):
         B, height, width, _ = x.shape
         x = x.flatten(1, 2)
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (self.q(x), *self.kv(x).chunk(2, -1)))
-        targets, sources = self._sample(height, width)
+        targets, sources = self._sample(height, width, x.device)
         values = self.table[:, : self.heads], self.table[:, self.heads :]
         bias, gate = (_Offsets(t, self.window, width) if t.shape[1] else None for t in values)
         out = sampled_attention(q, k, v, sources, targets=targets, bias=bias, gate=gate)
         return self.out(out.transpose(1, 2).flatten(2)).unflatten(1, (height, width))
 
-    def _sample(self, height: int, width: int) -> tuple[Tensor, Tensor]:
+    def _sample(self, height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Targets and sources of each window, in row-by-row numbers; height · width in slots outside the map."""
-        windows = window_table(height, width, (self.window, self.window), self.shift)
+        windows = window_table(height, width, (self.window, self.window), self.shift, device)
         if not self.samples_now:
             return windows, windows
         if self.biased:
-            targets = window_table(height, width, (self.window // 2, self.window // 2))
+            targets = window_table(height, width, (self.window // 2, self.window // 2), device=device)
         else:
             targets = windows
         if self._fixed is not None:
             sources = self._fixed.reshape(targets.shape[0], -1)
         elif self.biased:
             reach = self.sigma * self.window
-            placement = sample_placement(
-                draw_key(), height, width, reach, reach, height, self.window, self.shift, not self.same_on_all_ranks
-            )
-            sources = torch.cat([placement, placement.new_full((1,), height * width)])[targets]
+            bounds, per_rank = (height, self.window, self.shift), not self.same_on_all_ranks
+            placement = sample_placement(draw_key(), height, width, reach, reach, *bounds, per_rank, device)
+            sources = F.pad(placement, (0, 1), value=height * width)[targets]
         else:
             cells = self.window**2
-            noise = sample_noise(draw_key(), cells, False, not self.same_on_all_ranks)
-            sources = windows[:, noise.argsort()[: max(1, round(self.keep * cells))]]
+            order = sample_slots(draw_key(), 1, cells, not self.same_on_all_ranks, device)[0]
+            sources = windows[:, order[: max(1, round(self.keep * cells))]]
         if not torch.compiler.is_compiling():
             self.last_indices = sources
         return targets, sources
