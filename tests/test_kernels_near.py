@@ -22,7 +22,12 @@ def qkv(L: int = 20) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("local", {"block_size": 7}), ("longformer", {"window": 5, "global_tokens": 2}), ("sparse", {"block_size": 7})],
+    [
+        ("local", {"block_size": 7}),
+        ("longformer", {"window": 5, "global_tokens": 2}),
+        ("sparse", {"block_size": 7}),
+        ("sparse", {"block_size": 3, "pattern": "strided"}),
+    ],
 )
 class TestMechanisms:
     def make(self, name: str, options: dict, **more):
@@ -52,11 +57,11 @@ class TestMechanisms:
         assert attn.backend == "triton"
 
 
-@pytest.mark.parametrize("options", [{"pattern": "strided"}, {"cls": True}])
-def test_sparse_has_a_kernel_for_the_fixed_pattern_only(options):
-    with pytest.raises(ValueError, match="fixed"):
-        weft.make_attention("sparse", heads=2, head_dim=8, backend="triton", **options)
-    weft.make_attention("sparse", heads=2, head_dim=8, **options)
+@pytest.mark.parametrize("pattern", ["fixed", "strided"])
+def test_sparse_has_no_kernel_for_cls(pattern):
+    with pytest.raises(ValueError, match="no cls.*'auto'"):
+        weft.make_attention("sparse", heads=2, head_dim=8, backend="triton", pattern=pattern, cls=True)
+    weft.make_attention("sparse", heads=2, head_dim=8, pattern=pattern, cls=True)
 
 
 def test_mssa_refuses_what_its_kernel_lacks(kernels_could_run):

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import band as kernel
+from ..kernels import strided as strided_kernel
 from ..kernels.dispatch import check_backend, use_triton
 from .axial import attend_to, decoding_block
 from .blocks import power_of_two
@@ -35,8 +36,8 @@ from .softmax import softmax_attention
 class SparseAttention(Attention):
     """`block_size` is l: by default 50, and the power of two nearest √L from there on.
 
-    `backend` "triton" is the fused kernel of `weft/kernels/band.py`, for the fixed pattern; "torch" is the version
-    below, which defines it; "auto" takes the kernel on the GPUs it was tested on. Decoding is always "torch".
+    `backend` "triton" is the fused kernel of `weft/kernels/band.py`, or `strided.py`, without `cls`; "torch" is the
+    version below, which defines it; "auto" takes the kernel on the GPUs it was tested on. Decoding is always "torch".
     """
 
     def __init__(
@@ -73,14 +74,17 @@ class SparseAttention(Attention):
 
     def _no_kernel(self) -> str:
         """What in the options the fused kernel lacks; "" if nothing."""
-        return "the kernel has pattern='fixed' without cls" if self.pattern == "strided" or self.cls else ""
+        return "the kernel has no cls" if self.cls else ""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         cannot = self._no_kernel() or kernel.cannot(q, k, v, bias, self._dropout)
-        if use_triton(self.backend, self.name, q, v, cannot=cannot, least_length=kernel.LEAST_LENGTH):
+        least_length = kernel.LEAST_LENGTH if self.pattern == "fixed" else strided_kernel.LEAST_LENGTH
+        if use_triton(self.backend, self.name, q, v, cannot=cannot, least_length=least_length):
             m = self._block(k.shape[2])
-            columns = fixed_columns(m, self.columns, self.leading_column)
             causal = self.causal or self.one_way
+            if self.pattern == "strided":
+                return strided_kernel.strided(q, k, v, mask, block_size=m, causal=causal)
+            columns = fixed_columns(m, self.columns, self.leading_column)
             return kernel.block_and_columns(q, k, v, mask, block_size=m, columns=columns, causal=causal)
         if not self.cls:
             return self._pattern(q, k, v, mask, bias, None)

@@ -100,9 +100,22 @@ def _band(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *options: Any) -
 )
 def _forward(q, k, v, mask, block_size, left, right, causal, extras, count, leading):
     """block_size 0: the whole sequence; count: the first tokens, or the columns of a block."""
+    check(q, k, v, extras)
+    return attend_near(q, k, v, mask, block_size, left, right, causal, extras, count, leading)
+
+
+@_forward.register_fake
+def _(q, k, v, mask, block_size, left, right, causal, extras, count, leading):
+    return _outputs(q)
+
+
+def attend_near(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, block_size: int, left: int, right: int, causal: bool,
+    extras: str = "none", count: int = 0, leading: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out and its log2 normalisers, -inf where there is no key."""
     from .band_forward import attend
 
-    check(q, k, v, extras)
     out, lse = _outputs(q)
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
     B, H, L, D = q.shape
@@ -116,13 +129,7 @@ def _forward(q, k, v, mask, block_size, left, right, causal, extras, count, lead
     return out, lse
 
 
-@_forward.register_fake
-def _(q, k, v, mask, block_size, left, right, causal, extras, count, leading):
-    return _outputs(q)
-
-
 def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
-    """out and its log2 normalisers."""
     return empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -133,6 +140,21 @@ def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
     " int left, int right, bool causal, str extras, int count, bool leading) -> (Tensor, Tensor, Tensor)",
 )
 def _backward(dout, q, k, v, mask, out, lse, block_size, left, right, causal, extras, count, leading):
+    return near_gradients(
+        dout, q, k, v, mask, out, lse, block_size, left, right, causal, extras, count, leading
+    )[:3]  # fmt: skip
+
+
+@_backward.register_fake
+def _(dout, q, k, v, mask, out, lse, block_size, left, right, causal, extras, count, leading):
+    return empty_rows(q), empty_rows(k), empty_rows(v)
+
+
+def near_gradients(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, block_size: int,
+    left: int, right: int, causal: bool, extras: str = "none", count: int = 0, leading: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv, and delta, which short blocks do without."""
     from .band_backward import extra_gradients, key_gradients, query_gradients
     from .band_blocks import block_gradients
     from .combiner_fixed_backward import row_products
@@ -153,7 +175,7 @@ def _backward(dout, q, k, v, mask, out, lse, block_size, left, right, causal, ex
             q, k, v, flags, out, dout, lse, dq, dk, dv, *given, *strides(out), *strides(dq), *strides(dk), *strides(dv),
             BH, H, L, m, scale, logit_scale, ROWS=t.queries, **shape, **t.launch(),
         )  # fmt: skip
-        return dq, dk, dv
+        return dq, dk, dv, lse
     delta = torch.empty_like(lse)
     row_products[(ceil_div(L, 64) * BH,)](
         out, dout, delta, *strides(out), *strides(dout), BH, H, L, D=D, BLOCK_D=block_width(D), ROWS=64, num_warps=4
@@ -181,12 +203,7 @@ def _backward(dout, q, k, v, mask, out, lse, block_size, left, right, causal, ex
         q, k, v, flags, dout, lse, delta, dq, *given, *strides(dq), BH, H, L, m, n, left, right, scale, logit_scale,
         BQ=t.queries, BK=t.keys, **options, **t.launch(),
     )  # fmt: skip
-    return dq, dk, dv
-
-
-@_backward.register_fake
-def _(dout, q, k, v, mask, out, lse, block_size, left, right, causal, extras, count, leading):
-    return empty_rows(q), empty_rows(k), empty_rows(v)
+    return dq, dk, dv, delta
 
 
 def _save(ctx, inputs, output):

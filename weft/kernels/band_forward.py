@@ -196,5 +196,5 @@ def attend(
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     store_rows(OUT, acc / total[:, None], i, d, o_l, i < end, D, BLOCK_D)
-    lse = tl.where(empty, 0.0, top + tl.log2(total))  # 0 for a row without keys: the backward masks it out
+    lse = tl.where(empty, float("-inf"), top + tl.log2(total))  # the backward masks a row without keys out
     tl.store(LSE + bh.to(tl.int64) * L + first + i, lse, mask=i < end)

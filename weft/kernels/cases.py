@@ -168,6 +168,12 @@ SMALL: dict[str, tuple[Call, ...]] = {
         ),
         Call("sparse", 140, H=1, D=64, options={"block_size": 32, "columns": 4}, dtype=torch.float16),
         Call("sparse", 40, B=2, H=1, causal=False, options={"block_size": 16, "columns": 4}, mask="all"),
+        Call("sparse", 43, H=1, options={"pattern": "strided", "block_size": 5}),
+        Call("sparse", 41, B=2, H=1, options={"pattern": "strided", "block_size": 3}, mask="random", layout="BHLD"),
+        Call("sparse", 38, B=2, H=1, D=20, causal=False, options={"pattern": "strided", "block_size": 7}, mask="ends"),
+        Call("sparse", 9, B=2, H=1, causal=False, options={"pattern": "strided", "block_size": 1}, mask="all"),
+        Call("sparse", 90, H=1, D=64, options={"pattern": "strided", "block_size": 4}, dtype=torch.float16),
+        Call("sparse", 1, H=1, D=128, options={"pattern": "strided"}),
     ),
 }
 
@@ -287,5 +293,11 @@ REAL: dict[str, tuple[Call, ...]] = {
         Call("sparse", 1500, D=128, B=1, H=2, options={"block_size": 64, "columns": 3}, mask="ends", layout="BHLD"),
         Call("sparse", 777, D=40, B=2, H=2, causal=False, options={"block_size": 100, "one_way": True}, mask="all"),
         Call("sparse", 300, D=20, B=2, H=2, causal=False, options={"block_size": 16, "columns": 16}),
+        Call("sparse", 4099, D=64, B=1, H=3, options={"pattern": "strided"}),
+        Call("sparse", 2000, D=64, B=2, H=3, options={"pattern": "strided", "block_size": 20}, mask="ends"),
+        Call("sparse", 2000, D=64, B=2, H=2, causal=False, options={"pattern": "strided"}, mask="random"),
+        Call("sparse", 777, D=128, B=1, H=2, causal=False, options={"pattern": "strided"}, layout="BHLD"),
+        Call("sparse", 613, D=40, B=2, H=2, options={"pattern": "strided", "block_size": 7}, mask="all"),
+        Call("sparse", 60, D=64, B=2, H=2, options={"pattern": "strided", "block_size": 50}),
     ),
 }

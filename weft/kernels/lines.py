@@ -20,7 +20,7 @@ from .dispatch import DTYPES, LARGEST_HEAD, NEVER
 from .launch import Tiles, block_width, ceil_div, empty_rows, next_power_of_two, precision, rows_contiguous, strides
 
 LEAST_LENGTH = NEVER  # for the grid Combiners, whose pooling kernel has not been on a GPU yet
-RULES = ("up_to", "before", "after", "others", "all")
+RULES = ("up_to", "before", "well_before", "after", "others", "apart", "all")
 
 # By kernel, widest head and bytes per number; not yet tuned.
 TILES: dict[tuple[str, int, int], Tiles] = {

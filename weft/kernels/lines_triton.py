@@ -4,6 +4,7 @@ On a grid with rows of m tokens a line is a row, a run of tokens, or a column, e
 token l·line_step + p·cell_step. A query sees keys on its own line by a rule on the cells, query i and key j:
 
     up_to  j ≤ i        before  j < i        after  j > i        others  j ≠ i        all
+    well_before  j < i - 1                   apart  |j - i| > 1
 
 `attend` goes on with the running softmax that earlier parts left in OUT and LSE (MORE): so one normaliser spans the
 parts, and each part is a call of its own. In the backward every part needs the last LSE and delta_i = dout_i · out_i
@@ -26,10 +27,14 @@ def sees(i, j, RULE: tl.constexpr):
         return j <= i
     elif RULE == "before":
         return j < i
+    elif RULE == "well_before":
+        return j < i - 1
     elif RULE == "after":
         return j > i
     elif RULE == "others":
         return j != i
+    elif RULE == "apart":
+        return (j < i - 1) | (j > i + 1)
     else:
         return (j >= 0) & (i >= 0)
 
@@ -94,8 +99,9 @@ def attend(
         top = tl.full([BQ], float("-inf"), tl.float32)
         total = tl.zeros([BQ], tl.float32)
         acc = tl.zeros([BQ, BLOCK_D], tl.float32)
+    LOOKS_BACK: tl.constexpr = RULE == "up_to" or RULE == "before" or RULE == "well_before"
     start = q_first // BK * BK if RULE == "after" else 0
-    if RULE == "up_to" or RULE == "before":
+    if LOOKS_BACK:
         end = tl.minimum(end, q_first + BQ)
     for begin in range(start, end, BK):
         j = begin + tl.arange(0, BK)
@@ -145,8 +151,9 @@ def query_gradients(
         delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
         tl.store(DELTA + i * cell_step, delta, mask=live)
     dq = tl.zeros([BQ, BLOCK_D], tl.float32)
+    LOOKS_BACK: tl.constexpr = RULE == "up_to" or RULE == "before" or RULE == "well_before"
     start = q_first // BK * BK if RULE == "after" else 0
-    if RULE == "up_to" or RULE == "before":
+    if LOOKS_BACK:
         end = tl.minimum(end, q_first + BQ)
     for begin in range(start, end, BK):
         j = begin + tl.arange(0, BK)
@@ -194,7 +201,8 @@ def key_gradients(
     v = load_rows(V, j, d, cell_step * v_l, real, D, BLOCK_D)
     dk = tl.zeros([BK, BLOCK_D], tl.float32)
     dv = tl.zeros([BK, BLOCK_D], tl.float32)
-    start = k_first // BQ * BQ if RULE == "up_to" or RULE == "before" else 0
+    LOOKS_BACK: tl.constexpr = RULE == "up_to" or RULE == "before" or RULE == "well_before"
+    start = k_first // BQ * BQ if LOOKS_BACK else 0
     if RULE == "after":
         end = tl.minimum(end, k_first + BK)
     for begin in range(start, end, BQ):
