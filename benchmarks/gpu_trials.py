@@ -29,6 +29,10 @@ def four_windows(L: int) -> dict[str, Any]:
     return {"windows": 4}
 
 
+def strided(L: int) -> dict[str, Any]:
+    return {"pattern": "strided"}
+
+
 LONG = (16384, 65536)
 
 TRIALS = [
@@ -298,6 +302,39 @@ TRIALS = [
         True,
         (16384,),
         (Tiles(32, 64, 4, 3), Tiles(32, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(32, 128, 8, 2)),
+    ),
+    Trial(
+        "sparse",
+        "lines",
+        ("attend", 64, 2),
+        False,
+        LONG,
+        (Tiles(64, 32, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 3), Tiles(128, 32, 8, 3), Tiles(64, 32, 4, 2)),
+        strided,
+    ),
+    Trial(
+        "sparse",
+        "lines",
+        ("query gradients", 64, 2),
+        True,
+        LONG,
+        (Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 2), Tiles(64, 64, 4, 2), Tiles(128, 32, 8, 3)),
+        strided,
+    ),
+    Trial(
+        "sparse",
+        "lines",
+        ("key gradients", 64, 2),
+        True,
+        LONG,
+        (
+            Tiles(32, 64, 4, 3, 168),
+            Tiles(32, 64, 4, 3),
+            Tiles(64, 64, 4, 2),
+            Tiles(32, 64, 4, 2),
+            Tiles(32, 64, 4, 3, 128),
+        ),
+        strided,
     ),
     Trial(
         "combiner-axial",

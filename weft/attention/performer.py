@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import linear_scan, random_features
 from ..kernels.dispatch import check_backend, use_triton
-from ..kernels.linear_scan import LEAST_LENGTH, linear_scan
-from ..kernels.random_features import random_features
 from .contract import Attention, PositionBias
 from .linear import NOT_CAUSAL, drop_keys, hide, lacks, precise, with_ones
 from .registry import register
@@ -68,7 +67,8 @@ class PerformerAttention(Attention):
         self.projection.copy_(orthogonal_features(*self.projection.shape))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
-        if use_triton(self.backend, self.name, q, v, cannot=lacks(self), least_length=LEAST_LENGTH):
+        least_length = linear_scan.LEAST_LENGTH if self.kernel == "relu" else random_features.LEAST_LENGTH
+        if use_triton(self.backend, self.name, q, v, cannot=lacks(self), least_length=least_length):
             return self._fused(q, k, v, mask).to(q.dtype)
         p = self.dropout if self.training else 0.0
         v1 = with_ones(v)
@@ -91,9 +91,9 @@ class PerformerAttention(Attention):
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         if self.kernel == "relu":
-            return linear_scan(q, k, v, mask, features="relu")
-        a, b, key_scale, top, rest = random_features(q, k, mask, self.projection, self.epsilon)
-        return linear_scan(a, b, v, mask, features="given", key_scale=key_scale, top=top, rest=rest)
+            return linear_scan.linear_scan(q, k, v, mask, features="relu")
+        a, b, key_scale, top, rest = random_features.random_features(q, k, mask, self.projection, self.epsilon)
+        return linear_scan.linear_scan(a, b, v, mask, features="given", key_scale=key_scale, top=top, rest=rest)
 
     def _exponents(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """p_m · t - |t|²/2 for every feature, and the largest p_m · t."""

@@ -18,7 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .dispatch import NEVER
 from .launch import Tiles, block_width, ceil_div, empty_rows, next_power_of_two, rows_contiguous, strides
+
+LEAST_LENGTH = NEVER  # not on a GPU yet
 
 # By kernel, widest head and bytes of what is multiplied; rows and features per tile. Not yet tuned.
 TILES: dict[tuple[str, int, int], Tiles] = {
