@@ -126,7 +126,10 @@ class SparseAttention(Attention):
         n = blocks_k.shape[2]
         real = valid_in(layout, mask, L, m, device)
         own = own_block(m, causal, device).view(1, 1, 1, m, m)
-        seen = torch.tensor(fixed_columns(m, self.columns, self.leading_column), dtype=torch.long, device=device)
+        # `fixed_columns`, made where it is read: a table from the CPU would be waited for, and no CUDA graph takes it.
+        seen = torch.arange(max(m - self.columns, 0), m, device=device)
+        if self.leading_column and self.columns < m:
+            seen = F.pad(seen, (1, 0))
         c = len(seen)
         others = other_blocks(n, causal, device).repeat_interleave(c, 1).view(1, 1, n, 1, n * c)
         if real is not None:
