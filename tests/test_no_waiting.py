@@ -1,0 +1,81 @@
+"""On a GPU nothing may wait for a copy from the CPU, in a forward whose tables and samples could come from there.
+
+Read off the operators that run on stand-ins for a GPU's tensors: no GPU is needed.
+"""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import weft
+from weft.layers import EdgeAttention, SubsampledWindowAttention
+
+DRAWS = ("weft.sample_windows", "weft.sample_slots", "weft.sample_placement", "weft.sample_noise")
+
+
+class Crossings(TorchDispatchMode):
+    """Notes every operator that takes something from one device to another. To Python nothing gets from a stand-in."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        devices = {t.device.type for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)}
+        if len(devices) > 1:
+            self.found.append(str(function).removesuffix(".default"))
+        return out
+
+
+def crossings(module, *shapes, mask=None):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        module = module.cuda()
+        inputs = [torch.empty(shape, device="cuda") for shape in shapes]
+        masks = [] if mask is None else [torch.ones(mask, dtype=torch.bool, device="cuda")]
+        with Crossings() as seen:
+            module(*inputs, *masks)
+    return seen.found
+
+
+CASES = [
+    ("subsampled", {}, 1),
+    ("subsampled", {"biased": False}, 1),
+    ("subsampled", {"keep": 0.5}, 2),
+    ("subsampled", {"layout": (6, 7), "windows": (2, 3)}, 1),
+    ("subsampled", {"layout": (6, 7), "windows": 3, "biased": False}, 1),
+    ("subsampled", {"layout": "graph", "keep": 0.5}, 1),
+    ("sparse", {"block_size": 4}, 0),
+    ("sparse", {"block_size": 4, "columns": 1, "leading_column": True}, 0),
+    ("sparse", {"block_size": 4, "pattern": "strided"}, 0),
+]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("name", "options", "draws"), CASES, ids=str)
+def test_plain_versions_copy_nothing_but_draws(name, options, draws, causal):
+    if causal and (options.get("layout") == "graph" or isinstance(options.get("windows"), tuple)):
+        pytest.skip("not causal")
+    attn = weft.make_attention(name, heads=2, head_dim=8, causal=causal, backend="torch", **options)
+    for mask in (None, (2, 42)):
+        found = crossings(attn, *[(2, 2, 42, 8)] * 3, mask=mask)
+        assert len(found) == draws and set(found) <= set(DRAWS)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_layers_copy_nothing_but_draws(biased):
+    assert len(found := crossings(SubsampledWindowAttention(8, 2, window=4, biased=biased), (2, 9, 7, 8))) == 1
+    assert set(found) <= set(DRAWS)
+    assert crossings(SubsampledWindowAttention(8, 2, window=4, biased=biased).eval(), (2, 9, 7, 8)) == []
+    edges = EdgeAttention(8, 2, 3, source_dropout=0.5)
+    assert crossings(edges, (2, 9, 8), (2, 9, 9, 3), mask=(2, 9)) == ["weft.sample_noise"]
+
+
+def test_crossings_are_noticed():
+    class Careless(torch.nn.Module):
+        def forward(self, x):
+            return x[torch.tensor([1, 0], device=x.device)] + torch.arange(3).to(x.device)
+
+    assert len(crossings(Careless(), (2, 3))) == 2
