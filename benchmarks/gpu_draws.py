@@ -1,0 +1,188 @@
+"""What a sample of subsampled attention costs on the GPU, and whether it is the one the CPU draws.
+
+    python3 -m benchmarks.gpu_draws [--layers 16] [--lengths 1024 4096 16384]
+
+First, all kinds of samples, drawn for the GPU and for the CPU from one seed, are compared. Then for each length one
+draw as a fused forward uses it: milliseconds until the CPU goes on, milliseconds on the GPU, kernels and copies; "on
+the CPU" draws and sorts there and copies the indices. Then eager forwards of a stack of attention layers, bfloat16,
+causal, 4 windows, with PyTorch told to raise an error if anything waits. At last the plain versions in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import weft  # noqa: E402
+from benchmarks.gpu_timing import commit, tensors  # noqa: E402
+from weft.kernels.subsampled import place_indices  # noqa: E402
+
+KINDS: list[dict[str, Any]] = [
+    {}, {"sigma": 0.0}, {"sigma": 50.0}, {"keep": 0.3}, {"biased": False}, {"biased": False, "keep": 0.5},
+    {"noise": "uniform"}, {"round_sigma": True},
+]  # fmt: skip
+
+
+def make(**options: Any) -> nn.Module:
+    return weft.make_attention("subsampled", heads=16, head_dim=64, **options)
+
+
+def compare(device: str) -> int:
+    """How many samples were drawn on both; the first that differs is an error."""
+    count = 0
+    for causal, windows, kind in itertools.product((False, True), (1, 3, 4, 16), KINDS):
+        attn = make(causal=causal, windows=windows, **kind)
+        for seed, L in enumerate((1, 7, 100, 1000, 1024, 4096, 5001, 16384, 50000)):
+            here, there = (attn.draw(L, torch.Generator().manual_seed(seed), at) for at in ("cpu", device))
+            if not torch.equal(here, there.cpu()):
+                raise SystemExit(f"another sample on {device}: causal={causal} windows={windows} {kind} L={L}")
+            count += 1
+    for options in ({"windows": 3}, {"windows": (2, 3)}, {"windows": 3, "causal": True}):
+        attn = make(layout=(12, 18), **options)
+        here, there = (attn.draw(216, torch.Generator().manual_seed(0), at) for at in ("cpu", device))
+        if not torch.equal(here, there.cpu()):
+            raise SystemExit(f"another sample of an image on {device}: {options}")
+        count += 1
+    return count
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+
+
+def host_and_device_ms(fn: Callable[[], Any], repeats: int = 30) -> tuple[float, float]:
+    """Medians, of calls that find the GPU idle: until the CPU goes on, and from the GPU's first to its last kernel."""
+    for _ in range(5):
+        fn()
+    host, device = [], []
+    for _ in range(repeats):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(2_000_000)  # a millisecond or so in which everything is queued, so that no gap is timed
+        first.record()
+        began = time.perf_counter()
+        fn()
+        host.append((time.perf_counter() - began) * 1e3)
+        last.record()
+        torch.cuda.synchronize()
+        device.append(first.elapsed_time(last))
+    return sorted(host)[repeats // 2], sorted(device)[repeats // 2]
+
+
+def launches(fn: Callable[[], Any]) -> int:
+    fn()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        fn()
+        torch.cuda.synchronize()
+    return sum(e.count for e in seen.key_averages() if e.self_device_time_total > 0)
+
+
+def draws(lengths: list[int]) -> None:
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    for L, causal in itertools.product(lengths, (True, False)):
+        attn = make(causal=causal, windows=4)
+        for where, at in (("on the GPU", gpu), ("on the CPU", torch.device("cpu"))):
+
+            def draw(attn: Any = attn, L: int = L, at: torch.device = at) -> Tensor:
+                return place_indices(attn.draw(L, device=at), gpu, True)
+
+            with no_waiting():
+                for _ in range(3):
+                    draw()
+            host, device = host_and_device_ms(draw)
+            print(f"L {L:>6} causal {causal!s:<5} sorted {where}: {host:.3f} ms until the CPU goes on, "
+                  f"{device:.3f} ms on the GPU, {launches(draw)} kernels and copies", flush=True)  # fmt: skip
+
+
+def forwards(lengths: list[int], layers: int) -> None:
+    for L in lengths:
+        qkv, _ = tensors(L)
+        sampled = [make(causal=True, windows=4).cuda().train() for _ in range(layers)]
+        dense = [weft.make_attention("full", heads=16, head_dim=64, causal=True).cuda() for _ in range(layers)]
+        times = [eager_ms(stack, qkv) / layers for stack in (dense, sampled)]
+        print(f"L {L:>6}: a layer's eager forward {times[0]:.3f} ms dense, {times[1]:.3f} sampled", flush=True)
+
+
+def eager_ms(stack: list[nn.Module], qkv: list[Tensor]) -> float:
+    def run() -> None:
+        x, k, v = qkv
+        for attn in stack:
+            x = attn(x, k, v)
+
+    for _ in range(3):
+        run()
+    with no_waiting():
+        run()
+    times = []
+    for _ in range(10):
+        began = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - began) * 1e3)
+    return sorted(times)[5]
+
+
+def captured(L: int = 2048) -> None:
+    (q, k, v), _ = tensors(L)
+    for name, causal in itertools.product(("subsampled", "sparse"), (True, False)):
+        attn = weft.make_attention(name, heads=16, head_dim=64, causal=causal, backend="torch").cuda().train()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), torch.no_grad():
+            attn(q, k, v)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph), torch.no_grad():
+            out = attn(q, k, v)
+        torch.manual_seed(1)
+        another_forward(attn, q, k, v)  # whatever else is drawn in between, the graph replays its own sample
+        graph.replay()
+        graph.replay()
+        if name == "subsampled":
+            with attn.fixed(attn.last_indices.cpu()), torch.no_grad():
+                expected = attn(q, k, v)
+        else:
+            expected = attn(q, k, v)
+        print(f"{name}, plain, causal {causal}, in a CUDA graph: within {(out - expected).abs().max().item():.1e}")
+
+
+def another_forward(attn: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Another forward, which must not disturb what a graph holds."""
+    kept = getattr(attn, "last_indices", None)
+    with torch.no_grad():
+        attn(q, k, v)
+    attn.last_indices = kept
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--lengths", type=int, nargs="*", default=[1024, 4096, 16384])
+    args = parser.parse_args()
+    print(f"{compare('cuda')} samples, all the same on both", flush=True)
+    captured()
+    draws(args.lengths)
+    forwards(args.lengths, args.layers)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, commit {commit()}")
+
+
+if __name__ == "__main__":
+    main()
