@@ -33,6 +33,8 @@ from ..kernels.staging import operator, send
 from .blocks import ceil_div
 from .sampling import CPU, generator_of
 
+COLUMN_BITS = 15  # a source in a chain is its row and its column in one number
+NEVER = 1 << COLUMN_BITS  # a difference no two coordinates have
 POOL = 64
 FRESH_SWEEPS = 16
 
@@ -54,28 +56,50 @@ def shuffle_grid(
 ) -> np.ndarray:
     """Move chains (n, height, width) of source numbers (row by row) on by some sweeps."""
     width = placement.shape[2]
-    rows, columns = placement // width, placement % width
-    for _ in range(sweeps):
-        _sweep(rows, columns, sigma[0], generator, window, shift)
-        _sweep(columns.swapaxes(1, 2), rows.swapaxes(1, 2), sigma[1], generator, window, shift)
-    return rows * width + columns
+    state = (placement // width << COLUMN_BITS | placement % width).astype(np.int32)
+    passes = [
+        (state, sigma[0], lambda source: source >> COLUMN_BITS),
+        (state.swapaxes(1, 2), sigma[1], lambda source: source & (1 << COLUMN_BITS) - 1),
+    ]
+    pairs = [_neighbours(along) for along, _, _ in passes]
+    while sweeps > 0:
+        together = min(sweeps, FRESH_SWEEPS, max(1, (1 << 20) // state.size))  # as many as some megabytes of noise do
+        noise = torch.rand(together, 2, state.size, generator=generator, device=CPU).logit_().numpy()
+        least = [
+            _differences(noise[:, i].reshape(together, *along.shape), spread, window, shift)
+            for i, (along, spread, _) in enumerate(passes)
+        ]
+        for sweep in range(together):
+            for i, (_, _, coordinate) in enumerate(passes):
+                for above, below, rows in pairs[i]:
+                    _swap(above, below, coordinate(above) - coordinate(below) > least[i][sweep, :, rows])
+        sweeps -= together
+    return (state >> COLUMN_BITS) * width + (state & (1 << COLUMN_BITS) - 1)
 
 
-def _sweep(c: np.ndarray, other: np.ndarray, sigma: float, generator: torch.Generator, window: int, shift: int) -> None:
-    """One pass along axis 1, in place; `c` holds the coordinates along it, `other` those that move with them."""
-    n = c.shape[1]
-    noise = torch.rand(c.shape[0], n, c.shape[2], generator=generator, device=CPU)
-    threshold = (sigma * sigma * noise.logit()).numpy()  # u < 1 / (1 + exp(−d / σ²)), solved for d
+def _neighbours(state: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, slice]]:
+    """Slots i - 1 and i along axis 1, for odd i and then for even i, and these i."""
+    n = state.shape[1]
+    return [(state[:, i - 1 : n - 1 : 2], state[:, i::2], slice(i, n, 2)) for i in (1, 2)]
+
+
+def _differences(logits: np.ndarray, sigma: float, window: int, shift: int) -> np.ndarray:
+    """The coordinate differences above which slots i - 1 and i are swapped, (sweeps, n, i, ..), in whole numbers.
+
+    u < 1 / (1 + exp(−d / σ²)), solved for d; the logits of u are overwritten.
+    """
+    logits *= sigma * sigma
+    least = np.floor(logits, out=logits).clip(-NEVER, NEVER).astype(np.int32)
     if window:
-        threshold[:, shift % window :: window] = np.inf  # slots i − 1 and i lie in different windows
-    for start in (1, 2):
-        above, below = slice(start - 1, n - 1, 2), slice(start, n, 2)
-        swap = threshold[:, below] < c[:, above] - c[:, below]
-        for a in (c, other):
-            a[:, above], a[:, below] = (
-                np.where(swap, a[:, below], a[:, above]),
-                np.where(swap, a[:, above], a[:, below]),
-            )
+        least[:, :, shift % window :: window] = NEVER  # slots i − 1 and i lie in different windows
+    return least
+
+
+def _swap(above: np.ndarray, below: np.ndarray, swap: np.ndarray) -> None:
+    difference = above ^ below
+    difference *= swap
+    above ^= difference
+    below ^= difference
 
 
 def home(chains: int, height: int, width: int) -> np.ndarray:
