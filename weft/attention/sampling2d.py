@@ -23,6 +23,7 @@ chain of the pool and moves it `FRESH_SWEEPS` further, on noise of its own: stil
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -53,8 +54,12 @@ def shuffle_grid(
     *,
     window: int = 0,
     shift: int = 0,
+    ends: Sequence[int] = (),
 ) -> np.ndarray:
-    """Move chains (n, height, width) of source numbers (row by row) on by some sweeps."""
+    """Move chains (n, height, width) of source numbers (row by row) on by some sweeps.
+
+    Chain b has only the rows before ends[b], if given: the others hold anything.
+    """
     width = placement.shape[2]
     state = (placement // width << COLUMN_BITS | placement % width).astype(np.int32)
     passes = [
@@ -69,6 +74,8 @@ def shuffle_grid(
             _differences(noise[:, i].reshape(together, *along.shape), spread, window, shift)
             for i, (along, spread, _) in enumerate(passes)
         ]
+        for chain, end in enumerate(ends):
+            least[0][:, chain, end:] = NEVER
         for sweep in range(together):
             for i, (_, _, coordinate) in enumerate(passes):
                 for above, below, rows in pairs[i]:
@@ -148,13 +155,13 @@ def sample_placement(
     """
     generator = generator_of(key, per_rank)
     chain = int(torch.randint(POOL, (1,), generator=generator, device=CPU))
-    parts: list[np.ndarray] = []
-    for pool in _pool(height, width, (sigma_y, sigma_x), band, window, shift):
-        state = shuffle_grid(
-            pool[chain : chain + 1], (sigma_y, sigma_x), FRESH_SWEEPS, generator, window=window, shift=shift
-        )
-        first = 0 if band >= height else sum(p.shape[0] for p in parts)
-        parts.append(state[0, first:])
+    pools = _pool(height, width, (sigma_y, sigma_x), band, window, shift)
+    ends = [pool.shape[1] for pool in pools]
+    chains = np.zeros((len(pools), height, width), np.int64)
+    for state, pool, end in zip(chains, pools, ends, strict=True):
+        state[:end] = pool[chain]
+    chains = shuffle_grid(chains, (sigma_y, sigma_x), FRESH_SWEEPS, generator, window=window, shift=shift, ends=ends)
+    parts = [chains[b, start:end] for b, (start, end) in enumerate(zip([0, *ends], ends, strict=False))]
     return send(torch.from_numpy(np.concatenate(parts).astype(np.int64).reshape(-1)), device)
 
 
