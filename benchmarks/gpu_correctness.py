@@ -132,8 +132,9 @@ class Manners:
         with Watch():
             self.run(self.attention, inputs, dout)
         for func, args, kwargs in seen.values():
-            if "backward" in str(func):  # there is no second derivative
-                args = tree_map_only(Tensor, Tensor.detach, args)
+            # Leaves, as opcheck wants them; a backward has no derivative of its own.
+            grad = "backward" not in str(func)
+            args = tree_map_only(Tensor, lambda x, grad=grad: x.detach().requires_grad_(grad and x.requires_grad), args)
             torch.library.opcheck(func, args, kwargs)
         return "" if seen else "no operator of weft ran"
 
