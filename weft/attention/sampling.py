@@ -104,7 +104,9 @@ def bidirectional_windows(noise: Tensor, windows: int, sigma: float | None, devi
 def causal_windows(noise: Tensor, windows: int, size: int, sigma: float | None, device: torch.device = CPU) -> Tensor:
     """Noise for the prefixes of all windows one after the other, P + 2P + ... + WP values -> sources (W, P)."""
     prefixes = tuple((w + 1) * size for w in range(windows))
-    return torch.stack([order[-size:] for order in shuffle(noise, prefixes, sigma, device).split(prefixes)])
+    before_and_last = [n for prefix in prefixes for n in (prefix - size, size)]
+    parts = shuffle(noise, prefixes, sigma, device).split(before_and_last)
+    return torch.cat(parts[1::2]).view(windows, size)
 
 
 def causal_noise(windows: int, size: int) -> int:
