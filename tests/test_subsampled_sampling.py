@@ -183,6 +183,19 @@ def test_a_gpu_draws_what_the_cpu_draws(options, monkeypatch):
         assert torch.equal(attn.draw(L, torch.Generator().manual_seed(seed), "cuda").cpu(), ours)
 
 
+@pytest.mark.parametrize("options", [{}, {"keep": 0.5}, {"biased": False}, {"layout": (6, 6)}])
+def test_defaults_of_torch_do_not_change_a_sample(options):
+    attn = weft.make_attention("subsampled", heads=1, head_dim=4, causal=True, **options)
+    ours = attn.draw(36, torch.Generator().manual_seed(0))
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"):
+            assert torch.equal(attn.draw(36, torch.Generator("cpu").manual_seed(0)), ours)
+    finally:
+        torch.set_default_dtype(before)
+
+
 def exact_law(height, width, sigma):
     """The probability of every placement, by enumeration."""
     cells = list(itertools.product(range(height), range(width)))

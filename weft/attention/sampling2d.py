@@ -69,9 +69,10 @@ def shuffle_grid(
     pairs = [_neighbours(along) for along, _, _ in passes]
     while sweeps > 0:
         together = min(sweeps, FRESH_SWEEPS, max(1, (1 << 20) // state.size))  # as many as some megabytes of noise do
-        noise = torch.rand(together, 2, state.size, generator=generator, device=CPU).logit_().numpy()
+        noise = torch.empty(together, 2, state.size, dtype=torch.float32, device=CPU).uniform_(generator=generator)
+        logits = noise.logit_().numpy()
         least = [
-            _differences(noise[:, i].reshape(together, *along.shape), spread, window, shift)
+            _differences(logits[:, i].reshape(together, *along.shape), spread, window, shift)
             for i, (along, spread, _) in enumerate(passes)
         ]
         for chain, end in enumerate(ends):
