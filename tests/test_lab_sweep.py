@@ -312,20 +312,31 @@ def short_and_long(sweep):
 
 
 def test_on_a_ray_cluster(sweep, command):
-    """Each run fills the cluster: one is done, one is stopped, one is still in the queue."""
+    """Each run fills the cluster: one is done; then, in whichever order Ray takes them, one of two is stopped at work
+    and the other in the queue."""
     ray = pytest.importorskip("ray")
     from weft.lab.sweep_remote import RayEngine
 
-    jobs, view, seen = short_and_long(sweep)
+    (short, *long), _, _ = short_and_long(sweep)
+    seen = []
+
+    def view(states, changed):
+        if any(state.step for state in states) and not seen:
+            seen.append(sorted(state.shown for state in states))
+            os.kill(os.getpid(), signal.SIGTERM)
+
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
-        states = run_jobs(jobs, RayEngine(gpus=0, command=command), view=view, pause=0.05)
+        done = run_jobs([short], RayEngine(gpus=0, command=command), view=lambda states, changed: None, pause=0.05)
+        states = run_jobs(long, RayEngine(gpus=0, command=command), view=view, pause=0.05)
     finally:
         ray.shutdown()
-    assert seen == [["done", "running", "queued"]]
-    assert [state.state for state in states] == [DONE, STOPPED, STOPPED]
-    assert states[1].why == f"saved at step {states[1].step} of 5000"
-    assert states[2].why == "before its first checkpoint"
+    assert [state.state for state in done] == [DONE]
+    assert seen == [["queued", "running"]]
+    assert [state.state for state in states] == [STOPPED, STOPPED]
+    first, second = sorted(states, key=lambda state: -state.step)
+    assert first.why == f"saved at step {first.step} of 5000"
+    assert second.why == "before its first checkpoint"
 
 
 def test_through_submitit(sweep, command, tmp_path):
