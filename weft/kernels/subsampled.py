@@ -66,7 +66,7 @@ def subsampled(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    sources = place_indices(sources, q.device, True)
+    sources = place_indices(sources, q.device, mask is None)  # `seen_through` sorts what it leaves
     if targets is not None:
         targets = place_indices(targets, q.device, False)
     sources = sources[None]
