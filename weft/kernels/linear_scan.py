@@ -43,7 +43,25 @@ TILES: dict[tuple[str, int, int], Tiles] = {
     ("key gradients", 128, 2): Tiles(32, 64, 8, 2),
     ("key gradients", 64, 4): Tiles(16, 64, 4, 1),
     ("key gradients", 128, 4): Tiles(32, 32, 4, 1),
+    # Of `linear_scan_wide.py`: rows and features per tile. Not yet tuned.
+    ("wide outputs", 64, 2): Tiles(64, 32, 4, 3),
+    ("wide outputs", 128, 2): Tiles(64, 32, 8, 2),
+    ("wide outputs", 64, 4): Tiles(32, 32, 4, 1),
+    ("wide outputs", 128, 4): Tiles(32, 32, 8, 1),
+    ("wide query gradients", 64, 2): Tiles(64, 32, 4, 3),
+    ("wide query gradients", 128, 2): Tiles(64, 32, 8, 2),
+    ("wide query gradients", 64, 4): Tiles(32, 32, 8, 1),
+    ("wide query gradients", 128, 4): Tiles(32, 32, 8, 1),
+    ("wide key gradients", 64, 2): Tiles(64, 32, 4, 3, 168),
+    ("wide key gradients", 128, 2): Tiles(64, 32, 8, 2),
+    ("wide key gradients", 64, 4): Tiles(32, 32, 8, 1),
+    ("wide key gradients", 128, 4): Tiles(32, 32, 8, 1),
+    ("wide value gradients", 64, 2): Tiles(64, 32, 4, 2),
+    ("wide value gradients", 128, 2): Tiles(64, 32, 8, 2),
+    ("wide value gradients", 64, 4): Tiles(32, 32, 4, 1),
+    ("wide value gradients", 128, 4): Tiles(32, 32, 8, 1),
 }
+WIDE = 129  # from this many features on the scaled form takes the kernels of `linear_scan_wide.py`
 COLUMNS = 128  # of the states, per program of `running_sums`
 CHUNK, LONG, LONG_CHUNK = 128, 16384, 256  # tokens per state, and past LONG tokens
 
@@ -91,6 +109,10 @@ class Plan:
         """Of a state: one per feature, and one for the sums of v alone."""
         return self.F + int(self.scaled)
 
+    @property
+    def wide(self) -> bool:
+        return is_wide(self.F, self.scaled)
+
     def tiles(self, kernel: str) -> Tiles:
         return TILES[kernel, max(64, block_width(self.D)), 2 if self.half else 4]
 
@@ -99,6 +121,13 @@ class Plan:
         widest = max(64, width) if self.half and kernel != "states" else 64
         return {"F": self.F, "D": self.D, "BLOCK_D": width, "BF": min(block_width(self.F), widest), "CHUNK": self.chunk}
 
+    def wide_launch(self, kernel: str) -> tuple[tuple[int], dict[str, Any]]:
+        """Programs and tiles of a kernel of `linear_scan_wide.py`."""
+        t = self.tiles(f"wide {kernel}")
+        cut = {"F": self.F, "D": self.D, "BLOCK_D": block_width(self.D), "BF": t.keys, "ROWS": t.queries}
+        programs = (ceil_div(self.L, t.queries) * self.B * self.H,)
+        return programs, {**cut, "CHUNK": self.chunk, "CARRIED": self.n > 1, **t.launch()}
+
     def state_programs(self, chunks: int) -> tuple[int]:
         return (chunks * ceil_div(self.F, self.shape("states")["BF"]) * self.B * self.H,)
 
@@ -106,7 +135,12 @@ class Plan:
 def plan(q: Tensor, v: Tensor, scaled: bool) -> Plan:
     """Chunks depend on the length alone, so that a sequence's result does not depend on its batch mates."""
     B, H, L, F = q.shape
-    return Plan(B, H, L, F, v.shape[3], CHUNK if L <= LONG else LONG_CHUNK, scaled, q.dtype == torch.bfloat16)
+    chunk = CHUNK if L <= LONG or is_wide(F, scaled) else LONG_CHUNK
+    return Plan(B, H, L, F, v.shape[3], chunk, scaled, q.dtype == torch.bfloat16)
+
+
+def is_wide(F: int, scaled: bool) -> bool:
+    return scaled and F >= WIDE
 
 
 def running(p: Plan, parts: Tensor, top: Tensor, dtype: torch.dtype, *, reverse: bool) -> tuple[Tensor, Tensor]:
@@ -117,7 +151,8 @@ def running(p: Plan, parts: Tensor, top: Tensor, dtype: torch.dtype, *, reverse:
     norms = parts.new_empty(p.B, p.H, p.n, p.rows)
     running_sums[(ceil_div(parts.shape[-1], COLUMNS) * p.B * p.H,)](
         parts, top, sums, norms, p.B * p.H, p.L, p.n,
-        F=p.F, D=p.D, COLUMNS=COLUMNS, CHUNK=p.chunk, SCALED=p.scaled, REVERSE=reverse, num_warps=4, num_stages=3,
+        F=p.F, D=p.D, PART=parts.shape[-1], COLUMNS=COLUMNS, CHUNK=p.chunk, SCALED=p.scaled, REVERSE=reverse,
+        num_warps=4, num_stages=3,
     )  # fmt: skip
     return sums, norms
 
@@ -129,6 +164,7 @@ def running(p: Plan, parts: Tensor, top: Tensor, dtype: torch.dtype, *, reverse:
     " float epsilon) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _forward(q, k, v, mask, key_scale, top, rest, features, epsilon):
+    from . import linear_scan_wide
     from .linear_scan_forward import chunk_states, outputs
 
     check(q, k, v, key_scale, top, rest, features)
@@ -138,20 +174,25 @@ def _forward(q, k, v, mask, key_scale, top, rest, features, epsilon):
     has_mask = mask is not None
     flags = mask.contiguous().view(torch.uint8) if has_mask else q
     key_scale, top, rest = (_rows(x, weight) for x in (key_scale, top, rest))
-    options = {"FEATURES": features, "SCALED": p.scaled, "HAS_MASK": has_mask}
-    options |= {"BF16": p.half, "PRECISION": precision(q)}
+    common = {"HAS_MASK": has_mask, "BF16": p.half, "PRECISION": precision(q)}
+    options = common | {"FEATURES": features, "SCALED": p.scaled}
     if p.n > 1:
         parts = _parts(p, q)
         t = p.tiles("states")
         chunk_states[p.state_programs(p.n - 1)](
             k, v, flags, key_scale, top, parts, *strides(k), *strides(v), p.B * p.H, p.H, p.L, p.n,
-            ROWS=t.keys, **p.shape("states"), **options, **t.launch(),
+            ROWS=t.keys, PART=parts.shape[-1], **p.shape("states"), **options, **t.launch(),
         )  # fmt: skip
         before, before_norm = running(p, parts, top, before.dtype, reverse=False)
+    given = (q, k, v, flags, key_scale, top, rest, before, before_norm, out, weight)
+    sizes = (*strides(q), *strides(k), *strides(v), *strides(out), p.B * p.H, p.H, p.L, p.n, epsilon)
+    if p.wide:
+        programs, cut = p.wide_launch("outputs")
+        linear_scan_wide.outputs[programs](*given, *sizes, **cut, **common)
+        return out, weight, before, before_norm
     t = p.tiles("outputs")
     outputs[(ceil_div(p.L, t.queries) * p.B * p.H,)](
-        q, k, v, flags, key_scale, top, rest, before, before_norm, out, weight,
-        *strides(q), *strides(k), *strides(v), *strides(out), p.B * p.H, p.H, p.L, p.n, epsilon,
+        *given, *sizes,
         BQ=t.queries, BK=t.keys, CARRIED=p.n > 1, **p.shape("outputs"), **options, **t.launch(),
     )  # fmt: skip
     return out, weight, before, before_norm
@@ -195,9 +236,15 @@ def _backward(dout, q, k, v, mask, key_scale, top, rest, out, weight, before, be
     t = p.tiles("states")
     gradient_states[p.state_programs(p.n)](
         q, out, dout, top, rest, weight, delta, parts, *strides(q), *strides(out), *strides(dout), *counts,
-        ROWS=t.queries, **p.shape("states"), **options, **t.launch(),
+        ROWS=t.queries, PART=parts.shape[-1], **p.shape("states"), **options, **t.launch(),
     )  # fmt: skip
     after, after_norm = running(p, parts, top, before.dtype, reverse=True) if p.n > 1 else (before, before_norm)
+    if p.wide:
+        _wide_gradients(
+            p, q, k, v, flags, key_scale, top, rest, before, before_norm, after, after_norm, dout, weight, delta,
+            dq, dk, dv, drest, {"HAS_MASK": has_mask, "BF16": p.half, "PRECISION": precision(q)},
+        )  # fmt: skip
+        return dq, dk, dv, drest
     options |= {"HAS_MASK": has_mask, "CARRIED": p.n > 1}
     t = p.tiles("query gradients")
     query_gradients[(ceil_div(p.L, t.queries) * p.B * p.H,)](
@@ -214,6 +261,30 @@ def _backward(dout, q, k, v, mask, key_scale, top, rest, out, weight, before, be
     return dq, dk, dv, drest
 
 
+def _wide_gradients(
+    p, q, k, v, flags, key_scale, top, rest, before, before_norm, after, after_norm, dout, weight, delta,
+    dq, dk, dv, drest, common,
+):  # fmt: skip
+    from .linear_scan_wide import key_gradients, query_gradients, value_gradients
+
+    counts = p.B * p.H, p.H, p.L, p.n
+    programs, cut = p.wide_launch("query gradients")
+    query_gradients[programs](
+        k, v, flags, key_scale, top, before, before_norm, dout, weight, delta, dq, drest,
+        *strides(k), *strides(v), *strides(dout), *strides(dq), *counts, **cut, **common,
+    )  # fmt: skip
+    programs, cut = p.wide_launch("key gradients")
+    key_gradients[programs](
+        q, v, flags, key_scale, top, after, after_norm, dout, weight, delta, dk,
+        *strides(q), *strides(v), *strides(dout), *strides(dk), *counts, **cut, **common,
+    )  # fmt: skip
+    programs, cut = p.wide_launch("value gradients")
+    value_gradients[programs](
+        q, k, flags, key_scale, top, rest, after, dout, weight, dv,
+        *strides(q), *strides(k), *strides(dout), *strides(dv), *counts, **cut, **common,
+    )  # fmt: skip
+
+
 @_backward.register_fake
 def _(dout, q, k, v, mask, key_scale, top, rest, out, weight, before, before_norm, features):
     return _gradients(q, k, v, plan(q, v, rest is not None))
@@ -225,8 +296,8 @@ def _gradients(q: Tensor, k: Tensor, v: Tensor, p: Plan) -> tuple[Tensor, Tensor
 
 
 def _parts(p: Plan, q: Tensor) -> Tensor:
-    """What each chunk adds: the rows of its state, then their norms."""
-    return q.new_empty(p.B, p.H, p.n, p.rows * (p.D + 1), dtype=torch.float32)
+    """What each chunk adds: the rows of its state, then their norms. A multiple of 16 numbers, for whole words."""
+    return q.new_empty(p.B, p.H, p.n, ceil_div(p.rows * (p.D + 1), 16) * 16, dtype=torch.float32)
 
 
 def _rows(x: Tensor | None, stand_in: Tensor) -> Tensor:

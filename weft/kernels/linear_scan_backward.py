@@ -25,7 +25,8 @@ def gradient_states(
     q_b, q_h, q_l, o_b, o_h, o_l, g_b, g_h, g_l,
     BH, H, L, n,
     F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr, FEATURES: tl.constexpr, SCALED: tl.constexpr, BF16: tl.constexpr, PRECISION: tl.constexpr,
+    PART: tl.constexpr, CHUNK: tl.constexpr, FEATURES: tl.constexpr, SCALED: tl.constexpr, BF16: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What one chunk of queries sends to earlier keys, for one tile of features, laid out as the forward's PARTS; and
     DELTA."""
@@ -67,7 +68,7 @@ def gradient_states(
         state = tl.dot(tl.trans(q), operand(dout, BF16), state, input_precision=PRECISION)
         norm -= tl.sum(q.to(tl.float32) * delta[:, None], 0)
 
-    PARTS += (bh.to(tl.int64) * n + c) * R * (D + 1)
+    PARTS += (bh.to(tl.int64) * n + c) * PART
     store_rows(PARTS, state, f, d, D, f < F, D, BLOCK_D)
     tl.store(PARTS + R * D + f, norm, mask=f < F)
     if SCALED:

@@ -58,10 +58,10 @@ def chunk_states(
     k_b, k_h, k_l, v_b, v_h, v_l,
     BH, H, L, n,
     F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr, FEATURES: tl.constexpr, SCALED: tl.constexpr, HAS_MASK: tl.constexpr,
+    PART: tl.constexpr, CHUNK: tl.constexpr, FEATURES: tl.constexpr, SCALED: tl.constexpr, HAS_MASK: tl.constexpr,
     BF16: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of features of one chunk. PARTS is (B·H, n, R·D + R), float32: the R = F (+1) rows of S, then z."""
+    """One tile of features of one chunk. PARTS is (B·H, n, PART), float32: the R = F (+1) rows of S, then z."""
     TILES: tl.constexpr = (F + BF - 1) // BF
     WHOLE: tl.constexpr = F // BF * BF  # equal to F where no tile has columns past F
     R: tl.constexpr = F + 1 if SCALED else F
@@ -95,7 +95,7 @@ def chunk_states(
         state = tl.dot(tl.trans(k), operand(v, BF16), state, input_precision=PRECISION)
         norm += tl.sum(k.to(tl.float32), 0)
 
-    PARTS += (bh.to(tl.int64) * n + c) * R * (D + 1)
+    PARTS += (bh.to(tl.int64) * n + c) * PART
     store_rows(PARTS, state, f, d, D, f < F, D, BLOCK_D)
     tl.store(PARTS + R * D + f, norm, mask=f < F)
     if SCALED:
@@ -108,8 +108,8 @@ def chunk_states(
 def running_sums(
     PARTS, TOP, SUMS, NORMS,
     BH, L, n,
-    F: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, SCALED: tl.constexpr,
-    REVERSE: tl.constexpr,
+    F: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    SCALED: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """For every chunk the sum of the PARTS before it (REVERSE: after it), COLUMNS numbers of the state at a time:
     SUMS (B·H, n, R, D), as the matrix units take it, and NORMS (B·H, n, R), float32. Sixteen chunks at once, as a
@@ -117,13 +117,14 @@ def running_sums(
     R: tl.constexpr = F + 1 if SCALED else F
     bh = (tl.program_id(0) % BH).to(tl.int64)
     e = tl.program_id(0) // BH * COLUMNS + tl.arange(0, COLUMNS)
-    live = e < R * (D + 1)
     is_state = e < R * D
+    is_norm = (e >= R * D) & (e < R * (D + 1))
     fades = (e // D != F) & (e != R * D + F)
+    some_do_not = tl.min(fades.to(tl.int32), 0) == 0
     u = tl.arange(0, 16)
     earlier = u[None, :] < u[:, None]
     TOP += bh * L
-    PARTS += bh * n * R * (D + 1)
+    PARTS += bh * n * PART
     SUMS += bh * n * R * D
     NORMS += bh * n * R
     carry = tl.zeros([COLUMNS], tl.float32)
@@ -131,12 +132,10 @@ def running_sums(
         t = start + u
         c = n - 1 - t if REVERSE else t
         x = tl.load(
-            PARTS + c.to(tl.int64)[:, None] * R * (D + 1) + e[None, :],
-            mask=(t < n - 1)[:, None] & live[None, :],  # nobody comes after the last
+            PARTS + c.to(tl.int64)[:, None] * PART + e[None, :],
+            mask=(t < n - 1)[:, None] & (e < PART)[None, :],  # nobody comes after the last
             other=0.0,
         )
-        total = tl.dot(tl.where(earlier, 1.0, 0.0), x, input_precision="ieee") + carry[None, :]
-        new_carry = carry + tl.sum(x, 0)
         if SCALED:
             # x is relative to the scale at one end of its chunk, the sum before the chunk to that at the other end
             last, before = chunk_end(TOP, c, L, CHUNK), chunk_end(TOP, c - 1, L, CHUNK)
@@ -149,14 +148,19 @@ def running_sums(
                 at_first = chunk_end(TOP, start - 1, L, CHUNK)
                 at_next = chunk_end(TOP, tl.minimum(start + 15, n - 1), L, CHUNK)
             share = tl.where(earlier, fade(came[None, :] - goes[:, None]), 0.0)
-            faded = tl.dot(share, x, input_precision="ieee") + fade(at_first - goes)[:, None] * carry[None, :]
-            new_faded = carry * fade(at_first - at_next) + tl.sum(x * fade(came - at_next)[:, None], 0)
-            total = tl.where(fades[None, :], faded, total)
-            new_carry = tl.where(fades, new_faded, new_carry)
+            total = tl.dot(share, x, input_precision="tf32x3") + fade(at_first - goes)[:, None] * carry[None, :]
+            new_carry = carry * fade(at_first - at_next) + tl.sum(x * fade(came - at_next)[:, None], 0)
+            if some_do_not:
+                plain = tl.dot(tl.where(earlier, 1.0, 0.0), x, input_precision="tf32x3") + carry[None, :]
+                total = tl.where(fades[None, :], total, plain)
+                new_carry = tl.where(fades, new_carry, carry + tl.sum(x, 0))
+        else:
+            total = tl.dot(tl.where(earlier, 1.0, 0.0), x, input_precision="ieee") + carry[None, :]
+            new_carry = carry + tl.sum(x, 0)
         row = c.to(tl.int64)[:, None]
-        inside = (t < n)[:, None] & live[None, :]
+        inside = (t < n)[:, None]
         tl.store(SUMS + row * R * D + e[None, :], total.to(SUMS.dtype.element_ty), mask=inside & is_state[None, :])
-        tl.store(NORMS + row * R + (e - R * D)[None, :], total, mask=inside & ~is_state[None, :])
+        tl.store(NORMS + row * R + (e - R * D)[None, :], total, mask=inside & is_norm[None, :])
         carry = new_carry
 
 
