@@ -1,11 +1,12 @@
 """What a sample of subsampled attention costs on the GPU, and whether it is the one the CPU draws.
 
-    python3 -m benchmarks.gpu_draws [--layers 16] [--lengths 1024 4096 16384]
+    python3 -m benchmarks.gpu_draws [--layers 16] [--lengths 1024 4096 16384] [--host]
 
 First, all kinds of samples, drawn for the GPU and for the CPU from one seed, are compared. Then for each length one
 draw as a fused forward uses it: milliseconds until the CPU goes on, milliseconds on the GPU, kernels and copies; "on
 the CPU" draws and sorts there and copies the indices. Then eager forwards of a stack of attention layers, bfloat16,
-causal, 4 windows, with PyTorch told to raise an error if anything waits. At last the plain versions in a CUDA graph.
+causal, 4 windows, with PyTorch told to raise an error if anything waits. The plain versions also run in a CUDA graph.
+--host needs no GPU: what the CPU does for a draw, when a GPU sorts and when the CPU does.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import weft  # noqa: E402
 from benchmarks.gpu_timing import commit, tensors  # noqa: E402
+from weft.attention import sampling  # noqa: E402
 from weft.kernels.subsampled import place_indices  # noqa: E402
 
 KINDS: list[dict[str, Any]] = [
@@ -85,6 +87,26 @@ def host_and_device_ms(fn: Callable[[], Any], repeats: int = 30) -> tuple[float,
         torch.cuda.synchronize()
         device.append(first.elapsed_time(last))
     return sorted(host)[repeats // 2], sorted(device)[repeats // 2]
+
+
+def host(lengths: list[int]) -> None:
+    cpu = torch.device("cpu")
+    for L, causal in itertools.product(lengths, (True, False)):
+        attn = make(causal=causal, windows=4)
+        whole = median_ms(lambda: place_indices(attn.draw(L), cpu, True))  # noqa: B023
+        sort, sampling.ascending = sampling.ascending, lambda keys: keys
+        part = median_ms(lambda: attn.draw(L))  # noqa: B023
+        sampling.ascending = sort
+        print(f"L {L:>6} causal {causal!s:<5} {part:.3f} ms for a GPU that sorts, {whole:.3f} ms in all on the CPU")
+
+
+def median_ms(fn: Callable[[], Any], repeats: int = 300) -> float:
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        fn()
+        times.append((time.perf_counter() - began) * 1e3)
+    return sorted(times)[repeats // 2]
 
 
 def launches(fn: Callable[[], Any]) -> int:
@@ -176,7 +198,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--lengths", type=int, nargs="*", default=[1024, 4096, 16384])
+    parser.add_argument("--host", action="store_true")
     args = parser.parse_args()
+    if args.host:
+        host(args.lengths)
+        return
     print(f"{compare('cuda')} samples, all the same on both", flush=True)
     captured()
     draws(args.lengths)
