@@ -81,7 +81,7 @@ def line_summaries(
     """For every place p of every line, the summary of a part of the line: kbar, vbar, and whether it has any token.
 
     q, k and v are (B, H, lines, T, D), `real` (B or 1, H or 1, lines, T); the part is everything "before" p, "after"
-    p, "up_to" and with p, or all "others".
+    p, "up_to" and with p, or all "others". Whether it has any is (1, 1, 1, 1) where all have.
     """
     if which == "after":
         flipped = None if real is None else real.flip(3)
@@ -94,7 +94,7 @@ def line_summaries(
         earlier = None if real is None else real[..., :-1]
         kbar, vbar, some = line_summaries(summary, q[..., :-1, :], k[..., :-1, :], v[..., :-1, :], earlier, "up_to")
         kbar, vbar = (torch.cat([torch.zeros_like(t[..., :1, :]), t], 3) for t in (kbar, vbar))
-        return kbar, vbar, F.pad(some, (1, 0))
+        return kbar, vbar, F.pad(some.expand(*some.shape[:3], T - 1), (1, 0))
     t = torch.arange(T, device=k.device)
     i, j = t[:, None], t[None]
     allowed = {"up_to": j <= i, "others": j != i}[which].view(1, 1, 1, T, T)
@@ -106,4 +106,5 @@ def line_summaries(
     counted = count if may_be_empty or summary.pool == "mean" else None
     qbar = summary.finish(pool(summary.lift_queries(q, real)), counted, q.dtype)
     kbar = summary.finish(pool(summary.lift_keys(k, real)), counted, k.dtype)
-    return kbar, softmax_attention(qbar, k, v, allowed=allowed, may_be_empty=may_be_empty), count > 0
+    some = count > 0 if may_be_empty else torch.ones_like(count[:1, :1, :1, :1], dtype=torch.bool)
+    return kbar, softmax_attention(qbar, k, v, allowed=allowed, may_be_empty=may_be_empty), some

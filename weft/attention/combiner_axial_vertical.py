@@ -39,17 +39,22 @@ class CombinerAxialVertical(GridCombiner):
         return [row, column, *self.spans(grid, Rows(m).arrange(q), row, column)]
 
     def spans(self, grid: Grid, q: Tensor, row: Part, column: Part) -> list[Part]:
-        return [column_spans(row.layout, grid, q, self.summary, which) for which in self.column_spans]
+        return [column_spans(row.layout, grid, q, self.summary, which) for which in self.column_spans if grid.n > 1]
 
 
 def column_spans(layout: Layout, grid: Grid, q: Tensor, summary: Summary, which: str) -> Part:
     """For every row (`layout`) and every other column the summary of its rows before, after or other than this one."""
     real = None if grid.real is None else grid.real.transpose(2, 3)
     q, k, v = q.transpose(2, 3), grid.k.transpose(2, 3), grid.v.transpose(2, 3)
+    first = 0
+    if which == "before":  # what row r sees is the summary up to row r - 1; the first row sees nothing
+        first, which = 1, "up_to"
+        q, k, v = (t[..., :-1, :] for t in (q, k, v))
+        real = None if real is None else real[..., :-1]
     kbar, vbar, some = line_summaries(summary, q, k, v, real, which)
     c = torch.arange(grid.m, device=q.device)
     allowed = (c[:, None] != c) & some.transpose(2, 3)[:, :, :, None]
-    return Part(layout, kbar.transpose(2, 3), vbar.transpose(2, 3), allowed)
+    return Part(layout, kbar.transpose(2, 3), vbar.transpose(2, 3), allowed, first=first)
 
 
 register(

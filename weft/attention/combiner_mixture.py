@@ -135,9 +135,10 @@ class JointAxial(GridCombiner):
         m = self.block_size or default_block(k.shape[2], self.max_length)
         grid, queries = Grid.of(k, v, mask, m, self.causal), Rows(m).arrange(q)
         row, column = row_part(grid), column_part(grid)
+        columns = self.column_spans if grid.n > 1 else ()
         return [
             row,
-            *(column_spans(row.layout, grid, queries, self.summary, which) for which in self.column_spans),
+            *(column_spans(row.layout, grid, queries, self.summary, which) for which in columns),
             column,
             *(row_spans(column.layout, grid, queries, self.summary, which) for which in self.rows_as_spans),
         ]

@@ -77,13 +77,29 @@ class BackwardRows:
 
 @dataclass
 class Part:
-    """Keys and values (B, H, G, K, D) for the groups of a layout; `allowed` and `bias` broadcast to (B, H, G, Q, K)."""
+    """Keys and values (B, H, G, K, D) for the groups of a layout; `allowed` and `bias` broadcast to (B, H, G, Q, K).
+
+    Groups before the `first` see nothing of the part, and are left out of all its tensors.
+    """
 
     layout: Layout
     k: Tensor
     v: Tensor
     allowed: Tensor | None = None
     bias: Tensor | None = None
+    first: int = 0
+
+    def arrange(self, x: Tensor) -> Tensor:
+        """(B, H, L, X) -> (B, H, G, Q, X), the groups that see something."""
+        return self.layout.arrange(x)[:, :, self.first :]
+
+    def whole(self, x: Tensor, unseen: float = 0.0) -> Tensor:
+        """(B, H, G, Q, X) with the groups that see nothing, which are `unseen`."""
+        return F.pad(x, (0, 0, 0, 0, self.first, 0), value=unseen) if self.first else x
+
+    def restore(self, x: Tensor, length: int, unseen: float = 0.0) -> Tensor:
+        """(B, H, G, Q, X) -> (B, H, L, X)"""
+        return self.layout.restore(self.whole(x, unseen), length)
 
 
 def join_allowed(*pairs: tuple[Tensor | None, int], device: torch.device) -> Tensor | None:
@@ -129,12 +145,12 @@ def mean_attention(q: Tensor, mixture: list[list[Part]], *, dropout: float = 0.0
     arranged = {id(part.layout): part.layout.arrange(scaled).contiguous() for part in parts}
     logits = []
     for part in parts:
-        s = arranged[id(part.layout)] @ part.k.to(dtype).transpose(-1, -2)
+        s = arranged[id(part.layout)][:, :, part.first :] @ part.k.to(dtype).transpose(-1, -2)
         if part.bias is not None:
             s = s + part.bias.to(dtype)
         if part.allowed is not None:
             s += minus_infinity_outside(part.allowed, dtype)
-        logits.append(part.layout.restore(s, L))
+        logits.append(part.restore(s, L, float("-inf")))
     shares: dict[int, Tensor] = {}
     for members in lists:
         joint = torch.cat([logits[i] for i in members], -1)
@@ -169,9 +185,9 @@ def _merged(q: Tensor, parts: list[Part], lists: list[list[int]], may_be_empty: 
     L = q.shape[2]
     outs, zs = [], []
     for part in parts:
-        out, z = _fused(part, part.layout.arrange(q))
-        outs.append(part.layout.restore(out, L))
-        zs.append(part.layout.restore(z, L))
+        out, z = _fused(part, part.arrange(q))
+        outs.append(out)
+        zs.append(part.restore(z, L, float("-inf")))
     shares: dict[int, Tensor] = {}
     for members in lists:
         z = torch.stack([zs[i] for i in members])  # in front: several times as fast as a softmax over a last axis of 3
@@ -180,9 +196,17 @@ def _merged(q: Tensor, parts: list[Part], lists: list[list[int]], may_be_empty: 
             z = z.masked_fill(~alive, 0)  # a query without keys: every part's output is zero
         for i, share in zip(members, (z.softmax(0) / len(lists)).to(q.dtype), strict=True):
             shares[i] = shares[i] + share if i in shares else share
-    result = outs[0] * shares[0]
-    for i, out in enumerate(outs[1:], 1):
-        result.addcmul_(out, shares[i])
+    sums: dict[int, Tensor] = {}  # parts of one layout are added up before they are restored
+    for i, part in enumerate(parts):
+        share, total = part.arrange(shares[i]), sums.get(id(part.layout))
+        if total is None:
+            sums[id(part.layout)] = part.whole(outs[i].mul_(share))
+        else:
+            total[:, :, part.first :].addcmul_(outs[i], share)
+    layouts = {id(part.layout): part.layout for part in parts}
+    result, *others = (layouts[at].restore(total, L) for at, total in sums.items())
+    for other in others:
+        result += other
     return result
 
 
@@ -204,14 +228,14 @@ def _fused(part: Part, q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def part_output(part: Part, p: Tensor, dtype: torch.dtype) -> Tensor:
-    return part.layout.restore(part.layout.arrange(p) @ part.v.to(dtype), p.shape[2])
+    return part.restore(part.arrange(p) @ part.v.to(dtype), p.shape[2])
 
 
 def side_by_side(parts: list[Part]) -> Part:
     """Parts of one layout as one."""
     if len(parts) == 1:
         return parts[0]
-    assert all(part.bias is None for part in parts)
+    assert all(part.bias is None and part.first == 0 for part in parts)
     k, v = torch.cat([part.k for part in parts], 3), torch.cat([part.v for part in parts], 3)
     allowed = join_allowed(*((part.allowed, part.k.shape[3]) for part in parts), device=k.device)
     return Part(parts[0].layout, k, v, allowed)

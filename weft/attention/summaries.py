@@ -99,7 +99,7 @@ def running_max(x: Tensor) -> Tensor:
     each place is made of the one before, whole; with gradients, and on a GPU, in about 2√T steps over T places.
     """
     T = x.shape[-2]
-    if _place_by_place(x):
+    if _written_in_place(x):
         result = torch.empty_like(x)
         places, found = x.unbind(-2), result.unbind(-2)
         found[0].copy_(places[0])
@@ -123,21 +123,10 @@ def running_max(x: Tensor) -> Tensor:
 def max_of_others(x: Tensor) -> Tensor:
     """At each place the maximum of all others over the last dimension but one, -inf where there are none.
 
-    It is the largest, or at the largest the next. Place by place it is the larger of what came before and what comes
-    after.
+    It is the largest, or at the largest the next; on a CPU without gradients, place by place in pairs.
     """
-    T = x.shape[-2]
-    if _place_by_place(x):
-        result = torch.empty_like(x)
-        places, found = x.unbind(-2), result.unbind(-2)
-        found[0].fill_(float("-inf"))
-        for t in range(1, T):
-            torch.maximum(found[t - 1], places[t - 1], out=found[t])
-        after = places[-1].clone()
-        for t in range(T - 2, -1, -1):
-            torch.maximum(found[t], after, out=found[t])
-            torch.maximum(after, places[t], out=after)
-        return result
+    if _written_in_place(x):
+        return _max_of_others_to(torch.empty_like(x), x)
     top = x.amax(-2, keepdim=True)
     at_top = x == top
     second = x.masked_fill(at_top, float("-inf")).amax(-2, keepdim=True)
@@ -145,8 +134,24 @@ def max_of_others(x: Tensor) -> Tensor:
     return torch.where(at_top, second, top)
 
 
-def _place_by_place(x: Tensor) -> bool:
-    """Whether results are best written one place after the other, where they belong."""
+def _max_of_others_to(result: Tensor, x: Tensor) -> Tensor:
+    """Each of a pair sees the other, and what the pair sees; the last of an odd number is alone."""
+    T, half = x.shape[-2], x.shape[-2] // 2
+    if T == 1:
+        return result.fill_(float("-inf"))
+    first, second, alone = x.split([half, half, T % 2], -2)
+    pairs = torch.maximum(first, second)
+    if T % 2:
+        pairs = torch.cat([pairs, alone], -2)
+    seen = _max_of_others_to(torch.empty_like(pairs), pairs)
+    torch.maximum(seen[..., :half, :], second, out=result[..., :half, :])
+    torch.maximum(seen[..., :half, :], first, out=result[..., half : 2 * half, :])
+    result[..., 2 * half :, :] = seen[..., half:, :]
+    return result
+
+
+def _written_in_place(x: Tensor) -> bool:
+    """Whether results are best written where they belong."""
     return x.device.type == "cpu" and not _differentiable(x) and not torch.compiler.is_compiling()
 
 
