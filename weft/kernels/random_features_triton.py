@@ -2,8 +2,8 @@
 
 A tile of rows is multiplied with the directions twice, for the largest product and for the features less it, so that
 nothing wider than a tile is held. In bfloat16 the directions are two tensors, what bfloat16 keeps of them and what it
-loses: the sum of both products is as good as float32's. For the largest product, which only keeps the exponentials in
-range and says how much ε weighs, the first of the two will do.
+loses: the sum of both products is as good as float32's. The first part alone would keep the exponentials in range too,
+but then the largest feature, which weighs most, is not 1 and is rounded.
 
     dx = Σ_m G_m p_m / D^{1/4} - x Σ_m G_m / √D          G_m = (dφ_m + ε drest) · the exponential in φ_m
 """
@@ -35,13 +35,11 @@ def operand(x, BF16: tl.constexpr):
 
 
 @triton.jit
-def project(
-    x, P, f, d, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF16: tl.constexpr, EXACT: tl.constexpr
-):
+def project(x, P, f, d, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF16: tl.constexpr):
     """x times the directions f, and these."""
     p = load_rows(P, f, d, D, f < M, D, BLOCK_D)
     y = tl.dot(x, tl.trans(p), input_precision="tf32x3")
-    if BF16 and EXACT:
+    if BF16:
         y = tl.dot(x, tl.trans(load_rows(P + M * D, f, d, D, f < M, D, BLOCK_D)), y)
     return y, p
 
@@ -84,14 +82,14 @@ def features(
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     for f0 in range(0, M, BF):
         f = f0 + tl.arange(0, BF)
-        y, _ = project(x, P, f, d, M, D, BLOCK_D, BF16, False)
+        y, _ = project(x, P, f, d, M, D, BLOCK_D, BF16)
         largest = tl.maximum(largest, tl.max(tl.where((f < M)[None, :], y, float("-inf")), 1))
 
     total = tl.zeros([ROWS], tl.float32)
     power, floor = shares(half, epsilon)
     for f0 in range(0, M, BF):
         f = f0 + tl.arange(0, BF)
-        y, _ = project(x, P, f, d, M, D, BLOCK_D, BF16, True)
+        y, _ = project(x, P, f, d, M, D, BLOCK_D, BF16)
         phi = tl.exp(y - largest[:, None])
         if QUERIES:
             phi = phi * power[:, None] + floor[:, None]
@@ -153,7 +151,7 @@ def feature_gradients(
     total = tl.zeros([ROWS], tl.float32)
     for f0 in range(0, M, BF):
         f = f0 + tl.arange(0, BF)
-        y, p = project(x, P, f, d, M, D, BLOCK_D, BF16, True)
+        y, p = project(x, P, f, d, M, D, BLOCK_D, BF16)
         G = load_rows(DPHI, i, f, g_l, live, WIDTH, WIDTH // BF * BF).to(tl.float32)
         if QUERIES:
             G += drest[:, None]
