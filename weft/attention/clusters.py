@@ -70,15 +70,14 @@ class Clusters(nn.Module):
     @torch.no_grad()
     def assign(self, k: Tensor, mask: Tensor | None) -> Tensor:
         """The cluster of every key, (B, H, L); masked tokens are in one of their own, number `clusters`."""
-        unit = F.normalize(k.to(self.centroids.dtype), dim=-1)
         learning = self.training and not self.frozen and not recomputing()
         if learning:
             self._fold()
-        group = self.nearest(unit)
+        group = self.nearest(k)
         if mask is not None:
             group = group.masked_fill(~mask[:, None], self.clusters)
         if learning:
-            self._remember(unit, group)
+            self._remember(F.normalize(k.to(self.centroids.dtype), dim=-1), group)
         return group
 
     @torch.no_grad()

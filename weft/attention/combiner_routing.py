@@ -16,14 +16,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .blocks import ceil_div
 from .clusters import Clusters
 from .combiner import Combiner, Seen, line_summaries
-from .groups import Runs, take_mask, take_rows
+from .groups import Runs, room_for, take_mask, take_rows
 from .joint import Part, Rows, token_positions
-from .partitions import default_block, own_block
+from .partitions import default_block
 from .registry import register
 from .routing import RunLayout, run_part
 from .softmax import softmax_attention
@@ -203,22 +204,25 @@ def _growing_spans(runs: Runs, kbar: Tensor, vbar: Tensor, real: Tensor, groups:
     own = torch.arange(n * T, device=device).view(n, T).expand(B, H, n, T)
     stands = torch.cat([before, own], 3)
     nobody = (stands < 0) | (stands >= L)
-    stands = stands.masked_fill(nobody, 0).flatten(2)
+    who = stands.masked_fill(nobody, 0).flatten(2)
+    ends = until.gather(2, who).view_as(stands).masked_fill(nobody, 0)
 
     # A run is closed when its cluster's next run has begun. Closed runs are full: there are at most L // size.
     begins = torch.cat([runs.token[:, :, 1:, 0], runs.token.new_full((B, H, 1), L)], 2)
     continued = torch.cat([runs.group[:, :, 1:] == runs.group[:, :, :-1], torch.zeros_like(real[:, :, :1, 0])], 2)
-    closes, closing = torch.where(continued & real[..., -1], begins, L).sort(2)
-    closes, closing = closes[:, :, : L // size], closing[:, :, : L // size]
+    continued &= real[..., -1]
+    closes, closing = torch.where(continued, begins, L).sort(2)
+    C = room_for(continued.sum(2), L // size)
+    closes, closing = closes[:, :, :C], closing[:, :, :C]
 
-    i = token_positions(layout, L, device).int()[..., None]
-    ends = until.gather(2, stands).view_as(nobody).masked_fill(nobody, 0).int()
-    growing = i < ends[..., None, :]
-    growing[..., groups:] &= own_block(T, True, device).tril(-1)
-    closed = (closes.int()[:, :, None, None] <= i).expand(B, H, n, T, -1)
-    slots = torch.cat([runs.slot.gather(2, stands).view_as(nobody), _of_each(closing * size + size - 1, n)], 3)
+    slots = torch.cat([runs.slot.gather(2, who).view_as(stands), _of_each(closing * size + size - 1, n)], 3)
     keys, values = (take_rows(t.flatten(2, 3), slots) for t in (kbar, vbar))
-    return Part(layout, keys, values, torch.cat([growing, closed], 4))
+    # All are seen by the tokens after `stands` and before `ends`.
+    stands = torch.cat([stands, _of_each(closes - 1, n)], 3).float()[..., None, :]
+    ends = F.pad(ends, (0, C), value=L).float()[..., None, :]
+    i = token_positions(layout, L, device).float()[..., None]
+    inside = torch.minimum(i - stands, ends - i)
+    return Part(layout, keys, values, bias=F.threshold(inside, 0, float("-inf"), inplace=True).clamp_(max=0))
 
 
 def _of_each(x: Tensor, n: int) -> Tensor:

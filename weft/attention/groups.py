@@ -1,7 +1,8 @@
 """Putting tokens that share a group (a hash bucket, a cluster) next to each other, at a bounded cost.
 
 Each group's members, in order of position, fill runs of `size` slots; no run holds two groups. L tokens in G groups
-need at most ceil(L / size) + G runs whatever the groups' sizes, so shapes never depend on the data. Which run a
+need at most ceil(L / size) + G runs whatever the groups' sizes. That many there are, most of them half empty, where
+shapes must not depend on the data: on a GPU, and when compiled. On a CPU there are as many as are used. Which run a
 token falls into depends only on its group and on how many members came before it: in a causal mechanism nothing of
 the future can move a token, which a plain sort by group cannot promise.
 """
@@ -32,11 +33,11 @@ class Runs:
 def gather_runs(group: Tensor, groups: int, size: int) -> Runs:
     """Lay tokens out in runs; `group` is (..., L) with values in [0, groups)."""
     L = group.shape[-1]
-    n_runs = ceil_div(L, size) + groups
     ordered, order = torch.sort(group, dim=-1, stable=True)
     counts = torch.zeros(*group.shape[:-1], groups, dtype=torch.long, device=group.device)
     counts = counts.scatter_add(-1, group, torch.ones_like(group))
     runs = (counts + size - 1) // size
+    n_runs = room_for(runs.sum(-1), ceil_div(L, size) + groups)
     first_token = counts.cumsum(-1) - counts
     first_run = runs.cumsum(-1) - runs
     rank = torch.arange(L, device=group.device) - first_token.gather(-1, ordered)
@@ -48,6 +49,11 @@ def gather_runs(group: Tensor, groups: int, size: int) -> Runs:
     group_of_run = torch.searchsorted(runs.cumsum(-1), index, right=True)  # `groups` for runs left empty at the end
     number = index - first_run.gather(-1, group_of_run.clamp(max=groups - 1))
     return Runs(token.unflatten(-1, (n_runs, size)), group_of_run, number, slot)
+
+
+def room_for(counts: Tensor, most: int) -> int:
+    """The largest of `counts`; `most` where shapes must not depend on the data."""
+    return most if counts.device.type != "cpu" or torch.compiler.is_compiling() else int(counts.max())
 
 
 def take_tokens(x: Tensor, token: Tensor) -> Tensor:

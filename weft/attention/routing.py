@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .clusters import Clusters
 from .contract import Attention, PositionBias
-from .groups import Runs, take_mask, take_rows, take_tokens
+from .groups import Runs, take_mask, take_rows
 from .joint import Part, joint_attention
 from .partitions import own_block
 from .registry import register
@@ -25,13 +25,13 @@ from .registry import register
 
 @dataclass
 class RunLayout:
-    """Tokens gathered in runs."""
+    """Tokens gathered in runs. In an empty slot stands some token; nobody sees it there."""
 
     runs: Runs
 
     def arrange(self, x: Tensor) -> Tensor:
         token = self.runs.token
-        return take_tokens(x.expand(token.shape[0], token.shape[1], *x.shape[2:]), token)
+        return take_rows(x.expand(*token.shape[:2], *x.shape[2:]), token.clamp(max=x.shape[2] - 1))
 
     def restore(self, x: Tensor, length: int) -> Tensor:
         return take_rows(x.flatten(2, 3), self.runs.slot)
