@@ -58,6 +58,8 @@ def contestants(L: int, causal: bool, only: list[str], with_plain: bool) -> dict
                     chosen[label] = lambda name=name, m=m: made(name, causal, "triton", block_size=m)
         else:
             chosen[name] = lambda name=name: made(name, causal, "triton")
+        if name == "sparse":
+            chosen["sparse, strided"] = lambda: made("sparse", causal, "triton", pattern="strided")
         if with_plain and L <= 4096:
             chosen[f"{name}, plain"] = lambda name=name: made(name, causal, "torch")
     if causal and "linear" in only:

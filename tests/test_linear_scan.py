@@ -31,6 +31,16 @@ for scaled in (False, True):
         torch.testing.assert_close(mine.double(), torch.stack(expected, 2), rtol=1e-5, atol=1e-5)
 """
 
+TOP = """
+from weft.kernels.random_features_triton import running_top
+largest = torch.randn(2, 147)
+largest[0, :40], largest[1, 60:] = float("-inf"), float("-inf")
+top = torch.empty_like(largest)
+running_top[(2,)](largest, top, 147, SPAN=16)
+expected = largest.cummax(-1).values
+assert torch.equal(top, expected.masked_fill(expected.isinf(), 0))
+"""
+
 ONE_TOKEN = """
 import weft
 for name in ("linear", "performer"):
@@ -82,7 +92,7 @@ for name in ("linear", "performer"):
 
 
 @needs_triton
-@pytest.mark.parametrize("script", [SUMS + ONE_TOKEN, LARGE + WAYS], ids=["sums", "calls"])
+@pytest.mark.parametrize("script", [SUMS + TOP + ONE_TOKEN, LARGE + WAYS], ids=["sums", "calls"])
 def test_scan(script):
     interpret(script)
 
