@@ -21,7 +21,19 @@ import torch
 from torch import Tensor
 
 from .dispatch import DTYPES, LARGEST_HEAD
-from .launch import Tiles, block_width, ceil_div, empty_rows, next_power_of_two, precision, rows_contiguous, strides
+from .launch import (
+    Tiles,
+    as_flags,
+    autocast,
+    block_width,
+    ceil_div,
+    empty_rows,
+    for_operator,
+    next_power_of_two,
+    precision,
+    rows_contiguous,
+    strides,
+)
 
 EXTRAS = ("none", "first", "columns")
 LEAST_LENGTH = 256  # the shortest measured; the kernels beat the plain version from here on: docs/kernels.md
@@ -85,11 +97,8 @@ def block_and_columns(
 
 
 def _band(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *options: Any) -> Tensor:
-    device = q.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    return torch.ops.weft.band(q, k, v, mask, *options)[0]
+    q, k, v = autocast(q, k, v)
+    return torch.ops.weft.band(q, k, v, for_operator(mask), *options)[0]
 
 
 @torch.library.custom_op(
@@ -232,7 +241,7 @@ def _blocks(L: int, block_size: int, extras: str, count: int) -> tuple[int, int,
 
 
 def _flags(q: Tensor, mask: Tensor | None) -> Tensor:
-    return q if mask is None else mask.contiguous().view(torch.uint8)
+    return q if mask is None else as_flags(mask)
 
 
 def _options(q: Tensor, mask: Tensor | None, causal: bool, extras: str, count: int, leading: bool) -> dict[str, Any]:

@@ -16,10 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .launch import Tiles, block_width, ceil_div, precision, rows_contiguous, strides
+from .launch import Tiles, as_flags, autocast, block_width, ceil_div, for_operator, precision, rows_contiguous, strides
 from .lines import (
     Lines,
-    as_flags,
     attend_lines,
     check,
     empty_rows,
@@ -50,11 +49,8 @@ TILES: dict[tuple[str, int, int], Tiles] = {
 
 def combiner_axial(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, block_size: int, causal: bool) -> Tensor:
     """The mechanism on q, k, v (B, H, L, D), zero where masked, and mask (B, L)."""
-    device = q.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    return torch.ops.weft.combiner_axial(q, k, v, mask, block_size, causal)[0]
+    q, k, v = autocast(q, k, v)
+    return torch.ops.weft.combiner_axial(q, k, v, for_operator(mask), block_size, causal)[0]
 
 
 @torch.library.custom_op(

@@ -17,7 +17,19 @@ import torch
 from torch import Tensor
 
 from .dispatch import DTYPES, LARGEST_HEAD
-from .launch import Tiles, block_width, ceil_div, empty_rows, next_power_of_two, precision, rows_contiguous, strides
+from .launch import (
+    Tiles,
+    as_flags,
+    autocast,
+    block_width,
+    ceil_div,
+    empty_rows,
+    for_operator,
+    next_power_of_two,
+    precision,
+    rows_contiguous,
+    strides,
+)
 
 POOLS = ("max", "mean", "sum")
 LEAST_LENGTH = 256  # from here on, measured, the kernels beat the plain version: docs/kernels.md
@@ -56,12 +68,9 @@ def combiner_fixed(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, block_size: int, pool: str, causal: bool
 ) -> Tensor:
     """The mechanism on q, k, v (B, H, L, D) and mask (B, L); the kernels' counterpart of the plain version."""
-    device = q.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = autocast(q, k, v)
     keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return torch.ops.weft.combiner_fixed(q, k, v, mask, block_size, pool, causal, keep)[0]
+    return torch.ops.weft.combiner_fixed(q, k, v, for_operator(mask), block_size, pool, causal, keep)[0]
 
 
 @torch.library.custom_op(
@@ -82,7 +91,7 @@ def _forward(q, k, v, mask, block_size, pool, causal, keep):
     width = block_width(D)
     scale = math.log2(math.e) / math.sqrt(D)
     has_mask = mask is not None
-    flags = mask.contiguous().view(torch.uint8) if has_mask else q
+    flags = as_flags(mask) if has_mask else q
     if n > 1:
         t = tiles("summarise and keep" if keep else "summarise", block_size, q)
         summarise[(n * B * H,)](
@@ -134,7 +143,7 @@ def _backward(dout, q, k, v, mask, out, lse, kbar, vbar, local, stats, block_siz
     logit_scale = 1 / math.sqrt(D)
     scale = math.log2(math.e) * logit_scale
     has_mask = mask is not None
-    flags = mask.contiguous().view(torch.uint8) if has_mask else q
+    flags = as_flags(mask) if has_mask else q
     shape = {"m": block_size, "D": D, "BLOCK_D": width, "CAUSAL": causal}
     options = {**shape, "HAS_MASK": has_mask, "PRECISION": precision(q)}
     delta = torch.empty_like(lse)

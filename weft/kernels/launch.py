@@ -35,6 +35,26 @@ def empty_rows(x: Tensor) -> Tensor:
     return torch.empty_like(x) if x.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def autocast(*tensors: Tensor) -> list[Tensor]:
+    """In the dtype of the autocast region, if this is one."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    return [x.to(torch.get_autocast_dtype(device)) for x in tensors]
+
+
+def for_operator(mask: Tensor | None) -> Tensor | None:
+    """A mask to hand to an operator. Compiled it is a tensor that nothing else reads: of one that others read too,
+    Inductor of torch 2.11 lays out rows over 1,024 as the operator wants them and lets the others read them with the
+    stride it would have padded them to."""
+    return mask.to(torch.uint8) if mask is not None and torch.compiler.is_compiling() else mask
+
+
+def as_flags(mask: Tensor) -> Tensor:
+    """A byte per token, side by side."""
+    return mask.contiguous().view(torch.uint8)
+
+
 def precision(x: Tensor) -> str:
     """Float32 products as three tf32 ones, near float32's own accuracy; half precision has one way only."""
     return "tf32x3" if x.dtype == torch.float32 else "tf32"

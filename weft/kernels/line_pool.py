@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .dispatch import DTYPES, LARGEST_HEAD
-from .launch import ceil_div, empty_rows, next_power_of_two, rows_contiguous, strides
-from .lines import Lines, as_flags
+from .launch import as_flags, autocast, ceil_div, empty_rows, for_operator, next_power_of_two, rows_contiguous, strides
+from .lines import Lines
 
 POOLS = ("max", "mean", "sum")
 RULES = ("before", "after", "up_to", "others")
@@ -32,11 +32,8 @@ def line_pool(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """qbar and kbar (B, H, cells, D) of q and k (B, H, L, D) and mask (B, L), and which cells have any token to pool,
     (B or 1, cells)."""
-    device = q.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        q, k = q.to(dtype), k.to(dtype)
-    return torch.ops.weft.line_pool(q, k, mask, axis, which, pool, width)
+    q, k = autocast(q, k)
+    return torch.ops.weft.line_pool(q, k, for_operator(mask), axis, which, pool, width)
 
 
 @torch.library.custom_op(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import DTYPES, LARGEST_HEAD
-from .launch import Tiles, block_width, ceil_div, precision, rows_contiguous, strides
+from .launch import Tiles, as_flags, autocast, block_width, ceil_div, for_operator, precision, rows_contiguous, strides
 
 FEATURES = ("elu", "relu", "given")
 LEAST_LENGTH = 256  # the shortest measured; the kernels beat the plain version from here on: docs/kernels.md
@@ -80,11 +80,8 @@ def linear_scan(
 ) -> Tensor:
     """q and k (B, H, L, F), v (B, H, L, D), mask (B, L) -> (B, H, L, D). The scaled form takes m as `key_scale`, G as
     `top`, and `rest`, all (B, H, L)."""
-    device = q.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    return torch.ops.weft.linear_scan(q, k, v, mask, key_scale, top, rest, features, epsilon)[0]
+    q, k, v = autocast(q, k, v)
+    return torch.ops.weft.linear_scan(q, k, v, for_operator(mask), key_scale, top, rest, features, epsilon)[0]
 
 
 @dataclass(frozen=True)
@@ -172,7 +169,7 @@ def _forward(q, k, v, mask, key_scale, top, rest, features, epsilon):
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
     out, weight, before, before_norm = _outputs(q, v, p)
     has_mask = mask is not None
-    flags = mask.contiguous().view(torch.uint8) if has_mask else q
+    flags = as_flags(mask) if has_mask else q
     key_scale, top, rest = (_rows(x, weight) for x in (key_scale, top, rest))
     common = {"HAS_MASK": has_mask, "BF16": p.half, "PRECISION": precision(q)}
     options = common | {"FEATURES": features, "SCALED": p.scaled}
@@ -228,7 +225,7 @@ def _backward(dout, q, k, v, mask, key_scale, top, rest, out, weight, before, be
     dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
     dq, dk, dv, drest = _gradients(q, k, v, p)
     has_mask = mask is not None
-    flags = mask.contiguous().view(torch.uint8) if has_mask else q
+    flags = as_flags(mask) if has_mask else q
     key_scale, top, rest = (_rows(x, weight) for x in (key_scale, top, rest))
     options: dict[str, Any] = {"FEATURES": features, "SCALED": p.scaled, "BF16": p.half, "PRECISION": precision(q)}
     counts = p.B * p.H, p.H, p.L, p.n

@@ -12,12 +12,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from .dispatch import DTYPES, LARGEST_HEAD, NEVER
-from .launch import Tiles, block_width, ceil_div, empty_rows, next_power_of_two, precision, rows_contiguous, strides
+from .launch import (
+    Tiles,
+    as_flags,
+    autocast,
+    block_width,
+    ceil_div,
+    empty_rows,
+    for_operator,
+    next_power_of_two,
+    precision,
+    rows_contiguous,
+    strides,
+)
 
 LEAST_LENGTH = NEVER  # for the grid Combiners, whose pooling kernel has not been on a GPU yet
 RULES = ("up_to", "before", "well_before", "after", "others", "apart", "all")
@@ -69,13 +82,11 @@ def line_attention(
     Source 0 is k, v (B, H, L, D) and mask (B, L); sources 1, 2, .. are `spans`: keys and values (B, H, cells, D) and
     which of them hold any token, (B or 1, cells).
     """
-    device = q.device.type
     kbars, vbars, some = ([span[x] for span in spans] for x in range(3))
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        kbars, vbars = [x.to(dtype) for x in kbars], [x.to(dtype) for x in vbars]
-    return torch.ops.weft.line_attention(q, k, v, mask, kbars, vbars, some, parts, width)[0]
+    q, k, v, *bars = autocast(q, k, v, *kbars, *vbars)
+    kbars, vbars = bars[: len(spans)], bars[len(spans) :]
+    some = [cast(Tensor, for_operator(x)) for x in some]
+    return torch.ops.weft.line_attention(q, k, v, for_operator(mask), kbars, vbars, some, parts, width)[0]
 
 
 @torch.library.custom_op(
@@ -223,10 +234,6 @@ def _sources(
         (rows_contiguous(keys), rows_contiguous(values), None if which is None else as_flags(which))
         for keys, values, which in zip([k, *kbars], [v, *vbars], [mask, *some], strict=True)
     ]
-
-
-def as_flags(mask: Tensor) -> Tensor:
-    return mask.contiguous().view(torch.uint8)
 
 
 def scales(q: Tensor) -> tuple[float, float]:

@@ -14,7 +14,18 @@ import torch
 from torch import Tensor
 
 from .dispatch import DTYPES, LARGEST_HEAD, NEVER
-from .launch import Tiles, block_width, ceil_div, empty_rows, precision, rows_contiguous, strides
+from .launch import (
+    Tiles,
+    as_flags,
+    autocast,
+    block_width,
+    ceil_div,
+    empty_rows,
+    for_operator,
+    precision,
+    rows_contiguous,
+    strides,
+)
 
 LEAST_LENGTH = NEVER  # a third of the memory, but 4 to 13 % slower than cuDNN: docs/kernels.md
 
@@ -33,10 +44,8 @@ TILES: dict[tuple[str, int, int], Tiles] = {
 
 def mssa(z: Tensor, mask: Tensor | None, *, causal: bool = False) -> Tensor:
     """z (B, H, L, D) attends to itself; mask (B, L)."""
-    device = z.device.type
-    if torch.is_autocast_enabled(device):
-        z = z.to(torch.get_autocast_dtype(device))
-    return torch.ops.weft.mssa(z, mask, causal)[0]
+    (z,) = autocast(z)
+    return torch.ops.weft.mssa(z, for_operator(mask), causal)[0]
 
 
 @torch.library.custom_op(
@@ -116,7 +125,7 @@ _forward.register_autograd(_grad, setup_context=_save)
 
 
 def _flags(z: Tensor, mask: Tensor | None) -> Tensor:
-    return z if mask is None else mask.contiguous().view(torch.uint8)
+    return z if mask is None else as_flags(mask)
 
 
 def _options(z: Tensor, mask: Tensor | None, causal: bool) -> dict[str, int | str]:

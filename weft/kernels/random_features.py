@@ -19,7 +19,18 @@ import torch
 from torch import Tensor
 
 from .dispatch import NEVER
-from .launch import Tiles, block_width, ceil_div, empty_rows, next_power_of_two, rows_contiguous, strides
+from .launch import (
+    Tiles,
+    as_flags,
+    autocast,
+    block_width,
+    ceil_div,
+    empty_rows,
+    for_operator,
+    next_power_of_two,
+    rows_contiguous,
+    strides,
+)
 
 LEAST_LENGTH = NEVER  # not on a GPU yet
 
@@ -42,11 +53,8 @@ def random_features(
     q: Tensor, k: Tensor, mask: Tensor | None, projection: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """q and k (B, H, L, D), mask (B, L), projection (M, D) -> φ(q), φ(k), key_scale, top, rest."""
-    device = q.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        q, k = q.to(dtype), k.to(dtype)
-    return torch.ops.weft.random_features(q, k, mask, projection, epsilon)[:5]
+    q, k = autocast(q, k)
+    return torch.ops.weft.random_features(q, k, for_operator(mask), projection, epsilon)[:5]
 
 
 @torch.library.custom_op(
@@ -129,7 +137,7 @@ def _options(q: Tensor, M: int, t: Tiles, mask: Tensor | None) -> dict[str, Any]
 
 
 def _flags(mask: Tensor | None, stand_in: Tensor) -> Tensor:
-    return stand_in if mask is None else mask.contiguous().view(torch.uint8)
+    return stand_in if mask is None else as_flags(mask)
 
 
 def width(M: int) -> int:

@@ -15,19 +15,16 @@ from torch import Tensor
 
 from .band import attend_near, check, near_gradients
 from .dispatch import NEVER
-from .launch import ceil_div, empty_rows, rows_contiguous
-from .lines import Lines, as_flags, attend_lines, line_key_gradients, line_query_gradients
+from .launch import as_flags, autocast, ceil_div, empty_rows, for_operator, rows_contiguous
+from .lines import Lines, attend_lines, line_key_gradients, line_query_gradients
 
 LEAST_LENGTH = NEVER  # not on a GPU yet
 
 
 def strided(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, block_size: int, causal: bool) -> Tensor:
     """q, k and v (B, H, L, D), mask (B, L) -> (B, H, L, D)."""
-    device = q.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    return torch.ops.weft.strided(q, k, v, mask, block_size, causal)[0]
+    q, k, v = autocast(q, k, v)
+    return torch.ops.weft.strided(q, k, v, for_operator(mask), block_size, causal)[0]
 
 
 @torch.library.custom_op(

@@ -18,7 +18,17 @@ import torch
 from torch import Tensor
 
 from .dispatch import DTYPES, LARGEST_HEAD
-from .launch import Tiles, block_width, ceil_div, empty_rows, next_power_of_two, precision, rows_contiguous, strides
+from .launch import (
+    Tiles,
+    autocast,
+    block_width,
+    ceil_div,
+    empty_rows,
+    next_power_of_two,
+    precision,
+    rows_contiguous,
+    strides,
+)
 from .staging import operator, send
 
 LEAST_LENGTH = 1024  # where it overtakes full attention; below, nobody should sample: docs/kernels.md
@@ -62,10 +72,7 @@ def subsampled(
     `nearest` (B, L), with a mask: the token a target attends to whose sample holds none. What the caller may promise:
     stand_in=False, that there is no such target; once=True, that no source comes up twice.
     """
-    device = q.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = autocast(q, k, v)
     sources = place_indices(sources, q.device, mask is None)  # `seen_through` sorts what it leaves
     if targets is not None:
         targets = place_indices(targets, q.device, False)
