@@ -11,7 +11,7 @@ import torch
 
 import weft
 from weft.attention import sampling
-from weft.attention.sampling import CPU, KEYS, bidirectional_windows, causal_windows, sample_slots
+from weft.attention.sampling import KEYS, bidirectional_windows, causal_windows, sample_slots
 from weft.attention.sampling2d import home, sample_placement, shuffle_grid, window_table
 
 
@@ -99,7 +99,7 @@ def test_unbiased_windows_are_uniform():
 def test_thinning_keeps_a_random_part_of_each_window():
     counts = torch.zeros(4, 10)
     for key in range(2000):
-        slots = sample_slots(torch.tensor([key]), 4, 10, False, CPU)
+        slots = sample_slots(torch.tensor([key]), 4, 10, False)
         assert torch.equal(slots.sort(1).values, torch.arange(10).expand(4, 10))
         counts.scatter_add_(1, slots[:, :3], torch.ones(4, 3))
     assert (counts / 2000 - 0.3).abs().max() < 0.05
@@ -128,7 +128,7 @@ def test_shuffles_are_the_argsort_of_their_noise(sigma):
         lengths = tuple((w + 1) * size for w in range(windows)) if seed % 2 else (size,) * windows
         draw = torch.rand if sigma is None or seed % 3 == 0 else torch.randn
         noise = draw(sum(lengths), generator=generator, dtype=[torch.float32, torch.float64][seed % 2])
-        found = sampling.shuffle(noise, lengths, sigma, CPU)
+        found = sampling.shuffle(noise, lengths, sigma)
         assert torch.equal(found, orders_by_argsort(noise, lengths, sigma))
 
 
@@ -149,38 +149,6 @@ def test_no_two_keys_are_alike_and_no_sequence_reaches_the_next(sigma, noise):
     for end in ends[:-1]:
         assert keys[:end].max() < keys[end:].min()
     assert ((keys & 4095) == np.concatenate([np.arange(n) for n in lengths])).all()
-
-
-OPTIONS = [
-    {"causal": causal, "windows": windows, **options}
-    for causal in (False, True)
-    for windows in (1, 3, 8)
-    for options in (
-        {},
-        {"sigma": 0.0},
-        {"sigma": 3.0, "keep": 0.3},
-        {"biased": False},
-        {"biased": False, "keep": 0.5},
-        {"noise": "uniform"},
-        {"round_sigma": True, "same_on_all_ranks": True},
-        {"layout": (6, 5), "biased": False},
-        {"layout": (6, 5), "keep": 0.4},
-    )
-]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(str(v) for v in o.values()))
-def test_a_gpu_draws_what_the_cpu_draws(options, monkeypatch):
-    """What a GPU does, on the CPU: its sort is PyTorch's, and everything else is the CPU's already."""
-    attn = weft.make_attention("subsampled", heads=1, head_dim=4, **options)
-    for seed in range(8):
-        for L in (30,) if "layout" in options else (1, 7, 64, 601):
-            ours = attn.draw(L, torch.Generator().manual_seed(seed))
-            with monkeypatch.context() as patch:
-                patch.setattr(sampling, "ascending", lambda keys: keys.sort().values)
-                assert torch.equal(attn.draw(L, torch.Generator().manual_seed(seed)), ours)
-    if torch.cuda.is_available():
-        assert torch.equal(attn.draw(L, torch.Generator().manual_seed(seed), "cuda").cpu(), ours)
 
 
 @pytest.mark.parametrize("options", [{}, {"keep": 0.5}, {"biased": False}, {"layout": (6, 6)}])
@@ -233,7 +201,7 @@ def test_chain_against_enumeration(height, width, sigma):
 
 def test_draws_against_enumeration():
     """What the mechanism draws: a chain of the pool, moved on."""
-    draws = [sample_placement(torch.tensor([key]), 3, 1, 1.0, 1.0, 3, 0, 0, False, CPU) for key in range(500)]
+    draws = [sample_placement(torch.tensor([key]), 3, 1, 1.0, 1.0, 3, 0, 0, False) for key in range(500)]
     exact, found = exact_law(3, 1, (1.0, 1.0)), frequencies(torch.stack(draws).numpy())
     assert max(abs(p - found.get(order, 0)) for order, p in exact.items()) < 0.07
 
@@ -241,7 +209,7 @@ def test_draws_against_enumeration():
 def test_causal_bands_follow_the_law_of_their_prefix():
     """Rows enter band by band: the second band's slots are those of a chain on all rows so far."""
     draws = torch.stack(
-        [sample_placement(torch.tensor([key]), 4, 1, 1.0, 1.0, 2, 0, 0, False, CPU) for key in range(500)]
+        [sample_placement(torch.tensor([key]), 4, 1, 1.0, 1.0, 2, 0, 0, False) for key in range(500)]
     )
     first, second = draws[:, :2], draws[:, 2:]
     assert first.max() == 1 and second.max() == 3

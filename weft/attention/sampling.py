@@ -12,11 +12,10 @@ The samplers are plain functions of their noise. The noise is a plain function o
 from torch's own CPU generator: so `torch.manual_seed` reproduces a run, activation checkpointing (which restores that
 generator) sees the same sample again, CPU and GPU see the same one, and a compiled graph draws afresh at each call.
 
-What can round is computed on the CPU. It leaves whole numbers to sort, all windows in one row and no two alike,
+All of it is made on the CPU, and a GPU is sent what came out: sorting there takes a dozen kernels or more, and the CPU
+longer to start them than to sort. What is sorted are whole numbers, all windows in one row and no two alike,
 
     bits of the double (w · gap + s + σ ε_s), w from 1, with s in place of the last log₂ L of them
-
-so that every sort, NumPy's or a GPU's, finds the same order, and all that a GPU is sent is these numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.staging import operator, send, staging
+from ..kernels.staging import operator
 
 KEYS = 2**32  # what a CPU generator distinguishes
 FARTHEST = 9.0  # no generator's ε goes further: 53 random bits end at 8.6
@@ -49,29 +48,21 @@ def generator_of(key: Tensor, per_rank: bool) -> torch.Generator:
 
 @operator(
     "weft::sample_noise",
-    "(Tensor key, int count, bool per_rank, Device device) -> Tensor",
-    lambda key, count, per_rank, device: torch.empty(count, dtype=torch.float64, device=device),
+    "(Tensor key, int count, bool per_rank) -> Tensor",
+    lambda key, count, per_rank: torch.empty(count, dtype=torch.float64, device=CPU),
 )
-def sample_noise(key: Tensor, count: int, per_rank: bool, device: torch.device) -> Tensor:
+def sample_noise(key: Tensor, count: int, per_rank: bool) -> Tensor:
     """`count` numbers from U(0, 1)."""
-    return send(staging(count, torch.float64, device).uniform_(generator=generator_of(key, per_rank)), device)
+    return torch.empty(count, dtype=torch.float64, device=CPU).uniform_(generator=generator_of(key, per_rank))
 
 
 @operator(
     "weft::sample_windows",
-    "(Tensor key, int windows, int size, float? sigma, bool gaussian, bool causal, bool per_rank, Device device)"
-    " -> Tensor",
-    lambda key, windows, size, *_: torch.empty(windows, size, dtype=torch.int64, device=_[-1]),
+    "(Tensor key, int windows, int size, float? sigma, bool gaussian, bool causal, bool per_rank) -> Tensor",
+    lambda key, windows, size, *_: torch.empty(windows, size, dtype=torch.int64, device=CPU),
 )
 def sample_windows(
-    key: Tensor,
-    windows: int,
-    size: int,
-    sigma: float | None,
-    gaussian: bool,
-    causal: bool,
-    per_rank: bool,
-    device: torch.device,
+    key: Tensor, windows: int, size: int, sigma: float | None, gaussian: bool, causal: bool, per_rank: bool
 ) -> Tensor:
     """Sources (W, P) by noise from N(0, 1) or U(0, 1); `sigma` in positions, None without local bias."""
     generator = generator_of(key, per_rank)
@@ -81,31 +72,31 @@ def sample_windows(
     else:
         noise = torch.empty(count, dtype=torch.float64, device=CPU).uniform_(generator=generator)
     if causal:
-        return causal_windows(noise, windows, size, sigma, device)
-    return bidirectional_windows(noise, windows, sigma, device)
+        return causal_windows(noise, windows, size, sigma)
+    return bidirectional_windows(noise, windows, sigma)
 
 
 @operator(
     "weft::sample_slots",
-    "(Tensor key, int windows, int size, bool per_rank, Device device) -> Tensor",
-    lambda key, windows, size, per_rank, device: torch.empty(windows, size, dtype=torch.int64, device=device),
+    "(Tensor key, int windows, int size, bool per_rank) -> Tensor",
+    lambda key, windows, size, per_rank: torch.empty(windows, size, dtype=torch.int64, device=CPU),
 )
-def sample_slots(key: Tensor, windows: int, size: int, per_rank: bool, device: torch.device) -> Tensor:
+def sample_slots(key: Tensor, windows: int, size: int, per_rank: bool) -> Tensor:
     """The slots of each window in a random order, (W, P)."""
-    noise = sample_noise(key, windows * size, per_rank, CPU)
-    return shuffle(noise, (size,) * windows, None, device).view(windows, size)
+    noise = sample_noise(key, windows * size, per_rank)
+    return shuffle(noise, (size,) * windows, None).view(windows, size)
 
 
-def bidirectional_windows(noise: Tensor, windows: int, sigma: float | None, device: torch.device = CPU) -> Tensor:
+def bidirectional_windows(noise: Tensor, windows: int, sigma: float | None) -> Tensor:
     """Noise (L,) -> sources (W, P), a permutation; `sigma` in positions, None without local bias."""
-    return shuffle(noise, (noise.shape[0],), sigma, device).unflatten(0, (windows, -1))
+    return shuffle(noise, (noise.shape[0],), sigma).unflatten(0, (windows, -1))
 
 
-def causal_windows(noise: Tensor, windows: int, size: int, sigma: float | None, device: torch.device = CPU) -> Tensor:
+def causal_windows(noise: Tensor, windows: int, size: int, sigma: float | None) -> Tensor:
     """Noise for the prefixes of all windows one after the other, P + 2P + ... + WP values -> sources (W, P)."""
     prefixes = tuple((w + 1) * size for w in range(windows))
     before_and_last = [n for prefix in prefixes for n in (prefix - size, size)]
-    parts = shuffle(noise, prefixes, sigma, device).split(before_and_last)
+    parts = shuffle(noise, prefixes, sigma).split(before_and_last)
     return torch.cat(parts[1::2]).view(windows, size)
 
 
@@ -114,13 +105,14 @@ def causal_noise(windows: int, size: int) -> int:
     return size * windows * (windows + 1) // 2
 
 
-def shuffle(noise: Tensor, lengths: tuple[int, ...], sigma: float | None, device: torch.device) -> Tensor:
+def shuffle(noise: Tensor, lengths: tuple[int, ...], sigma: float | None) -> Tensor:
     """For each of some sequences a random order of its positions, in which each is displaced by about `sigma`; one
     after the other, like the noise."""
     low_bits = (1 << (max(lengths) - 1).bit_length()) - 1
-    staged = staging(noise.shape[0], torch.int64, device)
-    sort_keys(noise.numpy(), lengths, sigma, low_bits, staged.numpy())
-    return ascending(send(staged, device)).bitwise_and_(low_bits)
+    keys = np.empty(noise.shape[0], np.int64)
+    sort_keys(noise.numpy(), lengths, sigma, low_bits, keys)
+    keys.sort()  # NumPy takes a tenth of PyTorch's time
+    return torch.from_numpy(keys).bitwise_and_(low_bits)
 
 
 def sort_keys(noise: np.ndarray, lengths: tuple[int, ...], sigma: float | None, low_bits: int, out: np.ndarray) -> None:
@@ -141,11 +133,3 @@ def _places(lengths: tuple[int, ...], sigma: float | None) -> tuple[np.ndarray, 
     if sigma is None:
         return sequence * (1 + 2 * FARTHEST), position
     return sequence * (max(lengths) + 2 * FARTHEST * sigma) + position, position
-
-
-def ascending(keys: Tensor) -> Tensor:
-    """Sorts (n,); on a CPU by NumPy, which takes a tenth of PyTorch's time."""
-    if keys.device.type != "cpu":
-        return keys.sort().values
-    keys.numpy().sort()
-    return keys

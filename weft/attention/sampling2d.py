@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.staging import operator, send
+from ..kernels.staging import operator
 from .blocks import ceil_div
 from .sampling import CPU, generator_of
 
@@ -133,9 +133,9 @@ def _pool(
 
 @operator(
     "weft::sample_placement",
-    "(Tensor key, int height, int width, float sigma_y, float sigma_x, int band, int window, int shift, bool per_rank,"
-    " Device device) -> Tensor",
-    lambda key, height, width, *_: torch.empty(height * width, dtype=torch.int64, device=_[-1]),
+    "(Tensor key, int height, int width, float sigma_y, float sigma_x, int band, int window, int shift, bool per_rank)"
+    " -> Tensor",
+    lambda key, height, width, *_: torch.empty(height * width, dtype=torch.int64, device=CPU),
 )
 def sample_placement(
     key: Tensor,
@@ -147,7 +147,6 @@ def sample_placement(
     window: int,
     shift: int,
     per_rank: bool,
-    device: torch.device,
 ) -> Tensor:
     """Sources of all slots (height · width,), row by row.
 
@@ -163,7 +162,7 @@ def sample_placement(
         state[:end] = pool[chain]
     chains = shuffle_grid(chains, (sigma_y, sigma_x), FRESH_SWEEPS, generator, window=window, shift=shift, ends=ends)
     parts = [chains[b, start:end] for b, (start, end) in enumerate(zip([0, *ends], ends, strict=False))]
-    return send(torch.from_numpy(np.concatenate(parts).astype(np.int64).reshape(-1)), device)
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64).reshape(-1))
 
 
 def window_table(

@@ -26,13 +26,14 @@ from torch import Tensor
 
 from ..kernels import subsampled as kernel
 from ..kernels.dispatch import check_backend, use_triton
+from ..kernels.staging import send
 from .blocks import ceil_div
 from .contract import PositionBias
 from .full import FullAttention
 from .registry import register
 from .sampled import nearest_legal, sampled_attention
 from .sampled_tiles import TILE, causal_tiles
-from .sampling import draw_key, sample_noise, sample_slots, sample_windows
+from .sampling import CPU, draw_key, sample_noise, sample_slots, sample_windows
 from .sampling2d import sample_placement, window_table
 
 
@@ -83,7 +84,7 @@ class SubsampledAttention(Subsampling, FullAttention):
         if self.layout == "graph":
             kept = drop_sources(mask, B, L, 1 - self.keep, q.device, per_rank=not self.same_on_all_ranks)
             return super().attend(q, k, v, kept, bias)
-        sources = self._given(L) if self._fixed is not None else self.draw(L, device=q.device)
+        sources = self._given(L) if self._fixed is not None else self.draw(L)
         if not torch.compiler.is_compiling():
             self.last_indices = sources
         dropout = self.dropout if self.training else 0.0
@@ -117,27 +118,27 @@ class SubsampledAttention(Subsampling, FullAttention):
             once=not self.causal and not given,
         )
 
-    def draw(self, length: int, generator: torch.Generator | None = None, device: torch.device | str = "cpu") -> Tensor:
-        """A fresh sample (W, S): the sources of each window; `length` or more in a slot without one.
+    def draw(self, length: int, generator: torch.Generator | None = None) -> Tensor:
+        """A fresh sample (W, S), on the CPU: the sources of each window; `length` or more in a slot without one.
 
-        The generator is one of the CPU's; the sample does not depend on the device it is drawn for.
+        The generator is one of the CPU's: a sample does not depend on the device it is for.
         """
         if self.layout == "graph":
             raise ValueError("on a graph sources are dropped one by one; there are no windows to draw")
-        device, per_rank = torch.device(device), not self.same_on_all_ranks
+        per_rank = not self.same_on_all_ranks
         size, windows, _ = self._cut(length)
         key = draw_key(generator)
         if isinstance(self.layout, tuple) and self.biased:
-            sources = self._placed(key, per_rank, device)
+            sources = self._placed(key, per_rank)
         else:
             gaussian, spread = self.noise == "gaussian" and self.biased, self._spread(length, size)
-            sources = sample_windows(key, windows, size, spread, gaussian, self.causal, per_rank, device)
+            sources = sample_windows(key, windows, size, spread, gaussian, self.causal, per_rank)
         if self.keep == 1:
             return sources
         n = max(1, round(self.keep * size))
         if windows == 1:
             return sources[:, :n]
-        return sources.gather(1, sample_slots(draw_key(generator), windows, size, per_rank, device)[:, :n])
+        return sources.gather(1, sample_slots(draw_key(generator), windows, size, per_rank)[:, :n])
 
     def targets(self, length: int, device: torch.device | str = "cpu") -> Tensor | None:
         """The targets of each window, (W, P); None where windows are successive runs of tokens."""
@@ -187,13 +188,13 @@ class SubsampledAttention(Subsampling, FullAttention):
         assert isinstance(self.layout, tuple)
         return window_table(*self.layout, self._rectangle(), device=device)
 
-    def _placed(self, key: Tensor, per_rank: bool, device: torch.device) -> Tensor:
+    def _placed(self, key: Tensor, per_rank: bool) -> Tensor:
         assert isinstance(self.layout, tuple)
         height, width = self.layout
         band = self._rectangle()[0] if self.causal else height
         reach = self.sigma * height, self.sigma * width
-        placement = sample_placement(key, height, width, *reach, band, 0, 0, per_rank, device)
-        return F.pad(placement, (0, 1), value=height * width)[self._grid(device)]
+        placement = sample_placement(key, height, width, *reach, band, 0, 0, per_rank)
+        return F.pad(placement, (0, 1), value=height * width)[self._grid(CPU)]
 
     def _spread(self, length: int, size: int) -> float | None:
         """How far the noise displaces a source, in positions."""
@@ -254,7 +255,7 @@ def drop_sources(
 
     The source that drew the largest number stays whatever it drew: the law of the others is untouched.
     """
-    noise = sample_noise(draw_key(), batch * length, per_rank, device).view(batch, length)
+    noise = send(sample_noise(draw_key(), batch * length, per_rank), device).view(batch, length)
     if mask is None:
         return (noise >= drop) | (noise == noise.amax(1, keepdim=True))
     noise = torch.where(mask, noise, -1.0)

@@ -32,7 +32,7 @@ from .launch import (
     strides,
 )
 
-LEAST_LENGTH = NEVER  # for the grid Combiners, whose pooling kernel has not been on a GPU yet
+LEAST_LENGTH = NEVER  # for the grid Combiners: equal to the plain version on a GPU, not timed there with pooling yet
 RULES = ("up_to", "before", "well_before", "after", "others", "apart", "all")
 
 # By kernel, widest head and bytes per number; not yet tuned.

@@ -37,11 +37,6 @@ def operator(name: str, schema: str, fake: Callable[..., Tensor]) -> Callable[[F
     return decorate
 
 
-def staging(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory on the CPU to fill and `send` to the device."""
-    return torch.empty(count, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
-
-
 def send(x: Tensor, device: torch.device) -> Tensor:
     """x on the device; x itself where it is there already."""
     return x if x.device == device else _copy(x, device)

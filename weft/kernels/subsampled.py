@@ -33,8 +33,9 @@ from .staging import operator, send
 
 LEAST_LENGTH = 1024  # where it overtakes full attention; below, nobody should sample: docs/kernels.md
 COLLECTED = 64  # tokens per program of `collect`
+MANY = 8192  # sources of a window: their targets no longer stay in the cache, so that a tile of more keys pays
 
-# By kernel, widest head and bytes per number. Not tuned yet.
+# By kernel, widest head and bytes per number. Those of half precision and heads of 64 are the fastest measured.
 TILES: dict[tuple[str, int, int], Tiles] = {
     ("attend", 64, 2): Tiles(128, 64, 8, 3, 128),
     ("attend", 128, 2): Tiles(128, 64, 8, 3),
@@ -44,7 +45,8 @@ TILES: dict[tuple[str, int, int], Tiles] = {
     ("query gradients", 128, 2): Tiles(64, 64, 4, 2),
     ("query gradients", 64, 4): Tiles(32, 32, 4, 2),
     ("query gradients", 128, 4): Tiles(32, 32, 4, 1),
-    ("key gradients", 64, 2): Tiles(32, 64, 4, 3),
+    ("key gradients", 64, 2): Tiles(32, 64, 4, 3, 128),
+    ("key gradients of many", 64, 2): Tiles(32, 128, 8, 3, 128),
     ("key gradients", 128, 2): Tiles(32, 64, 4, 2),
     ("key gradients", 64, 4): Tiles(32, 32, 4, 1),
     ("key gradients", 128, 4): Tiles(32, 32, 4, 1),
@@ -253,6 +255,9 @@ def check(q: Tensor, k: Tensor, v: Tensor, sources: Tensor) -> None:
 def tiles(kernel: str, size: int, samples: int, q: Tensor) -> Tiles:
     """The table's entry, cut down to the targets and the sources a window has. A tile is never under 16, the least a
     matrix unit takes."""
-    t = TILES[kernel, max(64, block_width(q.shape[3])), q.element_size()]
+    shape = max(64, block_width(q.shape[3])), q.element_size()
+    t = TILES[kernel, *shape]
+    if samples >= MANY:
+        t = TILES.get((f"{kernel} of many", *shape), t)
     queries, keys = (max(16, next_power_of_two(x)) for x in (size, samples))
     return replace(t, queries=min(t.queries, queries), keys=min(t.keys, keys))

@@ -25,6 +25,7 @@ from ..attention.sampled import sampled_attention
 from ..attention.sampling import draw_key, sample_slots
 from ..attention.sampling2d import sample_placement, window_table
 from ..attention.subsampled import Subsampling
+from ..kernels.staging import send
 
 
 class SubsampledWindowAttention(Subsampling, nn.Module):
@@ -92,11 +93,12 @@ class SubsampledWindowAttention(Subsampling, nn.Module):
         elif self.biased:
             reach = self.sigma * self.window
             bounds, per_rank = (height, self.window, self.shift), not self.same_on_all_ranks
-            placement = sample_placement(draw_key(), height, width, reach, reach, *bounds, per_rank, device)
+            placement = sample_placement(draw_key(), height, width, reach, reach, *bounds, per_rank)
+            placement = send(placement, device)
             sources = F.pad(placement, (0, 1), value=height * width)[targets]
         else:
             cells = self.window**2
-            order = sample_slots(draw_key(), 1, cells, not self.same_on_all_ranks, device)[0]
+            order = send(sample_slots(draw_key(), 1, cells, not self.same_on_all_ranks)[0], device)
             sources = windows[:, order[: max(1, round(self.keep * cells))]]
         if not torch.compiler.is_compiling():
             self.last_indices = sources
