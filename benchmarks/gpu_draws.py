@@ -3,8 +3,8 @@
     python3 -m benchmarks.gpu_draws [--layers 16] [--lengths 1024 4096 16384] [--host]
 
 For each length one draw as a fused forward uses it: milliseconds until the CPU goes on, milliseconds on the GPU, and
-kernels and copies. Then eager forwards of a stack of attention layers, bfloat16, causal, 4 windows, with PyTorch told to
-raise an error if anything waits. The plain versions also run in a CUDA graph. --host needs no GPU: what the CPU does.
+kernels and copies. Then eager forwards of a stack of attention layers, bfloat16, causal, 4 windows, with PyTorch told
+to raise an error if anything waits. The plain versions also run in a CUDA graph. --host: the CPU's part, without GPU.
 """
 
 from __future__ import annotations

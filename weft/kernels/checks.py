@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 # ‖out − ref‖ / ‖ref‖ that rounding explains; a wrong index or a missed term is far above it.
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 1.2e-2}
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 1.5e-2}
 
 
 @dataclass(frozen=True)
