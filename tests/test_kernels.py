@@ -48,6 +48,24 @@ for call in (*SMALL[name], odd):
 assert bad == 0
 """
 
+ONE_TENSOR = """
+import dataclasses
+from weft.kernels.cases import SMALL
+for name, calls in SMALL.items():
+    call = dataclasses.replace(calls[0], dtype=torch.float32)
+    x, _, _, dout, mask = call.tensors("cpu")
+    found = []
+    for backend in ("torch", "triton"):
+        torch.manual_seed(seed)  # the same features and samples
+        attn, z = call.make(backend, "cpu"), x.clone().requires_grad_()
+        torch.manual_seed(seed)
+        out = attn(z, z, z, mask, call.position_bias("cpu"))
+        found.append((out.detach(), torch.autograd.grad(out, z, dout)[0]))
+    print(name, [(a - b).abs().max().item() for a, b in zip(*found)])
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+"""
+
 COMPILED = """
 import dataclasses
 from torch._dynamo.backends.common import aot_autograd
@@ -109,6 +127,11 @@ def test_combiner_fixed_equals_its_definition():
 @pytest.mark.parametrize("name", sorted(SMALL))
 def test_backends_agree(name):
     interpret(f"name = {name!r}\n{MECHANISM}")
+
+
+@needs_triton
+def test_queries_keys_and_values_may_be_one_tensor():
+    interpret(ONE_TENSOR)
 
 
 @needs_triton

@@ -73,8 +73,7 @@ def _forward(q, k, mask, projection, epsilon):
         projection.contiguous(), directions, M * D, D**-0.25, COLUMNS=1024, BF16=q.dtype == torch.bfloat16, num_warps=4
     )
     t = tiles("features", q)
-    for x, phi, largest, number in ((q, a, q_largest, rest), (k, b, k_largest, key_scale)):
-        queries = x is q
+    for queries, x, phi, largest, number in ((True, q, a, q_largest, rest), (False, k, b, k_largest, key_scale)):
         flags, x = None if queries else mask, rows_contiguous(x)
         features[(ceil_div(L, t.queries) * B * H,)](
             x, _flags(flags, x), directions, phi, largest, number, *strides(x), B * H, H, L, epsilon,
@@ -113,8 +112,7 @@ def _backward(da, db, drest, q, k, mask, q_largest, k_largest, directions, epsil
     dq, dk = empty_rows(q), empty_rows(k)
     t = tiles("feature gradients", q)
     drest = drest.float().contiguous()
-    for x, dphi, largest, dx in ((q, da, q_largest, dq), (k, db, k_largest, dk)):
-        queries = x is q
+    for queries, x, dphi, largest, dx in ((True, q, da, q_largest, dq), (False, k, db, k_largest, dk)):
         flags, x, dphi = None if queries else mask, rows_contiguous(x), rows_contiguous(dphi)
         feature_gradients[(ceil_div(L, t.queries) * B * H,)](
             x, _flags(flags, x), directions, largest, dphi, drest, dx, *strides(x), *strides(dphi), *strides(dx),
