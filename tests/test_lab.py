@@ -185,6 +185,31 @@ def test_the_best_checkpoint_is_the_one_tested(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "run" / "result.json").read_text())["best_step"] == 4
 
 
+class Careless(torch.nn.Module):
+    """What a compiler might make of a model: right in training, wrong after."""
+
+    def __init__(self, model, wrong=True):
+        super().__init__()
+        self.model, self.wrong = model, wrong
+
+    def forward(self, *inputs):
+        out = self.model(*inputs)
+        return out if self.training or not self.wrong else out.roll(1, -1) + 1
+
+
+def test_a_compiler_that_gives_other_answers_is_found_out_and_nothing_is_lost(tmp_path, monkeypatch):
+    plain = train(tiny(tmp_path / "plain"))
+    monkeypatch.setattr(torch, "compile", lambda model: Careless(model, wrong=False))
+    assert train(tiny(tmp_path / "right", compile=True)).test == plain.test
+    monkeypatch.setattr(torch, "compile", Careless)
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
+    command = ["train", "digits", "--out", str(tmp_path / "wrong"), *options]
+    stopped = CliRunner().invoke(app, [*command, "--compile"])
+    assert stopped.exit_code == 71 and "--no-compile" in stopped.output
+    assert CliRunner().invoke(app, [*command, "--resume", "--no-compile"]).exit_code == 0
+    assert losses(tmp_path / "wrong") == losses(tmp_path / "plain")
+
+
 def test_the_command_line_trains_evaluates_and_refuses(tmp_path):
     runner = CliRunner()
     options = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]

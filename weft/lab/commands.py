@@ -16,6 +16,7 @@ import typer
 EXIT_BAD_REQUEST = 2
 EXIT_NO_DATA = 66
 EXIT_DIVERGED = 70
+EXIT_MISCOMPILED = 71
 EXIT_CANNOT_SAVE = 74
 EXIT_INTERRUPTED = 75  # saved; start it again with --resume
 
@@ -35,8 +36,8 @@ def train_command() -> Callable[..., None]:
 
     train.__doc__ = (
         "Train a model on a TASK of `weft list`. Options left out take the task's values, or the preset's.\n\n"
-        f"Exit codes: {EXIT_NO_DATA} data missing, {EXIT_DIVERGED} diverged, {EXIT_CANNOT_SAVE} disk full, "
-        f"{EXIT_INTERRUPTED} stopped by a signal and saved."
+        f"Exit codes: {EXIT_NO_DATA} data missing, {EXIT_DIVERGED} diverged, {EXIT_MISCOMPILED} compiled wrongly, "
+        f"{EXIT_CANNOT_SAVE} disk full, {EXIT_INTERRUPTED} stopped by a signal and saved."
     )
     defaults = TrainConfig()
     parameters = [
@@ -246,11 +247,12 @@ class _exit_codes:
             return
         from ..tasks import DataMissing
         from .checkpoint import CannotSave
-        from .loop import Diverged, Interrupted
+        from .loop import Diverged, Interrupted, Miscompiled
         from .run import RunExists
 
-        if isinstance(error, (Diverged, Interrupted)):  # the loop has said it
-            raise SystemExit(EXIT_DIVERGED if isinstance(error, Diverged) else EXIT_INTERRUPTED)
+        said = {Diverged: EXIT_DIVERGED, Miscompiled: EXIT_MISCOMPILED, Interrupted: EXIT_INTERRUPTED}
+        if kind in said:  # the loop has said it
+            raise SystemExit(said[kind])
         codes = {DataMissing: EXIT_NO_DATA, CannotSave: EXIT_CANNOT_SAVE, RunExists: EXIT_BAD_REQUEST}
         codes |= {ValueError: EXIT_BAD_REQUEST, FileNotFoundError: EXIT_BAD_REQUEST, ImportError: EXIT_BAD_REQUEST}
         for known, code in codes.items():

@@ -46,6 +46,23 @@ def evaluate(
     return task.summary({key: float(value) for key, value in sums.items()})
 
 
+@torch.no_grad()
+def disagreement(
+    fabric: Any, compiled: nn.Module, plain: nn.Module, task: Task, rows: Rows, config: TrainConfig
+) -> float:
+    """How far the losses of the first rows are off in the compiled model, of those in the plain one."""
+    index = torch.arange(config.batch_size, device=rows.device).clamp(max=len(rows) - 1)
+    losses = []
+    for model in (compiled, plain):
+        model.eval()
+        seed_everything("evaluate", config.seed)
+        generator = torch.Generator(device=rows.device).manual_seed(seed_of("evaluate", config.seed, 0))
+        batch = task.batch(rows.take(index), config, generator, training=False)
+        with fabric.autocast():
+            losses.append(task.score(model, batch)["loss"].double())
+    return float((losses[0] - losses[1]).norm() / losses[1].norm())
+
+
 def evaluate_run(
     folder: str | Path, *, split: str = "test", which: str = "best", **changes: Any
 ) -> tuple[dict[str, float], int]:

@@ -26,7 +26,7 @@ from .build import build_model
 from .checkpoint import Checkpoints, DamagedCheckpoint, read
 from .config import TrainConfig
 from .data import Order, Rows, seed_everything, seed_of
-from .evaluate import evaluate, load_weights
+from .evaluate import disagreement, evaluate, load_weights
 from .fabric import checkpoint_activations, make_fabric
 from .optim import learning_rate, make_optimizer, set_learning_rate
 from .progress import Progress
@@ -34,10 +34,15 @@ from .run import Run
 from .state import collect, finite, restore, restore_model
 
 PATIENCE = 20  # losses that must be high together before a run counts as diverging
+COMPILED_WITHIN = 0.1  # of the losses: far more than rounding, far less than a compiler's fault
 
 
 class Diverged(Exception):
     """The loss is not a number, or runs away; the last good checkpoint is kept."""
+
+
+class Miscompiled(Exception):
+    """The compiled model gives other answers than the model; the run was saved and can go on without compiling."""
 
 
 class Interrupted(Exception):
@@ -56,7 +61,8 @@ class Result:
 
 
 def train(config: TrainConfig, *, resume: bool = False) -> Result:
-    """Train, or with `resume` go on with what `config.folder()` holds. Raises Diverged, Interrupted, CannotSave."""
+    """Train, or with `resume` go on with what `config.folder()` holds. Raises Diverged, Miscompiled, Interrupted,
+    CannotSave."""
     config.check()
     return Training(config, resume).run()
 
@@ -95,6 +101,7 @@ class Training:
         self.order = Order(len(self.rows), self.per_step, config.seed, device)
         self.generator = torch.Generator(device=device)
         self.step, self.best, self.first_loss = 0, None, None  # type: int, dict[str, Any] | None, float | None
+        self.trusted = False  # the compiled model, by comparison with the plain one
         self.recent: list[float] = []
         self.pending: list[Tensor] = []
         self.writer: Any = None
@@ -216,6 +223,8 @@ class Training:
         raise Diverged(message)
 
     def _evaluate(self) -> None:
+        if self.config.compile and not self.trusted and self.world == 1:
+            self._hold_compiled_to_plain()
         found = evaluate(self.fabric, self.model, self.task, self.val, self.config, batches=self.config.eval_batches)
         self.model.train()
         value = found[self.task.metric]
@@ -228,6 +237,20 @@ class Training:
         self._tensorboard([{"kind": "val", "step": self.step, **found}])
         self.progress.evaluated(self.step, self.task.metric, value, better)
         self._clock = (time.perf_counter(), self.step)
+
+    def _hold_compiled_to_plain(self) -> None:
+        """Once in a start: compilers have given wrong answers, without an error, to models that were right."""
+        off = disagreement(self.fabric, self.model, self.raw, self.task, self.val, self.config)
+        self.model.train()
+        self.trusted = True
+        if not off <= COMPILED_WITHIN:  # also where it is not a number
+            self._save()
+            message = (
+                f"the compiled model's losses are {off:.0%} off those of the model itself: torch {torch.__version__} "
+                f"compiles it wrongly. Saved at step {self.step}; go on with --resume --no-compile."
+            )
+            self._say(message)
+            raise Miscompiled(message)
 
     def _save(self) -> None:
         if not self._all_finite():
