@@ -35,6 +35,22 @@ def strided(L: int) -> dict[str, Any]:
 
 LONG = (16384, 65536)
 
+# For the gradients of a window's sources: few, and many.
+OF_A_WINDOW = (
+    Tiles(32, 64, 4, 3),
+    Tiles(64, 64, 4, 3),
+    Tiles(32, 128, 8, 3, 128),
+    Tiles(32, 128, 8, 2, 128),
+    Tiles(64, 128, 8, 2, 128),
+    Tiles(64, 128, 8, 3, 128),
+    Tiles(32, 64, 4, 3, 128),
+    Tiles(32, 64, 4, 4),
+    Tiles(64, 64, 4, 3, 160),
+    Tiles(64, 64, 4, 4, 160),
+    Tiles(32, 128, 8, 4, 128),
+    Tiles(64, 128, 8, 3),
+)
+
 TRIALS = [
     Trial(
         "combiner-fixed",
@@ -128,20 +144,7 @@ TRIALS = [
         ("key gradients", 64, 2),
         True,
         (16384,),
-        (
-            Tiles(32, 64, 4, 3),
-            Tiles(64, 64, 4, 3),
-            Tiles(32, 128, 8, 3, 128),
-            Tiles(32, 128, 8, 2, 128),
-            Tiles(64, 128, 8, 2, 128),
-            Tiles(64, 128, 8, 3, 128),
-            Tiles(32, 64, 4, 3, 128),
-            Tiles(32, 64, 4, 4),
-            Tiles(64, 64, 4, 3, 160),
-            Tiles(64, 64, 4, 4, 160),
-            Tiles(32, 128, 8, 4, 128),
-            Tiles(64, 128, 8, 3),
-        ),
+        OF_A_WINDOW,
         four_windows,
     ),
     Trial(
@@ -150,20 +153,7 @@ TRIALS = [
         ("key gradients of many", 64, 2),
         True,
         (65536,),
-        (
-            Tiles(32, 64, 4, 3),
-            Tiles(64, 64, 4, 3),
-            Tiles(32, 128, 8, 3, 128),
-            Tiles(32, 128, 8, 2, 128),
-            Tiles(64, 128, 8, 2, 128),
-            Tiles(64, 128, 8, 3, 128),
-            Tiles(32, 64, 4, 3, 128),
-            Tiles(32, 64, 4, 4),
-            Tiles(64, 64, 4, 3, 160),
-            Tiles(64, 64, 4, 4, 160),
-            Tiles(32, 128, 8, 4, 128),
-            Tiles(64, 128, 8, 3),
-        ),
+        OF_A_WINDOW,
         four_windows,
     ),
     Trial(
