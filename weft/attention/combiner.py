@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .contract import Attention, PositionBias
+from .contract import Attention, PositionBias, hide
 from .joint import Part, joint_attention
 from .softmax import softmax_attention
 from .summaries import Summary
@@ -41,8 +41,7 @@ class Combiner(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         dtype = q.dtype
-        if mask is not None:
-            q = q.masked_fill(~mask[:, None, :, None], 0)
+        q = hide(q, mask)
         q, k, v = (self._widen(t) for t in (q, k, v))
         dropout = self.dropout if self.training else 0.0
         parts = self.parts(q, k, v, mask)

@@ -27,7 +27,7 @@ from ..kernels import combiner_axial as kernel
 from ..kernels.dispatch import check_backend, use_triton
 from .axial import Grid, decoding_block, row_part
 from .combiner import Seen, join_seen
-from .contract import Attention, PositionBias, clean
+from .contract import Attention, PositionBias, clean, hide
 from .joint import Columns, Part, Rows, joint_attention
 from .partitions import default_block, other_blocks
 from .registry import register
@@ -94,8 +94,7 @@ class CombinerAxial(Attention):
         cannot = "the kernel has no dropout" if self.dropout and self.training else self._no_kernel()
         if not use_triton(self.backend, self.name, q, v, cannot=cannot, least_length=kernel.LEAST_LENGTH):
             return self._attend(q, k, v, mask, x, v)
-        if mask is not None:
-            q = q.masked_fill(~mask[:, None, :, None], 0)
+        q = hide(q, mask)
         m = self.block_size or default_block(q.shape[2], self.max_length)
         return kernel.combiner_axial(q, k, v, mask, block_size=m, causal=self.causal)
 
@@ -125,8 +124,7 @@ class CombinerAxial(Attention):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, x: Tensor | None, values: Tensor) -> Tensor:
         L = k.shape[2]
-        if mask is not None:
-            q = q.masked_fill(~mask[:, None, :, None], 0)
+        q = hide(q, mask)
         m = self.block_size or default_block(L, self.max_length)
         rows = Rows(m)
         grid = Grid.of(k, values, mask, m, self.causal)

@@ -26,7 +26,7 @@ from ..kernels import combiner_fixed as kernel
 from ..kernels.dispatch import check_backend, use_triton
 from .axial import decoding_block
 from .combiner import Combiner, Seen, join_seen
-from .contract import PositionBias
+from .contract import PositionBias, hide
 from .joint import Part, Rows, valid_in
 from .partitions import default_block, own_block
 from .registry import register
@@ -89,8 +89,7 @@ class CombinerFixed(Combiner):
         if not use_triton(self.backend, self.name, q, v, cannot=cannot, least_length=kernel.LEAST_LENGTH):
             return super().attend(q, k, v, mask, bias)
         dtype = q.dtype
-        if mask is not None:
-            q = q.masked_fill(~mask[:, None, :, None], 0)
+        q = hide(q, mask)
         q, k, v = (self._widen(t) for t in (q, k, v))
         m = self.block_size or default_block(q.shape[2], self.max_length)
         out = kernel.combiner_fixed(q, k, v, mask, block_size=m, pool=self.summary.pool, causal=self.causal)

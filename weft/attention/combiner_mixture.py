@@ -21,7 +21,7 @@ from ..kernels.dispatch import check_backend
 from .axial import Grid, column_part, row_part
 from .combiner_axial_horizontal import CombinerAxialHorizontal, row_spans
 from .combiner_axial_vertical import CombinerAxialVertical, column_spans
-from .contract import Attention, PositionBias
+from .contract import Attention, PositionBias, hide
 from .grid_combiner import GridCombiner
 from .joint import Part, Rows, mean_attention
 from .partitions import default_block
@@ -93,8 +93,7 @@ class CombinerMixture(Attention):
         if not self._on_one_grid(q):
             return torch.stack([attn(q, k, v, mask) for attn in attns]).mean(0)
         dtype = q.dtype
-        if mask is not None:
-            q = q.masked_fill(~mask[:, None, :, None], 0)
+        q = hide(q, mask)
         q, k, v = (attns[0]._widen(t) for t in (q, k, v))
         m = attns[0].block_size or default_block(k.shape[2], self.max_length)
         grid, queries = Grid.of(k, v, mask, m, self.causal), Rows(m).arrange(q)

@@ -166,7 +166,9 @@ class Attention(nn.Module):
 
 def clean(k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Zero the masked keys and values, so that nothing in padded memory, NaN included, reaches a sum."""
-    if mask is None:
-        return k, v
-    padded = ~mask[:, None, :, None]
-    return k.masked_fill(padded, 0), v.masked_fill(padded, 0)
+    return hide(k, mask), hide(v, mask)
+
+
+def hide(x: Tensor, mask: Tensor | None) -> Tensor:
+    """x (B, H, L, X) with zeros at masked tokens. `masked_fill` takes half as long again, and gives up x's layout."""
+    return x if mask is None else torch.where(mask[:, None, :, None], x, 0)

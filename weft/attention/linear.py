@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..kernels import linear_scan as kernel
 from ..kernels.dispatch import check_backend, use_triton
-from .contract import Attention, PositionBias
+from .contract import Attention, PositionBias, hide
 from .registry import register
 from .scan import causal_sum
 
@@ -78,11 +78,6 @@ def with_ones(v: Tensor) -> Tensor:
     """v with a channel of ones: its sum is the denominator."""
     v = precise(v)
     return torch.cat([v, torch.ones_like(v[..., :1])], -1)
-
-
-def hide(features: Tensor, mask: Tensor | None) -> Tensor:
-    """A masked key has no features, so it enters neither sum."""
-    return features if mask is None else features.masked_fill(~mask[:, None, :, None], 0)
 
 
 def drop_keys(features: Tensor, p: float) -> Tensor:

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ..kernels import linear_scan, random_features
 from ..kernels.dispatch import check_backend, use_triton
-from .contract import Attention, PositionBias
-from .linear import NOT_CAUSAL, drop_keys, hide, lacks, precise, with_ones
+from .contract import Attention, PositionBias, hide
+from .linear import NOT_CAUSAL, drop_keys, lacks, precise, with_ones
 from .registry import register
 from .scan import causal_sum
 
@@ -79,7 +79,7 @@ class PerformerAttention(Attention):
             return divide(total).to(q.dtype)
         a = self._queries(q)
         b, g = self._keys(k, mask)
-        v1 = drop_keys(v1 if mask is None else v1.masked_fill(~mask[:, None, :, None], 0), p)
+        v1 = drop_keys(hide(v1, mask), p)
         rest = self.epsilon * a.sum(-1, keepdim=True)  # what ε adds to the product of two feature vectors, over b
         if self.causal:
             total = causal_sum(a, b, v1, g) + rest * v1.cumsum(2)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .contract import Attention, PositionBias
+from .contract import Attention, PositionBias, hide
 from .groups import gather_runs, take_mask, take_tokens
 from .linear import precise
 from .registry import register
@@ -35,8 +35,7 @@ class ReformerAttention(Attention):
         self.register_buffer("rotations", torch.randn(hashes, self.heads, self.head_dim, buckets // 2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
-        if mask is not None:
-            q = q.masked_fill(~mask[:, None, :, None], 0)
+        q = hide(q, mask)
         rounds = [self._round(q, v, mask, bias, rotation) for rotation in self.rotations]
         outs, normalisers = (torch.stack(x) for x in zip(*rounds, strict=True))
         share = normalisers.softmax(0)  # -inf in every round only for a token without keys, whose outs are all zero
