@@ -3,6 +3,8 @@
 Read off the operators that run on stand-ins for a GPU's tensors: no GPU is needed.
 """
 
+import itertools
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -62,6 +64,19 @@ def test_plain_versions_copy_nothing_but_draws(name, options, draws, causal):
     for mask in (None, (2, 42)):
         found = crossings(attn, *[(2, 2, 42, 8)] * 3, mask=mask)
         assert len(found) == draws and set(found) <= set(DRAWS)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", weft.attentions())
+def test_no_mechanism_waits(name, causal):
+    info = weft.attention_info(name)
+    if causal and not info.causal:
+        pytest.skip("not causal")
+    plain = {"backend": "torch"} if "triton" in info.backends else {}
+    for length, masked in itertools.product((42, 300), (False, True)):
+        attn = weft.make_attention(name, heads=2, head_dim=8, causal=causal, max_length=length, **plain)
+        found = crossings(attn, *[(2, 2, length, 8)] * 3, mask=(2, length) if masked else None)
+        assert set(found) <= {"weft.send"}, (length, masked)
 
 
 @pytest.mark.parametrize("biased", [False, True])

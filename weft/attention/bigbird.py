@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.staging import send
 from .blocks import ceil_div, from_blocks, to_blocks
 from .contract import Attention, PositionBias
 from .registry import register
@@ -50,7 +51,8 @@ class BigBirdAttention(Attention):
             return see_all(q, 0)
         head, tail = see_all(q[:, :, :m], 0), see_all(q[:, :, (n - 1) * m :], (n - 1) * m)
 
-        blocks = key_blocks(L, m, self.random_blocks, H, self.seed).to(q.device)  # (H, n-2, c), -1 where there is none
+        # (H, n-2, c), -1 where there is none
+        blocks = send(key_blocks(L, m, self.random_blocks, H, self.seed), q.device)
         c = blocks.shape[-1]
         at = blocks.clamp(min=0)
         every_head = torch.arange(H, device=q.device)[:, None, None]
