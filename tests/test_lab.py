@@ -1,5 +1,6 @@
 """The lab's parts: config and command line, schedules, order of the data, evaluation, and the options of a run."""
 
+import contextlib
 import json
 import math
 import types
@@ -17,7 +18,7 @@ from weft.lab import TrainConfig, evaluate_run, load_run, loop, make_config, tra
 from weft.lab.build import build_model
 from weft.lab.config import FREE_ON_RESUME, field_help, from_json, to_json
 from weft.lab.data import Order, Rows, seed_of
-from weft.lab.evaluate import evaluate
+from weft.lab.evaluate import disagreement, evaluate
 from weft.lab.optim import learning_rate, make_optimizer
 from weft.lab.run import Run
 from weft.tasks import get_task
@@ -208,6 +209,31 @@ def test_a_compiler_that_gives_other_answers_is_found_out_and_nothing_is_lost(tm
     assert stopped.exit_code == 71 and "--no-compile" in stopped.output
     assert CliRunner().invoke(app, [*command, "--resume", "--no-compile"]).exit_code == 0
     assert losses(tmp_path / "wrong") == losses(tmp_path / "plain")
+
+
+@pytest.mark.parametrize(
+    ("compiled", "plain", "low", "high"),
+    [
+        ([2.0, 1.0], [2.0, 1.0], 0.0, 0.0),
+        ([2.02, 1.0], [2.0, 1.0], 0.005, 0.02),
+        ([1.0, 2.0], [2.0, 1.0], 0.5, 0.7),
+        ([1e-5, 3e-4], [0.0, 1e-4], 0.0, 0.01),  # learned: a large part of next to nothing
+        ([0.0, 0.0], [0.0, 0.0], 0.0, 0.0),
+        ([math.nan, 1.0], [math.nan, 1.0], 0.0, 0.0),  # the model's own fault
+    ],
+)
+def test_how_far_a_compiled_model_is_off(compiled, plain, low, high):
+    class Losses(torch.nn.Module):
+        def __init__(self, values):
+            super().__init__()
+            self.values = torch.tensor(values)
+
+    fabric = types.SimpleNamespace(autocast=contextlib.nullcontext)
+    task = types.SimpleNamespace(batch=lambda *a, **k: {}, score=lambda model, batch: {"loss": model.values})
+    rows, config = Rows({"label": torch.zeros(2)}, torch.device("cpu")), tiny("unused", batch_size=2)
+    assert low <= disagreement(fabric, Losses(compiled), Losses(plain), task, rows, config) <= high
+    if not math.isnan(plain[0]):
+        assert math.isnan(disagreement(fabric, Losses([math.nan, 1.0]), Losses(plain), task, rows, config))
 
 
 def test_the_command_line_trains_evaluates_and_refuses(tmp_path):

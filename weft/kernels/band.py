@@ -163,7 +163,7 @@ def near_gradients(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, block_size: int,
     left: int, right: int, causal: bool, extras: str = "none", count: int = 0, leading: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv, and delta, which short blocks do without."""
+    """dq, dk, dv, and delta; short blocks do without delta, and lse stands in its place."""
     from .band_backward import extra_gradients, key_gradients, query_gradients
     from .band_blocks import block_gradients
     from .combiner_fixed_backward import row_products

@@ -243,7 +243,7 @@ class Training:
         off = disagreement(self.fabric, self.model, self.raw, self.task, self.val, self.config)
         self.model.train()
         self.trusted = True
-        if not off <= COMPILED_WITHIN:  # also where it is not a number
+        if not off <= COMPILED_WITHIN:  # not a number, where only the compiled ones are not finite
             self._save()
             message = (
                 f"the compiled model's losses are {off:.0%} off those of the model itself: torch {torch.__version__} "
