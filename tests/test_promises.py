@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from promises import HEADS, LENGTHS, MAX_LENGTH, masks, noise, qkv, sweep
@@ -266,3 +268,26 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
                 if size > self.numel:
                     self.numel, self.what = size, str(func)
         return out
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", weft.attentions())
+def test_single_precision_is_close_to_double_where_the_first_tokens_are_masked(name, causal):
+    """Padding on the left leaves causal queries without keys; what these send back must not drown the others."""
+    if causal and not weft.attention_info(name).causal:
+        pytest.skip("not causal")
+    L = 150  # longer than any chunk or block
+    torch.manual_seed(0)
+    tensors, mask = torch.randn(4, 2, 2, L, 16), torch.rand(2, L) > 0.2
+    mask[0, :70], mask[1, :2] = False, False
+    attn = weft.make_attention(name, heads=2, head_dim=16, causal=causal, max_length=L)
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        *inputs, grad = tensors.to(dtype).unbind()
+        inputs = [x.clone().requires_grad_() for x in inputs]
+        torch.manual_seed(1)  # the same sample
+        out = copy.deepcopy(attn).to(dtype)(*inputs, mask)
+        grads = torch.autograd.grad(out, inputs, grad, allow_unused=True)
+        found.append([out, *(g for g in grads if g is not None)])
+    for double, single in zip(*found, strict=True):
+        assert (double - single).norm() < 1e-5 * double.norm()

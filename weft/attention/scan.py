@@ -25,7 +25,8 @@ def causal_sum(a: Tensor, b: Tensor, v: Tensor, g: Tensor | None = None, *, chun
     inside = (a @ b.transpose(-1, -2)).masked_fill(~past, 0)
     if g is None:
         states = b.transpose(-1, -2) @ v  # (B, H, n, F, D): what each chunk adds
-        before = states.cumsum(2) - states
+        # Not `cumsum - states`: gradients of queries without keys are large, and float32 would not cancel them whole.
+        before = F.pad(states[:, :, :-1].cumsum(2), (0, 0, 0, 0, 1, 0))
         out = inside @ v + a @ before
         return out.flatten(2, 3)[:, :, :L]
 
