@@ -4,8 +4,7 @@
 
 bfloat16, 16 heads of 64, causal and in both directions, 16,384 tokens per batch (one sequence where L is longer), every
 mechanism that has a kernel, against PyTorch's cuDNN attention and FlashAttention. --profile prints each kernel's own
-time; --plain adds the plain versions at up to 4,096
-tokens. Kernels are compiled first, in a process per mechanism.
+time; --plain adds the plain versions at up to 4,096 tokens. Kernels are compiled first, in a process per mechanism.
 """
 
 from __future__ import annotations
@@ -60,6 +59,8 @@ def contestants(L: int, causal: bool, only: list[str], with_plain: bool) -> dict
             chosen[name] = lambda name=name: made(name, causal, "triton")
         if name == "sparse":
             chosen["sparse, strided"] = lambda: made("sparse", causal, "triton", pattern="strided")
+            if with_plain and L <= 4096:
+                chosen["sparse, strided, plain"] = lambda: made("sparse", causal, "torch", pattern="strided")
         if with_plain and L <= 4096:
             chosen[f"{name}, plain"] = lambda name=name: made(name, causal, "torch")
     if causal and "linear" in only:
