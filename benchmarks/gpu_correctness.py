@@ -79,12 +79,13 @@ class Manners:
         knows that the operator wants the mask in memory."""
         q, k, v, _, mask = replace(self.call, L=2001, mask="ends").tensors("cuda")
         assert mask is not None
-        if self.call.name == "mssa":
-            k = v = q
 
         def fn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
             mask = torch.cat([mask[:, :1], mask[:, 1:]], 1)
-            return self.attn(q * 1, k * 1, v * 1, mask, self.bias) * 1
+            q, k, v = q * 1, k * 1, v * 1
+            if self.call.name == "mssa":
+                k = v = q
+            return self.attn(q, k, v, mask, self.bias) * 1
 
         outs = []
         for way in (torch.compile(fn), torch.compile(fn), fn):

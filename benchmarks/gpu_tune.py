@@ -1,6 +1,6 @@
 """Which tiles are fastest: every kernel with every trial, at the lengths that matter.
 
-    python3 -m benchmarks.gpu_tune [--out FILE.json] [--only NAME ...]
+    python3 -m benchmarks.gpu_tune [--out FILE.json] [--only NAME ...] [--lengths L ...]
 
 bfloat16, 16 heads of 64, causal (MSSA both ways). Times the whole forward or, for a kernel of the backward, both, with
 one kernel's tiles changed. Trials are compiled first, in many processes.
@@ -52,19 +52,20 @@ def call(trial: Trial, L: int) -> Callable[[], Any]:
     return forward
 
 
-def runs(only: list[str] | None) -> Iterator[tuple[Trial, int, Any]]:
+def runs(args: argparse.Namespace) -> Iterator[tuple[Trial, int, Any]]:
     for trial in TRIALS:
-        if only is None or trial.mechanism in only:
+        if args.only is None or trial.mechanism in args.only:
             for L in trial.lengths:
-                for tiles in trial.tiles:
-                    yield trial, L, tiles
+                if args.lengths is None or L in args.lengths:
+                    for tiles in trial.tiles:
+                        yield trial, L, tiles
 
 
-def tune(only: list[str] | None, part: tuple[int, int] | None = None) -> list[dict[str, Any]]:
+def tune(args: argparse.Namespace, part: tuple[int, int] | None = None) -> list[dict[str, Any]]:
     """Time every trial; with `part`, only run the share i of n once, to fill Triton's cache from many processes."""
     results = []
     made: dict[tuple[int, int], Callable[[], Any]] = {}
-    for number, (trial, L, tiles) in enumerate(runs(only)):
+    for number, (trial, L, tiles) in enumerate(runs(args)):
         if part and number % part[1] != part[0]:
             continue
         table = importlib.import_module(f"weft.kernels.{trial.module}").TILES
@@ -89,16 +90,11 @@ def tune(only: list[str] | None, part: tuple[int, int] | None = None) -> list[di
     return results
 
 
-def compile_in_parallel(only: list[str] | None) -> None:
+def compile_in_parallel() -> None:
     began = time.time()
     workers = min(14, os.cpu_count() or 1)
-    names = ["--only", *only] if only else []
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.gpu_tune", *names, "--part", str(i), str(workers)], cwd=ROOT
-        )
-        for i in range(workers)
-    ]
+    command = [sys.executable, "-m", "benchmarks.gpu_tune", *sys.argv[1:]]
+    jobs = [subprocess.Popen([*command, "--part", str(i), str(workers)], cwd=ROOT) for i in range(workers)]
     for job in jobs:
         job.wait()
     print(f"compiled the trials in {time.time() - began:.0f} s", flush=True)
@@ -108,13 +104,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=None, help="write the numbers here as JSON")
     parser.add_argument("--only", nargs="*", default=None, help="these mechanisms")
+    parser.add_argument("--lengths", type=int, nargs="*", default=None, help="these lengths")
     parser.add_argument("--part", type=int, nargs=2, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
-        tune(args.only, (args.part[0], args.part[1]))
+        tune(args, (args.part[0], args.part[1]))
         return
-    compile_in_parallel(args.only)
-    results = tune(args.only)
+    compile_in_parallel()
+    results = tune(args)
     for kernel, L in dict.fromkeys((r["kernel"], r["L"]) for r in results):
         some = sorted((r for r in results if (r["kernel"], r["L"]) == (kernel, L)), key=lambda r: r["ms"])
         for r in some[:4]:

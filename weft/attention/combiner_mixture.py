@@ -11,6 +11,7 @@ bidirectional, below) the own row; of its row, left or right of the own column.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,7 +92,7 @@ class CombinerMixture(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         attns = self._each()
         if not self._on_one_grid(q):
-            return torch.stack([attn(q, k, v, mask) for attn in attns]).mean(0)
+            return mean([attn(q, k, v, mask) for attn in attns])
         dtype = q.dtype
         q = hide(q, mask)
         q, k, v = (attns[0]._widen(t) for t in (q, k, v))
@@ -117,10 +118,15 @@ class CombinerMixture(Attention):
     def step(self, q, k, v, state: MixtureState, mask=None, bias=None):
         pairs = zip(self._each(), state, strict=True)
         results = [attn.step(q, k, v, inner, mask, bias) for attn, inner in pairs]
-        return torch.stack([out for out, _ in results]).mean(0), [inner for _, inner in results]
+        return mean([out for out, _ in results]), [inner for _, inner in results]
 
     def _each(self) -> list[Any]:
         return list(self.factorisations)
+
+
+def mean(outs: list[Tensor]) -> Tensor:
+    """One by one: stacking them would write each once more."""
+    return functools.reduce(torch.add, outs) / len(outs)
 
 
 class JointAxial(GridCombiner):

@@ -230,7 +230,7 @@ REAL: dict[str, tuple[Call, ...]] = {
         Call("linear", 300, D=16, B=2, H=2),
         Call("linear", 301, D=20, B=2, H=2, mask="ends"),
         Call("linear", 63, D=64, B=2, H=2),
-        Call("linear", 2, D=64, B=2, H=2),
+        Call("linear", 2, D=64, B=64, H=2),
     ),
     "mssa": (
         Call("mssa", 1000, D=64, B=2, H=4, causal=False),

@@ -62,7 +62,7 @@ TILES: dict[tuple[str, int, int], Tiles] = {
     ("wide value gradients", 128, 4): Tiles(32, 32, 8, 1),
 }
 WIDE = 129  # from this many features on the scaled form takes the kernels of `linear_scan_wide.py`
-COLUMNS = 128  # of the states, per program of `running_sums`
+COLUMNS, SCALED_COLUMNS = 128, 512  # of the states, per program of `running_sums` and of `scaled_running_sums`
 CHUNK, LONG, LONG_CHUNK = 128, 16384, 256  # tokens per state, and past LONG tokens
 
 
@@ -142,15 +142,21 @@ def is_wide(F: int, scaled: bool) -> bool:
 
 def running(p: Plan, parts: Tensor, top: Tensor, dtype: torch.dtype, *, reverse: bool) -> tuple[Tensor, Tensor]:
     """The sums of the parts before each chunk, or after it."""
-    from .linear_scan_forward import running_sums
+    from .linear_scan_forward import running_sums, scaled_running_sums
 
     sums = parts.new_empty(p.B, p.H, p.n, p.rows, p.D, dtype=dtype)
     norms = parts.new_empty(p.B, p.H, p.n, p.rows)
-    running_sums[(ceil_div(parts.shape[-1], COLUMNS) * p.B * p.H,)](
-        parts, top, sums, norms, p.B * p.H, p.L, p.n,
-        F=p.F, D=p.D, PART=parts.shape[-1], COLUMNS=COLUMNS, CHUNK=p.chunk, SCALED=p.scaled, REVERSE=reverse,
-        num_warps=4, num_stages=3,
-    )  # fmt: skip
+    heads, width = p.B * p.H, parts.shape[-1]
+    options = {"F": p.F, "D": p.D, "PART": width, "REVERSE": reverse}
+    if p.scaled:
+        scaled_running_sums[(ceil_div(width, SCALED_COLUMNS) * heads,)](
+            parts, top, sums, norms, heads, p.L, p.n, COLUMNS=SCALED_COLUMNS, CHUNK=p.chunk, STAGES=4, **options,
+            num_warps=4,
+        )  # fmt: skip
+    else:
+        running_sums[(ceil_div(width, COLUMNS) * heads,)](
+            parts, sums, norms, heads, p.n, COLUMNS=COLUMNS, **options, num_warps=4, num_stages=3
+        )
     return sums, norms
 
 

@@ -106,62 +106,70 @@ def chunk_states(
 
 @triton.jit
 def running_sums(
-    PARTS, TOP, SUMS, NORMS,
-    BH, L, n,
-    F: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
-    SCALED: tl.constexpr, REVERSE: tl.constexpr,
+    PARTS, SUMS, NORMS,
+    BH, n,
+    F: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """For every chunk the sum of the PARTS before it (REVERSE: after it), COLUMNS numbers of the state at a time:
-    SUMS (B·H, n, R, D), as the matrix units take it, and NORMS (B·H, n, R), float32. Sixteen chunks at once, as a
-    triangular matrix times the parts."""
-    R: tl.constexpr = F + 1 if SCALED else F
+    SUMS (B·H, n, F, D), as the matrix units take it, and NORMS (B·H, n, F), float32. Sixteen chunks at once, as a
+    triangular matrix times the parts: a small state has too few columns to fill the GPU one chunk after the other."""
     bh = (tl.program_id(0) % BH).to(tl.int64)
     e = tl.program_id(0) // BH * COLUMNS + tl.arange(0, COLUMNS)
-    is_state = e < R * D
-    is_norm = (e >= R * D) & (e < R * (D + 1))
-    fades = (e // D != F) & (e != R * D + F)
-    some_do_not = tl.min(fades.to(tl.int32), 0) == 0
     u = tl.arange(0, 16)
-    earlier = u[None, :] < u[:, None]
-    TOP += bh * L
+    earlier = tl.where(u[None, :] < u[:, None], 1.0, 0.0)
     PARTS += bh * n * PART
-    SUMS += bh * n * R * D
-    NORMS += bh * n * R
     carry = tl.zeros([COLUMNS], tl.float32)
     for start in range(0, n, 16):
         t = start + u
-        c = n - 1 - t if REVERSE else t
+        c = (n - 1 - t if REVERSE else t).to(tl.int64)
         x = tl.load(
-            PARTS + c.to(tl.int64)[:, None] * PART + e[None, :],
+            PARTS + c[:, None] * PART + e[None, :],
             mask=(t < n - 1)[:, None] & (e < PART)[None, :],  # nobody comes after the last
             other=0.0,
         )
-        if SCALED:
-            # x is relative to the scale at one end of its chunk, the sum before the chunk to that at the other end
-            last, before = chunk_end(TOP, c, L, CHUNK), chunk_end(TOP, c - 1, L, CHUNK)
-            if REVERSE:
-                came, goes = -before, -last
-                at_first = -chunk_end(TOP, n - 1 - start, L, CHUNK)
-                at_next = -chunk_end(TOP, n - 17 - start, L, CHUNK)
-            else:
-                came, goes = last, before
-                at_first = chunk_end(TOP, start - 1, L, CHUNK)
-                at_next = chunk_end(TOP, tl.minimum(start + 15, n - 1), L, CHUNK)
-            share = tl.where(earlier, fade(came[None, :] - goes[:, None]), 0.0)
-            total = tl.dot(share, x, input_precision="tf32x3") + fade(at_first - goes)[:, None] * carry[None, :]
-            new_carry = carry * fade(at_first - at_next) + tl.sum(x * fade(came - at_next)[:, None], 0)
-            if some_do_not:
-                plain = tl.dot(tl.where(earlier, 1.0, 0.0), x, input_precision="tf32x3") + carry[None, :]
-                total = tl.where(fades[None, :], total, plain)
-                new_carry = tl.where(fades, new_carry, carry + tl.sum(x, 0))
-        else:
-            total = tl.dot(tl.where(earlier, 1.0, 0.0), x, input_precision="ieee") + carry[None, :]
-            new_carry = carry + tl.sum(x, 0)
-        row = c.to(tl.int64)[:, None]
-        inside = (t < n)[:, None]
-        tl.store(SUMS + row * R * D + e[None, :], total.to(SUMS.dtype.element_ty), mask=inside & is_state[None, :])
-        tl.store(NORMS + row * R + (e - R * D)[None, :], total, mask=inside & is_norm[None, :])
-        carry = new_carry
+        total = tl.dot(earlier, x, input_precision="ieee") + carry[None, :]
+        store_sums(SUMS, NORMS, total, (bh * n + c)[:, None], e[None, :], (t < n)[:, None], F, D)
+        carry += tl.sum(x, 0)
+
+
+@triton.jit
+def store_sums(SUMS, NORMS, x, row, e, live, R: tl.constexpr, D: tl.constexpr):
+    """Numbers e of the states of chunks `row`: R rows of the state, then its norms."""
+    tl.store(SUMS + row * R * D + e, x.to(SUMS.dtype.element_ty), mask=live & (e < R * D))
+    tl.store(NORMS + row * R + (e - R * D), x, mask=live & (e >= R * D) & (e < R * (D + 1)))
+
+
+@triton.jit
+def scale_gap(TOP, c, L, CHUNK: tl.constexpr):
+    """How far the scale rises within chunk c, as a logarithm of what fades."""
+    return chunk_end(TOP, c - 1, L, CHUNK) - chunk_end(TOP, c, L, CHUNK)
+
+
+@triton.jit
+def scaled_running_sums(
+    PARTS, TOP, SUMS, NORMS,
+    BH, L, n,
+    F: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """`running_sums` of the scaled form, one chunk after the other. A part is relative to the scale at that end of its
+    chunk at which the next sum begins, so only the sum fades."""
+    R: tl.constexpr = F + 1
+    bh = (tl.program_id(0) % BH).to(tl.int64)
+    e = tl.program_id(0) // BH * COLUMNS + tl.arange(0, COLUMNS)
+    fades = (e // D != F) & (e != R * D + F)
+    TOP += bh * L
+    PARTS += bh * n * PART
+    carry = tl.zeros([COLUMNS], tl.float32)
+    gap = scale_gap(TOP, n - 1 if REVERSE else 0, L, CHUNK)
+    for t in tl.range(0, n - 1, num_stages=STAGES):
+        c = n - 1 - t if REVERSE else t
+        ahead = scale_gap(TOP, c - 1 if REVERSE else c + 1, L, CHUNK)  # asked for in time
+        x = tl.load(PARTS + c.to(tl.int64) * PART + e, mask=e < PART, other=0.0)
+        store_sums(SUMS, NORMS, carry, bh * n + c, e, e < PART, R, D)
+        carry = carry * tl.where(fades, fade(gap), 1.0) + x
+        gap = ahead
+    store_sums(SUMS, NORMS, carry, bh * n + (0 if REVERSE else n - 1), e, e < PART, R, D)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from .dispatch import DTYPES, LARGEST_HEAD, NEVER
+from .dispatch import DTYPES, LARGEST_HEAD
 from .launch import (
     Tiles,
     as_flags,
@@ -32,7 +32,7 @@ from .launch import (
     strides,
 )
 
-LEAST_LENGTH = NEVER  # for the grid Combiners: equal to the plain version on a GPU, not timed there with pooling yet
+LEAST_LENGTH = 256  # for the grid Combiners, with pooling: the shortest measured, from where on the kernels win
 RULES = ("up_to", "before", "well_before", "after", "others", "apart", "all")
 
 # By kernel, widest head and bytes per number; not yet tuned.

@@ -31,7 +31,7 @@ from .launch import (
     strides,
 )
 
-LEAST_LENGTH = 256  # as the scan that follows; equal to the plain version on a GPU, not timed there yet
+LEAST_LENGTH = 256  # the shortest measured; the kernels beat the plain version from here on: docs/kernels.md
 
 # By kernel, widest head and bytes of what is multiplied; rows and features per tile. Not yet tuned.
 TILES: dict[tuple[str, int, int], Tiles] = {

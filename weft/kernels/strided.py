@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from .band import attend_near, check, near_gradients
-from .dispatch import NEVER
 from .launch import as_flags, autocast, ceil_div, empty_rows, for_operator, rows_contiguous
 from .lines import Lines, attend_lines, line_key_gradients, line_query_gradients
 
-LEAST_LENGTH = NEVER  # equal to the plain version on a GPU, not timed there yet
+LEAST_LENGTH = 256  # the shortest measured; the kernels beat the plain version from here on: docs/kernels.md
 
 
 def strided(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, block_size: int, causal: bool) -> Tensor:
