@@ -291,7 +291,7 @@ TRIALS = [
     Trial(
         "performer",
         "linear_scan",
-        ("states", 64, 2),
+        ("wide states", 64, 2),
         True,
         (16384,),
         (

@@ -15,6 +15,7 @@ its sets: `parts` states them for all queries at once, `advance` for one more to
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from .contract import Attention, PositionBias, hide
 from .joint import Part, joint_attention
+from .precision import without_autocast
 from .softmax import softmax_attention
 from .summaries import Summary
 
@@ -35,6 +37,7 @@ class Combiner(Attention):
     def __init__(self, *, summary: str = "max", **contract: Any):
         super().__init__(**contract)
         self.summary = Summary(summary, self.head_dim)
+        self.long_sums = self.summary.pool == "sum"
 
     def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
         raise NotImplementedError
@@ -61,13 +64,14 @@ class Combiner(Attention):
         if mask is None:
             mask = torch.ones(q.shape[0], dtype=torch.bool, device=q.device)
         q, k, v = (self._widen(t.masked_fill(~mask[:, None, None, None], 0)) for t in (q, k, v))
-        (keys, values, valid), state = self.advance(q, k, v, mask, state)
-        allowed = valid[:, None, None] if valid.dim() == 2 else valid[:, :, None]
-        return softmax_attention(q, keys, values, allowed=allowed).to(dtype), state
+        with without_autocast(q) if self.long_sums else contextlib.nullcontext():
+            (keys, values, valid), state = self.advance(q, k, v, mask, state)
+            allowed = valid[:, None, None] if valid.dim() == 2 else valid[:, :, None]
+            return softmax_attention(q, keys, values, allowed=allowed).to(dtype), state
 
     def _widen(self, x: Tensor) -> Tensor:
         """A sum over a long span leaves the range of half precision: those run in float32."""
-        return x.to(torch.promote_types(x.dtype, torch.float32)) if self.summary.pool == "sum" else x
+        return x.to(torch.promote_types(x.dtype, torch.float32)) if self.long_sums else x
 
 
 def join_seen(seen: list[Seen]) -> Seen:

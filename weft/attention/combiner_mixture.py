@@ -63,6 +63,7 @@ class CombinerMixture(Attention):
                 )
             joint = JointAxial(block_size=block_size, summary=summary, backend=backend, **contract)
             self.factorisations = nn.ModuleList([joint])
+            self.long_sums = joint.long_sums
             return
         shared = {"block_size": block_size, "summary": summary, "backend": backend}
         made = []
@@ -77,6 +78,7 @@ class CombinerMixture(Attention):
             if getattr(made[-1], "needs_input", False):
                 raise ValueError(f"{name} with {options} reads the input of the layer, which a mixture does not have")
         self.factorisations = nn.ModuleList(made)
+        self.long_sums = any(attn.long_sums for attn in made)
 
     @property
     def backend(self) -> str:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.dispatch import plain
+from .precision import as_autocast, without_autocast
 
 PositionBias = Callable[[Tensor, Tensor], Tensor]
 
@@ -31,6 +32,7 @@ class Attention(nn.Module):
     info: Any = None  # set by the registry: an AttentionInfo
     reads_q = True  # False where the output does not depend on q: a layer can then leave out the projection
     reads_k = True
+    long_sums = False  # True where sums over the sequence are taken in single precision, which autocast must not undo
 
     def __init__(
         self,
@@ -64,7 +66,11 @@ class Attention(nn.Module):
     ) -> Tensor:
         self.check(q, k, v, mask, bias)
         k, v = clean(k, v, mask)
-        return self.attend(q, k, v, mask, bias)
+        if not self.long_sums:
+            return self.attend(q, k, v, mask, bias)
+        q, k, v = as_autocast(q, k, v)
+        with without_autocast(q):
+            return self.attend(q, k, v, mask, bias)
 
     @torch.no_grad()
     def weights(

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..kernels import linear_scan as kernel
 from ..kernels.dispatch import check_backend, use_triton
 from .contract import Attention, PositionBias, hide
+from .precision import precise, without_autocast
 from .registry import register
 from .scan import causal_sum
 
@@ -29,6 +30,8 @@ class LinearAttention(Attention):
     """`backend` "triton" is the fused causal kernel of `weft/kernels/linear_scan.py`, "torch" the version below, which
     defines it; "auto" takes the kernel on the GPUs it was tested on. Decoding is always "torch".
     """
+
+    long_sums = True
 
     def __init__(self, *, backend: str = "auto", **contract: Any):
         super().__init__(**contract)
@@ -52,9 +55,11 @@ class LinearAttention(Attention):
         memory, position = state
         self.check_step(q, k, v, mask, position)
         b = hide(features(k), None if mask is None else mask[:, None])
-        added = b.transpose(-1, -2) @ with_ones(v if mask is None else v.masked_fill(~mask[:, None, None, None], 0))
-        memory = added if memory is None else memory + added
-        total = features(q) @ memory
+        v1 = with_ones(v if mask is None else v.masked_fill(~mask[:, None, None, None], 0))
+        with without_autocast(q):
+            added = b.transpose(-1, -2) @ v1
+            memory = added if memory is None else memory + added
+            total = features(q) @ memory
         return (total[..., :-1] / (total[..., -1:] + EPSILON)).to(q.dtype), (memory, position + 1)
 
 
@@ -63,11 +68,6 @@ def lacks(attn: Attention) -> str:
     if not attn.causal:
         return NOT_CAUSAL
     return "the kernel has no dropout" if attn.dropout and attn.training else ""
-
-
-def precise(x: Tensor) -> Tensor:
-    """Sums over a whole sequence are carried in at least single precision."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def features(x: Tensor) -> Tensor:

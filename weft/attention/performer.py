@@ -23,7 +23,8 @@ from torch import Tensor
 from ..kernels import linear_scan, random_features
 from ..kernels.dispatch import check_backend, use_triton
 from .contract import Attention, PositionBias, hide
-from .linear import NOT_CAUSAL, drop_keys, lacks, precise, with_ones
+from .linear import NOT_CAUSAL, drop_keys, lacks, with_ones
+from .precision import precise, without_autocast
 from .registry import register
 from .scan import causal_sum
 
@@ -34,6 +35,7 @@ class PerformerAttention(Attention):
     "torch".
     """
 
+    long_sums = True
     projection: Tensor
 
     def __init__(
@@ -117,6 +119,11 @@ class PerformerAttention(Attention):
     def step(self, q, k, v, state, mask=None, bias=None):
         memory, top, plain, position = state
         self.check_step(q, k, v, mask, position)
+        with without_autocast(q):
+            out, state = self._step(q, k, v, mask, memory, top, plain)
+        return out, (*state, position + 1)
+
+    def _step(self, q, k, v, mask, memory, top, plain):
         key_mask = None if mask is None else mask[:, None]
         v1 = with_ones(v)
         if mask is not None:
@@ -136,7 +143,7 @@ class PerformerAttention(Attention):
         total = a @ memory
         if self.kernel == "softmax":
             total = total + self.epsilon * a.sum(-1, keepdim=True) * plain
-        return divide(total).to(q.dtype), (memory, new_top, plain, position + 1)
+        return divide(total).to(q.dtype), (memory, new_top, plain)
 
 
 def divide(total: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .contract import Attention, PositionBias, hide
 from .groups import gather_runs, take_mask, take_tokens
-from .linear import precise
+from .precision import precise
 from .registry import register
 
 

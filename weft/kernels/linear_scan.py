@@ -43,8 +43,12 @@ TILES: dict[tuple[str, int, int], Tiles] = {
     ("key gradients", 128, 2): Tiles(32, 64, 8, 2),
     ("key gradients", 64, 4): Tiles(16, 64, 4, 1),
     ("key gradients", 128, 4): Tiles(32, 32, 4, 1),
-    # Of `linear_scan_wide.py`: rows and features per tile. Not yet tuned.
-    ("wide outputs", 64, 2): Tiles(64, 32, 4, 3),
+    # For many features: of `linear_scan_wide.py` rows and features per tile. Half precision and heads of 64 are tuned.
+    ("wide states", 64, 2): Tiles(128, 128, 4, 1),
+    ("wide states", 128, 2): Tiles(64, 64, 4, 2),
+    ("wide states", 64, 4): Tiles(32, 32, 4, 2),
+    ("wide states", 128, 4): Tiles(32, 32, 8, 1),
+    ("wide outputs", 64, 2): Tiles(64, 32, 4, 3, 128),
     ("wide outputs", 128, 2): Tiles(64, 32, 8, 2),
     ("wide outputs", 64, 4): Tiles(32, 32, 4, 1),
     ("wide outputs", 128, 4): Tiles(32, 32, 8, 1),
@@ -56,7 +60,7 @@ TILES: dict[tuple[str, int, int], Tiles] = {
     ("wide key gradients", 128, 2): Tiles(64, 32, 8, 2),
     ("wide key gradients", 64, 4): Tiles(32, 32, 8, 1),
     ("wide key gradients", 128, 4): Tiles(32, 32, 8, 1),
-    ("wide value gradients", 64, 2): Tiles(64, 32, 4, 2),
+    ("wide value gradients", 64, 2): Tiles(64, 32, 4, 3, 168),
     ("wide value gradients", 128, 2): Tiles(64, 32, 8, 2),
     ("wide value gradients", 64, 4): Tiles(32, 32, 4, 1),
     ("wide value gradients", 128, 4): Tiles(32, 32, 8, 1),
@@ -112,6 +116,9 @@ class Plan:
 
     def tiles(self, kernel: str) -> Tiles:
         return TILES[kernel, max(64, block_width(self.D)), 2 if self.half else 4]
+
+    def state_tiles(self) -> Tiles:
+        return self.tiles("wide states" if self.wide else "states")
 
     def shape(self, kernel: str) -> dict[str, int]:
         width = block_width(self.D)
@@ -181,7 +188,7 @@ def _forward(q, k, v, mask, key_scale, top, rest, features, epsilon):
     options = common | {"FEATURES": features, "SCALED": p.scaled}
     if p.n > 1:
         parts = _parts(p, q)
-        t = p.tiles("states")
+        t = p.state_tiles()
         chunk_states[p.state_programs(p.n - 1)](
             k, v, flags, key_scale, top, parts, *strides(k), *strides(v), p.B * p.H, p.H, p.L, p.n,
             ROWS=t.keys, PART=parts.shape[-1], **p.shape("states"), **options, **t.launch(),
@@ -236,7 +243,7 @@ def _backward(dout, q, k, v, mask, key_scale, top, rest, out, weight, before, be
     options: dict[str, Any] = {"FEATURES": features, "SCALED": p.scaled, "BF16": p.half, "PRECISION": precision(q)}
     counts = p.B * p.H, p.H, p.L, p.n
     delta, parts = torch.empty_like(weight), _parts(p, q)
-    t = p.tiles("states")
+    t = p.state_tiles()
     gradient_states[p.state_programs(p.n)](
         q, out, dout, top, rest, weight, delta, parts, *strides(q), *strides(out), *strides(dout), *counts,
         ROWS=t.queries, PART=parts.shape[-1], **p.shape("states"), **options, **t.launch(),
