@@ -18,7 +18,7 @@ from weft.lab import TrainConfig, evaluate_run, load_run, loop, make_config, tra
 from weft.lab.build import build_model
 from weft.lab.config import FREE_ON_RESUME, field_help, from_json, to_json
 from weft.lab.data import Order, Rows, seed_of
-from weft.lab.evaluate import disagreement, evaluate
+from weft.lab.evaluate import disagreement, evaluate, rounding
 from weft.lab.optim import learning_rate, make_optimizer
 from weft.lab.run import Run
 from weft.tasks import get_task
@@ -209,6 +209,26 @@ def test_a_compiler_that_gives_other_answers_is_found_out_and_nothing_is_lost(tm
     assert stopped.exit_code == 71 and "--no-compile" in stopped.output
     assert CliRunner().invoke(app, [*command, "--resume", "--no-compile"]).exit_code == 0
     assert losses(tmp_path / "wrong") == losses(tmp_path / "plain")
+
+
+def test_a_model_that_rounding_moves_is_not_called_miscompiled(tmp_path, monkeypatch, capsys):
+    """Compiled losses far off, but no further than autocast itself takes them."""
+    monkeypatch.setattr(torch, "compile", Careless)
+    monkeypatch.setattr(loop, "rounding", lambda *args: 1e6)
+    train(tiny(tmp_path / "run", compile=True))
+    assert "--precision 32-true" in capsys.readouterr().out
+
+
+def test_rounding_is_what_autocast_does_to_the_losses():
+    class Twice(torch.nn.Module):
+        def forward(self):
+            return 2 * (torch.eye(2) @ torch.tensor([[1.001], [1.0]])).float().flatten()
+
+    task = types.SimpleNamespace(batch=lambda *a, **k: {}, score=lambda model, batch: {"loss": model()})
+    rows, config = Rows({"label": torch.zeros(2)}, torch.device("cpu")), tiny("unused", batch_size=2)
+    half = types.SimpleNamespace(autocast=lambda: torch.autocast("cpu", torch.bfloat16))
+    assert 1e-4 < rounding(half, Twice(), task, rows, config) < 1e-3
+    assert rounding(types.SimpleNamespace(autocast=contextlib.nullcontext), Twice(), task, rows, config) == 0
 
 
 @pytest.mark.parametrize(

@@ -291,3 +291,57 @@ def test_single_precision_is_close_to_double_where_the_first_tokens_are_masked(n
         found.append([out, *(g for g in grads if g is not None)])
     for double, single in zip(*found, strict=True):
         assert (double - single).norm() < 1e-5 * double.norm()
+
+
+@sweep()
+def test_autocast_rounds_and_does_no_more(case):
+    """Under autocast the answer, and the gradients, are those of the rounded input, but for rounding (gradients more:
+    a ReLU may fall to the other side)."""
+    attn = case.make().float()
+    exact = copy.deepcopy(attn).double()
+    mask = torch.arange(40) < torch.tensor([[40], [31]])
+    rounded = [x.bfloat16().float().requires_grad_() for x in qkv(40)]
+    wide = [x.detach().double().requires_grad_() for x in rounded]
+    torch.manual_seed(5)
+    expected = exact(*wide, mask)
+    torch.manual_seed(5)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attn(*rounded, mask)
+    assert (out.double() - expected).norm() < 2e-2 * expected.norm()
+    probe = noise(*expected.shape, seed=1)
+    grads = torch.autograd.grad(out, rounded, probe.to(out.dtype), allow_unused=True)
+    truth = torch.autograd.grad(expected, wide, probe, allow_unused=True)
+    for mine, theirs in zip(grads, truth, strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            assert (mine.double() - theirs).norm() < 0.1 * theirs.norm() + 1e-6
+
+
+LONG_SUMS = {"linear": [{}], "performer": [{}, {"kernel": "relu"}], "combiner-fixed": [{"summary": "sum"}]}
+
+
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+@pytest.mark.parametrize(("name", "options"), [(name, o) for name, each in LONG_SUMS.items() for o in each])
+def test_long_sums_outgrow_no_autocast(name, options, causal, dtype):
+    """Sums over a thousand tokens leave float16's range, and all but eight bits of bfloat16: they stay in float32. Step
+    by step as well."""
+    torch.manual_seed(0)
+    attn = weft.make_attention(name, heads=2, head_dim=16, causal=causal, max_length=1024, **options)
+    assert attn.long_sums
+    q, k, v = (torch.randn(1, 2, 1000, 16).to(dtype) for _ in range(3))
+    k, v = k + 1, v + 250
+    expected = attn.double()(q.double(), k.double(), v.double())
+    attn.float()
+    with torch.autocast("cpu", dtype):
+        out = attn(q, k, v)
+        if causal:
+            state, steps = attn.start(batch=1), []
+            for i in range(40):
+                step, state = attn.step(*(x[:, :, i : i + 1] for x in (q, k, v)), state)
+                steps.append(step)
+            torch.testing.assert_close(torch.cat(steps, 2), out[:, :, :40], atol=1.0, rtol=0)
+    assert out.dtype == dtype and out.isfinite().all()
+    # What differs between tokens is small beside 250: no more than the output's own rounding may be lost.
+    ulp = torch.finfo(dtype).eps * 256
+    assert (out.double() - expected).abs().max() <= ulp

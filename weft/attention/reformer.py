@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .contract import Attention, PositionBias, hide
 from .groups import gather_runs, take_mask, take_tokens
-from .precision import precise
+from .precision import precise, without_autocast
 from .registry import register
 
 
@@ -44,7 +44,8 @@ class ReformerAttention(Attention):
     def _round(self, q, v, mask, bias, rotation) -> tuple[Tensor, Tensor]:
         """One round of hashing: outputs (B, H, L, D) and log-normalisers (B, H, L)."""
         L, D = q.shape[2:]
-        turned = q.detach() @ rotation.to(q.dtype)
+        with without_autocast(q):  # which bucket is a matter of single bits
+            turned = precise(q.detach()) @ precise(rotation)
         bucket = torch.cat([turned, -turned], -1).argmax(-1)
         if mask is not None:  # padding has a bucket of its own, so it moves nobody
             bucket = bucket.masked_fill(~mask[:, None], self.buckets)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..tasks import TaskData, get_task
 from ..tasks.base import Task
@@ -46,22 +46,35 @@ def evaluate(
     return task.summary({key: float(value) for key, value in sums.items()})
 
 
-@torch.no_grad()
 def disagreement(
     fabric: Any, compiled: nn.Module, plain: nn.Module, task: Task, rows: Rows, config: TrainConfig
 ) -> float:
-    """How far the losses of the first rows are off in the compiled model, of those in the plain one. Small losses count
-    as 0.1 each: next to nothing, rounding is a large part. 0 where the model's own are not finite."""
+    """How far the losses of the first rows are off in the compiled model, of those in the plain one."""
+    with fabric.autocast():
+        found = first_losses(compiled, task, rows, config)
+        expected = first_losses(plain, task, rows, config)
+    return distance(found, expected)
+
+
+def rounding(fabric: Any, plain: nn.Module, task: Task, rows: Rows, config: TrainConfig) -> float:
+    """How far the losses of the first rows are off under autocast, of those without."""
+    expected = first_losses(plain, task, rows, config)
+    with fabric.autocast():
+        return distance(first_losses(plain, task, rows, config), expected)
+
+
+@torch.no_grad()
+def first_losses(model: nn.Module, task: Task, rows: Rows, config: TrainConfig) -> Tensor:
     index = torch.arange(config.batch_size, device=rows.device).clamp(max=len(rows) - 1)
-    losses = []
-    for model in (compiled, plain):
-        model.eval()
-        seed_everything("evaluate", config.seed)
-        generator = torch.Generator(device=rows.device).manual_seed(seed_of("evaluate", config.seed, 0))
-        batch = task.batch(rows.take(index), config, generator, training=False)
-        with fabric.autocast():
-            losses.append(task.score(model, batch)["loss"].double())
-    found, expected = losses
+    model.eval()
+    seed_everything("evaluate", config.seed)
+    generator = torch.Generator(device=rows.device).manual_seed(seed_of("evaluate", config.seed, 0))
+    return task.score(model, task.batch(rows.take(index), config, generator, training=False))["loss"].double()
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Small losses count as 0.1 each: next to nothing, rounding is a large part. 0 where the model's own are not
+    finite."""
     if not expected.isfinite().all():
         return 0.0
     return float((found - expected).norm() / expected.clamp(min=0.1).norm())

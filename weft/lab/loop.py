@@ -26,7 +26,7 @@ from .build import build_model
 from .checkpoint import Checkpoints, DamagedCheckpoint, read
 from .config import TrainConfig
 from .data import Order, Rows, seed_everything, seed_of
-from .evaluate import disagreement, evaluate, load_weights
+from .evaluate import disagreement, evaluate, load_weights, rounding
 from .fabric import checkpoint_activations, make_fabric
 from .optim import learning_rate, make_optimizer, set_learning_rate
 from .progress import Progress
@@ -35,6 +35,7 @@ from .state import collect, finite, restore, restore_model
 
 PATIENCE = 20  # losses that must be high together before a run counts as diverging
 COMPILED_WITHIN = 0.1  # of the losses: far more than rounding, far less than a compiler's fault
+ROUNDINGS = 3  # so many times what autocast itself moves the losses by may still be rounding
 
 
 class Diverged(Exception):
@@ -241,16 +242,27 @@ class Training:
     def _hold_compiled_to_plain(self) -> None:
         """Once in a start: compilers have given wrong answers, without an error, to models that were right."""
         off = disagreement(self.fabric, self.model, self.raw, self.task, self.val, self.config)
+        own = 0.0
+        if not off <= COMPILED_WITHIN:  # not a number, where only the compiled ones are not finite
+            own = rounding(self.fabric, self.raw, self.task, self.val, self.config)
         self.model.train()
         self.trusted = True
-        if not off <= COMPILED_WITHIN:  # not a number, where only the compiled ones are not finite
-            self._save()
-            message = (
-                f"the compiled model's losses are {off:.0%} off those of the model itself: torch {torch.__version__} "
-                f"compiles it wrongly. Saved at step {self.step}; go on with --resume --no-compile."
+        if off <= COMPILED_WITHIN:
+            return
+        if off <= ROUNDINGS * own:
+            self._say(
+                f"{self.config.precision} moves this model's losses by {own:.0%}, and compiling it by {off:.0%}: what "
+                "it has learned is no larger than what rounding takes. --precision 32-true does not round."
             )
-            self._say(message)
-            raise Miscompiled(message)
+            return
+        self._save()
+        message = (
+            f"the compiled model's losses are {off:.0%} off those of the model itself, where rounding alone makes "
+            f"{own:.0%}: torch {torch.__version__} compiles it wrongly. Saved at step {self.step}; go on with --resume "
+            "--no-compile."
+        )
+        self._say(message)
+        raise Miscompiled(message)
 
     def _save(self) -> None:
         if not self._all_finite():
