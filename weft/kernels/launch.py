@@ -17,7 +17,6 @@ class Tiles:
     warps: int
     stages: int  # loads in flight
     registers: int | None = None  # at most, per thread; None leaves it to the compiler
-    held: bool = False  # whether what a loop multiplies again and again stays in registers, where a kernel offers it
 
     def launch(self) -> dict[str, int | None]:
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}

@@ -35,7 +35,7 @@ from .launch import (
 LEAST_LENGTH = 256  # for the grid Combiners, with pooling: the shortest measured, from where on the kernels win
 RULES = ("up_to", "before", "well_before", "after", "others", "apart", "all")
 
-# By kernel, widest head and bytes per number; not yet tuned.
+# By kernel, widest head and bytes per number.
 TILES: dict[tuple[str, int, int], Tiles] = {
     ("attend", 64, 2): Tiles(64, 32, 4, 3),
     ("attend", 128, 2): Tiles(64, 32, 4, 2),

@@ -23,13 +23,6 @@ def load_rows(X, row, d, row_stride, live, D: tl.constexpr, BLOCK_D: tl.constexp
 
 
 @triton.jit
-def held(x, one, HELD: tl.constexpr):
-    """x times `one`, a 1 the compiler does not know of: Triton keeps the left side of a product in registers if it was
-    computed, and reads it from shared memory at every product if it was only loaded."""
-    return (x.to(tl.float32) * one).to(x.dtype) if HELD else x
-
-
-@triton.jit
 def store_rows(X, x, row, d, row_stride, live, D: tl.constexpr, BLOCK_D: tl.constexpr):
     keep = live[:, None]
     if D != BLOCK_D:

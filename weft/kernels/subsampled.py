@@ -129,9 +129,9 @@ def _forward(q, k, v, sources, targets, nearest, size, causal, alibi, stand_in, 
     attend[(W * ceil_div(size, t.queries) * B * H,)](
         q, k, v, sources, first, sources if targets is None else targets, sources if nearest is None else nearest,
         slopes(H, q.device) if alibi else q, out, lse, *strides(q), *strides(k), *strides(v), *strides(out),
-        B * H, H, L, W, size, S, math.log2(math.e) / math.sqrt(D), 1.0, D=D, BLOCK_D=block_width(D), BQ=t.queries,
+        B * H, H, L, W, size, S, math.log2(math.e) / math.sqrt(D), D=D, BLOCK_D=block_width(D), BQ=t.queries,
         BK=t.keys, CAUSAL=causal, HAS_MASK=nearest is not None, ALIBI=alibi, STAND_IN=stand_in,
-        GRID=targets is not None, HELD=t.held, PRECISION=precision(q), **t.launch(),
+        GRID=targets is not None, PRECISION=precision(q), **t.launch(),
     )  # fmt: skip
     return out, lse, first
 
@@ -181,7 +181,7 @@ def _backward(
     query_gradients[(W * ceil_div(size, t.queries) * BH,)](
         q, k, v, sources, first, table, by_head, out, dout, lse, delta, dq,
         *strides(q), *strides(k), *strides(v), *strides(out), *strides(dout), *strides(dq),
-        BH, H, L, W, size, S, scale, logit_scale, 1.0, BQ=t.queries, BK=t.keys, HELD=t.held, **options, **t.launch(),
+        BH, H, L, W, size, S, scale, logit_scale, BQ=t.queries, BK=t.keys, **options, **t.launch(),
     )  # fmt: skip
     # Rounded to q's dtype like the gradient itself; heads side by side, as the programs that run together write them.
     part_k, part_v = (dk, dv) if once else q.new_empty(2, B, W * S, H, D).transpose(2, 3).unbind()
@@ -189,8 +189,7 @@ def _backward(
     key_gradients[(W * ceil_div(S, t.keys) * BH,)](
         q, k, v, sources, first, table, by_head, dout, lse, delta, part_k, part_v,
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(part_k), *strides(part_v),
-        BH, H, L, W, size, S, scale, logit_scale, 1.0, BQ=t.queries, BK=t.keys, HELD=t.held, ONCE=once,
-        **options, **t.launch(),
+        BH, H, L, W, size, S, scale, logit_scale, BQ=t.queries, BK=t.keys, ONCE=once, **options, **t.launch(),
     )  # fmt: skip
     if not once:
         n = ceil_div(L, COLLECTED)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .rows import held, load_rows, store_rows
+from .rows import load_rows, store_rows
 from .subsampled_forward import absolute, biased, next_sources, seen_sources, target_rows
 
 
@@ -44,9 +44,9 @@ def query_tile(
 def query_gradients(
     Q, K, V, SOURCES, FIRST, TARGETS, SLOPES, OUT, DOUT, LSE, DELTA, DQ,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l, g_b, g_h, g_l, dq_b, dq_h, dq_l,
-    BH, H, L, W, P, S, scale, logit_scale, one,
+    BH, H, L, W, P, S, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_MASK: tl.constexpr, ALIBI: tl.constexpr, GRID: tl.constexpr, HELD: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_MASK: tl.constexpr, ALIBI: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
     w = tile % W
@@ -75,7 +75,6 @@ def query_gradients(
     out = load_rows(OUT + b * o_b + h * o_h, row, d, o_l, live, D, BLOCK_D)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     tl.store(DELTA + i, delta, mask=live)
-    q, dout = held(q, one, HELD), held(dout, one, HELD)
     lse = absolute(tl.load(LSE + i, mask=live, other=float("inf")), i, reference, -slope, CAUSAL, ALIBI)
     dq = tl.zeros([BQ, BLOCK_D], tl.float32)
     by_all, seen = seen_sources(FIRST, w, start, P, L, BQ, CAUSAL)
@@ -141,10 +140,9 @@ def key_tile(
 def key_gradients(
     Q, K, V, SOURCES, FIRST, TARGETS, SLOPES, DOUT, LSE, DELTA, PART_K, PART_V,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
-    BH, H, L, W, P, S, scale, logit_scale, one,
+    BH, H, L, W, P, S, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_MASK: tl.constexpr, ALIBI: tl.constexpr, GRID: tl.constexpr, HELD: tl.constexpr, ONCE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_MASK: tl.constexpr, ALIBI: tl.constexpr, GRID: tl.constexpr, ONCE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """PART_K and PART_V: rows of a token where ONCE, else of a slot of a window, (B, H, W · S, D)."""
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
@@ -168,7 +166,6 @@ def key_gradients(
     pos = tl.load(SOURCES + w * S + slot, mask=here, other=0)
     k = load_rows(K + b * k_b + h * k_h, pos.to(tl.int64), d, k_l, here, D, BLOCK_D)
     v = load_rows(V + b * v_b + h * v_h, pos.to(tl.int64), d, v_l, here, D, BLOCK_D)
-    k, v = held(k, one, HELD), held(v, one, HELD)
     dk = tl.zeros([BK, BLOCK_D], tl.float32)
     dv = tl.zeros([BK, BLOCK_D], tl.float32)
     # Targets from `begin` on see any of these sources, from `inner` on all of them, and are there up to `end`.

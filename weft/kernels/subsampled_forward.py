@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .rows import held, load_rows, store_rows
+from .rows import load_rows, store_rows
 
 
 @triton.jit
@@ -114,10 +114,9 @@ def attend_tile(
 def attend(
     Q, K, V, SOURCES, FIRST, TARGETS, NEAREST, SLOPES, OUT, LSE,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l,
-    BH, H, L, W, P, S, scale, one,
+    BH, H, L, W, P, S, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_MASK: tl.constexpr, ALIBI: tl.constexpr, STAND_IN: tl.constexpr, GRID: tl.constexpr, HELD: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_MASK: tl.constexpr, ALIBI: tl.constexpr, STAND_IN: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
     w = tile % W
@@ -141,7 +140,7 @@ def attend(
     reference = w * P + start
     slope = tl.load(SLOPES + h) if ALIBI else 0.0
 
-    q = held(load_rows(Q, i.to(tl.int64), d, q_l, live, D, BLOCK_D), one, HELD)
+    q = load_rows(Q, i.to(tl.int64), d, q_l, live, D, BLOCK_D)
     acc = tl.zeros([BQ, BLOCK_D], tl.float32)
     top = tl.full([BQ], float("-inf"), tl.float32)
     total = tl.zeros([BQ], tl.float32)
