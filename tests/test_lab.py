@@ -211,6 +211,21 @@ def test_a_compiler_that_gives_other_answers_is_found_out_and_nothing_is_lost(tm
     assert losses(tmp_path / "wrong") == losses(tmp_path / "plain")
 
 
+def test_a_model_that_cannot_be_compiled_is_told_the_way_out(tmp_path, monkeypatch):
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    class Stuck(torch.nn.Module):
+        def forward(self, *inputs):
+            raise BackendCompilerFailed(max, TypeError("cannot split"), None)
+
+    monkeypatch.setattr(torch, "compile", lambda model: Stuck())
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
+    command = ["train", "digits", "--out", str(tmp_path / "run"), *options]
+    stopped = CliRunner().invoke(app, [*command, "--compile"])
+    assert stopped.exit_code == 71 and "cannot split" in stopped.output and "--no-compile" in stopped.output
+    assert CliRunner().invoke(app, [*command, "--resume", "--no-compile"]).exit_code == 0
+
+
 def test_a_model_that_rounding_moves_is_not_called_miscompiled(tmp_path, monkeypatch, capsys):
     """Compiled losses far off, but no further than autocast itself takes them."""
     monkeypatch.setattr(torch, "compile", Careless)

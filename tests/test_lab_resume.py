@@ -55,6 +55,15 @@ def kill_at(monkeypatch, step: int) -> None:
     monkeypatch.setattr(loop.Training, "_update", dying)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """To the last bit means: added up in the same order, however many threads the machine has to spare just now."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
     """A run that nobody disturbed."""
@@ -264,8 +273,9 @@ def test_a_real_sigkill_and_a_real_sigterm(tmp_path, whole):
     out = tmp_path / "run"
     options = [f"--{k.replace('_', '-')}={v}" for k, v in TINY.items()]
     command = [sys.executable, "-m", "weft.cli", "train", "digits", f"--out={out}", "--resume", *options]
+    alone = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # as `one_thread` has it here
     for number, wanted in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 75)):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=alone)
         seen = size(out / "metrics.jsonl")
         while process.poll() is None and size(out / "metrics.jsonl") <= seen:
             time.sleep(0.002)

@@ -208,9 +208,7 @@ def test_draws_against_enumeration():
 
 def test_causal_bands_follow_the_law_of_their_prefix():
     """Rows enter band by band: the second band's slots are those of a chain on all rows so far."""
-    draws = torch.stack(
-        [sample_placement(torch.tensor([key]), 4, 1, 1.0, 1.0, 2, 0, 0, False) for key in range(500)]
-    )
+    draws = torch.stack([sample_placement(torch.tensor([key]), 4, 1, 1.0, 1.0, 2, 0, 0, False) for key in range(500)])
     first, second = draws[:, :2], draws[:, 2:]
     assert first.max() == 1 and second.max() == 3
     for found, exact, slots in ((first, exact_law(2, 1, (1, 1)), (0, 1)), (second, exact_law(4, 1, (1, 1)), (2, 3))):

@@ -43,7 +43,7 @@ class Diverged(Exception):
 
 
 class Miscompiled(Exception):
-    """The compiled model gives other answers than the model; the run was saved and can go on without compiling."""
+    """The model cannot be compiled, or gives other answers than it should; the run can go on without compiling."""
 
 
 class Interrupted(Exception):
@@ -66,6 +66,12 @@ def train(config: TrainConfig, *, resume: bool = False) -> Result:
     CannotSave."""
     config.check()
     return Training(config, resume).run()
+
+
+def from_the_compiler(error: Exception) -> bool:
+    from torch._dynamo.exc import BackendCompilerFailed  # takes seconds to import, but a compiled model has done it
+
+    return isinstance(error, BackendCompilerFailed)
 
 
 class Training:
@@ -122,6 +128,16 @@ class Training:
             with _Signals() as signals:
                 seconds, rate = self._steps(signals)
                 return self._finish(seconds, rate)
+        except Exception as error:
+            if not (self.config.compile and from_the_compiler(error)):
+                raise
+            cause = getattr(error, "inner_exception", error)
+            reason = f"{type(cause).__name__}: {cause}".splitlines()[0]
+            message = (
+                f"torch {torch.__version__} cannot compile this model ({reason}). Go on with --resume --no-compile."
+            )
+            self._say(message)
+            raise Miscompiled(message) from error
         finally:
             self.progress.close()
             self.folder.close()
