@@ -66,6 +66,19 @@ for name, calls in SMALL.items():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 """
 
+TILES_OF_HALF = """
+from weft.kernels import linear_scan, random_features
+from weft.kernels.agree import Call, compare_call
+from weft.kernels.checks import failures
+for table in (linear_scan.TILES, random_features.TILES):  # of these, float16 takes the tiles of float32
+    for kernel, width, size in list(table):
+        if size == 4:
+            table[kernel, width, size] = table[kernel, width, 2]
+for call in (Call("performer", 145, H=1, D=64, mask="random"), Call("linear", 150, H=1, D=64)):
+    wrong = failures(compare_call(call, "cpu"), call.dtype)
+    assert not wrong, (call, wrong, seed)
+"""
+
 COMPILED = """
 import dataclasses
 from torch._dynamo.backends.common import aot_autograd
@@ -127,6 +140,11 @@ def test_combiner_fixed_equals_its_definition():
 @pytest.mark.parametrize("name", sorted(SMALL))
 def test_backends_agree(name):
     interpret(f"name = {name!r}\n{MECHANISM}")
+
+
+@needs_triton
+def test_the_scans_tiles_of_bfloat16_are_right_in_single_precision():
+    interpret(TILES_OF_HALF)
 
 
 @needs_triton
