@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.dispatch import plain
-from .precision import as_autocast, without_autocast
+from ..kernels.launch import autocast
+from .precision import without_autocast
 
 PositionBias = Callable[[Tensor, Tensor], Tensor]
 
@@ -68,7 +69,7 @@ class Attention(nn.Module):
         k, v = clean(k, v, mask)
         if not self.long_sums:
             return self.attend(q, k, v, mask, bias)
-        q, k, v = as_autocast(q, k, v)
+        q, k, v = autocast(q, k, v)
         with without_autocast(q):
             return self.attend(q, k, v, mask, bias)
 

@@ -35,12 +35,17 @@ def empty_rows(x: Tensor) -> Tensor:
     return torch.empty_like(x) if x.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def autocasts(x: Tensor) -> bool:
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
 def autocast(*tensors: Tensor) -> list[Tensor]:
-    """In the dtype of the autocast region, if this is one."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    """What a product would be given here: the dtype of the autocast region, if this is one. It leaves float64 alone."""
+    if not autocasts(tensors[0]):
         return list(tensors)
-    return [x.to(torch.get_autocast_dtype(device)) for x in tensors]
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
 
 
 def for_operator(mask: Tensor | None) -> Tensor | None:
