@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..attention import Attention, attention_info, make_attention
 from ..attention.contract import PositionBias, clean
 from ..attention.softmax import softmax_attention
+from ..kernels.launch import autocast
 
 
 class Core(nn.Module):
@@ -116,10 +117,10 @@ def masked_full(
 
 def one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast norms and rotations leave q and k in single precision; PyTorch's attention casts them back."""
-    if q.dtype == k.dtype == v.dtype or not torch.is_autocast_enabled(q.device.type):
+    if q.dtype == k.dtype == v.dtype:
         return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = autocast(q, k, v)
+    return q, k, v
 
 
 def rescaled(q: Tensor, scale: float | None) -> Tensor:
