@@ -1,7 +1,7 @@
 """Whether torch.compile gives the model it was given: a ListOps classifier of every mechanism, compiled for training
 and then for evaluation, against itself.
 
-    python3 -m benchmarks.gpu_compiled [--only NAME ...] [--workers N] [--heads 48] [--no-padding]
+    python3 -m benchmarks.gpu_compiled [--only NAME ...] [--workers N] [--heads 48] [--batch 8] [--no-padding]
 
 One layer, 2,000 tokens and a CLS token, padding at the end, bfloat16 autocast, no dropout. Printed: how far logits and
 gradients are off, as a part of what differs between examples (logits) or of the gradient; and beside it how far
@@ -28,20 +28,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import weft  # noqa: E402
 from weft.models.presets import lra  # noqa: E402
 
-BATCH, LENGTH = 8, 2000
+LENGTH = 2000
 WORSE = 3.0  # times what bfloat16 itself is off
 
 
-def examples() -> tuple[Tensor, Tensor, Tensor]:
+Examples = tuple[Tensor, Tensor, Tensor]
+
+
+def made_up(batch: int) -> Examples:
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, 15, (BATCH, LENGTH), generator=generator)
-    lengths = torch.randint(500, LENGTH, (BATCH, 1), generator=generator)
+    ids = torch.randint(1, 15, (batch, LENGTH), generator=generator)
+    lengths = torch.randint(500, LENGTH, (batch, 1), generator=generator)
     mask = torch.arange(LENGTH) < lengths
-    return ids.cuda(), mask.cuda(), torch.randint(10, (BATCH,), generator=generator).cuda()
+    return ids.cuda(), mask.cuda(), torch.randint(10, (batch,), generator=generator).cuda()
 
 
-def gradients(model: nn.Module, run: nn.Module, half: bool) -> Tensor:
-    ids, mask, labels = examples()
+def gradients(model: nn.Module, run: nn.Module, examples: Examples, half: bool) -> Tensor:
+    ids, mask, labels = examples
     model.train()
     model.zero_grad()
     torch.manual_seed(1)
@@ -52,8 +55,8 @@ def gradients(model: nn.Module, run: nn.Module, half: bool) -> Tensor:
 
 
 @torch.no_grad()
-def logits(model: nn.Module, run: nn.Module, half: bool) -> Tensor:
-    ids, mask, _ = examples()
+def logits(model: nn.Module, run: nn.Module, examples: Examples, half: bool) -> Tensor:
+    ids, mask, _ = examples
     model.eval()
     torch.manual_seed(1)
     with torch.autocast("cuda", torch.bfloat16, enabled=half):
@@ -65,7 +68,7 @@ def off(mine: Tensor, theirs: Tensor) -> float:
     return float((mine - theirs).norm() / theirs.norm())
 
 
-def check(name: str, heads: int, padding: bool) -> tuple[str, list[float], str]:
+def check(name: str, heads: int, batch: int, padding: bool) -> tuple[str, list[float], str]:
     """logits and gradients: compiled against the model, and the model in bfloat16 against float32."""
     import torch._inductor.config as inductor
 
@@ -78,14 +81,11 @@ def check(name: str, heads: int, padding: bool) -> tuple[str, list[float], str]:
             for p in model.parameters():
                 if p.dim() > 1:
                     p.mul_(2.0)
-        compiled = torch.compile(model)
+        compiled, examples = torch.compile(model), made_up(batch)
         found = []
         for measure in (gradients, logits):
-            mine, plain, exact = (
-                measure(model, compiled, True),
-                measure(model, model, True),
-                measure(model, model, False),
-            )
+            mine = measure(model, compiled, examples, True)
+            plain, exact = (measure(model, model, examples, half) for half in (True, False))
             found += [off(mine, plain), off(plain, exact)]
         return name, found, ""
     except Exception as error:
@@ -97,6 +97,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=None, help="these mechanisms only")
     parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1))
     parser.add_argument("--heads", type=int, default=48)
+    parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--no-padding", action="store_true")
     args = parser.parse_args()
     names = args.only or weft.attentions()
@@ -104,7 +105,7 @@ def main() -> int:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print(f"{'':<28}{'gradients off':>14}{'bfloat16':>10}{'logits off':>12}{'bfloat16':>10}")
     with ProcessPoolExecutor(args.workers, get_context("spawn"), max_tasks_per_child=1) as pool:
-        jobs = [pool.submit(check, name, args.heads, not args.no_padding) for name in names]
+        jobs = [pool.submit(check, name, args.heads, args.batch, not args.no_padding) for name in names]
         for job in as_completed(jobs):
             name, found, problem = job.result()
             if problem:
