@@ -5,7 +5,8 @@ and then for evaluation, against itself.
 
 One layer, 2,000 tokens and a CLS token, padding at the end, bfloat16 autocast, no dropout. Printed: how far logits and
 gradients are off, as a part of what differs between examples (logits) or of the gradient; and beside it how far
-bfloat16 itself is off float32. What is several times as far off was compiled wrongly; the exit code is their number.
+bfloat16 itself is off float32. What is several times as far off was compiled wrongly; the exit code is their number and
+that of the models that could not be compiled at all.
 --no-padding leaves Inductor's padding of strides out, to find out whether that is the cause.
 """
 
@@ -30,7 +31,6 @@ from weft.models.presets import lra  # noqa: E402
 
 LENGTH = 2000
 WORSE = 3.0  # times what bfloat16 itself is off
-
 
 Examples = tuple[Tensor, Tensor, Tensor]
 
@@ -101,7 +101,7 @@ def main() -> int:
     parser.add_argument("--no-padding", action="store_true")
     args = parser.parse_args()
     names = args.only or weft.attentions()
-    wrong = 0
+    wrong = failed = 0
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print(f"{'':<28}{'gradients off':>14}{'bfloat16':>10}{'logits off':>12}{'bfloat16':>10}")
     with ProcessPoolExecutor(args.workers, get_context("spawn"), max_tasks_per_child=1) as pool:
@@ -109,14 +109,15 @@ def main() -> int:
         for job in as_completed(jobs):
             name, found, problem = job.result()
             if problem:
+                failed += 1
                 print(f"{name:<28} {problem}", flush=True)
                 continue
             bad = any(not x <= WORSE * own + 1e-3 for x, own in (found[:2], found[2:]))
             wrong += bad
             figures = f"{found[0]:>14.2e}{found[1]:>10.1e}{found[2]:>12.2e}{found[3]:>10.1e}"
             print(f"{name:<28}{figures}{'  WRONG' if bad else ''}", flush=True)
-    print(f"{wrong} of {len(names)} compiled wrongly")
-    return min(wrong, 100)
+    print(f"of {len(names)}, {wrong} compiled wrongly, {failed} not at all")
+    return min(wrong + failed, 100)
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ class CombinerFixed(Combiner):
         q, k, v = (self._widen(t) for t in (q, k, v))
         m = self.block_size or default_block(q.shape[2], self.max_length)
         out = kernel.combiner_fixed(q, k, v, mask, block_size=m, pool=self.summary.pool, causal=self.causal)
-        return out.to(dtype) if self.summary.pool == "sum" else out
+        return out.to(dtype) if self.long_sums else out
 
     def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
         L, device = k.shape[2], k.device

@@ -112,7 +112,7 @@ class CombinerMixture(Attention):
         axial = all(isinstance(attn, CombinerAxialVertical | CombinerAxialHorizontal) for attn in attns)
         if not axial or q.device.type != "cpu" or any(attn.backend == "triton" for attn in attns):
             return False
-        return len({(attn.block_size, attn.summary.pool == "sum") for attn in attns}) == 1
+        return len({(attn.block_size, attn.long_sums) for attn in attns}) == 1
 
     def start(self, batch: int, *, device=None, dtype=None) -> MixtureState:
         return [attn.start(batch, device=device, dtype=dtype) for attn in self._each()]

@@ -85,7 +85,7 @@ class GridCombiner(Combiner):
             spans.append(self._line_spans(q, k, v, mask, m, "row", which))
             parts.append(f"{len(spans)} column {others}")
         out = kernel.line_attention(q, k, v, mask, ",".join(parts), width=m, spans=tuple(spans))
-        return out.to(dtype) if self.summary.pool == "sum" else out
+        return out.to(dtype) if self.long_sums else out
 
     def _line_spans(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, m: int, axis: str, which: str

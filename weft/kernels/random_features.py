@@ -33,7 +33,7 @@ from .launch import (
 
 LEAST_LENGTH = 256  # the shortest measured; the kernels beat the plain version from here on: docs/kernels.md
 
-# By kernel, widest head and bytes of what is multiplied; rows and features per tile. Not yet tuned.
+# By kernel, widest head and bytes of what is multiplied: rows and features per tile. Tuned: two bytes, heads of 64.
 TILES: dict[tuple[str, int, int], Tiles] = {
     ("features", 64, 2): Tiles(128, 32, 4, 3),
     ("features", 128, 2): Tiles(64, 32, 4, 2),

@@ -258,20 +258,17 @@ class Training:
     def _hold_compiled_to_plain(self) -> None:
         """Once in a start: compilers have given wrong answers, without an error, to models that were right."""
         off = disagreement(self.fabric, self.model, self.raw, self.task, self.val, self.config)
-        own = 0.0
-        if not off <= COMPILED_WITHIN:  # not a number, where only the compiled ones are not finite
-            own = rounding(self.fabric, self.raw, self.task, self.val, self.config)
-        self.model.train()
         self.trusted = True
         if off <= COMPILED_WITHIN:
             return
-        if off <= ROUNDINGS * own:
+        self._save()  # before single precision, which may not find the memory
+        own = rounding(self.fabric, self.raw, self.task, self.val, self.config)
+        if off <= ROUNDINGS * own:  # never where only the compiled losses are not numbers
             self._say(
                 f"{self.config.precision} moves this model's losses by {own:.0%}, and compiling it by {off:.0%}: what "
                 "it has learned is no larger than what rounding takes. --precision 32-true does not round."
             )
             return
-        self._save()
         message = (
             f"the compiled model's losses are {off:.0%} off those of the model itself, where rounding alone makes "
             f"{own:.0%}: torch {torch.__version__} compiles it wrongly. Saved at step {self.step}; go on with --resume "
