@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.lab import make_config
-from weft.lab.bench import How, forget, names_of, reason
-from weft.lab.bench_report import Report, Table, cell
+from weft.lab.bench.report import Report, Table, cell
+from weft.lab.bench.timing import How, forget, names_of, reason
 from weft.lab.loop import Training
 from weft.models.presets import STUDY_ATTENTIONS
 from weft.tasks import listops

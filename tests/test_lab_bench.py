@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 import weft
 from weft.cli import app
-from weft.lab import bench_cost, bench_latency, bench_scaling, bench_size, bench_throughput
-from weft.lab.bench import How, Timing, peak_memory, take_turns
-from weft.lab.bench_report import Line, Report, Table
+from weft.lab.bench import cost, latency, scaling, size, throughput
+from weft.lab.bench.report import Line, Report, Table
+from weft.lab.bench.timing import How, Timing, peak_memory, take_turns
 from weft.models.presets import STUDY_ATTENTIONS, TASKS
 from weft.tasks import pathfinder
 
@@ -90,23 +90,23 @@ def means(table: dict, names: list[str], by: int) -> list[tuple[float, float]]:
 
 def test_the_papers_latencies_are_copied_right():
     """Their own averages: Table 10's divide the sum over nine attentions by ten."""
-    assert set(bench_latency.TABLE_9) == set(bench_latency.TABLE_10) == set(STUDY_ATTENTIONS)
-    nine = means(bench_latency.TABLE_9, list(STUDY_ATTENTIONS), 10)
+    assert set(latency.TABLE_9) == set(latency.TABLE_10) == set(STUDY_ATTENTIONS)
+    nine = means(latency.TABLE_9, list(STUDY_ATTENTIONS), 10)
     printed = [(87, 57), (131, 14), (69, 22), (142.6, 48)]  # 140 is printed for 142.6
     for (deep, wide), (their_deep, their_wide) in zip(nine, printed, strict=True):
         assert abs(deep - their_deep) <= 0.51 and abs(wide - their_wide) <= 0.51
-    ten = means(bench_latency.TABLE_10, [n for n in STUDY_ATTENTIONS if n != "synthesizer"], 10)
+    ten = means(latency.TABLE_10, [n for n in STUDY_ATTENTIONS if n != "synthesizer"], 10)
     printed = [(76, 34), (76, 40), (145, 87), (240, 144)]
     for (deep, wide), (their_deep, their_wide) in zip(ten, printed, strict=True):
         assert abs(deep - their_deep) <= 1 and abs(wide - their_wide) <= 1
 
 
 def test_the_papers_figure_stands_only_beside_the_same_thing():
-    assert bench_latency.printed("listops", "bigbird", "cpu", batch=1, length=0) == (103, 30)
-    assert bench_latency.printed("matching", "full", "cuda", batch=32, length=0) == (289, 289)
-    assert bench_latency.printed("listops", "bigbird", "cpu", batch=32, length=0) is None
-    assert bench_latency.printed("listops", "bigbird", "cpu", batch=1, length=64) is None
-    assert bench_latency.printed("listops", "axial", "cpu", batch=1, length=0) is None
+    assert latency.printed("listops", "bigbird", "cpu", batch=1, length=0) == (103, 30)
+    assert latency.printed("matching", "full", "cuda", batch=32, length=0) == (289, 289)
+    assert latency.printed("listops", "bigbird", "cpu", batch=32, length=0) is None
+    assert latency.printed("listops", "bigbird", "cpu", batch=1, length=64) is None
+    assert latency.printed("listops", "axial", "cpu", batch=1, length=0) is None
 
 
 def test_latency_measures_deep_and_wide(tmp_path):
@@ -126,20 +126,20 @@ def test_latency_measures_deep_and_wide(tmp_path):
 
 def test_the_mean_row_takes_the_same_rows_of_both():
     def record(name: str, deep: float, wide: float) -> dict:
-        theirs = bench_latency.TABLE_10[name][2]
+        theirs = latency.TABLE_10[name][2]
         paper = {"deep_ms": theirs[0], "wide_ms": theirs[1], "ratio": theirs[0] / theirs[1]}
         sides = {"deep": {"layers": 6, "heads": 8, "ms": deep}, "wide": {"layers": 1, "heads": 48, "ms": wide}}
         return {"task": "listops", "attention": name, **sides, "ratio": deep / wide, "paper": paper}
 
     records = [record("linear", 30, 10), record("local", 10, 10), record("synthesizer", 1e6, 1)]
-    (table,) = bench_latency.tables(records, "cuda")
+    (table,) = latency.tables(records, "cuda")
     assert table.rows[-1] == ["mean of 2", "20.0", "10.0", "2.00", f"{(76 + 86) / (32 + 40):.2f}"]
 
 
 def test_sizes_counted_as_there_are_the_papers():
     report = Report("size", None, {})
     with Line(4) as line:
-        bench_size.measure_study(list(TASKS), STUDY_ATTENTIONS, report, line)
+        size.measure_study(list(TASKS), STUDY_ATTENTIONS, report, line)
     assert len(report.records) == 40
     for record in report.records:
         assert record["as_published"] == record["paper"]["ratio"], record
@@ -148,12 +148,12 @@ def test_sizes_counted_as_there_are_the_papers():
 
 def test_exponents_and_crossovers():
     lengths = [64, 128, 256]
-    assert bench_scaling.exponent(lengths, [L**1.5 for L in lengths]) == pytest.approx(1.5)
-    assert bench_scaling.exponent(lengths, [1.0, None, None]) is None
+    assert scaling.exponent(lengths, [L**1.5 for L in lengths]) == pytest.approx(1.5)
+    assert scaling.exponent(lengths, [1.0, None, None]) is None
     shares = {64: 2.0, 128: 0.9, 256: 1.1, 512: 0.5, 1024: 0.2}
     records = [{"attention": "linear", "length": L, "of_full": share} for L, share in shares.items()]
-    assert bench_scaling.crossover(records, "linear") == "512"
-    assert bench_scaling.crossover(records[:3], "linear") == "never"
+    assert scaling.crossover(records, "linear") == "512"
+    assert scaling.crossover(records[:3], "linear") == "never"
 
 
 def test_scaling_goes_on_without_those_that_cannot(tmp_path):
@@ -171,7 +171,7 @@ def test_scaling_goes_on_without_those_that_cannot(tmp_path):
 
 def test_a_mechanism_over_the_limit_is_not_made_longer():
     report = Report("scaling", QUICK, {})
-    bench_scaling.measure(["full", "linear"], [8, 16], QUICK, report, batch=1, heads=1, head_dim=2, limit=0.0)
+    scaling.measure(["full", "linear"], [8, 16], QUICK, report, batch=1, heads=1, head_dim=2, limit=0.0)
     assert [("error" in record) for record in report.records] == [False, False, True, True]
     assert report.records[2]["error"] == "over 0 s a call"
 
@@ -187,11 +187,11 @@ def test_an_unknown_name_is_refused():
 
 
 def test_counted_multiply_adds():
-    shape = bench_cost.Shape(layers=4, dim=8, heads=2, mlp_dim=16, length=64, batch=1)
+    shape = cost.Shape(layers=4, dim=8, heads=2, mlp_dim=16, length=64, batch=1)
     per_layer, attention = 4 * 8 * 8 + 2 * 8 * 16, 2 * 64 * 8
-    assert bench_cost.counted(shape, "S0") == 1
+    assert cost.counted(shape, "S0") == 1
     expected = (4 * per_layer + attention + 3 * attention / 8) / (4 * (per_layer + attention))
-    assert bench_cost.counted(shape, "S3-L8") == pytest.approx(expected)
+    assert cost.counted(shape, "S3-L8") == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -202,7 +202,7 @@ def test_the_share_of_pairs_is_counted_as_they_are(causal):
     windows = attn.last_indices.tolist()
     legal = [(i, j) for i in range(L) for j in range(L) if not causal or j <= i]
     sampled = [(i, j) for i, j in legal if j in windows[i // (L // W)]]
-    assert bench_cost.pair_share(attn.last_indices, L, causal) == pytest.approx(len(sampled) / len(legal))
+    assert cost.pair_share(attn.last_indices, L, causal) == pytest.approx(len(sampled) / len(legal))
 
 
 def test_cost_compares_schedules_with_the_dense_model(tmp_path):
@@ -211,7 +211,7 @@ def test_cost_compares_schedules_with_the_dense_model(tmp_path):
     found = invoke(*words.split(), str(out))
     assert found.exit_code == 0, found.output
     rows = json.loads(out.read_text())["rows"]
-    assert [row["kind"] for row in rows[:4]] == list(bench_cost.KINDS)
+    assert [row["kind"] for row in rows[:4]] == list(cost.KINDS)
     assert all(row["share"] == 0.25 for row in rows[:2]) and all(row["share"] > 0.25 for row in rows[2:4])
     dense, sampled = rows[4:]
     assert dense["ratio"] == dense["memory_ratio"] == 1
@@ -224,16 +224,16 @@ def test_throughput_is_cached_over_plain(monkeypatch):
             raise ImportError("vit-small comes from timm: pip install 'weft[timm]'")
         return nn.Sequential(nn.AvgPool2d(56), nn.Flatten(), nn.Linear(48, 1000))
 
-    monkeypatch.setattr(bench_throughput, "build", build)
+    monkeypatch.setattr(throughput, "build", build)
     report = Report("throughput", QUICK, {})
-    bench_throughput.measure(["pvt-tiny", "vit-small"], QUICK, report, batch=2)
+    throughput.measure(["pvt-tiny", "vit-small"], QUICK, report, batch=2)
     tiny, vit = report.records
     train = tiny["train"]
     assert train["ratio"] == pytest.approx(train["cached"]["images_per_s"] / train["plain"]["images_per_s"])
     assert train["plain"]["images_per_s"] == pytest.approx(2e3 / train["plain"]["ms"])
     assert train["paper"]["ratio"] == 257 / 313 and tiny["test"]["paper"]["ratio"] == 768 / 930
     assert "pip install" in vit["test"]["error"]
-    assert [len(table.rows) for table in bench_throughput.tables(report.records)] == [2, 2]
+    assert [len(table.rows) for table in throughput.tables(report.records)] == [2, 2]
 
 
 def test_the_file_is_whole_after_every_row(tmp_path):

@@ -19,8 +19,8 @@ from weft.lab import make_config, train
 from weft.lab.config import to_json
 from weft.lab.run import Run, RunExists
 from weft.lab.sweep import changed, check_folder, is_sweep, jobs_of, load_sweep, parse_override
-from weft.lab.sweep_run import DONE, FAILED, IN_USE, RUNNING, STOPPED, WAITING, Local, Process, run_jobs, survey
-from weft.lab.sweep_view import View, failures, line, table
+from weft.lab.sweep.jobs import DONE, FAILED, IN_USE, RUNNING, STOPPED, WAITING, Local, Process, run_jobs, survey
+from weft.lab.sweep.view import View, failures, line, table
 
 
 @pytest.fixture
@@ -285,7 +285,7 @@ def test_the_command_line(sweep, tmp_path):
 
 
 def test_exit_codes(sweep, command, monkeypatch):
-    import weft.lab.sweep_run as module
+    import weft.lab.sweep.jobs as module
 
     monkeypatch.setattr(module, "Local", lambda jobs: Local(jobs, command))
     runner = CliRunner()
@@ -315,7 +315,7 @@ def test_on_a_ray_cluster(sweep, command):
     """Each run fills the cluster: one is done; then, in whichever order Ray takes them, one of two is stopped at work
     and the other in the queue."""
     ray = pytest.importorskip("ray")
-    from weft.lab.sweep_remote import RayEngine
+    from weft.lab.sweep.remote import RayEngine
 
     (short, *long), _, _ = short_and_long(sweep)
     seen = []
@@ -341,7 +341,7 @@ def test_on_a_ray_cluster(sweep, command):
 
 def test_through_submitit(sweep, command, tmp_path):
     pytest.importorskip("submitit")
-    from weft.lab.sweep_remote import SlurmEngine
+    from weft.lab.sweep.remote import SlurmEngine
 
     jobs, view, seen = short_and_long(sweep)
     engine = SlurmEngine(1, tmp_path / "slurm", cluster="local", command=command)

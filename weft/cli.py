@@ -8,7 +8,7 @@ from .attention.table import show_attentions
 from .demo import demo
 from .inspect.command import inspect
 from .lab import commands as lab
-from .lab.bench_commands import bench_app
+from .lab.bench.commands import bench_app
 from .size import size
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)

@@ -160,8 +160,8 @@ def sweep_files(
     """
     with _exit_codes():
         from .sweep import jobs_of, load_sweep, parse_override
-        from .sweep_run import DONE, FAILED, Local, run_jobs, survey
-        from .sweep_view import View, failures, table
+        from .sweep.jobs import DONE, FAILED, Local, run_jobs, survey
+        from .sweep.view import View, failures, table
 
         overrides = dict(parse_override(text) for text in set_ or [])
         overrides |= {"steps": steps} if steps else {}
@@ -183,11 +183,11 @@ def sweep_files(
         if on == "local":
             engine = Local(jobs or 1)
         elif on == "ray":
-            from .sweep_remote import RayEngine
+            from .sweep.remote import RayEngine
 
             engine = RayEngine(jobs, address=address, gpus=gpus, cpus=cpus)
         elif on == "slurm":
-            from .sweep_remote import SlurmEngine
+            from .sweep.remote import SlurmEngine
 
             place = work[0].folder.parent / ".slurm"
             engine = SlurmEngine(jobs, place, gpus=gpus, cpus=cpus, minutes=minutes, partition=partition)
@@ -226,7 +226,7 @@ def report_runs(
 
             print(f"wrote {report(paths, out or Path('report.html'))}")
             return
-        from .tables import report_sweeps, sweep_folders
+        from .sweep.tables import report_sweeps, sweep_folders
 
         found = sweep_folders(paths)
         for place, files in found.items():

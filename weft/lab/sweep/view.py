@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from .progress import short
-from .sweep_run import DONE, FAILED, IN_USE, RUNNING, STOPPED, WAITING, State
+from ..progress import short
+from .jobs import DONE, FAILED, IN_USE, RUNNING, STOPPED, WAITING, State
 
 ORDER = (RUNNING, FAILED, IN_USE, STOPPED, WAITING, DONE)
 COLOURS = {RUNNING: "cyan", FAILED: "red", IN_USE: "yellow", STOPPED: "yellow", WAITING: "dim", DONE: "green"}

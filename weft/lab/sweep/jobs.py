@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from .run import Run
-from .sweep import Job, check_folder, result_of, write_config
+from ..run import Run
+from .cells import Job, check_folder, result_of, write_config
 
 INTERRUPTED = 75  # as `weft train` ends when a signal came and it has saved
 BUSY = -1000  # no exit code: another process holds the folder
@@ -300,7 +300,7 @@ def _stop(states: Sequence[State]) -> None:
 
 
 def saved_step(folder: Path) -> int:
-    from .checkpoint import Checkpoints
+    from ..checkpoint import Checkpoints
 
     return max(Checkpoints(Run(folder).checkpoints).steps(), default=0)
 

@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import atomic
-from .config import TrainConfig
-from .run import Run
-from .sweep import Sweep, changed
+from ..checkpoint import atomic
+from ..config import TrainConfig
+from ..run import Run
+from .cells import Sweep, changed
 
 FORMAT = 1
 POINTS = 60  # of a curve

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ..models.presets import TASKS, lra
-from .bench import Call, How, forget, ratio, reason, take_turns
-from .bench_report import Line, Report, Table, cell
+from ...models.presets import TASKS, lra
+from .report import Line, Report, Table, cell
+from .timing import Call, How, forget, ratio, reason, take_turns
 
 # Milliseconds: deepest and widest shape of imdb-token, imdb-byte, listops and matching.
 TABLE_9 = {

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .bench import Call, How, forget, ratio, reason, take_turns
-from .bench_report import Line, Report, Table, cell
+from .report import Line, Report, Table, cell
+from .timing import Call, How, forget, ratio, reason, take_turns
 
 # Table 9, images per second of one V100: plain and cached in training, plain and cached at test.
 TABLE_9 = {
@@ -37,7 +37,7 @@ MODELS = (*TABLE_9, *TIMM)
 def build(name: str, cached: bool, share: float = 0.5) -> nn.Module:
     """A host with 1,000 classes for images of 224 x 224; `share` of the channels is cached."""
     if name in TABLE_9:
-        from ..models.pvt import pvt
+        from ...models.pvt import pvt
 
         return pvt(name.removeprefix("pvt-"), cached=cached, ratio=share)
     try:
@@ -46,7 +46,7 @@ def build(name: str, cached: bool, share: float = 0.5) -> nn.Module:
         raise ImportError(f"{name} comes from timm: pip install 'weft[timm]'") from error
     model = timm.create_model(TIMM[name])
     if cached:
-        from ..adapt.surgery import cache
+        from ...adapt.surgery import cache
 
         cache(model, share, memory_attention="same")
     return model

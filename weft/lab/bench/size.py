@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..models.presets import TASKS
-from ..models.sizes import BYTES_PER_PARAMETER, checkpoint_size, study_rows
-from .bench_report import Line, Report, Table, cell
+from ...models.presets import TASKS
+from ...models.sizes import BYTES_PER_PARAMETER, checkpoint_size, study_rows
+from .report import Line, Report, Table, cell
 
 
 def measure_study(tasks: Sequence[str], names: Sequence[str], report: Report, line: Line) -> None:
@@ -34,7 +34,7 @@ def measure_study(tasks: Sequence[str], names: Sequence[str], report: Report, li
 
 def measure_cached(report: Report, line: Line) -> None:
     """One record for every size of the pyramid."""
-    from ..models.pvt_sizes import pvt_sizes
+    from ...models.pvt_sizes import pvt_sizes
 
     line.next("the pyramid, plain and cached")
     plain = None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from .bench import How
+    from .timing import How
 
 bench_app = typer.Typer(no_args_is_help=True, help="Cost, measured here, as ratios beside the papers'.")
 
@@ -40,7 +40,7 @@ def _clear_errors() -> Any:
 def _how(device: str, precision: str, repeats: int, budget: float, full: bool, threads: int, **more: Any) -> How:
     import torch
 
-    from .bench import How
+    from .timing import How
 
     if threads:
         torch.set_num_threads(threads)
@@ -79,10 +79,10 @@ def latency(
     with _clear_errors():
         from dataclasses import replace
 
-        from ..models.presets import STUDY_ATTENTIONS, TASKS
-        from . import bench_latency as bench
-        from .bench import names_of
-        from .bench_report import Report
+        from ...models.presets import STUDY_ATTENTIONS, TASKS
+        from . import latency as bench
+        from .report import Report
+        from .timing import names_of
 
         chosen = _among(tasks, list(TASKS), list(TASKS) if full else ["listops"], "task")
         names = names_of(attentions, STUDY_ATTENTIONS)
@@ -110,10 +110,10 @@ def size(
 ) -> None:
     """Sizes as ratios: wide / deep (Table 8 of the wide-attention study) and cached / plain."""
     with _clear_errors():
-        from ..models.presets import STUDY_ATTENTIONS, TASKS
-        from . import bench_size as bench
-        from .bench import names_of
-        from .bench_report import Line, Report
+        from ...models.presets import STUDY_ATTENTIONS, TASKS
+        from . import size as bench
+        from .report import Line, Report
+        from .timing import names_of
 
         chosen = _among(tasks, list(TASKS), list(TASKS), "task")
         report = Report("size", None, {}, out)
@@ -152,10 +152,10 @@ def scaling(
 ) -> None:
     """Time and memory of attention over the length (Figure 3 of the Combiner paper)."""
     with _clear_errors():
-        from ..attention import attention_info
-        from . import bench_scaling as bench
-        from .bench import names_of
-        from .bench_report import Report
+        from ...attention import attention_info
+        from . import scaling as bench
+        from .report import Report
+        from .timing import names_of
 
         fitting = [name for name in bench.FIGURE_3 if not causal or attention_info(name).causal]
         names = names_of(attentions, fitting, causal)
@@ -213,8 +213,8 @@ def cost(
     with _clear_errors():
         from dataclasses import asdict, replace
 
-        from . import bench_cost as bench
-        from .bench_report import Line, Report
+        from . import cost as bench
+        from .report import Line, Report
 
         if part not in ("attention", "step", "both"):
             raise ValueError(f"part is attention, step or both, got {part!r}")
@@ -264,8 +264,8 @@ def throughput(
 ) -> None:
     """Images per second with and without a cache, training and test (Table 9 of the cache paper)."""
     with _clear_errors():
-        from . import bench_throughput as bench
-        from .bench_report import Report
+        from . import throughput as bench
+        from .report import Report
 
         how = _how(device, precision, repeats, budget, full, threads, compile=compile, cpu_time=cpu_time)
         quick = list(bench.TABLE_9) if how.device == "cuda" else ["pvt-tiny"]

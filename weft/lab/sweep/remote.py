@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .sweep_run import INTERRUPTED, Handle, Process
+from .jobs import INTERRUPTED, Handle, Process
 
 STARTED, STOP = ".started", ".stop"
 

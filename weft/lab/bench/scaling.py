@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from ..attention import make_attention
-from .bench import Call, How, Timing, forget, reason, take_turns
-from .bench_report import Line, Report, Table, cell
+from ...attention import make_attention
+from .report import Line, Report, Table, cell
+from .timing import Call, How, Timing, forget, reason, take_turns
 
 FIGURE_3 = (
     "full",

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from .bench import How
-from .checkpoint import atomic
-from .run import commit
+from ..checkpoint import atomic
+from ..run import commit
+from .timing import How
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Report:
 
 def machine(how: How | None = None) -> dict[str, Any]:
     """What it was measured on, and with which code."""
-    from .. import __version__
+    from ... import __version__
 
     script = Path(sys.argv[0]).name
     on_gpu = how is not None and how.device == "cuda"

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention import attention_info, attentions
+from ...attention import attention_info, attentions
 
 PRECISIONS = ("32-true", "tf32", "bf16-mixed", "bf16-true")
 WARMUP = {"cpu": 1, "cuda": 2}  # calls that do not count

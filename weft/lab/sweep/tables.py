@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .checkpoint import atomic
-from .report import Curve, chart, document
+from ..checkpoint import atomic
+from ..report import Curve, chart, document
+from .cells import Cell, Sweep, is_sweep, load_sweep
 from .results import Record, gather, results_file, write_results
-from .sweep import Cell, Sweep, is_sweep, load_sweep
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

@@ -1,0 +1,1 @@
+"""`weft bench`: what attention costs, measured and counted."""
