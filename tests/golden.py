@@ -1,12 +1,9 @@
-"""The golden files: outputs of the papers' own code, kept outside the repository.
-
-The folder is the environment variable WEFT_GOLDEN, else `../shared/golden` beside the repository. Tests run every case
-they find in a file and skip when the file is not there.
-"""
+"""Outputs of the papers' published code: `tests/golden/`, and more cases from the folder in WEFT_GOLDEN if it is set."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,32 +12,32 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
-def folder() -> Path:
-    return Path(os.environ.get("WEFT_GOLDEN") or REPOSITORY.parent / "shared" / "golden")
-
-
-def path(file: str) -> Path:
-    """Where the file lies; the test is skipped when it does not."""
-    found = folder() / file
-    if not found.is_file():
-        pytest.skip(f"no golden file {file} in {folder()}: set WEFT_GOLDEN to its folder")
-    return found
+def _files(file: str) -> Iterator[Path]:
+    folders = [REPOSITORY / "tests" / "golden", *filter(None, [os.environ.get("WEFT_GOLDEN")])]
+    return (Path(folder) / file for folder in folders if (Path(folder) / file).is_file())
 
 
 def cases(file: str) -> dict[str, dict[str, np.ndarray]]:
     """Arrays by case and by name within the case: "linear/w/cls" is cases(file)["linear"]["w/cls"]."""
-    grouped: dict[str, dict[str, np.ndarray]] = {}
-    with np.load(path(file)) as arrays:
-        for key in arrays.files:
-            case, _, name = key.partition("/")
-            grouped.setdefault(case, {})[name] = arrays[key]
-    return grouped
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for path in _files(file):
+        grouped: dict[str, dict[str, np.ndarray]] = {}
+        with np.load(path) as arrays:
+            for key in arrays.files:
+                case, _, name = key.partition("/")
+                grouped.setdefault(case, {})[name] = arrays[key]
+        found |= grouped
+    return found
+
+
+def case(file: str, name: str) -> dict[str, np.ndarray]:
+    """The arrays of one case; the test is skipped if no file has it."""
+    found = cases(file)
+    if name not in found:
+        pytest.skip(f"no golden file {file} has a case {name}")
+    return found[name]
 
 
 def names(file: str) -> list[str]:
-    """The cases of a file, for parametrize; one stand-in when there is no file, which `cases` then skips."""
-    found = folder() / file
-    if not found.is_file():
-        return ["no golden file"]
-    with np.load(found) as arrays:
-        return sorted({key.partition("/")[0] for key in arrays.files})
+    """The cases of a file, for parametrize."""
+    return sorted(cases(file))

@@ -137,7 +137,7 @@ def layer_cases() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("file", "name"), layer_cases())
 def test_as_the_authors_code(file: str, name: str) -> None:
-    case = golden.cases(file)[name]
+    case = golden.case(file, name)
     if "img" in case:
         return whole_net(case)
     made = layer(case).train()

@@ -103,7 +103,7 @@ def whole_layer(case, arrays):
 
 @pytest.mark.parametrize("file, case", CASES)
 def test_authors_code(file, case):
-    arrays = golden.cases(file)[case]
+    arrays = golden.case(file, case)
     if case in NOT_OURS:
         pytest.skip(NOT_OURS[case])
     if case.startswith("layer_"):

@@ -139,7 +139,7 @@ KINDS = {
 
 @pytest.mark.parametrize("name", golden.names(FILE))
 def test_golden(name):
-    case = golden.cases(FILE)[name]
+    case = golden.case(FILE, name)
     kind = next(kind for kind in KINDS if name.startswith(kind))
     KINDS[kind](name, case)
 

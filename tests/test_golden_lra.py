@@ -180,7 +180,7 @@ def ours_shape(key: str, w: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("name", [n for n in golden.names(FILE) if n != "bigbird_plan"])
 def test_same_logits_as_the_published_code(name):
-    case = golden.cases(FILE)[name]
+    case = golden.case(FILE, name)
     if name in NOT_REPEATED:
         pytest.skip(f"{name}: {NOT_REPEATED[name]}")
     model, arguments = build(name, case)
@@ -191,9 +191,7 @@ def test_same_logits_as_the_published_code(name):
 
 @pytest.mark.parametrize("name", PUBLISHED_SINKHORN)
 def test_published_sinkhorn_differs_in_its_bugs_alone(name):
-    case = golden.cases(FILE).get(name)
-    if case is None:
-        pytest.skip(f"the golden file holds no case {name}")
+    case = golden.case(FILE, name)
     model, (ids,) = build(name, case)
     with torch.no_grad():
         vectors, _ = model.encoder.tokens(ids)
@@ -202,9 +200,6 @@ def test_published_sinkhorn_differs_in_its_bugs_alone(name):
 
 
 def test_same_random_blocks_as_the_published_code():
-    plans = golden.cases(FILE).get("bigbird_plan")
-    if plans is None:
-        pytest.skip("the golden file holds no BigBird plans")
-    for name, plan in plans.items():
+    for name, plan in golden.case(FILE, "bigbird_plan").items():
         seed, length, block, r, heads = map(int, re.findall(r"\d+", name))
         np.testing.assert_array_equal(random_plan(length, block, r, heads, seed), plan, err_msg=name)

@@ -48,7 +48,7 @@ def by_definition(q, k, v, sources, targets, causal, mask=None, bias=None):
 
 
 def recorded(name):
-    return {key: torch.as_tensor(value) for key, value in golden.cases(FILE)[name].items()}
+    return {key: torch.as_tensor(value) for key, value in golden.case(FILE, name).items()}
 
 
 @pytest.mark.parametrize("name", [n for n in golden.names(FILE) if not n.startswith("sampler")])

@@ -26,7 +26,7 @@ def swin_layer(case):
 
 @pytest.mark.parametrize("name", golden.names(FILE))
 def test_recorded_swin(name):
-    case = {key: torch.as_tensor(value) for key, value in golden.cases(FILE)[name].items()}
+    case = {key: torch.as_tensor(value) for key, value in golden.case(FILE, name).items()}
     layer, x = swin_layer(case)
     targets, _ = layer._sample(*x.shape[1:3], x.device)
     assert torch.equal(targets.flatten(), case["slot_raster"])
