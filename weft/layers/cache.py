@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention.recomputing import recomputing
+from ..kernels.launch import autocasts
 from .recompute import Recent, count_update
 from .resample import resample
 
@@ -145,9 +146,9 @@ class RecurrentCache(nn.Module):
 
     def _gate(self, cache: Tensor, tokens: Tensor) -> Tensor:
         """Equations 4 and 5 for each sample. Products are in the weights' dtype, or autocast's; the blend is not."""
-        dtype, kind = self.update_gate.weight.dtype, cache.device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
+        dtype = self.update_gate.weight.dtype
+        if autocasts(cache):
+            dtype = torch.get_autocast_dtype(cache.device.type)
         old, new = cache.to(dtype), tokens.to(dtype)
         update, reset = _joint(self.update_gate, new, old).sigmoid(), _joint(self.reset_gate, new, old).sigmoid()
         candidate = _joint(self.candidate, new, reset * old)
