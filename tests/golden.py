@@ -1,4 +1,4 @@
-"""Outputs of the papers' published code: `tests/golden/`, and more cases from the folder in WEFT_GOLDEN if it is set."""
+"""Outputs of the papers' published code: `tests/golden/`, and more cases from the folder in WEFT_GOLDEN."""
 
 from __future__ import annotations
 
