@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from weft.lab.checkpoint import Checkpoints
-from weft.lab.config import TrainConfig
 from weft.lab.run import Run
 from weft.layers import CachedAttention
 from weft.models.image import Normalised
 from weft.tasks import DataMissing, TaskData, get_task
 from weft.tasks.base import Columns
+from weft.tasks.config import TrainConfig
 from weft.tasks.images import PICTURES, ImageClassification
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -72,7 +72,7 @@ def resize(images: Tensor, size: int) -> Tensor:
 def load(data: str, source: str, size: int, patch: int) -> TaskData:
     """Small pictures stay as they are in memory and are brought to their size batch by batch."""
     if source in ("cifar10", "cifar100"):
-        from weft.lab.config import make_config
+        from weft.tasks.config import make_config
 
         found = get_task(source).load(make_config(source, data=data, patch=1))
         return TaskData(found.train, found.val, found.test, found.length, {**found.facts, "size": size})

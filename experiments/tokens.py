@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from weft.lab.config import TrainConfig
 from weft.tasks import DataMissing, TaskData
 from weft.tasks.base import Columns
+from weft.tasks.config import TrainConfig
 from weft.tasks.text import Bytes, Masked
 
 PARTS = ("train", "valid", "test")

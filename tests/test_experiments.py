@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from weft.lab.build import build_model
-from weft.lab.config import field_types, make_config
 from weft.lab.loop import train
 from weft.lab.sweep import is_sweep, load_sweep
 from weft.tasks import TaskData, listops
+from weft.tasks.config import field_types, make_config
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # `experiments` is no installed package: its modules run from the repository's root

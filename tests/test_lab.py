@@ -16,12 +16,12 @@ from weft.attention import attention_info, attentions
 from weft.cli import app
 from weft.lab import TrainConfig, evaluate_run, load_run, loop, make_config, train
 from weft.lab.build import build_model
-from weft.lab.config import FREE_ON_RESUME, field_help, from_json, to_json
 from weft.lab.data import Order, Rows, seed_of
 from weft.lab.evaluate import disagreement, evaluate, rounding
 from weft.lab.optim import learning_rate, make_optimizer
 from weft.lab.run import Run
 from weft.tasks import get_task
+from weft.tasks.config import FREE_ON_RESUME, field_help, from_json, to_json
 
 TINY = dict(
     layers=1, heads=2, head_dim=8, dim=16, mlp_dim=16, steps=6, batch_size=8, eval_every=3, checkpoint_every=2,

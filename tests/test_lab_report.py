@@ -14,12 +14,12 @@ pytest.importorskip("lightning")
 from sweeps import FILE, write_sweep
 
 from weft.cli import app
-from weft.lab.config import to_json
 from weft.lab.report import Curve, chart
 from weft.lab.run import Run
 from weft.lab.sweep import jobs_of
 from weft.lab.sweep.results import POINTS, gather, read_results, results_file, thin, write_results
 from weft.lab.sweep.tables import report_sweeps, sweep_folders, tables
+from weft.tasks.config import to_json
 
 
 @pytest.fixture

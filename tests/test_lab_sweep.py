@@ -16,11 +16,11 @@ from sweeps import COMMON, FILE, stand_in, write_sweep
 
 from weft.cli import app
 from weft.lab import make_config, train
-from weft.lab.config import to_json
 from weft.lab.run import Run, RunExists
 from weft.lab.sweep import changed, check_folder, is_sweep, jobs_of, load_sweep, parse_override
 from weft.lab.sweep.jobs import DONE, FAILED, IN_USE, RUNNING, STOPPED, WAITING, Local, Process, run_jobs, survey
 from weft.lab.sweep.view import View, failures, line, table
+from weft.tasks.config import to_json
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ code of the Long Range Arena, whose settings the inner attentions have). Ours: b
 steps.
 """
 
-from weft.lab.config import make_config
 from weft.lab.sweep import Cell
+from weft.tasks.config import make_config
 
 TITLE = "ListOps, plain and cached"
 METRIC = "accuracy"

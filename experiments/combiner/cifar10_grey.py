@@ -8,8 +8,8 @@ Combiner, https://arxiv.org/abs/2107.05768, with the Long Range Arena's model an
 With mean pooling the 1,024 tokens make the picture's 32 x 32 grid; a CLS token shifts it by one. Ours: bfloat16.
 """
 
-from weft.lab.config import make_config
 from weft.lab.sweep import Cell
+from weft.tasks.config import make_config
 
 TITLE = "CIFAR-10, grey pixels"
 METRIC = "accuracy"

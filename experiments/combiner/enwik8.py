@@ -33,10 +33,10 @@ from torch import Tensor, nn
 
 import weft
 from weft.attention.subsampled import Subsampling
-from weft.lab.config import make_config
 from weft.layers import CachedAttention
 from weft.models.language import LanguageModel
 from weft.tasks import get_task
+from weft.tasks.config import make_config
 
 CALIBRATION = 20  # steps timed to find out how many fit into the minutes
 

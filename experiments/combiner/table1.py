@@ -10,8 +10,8 @@ picture, learned positions, rate 1e-3 and cosine, no dropout here. 400,000 steps
 CIFAR-10's 10,000 test pictures. Blocks are as long as a row of the picture.
 """
 
-from weft.lab.config import make_config
 from weft.lab.sweep import Cell
+from weft.tasks.config import make_config
 
 TITLE = "Table 1: bits per dimension"
 METRIC = "bits_per_byte"

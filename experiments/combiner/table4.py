@@ -10,8 +10,8 @@ runs. Batch and rate are not given: 32 and 3e-4 here, 12 heads for ImageNet-64. 
 people's. Nothing short of weeks on several devices.
 """
 
-from weft.lab.config import make_config
 from weft.lab.sweep import Cell
+from weft.tasks.config import make_config
 
 TITLE = "Table 4: density estimation, Combiner-Axial"
 METRIC = "bits_per_byte"

@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.table import Row, run
-from weft.lab.config import TrainConfig
 from weft.layers import RelativeBias2d
 from weft.models.build import encoder_blocks
 from weft.tasks import Task, TaskData, get_task
 from weft.tasks.base import Columns
+from weft.tasks.config import TrainConfig
 
 RECIPE: dict[str, Any] = dict(
     layers=16, heads=8, head_dim=64, dim=512, mlp_dim=2048, dropout=0.0, steps=100_000, batch_size=128, warmup=4000,
@@ -87,7 +87,7 @@ class Pixels(Task):
         self.name, self.sampled = name, sampled  # type: ignore[misc]
 
     def load(self, config: TrainConfig) -> TaskData:
-        from weft.lab.config import make_config
+        from weft.tasks.config import make_config
 
         return get_task("cifar10").load(make_config("cifar10", data=config.data, patch=1))
 

@@ -10,8 +10,8 @@ column of Table 8; the dense model's is in Table 1, which we have not seen. `com
 minutes.
 """
 
-from weft.lab.config import make_config
 from weft.lab.sweep import Cell
+from weft.tasks.config import make_config
 
 TITLE = "Table 8: enwik8, sampled with and without local bias"
 METRIC = "bits_per_byte"

@@ -25,12 +25,12 @@ from experiments.table import Row, add_once, run
 from experiments.tokens import Tokens
 from weft.attention.subsampled import Subsampling
 from weft.lab import load_run
-from weft.lab.config import TrainConfig
 from weft.layers import ALiBi
 from weft.layers.encoder import NORM_EPS
 from weft.models.build import encoder_blocks
 from weft.tasks import TaskData
 from weft.tasks.base import Columns, block_options
+from weft.tasks.config import TrainConfig
 
 # row -> schedule, dense finish, the paper's test perplexity, and that of an ensemble of 50 (Table 10)
 PAPER: dict[str, tuple[str, float, float | None, float | None]] = {

@@ -1,6 +1,6 @@
 """The lab: train any attention on any task, lose nothing, and read what came out."""
 
-from .config import TrainConfig, make_config
+from ..tasks.config import TrainConfig, make_config
 from .evaluate import evaluate_run, load_run
 from .loop import Diverged, Interrupted, Result, train
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..tasks import TaskData, get_task
-from .config import TrainConfig
+from ..tasks.config import TrainConfig
 from .data import seed_everything
 
 

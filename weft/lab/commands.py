@@ -23,10 +23,10 @@ EXIT_INTERRUPTED = 75  # saved; start it again with --resume
 
 def train_command() -> Callable[..., None]:
     """`weft train`, with an option for every field of the TrainConfig."""
-    from .config import TrainConfig, field_help, field_types
+    from ..tasks.config import TrainConfig, field_help, field_types
 
     def train(task: str, resume: bool = False, **given: Any) -> None:
-        from .config import make_config
+        from ..tasks.config import make_config
 
         values = {name: value for name, value in given.items() if value is not None}
         with _exit_codes():

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ..tasks import TaskData, get_task
 from ..tasks.base import Task
+from ..tasks.config import TrainConfig
 from . import checkpoint
 from .build import build_model
-from .config import TrainConfig
 from .data import Rows, seed_everything, seed_of
 from .run import Run
 from .state import restore_model

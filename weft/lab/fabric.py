@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..attention import Attention
-from .config import TrainConfig
+from ..tasks.config import TrainConfig
 
 
 def make_fabric(config: TrainConfig) -> Any:

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from ..tasks import get_task
+from ..tasks.config import TrainConfig
 from .build import build_model
 from .checkpoint import Checkpoints, DamagedCheckpoint, read
-from .config import TrainConfig
 from .data import Order, Rows, seed_everything, seed_of
 from .evaluate import disagreement, evaluate, load_weights, rounding
 from .fabric import checkpoint_activations, make_fabric

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .config import TrainConfig
+from ..tasks.config import TrainConfig
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:

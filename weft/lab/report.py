@@ -145,7 +145,7 @@ def report(
     folders: Sequence[str | Path], out: str | Path, marks: dict[str, list[tuple[float, str]]] | None = None
 ) -> Path:
     """Write the page of these runs; `marks` (by run's name) are moments to draw into its curve."""
-    from .checkpoint import atomic
+    from ..tasks.files import atomic
 
     runs = [read_run(Path(folder)) for folder in folders]
     if not runs:

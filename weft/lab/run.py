@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
-from . import config as config_
-from .checkpoint import CannotSave, atomic
-from .config import TrainConfig
+from ..tasks import config as config_
+from ..tasks.config import TrainConfig
+from ..tasks.files import atomic
+from .checkpoint import CannotSave
 
 
 class RunExists(Exception):

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from .base import TaskData, TextClassification, add_task
+from .config import TrainConfig
 from .files import DamagedData, find, read_parquet
 from .images import ImageClassification
-
-if TYPE_CHECKING:
-    from ..lab.config import TrainConfig
 
 HELD_OUT = 5000
 Pictures = tuple[np.ndarray, np.ndarray]  # (n, 3, 32, 32) bytes, (n,) labels

@@ -6,15 +6,11 @@ five; id 0 is padding, id s + 1 is shade s. Split by a fixed permutation: 1,297 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
 from .base import DataMissing, TaskData, TextClassification, add_task
-
-if TYPE_CHECKING:
-    from ..lab.config import TrainConfig
+from .config import TrainConfig
 
 TRAIN, VAL = 1297, 200
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from . import listops, pathfinder
 from .base import DataMissing
+from .files import atomic
 from .text import ENWIK8_MD5
 
 ENWIK8_URL = "http://mattmahoney.net/dc/enwik8.zip"
@@ -87,8 +88,6 @@ def make(name: str, data: Path, *, seed: int = 0, workers: int = 0, count: int =
 
 def get(name: str, data: Path) -> Path:
     """Fetch a data set from the network and write it whole."""
-    from ..lab.checkpoint import atomic
-
     target = data / ("enwik8" if name == "enwik8" else f"{name}.parquet")
     if target.exists():
         raise DataMissing(f"{target} is already there: remove it to fetch it again")

@@ -39,6 +39,28 @@ def sha256(path: Path) -> str:
 
 
 @contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """A temporary name beside `path` that becomes `path` if all goes well, and vanishes if not."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        sync(temporary)
+        os.replace(temporary, path)
+        sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder that becomes `folder` when all of it is on the disk."""
     if folder.exists():

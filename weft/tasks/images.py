@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,10 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import Classification, Columns, TaskData, add_task, block_options, crate_options
+from .config import TrainConfig
 from .files import DamagedData, find, split_off
-
-if TYPE_CHECKING:
-    from ..lab.config import TrainConfig
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm")
 

@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from .base import StudyTask, TaskData, add_task
+from .config import TrainConfig
 from .files import DamagedData, as_ids, find, pad_rows, read_parquet, split_off
-
-if TYPE_CHECKING:
-    from ..lab.config import TrainConfig
 
 HOW = "fetch it with: weft data get imdb, or unpack aclImdb_v1.tar.gz (ai.stanford.edu/~amaas/data/sentiment) there"
 WORD = re.compile(r"\w+")

@@ -13,16 +13,13 @@ from __future__ import annotations
 import csv
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from .base import Columns, StudyTask, TaskData, add_task
+from .config import TrainConfig
 from .files import DamagedData, find, new_folder, read_array, read_manifest, write_manifest
-
-if TYPE_CHECKING:
-    from ..lab.config import TrainConfig
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 VOCABULARY = ("<pad>", *OPERATORS, "]", *map(str, range(10)), "<unknown>")

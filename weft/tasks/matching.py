@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .base import Columns, StudyTask, TaskData, add_task
+from .config import TrainConfig
 from .files import DamagedData, as_ids, find, pad_rows
-
-if TYPE_CHECKING:
-    from ..lab.config import TrainConfig
 
 FILES = ("new_aan_pairs.train.tsv", "new_aan_pairs.eval.tsv", "new_aan_pairs.test.tsv")
 

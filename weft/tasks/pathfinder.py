@@ -20,16 +20,14 @@ from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from .base import DataMissing, TaskData, TextClassification, add_task
+from .config import TrainConfig
 from .files import DamagedData, find, new_folder, read_array, read_manifest, write_manifest
-
-if TYPE_CHECKING:
-    from ..lab.config import TrainConfig
 
 DASHES = {"easy": 6, "medium": 9, "hard": 14}
 OFFICIAL = {"easy": "curv_baseline", "medium": "curv_contour_length_9", "hard": "curv_contour_length_14"}

@@ -15,7 +15,7 @@ import math
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,10 +24,8 @@ from torch import Tensor, nn
 
 from ..attention import attention_info
 from .base import Columns, DataMissing, Task, TaskData, add_task, block_options
+from .config import TrainConfig
 from .files import DamagedData, find
-
-if TYPE_CHECKING:
-    from ..lab.config import TrainConfig
 
 ENWIK8_MD5 = "a1fa5ffddb56f4953e226637dabbb36a"
 MASK_ID = 256

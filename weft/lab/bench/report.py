@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoint import atomic
+from ...tasks.files import atomic
 from ..run import commit
 from .timing import How
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config import FREE_ON_RESUME, TrainConfig, differences, field_types, to_json
+from ...tasks.config import FREE_ON_RESUME, TrainConfig, differences, field_types, to_json
 from ..run import Run, RunExists
 
 # These may differ between two runs of one cell; batch_size x accumulate x devices x nodes may not.

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import atomic
-from ..config import TrainConfig
+from ...tasks.config import TrainConfig
+from ...tasks.files import atomic
 from ..run import Run
 from .cells import Sweep, changed
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..checkpoint import atomic
+from ...tasks.files import atomic
 from ..report import Curve, chart, document
 from .cells import Cell, Sweep, is_sweep, load_sweep
 from .results import Record, gather, results_file, write_results

@@ -155,7 +155,7 @@ FREE_ON_RESUME = frozenset(
 
 def make_config(task: str, preset: str = "", **given: Any) -> TrainConfig:
     """The task's defaults, then the preset's values, then those given."""
-    from ..tasks import get_task
+    from .base import get_task
 
     entry = get_task(task)
     if preset and preset not in entry.presets:
