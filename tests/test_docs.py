@@ -43,8 +43,9 @@ def test_the_new_mechanism_of_contributing_works():
     import torch
 
     attn = namespace["MeanAttention"](heads=1, head_dim=2, causal=True)
-    v = torch.randn(1, 1, 5, 2)
+    v, mask = torch.randn(1, 1, 5, 2), torch.tensor([[False, True, True, False, True]])
     torch.testing.assert_close(attn(v, v, v)[0, 0, 2], v[0, 0, :3].mean(0))
+    torch.testing.assert_close(attn(v, v, v, mask), namespace["naive"](attn, v, v, v, mask))
 
 
 def test_importing_weft_is_light():

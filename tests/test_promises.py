@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -11,6 +12,28 @@ from promises import DEVICE, HEADS, LENGTHS, MAX_LENGTH, masks, noise, qkv, swee
 import weft
 
 EXACT = {"atol": 1e-10, "rtol": 1e-8}
+
+
+@sweep()
+def test_attend_equals_naive(case):
+    """The efficient version against the dense specification: outputs and all gradients, with masks and biases."""
+    attn = case.make()
+    bias = weft.RelativeBias(HEADS, 6).double() if case.info.bias else None
+    for L in (1, 2, 5, 9, 17, 23):
+        every = torch.stack([*(mask[0] for mask in masks(L).values()), torch.ones(L, dtype=torch.bool)])
+        for mask, shift, train in ((None, None, False), (every, None, False), (None, bias, True), (every, bias, True)):
+            attn.train(train)  # those that sample do so
+            q, k, v = qkv(L, B=len(every), grad=True)
+            inputs = [q, k, v, *attn.parameters(), *(shift.parameters() if shift else ())]
+            found = []
+            for version in (attn, functools.partial(case.info.naive, attn)):
+                torch.manual_seed(L)  # both draw the same sample
+                out = version(q, k, v, mask, shift)
+                if mask is not None:  # padded queries may give anything, but zeros where there is no token at all
+                    out = out.where((mask | ~mask.any(1, keepdim=True))[:, None, :, None], 0)
+                found.append((out, *torch.autograd.grad(out, inputs, noise(*out.shape), materialize_grads=True)))
+            for mine, specified in zip(*found, strict=True):
+                torch.testing.assert_close(mine, specified, atol=1e-9, rtol=1e-9)
 
 
 @sweep()

@@ -104,7 +104,7 @@ def test_bad_sizes(bad):
 
 def test_registering_twice_or_without_a_reason():
     with pytest.raises(ValueError, match="already"):
-        weft.register("full", weft.Attention, paper="", cost="L")
+        weft.register("full", weft.Attention, naive=torch.add, paper="", cost="L")
     with pytest.raises(ValueError, match="not_causal"):
-        weft.register("new", weft.Attention, paper="", cost="L", causal=False)
+        weft.register("new", weft.Attention, naive=torch.add, paper="", cost="L", causal=False)
     assert "new" not in weft.attentions()

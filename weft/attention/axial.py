@@ -17,10 +17,19 @@ from torch import Tensor
 from .blocks import both
 from .contract import Attention, PositionBias
 from .decoding import KeyValueState
+from .dense import dense_attention, positions
 from .joint import Columns, Layout, Part, Rows, joint_attention, token_positions, valid_in
 from .partitions import default_block, other_blocks, own_block
 from .registry import register
 from .softmax import softmax_attention
+
+
+def naive(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+) -> Tensor:
+    i, j = positions(q, k)
+    m = attn.block_size or default_block(k.shape[2], attn.max_length)
+    return dense_attention(attn, q, k, v, mask, bias, (i // m == j // m) | (i % m == j % m))
 
 
 @dataclass
@@ -124,6 +133,7 @@ def attend_to(q: Tensor, state: KeyValueState, seen: Tensor, bias: PositionBias 
 register(
     "axial",
     AxialAttention,
+    naive=naive,
     paper="Ho et al. 2019, Axial Attention in Multidimensional Transformers (1912.12180)",
     cost="L*sqrt(L)",
     bias=True,

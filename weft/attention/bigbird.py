@@ -12,6 +12,7 @@ with `seed` (there the layer's index), from blocks that the band does not hold a
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,10 +21,24 @@ from torch import Tensor
 from ..kernels.staging import send
 from .blocks import ceil_div, from_blocks, to_blocks
 from .contract import Attention, PositionBias
+from .dense import dense_attention, positions
 from .registry import register
 from .softmax import softmax_attention
 
 PLAN_TOKENS = 1024  # the published code draws random blocks from the first 1,024 tokens only
+
+
+def naive(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+) -> Tensor:
+    H, L, m = q.shape[1], q.shape[2], attn.block_size
+    n = ceil_div(L, m)
+    i, j = (x // m for x in positions(q, k))
+    plan = torch.from_numpy(random_plan(L, m, attn.random_blocks, H, attn.seed)).to(q.device)  # (H, n-2, r)
+    drawn = torch.zeros(H, n, n, dtype=torch.bool, device=q.device)
+    drawn[:, 1:-1] = (plan[..., None] == torch.arange(n, device=q.device)).any(2)
+    on_edge = (i == 0) | (i == n - 1) | (j == 0) | (j == n - 1)
+    return dense_attention(attn, q, k, v, mask, bias, on_edge | ((i - j).abs() <= 1) | drawn[:, i, j])
 
 
 class BigBirdAttention(Attention):
@@ -116,6 +131,7 @@ def _(length: int, block_size: int, random_blocks: int, heads: int, seed: int) -
 register(
     "bigbird",
     BigBirdAttention,
+    naive=naive,
     paper="Zaheer et al. 2020, Big Bird (2007.14062)",
     cost="L*block",
     bias=True,

@@ -20,15 +20,50 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from .contract import Attention, PositionBias, hide
+from .dense import dense_softmax, legal
 from .joint import Part, joint_attention
 from .precision import without_autocast
 from .softmax import softmax_attention
 from .summaries import Summary
 
 Seen = tuple[Tensor, Tensor, Tensor]  # keys and values (B, H, K, D), and which count, (B, K) or (B, H, K)
+
+
+def combiner_naive(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, direct: Tensor, spans: Tensor
+) -> Tensor:
+    """`direct` (.., L, L): i sees j directly. `spans` (.., L, S, L): j is in span s of i. Causal: both are cut at i."""
+    able, s = legal(attn, q, k, mask), attn.summary
+    members = spans & able[:, :, :, None]
+    qbar, kbar = dense_pool(s, q, s.query, members), dense_pool(s, k, s.key, members)
+    within = dense_softmax(qbar @ k.mT[:, :, None] / q.shape[-1] ** 0.5, members)
+    return dense_combiner(q, k, v, direct & able, members.any(-1), kbar, within)
+
+
+def dense_pool(summary: Summary, x: Tensor, linear: nn.Linear | None, members: Tensor) -> Tensor:
+    """pool_{j∈Ω} φ(x_j) for spans Ω given by their members (.., S, L): (.., S, D), zeros for an empty span."""
+    x = x if linear is None else x @ linear.weight.T
+    x = x if summary.kind in ("max", "mean", "sum") else x.relu()
+    x, inside = x.view(*x.shape[:2], *[1] * (members.dim() - 3), *x.shape[2:]), members[..., None]
+    if summary.pool == "max":
+        return torch.where(inside, x, float("-inf")).amax(-2).where(inside.any(-2), 0)
+    total = torch.where(inside, x, 0).sum(-2)
+    return total / inside.sum(-2).clamp(min=1) if summary.pool == "mean" else total
+
+
+def dense_combiner(
+    q: Tensor, k: Tensor, v: Tensor, direct: Tensor, seen: Tensor, kbar: Tensor, within: Tensor
+) -> Tensor:
+    """out_i of the formula. `seen` (.., L, S) are the spans of i, kbar (.., L or 1, S, D) their keys; their values are
+    vbar = within v, `within` (.., L or 1, S, L)."""
+    B, H, L, D = q.shape
+    logits = torch.cat([q @ k.mT, (q[:, :, :, None] * kbar).sum(-1)], -1) / D**0.5
+    allowed = torch.cat([direct.expand(B, H, L, L), seen.expand(B, H, L, seen.shape[-1])], -1)
+    p, p_spans = dense_softmax(logits, allowed).split([L, seen.shape[-1]], -1)
+    return (p + (p_spans[..., None] * within).sum(-2)) @ v
 
 
 class Combiner(Attention):

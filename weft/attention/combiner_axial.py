@@ -26,14 +26,47 @@ from torch import Tensor, nn
 from ..kernels import combiner_axial as kernel
 from ..kernels.dispatch import check_backend, use_triton
 from .axial import Grid, decoding_block, row_part
-from .combiner import Seen, join_seen
+from .blocks import ceil_div
+from .combiner import Seen, dense_combiner, join_seen
 from .contract import Attention, PositionBias, clean, hide
+from .dense import dense_softmax, legal, positions, real_tokens
 from .joint import Columns, Part, Rows, joint_attention
 from .partitions import default_block, other_blocks
 from .registry import register
 from .softmax import softmax_attention
 
 KEY_SUMMARIES = ("none", "wsum", "proj", "wsum_proj")
+
+
+def naive(
+    attn: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    bias: PositionBias | None = None,
+    x: Tensor | None = None,
+) -> Tensor:
+    (i, j), L, D, real = positions(q, k), k.shape[2], q.shape[-1], real_tokens(k, mask)
+    m = attn.block_size or default_block(L, attn.max_length)
+    s = torch.arange(ceil_div(L, m), device=q.device)
+    cell = s * m + i % m  # (L, rows): the token of row s in the column of i
+    there = (cell < L) & real[:, cell.clamp(max=L - 1)]
+
+    def at_cell(x: Tensor) -> Tensor:
+        return torch.where(there.view(-1, *[1] * (x.dim() - 3), L, len(s), 1), x[..., cell.clamp(max=L - 1), :], 0)
+
+    row = (j // m == s[:, None]) & real[:, None, None, None]
+    within = dense_softmax(at_cell(q) @ k.mT[:, :, None] / D**0.5, row)  # without a token at the cell: the mean
+    kbar = within @ (v if attn.key_summary == "proj" else k)[:, :, None]
+    if attn.key_summary == "none":
+        kbar = torch.where(there[:, None, ..., None], at_cell(k), kbar)
+    elif x is not None:
+        up = attn.up(kbar.movedim(1, 3).flatten(3)) + at_cell(x)
+        kbar = attn.down(attn.norm(up)).unflatten(-1, (attn.heads, D)).movedim(3, 1)
+    sees = s < i // m if attn.causal else (s != i // m) | attn.own_span
+    direct = (i // m == j // m) & legal(attn, q, k, mask)
+    return dense_combiner(q, k, v, direct, sees & row.any(-1), kbar, within)
 
 
 class CombinerAxial(Attention):
@@ -216,6 +249,7 @@ class RowState:
 register(
     "combiner-axial",
     CombinerAxial,
+    naive=naive,
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
     length_dependent="without max_length the default block size follows the length; block_size fixes it",

@@ -12,15 +12,31 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .axial import Grid, column_part, row_part
-from .combiner import line_summaries
+from .blocks import ceil_div
+from .combiner import combiner_naive, line_summaries
+from .contract import PositionBias
+from .dense import positions
 from .grid_combiner import GridCombiner
 from .joint import Layout, Part, Rows
 from .partitions import default_block, other_blocks
 from .registry import register
 from .summaries import Summary
+
+
+def naive(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+) -> Tensor:
+    i, j = positions(q, k)
+    m = attn.block_size or default_block(k.shape[2], attn.max_length)
+    direct = (i // m == j // m) | (i % m == j % m)
+    i, r = i[:, None], torch.arange(ceil_div(k.shape[2], m), device=q.device)[:, None]
+    row, left, right = (j // m == r) & (r != i // m), j % m < i % m, j % m > i % m
+    spans = torch.cat([row & left, row & right], 1) if attn.split else row & (left | right)
+    return combiner_naive(attn, q, k, v, mask, direct, spans)
 
 
 class CombinerAxialHorizontal(GridCombiner):
@@ -36,6 +52,7 @@ class CombinerAxialHorizontal(GridCombiner):
         **contract: Any,
     ):
         super().__init__(block_size=block_size, summary=summary, backend=backend, **contract)
+        self.split = split
         self.rows_as_spans = ("before", "after") if split else ("others",)
 
     def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
@@ -58,6 +75,7 @@ def row_spans(layout: Layout, grid: Grid, q: Tensor, summary: Summary, which: st
 register(
     "combiner-axial-horizontal",
     CombinerAxialHorizontal,
+    naive=naive,
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
     length_dependent="without max_length the default block size follows the length; block_size fixes it",

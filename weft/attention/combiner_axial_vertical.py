@@ -16,12 +16,24 @@ import torch
 from torch import Tensor
 
 from .axial import Grid, column_part, row_part
-from .combiner import line_summaries
+from .combiner import combiner_naive, line_summaries
+from .contract import PositionBias
+from .dense import positions
 from .grid_combiner import GridCombiner
 from .joint import Layout, Part, Rows
 from .partitions import default_block
 from .registry import register
 from .summaries import Summary
+
+
+def naive(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+) -> Tensor:
+    i, j = positions(q, k)
+    m = attn.block_size or default_block(k.shape[2], attn.max_length)
+    direct = (i // m == j // m) | (i % m == j % m)
+    i, c = i[:, None], torch.arange(m, device=q.device)[:, None]
+    return combiner_naive(attn, q, k, v, mask, direct, (j % m == c) & (c != i % m) & (j // m != i // m))
 
 
 class CombinerAxialVertical(GridCombiner):
@@ -60,6 +72,7 @@ def column_spans(layout: Layout, grid: Grid, q: Tensor, summary: Summary, which:
 register(
     "combiner-axial-vertical",
     CombinerAxialVertical,
+    naive=naive,
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
     length_dependent="without max_length the default block size follows the length; block_size fixes it",

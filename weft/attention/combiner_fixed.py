@@ -25,12 +25,39 @@ from torch import Tensor
 from ..kernels import combiner_fixed as kernel
 from ..kernels.dispatch import check_backend, use_triton
 from .axial import decoding_block
-from .combiner import Combiner, Seen, join_seen
+from .blocks import ceil_div
+from .combiner import Combiner, Seen, dense_combiner, dense_pool, join_seen
 from .contract import PositionBias, hide
+from .dense import dense_softmax, legal, positions, real_tokens
 from .joint import Part, Rows, valid_in
 from .partitions import default_block, own_block
 from .registry import register
 from .softmax import softmax_attention
+
+
+def naive(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+) -> Tensor:
+    (i, j), L, s = positions(q, k), k.shape[2], attn.summary
+    m = attn.block_size or default_block(L, attn.max_length, attn.levels)
+    parts = []
+    # The items a node's value is drawn from: their keys, the tokens behind their values, and whether there are any.
+    keys, within, real = k, torch.eye(L, dtype=k.dtype, device=k.device), real_tokens(k, mask)[:, None, None]
+    tokens = real
+    for level in range(1, attn.levels):
+        item = torch.arange(keys.shape[2], device=k.device)
+        node = item[: ceil_div(len(item), m)]
+        members = (j // m**level == node[:, None]) & tokens
+        qbar, kbar = dense_pool(s, q, s.query, members), dense_pool(s, k, s.key, members)
+        children = (item // m == node[:, None]) & real
+        within = dense_softmax(qbar @ keys.mT / q.shape[-1] ** 0.5, children) @ within
+        keys, real, mine = kbar, members.any(-1)[..., None, :], i // m**level
+        sees = node < mine if attn.causal else (node != mine) | attn.own_span
+        if level < attn.levels - 1:
+            sees = sees & (node // m == mine // m)
+        parts.append((sees & real, kbar[:, :, None], within[:, :, None]))
+    seen, kbar, within = (torch.cat(t, dim) for t, dim in zip(zip(*parts, strict=True), (-1, -2, -2), strict=True))
+    return dense_combiner(q, k, v, (i // m == j // m) & legal(attn, q, k, mask), seen, kbar, within)
 
 
 @dataclass
@@ -233,6 +260,7 @@ def _of_nodes(x: Tensor, index: Tensor, everything: bool) -> Tensor:
 register(
     "combiner-fixed",
     CombinerFixed,
+    naive=naive,
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
     length_dependent="without max_length the default block size follows the length; block_size fixes it",

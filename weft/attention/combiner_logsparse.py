@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.staging import send
-from .combiner import Combiner, Seen, join_seen
+from .combiner import Combiner, Seen, combiner_naive, join_seen
+from .contract import PositionBias
 from .decoding import KeyValueState
+from .dense import positions
 from .joint import BackwardRows, Layout, Part, Rows, valid_in
 from .logsparse import log_allowed
 from .partitions import LogSpans
@@ -30,6 +32,21 @@ from .softmax import softmax_attention
 from .summaries import Summary
 
 BLOCK = 64  # tokens that are worked on together; the result does not depend on it
+
+
+def naive(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+) -> Tensor:
+    (i, j), L = positions(q, k), k.shape[2]
+    b = torch.arange(L.bit_length(), device=q.device)[:, None]
+
+    def before(i: Tensor, j: Tensor) -> Tensor:  # (L, bits, L)
+        i, a = i[:, None], i[:, None] >> (b + 1) << (b + 1)
+        return (i >> b & 1 == 1) & (a <= j) & (j < a + (1 << b))
+
+    spans = torch.cat([before(i, j), before(L - 1 - i, L - 1 - j)], 1)  # the mirror image is cut when causal
+    one = spans.sum(-1, keepdim=True) == 1
+    return combiner_naive(attn, q, k, v, mask, (i == j) | (spans & one).any(1), spans & ~one)
 
 
 class CombinerLogsparse(Combiner):
@@ -182,6 +199,7 @@ def _first_halves(x: Tensor, size: int) -> Tensor:
 register(
     "combiner-logsparse",
     CombinerLogsparse,
+    naive=naive,
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*log(L)",
     length_dependent="bidirectional spans after a token are counted from the end of the sequence",

@@ -20,9 +20,12 @@ from torch import Tensor, nn
 
 from ..kernels.dispatch import check_backend
 from .axial import Grid, column_part, row_part
+from .blocks import ceil_div
+from .combiner import combiner_naive
 from .combiner_axial_horizontal import CombinerAxialHorizontal, row_spans
 from .combiner_axial_vertical import CombinerAxialVertical, column_spans
 from .contract import Attention, PositionBias, hide
+from .dense import positions
 from .grid_combiner import GridCombiner
 from .joint import Part, Rows, mean_attention
 from .partitions import default_block
@@ -30,6 +33,22 @@ from .registry import attention_info, make_attention, register
 
 AXIAL = ("combiner-axial-vertical", "combiner-axial-horizontal")
 MixtureState = list
+
+
+def naive(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+) -> Tensor:
+    attns = list(attn.factorisations)
+    if not isinstance(attns[0], JointAxial):
+        return torch.stack([a.info.naive(a, q, k, v, mask) for a in attns]).mean(0)
+    i, j = positions(q, k)
+    m = attns[0].block_size or default_block(k.shape[2], attn.max_length)
+    direct = (i // m == j // m) | (i % m == j % m)
+    i, x = i[:, None], torch.arange(max(m, ceil_div(k.shape[2], m)), device=q.device)[:, None]  # a column, or a row
+    row, column = (j // m == x) & (x != i // m), (j % m == x) & (x != i % m)
+    left, right, above, below = j % m < i % m, j % m > i % m, j // m < i // m, j // m > i // m
+    spans = torch.cat([row & left, row & right, column & above, column & below], 1)
+    return combiner_naive(attns[0], q, k, v, mask, direct, spans)
 
 
 class CombinerMixture(Attention):
@@ -154,6 +173,7 @@ class JointAxial(GridCombiner):
 register(
     "combiner-mixture",
     CombinerMixture,
+    naive=naive,
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
     length_dependent="without max_length the default block size follows the length; block_size fixes it",

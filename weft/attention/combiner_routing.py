@@ -21,13 +21,26 @@ from torch import Tensor
 
 from .blocks import ceil_div
 from .clusters import Clusters
-from .combiner import Combiner, Seen, line_summaries
+from .combiner import Combiner, Seen, combiner_naive, line_summaries
+from .contract import PositionBias
+from .dense import runs_of, same
 from .groups import Runs, room_for, take_mask, take_rows
 from .joint import Part, Rows, token_positions
 from .partitions import default_block
 from .registry import register
 from .routing import RunLayout, run_part
 from .softmax import softmax_attention
+
+
+def naive(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+) -> Tensor:
+    nearest = (k @ attn.clusters.centroids.mT).argmax(-1)
+    group, run = runs_of(nearest, mask, attn.clusters.size(k.shape[2]))
+    together = same(group) & same(run)
+    first = ~together.tril(-1).any(-1)  # a run is named after its first token
+    spans = (together & first[..., None])[:, :, None] & ~together[..., None]
+    return combiner_naive(attn, q, k, v, mask, together, spans)
 
 
 class CombinerRouting(Combiner):
@@ -233,6 +246,7 @@ def _of_each(x: Tensor, n: int) -> Tensor:
 register(
     "combiner-routing",
     CombinerRouting,
+    naive=naive,
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
     length_dependent="without max_length the default capacity follows the length; capacity fixes it",

@@ -9,14 +9,23 @@ Quadratic, exact, and PyTorch's fused `scaled_dot_product_attention` underneath:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .contract import Attention, PositionBias
 from .decoding import KeyValueState
+from .dense import dense_logits, dense_softmax, legal
 from .registry import register
 from .softmax import softmax_attention
+
+
+def naive(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+) -> Tensor:
+    return dense_softmax(dense_logits(q, k, bias), legal(attn, q, k, mask)) @ v
 
 
 class FullAttention(Attention):
@@ -47,6 +56,7 @@ class FullAttention(Attention):
 register(
     "full",
     FullAttention,
+    naive=naive,
     paper="Vaswani et al. 2017, Attention Is All You Need (1706.03762)",
     cost="L^2",
     cross=True,

@@ -18,12 +18,20 @@ from torch import Tensor
 from ..kernels import linear_scan as kernel
 from ..kernels.dispatch import check_backend, use_triton
 from .contract import Attention, PositionBias, hide
+from .dense import legal
 from .precision import precise, without_autocast
 from .registry import register
 from .scan import causal_sum
 
 EPSILON = 1e-6
 NOT_CAUSAL = "only the causal form has a kernel; the other is two matrix products"
+
+
+def naive(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+) -> Tensor:
+    A = ((F.elu(q) + 1) @ (F.elu(k) + 1).mT) * legal(attn, q, k, mask)
+    return A @ v / (A.sum(-1, keepdim=True) + EPSILON)
 
 
 class LinearAttention(Attention):
@@ -90,6 +98,7 @@ def drop_keys(features: Tensor, p: float) -> Tensor:
 register(
     "linear",
     LinearAttention,
+    naive=naive,
     paper="Katharopoulos et al. 2020, Transformers are RNNs (2006.16236)",
     cost="L",
     cross=True,

@@ -10,12 +10,22 @@ A padded token has zero key and value, so it adds nothing to any slot.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from .contract import Attention, PositionBias
+from .contract import Attention, PositionBias, hide
+from .dense import dense_logits
 from .registry import register
 from .softmax import softmax_attention
+
+
+def naive(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+) -> Tensor:
+    slots_k, slots_v = (attn.kernel[: k.shape[2]].T @ hide(x, mask) for x in (k, v))
+    return dense_logits(q, slots_k).softmax(-1) @ slots_v
 
 
 class LinformerAttention(Attention):
@@ -36,6 +46,7 @@ class LinformerAttention(Attention):
 register(
     "linformer",
     LinformerAttention,
+    naive=naive,
     paper="Wang et al. 2020, Linformer (2006.04768)",
     cost="L*rank",
     cross=True,

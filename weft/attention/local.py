@@ -7,6 +7,8 @@ Parmar et al., Image Transformer, https://arxiv.org/abs/1802.05751; as in the Lo
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,8 +17,17 @@ from ..kernels.dispatch import check_backend, use_triton
 from .blocks import both, from_blocks, to_blocks, valid_keys
 from .contract import Attention, PositionBias
 from .decoding import KeyValueState
+from .dense import dense_attention, positions
 from .registry import register
 from .softmax import softmax_attention
+
+
+def naive(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+) -> Tensor:
+    i, j = positions(q, k)
+    m = attn.block_size
+    return dense_attention(attn, q, k, v, mask, bias, i // m == j // m)
 
 
 class LocalAttention(Attention):
@@ -61,6 +72,7 @@ class LocalAttention(Attention):
 register(
     "local",
     LocalAttention,
+    naive=naive,
     paper="Parmar et al. 2018, Image Transformer (1802.05751)",
     cost="L*block",
     bias=True,

@@ -20,11 +20,27 @@ from torch import Tensor
 from .axial import attend_to
 from .contract import Attention, PositionBias
 from .decoding import KeyValueState
+from .dense import dense_attention, positions
 from .joint import BackwardRows, Layout, Part, Rows, joint_attention, token_positions, valid_in
 from .partitions import LogSpans, log_spans, power_offsets
 from .registry import register
 
 BLOCK = 16  # tokens that are worked on together; the result does not depend on it
+
+
+def naive(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+) -> Tensor:
+    i, j = positions(q, k)
+    b = torch.arange(k.shape[2].bit_length(), device=q.device)[:, None, None]
+
+    def before(i: Tensor, j: Tensor) -> Tensor:
+        if attn.offsets == "powers":
+            return (i - j == 1 << b).any(0)
+        return ((i >> b & 1 == 1) & (j == (i >> (b + 1) << (b + 1)) + (1 << b) - 1)).any(0)
+
+    after = before(k.shape[2] - 1 - i, k.shape[2] - 1 - j)  # the mirror image, which `legal` cuts when causal
+    return dense_attention(attn, q, k, v, mask, bias, (i == j) | before(i, j) | after)
 
 
 class LogSparseAttention(Attention):
@@ -115,6 +131,7 @@ def _powers(
 register(
     "logsparse",
     LogSparseAttention,
+    naive=naive,
     paper="Li et al. 2019, Enhancing the Locality and Breaking the Memory Bottleneck of Transformer (1907.00235)",
     cost="L*log(L)",
     bias=True,

@@ -11,6 +11,8 @@ Beltagy et al., Longformer: The Long-Document Transformer, https://arxiv.org/abs
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,8 +22,18 @@ from ..kernels.dispatch import check_backend, use_triton
 from .blocks import both, ceil_div, from_blocks, power_of_two, to_blocks
 from .contract import Attention, PositionBias
 from .decoding import KeyValueState
+from .dense import dense_attention, positions
 from .registry import register
 from .softmax import softmax_attention
+
+
+def naive(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+) -> Tensor:
+    i, j = positions(q, k)
+    w, g = attn.window, attn.global_tokens
+    near = i - w < j if attn.causal else (i - (w - 1) // 2 <= j) & (j <= i + w // 2)
+    return dense_attention(attn, q, k, v, mask, bias, near | (i < g) | (j < g))
 
 
 class LongformerAttention(Attention):
@@ -103,6 +115,7 @@ class LongformerAttention(Attention):
 register(
     "longformer",
     LongformerAttention,
+    naive=naive,
     paper="Beltagy et al. 2020, Longformer (2004.05150)",
     cost="L*window",
     bias=True,

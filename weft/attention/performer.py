@@ -23,10 +23,29 @@ from torch import Tensor
 from ..kernels import linear_scan, random_features
 from ..kernels.dispatch import check_backend, use_triton
 from .contract import Attention, PositionBias, hide
+from .dense import legal
 from .linear import NOT_CAUSAL, drop_keys, lacks, with_ones
 from .precision import precise, without_autocast
 from .registry import register
 from .scan import causal_sum
+
+
+def naive(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+) -> Tensor:
+    allowed = legal(attn, q, k, mask)
+    if attn.kernel == "relu":
+        A = (q.relu() + 1e-3) @ (k.relu() + 1e-3).mT * allowed
+    else:
+        t_q, t_k = (x / attn.head_dim**0.25 for x in (q, k))
+        p_q, p_k = (t @ attn.projection.T for t in (t_q, t_k))
+        e_q, e_k = p_q - t_q.square().sum(-1, keepdim=True) / 2, p_k - t_k.square().sum(-1, keepdim=True) / 2
+        c_q, c_k = p_q.detach().amax(-1, keepdim=True), p_k.detach().amax(-1)[:, :, None]
+        c_k = c_k.masked_fill(~allowed, float("-inf")).amax(-1)[..., None, None]  # of the keys in the sum of i
+        inside = (e_k[:, :, None] - c_k).masked_fill(~allowed[..., None], float("-inf"))
+        A = (((e_q - c_q).exp() + attn.epsilon)[:, :, :, None] * (inside.exp() + attn.epsilon)).sum(-1) * allowed
+    total = A.sum(-1, keepdim=True)
+    return A @ v / total.where(total > 0, 1)
 
 
 class PerformerAttention(Attention):
@@ -166,6 +185,7 @@ def orthogonal_features(count: int, dim: int) -> Tensor:
 register(
     "performer",
     PerformerAttention,
+    naive=naive,
     paper="Choromanski et al. 2021, Rethinking Attention with Performers (2009.14794)",
     cost="L",
     cross=True,

@@ -13,14 +13,34 @@ sorted sequence, so a later token never moves an earlier one into another run: c
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .contract import Attention, PositionBias, hide
+from .dense import dense_logits, dense_softmax, legal, positions, runs_of, same
 from .groups import gather_runs, take_mask, take_tokens
 from .precision import precise, without_autocast
 from .registry import register
+
+
+def naive(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+) -> Tensor:
+    """The rounds under one softmax, in which j counts as often as i has met it: what weighting them by their
+    normalisers comes to."""
+    (i, j), times = positions(q, q), torch.zeros_like(q @ q.mT)
+    for rotation in attn.rotations:
+        turned = q @ rotation
+        bucket, run = runs_of(torch.cat([turned, -turned], -1).argmax(-1), mask, attn.chunk)
+        back = run[..., :, None] - run[..., None, :]
+        met = same(bucket) & ((back == 0) | (back == 1)) & legal(attn, q, q, mask)
+        others = met & (i != j)
+        times = times + torch.where(others.any(-1, keepdim=True), others, met)
+    logits = dense_logits(q, F.normalize(q, dim=-1), bias) + times.clamp(min=1).log()
+    return dense_softmax(logits, times > 0) @ v
 
 
 class ReformerAttention(Attention):
@@ -84,6 +104,7 @@ class ReformerAttention(Attention):
 register(
     "reformer",
     ReformerAttention,
+    naive=naive,
     paper="Kitaev et al. 2020, Reformer (2001.04451)",
     cost="L*chunk",
     bias=True,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from .contract import Attention
 
@@ -27,6 +30,7 @@ class AttentionInfo:
     needs_max_length: bool  # its parameters fix the longest sequence
     steps: bool  # can decode step by step (start, step)
     options: dict[str, Any]  # its own options and their defaults
+    naive: Callable[..., Tensor]  # the dense specification, `naive(attn, q, k, v, mask=None, bias=None)`
     length_dependent: str = ""  # how the pattern depends on the total length, padding included; "" if it does not
     not_causal: str = ""  # why it refuses causal=True, and what to use instead
     dropout: str = (
@@ -47,6 +51,7 @@ def register(
     name: str,
     cls: type[Attention],
     *,
+    naive: Callable[..., Tensor],
     paper: str,
     cost: str,
     causal: bool = True,
@@ -80,6 +85,7 @@ def register(
         needs_max_length=needs_max_length,
         steps=cls.step is not Attention.step,
         options={key: value for key, value in options.items() if key not in _CONTRACT_OPTIONS},
+        naive=naive,
         length_dependent=length_dependent,
         not_causal=not_causal,
         dropout=dropout,

@@ -17,10 +17,19 @@ from torch import Tensor
 
 from .clusters import Clusters
 from .contract import Attention, PositionBias
+from .dense import dense_attention, runs_of, same
 from .groups import Runs, take_mask, take_rows
 from .joint import Part, joint_attention
 from .partitions import own_block
 from .registry import register
+
+
+def naive(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+) -> Tensor:
+    nearest = (k @ attn.clusters.centroids.mT).argmax(-1)
+    group, run = runs_of(nearest, mask, attn.clusters.size(k.shape[2]))
+    return dense_attention(attn, q, k, v, mask, bias, same(group) & same(run))
 
 
 @dataclass
@@ -74,6 +83,7 @@ class RoutingAttention(Attention):
 register(
     "routing",
     RoutingAttention,
+    naive=naive,
     paper="Roy et al. 2020, Efficient Content-Based Sparse Attention with Routing Transformers (2003.05997)",
     cost="L*sqrt(L)",
     bias=True,

@@ -13,13 +13,37 @@ Blocks without a real token are never a source; a slot within the block that no 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from .blocks import ceil_div, from_blocks, to_blocks, valid_keys
-from .contract import Attention, PositionBias
+from .contract import Attention, PositionBias, hide
+from .dense import dense_attention, dense_softmax, positions, real_tokens
 from .registry import register
 from .softmax import softmax_attention
+
+
+def naive(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+) -> Tensor:
+    """Sinkhorn normalisation in turns: rows, then the columns over the blocks that hold a token."""
+    (i, j), L, m = positions(q, k), k.shape[2], attn.block_size
+    n = ceil_div(L, m)
+    k, v, real = hide(k, mask), hide(v, mask), real_tokens(k, mask)
+    member = j // m == torch.arange(n, device=q.device)[:, None]  # (n, L)
+    source = (member & real[:, None]).any(-1)[:, None, None]  # (B, 1, 1, n)
+    R = dense_softmax(member.to(k.dtype) @ k @ attn.sort[:, :n], source)
+    for _ in range(attn.iterations):
+        R = R / (R * source.mT).sum(-2, keepdim=True).where(source, 1)
+        R = R / R.sum(-1, keepdim=True).where(source.any(-1, keepdim=True), 1)
+    slot = j % m == torch.arange(m, device=q.device)[:, None]  # (m, L)
+    to_slot = R[..., j[0] // m][:, :, i[:, 0] // m, None] * slot  # (B, H, L, m, L): what block i//m has in each slot
+    sorted_k, sorted_v, filled = to_slot @ k[:, :, None], to_slot @ v[:, :, None], (slot & real[:, None]).any(-1)
+    logits = (sorted_k @ q[..., None])[..., 0] / q.shape[-1] ** 0.5
+    other = (dense_softmax(logits, filled[:, None, None])[..., None] * sorted_v).sum(-2)
+    return dense_attention(attn, q, k, v, mask, None, i // m == j // m) + other
 
 
 class SinkhornAttention(Attention):
@@ -73,6 +97,7 @@ def place(logits: Tensor, has_token: Tensor, iterations: int) -> Tensor:
 register(
     "sinkhorn",
     SinkhornAttention,
+    naive=naive,
     paper="Tay et al. 2020, Sparse Sinkhorn Attention (2002.11296)",
     cost="L*block + (L/block)^2",
     learned=True,

@@ -27,10 +27,25 @@ from .axial import attend_to, decoding_block
 from .blocks import power_of_two
 from .contract import Attention, PositionBias
 from .decoding import KeyValueState
+from .dense import dense_attention, positions
 from .joint import Columns, Part, Rows, join_allowed, joint_attention, token_positions, valid_in
 from .partitions import fixed_columns, other_blocks, own_block
 from .registry import register
 from .softmax import softmax_attention
+
+
+def naive(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+) -> Tensor:
+    i, j = (x - int(attn.cls) for x in positions(q, k))  # with cls the pattern starts behind token 0, which is then -1
+    m = attn._block(k.shape[2])
+    if attn.pattern == "strided":
+        allowed = ((i - j).abs() <= m) | ((i - j) % m == 0)
+    else:
+        allowed = (i // m == j // m) | (j % m >= m - attn.columns) | (j % m == 0) & attn.leading_column
+    if attn.one_way:
+        allowed = allowed & (j <= i)
+    return dense_attention(attn, q, k, v, mask, bias, allowed | (i < 0) | (j < 0))
 
 
 class SparseAttention(Attention):
@@ -215,6 +230,7 @@ def _with_first(part: Part, k: Tensor, v: Tensor, valid: Tensor | None, bias: Po
 register(
     "sparse",
     SparseAttention,
+    naive=naive,
     paper="Child et al. 2019, Generating Long Sequences with Sparse Transformers (1904.10509)",
     cost="L*sqrt(L)",
     bias=True,

@@ -29,12 +29,37 @@ from ..kernels.dispatch import check_backend, use_triton
 from ..kernels.staging import send
 from .blocks import ceil_div
 from .contract import PositionBias
+from .dense import dense_attention, legal, positions
 from .full import FullAttention
 from .registry import register
 from .sampled import nearest_legal, sampled_attention
 from .sampled_tiles import TILE, causal_tiles
 from .sampling import CPU, draw_key, sample_noise, sample_slots, sample_windows
 from .sampling2d import sample_placement, window_table
+
+
+def naive(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+) -> Tensor:
+    """Draws like `attn`: after the same `torch.manual_seed` it has the same sample."""
+    (i, j), L, able = positions(q, k), k.shape[2], legal(attn, q, k, mask)
+    if not attn.samples_now:
+        return dense_attention(attn, q, k, v, mask, bias, able)
+    if attn.layout == "graph":
+        kept = drop_sources(mask, q.shape[0], L, 1 - attn.keep, q.device, per_rank=not attn.same_on_all_ranks)
+        return dense_attention(attn, q, k, v, kept, bias, able)
+    sources = (attn.draw(L) if attn._fixed is None else attn._given(L)).to(q.device)
+    if attn.layout == "1d":
+        window = i // ceil_div(L, attn.windows)
+    else:
+        (height, width), across = attn._rectangle(), attn.layout[1]
+        window = i // across // height * ceil_div(across, width) + i % across // width
+    sampled = (sources[:, :, None] == j).any(1)[window[:, 0]] & able
+    # Without a legal source: the nearest legal token up to i, or else the nearest after i.
+    distance = torch.where(j <= i, i - j, L + j - i).masked_fill(~able, 2 * L)
+    nearest = distance == distance.amin(-1, keepdim=True)
+    allowed = torch.where(sampled.any(-1, keepdim=True), sampled, nearest)
+    return dense_attention(attn, q, k, v, mask, bias, allowed)
 
 
 class Subsampling:
@@ -289,6 +314,7 @@ def _check_options(windows: Any, sigma: float, keep: float, layout: Any, noise: 
 register(
     "subsampled",
     SubsampledAttention,
+    naive=naive,
     paper="Hussain et al. 2023, The Information Pathways Hypothesis (2306.01705)",
     cost="L^2",  # L^2 / windows in training; dense at inference
     bias=True,

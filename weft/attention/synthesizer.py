@@ -13,12 +13,29 @@ Tay et al., Synthesizer: Rethinking Self-Attention, https://arxiv.org/abs/2005.0
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from .contract import Attention, PositionBias
+from .dense import dense_logits, dense_softmax, legal
 from .registry import register
 from .softmax import softmax_attention
+
+
+def naive(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+) -> Tensor:
+    Lq, Lk, f = q.shape[2], k.shape[2], list(attn.factors)
+    if attn.kind == "random":
+        R = f[0][:, :Lq, :Lk]
+    elif attn.kind == "factorized":
+        R = f[0][:, :Lq] @ f[1][:, :, :Lk]
+    else:
+        R = (q @ f[0]).relu() @ f[1][:, :, :Lk]
+    dot = 1 if attn.dot else 0
+    return dense_softmax(R + dense_logits(dot * q, k, bias), legal(attn, q, k, mask)) @ v
 
 
 class SynthesizerAttention(Attention):
@@ -61,6 +78,7 @@ class SynthesizerAttention(Attention):
 register(
     "synthesizer",
     SynthesizerAttention,
+    naive=naive,
     paper="Tay et al. 2021, Synthesizer (2005.00743)",
     cost="L^2",
     cross=True,
