@@ -97,12 +97,11 @@ class AxialAttention(Attention):
         dropout = self.dropout if self.training else 0.0
         return joint_attention(q, parts, dropout=dropout, may_be_empty=mask is not None)
 
-    def start(self, batch: int, *, device=None, dtype=None) -> KeyValueState:
+    def initial_state(self) -> KeyValueState:
         decoding_block(self)  # refuses where there is none
         return KeyValueState.empty()
 
-    def step(self, q, k, v, state: KeyValueState, mask=None, bias=None):
-        self.check_step(q, k, v, mask, state.position)
+    def attend_next(self, q, k, v, state: KeyValueState, mask, bias):
         m = decoding_block(self)
         i = state.position
         state = state.append(k, v, mask)

@@ -89,16 +89,13 @@ class Combiner(Attention):
         """Take in one token; what it sees, and the state after it."""
         raise NotImplementedError
 
-    def step(
-        self, q: Tensor, k: Tensor, v: Tensor, state: Any, mask: Tensor | None = None, bias: PositionBias | None = None
+    def attend_next(
+        self, q: Tensor, k: Tensor, v: Tensor, state: Any, mask: Tensor | None, bias: PositionBias | None
     ) -> tuple[Tensor, Any]:
-        self.check_step(q, k, v, mask, state.position)
-        if bias is not None:
-            raise ValueError(f"{self.name} has no logits at single positions to add a position bias to; 'full' has")
         dtype = q.dtype
         if mask is None:
             mask = torch.ones(q.shape[0], dtype=torch.bool, device=q.device)
-        q, k, v = (self._widen(t.masked_fill(~mask[:, None, None, None], 0)) for t in (q, k, v))
+        q, k, v = (self._widen(t) for t in (q, k, v))
         with without_autocast(q) if self.long_sums else contextlib.nullcontext():
             (keys, values, valid), state = self.advance(q, k, v, mask, state)
             allowed = valid[:, None, None] if valid.dim() == 2 else valid[:, :, None]

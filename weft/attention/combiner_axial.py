@@ -205,18 +205,14 @@ class CombinerAxial(Attention):
             )
         return x if mask is None else x.masked_fill(~mask[..., None], 0)
 
-    def start(self, batch: int, *, device=None, dtype=None) -> RowState:
+    def initial_state(self) -> RowState:
         decoding_block(self)  # refuses where there is none
         return RowState()
 
-    def step(self, q, k, v, state: RowState, mask=None, bias=None, x=None):
-        self.check_step(q, k, v, mask, state.position)
-        if bias is not None:
-            raise ValueError(f"{self.name} has no logits at single positions to add a position bias to; 'full' has")
+    def attend_next(self, q, k, v, state: RowState, mask, bias, x=None):
         if mask is None:
             mask = torch.ones(q.shape[0], dtype=torch.bool, device=q.device)
         x = self._input(x, q, mask[:, None])
-        q, k, v = (t.masked_fill(~mask[:, None, None, None], 0) for t in (q, k, v))
         m = decoding_block(self)
         row = [*state.row, (q, k, v, mask[:, None], x)]
         queries, keys, values = (torch.cat([token[part] for token in row], 2) for part in range(3))

@@ -193,7 +193,7 @@ class CombinerFixed(Combiner):
 
     # Decoding: a stack of levels. A block that is full becomes one item of the level above, and its tokens are dropped.
 
-    def start(self, batch: int, *, device=None, dtype=None) -> FixedState:
+    def initial_state(self) -> FixedState:
         decoding_block(self, self.levels)  # refuses where there is none
         return FixedState(0, [Level() for _ in range(self.levels)])
 

@@ -61,7 +61,7 @@ class CombinerLogsparse(Combiner):
 
     # Decoding: a binary counter. The nodes that are kept after i tokens are the spans of token i.
 
-    def start(self, batch: int, *, device=None, dtype=None) -> LogState:
+    def initial_state(self) -> LogState:
         return LogState(KeyValueState.empty(), [])
 
     def advance(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, state: LogState) -> tuple[Seen, LogState]:

@@ -133,12 +133,12 @@ class CombinerMixture(Attention):
             return False
         return len({(attn.block_size, attn.long_sums) for attn in attns}) == 1
 
-    def start(self, batch: int, *, device=None, dtype=None) -> MixtureState:
-        return [attn.start(batch, device=device, dtype=dtype) for attn in self._each()]
+    def initial_state(self) -> MixtureState:
+        return [attn.initial_state() for attn in self._each()]
 
-    def step(self, q, k, v, state: MixtureState, mask=None, bias=None):
+    def attend_next(self, q, k, v, state: MixtureState, mask, bias):
         pairs = zip(self._each(), state, strict=True)
-        results = [attn.step(q, k, v, inner, mask, bias) for attn, inner in pairs]
+        results = [attn.attend_next(q, k, v, inner, mask, bias) for attn, inner in pairs]
         return mean([out for out, _ in results]), [inner for _, inner in results]
 
     def _each(self) -> list[Any]:

@@ -12,7 +12,7 @@ newest run is seen through its last token up to i; its older runs are closed, an
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ class CombinerRouting(Combiner):
 
     # Decoding: the newest run of every cluster is open; a run that is full is closed when its cluster draws again.
 
-    def start(self, batch: int, *, device=None, dtype=None) -> RoutingState:
+    def initial_state(self) -> RoutingState:
         if self.clusters.capacity is None and self.max_length is None:
             raise ValueError(
                 f"{self.name} takes its capacity from the length, which a step does not know: "
@@ -117,6 +117,13 @@ class CombinerRouting(Combiner):
         lifted_q, lifted_k = s.lift_queries(q, None)[:, :, 0], s.lift_keys(k, None)[:, :, 0]
         if state.k is None:
             state = self._room(k, lifted_k)
+        if state.newest[0] != state.position:
+            raise ValueError(
+                f"this state, of {state.position} tokens, was overwritten by the steps after it: without gradients "
+                f"{self.name} writes its buffers in place; copy.deepcopy(state) before decoding branches"
+            )
+        newest = [state.position] if torch.is_grad_enabled() else state.newest
+        newest[0] += 1
         size = state.k.shape[3]
         B, H = k.shape[:2]
         b, h = torch.arange(B, device=k.device)[:, None], torch.arange(H, device=k.device)[None]
@@ -170,12 +177,13 @@ class CombinerRouting(Combiner):
             closed_k=closed_k,
             closed_v=closed_v,
             closed=closed,
+            newest=newest,
         )
 
 
 @dataclass
 class RoutingState:
-    """Written in place where no gradients are recorded: keep only the newest."""
+    """Written in place where no gradients are recorded; `newest` is the position of the state that owns the buffers."""
 
     position: int = 0
     k: Any = None  # (B, H, clusters, capacity, D): the open run of every cluster; None before the first token
@@ -188,6 +196,7 @@ class RoutingState:
     closed_k: Any = None  # (B, H, runs, D): the summaries of the closed runs, whose tokens are dropped
     closed_v: Any = None
     closed: Any = None  # (B, H): how many there are
+    newest: list[int] = field(default_factory=lambda: [0])
 
 
 def _growing_spans(runs: Runs, kbar: Tensor, vbar: Tensor, real: Tensor, groups: int) -> Part:

@@ -14,6 +14,7 @@ mechanism is linear in v, so the effective attention matrix is `attend` applied 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -83,35 +84,104 @@ class Attention(nn.Module):
         with plain(self):  # no kernel takes values as wide as the sequence is long
             return self(q, k, identity, mask, bias)
 
-    # Step-by-step decoding. Mechanisms that can be decoded override both.
+    # Step-by-step decoding. Mechanisms that can be decoded override `initial_state` and `attend_next`.
 
-    def start(self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Any:
-        """The state before the first token, for `step`."""
-        raise self._no_steps()
+    def initial_state(self) -> Any:
+        """What `attend_next` is given at the first token."""
+        raise NotImplementedError
 
-    def step(
-        self, q: Tensor, k: Tensor, v: Tensor, state: Any, mask: Tensor | None = None, bias: PositionBias | None = None
+    def attend_next(
+        self, q: Tensor, k: Tensor, v: Tensor, state: Any, mask: Tensor | None, bias: PositionBias | None
     ) -> tuple[Tensor, Any]:
-        """One token (B, H, 1, D) in, its output and the next state out; `mask` (B,) is False where a row has none."""
-        raise self._no_steps()
+        """One token's output and the next state. The arguments are checked, copied and cleaned of masked tokens."""
+        raise NotImplementedError
 
-    def _no_steps(self) -> ValueError:
-        from .registry import attention_info, attentions
+    def start(
+        self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> DecodingState:
+        """The state before the first token, for `step`. Without `device` and `dtype` the first token's are taken."""
+        if type(self).attend_next is Attention.attend_next:
+            from .registry import attention_info, attentions
 
-        able = ", ".join(n for n in attentions() if attention_info(n).steps)
-        return ValueError(f"{self.name} has no step-by-step form; these have one: {able}")
-
-    def check_step(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position: int) -> None:
+            able = ", ".join(n for n in attentions() if attention_info(n).steps)
+            raise ValueError(f"{self.name} has no step-by-step form; these have one: {able}")
         if not self.causal:
             raise ValueError(f"{self.name} decodes step by step only when made with causal=True")
-        if q.dim() != 4 or q.shape[2] != 1 or k.shape[2] != 1 or v.shape[2] != 1:
-            raise ValueError(f"a step takes one token, (B, H, 1, D); got q {tuple(q.shape)} and k {tuple(k.shape)}")
-        if self.max_length is not None and position >= self.max_length:
+        if not isinstance(batch, int) or isinstance(batch, bool) or batch < 0:
+            raise ValueError(f"batch must be the number of rows, an integer of at least 0, got {batch!r}")
+        place = None if device is None else torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
+        return DecodingState((self.name, self.heads, self.head_dim), batch, place, dtype, 0, self.initial_state())
+
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: DecodingState,
+        mask: Tensor | None = None,
+        bias: PositionBias | None = None,
+        **inputs: Any,
+    ) -> tuple[Tensor, DecodingState]:
+        """One token (B, H, 1, D) in, its output and the next state out; `mask` (B,) is False where a row has none."""
+        self.check_step(q, k, v, state, mask, bias)
+        # States keep keys, values and masks, and some keep queries. Copies, because callers reuse their buffers.
+        if mask is None:
+            q, k, v = q.clone(), k.clone(), v.clone()
+        else:
+            mask = mask.clone()
+            q, k, v = (hide(t, mask[:, None]) for t in (q, k, v))
+        out, inner = self.attend_next(q, k, v, state.inner, mask, bias, **inputs)
+        return out, replace(state, device=q.device, dtype=q.dtype, position=state.position + 1, inner=inner)
+
+    def check_step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: DecodingState,
+        mask: Tensor | None,
+        bias: PositionBias | None,
+    ) -> None:
+        if not isinstance(state, DecodingState):
+            raise TypeError(f"state must come from start() or from the step before, got {type(state).__name__}")
+        name, heads, head_dim = state.made_for
+        if state.made_for != (self.name, self.heads, self.head_dim):
             raise ValueError(
-                f"step {position} is past max_length={self.max_length}; make {self.name} with a larger one"
+                f"the state was made for {name} with heads={heads}, head_dim={head_dim}, but this is {self.name} with "
+                f"heads={self.heads}, head_dim={self.head_dim}: decode with the state of its own start()"
             )
-        if mask is not None and (mask.dtype != torch.bool or mask.shape != (q.shape[0],)):
-            raise ValueError(f"a step's mask is boolean (B,) = ({q.shape[0]},), got {mask.dtype} {tuple(mask.shape)}")
+        shape = (state.batch, self.heads, 1, self.head_dim)
+        for label, t in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(t, Tensor) or not t.is_floating_point():
+                kind = t.dtype if isinstance(t, Tensor) else type(t).__name__
+                raise TypeError(f"{label} must be a floating point tensor (B, H, 1, D), got {kind}")
+            if t.shape != shape:
+                raise ValueError(
+                    f"a step takes one token, (B, H, 1, D) = {shape} after start(batch={state.batch}); "
+                    f"got {label} of shape {tuple(t.shape)}"
+                )
+        if not q.dtype == k.dtype == v.dtype:
+            raise TypeError(f"q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+        if state.dtype not in (None, q.dtype) or state.device not in (None, q.device):
+            raise TypeError(
+                f"the state holds {state.dtype} on {state.device}, but q is {q.dtype} on {q.device}: "
+                "keep to one dtype and device, or decode again from start()"
+            )
+        if self.max_length is not None and state.position >= self.max_length:
+            raise ValueError(
+                f"step {state.position} is past max_length={self.max_length}; make {self.name} with a larger one"
+            )
+        if mask is not None and (
+            not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (state.batch,)
+        ):
+            got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+            raise ValueError(f"a step's mask is boolean (B,) = ({state.batch},), got {got}")
+        self.check_bias(bias, state.position + 1, q.device)
+        if self.dropout and self.training:
+            raise ValueError(
+                f"{self.name} has dropout={self.dropout} and is in train() mode, but decoding has no dropout: "
+                "call eval() first"
+            )
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> None:
         """Refuse what the mechanism cannot do, with a sentence that says what to do instead."""
@@ -161,14 +231,48 @@ class Attention(nn.Module):
                 raise ValueError(
                     f"mask must be (B, Lk) = ({B}, {Lk}), got {tuple(mask.shape)}; causality is causal=True, not a mask"
                 )
-        if bias is not None:
-            if isinstance(bias, Tensor) or not callable(bias):
-                raise TypeError(
-                    "bias is a position bias that is asked for its values, such as weft.ALiBi(heads), "
-                    f"not a {type(bias).__name__}"
-                )
-            if self.info is not None and not self.info.bias:
-                raise ValueError(f"{name} has no logits at single positions to add a position bias to; 'full' has")
+        self.check_bias(bias, max(Lq, Lk), q.device)
+
+    def check_bias(self, bias: PositionBias | None, length: int, device: torch.device) -> None:
+        """A bias has one value per head, unless it says `shared_heads = True`; it may limit the length."""
+        if bias is None:
+            return
+        if isinstance(bias, Tensor) or not callable(bias):
+            raise TypeError(
+                "bias must be a callable bias(query_positions, key_positions), such as weft.ALiBi(heads), "
+                f"not a {type(bias).__name__}"
+            )
+        if self.info is not None and not self.info.bias:
+            raise ValueError(f"{self.name} has no logits at single positions to add a position bias to; 'full' has")
+        limit = getattr(bias, "max_length", None)
+        if isinstance(limit, int) and length > limit:
+            raise ValueError(
+                f"the position bias covers {limit} positions, but the sequence has {length}: make a larger one"
+            )
+        if getattr(bias, "shared_heads", False):
+            return
+        heads = getattr(bias, "heads", None)
+        if not isinstance(heads, int):  # a callable that does not tell its heads is tried at one pair
+            with torch.no_grad():
+                first = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
+                heads = bias(first, first).shape[1]
+        if heads != self.heads:
+            raise ValueError(
+                f"the position bias has {heads} heads, but {self.name} has {self.heads}: make it with "
+                f"heads={self.heads}, or set shared_heads = True on a bias that returns one value for all heads"
+            )
+
+
+@dataclass(frozen=True)
+class DecodingState:
+    """What `step` carries along: the mechanism's own state, and what the next token must agree with."""
+
+    made_for: tuple[str, int, int]  # name, heads, head_dim
+    batch: int
+    device: torch.device | None  # None until the first token
+    dtype: torch.dtype | None
+    position: int
+    inner: Any
 
 
 def clean(k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

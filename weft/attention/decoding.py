@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,8 @@ class KeyValueState:
     """Keys, values and their masks, appended one token at a time into buffers that double when full.
 
     `position` counts all tokens seen; `dropped` counts those at the front that were forgotten, so that slot s of
-    the buffers holds position `dropped + s`. Buffers are shared between successive states: keep only the newest.
+    the buffers holds position `dropped + s`. Successive states share buffers, and `written`, which counts the slots in
+    use: a state whose next slot is taken, because decoding branched, appends to a copy.
     """
 
     k: Tensor | None
@@ -22,24 +23,23 @@ class KeyValueState:
     valid: Tensor | None
     position: int = 0
     dropped: int = 0
+    written: list[int] = field(default_factory=lambda: [0])
 
     @classmethod
     def empty(cls) -> KeyValueState:
         return cls(None, None, None)
 
     def append(self, k: Tensor, v: Tensor, mask: Tensor | None = None) -> KeyValueState:
-        """Add the token (B, H, 1, D); a masked one takes its position and is never attended to."""
+        """Add the token (B, H, 1, D) without copying it; a masked one takes its position and is never attended to."""
         if mask is None:
             mask = torch.ones(k.shape[0], dtype=torch.bool, device=k.device)
-        else:
-            hidden = ~mask[:, None, None, None]
-            k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
-        used = self.position - self.dropped
+        used, written = self.position - self.dropped, [self.position - self.dropped + 1]
         if self.k is None or self.v is None or self.valid is None:
             buffers = k, v, mask[:, None]
-        elif used < self.k.shape[2] and not torch.is_grad_enabled():
+        elif used == self.written[0] < self.k.shape[2] and not torch.is_grad_enabled():
             self.k[:, :, used], self.v[:, :, used], self.valid[:, used] = k[:, :, 0], v[:, :, 0], mask
-            buffers = self.k, self.v, self.valid
+            buffers, written = (self.k, self.v, self.valid), self.written
+            written[0] += 1
         else:
             room = 0 if torch.is_grad_enabled() else used  # in-place writes would break autograd's saved tensors
             buffers = (
@@ -47,7 +47,7 @@ class KeyValueState:
                 F.pad(torch.cat([self.v[:, :, :used], v], 2), (0, 0, 0, room)),
                 F.pad(torch.cat([self.valid[:, :used], mask[:, None]], 1), (0, room)),
             )
-        return replace(self, k=buffers[0], v=buffers[1], valid=buffers[2], position=self.position + 1)
+        return replace(self, k=buffers[0], v=buffers[1], valid=buffers[2], position=self.position + 1, written=written)
 
     def read(self, last: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Keys, values, their validity (B, n) and their positions (n,): all that is kept, or the `last` few."""
@@ -69,6 +69,7 @@ class KeyValueState:
             v=self.v[:, :, cut].clone(),
             valid=self.valid[:, cut].clone(),
             dropped=self.position - n,
+            written=[n],
         )
 
 

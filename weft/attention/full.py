@@ -42,11 +42,10 @@ class FullAttention(Attention):
         values = None if bias is None else bias(i[None, None], j[None, None])
         return softmax_attention(q, k, v, allowed=allowed, bias=values, dropout=dropout)
 
-    def start(self, batch: int, *, device=None, dtype=None) -> KeyValueState:
+    def initial_state(self) -> KeyValueState:
         return KeyValueState.empty()
 
-    def step(self, q, k, v, state: KeyValueState, mask=None, bias=None):
-        self.check_step(q, k, v, mask, state.position)
+    def attend_next(self, q, k, v, state: KeyValueState, mask, bias):
         state = state.append(k, v, mask)
         keys, values, valid, j = state.read()
         bias_values = None if bias is None else bias(j[-1].view(1, 1, 1, 1), j.view(1, 1, 1, -1))

@@ -127,7 +127,7 @@ class GridCombiner(Combiner):
         kbar = layout.restore(s.finish(pool(s.lift_keys(lines_k, real)), count, k.dtype), cells)
         return qbar, kbar, layout.restore((count > 0)[..., None], cells)[:, 0, :, 0]
 
-    def start(self, batch: int, *, device=None, dtype=None) -> GridState:
+    def initial_state(self) -> GridState:
         decoding_block(self)  # refuses where there is none
         return GridState()
 

@@ -56,19 +56,17 @@ class LinearAttention(Attention):
         total = causal_sum(a, b, v1) if self.causal else a @ (b.transpose(-1, -2) @ v1)
         return (total[..., :-1] / (total[..., -1:] + EPSILON)).to(q.dtype)
 
-    def start(self, batch: int, *, device=None, dtype=None) -> tuple[Tensor | None, int]:
-        return None, 0
+    def initial_state(self) -> Tensor | None:
+        return None
 
-    def step(self, q, k, v, state: tuple[Tensor | None, int], mask=None, bias=None):
-        memory, position = state
-        self.check_step(q, k, v, mask, position)
+    def attend_next(self, q, k, v, memory: Tensor | None, mask, bias):
         b = hide(features(k), None if mask is None else mask[:, None])
-        v1 = with_ones(v if mask is None else v.masked_fill(~mask[:, None, None, None], 0))
+        v1 = with_ones(v)
         with without_autocast(q):
             added = b.transpose(-1, -2) @ v1
             memory = added if memory is None else memory + added
             total = features(q) @ memory
-        return (total[..., :-1] / (total[..., -1:] + EPSILON)).to(q.dtype), (memory, position + 1)
+        return (total[..., :-1] / (total[..., -1:] + EPSILON)).to(q.dtype), memory
 
 
 def lacks(attn: Attention) -> str:

@@ -57,11 +57,10 @@ class LocalAttention(Attention):
         out = softmax_attention(q, k, v, allowed=allowed, bias=values, dropout=self.dropout if self.training else 0.0)
         return from_blocks(out, L)
 
-    def start(self, batch: int, *, device=None, dtype=None) -> KeyValueState:
+    def initial_state(self) -> KeyValueState:
         return KeyValueState.empty()
 
-    def step(self, q, k, v, state: KeyValueState, mask=None, bias=None):
-        self.check_step(q, k, v, mask, state.position)
+    def attend_next(self, q, k, v, state: KeyValueState, mask, bias):
         in_block = state.position % self.block_size + 1
         state = state.append(k, v, mask).keep_last(in_block)
         keys, values, valid, j = state.read(in_block)

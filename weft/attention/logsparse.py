@@ -61,11 +61,10 @@ class LogSparseAttention(Attention):
             parts.append(last_tokens(BackwardRows(BLOCK), k, v, mask, bias, own=False))
         return joint_attention(q, parts, dropout=dropout, may_be_empty=mask is not None)
 
-    def start(self, batch: int, *, device=None, dtype=None) -> KeyValueState:
+    def initial_state(self) -> KeyValueState:
         return KeyValueState.empty()
 
-    def step(self, q, k, v, state: KeyValueState, mask=None, bias=None):
-        self.check_step(q, k, v, mask, state.position)
+    def attend_next(self, q, k, v, state: KeyValueState, mask, bias):
         i = state.position
         state = state.append(k, v, mask)
         earlier = power_offsets(i) if self.offsets == "powers" else [a + size - 1 for a, size in log_spans(i)]

@@ -92,13 +92,12 @@ class LongformerAttention(Attention):
             out = torch.cat([top, out[:, :, g:]], 2)
         return out
 
-    def start(self, batch: int, *, device=None, dtype=None) -> tuple[KeyValueState, KeyValueState]:
+    def initial_state(self) -> tuple[KeyValueState, KeyValueState]:
         return KeyValueState.empty(), KeyValueState.empty()
 
-    def step(self, q, k, v, state: tuple[KeyValueState, KeyValueState], mask=None, bias=None):
+    def attend_next(self, q, k, v, state: tuple[KeyValueState, KeyValueState], mask, bias):
         first, recent = state
         position = recent.position
-        self.check_step(q, k, v, mask, position)
         if position < self.global_tokens:
             first = first.append(k, v, mask)
             recent = KeyValueState(None, None, None, position + 1, position + 1)

@@ -132,17 +132,14 @@ class PerformerAttention(Attention):
         b = (e - g[..., None]).exp()
         return b, g if mask is None else g.masked_fill(~mask[:, None], float("-inf"))
 
-    def start(self, batch: int, *, device=None, dtype=None) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
-        return None, None, None, 0
+    def initial_state(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return None, None, None
 
-    def step(self, q, k, v, state, mask=None, bias=None):
-        memory, top, plain, position = state
-        self.check_step(q, k, v, mask, position)
+    def attend_next(self, q, k, v, state, mask, bias):
         with without_autocast(q):
-            out, state = self._step(q, k, v, mask, memory, top, plain)
-        return out, (*state, position + 1)
+            return self._next(q, k, v, mask, *state)
 
-    def _step(self, q, k, v, mask, memory, top, plain):
+    def _next(self, q, k, v, mask, memory, top, plain):
         key_mask = None if mask is None else mask[:, None]
         v1 = with_ones(v)
         if mask is not None:
@@ -152,7 +149,7 @@ class PerformerAttention(Attention):
             b, g = hide(precise(k).relu() + 1e-3, key_mask), torch.zeros_like(v1[..., 0])
         else:
             a = self._queries(q)
-            b, g = self._keys(k if mask is None else k.masked_fill(~mask[:, None, None, None], 0), key_mask)
+            b, g = self._keys(k, key_mask)
         if memory is None:
             memory, top, plain = torch.zeros_like(b.transpose(-1, -2) @ v1), torch.full_like(g, float("-inf")), 0 * v1
         new_top = torch.maximum(top, g)

@@ -83,7 +83,7 @@ def register(
         bias=bias,
         learned=learned,
         needs_max_length=needs_max_length,
-        steps=cls.step is not Attention.step,
+        steps=cls.attend_next is not Attention.attend_next,
         options={key: value for key, value in options.items() if key not in _CONTRACT_OPTIONS},
         naive=naive,
         length_dependent=length_dependent,

@@ -189,12 +189,11 @@ class SparseAttention(Attention):
     def _block(self, length: int) -> int:
         return self.block_size or max(50, power_of_two((self.max_length or length) ** 0.5))
 
-    def start(self, batch: int, *, device=None, dtype=None) -> KeyValueState:
+    def initial_state(self) -> KeyValueState:
         decoding_block(self)  # refuses where there is none
         return KeyValueState.empty()
 
-    def step(self, q, k, v, state: KeyValueState, mask=None, bias=None):
-        self.check_step(q, k, v, mask, state.position)
+    def attend_next(self, q, k, v, state: KeyValueState, mask, bias):
         m = self._block(0)
         i = state.position
         state = state.append(k, v, mask)

@@ -183,10 +183,10 @@ class SubsampledAttention(Subsampling, FullAttention):
         finally:
             self._fixed = before
 
-    def step(self, q, k, v, state, mask=None, bias=None):
+    def attend_next(self, q, k, v, state, mask, bias):
         if self.samples_now:
             raise ValueError("subsampled decodes densely, and this layer is sampling: call eval() first")
-        return super().step(q, k, v, state, mask, bias)
+        return super().attend_next(q, k, v, state, mask, bias)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> None:
         super().check(q, k, v, mask, bias)

@@ -42,6 +42,8 @@ class ReadWriteOrder:
     everything.
     """
 
+    shared_heads = True
+
     def __init__(self, tokens: int, length: int, causal: bool):
         self.tokens, self.length, self.causal = tokens, length, causal
 

@@ -137,8 +137,7 @@ class MSSA(nn.Module):
 
     def start(self, batch: int) -> Any:
         """The state before the first token, for `step`."""
-        weight = self.subspaces.weight
-        return self.attention.start(batch, device=weight.device, dtype=weight.dtype)
+        return self.attention.start(batch, device=self.subspaces.weight.device)
 
     def step(
         self, x: Tensor, state: Any, mask: Tensor | None = None, bias: PositionBias | None = None

@@ -129,7 +129,7 @@ class MultiheadAttention(nn.Module):
 
     def start(self, batch: int) -> Any:
         """The state before the first token, for `step`."""
-        return self.attention.start(batch, device=self.v.weight.device, dtype=self.v.weight.dtype), 0
+        return self.attention.start(batch, device=self.v.weight.device), 0
 
     def step(
         self, x: Tensor, state: Any, mask: Tensor | None = None, bias: PositionBias | None = None

@@ -5,6 +5,9 @@ A position bias is called with two integer tensors that broadcast against each o
 
     bias(query_positions, key_positions) -> (B or 1, H, ...)
 
+There is one value per head: a bias with one for all heads sets `shared_heads = True`. The attributes `heads` and
+`max_length`, where a bias has them, are compared with the mechanism and the sequence.
+
 so a mechanism that sorts, gathers or samples its keys asks at the original positions and stays exact.
 """
 
@@ -24,6 +27,7 @@ class ALiBi(nn.Module):
 
     def __init__(self, heads: int):
         super().__init__()
+        _at_least_one(heads=heads)
         self.heads = heads
 
     def forward(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
@@ -44,6 +48,9 @@ class RelativeBias(nn.Module):
 
     def __init__(self, heads: int, max_distance: int):
         super().__init__()
+        _at_least_one(heads=heads)
+        if max_distance < 0:
+            raise ValueError(f"max_distance must be at least 0, got {max_distance}")
         self.heads, self.max_distance = heads, max_distance
         self.table = nn.Parameter(torch.empty(heads, 2 * max_distance + 1))
         nn.init.trunc_normal_(self.table, std=0.02)
@@ -57,11 +64,16 @@ class RelativeBias2d(nn.Module):
     """A learned value per head for every offset on an image of `height` x `width` cells, read row by row.
 
     The first `prefix` tokens (a CLS token, say) lie outside the image and share one value for all pairs they are in.
+    Longer sequences than `max_length` = prefix + height · width are refused.
     """
 
     def __init__(self, heads: int, height: int, width: int, prefix: int = 0):
         super().__init__()
+        _at_least_one(heads=heads, height=height, width=width)
+        if prefix < 0:
+            raise ValueError(f"prefix must be at least 0, got {prefix}")
         self.heads, self.height, self.width, self.prefix = heads, height, width, prefix
+        self.max_length = prefix + height * width
         self.table = nn.Parameter(torch.empty(heads, (2 * height - 1) * (2 * width - 1) + bool(prefix)))
         nn.init.trunc_normal_(self.table, std=0.02)
 
@@ -75,6 +87,12 @@ class RelativeBias2d(nn.Module):
             outside = (query_positions < self.prefix) | (key_positions < self.prefix)
             offset = offset.masked_fill(outside, self.table.shape[1] - 1)
         return _per_head(self.table, offset)
+
+
+def _at_least_one(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
 
 
 def _per_head(table: Tensor, index: Tensor) -> Tensor:
