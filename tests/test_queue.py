@@ -1,0 +1,26 @@
+"""The queue of full-length runs: what is done, and what fits into a portion of GPU time."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from experiments.queue import Entry, is_done, job_of, pick, queue  # noqa: E402
+
+
+def test_every_entry_names_one_cell_and_no_two_are_alike():
+    jobs = [job_of(entry, "", None) for entry in queue()]  # job_of refuses a name that matches several cells
+    assert len({job.folder for job in jobs}) == len(jobs)
+
+
+def test_a_complete_run_is_done_and_another_seed_or_a_cut_one_is_not():
+    entry = Entry("wide/listops", "linear/wide*", 6)
+    assert is_done(job_of(entry, "", None))
+    assert not is_done(job_of(Entry("wide/listops", "linear/wide*", 6, seed=7), "", None))
+    assert not is_done(job_of(Entry("wide/listops", "full/deep*", 20), "", None))  # run to 4,000 steps only
+
+
+def test_a_portion_holds_what_fits_in_order():
+    entries = [Entry("t", name, minutes) for name, minutes in (("a", 10), ("b", 14), ("c", 9), ("d", 8), ("e", 1))]
+    assert [entry.cell for entry, _ in pick([(entry, None) for entry in entries], 20)] == ["a", "c", "e"]
