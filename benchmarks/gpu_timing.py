@@ -1,8 +1,9 @@
-"""How the GPU benchmarks time: the same tensors for all, medians of CUDA graph replays, memory of one call."""
+"""How the GPU benchmarks time: the same tensors for all, medians of calls and CUDA graph replays, and memory."""
 
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ def median_ms(fn: Callable[[], Any], budget_ms: float = 150.0) -> float:
 
 
 def median_of(fn: Callable[[], Any], budget_ms: float) -> float:
+    """Median time of a call; where the CPU is the slower one, the time it needs to queue it."""
     def timed(repeats: int) -> list[float]:
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
         marks[0].record()
@@ -43,6 +45,17 @@ def median_of(fn: Callable[[], Any], budget_ms: float) -> float:
     guess = timed(5)[2]
     times = timed(max(5, min(200, int(budget_ms / max(guess, 1e-3)))))
     return times[len(times) // 2]
+
+
+def host_ms(fn: Callable[[], Any], calls: int = 50) -> float:
+    """The time the CPU needs to queue one call."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        fn()
+    taken = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return taken / calls * 1e3
 
 
 def peak_mib(fn: Callable[[], Any]) -> float:
