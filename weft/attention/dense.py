@@ -33,9 +33,10 @@ def legal(attn: Any, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def dense_softmax(logits: Tensor, allowed: Tensor) -> Tensor:
-    """Softmax over the allowed entries of the last dimension; zeros where there are none."""
+    """Softmax over the allowed entries of the last dimension; zeros where there are none, or where all are -inf."""
+    allowed = allowed & (logits > float("-inf"))
     alive = allowed.any(-1, keepdim=True)
-    return logits.masked_fill(~allowed & alive, float("-inf")).softmax(-1) * alive
+    return logits.masked_fill(~allowed & alive, float("-inf")).masked_fill(~alive, 0).softmax(-1) * alive
 
 
 def dense_logits(q: Tensor, k: Tensor, bias: PositionBias | None = None) -> Tensor:
