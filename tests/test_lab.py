@@ -33,6 +33,13 @@ def tiny(out, task="digits", **changes):
     return make_config(task, out=str(out), **{**TINY, **changes})
 
 
+def stub(score):
+    """A task of which only the scores are asked."""
+    return types.SimpleNamespace(
+        batch=lambda *a, **k: {}, score=score, evaluating=lambda model: contextlib.nullcontext()
+    )
+
+
 def losses(out) -> list[float]:
     return [entry["loss"] for entry in Run(out).entries("train")]
 
@@ -239,7 +246,7 @@ def test_rounding_is_what_autocast_does_to_the_losses():
         def forward(self):
             return 2 * (torch.eye(2) @ torch.tensor([[1.001], [1.0]])).float().flatten()
 
-    task = types.SimpleNamespace(batch=lambda *a, **k: {}, score=lambda model, batch: {"loss": model()})
+    task = stub(lambda model, batch: {"loss": model()})
     rows, config = Rows({"label": torch.zeros(2)}, torch.device("cpu")), tiny("unused", batch_size=2)
     half = types.SimpleNamespace(autocast=lambda: torch.autocast("cpu", torch.bfloat16))
     assert 1e-4 < rounding(half, Twice(), task, rows, config) < 1e-3
@@ -264,7 +271,7 @@ def test_how_far_a_compiled_model_is_off(compiled, plain, low, high):
             self.values = torch.tensor(values)
 
     fabric = types.SimpleNamespace(autocast=contextlib.nullcontext)
-    task = types.SimpleNamespace(batch=lambda *a, **k: {}, score=lambda model, batch: {"loss": model.values})
+    task = stub(lambda model, batch: {"loss": model.values})
     rows, config = Rows({"label": torch.zeros(2)}, torch.device("cpu")), tiny("unused", batch_size=2)
     assert low <= disagreement(fabric, Losses(compiled), Losses(plain), task, rows, config) <= high
     if not math.isnan(plain[0]):

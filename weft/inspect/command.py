@@ -20,22 +20,23 @@ def inspect(
     out: Annotated[Path | None, typer.Option(help="the page to write; RUN/inspect.html if not given")] = None,
     examples: Annotated[int, typer.Option(help="how many validation examples to show")] = 3,
     count: Annotated[int, typer.Option(help="how many examples of each split to measure on")] = 200,
-    which: Annotated[str, typer.Option(help="the weights to show: best or last")] = "best",
+    which: Annotated[str, typer.Option(help="the weights to show: best, last or average")] = "best",
 ) -> None:
     """Look into a trained model: one page, to be opened from disk, with every head, layer and subspace."""
     import torch
 
     from ..lab import load_run
-    from ..tasks import DataMissing, get_task
+    from ..tasks import DataMissing
+    from ..tasks.registry import task_of
     from .page import report
 
-    if which not in ("best", "last"):
-        raise typer.BadParameter(f"which is best or last, got {which!r}")
+    if which not in ("best", "last", "average"):
+        raise typer.BadParameter(f"which is best, last or average, got {which!r}")
     try:
         model, config, data = load_run(run, which)
     except (FileNotFoundError, DataMissing) as error:
         raise typer.BadParameter(str(error)) from error
-    task = get_task(config.task)
+    task = task_of(config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     splits, labels = {}, None
     for split, title in (("train", "train"), ("val", "validation")):

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..tasks import TaskData, get_task
+from ..layers import CachedAttention
+from ..tasks import TaskData
 from ..tasks.config import TrainConfig
+from ..tasks.registry import task_of
 from .data import seed_everything
 
 
 def build_model(config: TrainConfig, data: TaskData) -> nn.Module:
     """A function of the config and the data's facts: the same weights every time."""
     seed_everything("model", config.seed)
-    model = get_task(config.task).model(config, data)
-    if config.cache:
+    model = task_of(config).model(config, data)
+    if config.cache and not any(isinstance(module, CachedAttention) for module in model.modules()):
         from ..adapt.surgery import cache
 
-        report = cache(model, config.cache)
+        report = cache(model, config.cache, **config.options("cache_options"))
         if not report.replaced:
             raise ValueError(f"there is no attention layer that a cache goes around; leave --cache out:\n{report}")
     if config.subsample:

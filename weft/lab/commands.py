@@ -93,7 +93,8 @@ def resume_run(
 def eval_run(
     run: Annotated[Path, typer.Argument(help="the run's folder")],
     split: Annotated[str, typer.Option(help="train, val or test")] = "test",
-    which: Annotated[str, typer.Option(help="the best checkpoint on validation data, or the last")] = "best",
+    which: Annotated[str, typer.Option(help="weights: best, last or average; not given: as the run tests")] = "",
+    ensemble: Annotated[int, typer.Option(help="sub-models of subsampled attention that predict together")] = 0,
     data: Annotated[str, typer.Option(help="where the data is, if not where the run found it")] = "",
     batch_size: Annotated[int, typer.Option(help="examples at a time, if not as in training")] = 0,
     accelerator: Annotated[str, typer.Option(help="cpu, cuda, mps or auto")] = "auto",
@@ -105,8 +106,8 @@ def eval_run(
         changes: dict[str, Any] = {"accelerator": accelerator}
         changes |= {"data": data} if data else {}
         changes |= {"batch_size": batch_size} if batch_size else {}
-        found, step = evaluate_run(run, split=split, which=which, **changes)
-        print(f"{run}, {which} checkpoint (step {step}), {split}:")
+        found, step = evaluate_run(run, split=split, which=which, ensemble=ensemble, **changes)
+        print(f"{run}, step {step}, {split}:")
         for name, value in found.items():
             print(f"  {name} {value:.4f}")
 

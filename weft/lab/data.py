@@ -33,15 +33,15 @@ def seed_everything(*parts: int | str) -> None:
 
 
 class Order:
-    """Which examples make up which step: a fresh permutation per epoch, the ragged end left out."""
+    """Which examples make up which step: a fresh permutation per epoch, or their own order; the ragged end left out."""
 
-    def __init__(self, rows: int, per_step: int, seed: int, device: torch.device):
+    def __init__(self, rows: int, per_step: int, seed: int, device: torch.device, shuffled: bool = True):
         if per_step > rows:
             raise ValueError(
                 f"a step takes {per_step} examples but there are only {rows}: lower batch_size or accumulate"
             )
         self.rows, self.per_step, self.seed, self.device = rows, per_step, seed, device
-        self.steps_per_epoch = rows // per_step
+        self.shuffled, self.steps_per_epoch = shuffled, rows // per_step
         self._epoch, self._permutation = -1, torch.empty(0)
 
     def __call__(self, step: int) -> Tensor:
@@ -49,7 +49,8 @@ class Order:
         epoch, within = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
             generator = np.random.Generator(np.random.PCG64(seed_of("order", self.seed, epoch)))
-            self._permutation = torch.from_numpy(generator.permutation(self.rows)).to(self.device)
+            order = generator.permutation(self.rows) if self.shuffled else np.arange(self.rows)
+            self._permutation = torch.from_numpy(order).to(self.device)
             self._epoch = epoch
         return self._permutation[within * self.per_step : (within + 1) * self.per_step]
 

@@ -119,6 +119,25 @@ def ensemble(model: nn.Module, samples: int = 50, **options: Any) -> Ensemble:
     return Ensemble(model, samples, **options)
 
 
+class Members(nn.Module):
+    """A model whose answers are those of its ensemble, in the model's own form: logits, values, or the negative
+    log-likelihood of each target."""
+
+    def __init__(self, model: nn.Module, samples: int, answers: str = "logits"):
+        super().__init__()
+        self.model, self.answers = model, answers
+        output = (lambda nll: nll.double().neg().exp()) if answers == "nll" else None
+        self.ensemble = Ensemble(
+            model, samples, regression=answers != "logits", output=output, progress=False, seed=0
+        )
+
+    def forward(self, *inputs: Any) -> Tensor:
+        found = self.ensemble(*inputs)
+        if self.answers == "logits":
+            return found.log_probabilities
+        return -_log(found.mean) if self.answers == "nll" else found.mean
+
+
 class _Moments:
     """Running mean and variance over members (Welford's), in single precision or better."""
 

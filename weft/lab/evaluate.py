@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..tasks import TaskData, get_task
+from ..tasks import TaskData
 from ..tasks.base import Task
 from ..tasks.config import TrainConfig
+from ..tasks.registry import task_of
 from . import checkpoint
 from .build import build_model
 from .data import Rows, seed_everything, seed_of
+from .ensemble import Members
 from .run import Run
 from .state import restore_model
 
@@ -32,14 +34,17 @@ def evaluate(
     count = -(-len(rows) // (per_call * world))
     sums: dict[str, torch.Tensor] = {}
     few = min(count, batches) if batches else count
-    for number in (i * count // few for i in range(few)):  # a part is spread over the whole: rows may be sorted
-        index = torch.arange(per_call, device=device) + (number * world + rank) * per_call
-        counts = index < len(rows)
-        generator = torch.Generator(device=device).manual_seed(seed_of("evaluate", config.seed, number))
-        batch = task.batch(rows.take(index.clamp(max=len(rows) - 1)), config, generator, training=False)
-        for key, values in task.score(model, batch).items():
-            total = values.float().masked_fill(~counts, 0).sum(dtype=torch.float64)
-            sums[key] = sums[key] + total if key in sums else total
+    # A part is spread over the whole, for rows may be sorted; of a stream it is the beginning.
+    numbers = range(few) if task.streams else [i * count // few for i in range(few)]
+    with task.evaluating(model):
+        for number in numbers:
+            index = torch.arange(per_call, device=device) + (number * world + rank) * per_call
+            counts = index < len(rows)
+            generator = torch.Generator(device=device).manual_seed(seed_of("evaluate", config.seed, number))
+            batch = task.batch(rows.take(index.clamp(max=len(rows) - 1)), config, generator, training=False)
+            for key, values in task.score(model, batch).items():
+                total = values.float().masked_fill(~counts, 0).sum(dtype=torch.float64)
+                sums[key] = sums[key] + total if key in sums else total
     if world > 1:
         sums = {key: fabric.all_reduce(value, reduce_op="sum") for key, value in sums.items()}
     model.train(was_training)
@@ -69,7 +74,8 @@ def first_losses(model: nn.Module, task: Task, rows: Rows, config: TrainConfig) 
     model.eval()
     seed_everything("evaluate", config.seed)
     generator = torch.Generator(device=rows.device).manual_seed(seed_of("evaluate", config.seed, 0))
-    return task.score(model, task.batch(rows.take(index), config, generator, training=False))["loss"].double()
+    with task.evaluating(model):
+        return task.score(model, task.batch(rows.take(index), config, generator, training=False))["loss"].double()
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
@@ -81,55 +87,72 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 def evaluate_run(
-    folder: str | Path, *, split: str = "test", which: str = "best", **changes: Any
+    folder: str | Path, *, split: str = "test", which: str = "", ensemble: int = 0, **changes: Any
 ) -> tuple[dict[str, float], int]:
     """The metrics of a finished or interrupted run, and the step they belong to.
 
-    `which` is "best" or "last"; `changes` replace fields of the run's config, such as data, batch_size, accelerator.
+    `which` is "best", "last" or "average", by default what the run itself tests (`test_on`). `ensemble` is the number
+    of sub-models of subsampled attention that predict together; 0 for the dense model. `changes` replace fields of
+    the run's config, such as data, batch_size, accelerator.
     """
     from .fabric import make_fabric
 
     if split not in ("train", "val", "test"):
         raise ValueError(f"split is train, val or test, got {split!r}")
-    if which not in ("best", "last"):
-        raise ValueError(f"which is best or last, got {which!r}")
     run = Run(Path(folder))
     config = run.config()
+    which = which or config.test_on
+    if which not in ("best", "last", "average"):
+        raise ValueError(f"which is best, last or average, got {which!r}")
     for name, value in changes.items():
         if not hasattr(config, name):
             raise TypeError(f"TrainConfig has no field {name!r}")
         setattr(config, name, value)
-    task = get_task(config.task)
+    task = task_of(config)
     data = task.load(config)
     model = build_model(config, data)
     saved = load_weights(run, model, which)
     config.compile, config.devices, config.strategy = False, 1, "auto"
     fabric = make_fabric(config)
     fabric.launch()
+    if ensemble:
+        model = Members(model, ensemble, task.answers)
     wrapped = fabric.setup_module(model)
     rows = Rows(getattr(data, split), fabric.device)
     return evaluate(fabric, wrapped, task, rows, config), saved
 
 
 def load_weights(run: Run, model: nn.Module, which: str = "best") -> int:
-    """Put a run's best or last weights into the model; the step they belong to."""
-    kept = checkpoint.Checkpoints(run.checkpoints)
-    if which == "best" and kept.best.exists():
-        tensors, numbers = checkpoint.read(kept.best)
-    else:
-        newest = kept.newest()
-        if newest is None:
-            raise FileNotFoundError(f"{run.folder} has no checkpoint yet")
-        tensors, numbers = newest
+    """Put a run's best, last or averaged weights into the model; the step they belong to."""
+    tensors, numbers = saved_weights(run, which)
     restore_model(model, tensors, numbers.get("extra", {}))
     return int(numbers["step"])
 
 
-def load_run(folder: str | Path, which: str = "best") -> tuple[nn.Module, TrainConfig, TaskData]:
+def saved_weights(run: Run, which: str = "best") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and numbers of a run's best or last checkpoint; with "average", the mean weights of those kept."""
+    kept = checkpoint.Checkpoints(run.checkpoints)
+    if which == "best" and kept.best.exists():
+        return checkpoint.read(kept.best)
+    newest = kept.newest()
+    if newest is None:
+        raise FileNotFoundError(f"{run.folder} has no checkpoint yet")
+    tensors, numbers = newest
+    if which == "average":
+        # What is no weight (a cache, a counter) has no mean: it stays as it was at the end.
+        others = [checkpoint.read(kept.path(step))[0] for step in kept.steps() if step != numbers["step"]]
+        averaged = {name.split("/")[1] for name in tensors if name.startswith("optimizer/")}
+        for name in (f"model/{name}" for name in averaged):
+            total = sum((other[name].double() for other in others), tensors[name].double())
+            tensors[name] = (total / (1 + len(others))).to(tensors[name].dtype)
+    return tensors, numbers
+
+
+def load_run(folder: str | Path, which: str = "") -> tuple[nn.Module, TrainConfig, TaskData]:
     """The trained model of a run, in eval mode, with its config and data."""
     run = Run(Path(folder))
     config = run.config()
-    data = get_task(config.task).load(config)
+    data = task_of(config).load(config)
     model = build_model(config, data)
-    load_weights(run, model, which)
+    load_weights(run, model, which or config.test_on)
     return model.eval(), config, data

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tasks import get_task
 from ..tasks.config import TrainConfig
+from ..tasks.registry import task_of
 from .build import build_model
-from .checkpoint import Checkpoints, DamagedCheckpoint, read
+from .checkpoint import Checkpoints, DamagedCheckpoint
 from .data import Order, Rows, seed_everything, seed_of
-from .evaluate import disagreement, evaluate, load_weights, rounding
+from .evaluate import disagreement, evaluate, load_weights, rounding, saved_weights
 from .fabric import checkpoint_activations, make_fabric
 from .optim import learning_rate, make_optimizer, set_learning_rate
 from .progress import Progress
@@ -86,13 +86,13 @@ class Training:
         self.fabric.barrier()
         self.progress = Progress(config.steps, 0, show=False)
         self.checkpoints = Checkpoints(self.folder.checkpoints, config.keep, say=self._say)
-        self.task = get_task(config.task)
+        self.task = task_of(config)
         self.data = self.task.load(config)
         if self.main and self.data.vocabulary is not None:
             self.folder.write("vocabulary.txt", "\n".join(self.data.vocabulary) + "\n")
         self.raw = build_model(config, self.data)
         if config.init_from:
-            load_weights(Run(Path(config.init_from)), self.raw, "last")
+            self._begin_from(Run(Path(config.init_from)))
         self.parameters = sum(p.numel() for p in self.raw.parameters())
         if config.checkpoint_activations:
             checkpoint_activations(self.raw)
@@ -105,7 +105,7 @@ class Training:
         self.val, self.test = Rows(self.data.val, device), Rows(self.data.test, device)
         self.world = self.fabric.world_size
         self.per_step = config.batch_size * config.accumulate * self.world
-        self.order = Order(len(self.rows), self.per_step, config.seed, device)
+        self.order = Order(len(self.rows), self.per_step, config.seed, device, shuffled=not self.task.streams)
         self.generator = torch.Generator(device=device)
         self.step, self.best, self.first_loss = 0, None, None  # type: int, dict[str, Any] | None, float | None
         self.trusted = False  # the compiled model, by comparison with the plain one
@@ -179,6 +179,8 @@ class Training:
         rate = learning_rate(config, step)
         set_learning_rate(self.inner_optimizer, rate)
         index = self.order(step - 1)
+        if self.task.streams and (step - 1) % self.order.steps_per_epoch == 0:
+            self.task.restart(self.raw)
         size, total = config.batch_size, None
         for micro in range(config.accumulate):
             # Masks and augmentation are drawn for the rows of all processes, so they do not depend on their number.
@@ -329,13 +331,12 @@ class Training:
         self._say(f"resuming {self.folder.folder} after step {step}")
 
     def _finish(self, seconds: float, rate: float) -> Result:
-        """Test the checkpoint that was best on validation data."""
+        """Test the checkpoint that was best on validation data, or what `test_on` says."""
         assert self.best is not None
         try:
-            tensors, numbers = read(self.checkpoints.best)
-            restore_model(self.raw, tensors, numbers["extra"])
+            load_weights(self.folder, self.raw, self.config.test_on)
         except DamagedCheckpoint as error:
-            self._say(f"{error}; testing the last weights in place of the best")
+            self._say(f"{error}; testing the last weights")
         found = evaluate(self.fabric, self.model, self.task, self.test, self.config)
         if self.main:
             self.folder.log([{"kind": "test", "step": self.step, **found}])
@@ -350,9 +351,16 @@ class Training:
             }
             self.folder.write("result.json", json.dumps(done, indent=2) + "\n")
         self._tensorboard([{"kind": "test", "step": self.step, **found}])
-        self._say(f"test {self.task.metric} {found[self.task.metric]:.4f} (best checkpoint: step {self.best['step']})")
+        which = f"best checkpoint: step {self.best['step']}" if self.config.test_on == "best" else self.config.test_on
+        self._say(f"test {self.task.metric} {found[self.task.metric]:.4f} ({which})")
         self.fabric.barrier()
         return Result(self.folder.folder, self.step, self.best["val"], found, self.parameters, seconds, rate)
+
+    def _begin_from(self, run: Run) -> None:
+        tensors, numbers = saved_weights(run, "last")
+        weights = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
+        if not self.task.begin(self.raw, weights):
+            restore_model(self.raw, tensors, numbers["extra"])
 
     def _turn_dense(self) -> None:
         from .subsample import make_dense

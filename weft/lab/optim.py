@@ -36,6 +36,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
     inverse_sqrt   base · min(1, t/w) / √max(t, w)
     others         peak · t/w while t ≤ w, then the curve from peak to final over the rest
+    steps          a tenth after 8/12 of all steps and a hundredth after 11/12, as detectors are trained
     """
     t, w, base = step, config.warmup, config.learning_rate
     if config.schedule == "inverse_sqrt":
@@ -44,6 +45,8 @@ def learning_rate(config: TrainConfig, step: int) -> float:
         return base * t / w
     if config.schedule == "constant":
         return base
+    if config.schedule == "steps":
+        return base * (0.1 if 12 * t > 8 * config.steps else 1.0) * (0.1 if 12 * t > 11 * config.steps else 1.0)
     done = min(1.0, (t - w) / max(1, config.steps - w))
     final = config.final_learning_rate
     if config.schedule == "linear":

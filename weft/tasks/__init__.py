@@ -1,9 +1,11 @@
 """Tasks, one file each: data, vocabulary, metric and the papers' hyper-parameters."""
 
 from . import cifar, digits, images, imdb, listops, matching, pathfinder, text
-from .base import DataMissing, Task, TaskData, add_task, get_task, tasks
+from .base import DataMissing, Task, TaskData
+from .config import TrainConfig, make_config
+from .registry import add_task, get_task, load_tasks, tasks
 
 __all__ = [
-    "DataMissing", "Task", "TaskData", "add_task", "cifar", "digits", "get_task", "images", "imdb", "listops",
-    "matching", "pathfinder", "tasks", "text",
+    "DataMissing", "Task", "TaskData", "TrainConfig", "add_task", "cifar", "digits", "get_task", "images", "imdb",
+    "listops", "load_tasks", "make_config", "matching", "pathfinder", "tasks", "text",
 ]  # fmt: skip

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -45,6 +45,14 @@ class Task:
     higher_is_better: ClassVar[bool] = True
     defaults: Mapping[str, Any] = {}
     presets: Mapping[str, Mapping[str, Any]] = {}
+    models: ClassVar[tuple[str, ...]] = ("transformer",)  # what config.model may be
+    streams: ClassVar[bool] = False  # rows are consecutive pieces of parallel texts: trained on in order
+    answers: ClassVar[str] = "logits"  # what the model returns: logits, values, or nll (of each target); for ensembles
+
+    def check(self, config: TrainConfig) -> None:
+        """Raise ValueError for settings that this task cannot train, before its data is loaded."""
+        if config.model not in self.models:
+            raise ValueError(f"{self.name} takes --model {', '.join(self.models)}; got {config.model!r}")
 
     def load(self, config: TrainConfig) -> TaskData:
         raise NotImplementedError
@@ -72,6 +80,20 @@ class Task:
         """What the model is called with."""
         raise NotImplementedError
 
+    def begin(self, model: nn.Module, weights: Columns) -> bool:
+        """Start from the weights of another run, for tasks whose model may differ from that run's.
+
+        False: the models must be the same, and the lab loads all of the state.
+        """
+        return False
+
+    def restart(self, model: nn.Module) -> None:
+        """The streams begin again: empty what the model remembers of them."""
+
+    def evaluating(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Around an evaluation: what it must leave as it was."""
+        return nullcontext()
+
 
 class Classification(Task):
     """Tasks whose batches have a "label" and whose models answer with class scores."""
@@ -98,6 +120,8 @@ class StudyTask(Classification):
     An option of the config that is given wins over the study's; mechanisms the study does not have take their own
     defaults.
     """
+
+    models = ("transformer", "crate")
 
     def __init__(self) -> None:
         from ..models.presets import TASKS
@@ -153,6 +177,8 @@ class StudyTask(Classification):
 
 class TextClassification(Classification):
     """Ids in (0 = padding), one class out, through `weft.models.TextClassifier`."""
+
+    models = ("transformer", "crate")
 
     def inputs(self, batch: Columns) -> tuple[Tensor, ...]:
         return (batch["ids"].long(),)
@@ -217,26 +243,3 @@ def block_options(config: TrainConfig) -> dict[str, Any]:
         dropout=config.dropout,
         attention_dropout=config.attention_dropout,
     )
-
-
-_tasks: dict[str, Task] = {}
-
-
-def add_task(task: Task) -> Task:
-    if task.name in _tasks:
-        raise ValueError(f"a task named {task.name!r} is already there")
-    _tasks[task.name] = task
-    return task
-
-
-def tasks() -> list[str]:
-    """The names of all tasks."""
-    return sorted(_tasks)
-
-
-def get_task(name: str) -> Task:
-    if name not in _tasks:
-        near = difflib.get_close_matches(str(name), list(_tasks), n=3, cutoff=0.4)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"the tasks: {', '.join(tasks())}"
-        raise ValueError(f"there is no task {name!r}; {hint}")
-    return _tasks[name]

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from .base import TaskData, TextClassification, add_task
+from .base import TaskData, TextClassification
 from .config import TrainConfig
 from .files import DamagedData, find, read_parquet
 from .images import ImageClassification
+from .registry import add_task
 
 HELD_OUT = 5000
 Pictures = tuple[np.ndarray, np.ndarray]  # (n, 3, 32, 32) bytes, (n,) labels

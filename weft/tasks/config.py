@@ -20,7 +20,8 @@ from ..attention import attention_info
 
 @dataclass
 class TrainConfig:
-    task: str = "digits"  # what to learn: a name of `weft list`
+    task: str = "digits"  # what to learn: a name of `weft list`, or a Python file that defines it (FILE.py:NAME)
+    task_file: str = ""  # the Python file that defines the task; empty: weft or an installed package does
     preset: str = ""  # a named row of the papers, see `weft list`; its values yield to those given by hand
     out: str = ""  # the run's folder; empty: runs/TASK-ATTENTION-LAYERSxHEADS-sSEED
     data: str = "data"  # the folder that holds the data sets, or the one file or folder of this task's data
@@ -28,10 +29,12 @@ class TrainConfig:
     init_from: str = ""  # the folder of a run of the same model whose last good weights to begin with
 
     # the model
-    model: str = "transformer"  # or crate, the white-box transformer, for text and image classification
+    model: str = "transformer"  # or crate; for images also crate-tiny (-base …), pvt-tiny (…), timm:NAME
+    model_options: str = ""  # further options of a model with a name of its own, as JSON: '{"depth": 6}'
     attention: str = "full"  # a registered mechanism, several joined by '+' for a mixed layer, or the study's 'mixed'
     attention_options: str = ""  # the mechanism's own options, as JSON: '{"block_size": 50}'
     cache: float = 0.0  # ratio of channels with a gated recurrent cache around every attention layer; 0: none
+    cache_options: str = ""  # options of these caches, as JSON: '{"length": 64}'
     subsample: str = ""  # train on random pathways, by a schedule such as S12-L8; needs full attention
     sigma: float = 0.2  # how local the pathways are, as a share of the length
     sigma_last: float = 0.0  # the same at the deepest layer, linear in between; 0: as sigma
@@ -56,7 +59,7 @@ class TrainConfig:
     accumulate: int = 1  # micro-steps per update
     optimizer: str = "adam"  # adam, adamw or lion
     learning_rate: float = 0.05  # the peak; for inverse_sqrt the base, whose peak is base / sqrt(warmup)
-    schedule: str = "inverse_sqrt"  # inverse_sqrt, cosine, linear or constant, each after a linear warm-up
+    schedule: str = "inverse_sqrt"  # inverse_sqrt, cosine, linear, constant or steps, each after a linear warm-up
     warmup: int = 1000  # steps of linear warm-up
     final_learning_rate: float = 0.0  # where cosine and linear end
     beta1: float = 0.9  # decay of the first moment
@@ -73,6 +76,7 @@ class TrainConfig:
     eval_batches: int = 0  # batches per evaluation during training; 0: all of them
     checkpoint_every: int = 200  # steps between checkpoints
     keep: int = 2  # latest checkpoints kept besides the best
+    test_on: str = "best"  # the weights to test: best on validation data, last, or average (of the checkpoints kept)
     diverge_at: float = 5.0  # stop when 20 losses in a row average over this many times the first; 0: never
     tensorboard: bool = False  # also write TensorBoard files (pip install 'weft[tensorboard]')
 
@@ -85,16 +89,15 @@ class TrainConfig:
     nodes: int = 1  # nodes; start one process per device with torchrun
     strategy: str = "auto"  # auto (one process, or ddp), ddp, fsdp
 
-    def options(self) -> dict[str, Any]:
-        """`attention_options` as a dictionary."""
-        if not self.attention_options:
-            return {}
+    def options(self, field: str = "attention_options") -> dict[str, Any]:
+        """A field that holds JSON, as a dictionary."""
+        text = getattr(self, field)
         try:
-            options = json.loads(self.attention_options)
+            options = json.loads(text or "{}")
         except json.JSONDecodeError as error:
-            raise ValueError(f"attention_options must be JSON such as '{{\"block_size\": 50}}': {error}") from None
+            raise ValueError(f"{field} must be JSON such as '{{\"block_size\": 50}}': {error}") from None
         if not isinstance(options, dict):
-            raise ValueError(f"attention_options must be a JSON object, got {self.attention_options}")
+            raise ValueError(f"{field} must be a JSON object, got {text}")
         return options
 
     def mechanisms(self) -> str | list[str]:
@@ -116,6 +119,8 @@ class TrainConfig:
 
     def check(self) -> None:
         """Refuse what cannot be trained, before anything is loaded."""
+        from .registry import task_of
+
         for name in ("layers", "heads", "head_dim", "dim", "mlp_dim", "steps", "batch_size", "accumulate", "log_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -129,14 +134,15 @@ class TrainConfig:
             if not 0.0 <= (getattr(self, name) or 0.0) < 1.0:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
         _one_of("optimizer", self.optimizer, ("adam", "adamw", "lion"))
-        _one_of("schedule", self.schedule, ("inverse_sqrt", "cosine", "linear", "constant"))
+        _one_of("schedule", self.schedule, ("inverse_sqrt", "cosine", "linear", "constant", "steps"))
+        _one_of("test_on", self.test_on, ("best", "last", "average"))
         _one_of("strategy", self.strategy, ("auto", "ddp", "fsdp"))
         _one_of("precision", self.precision, ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"))
         _one_of("accelerator", self.accelerator, ("auto", "cpu", "cuda", "mps", "gpu"))
-        _one_of("model", self.model, ("transformer", "crate"))
         _one_of("positions", self.positions, ("", "sinusoid", "learned", "rope", "alibi", "none"))
         _one_of("pooling", self.pooling, ("", "cls", "mean", "first"))
-        self.options()
+        for name in ("attention_options", "model_options", "cache_options"):
+            self.options(name)
         self.mechanisms()
         if not 0.0 <= self.cache <= 1.0:
             raise ValueError(f"cache is a ratio in [0, 1], got {self.cache}")
@@ -144,19 +150,21 @@ class TrainConfig:
             raise ValueError(
                 "finetune_dense_at: nothing here is subsampled; give --subsample or --attention subsampled"
             )
+        task_of(self).check(self)
 
 
 # Fields that may differ between a run and its continuation: they do not change what is computed.
 FREE_ON_RESUME = frozenset(
-    "preset out data batch_size accumulate log_every eval_batches checkpoint_every keep diverge_at tensorboard "
-    "compile checkpoint_activations accelerator devices nodes strategy".split()
+    "preset out data task_file batch_size accumulate log_every eval_batches checkpoint_every keep diverge_at "
+    "tensorboard compile checkpoint_activations accelerator devices nodes strategy".split()
 )
 
 
 def make_config(task: str, preset: str = "", **given: Any) -> TrainConfig:
     """The task's defaults, then the preset's values, then those given."""
-    from .base import get_task
+    from .registry import get_task, resolve
 
+    task, given["task_file"] = resolve(task, given.get("task_file", ""))
     entry = get_task(task)
     if preset and preset not in entry.presets:
         known = ", ".join(sorted(entry.presets)) or "none"

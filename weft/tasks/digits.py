@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .base import DataMissing, TaskData, TextClassification, add_task
+from .base import DataMissing, TaskData, TextClassification
 from .config import TrainConfig
+from .registry import add_task
 
 TRAIN, VAL = 1297, 200
 

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Classification, Columns, TaskData, add_task, block_options, crate_options
+from .base import Classification, Columns, TaskData, block_options, crate_options
 from .config import TrainConfig
 from .files import DamagedData, find, split_off
+from .registry import add_task
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm")
 

@@ -16,9 +16,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .base import StudyTask, TaskData, add_task
+from .base import StudyTask, TaskData
 from .config import TrainConfig
 from .files import DamagedData, as_ids, find, pad_rows, read_parquet, split_off
+from .registry import add_task
 
 HOW = "fetch it with: weft data get imdb, or unpack aclImdb_v1.tar.gz (ai.stanford.edu/~amaas/data/sentiment) there"
 WORD = re.compile(r"\w+")

@@ -17,9 +17,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .base import Columns, StudyTask, TaskData, add_task
+from .base import Columns, StudyTask, TaskData
 from .config import TrainConfig
 from .files import DamagedData, find, new_folder, read_array, read_manifest, write_manifest
+from .registry import add_task
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 VOCABULARY = ("<pad>", *OPERATORS, "]", *map(str, range(10)), "<unknown>")

@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .base import Columns, StudyTask, TaskData, add_task
+from .base import Columns, StudyTask, TaskData
 from .config import TrainConfig
 from .files import DamagedData, as_ids, find, pad_rows
+from .registry import add_task
 
 FILES = ("new_aan_pairs.train.tsv", "new_aan_pairs.eval.tsv", "new_aan_pairs.test.tsv")
 

@@ -25,9 +25,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from .base import DataMissing, TaskData, TextClassification, add_task
+from .base import DataMissing, TaskData, TextClassification
 from .config import TrainConfig
 from .files import DamagedData, find, new_folder, read_array, read_manifest, write_manifest
+from .registry import add_task
 
 DASHES = {"easy": 6, "medium": 9, "hard": 14}
 OFFICIAL = {"easy": "curv_baseline", "medium": "curv_contour_length_9", "hard": "curv_contour_length_14"}

@@ -23,9 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import attention_info
-from .base import Columns, DataMissing, Task, TaskData, add_task, block_options
+from .base import Columns, DataMissing, Task, TaskData, block_options
 from .config import TrainConfig
 from .files import DamagedData, find
+from .registry import add_task
 
 ENWIK8_MD5 = "a1fa5ffddb56f4953e226637dabbb36a"
 MASK_ID = 256

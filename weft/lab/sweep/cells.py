@@ -8,6 +8,9 @@
     def cells() -> list[Cell]:
         return [Cell(row="full", column="6x8", config=make_config("listops", preset="6x8"), paper=36.9)]
 
+A cell whose run starts from another run's weights names that cell: `start="SLUG"`, or `start="FILE/SLUG"` for a cell
+of another file in the folder. A file may define the tasks of its cells too: `TASKS` (see weft/tasks/registry.py).
+
 Its runs lie in `runs/<name of the file>/<row>-<column>-s<seed>` beside it. Settings changed on the command line make
 other configs: those that change what is computed get a folder of their own, `runs/<name>+steps=100/…`.
 """
@@ -17,19 +20,17 @@ from __future__ import annotations
 import ast
 import dataclasses
 import fnmatch
-import importlib.util
 import json
 import re
-import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...tasks.config import FREE_ON_RESUME, TrainConfig, differences, field_types, to_json
+from ...tasks.registry import register, run_file
 from ..run import Run, RunExists
 
 # These may differ between two runs of one cell; batch_size x accumulate x devices x nodes may not.
@@ -46,6 +47,7 @@ class Cell:
     config: TrainConfig
     paper: float | None = None
     note: str = ""
+    start: str = ""  # the slug of the cell whose run, of the same seed, this one starts from
 
     @property
     def slug(self) -> str:
@@ -118,12 +120,10 @@ def load_sweep(file: str | Path) -> Sweep:
         raise FileNotFoundError(f"there is no sweep {file}")
     if not is_sweep(file):
         raise ValueError(f"{file} is not a sweep: it must define TITLE, METRIC and cells()")
-    with _importing_from(file.parent):
-        spec = importlib.util.spec_from_file_location(f"weft_sweep_{file.stem}", file)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        cells = tuple(module.cells())
+    module = run_file(file)
+    if hasattr(module, "TASKS"):
+        register(module, file)
+    cells = tuple(module.cells())
     percent = module.METRIC == "accuracy"
     sweep = Sweep(
         file=file,
@@ -163,6 +163,9 @@ def jobs_of(
         for cell in cells:
             where = str(folder / f"{cell.slug}-s{seed}")
             config = dataclasses.replace(cell.config, **overrides, seed=seed, out=where)
+            if cell.start:
+                other, _, slug = cell.start.rpartition("/")
+                config.init_from = str((sweep.runs(out) / other if other else folder) / f"{slug}-s{seed}")
             config.check()
             jobs.append(Job(sweep, cell, config, variant))
     return jobs
@@ -182,8 +185,11 @@ def changed(old: TrainConfig, new: TrainConfig) -> list[str]:
     found = [
         f"{name}: {getattr(old, name)!r} -> {getattr(new, name)!r}"
         for name in field_types()
-        if name not in FREE and name not in BATCH and getattr(old, name) != getattr(new, name)
+        if name not in FREE and name not in BATCH and name != "init_from" and getattr(old, name) != getattr(new, name)
     ]
+    starts = [Path(config.init_from).name for config in (old, new)]  # its folder may have been moved
+    if all(starts) and starts[0] != starts[1]:
+        found.append(f"init_from: {starts[0]} -> {starts[1]}")
     before, after = examples_per_step(old), examples_per_step(new)
     return [*found, f"examples per step: {before} -> {after}"] if before != after else found
 
@@ -260,6 +266,9 @@ def _check(sweep: Sweep) -> None:
                 f"share the folder {cell.slug}; name them apart"
             )
         seen[cell.slug] = cell
+    for cell in sweep.cells:
+        if cell.start and "/" not in cell.start and cell.start not in seen:
+            raise ValueError(f"{sweep.file}: {cell.slug} starts from {cell.start}, which is no cell: {', '.join(seen)}")
 
 
 def _matches(cell: Cell, pattern: str) -> bool:
@@ -271,18 +280,3 @@ def _matches(cell: Cell, pattern: str) -> bool:
 def _slug(text: str, keep: str = "") -> str:
     text = text.lower().replace("×", "x")
     return re.sub(rf"[^a-z0-9._{re.escape(keep)}]+", "-", text).strip("-") or "x"
-
-
-@contextmanager
-def _importing_from(folder: Path) -> Iterator[None]:
-    """Let a sweep import its neighbours, and forget them after: two folders may each have a `common.py`."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
-        for name in set(sys.modules) - before:
-            origin = getattr(sys.modules[name], "__file__", None)
-            if origin and Path(origin).resolve().parent == folder:
-                del sys.modules[name]

@@ -1,7 +1,7 @@
 """Runs the jobs of a sweep: skips what is done, goes on with what was cut, outlives what fails.
 
 Each run is the command `weft resume FOLDER` in a process of its own, its output in `FOLDER/log.txt`. An engine starts
-such commands: `Local` here, Ray and Slurm in `sweep_remote`. To stop, a run gets SIGTERM; it saves and ends with exit
+such commands: `Local` here, Ray and Slurm in `remote`. To stop, a run gets SIGTERM; it saves and ends with exit
 code 75, and the next `weft sweep` goes on with it.
 """
 
@@ -233,7 +233,7 @@ def run_jobs(
                     _stop(states)
                 running = [state for state in states if state.state == RUNNING]
                 if not late and not heard:
-                    waiting = [state for state in states if state.state == WAITING]
+                    waiting = [state for state in states if state.state == WAITING and _ready(state, states)]
                     for state in waiting[: max(0, engine.limit - len(running))]:
                         _start(state, engine)
                         running.append(state)
@@ -249,6 +249,14 @@ def run_jobs(
         finally:
             _stop(states)
             engine.close()
+
+
+def _ready(state: State, states: Sequence[State]) -> bool:
+    """Whether the run that it starts from is done; if that has ended otherwise, so has this one."""
+    first = next((other for other in states if str(other.job.folder) == state.job.config.init_from), None)
+    if first is not None and first.state in (FAILED, STOPPED, IN_USE):
+        state.state, state.why = first.state, f"it starts from {first.job.folder.name}, which is {first.state}"
+    return first is None or first.state == DONE
 
 
 def _start(state: State, engine: Engine) -> None:

@@ -23,7 +23,7 @@ from .cells import Sweep, changed
 
 FORMAT = 1
 POINTS = 60  # of a curve
-NEVER_KEPT = ("out", "data")  # a machine's own paths
+NEVER_KEPT = ("out", "data", "task_file", "init_from")  # a machine's own paths
 
 Points = list[tuple[float, float]]
 
