@@ -1,5 +1,7 @@
 """Image classification: patches of a picture as tokens. Any folder of pictures, one sub-folder per class.
 
+Models: transformer and crate, whose sizes are the config's; crate-SIZE and pvt-SIZE, the papers' own; timm:NAME.
+
 Read from train/CLASS/picture and val/CLASS/picture, the layout of torchvision's ImageFolder; test/ too where there is
 one, else the test part is val and a twentieth of train, always the same, is validation data. Training pictures are
 padded by an eighth, cropped at random and flipped. The pictures are decoded once, to bytes in memory.
@@ -7,19 +9,24 @@ padded by an eighth, cropped at random and flipped. The pictures are decoded onc
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..layers import CachedAttention
 from .base import Classification, Columns, TaskData, block_options, crate_options
 from .config import TrainConfig
 from .files import DamagedData, find, split_off
 from .registry import add_task
 
+MODELS = r"transformer|crate(-tiny|-small|-base|-large)?|pvt-(tiny|small|medium|large)|timm:[\w.]+"
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm")
 
 
@@ -60,22 +67,22 @@ class ImageClassification(Classification):
     def inputs(self, batch: Columns) -> tuple[Tensor, ...]:
         return (batch["image"],)
 
+    def check(self, config: TrainConfig) -> None:
+        if not re.fullmatch(MODELS, config.model):
+            raise ValueError(
+                f"{self.name} takes --model transformer, crate, crate-tiny (-small, -base, -large), pvt-tiny (-small, "
+                f"-medium, -large) or timm:NAME; got {config.model!r}"
+            )
+
     def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
-        from ..models.crate import CRATE
         from ..models.image import ImageClassifier, Normalised
 
-        if config.model == "crate":
-            crate = CRATE(
-                classes=data.facts["classes"],
-                image_size=data.facts["size"],
-                patch=config.patch,
-                pooling=config.pooling or "cls",
-                **crate_options(config),
-            )
-            return Normalised(crate, data.facts["mean"], data.facts["std"])
+        size, classes = data.facts["size"], data.facts["classes"]
+        if config.model != "transformer":
+            return Normalised(self.host(config, size, classes), data.facts["mean"], data.facts["std"])
         return ImageClassifier(
-            data.facts["size"],
-            data.facts["classes"],
+            size,
+            classes,
             patch=config.patch,
             mean=data.facts["mean"],
             std=data.facts["std"],
@@ -83,6 +90,57 @@ class ImageClassification(Classification):
             positions=config.positions or "learned",  # type: ignore[arg-type]
             **block_options(config),
         )
+
+    def host(self, config: TrainConfig, size: int, classes: int) -> nn.Module:
+        """The model by its name, fed with normalised images."""
+        from ..models.crate import CRATE, crate
+        from ..models.pvt import pvt
+
+        kind, _, name = config.model.replace(":", "-", 1).partition("-")
+        options: dict[str, Any] = config.options("model_options")
+        if kind == "timm":
+            return timm_model(name, size, num_classes=classes, **options)
+        options |= {"image_size": size, "classes": classes}
+        if kind == "pvt":
+            cache = config.options("cache_options") if config.cache else None
+            return pvt(name, cached=bool(config.cache), ratio=config.cache or 0.5, cache=cache, **options)
+        if name:
+            return crate(name, **options)
+        return CRATE(patch=config.patch, pooling=config.pooling or "cls", **{**crate_options(config), **options})
+
+    def begin(self, model: nn.Module, weights: Columns) -> bool:
+        """From a run with other classes: all but the head, and empty caches."""
+        own = model.state_dict()
+        if set(weights) != set(own):
+            return False
+        head = [name for name in own if "head." in name and weights[name].shape != own[name].shape]
+        if not head:
+            return False
+        model.load_state_dict({**weights, **{name: own[name] for name in head}})
+        for layer in model.modules():
+            if isinstance(layer, CachedAttention):
+                layer.reset()
+        return True
+
+    def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
+        logits, label = model(*self.inputs(batch)).float(), batch["label"].long()
+        ranked = logits.topk(min(5, logits.shape[-1])).indices == label[:, None]
+        loss = F.cross_entropy(logits, label, reduction="none")
+        return {"loss": loss, "correct": ranked[:, 0], "among5": ranked.any(1), "count": torch.ones_like(label)}
+
+    def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
+        return {**super().summary(sums), "top5": sums["among5"] / sums["count"]}
+
+
+def timm_model(name: str, size: int, **options: Any) -> nn.Module:
+    """timm's model, from scratch."""
+    try:
+        import timm
+    except ImportError as error:
+        raise ImportError("timm:NAME needs timm: pip install 'weft[timm]'") from error
+    if name.startswith(("vit", "swin")):
+        options = {"img_size": size, **options}
+    return timm.create_model(name, pretrained=False, **options)
 
 
 def crop_and_flip(image: Tensor, generator: torch.Generator) -> Tensor:
