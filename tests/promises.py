@@ -46,6 +46,67 @@ SMALL: dict[str, list[dict[str, Any]]] = {
         {"kind": "dense", "dot": False},
     ],
 }
+POOLED = [{"summary": s} for s in ("mean", "sum", "relu-max", "deepsets-max", "deepsets-mean")]
+# Settings that only the comparison with `naive` runs. One with "causal" has that direction only.
+MORE: dict[str, list[dict[str, Any]]] = {
+    "axial": [{"block_size": m} for m in (1, 3, 40)],
+    "bigbird": [{"block_size": 4, "random_blocks": 3, "seed": 2}, {"block_size": 1}],
+    "combiner-axial": [
+        *({"block_size": m, "key_summary": key} for m in (1, 5, 40) for key in ("wsum", "none")),
+        {"block_size": 4, "own_span": True, "causal": False},
+        {"block_size": 4, "own_span": True, "causal": False, "key_summary": "none"},
+    ],
+    "combiner-axial-horizontal": [
+        *({"block_size": m} for m in (1, 3, 40)),
+        *({"block_size": 4, **s} for s in POOLED),
+        {"block_size": 4, "split": True, "summary": "mean"},
+    ],
+    "combiner-axial-vertical": [*({"block_size": m} for m in (1, 3, 40)), *({"block_size": 4, **s} for s in POOLED)],
+    "combiner-fixed": [
+        *({"block_size": m} for m in (1, 3, 40)),
+        *({"block_size": m, "levels": n} for m, n in ((3, 3), (2, 4), (2, 6))),
+        {"block_size": 4, "own_span": True, "causal": False},
+        *({"block_size": 4, **s} for s in POOLED),
+        *({"block_size": 2, "levels": 3, **s} for s in POOLED),
+    ],
+    "combiner-logsparse": POOLED,
+    "combiner-mixture": [
+        {"block_size": 1, "mixture": "joint"},
+        *({"block_size": 4, "mixture": "joint", **s} for s in POOLED),
+        {"block_size": 5, "summary": "sum"},
+        {
+            "block_size": 5,
+            "summary": "mean",
+            "factorisations": ["combiner-fixed", ("combiner-axial", {"key_summary": "none"}), "combiner-logsparse"],
+        },
+    ],
+    "combiner-routing": [
+        *({"clusters": g, "capacity": c} for g, c in ((3, 2), (4, 64), (1, 1))),
+        *({"clusters": 3, "capacity": 4, **s} for s in POOLED),
+    ],
+    "local": [{"block_size": m} for m in (1, 3, 50)],
+    "logsparse": [{"offsets": "powers"}],
+    "longformer": [{"window": w, "global_tokens": g} for w, g in ((1, 0), (2, 1), (3, 3), (9, 1), (100, 0))],
+    "performer": [{}],
+    "routing": [{"clusters": g, "capacity": c} for g, c in ((3, 2), (4, 64), (1, 1))],
+    "sinkhorn": [{"block_size": 3, "iterations": 20}],
+    "sparse": [
+        *({"block_size": m, "columns": c} for m, c in ((5, 2), (3, 7), (1, 1), (40, 3), (4, 0))),
+        {"block_size": 5, "columns": 2, "leading_column": True},
+        *({"block_size": m, "pattern": "strided"} for m in (1, 3, 40)),
+        {"block_size": 4, "columns": 1, "cls": True, "one_way": True, "causal": False},
+        {"block_size": 4, "columns": 1, "cls": True, "one_way": True, "leading_column": True, "causal": False},
+        {"block_size": 4, "pattern": "strided", "cls": True, "causal": False},
+    ],
+    "subsampled": [
+        {"windows": 4, "keep": 0.4},
+        {"windows": 1, "keep": 0.5},
+        {"windows": 3, "biased": False},
+        {"windows": 2, "noise": "uniform"},
+        {"layout": "graph", "keep": 0.5, "causal": False},
+    ],
+    "synthesizer": [{"kind": kind} for kind in ("random", "dense")] + [{"dot": False}],
+}
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 17, 23)
 MAX_LENGTH = 40
 
@@ -76,16 +137,17 @@ def _freeze(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def cases(first_setting: bool = False, **wanted: Any) -> list[Case]:
-    """Every mechanism, direction and small setting (or the first); `wanted` filters on info, e.g. causal=True."""
+def cases(first_setting: bool = False, more: bool = False, **wanted: Any) -> list[Case]:
+    """Every mechanism, direction and small setting (or the first, or `MORE`); `wanted` filters on info, e.g.
+    causal=True."""
     found = []
     for name in weft.attentions():
         info = weft.attention_info(name)
-        settings = SMALL.get(name, [{}])
+        settings = MORE.get(name, []) if more else SMALL.get(name, [{}])
         for options in settings[:1] if first_setting else settings:
             frozen = tuple((k, _freeze(v)) for k, v in options.items())
             for causal in (False, True):
-                if info.causal if causal else info.bidirectional:
+                if (info.causal if causal else info.bidirectional) and options.get("causal", causal) == causal:
                     found.append(Case(name, causal, frozen))
     if "causal" in wanted:
         found = [c for c in found if c.causal == wanted["causal"]]

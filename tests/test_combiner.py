@@ -1,14 +1,13 @@
-"""Combiners against their definition: index sets, summaries, masks, lengths and block sizes."""
+"""Combiners: what a query sees, mixtures, masks and precision."""
 
-import combiner_reference as reference
 import pytest
 import torch
+from promises import cases
 
 import weft
-from weft.attention.summaries import SUMMARIES, Summary, max_of_others, running_max
+from weft.attention.summaries import max_of_others, running_max
 
 H, D = 2, 4
-LENGTHS = (1, 2, 7, 12, 17, 33)
 
 
 def qkv(L, seed=0, B=1, dtype=torch.float64):
@@ -30,64 +29,6 @@ def masks(L):
         yield mask
 
 
-def sets_of(name, options, L, causal, attn, k, real):
-    """The sets of every query of one head, k (L, D)."""
-    m = options.get("block_size", 16)
-    if name == "combiner-fixed":
-        depth = options.get("levels", 2)
-        if depth == 2:
-            return lambda h: [reference.fixed(i, L, m, causal, options.get("own_span", False)) for i in range(L)]
-        return lambda h: [reference.levels(i, L, m, depth, causal) for i in range(L)]
-    if name == "combiner-logsparse":
-        return lambda h: [reference.logsparse(i, L, causal) for i in range(L)]
-    if name == "combiner-axial-vertical":
-        return lambda h: [reference.vertical(i, L, m, causal) for i in range(L)]
-    if name == "combiner-axial-horizontal":
-        return lambda h: [reference.horizontal(i, L, m, causal, options.get("split", False)) for i in range(L)]
-    if name == "combiner-mixture":
-        return lambda h: [reference.joint(i, L, m, causal) for i in range(L)]
-    assert name == "combiner-routing"
-
-    def of_head(h):
-        nearest, members, run = attn.clusters.nearest(k)[0, h].tolist(), {}, []
-        for j in range(L):
-            cluster = nearest[j] if real[j] else -1
-            members[cluster] = members.get(cluster, 0) + 1
-            run.append((cluster, (members[cluster] - 1) // options["capacity"]))
-        return [reference.clusters(i, run, causal) for i in range(L)]
-
-    return of_head
-
-
-def children(m, depth):
-    def of(span):
-        """A span of more than one block is drawn from its children; the last one may be cut short."""
-        size = next(m**t for t in range(1, depth + 1) if len(span) <= m**t and span[0] % m**t == 0)
-        if size == m and len(span) <= m:
-            return None
-        inner = size // m
-        return [span[a : a + inner] for a in range(0, len(span), inner)]
-
-    return of
-
-
-def check(name, options, causal, L, mask=None):
-    attn = make(name, causal, **options)
-    q, k, v = qkv(L)
-    real = torch.ones(L, dtype=torch.bool) if mask is None else mask
-    got = attn.weights(q, k, v, None if mask is None else mask[None])
-    out = attn(q, k, v, None if mask is None else mask[None])
-    sets = sets_of(name, options, L, causal, attn, k, real)
-    pooling = next(module for module in attn.modules() if isinstance(module, Summary))
-    depth = options.get("levels", 2)
-    tree = children(options["block_size"], depth) if depth > 2 else None
-    for h in range(H):
-        want = reference.weights(q[0, h], k[0, h], sets(h), real, options.get("summary", "max"), pooling, tree)
-        torch.testing.assert_close(got[0, h][real], want[real], atol=1e-10, rtol=0)
-        torch.testing.assert_close(out[0, h][real], (want @ v[0, h])[real], atol=1e-10, rtol=0)
-    return got, real
-
-
 def check_support(got, real, causal):
     """Rows are distributions, positive on exactly what the query may see."""
     L = len(real)
@@ -99,62 +40,17 @@ def check_support(got, real, causal):
     assert torch.equal(rows > 0, legal[real].expand_as(rows))
 
 
-VARIANTS = [
-    *[("combiner-fixed", {"block_size": m}) for m in (1, 3, 4, 40)],
-    *[("combiner-fixed", {"block_size": m, "levels": n}) for m, n in ((2, 3), (3, 3), (2, 4), (2, 6))],
-    ("combiner-logsparse", {}),
-    *[("combiner-axial-vertical", {"block_size": m}) for m in (1, 3, 4, 40)],
-    *[("combiner-axial-horizontal", {"block_size": m}) for m in (1, 3, 4, 40)],
-    ("combiner-axial-horizontal", {"block_size": 4, "split": True}),
-    *[("combiner-mixture", {"block_size": m, "mixture": "joint"}) for m in (1, 3, 4)],
-    *[("combiner-routing", {"clusters": g, "capacity": c}) for g, c in ((3, 2), (3, 5), (4, 64), (1, 1))],
-]
+COMBINERS = [case for more in (False, True) for case in cases(more=more) if case.name.startswith("combiner")]
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("name, options", VARIANTS, ids=str)
-def test_definition(name, options, causal):
-    for L in LENGTHS:
-        check_support(*check(name, options, causal, L), causal)
-    for L in (7, 18):
+@pytest.mark.parametrize("case", COMBINERS, ids=str)
+def test_every_query_sees_all_it_may(case):
+    attn = case.make(heads=H, head_dim=D)
+    for L in (1, 7, 18):
+        q, k, v = qkv(L)
         for mask in masks(L):
-            check_support(*check(name, options, causal, L, mask), causal)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("summary", SUMMARIES)
-@pytest.mark.parametrize(
-    "name, options",
-    [
-        ("combiner-fixed", {"block_size": 4}),
-        ("combiner-fixed", {"block_size": 2, "levels": 3}),
-        ("combiner-logsparse", {}),
-        ("combiner-axial-vertical", {"block_size": 4}),
-        ("combiner-axial-horizontal", {"block_size": 4}),
-        ("combiner-mixture", {"block_size": 4, "mixture": "joint"}),
-        ("combiner-routing", {"clusters": 3, "capacity": 4}),
-    ],
-    ids=str,
-)
-def test_summaries(name, options, summary, causal):
-    for L, mask in ((19, None), (18, torch.arange(18) % 5 != 2)):
-        check_support(*check(name, {**options, "summary": summary}, causal, L, mask), causal)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("key_summary", ["none", "wsum"])
-def test_row_major(causal, key_summary):
-    for own_span in (False,) if causal else (False, True):
-        for L, m in ((1, 3), (7, 1), (12, 4), (13, 4), (9, 40), (18, 5)):
-            attn = make("combiner-axial", causal, block_size=m, key_summary=key_summary, own_span=own_span)
-            q, k, v = qkv(L)
-            for mask in masks(L):
-                real = torch.ones(L, dtype=torch.bool) if mask is None else mask
-                got = attn.weights(q, k, v, None if mask is None else mask[None])
-                check_support(got, real, causal)
-                for h in range(H):
-                    want = reference.row_major(q[0, h], k[0, h], m, causal, real, key_summary, own_span)
-                    torch.testing.assert_close(got[0, h][real], want[real], atol=1e-10, rtol=0)
+            real = torch.ones(L, dtype=torch.bool) if mask is None else mask
+            check_support(attn.weights(q, k, v, None if mask is None else mask[None]), real, case.causal)
 
 
 def test_row_major_projections_need_the_input():
@@ -176,6 +72,11 @@ def test_row_major_projections_need_the_input():
         got = layer.weights(x, mask)
         torch.testing.assert_close(layer.merge(got @ v.masked_fill(~mask[:, None, :, None], 0)), layer(x, mask))
         check_support(got[:1], mask[0], False)
+        attn = layer.attention
+        want = attn.info.naive(attn, q, k, v, mask, x=x)
+        torch.testing.assert_close(
+            attn(q, k, v, mask, x=x).where(mask[:, None, :, None], 0), want.where(mask[:, None, :, None], 0)
+        )
         noise = x.masked_fill(~mask[..., None], float("nan"))
         torch.testing.assert_close(layer(noise, mask)[mask], layer(x, mask)[mask])
         with pytest.raises(ValueError, match="give x="):
@@ -186,16 +87,29 @@ def test_row_major_projections_need_the_input():
         make("combiner-axial", False)(q, k, v, x=x)
 
 
-def test_worked_examples():
-    """The examples of the specification, in the sets the tests compare with, and positive weights on their tokens."""
-    assert reference.logsparse(7, 8, True) == ([7, 6], [[4, 5], [0, 1, 2, 3]])
-    assert reference.logsparse(5, 8, True) == ([5, 4], [[0, 1, 2, 3]])
-    assert reference.logsparse(6, 8, True) == ([6], [[4, 5], [0, 1, 2, 3]])
-    assert reference.logsparse(4, 8, True) == ([4], [[0, 1, 2, 3]])
-    assert reference.logsparse(0, 8, True) == ([0], [])
-    assert reference.vertical(10, 12, 4, True) == ([2, 6, 8, 9, 10], [[0, 4], [1, 5], [3, 7]])
-    assert reference.horizontal(10, 12, 4, True) == ([2, 6, 8, 9, 10], [[0, 1, 3], [4, 5, 7]])
-    assert reference.fixed(10, 12, 4, True) == ([8, 9, 10], [[0, 1, 2, 3], [4, 5, 6, 7]])
+@pytest.mark.parametrize(
+    "name, options, L, i, direct, spans",
+    [
+        ("combiner-logsparse", {}, 8, 7, [6, 7], [[4, 5], [0, 1, 2, 3]]),
+        ("combiner-logsparse", {}, 8, 5, [4, 5], [[0, 1, 2, 3]]),
+        ("combiner-logsparse", {}, 8, 6, [6], [[4, 5], [0, 1, 2, 3]]),
+        ("combiner-logsparse", {}, 8, 4, [4], [[0, 1, 2, 3]]),
+        ("combiner-logsparse", {}, 8, 0, [0], []),
+        ("combiner-axial-vertical", {"block_size": 4}, 12, 10, [2, 6, 8, 9, 10], [[0, 4], [1, 5], [3, 7]]),
+        ("combiner-axial-horizontal", {"block_size": 4}, 12, 10, [2, 6, 8, 9, 10], [[0, 1, 3], [4, 5, 7]]),
+        ("combiner-fixed", {"block_size": 4}, 12, 10, [8, 9, 10], [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    ],
+)
+def test_worked_examples(monkeypatch, name, options, L, i, direct, spans):
+    """The sets of `naive` are those of the specification's examples."""
+    attn, sets = make(name, True, **options), []
+    naive = attn.info.naive
+    monkeypatch.setitem(naive.__globals__, "combiner_naive", lambda *args: sets.extend(args[-2:]))
+    naive(attn, *qkv(L))
+    past = torch.arange(L) <= i
+    assert (sets[0][i] & past).nonzero()[:, 0].tolist() == direct
+    members = [row.nonzero()[:, 0].tolist() for row in sets[1][i] & past]
+    assert [span for span in members if span] == spans
 
 
 DENSE = [

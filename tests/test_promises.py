@@ -18,22 +18,44 @@ EXACT = {"atol": 1e-10, "rtol": 1e-8}
 def test_attend_equals_naive(case):
     """The efficient version against the dense specification: outputs and all gradients, with masks and biases."""
     attn = case.make()
-    bias = weft.RelativeBias(HEADS, 6).double() if case.info.bias else None
     for L in (1, 2, 5, 9, 17, 23):
         every = torch.stack([*(mask[0] for mask in masks(L).values()), torch.ones(L, dtype=torch.bool)])
-        for mask, shift, train in ((None, None, False), (every, None, False), (None, bias, True), (every, bias, True)):
-            attn.train(train)  # those that sample do so
-            q, k, v = qkv(L, B=len(every), grad=True)
-            inputs = [q, k, v, *attn.parameters(), *(shift.parameters() if shift else ())]
-            found = []
-            for version in (attn, functools.partial(case.info.naive, attn)):
-                torch.manual_seed(L)  # both draw the same sample
-                out = version(q, k, v, mask, shift)
-                if mask is not None:  # padded queries may give anything, but zeros where there is no token at all
-                    out = out.where((mask | ~mask.any(1, keepdim=True))[:, None, :, None], 0)
-                found.append((out, *torch.autograd.grad(out, inputs, noise(*out.shape), materialize_grads=True)))
-            for mine, specified in zip(*found, strict=True):
-                torch.testing.assert_close(mine, specified, atol=1e-9, rtol=1e-9)
+        for mask in (None, every):
+            compare_with_naive(case, attn.eval(), L, mask)
+            compare_with_naive(case, attn.train(), L, mask, biased=True)  # those that sample do so
+
+
+@sweep(more=True)
+def test_attend_equals_naive_with_other_options(case):
+    attn = case.make(head_dim=2)
+    for L in (7, 18, 33):
+        compare_with_naive(case, attn.eval(), L, None, B=1)
+        compare_with_naive(case, attn.train(), L, masks(L)["inner"], B=2, biased=True)
+
+
+@sweep(first_setting=True)
+def test_attend_equals_naive_over_many_blocks(case):
+    """Longer than any chunk or block that tokens are worked on in, and than two of them."""
+    L = 150
+    changes = {"max_length": L} if case.info.needs_max_length else {}
+    attn = case.make(heads=1, head_dim=2, **changes).train()
+    for mask in (None, torch.arange(L)[None] % 7 != 3):
+        compare_with_naive(case, attn, L, mask, B=1)
+
+
+def compare_with_naive(case, attn, L, mask, *, B=5, biased=False):
+    bias = weft.RelativeBias(attn.heads, 6).double() if biased and case.info.bias else None
+    q, k, v = qkv(L, B=B, H=attn.heads, D=attn.head_dim, grad=True)
+    inputs = [q, k, v, *attn.parameters(), *(bias.parameters() if bias else ())]
+    found = []
+    for version in (attn, functools.partial(case.info.naive, attn)):
+        torch.manual_seed(L)  # both draw the same sample
+        out = version(q, k, v, mask, bias)
+        if mask is not None:  # padded queries may give anything, but zeros where there is no token at all
+            out = out.where((mask | ~mask.any(1, keepdim=True))[:, None, :, None], 0)
+        found.append((out, *torch.autograd.grad(out, inputs, noise(*out.shape), materialize_grads=True)))
+    for mine, specified in zip(*found, strict=True):
+        torch.testing.assert_close(mine, specified, atol=1e-9, rtol=1e-9)
 
 
 @sweep()

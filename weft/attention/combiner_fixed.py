@@ -26,7 +26,7 @@ from ..kernels import combiner_fixed as kernel
 from ..kernels.dispatch import check_backend, use_triton
 from .axial import decoding_block
 from .blocks import ceil_div
-from .combiner import Combiner, Seen, dense_combiner, dense_pool, join_seen
+from .combiner import Combiner, Seen, combiner_naive, dense_combiner, dense_pool, join_seen
 from .contract import PositionBias, hide
 from .dense import dense_softmax, legal, positions, real_tokens
 from .joint import Part, Rows, valid_in
@@ -38,26 +38,32 @@ from .softmax import softmax_attention
 def naive(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
 ) -> Tensor:
-    (i, j), L, s = positions(q, k), k.shape[2], attn.summary
+    (i, j), L = positions(q, k), k.shape[2]
     m = attn.block_size or default_block(L, attn.max_length, attn.levels)
-    parts = []
-    # The items a node's value is drawn from: their keys, the tokens behind their values, and whether there are any.
-    keys, within, real = k, torch.eye(L, dtype=k.dtype, device=k.device), real_tokens(k, mask)[:, None, None]
-    tokens = real
+    direct = i // m == j // m
+    if attn.levels > 2:
+        return naive_levels(attn, q, k, v, mask, direct, m)
+    i, s = i[:, None], torch.arange(ceil_div(L, m), device=q.device)[:, None]
+    return combiner_naive(attn, q, k, v, mask, direct, (j // m == s) & ((s != i // m) | attn.own_span))
+
+
+def naive_levels(attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, direct: Tensor, m: int) -> Tensor:
+    (i, j), s, tokens = positions(q, k), attn.summary, real_tokens(k, mask)[:, None, None]
+    # What a node's value is drawn from, its children: their keys, which tokens they stand for, whether they have any.
+    keys, within, real = k, torch.eye(k.shape[2], dtype=k.dtype, device=k.device), tokens
+    levels = []
     for level in range(1, attn.levels):
-        item = torch.arange(keys.shape[2], device=k.device)
-        node = item[: ceil_div(len(item), m)]
-        members = (j // m**level == node[:, None]) & tokens
+        child = torch.arange(keys.shape[2], device=k.device)
+        node, mine = child[: ceil_div(len(child), m)], i // m**level
+        members, children = (j // m**level == node[:, None]) & tokens, (child // m == node[:, None]) & real
         qbar, kbar = dense_pool(s, q, s.query, members), dense_pool(s, k, s.key, members)
-        children = (item // m == node[:, None]) & real
         within = dense_softmax(qbar @ keys.mT / q.shape[-1] ** 0.5, children) @ within
-        keys, real, mine = kbar, members.any(-1)[..., None, :], i // m**level
-        sees = node < mine if attn.causal else (node != mine) | attn.own_span
-        if level < attn.levels - 1:
-            sees = sees & (node // m == mine // m)
-        parts.append((sees & real, kbar[:, :, None], within[:, :, None]))
-    seen, kbar, within = (torch.cat(t, dim) for t, dim in zip(zip(*parts, strict=True), (-1, -2, -2), strict=True))
-    return dense_combiner(q, k, v, (i // m == j // m) & legal(attn, q, k, mask), seen, kbar, within)
+        keys, real = kbar, members.any(-1)[..., None, :]
+        sees = node < mine if attn.causal else node != mine
+        sees = sees & (node // m == mine // m) if level < attn.levels - 1 else sees
+        levels.append((sees & real, kbar[:, :, None], within[:, :, None]))
+    seen, kbar, within = (torch.cat(t, dim) for t, dim in zip(zip(*levels, strict=True), (-1, -2, -2), strict=True))
+    return dense_combiner(q, k, v, direct & legal(attn, q, k, mask), seen, kbar, within)
 
 
 @dataclass
