@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from weft.kernels import cases, checks  # noqa: E402
+from weft.kernels import cases  # noqa: E402
 from weft.kernels.agree import Call, compare_call  # noqa: E402
 from weft.kernels.checks import failures, relative_error  # noqa: E402
 
@@ -207,12 +207,7 @@ def check(what: tuple, seed: int) -> tuple[str, str, float, str]:
             name, way = rest
             return f"{name}: {way}", "", 0.0, getattr(Manners(name), way)()
         (case,) = rest
-        if kind == "call":
-            errors = compare_call(case, "cuda")
-        else:
-            from weft.kernels.combiner_fixed import combiner_fixed
-
-            errors = checks.compare(combiner_fixed, case, "cuda")
+        errors = compare_call(case, "cuda")
     except Exception as error:  # one broken case must not hide the others
         short = f"{type(error).__name__}: {str(error)[:500]}\n{traceback.format_exc()[-500:]}"
         return " ".join(map(str, what)), "", float("nan"), short
@@ -231,8 +226,6 @@ def main() -> int:
     names = [name for name in cases.REAL if args.only is None or name in args.only]
     jobs: list[tuple] = [("manner", name, way) for name in names for way in WAYS]
     jobs += [("call", replace(call, dtype=dtype)) for name in names for call in cases.REAL[name] for dtype in DTYPES]
-    if "combiner-fixed" in names:
-        jobs += [("dense", case) for case in checks.REAL]
     jobs = [j for j in jobs if j[0] == "manner" or not args.quick or j[1].dtype == torch.bfloat16]
     failed, worst = [], dict[str, float]()
     with ProcessPoolExecutor(args.workers, get_context("spawn")) as pool:

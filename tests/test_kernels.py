@@ -22,18 +22,6 @@ from weft.kernels.cases import REAL, SMALL
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
-DEFINITION = """
-import torch
-from weft.kernels.checks import SMALL, compare, failures
-from weft.kernels.combiner_fixed import combiner_fixed
-bad = 0
-for case in SMALL:
-    wrong = failures(compare(combiner_fixed, case, "cpu"), case.dtype)
-    bad += bool(wrong)
-    print(case, "FAILED" if wrong else "ok", wrong, "seed", seed)
-assert bad == 0
-"""
-
 MECHANISM = """
 import dataclasses
 from weft.kernels.agree import compare_call
@@ -129,11 +117,6 @@ def interpret(script: str) -> None:
         timeout=600,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-
-
-@needs_triton
-def test_combiner_fixed_equals_its_definition():
-    interpret(DEFINITION)
 
 
 @needs_triton

@@ -33,7 +33,9 @@ class Call:
     causal: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     bias: str = ""  # "alibi": position biases inside
-    mask: str = "none"  # none, random, ends (one sequence's start hidden, another's end), all (one sequence hidden)
+    mask: str = (
+        "none"  # none, random, ends (one sequence's start, another's end), half (one's first half), all (of one)
+    )
     layout: str = "BLHD"  # the order of the dimensions in memory
     dtype: torch.dtype = torch.float32
     ties: bool = False  # queries and keys in whole numbers: many are equal, as in half precision
@@ -70,6 +72,8 @@ class Call:
         if self.mask == "ends":
             mask[0, : self.L // 3] = False
             mask[-1, -self.L // 4 :] = False
+        if self.mask == "half":
+            mask[0, : self.L // 2] = False
         if self.mask == "all":
             mask[0] = False
         hidden = ~mask[:, None, :, None]  # not even NaN in hidden memory may come through

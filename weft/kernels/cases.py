@@ -74,6 +74,27 @@ SMALL: dict[str, tuple[Call, ...]] = {
         Call(
             "combiner-fixed", 31, H=1, D=8, B=2, causal=False, options={"block_size": 16, "summary": "sum"}, mask="all"
         ),
+        Call("combiner-fixed", 50, B=2, options={"block_size": 16}),
+        Call("combiner-fixed", 37, D=20, causal=False, options={"block_size": 16}, mask="random"),
+        Call(
+            "combiner-fixed",
+            65,
+            causal=False,
+            options={"block_size": 32, "summary": "mean"},
+            mask="half",
+            dtype=torch.float16,
+        ),
+        Call(
+            "combiner-fixed", 53, B=2, H=1, options={"block_size": 24, "summary": "sum"}, mask="random", layout="BHLD"
+        ),
+        Call("combiner-fixed", 40, B=2, H=1, options={"block_size": 24, "summary": "mean"}, mask="all"),
+        Call("combiner-fixed", 33, D=32, B=2, H=1, options={"block_size": 16}, mask="half", dtype=torch.float16),
+        Call("combiner-fixed", 33, H=1, causal=False, options={"block_size": 64}, dtype=torch.float16),
+        Call("combiner-fixed", 1, H=1, options={"block_size": 16}),
+        Call("combiner-fixed", 150, H=1, options={"block_size": 128, "summary": "sum"}),
+        Call("combiner-fixed", 272, D=8, H=1, options={"block_size": 256}),
+        Call("combiner-fixed", 150, H=1, causal=False, options={"block_size": 64}, mask="random"),
+        Call("combiner-fixed", 100, B=2, H=1, options={"block_size": 48, "summary": "mean"}, mask="half"),
     ),
     "combiner-mixture": (
         Call("combiner-mixture", 5, H=1, causal=False, options={"block_size": 2}),
@@ -211,6 +232,28 @@ REAL: dict[str, tuple[Call, ...]] = {
     "combiner-fixed": (
         Call("combiner-fixed", 1000, D=64, B=2, H=4, options={"block_size": 128, "summary": "sum"}, mask="random"),
         Call("combiner-fixed", 1000, D=64, B=2, H=4, options={"block_size": 128}, causal=False, mask="ends"),
+        Call("combiner-fixed", 1024, D=64, B=2, H=4, options={"block_size": 128}),
+        Call("combiner-fixed", 1000, D=64, B=2, H=4, causal=False, options={"block_size": 128}, mask="random"),
+        Call("combiner-fixed", 2047, D=64, B=1, H=3, options={"block_size": 64, "summary": "mean"}, mask="half"),
+        Call("combiner-fixed", 1500, D=64, B=1, H=2, causal=False, options={"block_size": 256, "summary": "sum"}),
+        Call("combiner-fixed", 1500, D=64, B=2, H=2, options={"block_size": 256}, mask="random", layout="BHLD"),
+        Call("combiner-fixed", 777, D=32, B=2, H=2, causal=False, options={"block_size": 32}, mask="all"),
+        Call("combiner-fixed", 300, D=16, B=2, H=2, options={"block_size": 16}),
+        Call("combiner-fixed", 301, D=16, B=2, H=2, causal=False, options={"block_size": 16}),
+        Call("combiner-fixed", 613, D=40, B=2, H=2, options={"block_size": 100}, mask="half"),
+        Call("combiner-fixed", 1025, D=128, B=1, H=2, options={"block_size": 128}),
+        Call(
+            "combiner-fixed",
+            900,
+            D=96,
+            B=1,
+            H=2,
+            causal=False,
+            options={"block_size": 128, "summary": "mean"},
+            mask="random",
+        ),
+        Call("combiner-fixed", 100, D=64, B=2, H=2, options={"block_size": 128}),
+        Call("combiner-fixed", 2000, D=64, B=1, H=2, options={"block_size": 512}),
     ),
     "combiner-mixture": (
         Call("combiner-mixture", 1000, D=64, B=2, H=2),
