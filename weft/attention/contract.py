@@ -124,14 +124,17 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, DecodingState]:
         """One token (B, H, 1, D) in, its output and the next state out; `mask` (B,) is False where a row has none."""
         self.check_step(q, k, v, state, mask, bias)
+        state = replace(state, device=q.device, dtype=q.dtype, position=state.position + 1)
+        q, k, v = autocast(q, k, v)
         # States keep keys, values and masks, and some keep queries. Copies, because callers reuse their buffers.
         if mask is None:
             q, k, v = q.clone(), k.clone(), v.clone()
         else:
             mask = mask.clone()
             q, k, v = (hide(t, mask[:, None]) for t in (q, k, v))
-        out, inner = self.attend_next(q, k, v, state.inner, mask, bias, **inputs)
-        return out, replace(state, device=q.device, dtype=q.dtype, position=state.position + 1, inner=inner)
+        with without_autocast(q):
+            out, inner = self.attend_next(q, k, v, state.inner, mask, bias, **inputs)
+        return out, replace(state, inner=inner)
 
     def check_step(
         self,
@@ -176,7 +179,7 @@ class Attention(nn.Module):
         ):
             got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
             raise ValueError(f"a step's mask is boolean (B,) = ({state.batch},), got {got}")
-        self.check_bias(bias, state.position + 1, q.device)
+        self.check_bias(bias, state.batch, state.position + 1, q.device)
         if self.dropout and self.training:
             raise ValueError(
                 f"{self.name} has dropout={self.dropout} and is in train() mode, but decoding has no dropout: "
@@ -231,9 +234,9 @@ class Attention(nn.Module):
                 raise ValueError(
                     f"mask must be (B, Lk) = ({B}, {Lk}), got {tuple(mask.shape)}; causality is causal=True, not a mask"
                 )
-        self.check_bias(bias, max(Lq, Lk), q.device)
+        self.check_bias(bias, B, max(Lq, Lk), q.device)
 
-    def check_bias(self, bias: PositionBias | None, length: int, device: torch.device) -> None:
+    def check_bias(self, bias: PositionBias | None, batch: int, length: int, device: torch.device) -> None:
         """A bias has one value per head, unless it says `shared_heads = True`; it may limit the length."""
         if bias is None:
             return
@@ -255,7 +258,15 @@ class Attention(nn.Module):
         if not isinstance(heads, int):  # a callable that does not tell its heads is tried at one pair
             with torch.no_grad():
                 first = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
-                heads = bias(first, first).shape[1]
+                values = bias(first, first)
+            fits = isinstance(values, Tensor) and values.dim() == 4 and values.shape[0] in (1, batch)
+            if not fits or values.shape[2:] != (1, 1):
+                got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+                raise ValueError(
+                    f"for positions (1, 1, 1, 1) the position bias must return a tensor (1 or {batch}, {self.heads}, "
+                    f"1, 1), got {got}; see weft/layers/positions.py"
+                )
+            heads = values.shape[1]
         if heads != self.heads:
             raise ValueError(
                 f"the position bias has {heads} heads, but {self.name} has {self.heads}: make it with "
