@@ -27,6 +27,7 @@ from .softmax import softmax_attention
 def naive(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
 ) -> Tensor:
+    """The paper attends along one axis after the other; here one softmax covers both lines, as in Combiner."""
     i, j = positions(q, k)
     m = attn.block_size or default_block(k.shape[2], attn.max_length)
     return dense_attention(attn, q, k, v, mask, bias, (i // m == j // m) | (i % m == j % m))

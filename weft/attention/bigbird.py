@@ -31,6 +31,7 @@ PLAN_TOKENS = 1024  # the published code draws random blocks from the first 1,02
 def naive(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
 ) -> Tensor:
+    """Unlike the published code any length works, and a block that is drawn or seen twice counts once."""
     H, L, m = q.shape[1], q.shape[2], attn.block_size
     n = ceil_div(L, m)
     i, j = (x // m for x in positions(q, k))

@@ -38,6 +38,7 @@ from .softmax import softmax_attention
 def naive(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
 ) -> Tensor:
+    """`own_span`, the own block also as a span, is the authors' code, not the paper."""
     (i, j), L = positions(q, k), k.shape[2]
     m = attn.block_size or default_block(L, attn.max_length, attn.levels)
     direct = i // m == j // m
@@ -48,6 +49,7 @@ def naive(
 
 
 def naive_levels(attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, direct: Tensor, m: int) -> Tensor:
+    """More than two levels: the value of a node is drawn from its children's values."""
     (i, j), s, tokens = positions(q, k), attn.summary, real_tokens(k, mask)[:, None, None]
     # What a node's value is drawn from, its children: their keys, which tokens they stand for, whether they have any.
     keys, within, real = k, torch.eye(k.shape[2], dtype=k.dtype, device=k.device), tokens

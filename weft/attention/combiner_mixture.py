@@ -38,6 +38,7 @@ MixtureState = list
 def naive(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
 ) -> Tensor:
+    """The average is the paper's, the joint form the authors' code."""
     attns = list(attn.factorisations)
     if not isinstance(attns[0], JointAxial):
         return torch.stack([a.info.naive(a, q, k, v, mask) for a in attns]).mean(0)

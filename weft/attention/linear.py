@@ -30,6 +30,7 @@ NOT_CAUSAL = "only the causal form has a kernel; the other is two matrix product
 def naive(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
 ) -> Tensor:
+    """ε is in the authors' code, not in the paper."""
     A = ((F.elu(q) + 1) @ (F.elu(k) + 1).mT) * legal(attn, q, k, mask)
     return A @ v / (A.sum(-1, keepdim=True) + EPSILON)
 

@@ -24,6 +24,7 @@ from .softmax import softmax_attention
 def naive(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
 ) -> Tensor:
+    """The published code also projects padding; here it adds nothing."""
     slots_k, slots_v = (attn.kernel[: k.shape[2]].T @ hide(x, mask) for x in (k, v))
     return dense_logits(q, slots_k).softmax(-1) @ slots_v
 

@@ -30,6 +30,7 @@ from .softmax import softmax_attention
 def naive(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
 ) -> Tensor:
+    """The paper has w/2 tokens on each side; with an even w the study's code has one less on the left."""
     i, j = positions(q, k)
     w, g = attn.window, attn.global_tokens
     near = i - w < j if attn.causal else (i - (w - 1) // 2 <= j) & (j <= i + w // 2)

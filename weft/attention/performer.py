@@ -33,6 +33,7 @@ from .scan import causal_sum
 def naive(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
 ) -> Tensor:
+    """The published code draws new features at every call; here they are fixed until `redraw()`."""
     allowed = legal(attn, q, k, mask)
     if attn.kernel == "relu":
         A = (q.relu() + 1e-3) @ (k.relu() + 1e-3).mT * allowed

@@ -29,8 +29,8 @@ from .registry import register
 def naive(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
 ) -> Tensor:
-    """The rounds under one softmax, in which j counts as often as i has met it: what weighting them by their
-    normalisers comes to."""
+    """The paper chunks the sorted sequence; here chunks do not cross buckets. Rounds weighted by their normalisers are
+    one softmax in which j counts once for every round that i meets it in."""
     (i, j), times = positions(q, q), torch.zeros_like(q @ q.mT)
     for rotation in attn.rotations:
         turned = q @ rotation

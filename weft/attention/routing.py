@@ -27,6 +27,7 @@ from .registry import register
 def naive(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
 ) -> Tensor:
+    """The paper gives each centroid its w best tokens; here every token belongs to one run of one cluster."""
     nearest = (k @ attn.clusters.centroids.mT).argmax(-1)
     group, run = runs_of(nearest, mask, attn.clusters.size(k.shape[2]))
     return dense_attention(attn, q, k, v, mask, bias, same(group) & same(run))

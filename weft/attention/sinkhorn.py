@@ -28,14 +28,14 @@ from .softmax import softmax_attention
 def naive(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
 ) -> Tensor:
-    """Sinkhorn normalisation in turns: rows, then the columns over the blocks that hold a token."""
+    """The published code ignores what the sort network says; here it is used and learned."""
     (i, j), L, m = positions(q, k), k.shape[2], attn.block_size
     n = ceil_div(L, m)
     k, v, real = hide(k, mask), hide(v, mask), real_tokens(k, mask)
     member = j // m == torch.arange(n, device=q.device)[:, None]  # (n, L)
     source = (member & real[:, None]).any(-1)[:, None, None]  # (B, 1, 1, n)
     R = dense_softmax(member.to(k.dtype) @ k @ attn.sort[:, :n], source)
-    for _ in range(attn.iterations):
+    for _ in range(attn.iterations):  # columns, over the blocks that hold a token; then rows
         R = R / (R * source.mT).sum(-2, keepdim=True).where(source, 1)
         R = R / R.sum(-1, keepdim=True).where(source.any(-1, keepdim=True), 1)
     slot = j % m == torch.arange(m, device=q.device)[:, None]  # (m, L)

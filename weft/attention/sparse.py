@@ -37,6 +37,7 @@ from .softmax import softmax_attention
 def naive(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
 ) -> Tensor:
+    """The paper also has forms with separate heads or layers for the two sets; here one softmax covers both."""
     i, j = (x - int(attn.cls) for x in positions(q, k))  # with cls the pattern starts behind token 0, which is then -1
     m = attn._block(k.shape[2])
     if attn.pattern == "strided":

@@ -41,7 +41,8 @@ from .sampling2d import sample_placement, window_table
 def naive(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
 ) -> Tensor:
-    """Draws like `attn`: after the same `torch.manual_seed` it has the same sample."""
+    """Draws like `attn`: after the same `torch.manual_seed` it has the same sample. Where a sample has no legal source,
+    the authors' code gives NaN; here the nearest legal token stands in."""
     (i, j), L, able = positions(q, k), k.shape[2], legal(attn, q, k, mask)
     if not attn.samples_now:
         return dense_attention(attn, q, k, v, mask, bias, able)
@@ -55,7 +56,7 @@ def naive(
         (height, width), across = attn._rectangle(), attn.layout[1]
         window = i // across // height * ceil_div(across, width) + i % across // width
     sampled = (sources[:, :, None] == j).any(1)[window[:, 0]] & able
-    # Without a legal source: the nearest legal token up to i, or else the nearest after i.
+    # The nearest legal token up to i, or else the nearest after i.
     distance = torch.where(j <= i, i - j, L + j - i).masked_fill(~able, 2 * L)
     nearest = distance == distance.amin(-1, keepdim=True)
     allowed = torch.where(sampled.any(-1, keepdim=True), sampled, nearest)
