@@ -8,7 +8,7 @@ together, and the cost is bounded whatever the data.
 
 Centroids follow an exponential moving average of the keys they drew, in training only. What a batch teaches is
 folded in at the next training call, so a call never sees its own batch; a call that is repeated in the backward pass
-(activation checkpointing) folds nothing, and so repeats exactly.
+(activation checkpointing) folds nothing, and assigns with the centroids that it had the first time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from .blocks import power_of_two
 from .groups import Runs, gather_runs
-from .recomputing import recomputing
+from .recomputing import Replays, once, recomputing
 
 
 class Clusters(nn.Module):
@@ -53,6 +53,7 @@ class Clusters(nn.Module):
         self.register_buffer("centroids", F.normalize(torch.randn(heads, clusters, head_dim), dim=-1))
         self.register_buffer("drawn", torch.zeros(heads, clusters, head_dim))  # sum of the last batch's unit keys
         self.register_buffer("count", torch.zeros(heads, clusters))
+        self.replays = Replays()
 
     @contextmanager
     def looking(self) -> Iterator[None]:
@@ -70,10 +71,14 @@ class Clusters(nn.Module):
     @torch.no_grad()
     def assign(self, k: Tensor, mask: Tensor | None) -> Tensor:
         """The cluster of every key, (B, H, L); masked tokens are in one of their own, number `clusters`."""
-        learning = self.training and not self.frozen and not recomputing()
-        if learning:
-            self._fold()
-        group = self.nearest(k)
+        learning = self.training and not self.frozen
+        if learning and recomputing():
+            group, learning = _nearest(k, self.replays.recall(k)), False
+        else:
+            if learning:
+                self._fold()
+                self.replays.remember(k, self.centroids.clone(), k)
+            group = self.nearest(k)
         if mask is not None:
             group = group.masked_fill(~mask[:, None], self.clusters)
         if learning:
@@ -83,7 +88,7 @@ class Clusters(nn.Module):
     @torch.no_grad()
     def nearest(self, k: Tensor) -> Tensor:
         """The cluster of every key (B, H, L, D), and nothing learned from them. The length of a key does not matter."""
-        return (k.to(self.centroids.dtype) @ self.centroids.transpose(-1, -2)).argmax(-1)
+        return _nearest(k, self.centroids)
 
     def runs(self, k: Tensor, mask: Tensor | None) -> Runs:
         return gather_runs(self.assign(k, mask), self.clusters + (mask is not None), self.size(k.shape[2]))
@@ -100,4 +105,9 @@ class Clusters(nn.Module):
         total = unit.new_zeros(H, self.clusters + 1, D).scatter_add_(1, by_head[..., None].expand(-1, -1, D), keys)
         count = unit.new_zeros(H, self.clusters + 1).scatter_add_(1, by_head, torch.ones_like(keys[..., 0]))
         self.drawn.copy_(total[:, :-1])
-        self.count.copy_(count[:, :-1])
+        count = count[:, :-1]
+        self.count.copy_(once(count) if torch.compiler.is_compiling() else count)
+
+
+def _nearest(k: Tensor, centroids: Tensor) -> Tensor:
+    return (k.to(centroids.dtype) @ centroids.transpose(-1, -2)).argmax(-1)

@@ -11,9 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..attention.recomputing import recomputing
+from ..attention.recomputing import Replays, recomputing
 from .multihead import MultiheadAttention
-from .recompute import Recent
 
 
 class AttentionCache(nn.Module):
@@ -29,22 +28,24 @@ class AttentionCache(nn.Module):
             raise ValueError("the cache needs attention that takes other keys than queries, not causal, without rope")
         self.inner = inner
         self.previous: tuple[Tensor, Tensor] | None = None
-        self.recent = Recent()
+        self.replays = Replays()
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if not self.training:
             return self.inner(x, mask)
         again = recomputing()
-        previous = self.recent.recall(x) if again else self.previous
+        previous = self.replays.recall(x) if again else self.previous
         valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
-        if not again:
-            self.recent.remember(x, previous)
-            self.previous = x.detach(), valid
         if previous is None or previous[0].shape != x.shape:
-            return self.inner(x, mask)
-        seen = torch.cat([previous[0].to(x.dtype), x], 1)
-        return self.inner(x, torch.cat([previous[1], valid], 1), context=seen)
+            y = self.inner(x, mask)
+        else:
+            seen = torch.cat([previous[0].to(x.dtype), x], 1)
+            y = self.inner(x, torch.cat([previous[1], valid], 1), context=seen)
+        if not again:
+            self.replays.remember(x, previous, y)
+            self.previous = x.detach(), valid
+        return y
 
     def reset(self) -> None:
         """Forget the previous step."""
-        self.previous, self.recent = None, Recent()
+        self.previous = None

@@ -21,9 +21,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention.recomputing import recomputing
+from ..attention.recomputing import Replays, once, recomputing
 from ..kernels.launch import autocasts
-from .recompute import Recent, count_update
 from .resample import resample
 
 State = tuple[Tensor, Tensor, Tensor]
@@ -80,14 +79,14 @@ class RecurrentCache(nn.Module):
             self.register_buffer("cache", torch.zeros(1, length or 0, width, device=device, dtype=kept))
         if delayed:
             self.pending, self.pending_alive = empty, torch.zeros(0, dtype=torch.bool, device=device)
-        self.recent = Recent()
+        self.replays = Replays()
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Tokens x (B, T, width), real where `valid` (B, T) is True."""
         if not (self.training or self.eval_update):
             return self.frozen(x)
         again = recomputing()
-        state = self.recent.recall(x) if again else self._begin(x)
+        state = self.replays.recall(x) if again else self._begin(x)
         cache, pending, pending_alive = state
         tokens, alive = resample(x, cache.shape[1], valid, self.resampling)
         tokens = tokens.to(cache.dtype)
@@ -96,9 +95,9 @@ class RecurrentCache(nn.Module):
         else:
             kept, read = self._gated_mean(cache, tokens, alive)
         if not again:
-            self.recent.remember(x, state)
+            self.replays.remember(x, state, read)
             self.cache = kept.detach()
-            self.updates = count_update(self.updates) if torch.compiler.is_compiling() else self.updates + 1
+            self.updates = (once(self.updates) if torch.compiler.is_compiling() else self.updates) + 1
             if self.delayed:
                 everyone = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
                 self.pending, self.pending_alive = tokens.detach(), everyone if alive is None else alive
@@ -129,7 +128,6 @@ class RecurrentCache(nn.Module):
     @torch.no_grad()
     def reset(self, rows: Tensor | None = None) -> None:
         """Forget everything; with `rows` (B,) boolean, only those streams, at the start of a new document, say."""
-        self.recent = Recent()
         if rows is not None:
             if self.scope != "stream":
                 raise ValueError("only scope='stream' keeps a cache per row; reset() clears the one there is")
@@ -203,7 +201,7 @@ class RecurrentCache(nn.Module):
             self.cache = exact.to(self.cache.device)
             if self.delayed:
                 self.pending = self.pending.to(exact.dtype)
-        self.recent = Recent()
+        self.replays = Replays()
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -239,7 +237,6 @@ class RecurrentCache(nn.Module):
                 error_msgs.append(f"size mismatch for {prefix}{name}: {tuple(saved.shape)}, here {tuple(here.shape)}")
                 continue
             setattr(self, name, saved.to(device=here.device, dtype=here.dtype, copy=True))
-        self.recent = Recent()
 
 
 class _SumOverRanks(torch.autograd.Function):
