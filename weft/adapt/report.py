@@ -22,9 +22,10 @@ class Patch:
     new: Any
     old: Any = None
     users: list[nn.Module] = field(default_factory=list)
+    place: tuple[Any, Any] | None = None  # the owner's device and dtype when it was changed
 
     def apply(self) -> None:
-        self.old = getattr(self.owner, self.name, Missing)
+        self.old, self.place = getattr(self.owner, self.name, Missing), _place(self.owner)
         _set(self.owner, self.name, self.new)
 
     @property
@@ -33,6 +34,13 @@ class Patch:
         return now is self.new or (isinstance(now, (str, bool)) and now == self.new)
 
     def revert(self) -> None:
+        """A module that was out of the model meanwhile follows what the model went through: train(), eval(), to()."""
+        now = _place(self.owner)
+        if isinstance(self.old, nn.Module) and isinstance(self.new, nn.Module):
+            if all(module is not self.old for module in self.new.modules()):
+                self.old.train(self.new.training)
+                if now is not None and now != self.place:
+                    self.old.to(device=now[0], dtype=now[1])
         _set(self.owner, self.name, self.old)
 
 
@@ -92,6 +100,12 @@ def _forget(layer: nn.Module) -> None:
         if state.hook is not None:
             state.hook.remove()
         del layer.__dict__["_weft"]
+
+
+def _place(owner: Any) -> tuple[Any, Any] | None:
+    parameters = owner.parameters() if isinstance(owner, nn.Module) else ()
+    like = next((p for p in parameters if p.is_floating_point()), None)
+    return None if like is None else (like.device, like.dtype)
 
 
 def _set(owner: Any, name: str, value: Any) -> None:

@@ -32,6 +32,7 @@ class Attention(nn.Module):
 
     name = "attention"  # set by the registry
     info: Any = None  # set by the registry: an AttentionInfo
+    options: dict[str, Any] | None = None  # set by the registry: its own options as it was made
     reads_q = True  # False where the output does not depend on q: a layer can then leave out the projection
     reads_k = True
     long_sums = False  # True where sums over the sequence are taken in single precision, which autocast must not undo

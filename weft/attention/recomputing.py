@@ -63,9 +63,9 @@ class Replays:
         if torch.compiler.is_compiling():  # a compiled graph recomputes without running this code again
             return
         graph = None
-        if made.grad_fn is not None:
-            token = made.grad_fn.metadata.setdefault(_Alive, _Alive())
-            graph = weakref.ref(token)
+        node: Any = made.grad_fn
+        if node is not None:
+            graph = weakref.ref(node.metadata.setdefault(_Alive, _Alive()))
         tied = [e for e in self.entries if e.graph is not None and e.graph() is not None]
         untied = [e for e in self.entries if e.graph is None and not e.recalled]
         self.entries = [*tied, *untied[-self.untied + 1 :], _Entry(_ticket(), _content(x), state, graph)]

@@ -130,7 +130,7 @@ def make_attention(
     attn = _classes[name](
         heads=heads, head_dim=head_dim, causal=causal, max_length=max_length, dropout=dropout, **options
     )
-    attn.name, attn.info = name, info
+    attn.name, attn.info, attn.options = name, info, {**info.options, **options}
     return attn
 
 

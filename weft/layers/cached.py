@@ -181,7 +181,7 @@ class CachedAttention(nn.Module):
         """One token x (B, 1, dim) in, its output and the next state out; the cache is read and not written."""
         inner = self._stepping()
         within, position = state
-        own, within = inner.attention.step(*inner.project(x, start=position), within, mask, bias)
+        own, within = inner.attention.step(*inner.project(x, start=position), within, mask, bias, **inner.input(x))
         memory = self.memory(x[..., : self.width], self.cache.frozen(x), self.grid)
         return inner.merge(self._mixed(own.transpose(1, 2), memory).transpose(1, 2)), (within, position + 1)
 

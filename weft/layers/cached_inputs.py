@@ -21,7 +21,9 @@ def width_and_heads(inner: nn.Module, dim: int | None, heads: int | None) -> tup
         projection = getattr(inner, name, None)
         if dim is None and isinstance(projection, nn.Linear):
             dim = projection.in_features
-    heads = heads or _told(inner, "heads", "num_heads")
+    heads = _told(inner, "heads", "num_heads") if heads is None else heads
+    if heads is not None and heads < 1:
+        raise ValueError(f"heads must be at least 1, got {heads}")
     if dim is None or heads is None:
         raise ValueError(f"{type(inner).__name__} does not tell its channels or heads: give dim= and heads=")
     head_dim = _told(inner, "head_dim") if hasattr(inner, "merge") else None
@@ -146,7 +148,7 @@ def per_head(inner: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if not isinstance(inner, MultiheadAttention):
         return inner.per_head(x, *args, **kwargs)
     mask, bias = _mask_and_bias(*args, **kwargs)
-    return inner.attention(*inner.project(x), mask, bias)
+    return inner.attention(*inner.project(x), mask, bias, **inner.input(x))
 
 
 def _mask_and_bias(

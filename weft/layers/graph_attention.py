@@ -24,7 +24,7 @@ class EdgeAttention(Subsampling, nn.Module):
         self, dim: int, heads: int, edge_dim: int, *, source_dropout: float = 0.1, same_on_all_ranks: bool = False
     ):
         super().__init__()
-        if dim % heads:
+        if heads < 1 or dim % heads:
             raise ValueError(f"dim={dim} does not divide into {heads} heads")
         if not 0 <= source_dropout < 1:
             raise ValueError(f"source_dropout must be in [0, 1), got {source_dropout}")

@@ -86,16 +86,20 @@ def same_as(inner: nn.Module, width: int, heads: int) -> dict[str, Any]:
     """What makes the cached branch attend as `inner` does: its mechanism, its spatial reduction, its windows."""
     if isinstance(inner, MultiheadAttention):
         mechanism = inner.attention
-        missing = [name for name in mechanism.info.options if not hasattr(mechanism, name)]
-        if missing:
+        ready = f"weft.make_attention({mechanism.name!r}, heads={heads}, head_dim={width // heads}, …)"
+        if mechanism.options is None:
             raise ValueError(
-                f"{mechanism.name} does not tell its {', '.join(missing)}: give memory_attention a ready mechanism, "
-                f"weft.make_attention({mechanism.name!r}, heads={heads}, head_dim={width // heads}, …)"
+                f"{mechanism.name} was not made by weft.make_attention and does not tell its options: "
+                f"give memory_attention={ready}"
             )
-        options = {name: getattr(mechanism, name) for name in mechanism.info.options}
         made = make_attention(
-            mechanism.name, heads=heads, head_dim=width // heads, max_length=mechanism.max_length, **options
+            mechanism.name, heads=heads, head_dim=width // heads, max_length=mechanism.max_length, **mechanism.options
         )
+        if getattr(made, "needs_input", False):
+            raise ValueError(
+                f"{mechanism.name} with {mechanism.options} reads the input of its layer, which a cache does not have: "
+                "give memory_attention='full', or a ready mechanism"
+            )
         return {"mechanism": made}
     if getattr(inner, "pool", None) is not None:
         raise ValueError("this layer pools its keys to a fixed size; give memory_attention='full'")

@@ -20,8 +20,9 @@ from .multihead import MultiheadAttention
 class MixedAttention(nn.Module):
     """One multi-head block per mechanism, heads shared out equally, outputs averaged.
 
-    An entry of `attentions` is a name, or (name, {options}). A position bias goes to the mechanisms that can take
-    one, which must then be all of them.
+    An entry of `attentions` is a name, or (name, {options}). A position bias has `heads` heads, which the n mechanisms
+    share: mechanism m takes heads m, m + n, m + 2n, …, so that each has the whole range of ALiBi's slopes. All
+    mechanisms must then be able to take one.
     """
 
     def __init__(
@@ -39,12 +40,13 @@ class MixedAttention(nn.Module):
         super().__init__()
         if not attentions:
             raise ValueError("attentions must name at least one mechanism")
-        if heads % len(attentions):
+        if heads < 1 or heads % len(attentions):
             raise ValueError(f"{heads} heads cannot be shared out equally among {len(attentions)} mechanisms")
         if head_dim is None:
             if dim % heads:
                 raise ValueError(f"dim={dim} does not divide into {heads} heads; give head_dim")
             head_dim = dim // heads
+        self.heads = heads
         self.blocks = nn.ModuleList()
         for entry in attentions:
             name, options = (entry, {}) if isinstance(entry, str) else entry
@@ -64,5 +66,25 @@ class MixedAttention(nn.Module):
             )
 
     def forward(self, x: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None) -> Tensor:
-        total = sum(block(x, mask, bias) for block in self.blocks)
+        n = len(self.blocks)
+        shares = [None if bias is None else _Share(bias, self.heads, m, n) for m in range(n)]
+        total = sum(block(x, mask, share) for block, share in zip(self.blocks, shares, strict=True))
         return total / len(self.blocks)
+
+
+class _Share:
+    """Every n-th head of a position bias, from head m on."""
+
+    def __init__(self, bias: PositionBias, heads: int, m: int, n: int):
+        found = getattr(bias, "heads", heads)
+        if found != heads:
+            raise ValueError(f"the position bias has {found} heads, but the layer has {heads} in all")
+        self.bias, self.m, self.n = bias, m, n
+        self.shared_heads = getattr(bias, "shared_heads", False)
+        self.max_length = getattr(bias, "max_length", None)
+
+    def __call__(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        if self.shared_heads:
+            return self.bias(query_positions, key_positions)
+        by_head = [p if p.shape[1] == 1 else p.repeat_interleave(self.n, 1) for p in (query_positions, key_positions)]
+        return self.bias(*by_head)[:, self.m :: self.n]

@@ -80,7 +80,7 @@ class MSSA(nn.Module):
     ):
         super().__init__()
         if head_dim is None:
-            if dim % heads:
+            if heads < 1 or dim % heads:
                 raise ValueError(f"dim={dim} does not divide into {heads} heads; give head_dim")
             head_dim = dim // heads
         if gamma is not None and not tied:

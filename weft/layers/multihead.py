@@ -41,6 +41,8 @@ class MultiheadAttention(nn.Module):
         **options: Any,
     ):
         super().__init__()
+        if heads < 1 or dim < 1:
+            raise ValueError(f"dim and heads must be at least 1, got dim={dim}, heads={heads}")
         if head_dim is None:
             if dim % heads:
                 raise ValueError(f"dim={dim} does not divide into {heads} heads; give head_dim")
@@ -92,6 +94,11 @@ class MultiheadAttention(nn.Module):
     def project(self, x: Tensor, context: Tensor | None = None, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v of shape (B, heads, L, head_dim), rotated where the layer has rotary positions."""
         source = x if context is None else context
+        if source.shape[-1] != self.v.in_features:
+            raise ValueError(
+                f"this layer reads keys and values from a context of width {self.v.in_features} (context_dim), got "
+                f"{source.shape[-1]}: call it with context=(B, L, {self.v.in_features})"
+            )
         v = self._split(self.v(source), self.kv_heads)
         q = self._split(self.q(x), self.heads) if self.q is not None else None
         k = self._split(self.k(source), self.kv_heads) if self.k is not None else None
@@ -114,7 +121,7 @@ class MultiheadAttention(nn.Module):
         self, x: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None, *, context: Tensor | None = None
     ) -> Tensor:
         self._check(x, context)
-        return self.merge(self.attention(*self.project(x, context), mask, bias, **self._input(x)))
+        return self.merge(self.attention(*self.project(x, context), mask, bias, **self.input(x)))
 
     def merge(self, heads: Tensor) -> Tensor:
         """(B, H, L, D) -> (B, L, dim): the heads side by side, through the output projection."""
@@ -125,7 +132,7 @@ class MultiheadAttention(nn.Module):
     ) -> Tensor:
         """The mechanism's effective (B, H, Lq, Lk) matrix on this input."""
         self._check(x, context)
-        return self.attention.weights(*self.project(x, context), mask, bias, **self._input(x))
+        return self.attention.weights(*self.project(x, context), mask, bias, **self.input(x))
 
     def start(self, batch: int) -> Any:
         """The state before the first token, for `step`."""
@@ -137,10 +144,10 @@ class MultiheadAttention(nn.Module):
         """One token x (B, 1, dim) in, its output and the next state out."""
         inner, position = state
         q, k, v = self.project(x, start=position)
-        out, inner = self.attention.step(q, k, v, inner, mask, bias, **self._input(x))
+        out, inner = self.attention.step(q, k, v, inner, mask, bias, **self.input(x))
         return self.merge(out), (inner, position + 1)
 
-    def _input(self, x: Tensor) -> dict[str, Tensor]:
+    def input(self, x: Tensor) -> dict[str, Tensor]:
         """x itself, for the few mechanisms that read the layer's input beside q, k and v."""
         return {"x": x} if getattr(self.attention, "needs_input", False) else {}
 

@@ -14,6 +14,8 @@ so a mechanism that sorts, gathers or samples its keys asks at the original posi
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -104,24 +106,50 @@ def _per_head(table: Tensor, index: Tensor) -> Tensor:
 class Rotary(nn.Module):
     """Su et al., RoFormer, https://arxiv.org/abs/2104.09864: rotate (x_c, x_{c + D/2}) by position · base^(-2c/D)."""
 
-    frequency: Tensor
-
     def __init__(self, head_dim: int, base: float = 10000.0):
         super().__init__()
         if head_dim % 2:
             raise ValueError(f"rotary embeddings turn pairs of channels: head_dim must be even, got {head_dim}")
-        frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-        self.register_buffer("frequency", frequency, persistent=False)
+        self.head_dim, self.base = head_dim, base
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """x (B, H, L, D) at integer positions (L,) or (B, L)."""
-        # A module cast to half precision would round the angles: positions are counted in double and cut at the end.
-        angle = positions.double()[..., None] * self.frequency.double()
+        # Not a buffer: half precision would round the frequencies, and to_empty() would leave them uninitialised.
+        channels = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=x.device)
+        angle = positions.double()[..., None] * self.base ** (-channels / self.head_dim)
         if angle.dim() == 3:
             angle = angle[:, None]
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         a, b = x.chunk(2, -1)
         return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+class Constant(nn.Module):
+    """A tensor that moves with the model and is not saved: computed again after each move, so that a model made on the
+    meta device has it right after `to_empty`."""
+
+    values: Tensor
+
+    def __init__(self, make: Callable[[], Tensor], device: Any = None, dtype: torch.dtype | None = None):
+        super().__init__()
+        self.make = make
+        self.register_buffer("values", self._made(device, dtype), persistent=False)
+
+    def forward(self, device: torch.device) -> Tensor:
+        if self.values.is_meta and device.type != "meta":  # load_state_dict(assign=True) leaves it there
+            self.values = self._made(device, self.values.dtype)
+        return self.values
+
+    def _made(self, device: Any, dtype: torch.dtype | None) -> Tensor:
+        with torch.device("cpu"):
+            values = self.make()
+        return values.to(device=torch.get_default_device() if device is None else device, dtype=dtype)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Constant:
+        super()._apply(fn, recurse)
+        if not self.values.is_meta:
+            self.values = self._made(self.values.device, self.values.dtype)
+        return self
 
 
 def sinusoids(length: int, dim: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:

@@ -46,7 +46,7 @@ class SubsampledWindowAttention(Subsampling, nn.Module):
         same_on_all_ranks: bool = False,
     ):
         super().__init__()
-        if dim % heads:
+        if heads < 1 or dim % heads:
             raise ValueError(f"dim={dim} does not divide into {heads} heads")
         if window < 2 or window % 2:
             raise ValueError(f"window is cut into half windows: it must be even, got {window}")

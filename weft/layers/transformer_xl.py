@@ -36,7 +36,7 @@ class TransformerXLAttention(nn.Module):
 
     def __init__(self, dim: int, heads: int, memory: int, *, dropout: float = 0.0):
         super().__init__()
-        if dim % heads:
+        if heads < 1 or dim % heads:
             raise ValueError(f"dim={dim} does not divide into {heads} heads")
         if memory < 0:
             raise ValueError(f"memory is a number of tokens, got {memory}")

@@ -10,13 +10,14 @@ He et al., Masked Autoencoders Are Scalable Vision Learners, https://arxiv.org/a
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..layers.mssa import MSSA
-from ..layers.positions import sinusoids
+from ..layers.positions import Constant, sinusoids
 from .crate import CRATE, Patches, crate_layers
 
 
@@ -42,8 +43,6 @@ class CRATEMAE(nn.Module):
     `classifier(classes)` is a CRATE that starts from the encoder's weights.
     """
 
-    positions: Tensor
-
     def __init__(
         self,
         *,
@@ -67,7 +66,7 @@ class CRATEMAE(nn.Module):
             raise ValueError(f"rows and columns have a sine and a cosine each: dim must divide by 4, got {dim}")
         self.ratio = ratio
         self.patches = Patches(image_size, patch, channels, dim)
-        self.register_buffer("positions", _positions(self.patches.grid, dim), persistent=False)
+        self.positions = Constant(partial(_positions, self.patches.grid, dim))
         self.cls = nn.Parameter(torch.empty(1, 1, dim))
         self.hidden_token = nn.Parameter(torch.empty(1, 1, dim))
         mssa = {"max_length": 1 + self.patches.count, **mssa}
@@ -93,7 +92,7 @@ class CRATEMAE(nn.Module):
         x = self.patches(images)
         if hidden is not None:
             x = torch.where(hidden[..., None], self.hidden_token.to(x.dtype), x)
-        x = torch.cat([self.cls.expand(x.shape[0], -1, -1), x], 1) + self.positions
+        x = torch.cat([self.cls.expand(x.shape[0], -1, -1), x], 1) + self.positions(x.device)
         for block in self.blocks:
             x = block(x)
         return x
@@ -115,7 +114,7 @@ class CRATEMAE(nn.Module):
         """A CRATE with a copy of the encoder, to fine-tune or to probe (`new_head(..., probe=True)`)."""
         model = CRATE(**{**self._recipe, "classes": classes, **options}).to(self.cls)
         shared = {k: v for k, v in self.state_dict().items() if k.startswith(("patches.", "blocks.", "cls"))}
-        shared["positions"] = self.positions
+        shared["positions"] = self.positions(self.cls.device)
         left = model.load_state_dict(shared, strict=False)
         assert not left.unexpected_keys and all(k.startswith(("norm.", "head.")) for k in left.missing_keys)
         return model

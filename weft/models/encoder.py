@@ -10,6 +10,7 @@ Wide Attention Is The Way Forward For Transformers?, https://arxiv.org/abs/2210.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from ..layers import sinusoids
 from ..layers.encoder import NORM_EPS
+from ..layers.positions import Constant
 from .build import AttentionChoice, encoder_blocks
 
 
@@ -27,8 +29,6 @@ class TextEncoder(nn.Module):
     with a CLS token, else S. `attention` is a registered name (its options in `attention_options`), a list for mixed
     attention, or a function from the block's number to one of these.
     """
-
-    table: Tensor | None
 
     def __init__(
         self,
@@ -70,8 +70,9 @@ class TextEncoder(nn.Module):
         if positions == "learned":
             self.positions = nn.Parameter(torch.empty(max_length, dim, **place).normal_(std=0.02))
         # In double, so that a model cast to any dtype adds the nearest values of that dtype.
-        table = sinusoids(max_length, dim, device=device, dtype=torch.float64) if positions == "sinusoid" else None
-        self.register_buffer("table", table, persistent=False)
+        self.table = None
+        if positions == "sinusoid":
+            self.table = Constant(partial(sinusoids, max_length, dim, dtype=torch.float64), device)
         self.dropout = nn.Dropout(dropout)
         self.blocks = encoder_blocks(
             layers,
@@ -103,7 +104,7 @@ class TextEncoder(nn.Module):
         if self.cls is not None:
             x = torch.cat([self.cls.expand(x.shape[0], 1, -1), x], 1)
             mask = torch.cat([mask[:, :1], mask], 1)  # CLS is real where the document's first token is
-        table = self.table if self.positions is None else self.positions
+        table = self.positions if self.table is None else self.table(x.device)
         assert table is not None
         x = self.dropout(x + table[: x.shape[1]].to(x.dtype))
         for block in self.blocks:

@@ -10,6 +10,7 @@ Dosovitskiy et al., An Image is Worth 16x16 Words, https://arxiv.org/abs/2010.11
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,32 +18,24 @@ from torch import Tensor, nn
 
 from ..layers import sinusoids
 from ..layers.encoder import NORM_EPS
+from ..layers.positions import Constant
 from .build import AttentionChoice, encoder_blocks
 
 
 class Normalised(nn.Module):
     """`model` behind the normalisation of its images: bytes, or floats in [0, 1], in."""
 
-    mean: Tensor
-    std: Tensor
-
     def __init__(self, model: nn.Module, mean: Sequence[float], std: Sequence[float]):
         super().__init__()
         self.model = model
-        self.register_buffer("mean", torch.tensor(mean).view(1, -1, 1, 1), persistent=False)
-        self.register_buffer("std", torch.tensor(std).view(1, -1, 1, 1), persistent=False)
+        self.mean, self.std = (Constant(partial(_per_channel, tuple(values))) for values in (mean, std))
 
     def forward(self, images: Tensor) -> Tensor:
-        if not images.is_floating_point():
-            images = images.to(self.mean.dtype) / 255
-        return self.model((images - self.mean) / self.std)
+        return self.model(_normalise(images, self.mean(images.device), self.std(images.device)))
 
 
 class ImageClassifier(nn.Module):
     """`model(images)`: (B, 3, size, size), bytes or floats in [0, 1], to logits (B, classes)."""
-
-    mean: Tensor
-    std: Tensor
 
     def __init__(
         self,
@@ -75,15 +68,15 @@ class ImageClassifier(nn.Module):
             raise ValueError(f"positions are 'learned' or 'sinusoid', got {positions!r}")
         place = {"device": device, "dtype": dtype}
         self.size, self.patch = size, patch
-        self.register_buffer("mean", torch.tensor(mean).view(1, -1, 1, 1), persistent=False)
-        self.register_buffer("std", torch.tensor(std).view(1, -1, 1, 1), persistent=False)
+        self.mean, self.std = (Constant(partial(_per_channel, tuple(values))) for values in (mean, std))
         length = (size // patch) ** 2 + (pooling == "cls")
         self.embed = nn.Linear(3 * patch * patch, dim, **place)
         self.cls = nn.Parameter(torch.zeros(dim, **place)) if pooling == "cls" else None
+        self.positions: nn.Parameter | Constant
         if positions == "learned":
             self.positions = nn.Parameter(torch.empty(length, dim, **place).normal_(std=0.02))
         else:
-            self.register_buffer("positions", sinusoids(length, dim, device=device, dtype=dtype), persistent=False)
+            self.positions = Constant(partial(sinusoids, length, dim, dtype=torch.float64), device)
         self.dropout = nn.Dropout(dropout)
         self.blocks = encoder_blocks(
             layers,
@@ -105,16 +98,25 @@ class ImageClassifier(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         if images.dim() != 4 or images.shape[1:] != (3, self.size, self.size):
             raise ValueError(f"images must be (B, 3, {self.size}, {self.size}), got {tuple(images.shape)}")
-        if not images.is_floating_point():
-            images = images.to(self.mean.dtype) / 255
-        x = (images - self.mean) / self.std
+        x = _normalise(images, self.mean(images.device), self.std(images.device))
         p, side = self.patch, self.size // self.patch
         x = x.unflatten(3, (side, p)).unflatten(2, (side, p)).permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
         x = self.embed(x.to(self.embed.weight.dtype))
         if self.cls is not None:
             x = torch.cat([self.cls.expand(x.shape[0], 1, -1), x], 1)
-        x = self.dropout(x + self.positions.to(x.dtype))
+        positions = self.positions(x.device) if isinstance(self.positions, Constant) else self.positions
+        x = self.dropout(x + positions.to(x.dtype))
         for block in self.blocks:
             x = block(x)
         x = self.norm(x)
         return self.head(x[:, 0] if self.cls is not None else x.mean(1))
+
+
+def _normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    if not images.is_floating_point():
+        images = images.to(mean.dtype) / 255
+    return (images - mean) / std
+
+
+def _per_channel(values: tuple[float, ...]) -> Tensor:
+    return torch.tensor(values).view(1, -1, 1, 1)

@@ -7,6 +7,7 @@ logits = LN(x) · W
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from ..layers import ALiBi, sinusoids
 from ..layers.encoder import NORM_EPS
+from ..layers.positions import Constant
 from .build import AttentionChoice, encoder_blocks
 
 
@@ -23,8 +25,6 @@ class LanguageModel(nn.Module):
     `positions`: "alibi" adds a bias to the logits of attention and "rope" rotates queries and keys, where the
     mechanism can; "learned" and "sinusoid" are added to the embeddings; "none" leaves order to causality.
     """
-
-    table: Tensor | None
 
     def __init__(
         self,
@@ -55,8 +55,9 @@ class LanguageModel(nn.Module):
         self.positions = None
         if positions == "learned":
             self.positions = nn.Parameter(torch.empty(max_length, dim, **place).normal_(std=0.02))
-        table = sinusoids(max_length, dim, device=device, dtype=torch.float64) if positions == "sinusoid" else None
-        self.register_buffer("table", table, persistent=False)
+        self.table = None
+        if positions == "sinusoid":
+            self.table = Constant(partial(sinusoids, max_length, dim, dtype=torch.float64), device)
         self.bias = ALiBi(heads) if positions == "alibi" else None
         self.dropout = nn.Dropout(dropout)
         self.blocks = encoder_blocks(
@@ -85,7 +86,7 @@ class LanguageModel(nn.Module):
         if ids.shape[1] > self.max_length:
             raise ValueError(f"{ids.shape[1]} tokens are over max_length={self.max_length}: make the model longer")
         x = self.embed(ids)
-        table = self.table if self.positions is None else self.positions
+        table = self.positions if self.table is None else self.table(x.device)
         if table is not None:
             x = x + table[: x.shape[1]].to(x.dtype)
         x = self.dropout(x)

@@ -28,7 +28,7 @@ class SpatialReductionAttention(nn.Module):
 
     def __init__(self, dim: int, heads: int, reduction: int = 1, qkv_bias: bool = True):
         super().__init__()
-        if dim % heads:
+        if heads < 1 or dim % heads:
             raise ValueError(f"{dim} channels do not divide into {heads} heads")
         self.dim, self.heads = dim, heads
         self.q = nn.Linear(dim, dim, bias=qkv_bias)
