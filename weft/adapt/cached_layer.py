@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from ..layers.cached import CachedAttention
 from ..layers.cached_inputs import refuse_one_way
 from .kinds import Layer
+from .masks import WeftMask, read, says_causal
 
 QUERIES = ("q_proj", "query", "q", "q_lin", "to_q", "linear_q", "q_a_proj", "qkv", "c_attn", "Wqkv", "query_key_value")
 
@@ -59,6 +60,14 @@ class CachedLayer(nn.Module):
 
     def _real(self, x: Tensor, mask: Any) -> Tensor | None:
         """Which tokens may enter the cache, (B, T) boolean; None for all."""
+        if isinstance(mask, WeftMask):
+            if says_causal(mask) and not self.cached.options.delayed:
+                raise ValueError(
+                    "the layer is used causally: a cache of the current segment would leak; give delayed=True"
+                )
+            mask = read(mask)
+            if mask is None:
+                return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
         if mask is None:
             return None
         B, T = x.shape[:2]
@@ -86,8 +95,6 @@ class CachedLayer(nn.Module):
         """Some layers are causal by their mask alone, and do not say so."""
         if self.cached.options.delayed or self.both_ways:
             return
-        if getattr(mask, "weft_causal", False):
-            raise ValueError("the layer is used causally: a cache of the current segment would leak; give delayed=True")
         if mask.dim() == 4:
             refuse_one_way(allowed, real)
             self.both_ways = not torch.compiler.is_compiling() and bool((real.sum(-1) > 1).any())

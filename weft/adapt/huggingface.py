@@ -22,7 +22,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..attention import Attention, attention_info, attentions, make_attention
 from .core import learns, masked_full, one_dtype, rescaled, rows_are_independent, seeded
-from .masks import mask_function_of
+from .guard import called, guard
+from .masks import WeftMask, mask_function_of, read, says_causal
 from .past import all_queries, is_cross_attention, layer_state, remember
 
 PREFIX = "weft:"
@@ -76,6 +77,7 @@ def register(name: str | None = None, *, as_: str | None = None, **options: Any)
     choice = Choice(name, options)
     AttentionInterface.register(key, attention_function(choice))
     AttentionMaskInterface.register(key, mask_function_of(key, takes_matrix=name == "full"))
+    guard(key)
     return [key]
 
 
@@ -117,11 +119,14 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """(B, Lq, H, D), and the effective matrix (B, H, Lq, Lk) where it is asked for."""
+    called()
+    said = says_causal(mask)
+    mask = _unpacked(choice.shown, module, mask, key.shape[2])
     _refuse(choice.shown, module, key, mask, kwargs)
     groups = query.shape[1] // key.shape[1]
     k, v = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
     q, k, v = one_dtype(rescaled(query, scaling), k, v)
-    causal = _is_causal(choice.shown, module, mask, is_causal)
+    causal = _is_causal(choice.shown, module, said, is_causal)
     of_matrix = mask is not None and mask.dim() == 4 or position_bias is not None
     if choice.name == "full" and (of_matrix or (causal and q.shape[2] != k.shape[2])):
         # No earlier query is needed, so any cache will do.
@@ -201,9 +206,20 @@ def _made(choice: Choice, module: nn.Module, q: Tensor, causal: bool, **more: An
         return make_attention(choice.name, **shape, **{**choice.options, **more}).to(q.device)
 
 
-def _is_causal(name: str, module: nn.Module, mask: Tensor | None, is_causal: bool | None) -> bool:
+def _unpacked(name: str, module: nn.Module, mask: Tensor | None, keys: int) -> Tensor | None:
+    """The padding mask (B, Lk), or a matrix (B, ., Lq, Lk)."""
+    if mask is None:
+        return None
+    if mask.dim() != 4 or mask.shape[-1] != keys:
+        raise ValueError(
+            f"{type(module).__name__} gives {name} a mask of shape {tuple(mask.shape)}, and it should be (batch, 1, "
+            f"queries, {keys} keys): this model prepares masks in its own way; use attn_implementation='eager'"
+        )
+    return read(mask) if isinstance(mask, WeftMask) else mask
+
+
+def _is_causal(name: str, module: nn.Module, said: bool | None, is_causal: bool | None) -> bool:
     """A mask of ours says whether it is causal; without one the argument does, or else the layer."""
-    said = getattr(mask, "weft_causal", None)
     if said is None:
         said = is_causal if is_causal is not None else getattr(module, "is_causal", None)
     if said is None:

@@ -1,18 +1,24 @@
-"""Masks of transformers models, kept two-dimensional.
+"""Masks of transformers models, readable by weft alone.
 
 A model asks for its mask once, with a function that says which query may see which key. Plain causal or plain
 bidirectional attention needs none of the matrix: the padding mask (B, Lk) is all that is left of it. Anything more (a
 sliding window, packed sequences, a static cache) is a matrix, which `full` takes and every other mechanism refuses.
+
+Some models ask for a mask and then compute attention themselves. A boolean mask of ours, or None, would silently show
+them the future and the padding. So every mask is a `WeftMask`: a tensor that raises an error in any computation
+outside weft's attention functions.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 PLAIN = {"causal_mask_function", "bidirectional_mask_function"}
@@ -26,8 +32,109 @@ MEANING = {
     "compiled": "sequences that may be packed (a compiled model cannot tell: give it an attention_mask)",
 }
 
+# What a model may do with a mask on its way to the attention function: move it, slice it, look at its shape.
+HARMLESS = {
+    Tensor.__getitem__,
+    Tensor.__len__,
+    Tensor.__repr__,
+    Tensor.bool,
+    Tensor.clone,
+    Tensor.contiguous,
+    Tensor.cpu,
+    Tensor.cuda,
+    Tensor.data_ptr,
+    Tensor.detach,
+    Tensor.dim,
+    Tensor.element_size,
+    Tensor.expand,
+    Tensor.is_complex,
+    Tensor.is_contiguous,
+    Tensor.is_floating_point,
+    Tensor.numel,
+    Tensor.size,
+    Tensor.storage_offset,
+    Tensor.stride,
+    Tensor.to,
+}
 
-def mask_function_of(name: str, takes_matrix: bool) -> Callable[..., Tensor | None]:
+
+class WeftMask(Tensor):
+    """A mask (B, 1, Lq, Lk), True where a query may see a key, that only weft's attention functions can read.
+
+    This class is a full matrix. The subclasses are padding masks, expanded over the queries (which takes no memory).
+    What they say is in their type, because torch.compile does not trace attributes of tensors.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in HARMLESS or getattr(func, "__name__", "") == "__get__":
+            return super().__torch_function__(func, types, args, kwargs or {})
+        raise ValueError(_read_by_hand())
+
+
+class CausalMask(WeftMask):
+    """Padding, and a query sees no later key."""
+
+
+class BidirectionalMask(WeftMask):
+    """Padding alone."""
+
+
+class UnpaddedCausalMask(CausalMask):
+    """Every token is real."""
+
+
+class UnpaddedBidirectionalMask(BidirectionalMask):
+    """Every token is real."""
+
+
+def says_causal(mask: Tensor | None) -> bool | None:
+    """Whether this is a mask of ours for causal attention; None: it does not say."""
+    return isinstance(mask, CausalMask) if isinstance(mask, (CausalMask, BidirectionalMask)) else None
+
+
+def read(mask: WeftMask) -> Tensor | None:
+    """The padding mask (B, Lk), None where nothing is padded, or a matrix (B, 1, Lq, Lk)."""
+    if isinstance(mask, (UnpaddedCausalMask, UnpaddedBidirectionalMask)):
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        return mask[:, 0, 0] if isinstance(mask, (CausalMask, BidirectionalMask)) else mask[:]
+
+
+def _read_by_hand() -> str:
+    """Why a model may not use our mask, naming the model and the layer that tried to."""
+    name, layer, model = "weft", "a layer", "this model"
+    if not torch.compiler.is_compiling():
+        modules = modules_on_the_stack()
+        if modules:
+            layer = type(modules[0]).__name__
+            models = [module for module in modules if isinstance(module, PreTrainedModel)]
+            model = type((models or modules)[-1]).__name__
+            name = next((m.config._attn_implementation for m in models if _is_ours(m.config)), name)
+    return (
+        f"{model} cannot use attn_implementation={name!r}: {layer} computes with the attention mask itself instead of "
+        "handing it to transformers' attention interface, so it would attend to padding and to the future. Use "
+        "attn_implementation='eager' for this model"
+    )
+
+
+def _is_ours(config: Any) -> bool:
+    return str(getattr(config, "_attn_implementation", "")).startswith("weft")
+
+
+def modules_on_the_stack() -> list[nn.Module]:
+    """The modules whose code is running, innermost first."""
+    found: list[nn.Module] = []
+    frame = sys._getframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            found.append(owner)
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+def mask_function_of(name: str, takes_matrix: bool) -> Callable[..., WeftMask]:
     """The mask function that transformers calls for implementation `name`."""
 
     def make_mask(
@@ -43,7 +150,9 @@ def mask_function_of(name: str, takes_matrix: bool) -> Callable[..., Tensor | No
         allow_is_bidirectional_skip: bool = False,
         device: Any = None,
         **more: Any,
-    ) -> Tensor | None:
+    ) -> WeftMask:
+        if isinstance(attention_mask, WeftMask):
+            return attention_mask  # an outer model has made it
         mask_function = causal_mask_function if mask_function is None else mask_function
         if mask_function is causal_mask_function or mask_function is bidirectional_mask_function:
             parts = {"causal_mask_function" if mask_function is causal_mask_function else "bidirectional_mask_function"}
@@ -64,7 +173,7 @@ def mask_function_of(name: str, takes_matrix: bool) -> Callable[..., Tensor | No
                 "matrix to lay one on; weft:full can"
             )
         if beyond:
-            return sdpa_mask(
+            matrix = sdpa_mask(
                 batch_size=batch_size,
                 q_length=q_length,
                 kv_length=kv_length,
@@ -77,19 +186,15 @@ def mask_function_of(name: str, takes_matrix: bool) -> Callable[..., Tensor | No
                 device=device if device is not None else "cpu",
                 **{key: more[key] for key in ("use_vmap",) if key in more},
             )
-        may_skip = allow_is_causal_skip if causal else allow_is_bidirectional_skip
-        if attention_mask is None:
-            if may_skip:
-                return None
-            mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
-        else:
+            return matrix.as_subclass(WeftMask)
+        if attention_mask is not None:
             short = kv_length + kv_offset - attention_mask.shape[-1]
-            mask = F.pad(attention_mask.bool(), (0, max(0, short)))[:, kv_offset : kv_offset + kv_length]
-            if may_skip and not torch.compiler.is_compiling() and bool(mask.all()):
-                return None
-        if not torch.compiler.is_compiling():
-            mask.weft_causal = causal  # type: ignore[attr-defined]  # the mask says so, as a matrix would
-        return mask
+            padding = F.pad(attention_mask.bool(), (0, max(0, short)))[:, kv_offset : kv_offset + kv_length]
+            if torch.compiler.is_compiling() or not bool(padding.all()):
+                padding = padding[:, None, None].expand(batch_size, 1, q_length, kv_length)
+                return padding.as_subclass(CausalMask if causal else BidirectionalMask)
+        everything = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length)
+        return everything.as_subclass(UnpaddedCausalMask if causal else UnpaddedBidirectionalMask)
 
     return make_mask
 
