@@ -186,6 +186,7 @@ def mask_function_of(name: str, takes_matrix: bool) -> Callable[..., WeftMask]:
                 device=device if device is not None else "cpu",
                 **{key: more[key] for key in ("use_vmap",) if key in more},
             )
+            assert matrix is not None  # nothing may be skipped
             return matrix.as_subclass(WeftMask)
         if attention_mask is not None:
             short = kv_length + kv_offset - attention_mask.shape[-1]

@@ -1,0 +1,196 @@
+"""A weft name on a transformers model is exact or refused: never silently wrong, never ignored.
+
+`--every-model` sweeps everything that transformers can build from a tiny config.
+"""
+
+from __future__ import annotations
+
+import copy
+import traceback
+import warnings
+
+import pytest
+import torch
+from on_cpu import on_cpu  # noqa: F401
+
+import weft
+
+transformers = pytest.importorskip("transformers")
+import zoo  # noqa: E402
+
+from weft.adapt import guard  # noqa: E402
+
+transformers.logging.set_verbosity_error()
+
+# What weft:linear and weft:full come to in a few models of each kind. Everything else is for --every-model.
+WORKS = ["llama/LlamaForCausalLM", "gpt2/GPT2LMHeadModel", "bert/BertModel", "bert/BertLMHeadModel", "bart/BartModel"]
+WORKS += ["roberta/RobertaForCausalLM", "opt/OPTForCausalLM", "qwen3_moe/Qwen3MoeForCausalLM", "vit/ViTModel"]
+WORKS += ["clip_text_model/CLIPTextModel", "electra/ElectraModel", "gpt_neox/GPTNeoXForCausalLM", "dinov2/Dinov2Model"]
+WORKS += ["distilbert/DistilBertModel", "pegasus/PegasusModel", "siglip_vision_model/SiglipVisionModel"]
+FULL_ONLY = ["mistral/MistralForCausalLM", "gemma3_text/Gemma3ForCausalLM", "modernbert/ModernBertModel"]
+FULL_ONLY += ["t5/T5Model", "llama4_text/Llama4ForCausalLM", "olmo3/Olmo3ForCausalLM", "cohere2/Cohere2ForCausalLM"]
+REFUSED = ["bloom/BloomForCausalLM", "codegen/CodeGenForCausalLM", "xglm/XGLMForCausalLM", "mpnet/MPNetModel"]
+REFUSED += ["gpt_neox_japanese/GPTNeoXJapaneseForCausalLM", "trocr/TrOCRForCausalLM", "mvp/MvpModel"]
+REFUSED += ["roformer/RoFormerForCausalLM", "rembert/RemBertForCausalLM", "megatron-bert/MegatronBertForCausalLM"]
+REFUSED += ["rembert/RemBertModel", "big_bird/BigBirdModel", "deberta/DebertaModel", "deberta-v2/DebertaV2Model"]
+REFUSED += ["xlnet/XLNetModel", "swinv2/Swinv2Model", "falcon/FalconForCausalLM", "gptj/GPTJForCausalLM"]
+REFUSED += ["gpt_neo/GPTNeoForCausalLM", "mpt/MptForCausalLM", "longformer/LongformerModel", "git/GitForCausalLM"]
+REFUSED += ["bigbird_pegasus/BigBirdPegasusModel", "doge/DogeForCausalLM", "mamba/MambaForCausalLM", "fnet/FNetModel"]
+EXPECTED = {(model, to): "exact" for model in WORKS for to in ("full", "linear")}
+EXPECTED |= {(model, to): "refused" for model in REFUSED for to in ("full", "linear")}
+EXPECTED |= {(model, "full"): "exact" for model in FULL_ONLY} | {(model, "linear"): "refused" for model in FULL_ONLY}
+
+
+def pytest_generate_tests(metafunc):
+    if "sweep_case" in metafunc.fixturenames:
+        cases = list(EXPECTED)
+        if metafunc.config.getoption("--every-model"):
+            cases = [(model, to) for model in zoo.every() for to in ("full", "linear")]
+        metafunc.parametrize("sweep_case", cases, ids=lambda case: "-".join(case))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def everything_registered():
+    weft.huggingface.register()
+
+
+def test_exact_or_refused(sweep_case):
+    model, to = sweep_case
+    try:
+        zoo.reference(model)
+    except (ValueError, MemoryError) as error:
+        assert sweep_case not in EXPECTED, error
+        pytest.skip(str(error)[:200])
+    found = outcome(model, to)
+    assert found == EXPECTED.get(sweep_case, found)
+
+
+def outcome(model: str, to: str) -> str:
+    """ "exact" or "refused"; AssertionError where it is neither."""
+    plain, inputs = zoo.reference(model)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ours = zoo.build(model, f"weft:{to}")
+            calls = guard._calls
+            out = zoo.outputs(ours, inputs)
+    except Exception as error:
+        assert is_a_refusal(error), f"{model}: not weft's error, but {error!r}"
+        return "refused"
+    assert guard._calls > calls, f"{model} has ignored weft:{to}"
+    if to == "full":
+        torch.testing.assert_close(out, zoo.outputs(plain, inputs), atol=1e-4, rtol=1e-3, equal_nan=True)
+    for what, first, second, kept in zoo.perturbed(inputs):
+        try:
+            before, after = (zoo.outputs(plain, each)[kept] for each in (first, second))
+        except Exception:
+            continue  # transformers' own model does not take this mask
+        try:
+            mine, moved = (zoo.outputs(ours, each)[kept] for each in (first, second))
+        except Exception as error:
+            assert is_a_refusal(error), f"{model} with {what}: not weft's error, but {error!r}"
+            continue
+        if torch.allclose(before, after, atol=1e-5, equal_nan=True):
+            torch.testing.assert_close(mine, moved, atol=1e-4, rtol=1e-3, equal_nan=True, msg=f"{model} reads {what}")
+        if to == "full":
+            torch.testing.assert_close(mine, before, atol=1e-4, rtol=1e-3, equal_nan=True)
+    return "exact"
+
+
+def is_a_refusal(error: BaseException | None) -> bool:
+    """A ValueError that was raised in weft's own code."""
+    while error is not None:
+        raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+        if isinstance(error, ValueError) and "/weft/" in raised_in:
+            return True
+        error = error.__cause__
+    return False
+
+
+def test_the_error_names_the_model_the_reason_and_the_way_out():
+    with pytest.raises(ValueError, match="BloomForCausalLM .* BloomAttention does not use .*'eager'"):
+        zoo.build("bloom/BloomForCausalLM", "weft:linear")
+    with pytest.raises(ValueError, match="MambaModel .* none of its layers calls"):
+        model = zoo.build("mamba/MambaModel", "weft:linear")
+        model(zoo.tokens())
+    with pytest.raises(ValueError, match="DogeForCausalLM .* DogeAttention computes with the attention mask itself"):
+        model = zoo.build("doge/DogeForCausalLM", "weft:linear")
+        model(zoo.tokens())
+
+
+def test_models_that_exist_are_checked_too():
+    model = zoo.build("bloom/BloomForCausalLM", "eager")
+    with pytest.raises(ValueError, match="BloomAttention"):
+        model.set_attn_implementation("weft:linear")
+    model = zoo.build("mamba/MambaModel", "eager")
+    model.set_attn_implementation("weft:linear")
+    with pytest.raises(ValueError, match="none of its layers"):
+        model(zoo.tokens())
+    assert model.config._attn_implementation == "weft:linear"
+    with pytest.raises(ValueError, match="none of its layers"):  # every time
+        model(zoo.tokens())
+
+
+def test_checks_are_gone_after_the_first_forward():
+    model = zoo.build("llama/LlamaForCausalLM", "weft:linear")
+    hooks = lambda m: [h for part in m.modules() for h in (*part._forward_hooks.values(),)]  # noqa: E731
+    assert hooks(model)
+    again = copy.deepcopy(model)
+    model(zoo.tokens())
+    assert not hooks(model) and hooks(again)
+    again.generate(zoo.tokens(), max_new_tokens=2, do_sample=False)
+    assert not hooks(again)
+
+
+def test_a_mask_travels_but_is_not_read():
+    from weft.adapt.masks import mask_function_of, read, says_causal
+
+    padding = torch.arange(5) < torch.tensor([[5], [3]])
+    mask = mask_function_of("weft:linear", False)(2, 5, 5, attention_mask=padding)
+    assert mask.shape == (2, 1, 5, 5) and says_causal(mask)
+    assert torch.equal(read(mask[:, :, -1:, :].to("cpu").detach().clone()), padding)
+    for use in (lambda m: m + 1, lambda m: 1.0 + m, lambda m: ~m, lambda m: m == 0, lambda m: m.any(), bool):
+        with pytest.raises(ValueError, match="computes with the attention mask itself"):
+            use(mask)
+    scores = torch.zeros(2, 4, 5, 5)
+    for use in (torch.add, torch.Tensor.masked_fill_, torch.Tensor.masked_fill, torch.where):
+        with pytest.raises(ValueError, match="computes with the attention mask itself"):
+            use(scores, mask, *[0.0] * (use is not torch.add))
+    with pytest.raises(ValueError, match="computes with the attention mask itself"):
+        torch.nn.functional.scaled_dot_product_attention(scores, scores, scores, attn_mask=mask)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(reentrant):
+    model = zoo.build("llama/LlamaForCausalLM", "weft:linear").train()
+    mask = torch.ones(2, zoo.L, dtype=torch.long)
+    mask[1, :4] = 0
+
+    def gradients():
+        model.zero_grad()
+        model(zoo.tokens(), attention_mask=mask, use_cache=False).logits[mask.bool()].square().mean().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    before = gradients()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    for a, b in zip(gradients(), before, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_layers_on_another_device_get_the_mask():
+    """What accelerate's hooks do for device_map: they move every argument of a layer."""
+    accelerate = pytest.importorskip("accelerate")
+    model, plain = (zoo.build("llama/LlamaForCausalLM", "weft:linear") for _ in range(2))
+    mask = torch.ones(2, zoo.L, dtype=torch.long)
+    mask[1, :4] = 0
+    accelerate.cpu_offload(model, execution_device="cpu")
+    out, expected = (m(zoo.tokens(), attention_mask=mask).logits[mask.bool()] for m in (model, plain))
+    torch.testing.assert_close(out, expected)
+
+
+def test_compiled_models_are_refused_as_well():
+    torch._dynamo.reset()
+    model = torch.compile(zoo.build("doge/DogeForCausalLM", "weft:linear"), backend="aot_eager")
+    with pytest.raises(Exception, match="computes with the attention mask itself"):
+        model(zoo.tokens(), attention_mask=torch.ones(2, zoo.L, dtype=torch.long), use_cache=False)
