@@ -27,7 +27,8 @@ def pad_length(x: Tensor, length: int) -> Tensor:
 def to_blocks(x: Tensor, size: int) -> Tensor:
     """(B, H, L, D) -> (B, H, n, size, D), padded on the right with zeros."""
     n = ceil_div(x.shape[2], size)
-    return pad_length(x, n * size).unflatten(2, (n, size))
+    # Not Tensor.unflatten: torch 2.11 cannot compile the method while a default device is set. The same in other files.
+    return torch.unflatten(pad_length(x, n * size), 2, (n, size))
 
 
 def from_blocks(x: Tensor, length: int) -> Tensor:

@@ -189,7 +189,7 @@ class CombinerAxial(Attention):
             return mixed, out
         heads = self.up(mixed.permute(0, 2, 3, 1, 4).flatten(3))
         key = self.down(self.norm(F.dropout(heads, self.dropout, self.training) + x))
-        return key.unflatten(-1, (self.heads, self.head_dim)).permute(0, 3, 1, 2, 4), out
+        return torch.unflatten(key, -1, (self.heads, self.head_dim)).permute(0, 3, 1, 2, 4), out
 
     def _input(self, x: Tensor | None, q: Tensor, mask: Tensor | None) -> Tensor | None:
         if not self.needs_input:

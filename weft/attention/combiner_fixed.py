@@ -185,10 +185,10 @@ class CombinerFixed(Combiner):
         short = -n % m
 
         def group(x: Tensor, value: float = 0.0) -> Tensor:
-            return F.pad(x, (0, 0, 0, short), value=value).unflatten(2, (-1, m))
+            return torch.unflatten(F.pad(x, (0, 0, 0, short), value=value), 2, (-1, m))
 
         def group_flags(x: Tensor) -> Tensor:
-            return F.pad(x, (0, short)).unflatten(2, (-1, m))
+            return torch.unflatten(F.pad(x, (0, short)), 2, (-1, m))
 
         count = group_flags(nodes.count).sum(-1)
         query_features = s.reduce(group(nodes.query_features, s.neutral), 3)
@@ -262,7 +262,7 @@ def _of_nodes(x: Tensor, index: Tensor, everything: bool) -> Tensor:
     """Nodes (B, H, n, D) for each block, by index (blocks, K): (B, H, blocks, K, D)."""
     if everything:
         return x[:, :, None].expand(-1, -1, index.shape[0], -1, -1)
-    return x.index_select(2, index.flatten()).unflatten(2, index.shape)
+    return torch.unflatten(x.index_select(2, index.flatten()), 2, index.shape)
 
 
 register(

@@ -131,7 +131,7 @@ def spans_before(
     local = range(1, BLOCK.bit_length() - 1)
 
     def of_blocks(nodes: list[Tensor]) -> Tensor:
-        return torch.cat([x.unflatten(2, (n, -1)) for x in nodes], 3)
+        return torch.cat([torch.unflatten(x, 2, (n, -1)) for x in nodes], 3)
 
     qbar, local_k = (of_blocks([finished(nodes, b) for b in local]) for nodes in (query_nodes, key_nodes))
     inside = spans.members if real is None else spans.members & real[:, :, :, None]
@@ -158,7 +158,7 @@ def spans_before(
         at = torch.where(spans.sees_upper, at, 0)
 
         def of_block(nodes: list[Tensor]) -> Tensor:
-            return torch.cat(nodes, 2).index_select(2, at.flatten()).unflatten(2, at.shape)
+            return torch.unflatten(torch.cat(nodes, 2).index_select(2, at.flatten()), 2, at.shape)
 
         keys.append(of_block(nodes_k))
         values.append(of_block(nodes_v))
@@ -180,7 +180,7 @@ def _firsts(x: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]
     nodes = []
     while (T := x.shape[2]) > 1:
         even, last = (x, None) if T % 2 == 0 else (x[:, :, :-1], x[:, :, -1:])
-        firsts, seconds = even.unflatten(2, (-1, 2)).unbind(3)
+        firsts, seconds = torch.unflatten(even, 2, (-1, 2)).unbind(3)
         nodes.append(firsts if last is None else torch.cat([firsts, last], 2))
         x = join(firsts, seconds)
     return [*nodes, x]
@@ -190,7 +190,7 @@ def _first_halves(x: Tensor, size: int) -> Tensor:
     """(.., T, X) -> (.., pairs, size, X): the first of every two stretches of `size`, as long as it is whole."""
     pairs = x.shape[2] // (2 * size)
     used = pairs * 2 * size
-    halves = x[:, :, :used].unflatten(2, (pairs, 2, size))[:, :, :, 0]
+    halves = torch.unflatten(x[:, :, :used], 2, (pairs, 2, size))[:, :, :, 0]
     if x.shape[2] - used < size:
         return halves
     return torch.cat([halves, x[:, :, used : used + size][:, :, None]], 2)

@@ -221,7 +221,8 @@ def _growing_spans(runs: Runs, kbar: Tensor, vbar: Tensor, real: Tensor, groups:
     T, n = layout.size, ceil_div(L, layout.size)
     at = torch.arange(L, device=device).expand(B, H, L)
     last = torch.full((B, H, n * groups), -1, device=device)
-    last = last.scatter_reduce(2, (at // T) * groups + group, at, "amax").unflatten(2, (n, groups)).cummax(2).values
+    last = last.scatter_reduce(2, (at // T) * groups + group, at, "amax")
+    last = torch.unflatten(last, 2, (n, groups)).cummax(2).values
     before = torch.cat([torch.full_like(last[:, :, :1], -1), last[:, :, :-1]], 2)
     own = torch.arange(n * T, device=device).view(n, T).expand(B, H, n, T)
     stands = torch.cat([before, own], 3)

@@ -169,8 +169,8 @@ class GridCombiner(Combiner):
                 count = state.count + count
             qbar = s.finish(query_features, count[:, None], q.dtype)[:, :, :, None]
             kbar = s.finish(key_features, count[:, None], k.dtype)
-            down = (t.unflatten(2, (r + 1, m)).transpose(2, 3) for t in (keys, values))
-            allowed = valid.unflatten(1, (r + 1, m)).transpose(1, 2)[:, None, :, None]
+            down = (torch.unflatten(t, 2, (r + 1, m)).transpose(2, 3) for t in (keys, values))
+            allowed = torch.unflatten(valid, 1, (r + 1, m)).transpose(1, 2)[:, None, :, None]
             vbar = softmax_attention(qbar, *down, allowed=allowed)[:, :, :, 0]
             state = replace(
                 state,

@@ -48,7 +48,7 @@ def gather_runs(group: Tensor, groups: int, size: int) -> Runs:
     index = torch.arange(n_runs, device=group.device).expand(*group.shape[:-1], n_runs).contiguous()
     group_of_run = torch.searchsorted(runs.cumsum(-1), index, right=True)  # `groups` for runs left empty at the end
     number = index - first_run.gather(-1, group_of_run.clamp(max=groups - 1))
-    return Runs(token.unflatten(-1, (n_runs, size)), group_of_run, number, slot)
+    return Runs(torch.unflatten(token, -1, (n_runs, size)), group_of_run, number, slot)
 
 
 def room_for(counts: Tensor, most: int) -> int:

@@ -221,7 +221,7 @@ def _fused(part: Part, q: Tensor) -> tuple[Tensor, Tensor]:
     z = z.view(*q.shape[:4], 1)
     if mask is not None:
         z = z.masked_fill(mask.amax(-1, keepdim=True) == float("-inf"), float("-inf"))
-    return out.unflatten(0, (B, H)), z
+    return torch.unflatten(out, 0, (B, H)), z
 
 
 def part_output(part: Part, p: Tensor, dtype: torch.dtype) -> Tensor:

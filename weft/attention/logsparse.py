@@ -82,7 +82,7 @@ def last_tokens(
 
     def with_nodes(x: Tensor) -> Tensor:
         """Blocks (.., n, m, X) -> (.., n, keys, X): the block's own tokens, its local nodes, its upper nodes."""
-        upper = x[:, :, :, -1].index_select(2, spans.last_upper.flatten()).unflatten(2, spans.last_upper.shape)
+        upper = torch.unflatten(x[:, :, :, -1].index_select(2, spans.last_upper.flatten()), 2, spans.last_upper.shape)
         return torch.cat([x, x[:, :, :, spans.last_local], upper], 3)
 
     allowed = log_allowed(spans, own)

@@ -44,7 +44,7 @@ def sampled_attention(
     sources = send(sources, q.device)
     if targets is None:
         size = ceil_div(L, W)
-        windows = pad_length(q, W * size).unflatten(2, (W, size))
+        windows = torch.unflatten(pad_length(q, W * size), 2, (W, size))
         targets = torch.arange(W * size, device=q.device).view(W, size)
         slot_of_target = None
     else:
@@ -55,7 +55,7 @@ def sampled_attention(
 
     usable = None if targets.numel() == L else (sources < L)[None]
     if mask is not None:
-        usable = both(usable, mask[:, s.flatten()].unflatten(1, s.shape))
+        usable = both(usable, torch.unflatten(mask[:, s.flatten()], 1, s.shape))
     allowed = None if usable is None else usable[:, None, :, None, :]
     if causal:
         allowed = both(allowed, (sources[:, None, :] <= t[:, :, None])[None, None])
@@ -100,7 +100,7 @@ def _gated_attention(q, k, v, allowed, bias, gate, dropout) -> Tensor:
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
     """(B, H, L, D) at index (W, S) -> (B, H, W, S, D)."""
-    return x.index_select(2, index.flatten()).unflatten(2, index.shape)
+    return torch.unflatten(x.index_select(2, index.flatten()), 2, index.shape)
 
 
 def _in_order(x: Tensor, slot_of_target: Tensor | None, length: int) -> Tensor:

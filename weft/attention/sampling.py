@@ -89,7 +89,7 @@ def sample_slots(key: Tensor, windows: int, size: int, per_rank: bool) -> Tensor
 
 def bidirectional_windows(noise: Tensor, windows: int, sigma: float | None) -> Tensor:
     """Noise (L,) -> sources (W, P), a permutation; `sigma` in positions, None without local bias."""
-    return shuffle(noise, (noise.shape[0],), sigma).unflatten(0, (windows, -1))
+    return torch.unflatten(shuffle(noise, (noise.shape[0],), sigma), 0, (windows, -1))
 
 
 def causal_windows(noise: Tensor, windows: int, size: int, sigma: float | None) -> Tensor:

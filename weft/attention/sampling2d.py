@@ -179,5 +179,5 @@ def window_table(
     )
     outside = ((y < 0) | (y >= height))[:, None] | ((x < 0) | (x >= width))[None]
     cells = (y[:, None] * width + x[None]).masked_fill(outside, height * width)
-    table = cells.unflatten(1, (-1, window[1])).unflatten(0, (-1, window[0]))
+    table = torch.unflatten(torch.unflatten(cells, 1, (-1, window[1])), 0, (-1, window[0]))
     return table.transpose(1, 2).flatten(2).flatten(0, 1)

@@ -20,7 +20,7 @@ def causal_sum(a: Tensor, b: Tensor, v: Tensor, g: Tensor | None = None, *, chun
     B, H, L, _ = a.shape
     c = min(chunk, L)
     n = ceil_div(L, c)
-    a, b, v = (pad_length(x, n * c).unflatten(2, (n, c)) for x in (a, b, v))
+    a, b, v = (torch.unflatten(pad_length(x, n * c), 2, (n, c)) for x in (a, b, v))
     past = torch.ones(c, c, dtype=torch.bool, device=a.device).tril()
     inside = (a @ b.transpose(-1, -2)).masked_fill(~past, 0)
     if g is None:
@@ -30,8 +30,8 @@ def causal_sum(a: Tensor, b: Tensor, v: Tensor, g: Tensor | None = None, *, chun
         out = inside @ v + a @ before
         return out.flatten(2, 3)[:, :, :L]
 
-    g = F.pad(g, (0, n * c - L), value=float("-inf")).unflatten(2, (n, c))
-    top = g.flatten(2).cummax(-1).values.unflatten(2, (n, c))
+    g = torch.unflatten(F.pad(g, (0, n * c - L), value=float("-inf")), 2, (n, c))
+    top = torch.unflatten(g.flatten(2).cummax(-1).values, 2, (n, c))
     top = torch.where(top.isfinite(), top, 0)  # before the first real key there is nothing to scale
     end = top[..., -1]
     start = torch.cat([end[..., :1], end[..., :-1]], -1)  # where the previous chunk ended

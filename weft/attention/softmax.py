@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -31,7 +32,7 @@ def softmax_attention(
             dropout=dropout,
             may_be_empty=may_be_empty,
         )
-        return out.unflatten(0, (B, H))
+        return torch.unflatten(out, 0, (B, H))
     if allowed is None:
         mask = None if bias is None else bias.to(q.dtype)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)

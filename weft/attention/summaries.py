@@ -108,7 +108,7 @@ def running_max(x: Tensor) -> Tensor:
         return result
     size = max(1, round(T**0.5))
     short = -T % size
-    x = F.pad(x, (0, 0, 0, short), value=float("-inf")).unflatten(-2, (-1, size))
+    x = torch.unflatten(F.pad(x, (0, 0, 0, short), value=float("-inf")), -2, (-1, size))
     inner = list(x.unbind(-2))
     for t in range(1, size):
         inner[t] = torch.maximum(inner[t], inner[t - 1])

@@ -178,5 +178,5 @@ def _rows_with_tokens(mask: Tensor | None, n: int, m: int) -> Tensor | None:
     """For every cell whether its row holds a real token, (B, n·m): a row without one is no span. None: all do."""
     if mask is None:
         return None
-    some = F.pad(mask, (0, n * m - mask.shape[1])).unflatten(1, (n, m)).any(2, keepdim=True)
+    some = torch.unflatten(F.pad(mask, (0, n * m - mask.shape[1])), 1, (n, m)).any(2, keepdim=True)
     return as_flags(some.expand(-1, -1, m).flatten(1))
