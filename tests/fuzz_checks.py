@@ -205,6 +205,8 @@ def causal(r: Random, name: str) -> str:
     if not weft.attention_info(name).causal:
         raise Skip
     m = Mechanism.draw(r, name, causal=True, dropout=r.choice((0.0, 0.0, 0.2)))
+    if m.sorts:  # the future changes how many random numbers are drawn, and with them which probabilities are dropped
+        m.dropout = 0.0
     call = Call.draw(r, m)
     L, train = call.q.shape[2], r.random() < 0.5
     at = r.randrange(L)
@@ -411,7 +413,8 @@ def reference(r: Random, name: str) -> str:
     found = run(attn, inputs, call.mask, call.bias, call.probe, real=call.real)
     expected = run(Specification(attn), inputs, call.mask, call.bias, call.probe, real=call.real)
     assert_close(found.out.where(call.real, 0), expected.out.where(call.real, 0), EXACT, f"naive: {words}")
-    compare_gradients(found, expected, 1e-7, words, call.probe.norm())
+    if not call.ties:
+        compare_gradients(found, expected, 1e-7, words, call.probe.norm())
     return words
 
 

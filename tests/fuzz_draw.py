@@ -142,7 +142,7 @@ class Mechanism:
 
 
 def noise(r: Random, *shape: int, scale: float = 1.0) -> Tensor:
-    """Normal float64, the same on every device; sometimes in whole numbers, so that there are ties."""
+    """Normal float64, the same on every device."""
     g = torch.Generator("cpu").manual_seed(r.randrange(1 << 40))
     x = scale * torch.randn(shape, generator=g, dtype=torch.float64, device="cpu")
     return x.to(DEVICE)
@@ -261,6 +261,7 @@ class Call:
     mask: Tensor | None
     bias: nn.Module | None
     probe: Tensor  # the gradient of the output
+    ties: bool  # a maximum has several gradients
 
     @classmethod
     def draw(
@@ -281,10 +282,11 @@ class Call:
         Lq = m.length(r, longest) if cross and m.info.cross and not m.causal and r.random() < 0.4 else Lk
         s = scale or r.choice((0.3, 1.0, 1.0, 2.0))
         q, k, v = (noise(r, B, m.heads, L, m.head_dim, scale=s) for L in (Lq, Lk, Lk))
-        if r.random() < 0.15:
-            q, k = q.round(), k.round()  # ties
+        ties = r.random() < 0.15
+        if ties:
+            q, k = q.round(), k.round()
         mask = draw_mask(r, B, Lk, must=masked)
-        return cls(m, q, k, v, mask, draw_bias(r, m, max(Lq, Lk), bias), noise(r, *q.shape))
+        return cls(m, q, k, v, mask, draw_bias(r, m, max(Lq, Lk), bias), noise(r, *q.shape), ties)
 
     @property
     def real(self) -> Tensor:

@@ -232,7 +232,9 @@ def surgery(r: Random, name: str) -> str:
         assert a.training == b.training, f"{key}.training is {a.training}: {words}"
     for key, b in twin.state_dict().items():
         a = model.state_dict()[key]
-        assert a.dtype == b.dtype and torch.equal(a, b), f"{key} is {a.dtype} instead of {b.dtype}: {words}"
+        assert a.dtype == b.dtype, f"{key} is {a.dtype} instead of {b.dtype}: {words}"
+        # What was out of the model when it was rounded may have kept its digits.
+        torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-2, msg=f"{key}: {words}")
     return words
 
 
@@ -283,7 +285,11 @@ def meta(r: Random, name: str) -> str:
         torch.use_deterministic_algorithms(False)
     other.load_state_dict(model.state_dict(), strict=True)
     with torch.no_grad():
-        assert_close(other(x), model(x), EXACT, f"out: {words}")
+        try:
+            expected = model(x)
+        except ValueError as refusal:
+            return refused(refusal, words)
+        assert_close(other(x), expected, EXACT, f"out: {words}")
     return words
 
 
