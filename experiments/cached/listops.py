@@ -10,7 +10,7 @@ steps.
 """
 
 from weft.lab.sweep import Cell
-from weft.tasks.config import make_config
+from weft.tasks import make_config
 
 TITLE = "ListOps, plain and cached"
 METRIC = "accuracy"

@@ -1,28 +1,89 @@
 """Table 2: a gated recurrent cache against an attention-based one, which keeps the previous step's tokens.
 
-    python -m experiments.cached.table2 --data data --rows PVT-Tiny
+    weft sweep experiments/cached/table2.py --only "PVT-Tiny/*"
 
-Cached Transformers, https://arxiv.org/abs/2312.12742; data and recipe as in Table 1. How the paper pairs samples in
+Cached Transformers, https://arxiv.org/abs/2312.12742; data and recipe are in hosts.py. How the paper pairs samples in
 the attention-based cache is not said: here row by row of consecutive batches, and without a cache in evaluation.
 """
 
-from experiments.cached.models import attention_cached, cached, plain
-from experiments.cached.table1 import RECIPE, row, sources
-from experiments.table import Row, run
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hosts import host
+from torch import Tensor, nn
+
+from weft.lab.sweep import Cell
+from weft.models.pvt import PVT, SpatialReductionAttention
+from weft.tasks import TrainConfig
+from weft.tasks.imagenet import StoredImages
+
+TITLE = "Table 2: the gated recurrent cache against an attention-based one"
+METRIC = "accuracy"
 
 PAPER = {"ViT-S": (79.9, 80.0, 81.3), "PVT-Tiny": (75.1, 74.8, 78.4), "PVT-Small": (79.9, 79.6, 81.8)}
-KINDS = {"no cache": plain, "attention-based cache": attention_cached, "GRC": cached}
 
 
-def rows(source: str = "imagenet", size: int = 224) -> list[Row]:
-    return [
-        row(f"{name}, {kind}", make(name), source, size, "cached2", accuracy=figure)
-        for name, figures in PAPER.items()
-        for (kind, make), figure in zip(KINDS.items(), figures, strict=True)
-    ]
+class PreviousStep(nn.Module):
+    """An attention-based cache: in training, keys and values also from what the layer was fed a step before.
+
+    For ViT the tokens are joined, for PVT the reduced tokens; rows of the batch are paired as they come. It keeps what
+    every forward in training saw, so it does not go with activation checkpointing. The first step after a resume has
+    no step before it.
+    """
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner, self.previous = inner, None
+
+    def forward(self, x: Tensor, *size: Any, **masks: Any) -> Tensor:
+        if any(isinstance(mask, Tensor) for mask in masks.values()):
+            raise ValueError("pictures have no padding: the cache takes no mask")
+        if not self.training:
+            return self.inner(x, *size)
+        before, self.previous = self.previous, x.detach()
+        if before is None or before.shape != x.shape:
+            return self.inner(x, *size)
+        return both_steps(self.inner, x, before.to(x.dtype), *size)
 
 
-if __name__ == "__main__":
-    source, size, rest = sources()
-    metrics = {"accuracy": 100}
-    run("Cached, Table 2", rows(source, size), about=__doc__ or "", metrics=metrics, recipe=RECIPE, arguments=rest)
+def both_steps(inner: Any, x: Tensor, before: Tensor, size: Any = None) -> Tensor:
+    """The layer's attention with queries from x and keys and values from [before; x]."""
+    if isinstance(inner, SpatialReductionAttention):
+        sources = []
+        for tokens in (before, x):
+            if inner.sr is not None and inner.norm is not None:
+                tokens = inner.norm(inner.sr(tokens.transpose(1, 2).unflatten(2, size)).flatten(2).transpose(1, 2))
+            sources.append(tokens)
+        q = inner.q(x).unflatten(-1, (inner.heads, -1)).transpose(1, 2)
+        k, v = inner.kv(torch.cat(sources, 1)).unflatten(-1, (2, inner.heads, -1)).permute(2, 0, 3, 1, 4)
+        return inner.merge(nn.functional.scaled_dot_product_attention(q, k, v))
+    heads = inner.num_heads  # timm's Attention
+    q = inner.qkv(x).chunk(3, -1)[0].unflatten(-1, (heads, -1)).transpose(1, 2)
+    k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in inner.qkv(torch.cat([before, x], 1)).chunk(3, -1)[1:])
+    return inner.proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class AttentionCached(StoredImages):
+    """ImageNet by a host whose every attention has the cache of the step before."""
+
+    def host(self, config: TrainConfig, size: int, classes: int) -> nn.Module:
+        model: Any = super().host(config, size, classes)
+        pyramid = isinstance(model, PVT)
+        for block in [b for s in range(1, 5) for b in getattr(model, f"block{s}")] if pyramid else model.blocks:
+            block.attn = PreviousStep(block.attn)
+        return model
+
+
+TASKS = [AttentionCached("imagenet-previous-step", "ImageNet-1k (image-net.org)", "imagenet")]
+
+
+def cells() -> list[Cell]:
+    found = []
+    for name, (plain, attention, recurrent) in PAPER.items():
+        found.append(Cell(name, "no cache", host(name), plain))
+        previous = host(name, task="imagenet-previous-step")
+        found.append(Cell(name, "attention-based cache", previous, attention))
+        found.append(Cell(name, "gated recurrent cache", host(name, 0.5), recurrent))
+    return found

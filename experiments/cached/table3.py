@@ -1,33 +1,39 @@
 """Tables 3 and 7: COCO detection with a PVT backbone, plain and cached, in Mask R-CNN and RetinaNet.
 
-    python -m experiments.cached.table3 --data data/coco --detector mask-rcnn --size tiny --cached --weights RUN
+    weft sweep experiments/cached/table1.py --only "PVT-Tiny/*"              the backbones, which the cells start from
+    weft sweep experiments/cached/table3.py --only "* tiny/*"
 
-Cached Transformers, https://arxiv.org/abs/2312.12742: a backbone pre-trained on ImageNet (a run of Table 1 by
---weights), its caches emptied, 12 epochs of 16 pictures, AdamW 1e-4, decay 0.05 for the backbone's kind, shorter side
-800, longer at most 1,333; the rate falls tenfold after 8 and 11 epochs. The detectors are torchvision's. COCO 2017
-(cocodataset.org) as DATA/{train2017,val2017}/*.jpg and DATA/annotations/instances_{train,val}2017.json. AP needs: pip
-install pycocotools
+Cached Transformers, https://arxiv.org/abs/2312.12742: a backbone pre-trained on ImageNet, its caches emptied, 12 epochs
+of 16 pictures, AdamW 1e-4, decay 0.05, shorter side 800, longer at most 1,333; the rate falls tenfold after 8 and 11
+epochs. The detectors are torchvision's. COCO 2017 (cocodataset.org) as DATA/coco/{train2017,val2017}/*.jpg and
+DATA/coco/annotations/instances_{train,val}2017.json; a hundredth of the training pictures validates. AP needs: pip
+install 'weft[detection]'
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torchvision.models.detection import MaskRCNN, RetinaNet
-from torchvision.models.detection.anchor_utils import AnchorGenerator
-from torchvision.ops import FeaturePyramidNetwork, MultiScaleRoIAlign
-from torchvision.ops.feature_pyramid_network import LastLevelMaxPool, LastLevelP6P7
 
-from experiments.images import weights_of
+from weft.lab.sweep import Cell
 from weft.layers import CachedAttention
 from weft.models.pvt import pvt
+from weft.tasks import Task, TaskData, TrainConfig, make_config
+from weft.tasks.base import Columns
+from weft.tasks.files import find
+
+TITLE = "Tables 3 and 7: COCO, plain and cached PVT"
+METRIC = "box_ap"
+UNIT, SCALE = "%", 100
 
 PAPER = {  # AP of boxes, plain and cached; for Mask R-CNN also of masks. Table 3, Table 7
     "mask-rcnn": {
@@ -38,6 +44,7 @@ PAPER = {  # AP of boxes, plain and cached; for Mask R-CNN also of masks. Table 
     "retinanet": {"tiny": (36.7, 40.2), "small": (40.4, 44.0), "medium": (41.9, 45.7)},
 }
 DIMS = (64, 128, 320, 512)
+PICTURES = 117_266 * 99 // 100
 
 
 class Backbone(nn.Module):
@@ -46,6 +53,9 @@ class Backbone(nn.Module):
     out_channels = 256
 
     def __init__(self, body: nn.Module, retina: bool):
+        from torchvision.ops import FeaturePyramidNetwork
+        from torchvision.ops.feature_pyramid_network import LastLevelMaxPool, LastLevelP6P7
+
         super().__init__()
         self.body = body
         extra: Any = LastLevelP6P7(256, 256) if retina else LastLevelMaxPool()
@@ -63,69 +73,48 @@ class Backbone(nn.Module):
         return self.pyramid(maps)
 
 
-def detector(kind: str, size: str, cached: bool, weights: Path | None = None, **options: Any) -> nn.Module:
-    body = pvt(size, cached=cached)
-    if weights is not None:
-        body.load_state_dict(weights_of(weights))
-    for layer in body.modules():
-        if isinstance(layer, CachedAttention):
-            layer.reset()
+def detector(kind: str, body: nn.Module, **options: Any) -> nn.Module:
+    from torchvision.models.detection import MaskRCNN, RetinaNet
+    from torchvision.models.detection.anchor_utils import AnchorGenerator
+    from torchvision.ops import MultiScaleRoIAlign
+
     backbone = Backbone(body, retina=kind == "retinanet")
-    options = {"min_size": 800, "max_size": 1333, **options}
+    options = {"min_size": 800, "max_size": 1333, "size_divisible": 32, **options}
     if kind == "retinanet":
         sizes = tuple((x, int(x * 2 ** (1 / 3)), int(x * 2 ** (2 / 3))) for x in (32, 64, 128, 256, 512))
-        anchors = AnchorGenerator(sizes, ((0.5, 1.0, 2.0),) * 5)
-        return RetinaNet(backbone, 91, anchor_generator=anchors, size_divisible=32, **options)
+        return RetinaNet(backbone, 91, anchor_generator=AnchorGenerator(sizes, ((0.5, 1.0, 2.0),) * 5), **options)
     anchors = AnchorGenerator(((32,), (64,), (128,), (256,), (512,)), ((0.5, 1.0, 2.0),) * 5)
     names = [str(i) for i in range(4)]
-    return MaskRCNN(
-        backbone,
-        91,
-        rpn_anchor_generator=anchors,
-        box_roi_pool=MultiScaleRoIAlign(names, 7, 2),
-        mask_roi_pool=MultiScaleRoIAlign(names, 14, 2),
-        size_divisible=32,
-        **options,
-    )
+    pools = {"box_roi_pool": MultiScaleRoIAlign(names, 7, 2), "mask_roi_pool": MultiScaleRoIAlign(names, 14, 2)}
+    return MaskRCNN(backbone, 91, rpn_anchor_generator=anchors, **pools, **options)
 
 
-class Coco(torch.utils.data.Dataset):
-    def __init__(self, data: Path, part: str, masks: bool):
-        about = json.loads((data / "annotations" / f"instances_{part}.json").read_text())
-        self.folder, self.masks = data / part, masks
+class Part:
+    """Pictures of one of COCO's parts and what is on them; row `number` of the task's data is `pictures[number]`."""
+
+    def __init__(self, folder: Path, part: str):
+        self.folder, self.truth = folder / part, folder / "annotations" / f"instances_{part}.json"
+        about = json.loads(self.truth.read_text())
         self.objects: dict[int, list[dict[str, Any]]] = defaultdict(list)
         for found in about["annotations"]:
             if not found["iscrowd"] and min(found["bbox"][2:]) >= 1:
                 self.objects[found["image_id"]].append(found)
-        self.images = [i for i in about["images"] if self.objects[i["id"]] or part.startswith("val")]
+        self.pictures = [i for i in about["images"] if self.objects[i["id"]] or part.startswith("val")]
 
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, number: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def read(self, number: int, masks: bool) -> dict[str, np.ndarray]:
         from PIL import Image
 
-        image = self.images[number]
-        pixels = np.asarray(Image.open(self.folder / image["file_name"]).convert("RGB"))
-        objects = self.objects[image["id"]]
-        boxes = torch.tensor([o["bbox"] for o in objects], dtype=torch.float32).reshape(-1, 4)
+        picture = self.pictures[number]
+        pixels = np.asarray(Image.open(self.folder / picture["file_name"]).convert("RGB"))
+        objects = self.objects[picture["id"]]
+        boxes = np.array([o["bbox"] for o in objects], np.float32).reshape(-1, 4)
         boxes[:, 2:] += boxes[:, :2]
-        target = {"boxes": boxes, "labels": torch.tensor([o["category_id"] for o in objects], dtype=torch.int64)}
-        target["image_id"] = torch.tensor(image["id"])
-        if self.masks:
-            shapes = [outline(o["segmentation"], pixels.shape[0], pixels.shape[1]) for o in objects]
-            target["masks"] = torch.from_numpy(np.stack(shapes)) if shapes else torch.zeros(0, *pixels.shape[:2])
-        x = torch.from_numpy(pixels.copy()).permute(2, 0, 1).float() / 255
-        if torch.rand(()) < 0.5 and not self.folder.name.startswith("val"):
-            x, width = x.flip(2), pixels.shape[1]
-            target["boxes"] = torch.stack([width - boxes[:, 2], boxes[:, 1], width - boxes[:, 0], boxes[:, 3]], 1)
-            if self.masks:
-                target["masks"] = target["masks"].flip(2)
-        return x, target
-
-
-def side_by_side(batch: list[Any]) -> tuple[Any, ...]:
-    return tuple(zip(*batch, strict=True))
+        found = {"image": pixels.transpose(2, 0, 1), "boxes": boxes}
+        found["labels"] = np.array([o["category_id"] for o in objects], np.int64)
+        if masks:
+            shapes = [outline(o["segmentation"], *pixels.shape[:2]) for o in objects]
+            found["masks"] = np.stack(shapes) if shapes else np.zeros((0, *pixels.shape[:2]), np.uint8)
+        return {**found, "size": np.array(pixels.shape[:2])}
 
 
 def outline(polygons: Any, height: int, width: int) -> np.ndarray:
@@ -138,76 +127,162 @@ def outline(polygons: Any, height: int, width: int) -> np.ndarray:
     return np.asarray(canvas, np.uint8).copy()
 
 
-@torch.no_grad()
-def average_precision(model: nn.Module, data: Path, masks: bool, device: torch.device) -> dict[str, float]:
-    from pycocotools import mask as coding
-    from pycocotools.coco import COCO
-    from pycocotools.cocoeval import COCOeval
+def padded(arrays: list[np.ndarray]) -> Tensor:
+    """Arrays of like dimensions side by side, filled up with zeros."""
+    sizes = [max(sides) for sides in zip(*(a.shape for a in arrays), strict=True)]
+    found = np.zeros((len(arrays), *sizes), arrays[0].dtype)
+    for row, array in zip(found, arrays, strict=True):
+        row[tuple(slice(side) for side in array.shape)] = array
+    return torch.from_numpy(found)
 
-    found: list[dict[str, Any]] = []
-    model.eval()
-    for x, target in Coco(data, "val2017", False):  # type: ignore[attr-defined]
-        answer = {k: v.cpu() for k, v in model([x.to(device)])[0].items()}
-        boxes = answer["boxes"].clone()
-        boxes[:, 2:] -= boxes[:, :2]
-        for i, box in enumerate(boxes.tolist()):
-            entry = {"image_id": int(target["image_id"]), "category_id": int(answer["labels"][i]), "bbox": box}
-            entry["score"] = float(answer["scores"][i])
-            if masks:
-                code = coding.encode(np.asfortranarray((answer["masks"][i, 0] > 0.5).numpy().astype(np.uint8)))
-                entry["segmentation"] = {**code, "counts": code["counts"].decode()}
-            found.append(entry)
-    truth = COCO(str(data / "annotations" / "instances_val2017.json"))
-    result = {}
-    for kind in ("bbox", "segm") if masks else ("bbox",):
-        judge = COCOeval(truth, truth.loadRes(found), kind)
+
+class Detection(Task):
+    """A row is the number of a picture (from the test part: counted on); pictures are read when they are needed."""
+
+    metric = "box_ap"
+    models = ("pvt-tiny", "pvt-small", "pvt-medium", "pvt-large")
+    defaults = dict(
+        model="pvt-tiny", steps=12 * PICTURES // 16, batch_size=16, optimizer="adamw", learning_rate=1e-4, beta2=0.999,
+        eps=1e-8, weight_decay=0.05, schedule="steps", warmup=500, clip=1.0, test_on="last", eval_every=5000,
+        eval_batches=20, checkpoint_every=1000,
+    )  # fmt: skip
+
+    def __init__(self, kind: str):
+        self.name, self.about, self.kind = f"coco-{kind}", f"COCO by {kind}", kind  # type: ignore[misc]
+        self.masks = kind == "mask-rcnn"
+        self.found: dict[int, list[dict[str, Any]]] = {}
+
+    def check(self, config: TrainConfig) -> None:
+        super().check(config)
+        if config.compile:
+            raise ValueError("detectors take pictures of any size: leave --compile out")
+
+    def load(self, config: TrainConfig) -> TaskData:
+        folder = find(config.data, ("coco",), "put COCO 2017 there (cocodataset.org)")
+        self.train, self.test = (Part(folder, part) for part in ("train2017", "val2017"))
+        count, total = len(self.train.pictures), len(self.train.pictures) + len(self.test.pictures)
+        cut = count - max(1, count // 100)
+        splits = ({"number": torch.arange(a, b)} for a, b in ((0, cut), (cut, count), (count, total)))
+        return TaskData(*splits, length=1)
+
+    def where(self, number: int) -> tuple[Part, int]:
+        count = len(self.train.pictures)
+        return (self.train, number) if number < count else (self.test, number - count)
+
+    def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
+        size = config.model.removeprefix("pvt-")
+        body = pvt(size, cached=bool(config.cache), ratio=config.cache or 0.5, image_size=config.image_size or 224)
+        return detector(self.kind, body, **config.options("model_options"))
+
+    def begin(self, model: nn.Module, weights: Columns) -> bool:
+        """The backbone of an image classifier, its caches empty."""
+        body: Any = model.backbone.body  # type: ignore[union-attr]
+        theirs = {k.removeprefix("model."): v for k, v in weights.items() if not k.startswith("model.head.")}
+        body.load_state_dict({**{k: v for k, v in body.state_dict().items() if k.startswith("head.")}, **theirs})
+        for layer in body.modules():
+            if isinstance(layer, CachedAttention):
+                layer.reset()
+        return True
+
+    def batch(self, rows: Columns, config: TrainConfig, generator: torch.Generator, training: bool) -> Columns:
+        numbers, device = rows["number"].tolist(), rows["number"].device
+        places = [self.where(number) for number in numbers]
+        with ThreadPoolExecutor(8) as pool:
+            read = list(pool.map(lambda place: place[0].read(place[1], self.masks and training), places))
+        batch = {name: padded([one[name] for one in read]).to(device) for name in read[0]}
+        flip = torch.rand(len(numbers), generator=generator, device=device) < (0.5 if training else 0.0)
+        return {**rows, **batch, "flip": flip}
+
+    def pictures(self, batch: Columns) -> list[Tensor]:
+        return [x[:, :h, :w].float() / 255 for x, (h, w) in zip(batch["image"], batch["size"].tolist(), strict=True)]
+
+    def inputs(self, batch: Columns) -> tuple[Any, ...]:
+        return (self.pictures(batch),)
+
+    def loss(self, model: nn.Module, batch: Columns, config: TrainConfig) -> Tensor:
+        images, targets = self.pictures(batch), []
+        for i, flip in enumerate(batch["flip"].tolist()):
+            kept = batch["labels"][i] > 0
+            height, width = images[i].shape[1:]
+            boxes = batch["boxes"][i, kept]
+            masks = batch["masks"][i, kept, :height, :width] if self.masks else None
+            if flip:
+                images[i] = images[i].flip(2)
+                boxes = torch.stack([width - boxes[:, 2], boxes[:, 1], width - boxes[:, 0], boxes[:, 3]], 1)
+                masks = masks.flip(2) if masks is not None else None
+            targets.append({"boxes": boxes, "labels": batch["labels"][i, kept]})
+            if masks is not None:
+                targets[-1]["masks"] = masks
+        return torch.stack(list(model(images, targets).values())).sum()
+
+    def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
+        """What is found is kept until `summary`: average precision is no sum over pictures."""
+        answers = model(self.pictures(batch))
+        for number, answer in zip(batch["number"].tolist(), answers, strict=True):
+            part, place = self.where(number)
+            self.found[number] = entries(answer, part.pictures[place]["id"], self.masks)
+        return {"count": torch.ones_like(batch["number"])}
+
+    def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
+        if torch.distributed.is_initialized():
+            everywhere: list[Any] = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(everywhere, self.found)
+            self.found = {number: entry for found in everywhere for number, entry in found.items()}
+        found, self.found = self.found, {}
+        return average_precision(found, self.where, self.masks)
+
+
+def entries(answer: Mapping[str, Tensor], picture: int, masks: bool) -> list[dict[str, Any]]:
+    """A picture's boxes and masks in COCO's format."""
+    answer = {key: value.float().cpu() for key, value in answer.items()}
+    boxes = answer["boxes"].clone()
+    boxes[:, 2:] -= boxes[:, :2]
+    found = []
+    for i, box in enumerate(boxes.tolist()):
+        entry = {"image_id": picture, "category_id": int(answer["labels"][i]), "bbox": box}
+        entry["score"] = float(answer["scores"][i])
+        if masks:
+            from pycocotools import mask as coding
+
+            code = coding.encode(np.asfortranarray((answer["masks"][i, 0] > 0.5).numpy().astype(np.uint8)))
+            entry["segmentation"] = {**code, "counts": code["counts"].decode()}
+        found.append(entry)
+    return found
+
+
+def average_precision(found: dict[int, list[dict[str, Any]]], where: Any, masks: bool) -> dict[str, float]:
+    try:
+        from pycocotools.coco import COCO
+        from pycocotools.cocoeval import COCOeval
+    except ImportError as error:
+        raise ImportError("average precision needs pycocotools: pip install 'weft[detection]'") from error
+
+    part = where(next(iter(found)))[0]
+    truth, everything = COCO(str(part.truth)), [entry for entries in found.values() for entry in entries]
+    kinds = {"box": "bbox", "mask": "segm"} if masks else {"box": "bbox"}
+    result = {f"{kind}_{name}": 0.0 for kind in kinds for name in ("ap", "ap50", "ap75")}
+    if not everything:
+        return result
+    for kind, theirs in kinds.items():
+        judge = COCOeval(truth, truth.loadRes(everything), theirs)
+        judge.params.imgIds = sorted({part.pictures[where(number)[1]]["id"] for number in found})
         judge.evaluate(), judge.accumulate(), judge.summarize()
-        names = ("AP", "AP50", "AP75", "APs", "APm", "APl")
-        result |= {f"{kind} {name}": round(100 * float(v), 2) for name, v in zip(names, judge.stats[:6], strict=True)}
+        names = (f"{kind}_ap", f"{kind}_ap50", f"{kind}_ap75")
+        result |= {name: max(0.0, float(v)) for name, v in zip(names, judge.stats[:3], strict=True)}
     return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--detector", choices=list(PAPER), default="mask-rcnn")
-    parser.add_argument("--size", choices=list(PAPER["mask-rcnn"]), default="tiny")
-    parser.add_argument("--cached", action="store_true")
-    parser.add_argument("--weights", type=Path, help="the run of table1.py that trained the backbone")
-    parser.add_argument("--out", type=Path, default=Path("runs/cached-table-3"))
-    parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--workers", type=int, default=8)
-    o = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    masks = o.detector == "mask-rcnn"
-    model = detector(o.detector, o.size, o.cached, o.weights).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.05)
-    loader = torch.utils.data.DataLoader(
-        Coco(o.data, "train2017", masks), o.batch, True, num_workers=o.workers, collate_fn=side_by_side
-    )
-    steps = 0
-    for epoch in range(o.epochs):
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-4 * (0.1 if epoch >= 8 else 1.0) * (0.1 if epoch >= 11 else 1.0)
-        model.train()
-        for images, targets in loader:
-            placed = [{k: v.to(device) for k, v in t.items()} for t in targets]
-            loss = sum(model([x.to(device) for x in images], placed).values())
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            steps += 1
-        print(f"epoch {epoch + 1}: loss {float(loss):.4f}", flush=True)
-    name = f"{o.detector}-{o.size}{'-cached' if o.cached else ''}"
-    o.out.mkdir(parents=True, exist_ok=True)
-    torch.save(model.state_dict(), o.out / f"{name}.pt")
-    found = {"steps": steps, **average_precision(model, o.data, masks, device)}
-    found["paper's AP"] = PAPER[o.detector][o.size][int(o.cached) :: 2]
-    (o.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
-    print(found)
+TASKS = [Detection(kind) for kind in PAPER]
 
 
-if __name__ == "__main__":
-    main()
+def cells() -> list[Cell]:
+    found = []
+    make = partial(make_config, precision="bf16-mixed")
+    for kind, sizes in PAPER.items():
+        for size, figures in sizes.items():
+            for i, (column, ratio) in enumerate((("plain", 0.0), ("cached", 0.5))):
+                config = make(f"coco-{kind}", model=f"pvt-{size}", cache=ratio)
+                note = f"mask AP in the paper: {figures[2 + i]}" if kind == "mask-rcnn" else ""
+                start = f"table1/pvt-{size}-{column}"
+                found.append(Cell(f"{kind} {size}", column, config, figures[i], note, start=start))
+    return found

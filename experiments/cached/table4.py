@@ -1,22 +1,20 @@
 """Table 4: translation, a Transformer with and without caches in its encoder.
 
-    python experiments/cached/table4.py --data data/iwslt14.de-en --source de --target en
-    python experiments/cached/table4.py --data data/multi30k.parquet --source de --target en --steps 6000
+    weft sweep experiments/cached/table4.py --only "IWSLT14 De-En/*"
+    weft sweep experiments/cached/table4.py --only "Multi30k De-En/*" --steps 6000
 
 Cached Transformers, https://arxiv.org/abs/2312.12742: pre-norm, 6 + 6 layers, rate 1.5e-3 with inverse-root decay,
 ratio 0.5, 64 slots, caches in the encoder only, valid tokens only, the last ten checkpoints averaged. What the paper
-leaves open is fairseq's IWSLT recipe: width 512, MLP 1,024, 4 heads, dropout 0.3, smoothing 0.1, 4,096 tokens a step;
-a joint BPE of 10,000 pieces. Greedy decoding here: compare the two rows with each other. For BPE and
-sacreBLEU: `pip install 'weft[translation]'`. IWSLT (wit3.fbk.eu) as train.de, train.en, valid.de, …; or a Parquet
-file with columns split, de, en.
+leaves open is fairseq's IWSLT recipe: width 512, MLP 1,024, 4 heads, dropout 0.3, smoothing 0.1, a joint BPE of 10,000
+pieces; 128 pairs a step where fairseq has 4,096 tokens. Greedy decoding here: compare the two columns with each other.
+BPE and BLEU need: pip install 'weft[translation]'. IWSLT (wit3.fbk.eu) as DATA/iwslt14.de-en/train.de, train.en,
+valid.de, …; Multi30k, which is not in the paper, as DATA/multi30k.parquet with columns split, de, en.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +22,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import weft
+from weft.lab.sweep import Cell
 from weft.layers import sinusoids
+from weft.tasks import Task, TaskData, TrainConfig, make_config
+from weft.tasks.base import Columns
+from weft.tasks.files import find, read_parquet
+
+TITLE = "Table 4: translation, plain and cached"
+METRIC = "bleu"
+UNIT = "%"
 
 PAPER = {  # BLEU, plain and cached
     "IWSLT14 De-En": (35.5, 36.0),
@@ -34,21 +39,22 @@ PAPER = {  # BLEU, plain and cached
     "IWSLT15 De-En": (36.1, 36.3),
     "IWSLT15 En-Vi": (29.8, 30.2),
     "IWSLT15 Cs-En": (28.8, 29.4),
+    "Multi30k De-En": (None, None),
 }
 PAD, BEGIN, END = 0, 1, 2
-KEPT = 10  # checkpoints that are averaged
-Pairs = list[tuple[list[int], list[int]]]
+PIECES = 10_000
+NGRAMS = range(4)
 
 
 class Translator(nn.Module):
-    def __init__(self, vocab: int, o: argparse.Namespace):
+    def __init__(self, vocab: int, config: TrainConfig):
         super().__init__()
-        self.embed = nn.Embedding(vocab, o.dim, padding_idx=PAD)
-        nn.init.normal_(self.embed.weight, std=o.dim**-0.5)
-        self.core = nn.Transformer(
-            o.dim, o.heads, o.layers, o.layers, o.mlp_dim, o.dropout, batch_first=True, norm_first=True
-        )
-        self.dropout = nn.Dropout(o.dropout)
+        width = config.dim
+        self.embed = nn.Embedding(vocab, width, padding_idx=PAD)
+        nn.init.normal_(self.embed.weight, std=width**-0.5)
+        sizes = (width, config.heads, config.layers, config.layers, config.mlp_dim, config.dropout)
+        self.core = nn.Transformer(*sizes, batch_first=True, norm_first=True)
+        self.dropout = nn.Dropout(config.dropout)
 
     def tokens(self, ids: Tensor) -> Tensor:
         width = self.embed.embedding_dim
@@ -64,7 +70,10 @@ class Translator(nn.Module):
         )
         return x @ self.embed.weight.T
 
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+    def forward(self, source: Tensor, target: Tensor | None = None) -> Tensor:
+        """Scores of every next piece of the target; without a target, a translation (B, pieces)."""
+        if target is None:
+            return self.translate(source, longest=int(1.5 * source.shape[1]) + 10)
         return self.write(self.read(source), source, target)
 
     @torch.no_grad()
@@ -81,31 +90,26 @@ class Translator(nn.Module):
         return found[:, 1:]
 
 
-def read_pairs(data: Path, source: str, target: str) -> dict[str, list[tuple[str, str]]]:
-    if data.suffix == ".parquet":
-        import pyarrow.parquet as parquet
-
-        table = parquet.read_table(data, columns=["split", source, target]).to_pylist()
-        names = {"train": "train", "valid": "valid", "validation": "valid", "val": "valid", "test": "test"}
-        found: dict[str, list[tuple[str, str]]] = {"train": [], "valid": [], "test": []}
-        for row in table:
-            part = next((to for name, to in names.items() if row["split"].startswith(name)), None)
-            if part:
-                found[part].append((row[source], row[target]))
-        return found
-    texts = {p: [(data / f"{p}.{side}").read_text("utf-8").splitlines() for side in (source, target)] for p in
-             ("train", "valid", "test")}  # fmt: skip
-    return {part: list(zip(*sides, strict=True)) for part, sides in texts.items()}
+def read_pairs(path: Path, source: str, target: str) -> dict[str, list[tuple[str, str]]]:
+    if path.suffix == ".parquet":
+        table = read_parquet([path], ["split", source, target])
+        rows = list(zip(table["split"], table[source], table[target], strict=True))
+        parts = {"train": "train", "val": "val", "test": "test"}
+        return {part: [(a, b) for split, a, b in rows if split.startswith(name)] for part, name in parts.items()}
+    names = {"train": "train", "val": "valid", "test": "test"}
+    sides = {part: [(path / f"{name}.{side}").read_text("utf-8").splitlines() for side in (source, target)]
+             for part, name in names.items()}  # fmt: skip
+    return {part: list(zip(*both, strict=True)) for part, both in sides.items()}
 
 
-def pieces(pairs: list[tuple[str, str]], size: int) -> Any:
+def pieces(pairs: list[tuple[str, str]]) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=size,
+        vocab_size=PIECES,
         special_tokens=["<pad>", "<begin>", "<end>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -114,111 +118,96 @@ def pieces(pairs: list[tuple[str, str]], size: int) -> Any:
     return tokenizer
 
 
-def batches(pairs: Pairs, tokens: int, device: torch.device, generator: torch.Generator | None = None):
-    """Pairs of like length together, as many as fit; in random order with a generator."""
-    order = sorted(range(len(pairs)), key=lambda i: (len(pairs[i][1]), len(pairs[i][0]), i))
-    groups: list[list[int]] = [[]]
-    for i in order:
-        longest = max(len(pairs[i][0]), len(pairs[i][1]))
-        if groups[-1] and longest * (len(groups[-1]) + 1) > tokens:
-            groups.append([])
-        groups[-1].append(i)
-    numbers = torch.randperm(len(groups), generator=generator).tolist() if generator else range(len(groups))
-    for number in numbers:
-        chosen = [pairs[i] for i in groups[number]]
-        yield groups[number], *(padded([pair[side] for pair in chosen]).to(device) for side in (0, 1))
+def as_rows(ids: list[list[int]], longest: int) -> Tensor:
+    rows = [torch.tensor([BEGIN, *row[: longest - 2], END], dtype=torch.int32) for row in ids]
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
 
 
-def padded(rows: list[list[int]]) -> Tensor:
-    found = torch.full((len(rows), max(map(len, rows))), PAD)
-    for i, row in enumerate(rows):
-        found[i, : len(row)] = torch.tensor(row)
-    return found
+def cut(ids: Tensor) -> Tensor:
+    """Without the columns in which every row is padding."""
+    return ids[:, : int((ids != PAD).sum(1).max())].long()
 
 
-def train(kind: str, data: dict[str, Pairs], texts: Any, tokenizer: Any, o: argparse.Namespace, device: torch.device):
-    from sacrebleu import corpus_bleu  # asked for now, not after hours of training
+class Translation(Task):
+    metric = "bleu"
+    defaults = dict(
+        layers=6, heads=4, dim=512, mlp_dim=1024, dropout=0.3, steps=50_000, batch_size=128, learning_rate=0.095,
+        warmup=4000, schedule="inverse_sqrt", label_smoothing=0.1, clip=1.0, max_length=512, eval_every=2500,
+        eval_batches=2, checkpoint_every=2500, keep=10, test_on="average",
+    )  # fmt: skip  # 0.095 / sqrt(4000) = 1.5e-3
 
-    torch.manual_seed(o.seed)
-    model = Translator(tokenizer.get_vocab_size(), o).to(device)
-    if kind == "cached":
-        print(weft.cache(model.core.encoder, 0.5, length=64))
-    optimizer = torch.optim.Adam(model.parameters(), lr=o.learning_rate, betas=(0.9, 0.98))
-    generator, step, kept, began = torch.Generator().manual_seed(o.seed), 0, [], time.perf_counter()
-    every = max(1, o.steps // (2 * KEPT))
-    losses = []
-    while step < o.steps:
-        for _, source, target in batches(data["train"], o.tokens, device, generator):
-            rate = o.learning_rate * min((step + 1) / o.warmup, math.sqrt(o.warmup / (step + 1)))
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            with torch.autocast(device.type, torch.bfloat16):
-                logits = model(source, target[:, :-1])
-            loss = F.cross_entropy(
-                logits.float().flatten(0, 1), target[:, 1:].flatten(), ignore_index=PAD, label_smoothing=0.1
-            )
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            step += 1
-            if step % every == 0:
-                losses.append(round(loss.item(), 4))
-                print(f"{kind}: step {step} of {o.steps}, loss {losses[-1]}", flush=True)
-                kept = [*kept, {n: p.detach().clone() for n, p in model.named_parameters()}][-KEPT:]
-            if step == o.steps:
-                break
-    with torch.no_grad():  # weights only: the cache is state, and stays the last one
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.stack([weights[name] for weights in kept]).mean(0) if kept else parameter)
-    model.eval()
-    found = {"parameters": sum(p.numel() for p in model.parameters()), "steps": step, "loss": losses}
-    found["seconds"] = round(time.perf_counter() - began, 1)
-    for part in ("valid", "test"):
-        guessed = [""] * len(data[part])
-        for numbers, source, _ in batches(data[part], 4 * o.tokens, device):
-            with torch.autocast(device.type, torch.bfloat16):
-                rows = model.translate(source, longest=int(1.5 * source.shape[1]) + 10)
-            for i, row in zip(numbers, rows.tolist(), strict=True):
-                guessed[i] = tokenizer.decode([t for t in row if t not in (PAD, BEGIN, END)])
-        found[f"{part} BLEU"] = round(corpus_bleu(guessed, [[b for _, b in texts[part]]]).score, 2)
-    return found
+    def __init__(self, row: str):
+        corpus, pair = row.lower().split()
+        self.source, self.target = pair.split("-")
+        self.name, self.about = f"{corpus}-{pair}", f"translation, {row}"  # type: ignore[misc]
+        self.places = (f"{corpus}.{pair}", f"{corpus}.parquet")
 
+    def load(self, config: TrainConfig) -> TaskData:
+        from sacrebleu.metrics import BLEU  # asked for now, not after hours of training
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--source", default="de")
-    parser.add_argument("--target", default="en")
-    parser.add_argument("--out", type=Path, default=Path("runs/cached-table-4"))
-    parser.add_argument("--steps", type=int, default=50_000)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--pieces", type=int, default=10_000)
-    parser.add_argument("--dim", type=int, default=512)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--mlp-dim", type=int, default=1024)
-    parser.add_argument("--dropout", type=float, default=0.3)
-    parser.add_argument("--learning-rate", type=float, default=1.5e-3)
-    parser.add_argument("--warmup", type=int, default=4000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--longest", type=int, default=512)
-    o = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    texts = read_pairs(o.data, o.source, o.target)
-    tokenizer = pieces(texts["train"], o.pieces)
+        self.bleu, self.longest = BLEU(), config.max_length
+        how = f"put train.{self.source}, train.{self.target}, valid.{self.source}, … there"
+        texts = read_pairs(find(config.data, self.places, how), self.source, self.target)
+        self.tokenizer = pieces(texts["train"])
+        self.texts = {}
+        splits, at = [], 0
+        for part, pairs in texts.items():
+            sides = ([self.tokenizer.encode(pair[i]).ids for pair in pairs] for i in (0, 1))
+            columns = {name: as_rows(ids, self.longest) for name, ids in zip(("source", "target"), sides, strict=True)}
+            splits.append({**columns, "number": torch.arange(at, at + len(pairs))})
+            if part != "train":
+                self.texts |= {at + i: pair[1] for i, pair in enumerate(pairs)}
+            at += len(pairs)
+        vocab = self.tokenizer.get_vocab_size()
+        words = [self.tokenizer.id_to_token(i) for i in range(vocab)]
+        length = splits[0]["target"].shape[1]
+        return TaskData(*splits, length=length, facts={"vocab": vocab}, vocabulary=words)
 
-    def encode(text: str) -> list[int]:
-        return [BEGIN, *tokenizer.encode(text).ids[: o.longest - 2], END]
+    def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
+        return Translator(data.facts["vocab"], config)
 
-    data = {part: [(encode(a), encode(b)) for a, b in pairs] for part, pairs in texts.items()}
-    o.out.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {"settings": {k: str(v) for k, v in vars(o).items()}}
-    for kind in ("plain", "cached"):
-        results[kind] = train(kind, data, texts, tokenizer, o, device)
-        (o.out / "result.json").write_text(json.dumps(results, indent=1) + "\n")
-        print(f"{kind}: {results[kind]}", flush=True)
+    def batch(self, rows: Columns, config: TrainConfig, generator: torch.Generator, training: bool) -> Columns:
+        return {**rows, "source": cut(rows["source"]), "target": cut(rows["target"])}
+
+    def inputs(self, batch: Columns) -> tuple[Tensor, ...]:
+        return batch["source"], batch["target"][:, :-1]
+
+    def loss(self, model: nn.Module, batch: Columns, config: TrainConfig) -> Tensor:
+        logits, target = model(*self.inputs(batch)).float(), batch["target"][:, 1:]
+        smoothing = config.label_smoothing
+        return F.cross_entropy(logits.transpose(1, 2), target, ignore_index=PAD, label_smoothing=smoothing)
+
+    def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
+        """What BLEU is made of: matching and all n-grams, and the lengths."""
+        found = []
+        for number, ids in zip(batch["number"].tolist(), model(batch["source"]).tolist(), strict=True):
+            text = self.tokenizer.decode([t for t in ids if t not in (PAD, BEGIN, END)])
+            truth = self.texts.get(number)
+            if truth is None:  # the training part
+                truth = self.tokenizer.decode(batch["target"][len(found)].tolist())
+            one = self.bleu.corpus_score([text], [[truth]])
+            found.append([*one.counts, *one.totals, one.sys_len, one.ref_len])
+        names = [f"{what}{n}" for what in ("matching", "all") for n in NGRAMS] + ["length", "true_length"]
+        sums = torch.tensor(found, dtype=torch.float32, device=batch["source"].device)
+        logits, target = model(*self.inputs(batch)).float(), batch["target"][:, 1:]
+        loss = F.cross_entropy(logits.transpose(1, 2), target, ignore_index=PAD, reduction="none").sum(1)
+        return {"loss": loss, "count": (target != PAD).sum(1), **dict(zip(names, sums.T, strict=True))}
+
+    def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
+        matching, everything = ([int(sums[f"{what}{n}"]) for n in NGRAMS] for what in ("matching", "all"))
+        bleu = self.bleu.compute_bleu(matching, everything, int(sums["length"]), int(sums["true_length"]))
+        return {"loss": sums["loss"] / sums["count"], "bleu": bleu.score}
 
 
-if __name__ == "__main__":
-    main()
+TASKS = [Translation(row) for row in PAPER]
+
+
+def cells() -> list[Cell]:
+    encoder = '{"where": "core.encoder.*", "length": 64}'
+    return [
+        Cell(row, column, make_config(task.name, cache=ratio, cache_options=options, precision="bf16-mixed"), figure)
+        for (row, figures), task in zip(PAPER.items(), TASKS, strict=True)
+        for (column, ratio, options), figure in zip(
+            (("plain", 0.0, ""), ("cached", 0.5, encoder)), figures, strict=True
+        )
+    ]

@@ -1,6 +1,7 @@
 """Table 5: Transformer-XL on WikiText-103, its memory in place or replaced by others.
 
-    python -m experiments.cached.table5 --data data/wikitext-103 --size base --minutes 10
+    weft sweep experiments/cached/table5.py --only "base/*"
+    weft sweep experiments/cached/table5.py --only "base/GRC" --data data/ptb --steps 5000
 
 Cached Transformers, https://arxiv.org/abs/2312.12742; test perplexity. Kinds: `baseline` (the last M tokens of every
 layer), `MT` (learned memory tokens in front, beside that memory), `RMT` (memory tokens that are written and read on,
@@ -8,36 +9,40 @@ in its place, gradients over two segments), `GRC` (a gated recurrent cache in it
 that no token sees its future). The paper gives no settings but "default configurations": base 16 layers, width 410, 10
 heads, MLP 2,100, segments and memory of 150, dropout 0.1; large 18, 1,024, 16, 4,096, 384, dropout 0.2; Adam 2.5e-4
 with cosine. Words by adaptive softmax (20,000, 40,000, 200,000); input and output tables are not tied here. Text as
-DATA/{train,valid,test}.txt: WikiText-103 (huggingface.co/datasets/Salesforce/wikitext), or the Penn Treebank for a
-quick try.
+DATA/wikitext-103/{train,valid,test}.txt (huggingface.co/datasets/Salesforce/wikitext), or any folder with such files,
+such as the Penn Treebank for a quick try.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import time
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 import weft
-from experiments.tokens import encoded
+from weft.lab.sweep import Cell
 from weft.layers import FeedForward, TransformerXLAttention
+from weft.layers.transformer_xl import SegmentMemory
+from weft.tasks import TaskData, TrainConfig, make_config
+from weft.tasks.streams import Streams
+from weft.tasks.tokens import PARTS, Likelihoods
 
-PAPER = {
+TITLE = "Table 5: Transformer-XL on WikiText-103"
+METRIC = "perplexity"
+
+PAPER: dict[str, dict[str, float | None]] = {
     "base": {"baseline": 24.0, "MT": 23.99, "RMT": 23.95, "GRC": 22.9},
     "large": {"baseline": 18.3, "GRC": 17.9},
 }
-SIZES = {
-    "base": dict(layers=16, dim=410, heads=10, mlp_dim=2100, segment=150, dropout=0.1),
-    "large": dict(layers=18, dim=1024, heads=16, mlp_dim=4096, segment=384, dropout=0.2),
-    "tiny": dict(layers=2, dim=32, heads=2, mlp_dim=64, segment=16, dropout=0.0),
+SIZES: dict[str, dict[str, Any]] = {
+    "base": dict(layers=16, dim=410, heads=10, mlp_dim=2100, max_length=150, dropout=0.1),
+    "large": dict(layers=18, dim=1024, heads=16, mlp_dim=4096, max_length=384, dropout=0.2),
 }
 TOKENS = 10  # memory tokens of MT and RMT
+CUTOFFS = (20_000, 40_000, 200_000)
 
 
 class Block(nn.Module):
@@ -46,175 +51,118 @@ class Block(nn.Module):
         self.attention, self.feedforward = attention, FeedForward(dim, mlp_dim, dropout=dropout)
         self.norms, self.dropout = nn.ModuleList([nn.LayerNorm(dim), nn.LayerNorm(dim)]), nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, memory: Any) -> tuple[Tensor, Any]:
-        found = self.attention(self.norms[0](x), memory) if memory is not False else self.attention(self.norms[0](x))
-        y, memory = found if isinstance(found, tuple) else (found, False)
+    def forward(self, x: Tensor, *memory: Any) -> tuple[Tensor, Any]:
+        found = self.attention(self.norms[0](x), *memory)
+        y, following = found if isinstance(found, tuple) else (found, None)
         x = x + self.dropout(y)
-        return x + self.dropout(self.feedforward(self.norms[1](x))), memory
+        return x + self.dropout(self.feedforward(self.norms[1](x))), following
 
 
 class XL(nn.Module):
-    """`model(ids, state)` -> vectors (B, L, dim) and the state for the next segment."""
+    """`model(ids, targets)`: the negative log-likelihood of every target (B, L); segment follows on segment.
 
-    def __init__(self, kind: str, vocab: int, *, layers: int, dim: int, heads: int, mlp_dim: int, segment: int,
-                 dropout: float):  # fmt: skip
+    What is remembered, (layers, B, M, dim), or (1, B, TOKENS, dim) for RMT, is state of the model and saved with it.
+    """
+
+    remembers = True
+
+    def __init__(self, kind: str, vocab: int, config: TrainConfig, segment: int):
         super().__init__()
-        self.kind, self.layers = kind, layers
+        dim, self.kind, self.segment = config.dim, kind, segment
         self.fifo = kind in ("baseline", "MT")
-        self.embed, self.dropout = nn.Embedding(vocab, dim), nn.Dropout(dropout)
+        self.embed, self.dropout = nn.Embedding(vocab, dim), nn.Dropout(config.dropout)
         nn.init.normal_(self.embed.weight, std=dim**-0.5)
         self.tokens = nn.Parameter(torch.randn(TOKENS, dim) * 0.02) if kind in ("MT", "RMT") else None
         self.blocks = nn.ModuleList()
-        for _ in range(layers):
-            attention: nn.Module = TransformerXLAttention(dim, heads, segment if self.fifo else 0, dropout=dropout)
+        for _ in range(config.layers):
+            attention: nn.Module = TransformerXLAttention(
+                dim, config.heads, segment if self.fifo else 0, dropout=config.dropout
+            )
             if kind == "GRC":
-                attention = weft.CachedAttention(
-                    attention, 0.5, segment, delayed=True, scope="stream", eval_update=True
-                )
-            self.blocks.append(Block(attention, dim, mlp_dim, dropout))
+                options: dict[str, Any] = dict(delayed=True, scope="stream", eval_update=True)
+                attention = weft.CachedAttention(attention, config.cache, segment, **options)
+            self.blocks.append(Block(attention, dim, config.mlp_dim, config.dropout))
         self.norm = nn.LayerNorm(dim)
+        cutoffs = [c for c in CUTOFFS if c < vocab] or [max(1, vocab // 2)]
+        self.head = nn.AdaptiveLogSoftmaxWithLoss(dim, vocab, cutoffs, div_value=1.0)
+        self.reset()
 
-    def forward(self, ids: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+    def reset(self) -> None:
+        self.memory = torch.empty(0)
+
+    def get_extra_state(self) -> Tensor:
+        return self.memory
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.memory = state.to(self.embed.weight.device)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        found = torch.cat([self.read(part) for part in ids.split(self.segment, 1)], 1)
+        self.memory = self.memory.detach()
+        with torch.autocast(ids.device.type, enabled=False):  # the adaptive head sorts targets into tables
+            return -self.head(found.float().flatten(0, 1), targets.flatten()).output.view_as(targets)
+
+    def read(self, ids: Tensor) -> Tensor:
+        """The vectors of one segment, (B, L, dim); what is remembered moves on."""
         x = self.dropout(self.embed(ids) * math.sqrt(self.embed.embedding_dim))
-        B, L = ids.shape
-        front = back = 0
+        (B, L), front = ids.shape, 0
         if self.tokens is not None:
-            memory = self.tokens.to(x.dtype).expand(B, -1, -1)
-            if self.kind == "RMT":
-                memory, back = state if state is not None else memory, TOKENS
-                x = torch.cat([memory, x, memory], 1)
-            else:
-                x = torch.cat([memory, x], 1)
+            own = self.tokens.to(x.dtype).expand(B, -1, -1)
+            written = self.memory[0].to(x.dtype) if self.kind == "RMT" and len(self.memory) else own
+            x = torch.cat([written, x, written] if self.kind == "RMT" else [own, x], 1)
             front = TOKENS
         kept = []
-        before = state if self.fifo and state is not None else [None if self.fifo else False] * self.layers
-        for block, memory in zip(self.blocks, before, strict=True):
-            x, memory = block(x, memory)
-            kept.append(memory)
+        for i, block in enumerate(self.blocks):
+            memory = []
+            if self.fifo:
+                tokens = self.memory[i].to(x.dtype) if len(self.memory) else x[:, :0]
+                memory = [SegmentMemory(tokens, torch.ones(tokens.shape[:2], dtype=torch.bool, device=x.device))]
+            x, following = block(x, *memory)
+            kept.append(following)
         x = self.norm(x)
-        following = x[:, front + L :] if back else kept if self.fifo else None
-        return x[:, front : front + L], following
+        if self.fifo:
+            self.memory = torch.stack([memory.tokens for memory in kept])
+        elif self.kind == "RMT":
+            self.memory = x[None, :, front + L :]
+        return x[:, front : front + L]
 
 
-class Text:
-    """A text as streams side by side."""
+class TransformerXL(Streams, Likelihoods):
+    def __init__(self, kind: str):
+        super().__init__(f"transformer-xl-{kind.lower()}", "wikitext-103", length=150, pieces=0)
+        self.kind, self.segments = kind, 2 if kind == "RMT" else 1  # what RMT writes is only read a segment later
+        self.about = f"words of WikiText-103 by Transformer-XL, memory: {kind}"  # type: ignore[misc]
 
-    def __init__(self, ids: Any, rows: int, segment: int, device: torch.device):
-        self.count = (len(ids) - 1) // (rows * segment)
-        if not self.count:
-            raise SystemExit(f"{len(ids)} words are not enough for {rows} streams of {segment}")
-        whole, size = torch.as_tensor(ids, dtype=torch.int32), self.count * segment
-        self.x, self.y = (whole[a : a + rows * size].view(rows, self.count, segment).to(device) for a in (0, 1))
+    def texts(self, config: TrainConfig) -> tuple[list[np.ndarray], dict[str, Any]]:
+        ids, vocab = self.ids(config)
+        return [ids[part] for part in PARTS], {"vocab": vocab}
 
-    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
-        return self.x[:, number % self.count].long(), self.y[:, number % self.count].long()
-
-
-@torch.no_grad()
-def perplexity(model: XL, head: nn.AdaptiveLogSoftmaxWithLoss, text: Text) -> float:
-    """Segment after segment, memories carried on; nothing is kept for training afterwards."""
-    held = [{k: v.clone() for k, v in m.cache.state_dict().items()} for m in caches(model)]
-    for layer in caches(model):
-        layer.reset()
-    model.eval()
-    total, count, state = 0.0, 0, None
-    for number in range(text.count):
-        x, y = text[number]
-        with torch.autocast(x.device.type, torch.bfloat16):
-            found, state = model(x, state)
-        total += head(found.float().flatten(0, 1), y.flatten()).loss.item() * y.numel()
-        count += y.numel()
-    model.train()
-    for layer, kept in zip(caches(model), held, strict=True):
-        layer.reset()
-        layer.cache.load_state_dict(kept)
-    return math.exp(min(50.0, total / count))
+    def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
+        return XL(self.kind, data.facts["vocab"], config, data.length // self.segments)
 
 
-def caches(model: nn.Module) -> list[Any]:
-    return [m for m in model.modules() if isinstance(m, weft.CachedAttention)]
+TASKS = [TransformerXL(kind) for kind in PAPER["base"]]
 
 
-def detached(state: Any) -> Any:
-    return state.detach() if isinstance(state, Tensor) else state  # a FIFO memory comes out detached
-
-
-def train(kind: str, texts: dict[str, Text], vocab: int, o: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    torch.manual_seed(o.seed)
-    settings = SIZES[o.size]
-    model = XL(kind, vocab, **settings).to(device)  # type: ignore[arg-type]
-    cutoffs = [c for c in (20_000, 40_000, 200_000) if c < vocab] or [vocab // 2]
-    head = nn.AdaptiveLogSoftmaxWithLoss(settings["dim"], vocab, cutoffs, div_value=1.0).to(device)  # type: ignore
-    parameters = [*model.parameters(), *head.parameters()]
-    optimizer = torch.optim.Adam(parameters, lr=o.learning_rate)
-    state, began, losses, seconds, looks = None, time.perf_counter(), [], 0.0, []
-    limit = 60 * o.minutes if o.minutes else math.inf
-    unroll = 2 if kind == "RMT" else 1  # what it writes is only read a segment later
-    steps = max(1, o.steps // unroll)
-    for step in range(steps):
-        done = max(step / steps, seconds / limit)
-        rate = min((step + 1) / o.warmup, 0.5 * (1 + math.cos(math.pi * done)))
-        for group in optimizer.param_groups:
-            group["lr"] = o.learning_rate * rate
-        loss = torch.zeros((), device=device)
-        for number in range(unroll * step, unroll * (step + 1)):
-            if number and number % texts["train"].count == 0:  # the text begins again
-                state = None
-                for layer in caches(model):
-                    layer.reset()
-            x, y = texts["train"][number]
-            with torch.autocast(device.type, torch.bfloat16):
-                found, state = model(x, state)
-            loss = loss + head(found.float().flatten(0, 1), y.flatten()).loss / unroll
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 0.25)
-        optimizer.step()
-        state = detached(state)
-        if (step + 1) % o.look_every == 0 or step + 1 == steps:
-            losses.append(round(loss.item(), 4))
-            seconds += time.perf_counter() - began
-            looks.append([step + 1, round(seconds, 1), round(perplexity(model, head, texts["valid"]), 3)])
-            print(f"{kind}: step {step + 1}, {seconds:.0f} s, validation perplexity {looks[-1][2]}", flush=True)
-            began = time.perf_counter()
-            if seconds >= limit:
-                break
-    return {
-        "parameters": sum(p.numel() for p in parameters),
-        "steps": step + 1,
-        "seconds": round(seconds, 1),
-        "loss": losses,
-        "valid_step_seconds_perplexity": looks,
-        "test_perplexity": round(perplexity(model, head, texts["test"]), 3),
-        "paper": PAPER.get(o.size, {}).get(kind),
-    }
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path, default=Path("runs/cached-table-5"))
-    parser.add_argument("--size", choices=list(SIZES), default="base")
-    parser.add_argument("--kinds", nargs="+", default=["baseline", "MT", "RMT", "GRC"])
-    parser.add_argument("--steps", type=int, default=200_000)
-    parser.add_argument("--minutes", type=float, help="at most so many for each; the rate then follows the clock")
-    parser.add_argument("--batch", type=int, default=60)
-    parser.add_argument("--learning-rate", type=float, default=2.5e-4)
-    parser.add_argument("--warmup", type=int, default=1000)
-    parser.add_argument("--look-every", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    o = parser.parse_args(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    ids, vocab = encoded(o.data, 0)
-    segment = int(SIZES[o.size]["segment"])
-    texts = {part: Text(ids[part], o.batch if part == "train" else 10, segment, device) for part in ids}
-    o.out.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {"settings": {k: str(v) for k, v in vars(o).items()}}
-    for kind in o.kinds:
-        results[kind] = train(kind, texts, vocab, o, device)
-        (o.out / "result.json").write_text(json.dumps(results, indent=1) + "\n")
-        print(f"{kind}: {results[kind]}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def cells() -> list[Cell]:
+    found = []
+    for size, figures in PAPER.items():
+        for kind, figure in figures.items():
+            segments = 2 if kind == "RMT" else 1
+            settings = {**SIZES[size], "max_length": segments * SIZES[size]["max_length"]}
+            config = make_config(
+                f"transformer-xl-{kind.lower()}",
+                **settings,
+                cache=0.5 if kind == "GRC" else 0.0,
+                steps=200_000 // segments,
+                batch_size=60,
+                learning_rate=2.5e-4,
+                warmup=1000,
+                clip=0.25,
+                eval_every=4000,
+                eval_batches=0,
+                checkpoint_every=1000,
+                precision="bf16-mixed",
+            )
+            found.append(Cell(size, kind, config, figure))
+    return found

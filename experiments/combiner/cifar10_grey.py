@@ -9,7 +9,7 @@ With mean pooling the 1,024 tokens make the picture's 32 x 32 grid; a CLS token 
 """
 
 from weft.lab.sweep import Cell
-from weft.tasks.config import make_config
+from weft.tasks import make_config
 
 TITLE = "CIFAR-10, grey pixels"
 METRIC = "accuracy"

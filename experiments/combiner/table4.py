@@ -1,6 +1,5 @@
 """Table 4: the best density estimates, Combiner-Axial in 128 layers on CIFAR-10 and 30 on ImageNet-64.
 
-    python experiments/combiner/make_bytes.py --data data
     weft sweep experiments/combiner/table4.py
 
 Combiner, https://arxiv.org/abs/2107.05768: the Sparse Transformer's architecture (width 256, 2 heads of half that
@@ -11,10 +10,10 @@ people's. Nothing short of weeks on several devices.
 """
 
 from weft.lab.sweep import Cell
-from weft.tasks.config import make_config
+from weft.tasks import make_config
 
 TITLE = "Table 4: density estimation, Combiner-Axial"
-METRIC = "bits_per_byte"
+METRIC = "bits_per_dimension"
 SEEDS = (0, 1, 2)
 
 COMMON = dict(
@@ -22,17 +21,17 @@ COMMON = dict(
     learning_rate=3e-4, eval_every=10_000, checkpoint_every=5000, precision="bf16-mixed", compile=True,
 )  # fmt: skip
 CIFAR = dict(
-    data="data/cifar10.bytes", max_length=3072, attention_options='{"block_size": 96}', layers=128, dim=256, heads=2,
+    attention_options='{"block_size": 96}', layers=128, dim=256, heads=2,
     head_dim=64, mlp_dim=512, dropout=0.25, checkpoint_activations=True,
 )  # fmt: skip
 IMAGENET = dict(
-    data="data/imagenet64.bytes", max_length=12_288, attention_options='{"block_size": 192}', layers=30, dim=768,
+    attention_options='{"block_size": 192}', layers=30, dim=768,
     heads=12, head_dim=64, mlp_dim=3072, dropout=0.0, checkpoint_activations=True,
 )  # fmt: skip
 
 
 def cells() -> list[Cell]:
     return [
-        Cell("Combiner-Axial", "CIFAR-10", make_config("text", **COMMON, **CIFAR), 2.77),
-        Cell("Combiner-Axial", "ImageNet-64", make_config("text", **COMMON, **IMAGENET), 3.42),
+        Cell("Combiner-Axial", "CIFAR-10", make_config("cifar10-density", **COMMON, **CIFAR), 2.77),
+        Cell("Combiner-Axial", "ImageNet-64", make_config("imagenet64-density", **COMMON, **IMAGENET), 3.42),
     ]

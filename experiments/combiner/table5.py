@@ -13,7 +13,7 @@ of CLS and mean (`cifar10_grey.py` has both). Retrieval needs the arena's new_aa
 from typing import Any
 
 from weft.lab.sweep import Cell
-from weft.tasks.config import make_config
+from weft.tasks import make_config
 
 TITLE = "Table 5: Long Range Arena"
 METRIC = "accuracy"

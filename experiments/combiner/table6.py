@@ -1,6 +1,6 @@
 """Table 6: masked language modelling of C4.
 
-    python -m experiments.combiner.table6 --data data --rows Combiner-Fixed-2k
+    weft sweep experiments/combiner/table6.py --only "Combiner-Fixed/2k" --set batch_size=8 --set accumulate=16
 
 Combiner, https://arxiv.org/abs/2107.05768: 15 % of the tokens hidden, the model and recipe of Table 2. The text
 (huggingface.co/datasets/allenai/c4, en; 300 GB, a part will do) is expected as data/c4/{train,valid,test}.txt; windows
@@ -8,37 +8,30 @@ run over document borders, where the paper has at most two segments each. The vo
 perplexities compare between rows and not with the paper's.
 """
 
-from experiments.combiner.table2 import RECIPE
-from experiments.table import Row, run
-from experiments.tokens import MaskedTokens
+from recipe import language
 
-PAPER = {
-    "Transformer-2k": ("full", 2048, 4.552),
-    "BigBird-2k": ("bigbird", 2048, 4.696),
-    "Performer-2k": ("performer", 2048, 10.940),
-    "Fixed-2k": ("sparse", 2048, 5.279),
-    "Combiner-Fixed-2k": ("combiner-fixed", 2048, 5.170),
-    "Axial-2k": ("axial", 2048, 5.370),
-    "Combiner-Axial-2k": ("combiner-axial", 2048, 4.809),
-    "Routing-2k": ("routing", 2048, 6.703),
-    "Combiner-Routing-2k": ("combiner-routing", 2048, 6.539),
-    "BigBird-8k": ("bigbird", 8192, 4.542),
-    "Combiner-Axial-8k": ("combiner-axial", 8192, 4.190),
-    "Combiner-Fixed-8k": ("combiner-fixed", 8192, 4.139),
+from weft.lab.sweep import Cell
+
+TITLE = "Table 6: masked C4"
+METRIC = "perplexity"
+
+PAPER = {  # row -> attention, perplexity at 2,048 and at 8,192 tokens
+    "Transformer": ("full", 4.552, None),
+    "BigBird": ("bigbird", 4.696, 4.542),
+    "Performer": ("performer", 10.940, None),
+    "Fixed": ("sparse", 5.279, None),
+    "Combiner-Fixed": ("combiner-fixed", 5.170, 4.139),
+    "Axial": ("axial", 5.370, None),
+    "Combiner-Axial": ("combiner-axial", 4.809, 4.190),
+    "Routing": ("routing", 6.703, None),
+    "Combiner-Routing": ("combiner-routing", 6.539, None),
 }
 
 
-def rows(corpus: str = "c4", pieces: int = 32_000) -> list[Row]:
+def cells() -> list[Cell]:
     return [
-        Row(
-            name,
-            lambda name=name, length=length: MaskedTokens(f"c4-{name.lower()}", corpus, length=length, pieces=pieces),
-            paper={"perplexity": figure},
-            config={"attention": attention},
-        )
-        for name, (attention, length, figure) in PAPER.items()
+        Cell(row, column, language("c4-masked", attention, length), figure)
+        for row, (attention, *figures) in PAPER.items()
+        for (column, length), figure in zip((("2k", 2048), ("8k", 8192)), figures, strict=True)
+        if figure
     ]
-
-
-if __name__ == "__main__":
-    run("Combiner, Table 6", rows(), about=__doc__ or "", metrics={"perplexity": 1}, recipe=RECIPE)

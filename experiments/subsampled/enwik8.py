@@ -11,7 +11,7 @@ minutes.
 """
 
 from weft.lab.sweep import Cell
-from weft.tasks.config import make_config
+from weft.tasks import make_config
 
 TITLE = "Table 8: enwik8, sampled with and without local bias"
 METRIC = "bits_per_byte"

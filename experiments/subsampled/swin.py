@@ -1,6 +1,6 @@
 """Tables 2 and 9: Swin-T on ImageNet-1k, its 14 x 14 windows sampled down to a quarter in training.
 
-    python -m experiments.subsampled.swin --data data --rows "10 layers"
+    weft sweep experiments/subsampled/swin.py --only "10 layers*"
 
 The Information Pathways Hypothesis, https://arxiv.org/abs/2306.01705. Ten or six of the twelve layers sampled (the
 last stage's 7 x 7 maps are never), σ = 0.75 windows; the unbiased form keeps a random quarter of each window. The
@@ -11,13 +11,18 @@ augments more richly than crops and mirrorings: compare rows with each other, no
 
 from __future__ import annotations
 
+import json
+
 import torch
 from torch import Tensor, nn
 
-from experiments.cached.table1 import RECIPE, sources
-from experiments.images import Images
-from experiments.table import Row, run
+from weft.lab.sweep import Cell
 from weft.layers import FeedForward, SubsampledWindowAttention
+from weft.tasks import TrainConfig, make_config
+from weft.tasks.imagenet import StoredImages
+
+TITLE = "Tables 2 and 9: Swin-T, sampled windows"
+METRIC = "accuracy"
 
 PAPER = {  # sampled layers, biased, dense finish -> accuracy
     (0, True, False): None,
@@ -88,29 +93,42 @@ class Swin(nn.Module):
         return self.head(self.norm(x).mean((1, 2)))
 
 
-def rows(source: str = "imagenet", size: int = 224) -> list[Row]:
+class SampledSwin(StoredImages):
+    """ImageNet by the Swin above; the layers sampled, and whether with local bias, are the model's options."""
+
+    def check(self, config: TrainConfig) -> None:
+        if config.model != "swin":
+            raise ValueError(f"{self.name} takes --model swin; got {config.model!r}")
+
+    def host(self, config: TrainConfig, size: int, classes: int) -> nn.Module:
+        return Swin(size, classes, **config.options("model_options"))
+
+
+TASKS = [SampledSwin("imagenet-swin", "ImageNet-1k (image-net.org)", "imagenet")]
+
+
+def cells() -> list[Cell]:
     found = []
     for (sampled, biased, finish), figure in PAPER.items():
-        name = (
-            f"{sampled} layers, {'biased' if biased else 'unbiased'}{' +FT' if finish else ''}" if sampled else "dense"
+        # The name of the mechanism tells the lab that there is something to make dense.
+        dense_finish = {"attention": "subsampled", "finetune_dense_at": 0.82} if finish else {}
+        config = make_config(
+            "imagenet-swin",
+            model="swin",
+            model_options=json.dumps({"sampled": sampled, "biased": biased}),
+            steps=300 * (1_281_167 - 10_000) // 1024,
+            batch_size=1024,
+            learning_rate=1e-3,
+            weight_decay=0.05,
+            warmup=6250,
+            label_smoothing=0.0,
+            clip=0.0,
+            eval_every=1250,
+            checkpoint_every=1250,
+            precision="bf16-mixed",
+            compile=True,
+            **dense_finish,
         )
-
-        def make(size: int, classes: int, sampled: int = sampled, biased: bool = biased) -> nn.Module:
-            return Swin(size, classes, sampled=sampled, biased=biased)
-
-        found.append(
-            Row(
-                name,
-                lambda n=name, m=make: Images(f"swin-{n}".replace(" ", "-"), m, source=source, size=size),
-                paper={"accuracy": figure} if figure else {},
-                # the name of the mechanism tells the lab that there is something to make dense
-                config={"attention": "subsampled", "finetune_dense_at": 0.82} if finish else {},
-            )
-        )
+        row = f"{sampled} layers{' +FT' if finish else ''}" if sampled else "dense"
+        found.append(Cell(row, "biased" if biased else "unbiased", config, figure))
     return found
-
-
-if __name__ == "__main__":
-    source, size, rest = sources()
-    metrics = {"accuracy": 100}
-    run("Subsampled, Swin", rows(source, size), about=__doc__ or "", metrics=metrics, recipe=RECIPE, arguments=rest)

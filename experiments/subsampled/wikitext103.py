@@ -1,52 +1,46 @@
 """Tables 1, 8 and 10, WikiText-103: sampled training, dense finish, and the ensemble of sub-models, in perplexity.
 
-    python -m experiments.subsampled.wikitext103 --data data --rows S16-L4
+    weft sweep experiments/subsampled/wikitext103.py --only "S16-L4*/biased"
+    weft eval experiments/subsampled/runs/wikitext103/s16-l6-biased-s0 --ensemble 50           Table 10
 
 The Information Pathways Hypothesis, https://arxiv.org/abs/2306.01705: 16 layers, width 1,024, 8 heads, ALiBi, 3,072
 words, adaptive input and softmax (cutoffs 20,000 and 60,000), 64,000 steps of 64, rate 1e-3 after 16,000 of warm-up,
 cosine; σ from 0.2 to 0.35 with depth; the dense finish from step 52,500 on. The text
 (huggingface.co/datasets/Salesforce/wikitext, wikitext-103-v1) as data/wikitext-103/{train,valid,test}.txt. Perplexity
 of segments that do not overlap; the paper's is lower, probably by a sliding window. The input and output tables are
-not tied here. `--ensemble 50` evaluates the finished runs as ensembles (Table 10).
+not tied here.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from experiments.table import Row, add_once, run
-from experiments.tokens import Tokens
-from weft.attention.subsampled import Subsampling
-from weft.lab import load_run
+from weft.lab.sweep import Cell
 from weft.layers import ALiBi
 from weft.layers.encoder import NORM_EPS
 from weft.models.build import encoder_blocks
-from weft.tasks import TaskData
-from weft.tasks.base import Columns, block_options
-from weft.tasks.config import TrainConfig
+from weft.tasks import TaskData, TrainConfig, make_config
+from weft.tasks.base import block_options
+from weft.tasks.tokens import Likelihoods
 
-# row -> schedule, dense finish, the paper's test perplexity, and that of an ensemble of 50 (Table 10)
-PAPER: dict[str, tuple[str, float, float | None, float | None]] = {
-    "S0, dense": ("", 0.0, None, None),
-    "S16-L2": ("S16-L2", 0.0, 17.84, None),
-    "S16-L2 +FT": ("S16-L2", 0.82, 17.68, None),
-    "S16-L4": ("S16-L4", 0.0, 18.13, None),
-    "S16-L4 +FT": ("S16-L4", 0.82, 17.60, None),
-    "S16-L6": ("S16-L6", 0.0, 18.30, 17.80),
-    "S16-L6 +FT": ("S16-L6", 0.82, 17.86, 17.53),
-    "S12-L8": ("S12-L8", 0.0, 18.69, 18.10),
-    "S12-L8 +FT": ("S12-L8", 0.82, 17.92, 17.69),
-    "S16-L2 unbiased": ("S16-L2U", 0.0, 18.18, None),
-    "S16-L2 unbiased +FT": ("S16-L2U", 0.82, 17.69, None),
-    "S16-L4 unbiased": ("S16-L4U", 0.0, 20.15, None),
-    "S16-L4 unbiased +FT": ("S16-L4U", 0.82, 18.69, None),
+TITLE = "Tables 1, 8 and 10: WikiText-103"
+METRIC = "perplexity"
+
+# schedule, dense finish -> test perplexity with and without local bias, and that of an ensemble of 50 (Table 10)
+PAPER: dict[str, tuple[str, float, float | None, float | None, str]] = {
+    "dense": ("", 0.0, None, None, ""),
+    "S16-L2": ("S16-L2", 0.0, 17.84, 18.18, ""),
+    "S16-L2 +FT": ("S16-L2", 0.82, 17.68, 17.69, ""),
+    "S16-L4": ("S16-L4", 0.0, 18.13, 20.15, ""),
+    "S16-L4 +FT": ("S16-L4", 0.82, 17.60, 18.69, ""),
+    "S16-L6": ("S16-L6", 0.0, 18.30, None, "ensemble of 50 in the paper: 17.80"),
+    "S16-L6 +FT": ("S16-L6", 0.82, 17.86, None, "ensemble of 50 in the paper: 17.53"),
+    "S12-L8": ("S12-L8", 0.0, 18.69, None, "ensemble of 50 in the paper: 18.10"),
+    "S12-L8 +FT": ("S12-L8", 0.82, 17.92, None, "ensemble of 50 in the paper: 17.69"),
 }
 RECIPE: dict[str, Any] = dict(
     layers=16, heads=8, head_dim=128, dim=1024, mlp_dim=4096, dropout=0.3, attention_dropout=0.1, steps=64_000,
@@ -100,72 +94,21 @@ class WordModel(nn.Module):
             return -self.head(self.norm(x).float().flatten(0, 1), targets.flatten()).output.view_as(targets)
 
 
-class Words(Tokens):
+class Words(Likelihoods):
     """WikiText's words through the adaptive model."""
 
     def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
         return WordModel(data.facts["vocab"], data.length, block_options(config))
 
-    def loss(self, model: nn.Module, batch: Columns, config: TrainConfig) -> Tensor:
-        return model(batch["bytes"][:, :-1].long(), batch["bytes"][:, 1:].long()).mean()
 
-    def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
-        loss = model(batch["bytes"][:, :-1].long(), batch["bytes"][:, 1:].long())
-        return {"loss": loss.sum(1), "count": torch.full_like(loss[:, 0], loss.shape[1])}
+TASKS = [Words("wikitext103", "wikitext-103", length=3072, pieces=0)]
 
 
-@torch.no_grad()
-def ensembled(folder: Path, samples: int, device: torch.device) -> float:
-    """Test perplexity from the mean probability of each word over `samples` sub-models."""
-    model, config, data = load_run(folder)
-    model.to(device)
-    for module in model.modules():
-        if isinstance(module, Subsampling):
-            module.sampling = True
-    total = count = 0.0
-    for row in data.test["bytes"]:
-        ids = row.long()[None].to(device)
-        found = []
-        for _ in range(samples):
-            with torch.autocast(device.type, torch.bfloat16):
-                found.append(-model(ids[:, :-1], ids[:, 1:]).double())
-        total -= (torch.stack(found).logsumexp(0) - math.log(samples)).sum().item()
-        count += ids.shape[1] - 1
-    return math.exp(total / count)
-
-
-def rows(corpus: str = "wikitext-103", length: int = 3072) -> list[Row]:
-    return [
-        Row(
-            name,
-            lambda name=name: Words(f"wikitext103-{name.lower()}", corpus, length=length, pieces=0),
-            paper={"perplexity": figure} if figure else {},
-            config={"subsample": schedule, "finetune_dense_at": finish},
-        )
-        for name, (schedule, finish, figure, _) in PAPER.items()
-    ]
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--ensemble", type=int, default=0, help="evaluate the finished runs with so many sub-models")
-    parser.add_argument("--out", type=Path, default=Path("runs/subsampled-wikitext103"))
-    given, rest = parser.parse_known_args(arguments)
-    about, all_rows = __doc__ or "", rows()
-    if not given.ensemble:
-        run("Subsampled, WikiText-103", all_rows, about=about, metrics={"perplexity": 1}, recipe=RECIPE,
-            arguments=[*rest, "--out", str(given.out)])  # fmt: skip
-        return
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = {}
-    for row in all_rows:
-        folder = given.out / f"{row.slug}-s0"
-        if (folder / "result.json").exists() and row.config["subsample"]:
-            add_once(row.task())
-            found[row.name] = {"ensemble": ensembled(folder, given.ensemble, device), "paper": PAPER[row.name][3]}
-            print(row.name, found[row.name], flush=True)
-            (given.out / f"ensemble{given.ensemble}.json").write_text(json.dumps(found, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+def cells() -> list[Cell]:
+    found = []
+    for row, (schedule, finish, biased, unbiased, note) in PAPER.items():
+        for column, suffix, figure in (("biased", "", biased), ("unbiased", "U", unbiased)):
+            if figure or (row, column) == ("dense", "biased"):
+                sampled = dict(subsample=schedule and schedule + suffix, finetune_dense_at=finish)
+                found.append(Cell(row, column, make_config("wikitext103", **RECIPE, **sampled), figure, note))
+    return found

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from weft.lab.sweep import Cell
-from weft.tasks.config import make_config
+from weft.tasks import make_config
 
 SEEDS = (0, 1, 2)  # the paper has three runs
 COLUMN = {"imdb-token": "token", "imdb-byte": "byte", "listops": "ListOps", "matching": "matching"}

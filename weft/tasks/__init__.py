@@ -1,6 +1,19 @@
 """Tasks, one file each: data, vocabulary, metric and the papers' hyper-parameters."""
 
-from . import cifar, digits, images, imdb, listops, matching, pathfinder, text
+from . import (  # noqa: F401  each registers its tasks
+    cifar,
+    density,
+    digits,
+    imagenet,
+    images,
+    imdb,
+    listops,
+    matching,
+    pathfinder,
+    streams,
+    text,
+    tokens,
+)
 from .base import DataMissing, Task, TaskData
 from .config import TrainConfig, make_config
 from .registry import add_task, get_task, load_tasks, tasks

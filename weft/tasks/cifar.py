@@ -2,7 +2,8 @@
 
 Krizhevsky, Learning Multiple Layers of Features from Tiny Images (2009). Read from the binary version as its maker
 gives it out (cifar-10-batches-bin, cifar-100-binary), or from cifar10.parquet / cifar100.parquet with columns image
-(an encoded picture), label and split. The last 5,000 training images are validation data.
+(an encoded picture), label and split, or from sheets of 10,000 pictures (cifar10/train_0.webp …). The last 5,000
+training images are validation data.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ Pictures = tuple[np.ndarray, np.ndarray]  # (n, 3, 32, 32) bytes, (n,) labels
 
 def read(data: str, classes: int) -> tuple[Pictures, Pictures]:
     """Training and test images."""
-    names = {10: ("cifar-10-batches-bin", "cifar10.parquet"), 100: ("cifar-100-binary", "cifar100.parquet")}[classes]
+    folder = "cifar-10-batches-bin" if classes == 10 else "cifar-100-binary"
+    names = (folder, f"cifar{classes}.parquet", f"cifar{classes}")
     how = f"fetch it with: weft data get cifar{classes}, or unpack the binary version (cs.toronto.edu/~kriz/cifar.html)"
     path = find(data, names, how)
     if path.suffix == ".parquet":
         return _read_parquet(path, "train"), _read_parquet(path, "test")
+    if (path / "test.webp").exists():
+        return _read_sheets(path, "train_*"), _read_sheets(path, "test")
     if classes == 10:
         batches = [_read_binary(path / f"data_batch_{i}.bin", 1) for i in range(1, 6)]
         train = np.concatenate([b[0] for b in batches]), np.concatenate([b[1] for b in batches])
@@ -65,6 +69,24 @@ def _read_parquet(path: Path, split: str) -> Pictures:
         raise DamagedData(path, f"it has no rows of split {split}")
     images = np.stack([picture(table["image"][i]) for i in chosen])
     return images, np.array([table["label"][i] for i in chosen], np.uint8)
+
+
+def _read_sheets(folder: Path, name: str) -> Pictures:
+    """Lossless sheets of pictures, row by row, and their labels: train_0.webp … train_4.webp, train_labels.npy."""
+    from PIL import Image
+
+    Image.MAX_IMAGE_PIXELS = None
+
+    def sheet(path: Path) -> np.ndarray:
+        pixels = np.asarray(Image.open(path).convert("RGB"))
+        rows, columns = pixels.shape[0] // 32, pixels.shape[1] // 32
+        return pixels.reshape(rows, 32, columns, 32, 3).transpose(0, 2, 4, 1, 3).reshape(-1, 3, 32, 32)
+
+    images = np.concatenate([sheet(path) for path in sorted(folder.glob(f"{name}.webp"))])
+    labels = np.load(folder / f"{name.partition('_')[0]}_labels.npy", allow_pickle=False)
+    if len(images) != len(labels):
+        raise DamagedData(folder, f"{len(images)} pictures have {len(labels)} labels")
+    return images, labels
 
 
 def grey(images: np.ndarray) -> np.ndarray:

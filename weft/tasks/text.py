@@ -29,7 +29,6 @@ from .files import DamagedData, find
 from .registry import add_task
 
 ENWIK8_MD5 = "a1fa5ffddb56f4953e226637dabbb36a"
-MASK_ID = 256
 
 
 def read_bytes(path: Path) -> bytes:
@@ -147,7 +146,7 @@ class Masked(Bytes):
     name = "masked"
     about = "predict hidden bytes of any text: --data FILE"
     metric, higher_is_better = "bits_per_byte", False
-    length, overlap, vocab = 512, 0, 257
+    length, overlap, vocab, mask = 512, 0, 257, 256  # the id after the last byte hides one
     defaults = {**Bytes.defaults, "positions": "learned"}
 
     def batch(self, rows: Columns, config: TrainConfig, generator: torch.Generator, training: bool) -> Columns:
@@ -158,9 +157,9 @@ class Masked(Bytes):
         draw: dict[str, Any] = {"generator": generator, "device": target.device}
         chosen = torch.rand(B, L, **draw).argsort(1)[:, :count]
         fate = torch.rand(B, count, **draw)
-        other = torch.randint(0, 256, (B, count), **draw)
+        other = torch.randint(0, self.mask, (B, count), **draw)
         true = target.gather(1, chosen)
-        shown = torch.where(fate < 0.8, MASK_ID, torch.where(fate < 0.9, other, true))
+        shown = torch.where(fate < 0.8, self.mask, torch.where(fate < 0.9, other, true))
         return {"ids": target.scatter(1, chosen, shown), "chosen": chosen, "target": true}
 
     def inputs(self, batch: Columns) -> tuple[Tensor, ...]:

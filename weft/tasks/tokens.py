@@ -1,4 +1,4 @@
-"""Language modelling on words or pieces of words, for the tables: perplexity, causal or masked.
+"""Language modelling on words or pieces of words: perplexity, causal or masked.
 
     DATA/<corpus>/train.txt, valid.txt, test.txt          plain text; .txt.xz is read too
 
@@ -23,10 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from weft.tasks import DataMissing, TaskData
-from weft.tasks.base import Columns
-from weft.tasks.config import TrainConfig
-from weft.tasks.text import Bytes, Masked
+from .base import Columns, DataMissing, TaskData
+from .config import TrainConfig
+from .files import find
+from .registry import add_task
+from .text import Bytes, Masked
 
 PARTS = ("train", "valid", "test")
 LINES = 10_000  # encoded at a time
@@ -104,20 +105,44 @@ def windows(ids: np.ndarray, length: int, extra: int) -> Tensor:
 class Tokens(Bytes):
     """Predict the next token; metric perplexity."""
 
-    metric, about = "perplexity", "a row of a table"
+    metric = "perplexity"
 
     def __init__(self, name: str, corpus: str, *, length: int, pieces: int = 32_000):
         self.name, self.corpus, self.length, self.pieces = name, corpus, length, pieces  # type: ignore[misc]
+        what = f"pieces (BPE, {pieces:,})" if pieces else "words"
+        self.about = f"predict {what} of {corpus}/{{train,valid,test}}.txt"  # type: ignore[misc]
+
+    def ids(self, config: TrainConfig) -> tuple[dict[str, np.ndarray], int]:
+        folder = Path(config.data)
+        if not any(folder.glob("train.txt*")):
+            folder = find(config.data, (self.corpus,), "put the corpus there as train.txt, valid.txt and test.txt")
+        return encoded(folder, self.pieces)
 
     def load(self, config: TrainConfig) -> TaskData:
         length = config.max_length or self.length
-        ids, vocab = encoded(Path(config.data) / self.corpus, self.pieces)
+        ids, vocab = self.ids(config)
         train, val, test = ({"bytes": windows(ids[part], length, self.overlap)} for part in PARTS)
         return TaskData(train, val, test, length=length, facts={"vocab": vocab})
 
     def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
         loss = sums["loss"] / sums["count"]
         return {"loss": loss, "perplexity": math.exp(min(loss, 50.0))}
+
+
+class Likelihoods(Tokens):
+    """For models with a large vocabulary: `model(ids, targets)` gives the negative log-likelihood of every target."""
+
+    answers = "nll"
+
+    def inputs(self, batch: Columns) -> tuple[Tensor, ...]:
+        return batch["bytes"][:, :-1].long(), batch["bytes"][:, 1:].long()
+
+    def loss(self, model: nn.Module, batch: Columns, config: TrainConfig) -> Tensor:
+        return model(*self.inputs(batch)).mean()
+
+    def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
+        loss = model(*self.inputs(batch))
+        return {"loss": loss.sum(1), "count": torch.full_like(loss[:, 0], loss.shape[1])}
 
 
 class MaskedTokens(Tokens, Masked):
@@ -131,18 +156,6 @@ class MaskedTokens(Tokens, Masked):
         found.facts = {"vocab": self.mask + 1}
         return found
 
-    def batch(self, rows: Columns, config: TrainConfig, generator: torch.Generator, training: bool) -> Columns:
-        target = rows["bytes"].long()
-        B, L = target.shape
-        count = max(1, round(config.mask_rate * L))
-        draw: dict[str, Any] = {"generator": generator, "device": target.device}
-        chosen = torch.rand(B, L, **draw).argsort(1)[:, :count]
-        fate, other = torch.rand(B, count, **draw), torch.randint(0, self.mask, (B, count), **draw)
-        true = target.gather(1, chosen)
-        shown = torch.where(fate < 0.8, self.mask, torch.where(fate < 0.9, other, true))
-        return {"ids": target.scatter(1, chosen, shown), "chosen": chosen, "target": true}
 
-    inputs, loss, score = Masked.inputs, Masked.loss, Masked.score
-
-    def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
-        return Bytes.model(self, config, data)
+add_task(Tokens("wiki40b", "wiki40b", length=2048))
+add_task(MaskedTokens("c4-masked", "c4", length=2048))

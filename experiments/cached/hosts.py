@@ -1,0 +1,34 @@
+"""The paper's image models on ImageNet, plain and with a cache around every attention: what the tables share.
+
+224 pixels, 300 epochs, ratio 0.5, as many slots as tokens, weight decay 0.05, cosine; batch and rate are the hosts'
+(1,024 and 1e-3 here). Pictures in data/imagenet/{train,val}/CLASS (image-net.org, after registration). The paper
+augments as timm does, this recipe only crops and mirrors: compare plain with cached, not with the paper's figures.
+"""
+
+from typing import Any
+
+from weft.tasks import TrainConfig, make_config
+
+PICTURES = 1_281_167 - 10_000  # without those held out for validation
+HOSTS = {
+    "ViT-S": "timm:vit_small_patch16_224",
+    "PVT-Tiny": "pvt-tiny",
+    "PVT-Small": "pvt-small",
+    "PVT-Medium": "pvt-medium",
+    "Swin-T": "timm:swin_tiny_patch4_window7_224",
+    "PVTv2-B2": "timm:pvt_v2_b2",
+    "PVTv2-B3": "timm:pvt_v2_b3",
+    "PVTv2-B4": "timm:pvt_v2_b4",
+}
+
+
+def host(name: str, ratio: float = 0.0, *, task: str = "imagenet", epochs: int = 300, **given: Any) -> TrainConfig:
+    """`ratio` of the channels cached, reduced as the host's attention reduces; 0 for the plain model."""
+    own = name.startswith("PVT-")  # weft's, which puts its caches in itself
+    recipe: dict[str, Any] = dict(
+        model=HOSTS[name], cache=ratio, cache_options="" if own or not ratio else '{"memory_attention": "same"}',
+        steps=epochs * PICTURES // 1024, batch_size=1024, optimizer="adamw", learning_rate=1e-3, weight_decay=0.05,
+        schedule="cosine", warmup=6250, label_smoothing=0.0, clip=0.0, precision="bf16-mixed", compile=True,
+        eval_every=1250, checkpoint_every=1250,
+    )  # fmt: skip
+    return make_config(task, **{**recipe, **given})

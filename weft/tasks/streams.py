@@ -1,0 +1,89 @@
+"""Texts read as parallel streams, for models that remember: step t has the t-th piece of every stream.
+
+`batch_size` streams lie side by side; a memory (a gated recurrent cache, Transformer-XL's) is carried from piece to
+piece and emptied when the text begins again. An evaluation starts with empty memories and leaves those of training as
+they were.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..layers.cache import RecurrentCache
+from .base import DataMissing, TaskData
+from .config import TrainConfig
+from .registry import add_task
+from .text import Bytes, Enwik8
+
+
+def in_streams(ids: np.ndarray, streams: int, length: int) -> Tensor:
+    """(pieces x streams, length + 1): piece by piece, each with the id that follows it."""
+    count = (len(ids) - 1) // (streams * length)
+    if not count:
+        raise DataMissing(f"{len(ids)} tokens are not enough for {streams} streams of {length}: lower --batch-size")
+    starts = np.arange(count)[:, None] * length + np.arange(streams)[None] * count * length
+    return torch.from_numpy(ids[starts.reshape(-1, 1) + np.arange(length + 1)])
+
+
+class Streams(Bytes):
+    """A task of `Bytes` whose rows are pieces of streams."""
+
+    streams = True
+
+    def check(self, config: TrainConfig) -> None:
+        super().check(config)
+        if config.accumulate * config.devices * config.nodes != 1:
+            raise ValueError(f"{self.name} reads streams: one device, and accumulate 1; raise --batch-size instead")
+
+    def texts(self, config: TrainConfig) -> tuple[list[np.ndarray], dict[str, Any]]:
+        """The ids of the three parts, and the facts."""
+        parts = self.parts(self.content(config))
+        return [np.frombuffer(part, np.uint8) for part in parts], {"vocab": self.vocab}
+
+    def load(self, config: TrainConfig) -> TaskData:
+        length = config.max_length or self.length
+        parts, facts = self.texts(config)
+        train, val, test = ({"bytes": in_streams(part, config.batch_size, length)} for part in parts)
+        return TaskData(train, val, test, length=length, facts=facts)
+
+    def restart(self, model: nn.Module) -> None:
+        for module in memories(model):
+            module.reset()
+
+    @contextmanager
+    def evaluating(self, model: nn.Module) -> Iterator[None]:
+        caches = [(m, copy.deepcopy(m.state_dict())) for m in memories(model) if isinstance(m, RecurrentCache)]
+        others = [(m, m.get_extra_state()) for m in memories(model) if not isinstance(m, RecurrentCache)]
+        self.restart(model)
+        try:
+            yield
+        finally:
+            self.restart(model)
+            for cache, state in caches:
+                cache.load_state_dict(state)
+            for module, state in others:
+                module.set_extra_state(state)
+
+
+def memories(model: nn.Module) -> list[Any]:
+    """The caches of the model, and whatever of it says `remembers` and keeps its memory as extra state."""
+    return [m for m in model.modules() if isinstance(m, RecurrentCache) or getattr(type(m), "remembers", False)]
+
+
+class Enwik8Streams(Streams, Enwik8):
+    name, about = "enwik8-streams", "predict the next byte of enwik8, read as parallel streams"
+
+
+class TextStreams(Streams):
+    name, about = "text-streams", "predict the next byte of any text, read as parallel streams: --data FILE"
+
+
+add_task(Enwik8Streams())
+add_task(TextStreams())
