@@ -17,7 +17,7 @@ import torch
 from weft.lab.build import build_model
 from weft.lab.loop import train
 from weft.lab.sweep import Cell, Sweep, is_sweep, load_sweep
-from weft.tasks import TaskData, get_task, listops, pathfinder
+from weft.tasks import TaskData, get_task, listops, make_config, pathfinder
 from weft.tasks.base import StudyTask, TextClassification
 from weft.tasks.registry import run_file
 from weft.tasks.streams import in_streams
@@ -87,6 +87,8 @@ def test_every_file_is_a_sweep_or_shared_by_sweeps_and_every_readme_names_it():
         assert "not been run" in text or "not run" in text
         loaded = run_file(file)
         assert is_sweep(file) or not hasattr(loaded, "main")
+        for task in getattr(loaded, "TASKS", ()):
+            assert make_config(f"{file}:{task.name}").task == task.name  # its own settings are sound
 
 
 @pytest.mark.parametrize("file", SWEEPS, ids=lambda p: f"{p.parent.name}/{p.stem}")
@@ -373,8 +375,6 @@ def test_transformer_xl_carries_its_memory_and_evaluation_leaves_it(kind):
 
 
 def test_a_picture_is_predicted_from_a_start_token(data):
-    from weft.tasks import make_config
-
     task, config = get_task("cifar10-density"), make_config("cifar10-density", data=str(data))
     found = task.load(config)
     assert found.length == 3072 and found.rows("test") == 4
@@ -402,8 +402,6 @@ def test_sheets_of_pictures(tmp_path):
 
 
 def test_a_folder_of_pictures_is_decoded_once(data):
-    from weft.tasks import make_config
-
     found = get_task("pets").load(make_config("pets", data=str(data), image_size=16))
     assert found.facts["classes"] == 2 and (found.rows("train"), found.rows("val"), found.rows("test")) == (5, 1, 2)
     for split in (found.train, found.val, found.test):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 import torch
@@ -131,6 +133,14 @@ def test_entry_points(monkeypatch):
     entry = EntryPoint("theirs", f"{__name__}:Theirs", "weft.tasks")
     monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
     assert "theirs" in tasks() and get_task("theirs").name == "theirs" and make_config("theirs").task_file == ""
+
+
+def test_the_example_of_the_documentation_trains(tmp_path):
+    text = (Path(__file__).parent.parent / "docs" / "lab.md").read_text()
+    (code,) = (code for code in re.findall(r"```python\n(.*?)```", text, re.S) if "TASKS" in code)
+    (tmp_path / "my_task.py").write_text(code)
+    config = make_config(str(tmp_path / "my_task.py"), out=str(tmp_path / "run"), **SMALL)
+    assert config.task == "dark-digits" and math.isfinite(train(config).test["loss"])
 
 
 def test_what_is_wrong_with_a_file(tmp_path):

@@ -68,6 +68,12 @@ def both_steps(inner: Any, x: Tensor, before: Tensor, size: Any = None) -> Tenso
 class AttentionCached(StoredImages):
     """ImageNet by a host whose every attention has the cache of the step before."""
 
+    defaults = {**StoredImages.defaults, "model": "pvt-tiny"}
+
+    def check(self, config: TrainConfig) -> None:
+        if not config.model.startswith(("pvt-", "timm:vit")):
+            raise ValueError(f"{self.name} takes --model pvt-SIZE or timm:vit…; got {config.model!r}")
+
     def host(self, config: TrainConfig, size: int, classes: int) -> nn.Module:
         model: Any = super().host(config, size, classes)
         pyramid = isinstance(model, PVT)

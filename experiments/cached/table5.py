@@ -129,8 +129,14 @@ class XL(nn.Module):
 
 class TransformerXL(Streams, Likelihoods):
     def __init__(self, kind: str):
-        super().__init__(f"transformer-xl-{kind.lower()}", "wikitext-103", length=150, pieces=0)
         self.kind, self.segments = kind, 2 if kind == "RMT" else 1  # what RMT writes is only read a segment later
+        super().__init__(f"transformer-xl-{kind.lower()}", "wikitext-103", length=150 * self.segments, pieces=0)
+        self.defaults = {
+            **SIZES["base"], "max_length": self.length, "cache": 0.5 if kind == "GRC" else 0.0, "clip": 0.25,
+            "steps": 200_000 // self.segments, "batch_size": 60, "learning_rate": 2.5e-4, "warmup": 1000,
+            "schedule": "cosine", "optimizer": "adam", "beta2": 0.999, "eps": 1e-8, "eval_every": 4000,
+            "checkpoint_every": 1000, "precision": "bf16-mixed",
+        }  # fmt: skip
         self.about = f"words of WikiText-103 by Transformer-XL, memory: {kind}"  # type: ignore[misc]
 
     def texts(self, config: TrainConfig) -> tuple[list[np.ndarray], dict[str, Any]]:
@@ -148,21 +154,6 @@ def cells() -> list[Cell]:
     found = []
     for size, figures in PAPER.items():
         for kind, figure in figures.items():
-            segments = 2 if kind == "RMT" else 1
-            settings = {**SIZES[size], "max_length": segments * SIZES[size]["max_length"]}
-            config = make_config(
-                f"transformer-xl-{kind.lower()}",
-                **settings,
-                cache=0.5 if kind == "GRC" else 0.0,
-                steps=200_000 // segments,
-                batch_size=60,
-                learning_rate=2.5e-4,
-                warmup=1000,
-                clip=0.25,
-                eval_every=4000,
-                eval_batches=0,
-                checkpoint_every=1000,
-                precision="bf16-mixed",
-            )
-            found.append(Cell(size, kind, config, figure))
+            settings = {**SIZES[size], "max_length": SIZES[size]["max_length"] * (2 if kind == "RMT" else 1)}
+            found.append(Cell(size, kind, make_config(f"transformer-xl-{kind.lower()}", **settings), figure))
     return found

@@ -37,9 +37,13 @@ def autoencoder(config: TrainConfig, data: TaskData) -> CRATEMAE:
     return CRATEMAE(image_size=data.facts["size"], patch=config.patch, **options)
 
 
+SIZE: dict[str, Any] = dict(model="crate", layers=12, heads=6, head_dim=64, dim=384, patch=4)
+
+
 class Pretraining(CIFAR10):
     """Rebuild hidden patches; no label is read."""
 
+    defaults = {**CIFAR10.defaults, **SIZE}
     name, about = "cifar10-mae", "rebuild hidden patches of CIFAR-10 by CRATE's masked autoencoder"
     metric, higher_is_better = "loss", False
 
@@ -63,6 +67,8 @@ class Pretraining(CIFAR10):
 
 class Classifier(CIFAR10):
     """The encoder of a pre-trained run with a head of its own: a linear probe, or all of it fine-tuned."""
+
+    defaults = {**CIFAR10.defaults, **SIZE}
 
     def __init__(self, probe: bool):
         self.probe, self.name = probe, f"cifar10-mae-{'probe' if probe else 'finetune'}"  # type: ignore[misc]
@@ -96,10 +102,7 @@ TASKS = [Pretraining(), Classifier(probe=True), Classifier(probe=False)]
 
 
 def cells() -> list[Cell]:
-    same: dict[str, Any] = dict(
-        model="crate", layers=12, heads=6, head_dim=64, dim=384, patch=4, batch_size=512, optimizer="adamw", clip=0.0,
-        precision="bf16-mixed", compile=True,
-    )  # fmt: skip
+    same: dict[str, Any] = dict(batch_size=512, optimizer="adamw", clip=0.0, precision="bf16-mixed", compile=True)
     pretrained = make_config(
         "cifar10-mae", **same, steps=10_000, warmup=500, learning_rate=5e-4, beta2=0.95, weight_decay=0.05
     )

@@ -84,7 +84,7 @@ class PixelModel(nn.Module):
 
 class Pixels(Task):
     name, about = "cifar10-pixel-density", "bits per dimension of CIFAR-10, a token for every pixel"
-    metric, higher_is_better = "bits_per_dimension", False
+    metric, higher_is_better, defaults = "bits_per_dimension", False, RECIPE
 
     def load(self, config: TrainConfig) -> TaskData:
         return get_task("cifar10").load(make_config("cifar10", data=config.data, patch=1))
@@ -117,5 +117,5 @@ def cells() -> list[Cell]:
         "S16-L4 +FT": dict(attention="subsampled", finetune_dense_at=0.82),
     }
     note = "the paper's best, by other listings: 2.774"
-    return [Cell(row, "CIFAR-10", make_config("cifar10-pixel-density", **RECIPE, **how), note=note)
+    return [Cell(row, "CIFAR-10", make_config("cifar10-pixel-density", **how), note=note)
             for row, how in rows.items()]  # fmt: skip

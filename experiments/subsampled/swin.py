@@ -96,6 +96,8 @@ class Swin(nn.Module):
 class SampledSwin(StoredImages):
     """ImageNet by the Swin above; the layers sampled, and whether with local bias, are the model's options."""
 
+    defaults = {**StoredImages.defaults, "model": "swin", "model_options": '{"sampled": 10, "biased": true}'}
+
     def check(self, config: TrainConfig) -> None:
         if config.model != "swin":
             raise ValueError(f"{self.name} takes --model swin; got {config.model!r}")

@@ -97,6 +97,8 @@ class WordModel(nn.Module):
 class Words(Likelihoods):
     """WikiText's words through the adaptive model."""
 
+    defaults = RECIPE
+
     def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
         return WordModel(data.facts["vocab"], data.length, block_options(config))
 
@@ -110,5 +112,5 @@ def cells() -> list[Cell]:
         for column, suffix, figure in (("biased", "", biased), ("unbiased", "U", unbiased)):
             if figure or (row, column) == ("dense", "biased"):
                 sampled = dict(subsample=schedule and schedule + suffix, finetune_dense_at=finish)
-                found.append(Cell(row, column, make_config("wikitext103", **RECIPE, **sampled), figure, note))
+                found.append(Cell(row, column, make_config("wikitext103", **sampled), figure, note))
     return found
