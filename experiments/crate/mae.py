@@ -40,6 +40,19 @@ def autoencoder(config: TrainConfig, data: TaskData) -> CRATEMAE:
 SIZE: dict[str, Any] = dict(model="crate", layers=12, heads=6, head_dim=64, dim=384, patch=4)
 
 
+class Losses(nn.Module):
+    """The autoencoder's loss of every picture (B,)."""
+
+    def __init__(self, mae: CRATEMAE):
+        super().__init__()
+        self.mae = mae
+
+    def forward(self, images: Tensor) -> Tensor:
+        _, prediction, hidden = self.mae(images)
+        error = (prediction.float() - normalise(self.mae.patches.cut(images))).pow(2).mean(-1)
+        return (error * hidden).sum(1) / hidden.sum(1)
+
+
 class Pretraining(CIFAR10):
     """Rebuild hidden patches; no label is read."""
 
@@ -48,17 +61,13 @@ class Pretraining(CIFAR10):
     metric, higher_is_better = "loss", False
 
     def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
-        return Normalised(autoencoder(config, data), data.facts["mean"], data.facts["std"])
+        return Normalised(Losses(autoencoder(config, data)), data.facts["mean"], data.facts["std"])
 
     def loss(self, model: nn.Module, batch: Columns, config: TrainConfig) -> Tensor:
-        return model(batch["image"])[0]
+        return model(batch["image"]).mean()
 
     def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
-        """Picture by picture what the model's own loss is over the batch."""
-        _, prediction, hidden = model(batch["image"])
-        images = (batch["image"] / 255 - model.mean) / model.std  # type: ignore[operator]
-        target = normalise(model.model.patches.cut(images))  # type: ignore[operator, union-attr]
-        loss = ((prediction.float() - target).pow(2).mean(-1) * hidden).sum(1) / hidden.sum(1)
+        loss = model(batch["image"])
         return {"loss": loss, "count": torch.ones_like(loss)}
 
     def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
@@ -81,12 +90,10 @@ class Classifier(CIFAR10):
         return Normalised(model, data.facts["mean"], data.facts["std"])
 
     def begin(self, model: nn.Module, weights: Columns) -> bool:
+        encoder = {k.replace("model.mae.", "model."): v for k, v in weights.items() if k.startswith("model.mae.")}
         own = model.state_dict()
-        shared = {k: v for k, v in weights.items() if k.startswith(("model.patches.", "model.blocks.", "model.cls"))}
-        if "model.patches.embed.1.weight" not in shared:
-            return False  # a run of this very model
-        model.load_state_dict({**own, **shared})
-        return True
+        model.load_state_dict({**own, **{k: v for k, v in encoder.items() if k in own and "norm" not in k.split(".")}})
+        return bool(encoder)  # else it is a run of this very model
 
     def batch(self, rows: Columns, config: TrainConfig, generator: torch.Generator, training: bool) -> Columns:
         found = super().batch(rows, config, generator, training)
