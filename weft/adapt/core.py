@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Attention, attention_info, make_attention
-from ..attention.contract import PositionBias, clean
+from ..attention.contract import PositionBias, hide
 from ..attention.softmax import softmax_attention
 from ..kernels.launch import autocast
 
@@ -104,7 +104,7 @@ def masked_full(
 
     When causal, the queries are the last Lq of the Lk positions, as they are with a cache of keys and values.
     """
-    k, v = clean(k, v, mask)
+    k, v = hide(k, mask), hide(v, mask)
     if mask is not None:
         padding = mask[:, None, None, :]
         allowed = padding if allowed is None else allowed & padding

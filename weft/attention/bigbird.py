@@ -78,7 +78,7 @@ class BigBirdAttention(Attention):
         allowed = (real & in_plan)[:, :, :, None]
         j = (at[..., None] * m + torch.arange(m, device=q.device)).flatten(2)[None, :, :, None]
         i = torch.arange(m, padded - m, device=q.device).view(1, 1, n - 2, m, 1)
-        values = None if bias is None else bias(i, j)
+        values = None if bias is None else bias(i.clamp(max=L - 1), j.clamp(max=L - 1))
         q_b = to_blocks(q, m)[:, :, 1:-1]
         middle = softmax_attention(q_b, k_b, v_b, allowed=allowed, bias=values, dropout=dropout)
         return torch.cat([head, from_blocks(middle, (n - 2) * m), tail], 2)

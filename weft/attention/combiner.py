@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .contract import Attention, PositionBias, hide
+from .contract import Attention, PositionBias
 from .dense import dense_softmax, legal
 from .joint import Part, joint_attention
 from .precision import without_autocast
@@ -67,7 +67,7 @@ def dense_combiner(
 
 
 class Combiner(Attention):
-    """Base of the variants: cleans the queries, which are pooled like keys, and joins direct sets and spans."""
+    """Base of the variants: joins direct sets and spans."""
 
     def __init__(self, *, summary: str = "max", **contract: Any):
         super().__init__(**contract)
@@ -79,7 +79,6 @@ class Combiner(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         dtype = q.dtype
-        q = hide(q, mask)
         q, k, v = (self._widen(t) for t in (q, k, v))
         dropout = self.dropout if self.training else 0.0
         parts = self.parts(q, k, v, mask)

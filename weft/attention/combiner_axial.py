@@ -28,10 +28,11 @@ from ..kernels.dispatch import check_backend, use_triton
 from .axial import Grid, decoding_block, row_part
 from .blocks import ceil_div
 from .combiner import Seen, dense_combiner, join_seen
-from .contract import Attention, PositionBias, clean, hide
+from .contract import Attention, PositionBias, hide
 from .dense import dense_softmax, legal, positions, real_tokens
 from .joint import Columns, Part, Rows, joint_attention
 from .partitions import default_block, other_blocks
+from .precision import precise, without_autocast
 from .registry import register
 from .softmax import softmax_attention
 
@@ -122,14 +123,14 @@ class CombinerAxial(Attention):
         x: Tensor | None = None,
     ) -> Tensor:
         self.check(q, k, v, mask, bias)
-        k, v = clean(k, v, mask)
+        q, k, v = self.clean(q, k, v, mask)
         x = self._input(x, q, mask)
         cannot = "the kernel has no dropout" if self.dropout and self.training else self._no_kernel()
-        if not use_triton(self.backend, self.name, q, v, cannot=cannot, least_length=kernel.LEAST_LENGTH):
-            return self._attend(q, k, v, mask, x, v)
-        q = hide(q, mask)
-        m = self.block_size or default_block(q.shape[2], self.max_length)
-        return kernel.combiner_axial(q, k, v, mask, block_size=m, causal=self.causal)
+        with without_autocast(q):
+            if not use_triton(self.backend, self.name, q, v, cannot=cannot, least_length=kernel.LEAST_LENGTH):
+                return self._attend(q, k, v, mask, x, v)
+            m = self.block_size or default_block(q.shape[2], self.max_length)
+            return kernel.combiner_axial(q, k, v, mask, block_size=m, causal=self.causal)
 
     def _no_kernel(self) -> str:
         """What in the options the fused kernel lacks; "" if nothing."""
@@ -149,15 +150,14 @@ class CombinerAxial(Attention):
     ) -> Tensor:
         """The keys of `proj` spans depend on v: they are made of v, and only then is v replaced by the identity."""
         self.check(q, k, v, mask, bias)
-        k, v = clean(k, v, mask)
+        q, k, v = self.clean(q, k, v, mask)
         B, H, L, _ = k.shape
-        identity = torch.eye(L, dtype=v.dtype, device=v.device).expand(B, H, L, L)
-        _, identity = clean(k, identity, mask)
-        return self._attend(q, k, v, mask, self._input(x, q, mask), identity)
+        identity = hide(torch.eye(L, dtype=v.dtype, device=v.device).expand(B, H, L, L), mask)
+        with without_autocast(q):
+            return self._attend(q, k, v, mask, self._input(x, q, mask), identity)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, x: Tensor | None, values: Tensor) -> Tensor:
         L = k.shape[2]
-        q = hide(q, mask)
         m = self.block_size or default_block(L, self.max_length)
         rows = Rows(m)
         grid = Grid.of(k, values, mask, m, self.causal)
@@ -181,14 +181,16 @@ class CombinerAxial(Attention):
         if self.key_summary == "none":
             if real is None:
                 return k, out
-            mean = k.sum(3, keepdim=True) / real.sum(-1).clamp(min=1)[..., None, None]
+            mean = precise(k).sum(3, keepdim=True) / real.sum(-1).clamp(min=1)[..., None, None]
             return torch.where(real[..., None], k, mean.to(k.dtype)), out
         of = k if self.key_summary.startswith("wsum") else v
         mixed = out if of is values else softmax_attention(q, k, of, allowed=allowed)
         if x is None:
             return mixed, out
-        heads = self.up(mixed.permute(0, 2, 3, 1, 4).flatten(3))
-        key = self.down(self.norm(F.dropout(heads, self.dropout, self.training) + x))
+        heads = _linear(self.up, mixed.permute(0, 2, 3, 1, 4).flatten(3))
+        joined = F.dropout(heads, self.dropout, self.training) + x.to(heads.dtype)
+        scale, shift = (p.to(joined.dtype) for p in (self.norm.weight, self.norm.bias))
+        key = _linear(self.down, F.layer_norm(joined, joined.shape[-1:], scale, shift, self.norm.eps))
         return torch.unflatten(key, -1, (self.heads, self.head_dim)).permute(0, 3, 1, 2, 4), out
 
     def _input(self, x: Tensor | None, q: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -231,6 +233,10 @@ class CombinerAxial(Attention):
             closed = (kbar, vbar, real.any(-1, keepdim=True))
             spans, row = closed if spans is None else join_seen([spans, closed]), []
         return out, RowState(state.position + 1, row, spans)
+
+
+def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x, layer.weight.to(x.dtype), layer.bias.to(x.dtype))
 
 
 @dataclass

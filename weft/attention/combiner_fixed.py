@@ -27,7 +27,7 @@ from ..kernels.dispatch import check_backend, use_triton
 from .axial import decoding_block
 from .blocks import ceil_div
 from .combiner import Combiner, Seen, combiner_naive, dense_combiner, dense_pool, join_seen
-from .contract import PositionBias, hide
+from .contract import PositionBias
 from .dense import dense_softmax, legal, positions, real_tokens
 from .joint import Part, Rows, valid_in
 from .partitions import default_block, own_block
@@ -124,7 +124,6 @@ class CombinerFixed(Combiner):
         if not use_triton(self.backend, self.name, q, v, cannot=cannot, least_length=kernel.LEAST_LENGTH):
             return super().attend(q, k, v, mask, bias)
         dtype = q.dtype
-        q = hide(q, mask)
         q, k, v = (self._widen(t) for t in (q, k, v))
         m = self.block_size or default_block(q.shape[2], self.max_length)
         out = kernel.combiner_fixed(q, k, v, mask, block_size=m, pool=self.summary.pool, causal=self.causal)

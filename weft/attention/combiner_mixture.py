@@ -24,12 +24,12 @@ from .blocks import ceil_div
 from .combiner import combiner_naive
 from .combiner_axial_horizontal import CombinerAxialHorizontal, row_spans
 from .combiner_axial_vertical import CombinerAxialVertical, column_spans
-from .contract import Attention, PositionBias, hide
+from .contract import Attention, PositionBias
 from .dense import positions
 from .grid_combiner import GridCombiner
 from .joint import Part, Rows, mean_attention
 from .partitions import default_block
-from .registry import attention_info, make_attention, register
+from .registry import attention_info, attentions, make_attention, register
 
 AXIAL = ("combiner-axial-vertical", "combiner-axial-horizontal")
 MixtureState = list
@@ -72,9 +72,7 @@ class CombinerMixture(Attention):
         self._backend = check_backend(backend)
         if mixture not in ("average", "joint"):
             raise ValueError(f"mixture must be 'average' or 'joint', got {mixture!r}")
-        if not factorisations:
-            raise ValueError("factorisations must name at least one Combiner")
-        entries = [(entry, {}) if isinstance(entry, str) else entry for entry in factorisations]
+        entries = _entries(factorisations)
         if mixture == "joint":
             if sorted(name for name, _ in entries) != sorted(AXIAL) or any(options for _, options in entries):
                 raise ValueError(
@@ -116,7 +114,6 @@ class CombinerMixture(Attention):
         if not self._on_one_grid(q):
             return mean([attn(q, k, v, mask) for attn in attns])
         dtype = q.dtype
-        q = hide(q, mask)
         q, k, v = (attns[0]._widen(t) for t in (q, k, v))
         m = attns[0].block_size or default_block(k.shape[2], self.max_length)
         grid, queries = Grid.of(k, v, mask, m, self.causal), Rows(m).arrange(q)
@@ -144,6 +141,25 @@ class CombinerMixture(Attention):
 
     def _each(self) -> list[Any]:
         return list(self.factorisations)
+
+
+def _entries(factorisations: Any) -> list[tuple[str, dict[str, Any]]]:
+    """(name, options) each; anything else is refused."""
+    known = [name for name in attentions() if name.startswith("combiner-") and name != "combiner-mixture"]
+    wanted = f"factorisations is a list of names, or (name, {{options}}), of {', '.join(known)}"
+    if isinstance(factorisations, str) or not isinstance(factorisations, Sequence) or not factorisations:
+        raise ValueError(f"{wanted}; got {factorisations!r}")
+    entries = []
+    for entry in factorisations:
+        name, options = (entry, {}) if isinstance(entry, str) else entry if _is_pair(entry) else (None, {})
+        if name not in known:
+            raise ValueError(f"{wanted}; got {entry!r}")
+        entries.append((name, options))
+    return entries
+
+
+def _is_pair(entry: Any) -> bool:
+    return isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[1], dict)
 
 
 def mean(outs: list[Tensor]) -> Tensor:
@@ -177,6 +193,7 @@ register(
     naive=naive,
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
-    length_dependent="without max_length the default block size follows the length; block_size fixes it",
+    length_dependent="without max_length the default block size (combiner-routing's capacity) follows the length; "
+    "block_size (capacity) fixes it; bidirectional spans of combiner-logsparse are counted from the end",
     backends=("torch", "triton"),
 )

@@ -58,10 +58,6 @@ class CombinerRouting(Combiner):
         super().__init__(summary=summary, **contract)
         self.clusters = Clusters(self.heads, self.head_dim, clusters, capacity, decay, self.max_length)
 
-    def weights(self, *args: Any, **kwargs: Any) -> Tensor:
-        with self.clusters.looking():
-            return super().weights(*args, **kwargs)
-
     def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
         runs = self.clusters.runs(k, mask)
         direct = run_part(runs, k, v, mask, self.causal)

@@ -13,7 +13,8 @@ mechanism is linear in v, so the effective attention matrix is `attend` applied 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +36,7 @@ class Attention(nn.Module):
     options: dict[str, Any] | None = None  # set by the registry: its own options as it was made
     reads_q = True  # False where the output does not depend on q: a layer can then leave out the projection
     reads_k = True
-    long_sums = False  # True where sums over the sequence are taken in single precision, which autocast must not undo
+    long_sums = False  # True where sums over the sequence are taken in single precision, whatever the dtype
 
     def __init__(
         self,
@@ -68,12 +69,24 @@ class Attention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
     ) -> Tensor:
         self.check(q, k, v, mask, bias)
-        k, v = clean(k, v, mask)
-        if not self.long_sums:
-            return self.attend(q, k, v, mask, bias)
-        q, k, v = autocast(q, k, v)
+        q, k, v = self.clean(q, k, v, mask)
         with without_autocast(q):
             return self.attend(q, k, v, mask, bias)
+
+    def clean(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Tensor]:
+        """In the dtype of the autocast region, with nothing in padded memory, NaN included, that could reach a sum.
+
+        In self-attention the mask is also that of the queries. In a mechanism that takes other keys than queries it
+        may not be, even where there are as many: there a masked position's query keeps its finite numbers.
+        """
+        q, k, v = autocast(q, k, v)
+        if mask is None:
+            return [q, k, v]
+        if self.info is None or not self.info.cross:
+            q = hide(q, mask)
+        elif q.shape[2] == k.shape[2]:
+            q = torch.where(mask[:, None, :, None] | q.isfinite(), q, 0)
+        return [q, hide(k, mask), hide(v, mask)]
 
     @torch.no_grad()
     def weights(
@@ -82,7 +95,7 @@ class Attention(nn.Module):
         """The effective (B, H, Lq, Lk) matrix with `weights @ v == attn(q, k, v)`. Quadratic: for small L."""
         B, H, Lk, _ = k.shape
         identity = torch.eye(Lk, dtype=v.dtype, device=v.device).expand(B, H, Lk, Lk)
-        with plain(self):  # no kernel takes values as wide as the sequence is long
+        with plain(self), looking_on(self):  # no kernel takes values as wide as the sequence is long
             return self(q, k, identity, mask, bias)
 
     # Step-by-step decoding. Mechanisms that can be decoded override `initial_state` and `attend_next`.
@@ -287,9 +300,15 @@ class DecodingState:
     inner: Any
 
 
-def clean(k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Zero the masked keys and values, so that nothing in padded memory, NaN included, reaches a sum."""
-    return hide(k, mask), hide(v, mask)
+@contextmanager
+def looking_on(attn: nn.Module) -> Iterator[None]:
+    """Within this block no part of `attn` learns from what it is fed, in training either."""
+    with ExitStack() as stack:
+        for module in attn.modules():
+            looking: Any = getattr(module, "looking", None)
+            if looking is not None:
+                stack.enter_context(looking())
+        yield
 
 
 def hide(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -18,7 +18,7 @@ from ..kernels import lines as kernel
 from ..kernels.dispatch import check_backend, use_triton
 from .axial import decoding_block
 from .combiner import Combiner, Seen, join_seen, line_summaries
-from .contract import PositionBias, hide
+from .contract import PositionBias
 from .decoding import KeyValueState
 from .joint import Columns, Rows, valid_in
 from .partitions import default_block
@@ -72,7 +72,6 @@ class GridCombiner(Combiner):
         if not use_triton(self.backend, self.name, q, v, cannot=cannot, least_length=kernel.LEAST_LENGTH):
             return super().attend(q, k, v, mask, bias)
         dtype = q.dtype
-        q = hide(q, mask)
         q, k, v = (self._widen(t) for t in (q, k, v))
         m = self.block_size or default_block(q.shape[2], self.max_length)
         others = "before" if self.causal else "others"

@@ -53,7 +53,9 @@ def gather_runs(group: Tensor, groups: int, size: int) -> Runs:
 
 def room_for(counts: Tensor, most: int) -> int:
     """The largest of `counts`; `most` where shapes must not depend on the data."""
-    return most if counts.device.type != "cpu" or torch.compiler.is_compiling() else int(counts.max())
+    if counts.device.type != "cpu" or torch.compiler.is_compiling():
+        return most
+    return int(counts.max()) if counts.numel() else 0
 
 
 def take_tokens(x: Tensor, token: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .blocks import from_blocks, to_blocks
-from .softmax import _merge as merge_heads
 from .softmax import softmax_attention
 
 
@@ -138,8 +137,7 @@ def mean_attention(q: Tensor, mixture: list[list[Part]], *, dropout: float = 0.0
     parts = list({id(part): part for parts in mixture for part in parts}.values())
     place = {id(part): index for index, part in enumerate(parts)}
     lists = [[place[id(part)] for part in parts] for parts in mixture]
-    if fusible(q, parts, dropout):
-        return _merged(q, parts, lists, may_be_empty)
+    biased = any(part.bias is not None for part in parts)  # a bias may forbid every key
     dtype = torch.promote_types(q.dtype, torch.float32)  # half precision is added up and normalised in float32
     scaled = q.to(dtype) * q.shape[-1] ** -0.5
     arranged = {id(part.layout): part.layout.arrange(scaled).contiguous() for part in parts}
@@ -148,16 +146,18 @@ def mean_attention(q: Tensor, mixture: list[list[Part]], *, dropout: float = 0.0
         s = arranged[id(part.layout)][:, :, part.first :] @ part.k.to(dtype).transpose(-1, -2)
         if part.bias is not None:
             s = s + part.bias.to(dtype)
-        if part.allowed is not None:
+            if part.allowed is not None:  # a bias may be NaN where it is not to be read
+                s = s.masked_fill(~part.allowed, float("-inf"))
+        elif part.allowed is not None:
             s += minus_infinity_outside(part.allowed, dtype)
         logits.append(part.restore(s, L, float("-inf")))
     shares: dict[int, Tensor] = {}
     for members in lists:
         joint = torch.cat([logits[i] for i in members], -1)
         alive = None
-        if may_be_empty:
+        if may_be_empty or biased:
             # A query without keys looks at all of them and is zeroed: no NaN forward, no gradient backward.
-            alive = joint.detach().amax(-1, keepdim=True) > float("-inf")
+            alive = joint.detach().amax(-1, keepdim=True) != float("-inf")
             joint = joint.masked_fill(~alive, 0)
         p = F.dropout(joint.softmax(-1), dropout)
         p = p if alive is None else p.masked_fill(~alive, 0)
@@ -167,61 +167,6 @@ def mean_attention(q: Tensor, mixture: list[list[Part]], *, dropout: float = 0.0
     for i, part in enumerate(parts[1:], 1):
         out = out + part_output(part, shares[i], dtype)
     return (out / len(lists) if len(lists) > 1 else out).to(q.dtype)
-
-
-def fusible(q: Tensor, parts: list[Part], dropout: float) -> bool:
-    """Whether the CPU's fused attention can do it: without gradients, whose way through the normalisers it lacks."""
-    tensors = [q, *(t for part in parts for t in (part.k, part.v, part.bias) if t is not None)]
-    wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    plain = q.device.type == "cpu" and not dropout and not torch.compiler.is_compiling()
-    return plain and not wants_gradient and all(part.v.shape[-1] == q.shape[-1] for part in parts)
-
-
-def _merged(q: Tensor, parts: list[Part], lists: list[list[int]], may_be_empty: bool) -> Tensor:
-    """The same from each part's own output and the log z of its normaliser: no logits are kept.
-
-    out = mean over lists of Σ_parts exp(z_part) out_part / Σ_parts exp(z_part)
-    """
-    L = q.shape[2]
-    outs, zs = [], []
-    for part in parts:
-        out, z = _fused(part, part.arrange(q))
-        outs.append(out)
-        zs.append(part.restore(z, L, float("-inf")))
-    shares: dict[int, Tensor] = {}
-    for members in lists:
-        z = torch.stack([zs[i] for i in members])  # in front: several times as fast as a softmax over a last axis of 3
-        if may_be_empty:
-            alive = z.amax(0) > float("-inf")
-            z = z.masked_fill(~alive, 0)  # a query without keys: every part's output is zero
-        for i, share in zip(members, (z.softmax(0) / len(lists)).to(q.dtype), strict=True):
-            shares[i] = shares[i] + share if i in shares else share
-    sums: dict[int, Tensor] = {}  # parts of one layout are added up before they are restored
-    for i, part in enumerate(parts):
-        share, total = part.arrange(shares[i]), sums.get(id(part.layout))
-        if total is None:
-            sums[id(part.layout)] = part.whole(outs[i].mul_(share))
-        else:
-            total[:, :, part.first :].addcmul_(outs[i], share)
-    layouts = {id(part.layout): part.layout for part in parts}
-    result, *others = (layouts[at].restore(total, L) for at, total in sums.items())
-    for other in others:
-        result += other
-    return result
-
-
-def _fused(part: Part, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of the groups q (B, H, G, Q, D) to a part: its output, and log z, (B, H, G, Q, 1)."""
-    B, H = q.shape[:2]
-    mask = None if part.allowed is None else minus_infinity_outside(part.allowed, q.dtype)
-    if part.bias is not None:
-        mask = part.bias.to(q.dtype) if mask is None else mask + part.bias.to(q.dtype)
-    flat = (t.flatten(0, 1) for t in (q, part.k, part.v))
-    out, z = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*flat, attn_mask=merge_heads(mask, B, H))
-    z = z.view(*q.shape[:4], 1)
-    if mask is not None:
-        z = z.masked_fill(mask.amax(-1, keepdim=True) == float("-inf"), float("-inf"))
-    return torch.unflatten(out, 0, (B, H)), z
 
 
 def part_output(part: Part, p: Tensor, dtype: torch.dtype) -> Tensor:

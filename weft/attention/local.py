@@ -52,7 +52,7 @@ class LocalAttention(Attention):
         if self.causal:
             past = torch.ones(m, m, dtype=torch.bool, device=q.device).tril()
             allowed = both(past[None, None, None], allowed)
-        at = torch.arange(n * m, device=q.device).view(1, 1, n, m)
+        at = torch.arange(n * m, device=q.device).clamp(max=L - 1).view(1, 1, n, m)  # padding stands on the last
         values = None if bias is None else bias(at[..., None], at[..., None, :])
         out = softmax_attention(q, k, v, allowed=allowed, bias=values, dropout=self.dropout if self.training else 0.0)
         return from_blocks(out, L)

@@ -117,7 +117,7 @@ def _powers(
             x = x.masked_fill(~mask[:, None, j], float("-inf"))
         logits.append(F.pad(x, (s, 0) if s >= 0 else (0, -s), value=float("-inf")))
     joint = torch.stack(logits, -1)
-    alive = joint.detach().amax(-1, keepdim=True) > float("-inf")
+    alive = joint.detach().amax(-1, keepdim=True) != float("-inf")
     p = F.dropout(joint.masked_fill(~alive, 0).softmax(-1), dropout)
     out = torch.zeros_like(values)
     for index, s in enumerate(shifts):

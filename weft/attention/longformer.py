@@ -81,7 +81,7 @@ class LongformerAttention(Attention):
                 for x, x_win in ((k, k_win), (v, v_win))
             )
             j = torch.cat([first.expand(1, 1, n, 1, g), j], -1)
-        values = None if bias is None else bias(i, j)
+        values = None if bias is None else bias(i.clamp(max=L - 1), j.clamp(0, L - 1))
         out = softmax_attention(to_blocks(q, m), k_win, v_win, allowed=allowed, bias=values, dropout=dropout)
         out = from_blocks(out, L)
         if g:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .contract import Attention, PositionBias, hide
+from .contract import Attention, PositionBias
 from .dense import dense_logits, dense_softmax, legal, positions, runs_of, same
 from .groups import gather_runs, take_mask, take_tokens
 from .precision import precise, without_autocast
@@ -55,7 +55,6 @@ class ReformerAttention(Attention):
         self.register_buffer("rotations", torch.randn(hashes, self.heads, self.head_dim, buckets // 2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
-        q = hide(q, mask)
         rounds = [self._round(q, v, mask, bias, rotation) for rotation in self.rotations]
         outs, normalisers = (torch.stack(x) for x in zip(*rounds, strict=True))
         share = normalisers.softmax(0)  # -inf in every round only for a token without keys, whose outs are all zero
@@ -65,7 +64,7 @@ class ReformerAttention(Attention):
         """One round of hashing: outputs (B, H, L, D) and log-normalisers (B, H, L)."""
         L, D = q.shape[2:]
         with without_autocast(q):  # which bucket is a matter of single bits
-            turned = precise(q.detach()) @ precise(rotation)
+            turned = precise(q.detach()) @ rotation.to(precise(q).dtype)
         bucket = torch.cat([turned, -turned], -1).argmax(-1)
         if mask is not None:  # padding has a bucket of its own, so it moves nobody
             bucket = bucket.masked_fill(~mask[:, None], self.buckets)
@@ -85,11 +84,15 @@ class ReformerAttention(Attention):
         allowed = (real_key & same_bucket)[..., None, :]
         if self.causal:
             allowed = allowed & (j <= i)
+        values = None
+        if bias is not None:  # a bias of -inf forbids a pair: it is no company
+            values = bias(i.clamp(max=L - 1), j.clamp(max=L - 1))
+            allowed = allowed & (values != float("-inf"))
         others = allowed & (j != i)
         allowed = torch.where(others.any(-1, keepdim=True), others, allowed)
         logits = query @ key.transpose(-1, -2) * D**-0.5
-        if bias is not None:
-            logits = logits + bias(i.clamp(max=L - 1), j.clamp(max=L - 1)).to(logits.dtype)
+        if values is not None:
+            logits = logits + values.to(logits.dtype).masked_fill(~allowed, 0)
         alive = allowed.any(-1, keepdim=True)
         logits = logits.masked_fill(~(allowed | ~alive), float("-inf"))
         normaliser = logits.logsumexp(-1, keepdim=True)

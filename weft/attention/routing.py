@@ -72,10 +72,6 @@ class RoutingAttention(Attention):
         super().__init__(**contract)
         self.clusters = Clusters(self.heads, self.head_dim, clusters, capacity, decay, self.max_length)
 
-    def weights(self, *args: Any, **kwargs: Any) -> Tensor:
-        with self.clusters.looking():
-            return super().weights(*args, **kwargs)
-
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         part = run_part(self.clusters.runs(k, mask), k, v, mask, self.causal, bias)
         return joint_attention(q, [part], dropout=self.dropout if self.training else 0.0)

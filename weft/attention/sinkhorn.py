@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from .blocks import ceil_div, from_blocks, to_blocks, valid_keys
 from .contract import Attention, PositionBias, hide
 from .dense import dense_attention, dense_softmax, positions, real_tokens
+from .precision import precise
 from .registry import register
 from .softmax import softmax_attention
 
@@ -71,8 +72,9 @@ class SinkhornAttention(Attention):
         real = valid.view(-1, 1, n, m)
 
         has_token = real.any(-1)  # (B or 1, 1, n)
-        logits = torch.einsum("bhnd,de->bhne", k.sum(3), self.sort[:, :n].to(k.dtype))
-        R = place(logits.float() if logits.dtype.itemsize < 4 else logits, has_token, self.iterations).to(k.dtype)
+        blocks = precise(k).sum(3)  # a sum may leave the range of half precision
+        logits = torch.einsum("bhnd,de->bhne", blocks, self.sort[:, :n].to(blocks.dtype))
+        R = place(logits, has_token, self.iterations).to(k.dtype)
         k_sorted, v_sorted = (torch.einsum("bhne,bhesd->bhnsd", R, x) for x in (k, v))
         filled = (real & has_token[..., None]).any(2)  # (B or 1, 1, m): some block has a token at this place
 

@@ -21,7 +21,7 @@ def softmax_attention(
 
     q, k and v are (B, H, L, D), or (B, H, n, L, D) for n blocks side by side; `allowed` (boolean) and `bias`
     broadcast against the logits. PyTorch's fused attention does the work. `may_be_empty=False` promises that every
-    query has a key, and saves looking.
+    query has a key where there is no bias, and saves looking.
     """
     if q.dim() == 5:  # the fused kernels take four dimensions: blocks take the place of heads, at no copy
         B, H = q.shape[:2]
@@ -33,14 +33,22 @@ def softmax_attention(
             may_be_empty=may_be_empty,
         )
         return torch.unflatten(out, 0, (B, H))
-    if allowed is None:
-        mask = None if bias is None else bias.to(q.dtype)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+    if allowed is None and bias is None:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
     # A query without keys attends to all of them and is zeroed afterwards: no NaN forward, no gradient backward.
-    alive = allowed.any(-1, keepdim=True) if may_be_empty else None
-    mask = allowed if alive is None else allowed | ~alive
-    if bias is not None:
-        mask = bias.to(q.dtype).masked_fill(~mask, float("-inf"))
+    alive = None
+    if bias is None:
+        assert allowed is not None
+        mask = allowed
+        if may_be_empty:
+            alive = allowed.any(-1, keepdim=True)
+            mask = allowed | ~alive
+    else:
+        mask = bias.to(q.dtype)
+        if allowed is not None:
+            mask = mask.masked_fill(~allowed, float("-inf"))
+        alive = mask.detach().amax(-1, keepdim=True) != float("-inf")  # a bias of -inf forbids a pair as well
+        mask = mask.masked_fill(~alive, 0)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
     return out if alive is None else out.masked_fill(~alive, 0)
 

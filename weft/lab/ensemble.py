@@ -74,8 +74,8 @@ class Ensemble:
     @torch.no_grad()
     def __call__(self, *inputs: Any, **named: Any) -> Prediction:
         batch = _batch_size((*inputs, *named.values()))
-        size = min(self.micro_batch or batch, batch)
-        starts = range(0, batch, size)
+        size = max(1, min(self.micro_batch or batch, batch))
+        starts = range(0, max(1, batch), size)  # an empty batch is asked for once as well: its answer has a shape
         # A member is one seed: it is the same sub-model for every micro-batch.
         seed = self.seed if self.seed is not None else int(torch.randint(2**31, ()))
         parts = []

@@ -1,0 +1,290 @@
+"""What a careless or hostile caller hands a mechanism: odd memory layouts, NaN and infinity in padding, biases of -inf,
+empty batches, foreign dtypes. Swept over the whole registry."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from promises import DEVICE, HEAD_DIM, HEADS, masks, noise, qkv, sweep
+
+import weft
+
+EXACT = {"atol": 1e-10, "rtol": 1e-8}
+
+
+def layouts(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The same numbers in other places of memory; what lies between them is NaN."""
+    B, H, L, D = x.shape
+    wide = torch.full((B, H, 2 * L + 1, 2 * D + 3), float("nan"), dtype=x.dtype)
+    sliced = wide[:, :, 1::2, 2 : 2 * D + 2 : 2]
+    sliced.copy_(x)
+    return {
+        "channels first": x.transpose(2, 3).contiguous().transpose(2, 3),
+        "tokens first": x.transpose(0, 2).contiguous().transpose(0, 2),
+        "heads inside": x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
+        "sliced": sliced,
+    }
+
+
+@sweep()
+@pytest.mark.parametrize("grad", (False, True))
+def test_memory_layout_does_not_matter(case, grad):
+    attn = case.make()
+    q, k, v = qkv(13)
+    mask = masks(13)["inner"]
+    with torch.set_grad_enabled(grad):
+        for m in (None, mask):
+            expected = attn(q, k, v, m)
+            for kind in layouts(q):
+                inputs = [layouts(x)[kind].requires_grad_(grad) for x in (q, k, v)]
+                for changed in ((0,), (1,), (2,), (0, 1, 2)):
+                    given = [inputs[i] if i in changed else x for i, x in enumerate((q, k, v))]
+                    torch.testing.assert_close(attn(*given, m), expected, msg=lambda s, k=kind: f"{k}: {s}", **EXACT)
+
+
+@sweep()
+def test_one_vector_for_all_tokens(case):
+    """Tensors that are expanded, with strides of 0, and one tensor in all three places."""
+    attn = case.make()
+    x = noise(1, 1, 1, HEAD_DIM)
+    wide = x.expand(2, HEADS, 9, HEAD_DIM)
+    whole = wide.contiguous()
+    torch.testing.assert_close(attn(wide, wide, wide), attn(whole, whole.clone(), whole.clone()), **EXACT)
+
+
+@sweep()
+@pytest.mark.parametrize("bad", (float("nan"), float("inf"), -float("inf")), ids=str)
+def test_nothing_in_a_masked_token_reaches_a_gradient(case, bad):
+    """q, k and v all hold NaN or infinity where they are masked: outputs and gradients of the real tokens cannot tell,
+    and a loss that leaves the masked outputs out, by multiplication or by choice, stays finite."""
+    attn = case.make()
+    for kind, mask in masks(13).items():
+        real, found = mask[:, None, :, None], []
+        probe = noise(2, HEADS, 13, HEAD_DIM, seed=1)
+        for fill in (0.5, bad):
+            inputs = [torch.where(real, x, fill).requires_grad_() for x in qkv(13)]
+            attn.zero_grad()
+            out = attn(*inputs, mask)
+            assert out.isfinite().all(), f"{kind}: the output at a masked query is finite"
+            (out * real * probe).sum().backward()
+            grads = [x.grad for x in (*inputs, *attn.parameters()) if x.grad is not None]
+            assert all(g.isfinite().all() for g in grads), kind
+            found.append([out * real, *grads])
+        for mine, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(mine, theirs, msg=lambda s, k=kind: f"{k}: {s}", **EXACT)
+
+
+@sweep(cross=True, causal=False)
+def test_in_cross_attention_the_mask_is_of_keys_alone(case):
+    """Also where there happen to be as many queries as keys."""
+    attn = case.make()
+    q, k, v = qkv(9)
+    mask = masks(9)["inner"]
+    together = attn(q, k, v, mask)
+    if case.name == "synthesizer":  # its logits belong to query positions
+        return
+    for at in range(9):
+        torch.testing.assert_close(attn(q[:, :, at : at + 1], k, v, mask), together[:, :, at : at + 1], **EXACT)
+
+
+class Table(torch.nn.Module):
+    """A bias that is defined on 0 … L - 1 and nowhere else."""
+
+    def __init__(self, length: int):
+        super().__init__()
+        self.length, self.weight = length, torch.nn.Parameter(noise(HEADS, length, length, seed=3))
+
+    def forward(self, i, j):
+        for at in (i, j):
+            assert 0 <= int(at.min()) and int(at.max()) < self.length, "a position outside the sequence"
+        i, j = torch.broadcast_tensors(i, j)
+        head = torch.arange(HEADS).view(1, -1, *[1] * (i.dim() - 2))
+        return self.weight[head, i, j] + self.weight[head, i, j] * j.double().sqrt()
+
+
+@sweep(bias=True)
+@pytest.mark.parametrize("L", (1, 2, 5, 13, 17))
+def test_biases_are_asked_inside_the_sequence(case, L):
+    attn = case.make()
+    for train in (False, True):
+        table = Table(L)
+        q, k, v = qkv(L, grad=True)
+        attn.train(train)(q, k, v, masks(L)["right"], table).square().sum().backward()
+        assert all(x.grad is None or x.grad.isfinite().all() for x in (table.weight, q, k, v))
+
+
+class Forbidden:
+    """-inf for some pairs: those of some queries with all keys ("rows"), and some others."""
+
+    def __init__(self, rows: tuple[int, ...]):
+        self.rows = rows
+
+    def __call__(self, i, j):
+        i, j = torch.broadcast_tensors(i, j)
+        no = (i * 5 + j * 3) % 4 == 0
+        for row in self.rows:
+            no = no | (i == row)
+        return torch.zeros(i.shape, dtype=torch.float64).masked_fill(no, float("-inf")).expand(-1, HEADS, *i.shape[2:])
+
+
+@sweep(bias=True)
+@pytest.mark.parametrize("grad", (False, True))
+@pytest.mark.parametrize("L", (1, 9, 17))
+def test_a_bias_of_minus_infinity_forbids_a_pair(case, L, grad):
+    attn = case.make()
+    i = torch.arange(L)
+    rows = tuple({0, L // 2, L - 1})
+    for mask in (None, masks(L)["inner"]):
+        q, k, v = qkv(L, grad=grad)
+        bias = Forbidden(rows)
+        with torch.set_grad_enabled(grad):
+            out = attn(q, k, v, mask, bias)
+        assert out.isfinite().all() and (out[:, :, list(rows)] == 0).all()
+        seen = attn.weights(q, k, v, mask, bias)
+        no = bias(i.view(1, 1, L, 1), i.view(1, 1, 1, L)) == float("-inf")
+        assert (seen.masked_fill(~no, 0) == 0).all()
+        torch.testing.assert_close(seen @ v, out, **EXACT)
+        if grad:
+            out.square().sum().backward()
+            assert all(x.grad is None or x.grad.isfinite().all() for x in (q, k, v))
+
+
+@sweep()
+@pytest.mark.parametrize("train", (False, True))
+def test_an_empty_batch_gives_an_empty_answer(case, train):
+    attn = case.make().train(train)
+    q, k, v = (x.requires_grad_() for x in qkv(9, B=0))
+    for mask in (None, torch.ones(0, 9, dtype=torch.bool)):
+        out = attn(q, k, v, mask)
+        assert out.shape == (0, HEADS, 9, HEAD_DIM)
+        out.sum().backward()
+    assert all(b.isfinite().all() for b in attn.buffers())
+
+
+@sweep()
+@pytest.mark.parametrize(
+    ("made", "fed"),
+    [(torch.float32, torch.float64), (torch.float64, torch.float32), (torch.float32, torch.bfloat16)],
+    ids=str,
+)
+def test_made_in_one_dtype_and_fed_another(case, made, fed):
+    attn = case.make(dtype=made)
+    q, k, v = (x.to(fed) for x in qkv(13))
+    out = attn(q, k, v, masks(13)["inner"])
+    assert out.dtype == fed
+    if case.name in ("reformer", "routing", "combiner-routing"):  # another rounding may choose another bucket
+        return
+    same = copy.deepcopy(attn).to(fed)(q, k, v, masks(13)["inner"])
+    tolerance = 0.06 if fed == torch.bfloat16 else 1e-5
+    assert (out - same).norm() <= tolerance * same.norm()
+
+
+@sweep()
+@pytest.mark.parametrize("grad", (False, True))
+@pytest.mark.parametrize("train", (False, True))
+def test_autocast_is_casting_the_input(case, grad, train):
+    """Under autocast the output has its dtype, with and without gradients, and is that of the input in that dtype."""
+    attn = case.make(dtype=torch.float32).train(train)
+    for mask in (None, masks(13)["inner"]):
+        q, k, v = qkv(13, dtype=torch.float32, grad=grad)
+        with torch.set_grad_enabled(grad):
+            torch.manual_seed(3)
+            with torch.autocast(DEVICE, torch.bfloat16):
+                out = copy.deepcopy(attn)(q, k, v, mask)
+            torch.manual_seed(3)
+            cast = copy.deepcopy(attn)(*(x.bfloat16() for x in (q, k, v)), mask)
+        assert out.dtype == torch.bfloat16
+        assert torch.equal(out, cast)
+        if grad:
+            out.sum().backward()
+            assert q.grad is None or q.grad.dtype == torch.float32
+    wide = qkv(13)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert copy.deepcopy(attn).double()(*wide).dtype == torch.float64
+
+
+@sweep(first_setting=True)
+@pytest.mark.parametrize("D", (1, 2))
+@pytest.mark.parametrize("L", (1, 7))
+def test_narrow_heads(case, D, L):
+    attn = case.make(head_dim=D, heads=1)
+    q, k, v = qkv(L, H=1, D=D, grad=True)
+    out = attn(q, k, v)
+    torch.testing.assert_close(attn.weights(q, k, v) @ v, out, **EXACT)
+    out.sum().backward()
+    assert all(x.grad is None or x.grad.isfinite().all() for x in (q, k, v))
+
+
+@sweep()
+@pytest.mark.parametrize("wanted", ((0,), (1,), (2,), (0, 2)))
+def test_gradients_do_not_depend_on_who_wants_one(case, wanted):
+    attn = case.make()
+    inputs = qkv(9, grad=True)
+    full = torch.autograd.grad(attn(*inputs).square().sum(), inputs, allow_unused=True)
+    some = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(inputs)]
+    out = attn(*some)
+    for i in wanted:
+        if full[i] is None:
+            continue
+        (found,) = torch.autograd.grad(out.square().sum(), some[i], retain_graph=True)
+        torch.testing.assert_close(found, full[i], **EXACT)
+
+
+@sweep()
+def test_weights_teach_nothing(case):
+    """Looking inside changes no buffer, in training either."""
+    attn = case.make().train()
+    q, k, v = qkv(9)
+    attn(q, k, v)
+    before = copy.deepcopy(attn.state_dict())
+    attn.weights(q, k, v)
+    for name, value in attn.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_mixtures_of_routing_learn_nothing_from_weights():
+    attn = weft.make_attention("combiner-mixture", heads=1, head_dim=4, factorisations=["combiner-routing"]).train()
+    q, k, v = torch.randn(3, 1, 1, 20, 4).unbind()
+    for _ in range(2):
+        attn(q, k, v)
+    before = copy.deepcopy(attn.state_dict())
+    for _ in range(2):
+        attn.weights(q, k, v)
+    assert all(torch.equal(value, before[name]) for name, value in attn.state_dict().items())
+
+
+HALF = {torch.float16: 1500.0, torch.bfloat16: 1e4}
+
+
+@sweep()
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_large_keys_and_values_in_half_precision(case, dtype):
+    """Values near 1,500 in every token: no partial sum over them may leave the range of float16."""
+    if case.name in ("linformer", "sinkhorn") or (case.name == "performer" and case.options[0][1] == "relu"):
+        size = 100.0  # these really add keys or values up, unnormalised
+    else:
+        size = HALF[dtype]
+    attn = case.make().to(dtype)
+    q, k, v = (x.to(dtype) for x in qkv(39))
+    for mask in (None, masks(39)["inner"]):
+        assert attn(q / size, k + size, v + size, mask).isfinite().all()
+
+
+@pytest.mark.parametrize("wrong", ["combiner-fixed", [], ["full"], ["no such"], [("combiner-fixed",)], [3], 7, [None],
+                                   ["combiner-mixture"], [("combiner-fixed", None)]], ids=str)  # fmt: skip
+def test_wrong_factorisations_are_refused(wrong):
+    with pytest.raises(ValueError, match="factorisations is a list of names"):
+        weft.make_attention("combiner-mixture", heads=2, head_dim=4, factorisations=wrong)
+
+
+def test_a_mixture_says_how_it_depends_on_the_length():
+    assert "combiner-logsparse" in weft.attention_info("combiner-mixture").length_dependent
+    causal = weft.make_attention(
+        "combiner-mixture", heads=HEADS, head_dim=HEAD_DIM, causal=True, factorisations=["combiner-logsparse"]
+    ).double()
+    q, k, v = qkv(9)
+    longer = [torch.cat([x, x], 2) for x in (q, k, v)]
+    mask = (torch.arange(18) < 9).expand(2, -1)
+    torch.testing.assert_close(causal(*longer, mask)[:, :, :9], causal(q, k, v), **EXACT)
