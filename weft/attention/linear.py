@@ -49,10 +49,10 @@ class LinearAttention(Attention):
             raise ValueError(f"linear cannot use backend='triton': {NOT_CAUSAL}; use 'auto' or 'torch'")
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        v = drop_values(v, self.dropout if self.training else 0.0)
         if use_triton(self.backend, self.name, q, v, cannot=lacks(self), least_length=kernel.LEAST_LENGTH):
             return kernel.linear_scan(q, k, v, mask, features="elu", epsilon=EPSILON).to(q.dtype)
         a, b = features(q), hide(features(k), mask)
-        b = drop_keys(b, self.dropout if self.training else 0.0)
         v1 = with_ones(v)
         total = causal_sum(a, b, v1) if self.causal else a @ (b.transpose(-1, -2) @ v1)
         return (total[..., :-1] / (total[..., -1:] + EPSILON)).to(q.dtype)
@@ -71,10 +71,8 @@ class LinearAttention(Attention):
 
 
 def lacks(attn: Attention) -> str:
-    """What the fused kernel lacks for this mechanism as it runs now; "" if nothing."""
-    if not attn.causal:
-        return NOT_CAUSAL
-    return "the kernel has no dropout" if attn.dropout and attn.training else ""
+    """What the fused kernel lacks for this mechanism; "" if nothing."""
+    return "" if attn.causal else NOT_CAUSAL
 
 
 def features(x: Tensor) -> Tensor:
@@ -87,11 +85,14 @@ def with_ones(v: Tensor) -> Tensor:
     return torch.cat([v, torch.ones_like(v[..., :1])], -1)
 
 
-def drop_keys(features: Tensor, p: float) -> Tensor:
-    """Dropout where there is no matrix of probabilities to thin: whole keys leave both sums."""
-    if not p:
-        return features
-    return features * (torch.rand(features.shape[:3], device=features.device) >= p)[..., None]
+def drop_values(v: Tensor, p: float) -> Tensor:
+    """Dropout where there is no matrix of probabilities to thin: of whole columns of it.
+
+    A dropped token's value leaves the numerator, the others grow by 1 / (1 - p), and the denominator is that of all: so
+    the mean over draws is the output without dropout. Leaving both sums, it would not be: a causal token that has lost
+    all it may see gives zero.
+    """
+    return v * F.dropout(torch.ones_like(v[..., :1]), p) if p else v
 
 
 register(

@@ -8,7 +8,8 @@ Choromanski et al., Rethinking Attention with Performers, https://arxiv.org/abs/
     relu      φ(t) = ReLU(t) + 1e-3
 
 c keeps the exponentials in range: for a query its own largest p_m · t, for keys the largest of the keys in the sum
-(the running maximum when causal, so that nothing of the future is read). The features are drawn once and saved with
+(the running maximum when causal, so that nothing of the future is read). Gradients are those of this formula, c
+included. The features are drawn once and saved with
 the weights; `redraw()` draws them anew.
 """
 
@@ -24,7 +25,7 @@ from ..kernels import linear_scan, random_features
 from ..kernels.dispatch import check_backend, use_triton
 from .contract import Attention, PositionBias, hide
 from .dense import legal
-from .linear import NOT_CAUSAL, drop_keys, lacks, with_ones
+from .linear import NOT_CAUSAL, drop_values, lacks, with_ones
 from .precision import precise, without_autocast
 from .registry import register
 from .scan import causal_sum
@@ -89,25 +90,27 @@ class PerformerAttention(Attention):
         self.projection.copy_(orthogonal_features(*self.projection.shape))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        v = drop_values(v, self.dropout if self.training else 0.0)
         least_length = linear_scan.LEAST_LENGTH if self.kernel == "relu" else random_features.LEAST_LENGTH
         if use_triton(self.backend, self.name, q, v, cannot=lacks(self), least_length=least_length):
             return self._fused(q, k, v, mask).to(q.dtype)
-        p = self.dropout if self.training else 0.0
         v1 = with_ones(v)
         if self.kernel == "relu":
             a, b = (precise(x).relu() + 1e-3 for x in (q, k))
-            b = drop_keys(hide(b, mask), p)
+            b = hide(b, mask)
             total = causal_sum(a, b, v1) if self.causal else a @ (b.transpose(-1, -2) @ v1)
             return divide(total).to(q.dtype)
         a = self._queries(q)
         b, g = self._keys(k, mask)
-        v1 = drop_keys(hide(v1, mask), p)
+        v1 = hide(v1, mask)
         rest = self.epsilon * a.sum(-1, keepdim=True)  # what ε adds to the product of two feature vectors, over b
+        top = g.cummax(-1).values if self.causal else g.amax(-1, keepdim=True)
+        top = torch.where(top.isfinite(), top, 0)  # where there is no key
+        rest = rest * one(top)[..., None]
         if self.causal:
-            total = causal_sum(a, b, v1, g) + rest * v1.cumsum(2)
+            total = causal_sum(a, b, v1, g.detach()) + rest * v1.cumsum(2)
         else:
-            top = g.amax(-1, keepdim=True)
-            b = b * (g - torch.where(top.isfinite(), top, 0)).exp()[..., None]
+            b = b * (g - top).detach().exp()[..., None]
             total = a @ (b.transpose(-1, -2) @ v1) + rest * v1.sum(2, keepdim=True)
         return divide(total).to(q.dtype)
 
@@ -121,16 +124,16 @@ class PerformerAttention(Attention):
         """p_m · t - |t|²/2 for every feature, and the largest p_m · t."""
         t = precise(x) * self.head_dim**-0.25
         projected = t @ self.projection.to(t.dtype).T
-        return projected - t.square().sum(-1, keepdim=True) / 2, projected.detach().amax(-1)
+        return projected - t.square().sum(-1, keepdim=True) / 2, projected.amax(-1)
 
     def _queries(self, q: Tensor) -> Tensor:
         e, largest = self._exponents(q)
-        return (e - largest[..., None]).exp() + self.epsilon
+        return (e - largest.detach()[..., None]).exp() + self.epsilon * one(largest)[..., None]
 
     def _keys(self, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """exp(exponents - g) and g, each key's largest p_m · t: -inf for a masked key."""
         e, g = self._exponents(k)
-        b = (e - g[..., None]).exp()
+        b = (e - g.detach()[..., None]).exp()
         return b, g if mask is None else g.masked_fill(~mask[:, None], float("-inf"))
 
     def initial_state(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -154,13 +157,24 @@ class PerformerAttention(Attention):
         if memory is None:
             memory, top, plain = torch.zeros_like(b.transpose(-1, -2) @ v1), torch.full_like(g, float("-inf")), 0 * v1
         new_top = torch.maximum(top, g)
-        scale = torch.where(new_top.isfinite(), new_top, 0)
-        memory = memory * (top - scale).exp()[..., None] + (b * (g - scale).exp()[..., None]).transpose(-1, -2) @ v1
+        stabiliser = torch.where(new_top.isfinite(), new_top, 0)
+        scale = stabiliser.detach()
+        kept, added = (top.detach() - scale).exp()[..., None], (g.detach() - scale).exp()[..., None]
+        memory = memory * kept + (b * added).transpose(-1, -2) @ v1
         plain = plain + v1
         total = a @ memory
         if self.kernel == "softmax":
-            total = total + self.epsilon * a.sum(-1, keepdim=True) * plain
+            total = total + self.epsilon * a.sum(-1, keepdim=True) * one(stabiliser)[..., None] * plain
         return divide(total).to(q.dtype), (memory, new_top, plain)
+
+
+def one(c: Tensor) -> Tensor:
+    """1, with the gradient of e^c.
+
+    A stabiliser c divides exponentials by e^c, and ε not. Numerator and denominator may both be multiplied by e^c: then
+    the exponentials do not depend on c, and ε is multiplied by it. So their gradient needs no c, and that of ε is exact.
+    """
+    return (c - c.detach()).exp()
 
 
 def divide(total: Tensor) -> Tensor:

@@ -5,7 +5,8 @@
 
 over the keys the mask leaves; zeros where there are none. φ is elu(t) + 1 or ReLU(t) + 1e-3, taken inside, or the
 features are given. The scaled form is for features that are exponentials: m is what was taken out of each key's, G
-never falls and m_j ≤ G_i for j ≤ i. m and G get no gradient.
+never falls and m_j ≤ G_i for j ≤ i. There ε is 0, so out does not depend on the scale of a query's p: the gradient of G
+is rest · drest. m gets none: what it takes out of the features it puts back.
 
 The plain versions in `weft/attention/linear.py` and `performer.py` are the definition; these kernels must equal them.
 Triton is imported only when a kernel runs, so this module can be imported anywhere.
@@ -327,7 +328,9 @@ def _grad(ctx, dout, *unused):
     saved = ctx.saved_tensors  # once: checkpointing unpacks them once
     rest = saved[6]
     dq, dk, dv, drest = torch.ops.weft.linear_scan_backward(dout, *saved, ctx.features)
-    return dq, dk, dv, None, None, None, None if rest is None else drest.to(rest.dtype), None, None
+    if rest is None:
+        return dq, dk, dv, *(None,) * 6
+    return dq, dk, dv, None, None, rest * drest, drest.to(rest.dtype), None, None
 
 
 _forward.register_autograd(_grad, setup_context=_save)

@@ -7,8 +7,9 @@ PyTorch operator.
     keys      φ_m = e^{u_m}, with the rest of its scale apart:           key_scale = largest - |t|²/2
               top_i = max_{j ≤ i} largest_j over the keys the mask leaves, 0 before the first
 
-A query's scale cancels in the quotient. As in `weft/attention/performer.py`, which is the definition, no gradient goes
-through a maximum; the directions p get none. Triton is imported only when a kernel runs.
+A query's scale cancels in the quotient. As in `weft/attention/performer.py`, which is the definition, gradients go
+through the maxima, by way of ε alone: all else cancels. The directions p get none. Triton is imported only when a
+kernel runs.
 """
 
 from __future__ import annotations
@@ -102,20 +103,24 @@ def _outputs(q: Tensor, projection: Tensor) -> tuple[Tensor, ...]:
 @torch.library.custom_op(
     "weft::random_features_backward",
     mutates_args=(),
-    schema="(Tensor da, Tensor db, Tensor drest, Tensor q, Tensor k, Tensor? mask, Tensor q_largest, Tensor k_largest,"
+    schema="(Tensor da, Tensor db, Tensor dtop, Tensor drest, Tensor q, Tensor k, Tensor? mask, Tensor q_largest, Tensor k_largest,"
     " Tensor directions, float epsilon) -> (Tensor, Tensor)",
 )
-def _backward(da, db, drest, q, k, mask, q_largest, k_largest, directions, epsilon):
+def _backward(da, db, dtop, drest, q, k, mask, q_largest, k_largest, directions, epsilon):
     from .random_features_triton import feature_gradients
 
     B, H, L, D = q.shape
     dq, dk = empty_rows(q), empty_rows(k)
     t = tiles("feature gradients", q)
+    through = torch.zeros_like(k_largest).scatter_add_(-1, k_largest.cummax(-1).indices, dtop.float())
     drest = drest.float().contiguous()
-    for queries, x, dphi, largest, dx in ((True, q, da, q_largest, dq), (False, k, db, k_largest, dk)):
+    for queries, x, dphi, largest, dnumber, dx in (
+        (True, q, da, q_largest, drest, dq),
+        (False, k, db, k_largest, through, dk),
+    ):
         flags, x, dphi = None if queries else mask, rows_contiguous(x), rows_contiguous(dphi)
         feature_gradients[(ceil_div(L, t.queries) * B * H,)](
-            x, _flags(flags, x), directions, largest, dphi, drest, dx, *strides(x), *strides(dphi), *strides(dx),
+            x, _flags(flags, x), directions, largest, dphi, dnumber, dx, *strides(x), *strides(dphi), *strides(dx),
             B * H, H, L, epsilon,
             QUERIES=queries, **_options(q, directions.shape[1], t, flags), **t.launch(),
         )  # fmt: skip
@@ -123,7 +128,7 @@ def _backward(da, db, drest, q, k, mask, q_largest, k_largest, directions, epsil
 
 
 @_backward.register_fake
-def _(da, db, drest, q, k, mask, q_largest, k_largest, directions, epsilon):
+def _(da, db, dtop, drest, q, k, mask, q_largest, k_largest, directions, epsilon):
     return empty_rows(q), empty_rows(k)
 
 
@@ -148,17 +153,17 @@ def tiles(kernel: str, q: Tensor) -> Tiles:
 def _save(ctx, inputs, output):
     q, k, mask, _, ctx.epsilon = inputs
     ctx.save_for_backward(q, k, mask, *output[5:])
-    ctx.shapes = [(x.shape, x.dtype) for x in (output[0], output[1], output[4])]
+    ctx.shapes = [(x.shape, x.dtype) for x in (output[0], output[1], output[3], output[4])]
     ctx.set_materialize_grads(False)
 
 
 def _grad(ctx, da, db, d_key_scale, d_top, drest, *unused):
-    if da is None and db is None and drest is None:
+    if da is None and db is None and d_top is None and drest is None:
         return (None,) * 5
     saved = ctx.saved_tensors  # once: checkpointing unpacks them once
     sent = [
         saved[0].new_zeros(shape, dtype=dtype) if x is None else x
-        for x, (shape, dtype) in zip((da, db, drest), ctx.shapes, strict=True)
+        for x, (shape, dtype) in zip((da, db, d_top, drest), ctx.shapes, strict=True)
     ]
     dq, dk = torch.ops.weft.random_features_backward(*sent, *saved, ctx.epsilon)
     return dq, dk, None, None, None
