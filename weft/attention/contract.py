@@ -314,3 +314,10 @@ def looking_on(attn: nn.Module) -> Iterator[None]:
 def hide(x: Tensor, mask: Tensor | None) -> Tensor:
     """x (B, H, L, X) with zeros at masked tokens. `masked_fill` takes half as long again, and gives up x's layout."""
     return x if mask is None else torch.where(mask[:, None, :, None], x, 0)
+
+
+def hide_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
+    """x (B, L, dim) with zeros at masked tokens: what stands there, NaN included, reaches no gradient of a layer."""
+    if mask is None or mask.shape != x.shape[:2]:  # the mechanism will say what is wrong with it
+        return x
+    return torch.where(mask[..., None], x, 0)

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import Attention
+from ..attention.contract import hide_tokens
 from .cache import RecurrentCache
 from .cached_inputs import (
     grid_of,
@@ -211,9 +212,8 @@ class CachedAttention(nn.Module):
         write: bool = True,
     ) -> Tensor:
         """The cached branch by heads, (B, T, H, width / H)."""
+        x = hide_tokens(x, valid)
         queries = x[..., : self.width]
-        if valid is not None:
-            queries = queries.masked_fill(~valid[..., None], 0)
         source = output if self.options.update_from == "output" and output is not None else x
         tokens = source[..., : self.width]
         if self.options.resample == "2d":
@@ -241,8 +241,7 @@ class CachedAttention(nn.Module):
 
     def _positions(self, x: Tensor, valid: Tensor | None, grid: tuple[int, int] | None) -> Tensor:
         assert self.position is not None
-        if valid is not None:
-            x = x.masked_fill(~valid[..., None], 0)
+        x = hide_tokens(x, valid)
         image = x[:, self.prefix :].transpose(1, 2).unflatten(2, self._square(x.shape[1], grid))
         return F.pad(self.position(image).flatten(2).transpose(1, 2), (0, 0, self.prefix, 0))
 

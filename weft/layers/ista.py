@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..attention.contract import hide_tokens
+
 
 class ISTA(nn.Module):
     """`layer(x, mask=None)`, x (B, L, dim): the sparsification half of a CRATE layer.
@@ -57,6 +59,7 @@ class ISTA(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"x must be (B, L, {self.dim}), got {tuple(x.shape)}")
+        x = hide_tokens(x, mask)
         if self.variant == "ista":
             descent = F.linear(x - F.linear(x, self.weight), self.weight.T)
             return F.relu(x + self.step * descent - self.step * self.threshold)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Attention, make_attention
-from ..attention.contract import PositionBias
+from ..attention.contract import PositionBias, hide_tokens
 from .positions import Rotary
 
 
@@ -121,6 +121,10 @@ class MultiheadAttention(nn.Module):
         self, x: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None, *, context: Tensor | None = None
     ) -> Tensor:
         self._check(x, context)
+        if context is None:
+            x = hide_tokens(x, mask)
+        else:
+            context = hide_tokens(context, mask)
         return self.merge(self.attention(*self.project(x, context), mask, bias, **self.input(x)))
 
     def merge(self, heads: Tensor) -> Tensor:

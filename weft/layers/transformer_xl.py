@@ -56,6 +56,7 @@ class TransformerXLAttention(nn.Module):
         """The heads before the output projection, (B, H, L, head_dim)."""
         seen, valid = _joined(x, memory, mask)
         L, M = x.shape[1], seen.shape[1] - x.shape[1]
+        x = seen[:, M:]
         q, k, v = self._split(self.q(x)), self._split(self.k(seen)), self._split(self.v(seen))
         distances = self.r(sinusoids(M + L, self.dim, device=x.device, dtype=x.dtype))
         r = distances.unflatten(-1, (self.heads, -1)).transpose(0, 1)  # (H, M + L, d), by distance
