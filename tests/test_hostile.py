@@ -7,9 +7,11 @@ import copy
 
 import pytest
 import torch
-from promises import DEVICE, HEAD_DIM, HEADS, masks, noise, qkv, sweep
+from promises import DEVICE, HEAD_DIM, HEADS, MAX_LENGTH, masks, noise, qkv, sweep
 
 import weft
+from weft.layers.encoder import EncoderBlock
+from weft.models.crate import CRATELayer
 
 EXACT = {"atol": 1e-10, "rtol": 1e-8}
 
@@ -288,3 +290,107 @@ def test_a_mixture_says_how_it_depends_on_the_length():
     longer = [torch.cat([x, x], 2) for x in (q, k, v)]
     mask = (torch.arange(18) < 9).expand(2, -1)
     torch.testing.assert_close(causal(*longer, mask)[:, :, :9], causal(q, k, v), **EXACT)
+
+
+@sweep(first_setting=True)
+@pytest.mark.parametrize(("D", "std"), [(64, 1.0), (64, 1.5), (64, 2.0)])
+def test_gradients_of_wide_heads_and_large_inputs(case, D, std):
+    """Directional derivatives in float64, where small terms of a formula count for much."""
+    attn = case.make(head_dim=D)
+    mask = masks(9)["left"]
+    inputs = [(std * x.detach()).requires_grad_() for x in qkv(9, D=D)]
+    probe = noise(2, HEADS, 9, D, seed=1)
+
+    def loss(*x):
+        return (attn(*x, mask) * probe).sum()
+
+    grads = torch.autograd.grad(loss(*inputs), inputs, allow_unused=True)
+    for at, grad in enumerate(grads):
+        direction = noise(2, HEADS, 9, D, seed=7 + at)
+        moved = [[x + (i == at) * sign * 1e-6 * direction for i, x in enumerate(inputs)] for sign in (1, -1)]
+        with torch.no_grad():
+            slope = (loss(*moved[0]) - loss(*moved[1])).item() / 2e-6
+        found = 0.0 if grad is None else (grad * direction).sum().item()
+        assert found == pytest.approx(slope, rel=1e-4, abs=1e-6)
+
+
+@sweep(first_setting=True)
+def test_dropout_keeps_the_mean(case):
+    """Over 4,000 draws, for the first tokens too, which may lose all that they see."""
+    rows, L = 4000, 5
+    attn = case.make(dropout=0.3).train()
+    attn.sampling = False  # subsampled attention samples in training: that is not dropout
+    q, k, v = (x.expand(rows, -1, -1, -1) for x in qkv(L, B=1))
+    outs = attn(q, k, v)
+    error = (outs.mean(0) - attn.eval()(q[:1], k[:1], v[:1])[0]).abs()
+    assert (error <= 5 * outs.std(0) / rows**0.5 + 1e-9).all()
+
+
+@sweep(causal=True)
+@pytest.mark.parametrize("bad", (float("nan"), float("inf")), ids=str)
+@pytest.mark.parametrize("which", range(3))
+def test_nan_in_the_future_changes_no_number_of_the_past(case, bad, which):
+    """What is computed together with it may become NaN; none becomes another number. Step by step all is exact."""
+    L, at = 17, 11
+    attn = case.make(max_length=MAX_LENGTH)
+    q, k, v = qkv(L)
+    inputs = [x.clone() for x in (q, k, v)]
+    inputs[which][:, :, at:] = bad
+    past = attn(q, k, v)[:, :, :at]
+    found = attn(*inputs)[:, :, :at]
+    torch.testing.assert_close(torch.where(found.isnan(), past, found), past, **EXACT)
+    if case.info.steps:
+        state = attn.start(2)
+        for t in range(at):
+            out, state = attn.step(*(x[:, :, t : t + 1] for x in inputs), state)
+            torch.testing.assert_close(out, past[:, :, t : t + 1], **EXACT)
+
+
+LAYERS = {
+    "multihead": lambda name, **o: weft.MultiheadAttention(12, HEADS, attention=name, **o),
+    "mixed": lambda name, **o: weft.MixedAttention(12, HEADS, [name, "full"], **o),
+    "cached": lambda name, **o: weft.CachedAttention(weft.MultiheadAttention(12, HEADS, attention=name, **o), length=4),
+    "block": lambda name, **o: EncoderBlock(12, weft.MultiheadAttention(12, HEADS, attention=name, **o), mlp_dim=8),
+    "mssa": lambda name, **o: weft.MSSA(12, HEADS, attention=name, **o),
+    "crate": lambda name, **o: CRATELayer(12, HEADS, attention=name, **o),
+}
+
+
+@pytest.mark.parametrize("name", weft.attentions())
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("bad", (float("nan"), float("inf")), ids=str)
+def test_nothing_in_padding_reaches_the_weights_of_a_layer(kind, name, bad):
+    length = {"max_length": 9} if weft.attention_info(name).needs_max_length else {}
+    torch.manual_seed(0)
+    layer = LAYERS[kind](name, **length).double().train()
+    mask = masks(9)["inner"]
+    found = []
+    for fill in (0.5, bad):
+        copied = copy.deepcopy(layer)
+        x = torch.where(mask[..., None], noise(2, 9, 12), fill).requires_grad_()
+        torch.manual_seed(1)
+        y = copied(x, mask)
+        (y * mask[..., None]).square().sum().backward()
+        grads = [p.grad for p in (x, *copied.parameters()) if p.grad is not None]
+        assert y.isfinite().all() and all(g.isfinite().all() for g in grads)
+        found.append([y * mask[..., None], *grads])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, **EXACT)
+
+
+def test_padding_of_a_context_reaches_no_weight():
+    layer = weft.MultiheadAttention(12, HEADS, context_dim=10).double()
+    mask = masks(9)["inner"]
+    context = torch.where(mask[..., None], noise(2, 9, 10), float("nan"))
+    x = noise(2, 9, 12, seed=1)
+    y = layer(x, mask, context=context)
+    y.sum().backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
+    alone = layer(x[:, 4:5], mask, context=context)  # as many queries as keys: the mask is not theirs
+    torch.testing.assert_close(alone, y[:, 4:5], **EXACT)
+
+
+def test_an_ensemble_of_an_empty_batch():
+    model = weft.MultiheadAttention(12, HEADS, attention="subsampled")
+    found = weft.ensemble(model, samples=3, progress=False)(torch.randn(0, 7, 12))
+    assert found.probabilities.shape == (0, 7, 12) and found.information.shape == (0, 7)

@@ -316,8 +316,11 @@ def hide(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else torch.where(mask[:, None, :, None], x, 0)
 
 
-def hide_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
-    """x (B, L, dim) with zeros at masked tokens: what stands there, NaN included, reaches no gradient of a layer."""
+def quiet_padding(x: Tensor, mask: Tensor | None) -> Tensor:
+    """x (B, L, dim) with 0 for NaN and infinity at masked tokens, which would reach the gradients of a layer's weights.
+
+    Finite numbers stay, so that a layer's output at padding is that of torch's own layers.
+    """
     if mask is None or mask.shape != x.shape[:2]:  # the mechanism will say what is wrong with it
         return x
-    return torch.where(mask[..., None], x, 0)
+    return torch.where(mask[..., None] | x.isfinite(), x, 0)

@@ -172,7 +172,7 @@ def one(c: Tensor) -> Tensor:
     """1, with the gradient of e^c.
 
     A stabiliser c divides exponentials by e^c, and ε not. Numerator and denominator may both be multiplied by e^c: then
-    the exponentials do not depend on c, and ε is multiplied by it. So their gradient needs no c, and that of ε is exact.
+    the exponentials do not depend on c, and ε is multiplied by it: all of c's gradient is here.
     """
     return (c - c.detach()).exp()
 

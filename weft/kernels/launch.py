@@ -45,7 +45,7 @@ def autocast(*tensors: Tensor) -> list[Tensor]:
     if not autocasts(tensors[0]):
         return list(tensors)
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
+    return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
 
 
 def for_operator(mask: Tensor | None) -> Tensor | None:

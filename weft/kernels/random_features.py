@@ -103,8 +103,8 @@ def _outputs(q: Tensor, projection: Tensor) -> tuple[Tensor, ...]:
 @torch.library.custom_op(
     "weft::random_features_backward",
     mutates_args=(),
-    schema="(Tensor da, Tensor db, Tensor dtop, Tensor drest, Tensor q, Tensor k, Tensor? mask, Tensor q_largest, Tensor k_largest,"
-    " Tensor directions, float epsilon) -> (Tensor, Tensor)",
+    schema="(Tensor da, Tensor db, Tensor dtop, Tensor drest, Tensor q, Tensor k, Tensor? mask, Tensor q_largest,"
+    " Tensor k_largest, Tensor directions, float epsilon) -> (Tensor, Tensor)",
 )
 def _backward(da, db, dtop, drest, q, k, mask, q_largest, k_largest, directions, epsilon):
     from .random_features_triton import feature_gradients

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import Attention
-from ..attention.contract import hide_tokens
+from ..attention.contract import quiet_padding
 from .cache import RecurrentCache
 from .cached_inputs import (
     grid_of,
@@ -212,7 +212,7 @@ class CachedAttention(nn.Module):
         write: bool = True,
     ) -> Tensor:
         """The cached branch by heads, (B, T, H, width / H)."""
-        x = hide_tokens(x, valid)
+        x = quiet_padding(x, valid)
         queries = x[..., : self.width]
         source = output if self.options.update_from == "output" and output is not None else x
         tokens = source[..., : self.width]
@@ -241,7 +241,7 @@ class CachedAttention(nn.Module):
 
     def _positions(self, x: Tensor, valid: Tensor | None, grid: tuple[int, int] | None) -> Tensor:
         assert self.position is not None
-        x = hide_tokens(x, valid)
+        x = quiet_padding(x, valid)
         image = x[:, self.prefix :].transpose(1, 2).unflatten(2, self._square(x.shape[1], grid))
         return F.pad(self.position(image).flatten(2).transpose(1, 2), (0, 0, self.prefix, 0))
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention.contract import hide_tokens
+from ..attention.contract import quiet_padding
 from .cached_options import CacheOptions
 from .multihead import MultiheadAttention
 
@@ -149,7 +149,7 @@ def per_head(inner: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if not isinstance(inner, MultiheadAttention):
         return inner.per_head(x, *args, **kwargs)
     mask, bias = _mask_and_bias(*args, **kwargs)
-    x = hide_tokens(x, mask)
+    x = quiet_padding(x, mask)
     return inner.attention(*inner.project(x), mask, bias, **inner.input(x))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention.contract import PositionBias, hide_tokens
+from ..attention.contract import PositionBias, quiet_padding
 from .feedforward import FeedForward
 
 NORM_EPS = 1e-6
@@ -38,6 +38,6 @@ class EncoderBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None) -> Tensor:
-        x = hide_tokens(x, mask)
+        x = quiet_padding(x, mask)
         x = x + self.dropout(self.attention(self.attention_norm(x), mask, bias))
         return x + self.dropout(self.feedforward(self.feedforward_norm(x)))

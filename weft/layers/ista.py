@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention.contract import hide_tokens
+from ..attention.contract import quiet_padding
 
 
 class ISTA(nn.Module):
@@ -59,7 +59,7 @@ class ISTA(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"x must be (B, L, {self.dim}), got {tuple(x.shape)}")
-        x = hide_tokens(x, mask)
+        x = quiet_padding(x, mask)
         if self.variant == "ista":
             descent = F.linear(x - F.linear(x, self.weight), self.weight.T)
             return F.relu(x + self.step * descent - self.step * self.threshold)

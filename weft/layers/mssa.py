@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import attention_info, make_attention
-from ..attention.contract import Attention, PositionBias, hide_tokens
+from ..attention.contract import Attention, PositionBias, quiet_padding
 from ..attention.full import FullAttention
 from ..kernels import mssa as kernel
 from ..kernels.dispatch import check_backend, use_triton
@@ -119,7 +119,7 @@ class MSSA(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None) -> Tensor:
         self._check(x)
-        x = hide_tokens(x, mask)
+        x = quiet_padding(x, mask)
         return self.merge(self.attention(*self.project(x), mask, bias))
 
     def merge(self, heads: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Attention, make_attention
-from ..attention.contract import PositionBias, hide_tokens
+from ..attention.contract import PositionBias, quiet_padding
 from .positions import Rotary
 
 
@@ -122,9 +122,9 @@ class MultiheadAttention(nn.Module):
     ) -> Tensor:
         self._check(x, context)
         if context is None:
-            x = hide_tokens(x, mask)
+            x = quiet_padding(x, mask)
         else:
-            context = hide_tokens(context, mask)
+            context = quiet_padding(context, mask)
         return self.merge(self.attention(*self.project(x, context), mask, bias, **self.input(x)))
 
     def merge(self, heads: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import attention_info
-from ..attention.contract import PositionBias, hide_tokens
+from ..attention.contract import PositionBias, quiet_padding
 from ..layers.ista import ISTA
 from ..layers.mssa import MSSA
 
@@ -53,7 +53,7 @@ class CRATELayer(nn.Module):
         self.ista = ISTA(dim, **ista, **place)
 
     def compress(self, x: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None) -> Tensor:
-        x = hide_tokens(x, mask)
+        x = quiet_padding(x, mask)
         update = self.mssa(self.norm1(x), mask, bias)
         if self.kappa is None:
             return x + update
