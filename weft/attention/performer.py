@@ -42,8 +42,9 @@ def naive(
         t_q, t_k = (x / attn.head_dim**0.25 for x in (q, k))
         p_q, p_k = (t @ attn.projection.T for t in (t_q, t_k))
         e_q, e_k = p_q - t_q.square().sum(-1, keepdim=True) / 2, p_k - t_k.square().sum(-1, keepdim=True) / 2
-        c_q, c_k = p_q.detach().amax(-1, keepdim=True), p_k.detach().amax(-1)[:, :, None]
-        c_k = c_k.masked_fill(~allowed, float("-inf")).amax(-1)[..., None, None]  # of the keys in the sum of i
+        c_q, c_k = p_q.amax(-1, keepdim=True), p_k.amax(-1)[:, :, None]
+        c_k = c_k.masked_fill(~allowed, float("-inf")).amax(-1)  # of the keys in the sum of i
+        c_k = c_k.masked_fill(c_k.isinf(), 0)[..., None, None]
         inside = (e_k[:, :, None] - c_k).masked_fill(~allowed[..., None], float("-inf"))
         A = (((e_q - c_q).exp() + attn.epsilon)[:, :, :, None] * (inside.exp() + attn.epsilon)).sum(-1) * allowed
     total = A.sum(-1, keepdim=True)
