@@ -16,6 +16,7 @@ $(VENV)/.ready: pyproject.toml
 test: env
 	$(BIN)/ruff check weft tests benchmarks experiments
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 demo: env

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import weft  # noqa: E402
 from benchmarks.gpu_timing import ROOT, D, H, commit, host_ms, median_ms, median_of, peak_mib, sdpa, tensors  # noqa: E402
-from weft.attention.partitions import default_block  # noqa: E402
+from weft.core.partitions import default_block  # noqa: E402
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 OPTIONS: dict[str, dict[str, Any]] = {"subsampled": {"windows": 4}}

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from weft.kernels import cases  # noqa: E402
+from weft.kernels import cases
 from weft.kernels.agree import Call, compare_call  # noqa: E402
 from weft.kernels.checks import failures, relative_error  # noqa: E402
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import weft  # noqa: E402
 from benchmarks.gpu_timing import commit, tensors  # noqa: E402
-from weft.kernels.subsampled import place_indices  # noqa: E402
+from weft.attention.subsampled.kernel import place_indices  # noqa: E402
 
 
 def make(**options: Any) -> nn.Module:

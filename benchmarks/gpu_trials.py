@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from weft.attention.partitions import default_block
-from weft.kernels.launch import Tiles
+from weft.core.launch import Tiles
+from weft.core.partitions import default_block
 
 
 @dataclass(frozen=True, eq=False)

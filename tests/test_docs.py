@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import weft
-from weft.attention.table import markdown
+from weft.cli.attentions import markdown
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("experiments/*/README.md")])
@@ -37,7 +37,7 @@ def test_the_readmes_examples_run():
 
 def test_the_new_mechanism_of_contributing_works():
     code = re.search(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S).group(1)
-    code = code.replace("from .", "from weft.attention.").replace('register("mean"', 'None and register("mean"')
+    code = code.replace("from ..", "from weft.").replace('register("mean"', 'None and register("mean"')
     namespace: dict = {}
     exec(compile(code, "CONTRIBUTING.md", "exec"), namespace)
     import torch

@@ -16,7 +16,7 @@ import torch
 
 import weft
 from weft import inspect
-from weft.inspect.command import words
+from weft.cli.inspect import words
 from weft.inspect.gather import layer_name, pack
 from weft.models import CRATE, TextClassifier
 from weft.tasks import TaskData

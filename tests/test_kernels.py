@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import weft
-from weft.kernels import dispatch
+from weft.core import dispatch
 from weft.kernels.cases import REAL, SMALL
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -55,7 +55,8 @@ for name, calls in SMALL.items():
 """
 
 TILES_OF_HALF = """
-from weft.kernels import linear_scan, random_features
+from weft.kernels import linear_scan
+from weft.attention.performer import kernel as random_features
 from weft.kernels.agree import Call, compare_call
 from weft.kernels.checks import failures
 for table in (linear_scan.TILES, random_features.TILES):  # of these, float16 takes the tiles of float32

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import weft
-from weft.kernels import dispatch
+from weft.core import dispatch
 from weft.layers.mssa import SubspaceAttention
 
 

@@ -22,7 +22,8 @@ SETTINGS = dict(
 # Rank 1 dies in the middle of step 8, without a word; the others must not hang, and nothing may be lost.
 SCRIPT = """
 import json, os, sys
-from weft.lab import loop, make_config, train
+from weft.lab import loop
+from weft.lab import make_config, train
 
 update = loop.Training._update
 

@@ -10,7 +10,7 @@ from promises import cases, masks, noise
 from torch.nn.functional import scaled_dot_product_attention
 
 import weft
-from weft.layers.positions import alibi_slopes, sinusoids
+from weft.core.positions import alibi_slopes, sinusoids
 
 EXACT = {"atol": 1e-10, "rtol": 1e-8}
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from weft import CachedAttention
+from weft.lab.bench.pvt_sizes import PRINTED, PRINTED_BY_RATIO, cost, multiply_adds, timm_sizes
 from weft.layers import branch_maps
 from weft.models import PVT, pvt
-from weft.models.pvt_sizes import PRINTED, PRINTED_BY_RATIO, cost, multiply_adds, timm_sizes
 
 SMALL = {
     "image_size": 64,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import weft
-from weft.attention.recomputing import Replays
+from weft.core.recomputing import Replays
 from weft.layers import AttentionCache
 
 DIM = HEADS * HEAD_DIM

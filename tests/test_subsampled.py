@@ -9,9 +9,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import weft
-from weft.attention.sampled import sampled_attention
-from weft.attention.sampled_tiles import causal_tiles
-from weft.attention.sampling import causal_windows
+from weft.attention.subsampled.gather import sampled_attention
+from weft.attention.subsampled.sampling import causal_windows
+from weft.attention.subsampled.tiles import causal_tiles
 
 FILE = "ssa_1d.npz"
 

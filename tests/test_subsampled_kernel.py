@@ -12,7 +12,7 @@ import torch
 from test_kernels import interpret
 
 import weft
-from weft.kernels import dispatch
+from weft.core import dispatch
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 

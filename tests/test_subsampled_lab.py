@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import weft
-from weft.lab.subsample import parse_schedule
+from weft.adapt.subsample import parse_schedule
 
 
 class Block(nn.Module):

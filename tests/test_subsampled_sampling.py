@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import weft
-from weft.attention import sampling
-from weft.attention.sampling import KEYS, bidirectional_windows, causal_windows, sample_slots
-from weft.attention.sampling2d import home, sample_placement, shuffle_grid, window_table
+from weft.attention.subsampled import sampling
+from weft.attention.subsampled.sampling import KEYS, bidirectional_windows, causal_windows, sample_slots
+from weft.attention.subsampled.sampling_2d import home, sample_placement, shuffle_grid, window_table
 
 
 def causal_sample(L, W, sigma, seed):

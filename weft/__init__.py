@@ -1,24 +1,18 @@
-"""weft: attention that is cheaper, wider, remembering, or explainable, as layers for PyTorch."""
+"""weft: drop-in efficient, cached and interpretable attention layers for PyTorch."""
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from . import inspect, layers, models
-from .adapt.surgery import cache, swap
 from .attention import Attention, AttentionInfo, attention_info, attentions, make_attention, register
-from .attention.decoding import state_size
-from .lab.ensemble import ensemble
-from .lab.subsample import make_dense, subsample, subsampling
-from .layers import (
-    ISTA,
-    MSSA,
-    ALiBi,
-    CachedAttention,
-    MixedAttention,
-    MultiheadAttention,
-    RelativeBias,
-    RelativeBias2d,
-    Rotary,
-)
+from .core.positions import ALiBi, RelativeBias, RelativeBias2d, Rotary
+from .core.state import state_size
+from .layers import ISTA, MSSA, CachedAttention, MixedAttention, MultiheadAttention
+
+if TYPE_CHECKING:
+    from . import inspect, layers, models
+    from .adapt.ensemble import ensemble
+    from .adapt.subsample import make_dense, subsample, subsampling
+    from .adapt.surgery import cache, swap
 
 __version__ = "0.1.0"
 
@@ -50,11 +44,22 @@ __all__ = [
     "swap",
 ]
 
+# Imported on first use, so that `import weft` stays quick: names, and the modules they come from.
+_MODULES = {"inspect": "inspect", "layers": "layers", "models": "models"}
+_MODULES |= {"huggingface": "adapt.huggingface", "timm": "adapt.timm"}  # these need their library
+_NAMES = {"cache": "adapt.surgery", "swap": "adapt.surgery", "ensemble": "adapt.ensemble"}
+_NAMES |= dict.fromkeys(("make_dense", "subsample", "subsampling"), "adapt.subsample")
+
 
 def __getattr__(name: str) -> Any:
-    """weft.huggingface and weft.timm, when they are asked for: each needs its library."""
-    if name in ("huggingface", "timm"):
-        import importlib
-
-        return importlib.import_module(f".adapt.{name}", __name__)
+    if name in _MODULES:
+        return importlib.import_module(f".{_MODULES[name]}", __name__)
+    if name in _NAMES:
+        value = getattr(importlib.import_module(f".{_NAMES[name]}", __name__), name)
+        globals()[name] = value
+        return value
     raise AttributeError(f"module 'weft' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES, *_NAMES})

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Attention, attention_info, make_attention
-from ..attention.contract import PositionBias, hide
-from ..attention.softmax import softmax_attention
-from ..kernels.launch import autocast
+from ..core.contract import PositionBias, hide
+from ..core.launch import autocast
+from ..core.softmax import softmax_attention
 
 
 class Core(nn.Module):

@@ -1,13 +1,20 @@
-"""The mechanisms: one short file each, q, k, v in and out. Importing this package registers them all."""
+"""The mechanisms, one file or folder each: q, k, v in, output out. Importing this package registers them all."""
 
 import importlib
 import pkgutil
+from collections.abc import Iterable
 
-from .contract import Attention
-from .registry import AttentionInfo, attention_info, attentions, make_attention, register
+from ..core.contract import Attention
+from ..core.registry import AttentionInfo, attention_info, attentions, make_attention, register
 
-# Every file here that registers a mechanism is found by being here.
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
+
+def _import_all(path: Iterable[str], package: str) -> None:
+    for found in pkgutil.iter_modules(path, f"{package}."):
+        module = importlib.import_module(found.name)
+        if found.ispkg and not hasattr(module, "naive"):  # a family of mechanisms; a mechanism's own folder has naive
+            _import_all(module.__path__, found.name)
+
+
+_import_all(__path__, __name__)
 
 __all__ = ["Attention", "AttentionInfo", "attention_info", "attentions", "make_attention", "register"]

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .blocks import both
-from .contract import Attention, PositionBias
-from .decoding import KeyValueState
-from .dense import dense_attention, positions
-from .joint import Columns, Layout, Part, Rows, joint_attention, token_positions, valid_in
-from .partitions import default_block, other_blocks, own_block
-from .registry import register
-from .softmax import softmax_attention
+from ..core.blocks import both
+from ..core.contract import Attention, PositionBias
+from ..core.dense import dense_attention, positions
+from ..core.joint import Columns, Layout, Part, Rows, joint_attention, token_positions, valid_in
+from ..core.partitions import default_block, other_blocks, own_block
+from ..core.registry import register
+from ..core.softmax import softmax_attention
+from ..core.state import KeyValueState
 
 
 def naive(

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.staging import send
-from .blocks import ceil_div, from_blocks, to_blocks
-from .contract import Attention, PositionBias
-from .dense import dense_attention, positions
-from .registry import register
-from .softmax import softmax_attention
+from ..core.blocks import ceil_div, from_blocks, to_blocks
+from ..core.contract import Attention, PositionBias
+from ..core.dense import dense_attention, positions
+from ..core.registry import register
+from ..core.softmax import softmax_attention
+from ..core.staging import send
 
 PLAN_TOKENS = 1024  # the published code draws random blocks from the first 1,024 tokens only
 

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .blocks import power_of_two
-from .groups import Runs, gather_runs
-from .recomputing import Replays, once, recomputing
+from ..core.blocks import power_of_two
+from ..core.recomputing import Replays, once, recomputing
+from ..core.runs import Runs, gather_runs
 
 
 class Clusters(nn.Module):

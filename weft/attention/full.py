@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .contract import Attention, PositionBias
-from .decoding import KeyValueState
-from .dense import dense_logits, dense_softmax, legal
-from .registry import register
-from .softmax import softmax_attention
+from ..core.contract import Attention, PositionBias
+from ..core.dense import dense_logits, dense_softmax, legal
+from ..core.registry import register
+from ..core.softmax import softmax_attention
+from ..core.state import KeyValueState
 
 
 def naive(

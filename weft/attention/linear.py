@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..core.contract import Attention, PositionBias, hide
+from ..core.dense import legal
+from ..core.dispatch import check_backend, use_triton
+from ..core.precision import precise, without_autocast
+from ..core.registry import register
+from ..core.scan import causal_sum
 from ..kernels import linear_scan as kernel
-from ..kernels.dispatch import check_backend, use_triton
-from .contract import Attention, PositionBias, hide
-from .dense import legal
-from .precision import precise, without_autocast
-from .registry import register
-from .scan import causal_sum
 
 EPSILON = 1e-6
 NOT_CAUSAL = "only the causal form has a kernel; the other is two matrix products"

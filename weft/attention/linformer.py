@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .contract import Attention, PositionBias, hide
-from .dense import dense_logits
-from .registry import register
-from .softmax import softmax_attention
+from ..core.contract import Attention, PositionBias, hide
+from ..core.dense import dense_logits
+from ..core.registry import register
+from ..core.softmax import softmax_attention
 
 
 def naive(

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.blocks import both, from_blocks, to_blocks, valid_keys
+from ..core.contract import Attention, PositionBias
+from ..core.dense import dense_attention, positions
+from ..core.dispatch import check_backend, use_triton
+from ..core.registry import register
+from ..core.softmax import softmax_attention
+from ..core.state import KeyValueState
 from ..kernels import band as kernel
-from ..kernels.dispatch import check_backend, use_triton
-from .blocks import both, from_blocks, to_blocks, valid_keys
-from .contract import Attention, PositionBias
-from .decoding import KeyValueState
-from .dense import dense_attention, positions
-from .registry import register
-from .softmax import softmax_attention
 
 
 def naive(

@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..core.contract import Attention, PositionBias
+from ..core.dense import dense_attention, positions
+from ..core.joint import BackwardRows, Layout, Part, Rows, joint_attention, token_positions, valid_in
+from ..core.partitions import LogSpans, log_spans, power_offsets
+from ..core.registry import register
+from ..core.state import KeyValueState
 from .axial import attend_to
-from .contract import Attention, PositionBias
-from .decoding import KeyValueState
-from .dense import dense_attention, positions
-from .joint import BackwardRows, Layout, Part, Rows, joint_attention, token_positions, valid_in
-from .partitions import LogSpans, log_spans, power_offsets
-from .registry import register
 
 BLOCK = 16  # tokens that are worked on together; the result does not depend on it
 

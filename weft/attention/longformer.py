@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..core.blocks import both, ceil_div, from_blocks, power_of_two, to_blocks
+from ..core.contract import Attention, PositionBias
+from ..core.dense import dense_attention, positions
+from ..core.dispatch import check_backend, use_triton
+from ..core.registry import register
+from ..core.softmax import softmax_attention
+from ..core.state import KeyValueState
 from ..kernels import band as kernel
-from ..kernels.dispatch import check_backend, use_triton
-from .blocks import both, ceil_div, from_blocks, power_of_two, to_blocks
-from .contract import Attention, PositionBias
-from .decoding import KeyValueState
-from .dense import dense_attention, positions
-from .registry import register
-from .softmax import softmax_attention
 
 
 def naive(

@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .contract import Attention, PositionBias
-from .dense import dense_logits, dense_softmax, legal, positions, runs_of, same
-from .groups import gather_runs, take_mask, take_tokens
-from .precision import precise, without_autocast
-from .registry import register
+from ..core.contract import Attention, PositionBias
+from ..core.dense import dense_logits, dense_softmax, legal, positions, runs_of, same
+from ..core.precision import precise, without_autocast
+from ..core.registry import register
+from ..core.runs import gather_runs, take_mask, take_tokens
 
 
 def naive(

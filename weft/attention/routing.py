@@ -15,13 +15,13 @@ from typing import Any
 
 from torch import Tensor
 
+from ..core.contract import Attention, PositionBias
+from ..core.dense import dense_attention, runs_of, same
+from ..core.joint import Part, joint_attention
+from ..core.partitions import own_block
+from ..core.registry import register
+from ..core.runs import Runs, take_mask, take_rows
 from .clusters import Clusters
-from .contract import Attention, PositionBias
-from .dense import dense_attention, runs_of, same
-from .groups import Runs, take_mask, take_rows
-from .joint import Part, joint_attention
-from .partitions import own_block
-from .registry import register
 
 
 def naive(

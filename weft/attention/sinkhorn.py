@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .blocks import ceil_div, from_blocks, to_blocks, valid_keys
-from .contract import Attention, PositionBias, hide
-from .dense import dense_attention, dense_softmax, positions, real_tokens
-from .precision import precise
-from .registry import register
-from .softmax import softmax_attention
+from ..core.blocks import ceil_div, from_blocks, to_blocks, valid_keys
+from ..core.contract import Attention, PositionBias, hide
+from ..core.dense import dense_attention, dense_softmax, positions, real_tokens
+from ..core.precision import precise
+from ..core.registry import register
+from ..core.softmax import softmax_attention
 
 
 def naive(

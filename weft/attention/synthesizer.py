@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .contract import Attention, PositionBias
-from .dense import dense_logits, dense_softmax, legal
-from .registry import register
-from .softmax import softmax_attention
+from ..core.contract import Attention, PositionBias
+from ..core.dense import dense_logits, dense_softmax, legal
+from ..core.registry import register
+from ..core.softmax import softmax_attention
 
 
 def naive(

@@ -13,8 +13,8 @@ import math
 import torch
 from torch import Tensor
 
-from .dispatch import DTYPES, LARGEST_HEAD, NEVER
-from .launch import (
+from ..core.dispatch import DTYPES, LARGEST_HEAD, NEVER
+from ..core.launch import (
     Tiles,
     as_flags,
     autocast,
@@ -83,8 +83,8 @@ def _outputs(z: Tensor) -> tuple[Tensor, Tensor]:
     schema="(Tensor dout, Tensor z, Tensor? mask, Tensor out, Tensor lse, bool causal) -> Tensor",
 )
 def _backward(dout, z, mask, out, lse, causal):
-    from .combiner_fixed_backward import row_products
     from .mssa_triton import gradients
+    from .rows import row_products
 
     dz = empty_rows(z)
     dout, z, out = (rows_contiguous(x) for x in (dout, z, out))

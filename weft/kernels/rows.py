@@ -36,3 +36,22 @@ def valid_rows(MASK, position, live, HAS_MASK: tl.constexpr):
     if HAS_MASK:
         return live & (tl.load(MASK + position, mask=live, other=0) != 0)
     return live
+
+
+@triton.jit
+def row_products(
+    OUT, DOUT, DELTA,
+    o_b, o_h, o_l, g_b, g_h, g_l,
+    BH, H, L,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """delta_i = Σ_d dout_id out_id, (B·H, L), which every softmax's backward needs."""
+    bh = tl.program_id(0) % BH
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    first = tl.program_id(0) // BH * ROWS
+    row = tl.arange(0, ROWS)
+    live = row < L - first
+    out = load_rows(OUT + b * o_b + h * o_h + first.to(tl.int64) * o_l, row, d, o_l, live, D, BLOCK_D).to(tl.float32)
+    dout = load_rows(DOUT + b * g_b + h * g_h + first.to(tl.int64) * g_l, row, d, g_l, live, D, BLOCK_D).to(tl.float32)
+    tl.store(DELTA + bh.to(tl.int64) * L + first + row, tl.sum(out * dout, 1), mask=live)

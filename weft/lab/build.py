@@ -22,7 +22,7 @@ def build_model(config: TrainConfig, data: TaskData) -> nn.Module:
         if not report.replaced:
             raise ValueError(f"there is no attention layer that a cache goes around; leave --cache out:\n{report}")
     if config.subsample:
-        from .subsample import subsample
+        from ..adapt.subsample import subsample
 
         sigma = (config.sigma, config.sigma_last) if config.sigma_last else config.sigma
         subsample(model, config.subsample, sigma)

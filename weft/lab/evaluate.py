@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..adapt.ensemble import Members
 from ..tasks import TaskData
 from ..tasks.base import Task
 from ..tasks.config import TrainConfig
@@ -15,7 +16,6 @@ from ..tasks.registry import task_of
 from . import checkpoint
 from .build import build_model
 from .data import Rows, seed_everything, seed_of
-from .ensemble import Members
 from .run import Run
 from .state import restore_model
 

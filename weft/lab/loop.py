@@ -363,7 +363,7 @@ class Training:
             restore_model(self.raw, tensors, numbers["extra"])
 
     def _turn_dense(self) -> None:
-        from .subsample import make_dense
+        from ..adapt.subsample import make_dense
 
         make_dense(self.raw)
         self.is_dense = True

@@ -1,5 +1,6 @@
 """What blocks are made of."""
 
+from ..core.positions import ALiBi, RelativeBias, RelativeBias2d, Rotary, sinusoids
 from .attention_cache import AttentionCache
 from .cached import CachedAttention
 from .cached_maps import BranchMaps, branch_maps
@@ -11,7 +12,6 @@ from .memory_tokens import MemoryTokens, RecurrentMemory
 from .mixed import MixedAttention
 from .mssa import MSSA
 from .multihead import MultiheadAttention
-from .positions import ALiBi, RelativeBias, RelativeBias2d, Rotary, sinusoids
 from .subsampled_window import SubsampledWindowAttention
 from .transformer_xl import SegmentMemory, TransformerXLAttention
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..attention.recomputing import Replays, recomputing
+from ..core.recomputing import Replays, recomputing
 from .multihead import MultiheadAttention
 
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import Attention
-from ..attention.contract import quiet_padding
+from ..core.contract import quiet_padding
 from .cache import RecurrentCache
 from .cached_inputs import (
     grid_of,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention.contract import quiet_padding
+from ..core.contract import quiet_padding
 from .cached_options import CacheOptions
 from .multihead import MultiheadAttention
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention.contract import PositionBias, quiet_padding
+from ..core.contract import PositionBias, quiet_padding
 from .feedforward import FeedForward
 
 NORM_EPS = 1e-6

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention.contract import quiet_padding
+from ..core.contract import quiet_padding
 
 
 class ISTA(nn.Module):

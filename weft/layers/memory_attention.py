@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Attention, make_attention
+from ..core.positions import RelativeBias2d
 from .multihead import MultiheadAttention
-from .positions import RelativeBias2d
 
 
 class MemoryAttention(nn.Module):

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..attention import attention_info
-from ..attention.contract import PositionBias
+from ..core.contract import PositionBias
 from .multihead import MultiheadAttention
 
 

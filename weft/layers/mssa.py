@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import attention_info, make_attention
-from ..attention.contract import Attention, PositionBias, quiet_padding
 from ..attention.full import FullAttention
+from ..core.contract import Attention, PositionBias, quiet_padding
+from ..core.dispatch import check_backend, use_triton
 from ..kernels import mssa as kernel
-from ..kernels.dispatch import check_backend, use_triton
 
 
 class SubspaceAttention(FullAttention):

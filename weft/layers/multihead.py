@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Attention, make_attention
-from ..attention.contract import PositionBias, quiet_padding
-from .positions import Rotary
+from ..core.contract import PositionBias, quiet_padding
+from ..core.positions import Rotary
 
 
 class MultiheadAttention(nn.Module):

@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention.sampled import sampled_attention
-from ..attention.sampling import draw_key, sample_slots
-from ..attention.sampling2d import sample_placement, window_table
 from ..attention.subsampled import Subsampling
-from ..kernels.staging import send
+from ..attention.subsampled.gather import sampled_attention
+from ..attention.subsampled.sampling import draw_key, sample_slots
+from ..attention.subsampled.sampling_2d import sample_placement, window_table
+from ..core.staging import send
 
 
 class SubsampledWindowAttention(Subsampling, nn.Module):

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..attention.softmax import softmax_attention
-from .positions import sinusoids
+from ..core.positions import sinusoids
+from ..core.softmax import softmax_attention
 
 
 class SegmentMemory(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import attention_info
-from ..attention.contract import PositionBias, quiet_padding
+from ..core.contract import PositionBias, quiet_padding
 from ..layers.ista import ISTA
 from ..layers.mssa import MSSA
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.positions import Constant, sinusoids
 from ..layers.mssa import MSSA
-from ..layers.positions import Constant, sinusoids
 from .crate import CRATE, Patches, crate_layers
 
 

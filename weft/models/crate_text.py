@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers.positions import sinusoids
+from ..core.positions import sinusoids
 from .crate import crate_layers
 
 

@@ -16,9 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..core.positions import Constant
 from ..layers import sinusoids
 from ..layers.encoder import NORM_EPS
-from ..layers.positions import Constant
 from .build import AttentionChoice, encoder_blocks
 
 

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...adapt.subsample import parse_schedule, subsample
 from ...attention import make_attention
 from ...layers import ALiBi
 from ...models.language import LanguageModel
-from ..subsample import parse_schedule, subsample
 from .report import Line, Report, Table, cell
 from .timing import Call, How, forget, ratio, reason, take_turns
 

@@ -34,7 +34,7 @@ def measure_study(tasks: Sequence[str], names: Sequence[str], report: Report, li
 
 def measure_cached(report: Report, line: Line) -> None:
     """One record for every size of the pyramid."""
-    from ...models.pvt_sizes import pvt_sizes
+    from .pvt_sizes import pvt_sizes
 
     line.next("the pyramid, plain and cached")
     plain = None

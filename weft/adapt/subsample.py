@@ -1,0 +1,152 @@
+"""Make a model train on random pathways, by the name of a schedule, and make it dense again.
+
+The Information Pathways Hypothesis, https://arxiv.org/abs/2306.01705
+
+    report = weft.subsample(model, "S12-L8", sigma=(0.2, 0.35))    8 windows in the last 12 layers
+    print(report)                                                  what was replaced, and what was left and why
+    weft.make_dense(model)                                         the dense finish: same model, same optimizer state
+    report.undo()                                                  the same model as before
+
+A schedule is `S{layers}-L{windows}`: `Sall-L4` takes all layers, a final U (`S16-L4U`) samples without local bias.
+σ is linear in the index of the layer in the whole model, from its first layer to its deepest.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..attention import make_attention
+from ..attention.subsampled import Subsampling
+from ..layers.mixed import MixedAttention
+from ..layers.mssa import MSSA
+from ..layers.multihead import MultiheadAttention
+from .report import Patch, Report, Row
+
+
+@dataclass(frozen=True)
+class Schedule:
+    layers: int | None  # the last so many; None for all
+    windows: int
+    biased: bool
+
+
+def parse_schedule(name: str) -> Schedule:
+    """`S12-L8`, `Sall-L4` (or `S-all-L4`), and either with a final U for unbiased."""
+    match = re.fullmatch(r"S(\d+|-?all)-L(\d+)(U?)", name)
+    if not match or not int(match[2]):
+        raise ValueError(f"a schedule is written S12-L8 (last 12 layers, 8 windows) or Sall-L4, got {name!r}")
+    layers = None if match[1].endswith("all") else int(match[1])
+    return Schedule(layers, int(match[2]), biased=not match[3])
+
+
+class SubsampleReport(Report):
+    def undo(self) -> None:
+        super().undo()
+        for patch in self.patches:  # the model may have gone from train() to eval() since
+            patch.old.train(patch.new.training)
+
+
+def subsample(
+    model: nn.Module,
+    schedule: str,
+    sigma: float | tuple[float, float] = 0.2,
+    *,
+    where: str | Callable[[str, nn.Module], bool] | None = None,
+    **options: Any,
+) -> SubsampleReport:
+    """Put subsampled attention into the last layers of `model` that have `full` attention, in place.
+
+    `sigma` is one number, or its values in the first and in the deepest layer. `where` chooses the layers that count,
+    by a pattern on their paths or a function of path and layer: leave out layers that attend to another sequence of
+    the same width, which cannot be told from the model. `options` are the mechanism's.
+    """
+    plan = parse_schedule(schedule)
+    paths = [(path, m) for path, m in model.named_modules() if isinstance(m, (MSSA, MultiheadAttention))]
+    if not paths:
+        raise ValueError(f"{type(model).__name__} contains no weft.MultiheadAttention or MSSA to subsample")
+    excluded = {path: why for path, m in paths if (why := _excluded(path, m, where))}
+    number = _number_layers(model, [path for path, _ in paths if path not in excluded])
+    depth = max(number.values(), default=-1) + 1
+    count = depth if plan.layers is None else plan.layers
+    if count > depth:
+        raise ValueError(f"{schedule} wants {count} layers; the model has {depth}")
+    first, last = sigma if isinstance(sigma, tuple) else (sigma, sigma)
+    rows, patches = [], []
+    for path, layer in paths:
+        now, why = "", excluded.get(path, "")
+        if not why and number[path] < depth - count:
+            why = f"one of the first {depth - count} layers, which stay dense"
+        elif not why and layer.attention.name != "full":
+            why = f"its attention is {layer.attention.name}, not full"
+        if not why:
+            here = first + (last - first) * number[path] / max(depth - 1, 1)
+            new = _subsampled(layer, plan, here, options)
+            patches.append(Patch(layer, "attention", new))
+            now = f"subsampled, windows={plan.windows}, " + (f"sigma={here:.4g}" if plan.biased else "unbiased")
+        rows.append(Row(path, type(layer).__name__, now, why))
+    if count and not patches:
+        raise ValueError("no layer could be subsampled: " + "; ".join(f"{r.path}: {r.why}" for r in rows))
+    for patch in patches:  # only once every layer's options were accepted
+        patch.apply()
+    return SubsampleReport(rows, patches)
+
+
+def subsampling(model: nn.Module, on: bool) -> int:
+    """Switch the sampling of every layer that can sample, and say how many there are.
+
+    On: they sample in training and are dense in eval(), as they were made. Off: they are dense in training too.
+    """
+    found = [m for m in model.modules() if isinstance(m, Subsampling)]
+    if not found:
+        raise ValueError("the model has no subsampled attention; weft.subsample(model, 'Sall-L4') puts it in")
+    for module in found:
+        module.sampling = None if on else False
+    return len(found)
+
+
+def make_dense(model: nn.Module) -> int:
+    """Dense attention from here on, in training too; parameters and optimizer state stay as they are."""
+    return subsampling(model, False)
+
+
+def _subsampled(layer: MSSA | MultiheadAttention, plan: Schedule, sigma: float, options: dict[str, Any]) -> nn.Module:
+    old = layer.attention
+    return make_attention(
+        "subsampled",
+        heads=old.heads,
+        head_dim=old.head_dim,
+        causal=old.causal,
+        max_length=old.max_length,
+        dropout=old.dropout,
+        windows=plan.windows,
+        sigma=sigma,
+        biased=plan.biased,
+        **options,
+    ).train(old.training)
+
+
+def _excluded(path: str, layer: MSSA | MultiheadAttention, where: Any) -> str:
+    if isinstance(where, str) and not fnmatch.fnmatchcase(path, where):
+        return "not chosen"
+    if callable(where) and not where(path, layer):
+        return "not chosen"
+    if isinstance(layer, MultiheadAttention) and layer.v.in_features != layer.dim:
+        return "it attends to another sequence"
+    return ""
+
+
+def _number_layers(model: nn.Module, paths: list[str]) -> dict[str, int]:
+    """The index of each path's layer; the mechanisms side by side in a MixedAttention are one layer."""
+    mixed = [path for path, m in model.named_modules() if isinstance(m, MixedAttention)]
+    number: dict[str, int] = {}
+    seen: dict[str, int] = {}
+    for path in paths:
+        layer = next((m for m in mixed if m == "" or path.startswith(m + ".")), path)
+        number[path] = seen.setdefault(layer, len(seen))
+    return number

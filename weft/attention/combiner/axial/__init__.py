@@ -1,0 +1,259 @@
+"""Combiner-Axial, row-major: the own row directly, every other row as a span that depends on the query's column.
+
+Combiner, https://arxiv.org/abs/2107.05768, section 4.3; what the authors' experiments call Combiner-Axial. On a grid
+with rows of m tokens, i = r·m + c, a row s is seen from column c through its own token there:
+
+    o_{s,c} = Σ_t softmax_t(q_{s,c} · k_{s,t} / √D) v_{s,t}          the value of the span
+    w_{s,c} = Σ_t softmax_t(q_{s,c} · k_{s,t} / √D) k_{s,t}
+    its key:  none k_{s,c};  wsum w_{s,c};  proj W_2 LN(W_1 o_{s,c} + x_{s,c});  wsum_proj the same with w for o
+
+    causal           direct {j : j//m = r, j ≤ i}        spans: row s for every s < r
+    bidirectional    direct {j : j//m = r}               spans: row s for every s ≠ r
+
+Where (s, c) is no real token the row is seen through the mean of its tokens. The `proj` kinds read x, the input of the
+layer, of width `input_dim`: `attn(q, k, v, mask, x=x)`, which weft.MultiheadAttention does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ....core.blocks import ceil_div
+from ....core.contract import Attention, PositionBias, hide
+from ....core.dense import dense_softmax, legal, positions, real_tokens
+from ....core.dispatch import check_backend, use_triton
+from ....core.joint import Columns, Part, Rows, joint_attention
+from ....core.partitions import default_block, other_blocks
+from ....core.precision import precise, without_autocast
+from ....core.registry import register
+from ....core.softmax import softmax_attention
+from ...axial import Grid, decoding_block, row_part
+from ..base import Seen, dense_combiner, join_seen
+from . import kernel
+
+KEY_SUMMARIES = ("none", "wsum", "proj", "wsum_proj")
+
+
+def naive(
+    attn: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    bias: PositionBias | None = None,
+    x: Tensor | None = None,
+) -> Tensor:
+    (i, j), L, D, real = positions(q, k), k.shape[2], q.shape[-1], real_tokens(k, mask)
+    m = attn.block_size or default_block(L, attn.max_length)
+    s = torch.arange(ceil_div(L, m), device=q.device)
+    cell = s * m + i % m  # (L, rows): the token of row s in the column of i
+    there = (cell < L) & real[:, cell.clamp(max=L - 1)]
+
+    def at_cell(x: Tensor) -> Tensor:
+        return torch.where(there.view(-1, *[1] * (x.dim() - 3), L, len(s), 1), x[..., cell.clamp(max=L - 1), :], 0)
+
+    row = (j // m == s[:, None]) & real[:, None, None, None]
+    within = dense_softmax(at_cell(q) @ k.mT[:, :, None] / D**0.5, row)  # without a token at the cell: the mean
+    kbar = within @ (v if attn.key_summary == "proj" else k)[:, :, None]
+    if attn.key_summary == "none":
+        kbar = torch.where(there[:, None, ..., None], at_cell(k), kbar)
+    elif x is not None:
+        up = attn.up(kbar.movedim(1, 3).flatten(3)) + at_cell(x)
+        kbar = attn.down(attn.norm(up)).unflatten(-1, (attn.heads, D)).movedim(3, 1)
+    sees = s < i // m if attn.causal else (s != i // m) | attn.own_span
+    direct = (i // m == j // m) & legal(attn, q, k, mask)
+    return dense_combiner(q, k, v, direct, sees & row.any(-1), kbar, within)
+
+
+class CombinerAxial(Attention):
+    """`own_span` keeps the own row also as a span when bidirectional: the published code, which counts it twice.
+
+    `backend` "triton" is the fused kernel of `kernel.py`, for key_summary="wsum" without own_span;
+    "torch" the version below, which defines it; "auto" takes the kernel on the GPUs it was tested on. Decoding is
+    always "torch".
+    """
+
+    def __init__(
+        self,
+        *,
+        block_size: int | None = None,
+        key_summary: str = "wsum",
+        own_span: bool = False,
+        input_dim: int | None = None,
+        eps: float = 1e-6,
+        backend: str = "auto",
+        **contract: Any,
+    ):
+        super().__init__(**contract)
+        if block_size is not None and block_size < 1:
+            raise ValueError(f"block_size, the width of the grid, must be at least 1, got {block_size}")
+        if key_summary not in KEY_SUMMARIES:
+            raise ValueError(f"there is no key_summary {key_summary!r}; choose from {', '.join(KEY_SUMMARIES)}")
+        if own_span and self.causal:
+            raise ValueError("own_span reproduces the published bidirectional code: it needs causal=False")
+        self.block_size, self.key_summary, self.own_span = block_size, key_summary, own_span
+        self.backend = check_backend(backend)
+        if backend == "triton" and self._no_kernel():
+            raise ValueError(f"combiner-axial cannot use backend='triton': {self._no_kernel()}; use 'auto' or 'torch'")
+        self.needs_input = key_summary.endswith("proj")
+        if self.needs_input and input_dim is None:
+            raise ValueError(f"key_summary={key_summary!r} projects to the width of the layer's input: give input_dim")
+        if input_dim is not None and not self.needs_input:
+            raise ValueError(f"key_summary={key_summary!r} has no projection: nothing reads input_dim")
+        if input_dim is not None:
+            self.up = nn.Linear(self.heads * self.head_dim, input_dim)
+            self.norm = nn.LayerNorm(input_dim, eps=eps)
+            self.down = nn.Linear(input_dim, self.heads * self.head_dim)
+            for linear in (self.up, self.down):
+                nn.init.xavier_uniform_(linear.weight)
+                nn.init.zeros_(linear.bias)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        bias: PositionBias | None = None,
+        x: Tensor | None = None,
+    ) -> Tensor:
+        self.check(q, k, v, mask, bias)
+        q, k, v = self.clean(q, k, v, mask)
+        x = self._input(x, q, mask)
+        cannot = "the kernel has no dropout" if self.dropout and self.training else self._no_kernel()
+        with without_autocast(q):
+            if not use_triton(self.backend, self.name, q, v, cannot=cannot, least_length=kernel.LEAST_LENGTH):
+                return self._attend(q, k, v, mask, x, v)
+            m = self.block_size or default_block(q.shape[2], self.max_length)
+            return kernel.combiner_axial(q, k, v, mask, block_size=m, causal=self.causal)
+
+    def _no_kernel(self) -> str:
+        """What in the options the fused kernel lacks; "" if nothing."""
+        if self.key_summary != "wsum":
+            return f"the kernel has key_summary='wsum', not {self.key_summary!r}"
+        return "the kernel has no own_span" if self.own_span else ""
+
+    @torch.no_grad()
+    def weights(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        bias: PositionBias | None = None,
+        x: Tensor | None = None,
+    ) -> Tensor:
+        """The keys of `proj` spans depend on v: they are made of v, and only then is v replaced by the identity."""
+        self.check(q, k, v, mask, bias)
+        q, k, v = self.clean(q, k, v, mask)
+        B, H, L, _ = k.shape
+        identity = hide(torch.eye(L, dtype=v.dtype, device=v.device).expand(B, H, L, L), mask)
+        with without_autocast(q):
+            return self._attend(q, k, v, mask, self._input(x, q, mask), identity)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, x: Tensor | None, values: Tensor) -> Tensor:
+        L = k.shape[2]
+        m = self.block_size or default_block(L, self.max_length)
+        rows = Rows(m)
+        grid = Grid.of(k, values, mask, m, self.causal)
+        x_rows = None if x is None else rows.arrange(x[:, None])[:, 0]
+        kbar, vbar = self._summarise(rows.arrange(q), grid.k, rows.arrange(v), grid.real, x_rows, grid.v)
+        seen = other_blocks(grid.n, self.causal, k.device).view(1, 1, 1, grid.n, grid.n)
+        if self.own_span:
+            seen = torch.ones_like(seen)
+        if grid.real is not None:
+            seen = seen & grid.real.any(-1)[:, :, None, None]
+        spans = Part(Columns(m), kbar.transpose(2, 3), vbar.transpose(2, 3), seen)
+        dropout = self.dropout if self.training else 0.0
+        return joint_attention(q, [row_part(grid), spans], dropout=dropout, may_be_empty=mask is not None)
+
+    def _summarise(
+        self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, x: Tensor | None, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Key and value of every row as seen from every column, (B, H, n, m, D)."""
+        allowed = None if real is None else real[:, :, :, None]
+        out = softmax_attention(q, k, values, allowed=allowed)
+        if self.key_summary == "none":
+            if real is None:
+                return k, out
+            mean = precise(k).sum(3, keepdim=True) / real.sum(-1).clamp(min=1)[..., None, None]
+            return torch.where(real[..., None], k, mean.to(k.dtype)), out
+        of = k if self.key_summary.startswith("wsum") else v
+        mixed = out if of is values else softmax_attention(q, k, of, allowed=allowed)
+        if x is None:
+            return mixed, out
+        heads = _linear(self.up, mixed.permute(0, 2, 3, 1, 4).flatten(3))
+        joined = F.dropout(heads, self.dropout, self.training) + x.to(heads.dtype)
+        scale, shift = (p.to(joined.dtype) for p in (self.norm.weight, self.norm.bias))
+        key = _linear(self.down, F.layer_norm(joined, joined.shape[-1:], scale, shift, self.norm.eps))
+        return torch.unflatten(key, -1, (self.heads, self.head_dim)).permute(0, 3, 1, 2, 4), out
+
+    def _input(self, x: Tensor | None, q: Tensor, mask: Tensor | None) -> Tensor | None:
+        if not self.needs_input:
+            if x is not None:
+                raise TypeError(f"key_summary={self.key_summary!r} does not read x, the input of the layer")
+            return None
+        B, L, dim = q.shape[0], q.shape[2], self.norm.normalized_shape[0]
+        if x is None or x.shape != (B, L, dim):
+            got = None if x is None else tuple(x.shape)
+            raise ValueError(
+                f"key_summary={self.key_summary!r} reads the input of the layer: give x= of shape ({B}, {L}, {dim}), "
+                f"got {got}; 'wsum' needs none"
+            )
+        return x if mask is None else x.masked_fill(~mask[..., None], 0)
+
+    def initial_state(self) -> RowState:
+        decoding_block(self)  # refuses where there is none
+        return RowState()
+
+    def attend_next(self, q, k, v, state: RowState, mask, bias, x=None):
+        if mask is None:
+            mask = torch.ones(q.shape[0], dtype=torch.bool, device=q.device)
+        x = self._input(x, q, mask[:, None])
+        m = decoding_block(self)
+        row = [*state.row, (q, k, v, mask[:, None], x)]
+        queries, keys, values = (torch.cat([token[part] for token in row], 2) for part in range(3))
+        real = torch.cat([token[3] for token in row], 1)
+        seen: list[Seen] = [(keys, values, real)]
+        spans = state.spans
+        if spans is not None:
+            c = state.position % m
+            seen.append((spans[0][:, :, :, c], spans[1][:, :, :, c], spans[2]))
+        k_seen, v_seen, valid = join_seen(seen)
+        out = softmax_attention(q, k_seen, v_seen, allowed=valid[:, None, None])
+        if len(row) == m:
+            x_row = None if x is None else torch.cat([token[4] for token in row], 1)[:, None]
+            queries, keys, values = queries[:, :, None], keys[:, :, None], values[:, :, None]
+            kbar, vbar = self._summarise(queries, keys, values, real[:, None, None], x_row, values)
+            closed = (kbar, vbar, real.any(-1, keepdim=True))
+            spans, row = closed if spans is None else join_seen([spans, closed]), []
+        return out, RowState(state.position + 1, row, spans)
+
+
+def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x, layer.weight.to(x.dtype), layer.bias.to(x.dtype))
+
+
+@dataclass
+class RowState:
+    """The tokens of the open row, and the spans (B, H, R, m, D) of the rows that are full, whose tokens are dropped."""
+
+    position: int = 0
+    row: list[tuple[Tensor, Tensor, Tensor, Tensor, Any]] = field(default_factory=list)
+    spans: Seen | None = None
+
+
+register(
+    "combiner-axial",
+    CombinerAxial,
+    naive=naive,
+    paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
+    cost="L*sqrt(L)",
+    length_dependent="without max_length the default block size follows the length; block_size fixes it",
+    backends=("torch", "triton"),
+)

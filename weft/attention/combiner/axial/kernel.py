@@ -1,0 +1,192 @@
+"""`combiner-axial` with key_summary="wsum" as fused kernels: forward and backward, as one PyTorch operator.
+
+On a grid with rows of m tokens, i = r·m + c:
+
+    α_i = softmax over row r of q_i·k_j/√D          vbar_i = Σ_j α_ij v_j          kbar_i = Σ_j α_ij k_j
+    out_i = (Σ_{j in row r, j ≤ i} e^{q_i·k_j/√D} v_j + Σ_{s other row} e^{q_i·kbar_{s,c}/√D} vbar_{s,c}) / Z_i
+
+The rows' kernel makes the direct part and the summaries from the same logits; attention down the columns of summaries
+(`lines.py`) goes on with the same softmax. The plain version in `__init__.py` is the definition. Triton is imported
+only when a kernel runs, so this module can be imported anywhere.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ....core.launch import (
+    Tiles,
+    as_flags,
+    autocast,
+    block_width,
+    ceil_div,
+    for_operator,
+    precision,
+    rows_contiguous,
+    strides,
+)
+from ....kernels.lines import (
+    Lines,
+    attend_lines,
+    check,
+    empty_rows,
+    line_key_gradients,
+    line_query_gradients,
+    scales,
+    tiles,
+)
+
+LEAST_LENGTH = 256  # the shortest measured; the kernels beat the plain version from here on: docs/kernels.md
+
+# By kernel, widest head and bytes per number; not yet tuned.
+TILES: dict[tuple[str, int, int], Tiles] = {
+    ("summarise", 64, 2): Tiles(64, 32, 4, 3, 128),
+    ("summarise", 128, 2): Tiles(64, 32, 8, 2),
+    ("summarise", 64, 4): Tiles(32, 32, 4, 2),
+    ("summarise", 128, 4): Tiles(32, 32, 8, 1),
+    ("row query gradients", 64, 2): Tiles(64, 32, 4, 3),
+    ("row query gradients", 128, 2): Tiles(64, 32, 8, 2),
+    ("row query gradients", 64, 4): Tiles(32, 32, 4, 1),
+    ("row query gradients", 128, 4): Tiles(32, 16, 8, 1),
+    ("row key gradients", 64, 2): Tiles(32, 64, 4, 2, 168),
+    ("row key gradients", 128, 2): Tiles(16, 64, 4, 2),
+    ("row key gradients", 64, 4): Tiles(16, 64, 4, 1),
+    ("row key gradients", 128, 4): Tiles(16, 16, 4, 1),
+}
+
+
+def combiner_axial(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, block_size: int, causal: bool) -> Tensor:
+    """The mechanism on q, k, v (B, H, L, D), zero where masked, and mask (B, L)."""
+    q, k, v = autocast(q, k, v)
+    return torch.ops.weft.combiner_axial(q, k, v, for_operator(mask), block_size, causal)[0]
+
+
+@torch.library.custom_op(
+    "weft::combiner_axial",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, int block_size, bool causal)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _forward(q, k, v, mask, block_size, causal):
+    from .passes import summarise
+
+    check(q, [k], [v])
+    B, H, L, D = q.shape
+    m, n = block_size, ceil_div(L, block_size)
+    out, lse, kbar, vbar, local = _outputs(q, m)
+    q, k, v = (rows_contiguous(x) for x in (q, k, v))
+    if n == 1:  # nothing to summarise
+        flags = None if mask is None else as_flags(mask)
+        attend_lines(q, k, v, flags, out, lse, Lines.of("row", 1, m), "up_to" if causal else "all", more=False)
+        return out, lse, kbar, vbar, local
+    t = tiles(TILES, "summarise", m, q)
+    summarise[(n * ceil_div(m, t.queries) * B * H,)](
+        q, k, v, q if mask is None else as_flags(mask), kbar, vbar, local, out, lse,
+        *strides(q), *strides(k), *strides(v), *strides(kbar), *strides(out), B * H, H, L, n, m, scales(q)[0],
+        BQ=t.queries, BK=t.keys, **_options(q, mask, causal), **t.launch(),
+    )  # fmt: skip
+    columns, rule = Lines.of("column", n, m), "before" if causal else "others"
+    attend_lines(q, kbar, vbar, _rows_with_tokens(mask, n, m), out, lse, columns, rule, more=True)
+    return out, lse, kbar, vbar, local
+
+
+@_forward.register_fake
+def _(q, k, v, mask, block_size, causal):
+    return _outputs(q, block_size)
+
+
+def _outputs(q: Tensor, m: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out, its log2 normalisers, and of each cell the summary key and value and the row's log2 normaliser; no cells
+    where there is one row only."""
+    B, H, L, D = q.shape
+    cells = ceil_div(L, m) * m if L > m else 0
+    kbar, vbar = (q.new_empty(B, cells, H, D).transpose(1, 2) for _ in range(2))
+    return (
+        empty_rows(q),
+        q.new_empty(B, H, L, dtype=torch.float32),
+        kbar,
+        vbar,
+        q.new_empty(B, H, cells, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op(
+    "weft::combiner_axial_backward",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, Tensor kbar,"
+    " Tensor vbar, Tensor local, int block_size, bool causal) -> (Tensor, Tensor, Tensor)",
+)
+def _backward(dout, q, k, v, mask, out, lse, kbar, vbar, local, block_size, causal):
+    from .passes import row_key_gradients, row_query_gradients
+
+    dq, dk, dv, delta = empty_rows(q), empty_rows(k), empty_rows(v), torch.empty_like(lse)
+    dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
+    B, H, L, D = q.shape
+    m, n = block_size, ceil_div(L, block_size)
+    flags = None if mask is None else as_flags(mask)
+    if n == 1:
+        row, rule = Lines.of("row", 1, m), "up_to" if causal else "all"
+        line_query_gradients(q, k, v, flags, out, dout, lse, delta, dq, row, rule, more=False)
+        line_key_gradients(q, k, v, flags, dout, lse, delta, dk, dv, row, rule, more=False)
+        return dq, dk, dv
+    dkbar, dvbar, products = torch.empty_like(kbar), torch.empty_like(vbar), torch.empty_like(local)
+    spans = kbar, vbar, _rows_with_tokens(mask, n, m)
+    columns, rule = Lines.of("column", n, m), "before" if causal else "others"
+    line_query_gradients(q, *spans, out, dout, lse, delta, dq, columns, rule, more=False)
+    line_key_gradients(q, *spans, dout, lse, delta, dkbar, dvbar, columns, rule, more=False, products=products)
+    given = q, k, v, q if flags is None else flags, dout, dkbar, dvbar, local, products, lse, delta
+    given_strides = *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dkbar)
+    t = tiles(TILES, "row query gradients", m, q)
+    row_query_gradients[(n * ceil_div(m, t.queries) * B * H,)](
+        *given, dq, *given_strides, *strides(dq), B * H, H, L, n, m, *scales(q),
+        BQ=t.queries, BK=t.keys, **_options(q, mask, causal), **t.launch(),
+    )  # fmt: skip
+    t = tiles(TILES, "row key gradients", m, q)
+    row_key_gradients[(n * ceil_div(m, t.keys) * B * H,)](
+        *given, dk, dv, *given_strides, *strides(dk), *strides(dv), B * H, H, L, n, m, *scales(q),
+        BQ=t.queries, BK=t.keys, **_options(q, mask, causal), **t.launch(),
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+@_backward.register_fake
+def _(dout, q, k, v, mask, out, lse, kbar, vbar, local, block_size, causal):
+    return empty_rows(q), empty_rows(k), empty_rows(v)
+
+
+def _save(ctx, inputs, output):
+    q, k, v, mask, *options = inputs
+    ctx.save_for_backward(q, k, v, mask, *output)
+    ctx.options = options
+    ctx.set_materialize_grads(False)
+
+
+def _grad(ctx, dout, *unused):
+    if dout is None:
+        return (None,) * 6
+    dq, dk, dv = torch.ops.weft.combiner_axial_backward(dout, *ctx.saved_tensors, *ctx.options)
+    return dq, dk, dv, None, None, None
+
+
+_forward.register_autograd(_grad, setup_context=_save)
+
+
+def _options(q: Tensor, mask: Tensor | None, causal: bool) -> dict[str, int | str]:
+    D = q.shape[3]
+    return {
+        "D": D,
+        "BLOCK_D": block_width(D),
+        "PRECISION": precision(q),
+        "CAUSAL": causal,
+        "HAS_MASK": mask is not None,
+    }
+
+
+def _rows_with_tokens(mask: Tensor | None, n: int, m: int) -> Tensor | None:
+    """For every cell whether its row holds a real token, (B, n·m): a row without one is no span. None: all do."""
+    if mask is None:
+        return None
+    some = torch.unflatten(F.pad(mask, (0, n * m - mask.shape[1])), 1, (n, m)).any(2, keepdim=True)
+    return as_flags(some.expand(-1, -1, m).flatten(1))

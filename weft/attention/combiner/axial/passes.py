@@ -1,0 +1,198 @@
+"""Triton: the rows of `combiner-axial`. Direct attention along a row and the row's summaries share their logits.
+
+    s_ij = q_i · k_j       i, j in one row
+    forward     out_i   = Σ_{j ≤ i} softmax_j(s_ij) v_j       the direct part; the columns' kernel goes on
+                vbar_i  = Σ_j α_ij v_j       kbar_i = Σ_j α_ij k_j       α_i = softmax over the whole row
+    backward    da_ij   = α_ij (dvbar_i · v_j + dkbar_i · k_j - Δ_i)     Δ_i = dvbar_i · vbar_i + dkbar_i · kbar_i
+                ds_ij   = p_ij (dout_i · v_j - delta_i) + da_ij          p only where j ≤ i
+                dq_i   += Σ_j ds_ij k_j
+                dk_j    = Σ_i ds_ij q_i + α_ij dkbar_i       dv_j = Σ_i p_ij dout_i + α_ij dvbar_i
+
+`summarise` takes the keys up to i first, writes the direct part down, and goes on with the keys after i in the same
+running softmax. A cell of the last row that holds no token has the query 0, which is the mean over the row.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ....kernels.lines.passes import log_normaliser, place, weigh
+from ....kernels.rows import load_rows, store_rows, valid_rows
+
+
+@triton.jit
+def summarise_tile(q, k, v, allowed, kbar, vbar, top, total, scale, PRECISION: tl.constexpr):
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    p, old, top, total = weigh(s, allowed, top, total, scale)
+    vbar = tl.dot(p.to(v.dtype), v, vbar * old[:, None], input_precision=PRECISION)
+    kbar = tl.dot(p.to(k.dtype), k, kbar * old[:, None], input_precision=PRECISION)
+    return kbar, vbar, top, total
+
+
+@triton.jit
+def summarise(
+    Q, K, V, MASK, KBAR, VBAR, LOCAL, OUT, LSE,
+    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, s_b, s_h, s_l, o_b, o_h, o_l,
+    BH, H, L, n, m, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    bh, b, h, row, q_first = place(BH, H, m, BQ)
+    first = row * m
+    Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
+    K += b * k_b + h * k_h + first.to(tl.int64) * k_l
+    V += b * v_b + h * v_h + first.to(tl.int64) * v_l
+    KBAR += b * s_b + h * s_h + first.to(tl.int64) * s_l
+    VBAR += b * s_b + h * s_h + first.to(tl.int64) * s_l
+    OUT += b * o_b + h * o_h + first.to(tl.int64) * o_l
+    MASK += b * L + first
+    end = tl.minimum(m, L - first)
+    d = tl.arange(0, BLOCK_D)
+    i = q_first + tl.arange(0, BQ)
+    live = i < end
+    q = load_rows(Q, i, d, q_l, live, D, BLOCK_D)
+    vbar = tl.zeros([BQ, BLOCK_D], tl.float32)
+    kbar = tl.zeros([BQ, BLOCK_D], tl.float32)
+    top = tl.full([BQ], float("-inf"), tl.float32)
+    total = tl.zeros([BQ], tl.float32)
+    direct_end = tl.minimum(end, q_first + BQ) if CAUSAL else end
+    for begin in range(0, direct_end, BK):
+        j = begin + tl.arange(0, BK)
+        real = valid_rows(MASK, j, j < end, HAS_MASK)
+        k = load_rows(K, j, d, k_l, real, D, BLOCK_D)
+        v = load_rows(V, j, d, v_l, real, D, BLOCK_D)
+        allowed = real[None, :]
+        if CAUSAL:
+            allowed = allowed & (j[None, :] <= i[:, None])
+        kbar, vbar, top, total = summarise_tile(q, k, v, allowed, kbar, vbar, top, total, scale, PRECISION)
+    out = vbar / tl.where(total > 0.0, total, 1.0)[:, None]
+    store_rows(OUT, out, i, d, o_l, live, D, BLOCK_D)
+    tl.store(LSE + bh * L + first + i, log_normaliser(top, total), mask=live)
+    if CAUSAL:
+        for begin in range(q_first // BK * BK, end, BK):
+            j = begin + tl.arange(0, BK)
+            real = valid_rows(MASK, j, j < end, HAS_MASK)
+            k = load_rows(K, j, d, k_l, real, D, BLOCK_D)
+            v = load_rows(V, j, d, v_l, real, D, BLOCK_D)
+            allowed = real[None, :] & (j[None, :] > i[:, None])
+            kbar, vbar, top, total = summarise_tile(q, k, v, allowed, kbar, vbar, top, total, scale, PRECISION)
+    share = 1.0 / tl.where(total > 0.0, total, 1.0)
+    store_rows(KBAR, kbar * share[:, None], i, d, s_l, i < m, D, BLOCK_D)
+    store_rows(VBAR, vbar * share[:, None], i, d, s_l, i < m, D, BLOCK_D)
+    tl.store(LOCAL + bh * n * m + first + i, log_normaliser(top, total), mask=i < m)
+
+
+@triton.jit
+def row_query_gradients(
+    Q, K, V, MASK, DOUT, DKBAR, DVBAR, LOCAL, PRODUCTS, LSE, DELTA, DQ,
+    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, s_b, s_h, s_l, dq_b, dq_h, dq_l,
+    BH, H, L, n, m, scale, logit_scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds to the DQ that the columns have written."""
+    bh, b, h, row, q_first = place(BH, H, m, BQ)
+    first = row * m
+    Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
+    K += b * k_b + h * k_h + first.to(tl.int64) * k_l
+    V += b * v_b + h * v_h + first.to(tl.int64) * v_l
+    DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
+    DKBAR += b * s_b + h * s_h + first.to(tl.int64) * s_l
+    DVBAR += b * s_b + h * s_h + first.to(tl.int64) * s_l
+    DQ += b * dq_b + h * dq_h + first.to(tl.int64) * dq_l
+    MASK += b * L + first
+    end = tl.minimum(m, L - first)
+    d = tl.arange(0, BLOCK_D)
+    i = q_first + tl.arange(0, BQ)
+    live = i < end
+    q = load_rows(Q, i, d, q_l, live, D, BLOCK_D)
+    dout = load_rows(DOUT, i, d, g_l, live, D, BLOCK_D)
+    dkbar = load_rows(DKBAR, i, d, s_l, live, D, BLOCK_D)
+    dvbar = load_rows(DVBAR, i, d, s_l, live, D, BLOCK_D)
+    lse = tl.load(LSE + bh * L + first + i, mask=live, other=0.0)
+    delta = tl.load(DELTA + bh * L + first + i, mask=live, other=0.0)
+    local = tl.load(LOCAL + bh * n * m + first + i, mask=live, other=0.0)
+    products = tl.load(PRODUCTS + bh * n * m + first + i, mask=live, other=0.0)
+    dq = tl.zeros([BQ, BLOCK_D], tl.float32)
+    for begin in range(0, end, BK):
+        j = begin + tl.arange(0, BK)
+        real = valid_rows(MASK, j, j < end, HAS_MASK)
+        k = load_rows(K, j, d, k_l, real, D, BLOCK_D)
+        v = load_rows(V, j, d, v_l, real, D, BLOCK_D)
+        logit = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        dalpha = tl.dot(dvbar, tl.trans(v), input_precision=PRECISION)
+        dalpha = tl.dot(dkbar, tl.trans(k), dalpha, input_precision=PRECISION)
+        ds = tl.where(real[None, :], tl.exp2(logit - local[:, None]) * (dalpha - products[:, None]), 0.0)
+        allowed = real[None, :]
+        if CAUSAL:
+            allowed = allowed & (j[None, :] <= i[:, None])
+        dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+        ds += tl.where(allowed, tl.exp2(logit - lse[:, None]) * (dp - delta[:, None]), 0.0)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    dq = dq * logit_scale + load_rows(DQ, i, d, dq_l, live, D, BLOCK_D).to(tl.float32)
+    store_rows(DQ, dq, i, d, dq_l, live, D, BLOCK_D)
+
+
+@triton.jit
+def row_key_gradients(
+    Q, K, V, MASK, DOUT, DKBAR, DVBAR, LOCAL, PRODUCTS, LSE, DELTA, DK, DV,
+    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, s_b, s_h, s_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
+    BH, H, L, n, m, scale, logit_scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    bh, b, h, row, k_first = place(BH, H, m, BK)
+    first = row * m
+    Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
+    K += b * k_b + h * k_h + first.to(tl.int64) * k_l
+    V += b * v_b + h * v_h + first.to(tl.int64) * v_l
+    DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
+    DKBAR += b * s_b + h * s_h + first.to(tl.int64) * s_l
+    DVBAR += b * s_b + h * s_h + first.to(tl.int64) * s_l
+    DK += b * dk_b + h * dk_h + first.to(tl.int64) * dk_l
+    DV += b * dv_b + h * dv_h + first.to(tl.int64) * dv_l
+    MASK += b * L + first
+    LSE += bh * L + first
+    DELTA += bh * L + first
+    LOCAL += bh * n * m + first
+    PRODUCTS += bh * n * m + first
+    end = tl.minimum(m, L - first)
+    d = tl.arange(0, BLOCK_D)
+    j = k_first + tl.arange(0, BK)
+    real = valid_rows(MASK, j, j < end, HAS_MASK)
+    k = load_rows(K, j, d, k_l, real, D, BLOCK_D)
+    v = load_rows(V, j, d, v_l, real, D, BLOCK_D)
+    dk = tl.zeros([BK, BLOCK_D], tl.float32)
+    dv = tl.zeros([BK, BLOCK_D], tl.float32)
+    root = 1.0 / logit_scale
+    for begin in range(0, m, BQ):
+        i = begin + tl.arange(0, BQ)
+        live = i < end
+        q = load_rows(Q, i, d, q_l, live, D, BLOCK_D)
+        dout = load_rows(DOUT, i, d, g_l, live, D, BLOCK_D)
+        dkbar = load_rows(DKBAR, i, d, s_l, i < m, D, BLOCK_D)
+        dvbar = load_rows(DVBAR, i, d, s_l, i < m, D, BLOCK_D)
+        lse = tl.load(LSE + i, mask=live, other=0.0)
+        delta = tl.load(DELTA + i, mask=live, other=0.0)
+        local = tl.load(LOCAL + i, mask=i < m, other=0.0)
+        products = tl.load(PRODUCTS + i, mask=i < m, other=0.0)
+        logit = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
+        alpha = tl.exp2(logit - local[None, :])
+        p = tl.exp2(logit - lse[None, :])
+        if CAUSAL:
+            p = tl.where(j[:, None] <= i[None, :], p, 0.0)
+        if HAS_MASK:  # past the end of the row nothing is written, so nothing need be masked
+            alpha, p = tl.where(real[:, None], alpha, 0.0), tl.where(real[:, None], p, 0.0)
+        dv = tl.dot(alpha.to(v.dtype), dvbar, dv, input_precision=PRECISION)
+        dk = tl.dot((alpha * root).to(k.dtype), dkbar, dk, input_precision=PRECISION)
+        dalpha = tl.dot(v, tl.trans(dvbar), input_precision=PRECISION)
+        dalpha = tl.dot(k, tl.trans(dkbar), dalpha, input_precision=PRECISION)
+        ds = alpha * (dalpha - products[None, :])
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+        ds += p * (dp - delta[None, :])
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    # α dkbar is no logit's gradient: it went in times √D
+    store_rows(DK, dk * logit_scale, j, d, dk_l, j < end, D, BLOCK_D)
+    store_rows(DV, dv, j, d, dv_l, j < end, D, BLOCK_D)

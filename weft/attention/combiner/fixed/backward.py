@@ -1,0 +1,235 @@
+"""Triton, backward. No atomics: every sum is taken in a fixed order, so two runs agree to the last bit.
+
+    delta_i = Σ_d dout_id out_id
+    p_ij = exp2(s_ij - lse_i)            ds_ij = p_ij (dout_i · v_j - delta_i)
+    α_j = exp2(qbar·k_j - local)         dα_j = dvbar · v_j          Σ_j α_j dα_j = dvbar · vbar
+
+`row_products` takes delta. `span_gradients` sums what later queries send to the summary keys and values, in chunks of
+queries, so that there is work for every multiprocessor; `collect` adds the chunks up. `key_gradients` takes a tile of
+keys over the queries of its block: dk, dv, and its share of what the pooled query receives. `query_gradients` takes a
+tile of queries over the same keys and summaries as the forward: dq.
+
+Pooling by maximum sends its gradient to the entries equal to the maximum, in equal shares, as torch.amax does. What
+comes through the pooling and the local softmax is where the accumulators start.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ....kernels.rows import load_rows, store_rows, valid_rows
+from .forward import seen_tile, seen_tiles
+
+
+@triton.jit
+def span_gradients(
+    Q, DOUT, KBAR, VBAR, LOCAL, LSE, DELTA, PART_K, PART_V,
+    q_b, q_h, q_l, g_b, g_h, g_l,
+    BH, H, L, n, chunk, scale, logit_scale,
+    m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What the queries of one chunk send to BS summaries: PART_K and PART_V are (B·H, chunks, n, D), float32."""
+    bh = tl.program_id(0) % BH
+    span_tiles = (n + BS - 1) // BS
+    rest = tl.program_id(0) // BH
+    s_first, c = rest % span_tiles * BS, rest // span_tiles
+    q_first = c * chunk
+    start = 0
+    if CAUSAL:  # the first query that sees the first of these summaries opens the next block
+        start = tl.maximum((s_first + 1) * m - q_first, 0)
+        if start >= chunk:  # the whole chunk is too early; `collect` knows
+            return
+        start = start // BQ * BQ
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    s = s_first + tl.arange(0, BS)
+    real = s < n
+    q_end = tl.minimum(q_first + chunk, L)
+    Q += b * q_b + h * q_h + q_first.to(tl.int64) * q_l
+    DOUT += b * g_b + h * g_h + q_first.to(tl.int64) * g_l
+    LSE += bh.to(tl.int64) * L + q_first
+    DELTA += bh.to(tl.int64) * L + q_first
+    kbar = load_rows(KBAR + bh.to(tl.int64) * n * D, s, d, D, real, D, BLOCK_D)
+    vbar = load_rows(VBAR + bh.to(tl.int64) * n * D, s, d, D, real, D, BLOCK_D)
+    if HAS_MASK:
+        real = real & (tl.load(LOCAL + bh.to(tl.int64) * n + s, mask=real, other=float("-inf")) > float("-inf"))
+
+    dkbar = tl.zeros([BS, BLOCK_D], tl.float32)
+    dvbar = tl.zeros([BS, BLOCK_D], tl.float32)
+    for begin in range(start, q_end - q_first, BQ):
+        i = begin + tl.arange(0, BQ)
+        live = i < q_end - q_first
+        q = load_rows(Q, i, d, q_l, live, D, BLOCK_D)
+        dout = load_rows(DOUT, i, d, g_l, live, D, BLOCK_D)
+        lse = tl.load(LSE + i, mask=live, other=0.0)
+        delta = tl.load(DELTA + i, mask=live, other=0.0)
+        block = (q_first + i) // m
+        allowed = real[:, None] & ((s[:, None] < block[None, :]) if CAUSAL else (s[:, None] != block[None, :]))
+        logit = tl.dot(kbar, tl.trans(q), input_precision=PRECISION)
+        p = tl.where(allowed, tl.exp2(logit * scale - lse[None, :]), 0.0)
+        dvbar = tl.dot(p.to(dout.dtype), dout, dvbar, input_precision=PRECISION)
+        dp = tl.dot(vbar, tl.trans(dout), input_precision=PRECISION)
+        ds = p * (dp - delta[None, :])
+        dkbar = tl.dot(ds.to(q.dtype), q, dkbar, input_precision=PRECISION)
+    at = (bh.to(tl.int64) * ((L + chunk - 1) // chunk) + c) * n * D
+    store_rows(PART_K + at, dkbar * logit_scale, s, d, D, s < n, D, BLOCK_D)
+    store_rows(PART_V + at, dvbar, s, d, D, s < n, D, BLOCK_D)
+
+
+@triton.jit
+def collect(
+    PART_K, PART_V, VBAR, STATS, DKBAR, DVBAR, MEAN_DALPHA,
+    BH, n, chunk, chunks,
+    m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Sums over the chunks that can see each summary: what every token that shares a pooled key entry receives, the
+    gradient of vbar, and Σ_j α_j dα_j."""
+    bh = (tl.program_id(0) % BH).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    first = tl.program_id(0) // BH * ROWS
+    s = first + tl.arange(0, ROWS)
+    live = s < n
+    dkbar = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    dvbar = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for c in range((first + 1) * m // chunk if CAUSAL else 0, chunks):
+        seen = live
+        if CAUSAL:
+            seen = live & ((c + 1) * chunk > (s + 1) * m)
+        dkbar += load_rows(PART_K + (bh * chunks + c) * n * D, s, d, D, seen, D, BLOCK_D)
+        dvbar += load_rows(PART_V + (bh * chunks + c) * n * D, s, d, D, seen, D, BLOCK_D)
+    vbar = load_rows(VBAR + bh * n * D, s, d, D, live, D, BLOCK_D).to(tl.float32)
+    k_share = load_rows(STATS + bh * n * 4 * D + 3 * D, s, d, 4 * D, live, D, BLOCK_D)
+    store_rows(DKBAR + bh * n * D, dkbar / tl.maximum(k_share, 1.0), s, d, D, live, D, BLOCK_D)
+    store_rows(DVBAR + bh * n * D, dvbar, s, d, D, live, D, BLOCK_D)
+    tl.store(MEAN_DALPHA + bh * n + s, tl.sum(dvbar * vbar, 1), mask=live)
+
+
+@triton.jit
+def key_gradients(
+    Q, K, V, MASK, DOUT, STATS, KBAR, LOCAL, LSE, DELTA, DKBAR, DVBAR, MEAN_DALPHA, WEIGHTED, DK, DV,
+    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
+    BH, H, L, n, scale, logit_scale,
+    m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    SPANS: tl.constexpr, POOL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    TILES: tl.constexpr = (m + BK - 1) // BK
+    bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
+    block = tile // TILES
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    first = block * m
+    Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
+    K += b * k_b + h * k_h + first.to(tl.int64) * k_l
+    V += b * v_b + h * v_h + first.to(tl.int64) * v_l
+    DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
+    DK += b * dk_b + h * dk_h + first.to(tl.int64) * dk_l
+    DV += b * dv_b + h * dv_h + first.to(tl.int64) * dv_l
+    MASK += b * L + first
+    LSE += bh.to(tl.int64) * L + first
+    DELTA += bh.to(tl.int64) * L + first
+    end = tl.minimum(m, L - first)
+
+    k_first = (tile % TILES) * BK
+    j = k_first + tl.arange(0, BK)
+    real = valid_rows(MASK, j, j < end, HAS_MASK)
+    k = load_rows(K, j, d, k_l, real, D, BLOCK_D)
+    v = load_rows(V, j, d, v_l, real, D, BLOCK_D)
+    dk = tl.zeros([BK, BLOCK_D], tl.float32)
+    dv = tl.zeros([BK, BLOCK_D], tl.float32)
+    if SPANS:  # through the local softmax and the pooling
+        at = bh.to(tl.int64) * n + block
+        qbar = tl.load(STATS + at * 4 * D + d, mask=d < D, other=0.0)
+        dvbar = tl.load(DVBAR + at * D + d, mask=d < D, other=0.0)
+        dkbar = tl.load(DKBAR + at * D + d, mask=d < D, other=0.0)
+        wide_k = k.to(tl.float32)
+        alpha = tl.where(real, tl.exp2(tl.sum(wide_k * qbar[None, :], 1) * scale - tl.load(LOCAL + at)), 0.0)
+        dalpha = tl.sum(v.to(tl.float32) * dvbar[None, :], 1)
+        weighted = tl.sum((alpha * dalpha)[:, None] * wide_k, 0)  # Σ α dα k
+        tl.store(WEIGHTED + (at * TILES + tile % TILES) * D + d, weighted, mask=d < D)
+        dv += alpha[:, None] * dvbar[None, :]
+        dk += (alpha * (dalpha - tl.load(MEAN_DALPHA + at)))[:, None] * qbar[None, :]
+        shares = real[:, None]
+        if POOL == "max":
+            shares = shares & (wide_k == tl.load(KBAR + at * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :])
+        dk += tl.where(shares, (dkbar / logit_scale)[None, :], 0.0)
+
+    for start in range(k_first // BQ * BQ if CAUSAL else 0, end, BQ):
+        i = start + tl.arange(0, BQ)
+        q = load_rows(Q, i, d, q_l, i < end, D, BLOCK_D)
+        dout = load_rows(DOUT, i, d, g_l, i < end, D, BLOCK_D)
+        lse = tl.load(LSE + i, mask=i < end, other=0.0)
+        delta = tl.load(DELTA + i, mask=i < end, other=0.0)
+        logit = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        p = tl.exp2(logit * scale - lse[None, :])
+        if CAUSAL:
+            p = tl.where((j[:, None] <= i[None, :]), p, 0.0)
+        if HAS_MASK or not CAUSAL:
+            p = tl.where(real[:, None], p, 0.0)
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+        ds = p * (dp - delta[None, :])
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    store_rows(DK, dk * logit_scale, j, d, dk_l, j < end, D, BLOCK_D)
+    store_rows(DV, dv, j, d, dv_l, j < end, D, BLOCK_D)
+
+
+@triton.jit
+def query_gradients(
+    Q, K, V, MASK, DOUT, STATS, KBAR, VBAR, LOCAL, LSE, DELTA, MEAN_DALPHA, WEIGHTED, DQ,
+    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dq_b, dq_h, dq_l,
+    BH, H, L, n, scale, logit_scale,
+    m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    PARTS: tl.constexpr, PART_ROWS: tl.constexpr,
+    SPANS: tl.constexpr, POOL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    TILES: tl.constexpr = (m + BQ - 1) // BQ
+    bh = tl.program_id(0) % BH
+    tile = n * TILES - 1 - tl.program_id(0) // BH
+    block = tile // TILES
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    first = block * m
+    Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
+    K += b * k_b + h * k_h + first.to(tl.int64) * k_l
+    V += b * v_b + h * v_h + first.to(tl.int64) * v_l
+    DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
+    DQ += b * dq_b + h * dq_h + first.to(tl.int64) * dq_l
+    MASK += b * L + first
+    KBAR += bh.to(tl.int64) * n * D
+    VBAR += bh.to(tl.int64) * n * D
+    LOCAL += bh.to(tl.int64) * n
+    end = tl.minimum(m, L - first)
+
+    q_first = (tile % TILES) * BQ
+    i = q_first + tl.arange(0, BQ)
+    q = load_rows(Q, i, d, q_l, i < end, D, BLOCK_D)
+    dout = load_rows(DOUT, i, d, g_l, i < end, D, BLOCK_D)
+    lse = tl.load(LSE + bh.to(tl.int64) * L + first + i, mask=i < end, other=0.0)
+    delta = tl.load(DELTA + bh.to(tl.int64) * L + first + i, mask=i < end, other=0.0)
+    dq = tl.zeros([BQ, BLOCK_D], tl.float32)
+    if SPANS:  # through the pooled query: Σ α (dα - Σ α dα) k, in shares
+        at = bh.to(tl.int64) * n + block
+        STATS += at * 4 * D
+        parts = tl.arange(0, PART_ROWS)
+        weighted = tl.sum(load_rows(WEIGHTED + at * PARTS * D, parts, d, D, parts < PARTS, D, BLOCK_D), 0)
+        mean_key = tl.load(STATS + D + d, mask=d < D, other=0.0)
+        share = tl.load(STATS + 2 * D + d, mask=d < D, other=1.0)
+        dqbar = (weighted - tl.load(MEAN_DALPHA + at) * mean_key) / share
+        shares = valid_rows(MASK, i, i < end, HAS_MASK)[:, None]
+        if POOL == "max":
+            shares = shares & (q.to(tl.float32) == tl.load(STATS + d, mask=d < D, other=0.0)[None, :])
+        dq += tl.where(shares, dqbar[None, :], 0.0)
+
+    own_tiles, tiles, spans = seen_tiles(q_first, end, block, n, BQ, BK, SPANS, CAUSAL)
+    for t in range(0, tiles):
+        own, row, live, allowed = seen_tile(t, own_tiles, i, end, block, spans, MASK, LOCAL, BK, CAUSAL, HAS_MASK)
+        k = load_rows(tl.where(own, K, KBAR), row, d, tl.where(own, k_l, D), live, D, BLOCK_D)
+        v = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), live, D, BLOCK_D)
+        logit = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        p = tl.where(allowed, tl.exp2(logit * scale - lse[:, None]), 0.0)
+        dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    store_rows(DQ, dq * logit_scale, i, d, dq_l, i < end, D, BLOCK_D)

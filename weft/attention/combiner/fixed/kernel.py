@@ -1,0 +1,241 @@
+"""`combiner-fixed` as fused kernels: forward and backward, as one PyTorch operator.
+
+    out_i = (Σ_{j in own block, j ≤ i} e^{q_i·k_j/√D} v_j + Σ_{s other block} e^{q_i·kbar_s/√D} vbar_s) / Z_i
+    kbar_s = pool_j k_j      qbar_s = pool_j q_j      vbar_s = Σ_j softmax_j(qbar_s·k_j/√D) v_j       over the block's
+                                                                                                       valid tokens
+
+The plain PyTorch version in `weft/attention/combiner/fixed/__init__.py` is the definition; these kernels must equal it.
+Triton is imported only when a kernel runs, so this module can be imported anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ....core.dispatch import DTYPES, LARGEST_HEAD
+from ....core.launch import (
+    Tiles,
+    as_flags,
+    autocast,
+    block_width,
+    ceil_div,
+    empty_rows,
+    for_operator,
+    next_power_of_two,
+    precision,
+    rows_contiguous,
+    strides,
+)
+
+POOLS = ("max", "mean", "sum")
+LEAST_LENGTH = 256  # from here on, measured, the kernels beat the plain version: docs/kernels.md
+
+
+# By kernel, widest head and bytes per number. Measured with benchmarks/gpu_tune.py; docs/kernels.md.
+TILES: dict[tuple[str, int, int], Tiles] = {
+    ("summarise", 64, 2): Tiles(32, 0, 4, 3),
+    ("summarise", 128, 2): Tiles(32, 0, 8, 3),
+    ("summarise", 64, 4): Tiles(16, 0, 4, 3),
+    ("summarise", 128, 4): Tiles(16, 0, 8, 3),
+    ("summarise and keep", 64, 2): Tiles(32, 0, 4, 3),  # with the statistics for the backward
+    ("summarise and keep", 128, 2): Tiles(32, 0, 8, 3),
+    ("summarise and keep", 64, 4): Tiles(16, 0, 4, 3),
+    ("summarise and keep", 128, 4): Tiles(16, 0, 8, 3),
+    ("attend", 64, 2): Tiles(64, 32, 4, 3),
+    ("attend", 128, 2): Tiles(64, 32, 4, 2),
+    ("attend", 64, 4): Tiles(64, 32, 4, 2),
+    ("attend", 128, 4): Tiles(32, 32, 4, 1),
+    ("span gradients", 64, 2): Tiles(32, 64, 4, 3),
+    ("span gradients", 128, 2): Tiles(64, 64, 8, 2),
+    ("span gradients", 64, 4): Tiles(32, 32, 4, 2),
+    ("span gradients", 128, 4): Tiles(32, 32, 4, 1),
+    ("key gradients", 64, 2): Tiles(32, 64, 4, 3),
+    ("key gradients", 128, 2): Tiles(64, 64, 8, 2),
+    ("key gradients", 64, 4): Tiles(32, 32, 4, 1),
+    ("key gradients", 128, 4): Tiles(32, 32, 4, 1),
+    ("query gradients", 64, 2): Tiles(64, 32, 4, 3),
+    ("query gradients", 128, 2): Tiles(64, 32, 4, 2),
+    ("query gradients", 64, 4): Tiles(32, 32, 4, 2),
+    ("query gradients", 128, 4): Tiles(32, 32, 4, 1),
+}
+
+
+def combiner_fixed(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, block_size: int, pool: str, causal: bool
+) -> Tensor:
+    """The mechanism on q, k, v (B, H, L, D) and mask (B, L); the kernels' counterpart of the plain version."""
+    q, k, v = autocast(q, k, v)
+    keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return torch.ops.weft.combiner_fixed(q, k, v, for_operator(mask), block_size, pool, causal, keep)[0]
+
+
+@torch.library.custom_op(
+    "weft::combiner_fixed",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, int block_size, str pool, bool causal, bool keep)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _forward(q, k, v, mask, block_size, pool, causal, keep):
+    """`keep` writes down what the backward needs of each block."""
+    from .forward import attend, summarise
+
+    check(q, k, v, block_size, pool)
+    q, k, v = (rows_contiguous(x) for x in (q, k, v))
+    B, H, L, D = q.shape
+    n = ceil_div(L, block_size)
+    out, lse, kbar, vbar, local, stats = _outputs(q, block_size, keep)
+    width = block_width(D)
+    scale = math.log2(math.e) / math.sqrt(D)
+    has_mask = mask is not None
+    flags = as_flags(mask) if has_mask else q
+    if n > 1:
+        t = tiles("summarise and keep" if keep else "summarise", block_size, q)
+        summarise[(n * B * H,)](
+            q, k, v, flags, kbar, vbar, local, stats, *strides(q), *strides(k), *strides(v), B * H, H, L, n, scale,
+            m=block_size, D=D, BLOCK_D=width, ROWS=t.queries, POOL=pool, HAS_MASK=has_mask, KEEP=keep,
+            STAGES=t.stages, **t.launch(),
+        )  # fmt: skip
+    t = tiles("attend", block_size, q)
+    attend[(n * ceil_div(block_size, t.queries) * B * H,)](
+        q, k, v, flags, kbar, vbar, local, out, lse, *strides(q), *strides(k), *strides(v), *strides(out),
+        B * H, H, L, n, scale, m=block_size, D=D, BLOCK_D=width, BQ=t.queries, BK=t.keys, SPANS=n > 1,
+        CAUSAL=causal, HAS_MASK=has_mask, PRECISION=precision(q), **t.launch(),
+    )  # fmt: skip
+    return out, lse, kbar, vbar, local, stats
+
+
+@_forward.register_fake
+def _(q, k, v, mask, block_size, pool, causal, keep):
+    return _outputs(q, block_size, keep)
+
+
+def _outputs(q: Tensor, block_size: int, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out, its log2 normalisers, and of each block the summary key and value, local log2 normaliser, statistics."""
+    B, H, L, D = q.shape
+    n = ceil_div(L, block_size)
+    return (
+        empty_rows(q),
+        q.new_empty(B, H, L, dtype=torch.float32),
+        q.new_empty(B, H, n, D),
+        q.new_empty(B, H, n, D),
+        q.new_empty(B, H, n, dtype=torch.float32),
+        q.new_empty(B, H, n if keep else 0, 4, D, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op(
+    "weft::combiner_fixed_backward",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, Tensor kbar,"
+    " Tensor vbar, Tensor local, Tensor stats, int block_size, str pool, bool causal) -> (Tensor, Tensor, Tensor)",
+)
+def _backward(dout, q, k, v, mask, out, lse, kbar, vbar, local, stats, block_size, pool, causal):
+    from ....kernels.rows import row_products
+    from .backward import collect, key_gradients, query_gradients, span_gradients
+
+    dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
+    dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
+    B, H, L, D = q.shape
+    n, BH, width = ceil_div(L, block_size), B * H, block_width(D)
+    logit_scale = 1 / math.sqrt(D)
+    scale = math.log2(math.e) * logit_scale
+    has_mask = mask is not None
+    flags = as_flags(mask) if has_mask else q
+    shape = {"m": block_size, "D": D, "BLOCK_D": width, "CAUSAL": causal}
+    options = {**shape, "HAS_MASK": has_mask, "PRECISION": precision(q)}
+    delta = torch.empty_like(lse)
+    row_products[(ceil_div(L, 64) * BH,)](
+        out, dout, delta, *strides(out), *strides(dout), BH, H, L, D=D, BLOCK_D=width, ROWS=64, num_warps=4
+    )
+    by_keys, by_queries = tiles("key gradients", block_size, q), tiles("query gradients", block_size, q)
+    key_tiles = ceil_div(block_size, by_keys.keys)
+    dkbar = dvbar = mean_dalpha = weighted = lse  # not read when there is one block only
+    if n > 1:
+        chunk, chunks = query_chunks(L)
+        part_k = q.new_empty(B, H, chunks, n, D, dtype=torch.float32)
+        part_v = torch.empty_like(part_k)
+        t = tiles("span gradients", n, q)
+        span_gradients[(ceil_div(n, t.keys) * chunks * BH,)](
+            q, dout, kbar, vbar, local, lse, delta, part_k, part_v, *strides(q), *strides(dout),
+            BH, H, L, n, chunk, scale, logit_scale, BQ=t.queries, BS=t.keys, **options, **t.launch(),
+        )  # fmt: skip
+        dkbar, dvbar = part_k.new_empty(B, H, n, D), part_k.new_empty(B, H, n, D)
+        mean_dalpha = part_k.new_empty(B, H, n)
+        weighted = part_k.new_empty(B, H, n, key_tiles, D)
+        collect[(ceil_div(n, 16) * BH,)](
+            part_k, part_v, vbar, stats, dkbar, dvbar, mean_dalpha, BH, n, chunk, chunks, ROWS=16, **shape, num_warps=4
+        )
+    t = by_keys
+    key_gradients[(n * key_tiles * BH,)](
+        q, k, v, flags, dout, stats, kbar, local, lse, delta, dkbar, dvbar, mean_dalpha, weighted, dk, dv,
+        *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk), *strides(dv),
+        BH, H, L, n, scale, logit_scale, BQ=t.queries, BK=t.keys, SPANS=n > 1, POOL=pool, **options, **t.launch(),
+    )  # fmt: skip
+    t = by_queries
+    query_gradients[(n * ceil_div(block_size, t.queries) * BH,)](
+        q, k, v, flags, dout, stats, kbar, vbar, local, lse, delta, mean_dalpha, weighted, dq,
+        *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq),
+        BH, H, L, n, scale, logit_scale, BQ=t.queries, BK=t.keys, PARTS=key_tiles,
+        PART_ROWS=next_power_of_two(key_tiles), SPANS=n > 1, POOL=pool, **options, **t.launch(),
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+@_backward.register_fake
+def _(dout, q, k, v, mask, out, lse, kbar, vbar, local, stats, block_size, pool, causal):
+    return empty_rows(q), empty_rows(k), empty_rows(v)
+
+
+def _save(ctx, inputs, output):
+    q, k, v, mask, *options, keep = inputs
+    ctx.save_for_backward(q, k, v, mask, *output)
+    ctx.options, ctx.keep = options, keep
+    ctx.set_materialize_grads(False)
+
+
+def _grad(ctx, dout, *unused):
+    if dout is None:
+        return (None,) * 8
+    if not ctx.keep:
+        raise RuntimeError("weft::combiner_fixed was called with keep=False, which leaves nothing for a backward")
+    dq, dk, dv = torch.ops.weft.combiner_fixed_backward(dout, *ctx.saved_tensors, *ctx.options)
+    return dq, dk, dv, None, None, None, None, None
+
+
+_forward.register_autograd(_grad, setup_context=_save)
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, block_size: int, pool: str) -> None:
+    if q.dim() != 4 or k.shape != q.shape or v.shape != q.shape:
+        raise ValueError(
+            f"the kernel takes q, k and v of one shape (B, H, L, D), got {tuple(q.shape)}, {tuple(k.shape)} "
+            f"and {tuple(v.shape)}; use backend='torch'"
+        )
+    if q.shape[3] > LARGEST_HEAD:
+        raise ValueError(f"the kernel takes heads up to {LARGEST_HEAD} wide, got {q.shape[3]}; use backend='torch'")
+    if q.dtype not in DTYPES:
+        raise ValueError(f"the kernel takes float32, float16 or bfloat16, got {q.dtype}; use backend='torch'")
+    if pool not in POOLS:
+        raise ValueError(f"the kernel pools by {', '.join(POOLS)}, not {pool!r}; use backend='torch'")
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}")
+
+
+def tiles(kernel: str, most: int, q: Tensor) -> Tiles:
+    """The table's entry, cut down to the `most` there is of one thing: tokens in a block; summaries, where tiles of
+    queries run across blocks. A tile is never under 16, the least a matrix unit takes."""
+    t = TILES[kernel, max(64, block_width(q.shape[3])), q.element_size()]
+    most = max(16, next_power_of_two(most))
+    queries = t.queries if kernel == "span gradients" else min(t.queries, most)
+    return replace(t, queries=queries, keys=min(t.keys, most))
+
+
+def query_chunks(L: int) -> tuple[int, int]:
+    """Length and number of the chunks of queries whose gradients are summed apart; by L alone, so that a sequence's
+    gradient does not depend on its batch mates."""
+    chunk = max(1024, ceil_div(ceil_div(L, 32), 128) * 128)
+    return chunk, ceil_div(L, chunk)

@@ -1,0 +1,206 @@
+"""Combiner-Logsparse: the token itself directly, all earlier ones in log L spans.
+
+Combiner, https://arxiv.org/abs/2107.05768, section 4.2
+
+    causal           direct {i}; for every set bit b of i the span [a, a + 2^b), a = (i >> (b+1)) << (b+1)
+    bidirectional    also the mirror image: the spans of L-1-i, counted from the end
+
+A span of one token is that token, attended to directly. The sparse parent, `logsparse`, sees the last token of every
+span instead of its summary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...core.contract import PositionBias
+from ...core.dense import positions
+from ...core.joint import BackwardRows, Layout, Part, Rows, valid_in
+from ...core.partitions import LogSpans
+from ...core.registry import register
+from ...core.softmax import softmax_attention
+from ...core.staging import send
+from ...core.state import KeyValueState
+from ..logsparse import log_allowed
+from .base import Combiner, Seen, combiner_naive, join_seen
+from .summaries import Summary
+
+BLOCK = 64  # tokens that are worked on together; the result does not depend on it
+
+
+def naive(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+) -> Tensor:
+    (i, j), L = positions(q, k), k.shape[2]
+    b = torch.arange(L.bit_length(), device=q.device)[:, None]
+
+    def before(i: Tensor, j: Tensor) -> Tensor:  # (L, bits, L)
+        i, a = i[:, None], i[:, None] >> (b + 1) << (b + 1)
+        return (i >> b & 1 == 1) & (a <= j) & (j < a + (1 << b))
+
+    spans = torch.cat([before(i, j), before(L - 1 - i, L - 1 - j)], 1)  # the mirror image is cut when causal
+    one = spans.sum(-1, keepdim=True) == 1
+    return combiner_naive(attn, q, k, v, mask, (i == j) | (spans & one).any(1), spans & ~one)
+
+
+class CombinerLogsparse(Combiner):
+    def __init__(self, *, summary: str = "max", **contract: Any):
+        super().__init__(summary=summary, **contract)
+
+    def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
+        parts = [spans_before(Rows(BLOCK), q, k, v, mask, self.summary, own=True)]
+        if not self.causal:
+            parts.append(spans_before(BackwardRows(BLOCK), q, k, v, mask, self.summary, own=False))
+        return parts
+
+    # Decoding: a binary counter. The nodes that are kept after i tokens are the spans of token i.
+
+    def initial_state(self) -> LogState:
+        return LogState(KeyValueState.empty(), [])
+
+    def advance(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, state: LogState) -> tuple[Seen, LogState]:
+        s = self.summary
+        flag = real[:, None]
+        seen = join_seen([(k, v, flag), *((node.k, node.v, node.real) for node in state.nodes)])
+        cache = state.cache.append(k, v, real)
+        node = Node(1, k, v, flag, s.lift_queries(q, flag[:, None]), s.lift_keys(k, flag[:, None]))
+        nodes = list(state.nodes)
+        while nodes and nodes[-1].size == node.size:
+            other = nodes.pop()
+            node.size += other.size
+            node.query_features = s.join(node.query_features, other.query_features)
+            node.key_features = s.join(node.key_features, other.key_features)
+        if node.size > 1:
+            keys, values, valid, _ = cache.read(node.size)
+            count = valid.sum(1)[:, None, None]
+            qbar = s.finish(node.query_features, count, q.dtype)
+            node.k = s.finish(node.key_features, count, k.dtype)
+            node.v = softmax_attention(qbar, keys, values, allowed=valid[:, None, None])
+            node.real = valid.any(1, keepdim=True)
+        return seen, LogState(cache, [*nodes, node])
+
+
+@dataclass
+class Node:
+    size: int
+    k: Tensor  # (B, H, 1, D)
+    v: Tensor
+    real: Tensor  # (B, 1)
+    query_features: Tensor
+    key_features: Tensor
+
+
+@dataclass
+class LogState:
+    """All keys and values, which longer spans to come will summarise, and the spans of the next token."""
+
+    cache: KeyValueState
+    nodes: list[Node]
+
+    @property
+    def position(self) -> int:
+        return self.cache.position
+
+
+def spans_before(
+    layout: Layout, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, summary: Summary, *, own: bool
+) -> Part:
+    """The summaries of all spans; `own` adds the token itself. The layout decides what is before."""
+    q, k, v = layout.arrange(q), layout.arrange(k), layout.arrange(v)
+    n = k.shape[2]
+    # Spans lie wholly before a token, and padding after the last: without a mask there is nothing to leave out.
+    real = None if mask is None else valid_in(layout, mask, mask.shape[1], BLOCK, k.device)
+    spans = LogSpans(n, BLOCK, k.device)
+    members = torch.ones(1, 1, n, BLOCK, device=k.device) if real is None else real.float()
+    counts = _firsts(members.flatten(2)[..., None], torch.add)
+    query_nodes = _firsts(summary.lift_queries(q, real).flatten(2, 3), summary.join)
+    key_nodes = _firsts(summary.lift_keys(k, real).flatten(2, 3), summary.join)
+    may_be_empty = real is not None
+
+    def finished(nodes: list[Tensor], level: int) -> Tensor:
+        count = counts[level][..., 0]
+        return summary.finish(nodes[level], count if may_be_empty or summary.pool == "mean" else None, q.dtype)
+
+    # Local nodes lie inside a block, whose tokens are their members.
+    local = range(1, BLOCK.bit_length() - 1)
+
+    def of_blocks(nodes: list[Tensor]) -> Tensor:
+        return torch.cat([torch.unflatten(x, 2, (n, -1)) for x in nodes], 3)
+
+    qbar, local_k = (of_blocks([finished(nodes, b) for b in local]) for nodes in (query_nodes, key_nodes))
+    inside = spans.members if real is None else spans.members & real[:, :, :, None]
+    inside = inside.expand(*(1,) * (5 - inside.dim()), *inside.shape)
+    local_v = softmax_attention(qbar, k, v, allowed=inside, may_be_empty=may_be_empty)
+    keys, values = [k, local_k], [v, local_v]
+    exist = None if real is None else [real, of_blocks([counts[b] for b in local])[..., 0] > 0]
+
+    # Upper nodes: level by level, and then to every block the nodes that it sees.
+    if spans.levels:
+        nodes_k, nodes_v, nodes_some, offsets = [], [], [], [0]
+        tokens = [t.flatten(2, 3) for t in (k, v)]
+        for b in range(BLOCK.bit_length() - 1, BLOCK.bit_length() - 1 + spans.levels):
+            node_k, node_v = (_first_halves(t, 1 << b) for t in tokens)
+            allowed = None
+            if real is not None:
+                allowed = _first_halves(real.flatten(2)[..., None], 1 << b)[..., 0][:, :, :, None]
+            query = finished(query_nodes, b)[:, :, :, None]
+            nodes_k.append(finished(key_nodes, b))
+            nodes_v.append(softmax_attention(query, node_k, node_v, allowed=allowed)[:, :, :, 0])
+            nodes_some.append(counts[b][..., 0] > 0)
+            offsets.append(offsets[-1] + nodes_k[-1].shape[2])
+        at = spans.pair + send(torch.tensor(offsets[:-1]), k.device)
+        at = torch.where(spans.sees_upper, at, 0)
+
+        def of_block(nodes: list[Tensor]) -> Tensor:
+            return torch.unflatten(torch.cat(nodes, 2).index_select(2, at.flatten()), 2, at.shape)
+
+        keys.append(of_block(nodes_k))
+        values.append(of_block(nodes_v))
+        if exist is not None:
+            exist.append(of_block(nodes_some))
+    allowed = log_allowed(spans, own)
+    if exist is not None:
+        allowed = allowed & torch.cat(exist, 3)[:, :, :, None]
+    # The CPU's fused attention takes keys sixteen at a time, and is up to twice as slow when some are left over.
+    short = -allowed.shape[-1] % 16
+    blank = k.new_zeros(1, 1, 1, 1, 1)
+    keys, values = [*keys, blank.expand_as(k[:, :, :, :short])], [*values, blank.expand_as(v[:, :, :, :short])]
+    return Part(layout, torch.cat(keys, 3), torch.cat(values, 3), F.pad(allowed, (0, short)))
+
+
+def _firsts(x: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+    """For b = 0, 1, ... the first of every two stretches of 2^b tokens, as long as it is whole: (.., nodes, X) of x
+    (.., T, X). A stretch is its two halves joined."""
+    nodes = []
+    while (T := x.shape[2]) > 1:
+        even, last = (x, None) if T % 2 == 0 else (x[:, :, :-1], x[:, :, -1:])
+        firsts, seconds = torch.unflatten(even, 2, (-1, 2)).unbind(3)
+        nodes.append(firsts if last is None else torch.cat([firsts, last], 2))
+        x = join(firsts, seconds)
+    return [*nodes, x]
+
+
+def _first_halves(x: Tensor, size: int) -> Tensor:
+    """(.., T, X) -> (.., pairs, size, X): the first of every two stretches of `size`, as long as it is whole."""
+    pairs = x.shape[2] // (2 * size)
+    used = pairs * 2 * size
+    halves = torch.unflatten(x[:, :, :used], 2, (pairs, 2, size))[:, :, :, 0]
+    if x.shape[2] - used < size:
+        return halves
+    return torch.cat([halves, x[:, :, used : used + size][:, :, None]], 2)
+
+
+register(
+    "combiner-logsparse",
+    CombinerLogsparse,
+    naive=naive,
+    paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
+    cost="L*log(L)",
+    length_dependent="bidirectional spans after a token are counted from the end of the sequence",
+)

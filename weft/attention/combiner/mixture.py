@@ -1,0 +1,199 @@
+"""Combiner-Mixture: several factorisations of one sequence.
+
+Combiner, https://arxiv.org/abs/2107.05768, section 4.4
+
+    average    out_i = (1/M) Σ_μ out_i(ω_μ)          each factorisation with its own normaliser: the paper
+    joint      one softmax over the direct set and the spans of all: the authors' code, for axial only
+
+The joint form sees own row and own column once, and every other token through two spans: of its column, above (and,
+bidirectional, below) the own row; of its row, left or right of the own column.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core.blocks import ceil_div
+from ...core.contract import Attention, PositionBias
+from ...core.dense import positions
+from ...core.dispatch import check_backend
+from ...core.joint import Part, Rows, mean_attention
+from ...core.partitions import default_block
+from ...core.registry import attention_info, attentions, make_attention, register
+from ..axial import Grid, column_part, row_part
+from .axial_horizontal import CombinerAxialHorizontal, row_spans
+from .axial_vertical import CombinerAxialVertical, column_spans
+from .base import combiner_naive
+from .grid import GridCombiner
+
+AXIAL = ("combiner-axial-vertical", "combiner-axial-horizontal")
+MixtureState = list
+
+
+def naive(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+) -> Tensor:
+    """The average is the paper's, the joint form the authors' code."""
+    attns = list(attn.factorisations)
+    if not isinstance(attns[0], JointAxial):
+        return torch.stack([a.info.naive(a, q, k, v, mask) for a in attns]).mean(0)
+    i, j = positions(q, k)
+    m = attns[0].block_size or default_block(k.shape[2], attn.max_length)
+    direct = (i // m == j // m) | (i % m == j % m)
+    i, x = i[:, None], torch.arange(max(m, ceil_div(k.shape[2], m)), device=q.device)[:, None]  # a column, or a row
+    row, column = (j // m == x) & (x != i // m), (j % m == x) & (x != i % m)
+    left, right, above, below = j % m < i % m, j % m > i % m, j // m < i // m, j // m > i // m
+    spans = torch.cat([row & left, row & right, column & above, column & below], 1)
+    return combiner_naive(attns[0], q, k, v, mask, direct, spans)
+
+
+class CombinerMixture(Attention):
+    """`factorisations` are names, or (name, {options}); `block_size`, `summary` and `backend` go to all that take them.
+
+    "triton" needs a kernel for every factorisation; "auto" takes those there are.
+    """
+
+    def __init__(
+        self,
+        *,
+        factorisations: Sequence[str | tuple[str, dict[str, Any]]] = AXIAL,
+        mixture: str = "average",
+        block_size: int | None = None,
+        summary: str = "max",
+        backend: str = "auto",
+        **contract: Any,
+    ):
+        super().__init__(**contract)
+        self._backend = check_backend(backend)
+        if mixture not in ("average", "joint"):
+            raise ValueError(f"mixture must be 'average' or 'joint', got {mixture!r}")
+        entries = _entries(factorisations)
+        if mixture == "joint":
+            if sorted(name for name, _ in entries) != sorted(AXIAL) or any(options for _, options in entries):
+                raise ValueError(
+                    f"mixture='joint' joins {AXIAL[0]} and {AXIAL[1]}, without options of their own; "
+                    "'average' takes any factorisations"
+                )
+            joint = JointAxial(block_size=block_size, summary=summary, backend=backend, **contract)
+            self.factorisations = nn.ModuleList([joint])
+            self.long_sums = joint.long_sums
+            return
+        shared = {"block_size": block_size, "summary": summary, "backend": backend}
+        made = []
+        for name, options in entries:
+            info = attention_info(name)
+            if backend == "triton" and "triton" not in info.backends:
+                raise ValueError(
+                    f"combiner-mixture cannot use backend='triton': {name} has no kernel; use 'auto' or 'torch'"
+                )
+            given = {key: value for key, value in shared.items() if key in info.options}
+            made.append(make_attention(name, **contract, **{**given, **options}))
+            if getattr(made[-1], "needs_input", False):
+                raise ValueError(f"{name} with {options} reads the input of the layer, which a mixture does not have")
+        self.factorisations = nn.ModuleList(made)
+        self.long_sums = any(attn.long_sums for attn in made)
+
+    @property
+    def backend(self) -> str:
+        return self._backend
+
+    @backend.setter
+    def backend(self, backend: str) -> None:
+        self._backend = check_backend(backend)
+        for attn in self._each():
+            if hasattr(attn, "backend"):
+                attn.backend = backend
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        attns = self._each()
+        if not self._on_one_grid(q):
+            return mean([attn(q, k, v, mask) for attn in attns])
+        dtype = q.dtype
+        q, k, v = (attns[0]._widen(t) for t in (q, k, v))
+        m = attns[0].block_size or default_block(k.shape[2], self.max_length)
+        grid, queries = Grid.of(k, v, mask, m, self.causal), Rows(m).arrange(q)
+        row, column = row_part(grid), column_part(grid)
+        mixture = [[row, column, *attn.spans(grid, queries, row, column)] for attn in attns]
+        dropout = self.dropout if self.training else 0.0
+        return mean_attention(q, mixture, dropout=dropout, may_be_empty=mask is not None).to(dtype)
+
+    def _on_one_grid(self, q: Tensor) -> bool:
+        """Whether the factorisations have their direct sets in common, own row and own column, which then need
+        computing once. On a GPU each has a kernel of its own."""
+        attns = self._each()
+        axial = all(isinstance(attn, CombinerAxialVertical | CombinerAxialHorizontal) for attn in attns)
+        if not axial or q.device.type != "cpu" or any(attn.backend == "triton" for attn in attns):
+            return False
+        return len({(attn.block_size, attn.long_sums) for attn in attns}) == 1
+
+    def initial_state(self) -> MixtureState:
+        return [attn.initial_state() for attn in self._each()]
+
+    def attend_next(self, q, k, v, state: MixtureState, mask, bias):
+        pairs = zip(self._each(), state, strict=True)
+        results = [attn.attend_next(q, k, v, inner, mask, bias) for attn, inner in pairs]
+        return mean([out for out, _ in results]), [inner for _, inner in results]
+
+    def _each(self) -> list[Any]:
+        return list(self.factorisations)
+
+
+def _entries(factorisations: Any) -> list[tuple[str, dict[str, Any]]]:
+    """(name, options) each; anything else is refused."""
+    known = [name for name in attentions() if name.startswith("combiner-") and name != "combiner-mixture"]
+    wanted = f"factorisations is a list of names, or (name, {{options}}), of {', '.join(known)}"
+    if isinstance(factorisations, str) or not isinstance(factorisations, Sequence) or not factorisations:
+        raise ValueError(f"{wanted}; got {factorisations!r}")
+    entries = []
+    for entry in factorisations:
+        name, options = (entry, {}) if isinstance(entry, str) else entry if _is_pair(entry) else (None, {})
+        if name not in known:
+            raise ValueError(f"{wanted}; got {entry!r}")
+        entries.append((name, options))
+    return entries
+
+
+def _is_pair(entry: Any) -> bool:
+    return isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[1], dict)
+
+
+def mean(outs: list[Tensor]) -> Tensor:
+    """One by one: stacking them would write each once more."""
+    return functools.reduce(torch.add, outs) / len(outs)
+
+
+class JointAxial(GridCombiner):
+    """Vertical and horizontal spans under one normaliser."""
+
+    name = "combiner-mixture"
+    columns_as_spans = columns_split = True
+    rows_as_spans = ("before", "after")
+
+    def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
+        m = self.block_size or default_block(k.shape[2], self.max_length)
+        grid, queries = Grid.of(k, v, mask, m, self.causal), Rows(m).arrange(q)
+        row, column = row_part(grid), column_part(grid)
+        columns = self.column_spans if grid.n > 1 else ()
+        return [
+            row,
+            *(column_spans(row.layout, grid, queries, self.summary, which) for which in columns),
+            column,
+            *(row_spans(column.layout, grid, queries, self.summary, which) for which in self.rows_as_spans),
+        ]
+
+
+register(
+    "combiner-mixture",
+    CombinerMixture,
+    naive=naive,
+    paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
+    cost="L*sqrt(L)",
+    length_dependent="without max_length the default block size (combiner-routing's capacity) follows the length; "
+    "block_size (capacity) fixes it; bidirectional spans of combiner-logsparse are counted from the end",
+    backends=("torch", "triton"),
+)

@@ -1,0 +1,259 @@
+"""Combiner-Routing: the own cluster directly, every other cluster as a span.
+
+Combiner, https://arxiv.org/abs/2107.05768, section 4.5, which gives the sets only. The clusters, cut into runs
+G_1, G_2, ... of bounded size, are those of the sparse parent, `routing` (clusters.py):
+
+    causal           direct G_{g_i} ∩ {0..i}      spans G_g ∩ {0..i} for every other run g
+    bidirectional    direct G_{g_i}               spans G_g for every other run g
+
+When causal a span grows with i, so there is one summary for every token j: that of its run up to j. At i, a cluster's
+newest run is seen through its last token up to i; its older runs are closed, and seen whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...core.blocks import ceil_div
+from ...core.contract import PositionBias
+from ...core.dense import runs_of, same
+from ...core.joint import Part, Rows, token_positions
+from ...core.partitions import default_block
+from ...core.registry import register
+from ...core.runs import Runs, room_for, take_mask, take_rows
+from ...core.softmax import softmax_attention
+from ..clusters import Clusters
+from ..routing import RunLayout, run_part
+from .base import Combiner, Seen, combiner_naive, line_summaries
+
+
+def naive(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+) -> Tensor:
+    nearest = (k @ attn.clusters.centroids.mT).argmax(-1)
+    group, run = runs_of(nearest, mask, attn.clusters.size(k.shape[2]))
+    together = same(group) & same(run)
+    first = ~together.tril(-1).any(-1)  # a run is named after its first token
+    spans = (together & first[..., None])[:, :, None] & ~together[..., None]
+    return combiner_naive(attn, q, k, v, mask, together, spans)
+
+
+class CombinerRouting(Combiner):
+    """`clusters` centroids per head, runs of at most `capacity` tokens, `decay` of the centroids' moving average."""
+
+    def __init__(
+        self,
+        *,
+        clusters: int | None = None,
+        capacity: int | None = None,
+        decay: float = 0.999,
+        summary: str = "max",
+        **contract: Any,
+    ):
+        super().__init__(summary=summary, **contract)
+        self.clusters = Clusters(self.heads, self.head_dim, clusters, capacity, decay, self.max_length)
+
+    def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
+        runs = self.clusters.runs(k, mask)
+        direct = run_part(runs, k, v, mask, self.causal)
+        real = take_mask(mask, runs.token, k.shape[2])
+        run_q = RunLayout(runs).arrange(q)
+        if self.causal:
+            # The slots of a run are filled in order: without a mask all up to a filled one are.
+            among = None if mask is None else real
+            kbar, vbar, _ = line_summaries(self.summary, run_q, direct.k, direct.v, among, "up_to")
+            return [direct, _growing_spans(runs, kbar, vbar, real, self.clusters.clusters + (mask is not None))]
+        s, count = self.summary, real.sum(-1)
+        qbar = s.finish(s.reduce(s.lift_queries(run_q, real), 3), count, q.dtype)
+        kbar = s.finish(s.reduce(s.lift_keys(direct.k, real), 3), count, k.dtype)
+        vbar = softmax_attention(qbar[:, :, :, None], direct.k, direct.v, allowed=real[:, :, :, None])[:, :, :, 0]
+        R = kbar.shape[2]
+        others = ~torch.eye(R, dtype=torch.bool, device=k.device)[:, None] & (count > 0)[:, :, None, None]
+        each_k, each_v = (t[:, :, None].expand(-1, -1, R, -1, -1) for t in (kbar, vbar))
+        return [direct, Part(direct.layout, each_k, each_v, others)]
+
+    # Decoding: the newest run of every cluster is open; a run that is full is closed when its cluster draws again.
+
+    def initial_state(self) -> RoutingState:
+        if self.clusters.capacity is None and self.max_length is None:
+            raise ValueError(
+                f"{self.name} takes its capacity from the length, which a step does not know: "
+                "give capacity or max_length"
+            )
+        return RoutingState()
+
+    def _room(self, k: Tensor, features: Tensor) -> RoutingState:
+        """The state before the first token, whose kind and place are those of its key and features."""
+        B, H, _, D = k.shape
+        G, size = self.clusters.clusters, self.clusters.size(0)
+
+        def room(like: Tensor, *shape: int) -> Tensor:
+            return like.new_zeros(B, H, *shape, D)
+
+        return RoutingState(
+            k=room(k, G, size),
+            v=room(k, G, size),
+            filled=torch.zeros(B, H, G, dtype=torch.long, device=k.device),
+            query_features=room(features, G),
+            key_features=room(features, G),
+            span_k=room(k, G),
+            span_v=room(k, G),
+            closed_k=room(k, 0),
+            closed_v=room(k, 0),
+            closed=torch.zeros(B, H, dtype=torch.long, device=k.device),
+        )
+
+    def advance(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, state: RoutingState) -> tuple[Seen, RoutingState]:
+        s = self.summary
+        lifted_q, lifted_k = s.lift_queries(q, None)[:, :, 0], s.lift_keys(k, None)[:, :, 0]
+        if state.k is None:
+            state = self._room(k, lifted_k)
+        if state.newest[0] != state.position:
+            raise ValueError(
+                f"this state, of {state.position} tokens, was overwritten by the steps after it: without gradients "
+                f"{self.name} writes its buffers in place; copy.deepcopy(state) before decoding branches"
+            )
+        newest = [state.position] if torch.is_grad_enabled() else state.newest
+        newest[0] += 1
+        size = state.k.shape[3]
+        B, H = k.shape[:2]
+        b, h = torch.arange(B, device=k.device)[:, None], torch.arange(H, device=k.device)[None]
+        g = self.clusters.nearest(k)[..., 0]
+        here = real[:, None].expand(B, H)
+        full = (state.filled[b, h, g] == size) & here
+        closed_k, closed_v, closed = state.closed_k, state.closed_v, state.closed
+        if bool(full.any()):
+            if int(closed.max()) == closed_k.shape[2]:
+                more = closed_k.new_zeros(B, H, 1, closed_k.shape[-1])
+                closed_k, closed_v = torch.cat([closed_k, more], 2), torch.cat([closed_v, more], 2)
+            at = (*torch.nonzero(full, as_tuple=True), closed[full])
+            closed_k = closed_k.index_put(at, state.span_k[b, h, g][full])
+            closed_v = closed_v.index_put(at, state.span_v[b, h, g][full])
+            closed = closed + full
+        place = state.filled[b, h, g].masked_fill(full, 0).clamp(max=size - 1)
+
+        def put(x: Tensor, new: Tensor, *at: Tensor) -> Tensor:
+            """Write at cluster g of every head, where there is a token; in place unless gradients forbid it."""
+            new = torch.where(here.view(B, H, *[1] * (new.dim() - 2)), new.to(x.dtype), x[(b, h, *at)])
+            return (x.index_put if torch.is_grad_enabled() else x.index_put_)((b, h, *at), new)
+
+        keys, values = put(state.k, k[:, :, 0], g, place), put(state.v, v[:, :, 0], g, place)
+        first = (place == 0)[..., None]
+        pooled_q = torch.where(first, lifted_q, s.join(state.query_features[b, h, g], lifted_q))
+        pooled_k = torch.where(first, lifted_k, s.join(state.key_features[b, h, g], lifted_k))
+        count = place + 1
+        own = torch.arange(size, device=k.device) < count[..., None]
+        own_k, own_v = keys[b, h, g], values[b, h, g]
+        qbar = s.finish(pooled_q, count, q.dtype)
+        vbar = softmax_attention(qbar[:, :, None], own_k, own_v, allowed=own[:, :, None])[:, :, 0]
+        filled = put(state.filled, count, g)
+        span_k, span_v = put(state.span_k, s.finish(pooled_k, count, k.dtype), g), put(state.span_v, vbar, g)
+        others = (filled > 0) & (torch.arange(filled.shape[-1], device=k.device) != g[..., None])
+        old = torch.arange(closed_k.shape[2], device=k.device) < closed[..., None]
+        seen = (
+            torch.cat([own_k, span_k, closed_k], 2),
+            torch.cat([own_v, span_v, closed_v], 2),
+            torch.cat([own & here[..., None], others, old], 2),
+        )
+        return seen, replace(
+            state,
+            position=state.position + 1,
+            k=keys,
+            v=values,
+            filled=filled,
+            query_features=put(state.query_features, pooled_q, g),
+            key_features=put(state.key_features, pooled_k, g),
+            span_k=span_k,
+            span_v=span_v,
+            closed_k=closed_k,
+            closed_v=closed_v,
+            closed=closed,
+            newest=newest,
+        )
+
+
+@dataclass
+class RoutingState:
+    """Written in place where no gradients are recorded; `newest` is the position of the state that owns the buffers."""
+
+    position: int = 0
+    k: Any = None  # (B, H, clusters, capacity, D): the open run of every cluster; None before the first token
+    v: Any = None
+    filled: Any = None  # (B, H, clusters)
+    query_features: Any = None  # (B, H, clusters, D): what the open runs are pooled from
+    key_features: Any = None
+    span_k: Any = None  # (B, H, clusters, D): the summaries of the open runs
+    span_v: Any = None
+    closed_k: Any = None  # (B, H, runs, D): the summaries of the closed runs, whose tokens are dropped
+    closed_v: Any = None
+    closed: Any = None  # (B, H): how many there are
+    newest: list[int] = field(default_factory=lambda: [0])
+
+
+def _growing_spans(runs: Runs, kbar: Tensor, vbar: Tensor, real: Tensor, groups: int) -> Part:
+    """What the tokens of a stretch of time see of the clusters that are not theirs, and of closed runs.
+
+    kbar and vbar (B, H, R, size, D) are the summaries of every run up to each of its slots, `real` (B, H, R, size)
+    says which slots hold a token. Token j stands for the newest run of its cluster from j until the cluster's next
+    token: at i, of i's own cluster that is i. A stretch needs its own tokens, and for every cluster the last one
+    before it.
+    """
+    (B, H, L), device = runs.slot.shape, kbar.device
+    R, size = runs.token.shape[2:]
+    tokens = torch.cat([runs.token.flatten(2), runs.token.new_full((B, H, 1), L)], 2)
+    run_of_next = ((runs.slot + 1) // size).clamp(max=R - 1)
+    group = runs.group.gather(2, runs.slot // size)
+    same = runs.group.gather(2, run_of_next) == group
+    until = torch.where(same, tokens.gather(2, runs.slot + 1), L)  # (B, H, L): the cluster's next token
+    until = until.masked_fill(~real.flatten(2).gather(2, runs.slot), 0)  # a masked token stands for nothing
+
+    # For every stretch and cluster the last token before the stretch, -1 where there is none.
+    layout = Rows(default_block(L, None))
+    T, n = layout.size, ceil_div(L, layout.size)
+    at = torch.arange(L, device=device).expand(B, H, L)
+    last = torch.full((B, H, n * groups), -1, device=device)
+    last = last.scatter_reduce(2, (at // T) * groups + group, at, "amax")
+    last = torch.unflatten(last, 2, (n, groups)).cummax(2).values
+    before = torch.cat([torch.full_like(last[:, :, :1], -1), last[:, :, :-1]], 2)
+    own = torch.arange(n * T, device=device).view(n, T).expand(B, H, n, T)
+    stands = torch.cat([before, own], 3)
+    nobody = (stands < 0) | (stands >= L)
+    who = stands.masked_fill(nobody, 0).flatten(2)
+    ends = until.gather(2, who).view_as(stands).masked_fill(nobody, 0)
+
+    # A run is closed when its cluster's next run has begun. Closed runs are full: there are at most L // size.
+    begins = torch.cat([runs.token[:, :, 1:, 0], runs.token.new_full((B, H, 1), L)], 2)
+    continued = torch.cat([runs.group[:, :, 1:] == runs.group[:, :, :-1], torch.zeros_like(real[:, :, :1, 0])], 2)
+    continued &= real[..., -1]
+    closes, closing = torch.where(continued, begins, L).sort(2)
+    C = room_for(continued.sum(2), L // size)
+    closes, closing = closes[:, :, :C], closing[:, :, :C]
+
+    slots = torch.cat([runs.slot.gather(2, who).view_as(stands), _of_each(closing * size + size - 1, n)], 3)
+    keys, values = (take_rows(t.flatten(2, 3), slots) for t in (kbar, vbar))
+    # All are seen by the tokens after `stands` and before `ends`.
+    stands = torch.cat([stands, _of_each(closes - 1, n)], 3).float()[..., None, :]
+    ends = F.pad(ends, (0, C), value=L).float()[..., None, :]
+    i = token_positions(layout, L, device).float()[..., None]
+    inside = torch.minimum(i - stands, ends - i)
+    return Part(layout, keys, values, bias=F.threshold(inside, 0, float("-inf"), inplace=True).clamp_(max=0))
+
+
+def _of_each(x: Tensor, n: int) -> Tensor:
+    """(B, H, X) -> (B, H, n, X)"""
+    return x[:, :, None].expand(-1, -1, n, -1)
+
+
+register(
+    "combiner-routing",
+    CombinerRouting,
+    naive=naive,
+    paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
+    cost="L*sqrt(L)",
+    length_dependent="without max_length the default capacity follows the length; capacity fixes it",
+)

@@ -1,0 +1,208 @@
+"""Performer: random features of the softmax kernel (FAVOR+), or the ReLU kernel.
+
+Choromanski et al., Rethinking Attention with Performers, https://arxiv.org/abs/2009.14794
+
+    out_i = φ(q_i)ᵀ Σ_j φ(k_j) v_jᵀ / φ(q_i)ᵀ Σ_j φ(k_j)
+
+    softmax   t ← t / D^{1/4};   φ(t)_m = (exp(p_m · t - |t|²/2 - c) + ε) / √M,   p_1 … p_M orthogonal, ε = 1e-6
+    relu      φ(t) = ReLU(t) + 1e-3
+
+c keeps the exponentials in range: for a query its own largest p_m · t, for keys the largest of the keys in the sum
+(the running maximum when causal, so that nothing of the future is read). Gradients are those of this formula, c
+included. The features are drawn once and saved with
+the weights; `redraw()` draws them anew.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.contract import Attention, PositionBias, hide
+from ...core.dense import legal
+from ...core.dispatch import check_backend, use_triton
+from ...core.precision import precise, without_autocast
+from ...core.registry import register
+from ...core.scan import causal_sum
+from ...kernels import linear_scan
+from ..linear import NOT_CAUSAL, drop_values, lacks, with_ones
+from . import kernel as random_features
+
+
+def naive(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+) -> Tensor:
+    """The published code draws new features at every call; here they are fixed until `redraw()`."""
+    allowed = legal(attn, q, k, mask)
+    if attn.kernel == "relu":
+        A = (q.relu() + 1e-3) @ (k.relu() + 1e-3).mT * allowed
+    else:
+        t_q, t_k = (x / attn.head_dim**0.25 for x in (q, k))
+        p_q, p_k = (t @ attn.projection.T for t in (t_q, t_k))
+        e_q, e_k = p_q - t_q.square().sum(-1, keepdim=True) / 2, p_k - t_k.square().sum(-1, keepdim=True) / 2
+        c_q, c_k = p_q.amax(-1, keepdim=True), p_k.amax(-1)[:, :, None]
+        c_k = c_k.masked_fill(~allowed, float("-inf")).amax(-1)  # of the keys in the sum of i
+        c_k = c_k.masked_fill(c_k.isinf(), 0)[..., None, None]
+        inside = (e_k[:, :, None] - c_k).masked_fill(~allowed[..., None], float("-inf"))
+        A = (((e_q - c_q).exp() + attn.epsilon)[:, :, :, None] * (inside.exp() + attn.epsilon)).sum(-1) * allowed
+    total = A.sum(-1, keepdim=True)
+    return A @ v / total.where(total > 0, 1)
+
+
+class PerformerAttention(Attention):
+    """`backend` "triton" is the fused causal kernels of `kernel.py` and `kernels/linear_scan`, "torch"
+    the version below, which defines them; "auto" takes the kernels on the GPUs they were tested on. Decoding is always
+    "torch".
+    """
+
+    long_sums = True
+    projection: Tensor
+
+    def __init__(
+        self,
+        *,
+        kernel: str = "softmax",
+        features: int | None = None,
+        epsilon: float = 1e-6,
+        backend: str = "auto",
+        **contract: Any,
+    ):
+        super().__init__(**contract)
+        if kernel not in ("softmax", "relu"):
+            raise ValueError(f"kernel must be 'softmax' or 'relu', got {kernel!r}")
+        if kernel == "relu" and features is not None:
+            raise ValueError("the relu kernel has no random features; leave features out")
+        self.kernel, self.epsilon = kernel, epsilon
+        self.backend = check_backend(backend)
+        if backend == "triton" and not self.causal:
+            raise ValueError(f"performer cannot use backend='triton': {NOT_CAUSAL}; use 'auto' or 'torch'")
+        if kernel == "softmax":
+            D = self.head_dim
+            count = max(1, round(D * math.log(D + 1))) if features is None else features
+            if count < 1:
+                raise ValueError(f"features must be at least 1, got {features}")
+            self.register_buffer("projection", orthogonal_features(count, D))
+
+    @torch.no_grad()
+    def redraw(self) -> None:
+        """Draw new random features."""
+        self.projection.copy_(orthogonal_features(*self.projection.shape))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        v = drop_values(v, self.dropout if self.training else 0.0)
+        least_length = linear_scan.LEAST_LENGTH if self.kernel == "relu" else random_features.LEAST_LENGTH
+        if use_triton(self.backend, self.name, q, v, cannot=lacks(self), least_length=least_length):
+            return self._fused(q, k, v, mask).to(q.dtype)
+        v1 = with_ones(v)
+        if self.kernel == "relu":
+            a, b = (precise(x).relu() + 1e-3 for x in (q, k))
+            b = hide(b, mask)
+            total = causal_sum(a, b, v1) if self.causal else a @ (b.transpose(-1, -2) @ v1)
+            return divide(total).to(q.dtype)
+        a = self._queries(q)
+        b, g = self._keys(k, mask)
+        v1 = hide(v1, mask)
+        rest = self.epsilon * a.sum(-1, keepdim=True)  # what ε adds to the product of two feature vectors, over b
+        top = g.cummax(-1).values if self.causal else g.amax(-1, keepdim=True)
+        top = torch.where(top.isfinite(), top, 0)  # where there is no key
+        rest = rest * one(top)[..., None]
+        if self.causal:
+            total = causal_sum(a, b, v1, g.detach()) + rest * v1.cumsum(2)
+        else:
+            b = b * (g - top).detach().exp()[..., None]
+            total = a @ (b.transpose(-1, -2) @ v1) + rest * v1.sum(2, keepdim=True)
+        return divide(total).to(q.dtype)
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        if self.kernel == "relu":
+            return linear_scan.linear_scan(q, k, v, mask, features="relu")
+        a, b, key_scale, top, rest = random_features.random_features(q, k, mask, self.projection, self.epsilon)
+        return linear_scan.linear_scan(a, b, v, mask, features="given", key_scale=key_scale, top=top, rest=rest)
+
+    def _exponents(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """p_m · t - |t|²/2 for every feature, and the largest p_m · t."""
+        t = precise(x) * self.head_dim**-0.25
+        projected = t @ self.projection.to(t.dtype).T
+        return projected - t.square().sum(-1, keepdim=True) / 2, projected.amax(-1)
+
+    def _queries(self, q: Tensor) -> Tensor:
+        e, largest = self._exponents(q)
+        return (e - largest.detach()[..., None]).exp() + self.epsilon * one(largest)[..., None]
+
+    def _keys(self, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """exp(exponents - g) and g, each key's largest p_m · t: -inf for a masked key."""
+        e, g = self._exponents(k)
+        b = (e - g.detach()[..., None]).exp()
+        return b, g if mask is None else g.masked_fill(~mask[:, None], float("-inf"))
+
+    def initial_state(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return None, None, None
+
+    def attend_next(self, q, k, v, state, mask, bias):
+        with without_autocast(q):
+            return self._next(q, k, v, mask, *state)
+
+    def _next(self, q, k, v, mask, memory, top, plain):
+        key_mask = None if mask is None else mask[:, None]
+        v1 = with_ones(v)
+        if mask is not None:
+            v1 = v1.masked_fill(~mask[:, None, None, None], 0)
+        if self.kernel == "relu":
+            a = precise(q).relu() + 1e-3
+            b, g = hide(precise(k).relu() + 1e-3, key_mask), torch.zeros_like(v1[..., 0])
+        else:
+            a = self._queries(q)
+            b, g = self._keys(k, key_mask)
+        if memory is None:
+            memory, top, plain = torch.zeros_like(b.transpose(-1, -2) @ v1), torch.full_like(g, float("-inf")), 0 * v1
+        new_top = torch.maximum(top, g)
+        stabiliser = torch.where(new_top.isfinite(), new_top, 0)
+        scale = stabiliser.detach()
+        kept, added = (top.detach() - scale).exp()[..., None], (g.detach() - scale).exp()[..., None]
+        memory = memory * kept + (b * added).transpose(-1, -2) @ v1
+        plain = plain + v1
+        total = a @ memory
+        if self.kernel == "softmax":
+            total = total + self.epsilon * a.sum(-1, keepdim=True) * one(stabiliser)[..., None] * plain
+        return divide(total).to(q.dtype), (memory, new_top, plain)
+
+
+def one(c: Tensor) -> Tensor:
+    """1, with the gradient of e^c.
+
+    A stabiliser c divides exponentials by e^c, and ε not. Numerator and denominator may both be multiplied by e^c: then
+    the exponentials do not depend on c, and ε is multiplied by it: all of c's gradient is here.
+    """
+    return (c - c.detach()).exp()
+
+
+def divide(total: Tensor) -> Tensor:
+    """Numerator over denominator, the last channel; zeros where no key was in the sum."""
+    denominator = total[..., -1:]
+    empty = denominator == 0
+    return (total[..., :-1] / denominator.masked_fill(empty, 1)).masked_fill(empty, 0)
+
+
+def orthogonal_features(count: int, dim: int) -> Tensor:
+    """(count, dim): blocks of orthogonal directions, each as long as a Gaussian vector would be."""
+    blocks = []
+    for _ in range(-(-count // dim)):
+        Q, R = torch.linalg.qr(torch.randn(dim, dim, dtype=torch.float64))
+        blocks.append((Q * R.diagonal().sign()).T)  # without the signs Q is not uniform, and the features are biased
+    lengths = torch.randn(count, dim, dtype=torch.float64).norm(dim=1, keepdim=True)
+    return (torch.cat(blocks)[:count] * lengths).to(torch.get_default_dtype())
+
+
+register(
+    "performer",
+    PerformerAttention,
+    naive=naive,
+    paper="Choromanski et al. 2021, Rethinking Attention with Performers (2009.14794)",
+    cost="L",
+    cross=True,
+    dropout="keys",
+    backends=("torch", "triton"),
+)

@@ -1,0 +1,172 @@
+"""Random features of the softmax kernel for queries and keys, as `linear_scan` takes them: forward and backward, as one
+PyTorch operator.
+
+    t = x / D^{1/4},   u_m = p_m·t - largest,   largest = max_m p_m·t
+
+    queries   φ_m ∝ e^{u_m - |t|²/2} + ε, the largest of them 1          rest = ε Σ_m φ_m
+    keys      φ_m = e^{u_m}, with the rest of its scale apart:           key_scale = largest - |t|²/2
+              top_i = max_{j ≤ i} largest_j over the keys the mask leaves, 0 before the first
+
+A query's scale cancels in the quotient. As in `weft/attention/performer.py`, which is the definition, gradients go
+through the maxima, by way of ε alone: all else cancels. The directions p get none. Triton is imported only when a
+kernel runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.launch import (
+    Tiles,
+    as_flags,
+    autocast,
+    block_width,
+    ceil_div,
+    empty_rows,
+    for_operator,
+    next_power_of_two,
+    rows_contiguous,
+    strides,
+)
+
+LEAST_LENGTH = 256  # the shortest measured; the kernels beat the plain version from here on: docs/kernels.md
+
+# By kernel, widest head and bytes of what is multiplied: rows and features per tile. Tuned: two bytes, heads of 64.
+TILES: dict[tuple[str, int, int], Tiles] = {
+    ("features", 64, 2): Tiles(128, 32, 4, 3),
+    ("features", 128, 2): Tiles(64, 32, 4, 2),
+    ("features", 64, 4): Tiles(64, 32, 4, 2),
+    ("features", 128, 4): Tiles(32, 32, 4, 1),
+    ("feature gradients", 64, 2): Tiles(64, 32, 4, 3),
+    ("feature gradients", 128, 2): Tiles(64, 32, 4, 2),
+    ("feature gradients", 64, 4): Tiles(64, 32, 4, 2),
+    ("feature gradients", 128, 4): Tiles(32, 32, 4, 1),
+}
+WORD = 16  # φ is a multiple of this wide, with zeros at the end, so that rows of memory begin where loads like it
+SPAN = 4096  # tokens per step of `running_top`, at most
+
+
+def random_features(
+    q: Tensor, k: Tensor, mask: Tensor | None, projection: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q and k (B, H, L, D), mask (B, L), projection (M, D) -> φ(q), φ(k), key_scale, top, rest."""
+    q, k = autocast(q, k)
+    return torch.ops.weft.random_features(q, k, for_operator(mask), projection, epsilon)[:5]
+
+
+@torch.library.custom_op(
+    "weft::random_features",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor? mask, Tensor projection, float epsilon)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _forward(q, k, mask, projection, epsilon):
+    from .passes import features, running_top, split
+
+    outputs = _outputs(q, projection)
+    a, b, key_scale, top, rest, q_largest, k_largest, directions = outputs
+    B, H, L, D = q.shape
+    M = projection.shape[0]
+    split[(ceil_div(M * D, 1024),)](
+        projection.contiguous(), directions, M * D, D**-0.25, COLUMNS=1024, BF16=q.dtype == torch.bfloat16, num_warps=4
+    )
+    t = tiles("features", q)
+    for queries, x, phi, largest, number in ((True, q, a, q_largest, rest), (False, k, b, k_largest, key_scale)):
+        flags, x = None if queries else mask, rows_contiguous(x)
+        features[(ceil_div(L, t.queries) * B * H,)](
+            x, _flags(flags, x), directions, phi, largest, number, *strides(x), B * H, H, L, epsilon,
+            QUERIES=queries, **_options(q, M, t, flags), **t.launch(),
+        )  # fmt: skip
+    running_top[(B * H,)](k_largest, top, L, SPAN=min(SPAN, next_power_of_two(L)), num_warps=8)
+    return outputs
+
+
+@_forward.register_fake
+def _(q, k, mask, projection, epsilon):
+    return _outputs(q, projection)
+
+
+def _outputs(q: Tensor, projection: Tensor) -> tuple[Tensor, ...]:
+    """φ(q), φ(k), key_scale, top, rest, largest of the queries and of the keys, and the directions as `split` leaves
+    them."""
+    B, H, L, D = q.shape
+    half = q.dtype == torch.bfloat16
+    phis = (q.new_empty(B, H, L, width(projection.shape[0])) for _ in range(2))
+    numbers = (q.new_empty(B, H, L, dtype=torch.float32) for _ in range(5))
+    split = q.new_empty(1 + half, *projection.shape, dtype=torch.bfloat16 if half else torch.float32)
+    return *phis, *numbers, split
+
+
+@torch.library.custom_op(
+    "weft::random_features_backward",
+    mutates_args=(),
+    schema="(Tensor da, Tensor db, Tensor dtop, Tensor drest, Tensor q, Tensor k, Tensor? mask, Tensor q_largest,"
+    " Tensor k_largest, Tensor directions, float epsilon) -> (Tensor, Tensor)",
+)
+def _backward(da, db, dtop, drest, q, k, mask, q_largest, k_largest, directions, epsilon):
+    from .passes import feature_gradients
+
+    B, H, L, D = q.shape
+    dq, dk = empty_rows(q), empty_rows(k)
+    t = tiles("feature gradients", q)
+    through = torch.zeros_like(k_largest).scatter_add_(-1, k_largest.cummax(-1).indices, dtop.float())
+    drest = drest.float().contiguous()
+    for queries, x, dphi, largest, dnumber, dx in (
+        (True, q, da, q_largest, drest, dq),
+        (False, k, db, k_largest, through, dk),
+    ):
+        flags, x, dphi = None if queries else mask, rows_contiguous(x), rows_contiguous(dphi)
+        feature_gradients[(ceil_div(L, t.queries) * B * H,)](
+            x, _flags(flags, x), directions, largest, dphi, dnumber, dx, *strides(x), *strides(dphi), *strides(dx),
+            B * H, H, L, epsilon,
+            QUERIES=queries, **_options(q, directions.shape[1], t, flags), **t.launch(),
+        )  # fmt: skip
+    return dq, dk
+
+
+@_backward.register_fake
+def _(da, db, dtop, drest, q, k, mask, q_largest, k_largest, directions, epsilon):
+    return empty_rows(q), empty_rows(k)
+
+
+def _options(q: Tensor, M: int, t: Tiles, mask: Tensor | None) -> dict[str, Any]:
+    D = q.shape[3]
+    options = {"M": M, "WIDTH": width(M), "D": D, "BLOCK_D": block_width(D), "ROWS": t.queries, "BF": t.keys}
+    return options | {"HAS_MASK": mask is not None, "BF16": q.dtype == torch.bfloat16}
+
+
+def _flags(mask: Tensor | None, stand_in: Tensor) -> Tensor:
+    return stand_in if mask is None else as_flags(mask)
+
+
+def width(M: int) -> int:
+    return ceil_div(M, WORD) * WORD
+
+
+def tiles(kernel: str, q: Tensor) -> Tiles:
+    return TILES[kernel, max(64, block_width(q.shape[3])), 2 if q.dtype == torch.bfloat16 else 4]
+
+
+def _save(ctx, inputs, output):
+    q, k, mask, _, ctx.epsilon = inputs
+    ctx.save_for_backward(q, k, mask, *output[5:])
+    ctx.shapes = [(x.shape, x.dtype) for x in (output[0], output[1], output[3], output[4])]
+    ctx.set_materialize_grads(False)
+
+
+def _grad(ctx, da, db, d_key_scale, d_top, drest, *unused):
+    if da is None and db is None and d_top is None and drest is None:
+        return (None,) * 5
+    saved = ctx.saved_tensors  # once: checkpointing unpacks them once
+    sent = [
+        saved[0].new_zeros(shape, dtype=dtype) if x is None else x
+        for x, (shape, dtype) in zip((da, db, d_top, drest), ctx.shapes, strict=True)
+    ]
+    dq, dk = torch.ops.weft.random_features_backward(*sent, *saved, ctx.epsilon)
+    return dq, dk, None, None, None
+
+
+_forward.register_autograd(_grad, setup_context=_save)

@@ -1,0 +1,183 @@
+"""Triton: random features of the softmax kernel, forward and backward (see `random_features.py` for the formulas).
+
+A tile of rows is multiplied with the directions twice, for the largest product and for the features less it, so that
+nothing wider than a tile is held. In bfloat16 the directions are two tensors, what bfloat16 keeps of them and what it
+loses: the sum of both products is as good as float32's. The first part alone would keep the exponentials in range too,
+but then the largest feature, which weighs most, is not 1 and is rounded.
+
+    dx = Σ_m G_m p_m / D^{1/4} - x Σ_m G_m / √D + c p_top / D^{1/4}          G_m = g_m · the exponential in φ_m
+
+p_top is the direction of the largest product. c is what ε sends through it: for queries the share of ε in φ times Σ_m
+g_m, g_m = dφ_m + ε drest; for keys the sum of dtop over the queries whose running maximum is theirs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...kernels.rows import load_rows, store_rows, valid_rows
+
+
+@triton.jit
+def split(P, OUT, count, scale, COLUMNS: tl.constexpr, BF16: tl.constexpr):
+    """P times scale; in bfloat16 as two parts, one after the other."""
+    at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    p = tl.load(P + at, mask=at < count, other=0.0).to(tl.float32) * scale
+    if BF16:
+        high = p.to(tl.bfloat16)
+        tl.store(OUT + at, high, mask=at < count)
+        tl.store(OUT + count + at, (p - high.to(tl.float32)).to(tl.bfloat16), mask=at < count)
+    else:
+        tl.store(OUT + at, p, mask=at < count)
+
+
+@triton.jit
+def operand(x, BF16: tl.constexpr):
+    return x.to(tl.bfloat16 if BF16 else tl.float32)
+
+
+@triton.jit
+def project(x, P, f, d, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF16: tl.constexpr):
+    """x times the directions f, and these."""
+    p = load_rows(P, f, d, D, f < M, D, BLOCK_D)
+    y = tl.dot(x, tl.trans(p), input_precision="tf32x3")
+    if BF16:
+        y = tl.dot(x, tl.trans(load_rows(P + M * D, f, d, D, f < M, D, BLOCK_D)), y)
+    return y, p
+
+
+@triton.jit
+def half_square(x, D: tl.constexpr):
+    """|t|² / 2."""
+    x = x.to(tl.float32)
+    return tl.sum(x * x, 1) * (0.5 * D**-0.5)
+
+
+@triton.jit
+def shares(half, epsilon):
+    """What exponentials and ε are of a query's features when the largest is 1: e^u · the first + the second."""
+    z = epsilon * tl.exp(tl.minimum(half, 80.0))  # past any meaning, but finite
+    return 1.0 / (1.0 + z), z / (1.0 + z)
+
+
+@triton.jit
+def features(
+    X, MASK, P, PHI, LARGEST, NUMBER,
+    x_b, x_h, x_l,
+    BH, H, L, epsilon,
+    M: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BF: tl.constexpr,
+    QUERIES: tl.constexpr, HAS_MASK: tl.constexpr, BF16: tl.constexpr,
+):  # fmt: skip
+    """PHI (B·H, L, WIDTH), zeros past M. NUMBER is rest, or key_scale. LARGEST is -inf where the mask hides a key."""
+    bh = tl.program_id(0) % BH
+    first = tl.program_id(0) // BH * ROWS
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    i, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    inside = i < L - first
+    live = valid_rows(MASK + b * L + first, i, inside, HAS_MASK)
+    x = load_rows(X + b * x_b + h * x_h + first.to(tl.int64) * x_l, i, d, x_l, live, D, BLOCK_D)
+    half = half_square(x, D)
+    x = operand(x, BF16)
+    at = bh.to(tl.int64) * L + first
+    PHI += at * WIDTH
+
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    for f0 in range(0, M, BF):
+        f = f0 + tl.arange(0, BF)
+        y, _ = project(x, P, f, d, M, D, BLOCK_D, BF16)
+        largest = tl.maximum(largest, tl.max(tl.where((f < M)[None, :], y, float("-inf")), 1))
+
+    total = tl.zeros([ROWS], tl.float32)
+    power, floor = shares(half, epsilon)
+    for f0 in range(0, M, BF):
+        f = f0 + tl.arange(0, BF)
+        y, _ = project(x, P, f, d, M, D, BLOCK_D, BF16)
+        phi = tl.exp(y - largest[:, None])
+        if QUERIES:
+            phi = phi * power[:, None] + floor[:, None]
+        phi = tl.where((f < M)[None, :], phi, 0.0)
+        total += tl.sum(phi, 1)
+        store_rows(PHI, phi, i, f, WIDTH, inside, WIDTH, WIDTH // BF * BF)
+
+    if QUERIES:
+        tl.store(NUMBER + at + i, epsilon * total, mask=inside)
+    else:
+        tl.store(NUMBER + at + i, largest - half, mask=inside)
+    tl.store(LARGEST + at + i, tl.where(live, largest, float("-inf")), mask=inside)
+
+
+@triton.jit
+def larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def running_top(LARGEST, TOP, L, SPAN: tl.constexpr):
+    """The running maximum of one head, 0 where there was no key yet."""
+    LARGEST += tl.program_id(0).to(tl.int64) * L
+    TOP += tl.program_id(0).to(tl.int64) * L
+    so_far = tl.max(tl.full([SPAN], float("-inf"), tl.float32), 0)
+    for start in range(0, L, SPAN):
+        i = start + tl.arange(0, SPAN)
+        x = tl.load(LARGEST + i, mask=i < L, other=float("-inf"))
+        top = tl.maximum(tl.associative_scan(x, 0, larger), so_far)
+        tl.store(TOP + i, tl.where(top == float("-inf"), 0.0, top), mask=i < L)
+        so_far = tl.maximum(so_far, tl.max(x, 0))
+
+
+@triton.jit
+def feature_gradients(
+    X, MASK, P, LARGEST, DPHI, DNUMBER, DX,
+    x_b, x_h, x_l, g_b, g_h, g_l, dx_b, dx_h, dx_l,
+    BH, H, L, epsilon,
+    M: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BF: tl.constexpr,
+    QUERIES: tl.constexpr, HAS_MASK: tl.constexpr, BF16: tl.constexpr,
+):  # fmt: skip
+    """Features again, rather than read: what ε hides in a rounded φ would not come back. DNUMBER is drest, or for keys
+    what goes through the largest product."""
+    bh = tl.program_id(0) % BH
+    first = tl.program_id(0) // BH * ROWS
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    i, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    inside = i < L - first
+    live = valid_rows(MASK + b * L + first, i, inside, HAS_MASK)
+    X += b * x_b + h * x_h + first.to(tl.int64) * x_l
+    DX += b * dx_b + h * dx_h + first.to(tl.int64) * dx_l
+    DPHI += b * g_b + h * g_h + first.to(tl.int64) * g_l
+    x = operand(load_rows(X, i, d, x_l, live, D, BLOCK_D), BF16)
+    at = bh.to(tl.int64) * L + first
+    largest = tl.load(LARGEST + at + i, mask=live, other=0.0)
+    dnumber = tl.load(DNUMBER + at + i, mask=inside, other=0.0)
+
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    where_top = tl.zeros([ROWS], tl.int32)
+    sent = tl.zeros([ROWS], tl.float32)
+    dx = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for f0 in range(0, M, BF):
+        f = f0 + tl.arange(0, BF)
+        y, p = project(x, P, f, d, M, D, BLOCK_D, BF16)
+        G = load_rows(DPHI, i, f, g_l, live, WIDTH, WIDTH // BF * BF).to(tl.float32)
+        if QUERIES:
+            G += (epsilon * dnumber)[:, None]
+            sent += tl.sum(tl.where((f < M)[None, :], G, 0.0), 1)
+        G = tl.where((f < M)[None, :], G * tl.exp(y - largest[:, None]), 0.0)
+        y = tl.where((f < M)[None, :], y, float("-inf"))
+        here = tl.max(y, 1)
+        where_top = tl.where(here > top, f0 + tl.argmax(y, 1), where_top)
+        top = tl.maximum(top, here)
+        total += tl.sum(G, 1)
+        dx = tl.dot(operand(G, BF16), p, dx, input_precision="tf32x3")
+    x = load_rows(X, i, d, x_l, live, D, BLOCK_D).to(tl.float32)  # again: it need not be held till here
+    dx -= x * (total * D**-0.5)[:, None]
+    through = dnumber
+    if QUERIES:
+        power, floor = shares(half_square(x, D), epsilon)
+        dx *= power[:, None]
+        through = floor * sent
+    p_top = load_rows(P, where_top, d, D, live, D, BLOCK_D).to(tl.float32)
+    if BF16:
+        p_top += load_rows(P + M * D, where_top, d, D, live, D, BLOCK_D).to(tl.float32)
+    dx += through[:, None] * p_top
+    store_rows(DX, tl.where(live[:, None], dx, 0.0), i, d, dx_l, inside, D, BLOCK_D)

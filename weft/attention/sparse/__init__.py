@@ -1,0 +1,239 @@
+"""Sparse Transformer attention, fixed and strided.
+
+Child et al., Generating Long Sequences with Sparse Transformers, https://arxiv.org/abs/1904.10509; both sets of each
+pattern under one softmax.
+
+    fixed      {j : j//l = i//l} ∪ {j : j%l ≥ l - c}          own block, and the last c tokens of every block
+    strided    {j : |i - j| ≤ l} ∪ {j : (i - j)%l = 0}        the neighbourhood, and every l-th token
+
+cut at i when causal. Combiner-fixed puts a summary of the whole block in the place of its last c tokens. The study of
+wide attention (https://arxiv.org/abs/2210.00640) uses the fixed pattern with three changes, each an option: also the
+first token of every block (`leading_column`), a token 0 that sees and is seen by all while the others are indexed
+without it (`cls`), and no look ahead even in its bidirectional encoders (`one_way`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...core.blocks import power_of_two
+from ...core.contract import Attention, PositionBias
+from ...core.dense import dense_attention, positions
+from ...core.dispatch import check_backend, use_triton
+from ...core.joint import Columns, Part, Rows, join_allowed, joint_attention, token_positions, valid_in
+from ...core.partitions import fixed_columns, other_blocks, own_block
+from ...core.registry import register
+from ...core.softmax import softmax_attention
+from ...core.state import KeyValueState
+from ...kernels import band as kernel
+from ..axial import attend_to, decoding_block
+from . import kernel as strided_kernel
+
+
+def naive(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+) -> Tensor:
+    """The paper also has forms with separate heads or layers for the two sets; here one softmax covers both."""
+    i, j = (x - int(attn.cls) for x in positions(q, k))  # with cls the pattern starts behind token 0, which is then -1
+    m = attn._block(k.shape[2])
+    if attn.pattern == "strided":
+        allowed = ((i - j).abs() <= m) | ((i - j) % m == 0)
+    else:
+        allowed = (i // m == j // m) | (j % m >= m - attn.columns) | (j % m == 0) & attn.leading_column
+    if attn.one_way:
+        allowed = allowed & (j <= i)
+    return dense_attention(attn, q, k, v, mask, bias, allowed | (i < 0) | (j < 0))
+
+
+class SparseAttention(Attention):
+    """`block_size` is l: by default 50, and the power of two nearest √L from there on.
+
+    `backend` "triton" is the fused kernel of `weft/kernels/band.py`, or `strided.py`, without `cls`; "torch" is the
+    version below, which defines it; "auto" takes the kernel on the GPUs it was tested on. Decoding is always "torch".
+    """
+
+    def __init__(
+        self,
+        *,
+        pattern: str = "fixed",
+        block_size: int | None = None,
+        columns: int = 10,
+        leading_column: bool = False,
+        cls: bool = False,
+        one_way: bool = False,
+        backend: str = "auto",
+        **contract: Any,
+    ):
+        super().__init__(**contract)
+        if pattern not in ("fixed", "strided"):
+            raise ValueError(f"pattern must be 'fixed' or 'strided', got {pattern!r}")
+        if block_size is not None and block_size < 1:
+            raise ValueError(f"block_size must be at least 1, got {block_size}")
+        if columns < 0:
+            raise ValueError(f"columns must be at least 0, got {columns}")
+        if pattern == "strided" and leading_column:
+            raise ValueError("leading_column belongs to pattern='fixed'; the strided pattern has no columns to choose")
+        if cls and self.causal:
+            raise ValueError(
+                "with cls=True token 0 sees the whole sequence, which causal=True forbids; "
+                "one_way=True keeps the others from looking ahead"
+            )
+        self.pattern, self.block_size, self.columns = pattern, block_size, columns
+        self.leading_column, self.cls, self.one_way = leading_column, cls, one_way
+        self.backend = check_backend(backend)
+        if backend == "triton" and self._no_kernel():
+            raise ValueError(f"sparse cannot use backend='triton': {self._no_kernel()}; use 'auto' or 'torch'")
+
+    def _no_kernel(self) -> str:
+        """What in the options the fused kernel lacks; "" if nothing."""
+        return "the kernel has no cls" if self.cls else ""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        cannot = self._no_kernel() or kernel.cannot(q, k, v, bias, self._dropout)
+        least_length = kernel.LEAST_LENGTH if self.pattern == "fixed" else strided_kernel.LEAST_LENGTH
+        if use_triton(self.backend, self.name, q, v, cannot=cannot, least_length=least_length):
+            m = self._block(k.shape[2])
+            causal = self.causal or self.one_way
+            if self.pattern == "strided":
+                return strided_kernel.strided(q, k, v, mask, block_size=m, causal=causal)
+            columns = fixed_columns(m, self.columns, self.leading_column)
+            return kernel.block_and_columns(q, k, v, mask, block_size=m, columns=columns, causal=causal)
+        if not self.cls:
+            return self._pattern(q, k, v, mask, bias, None)
+        first = self._first(q, k, v, mask, bias)
+        if k.shape[2] == 1:
+            return first
+        rest = mask if mask is None else mask[:, 1:]
+        shifted = None if bias is None else lambda i, j: bias(i + 1, j + 1)
+        open_to_all = (k[:, :, :1], v[:, :, :1], None if mask is None else mask[:, :1])
+        rest_out = self._pattern(q[:, :, 1:], k[:, :, 1:], v[:, :, 1:], rest, shifted, open_to_all)
+        return torch.cat([first, rest_out], 2)
+
+    def _first(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        """Token 0, which sees everything."""
+        j = torch.arange(k.shape[2], device=k.device).view(1, 1, 1, -1)
+        allowed = None if mask is None else mask[:, None, None]
+        values = None if bias is None else bias(torch.zeros_like(j[..., :1]), j)
+        return softmax_attention(q[:, :, :1], k, v, allowed=allowed, bias=values, dropout=self._dropout)
+
+    def _pattern(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        bias: PositionBias | None,
+        open_to_all: tuple[Tensor, Tensor, Tensor | None] | None,
+    ) -> Tensor:
+        parts = (self._fixed if self.pattern == "fixed" else self._strided)(k, v, mask, bias)
+        if open_to_all is not None:
+            parts[0] = _with_first(parts[0], *open_to_all, bias, q.shape[2])
+        return joint_attention(q, parts, dropout=self._dropout, may_be_empty=mask is not None)
+
+    def _fixed(self, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> list[Part]:
+        L, device = k.shape[2], k.device
+        m = self._block(L)
+        layout, causal = Rows(m), self.causal or self.one_way
+        blocks_k, blocks_v = layout.arrange(k), layout.arrange(v)
+        n = blocks_k.shape[2]
+        real = valid_in(layout, mask, L, m, device)
+        own = own_block(m, causal, device).view(1, 1, 1, m, m)
+        # `fixed_columns`, made where it is read: a table from the CPU would be waited for, and no CUDA graph takes it.
+        seen = torch.arange(max(m - self.columns, 0), m, device=device)
+        if self.leading_column and self.columns < m:
+            seen = F.pad(seen, (1, 0))
+        c = len(seen)
+        others = other_blocks(n, causal, device).repeat_interleave(c, 1).view(1, 1, n, 1, n * c)
+        if real is not None:
+            own = own & real[:, :, :, None]
+            others = others & real[..., seen].flatten(2)[:, :, None, None]
+        each = [t[..., seen, :].flatten(2, 3)[:, :, None].expand(-1, -1, n, -1, -1) for t in (blocks_k, blocks_v)]
+        front = torch.broadcast_shapes(own.shape[:-1], others.shape[:-1], (1, 1, n, m))
+        allowed = torch.cat([own.expand(*front, m), others.expand(*front, n * c)], -1)
+        part = Part(layout, torch.cat([blocks_k, each[0]], 3), torch.cat([blocks_v, each[1]], 3), allowed)
+        if bias is not None:
+            at = token_positions(layout, L, device)
+            columns_at = at[..., seen].flatten(2)[:, :, None].expand(-1, -1, n, -1)
+            part.bias = bias(at[..., None], torch.cat([at, columns_at], -1)[:, :, :, None])
+        return [part]
+
+    def _strided(self, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> list[Part]:
+        L, device = k.shape[2], k.device
+        m = self._block(L)
+        causal = self.causal or self.one_way
+        real = torch.ones(1, L, dtype=torch.bool, device=device) if mask is None else mask
+        parts = []
+        for layout in (Rows(m), Columns(m)):
+            keys, values = layout.arrange(k), layout.arrange(v)
+            valid = layout.arrange(real[:, None, :, None])[..., 0]
+            i = token_positions(layout, L, device)
+            j = i
+            if isinstance(layout, Rows):  # the neighbourhood reaches one block back, and one ahead
+                keys, values = (_neighbours(t, causal) for t in (keys, values))
+                valid, j = _neighbours(valid, causal), _neighbours(i, causal)
+            i, j = i[..., :, None], j[..., None, :]
+            near = (i - j).abs() <= m
+            allowed = valid[..., None, :] & (near if isinstance(layout, Rows) else ~near)
+            if causal:
+                allowed = allowed & (j <= i)
+            parts.append(Part(layout, keys, values, allowed, None if bias is None else bias(i, j)))
+        return parts
+
+    @property
+    def _dropout(self) -> float:
+        return self.dropout if self.training else 0.0
+
+    def _block(self, length: int) -> int:
+        return self.block_size or max(50, power_of_two((self.max_length or length) ** 0.5))
+
+    def initial_state(self) -> KeyValueState:
+        decoding_block(self)  # refuses where there is none
+        return KeyValueState.empty()
+
+    def attend_next(self, q, k, v, state: KeyValueState, mask, bias):
+        m = self._block(0)
+        i = state.position
+        state = state.append(k, v, mask)
+        if self.pattern == "fixed":
+            columns = fixed_columns(m, self.columns, self.leading_column)
+            seen = [s * m + c for s in range(i // m) for c in columns] + list(range(i - i % m, i + 1))
+        else:
+            near = max(i - m, 0)
+            seen = [*range(i % m, near, m), *range(near, i + 1)]
+        return attend_to(q, state, torch.tensor(seen, device=k.device), bias), state
+
+
+def _neighbours(x: Tensor, causal: bool) -> Tensor:
+    """Blocks (.., n, m, ..) with the block before each, and the one after unless causal: (.., n, 2m or 3m, ..)."""
+    ends = [0, 0] * (x.dim() - 3)
+    before = F.pad(x, (*ends, 1, 0))[:, :, :-1]
+    after = [] if causal else [F.pad(x, (*ends, 0, 1))[:, :, 1:]]
+    return torch.cat([before, x, *after], 3)
+
+
+def _with_first(part: Part, k: Tensor, v: Tensor, valid: Tensor | None, bias: PositionBias | None, length: int) -> Part:
+    """Add the one key (B, H, 1, D) that all see, at position -1 of those that are left."""
+    G, K = part.k.shape[2:4]
+    keys, values = (torch.cat([x[:, :, None].expand(-1, -1, G, -1, -1), y], 3) for x, y in ((k, part.k), (v, part.v)))
+    seen = None if valid is None else valid[:, None, None, None]
+    part = Part(part.layout, keys, values, join_allowed((seen, 1), (part.allowed, K), device=k.device), part.bias)
+    if bias is not None and part.bias is not None:
+        i = token_positions(part.layout, length, k.device)[..., None]
+        part.bias = torch.cat([bias(i, torch.full_like(i, -1)), part.bias], -1)
+    return part
+
+
+register(
+    "sparse",
+    SparseAttention,
+    naive=naive,
+    paper="Child et al. 2019, Generating Long Sequences with Sparse Transformers (1904.10509)",
+    cost="L*sqrt(L)",
+    bias=True,
+    length_dependent="without max_length the default block size follows the length; block_size fixes it",
+    backends=("torch", "triton"),
+)

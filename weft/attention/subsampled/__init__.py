@@ -1,0 +1,323 @@
+"""Stochastically subsampled self-attention (SSA): train on random pathways, run dense.
+
+The Information Pathways Hypothesis: Transformers are Dynamic Self-Ensembles, https://arxiv.org/abs/2306.01705
+
+    training    out_t = Σ_{s ∈ S_w} softmax_s(q_t · k_s / √D + bias_ts) v_s     w = t // P, over the sampled legal s
+    eval()      full attention; the softmax renormalises by itself
+
+One sample per forward, shared by batch and heads, at 1/W of the dense pairs; `sampling.py` has its 1-D law,
+`sampling2d.py` the 2-D one. Only sources are moved, targets never. No parameters, no rescaling. Layouts:
+
+    "1d"              windows are runs of tokens; sigma is a fraction of the length
+    (height, width)   windows are bands of rows, or with windows=(rows, columns) a grid of rectangles; sigma is a
+                      fraction of each side; causal in reading order, with bands only
+    "graph"           no windows: each source of each graph is dropped with probability 1 − keep
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...core.blocks import ceil_div
+from ...core.contract import PositionBias
+from ...core.dense import dense_attention, legal, positions
+from ...core.dispatch import check_backend, use_triton
+from ...core.registry import register
+from ...core.staging import send
+from ..full import FullAttention
+from . import kernel
+from .gather import nearest_legal, sampled_attention
+from .sampling import CPU, draw_key, sample_noise, sample_slots, sample_windows
+from .sampling_2d import sample_placement, window_table
+from .tiles import TILE, causal_tiles
+
+
+def naive(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+) -> Tensor:
+    """Draws like `attn`: after the same `torch.manual_seed` it has the same sample. Where a sample has no legal source,
+    the authors' code gives NaN; here the nearest legal token stands in."""
+    (i, j), L, able = positions(q, k), k.shape[2], legal(attn, q, k, mask)
+    if not attn.samples_now:
+        return dense_attention(attn, q, k, v, mask, bias, able)
+    if attn.layout == "graph":
+        kept = drop_sources(mask, q.shape[0], L, 1 - attn.keep, q.device, per_rank=not attn.same_on_all_ranks)
+        return dense_attention(attn, q, k, v, kept, bias, able)
+    sources = (attn.draw(L) if attn._fixed is None else attn._given(L)).to(q.device)
+    if attn.layout == "1d":
+        window = i // ceil_div(L, attn.windows)
+    else:
+        (height, width), across = attn._rectangle(), attn.layout[1]
+        window = i // across // height * ceil_div(across, width) + i % across // width
+    sampled = (sources[:, :, None] == j).any(1)[window[:, 0]] & able
+    # The nearest legal token up to i, or else the nearest after i.
+    distance = torch.where(j <= i, i - j, L + j - i).masked_fill(~able, 2 * L)
+    nearest = distance == distance.amin(-1, keepdim=True)
+    allowed = torch.where(sampled.any(-1, keepdim=True), sampled, nearest)
+    return dense_attention(attn, q, k, v, mask, bias, allowed)
+
+
+class Subsampling:
+    """What can sample: by itself in training only; `sampling` = True or False overrides that."""
+
+    sampling: bool | None = None
+    training: bool
+
+    @property
+    def samples_now(self) -> bool:
+        return self.training if self.sampling is None else self.sampling
+
+
+class SubsampledAttention(Subsampling, FullAttention):
+    """`backend` "triton" is the fused kernel of `kernel.py`, "torch" the plain version, which defines
+    it; "auto" takes the kernel on the GPUs it was tested on. Dense attention (`eval()`, "graph") is always "torch".
+    """
+
+    def __init__(
+        self,
+        *,
+        windows: int | tuple[int, int] = 4,
+        sigma: float = 0.2,
+        biased: bool = True,
+        keep: float = 1.0,
+        layout: str | tuple[int, int] = "1d",
+        noise: str = "gaussian",
+        round_sigma: bool = False,
+        same_on_all_ranks: bool = False,
+        backend: str = "auto",
+        **contract: Any,
+    ):
+        super().__init__(**contract)
+        _check_options(windows, sigma, keep, layout, noise, self.causal)
+        self.windows, self.sigma, self.biased, self.keep, self.layout = windows, sigma, biased, keep, layout
+        self.noise, self.round_sigma, self.same_on_all_ranks = noise, round_sigma, same_on_all_ranks
+        self.backend = check_backend(backend)
+        if backend == "triton" and layout == "graph":
+            raise ValueError("subsampled cannot use backend='triton' on a graph, which has no windows; use 'auto'")
+        self.last_indices: Tensor | None = None
+        self._fixed: Tensor | None = None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        if not self.samples_now:
+            return super().attend(q, k, v, mask, bias)
+        B, L = q.shape[0], q.shape[2]
+        if self.layout == "graph":
+            kept = drop_sources(mask, B, L, 1 - self.keep, q.device, per_rank=not self.same_on_all_ranks)
+            return super().attend(q, k, v, kept, bias)
+        sources = self._given(L) if self._fixed is not None else self.draw(L)
+        if not torch.compiler.is_compiling():
+            self.last_indices = sources
+        dropout = self.dropout if self.training else 0.0
+        cannot = _no_kernel(bias, dropout)
+        if use_triton(self.backend, self.name, q, v, cannot=cannot, least_length=kernel.LEAST_LENGTH):
+            return self._fused(q, k, v, sources, mask, bias is not None)
+        if self._tiles(q, v, sources, mask, bias, dropout):
+            return causal_tiles(q, k, v, sources)
+        targets = self.targets(L, q.device)
+        return sampled_attention(
+            q, k, v, sources, targets=targets, causal=self.causal, mask=mask, bias=bias, dropout=dropout
+        )
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, sources: Tensor, mask: Tensor | None, alibi: bool) -> Tensor:
+        L, given = q.shape[2], self._fixed is not None
+        size, _, padded = self._cut(L)
+        runs = not isinstance(self.layout, tuple) or self._rectangle()[1] == self.layout[1]
+        return kernel.subsampled(
+            q,
+            k,
+            v,
+            sources,
+            size=size,
+            targets=None if runs else self._grid(q.device),
+            causal=self.causal,
+            mask=mask,
+            nearest=None if mask is None else nearest_legal(mask, L, self.causal, q.device),
+            alibi=alibi,
+            # Without a mask only these samples can leave a target without a legal source.
+            stand_in=given or (self.keep < 1 if self.causal else padded > L),
+            once=not self.causal and not given,
+        )
+
+    def draw(self, length: int, generator: torch.Generator | None = None) -> Tensor:
+        """A fresh sample (W, S), on the CPU: the sources of each window; `length` or more in a slot without one.
+
+        The generator is one of the CPU's: a sample does not depend on the device it is for.
+        """
+        if self.layout == "graph":
+            raise ValueError("on a graph sources are dropped one by one; there are no windows to draw")
+        per_rank = not self.same_on_all_ranks
+        size, windows, _ = self._cut(length)
+        key = draw_key(generator)
+        if isinstance(self.layout, tuple) and self.biased:
+            sources = self._placed(key, per_rank)
+        else:
+            gaussian, spread = self.noise == "gaussian" and self.biased, self._spread(length, size)
+            sources = sample_windows(key, windows, size, spread, gaussian, self.causal, per_rank)
+        if self.keep == 1:
+            return sources
+        n = max(1, round(self.keep * size))
+        if windows == 1:
+            return sources[:, :n]
+        return sources.gather(1, sample_slots(draw_key(generator), windows, size, per_rank)[:, :n])
+
+    def targets(self, length: int, device: torch.device | str = "cpu") -> Tensor | None:
+        """The targets of each window, (W, P); None where windows are successive runs of tokens."""
+        if not isinstance(self.layout, tuple):
+            return None
+        runs = self._rectangle()[1] == self.layout[1] and self._cut(length)[2] == length
+        return None if runs else self._grid(torch.device(device))
+
+    @contextmanager
+    def fixed(self, indices: Tensor) -> Iterator[None]:
+        """Within this block every forward uses these sources, (W, S) or flat, instead of drawing."""
+        if self.layout == "graph":
+            raise ValueError("on a graph sources are dropped one by one; mask them instead of fixing a sample")
+        before, self._fixed = self._fixed, torch.as_tensor(indices, dtype=torch.long, device="cpu")
+        try:
+            yield
+        finally:
+            self._fixed = before
+
+    def attend_next(self, q, k, v, state, mask, bias):
+        if self.samples_now:
+            raise ValueError("subsampled decodes densely, and this layer is sampling: call eval() first")
+        return super().attend_next(q, k, v, state, mask, bias)
+
+    def check(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> None:
+        super().check(q, k, v, mask, bias)
+        if isinstance(self.layout, tuple) and q.shape[2] != self.layout[0] * self.layout[1]:
+            raise ValueError(f"layout {self.layout} has {self.layout[0] * self.layout[1]} cells, q has {q.shape[2]}")
+
+    def _cut(self, length: int) -> tuple[int, int, int]:
+        """Targets per window, number of windows, and slots in all."""
+        if not isinstance(self.layout, tuple):
+            assert isinstance(self.windows, int)
+            size = ceil_div(length, self.windows)
+            return size, self.windows, size * self.windows
+        height, width = self._rectangle()
+        number = ceil_div(self.layout[0], height) * ceil_div(self.layout[1], width)
+        return height * width, number, height * width * number
+
+    def _rectangle(self) -> tuple[int, int]:
+        """Height and width of a 2-D window."""
+        assert isinstance(self.layout, tuple)
+        down, across = self.windows if isinstance(self.windows, tuple) else (self.windows, 1)
+        return ceil_div(self.layout[0], down), ceil_div(self.layout[1], across)
+
+    def _grid(self, device: torch.device) -> Tensor:
+        assert isinstance(self.layout, tuple)
+        return window_table(*self.layout, self._rectangle(), device=device)
+
+    def _placed(self, key: Tensor, per_rank: bool) -> Tensor:
+        assert isinstance(self.layout, tuple)
+        height, width = self.layout
+        band = self._rectangle()[0] if self.causal else height
+        reach = self.sigma * height, self.sigma * width
+        placement = sample_placement(key, height, width, *reach, band, 0, 0, per_rank)
+        return F.pad(placement, (0, 1), value=height * width)[self._grid(CPU)]
+
+    def _spread(self, length: int, size: int) -> float | None:
+        """How far the noise displaces a source, in positions."""
+        if not self.biased:
+            return None
+        if self.noise == "uniform":
+            return float(size)
+        return float(round(self.sigma * length)) if self.round_sigma else self.sigma * length
+
+    def _given(self, length: int) -> Tensor:
+        assert self._fixed is not None
+        size, windows, padded = self._cut(length)
+        last = max(padded - 1, length)  # slots outside the sequence hold `length` or more
+        if self._fixed.numel() % windows or int(self._fixed.min()) < 0 or int(self._fixed.max()) > last:
+            raise ValueError(
+                f"a fixed sample for length {length} is ({windows}, S) sources in [0, {last}], "
+                f"got {tuple(self._fixed.shape)}"
+            )
+        return self._fixed.reshape(windows, -1)
+
+    def _tiles(
+        self, q: Tensor, v: Tensor, sources: Tensor, mask: Tensor | None, bias: PositionBias | None, dropout: float
+    ) -> bool:
+        """Whether the fast CPU version applies: it takes only samples in which every target has a legal source."""
+        return (
+            self.causal
+            and mask is None
+            and bias is None
+            and not dropout
+            and self.keep == 1
+            and self._fixed is None
+            and q.device.type == "cpu"
+            and q.shape == v.shape
+            and sources.numel() == q.shape[2]
+            and sources.shape[1] > TILE
+            and not torch.compiler.is_compiling()
+        )
+
+    def extra_repr(self) -> str:
+        return f"windows={self.windows}, sigma={self.sigma}, biased={self.biased}, layout={self.layout!r}"
+
+
+def _no_kernel(bias: PositionBias | None, dropout: float) -> str:
+    """What of a call the fused kernel lacks; "" if nothing."""
+    from ...core.positions import ALiBi
+
+    if dropout:
+        return "the kernel has no dropout"
+    if bias is not None and type(bias) is not ALiBi:
+        return f"of the position biases the kernel has ALiBi inside, not {type(bias).__name__}"
+    return ""
+
+
+def drop_sources(
+    mask: Tensor | None, batch: int, length: int, drop: float, device: torch.device, *, per_rank: bool = True
+) -> Tensor:
+    """The mask (B, L) with each real source of each sequence dropped at random, but never the last one left.
+
+    The source that drew the largest number stays whatever it drew: the law of the others is untouched.
+    """
+    noise = send(sample_noise(draw_key(), batch * length, per_rank), device).view(batch, length)
+    if mask is None:
+        return (noise >= drop) | (noise == noise.amax(1, keepdim=True))
+    noise = torch.where(mask, noise, -1.0)
+    return mask & ((noise >= drop) | (noise == noise.amax(1, keepdim=True)))
+
+
+def _check_options(windows: Any, sigma: float, keep: float, layout: Any, noise: str, causal: bool) -> None:
+    if layout not in ("1d", "graph") and not (isinstance(layout, tuple) and len(layout) == 2):
+        raise ValueError(f"layout is '1d', 'graph' or (height, width), got {layout!r}")
+    down, across = windows if isinstance(windows, tuple) else (windows, 1)
+    if down < 1 or across < 1:
+        raise ValueError(f"windows must be at least 1, got {windows}")
+    if isinstance(windows, tuple) and not isinstance(layout, tuple):
+        raise ValueError(f"windows={windows} is a grid: give layout=(height, width), or windows as one number")
+    if across > 1 and causal:
+        raise ValueError(f"causal windows of an image are bands of rows: windows={down}, not {windows}")
+    if layout == "graph" and causal:
+        raise ValueError("a graph has no order to be causal in; make it with causal=False")
+    if not 0 <= sigma < float("inf"):
+        raise ValueError(f"sigma is a finite fraction of the length, 0 or more, got {sigma}; biased=False has no bias")
+    if isinstance(layout, tuple) and sigma == 0:
+        raise ValueError("the 2-D sampler needs sigma > 0")
+    if not 0 < keep <= 1:
+        raise ValueError(f"keep is the fraction of sampled sources to use, in (0, 1], got {keep}")
+    if noise not in ("gaussian", "uniform"):
+        raise ValueError(f"noise is 'gaussian' or 'uniform', got {noise!r}")
+    if noise == "uniform" and isinstance(layout, tuple):
+        raise ValueError("the 2-D sampler has no uniform noise; use layout='1d'")
+
+
+register(
+    "subsampled",
+    SubsampledAttention,
+    naive=naive,
+    paper="Hussain et al. 2023, The Information Pathways Hypothesis (2306.01705)",
+    cost="L^2",  # L^2 / windows in training; dense at inference
+    bias=True,
+    backends=("torch", "triton"),
+)

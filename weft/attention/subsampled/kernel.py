@@ -1,0 +1,263 @@
+"""`subsampled` as fused kernels: forward and backward, as one PyTorch operator.
+
+    out_t = Σ_{s ∈ S_w(t)} softmax_s(q_t · k_s / √D - slope |t - s|) v_s        over the legal s (real; ≤ t when causal)
+
+and v of the nearest legal token for a target whose sample holds none. The plain version in `gather.py`
+is the definition; these kernels must equal it. Sources are read where they lie: nothing is gathered beforehand.
+Triton is imported only when a kernel runs, so this module can be imported anywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...core.dispatch import DTYPES, LARGEST_HEAD
+from ...core.launch import (
+    Tiles,
+    autocast,
+    block_width,
+    ceil_div,
+    empty_rows,
+    next_power_of_two,
+    precision,
+    rows_contiguous,
+    strides,
+)
+from ...core.staging import operator, send
+
+LEAST_LENGTH = 1024  # where it overtakes full attention; below, nobody should sample: docs/kernels.md
+COLLECTED = 64  # tokens per program of `collect`
+MANY = 8192  # sources of a window: their targets no longer stay in the cache, so that a tile of more keys pays
+
+# By kernel, widest head and bytes per number. Those of half precision and heads of 64 are the fastest measured.
+TILES: dict[tuple[str, int, int], Tiles] = {
+    ("attend", 64, 2): Tiles(128, 64, 8, 3, 128),
+    ("attend", 128, 2): Tiles(128, 64, 8, 3),
+    ("attend", 64, 4): Tiles(64, 32, 4, 2),
+    ("attend", 128, 4): Tiles(32, 32, 4, 1),
+    ("query gradients", 64, 2): Tiles(128, 64, 8, 3, 128),
+    ("query gradients", 128, 2): Tiles(64, 64, 4, 2),
+    ("query gradients", 64, 4): Tiles(32, 32, 4, 2),
+    ("query gradients", 128, 4): Tiles(32, 32, 4, 1),
+    ("key gradients", 64, 2): Tiles(32, 64, 4, 3, 128),
+    ("key gradients of many", 64, 2): Tiles(32, 128, 8, 3, 128),
+    ("key gradients", 128, 2): Tiles(32, 64, 4, 2),
+    ("key gradients", 64, 4): Tiles(32, 32, 4, 1),
+    ("key gradients", 128, 4): Tiles(32, 32, 4, 1),
+}
+
+
+def subsampled(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sources: Tensor,
+    *,
+    size: int,
+    targets: Tensor | None = None,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    nearest: Tensor | None = None,
+    alibi: bool = False,
+    stand_in: bool = True,
+    once: bool = False,
+) -> Tensor:
+    """The plain `sampled_attention` on q, k, v (B, H, L, D) and sources (W, S), for windows that are runs of `size`
+    tokens, or the `targets` (W, size); k and v zero where `mask` is False.
+
+    `nearest` (B, L), with a mask: the token a target attends to whose sample holds none. What the caller may promise:
+    stand_in=False, that there is no such target; once=True, that no source comes up twice.
+    """
+    q, k, v = autocast(q, k, v)
+    sources = place_indices(sources, q.device, mask is None)  # `seen_through` sorts what it leaves
+    if targets is not None:
+        targets = place_indices(targets, q.device, False)
+    sources = sources[None]
+    if mask is not None:
+        assert nearest is not None
+        sources, nearest = seen_through(mask, sources), nearest.to(torch.int32)
+    options = (size, causal, alibi, stand_in or mask is not None, once)
+    return torch.ops.weft.subsampled(q, k, v, sources, targets, nearest, *options)[0]
+
+
+def seen_through(mask: Tensor, sources: Tensor) -> Tensor:
+    """(B, W, S): each sequence's own sources, without those its mask (B, L) hides."""
+    L = mask.shape[1]
+    real = mask[:, sources[0].clamp(max=L - 1).long()]
+    return torch.where(real, sources, L).sort(-1).values
+
+
+@operator(
+    "weft::place_indices",
+    "(Tensor indices, Device device, bool ordered) -> Tensor",
+    lambda indices, device, ordered: torch.empty(indices.shape, dtype=torch.int32, device=device),
+)
+def place_indices(indices: Tensor, device: torch.device, ordered: bool) -> Tensor:
+    """As int32 on the device, each row in ascending order if `ordered`. From the CPU the copy does not wait for the
+    GPU; NumPy sorts integers many times faster than PyTorch there."""
+    if indices.is_cuda:
+        indices = indices.to(torch.int32, copy=True)
+        return indices.sort(-1).values if ordered else indices
+    array = indices.numpy().astype(np.int32)
+    return send(torch.from_numpy(np.sort(array) if ordered else array), device)
+
+
+@torch.library.custom_op(
+    "weft::subsampled",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor sources, Tensor? targets, Tensor? nearest, int size, bool causal,"
+    " bool alibi, bool stand_in, bool once) -> (Tensor, Tensor, Tensor)",
+)
+def _forward(q, k, v, sources, targets, nearest, size, causal, alibi, stand_in, once):
+    from .forward import attend, count_before
+
+    check(q, k, v, sources)
+    q, k, v = (rows_contiguous(x) for x in (q, k, v))
+    B, H, L, D = q.shape
+    _, W, S = sources.shape
+    out, lse, first = _outputs(q, sources)
+    count_before[(sources.shape[0] * W, ceil_div(L + 1, 256))](
+        sources, first, L, S, STEPS=S.bit_length(), ROWS=256, num_warps=4
+    )
+    t = tiles("attend", size, S, q)
+    attend[(W * ceil_div(size, t.queries) * B * H,)](
+        q, k, v, sources, first, sources if targets is None else targets, sources if nearest is None else nearest,
+        slopes(H, q.device) if alibi else q, out, lse, *strides(q), *strides(k), *strides(v), *strides(out),
+        B * H, H, L, W, size, S, math.log2(math.e) / math.sqrt(D), D=D, BLOCK_D=block_width(D), BQ=t.queries,
+        BK=t.keys, CAUSAL=causal, HAS_MASK=nearest is not None, ALIBI=alibi, STAND_IN=stand_in,
+        GRID=targets is not None, PRECISION=precision(q), **t.launch(),
+    )  # fmt: skip
+    return out, lse, first
+
+
+@_forward.register_fake
+def _(q, k, v, sources, targets, nearest, size, causal, alibi, stand_in, once):
+    return _outputs(q, sources)
+
+
+def _outputs(q: Tensor, sources: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """out; the log2 of its normalisers, infinite where a target has no sampled source; and how many sources of each
+    window lie before each position."""
+    return (
+        empty_rows(q),
+        q.new_empty(q.shape[:3], dtype=torch.float32),
+        sources.new_empty(*sources.shape[:2], q.shape[2] + 1),
+    )
+
+
+@torch.library.custom_op(
+    "weft::subsampled_backward",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor sources, Tensor? targets, Tensor? nearest, Tensor out,"
+    " Tensor lse, Tensor first, int size, bool causal, bool alibi, bool stand_in, bool once)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+def _backward(
+    dout, q, k, v, sources, targets, nearest, out, lse, first, size, causal, alibi, stand_in, once
+):  # fmt: skip
+    from .backward import collect, key_gradients, query_gradients
+
+    once = once and not stand_in
+    dq = empty_rows(q)
+    B, H, L, D = q.shape
+    _, W, S = sources.shape
+    dk, dv = (empty_rows(x).zero_() if once and W * S < L else empty_rows(x) for x in (k, v))
+    dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
+    BH, width = B * H, block_width(D)
+    logit_scale = 1 / math.sqrt(D)
+    scale = math.log2(math.e) * logit_scale
+    table = sources if targets is None else targets
+    by_head = slopes(H, q.device) if alibi else q
+    shape = {"D": D, "BLOCK_D": width, "CAUSAL": causal, "HAS_MASK": nearest is not None, "PRECISION": precision(q)}
+    options = {**shape, "ALIBI": alibi, "GRID": targets is not None}
+    delta = torch.empty_like(lse)
+    t = tiles("query gradients", size, S, q)
+    query_gradients[(W * ceil_div(size, t.queries) * BH,)](
+        q, k, v, sources, first, table, by_head, out, dout, lse, delta, dq,
+        *strides(q), *strides(k), *strides(v), *strides(out), *strides(dout), *strides(dq),
+        BH, H, L, W, size, S, scale, logit_scale, BQ=t.queries, BK=t.keys, **options, **t.launch(),
+    )  # fmt: skip
+    # Rounded to q's dtype like the gradient itself; heads side by side, as the programs that run together write them.
+    part_k, part_v = (dk, dv) if once else q.new_empty(2, B, W * S, H, D).transpose(2, 3).unbind()
+    t = tiles("key gradients", size, S, q)
+    key_gradients[(W * ceil_div(S, t.keys) * BH,)](
+        q, k, v, sources, first, table, by_head, dout, lse, delta, part_k, part_v,
+        *strides(q), *strides(k), *strides(v), *strides(dout), *strides(part_k), *strides(part_v),
+        BH, H, L, W, size, S, scale, logit_scale, BQ=t.queries, BK=t.keys, ONCE=once, **options, **t.launch(),
+    )  # fmt: skip
+    if not once:
+        n = ceil_div(L, COLLECTED)
+        collect[(n * BH,)](
+            part_k, part_v, first, *((first, first) if nearest is None else (nearest, owned(nearest, n))),
+            lse, dout, dk, dv, *strides(part_k), *strides(dout), *strides(dk), *strides(dv), BH, H, L, W, size, S, n,
+            ROWS=COLLECTED, STAND_IN=stand_in, **shape, num_warps=4,
+        )  # fmt: skip
+    return dq, dk, dv
+
+
+@_backward.register_fake
+def _(dout, q, k, v, sources, targets, nearest, out, lse, first, size, causal, alibi, stand_in, once):
+    return empty_rows(q), empty_rows(k), empty_rows(v)
+
+
+def _save(ctx, inputs, output):
+    tensors, ctx.options = inputs[:6], inputs[6:]
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _grad(ctx, dout, *unused):
+    if dout is None:
+        return (None,) * 11
+    return *torch.ops.weft.subsampled_backward(dout, *ctx.saved_tensors, *ctx.options), *(None,) * 8
+
+
+_forward.register_autograd(_grad, setup_context=_save)
+
+
+def owned(nearest: Tensor, n: int) -> Tensor:
+    """(B, n + 1): the targets that the tokens of tile c are nearest to are those in [owned[c], owned[c + 1])."""
+    starts = torch.arange(n + 1, dtype=torch.int32, device=nearest.device) * COLLECTED
+    return torch.searchsorted(nearest, starts.expand(len(nearest), -1).contiguous(), out_int32=True)
+
+
+@functools.lru_cache(maxsize=32)
+def slopes(heads: int, device: torch.device) -> Tensor:
+    """ALiBi's slopes for logits to base 2."""
+    from ...core.positions import alibi_slopes
+
+    return (alibi_slopes(heads, device) * math.log2(math.e)).float()
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, sources: Tensor) -> None:
+    if q.dim() != 4 or k.shape != q.shape or v.shape != q.shape:
+        raise ValueError(
+            f"the kernel takes q, k and v of one shape (B, H, L, D), got {tuple(q.shape)}, {tuple(k.shape)} "
+            f"and {tuple(v.shape)}; use backend='torch'"
+        )
+    if q.shape[3] > LARGEST_HEAD:
+        raise ValueError(f"the kernel takes heads up to {LARGEST_HEAD} wide, got {q.shape[3]}; use backend='torch'")
+    if q.dtype not in DTYPES:
+        raise ValueError(f"the kernel takes float32, float16 or bfloat16, got {q.dtype}; use backend='torch'")
+    if sources.dtype != torch.int32 or sources.dim() != 3 or sources.device != q.device:
+        raise ValueError(
+            f"the kernel takes sources (B or 1, W, S) as `place_indices` leaves them, on {q.device}; "
+            f"got {sources.dtype} {tuple(sources.shape)} on {sources.device}"
+        )
+
+
+def tiles(kernel: str, size: int, samples: int, q: Tensor) -> Tiles:
+    """The table's entry, cut down to the targets and the sources a window has. A tile is never under 16, the least a
+    matrix unit takes."""
+    shape = max(64, block_width(q.shape[3])), q.element_size()
+    t = TILES[kernel, *shape]
+    if samples >= MANY:
+        t = TILES.get((f"{kernel} of many", *shape), t)
+    queries, keys = (max(16, next_power_of_two(x)) for x in (size, samples))
+    return replace(t, queries=min(t.queries, queries), keys=min(t.keys, keys))

@@ -1,0 +1,183 @@
+"""Random placements of an image's sources on its slots: the 2-D samplers of subsampled attention.
+
+The Information Pathways Hypothesis, https://arxiv.org/abs/2306.01705
+
+A placement puts every source of a height x width grid on a slot. The law:
+
+    p ∝ exp(−Σ_sources (y_slot − y_source)² / 2σ_y² + (x_slot − x_source)² / 2σ_x²)          σ in cells
+
+It is the stationary law of a Markov chain of swaps between neighbours, started where every source is at home:
+
+    for odd y, then for even y, all x:   c₁, c₂ = original rows of the sources on (y−1, x) and (y, x)
+                                         swap with probability 1 / (1 + exp((c₂ − c₁) / σ_y²))
+    then the same along x, with original columns and σ_x
+
+The authors sweep row after row and swap with Metropolis' min(1, exp((c₁ − c₂) / σ²)). That has the same stationary law
+and need not reach it: its sure swaps make a sweep almost deterministic for large σ, and on 2 x 2 cells 4 of the 24
+placements never come up. Rows of one parity do not touch, so that we swap half of the grid at once.
+
+With `window` no swap crosses the edges of windows that start at `shift`, so that no source leaves its window.
+Hundreds of sweeps for every draw would be slow. A pool of chains is run once for each shape and kept; a draw takes a
+chain of the pool and moves it `FRESH_SWEEPS` further, on noise of its own: still a plain function of the draw's key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...core.blocks import ceil_div
+from ...core.staging import operator
+from .sampling import CPU, generator_of
+
+COLUMN_BITS = 15  # a source in a chain is its row and its column in one number
+NEVER = 1 << COLUMN_BITS  # a difference no two coordinates have
+POOL = 64
+FRESH_SWEEPS = 16
+
+
+def warm_up(sigma: tuple[float, float], height: int, width: int) -> int:
+    """Sweeps from home to the stationary law: the authors' 200, and more where sources go far (one sweep, one cell)."""
+    reach = max(min(sigma[0], height), min(sigma[1], width))
+    return max(200, round(4 * reach * reach))
+
+
+def shuffle_grid(
+    placement: np.ndarray,
+    sigma: tuple[float, float],
+    sweeps: int,
+    generator: torch.Generator,
+    *,
+    window: int = 0,
+    shift: int = 0,
+    ends: Sequence[int] = (),
+) -> np.ndarray:
+    """Move chains (n, height, width) of source numbers (row by row) on by some sweeps.
+
+    Chain b has only the rows before ends[b], if given: the others hold anything.
+    """
+    width = placement.shape[2]
+    state = (placement // width << COLUMN_BITS | placement % width).astype(np.int32)
+    passes = [
+        (state, sigma[0], lambda source: source >> COLUMN_BITS),
+        (state.swapaxes(1, 2), sigma[1], lambda source: source & (1 << COLUMN_BITS) - 1),
+    ]
+    pairs = [_neighbours(along) for along, _, _ in passes]
+    while sweeps > 0:
+        together = min(sweeps, FRESH_SWEEPS, max(1, (1 << 20) // state.size))  # as many as some megabytes of noise do
+        noise = torch.empty(together, 2, state.size, dtype=torch.float32, device=CPU).uniform_(generator=generator)
+        logits = noise.logit_().numpy()
+        least = [
+            _differences(logits[:, i].reshape(together, *along.shape), spread, window, shift)
+            for i, (along, spread, _) in enumerate(passes)
+        ]
+        for chain, end in enumerate(ends):
+            least[0][:, chain, end:] = NEVER
+        for sweep in range(together):
+            for i, (_, _, coordinate) in enumerate(passes):
+                for above, below, rows in pairs[i]:
+                    _swap(above, below, coordinate(above) - coordinate(below) > least[i][sweep, :, rows])
+        sweeps -= together
+    return (state >> COLUMN_BITS) * width + (state & (1 << COLUMN_BITS) - 1)
+
+
+def _neighbours(state: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, slice]]:
+    """Slots i - 1 and i along axis 1, for odd i and then for even i, and these i."""
+    n = state.shape[1]
+    return [(state[:, i - 1 : n - 1 : 2], state[:, i::2], slice(i, n, 2)) for i in (1, 2)]
+
+
+def _differences(logits: np.ndarray, sigma: float, window: int, shift: int) -> np.ndarray:
+    """The coordinate differences above which slots i - 1 and i are swapped, (sweeps, n, i, ..), in whole numbers.
+
+    u < 1 / (1 + exp(−d / σ²)), solved for d; the logits of u are overwritten.
+    """
+    logits *= sigma * sigma
+    least = np.floor(logits, out=logits).clip(-NEVER, NEVER).astype(np.int32)
+    if window:
+        least[:, :, shift % window :: window] = NEVER  # slots i − 1 and i lie in different windows
+    return least
+
+
+def _swap(above: np.ndarray, below: np.ndarray, swap: np.ndarray) -> None:
+    difference = above ^ below
+    difference *= swap
+    above ^= difference
+    below ^= difference
+
+
+def home(chains: int, height: int, width: int) -> np.ndarray:
+    """Every source on its own slot."""
+    return np.broadcast_to(np.arange(height * width).reshape(height, width), (chains, height, width)).copy()
+
+
+@lru_cache(maxsize=32)
+def _pool(
+    height: int, width: int, sigma: tuple[float, float], band: int, window: int, shift: int
+) -> tuple[np.ndarray, ...]:
+    """Warmed-up chains, one array per band of rows that a causal sampler adds; one in all when `band` is the height."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    chains = home(POOL, 0, width)
+    pools = []
+    for end in [*range(band, height, band), height]:
+        # The next band enters at home, below the chain so far.
+        chains = np.concatenate([chains, home(POOL, end, width)[:, chains.shape[1] :]], 1)
+        chains = shuffle_grid(chains, sigma, warm_up(sigma, end, width), generator, window=window, shift=shift)
+        pools.append(chains)
+    return tuple(pools)
+
+
+@operator(
+    "weft::sample_placement",
+    "(Tensor key, int height, int width, float sigma_y, float sigma_x, int band, int window, int shift, bool per_rank)"
+    " -> Tensor",
+    lambda key, height, width, *_: torch.empty(height * width, dtype=torch.int64, device=CPU),
+)
+def sample_placement(
+    key: Tensor,
+    height: int,
+    width: int,
+    sigma_y: float,
+    sigma_x: float,
+    band: int,
+    window: int,
+    shift: int,
+    per_rank: bool,
+) -> Tensor:
+    """Sources of all slots (height · width,), row by row.
+
+    With `band` < height the sampler is causal: rows [band·b, band·(b+1)) are read from a chain that runs on the rows
+    before band·(b+1) alone.
+    """
+    generator = generator_of(key, per_rank)
+    chain = int(torch.randint(POOL, (1,), generator=generator, device=CPU))
+    pools = _pool(height, width, (sigma_y, sigma_x), band, window, shift)
+    ends = [pool.shape[1] for pool in pools]
+    chains = np.zeros((len(pools), height, width), np.int64)
+    for state, pool, end in zip(chains, pools, ends, strict=True):
+        state[:end] = pool[chain]
+    chains = shuffle_grid(chains, (sigma_y, sigma_x), FRESH_SWEEPS, generator, window=window, shift=shift, ends=ends)
+    parts = [chains[b, start:end] for b, (start, end) in enumerate(zip([0, *ends], ends, strict=False))]
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64).reshape(-1))
+
+
+def window_table(
+    height: int, width: int, window: tuple[int, int], shift: int = 0, device: torch.device = CPU
+) -> Tensor:
+    """The cells of each window, (windows, cells of a window), row by row; height · width where there is none.
+
+    Windows start at `shift` and are simply smaller at the borders.
+    """
+    starts = [shift - size if shift else 0 for size in window]
+    y, x = (
+        start + torch.arange(ceil_div(side - start, size) * size, device=device)
+        for start, side, size in zip(starts, (height, width), window, strict=True)
+    )
+    outside = ((y < 0) | (y >= height))[:, None] | ((x < 0) | (x >= width))[None]
+    cells = (y[:, None] * width + x[None]).masked_fill(outside, height * width)
+    table = torch.unflatten(torch.unflatten(cells, 1, (-1, window[1])), 0, (-1, window[0]))
+    return table.transpose(1, 2).flatten(2).flatten(0, 1)

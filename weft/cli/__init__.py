@@ -1,0 +1,36 @@
+"""The command `weft`."""
+
+from __future__ import annotations
+
+import typer
+
+from ..lab import commands as lab
+from ..lab.bench.commands import bench_app
+from .attentions import show_attentions
+from .demo import demo
+from .inspect import inspect
+from .size import size
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+
+
+@app.callback()
+def main() -> None:
+    """Attention that is cheaper, wider, remembering, or explainable."""
+
+
+app.command("attentions")(show_attentions)
+app.command()(demo)
+app.command()(inspect)
+app.command()(size)
+app.command("train")(lab.train_command())
+app.command("resume")(lab.resume_run)
+app.command("eval")(lab.eval_run)
+app.command("list")(lab.list_all)
+app.command("sweep")(lab.sweep_files)
+app.command("report")(lab.report_runs)
+app.add_typer(bench_app, name="bench")
+app.add_typer(lab.data_app, name="data")
+
+if __name__ == "__main__":
+    app()

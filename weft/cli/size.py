@@ -1,0 +1,112 @@
+"""The command `weft size`: parameters and checkpoint sizes, beside the figures a paper prints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ..models.sizes import SizeRow
+
+
+def size(
+    task: Annotated[
+        str | None, typer.Argument(help="imdb-token, imdb-byte, listops, matching; pvt, timm, crate")
+    ] = None,
+    attention: Annotated[str | None, typer.Option(help="one mechanism, or 'mixed'; the study's ten without")] = None,
+    layers: Annotated[int | None, typer.Option(help="with --heads: one shape of your own")] = None,
+    heads: Annotated[int | None, typer.Option(help="with --layers: one shape of your own")] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="every layers x heads of the study, not only the two ends")
+    ] = False,
+) -> None:
+    """Parameters and checkpoint sizes of the wide-attention study's models, beside the paper's Table 8.
+
+    `pvt`: the pyramid plain and cached, with multiply-adds, beside the cache paper's; `timm`: its other hosts.
+    `crate`: the four published sizes of the white-box transformer.
+    """
+    if task in ("pvt", "timm", "crate"):
+        if attention is not None or layers is not None or heads is not None or every:
+            raise typer.BadParameter(f"the models of {task} have their own shapes: nothing reads these options")
+        if task == "crate":
+            show_crate()
+            return
+        from ..lab.bench.pvt_sizes import pvt_sizes, show_costs, timm_sizes
+
+        show_costs(pvt_sizes() if task == "pvt" else timm_sizes())
+        return
+    from ..models.presets import STUDY_ATTENTIONS, TASKS
+    from ..models.sizes import PUBLISHED_EXTRAS, study_rows
+
+    if task is not None and task not in TASKS:
+        raise typer.BadParameter(f"there is no task {task!r}; there are {', '.join(TASKS)}, pvt, timm and crate")
+    if (layers is None) != (heads is None):
+        raise typer.BadParameter("give both --layers and --heads, or neither")
+    names = STUDY_ATTENTIONS if attention is None else (attention,)
+    for name in TASKS if task is None else (task,):
+        shapes = None
+        if layers is not None and heads is not None:
+            shapes = [(layers, heads)]
+        elif every:
+            shapes = list(TASKS[name].shapes)
+        try:
+            rows = study_rows(name, names, shapes)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        show(f"{name}, documents of {TASKS[name].length}", rows)
+    notes = [
+        "MiB: 12 bytes a parameter (float32 weight and Adam's two moments), rounded up.",
+        "paper: Wide Attention Is The Way Forward For Transformers? (arXiv 2210.00640), Table 8.",
+        "published: what the authors' code holds, where that is not what ours holds:",
+        *(f"  {name}: {why}" for name, why in PUBLISHED_EXTRAS.items() if name in names),
+    ]
+    typer.echo("\n".join(notes if len(notes) > 3 else notes[:2]))
+
+
+def show(title: str, rows: list[SizeRow]) -> None:
+    """Print the rows as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..models.sizes import checkpoint_size
+
+    table = Table(title=title, title_justify="left")
+    for heading in ("model", "layers x heads"):
+        table.add_column(heading)
+    for heading in ("parameters", "ours, MiB", "published, MiB", "paper, MiB"):
+        table.add_column(heading, justify="right")
+    previous = None
+    for row in rows:
+        if previous is not None and row.model != previous:
+            table.add_section()
+        previous = row.model
+        ours, theirs = checkpoint_size(row.parameters), checkpoint_size(row.published)
+        table.add_row(row.model, row.shape, f"{row.parameters:,}", ours, theirs, row.printed or "-")
+    Console().print(table)
+
+
+CRATE_PRINTED = {"tiny": 6.09, "small": 13.12, "base": 22.80, "large": 77.64}  # M, arXiv 2306.01129, Table 1
+
+
+def show_crate() -> None:
+    """Print the published sizes of CRATE as a table."""
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..models.crate import SIZES, crate
+    from ..models.sizes import parameters
+
+    table = Table(title="CRATE, images of 224 x 224, 1,000 classes", title_justify="left")
+    for heading in ("model", "layers x heads"):
+        table.add_column(heading)
+    for heading in ("width", "parameters", "ours, M", "paper, M"):
+        table.add_column(heading, justify="right")
+    for name, shape in SIZES.items():
+        with torch.device("meta"):
+            count = parameters(crate(name))
+        counts = f"{count:,}", f"{count / 1e6:.2f}", f"{CRATE_PRINTED[name]:.2f}"
+        table.add_row(f"CRATE-{name.capitalize()}", f"{shape['layers']}x{shape['heads']}", str(shape["dim"]), *counts)
+    Console().print(table)
+    typer.echo("paper: White-Box Transformers via Sparse Rate Reduction (arXiv 2306.01129), Table 1.")

@@ -1,0 +1,326 @@
+"""The contract every mechanism keeps.
+
+    attn(q, k, v, mask=None, bias=None) -> out          q (B, H, Lq, D), k and v (B, H, Lk, D), out (B, H, Lq, D)
+
+`mask` is boolean (B, Lk), True where a real token stands. A masked token has no influence on a real one and
+gets no gradient; a query that is left without any legal key gives zeros. `bias` is a position bias: an object
+that is asked for its values, `bias(query_positions, key_positions)`, so that mechanisms that reorder or sample
+keys stay exact (see `weft/core/positions.py`).
+
+`forward` checks and cleans the arguments, then calls `attend`, the only method a mechanism must write. Every
+mechanism is linear in v, so the effective attention matrix is `attend` applied to the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .dispatch import plain
+from .launch import autocast
+from .precision import without_autocast
+
+PositionBias = Callable[[Tensor, Tensor], Tensor]
+
+
+class Attention(nn.Module):
+    """Base of all mechanisms: checks the call, cleans what is masked, and leaves the mathematics to `attend`."""
+
+    name = "attention"  # set by the registry
+    info: Any = None  # set by the registry: an AttentionInfo
+    options: dict[str, Any] | None = None  # set by the registry: its own options as it was made
+    reads_q = True  # False where the output does not depend on q: a layer can then leave out the projection
+    reads_k = True
+    long_sums = False  # True where sums over the sequence are taken in single precision, whatever the dtype
+
+    def __init__(
+        self,
+        *,
+        heads: int,
+        head_dim: int,
+        causal: bool = False,
+        max_length: int | None = None,
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        if heads < 1 or head_dim < 1:
+            raise ValueError(f"heads and head_dim must be at least 1, got {heads} and {head_dim}")
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"max_length must be at least 1, got {max_length}")
+        self.heads, self.head_dim, self.causal, self.max_length, self.dropout = (
+            heads,
+            head_dim,
+            causal,
+            max_length,
+            dropout,
+        )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        raise NotImplementedError
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+    ) -> Tensor:
+        self.check(q, k, v, mask, bias)
+        q, k, v = self.clean(q, k, v, mask)
+        with without_autocast(q):
+            return self.attend(q, k, v, mask, bias)
+
+    def clean(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Tensor]:
+        """In the dtype of the autocast region, with nothing in padded memory, NaN included, that could reach a sum.
+
+        In self-attention the mask is also that of the queries. In a mechanism that takes other keys than queries it
+        may not be, even where there are as many: there a masked position's query keeps its finite numbers.
+        """
+        q, k, v = autocast(q, k, v)
+        if mask is None:
+            return [q, k, v]
+        if self.info is None or not self.info.cross:
+            q = hide(q, mask)
+        elif q.shape[2] == k.shape[2]:
+            q = torch.where(mask[:, None, :, None] | q.isfinite(), q, 0)
+        return [q, hide(k, mask), hide(v, mask)]
+
+    @torch.no_grad()
+    def weights(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+    ) -> Tensor:
+        """The effective (B, H, Lq, Lk) matrix with `weights @ v == attn(q, k, v)`. Quadratic: for small L."""
+        B, H, Lk, _ = k.shape
+        identity = torch.eye(Lk, dtype=v.dtype, device=v.device).expand(B, H, Lk, Lk)
+        with plain(self), looking_on(self):  # no kernel takes values as wide as the sequence is long
+            return self(q, k, identity, mask, bias)
+
+    # Step-by-step decoding. Mechanisms that can be decoded override `initial_state` and `attend_next`.
+
+    def initial_state(self) -> Any:
+        """What `attend_next` is given at the first token."""
+        raise NotImplementedError
+
+    def attend_next(
+        self, q: Tensor, k: Tensor, v: Tensor, state: Any, mask: Tensor | None, bias: PositionBias | None
+    ) -> tuple[Tensor, Any]:
+        """One token's output and the next state. The arguments are checked, copied and cleaned of masked tokens."""
+        raise NotImplementedError
+
+    def start(
+        self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> DecodingState:
+        """The state before the first token, for `step`. Without `device` and `dtype` the first token's are taken."""
+        if type(self).attend_next is Attention.attend_next:
+            from .registry import attention_info, attentions
+
+            able = ", ".join(n for n in attentions() if attention_info(n).steps)
+            raise ValueError(f"{self.name} has no step-by-step form; these have one: {able}")
+        if not self.causal:
+            raise ValueError(f"{self.name} decodes step by step only when made with causal=True")
+        if not isinstance(batch, int) or isinstance(batch, bool) or batch < 0:
+            raise ValueError(f"batch must be the number of rows, an integer of at least 0, got {batch!r}")
+        place = None if device is None else torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
+        return DecodingState((self.name, self.heads, self.head_dim), batch, place, dtype, 0, self.initial_state())
+
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: DecodingState,
+        mask: Tensor | None = None,
+        bias: PositionBias | None = None,
+        **inputs: Any,
+    ) -> tuple[Tensor, DecodingState]:
+        """One token (B, H, 1, D) in, its output and the next state out; `mask` (B,) is False where a row has none."""
+        self.check_step(q, k, v, state, mask, bias)
+        state = replace(state, device=q.device, dtype=q.dtype, position=state.position + 1)
+        q, k, v = autocast(q, k, v)
+        # States keep keys, values and masks, and some keep queries. Copies, because callers reuse their buffers.
+        if mask is None:
+            q, k, v = q.clone(), k.clone(), v.clone()
+        else:
+            mask = mask.clone()
+            q, k, v = (hide(t, mask[:, None]) for t in (q, k, v))
+        with without_autocast(q):
+            out, inner = self.attend_next(q, k, v, state.inner, mask, bias, **inputs)
+        return out, replace(state, inner=inner)
+
+    def check_step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: DecodingState,
+        mask: Tensor | None,
+        bias: PositionBias | None,
+    ) -> None:
+        if not isinstance(state, DecodingState):
+            raise TypeError(f"state must come from start() or from the step before, got {type(state).__name__}")
+        name, heads, head_dim = state.made_for
+        if state.made_for != (self.name, self.heads, self.head_dim):
+            raise ValueError(
+                f"the state was made for {name} with heads={heads}, head_dim={head_dim}, but this is {self.name} with "
+                f"heads={self.heads}, head_dim={self.head_dim}: decode with the state of its own start()"
+            )
+        shape = (state.batch, self.heads, 1, self.head_dim)
+        for label, t in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(t, Tensor) or not t.is_floating_point():
+                kind = t.dtype if isinstance(t, Tensor) else type(t).__name__
+                raise TypeError(f"{label} must be a floating point tensor (B, H, 1, D), got {kind}")
+            if t.shape != shape:
+                raise ValueError(
+                    f"a step takes one token, (B, H, 1, D) = {shape} after start(batch={state.batch}); "
+                    f"got {label} of shape {tuple(t.shape)}"
+                )
+        if not q.dtype == k.dtype == v.dtype:
+            raise TypeError(f"q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+        if state.dtype not in (None, q.dtype) or state.device not in (None, q.device):
+            raise TypeError(
+                f"the state holds {state.dtype} on {state.device}, but q is {q.dtype} on {q.device}: "
+                "keep to one dtype and device, or decode again from start()"
+            )
+        if self.max_length is not None and state.position >= self.max_length:
+            raise ValueError(
+                f"step {state.position} is past max_length={self.max_length}; make {self.name} with a larger one"
+            )
+        if mask is not None and (
+            not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (state.batch,)
+        ):
+            got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+            raise ValueError(f"a step's mask is boolean (B,) = ({state.batch},), got {got}")
+        self.check_bias(bias, state.batch, state.position + 1, q.device)
+        if self.dropout and self.training:
+            raise ValueError(
+                f"{self.name} has dropout={self.dropout} and is in train() mode, but decoding has no dropout: "
+                "call eval() first"
+            )
+
+    def check(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> None:
+        """Refuse what the mechanism cannot do, with a sentence that says what to do instead."""
+        name = self.name
+        for label, t in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(t, Tensor):
+                raise TypeError(f"{label} must be a tensor (B, H, L, D), got {type(t).__name__}")
+            if t.dim() != 4:
+                raise ValueError(
+                    f"{label} must be (B, H, L, D), got {tuple(t.shape)}; weft.MultiheadAttention takes (B, L, dim)"
+                )
+            if not t.is_floating_point():
+                raise TypeError(f"{label} must be floating point, got {t.dtype}")
+        B, H, Lq, D = q.shape
+        Lk = k.shape[2]
+        if H != self.heads or D != self.head_dim:
+            raise ValueError(
+                f"{name} was made for heads={self.heads}, head_dim={self.head_dim}, but q, (B, H, L, D), "
+                f"is {tuple(q.shape)}"
+            )
+        if k.shape != (B, H, Lk, D):
+            raise ValueError(
+                f"k {tuple(k.shape)} does not fit q {tuple(q.shape)}: batch, heads and head_dim must agree"
+            )
+        if v.shape[:3] != k.shape[:3]:
+            raise ValueError(f"v {tuple(v.shape)} does not fit k {tuple(k.shape)}: batch, heads and length must agree")
+        if not q.dtype == k.dtype == v.dtype:
+            raise TypeError(f"q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+        if Lq < 1 or Lk < 1:
+            raise ValueError("q and k need at least one token")
+        if Lq != Lk:
+            if self.info is not None and not self.info.cross:
+                raise ValueError(f"{name} is self-attention only (Lq = Lk), got Lq={Lq}, Lk={Lk}; 'full' takes both")
+            if self.causal:
+                raise ValueError(
+                    f"causal attention needs Lq = Lk, got {Lq} and {Lk}; to decode with a cache use attn.step"
+                )
+        if self.max_length is not None and max(Lq, Lk) > self.max_length:
+            raise ValueError(
+                f"length {max(Lq, Lk)} is over max_length={self.max_length}; make {name} with a larger one"
+            )
+        if mask is not None:
+            if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+                kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+                raise TypeError(f"mask must be boolean, True where a real token stands, got {kind}; use mask.bool()")
+            if mask.shape != (B, Lk):
+                raise ValueError(
+                    f"mask must be (B, Lk) = ({B}, {Lk}), got {tuple(mask.shape)}; causality is causal=True, not a mask"
+                )
+        self.check_bias(bias, B, max(Lq, Lk), q.device)
+
+    def check_bias(self, bias: PositionBias | None, batch: int, length: int, device: torch.device) -> None:
+        """A bias has one value per head, unless it says `shared_heads = True`; it may limit the length."""
+        if bias is None:
+            return
+        if isinstance(bias, Tensor) or not callable(bias):
+            raise TypeError(
+                "bias must be a callable bias(query_positions, key_positions), such as weft.ALiBi(heads), "
+                f"not a {type(bias).__name__}"
+            )
+        if self.info is not None and not self.info.bias:
+            raise ValueError(f"{self.name} has no logits at single positions to add a position bias to; 'full' has")
+        limit = getattr(bias, "max_length", None)
+        if isinstance(limit, int) and length > limit:
+            raise ValueError(
+                f"the position bias covers {limit} positions, but the sequence has {length}: make a larger one"
+            )
+        if getattr(bias, "shared_heads", False):
+            return
+        heads = getattr(bias, "heads", None)
+        if not isinstance(heads, int):  # a callable that does not tell its heads is tried at one pair
+            with torch.no_grad():
+                first = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
+                values = bias(first, first)
+            fits = isinstance(values, Tensor) and values.dim() == 4 and values.shape[0] in (1, batch)
+            if not fits or values.shape[2:] != (1, 1):
+                got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+                raise ValueError(
+                    f"for positions (1, 1, 1, 1) the position bias must return a tensor (1 or {batch}, {self.heads}, "
+                    f"1, 1), got {got}; see weft/core/positions.py"
+                )
+            heads = values.shape[1]
+        if heads != self.heads:
+            raise ValueError(
+                f"the position bias has {heads} heads, but {self.name} has {self.heads}: make it with "
+                f"heads={self.heads}, or set shared_heads = True on a bias that returns one value for all heads"
+            )
+
+
+@dataclass(frozen=True)
+class DecodingState:
+    """What `step` carries along: the mechanism's own state, and what the next token must agree with."""
+
+    made_for: tuple[str, int, int]  # name, heads, head_dim
+    batch: int
+    device: torch.device | None  # None until the first token
+    dtype: torch.dtype | None
+    position: int
+    inner: Any
+
+
+@contextmanager
+def looking_on(attn: nn.Module) -> Iterator[None]:
+    """Within this block no part of `attn` learns from what it is fed, in training either."""
+    with ExitStack() as stack:
+        for module in attn.modules():
+            looking: Any = getattr(module, "looking", None)
+            if looking is not None:
+                stack.enter_context(looking())
+        yield
+
+
+def hide(x: Tensor, mask: Tensor | None) -> Tensor:
+    """x (B, H, L, X) with zeros at masked tokens. `masked_fill` takes half as long again, and gives up x's layout."""
+    return x if mask is None else torch.where(mask[:, None, :, None], x, 0)
+
+
+def quiet_padding(x: Tensor, mask: Tensor | None) -> Tensor:
+    """x (B, L, dim) with 0 for NaN and infinity at masked tokens, which would reach the gradients of a layer's weights.
+
+    Finite numbers stay, so that a layer's output at padding is that of torch's own layers.
+    """
+    if mask is None or mask.shape != x.shape[:2]:  # the mechanism will say what is wrong with it
+        return x
+    return torch.where(mask[..., None] | x.isfinite(), x, 0)

@@ -1,0 +1,200 @@
+"""Triton, forward: softmax attention to near keys, and to a few far ones in the same softmax.
+
+A query i of a block of m tokens sees the keys j of its block with i − left ≤ j ≤ i + right: all of the block, or, where
+the sequence is one block, a window. EXTRAS says what else it sees:
+
+    "none"       nothing
+    "columns"    C tokens of every other block (of every earlier one when causal), the same places in each
+    "first"      the first C tokens of the sequence, which leave the windows and, unless causal, see everything
+
+A tile of queries lies in one block and takes its near keys and the extras: first, without looking, the tiles of which
+every pair counts, then the others. Which pairs count is asked the same way everywhere: a key that does not exist or is
+masked stands at NOWHERE, and the others must lie between a row's two bounds. Positions are counted from the block's
+first token. All logarithms are to base 2: `scale` carries log2(e)/√D. Programs are numbered with the heads first: those
+that run together read whole rows of (B, L, H, D) memory.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..rows import load_rows, store_rows
+
+NOWHERE = tl.constexpr(1 << 30)
+
+
+@triton.jit
+def extra_position(e, m, C: tl.constexpr, EXTRAS: tl.constexpr, LEADING: tl.constexpr):
+    """Where extra e stands in the sequence: the last C places of each block, the first of them moved to the block's
+    first token where LEADING."""
+    if EXTRAS == "first":
+        return e
+    place = m - C + e % C
+    if LEADING:
+        place = tl.where(e % C == 0, 0, place)
+    return e // C * m + place
+
+
+@triton.jit
+def seen_range(q_first, block, end, n, left, right,
+               BQ: tl.constexpr, C: tl.constexpr, EXTRAS: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
+    """For one tile of queries: its near keys [low, high), and how many extras it sees at most."""
+    low, high = tl.maximum(q_first - left, 0), tl.minimum(q_first + BQ + right, end)
+    extras = 0
+    if EXTRAS == "columns":
+        extras = (block if CAUSAL else n) * C
+    if EXTRAS == "first":
+        extras = tl.minimum(q_first + BQ, C) if CAUSAL else C
+        low = tl.maximum(low, C)
+        if not CAUSAL:
+            sees_all = q_first < C
+            low, high = tl.where(sees_all, C, low), tl.where(sees_all, end, high)
+    return low, tl.maximum(high, low), extras
+
+
+@triton.jit
+def row_bounds(i, end, left, right, C: tl.constexpr, EXTRAS: tl.constexpr, CAUSAL: tl.constexpr):
+    """The first and last near key of each query."""
+    low, high = i - left, tl.minimum(i + right, end - 1)
+    if EXTRAS == "first" and not CAUSAL:
+        low, high = tl.where(i < C, 0, low), tl.where(i < C, end - 1, high)
+    return low, high
+
+
+@triton.jit
+def whole_tiles(q_first, end, left, right, low, near_tiles, extras,
+                BQ: tl.constexpr, BK: tl.constexpr, EXTRAS: tl.constexpr, CAUSAL: tl.constexpr,
+                HAS_MASK: tl.constexpr):  # fmt: skip
+    """The tiles of which every pair counts, and which need no looking: near ones [start, stop), and how many of the
+    extras."""
+    start, stop, extra = 0, 0, 0
+    if not HAS_MASK:
+        start = tl.maximum(q_first + BQ - 1 - left - low + BK - 1, 0) // BK
+        start = tl.minimum(start, near_tiles)
+        stop = tl.maximum(tl.minimum(q_first + right + 1, end) - low, 0) // BK
+        stop = tl.maximum(tl.minimum(stop, near_tiles), start)
+        if EXTRAS == "columns" and CAUSAL:
+            extra = extras // BK
+    return start, stop, extra
+
+
+@triton.jit
+def whole_tile(t, start, near, low, first, m,
+               BK: tl.constexpr, C: tl.constexpr, EXTRAS: tl.constexpr, LEADING: tl.constexpr):  # fmt: skip
+    """The positions of the keys of whole tile t: `near` of them, then extras."""
+    j = low + (start + t) * BK + tl.arange(0, BK)
+    if EXTRAS == "columns":
+        e = (t - near) * BK + tl.arange(0, BK)
+        j = tl.where(t < near, j, extra_position(tl.maximum(e, 0), m, C, EXTRAS, LEADING) - first)
+    return j
+
+
+@triton.jit
+def other_tile(t, start, stop, near_tiles, extra):
+    """The t-th of the tiles that are not whole."""
+    t += tl.where(t < start, 0, stop - start)
+    return t + tl.where(t < near_tiles, 0, extra)
+
+
+@triton.jit
+def seen_tile(t, near_tiles, low, high, extras, i, row_low, row_high, block, first, m, L, MASK,
+              BK: tl.constexpr, C: tl.constexpr, EXTRAS: tl.constexpr, LEADING: tl.constexpr, CAUSAL: tl.constexpr,
+              HAS_MASK: tl.constexpr):  # fmt: skip
+    """Tile t of the keys: their positions, which of them exist, and which pairs (i, key) count."""
+    step = t * BK + tl.arange(0, BK)
+    j = low + step
+    live = j < high
+    if EXTRAS != "none":
+        near = t < near_tiles
+        e = step - near_tiles * BK
+        x = extra_position(e, m, C, EXTRAS, LEADING)
+        exists = (e >= 0) & (e < extras)
+        if EXTRAS == "columns" and not CAUSAL:
+            exists = exists & (e // C != block) & (x < L)
+        live = tl.where(near, live, exists)
+        j = tl.where(near, j, x - first)
+        row_low = tl.where(near, row_low, -NOWHERE)
+        if EXTRAS == "first" and CAUSAL:
+            row_high = tl.where(near, row_high, i)
+        else:
+            row_high = tl.where(near, row_high, NOWHERE - 1)
+    if HAS_MASK:
+        live = live & (tl.load(MASK + j, mask=live, other=0) != 0)
+    at = tl.where(live, j, NOWHERE)
+    return j, live, (at[None, :] >= row_low[:, None]) & (at[None, :] <= row_high[:, None])
+
+
+@triton.jit
+def add_keys(acc, top, total, q, k, v, allowed, scale, WHOLE: tl.constexpr, PRECISION: tl.constexpr):
+    """The running softmax with one more tile of keys; WHOLE: every pair counts, and `allowed` is not looked at."""
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if not WHOLE:
+        s = tl.where(allowed, s, float("-inf"))
+    new_top = tl.maximum(top, tl.max(s, 1) * scale)
+    shift = new_top
+    if not WHOLE:  # a row whose window has not begun: no inf - inf
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    p = tl.exp2(s * scale - shift[:, None])
+    old = tl.exp2(top - shift)
+    acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
+    return acc, new_top, total * old + tl.sum(p, 1)
+
+
+@triton.jit
+def attend(
+    Q, K, V, MASK, OUT, LSE,
+    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l,
+    BH, H, L, m, n, left, right, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
+    EXTRAS: tl.constexpr, LEADING: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    bh = tl.program_id(0) % BH
+    tiles = (m + BQ - 1) // BQ  # in a block
+    tile = tl.program_id(0) // BH
+    if CAUSAL and EXTRAS == "columns":
+        tile = n * tiles - 1 - tile  # the last blocks see the most: start them first
+    block = tile // tiles
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    first = block * m
+    Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
+    K += b * k_b + h * k_h + first.to(tl.int64) * k_l
+    V += b * v_b + h * v_h + first.to(tl.int64) * v_l
+    OUT += b * o_b + h * o_h + first.to(tl.int64) * o_l
+    MASK += b * L + first
+    end = tl.minimum(m, L - first)
+
+    q_first = (tile % tiles) * BQ
+    i = q_first + tl.arange(0, BQ)
+    q = load_rows(Q, i, d, q_l, i < end, D, BLOCK_D)
+    acc = tl.zeros([BQ, BLOCK_D], tl.float32)
+    top = tl.full([BQ], float("-inf"), tl.float32)
+    total = tl.zeros([BQ], tl.float32)
+    low, high, extras = seen_range(q_first, block, end, n, left, right, BQ, C, EXTRAS, CAUSAL)
+    row_low, row_high = row_bounds(i, end, left, right, C, EXTRAS, CAUSAL)
+    near_tiles = (high - low + BK - 1) // BK
+    start, stop, extra = whole_tiles(
+        q_first, end, left, right, low, near_tiles, extras, BQ, BK, EXTRAS, CAUSAL, HAS_MASK
+    )
+    whole = stop - start + extra
+    if not HAS_MASK:
+        for t in range(0, whole):
+            j = whole_tile(t, start, stop - start, low, first, m, BK, C, EXTRAS, LEADING)
+            k = load_rows(K, j, d, k_l, None, D, BLOCK_D)
+            v = load_rows(V, j, d, v_l, None, D, BLOCK_D)
+            acc, top, total = add_keys(acc, top, total, q, k, v, None, scale, True, PRECISION)
+    for u in range(0, near_tiles + (extras + BK - 1) // BK - whole):
+        t = other_tile(u, start, stop, near_tiles, extra)
+        j, live, allowed = seen_tile(t, near_tiles, low, high, extras, i, row_low, row_high, block, first, m, L, MASK,
+                                     BK, C, EXTRAS, LEADING, CAUSAL, HAS_MASK)  # fmt: skip
+        k = load_rows(K, j, d, k_l, live, D, BLOCK_D)
+        v = load_rows(V, j, d, v_l, live, D, BLOCK_D)
+        acc, top, total = add_keys(acc, top, total, q, k, v, allowed, scale, False, PRECISION)
+
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    store_rows(OUT, acc / total[:, None], i, d, o_l, i < end, D, BLOCK_D)
+    lse = tl.where(empty, float("-inf"), top + tl.log2(total))  # the backward masks a row without keys out
+    tl.store(LSE + bh.to(tl.int64) * L + first + i, lse, mask=i < end)
