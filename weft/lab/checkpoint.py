@@ -2,9 +2,11 @@
 
     checkpoints/step-00000200.safetensors     model/…, optimizer/PARAMETER/…; the run's numbers as JSON in the header
     checkpoints/best.safetensors              a hard link to the best one on validation data
+    checkpoints/best.json                     its step and its figures
 
 A file is written to a temporary name, flushed to the disk and renamed, so a name that exists holds a whole file. The
 header carries a SHA-256 of everything else in it: a file that was cut or edited later is found out and passed over.
+Reading changes nothing; only the process that holds the run's lock tidies up.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..tasks.files import atomic
+from ..tasks.files import atomic, is_left_over
 
 FORMAT = 1
 
@@ -50,11 +53,13 @@ def write(path: Path, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any])
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors (on the CPU) and numbers of a checkpoint, or DamagedCheckpoint."""
+    if path.exists() and not os.access(path, os.R_OK):
+        raise PermissionError(f"{path} may not be read by this user")
     try:
         with safe_open(str(path), framework="pt", device="cpu") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except (OSError, SafetensorError, ValueError) as error:
+    except (OSError, SafetensorError, ValueError, RuntimeError) as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {error}") from error
     if "weft" not in metadata or "sha256" not in metadata:
         raise DamagedCheckpoint(f"{path} was not written by weft, or its header was edited")
@@ -92,18 +97,22 @@ class Checkpoints:
     def best(self) -> Path:
         return self.folder / "best.safetensors"
 
+    @property
+    def figures(self) -> Path:
+        return self.folder / "best.json"
+
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}.safetensors"
 
     def steps(self) -> list[int]:
-        return sorted(int(p.stem.removeprefix("step-")) for p in self.folder.glob("step-*.safetensors"))
+        stems = [path.stem.removeprefix("step-") for path in self.folder.glob("step-*.safetensors")]
+        return sorted(int(stem) for stem in stems if stem.isdigit())
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], best: bool) -> None:
+    def save(self, step: int, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
         write(self.path(step), tensors, {**numbers, "step": step})
-        if best:
-            self.mark_best(step)
         for old in self.steps()[: -self.keep]:
-            self.path(old).unlink(missing_ok=True)
+            with suppress(OSError):
+                self.path(old).unlink(missing_ok=True)
 
     def mark_best(self, step: int) -> None:
         try:
@@ -116,21 +125,63 @@ class Checkpoints:
             raise CannotSave(f"could not write {self.best}: {error}; earlier checkpoints are untouched") from error
 
     def newest(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The newest sound checkpoint; damaged ones are named and set aside."""
-        for stray in self.folder.glob(".*.tmp"):  # left by a kill in the middle of a write
-            stray.unlink(missing_ok=True)
-        for step in reversed(self.steps()):
-            path = self.path(step)
+        """The newest sound checkpoint, the best one among them; damaged ones are named and passed over."""
+        passed: set[Path] = set()
+        while True:
+            steps = [self.path(step) for step in reversed(self.steps())]
+            candidates = [path for path in [*steps, self.best] if path not in passed and path.exists()]
+            if not candidates:
+                return None
+            passed.add(candidates[0])
             try:
-                tensors, numbers = read(path)
+                return read(candidates[0])
             except DamagedCheckpoint as error:
-                self.say(f"{error}; going back to the one before it")
-                path.replace(path.with_name(path.name + ".damaged"))
+                if candidates[0].exists():  # a run at work removes old ones
+                    self.say(f"{error}; going back to the one before it")
+
+    def tidy(self, step: int) -> None:
+        """Before a run goes on after `step`: set newer files, which are damaged, aside; remove what kills left."""
+        for later in self.steps():
+            if later > step:
+                self.path(later).replace(self.path(later).with_name(self.path(later).name + ".damaged"))
+        for stray in self.folder.glob(".*.tmp"):
+            if is_left_over(stray):
+                stray.unlink(missing_ok=True)
+
+    def record_best(self, best: Mapping[str, Any]) -> None:
+        """First the figures, then the weights: after a kill in between, the weights are still among the kept."""
+        try:
+            with atomic(self.figures) as temporary:
+                temporary.write_text(json.dumps({**best, "sha256": _sum(best)}) + "\n")
+        except OSError as error:
+            raise CannotSave(f"could not write {self.figures}: {error}; earlier checkpoints are untouched") from error
+        self.mark_best(best["step"])
+
+    def best_until(self, step: int, otherwise: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The figures of the best checkpoint up to `step`, if its weights are still there."""
+        try:
+            best = json.loads(self.figures.read_text())
+            if best.pop("sha256") != _sum(best) or best["step"] > step:
+                best = otherwise
+        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+            best = otherwise
+        if best is None:
+            return None
+        if self.where_best(best["step"]) is None:
+            self.say(f"the best checkpoint so far, step {best['step']}, is damaged or gone: the best from here on counts")
+            return None
+        return best
+
+    def where_best(self, step: int) -> Path | None:
+        """A sound file with the weights of this step."""
+        for path in (self.best, self.path(step)):
+            try:
+                if read(path)[1]["step"] == step:
+                    return path
+            except DamagedCheckpoint:
                 continue
-            if (numbers.get("best") or {}).get("step") == step:
-                self.mark_best(step)  # a kill may have come between the file and its link
-            return tensors, numbers
         return None
 
-    def has_any(self) -> bool:
-        return bool(self.steps())
+
+def _sum(best: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(best, sort_keys=True).encode()).hexdigest()

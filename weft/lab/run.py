@@ -1,6 +1,7 @@
 """A run is a folder.
 
 config.json        every field of the TrainConfig
+data.json          what the run keeps of its data, see `weft.lab.kept`
 environment.json   versions, machine and commit, one entry per start
 metrics.jsonl      one line per step ("train"), evaluation ("val") and the end ("test")
 checkpoints/       see `weft.lab.checkpoint`
@@ -15,6 +16,8 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +26,33 @@ import torch
 from ..tasks import config as config_
 from ..tasks.config import TrainConfig
 from ..tasks.files import atomic
+from . import lock
 from .checkpoint import CannotSave
+from .say import say as say_
 
 
 class RunExists(Exception):
     """The folder already holds a run."""
 
 
-class Run:
-    """The folder, seen by the one process that writes it."""
+class DamagedFile(ValueError):
+    """A file of a run does not hold what the lab has written into it."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self._metrics: Any = None
+
+class Run:
+    """The folder. Anyone may read; only the process that holds its lock writes."""
+
+    def __init__(self, folder: Path, say: Callable[[str], None] = say_):
+        self.folder, self.say = folder, say
+        self._metrics: int | None = None
+        self._lock: int | None = None
+        self._noted: list[int] = []
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()
 
     @property
     def checkpoints(self) -> Path:
@@ -46,81 +63,169 @@ class Run:
         return self.folder / "metrics.jsonl"
 
     def config(self) -> TrainConfig:
+        path = self.folder / "config.json"
         try:
-            return config_.from_json((self.folder / "config.json").read_text())
+            return config_.from_json(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise FileNotFoundError(f"{self.folder} holds no run: there is no config.json in it") from None
+        except ValueError as error:
+            raise DamagedFile(
+                f"{path}: {_what(error)}. Mend it by hand; the settings also stand in the header of every file in "
+                f"{self.checkpoints}"
+            ) from None
 
     def result(self) -> dict[str, Any] | None:
+        """The result of a complete run. One that cannot be read counts as not written: the end is computed again."""
         path = self.folder / "result.json"
-        return json.loads(path.read_text()) if path.exists() else None
+        try:
+            result = json.loads(path.read_text(encoding="utf-8"))
+            for name, kind in {"step": int, "best_step": int, "val": dict, "test": dict, "parameters": int}.items():
+                if not isinstance(result[name], kind):
+                    raise ValueError(f"{name} is {result[name]!r}")
+            return result
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            self.say(f"{path} is damaged ({_what(error)}): the run counts as unfinished; weft resume writes it again")
+            return None
 
-    def begin(self, config: TrainConfig, resume: bool) -> None:
-        """Make the folder, or make sure that it holds this very run."""
-        if (self.folder / "config.json").exists():
-            if not resume:
-                raise RunExists(
-                    f"{self.folder} already holds a run: add --resume to go on with it, or choose another --out"
-                )
-            changed = config_.differences(self.config(), config)
-            if changed:
-                raise RunExists(f"{self.folder} holds another run, whose settings differ: {'; '.join(changed)}")
-        self.write("config.json", config_.to_json(config))
+    def computed(self) -> bool:
+        """Whether anything was computed here."""
+        kept = any(self.checkpoints.glob("*.safetensors*"))
+        return kept or (self.metrics.exists() and self.metrics.stat().st_size > 0)
+
+    def check(self, config: TrainConfig, resume: bool) -> None:
+        """Refuse a folder that holds another run than this one. Nothing is written."""
+        if not (self.folder / "config.json").exists() or not self.computed():
+            return
+        if not resume:
+            raise RunExists(
+                f"{self.folder} already holds a run: add --resume to go on with it, or choose another --out"
+            )
+        changed = config_.differences(self.config(), config)
+        if changed:
+            raise RunExists(f"{self.folder} holds another run, whose settings differ: {'; '.join(changed)}")
+
+    def lock(self) -> None:
+        """Make the folder this process's own, or say whose it is."""
+        if self._lock is not None:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = lock.take(self.folder)
+        except OSError as error:
+            raise CannotSave(f"could not write to {self.folder}: {error}") from error
+
+    def begin(self, config: TrainConfig, files: Mapping[str, str]) -> None:
+        """Write down what is about to run."""
+        for name, text in {"config.json": config_.to_json(config), **files}.items():
+            self.write(name, text)
+        starts = self.starts()
         past = self.folder / "environment.json"
-        starts = json.loads(past.read_text()) if past.exists() else []
+        if not starts and past.exists():
+            past.replace(past.with_name("environment.json.damaged"))
         self.write("environment.json", json.dumps([*starts, environment()], indent=2) + "\n")
+
+    def starts(self) -> list[dict[str, Any]]:
+        """Where and with what the run was started, each time. Only provenance: damage is said, and no more."""
+        path = self.folder / "environment.json"
+        try:
+            starts = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
+                raise ValueError("it is not a list of starts")
+            return starts
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError) as error:
+            self.say(f"{path} is damaged ({_what(error)}): it is only provenance, and is left out")
+            return []
 
     def write(self, name: str, text: str) -> None:
         try:
             with atomic(self.folder / name) as temporary:
-                temporary.write_text(text)
+                temporary.write_text(text, encoding="utf-8", newline="\n")
         except OSError as error:
             raise CannotSave(f"could not write {self.folder / name}: {error}") from error
 
     def rewind(self, step: int) -> None:
         """Forget every line after `step`: those steps will be done again, with the same result."""
         if self._metrics is not None:
-            self._metrics.close()
+            os.close(self._metrics)
             self._metrics = None
         if not self.metrics.exists():
             return
-        kept = []
-        for line in self.metrics.read_text(errors="replace").splitlines():
-            try:
-                entry = json.loads(line)
-            except json.JSONDecodeError:
-                continue  # the line that was being written when the process was killed
-            if entry["step"] <= step and entry["kind"] != "test":
-                kept.append(line + "\n")
-        self.write("metrics.jsonl", "".join(kept))
+        kept = [entry for entry in self._read() if entry["step"] <= step and entry["kind"] != "test"]
+        self.write("metrics.jsonl", "".join(json.dumps(entry) + "\n" for entry in kept))
 
     def log(self, entries: list[dict[str, Any]]) -> None:
+        content = "".join(json.dumps(entry) + "\n" for entry in entries).encode()
         try:
             if self._metrics is None:
-                self._metrics = open(self.metrics, "a")
-            self._metrics.write("".join(json.dumps(entry) + "\n" for entry in entries))
-            self._metrics.flush()
+                self._metrics = os.open(self.metrics, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            size = os.fstat(self._metrics).st_size
+            try:
+                while content:
+                    content = content[os.write(self._metrics, content) :]
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(self._metrics, size)  # no half lines
+                raise
         except OSError as error:
-            raise CannotSave(f"could not write {self.metrics}: {error}") from error
+            raise CannotSave(f"could not write {self.metrics}: {error}; the checkpoints are untouched") from error
 
     def sync(self) -> None:
         """The log reaches the disk before the checkpoint that counts on it."""
         if self._metrics is not None:
             try:
-                os.fsync(self._metrics.fileno())
+                os.fsync(self._metrics)
             except OSError as error:
                 raise CannotSave(f"could not write {self.metrics}: {error}") from error
 
     def entries(self, kind: str) -> list[dict[str, Any]]:
+        return [entry for entry in self._read() if entry["kind"] == kind]
+
+    def _read(self) -> list[dict[str, Any]]:
+        """All lines of the log; a cut or damaged one is left out, with a note."""
         if not self.metrics.exists():
             return []
-        lines = [json.loads(line) for line in self.metrics.read_text().splitlines()]
-        return [entry for entry in lines if entry["kind"] == kind]
+        entries, bad = [], []
+        lines = self.metrics.read_bytes().split(b"\n")
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                entry = json.loads(line)
+                sound = isinstance(entry, dict) and isinstance(entry["step"], int) and isinstance(entry["kind"], str)
+                if not sound or (entry["kind"] == "train" and not isinstance(entry["loss"], float)):
+                    raise ValueError
+                entries.append(entry)
+            except (ValueError, KeyError):
+                bad.append(number)
+        if bad and self._noted != bad:
+            what = "cut" if bad == [len(lines)] else "damaged"
+            self.say(f"{self.metrics}: line {', '.join(map(str, bad[:5]))} is {what} and left out")
+            self._noted = bad
+        return entries
 
     def close(self) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
-            self._metrics = None
+        """Never fails: what is to be on the disk was synced before."""
+        for handle in (self._metrics, self._lock):
+            if handle is not None:
+                with suppress(OSError):
+                    os.close(handle)
+        self._metrics = self._lock = None
+
+
+def _what(error: Exception) -> str:
+    """The error of a text that cannot be read, for people."""
+    if isinstance(error, UnicodeDecodeError):
+        line = error.object[: error.start].count(b"\n") + 1
+        return f"line {line} is not {error.encoding} (byte {error.object[error.start]:#04x})"
+    if isinstance(error, json.JSONDecodeError):
+        return "it is empty" if not error.doc.strip() else f"line {error.lineno} is not JSON: {error.msg}"
+    if isinstance(error, KeyError):
+        return f"{error.args[0]} is missing"
+    return str(error)
 
 
 def environment() -> dict[str, Any]:

@@ -14,11 +14,11 @@ from . import (  # noqa: F401  each registers its tasks
     text,
     tokens,
 )
-from .base import DataMissing, Task, TaskData
+from .base import DataMissing, Known, Task, TaskData
 from .config import TrainConfig, make_config
 from .registry import add_task, get_task, load_tasks, tasks
 
 __all__ = [
-    "DataMissing", "Task", "TaskData", "TrainConfig", "add_task", "cifar", "digits", "get_task", "images", "imdb",
-    "listops", "load_tasks", "make_config", "matching", "pathfinder", "tasks", "text",
+    "DataMissing", "Known", "Task", "TaskData", "TrainConfig", "add_task", "cifar", "digits", "get_task", "images",
+    "imdb", "listops", "load_tasks", "make_config", "matching", "pathfinder", "tasks", "text",
 ]  # fmt: skip

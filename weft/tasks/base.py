@@ -31,9 +31,21 @@ class TaskData:
     facts: dict[str, Any] = field(default_factory=dict)  # what the model must know: vocab, classes, size
     vocabulary: list[str] | None = None  # words by id, where they come from the data
     documents: int = 1  # per example
+    classes: list[str] | None = None  # names by label, where they come from the data
+    tokenizer: str | None = None  # as text, where it was made from the data
 
     def rows(self, split: str) -> int:
         return len(next(iter(getattr(self, split).values())))
+
+
+@dataclass
+class Known:
+    """What ids and labels mean to a model that was trained: a run keeps it, for data read later may say otherwise."""
+
+    facts: dict[str, Any]
+    vocabulary: list[str] | None = None
+    classes: list[str] | None = None
+    tokenizer: str | None = None
 
 
 class Task:
@@ -48,6 +60,8 @@ class Task:
     models: ClassVar[tuple[str, ...]] = ("transformer",)  # what config.model may be
     streams: ClassVar[bool] = False  # rows are consecutive pieces of parallel texts: trained on in order
     answers: ClassVar[str] = "logits"  # what the model returns: logits, values, or nll (of each target); for ensembles
+    # Of the config's fields that only some tasks have a use for, those that this one reads; others are refused.
+    reads: frozenset[str] = frozenset({"max_length", "pooling", "image_size", "patch", "mask_rate", "augment"})
 
     def check(self, config: TrainConfig) -> None:
         """Raise ValueError for settings that this task cannot train, before its data is loaded."""
@@ -56,6 +70,11 @@ class Task:
 
     def load(self, config: TrainConfig) -> TaskData:
         raise NotImplementedError
+
+    def load_again(self, config: TrainConfig, known: Known) -> TaskData:
+        """Load for a run that exists: with its vocabulary, classes and tokenizer, not with those of the data. Tasks
+        that make any of these from the data override it."""
+        return self.load(config)
 
     def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
         raise NotImplementedError
@@ -122,6 +141,7 @@ class StudyTask(Classification):
     """
 
     models = ("transformer", "crate")
+    reads = frozenset({"max_length", "pooling"})
 
     def __init__(self) -> None:
         from ..models.presets import TASKS

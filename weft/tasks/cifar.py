@@ -98,6 +98,7 @@ def grey(images: np.ndarray) -> np.ndarray:
 class CIFAR10Pixels(TextClassification):
     name = "cifar10-pixels"
     about = "CIFAR-10 as 1,024 grey pixels in a row (Long Range Arena)"
+    reads = frozenset({"max_length", "pooling"})
     defaults = dict(
         layers=3, heads=4, dim=64, head_dim=16, mlp_dim=128, dropout=0.2, steps=35_000, batch_size=256, warmup=175,
         learning_rate=0.008, schedule="cosine", optimizer="adam", beta2=0.98, eps=1e-9, eval_every=500,

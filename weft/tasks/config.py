@@ -7,6 +7,7 @@ import difflib
 import functools
 import inspect
 import json
+import math
 import re
 import types
 import typing
@@ -23,7 +24,7 @@ class TrainConfig:
     task: str = "digits"  # what to learn: a name of `weft list`, or a Python file that defines it (FILE.py:NAME)
     task_file: str = ""  # the Python file that defines the task; empty: weft or an installed package does
     preset: str = ""  # a named row of the papers, see `weft list`; its values yield to those given by hand
-    out: str = ""  # the run's folder; empty: runs/TASK-ATTENTION-LAYERSxHEADS-sSEED
+    out: str = ""  # the run's folder; empty: runs/TASK-MODEL-ATTENTION-LAYERSxHEADS-sSEED
     data: str = "data"  # the folder that holds the data sets, or the one file or folder of this task's data
     seed: int = 0  # weights, order of the data, dropout
     init_from: str = ""  # the folder of a run of the same model whose last good weights to begin with
@@ -111,11 +112,31 @@ class TrainConfig:
             raise ValueError("attention_options go with one mechanism; a mixed layer takes each one's defaults")
         return names if len(names) > 1 else names[0]
 
+    def _check_options(self) -> None:
+        options, names = self.options(), self.mechanisms()
+        if not options or names == "mixed":
+            return
+        known = attention_info(str(names)).options
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, list(known), n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"its options: {', '.join(known) or 'none'}"
+                raise ValueError(f"attention_options: {names} has no option {name!r}; {hint}")
+
+    def _check_read(self) -> None:
+        """Refuse settings that nothing would read."""
+        from .registry import task_of
+
+        read = task_of(self).reads
+        for name in OPTIONAL:
+            if name not in read and getattr(self, name) != getattr(TrainConfig, name):
+                raise ValueError(f"{name}: the task {self.task} does not read it; leave --{name.replace('_', '-')} out")
+
     def folder(self) -> Path:
         if self.out:
             return Path(self.out)
         attention = self.attention.replace("+", "-")
-        return Path("runs") / f"{self.task}-{attention}-{self.layers}x{self.heads}-s{self.seed}"
+        return Path("runs") / f"{self.task}-{self.model}-{attention}-{self.layers}x{self.heads}-s{self.seed}"
 
     def check(self) -> None:
         """Refuse what cannot be trained, before anything is loaded."""
@@ -127,9 +148,12 @@ class TrainConfig:
         for name in ("checkpoint_every", "keep", "devices", "nodes", "patch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("eval_every", "eval_batches", "warmup", "clip", "diverge_at", "learning_rate", "weight_decay"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name in (
+            "eval_every", "eval_batches", "warmup", "clip", "diverge_at", "learning_rate", "weight_decay",
+            "final_learning_rate", "max_length", "image_size", "sigma", "sigma_last",
+        ):  # fmt: skip
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a number that is not negative, got {getattr(self, name)}")
         for name in ("dropout", "attention_dropout", "label_smoothing", "finetune_dense_at", "mask_rate"):
             if not 0.0 <= (getattr(self, name) or 0.0) < 1.0:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
@@ -143,7 +167,8 @@ class TrainConfig:
         _one_of("pooling", self.pooling, ("", "cls", "mean", "first"))
         for name in ("attention_options", "model_options", "cache_options"):
             self.options(name)
-        self.mechanisms()
+        self._check_options()
+        self._check_read()
         if not 0.0 <= self.cache <= 1.0:
             raise ValueError(f"cache is a ratio in [0, 1], got {self.cache}")
         if self.finetune_dense_at and not self.subsample and "subsampled" not in self.attention:
@@ -152,6 +177,9 @@ class TrainConfig:
             )
         task_of(self).check(self)
 
+
+# Fields that only some tasks read; see `Task.reads`.
+OPTIONAL = ("max_length", "pooling", "image_size", "patch", "mask_rate", "augment")
 
 # Fields that may differ between a run and its continuation: they do not change what is computed.
 FREE_ON_RESUME = frozenset(
@@ -200,9 +228,17 @@ def to_json(config: TrainConfig) -> str:
 
 def from_json(text: str) -> TrainConfig:
     values = json.loads(text)
+    if not isinstance(values, dict):
+        raise ValueError(f"it must hold an object with the fields of TrainConfig, not {text.strip()[:40]!r}")
     unknown = set(values) - set(field_types())
     if unknown:
-        raise ValueError(f"config.json has fields this version does not know: {', '.join(sorted(unknown))}")
+        raise ValueError(f"it has fields this version does not know: {', '.join(sorted(unknown))}")
+    for name, value in values.items():
+        kinds = typing.get_args(field_types()[name]) or (field_types()[name],)
+        fits = any(isinstance(value, kind) and (kind is bool) == isinstance(value, bool) for kind in kinds)
+        if not fits and not (float in kinds and type(value) is int):
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            raise ValueError(f"{name} must be of type {wanted}, got {value!r}")
     return TrainConfig(**values)
 
 

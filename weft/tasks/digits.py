@@ -19,6 +19,7 @@ TRAIN, VAL = 1297, 200
 class Digits(TextClassification):
     name = "digits"
     about = "handwritten digits, 8 x 8 pixels as 64 tokens; ships with scikit-learn"
+    reads = frozenset({"pooling"})
     defaults = dict(
         layers=2, heads=4, head_dim=8, dim=32, mlp_dim=64, pooling="mean", dropout=0.0, steps=300, batch_size=64,
         optimizer="adamw", learning_rate=8e-3, weight_decay=0.01, schedule="cosine", warmup=60, beta2=0.98, clip=1.0,

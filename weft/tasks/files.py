@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,20 @@ def atomic(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
         sync(path.parent)
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # the error that brought us here counts
+            temporary.unlink(missing_ok=True)
+
+
+def is_left_over(temporary: Path) -> bool:
+    """Whether the process that made this temporary name is gone. Its number is the last but one part."""
+    try:
+        owner = int(temporary.name.split(".")[-2])
+        os.kill(owner, 0)
+    except ProcessLookupError:
+        return True
+    except (ValueError, IndexError, OSError):
+        return False
+    return owner == os.getpid()
 
 
 def sync(path: Path) -> None:
@@ -101,8 +114,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 class DamagedData(DataMissing):
-    def __init__(self, path: Path, what: str):
-        super().__init__(f"{path} is damaged: {what}. Remove it and make or fetch it again.")
+    """Data that is there but cannot be used. It may be the user's own: never tell them to remove it."""
+
+    def __init__(self, path: Path, what: str, way_out: str = "Mend it, or give other data by --data."):
+        super().__init__(f"{path} cannot be used: {what}. {way_out}")
 
 
 def read_array(folder: Path, name: str) -> np.ndarray:

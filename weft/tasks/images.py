@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers import CachedAttention
-from .base import Classification, Columns, TaskData, block_options, crate_options
+from .base import Classification, Columns, Known, TaskData, block_options, crate_options
 from .config import TrainConfig
 from .files import DamagedData, find, split_off
 from .registry import add_task
@@ -32,6 +32,7 @@ PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm")
 
 class ImageClassification(Classification):
     size: int
+    reads = frozenset({"pooling", "image_size", "patch", "augment"})
     defaults = dict(
         layers=6, heads=8, dim=256, head_dim=32, mlp_dim=512, dropout=0.0, steps=20_000, batch_size=128,
         optimizer="adamw", learning_rate=1e-3, weight_decay=0.05, beta2=0.999, eps=1e-8, schedule="cosine",
@@ -42,7 +43,15 @@ class ImageClassification(Classification):
         "lion": dict(optimizer="lion", learning_rate=2.4e-4, weight_decay=0.5, beta1=0.9, beta2=0.99),
     }
 
-    def data(self, config: TrainConfig, train: Columns, val: Columns, test: Columns, classes: int) -> TaskData:
+    def data(
+        self,
+        config: TrainConfig,
+        train: Columns,
+        val: Columns,
+        test: Columns,
+        classes: int,
+        names: list[str] | None = None,
+    ) -> TaskData:
         size = config.image_size or self.size
         if size % config.patch:
             raise ValueError(f"image_size {size} does not divide into patches of {config.patch}: change --patch")
@@ -53,7 +62,7 @@ class ImageClassification(Classification):
             "mean": channel.mean((0, 2, 3)).tolist(),
             "std": channel.std((0, 2, 3)).clamp(min=1e-3).tolist(),
         }
-        return TaskData(train, val, test, length=(size // config.patch) ** 2, facts=facts)
+        return TaskData(train, val, test, length=(size // config.patch) ** 2, facts=facts, classes=names)
 
     def batch(self, rows: Columns, config: TrainConfig, generator: torch.Generator, training: bool) -> Columns:
         image = rows["image"]
@@ -163,25 +172,36 @@ class ImageFolder(ImageClassification):
     size = 64
 
     def load(self, config: TrainConfig) -> TaskData:
+        return self._load(config, None)
+
+    def load_again(self, config: TrainConfig, known: Known) -> TaskData:
+        return self._load(config, known.classes)
+
+    def _load(self, config: TrainConfig, classes: list[str] | None) -> TaskData:
         folder = Path(config.data)
         if not (folder / "train").is_dir():
             folder = find(config.data, ("imagefolder",), "give a folder with train/CLASS/… and val/CLASS/… by --data")
-        classes = sorted(p.name for p in (folder / "train").glob("*") if p.is_dir())
+        classes = classes or sorted(p.name for p in (folder / "train").glob("*") if p.is_dir())
         if len(classes) < 2:
             raise DamagedData(folder, "train/ needs a sub-folder for each of at least two classes")
         size = config.image_size or self.size
         train, val = (read_folder(folder / part, classes, size) for part in ("train", "val"))
         if (folder / "test").is_dir():
-            return self.data(config, train, val, read_folder(folder / "test", classes, size), len(classes))
+            return self.data(config, train, val, read_folder(folder / "test", classes, size), len(classes), classes)
         stay, held_out = split_off(len(train["label"]), max(1, len(train["label"]) // 20))
         kept, val_part = ({k: c[torch.from_numpy(i)] for k, c in train.items()} for i in (stay, held_out))
-        return self.data(config, kept, val_part, val, len(classes))
+        return self.data(config, kept, val_part, val, len(classes), classes)
 
 
 def read_folder(folder: Path, classes: list[str], size: int) -> Columns:
     """All pictures of a folder, the shorter side brought to `size` and the middle cut out."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
+    strange = sorted(p.name for p in folder.glob("*") if p.is_dir() and p.name not in classes)
+    if strange:
+        raise DamagedData(
+            folder, f"it has classes that the model does not learn: {', '.join(strange[:5])}", "Put them into train/ too, or take them out."
+        )
     files = [(p, i) for i, name in enumerate(classes) for p in sorted((folder / name).rglob("*"))]
     files = [(p, i) for p, i in files if p.suffix.lower() in PICTURES]
     if not files:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .base import StudyTask, TaskData
+from .base import Known, StudyTask, TaskData
 from .config import TrainConfig
 from .files import DamagedData, as_ids, find, pad_rows, read_parquet, split_off
 from .registry import add_task
@@ -59,9 +59,15 @@ def _read_folder(path: Path) -> tuple[Reviews, Reviews]:
 
 class IMDb(StudyTask):
     def load(self, config: TrainConfig) -> TaskData:
+        return self._load(config, None)
+
+    def load_again(self, config: TrainConfig, known: Known) -> TaskData:
+        return self._load(config, known.vocabulary)
+
+    def _load(self, config: TrainConfig, vocabulary: list[str] | None) -> TaskData:
         train, test = read(config.data)
         length = config.max_length or self.length
-        vocabulary = self.vocabulary(train)
+        vocabulary = vocabulary or self.vocabulary(train)
         stay, held_out = split_off(len(train), len(train) // 10)
         ids, labels = self.encode([text for text, _ in train], vocabulary, length), np.array([y for _, y in train])
         splits = [(ids[stay], labels[stay]), (ids[held_out], labels[held_out])]

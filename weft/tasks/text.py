@@ -60,6 +60,7 @@ class Bytes(Task):
     about = "predict the next byte of any text: --data FILE"
     metric, higher_is_better = "bits_per_byte", False
     length, overlap, vocab = 1024, 1, 256
+    reads = frozenset({"max_length"})
     defaults: Mapping[str, Any] = dict(
         layers=6, heads=8, dim=512, head_dim=64, mlp_dim=2048, dropout=0.1, steps=10_000, batch_size=16,
         optimizer="adam", learning_rate=1e-3, schedule="cosine", warmup=1000, beta2=0.999, eps=1e-8, clip=1.0,
@@ -147,6 +148,7 @@ class Masked(Bytes):
     about = "predict hidden bytes of any text: --data FILE"
     metric, higher_is_better = "bits_per_byte", False
     length, overlap, vocab, mask = 512, 0, 257, 256  # the id after the last byte hides one
+    reads = frozenset({"max_length", "mask_rate"})
     defaults = {**Bytes.defaults, "positions": "learned"}
 
     def batch(self, rows: Columns, config: TrainConfig, generator: torch.Generator, training: bool) -> Columns:

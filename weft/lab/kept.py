@@ -1,0 +1,191 @@
+"""Data belong to a run: it keeps what its ids and labels mean, and a fingerprint of every row.
+
+data.json         rows and SHA-256 of each split, facts, names of the classes, checksums of the next two
+vocabulary.txt    words by id, one a line
+tokenizer.json    where a tokenizer was made from the data
+
+Every checkpoint carries the checksum of data.json, so none of them can be changed unnoticed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..tasks import Known, TaskData
+from ..tasks.base import Columns, Task
+from .say import say as say_
+
+if TYPE_CHECKING:
+    from ..tasks.config import TrainConfig
+    from .run import Run
+
+SPLITS = ("train", "val", "test")
+SAMPLED = 2 * 2**30  # columns with more bytes are hashed in samples spread over them
+
+
+class OtherData(Exception):
+    """The data is not the run's."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """data.json, with the texts of its two companions."""
+
+    record: dict[str, Any]
+    vocabulary: list[str] | None = None
+    tokenizer: str | None = None
+
+    @property
+    def digest(self) -> str:
+        return _sha(json.dumps(self.record, sort_keys=True))
+
+    @property
+    def known(self) -> Known:
+        return Known(self.record["facts"], self.vocabulary, self.record["classes"], self.tokenizer)
+
+    def files(self) -> dict[str, str]:
+        found = {"data.json": json.dumps(self.record, indent=2) + "\n"}
+        if self.vocabulary is not None:
+            found["vocabulary.txt"] = _lines(self.vocabulary)
+        if self.tokenizer is not None:
+            found["tokenizer.json"] = self.tokenizer
+        return found
+
+
+def describe(data: TaskData) -> Kept:
+    """What a run keeps of its data."""
+    record = {
+        "rows": {split: data.rows(split) for split in SPLITS},
+        "sha256": {split: fingerprint(getattr(data, split)) for split in SPLITS},
+        "length": data.length,
+        "facts": {name: value for name, value in data.facts.items() if _is_json(value)},
+        "classes": data.classes,
+        "vocabulary": None if data.vocabulary is None else _sha(_lines(data.vocabulary)),
+        "tokenizer": None if data.tokenizer is None else _sha(data.tokenizer),
+    }
+    return Kept(json.loads(json.dumps(record)), data.vocabulary, data.tokenizer)
+
+
+def read_kept(folder: Path) -> Kept | None:
+    """What the run keeps; None for a run of an older version. Damage is refused: wrong words give wrong figures."""
+    path = folder / "data.json"
+    if not path.exists():
+        return None
+    way_out = "restore it from a copy; without it nobody knows what the model's ids and labels mean"
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        names = {name: record[name] for name in ("vocabulary", "tokenizer")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): {way_out}") from None
+    texts: dict[str, str | None] = {"vocabulary": None, "tokenizer": None}
+    for name, file in (("vocabulary", "vocabulary.txt"), ("tokenizer", "tokenizer.json")):
+        if names[name] is None:
+            continue
+        try:
+            texts[name] = (folder / file).read_bytes().decode("utf-8")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{folder / file} cannot be read ({error}): {way_out}") from None
+        if _sha(texts[name] or "") != names[name]:
+            raise ValueError(f"{folder / file} was changed after the run wrote it: {way_out}")
+    words = texts["vocabulary"]
+    return Kept(record, None if words is None else _words(words), texts["tokenizer"])
+
+
+def load_kept(
+    task: Task, config: TrainConfig, run: Run, *, other: bool = False, say: Callable[[str], None] = say_
+) -> tuple[TaskData, Kept | None]:
+    """The run's data, read as the run has read it. With `other`, the rows may differ, but not what they mean."""
+    kept = read_kept(run.folder)
+    if kept is None:
+        say(f"{run.folder} keeps no data.json (an older version wrote it): its data cannot be checked")
+        return task.load(config), None
+    data = task.load_again(config, kept.known)
+    now = describe(data).record
+    was = kept.record
+    meaning = [f"{name}: {_short(was[name])} -> {_short(now[name])}" for name in ("classes", "vocabulary", "tokenizer")
+               if was[name] != now[name]]  # fmt: skip
+    meaning += [f"{name}: {_short(value)} -> {_short(now['facts'].get(name))}" for name, value in was["facts"].items()
+                if not _measured(value) and now["facts"].get(name) != value]  # fmt: skip
+    meaning += [f"length: {was['length']} -> {now['length']}"] if was["length"] != now["length"] else []
+    if meaning:
+        raise OtherData(
+            f"the data in {config.data} means something else than that of {run.folder} ({'; '.join(meaning)}): "
+            "the model cannot be used on it"
+        )
+    rows = [f"{split}: {was['rows'][split]:,} rows {was['sha256'][split][:8]} -> {now['rows'][split]:,} rows "
+            f"{now['sha256'][split][:8]}" for split in SPLITS if was["sha256"][split] != now["sha256"][split]]  # fmt: skip
+    if rows and not other:
+        raise OtherData(
+            f"the data in {config.data} is not what {run.folder} was trained on ({'; '.join(rows)}): put the run's own "
+            "data back, or say by --data where it is"
+        )
+    if rows:
+        say(f"note: this is not the data the run was trained on ({'; '.join(rows)})")
+    # Means and deviations were measured on the training data of then; a model takes them from here.
+    return dataclasses.replace(data, facts={**data.facts, **was["facts"]}), kept
+
+
+def fingerprint(columns: Columns) -> str:
+    """SHA-256 of all rows; very large columns are sampled."""
+    total = hashlib.sha256()
+    for name in sorted(columns):
+        column = columns[name]
+        total.update(f"\0{name}\0{column.dtype}\0{tuple(column.shape)}\0".encode())
+        for part in _parts(column):
+            total.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
+def _parts(column: Tensor) -> list[Tensor]:
+    if not column.numel():
+        return []
+    stored = column.untyped_storage().nbytes()
+    size = min(stored, column.numel() * column.element_size())
+    if size > SAMPLED:
+        picks = torch.linspace(0, len(column) - 1, 4096, dtype=torch.float64).long().unique()
+        return [column[int(i)].cpu() for i in picks]
+    if not column.is_contiguous() and stored < column.numel() * column.element_size():
+        # Windows of a text that overlap: its memory, once.
+        whole = torch.empty(0, dtype=column.dtype).set_(column.untyped_storage())
+        return [whole, torch.tensor([column.storage_offset(), *column.stride()])]
+    return [column.cpu()]
+
+
+def _measured(value: Any) -> bool:
+    """A float, or a list of them: measured on the data, and not the same to the last bit everywhere."""
+    return isinstance(value, float) or (isinstance(value, list) and any(isinstance(v, float) for v in value))
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        return json.loads(json.dumps(value)) == value
+    except (TypeError, ValueError):
+        return False
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _lines(words: list[str]) -> str:
+    return "".join(w.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r") + "\n" for w in words)
+
+
+def _words(text: str) -> list[str]:
+    escapes = {"\\\\": "\\", "\\n": "\n", "\\r": "\r"}
+    return [re.sub(r"\\[\\nr]", lambda found: escapes[found[0]], line) for line in text.split("\n")[:-1]]
+
+
+def _sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
