@@ -234,7 +234,7 @@ def test_a_diverging_loss_stops_the_run(tmp_path):
 def test_two_kept_besides_the_best_and_no_pickle(whole):
     folder = whole / "checkpoints"
     assert sorted(p.name for p in folder.iterdir()) == [
-        "best.safetensors", "step-00000010.safetensors", "step-00000012.safetensors",
+        "best.json", "best.safetensors", "step-00000010.safetensors", "step-00000012.safetensors",
     ]  # fmt: skip
     with safe_open(str(folder / "best.safetensors"), framework="pt") as file:
         assert "sha256" in file.metadata()

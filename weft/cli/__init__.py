@@ -6,12 +6,15 @@ import typer
 
 from ..lab import commands as lab
 from ..lab.bench.commands import bench_app
+from ..lab.errors import Commands
 from .attentions import show_attentions
 from .demo import demo
 from .inspect import inspect
 from .size import size
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
+)
 
 
 @app.callback()

@@ -32,7 +32,7 @@ def demo(
     from rich.table import Table
 
     from ..lab.checkpoint import Checkpoints
-    from ..lab.report import Curve, chart, page, read_run, smooth
+    from ..lab.report import Curve, chart, origin, page, read_run, smooth
 
     console = Console()
     began = time.perf_counter()
@@ -68,8 +68,7 @@ def demo(
     curves[1].marks = [(killed_at, "killed")]
     charts = [chart(curves, "training loss by step")]
     charts.append(chart([Curve(n, run["val"]) for n, run in runs.items()], "validation accuracy by step"))
-    where = runs["deep"]["environment"]
-    footer = f"weft {where['weft']}, torch {where['torch']}, Python {where['python']}, {where['platform']}"
+    footer = origin(runs["deep"]["environment"])
     (out / "report.html").write_text(
         page("weft demo: deep, wide, and killed in between", verdict, rows, charts, footer)
     )

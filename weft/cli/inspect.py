@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,24 +19,23 @@ PIXEL_TASKS = ("digits", "cifar10-pixels", "pathfinder")  # ids are the pixels o
 def inspect(
     run: Annotated[Path, typer.Argument(help="the folder of a run")],
     out: Annotated[Path | None, typer.Option(help="the page to write; RUN/inspect.html if not given")] = None,
-    examples: Annotated[int, typer.Option(help="how many validation examples to show")] = 3,
-    count: Annotated[int, typer.Option(help="how many examples of each split to measure on")] = 200,
+    examples: Annotated[int, typer.Option(min=1, help="how many validation examples to show")] = 3,
+    count: Annotated[int, typer.Option(min=1, help="how many examples of each split to measure on")] = 200,
     which: Annotated[str, typer.Option(help="the weights to show: best, last or average")] = "best",
+    data_at: Annotated[str, typer.Option("--data", help="where the data is, if not where the run found it")] = "",
 ) -> None:
     """Look into a trained model: one page, to be opened from disk, with every head, layer and subspace."""
     import torch
 
     from ..inspect.page import report
     from ..lab import load_run
-    from ..tasks import DataMissing
     from ..tasks.registry import task_of
 
     if which not in ("best", "last", "average"):
         raise typer.BadParameter(f"which is best, last or average, got {which!r}")
-    try:
-        model, config, data = load_run(run, which)
-    except (FileNotFoundError, DataMissing) as error:
-        raise typer.BadParameter(str(error)) from error
+    model, config, data = load_run(run, which, data=data_at)
+    if out is None:  # a run that may only be read is looked at from here
+        out = run / "inspect.html" if os.access(run, os.W_OK) else Path(f"{run.resolve().name}-inspect.html")
     task = task_of(config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     splits, labels = {}, None
@@ -48,7 +48,7 @@ def inspect(
     page = report(
         model.to(device),
         splits["validation"],
-        out=out or run / "inspect.html",
+        out=out,
         title=run.resolve().name,
         tokens=words(config.task, shown, data),
         pictures=pictures(config.task, shown[0]),
@@ -93,6 +93,7 @@ def _checkpoints(run: Path) -> list[tuple[str, Any]]:
     """The sound checkpoints that a run still has, oldest first."""
     from ..lab.checkpoint import Checkpoints, DamagedCheckpoint, read
     from ..lab.run import Run
+    from ..lab.say import say
     from ..lab.state import restore_model
 
     kept = Checkpoints(Run(run).checkpoints)
@@ -104,10 +105,10 @@ def _checkpoints(run: Path) -> list[tuple[str, Any]]:
 
         return load
 
-    paths = {step: kept.path(step) for step in kept.steps()}
-    if kept.best.exists():
+    paths: dict[int, Path] = {}
+    for path in [*map(kept.path, kept.steps()), *([kept.best] if kept.best.exists() else [])]:
         try:
-            paths.setdefault(int(read(kept.best)[1]["step"]), kept.best)
+            paths.setdefault(int(read(path)[1]["step"]), path)
         except DamagedCheckpoint as error:
-            typer.echo(f"{error}; left out", err=True)
+            say(f"{error}; left out", error=True)
     return [(f"step {step}", loader(paths[step])) for step in sorted(paths)]

@@ -14,7 +14,14 @@ from .data import seed_everything
 def build_model(config: TrainConfig, data: TaskData) -> nn.Module:
     """A function of the config and the data's facts: the same weights every time."""
     seed_everything("model", config.seed)
-    model = task_of(config).model(config, data)
+    try:
+        model = task_of(config).model(config, data)
+    except (TypeError, AttributeError, ZeroDivisionError) as error:
+        if not config.attention_options:
+            raise
+        raise ValueError(
+            f"attention_options {config.attention_options} do not fit {config.attention}: {error}"
+        ) from error
     if config.cache and not any(isinstance(module, CachedAttention) for module in model.modules()):
         from ..adapt.surgery import cache
 

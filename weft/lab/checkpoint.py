@@ -168,7 +168,7 @@ class Checkpoints:
         if best is None:
             return None
         if self.where_best(best["step"]) is None:
-            self.say(f"the best checkpoint so far, step {best['step']}, is damaged or gone: the best from here on counts")
+            self.say(f"the best checkpoint, step {best['step']}, is damaged or gone: the best from here on counts")
             return None
         return best
 

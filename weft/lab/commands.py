@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import types
 import typing
 from collections.abc import Callable
@@ -12,13 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-# What `weft train` ends with, after sysexits.h where it has a fitting number.
-EXIT_BAD_REQUEST = 2
-EXIT_NO_DATA = 66
-EXIT_DIVERGED = 70
-EXIT_MISCOMPILED = 71
-EXIT_CANNOT_SAVE = 74
-EXIT_INTERRUPTED = 75  # saved; start it again with --resume
+from .errors import CANNOT_SAVE, DIVERGED, INTERRUPTED, MISCOMPILED, NO_DATA, NO_MEMORY
+from .say import console, plain, say
 
 
 def train_command() -> Callable[..., None]:
@@ -29,15 +23,14 @@ def train_command() -> Callable[..., None]:
         from ..tasks.config import make_config
 
         values = {name: value for name, value in given.items() if value is not None}
-        with _exit_codes():
-            from .loop import train as run
+        from .loop import train as run
 
-            run(make_config(task, **values), resume=resume)
+        run(make_config(task, **values), resume=resume)
 
     train.__doc__ = (
         "Train a model on a TASK of `weft list`. Options left out take the task's values, or the preset's.\n\n"
-        f"Exit codes: {EXIT_NO_DATA} data missing, {EXIT_DIVERGED} diverged, {EXIT_MISCOMPILED} compiled wrongly, "
-        f"{EXIT_CANNOT_SAVE} disk full, {EXIT_INTERRUPTED} stopped by a signal and saved."
+        f"Exit codes: {NO_DATA} data missing, {DIVERGED} diverged, {MISCOMPILED} compiled wrongly, "
+        f"{NO_MEMORY} too large for the memory, {CANNOT_SAVE} disk full, {INTERRUPTED} stopped by a signal and saved."
     )
     defaults = TrainConfig()
     parameters = [
@@ -81,13 +74,12 @@ def resume_run(
     run: Annotated[Path, typer.Argument(help="the run's folder")],
 ) -> None:
     """Go on with an interrupted run, with the settings it was started with."""
-    with _exit_codes():
-        from .loop import train
-        from .run import Run
+    from .loop import train
+    from .run import Run
 
-        config = Run(run).config()
-        config.out = str(run)
-        train(config, resume=True)
+    config = Run(run).config()
+    config.out = str(run)
+    train(config, resume=True)
 
 
 def eval_run(
@@ -100,38 +92,36 @@ def eval_run(
     accelerator: Annotated[str, typer.Option(help="cpu, cuda, mps or auto")] = "auto",
 ) -> None:
     """Evaluate a run on a split of its task's data."""
-    with _exit_codes():
-        from .evaluate import evaluate_run
+    from .evaluate import evaluate_run
 
-        changes: dict[str, Any] = {"accelerator": accelerator}
-        changes |= {"data": data} if data else {}
-        changes |= {"batch_size": batch_size} if batch_size else {}
-        found, step = evaluate_run(run, split=split, which=which, ensemble=ensemble, **changes)
-        print(f"{run}, step {step}, {split}:")
-        for name, value in found.items():
-            print(f"  {name} {value:.4f}")
+    changes: dict[str, Any] = {"accelerator": accelerator}
+    changes |= {"data": data} if data else {}
+    changes |= {"batch_size": batch_size} if batch_size else {}
+    found, step = evaluate_run(run, split=split, which=which, ensemble=ensemble, **changes)
+    say(f"{run}, step {step}, {split}:")
+    for name, value in found.items():
+        say(f"  {name} {value:.4f}")
 
 
 def list_all() -> None:
     """What can be trained: the tasks with their presets, and the attention mechanisms."""
-    from rich.console import Console
     from rich.table import Table
 
     from ..attention import attention_info, attentions
     from ..tasks import get_task, tasks
 
-    console = Console()
+    screen = console()
     table = Table("task", "what", "metric", "presets", title="tasks")
     for name in tasks():
         task = get_task(name)
         table.add_row(name, task.about, task.metric, " ".join(task.presets))
-    console.print(table)
+    screen.print(table)
     table = Table("attention", "cost", "causal", "bidirectional", "steps", "options", title="attention")
     for name in attentions():
         info = attention_info(name)
         yes = ["yes" if flag else "" for flag in (info.causal, info.bidirectional, info.steps)]
         table.add_row(name, info.cost, *yes, " ".join(f"{k}={v}" for k, v in info.options.items()))
-    console.print(table)
+    screen.print(table)
 
 
 def sweep_files(
@@ -159,56 +149,53 @@ def sweep_files(
 
     Exit codes: 0 all done, 1 something failed, 75 stopped by a signal or by --minutes, saved, go on with it again.
     """
-    with _exit_codes():
-        from .sweep import jobs_of, load_sweep, parse_override
-        from .sweep.jobs import DONE, FAILED, Local, run_jobs, survey
-        from .sweep.view import View, failures, table
+    from .sweep import jobs_of, load_sweep, parse_override
+    from .sweep.jobs import DONE, FAILED, Local, run_jobs, survey
+    from .sweep.view import View, failures, table
 
-        overrides = dict(parse_override(text) for text in set_ or [])
-        overrides |= {"steps": steps} if steps else {}
-        overrides |= {"data": data} if data else {}
-        numbers = [int(seed) for seed in seeds.replace(",", " ").split()] if seeds else None
-        work = [
-            job
-            for file in files
-            for job in jobs_of(load_sweep(file), out=out, seeds=numbers, only=only or (), overrides=overrides)
-        ]
-        if overrides:
-            print("in every config: " + ", ".join(f"{name}={value}" for name, value in overrides.items()), flush=True)
-        if dry_run:
-            from rich.console import Console
+    overrides = dict(parse_override(text) for text in set_ or [])
+    overrides |= {"steps": steps} if steps else {}
+    overrides |= {"data": data} if data else {}
+    numbers = [int(seed) for seed in seeds.replace(",", " ").split()] if seeds else None
+    work = [
+        job
+        for file in files
+        for job in jobs_of(load_sweep(file), out=out, seeds=numbers, only=only or (), overrides=overrides)
+    ]
+    if overrides:
+        say("in every config: " + ", ".join(f"{name}={value}" for name, value in overrides.items()))
+    if dry_run:
+        console().print(table(survey(work)))
+        return
+    engine: Any
+    if on == "local":
+        engine = Local(jobs or 1)
+    elif on == "ray":
+        from .sweep.remote import RayEngine
 
-            Console().print(table(survey(work)))
-            return
-        engine: Any
-        if on == "local":
-            engine = Local(jobs or 1)
-        elif on == "ray":
-            from .sweep.remote import RayEngine
+        engine = RayEngine(jobs, address=address, gpus=gpus, cpus=cpus)
+    elif on == "slurm":
+        from .sweep.remote import SlurmEngine
 
-            engine = RayEngine(jobs, address=address, gpus=gpus, cpus=cpus)
-        elif on == "slurm":
-            from .sweep.remote import SlurmEngine
-
-            place = work[0].folder.parent / ".slurm"
-            engine = SlurmEngine(jobs, place, gpus=gpus, cpus=cpus, minutes=minutes, partition=partition)
-        else:
-            raise ValueError(f"--on takes local, ray or slurm; got {on!r}")
-        view = View()
-        try:
-            states = run_jobs(work, engine, minutes=minutes, view=view)
-        finally:
-            view.close()
-        failed = [state for state in states if state.state == FAILED]
-        left = [state for state in states if state.state not in (DONE, FAILED)]
-        if failed:
-            print(failures(states), file=sys.stderr)
-        done = len(states) - len(failed) - len(left)
-        print(f"{done} done, {len(failed)} failed, {len(left)} left", flush=True)
+        place = work[0].folder.parent / ".slurm"
+        engine = SlurmEngine(jobs, place, gpus=gpus, cpus=cpus, minutes=minutes, partition=partition)
+    else:
+        raise ValueError(f"--on takes local, ray or slurm; got {on!r}")
+    view = View()
+    try:
+        states = run_jobs(work, engine, minutes=minutes, view=view)
+    finally:
+        view.close()
+    failed = [state for state in states if state.state == FAILED]
+    left = [state for state in states if state.state not in (DONE, FAILED)]
+    if failed:
+        say(failures(states), error=True)
+    done = len(states) - len(failed) - len(left)
+    say(f"{done} done, {len(failed)} failed, {len(left)} left")
     if failed:
         raise SystemExit(1)
     if left:
-        raise SystemExit(EXIT_INTERRUPTED)
+        raise SystemExit(INTERRUPTED)
 
 
 def report_runs(
@@ -221,45 +208,19 @@ def report_runs(
     For a folder with sweeps: report.md, report.html, and for each sweep a NAME.results.json, which holds enough to
     make the tables again without the runs.
     """
-    with _exit_codes():
-        if all((path / "config.json").exists() for path in paths):
-            from .report import report
+    if all((path / "config.json").exists() for path in paths):
+        from .report import report
 
-            print(f"wrote {report(paths, out or Path('report.html'))}")
-            return
-        from .sweep.tables import report_sweeps, sweep_folders
+        say(f"wrote {report(paths, out or Path('report.html'))}")
+        return
+    from .sweep.tables import report_sweeps, sweep_folders
 
-        found = sweep_folders(paths)
-        for place, files in found.items():
-            if out is not None:
-                place = out / place.parent.name / place.name if len(found) > 1 else out / place.name
-            print(report_sweeps(files, place, runs))
-            print(f"wrote {place}.md and {place}.html")
-
-
-class _exit_codes:
-    """Turn what can go wrong with a run into one message and its exit code."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if error is None:
-            return
-        from ..tasks import DataMissing
-        from .checkpoint import CannotSave
-        from .loop import Diverged, Interrupted, Miscompiled
-        from .run import RunExists
-
-        said = {Diverged: EXIT_DIVERGED, Miscompiled: EXIT_MISCOMPILED, Interrupted: EXIT_INTERRUPTED}
-        if kind in said:  # the loop has said it
-            raise SystemExit(said[kind])
-        codes = {DataMissing: EXIT_NO_DATA, CannotSave: EXIT_CANNOT_SAVE, RunExists: EXIT_BAD_REQUEST}
-        codes |= {ValueError: EXIT_BAD_REQUEST, FileNotFoundError: EXIT_BAD_REQUEST, ImportError: EXIT_BAD_REQUEST}
-        for known, code in codes.items():
-            if isinstance(error, known):
-                print(f"weft: {error}", file=sys.stderr)
-                raise SystemExit(code)
+    found = sweep_folders(paths)
+    for place, files in found.items():
+        if out is not None:
+            place = out / place.parent.name / place.name if len(found) > 1 else out / place.name
+        say(report_sweeps(files, place, runs))
+        say(f"wrote {place}.md and {place}.html")
 
 
 def _plain(kind: Any) -> Any:
@@ -276,7 +237,6 @@ DataFolder = Annotated[Path, typer.Option(help="the folder that holds the data s
 @data_app.command("list")
 def data_list(data: DataFolder = Path("data")) -> None:
     """What is in the data folder, and how to get what is not."""
-    from rich.console import Console
     from rich.table import Table
 
     from ..tasks.fetch import SOURCES, present
@@ -284,9 +244,9 @@ def data_list(data: DataFolder = Path("data")) -> None:
     table = Table("data set", "here", "how to get it", "checksum of the makers' archive")
     for source in SOURCES:
         path = present(source, data)
-        table.add_row(source.name, str(path) if path else "no", source.how, source.checksum)
+        table.add_row(source.name, plain(path) if path else "no", source.how, source.checksum)
     table.add_row("digits", "in scikit-learn", "pip install 'weft[lab]'", "")
-    Console().print(table)
+    console().print(table)
 
 
 @data_app.command("make")
@@ -298,19 +258,18 @@ def data_make(
     workers: Annotated[int, typer.Option(help="processes; 0: one per core")] = 0,
 ) -> None:
     """Generate a data set."""
-    with _exit_codes():
-        import os
-        import time
+    import os
+    import time
 
-        from ..tasks.fetch import make
-        from ..tasks.files import read_array
+    from ..tasks.fetch import make
+    from ..tasks.files import read_array
 
-        workers = workers or os.cpu_count() or 1
-        start = time.perf_counter()
-        folder = make(name, data, seed=seed, workers=workers, count=count)
-        took = time.perf_counter() - start
-        made = sum(len(read_array(folder, path.stem)) for path in folder.glob("*label*.npy"))
-        print(f"made {folder}: {made:,} examples in {took:.1f} s, {made / took:,.0f} per second, {workers} processes")
+    workers = workers or os.cpu_count() or 1
+    start = time.perf_counter()
+    folder = make(name, data, seed=seed, workers=workers, count=count)
+    took = time.perf_counter() - start
+    made = sum(len(read_array(folder, path.stem)) for path in folder.glob("*label*.npy"))
+    say(f"made {folder}: {made:,} examples in {took:.1f} s, {made / took:,.0f} per second, {workers} processes")
 
 
 @data_app.command("get")
@@ -319,7 +278,6 @@ def data_get(
     data: DataFolder = Path("data"),
 ) -> None:
     """Fetch a data set from the network."""
-    with _exit_codes():
-        from ..tasks.fetch import get
+    from ..tasks.fetch import get
 
-        print(f"fetched {get(name, data)}")
+    say(f"fetched {get(name, data)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,26 @@ from ..tasks.registry import task_of
 from . import checkpoint
 from .build import build_model
 from .data import Rows, seed_everything, seed_of
+from .kept import check_data, check_numbers, load_kept
 from .run import Run
+from .say import say
 from .state import restore_model
+
+
+class Stopped(Exception):
+    """Somebody wants an evaluation to end before it is complete."""
 
 
 @torch.no_grad()
 def evaluate(
-    fabric: Any, model: nn.Module, task: Task, rows: Rows, config: TrainConfig, *, batches: int = 0
+    fabric: Any,
+    model: nn.Module,
+    task: Task,
+    rows: Rows,
+    config: TrainConfig,
+    *,
+    batches: int = 0,
+    stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
     """The task's metrics on these rows. Every batch has the full size, the last one filled up with rows that do not
     count: no process is left without work, and a compiled model meets one shape."""
@@ -32,12 +46,14 @@ def evaluate(
     per_call, device = config.batch_size, rows.device
     world, rank = fabric.world_size, fabric.global_rank
     count = -(-len(rows) // (per_call * world))
-    sums: dict[str, torch.Tensor] = {}
+    sums: dict[str, Tensor] = {}
     few = min(count, batches) if batches else count
     # A part is spread over the whole, for rows may be sorted; of a stream it is the beginning.
     numbers = range(few) if task.streams else [i * count // few for i in range(few)]
     with task.evaluating(model):
         for number in numbers:
+            if stop():
+                raise Stopped
             index = torch.arange(per_call, device=device) + (number * world + rank) * per_call
             counts = index < len(rows)
             generator = torch.Generator(device=device).manual_seed(seed_of("evaluate", config.seed, number))
@@ -99,7 +115,7 @@ def evaluate_run(
 
     if split not in ("train", "val", "test"):
         raise ValueError(f"split is train, val or test, got {split!r}")
-    run = Run(Path(folder))
+    run = Run(Path(folder), say=lambda text: say(text, error=True))
     config = run.config()
     which = which or config.test_on
     if which not in ("best", "last", "average"):
@@ -108,35 +124,51 @@ def evaluate_run(
         if not hasattr(config, name):
             raise TypeError(f"TrainConfig has no field {name!r}")
         setattr(config, name, value)
+    config.compile, config.devices, config.nodes, config.strategy = False, 1, 1, "auto"
+    config.check()
     task = task_of(config)
-    data = task.load(config)
-    model = build_model(config, data)
-    saved = load_weights(run, model, which)
-    config.compile, config.devices, config.strategy = False, 1, "auto"
+    model, data, step = _load(run, config, which, other="data" in changes)
     fabric = make_fabric(config)
     fabric.launch()
     if ensemble:
         model = Members(model, ensemble, task.answers)
     wrapped = fabric.setup_module(model)
     rows = Rows(getattr(data, split), fabric.device)
-    return evaluate(fabric, wrapped, task, rows, config), saved
+    return evaluate(fabric, wrapped, task, rows, config), step
 
 
-def load_weights(run: Run, model: nn.Module, which: str = "best") -> int:
-    """Put a run's best, last or averaged weights into the model; the step they belong to."""
+def load_run(folder: str | Path, which: str = "", *, data: str = "") -> tuple[nn.Module, TrainConfig, TaskData]:
+    """The trained model of a run, in eval mode, with its config and data; `data` tells where that is now."""
+    run = Run(Path(folder), say=lambda text: say(text, error=True))
+    config = run.config()
+    config.data = data or config.data
+    config.check()
+    model, found, _ = _load(run, config, which or config.test_on, other=bool(data))
+    return model.eval(), config, found
+
+
+def _load(run: Run, config: TrainConfig, which: str, other: bool) -> tuple[nn.Module, TaskData, int]:
+    """The run's model with its weights, its data, and the step of the weights."""
     tensors, numbers = saved_weights(run, which)
+    data, kept = load_kept(task_of(config), config, run, other=other, say=run.say)
+    check_numbers(run, config, kept, numbers)
+    check_data(task_of(config), config, data)
+    model = build_model(config, data)
     restore_model(model, tensors, numbers.get("extra", {}))
-    return int(numbers["step"])
+    return model, data, int(numbers["step"])
 
 
 def saved_weights(run: Run, which: str = "best") -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and numbers of a run's best or last checkpoint; with "average", the mean weights of those kept."""
-    kept = checkpoint.Checkpoints(run.checkpoints)
+    kept = checkpoint.Checkpoints(run.checkpoints, say=run.say)
     if which == "best" and kept.best.exists():
-        return checkpoint.read(kept.best)
+        try:
+            return checkpoint.read(kept.best)
+        except checkpoint.DamagedCheckpoint as error:
+            raise checkpoint.DamagedCheckpoint(f"{error}. --which last takes the newest sound one") from None
     newest = kept.newest()
     if newest is None:
-        raise FileNotFoundError(f"{run.folder} has no checkpoint yet")
+        raise FileNotFoundError(f"{run.folder} has no checkpoint that can be read")
     tensors, numbers = newest
     if which == "average":
         # What is no weight (a cache, a counter) has no mean: it stays as it was at the end.
@@ -148,11 +180,8 @@ def saved_weights(run: Run, which: str = "best") -> tuple[dict[str, Tensor], dic
     return tensors, numbers
 
 
-def load_run(folder: str | Path, which: str = "") -> tuple[nn.Module, TrainConfig, TaskData]:
-    """The trained model of a run, in eval mode, with its config and data."""
-    run = Run(Path(folder))
-    config = run.config()
-    data = task_of(config).load(config)
-    model = build_model(config, data)
-    load_weights(run, model, which or config.test_on)
-    return model.eval(), config, data
+def load_weights(run: Run, model: nn.Module, which: str = "best") -> int:
+    """Put a run's best, last or averaged weights into the model; the step they belong to."""
+    tensors, numbers = saved_weights(run, which)
+    restore_model(model, tensors, numbers.get("extra", {}))
+    return int(numbers["step"])

@@ -23,6 +23,7 @@ def make_fabric(config: TrainConfig) -> Any:
         from lightning.fabric import Fabric
     except ImportError as error:
         raise ImportError("training needs Lightning Fabric: pip install 'weft[lab]'") from error
+    _check_devices(config)
     devices = int(os.environ.get("LOCAL_WORLD_SIZE", config.devices))
     world = int(os.environ.get("WORLD_SIZE", devices * config.nodes))
     nodes = max(1, world // devices)
@@ -43,6 +44,30 @@ def make_fabric(config: TrainConfig) -> Any:
         strategy=strategy,
         precision=config.precision,  # type: ignore[arg-type]
     )
+
+
+def _check_devices(config: TrainConfig) -> None:
+    """Refuse what is not there; Fabric would raise deep inside, or wait for it."""
+    here = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    here["gpu"] = here["cuda"] or here["mps"]
+    kind = config.accelerator
+    if kind == "auto":
+        kind = "cuda" if here["cuda"] else "mps" if here["mps"] else "cpu"
+    if kind != "cpu" and not here[kind]:
+        found = ", ".join(name for name in ("cuda", "mps") if here[name]) or "none"
+        raise ValueError(f"--accelerator {kind}: there is no such device here (found: {found}); use --accelerator cpu")
+    if "WORLD_SIZE" in os.environ:  # torchrun has started the processes already
+        return
+    most = here[kind] if kind != "cpu" else max(2, cpus())
+    if config.devices > most:
+        what = "processor cores" if kind == "cpu" else f"{kind} devices"
+        raise ValueError(f"devices is {config.devices}, but there are only {most} {what} here; lower --devices")
+    if config.nodes > 1 and not {"MASTER_ADDR", "SLURM_NTASKS", "NODE_RANK"} & set(os.environ):
+        raise ValueError(f"nodes is {config.nodes}: start one process per device with torchrun, or leave --nodes out")
+
+
+def cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

@@ -13,7 +13,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..tasks import Known, TaskData
+from ..tasks import DataMissing, Known, TaskData
 from ..tasks.base import Columns, Task
+from ..tasks.config import TrainConfig, differences
 from .say import say as say_
 
 if TYPE_CHECKING:
-    from ..tasks.config import TrainConfig
     from .run import Run
 
 SPLITS = ("train", "val", "test")
@@ -35,6 +35,10 @@ SAMPLED = 2 * 2**30  # columns with more bytes are hashed in samples spread over
 
 class OtherData(Exception):
     """The data is not the run's."""
+
+
+class EditedConfig(ValueError):
+    """config.json is not what the run was trained with."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +126,10 @@ def load_kept(
             f"the data in {config.data} means something else than that of {run.folder} ({'; '.join(meaning)}): "
             "the model cannot be used on it"
         )
-    rows = [f"{split}: {was['rows'][split]:,} rows {was['sha256'][split][:8]} -> {now['rows'][split]:,} rows "
-            f"{now['sha256'][split][:8]}" for split in SPLITS if was["sha256"][split] != now["sha256"][split]]  # fmt: skip
+    before, after = (
+        {split: f"{r['rows'][split]:,} rows {r['sha256'][split][:8]}" for split in SPLITS} for r in (was, now)
+    )
+    rows = [f"{split}: {before[split]} -> {after[split]}" for split in SPLITS if before[split] != after[split]]
     if rows and not other:
         raise OtherData(
             f"the data in {config.data} is not what {run.folder} was trained on ({'; '.join(rows)}): put the run's own "
@@ -133,6 +139,40 @@ def load_kept(
         say(f"note: this is not the data the run was trained on ({'; '.join(rows)})")
     # Means and deviations were measured on the training data of then; a model takes them from here.
     return dataclasses.replace(data, facts={**data.facts, **was["facts"]}), kept
+
+
+def check_numbers(run: Run, config: TrainConfig, kept: Kept | None, numbers: Mapping[str, Any]) -> None:
+    """Refuse a config.json or data.json that is not the one the checkpoint was trained with."""
+    names = {field.name for field in dataclasses.fields(TrainConfig)}
+    then = TrainConfig(**{name: value for name, value in numbers.get("config", {}).items() if name in names})
+    changed = differences(then, config) if numbers.get("config") else []
+    if changed:
+        raise EditedConfig(
+            f"{run.folder / 'config.json'} is not what the checkpoint of step {numbers['step']} was trained with "
+            f"({'; '.join(changed)}): put it back, or start a new run"
+        )
+    if kept is not None and numbers.get("data", kept.digest) != kept.digest:
+        raise OtherData(
+            f"{run.folder / 'data.json'} was changed after the checkpoint of step {numbers['step']} was written: "
+            "restore it from a copy"
+        )
+
+
+def check_data(task: Task, config: TrainConfig, data: TaskData) -> None:
+    """What every task's rows must be: some in each split, and labels that name a class."""
+    for split in SPLITS:
+        columns: Columns = getattr(data, split)
+        if not data.rows(split):
+            raise DataMissing(f"{task.name}: there are no {split} examples in {config.data}; more data is needed")
+        label, classes = columns.get("label"), data.facts.get("classes")
+        if label is None or classes is None or label.is_floating_point():
+            continue
+        low, high = int(label.min()), int(label.max())
+        if low < 0 or high >= classes:
+            raise DataMissing(
+                f"{task.name}: the {split} labels in {config.data} go from {low} to {high}; "
+                f"{classes} classes are numbered 0 to {classes - 1}"
+            )
 
 
 def fingerprint(columns: Columns) -> str:

@@ -4,16 +4,21 @@
 
 Order, dropout, masking and rate are functions of (seed, t), so a checkpoint needs only weights, optimizer state,
 module state and t. Losses stay on the device and are looked at every `log_every` steps and before every checkpoint;
-a checkpoint is written only when all losses so far and all weights are finite.
+a checkpoint is written only when all losses so far and all weights are finite, and before the evaluation of its step.
+The run's folder is made when the first step has been taken.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import os
 import signal
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..tasks import TaskData
 from ..tasks.config import TrainConfig
 from ..tasks.registry import task_of
 from .build import build_model
-from .checkpoint import Checkpoints, DamagedCheckpoint
+from .checkpoint import CannotSave, Checkpoints, DamagedCheckpoint, read
 from .data import Order, Rows, seed_everything, seed_of
-from .evaluate import disagreement, evaluate, load_weights, rounding, saved_weights
+from .evaluate import Stopped, disagreement, evaluate, rounding, saved_weights
 from .fabric import checkpoint_activations, make_fabric
+from .kept import OtherData, check_data, check_numbers, describe, load_kept, read_kept
+from .memory import check_memory
 from .optim import learning_rate, make_optimizer, set_learning_rate
 from .progress import Progress
 from .run import Run
@@ -47,7 +55,7 @@ class Miscompiled(Exception):
 
 
 class Interrupted(Exception):
-    """SIGTERM or SIGINT came; the run was saved and can be resumed."""
+    """SIGTERM, SIGHUP or SIGINT came; the run was saved and can be resumed."""
 
 
 @dataclass
@@ -63,9 +71,10 @@ class Result:
 
 def train(config: TrainConfig, *, resume: bool = False) -> Result:
     """Train, or with `resume` go on with what `config.folder()` holds. Raises Diverged, Miscompiled, Interrupted,
-    CannotSave."""
+    CannotSave, RunExists, InUse, OtherData."""
     config.check()
-    return Training(config, resume).run()
+    with Run(config.folder()) as folder:
+        return Training(config, resume, folder).run()
 
 
 def from_the_compiler(error: Exception) -> bool:
@@ -75,25 +84,25 @@ def from_the_compiler(error: Exception) -> bool:
 
 
 class Training:
-    def __init__(self, config: TrainConfig, resume: bool = False):
-        self.config = config
+    def __init__(self, config: TrainConfig, resume: bool = False, folder: Run | None = None):
+        self.config, self._resume = config, resume
         self.fabric = make_fabric(config)
         self.fabric.launch()
-        self.main = self.fabric.is_global_zero
-        self.folder = Run(config.folder())
-        if self.main:
-            self.folder.begin(config, resume)
-        self.fabric.barrier()
+        self.main, self.world = self.fabric.is_global_zero, self.fabric.world_size
         self.progress = Progress(config.steps, 0, show=False)
+        self.folder = folder or Run(config.folder())
+        self.folder.say = self._say
+        self._on_main(lambda: self._claim(resume))
         self.checkpoints = Checkpoints(self.folder.checkpoints, config.keep, say=self._say)
         self.task = task_of(config)
-        self.data = self.task.load(config)
-        if self.main and self.data.vocabulary is not None:
-            self.folder.write("vocabulary.txt", "\n".join(self.data.vocabulary) + "\n")
+        newest = self._newest() if resume else None
+        self.data = self._load(newest)
         self.raw = build_model(config, self.data)
-        if config.init_from:
+        if config.init_from and newest is None:
             self._begin_from(Run(Path(config.init_from)))
         self.parameters = sum(p.numel() for p in self.raw.parameters())
+        few = {name: column[: min(2, config.batch_size)] for name, column in self.data.train.items()}
+        check_memory(self.fabric, self.raw, self.task, few, config)
         if config.checkpoint_activations:
             checkpoint_activations(self.raw)
         self.model = self.fabric.setup_module(torch.compile(self.raw) if config.compile else self.raw)
@@ -103,31 +112,65 @@ class Training:
         device = self.fabric.device
         self.rows = Rows(self.data.train, device)
         self.val, self.test = Rows(self.data.val, device), Rows(self.data.test, device)
-        self.world = self.fabric.world_size
         self.per_step = config.batch_size * config.accumulate * self.world
         self.order = Order(len(self.rows), self.per_step, config.seed, device, shuffled=not self.task.streams)
         self.generator = torch.Generator(device=device)
-        self.step, self.best, self.first_loss = 0, None, None  # type: int, dict[str, Any] | None, float | None
+        self.step, self.restored = 0, 0
+        self.best, self.first_loss = None, None  # type: dict[str, Any] | None, float | None
         self.trusted = False  # the compiled model, by comparison with the plain one
         self.recent: list[float] = []
         self.pending: list[Tensor] = []
         self.writer: Any = None
         self.dense_from = math.ceil(config.steps * config.finetune_dense_at) if config.finetune_dense_at else 0
-        self.is_dense = False
-        done = self.folder.result()
-        if resume and (done is None or done["step"] < config.steps):
-            self._restore()
+        self.is_dense, self.begun = False, False
+        self.signals, self._ask_at = _Signals(), 1
+        self.done = self.fabric.broadcast(self.folder.result() if resume and self.main else None)
+        if newest is not None and not self._complete():
+            self._restore(*newest)
+
+    def _complete(self) -> bool:
+        return self.done is not None and self.done["step"] >= self.config.steps
+
+    def _claim(self, resume: bool) -> None:
+        """Before anything is loaded: is the folder free, or this very run's? Nothing is written but the lock."""
+        folder = self.folder.folder
+        if (folder / "config.json").exists():
+            self.folder.lock()
+            self.folder.check(self.config, resume)
+            return
+        here = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        if not here.is_dir() or not os.access(here, os.W_OK):
+            raise CannotSave(f"could not make {folder}: {here} is no folder that this user may write to")
+
+    def _load(self, newest: Any) -> TaskData:
+        """The data; where the run exists, read as the run has read it, and refused if it is other data."""
+        if newest is None:
+            data = self.task.load(self.config)
+            self.kept = describe(data)
+        else:
+            data, kept = load_kept(self.task, self.config, self.folder, say=self._say)
+            self.kept = kept or describe(data)
+            check_numbers(self.folder, self.config, kept, newest[1])
+        check_data(self.task, self.config, data)
+        if self.fabric.broadcast(self.kept.digest) != self.kept.digest:
+            raise OtherData(f"process {self.fabric.global_rank} finds other data in {self.config.data} than the first")
+        return data
 
     def run(self) -> Result:
-        done = self.folder.result()
-        if done is not None and done["step"] >= self.config.steps:
+        if self._complete():
+            done = self.done
             self._say(f"{self.folder.folder} is complete: {done['test']}")
             return Result(self.folder.folder, done["step"], done["val"], done["test"], self.parameters, 0.0, 0.0)
         self.progress = Progress(self.config.steps, self.step, show=self.main)
         try:
-            with _Signals() as signals:
-                seconds, rate = self._steps(signals)
+            with self.signals:
+                if self.step:
+                    self._begin()
+                    self._evaluate_again()
+                seconds, rate = self._steps()
                 return self._finish(seconds, rate)
+        except Stopped:  # in the middle of an evaluation, before which the run was saved
+            self._interrupt()
         except Exception as error:
             if not (self.config.compile and from_the_compiler(error)):
                 raise
@@ -142,33 +185,71 @@ class Training:
             self.progress.close()
             self.folder.close()
             if self.writer is not None:
-                self.writer.close()
+                with suppress(OSError):  # a full disk: the error that brought us here counts
+                    self.writer.close()
+        raise AssertionError
 
-    def _steps(self, signals: _Signals) -> tuple[float, float]:
+    def _begin(self) -> None:
+        """The first step can be taken: write down what runs, and tidy up after what was cut."""
+        self.begun = True
+        self._on_main(self._begin_on_main)
+
+    def _begin_on_main(self) -> None:
+        self.folder.lock()
+        if not self.step and (self.folder.folder / "config.json").exists() and not self._resume:
+            self.folder.check(self.config, resume=False)  # another process may have been faster
+        self.checkpoints.tidy(self.restored)
+        self.folder.rewind(self.restored)
+        self.folder.begin(self.config, self.kept.files())
+        if self.best is not None and self.checkpoints.where_best(self.best["step"]) != self.checkpoints.best:
+            self.checkpoints.mark_best(self.best["step"])
+
+    def _steps(self) -> tuple[float, float]:
         config = self.config
         self.model.train()
         began, start = time.perf_counter(), self.step
-        self._clock = (began, start)
+        self._clock = self._asked = (began, start)
+        self._ask_at = start + 1
         while self.step < config.steps:
             self._update(self.step + 1)
+            if not self.begun:
+                self._begin()
             self.step += 1
-            step, last = self.step, self.step == config.steps
-            evaluating = last or (config.eval_every > 0 and step % config.eval_every == 0)
-            saving = last or evaluating or step % config.checkpoint_every == 0
-            looking = saving or step % config.log_every == 0
-            # Processes must agree to stop at the same step; they ask each other only when they look anyway.
-            stopping = signals.came if self.world == 1 else looking and self._any(signals.came)
-            if looking or stopping:
+            step = self.step
+            evaluating = self._evaluates(step)
+            saving = evaluating or step % config.checkpoint_every == 0
+            stopping = self._stopping()
+            if saving or stopping or step % config.log_every == 0:
                 self._look()
-            if evaluating:
-                self._evaluate()
             if saving or stopping:
                 self._save()
-            if stopping and not last:
-                self._say(f"stopped by a signal at step {step}; saved, go on with --resume")
-                raise Interrupted(f"stopped by a signal at step {step}")
+            if stopping:
+                self._interrupt()
+            if evaluating:
+                self._evaluate()
         seconds = time.perf_counter() - began
         return seconds, (self.step - start) * self._tokens_per_step() / max(seconds, 1e-9)
+
+    def _evaluates(self, step: int) -> bool:
+        return step == self.config.steps or (self.config.eval_every > 0 and step % self.config.eval_every == 0)
+
+    def _stopping(self) -> bool:
+        """Whether a signal came. Processes must agree; they ask each other every few seconds, at the same step."""
+        if self.world == 1:
+            return self.signals.came
+        if self.step < self._ask_at:
+            return False
+        now = time.perf_counter()
+        each = (now - self._asked[0]) / max(1, self.step - self._asked[1])
+        told = torch.tensor([float(self.signals.came), each], device=self.fabric.device)
+        came, slowest = self.fabric.all_reduce(told, reduce_op="sum").tolist()
+        self._asked, self._ask_at = (now, self.step), self.step + max(1, min(100, int(2 / max(slowest, 1e-9))))
+        return came > 0
+
+    def _interrupt(self) -> None:
+        self.fabric.barrier()  # a launcher kills the first process, which may still write, when another has ended
+        self._say(f"stopped by a signal at step {self.step}; saved, go on with --resume")
+        raise Interrupted(f"stopped by a signal at step {self.step}")
 
     def _update(self, step: int) -> None:
         """One update of the weights. Nothing here waits for the device."""
@@ -244,18 +325,34 @@ class Training:
     def _evaluate(self) -> None:
         if self.config.compile and not self.trusted and self.world == 1:
             self._hold_compiled_to_plain()
-        found = evaluate(self.fabric, self.model, self.task, self.val, self.config, batches=self.config.eval_batches)
+        found = self._score(self.val, self.config.eval_batches)
         self.model.train()
         value = found[self.task.metric]
         sign = 1 if self.task.higher_is_better else -1
         better = math.isfinite(value) and (self.best is None or sign * value > sign * self.best["value"])
         if better:
-            self.best = {"step": self.step, "value": value, "val": found}
-        if self.main:
+            self._new_best(found)
+        if self.main:  # after the best is marked: a line in the log says that this evaluation need not be done again
             self.folder.log([{"kind": "val", "step": self.step, **found}])
         self._tensorboard([{"kind": "val", "step": self.step, **found}])
         self.progress.evaluated(self.step, self.task.metric, value, better)
         self._clock = (time.perf_counter(), self.step)
+
+    def _score(self, rows: Rows, batches: int = 0) -> dict[str, float]:
+        stop = (lambda: self.signals.came) if self.world == 1 else (lambda: self._any(self.signals.came))
+        return evaluate(self.fabric, self.model, self.task, rows, self.config, batches=batches, stop=stop)
+
+    def _new_best(self, found: dict[str, float]) -> None:
+        self.best = {"step": self.step, "value": found[self.task.metric], "val": found}
+        if self.main:
+            self.checkpoints.record_best(self.best)
+
+    def _evaluate_again(self) -> None:
+        """A run that was cut during the evaluation of its last checkpoint's step makes up for it."""
+        missing = self.main and not any(entry["step"] == self.step for entry in self.folder.entries("val"))
+        if self._evaluates(self.step) and self._any(missing):
+            self._clock = (time.perf_counter(), self.step)
+            self._evaluate()
 
     def _hold_compiled_to_plain(self) -> None:
         """Once in a start: compilers have given wrong answers, without an error, to models that were right."""
@@ -263,7 +360,6 @@ class Training:
         self.trusted = True
         if off <= COMPILED_WITHIN:
             return
-        self._save()  # before single precision, which may not find the memory
         own = rounding(self.fabric, self.raw, self.task, self.val, self.config)
         if off <= ROUNDINGS * own:  # never where only the compiled losses are not numbers
             self._say(
@@ -294,50 +390,64 @@ class Training:
                 "rows": len(self.rows),
                 "dense": self.is_dense,
                 "scaler": scaler.state_dict() if scaler is not None else None,
+                "config": {k: v for k, v in dataclasses.asdict(self.config).items() if k not in ("out", "data")},
+                "data": self.kept.digest,
             }
-            self.checkpoints.save(self.step, tensors, numbers, best=(self.best or {}).get("step") == self.step)
+            self.checkpoints.save(self.step, tensors, numbers)
         self._clock = (time.perf_counter(), self.step)
 
-    def _restore(self) -> None:
-        # Only one process moves damaged files aside; the others then read what it chose.
-        newest = self.checkpoints.newest() if self.main else None
-        self.fabric.barrier()
-        if not self.main:
-            newest = self.checkpoints.newest()
+    def _newest(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        newest = self.checkpoints.newest()
         step = newest[1]["step"] if newest is not None else 0
-        if self.main:
-            self.folder.rewind(step)
-        if newest is None:
+        if self._any(self.fabric.broadcast(step) != step):
+            raise DamagedCheckpoint(f"the processes find different checkpoints in {self.checkpoints.folder}")
+        if newest is None and (self.folder.folder / "config.json").exists():
             self._say("no checkpoint yet: starting from the beginning")
-            return
-        tensors, numbers = newest
+        return newest
+
+    def _restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         if numbers["per_step"] != self.per_step:
             raise ValueError(
                 f"the run takes {numbers['per_step']} examples per step, these settings {self.per_step}: choose "
                 "batch_size and accumulate so that batch_size x accumulate x processes stays the same"
             )
         if numbers["rows"] != len(self.rows):
-            raise ValueError(f"the run was trained on {numbers['rows']} examples, the data now has {len(self.rows)}")
+            raise OtherData(f"the run was trained on {numbers['rows']} examples, the data now has {len(self.rows)}")
         if numbers["dense"]:
             self._turn_dense()
         restore(self.raw, self.inner_optimizer, tensors, numbers["extra"])
         scaler = getattr(self.fabric.strategy.precision, "scaler", None)
         if scaler is not None and numbers["scaler"]:
             scaler.load_state_dict(numbers["scaler"])
-        self.step, self.best, self.first_loss = step, numbers["best"], numbers["first_loss"]
+        self.step = self.restored = numbers["step"]
+        self.first_loss = numbers["first_loss"]
+        self.best = self.fabric.broadcast(
+            self.checkpoints.best_until(self.step, numbers["best"]) if self.main else None
+        )
         if self.main:
-            self.recent = [entry["loss"] for entry in self.folder.entries("train")][-PATIENCE:]
+            losses = [entry["loss"] for entry in self.folder.entries("train") if entry["step"] <= self.step]
+            self.recent = losses[-PATIENCE:]
         self.recent = self.fabric.broadcast(self.recent)
-        self._say(f"resuming {self.folder.folder} after step {step}")
+        self._say(f"resuming {self.folder.folder} after step {self.step}")
 
     def _finish(self, seconds: float, rate: float) -> Result:
         """Test the checkpoint that was best on validation data, or what `test_on` says."""
-        assert self.best is not None
+        self.fabric.barrier()  # the first process may still be writing it
+        damage, best, tensors = "", self.best, None
         try:
-            load_weights(self.folder, self.raw, self.config.test_on)
+            if self.config.test_on != "last":
+                tensors, numbers = saved_weights(self.folder, self.config.test_on)
+            if self.config.test_on == "best" and best is not None and numbers["step"] != best["step"]:
+                raise DamagedCheckpoint(f"{self.checkpoints.best} is of step {numbers['step']}")
         except DamagedCheckpoint as error:
-            self._say(f"{error}; testing the last weights")
-        found = evaluate(self.fabric, self.model, self.task, self.test, self.config)
+            damage = str(error)
+        if self._any(bool(damage)) or best is None:
+            self._say(f"{damage or 'no evaluation gave a finite figure'}; testing the weights of step {self.step}")
+            self._new_best(self._score(self.val, self.config.eval_batches))
+        elif tensors is not None:
+            restore_model(self.raw, tensors, numbers["extra"])
+        assert self.best is not None
+        found = self._score(self.test)
         if self.main:
             self.folder.log([{"kind": "test", "step": self.step, **found}])
             self.folder.sync()
@@ -349,6 +459,8 @@ class Training:
                 "parameters": self.parameters,
                 "tokens_per_s": round(rate, 1),
             }
+            if damage:
+                done["note"] = f"{damage}: the last weights were tested"
             self.folder.write("result.json", json.dumps(done, indent=2) + "\n")
         self._tensorboard([{"kind": "test", "step": self.step, **found}])
         which = f"best checkpoint: step {self.best['step']}" if self.config.test_on == "best" else self.config.test_on
@@ -359,8 +471,13 @@ class Training:
     def _begin_from(self, run: Run) -> None:
         tensors, numbers = saved_weights(run, "last")
         weights = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
-        if not self.task.begin(self.raw, weights):
-            restore_model(self.raw, tensors, numbers["extra"])
+        if self.task.begin(self.raw, weights):
+            return
+        was = read_kept(run.folder)
+        for name in ("vocabulary", "classes", "tokenizer"):
+            if was is not None and was.record[name] != self.kept.record[name]:
+                raise OtherData(f"init_from: {run.folder} was trained with another {name} than this data gives")
+        restore_model(self.raw, tensors, numbers["extra"])
 
     def _turn_dense(self) -> None:
         from ..adapt.subsample import make_dense
@@ -371,6 +488,19 @@ class Training:
 
     def _all_finite(self) -> bool:
         return not self._any(not finite(self.raw))
+
+    def _on_main(self, act: Callable[[], None]) -> None:
+        """The first process acts for all; where it fails, all fail, and none waits for ever."""
+        failed: Exception | None = None
+        if self.main:
+            try:
+                act()
+            except Exception as error:
+                failed = error
+        if self.world > 1:
+            failed = self.fabric.broadcast(failed)
+        if failed is not None:
+            raise failed
 
     def _any(self, flag: bool) -> bool:
         """True on every process if it is true on one."""
@@ -402,7 +532,7 @@ class Training:
 
 
 class _Signals:
-    """Remembers SIGTERM and SIGINT in place of dying; a second one kills as usual."""
+    """Remembers SIGTERM, SIGHUP and SIGINT in place of dying; a second one kills as usual."""
 
     def __init__(self) -> None:
         self.came = False
@@ -410,8 +540,9 @@ class _Signals:
 
     def __enter__(self) -> _Signals:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._take)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup a closed terminal means nothing
+                    self._before[number] = signal.signal(number, self._take)
         return self
 
     def _take(self, number: int, frame: Any) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
+
+from .say import console, mute, plain, say
 
 
 class Progress:
@@ -20,8 +23,13 @@ class Progress:
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
             from rich.progress import Progress as RichProgress
 
-            columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-            self._bar = RichProgress(*columns)
+            columns = [
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+            ]
+            self._bar = RichProgress(*columns, console=console())
             self._bar.start()
             self._task = self._bar.add_task("starting", total=total, completed=start)
 
@@ -32,10 +40,10 @@ class Progress:
         now, (then, before) = time.perf_counter(), self._seen
         self._seen = (now, step)
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, description=text)
+            self._draw(lambda: self._bar.update(self._task, completed=step, description=text))
         elif step == self.total or now - self._last_line > 5:
             left = (now - then) / max(1, step - before) * (self.total - step)
-            print(f"step {step}/{self.total}  {text}  {left:.0f} s left", flush=True)
+            say(f"step {step}/{self.total}  {text}  {left:.0f} s left")
             self._last_line = now
 
     def evaluated(self, step: int, metric: str, value: float, best: bool) -> None:
@@ -45,16 +53,23 @@ class Progress:
     def say(self, text: str) -> None:
         if not self.show:
             return
-        (self._bar.console.print if self._bar is not None else _print)(text)
+        if self._bar is not None:
+            self._draw(lambda: self._bar.console.print(plain(text)))
+        else:
+            say(text)
+
+    def _draw(self, act: Callable[[], Any]) -> None:
+        """On a terminal that may be gone by now."""
+        try:
+            act()
+        except OSError:
+            self._bar = None
+            mute(sys.stdout)
 
     def close(self) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            self._draw(self._bar.stop)
             self._bar = None
-
-
-def _print(text: str) -> None:
-    print(text, flush=True)
 
 
 def short(number: float) -> str:

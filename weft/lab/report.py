@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,9 +43,9 @@ def read_run(folder: Path) -> dict[str, Any]:
         "shape": f"{config.layers}x{config.heads}",
         "losses": [(e["step"], e["loss"]) for e in run.entries("train")],
         "metric": metric,
-        "val": [(e["step"], e[metric]) for e in val],
+        "val": [(e["step"], e[metric]) for e in val if isinstance(e.get(metric), float)],
         "result": result,
-        "environment": json.loads((folder / "environment.json").read_text())[-1],
+        "environment": (run.starts() or [{}])[-1],
     }
 
 
@@ -141,6 +140,13 @@ def table_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     return rows
 
 
+def origin(start: dict[str, Any]) -> str:
+    """With what and where a run was started, as far as is known."""
+    parts = [f"{name} {start[key]}" for name, key in (("weft", "weft"), ("torch", "torch"), ("Python", "python"))
+             if key in start]  # fmt: skip
+    return ", ".join([*parts, *(str(start[key]) for key in ("platform", "time") if key in start)]) or "origin not known"
+
+
 def report(
     folders: Sequence[str | Path], out: str | Path, marks: dict[str, list[tuple[float, str]]] | None = None
 ) -> Path:
@@ -155,10 +161,7 @@ def report(
     scores = [Curve(run["name"], run["val"]) for run in runs]
     metric = runs[0]["metric"].replace("_", " ")
     charts = [chart(losses, "training loss by step"), chart(scores, f"validation {metric} by step")]
-    where = runs[0]["environment"]
-    footer = (
-        f"weft {where['weft']}, torch {where['torch']}, Python {where['python']}, {where['platform']}, {where['time']}"
-    )
+    footer = origin(runs[0]["environment"])
     with atomic(Path(out)) as temporary:
         temporary.write_text(page("weft: runs side by side", "", table_rows(runs), charts, footer))
     return Path(out)

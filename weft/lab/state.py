@@ -72,7 +72,14 @@ def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], extra: Mappin
             state[name] = value
         else:
             state[name] = _like(value, own[name])
-    model.load_state_dict(state, strict=True)
+    try:
+        model.load_state_dict(state, strict=True)
+    except RuntimeError as error:
+        shapes = {name: (tuple(t.shape), tuple(own[name].shape)) for name, t in saved.items()}
+        other = [f"{name} is {a} there and {b} here" for name, (a, b) in shapes.items() if a != b]
+        if not other:
+            raise
+        raise ValueError(f"the checkpoint is of another model: {'; '.join(other[:3])}") from error
 
 
 def finite(model: nn.Module) -> bool:

@@ -33,6 +33,23 @@ def find(data: str, names: tuple[str, ...], what_to_do: str) -> Path:
     raise DataMissing(f"no {' or '.join(names)} in {root}{'' if root.exists() else ' (no such folder)'}: {what_to_do}")
 
 
+def free_memory() -> int:
+    """Bytes that can still be used: of the machine, or of the container where that has less."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        with suppress(OSError, ValueError):  # "max" where there is no limit
+            group = Path("/sys/fs/cgroup")
+            free = min(free, int((group / limit).read_text()) - int((group / used).read_text()))
+    return max(0, free)
+
+
 def sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -199,9 +199,8 @@ def read_folder(folder: Path, classes: list[str], size: int) -> Columns:
 
     strange = sorted(p.name for p in folder.glob("*") if p.is_dir() and p.name not in classes)
     if strange:
-        raise DamagedData(
-            folder, f"it has classes that the model does not learn: {', '.join(strange[:5])}", "Put them into train/ too, or take them out."
-        )
+        what = f"it has classes that the model does not learn: {', '.join(strange[:5])}"
+        raise DamagedData(folder, what, "Put them into train/ too, or take them out.")
     files = [(p, i) for i, name in enumerate(classes) for p in sorted((folder / name).rglob("*"))]
     files = [(p, i) for p, i in files if p.suffix.lower() in PICTURES]
     if not files:

@@ -8,7 +8,6 @@ code 75, and the next `weft sweep` goes on with it.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import json
 import math
 import os
@@ -22,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from .. import lock
+from ..fabric import cpus
 from ..run import Run
 from .cells import Job, check_folder, result_of, write_config
 
@@ -94,13 +95,13 @@ class Watch:
         for line in text[:whole].splitlines():
             try:
                 entry = json.loads(line)
-            except json.JSONDecodeError:
+                self.step = int(entry["step"])
+                if entry["kind"] == "train":
+                    self.loss, self.tokens_per_s = float(entry["loss"]), entry.get("tokens_per_s", self.tokens_per_s)
+                elif entry["kind"] == "val":
+                    self.value = entry.get(self.metric, math.nan)
+            except (ValueError, KeyError, TypeError):
                 continue  # cut by a kill; the run writes it again
-            self.step = entry["step"]
-            if entry["kind"] == "train":
-                self.loss, self.tokens_per_s = entry["loss"], entry.get("tokens_per_s", self.tokens_per_s)
-            elif entry["kind"] == "val":
-                self.value = entry.get(self.metric, math.nan)
 
     def left(self, steps: int) -> float:
         """Seconds to the end at the speed since the first look that saw a step."""
@@ -138,11 +139,12 @@ class Process:
         if threads:
             environment.setdefault("OMP_NUM_THREADS", str(threads))
         command = [*(command or (sys.executable, "-m", "weft.cli", "resume")), str(folder)]
-        with open(folder / ".lock", "w") as lock, open(folder / "log.txt", "ab") as log:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                return
+        try:
+            held = lock.take(folder)
+        except lock.InUse:
+            return
+        environment[lock.INHERITED] = str(held)
+        with os.fdopen(held), open(folder / "log.txt", "ab") as log:
             log.write(f"\n$ weft resume {folder}    {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
             log.flush()
             # A session of its own: Ctrl-C at the terminal is for the sweep, which then asks each run once.
@@ -154,7 +156,7 @@ class Process:
                 env=environment,
                 cwd=cwd,
                 start_new_session=True,
-                pass_fds=(lock.fileno(),),
+                pass_fds=(held,),
                 preexec_fn=_save_when_the_parent_dies,
             )
 
@@ -170,7 +172,7 @@ class Process:
 
 
 class Signals:
-    """Counts SIGINT and SIGTERM in place of dying."""
+    """Counts SIGINT, SIGTERM and SIGHUP in place of dying."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -178,7 +180,7 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 self._before[number] = signal.signal(number, self._take)
         return self
 
@@ -236,7 +238,7 @@ def run_jobs(
                     waiting = [state for state in states if state.state == WAITING and _ready(state, states)]
                     for state in waiting[: max(0, engine.limit - len(running))]:
                         _start(state, engine)
-                        running.append(state)
+                        running += [state] if state.state == RUNNING else []
                         view(states, state)
                 for state in running:
                     if _look(state, stopping=late or heard > 0):
@@ -261,6 +263,12 @@ def _ready(state: State, states: Sequence[State]) -> bool:
 
 def _start(state: State, engine: Engine) -> None:
     folder = state.job.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        os.close(lock.take(folder))  # before anything is written; whoever runs it takes the lock for good
+    except lock.InUse as error:
+        state.state, state.why = IN_USE, str(error)
+        return
     write_config(state.job)
     (folder / "outcome.json").unlink(missing_ok=True)
     state.watch = Watch(folder, state.job.sweep.metric)
@@ -280,7 +288,7 @@ def _look(state: State, stopping: bool) -> bool:
         return False
     state.handle = None
     if code == BUSY:
-        state.state, state.why = IN_USE, "another process is at work in this folder"
+        state.state, state.why = IN_USE, f"in use by {lock.holder(job.folder)}"
         return True
     result = result_of(job)
     state.log = last_lines(job.folder / "log.txt")
@@ -330,7 +338,3 @@ def _save_when_the_parent_dies() -> None:
 
 
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before the fork
-
-
-def cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -19,6 +19,7 @@ from typing import Any
 from ...tasks.config import TrainConfig
 from ...tasks.files import atomic
 from ..run import Run
+from ..say import say
 from .cells import Sweep, changed
 
 FORMAT = 1
@@ -77,21 +78,21 @@ class Record:
 def read_folder(folder: Path, metric: str) -> Record:
     """The record of a run's folder."""
     run = Run(folder)
-    config, result, val = run.config(), run.result(), _entries(run, "val")
-    losses = [(entry["step"], entry["loss"]) for entry in _entries(run, "train")]
+    config, result, val = run.config(), run.result(), run.entries("val")
+    losses = [(entry["step"], entry["loss"]) for entry in run.entries("train")]
     name, seed = re.fullmatch(r"(.+)-s(\d+)", folder.name).groups()  # type: ignore[union-attr]  # by its caller
     overrides = folder.parent / "overrides.json"
     record = Record(
         cell=name,
         seed=int(seed),
         config={k: v for k, v in asdict(config).items() if k not in NEVER_KEPT},
-        overrides=json.loads(overrides.read_text()) if overrides.exists() else {},
+        overrides=_read_json(overrides, {}),
         step=int(losses[-1][0]) if losses else 0,
-        starts=_starts(folder, config),
+        starts=_starts(run, config),
         loss=thin(losses),
         curve=thin([(entry["step"], entry[metric]) for entry in val if metric in entry]),
     )
-    rates = [entry["tokens_per_s"] for entry in _entries(run, "train") if "tokens_per_s" in entry]
+    rates = [entry["tokens_per_s"] for entry in run.entries("train") if "tokens_per_s" in entry]
     record.tokens_per_s = sorted(rates)[len(rates) // 2] if rates else 0.0
     if result is not None and result["step"] >= config.steps:
         record.step, record.test, record.parameters = result["step"], result["test"], result["parameters"]
@@ -157,15 +158,21 @@ def write_results(path: Path, sweep: Sweep, records: Sequence[Record]) -> None:
 def read_results(path: Path) -> list[Record]:
     if not path.exists():
         return []
-    written = json.loads(path.read_text())
+    try:
+        written = json.loads(path.read_text(encoding="utf-8"))
+        records = [_record(written, run) for run in written["runs"]] if written.get("format") == FORMAT else []
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}): restore it, or remove it if the runs' folders are here"
+        ) from None
     if written.get("format") != FORMAT:
         raise ValueError(f"{path} has format {written.get('format')}, this version reads {FORMAT}")
-    records = []
-    for run in written["runs"]:
-        run["config"] = written["common"] | run["config"]
-        run["starts"] = [Start(**start) for start in run["starts"]]
-        records.append(Record(**run))
     return records
+
+
+def _record(written: dict[str, Any], run: dict[str, Any]) -> Record:
+    config, starts = written["common"] | run["config"], [Start(**start) for start in run["starts"]]
+    return Record(**{**run, "config": config, "starts": starts})
 
 
 def thin(points: Sequence[tuple[float, float]], most: int = POINTS) -> Points:
@@ -178,34 +185,31 @@ def thin(points: Sequence[tuple[float, float]], most: int = POINTS) -> Points:
     return [(part[-1][0], _digits(sum(y for _, y in part) / len(part))) for part in parts]
 
 
-def _entries(run: Run, kind: str) -> list[dict[str, Any]]:
-    """Like `run.entries`, but a line that is being written or was cut is passed over."""
-    if not run.metrics.exists():
-        return []
-    entries = []
-    for line in run.metrics.read_text(errors="replace").splitlines():
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if entry["kind"] == kind:
-            entries.append(entry)
-    return entries
-
-
 def _failed(folder: Path) -> str:
     """Why the sweep's last try with the run failed; empty if it did not."""
     path = folder / "outcome.json"
-    ended = json.loads(path.read_text()) if path.exists() else {"state": ""}
-    return ended["why"] if ended["state"] == "failed" else ""
+    ended = _read_json(path, {})
+    return str(ended.get("why", "")) if ended.get("state") == "failed" else ""
 
 
-def _starts(folder: Path, config: TrainConfig) -> list[Start]:
-    path = folder / "environment.json"
+def _read_json(path: Path, otherwise: dict[str, Any]) -> dict[str, Any]:
+    """An object, or `otherwise` where there is none that can be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else otherwise
+    except FileNotFoundError:
+        return otherwise
+    except (OSError, ValueError) as error:
+        say(f"{path} cannot be read ({error}) and is left out", error=True)
+        return otherwise
+
+
+def _starts(run: Run, config: TrainConfig) -> list[Start]:
     starts: list[Start] = []
-    for entry in json.loads(path.read_text()) if path.exists() else []:
+    for entry in run.starts():
         on_gpu = config.accelerator != "cpu" and "gpu" in entry
-        start = Start(entry["commit"], entry["gpu"] if on_gpu else "CPU", entry["torch"], entry["time"])
+        known = {name: str(entry.get(name, "")) for name in ("commit", "torch", "time")}
+        start = Start(known["commit"], str(entry["gpu"]) if on_gpu else "CPU", known["torch"], known["time"])
         if not starts or dataclasses.replace(start, time=starts[-1].time) != starts[-1]:
             starts.append(start)
     return starts

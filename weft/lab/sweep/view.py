@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..progress import short
+from ..say import console, plain, say
 from .jobs import DONE, FAILED, IN_USE, RUNNING, STOPPED, WAITING, State
 
 ORDER = (RUNNING, FAILED, IN_USE, STOPPED, WAITING, DONE)
@@ -24,7 +25,7 @@ class View:
         if sys.stdout.isatty() if live is None else live:
             from rich.live import Live
 
-            self.live = Live(auto_refresh=False)
+            self.live = Live(auto_refresh=False, console=console())
             self.live.start()
 
     def __call__(self, states: Sequence[State], changed: State | None) -> None:
@@ -34,13 +35,13 @@ class View:
                 self._drawn = now
                 self.live.update(table(states, self.live.console.height - 6), refresh=True)
         elif changed is not None:
-            print(line(changed), flush=True)
+            say(line(changed))
             self._told = now
         elif now - self._told > 60:
             self._told = now
             for state in states:
                 if state.state == RUNNING:
-                    print(line(state), flush=True)
+                    say(line(state))
 
     def close(self) -> None:
         if self.live is not None:
@@ -69,18 +70,20 @@ def table(states: Sequence[State], height: int = 1000) -> Any:
 
     counts = ", ".join(f"{n} {name}" for name in ORDER if (n := sum(state.state == name for state in states)))
     titles = dict.fromkeys(state.job.sweep.title for state in states)
-    shown = Table("run", "", "step", "loss", "tokens/s", "left", "result", title="; ".join(titles), caption=counts)
+    shown = Table(
+        "run", "", "step", "loss", "tokens/s", "left", "result", title=plain("; ".join(titles)), caption=counts
+    )
     ordered = sorted(states, key=lambda state: ORDER.index(state.state))
     for state in ordered[: max(1, height)]:
         result = state.why if state.why and state.state != DONE else _value(state)
         shown.add_row(
-            Text(state.job.name + (f" ({state.job.variant})" if state.job.variant else "")),
+            Text(plain(state.job.name + (f" ({state.job.variant})" if state.job.variant else ""))),
             Text(state.shown, style=COLOURS[state.state]),
             f"{state.step}/{state.job.config.steps}",
             "" if math.isnan(state.loss) else f"{state.loss:.4f}",
             short(state.tokens_per_s).strip() if state.state == RUNNING and state.tokens_per_s else "",
             duration(state.left) if state.state == RUNNING else "",
-            Text(result, overflow="ellipsis", no_wrap=True),
+            Text(plain(result), overflow="ellipsis", no_wrap=True),
         )
     if len(ordered) > height:
         shown.add_row(f"… {len(ordered) - height} more", *[""] * 6)

@@ -1,0 +1,96 @@
+"""From what can go wrong to one sentence and an exit code. WEFT_DEBUG=1 shows the traceback."""
+
+from __future__ import annotations
+
+import os
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from typer.core import TyperGroup
+
+from .say import say
+
+# After sysexits.h where it has a fitting number.
+BAD_REQUEST = 2
+NO_DATA = 66
+LOST = 69  # another process of the run
+DIVERGED = 70
+MISCOMPILED = 71
+NO_MEMORY = 73
+CANNOT_SAVE = 74
+INTERRUPTED = 75  # saved; start it again with --resume
+
+SMALLER = "Lower --batch-size and raise --accumulate by the same factor, or add --checkpoint-activations."
+PEER = re.compile(r"connection (closed|reset|refused)|broken pipe|socket|timed out|peer|store", re.IGNORECASE)
+
+
+class Commands(TyperGroup):
+    """Commands whose errors are sentences."""
+
+    def invoke(self, context: Any) -> Any:
+        with sentences():
+            return super().invoke(context)
+
+
+@contextmanager
+def sentences() -> Iterator[None]:
+    import click
+
+    try:
+        yield
+    except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+        raise
+    except (Exception, KeyboardInterrupt) as error:
+        text, code = explain(error)
+        first = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0
+        if os.environ.get("WEFT_DEBUG"):
+            say("".join(traceback.format_exception(error)), error=True)
+        elif text and first:  # the processes of a run fail together; one speaks
+            say(f"weft: {text}", error=True)
+        # A launcher kills the first process when another ends with an error: let it end by itself.
+        raise SystemExit(code if first or code != INTERRUPTED else 0) from None
+
+
+def explain(error: BaseException) -> tuple[str, int]:
+    """What to say, and the exit code. What the loop has said already is not said again."""
+    from ..tasks import DataMissing
+    from .checkpoint import CannotSave, DamagedCheckpoint
+    from .kept import OtherData
+    from .lock import InUse
+    from .loop import Diverged, Interrupted, Miscompiled
+    from .memory import TooLarge
+    from .run import RunExists
+
+    said = {Diverged: DIVERGED, Miscompiled: MISCOMPILED, Interrupted: INTERRUPTED}
+    for known, code in said.items():
+        if isinstance(error, known):
+            return "", code
+    codes: dict[type[Exception], int] = {
+        DataMissing: NO_DATA, OtherData: NO_DATA, DamagedCheckpoint: NO_DATA, CannotSave: CANNOT_SAVE,
+        RunExists: BAD_REQUEST, InUse: BAD_REQUEST, TooLarge: NO_MEMORY,
+    }  # fmt: skip
+    for kind, code in codes.items():
+        if isinstance(error, kind):
+            return str(error), code
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", 130
+    text = str(error)
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in text:
+        return f"out of memory: {(text.splitlines() or ['the system gave no more'])[0]} {SMALLER}", NO_MEMORY
+    if isinstance(error, UnicodeDecodeError):
+        return f"a file is not {error.encoding} text: {error}", NO_DATA
+    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+        return f"{text}. Is the disk full, or the place not yours to write to?", CANNOT_SAVE
+    if isinstance(error, (ValueError, ImportError, FileNotFoundError)):
+        return text, BAD_REQUEST
+    if isinstance(error, RuntimeError) and int(os.environ.get("WORLD_SIZE", "1")) > 1 and PEER.search(text):
+        reason = text.strip().splitlines()[0][:200]
+        return f"another process of the run is gone ({reason}); the last checkpoint is whole, go on with --resume", LOST
+    where = traceback.extract_tb(error.__traceback__)
+    place = f" at {Path(where[-1].filename).name}:{where[-1].lineno}" if where else ""
+    reason = (text.strip().splitlines() or [""])[0][:300]
+    return f"unexpected {type(error).__name__}{place}: {reason} (WEFT_DEBUG=1 shows the traceback)", 1

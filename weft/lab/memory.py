@@ -1,0 +1,79 @@
+"""Will the first step fit? On a CPU the system kills what does not, without a word.
+
+    at least = weights + gradients + optimizer + batch x what one example keeps for the backward pass
+
+One example is run forward to count what autograd keeps of it: all of that is in memory at once when the backward pass
+begins, so a step that needs more than there is cannot be taken.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..tasks.base import Columns, Task
+from ..tasks.config import TrainConfig
+from ..tasks.files import free_memory
+
+MOMENTS = {"adam": 2, "adamw": 2, "lion": 1}
+
+
+class TooLarge(Exception):
+    """A step needs more memory than there is."""
+
+
+def check_memory(fabric: Any, model: nn.Module, task: Task, rows: Columns, config: TrainConfig) -> None:
+    """Refuse a step that cannot fit, by the example of a row or two. A full accelerator raises an error by itself."""
+    if fabric.device.type != "cpu" or config.checkpoint_activations:
+        return
+    world = fabric.world_size // fabric.strategy.num_nodes if hasattr(fabric.strategy, "num_nodes") else 1
+    free = free_memory() // max(1, world)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    base = weights * (2 + MOMENTS[config.optimizer])
+    count = len(next(iter(rows.values())))
+    one = kept_for_backward(fabric, model, task, rows, config, limit=count * (free - base) // config.batch_size)
+    one //= count
+    need = base + one * config.batch_size
+    if need > free:
+        fits = max(1, int((free - base) * 0.6 // max(one, 1)))
+        way_out = "Choose a smaller model."
+        if free > base + one and config.batch_size > 1:
+            each = max(n for n in range(1, config.batch_size) if n <= fits and config.batch_size % n == 0 or n == 1)
+            accumulate = config.accumulate * config.batch_size // each
+            way_out = f"Try --batch-size {each} --accumulate {accumulate}, or add --checkpoint-activations."
+        raise TooLarge(
+            f"a step needs at least {need / 2**30:.1f} GiB of memory and {free / 2**30:.1f} GiB are free "
+            f"({one / 2**20:,.0f} MiB for each of {config.batch_size} examples). {way_out}"
+        )
+
+
+def kept_for_backward(
+    fabric: Any, model: nn.Module, task: Task, rows: Columns, config: TrainConfig, limit: float
+) -> int:
+    """Bytes that autograd keeps of these rows; counting ends when it is over `limit`."""
+    twin = copy.deepcopy(model).train()  # a forward pass may change module state
+    own = {t.untyped_storage().data_ptr() for t in [*twin.parameters(), *twin.buffers()]}
+    seen: dict[int, int] = {}
+
+    class Enough(Exception):
+        pass
+
+    def keep(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = storage.nbytes()
+            if sum(seen.values()) > limit:
+                raise Enough
+        return t
+
+    generator = torch.Generator(device=fabric.device).manual_seed(0)
+    batch = task.batch(rows, config, generator, training=True)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), fabric.autocast():
+            loss = task.loss(twin, batch, config)  # noqa: F841  keeps the graph alive while it is counted
+    except Enough:
+        pass
+    return sum(seen.values())
