@@ -185,7 +185,7 @@ def test_a_run_can_begin_with_the_weights_of_another(tmp_path):
 def test_the_best_checkpoint_is_the_one_tested(tmp_path, monkeypatch):
     scores = iter([0.3, 0.9, 0.5])
 
-    def fake(fabric, model, task, rows, config, batches=0):
+    def fake(fabric, model, task, rows, config, batches=0, stop=None):
         return {"loss": 1.0, "accuracy": next(scores, 0.0)}
 
     monkeypatch.setattr(loop, "evaluate", fake)

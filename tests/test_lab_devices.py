@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("lightning")
 
-from weft.lab import fabric, make_config, train
+from weft.lab import evaluate_run, fabric, make_config, train
 from weft.lab.checkpoint import Checkpoints, read
 
 SETTINGS = dict(
@@ -19,12 +19,17 @@ SETTINGS = dict(
     schedule="constant", learning_rate=2e-3,
 )  # fmt: skip
 
-# Rank 1 dies in the middle of step 8, without a word; the others must not hang, and nothing may be lost.
+# First a whole run, whose first process is slow to mark the best checkpoint. Then rank 1 dies in the middle of step 8,
+# without a word; the others must not hang, and nothing may be lost.
 SCRIPT = """
 import json, os, sys
 from weft.lab import loop
-from weft.lab import make_config, train
+from weft.lab import evaluate_run, make_config, train
 
+mark = Checkpoints.mark_best
+Checkpoints.mark_best = lambda self, step: (time.sleep(0.3), mark(self, step))
+settings = json.loads(sys.argv[1])
+train(make_config("digits", **{**settings, "out": settings["out"] + "-whole", "eval_every": 9}))
 update = loop.Training._update
 
 def dying(self, number):
@@ -33,7 +38,7 @@ def dying(self, number):
     update(self, number)
 
 loop.Training._update = dying
-train(make_config("digits", **json.loads(sys.argv[1])))
+train(make_config("digits", **settings))
 """
 
 
@@ -57,6 +62,9 @@ def test_two_processes_equal_one_with_the_doubled_batch(tmp_path, alone, strateg
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     done = subprocess.run([*torchrun, str(tmp_path / "script.py"), given], capture_output=True, text=True, timeout=240)
     assert done.returncode != 0
+    result = json.loads((tmp_path / "run-whole" / "result.json").read_text())
+    found, step = evaluate_run(tmp_path / "run-whole")
+    assert step == result["best_step"] and found == pytest.approx(result["test"], rel=1e-6)
     steps = Checkpoints(out / "checkpoints").steps()
     assert steps[-1] == 6, done.stderr[-3000:]
     tensors, _ = read(Checkpoints(out / "checkpoints").path(6))

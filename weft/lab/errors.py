@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import typer
 from typer.core import TyperGroup
 
 from .say import say
@@ -38,11 +40,10 @@ class Commands(TyperGroup):
 
 @contextmanager
 def sentences() -> Iterator[None]:
-    import click
-
+    parser = sys.modules[typer.Exit.__module__]  # click, or the copy of it that newer versions of typer carry
     try:
         yield
-    except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+    except (parser.ClickException, parser.Exit, parser.Abort, BrokenPipeError):
         raise
     except (Exception, KeyboardInterrupt) as error:
         text, code = explain(error)

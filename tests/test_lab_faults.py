@@ -1,0 +1,419 @@
+"""Wrong data, damaged files, two processes, full disks, signals: a sentence and an exit code, and never a wrong figure."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+pytest.importorskip("lightning")
+arrow = pytest.importorskip("pyarrow")
+
+from weft.cli import app
+from weft.lab import Interrupted, evaluate_run, load_run, loop, make_config, train
+from weft.lab import evaluate as evaluate_
+from weft.lab.checkpoint import CannotSave, Checkpoints, read
+from weft.lab.kept import EditedConfig, OtherData, read_kept
+from weft.lab.lock import InUse
+from weft.lab.run import Run, RunExists
+from weft.lab.say import plain
+
+TINY = dict(
+    layers=1, heads=2, head_dim=8, dim=16, mlp_dim=16, steps=12, batch_size=8, eval_every=4, checkpoint_every=2,
+    log_every=1, warmup=2, eval_batches=2, accelerator="cpu",
+)  # fmt: skip
+
+
+def tiny(out, task="digits", **changes):
+    return make_config(task, out=str(out), **{**TINY, **changes})
+
+
+def weft(*args):
+    return CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "200"})
+
+
+def options(**changes):
+    return [f"--{name.replace('_', '-')}={value}" for name, value in {**TINY, **changes}.items()]
+
+
+def reviews(folder: Path, changed: bool = False) -> Path:
+    """Reviews whose label is told by one word; the vocabulary of the changed ones begins with another word."""
+    folder.mkdir(parents=True, exist_ok=True)
+    words = ["dull", "fine"]
+    rows = [(f"{words[i % 2]} {words[i % 2]} film number {i % 7}", i % 2, part) for part in ("train", "test")
+            for i in range(120)]  # fmt: skip
+    if changed:
+        rows[0] = ("aardvark " + rows[0][0], *rows[0][1:])
+    import pyarrow.parquet as parquet
+
+    text, label, split = zip(*rows, strict=True)
+    parquet.write_table(arrow.table({"text": text, "label": label, "split": split}), folder / "imdb.parquet")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory) -> Path:
+    """A complete run, to be copied and damaged."""
+    out = tmp_path_factory.mktemp("done") / "run"
+    train(tiny(out))
+    return out
+
+
+@pytest.fixture
+def run(done, tmp_path) -> Path:
+    return Path(shutil.copytree(done, tmp_path / "run"))
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory) -> Path:
+    """A complete run on words."""
+    base = tmp_path_factory.mktemp("words")
+    train(tiny(base / "run", "imdb-token", data=str(reviews(base / "data")), max_length=8, steps=60, learning_rate=1e-2,
+               schedule="constant", eval_every=30, dropout=0.0))  # fmt: skip
+    return base
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder, to see that nothing was written; the lock file says who came last."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+def test_a_run_is_evaluated_with_its_own_vocabulary(words, tmp_path, capsys):
+    other = reviews(tmp_path / "other", changed=True)
+    own, _ = evaluate_run(words / "run", split="train")
+    assert own["accuracy"] == 1.0
+    found, _ = evaluate_run(words / "run", split="train", data=str(other))
+    assert found["accuracy"] == 1.0 and "not the data the run was trained on" in capsys.readouterr().err
+    assert load_run(words / "run")[2].vocabulary == read_kept(words / "run").vocabulary
+
+
+def test_other_data_is_refused_before_anything_is_written(words, tmp_path):
+    run = Path(shutil.copytree(words / "run", tmp_path / "run"))
+    config = tiny(run, "imdb-token", data=str(reviews(tmp_path / "other", changed=True)), max_length=8, steps=90,
+                  learning_rate=1e-2, schedule="constant", eval_every=30, dropout=0.0)  # fmt: skip
+    before = content(run)
+    with pytest.raises(OtherData, match="train: 108 rows"):
+        train(config, resume=True)
+    assert content(run) == before
+    config.data = str(words / "data")
+    assert train(config, resume=True).steps == 90
+
+
+def test_changed_data_in_the_same_place_is_refused(words, tmp_path):
+    base = Path(shutil.copytree(words, tmp_path / "all"))
+    config = json.loads((base / "run" / "config.json").read_text())
+    (base / "run" / "config.json").write_text(json.dumps(config | {"data": str(reviews(base / "data", changed=True))}))
+    for command in (["eval", base / "run"], ["inspect", base / "run"]):
+        said = weft(*command)
+        assert said.exit_code == 66 and "by --data where it is" in said.output
+
+
+def test_meaning_that_differs_is_refused(tmp_path):
+    from PIL import Image
+
+    def pictures(folder, names):
+        for part in ("train", "val"):
+            for name in names:
+                (folder / part / name).mkdir(parents=True)
+                for i in range(12):
+                    Image.new("RGB", (8, 8), (i * 20, 9, 9)).save(folder / part / name / f"{i}.png")
+        return folder
+
+    settings = dict(image_size=8, patch=4, layers=1, heads=2, dim=16, mlp_dim=16, head_dim=8)
+    own, other = pictures(tmp_path / "own", "ab"), pictures(tmp_path / "other", "ac")
+    train(tiny(tmp_path / "run", "imagefolder", data=str(own), **settings))
+    assert read_kept(tmp_path / "run").known.classes == ["a", "b"]
+    said = weft("eval", tmp_path / "run", "--data", other)
+    assert said.exit_code == 66 and "classes that the model does not learn: c" in said.output
+    (own / "val" / "new").mkdir()
+    said = weft("train", "imagefolder", "--data", own, "--out", tmp_path / "second", *options(**settings))
+    assert said.exit_code == 66 and "new" in said.output and not (tmp_path / "second").exists()
+
+
+@pytest.mark.parametrize("field, value", [("seed", 5), ("heads", 1), ("dropout", 0.5)])
+def test_an_edited_config_is_refused(run, field, value):
+    config = json.loads((run / "config.json").read_text())
+    # head_dim too, so that all shapes stay as they are
+    changes = {field: value, **({"head_dim": 16} if field == "heads" else {})}
+    (run / "config.json").write_text(json.dumps(config | changes | {"out": str(run)}))
+    (run / "result.json").unlink()
+    with pytest.raises(EditedConfig, match=f"{field}: .* -> {value}"):
+        train(Run(run).config(), resume=True)
+    with pytest.raises(EditedConfig, match=field):
+        evaluate_run(run)
+
+
+def test_reading_a_run_writes_nothing(run):
+    (run / "checkpoints" / ".step-00000099.safetensors.1.tmp").write_bytes(b"another process is writing this")
+    newest = Checkpoints(run / "checkpoints").path(12)
+    newest.write_bytes(newest.read_bytes()[:100])
+    before = content(run)
+    load_run(run, which="last")
+    evaluate_run(run, which="last")
+    assert weft("inspect", run, "--out", run.parent / "page.html").exit_code == 0
+    assert content(run) == before
+
+
+def test_only_temporaries_of_the_dead_are_removed(run):
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    for owner in (dead.pid, os.getppid()):
+        (run / "checkpoints" / f".step-00000099.safetensors.{owner}.tmp").write_bytes(b"half")
+    Checkpoints(run / "checkpoints").tidy(12)
+    assert [p.name.split(".")[-2] for p in (run / "checkpoints").glob(".*.tmp")] == [str(os.getppid())]
+
+
+def test_two_processes_on_one_folder(tmp_path, monkeypatch):
+    update, refused = loop.Training._update, []
+
+    def beside(self, number):
+        if number == 7 and not refused:
+            for resume in (True, False):
+                refused.append("")
+                with pytest.raises(InUse, match=f"in use by process {os.getpid()}"):
+                    train(tiny(tmp_path / "run"), resume=resume)
+        update(self, number)
+
+    monkeypatch.setattr(loop.Training, "_update", beside)
+    train(tiny(tmp_path / "run"))
+    assert len(refused) == 2
+    train(tiny(tmp_path / "run"), resume=True)  # the lock went with its holder
+
+
+def test_two_processes_that_start_together(tmp_path, monkeypatch):
+    """The folder is not there yet: the one whose first step comes later is refused."""
+    update, inner = loop.Training._update, []
+
+    def beside(self, number):
+        if not inner:
+            inner.append(1)
+            train(tiny(tmp_path / "run"))
+        update(self, number)
+
+    monkeypatch.setattr(loop.Training, "_update", beside)
+    with pytest.raises(RunExists, match="already holds a run"):
+        train(tiny(tmp_path / "run"))
+
+
+def test_a_damaged_best_checkpoint_is_said_in_the_result(tmp_path, monkeypatch):
+    scores = iter([0.9, 0.1, 0.2])
+
+    def fake(fabric, model, task, rows, config, batches=0, stop=None):
+        if batches:
+            return {"loss": 1.0, "accuracy": next(scores, 0.25)}
+        return real(fabric, model, task, rows, config)
+
+    real = evaluate_.evaluate
+    look = loop.Training._look
+
+    def damaging(self):
+        look(self)
+        if self.step == 9:
+            path = self.checkpoints.best
+            content = bytearray(path.read_bytes())
+            content[-3] ^= 1
+            path.unlink()
+            path.write_bytes(content)
+
+    monkeypatch.setattr(loop, "evaluate", fake)
+    monkeypatch.setattr(loop.Training, "_look", damaging)
+    result = train(tiny(tmp_path / "run"))
+    saved = Run(tmp_path / "run").result()
+    assert saved["best_step"] == 12 and saved["val"]["accuracy"] == result.val["accuracy"] == 0.25
+    assert "step 4, was damaged" in saved["note"]
+    found, step = evaluate_run(tmp_path / "run")
+    assert step == 12 and found == pytest.approx(saved["test"])
+
+
+@pytest.mark.parametrize("during", ["validation", "test"])
+def test_a_signal_during_an_evaluation_stops_it_at_once_and_loses_nothing(tmp_path, monkeypatch, done, during):
+    torch.set_num_threads(1)
+    score, calls = type(loop.get_task("digits")).score, []
+
+    def signalled(self, model, batch):
+        calls.append(1)
+        if len(calls) == (1 if during == "validation" else 8):
+            os.kill(os.getpid(), signal.SIGHUP)
+        return score(self, model, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(loop.get_task("digits")), "score", signalled)
+        with pytest.raises(Interrupted):
+            train(tiny(tmp_path / "run"))
+    assert len(calls) == (1 if during == "validation" else 8)
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps()[-1] == (4 if during == "validation" else 12)
+    train(tiny(tmp_path / "run"), resume=True)
+
+    def lines(folder):
+        entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [{k: v for k, v in entry.items() if k != "tokens_per_s"} for entry in entries]
+
+    assert lines(tmp_path / "run") == lines(done)
+    assert {**Run(tmp_path / "run").result(), "tokens_per_s": 0} == {**Run(done).result(), "tokens_per_s": 0}
+
+
+def test_a_closed_pipe_does_not_end_training(tmp_path):
+    command = [sys.executable, "-m", "weft.cli", "train", "digits", f"--out={tmp_path / 'run'}", *options()]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    process.stdout.close()
+    assert process.wait(timeout=120) == 0 and Run(tmp_path / "run").result() is not None
+
+
+def test_a_full_disk_under_the_log(tmp_path, monkeypatch):
+    write = os.write
+
+    def full(handle, data):
+        if b'"step": 7' in bytes(data):
+            write(handle, bytes(data)[:5])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(handle, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(CannotSave, match="No space left"):
+            train(tiny(tmp_path / "run"))
+        shutil.rmtree(tmp_path / "run")
+        said = weft("train", "digits", "--out", tmp_path / "run", *options())
+        assert said.exit_code == 74 and "metrics.jsonl" in said.output
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes().endswith(b"}\n")
+    assert train(tiny(tmp_path / "run"), resume=True).steps == 12
+
+
+def test_a_start_that_fails_leaves_no_folder(tmp_path, monkeypatch):
+    (tmp_path / "t.txt").write_bytes(b"0123456789" * 300)
+    given = ["train", "text", "--data", tmp_path / "t.txt", "--out", tmp_path / "run", *options(max_length=8)]
+    said = weft(*given, "--attention", "linear")
+    assert said.exit_code == 2 and not (tmp_path / "run").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Training, "_update", lambda self, number: [][1])
+        assert weft(*given).exit_code == 1 and not (tmp_path / "run").exists()
+    assert weft(*given, "--attention", "linear", "--positions", "rope").exit_code == 0
+    assert make_config("digits", model="crate").folder() != make_config("digits").folder()
+
+
+def test_provenance_is_never_fatal(run):
+    (run / "environment.json").write_text("{")
+    (run / "result.json").write_text("")
+    with open(run / "metrics.jsonl", "a") as metrics:
+        metrics.write('{"kind": "train", "st')
+    page = weft("report", run, "--out", run.parent / "page.html")
+    assert page.exit_code == 0 and "is cut and left out" in page.output and "unfinished" in page.output
+    done = weft("resume", run)
+    assert done.exit_code == 0 and Run(run).result()["step"] == 12 and len(Run(run).starts()) == 1
+
+
+@pytest.mark.parametrize(
+    "name, text, says",
+    [
+        ("config.json", b"", "config.json: it is empty"),
+        ("config.json", b'{"task": "digits",\n "seed": 0', "line 2 is not JSON"),
+        ("config.json", b'{"task": "caf\xe9"}', "line 1 is not utf-8"),
+        ("config.json", b'{"task": "digits", "layers": "two"}', "layers must be of type int, got 'two'"),
+        ("config.json", b"[1]", "must hold an object"),
+        ("data.json", b"", "data.json cannot be read"),
+    ],
+)
+@pytest.mark.parametrize("command", ["eval", "resume", "inspect"])
+def test_damaged_files_are_named(run, command, name, text, says):
+    (run / name).write_bytes(text)
+    (run / "result.json").unlink()
+    said = weft(command, run)
+    assert said.exit_code == 2 and says in said.output and str(run) in said.output.replace("\n", "")
+
+
+@pytest.mark.parametrize("command", [["eval"], ["inspect"]])
+def test_a_damaged_checkpoint_is_a_sentence(run, command):
+    best = run / "checkpoints" / "best.safetensors"
+    content = bytearray(best.read_bytes())
+    best.unlink()
+    best.write_bytes(content[:-9])
+    said = weft(*command, run)
+    assert said.exit_code == 66 and "--which last" in said.output
+    assert weft(*command, run, "--which", "last").exit_code == 0
+
+
+def test_a_checkpoint_of_another_width_is_a_sentence(run, tmp_path):
+    train(tiny(tmp_path / "wide", dim=32, steps=2))
+    for name in ("best.safetensors",):
+        shutil.copy(tmp_path / "wide" / "checkpoints" / name, run / "checkpoints" / name)
+    said = weft("eval", run)
+    assert said.exit_code == 2 and "dim: 32 -> 16" in said.output
+    said = weft("train", "digits", "--init-from", tmp_path / "wide", "--out", tmp_path / "x", *options())
+    assert said.exit_code == 2 and "there and" in said.output
+
+
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        (["--attention=local", '--attention-options={"blok_size": 3}'], "did you mean 'block_size'"),
+        (["--attention=local", '--attention-options={"block_size": "x"}'], "do not fit local"),
+        (["--batch-size=-1"], "batch_size must be at least 1, got -1"),
+        (["--devices=99"], "lower --devices"),
+        (["--nodes=9"], "torchrun"),
+        (["--max-length=5"], "does not read it"),
+        (["--image-size=8"], "does not read it"),
+    ],
+)
+def test_requests_that_cannot_be_met(tmp_path, given, says):
+    said = weft("train", "digits", "--out", tmp_path / "run", *options(), *given)
+    assert said.exit_code == 2 and says in said.output and not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there(tmp_path):
+    said = weft("train", "digits", "--out", tmp_path / "run", *options(accelerator="cuda"))
+    assert said.exit_code == 2 and "use --accelerator cpu" in said.output
+
+
+def test_what_cannot_fit_is_refused_before_it_is_tried(tmp_path, monkeypatch):
+    from weft.lab import memory
+
+    monkeypatch.setattr(memory, "free_memory", lambda: 2**20)
+    said = weft("train", "digits", "--out", tmp_path / "run", *options(batch_size=512))
+    assert said.exit_code == 73 and "--accumulate" in said.output and not (tmp_path / "run").exists()
+    assert weft("train", "digits", "--out", tmp_path / "run", *options(batch_size=1)).exit_code == 0
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), MemoryError()])
+def test_out_of_memory_names_the_ways_out(tmp_path, monkeypatch, error):
+    def full(self, number):
+        raise error
+
+    monkeypatch.setattr(loop.Training, "_update", full)
+    said = weft("train", "digits", "--out", tmp_path / "run", *options())
+    assert said.exit_code == 73 and "--batch-size" in said.output and "--checkpoint-activations" in said.output
+
+
+def test_the_traceback_is_there_for_those_who_ask(tmp_path, monkeypatch):
+    monkeypatch.setenv("WEFT_DEBUG", "1")
+    said = weft("eval", tmp_path)
+    assert said.exit_code == 2 and "Traceback" in said.output
+
+
+def test_control_codes_and_markup_are_shown_as_they_are(tmp_path):
+    assert plain("a\x1b[31mb\x9bc\nd") == "a\\x1b[31mb\\x9bc\nd"
+    said = weft("eval", tmp_path / "\x1b[31mred[/x]")
+    assert "\x1b" not in said.output and "\\x1b[31mred[/x]" in said.output
+    assert "pip install 'weft[lab]'" in weft("data", "list").output
+
+
+def test_signals_stop_a_real_process_within_seconds(tmp_path):
+    """SIGHUP, as a closed terminal sends it."""
+    command = [sys.executable, "-m", "weft.cli", "train", "digits", f"--out={tmp_path / 'run'}",
+               *options(steps=100_000, eval_every=0, checkpoint_every=50_000, schedule="constant")]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=30) == 75
+    steps = Checkpoints(tmp_path / "run" / "checkpoints").steps()
+    assert steps and read(Checkpoints(tmp_path / "run" / "checkpoints").path(steps[-1]))
