@@ -1,4 +1,4 @@
-"""Wrong data, damaged files, two processes, full disks, signals: a sentence and an exit code, and never a wrong figure."""
+"""Wrong data, damaged files, two processes, full disks, signals: a sentence, an exit code, never a wrong figure."""
 
 import errno
 import json
@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 pytest.importorskip("lightning")
-arrow = pytest.importorskip("pyarrow")
+pytest.importorskip("pyarrow")
 
 from weft.cli import app
 from weft.lab import Interrupted, evaluate_run, load_run, loop, make_config, train
@@ -52,6 +52,7 @@ def reviews(folder: Path, changed: bool = False) -> Path:
             for i in range(120)]  # fmt: skip
     if changed:
         rows[0] = ("aardvark " + rows[0][0], *rows[0][1:])
+    import pyarrow as arrow
     import pyarrow.parquet as parquet
 
     text, label, split = zip(*rows, strict=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +28,14 @@ INTERRUPTED = 75  # saved; start it again with --resume
 SMALLER = "Lower --batch-size and raise --accumulate by the same factor, or add --checkpoint-activations."
 PEER = re.compile(r"connection (closed|reset|refused)|broken pipe|socket|timed out|peer|store", re.IGNORECASE)
 
+# Click's, or of the copy of click that newer versions of typer carry.
+OF_THE_PARSER = tuple(
+    kind
+    for parsed in (typer.BadParameter, typer.Exit, typer.Abort)
+    for kind in parsed.__mro__
+    if kind.__name__ in ("ClickException", "Exit", "Abort")
+)
+
 
 class Commands(TyperGroup):
     """Commands whose errors are sentences."""
@@ -40,10 +47,9 @@ class Commands(TyperGroup):
 
 @contextmanager
 def sentences() -> Iterator[None]:
-    parser = sys.modules[typer.Exit.__module__]  # click, or the copy of it that newer versions of typer carry
     try:
         yield
-    except (parser.ClickException, parser.Exit, parser.Abort, BrokenPipeError):
+    except (*OF_THE_PARSER, BrokenPipeError):
         raise
     except (Exception, KeyboardInterrupt) as error:
         text, code = explain(error)
