@@ -25,6 +25,7 @@ from weft.lab.kept import EditedConfig, OtherData, read_kept
 from weft.lab.lock import InUse
 from weft.lab.run import Run, RunExists
 from weft.lab.say import plain
+from weft.tasks import get_task
 
 TINY = dict(
     layers=1, heads=2, head_dim=8, dim=16, mlp_dim=16, steps=12, batch_size=8, eval_every=4, checkpoint_every=2,
@@ -229,7 +230,7 @@ def test_a_damaged_best_checkpoint_is_said_in_the_result(tmp_path, monkeypatch):
     result = train(tiny(tmp_path / "run"))
     saved = Run(tmp_path / "run").result()
     assert saved["best_step"] == 12 and saved["val"]["accuracy"] == result.val["accuracy"] == 0.25
-    assert "step 4, was damaged" in saved["note"]
+    assert "best.safetensors" in saved["note"]
     found, step = evaluate_run(tmp_path / "run")
     assert step == 12 and found == pytest.approx(saved["test"])
 
@@ -237,7 +238,7 @@ def test_a_damaged_best_checkpoint_is_said_in_the_result(tmp_path, monkeypatch):
 @pytest.mark.parametrize("during", ["validation", "test"])
 def test_a_signal_during_an_evaluation_stops_it_at_once_and_loses_nothing(tmp_path, monkeypatch, done, during):
     torch.set_num_threads(1)
-    score, calls = type(loop.get_task("digits")).score, []
+    score, calls = type(get_task("digits")).score, []
 
     def signalled(self, model, batch):
         calls.append(1)
@@ -246,7 +247,7 @@ def test_a_signal_during_an_evaluation_stops_it_at_once_and_loses_nothing(tmp_pa
         return score(self, model, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(loop.get_task("digits")), "score", signalled)
+        patch.setattr(type(get_task("digits")), "score", signalled)
         with pytest.raises(Interrupted):
             train(tiny(tmp_path / "run"))
     assert len(calls) == (1 if during == "validation" else 8)

@@ -127,9 +127,7 @@ class Members(nn.Module):
         super().__init__()
         self.model, self.answers = model, answers
         output = (lambda nll: nll.double().neg().exp()) if answers == "nll" else None
-        self.ensemble = Ensemble(
-            model, samples, regression=answers != "logits", output=output, progress=False, seed=0
-        )
+        self.ensemble = Ensemble(model, samples, regression=answers != "logits", output=output, progress=False, seed=0)
 
     def forward(self, *inputs: Any) -> Tensor:
         found = self.ensemble(*inputs)

@@ -29,11 +29,11 @@ SMALLER = "Lower --batch-size and raise --accumulate by the same factor, or add 
 PEER = re.compile(r"connection (closed|reset|refused)|broken pipe|socket|timed out|peer|store", re.IGNORECASE)
 
 # Click's, or of the copy of click that newer versions of typer carry.
-OF_THE_PARSER = tuple(
+OF_THE_PARSER: tuple[type[Exception], ...] = tuple(
     kind
     for parsed in (typer.BadParameter, typer.Exit, typer.Abort)
     for kind in parsed.__mro__
-    if kind.__name__ in ("ClickException", "Exit", "Abort")
+    if issubclass(kind, Exception) and kind.__name__ in ("ClickException", "Exit", "Abort")
 )
 
 
@@ -49,7 +49,9 @@ class Commands(TyperGroup):
 def sentences() -> Iterator[None]:
     try:
         yield
-    except (*OF_THE_PARSER, BrokenPipeError):
+    except OF_THE_PARSER:
+        raise
+    except BrokenPipeError:  # nobody reads any more; the parser ends quietly
         raise
     except (Exception, KeyboardInterrupt) as error:
         text, code = explain(error)

@@ -30,7 +30,7 @@ from ..tasks import TaskData
 from ..tasks.config import TrainConfig
 from ..tasks.registry import task_of
 from .build import build_model
-from .checkpoint import CannotSave, Checkpoints, DamagedCheckpoint, read
+from .checkpoint import CannotSave, Checkpoints, DamagedCheckpoint
 from .data import Order, Rows, seed_everything, seed_of
 from .evaluate import Stopped, disagreement, evaluate, rounding, saved_weights
 from .fabric import checkpoint_activations, make_fabric
