@@ -22,9 +22,9 @@ SETTINGS = dict(
 # First a whole run, whose first process is slow to mark the best checkpoint. Then rank 1 dies in the middle of step 8,
 # without a word; the others must not hang, and nothing may be lost.
 SCRIPT = """
-import json, os, sys
-from weft.lab import loop
-from weft.lab import evaluate_run, make_config, train
+import json, os, sys, time
+from weft.lab import loop, make_config, train
+from weft.lab.checkpoint import Checkpoints
 
 mark = Checkpoints.mark_best
 Checkpoints.mark_best = lambda self, step: (time.sleep(0.3), mark(self, step))
