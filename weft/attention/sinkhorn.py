@@ -52,6 +52,8 @@ class SinkhornAttention(Attention):
         super().__init__(**contract)
         if block_size < 1 or iterations < 0:
             raise ValueError(f"block_size must be at least 1, iterations at least 0: {block_size}, {iterations}")
+        if max_blocks is not None and max_blocks < 1:
+            raise ValueError(f"max_blocks must be at least 1, or None for all of max_length, got {max_blocks}")
         assert self.max_length is not None
         self.block_size, self.iterations = block_size, iterations
         self.max_blocks = ceil_div(self.max_length, block_size) if max_blocks is None else max_blocks
