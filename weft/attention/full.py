@@ -12,13 +12,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.contract import Attention, PositionBias
 from ..core.dense import dense_logits, dense_softmax, legal
 from ..core.registry import register
-from ..core.softmax import softmax_attention
+from ..core.softmax import fused, softmax_attention
 from ..core.state import KeyValueState
 
 
@@ -32,7 +31,7 @@ class FullAttention(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         if self.causal and mask is None and bias is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+            return fused(q, k, v, is_causal=True, dropout_p=dropout)
         i = torch.arange(q.shape[2], device=q.device)[:, None]
         j = torch.arange(k.shape[2], device=q.device)[None, :]
         allowed = None if mask is None else mask[:, None, None, :]

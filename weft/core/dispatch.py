@@ -34,7 +34,7 @@ def check_backend(backend: str) -> str:
 def use_triton(backend: str, name: str, q: Tensor, v: Tensor, *, cannot: str = "", least_length: int = 1) -> bool:
     """Whether the kernel runs this call. `cannot`: what it lacks for the options in use; `least_length`: from where on
     it is the faster one."""
-    if backend == "torch":
+    if backend == "torch" or not q.shape[0]:  # an empty batch has nothing to launch
         return False
     reason = cannot or _cannot(q, v)
     if backend == "triton":

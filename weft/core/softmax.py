@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -34,7 +36,7 @@ def softmax_attention(
         )
         return torch.unflatten(out, 0, (B, H))
     if allowed is None and bias is None:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
+        return fused(q, k, v, dropout_p=dropout)
     # A query without keys attends to all of them and is zeroed afterwards: no NaN forward, no gradient backward.
     alive = None
     if bias is None:
@@ -49,8 +51,13 @@ def softmax_attention(
             mask = mask.masked_fill(~allowed, float("-inf"))
         alive = mask.detach().amax(-1, keepdim=True) != float("-inf")  # a bias of -inf forbids a pair as well
         mask = mask.masked_fill(~alive, 0)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+    out = fused(q, k, v, attn_mask=mask, dropout_p=dropout)
     return out if alive is None else out.masked_fill(~alive, 0)
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """PyTorch's fused attention, which returns None for an empty batch in half precision on CUDA (torch 2.11)."""
+    return F.scaled_dot_product_attention(q, k, v, **options) if q.shape[0] else q @ k.mT @ v
 
 
 def _merge(t: Tensor | None, B: int, H: int) -> Tensor | None:
