@@ -275,7 +275,7 @@ def test_cifar100_and_parquet(tmp_path):
     import pyarrow as pa
     from PIL import Image
 
-    rows = np.random.default_rng(1).integers(0, 256, (20, 3074), dtype=np.uint8)
+    rows = np.random.default_rng(1).integers(0, 100, (20, 3074), dtype=np.uint8)
     (tmp_path / "cifar-100-binary").mkdir()
     for name in ("train.bin", "test.bin"):
         (tmp_path / "cifar-100-binary" / name).write_bytes(rows.tobytes())

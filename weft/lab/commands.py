@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import signal
+import sys
 import types
 import typing
 from collections.abc import Callable
@@ -249,6 +251,10 @@ def data_list(data: DataFolder = Path("data")) -> None:
     console().print(table)
 
 
+def _leave(number: int, frame: Any) -> None:
+    sys.exit(128 + number)
+
+
 @data_app.command("make")
 def data_make(
     name: Annotated[str, typer.Argument(help="listops, or pathfinder32-easy … pathfinder128-hard")],
@@ -264,9 +270,15 @@ def data_make(
     from ..tasks.fetch import make
     from ..tasks.files import read_array
 
+    # A kill that can be heard leaves no half-made folder behind.
+    before = [(number, signal.signal(number, _leave)) for number in (signal.SIGTERM, signal.SIGHUP)]
     workers = workers or os.cpu_count() or 1
     start = time.perf_counter()
-    folder = make(name, data, seed=seed, workers=workers, count=count)
+    try:
+        folder = make(name, data, seed=seed, workers=workers, count=count)
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
     took = time.perf_counter() - start
     made = sum(len(read_array(folder, path.stem)) for path in folder.glob("*label*.npy"))
     say(f"made {folder}: {made:,} examples in {took:.1f} s, {made / took:,.0f} per second, {workers} processes")

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from .base import TaskData, TextClassification
 from .config import TrainConfig
-from .files import DamagedData, find, read_parquet
+from .files import DamagedData, as_labels, decoded, find, read_parquet
 from .images import ImageClassification
 from .registry import add_task
 
@@ -32,7 +31,7 @@ def read(data: str, classes: int) -> tuple[Pictures, Pictures]:
     how = f"fetch it with: weft data get cifar{classes}, or unpack the binary version (cs.toronto.edu/~kriz/cifar.html)"
     path = find(data, names, how)
     if path.suffix == ".parquet":
-        return _read_parquet(path, "train"), _read_parquet(path, "test")
+        return _read_parquet(path, "train", classes), _read_parquet(path, "test", classes)
     if (path / "test.webp").exists():
         return _read_sheets(path, "train_*"), _read_sheets(path, "test")
     if classes == 10:
@@ -55,20 +54,26 @@ def _read_binary(path: Path, labels: int) -> Pictures:
     return rows[:, labels:].reshape(-1, 3, 32, 32), rows[:, labels - 1]
 
 
-def _read_parquet(path: Path, split: str) -> Pictures:
-    from PIL import Image
-
+def _read_parquet(path: Path, split: str, classes: int) -> Pictures:
     table = read_parquet([path], ["image", "label", "split"])
 
-    def picture(cell: Any) -> np.ndarray:
+    def picture(row: int) -> np.ndarray:
+        cell = table["image"][row]
         content = cell["bytes"] if isinstance(cell, dict) else cell
-        return np.asarray(Image.open(io.BytesIO(content)).convert("RGB")).transpose(2, 0, 1)
+        if not isinstance(content, bytes):
+            raise DamagedData(path, f"the image of row {row} is {content!r}, not the bytes of a picture")
+        image = np.asarray(decoded(io.BytesIO(content), path, "RGB", f"row {row}")).transpose(2, 0, 1)
+        if image.shape != (3, 32, 32):
+            raise DamagedData(
+                path, f"the image of row {row} has {image.shape[2]} x {image.shape[1]} pixels, not 32 x 32"
+            )
+        return image
 
     chosen = [i for i, s in enumerate(table["split"]) if s == split]
     if not chosen:
         raise DamagedData(path, f"it has no rows of split {split}")
-    images = np.stack([picture(table["image"][i]) for i in chosen])
-    return images, np.array([table["label"][i] for i in chosen], np.uint8)
+    images = np.stack([picture(i) for i in chosen])
+    return images, as_labels((table["label"][i] for i in chosen), classes, path)
 
 
 def _read_sheets(folder: Path, name: str) -> Pictures:

@@ -72,6 +72,8 @@ def present(source: Source, data: Path) -> Path | None:
 def make(name: str, data: Path, *, seed: int = 0, workers: int = 0, count: int = 0) -> Path:
     """Generate a data set; `count` is the number of training examples (ListOps) or of all pictures (Pathfinder)."""
     workers = workers or os.cpu_count() or 1
+    if count < 0 or workers < 1 or seed < 0:
+        raise ValueError(f"--count, --workers and --seed must not be negative, got {count}, {workers}, {seed}")
     if name == "listops":
         sizes = {**listops.SIZES, "train": count} if count else listops.SIZES
         return listops.make(data, seed=seed, workers=workers, sizes=sizes)

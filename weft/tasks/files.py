@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,9 @@ def new_folder(folder: Path) -> Iterator[Path]:
         raise DataMissing(f"{folder} is already there: remove it first, or choose another --data")
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    for stray in folder.parent.glob(f".{folder.name}.*.tmp"):  # left by a kill
+        if is_left_over(stray):
+            shutil.rmtree(stray, ignore_errors=True)
     temporary.mkdir()
     try:
         yield temporary
@@ -114,19 +116,22 @@ def write_manifest(folder: Path, about: Mapping[str, Any]) -> None:
     (folder / "manifest.json").write_text(json.dumps({**about, "sha256": sums}, indent=2) + "\n")
 
 
+MADE = "Move it away and make it again with weft data make."
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest, after every file has been compared with it."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         sums = manifest["sha256"]
-    except (OSError, ValueError, KeyError) as error:
-        raise DamagedData(folder, f"its manifest.json cannot be read ({error})") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedData(folder, f"its manifest.json cannot be read ({error})", MADE) from error
     for name, expected in sums.items():
         path = folder / name
         if not path.exists():
-            raise DamagedData(folder, f"{name} is missing")
+            raise DamagedData(folder, f"{name} is missing", MADE)
         if sha256(path) != expected:
-            raise DamagedData(folder, f"{name} does not match its checksum")
+            raise DamagedData(folder, f"{name} does not match its checksum", MADE)
     return manifest
 
 
@@ -135,6 +140,48 @@ class DamagedData(DataMissing):
 
     def __init__(self, path: Path, what: str, way_out: str = "Mend it, or give other data by --data."):
         super().__init__(f"{path} cannot be used: {what}. {way_out}")
+
+
+def decoded(source: Any, path: Path, mode: str, what: str = "it") -> Any:
+    """A picture (a file, or what holds its bytes), decoded. Whatever is wrong with it is said with its name."""
+    from PIL import Image
+
+    try:
+        with Image.open(source) as image:
+            width, height = image.size
+            if width * height > (Image.MAX_IMAGE_PIXELS or 2**27):
+                raise ValueError(f"it unpacks to {width:,} x {height:,} pixels")
+            return image.convert(mode)
+    except Exception as error:  # decoders raise whatever comes to them
+        raise DamagedData(path, f"{what} is not a picture that can be read ({error})") from error
+
+
+def as_labels(values: Iterable[Any], classes: int, path: Path) -> np.ndarray:
+    """Labels as bytes or 16 bits, after each has been seen to name a class."""
+    found = list(values)
+    for row, value in enumerate(found):
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 0 <= value < classes:
+            raise DamagedData(path, f"the label of row {row} is {value!r}; labels are numbers from 0 to {classes - 1}")
+    return np.array(found, np.uint8 if classes <= 256 else np.int16)
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 text; one in another encoding is refused by file and line."""
+    content = path.read_bytes()
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line, byte = content[: error.start].count(b"\n") + 1, content[error.start]
+        way_out = f"Convert it: iconv -f latin1 -t utf-8 {path.name}"
+        raise DamagedData(path, f"line {line} is not UTF-8 (byte {byte:#04x})", way_out) from None
+
+
+def must_fit(path: Path, size: int) -> None:
+    """Refuse what would not fit into memory, before it is read."""
+    free = free_memory()
+    if 2 * size > free:  # once as it is read, once as rows
+        what = f"it holds {size / 2**30:.1f} GiB, read whole it takes twice that, and {free / 2**30:.1f} GiB are free"
+        raise DamagedData(path, what, "Give a part of it.")
 
 
 def read_array(folder: Path, name: str) -> np.ndarray:

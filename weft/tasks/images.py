@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..layers import CachedAttention
 from .base import Classification, Columns, Known, TaskData, block_options, crate_options
 from .config import TrainConfig
-from .files import DamagedData, find, split_off
+from .files import DamagedData, decoded, find, split_off
 from .registry import add_task
 
 MODELS = r"transformer|crate(-tiny|-small|-base|-large)?|pvt-(tiny|small|medium|large)|timm:[\w.]+"
@@ -195,7 +195,7 @@ class ImageFolder(ImageClassification):
 
 def read_folder(folder: Path, classes: list[str], size: int) -> Columns:
     """All pictures of a folder, the shorter side brought to `size` and the middle cut out."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image, ImageOps
 
     strange = sorted(p.name for p in folder.glob("*") if p.is_dir() and p.name not in classes)
     if strange:
@@ -207,11 +207,7 @@ def read_folder(folder: Path, classes: list[str], size: int) -> Columns:
         raise DamagedData(folder, "there are no pictures in it")
 
     def picture(entry: tuple[Path, int]) -> np.ndarray:
-        try:
-            with Image.open(entry[0]) as image:
-                return np.asarray(ImageOps.fit(image.convert("RGB"), (size, size), Image.Resampling.BICUBIC))
-        except (OSError, UnidentifiedImageError) as error:
-            raise DamagedData(entry[0], f"it is not a picture that can be read ({error})") from error
+        return np.asarray(ImageOps.fit(decoded(entry[0], entry[0], "RGB"), (size, size), Image.Resampling.BICUBIC))
 
     with ThreadPoolExecutor() as pool:
         images = np.stack(list(pool.map(picture, files)))

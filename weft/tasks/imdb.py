@@ -18,7 +18,7 @@ import torch
 
 from .base import Known, StudyTask, TaskData
 from .config import TrainConfig
-from .files import DamagedData, as_ids, find, pad_rows, read_parquet, split_off
+from .files import DamagedData, as_ids, as_labels, find, pad_rows, read_parquet, read_text, split_off
 from .registry import add_task
 
 HOW = "fetch it with: weft data get imdb, or unpack aclImdb_v1.tar.gz (ai.stanford.edu/~amaas/data/sentiment) there"
@@ -39,7 +39,11 @@ def read(data: str) -> tuple[Reviews, Reviews]:
 
 def _read_parquet(path: Path) -> tuple[Reviews, Reviews]:
     table = read_parquet([path], ["text", "label", "split"])
-    rows = list(zip(table["text"], table["label"], table["split"], strict=True))
+    for row, text in enumerate(table["text"]):
+        if not isinstance(text, str):
+            raise DamagedData(path, f"the text of row {row} is {text!r}")
+    labels = as_labels(table["label"], 2, path).tolist()
+    rows = list(zip(table["text"], labels, table["split"], strict=True))
     train, test = ([(text, label) for text, label, s in rows if s == split] for split in ("train", "test"))
     return train, test
 
@@ -48,10 +52,10 @@ def _read_folder(path: Path) -> tuple[Reviews, Reviews]:
     def part(split: str) -> Reviews:
         found: Reviews = []
         for label, kind in enumerate(("neg", "pos")):
-            files = sorted((path / split / kind).glob("*.txt"), key=lambda p: int(p.stem.split("_")[0]))
+            files = sorted((path / split / kind).glob("*.txt"), key=lambda p: (p.stem.split("_")[0].zfill(12), p.name))
             if not files:
                 raise DamagedData(path, f"there are no reviews in {split}/{kind}")
-            found += [(file.read_text(encoding="utf-8"), label) for file in files]
+            found += [(read_text(file), label) for file in files]
         return found
 
     return part("train"), part("test")

@@ -153,6 +153,8 @@ class _Here:
 def make(data: Path, *, seed: int = 0, workers: int = 1, sizes: dict[str, int] = SIZES) -> Path:
     """Generate the data set into data/listops."""
     folder = data / "listops"
+    if min(sizes.values()) < 1:
+        raise ValueError(f"every part needs at least one example, got {sizes}")
     with new_folder(folder) as temporary:
         ids, labels = generate(sum(sizes.values()), seed, workers)
         begin = 0
@@ -188,7 +190,7 @@ def read_tsv(path: Path, length: int) -> Columns:
     """An official file: a header line, then Source and Target."""
     rows, labels = [], []
     csv.field_size_limit(2**24)
-    with open(path, newline="") as file:
+    with open(path, newline="", encoding="utf-8", errors="replace") as file:
         reader = csv.reader(file, delimiter="\t")
         if next(reader, None) != ["Source", "Target"]:
             raise DamagedData(path, "it does not begin with the line 'Source<tab>Target'")
@@ -199,6 +201,8 @@ def read_tsv(path: Path, length: int) -> Columns:
                 found = encode(source)[:length]
                 ids[: len(found)] = found
                 rows.append(ids)
+                if not target.isdigit() or int(target) > 9:
+                    raise ValueError(f"the target is {target!r}, not a digit")
                 labels.append(int(target))
             except ValueError as error:
                 raise DamagedData(path, f"line {line}: {error}") from error

@@ -8,7 +8,9 @@ Read from new_aan_pairs.{train,eval,test}.tsv as the Long Range Arena gives them
 from __future__ import annotations
 
 import csv
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +29,7 @@ def read_pairs(path: Path, length: int) -> Columns:
     csv.field_size_limit(2**28)
     first, second, labels = [], [], []
     with open(path, newline="", encoding="utf-8", errors="replace") as file:
-        for line, row in enumerate(csv.reader(file, delimiter="\t"), 1):
+        for line, row in enumerate(_rows(csv.reader(file, delimiter="\t"), path), 1):
             if len(row) != 5 or row[0] not in ("0", "1", "0.0", "1.0"):
                 raise DamagedData(path, f"row {line} is not: 0 or 1, two ids, two texts")
             labels.append(int(float(row[0])))
@@ -40,6 +42,13 @@ def read_pairs(path: Path, length: int) -> Columns:
         "second": torch.from_numpy(pad_rows(second, length)),
         "label": torch.tensor(labels, dtype=torch.uint8),
     }
+
+
+def _rows(reader: Any, path: Path) -> Iterator[list[str]]:
+    try:
+        yield from reader
+    except csv.Error as error:
+        raise DamagedData(path, f"line {reader.line_num} is no line of tab-separated text ({error})") from error
 
 
 class Matching(StudyTask):

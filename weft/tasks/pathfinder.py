@@ -27,7 +27,7 @@ import torch
 
 from .base import DataMissing, TaskData, TextClassification
 from .config import TrainConfig
-from .files import DamagedData, find, new_folder, read_array, read_manifest, write_manifest
+from .files import DamagedData, decoded, find, new_folder, read_array, read_manifest, read_text, write_manifest
 from .registry import add_task
 
 DASHES = {"easy": 6, "medium": 9, "hard": 14}
@@ -212,6 +212,8 @@ def make(
     """Generate the data set into data/pathfinderSIZE-DIFFICULTY; the same for any number of workers."""
     if size not in STYLES or difficulty not in DASHES:
         raise ValueError(f"sizes are {list(STYLES)} and difficulties {list(DASHES)}, got {size} and {difficulty!r}")
+    if count < 10:
+        raise ValueError(f"count must be at least 10, for three parts; got {count}")
     folder = data / f"pathfinder{size}-{difficulty}"
     with new_folder(folder) as temporary:
         images = np.lib.format.open_memmap(
@@ -238,23 +240,23 @@ def make(
     return folder
 
 
-def read_official(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+def read_official(folder: Path, size: int) -> tuple[np.ndarray, np.ndarray]:
     """The arena's layout: metadata/*.npy (text lines: folder, file, number, label, …) beside folders of PNG files."""
-    from PIL import Image
-
     entries: list[tuple[Path, int]] = []
-    for path in sorted((folder / "metadata").glob("*.npy"), key=lambda p: int(p.stem)):
-        for line in path.read_text().splitlines():
+    for path in sorted((folder / "metadata").glob("*.npy"), key=lambda p: p.stem.zfill(12)):
+        for number, line in enumerate(read_text(path).splitlines(), 1):
             words = line.split(" ")
+            if len(words) < 4 or words[3] not in ("0", "1"):
+                raise DamagedData(path, f"line {number} is not: folder, file, number, 0 or 1: {line[:40]!r}")
             entries.append((folder / words[0] / words[1], int(words[3])))
     if not entries:
         raise DamagedData(folder, "its metadata folder names no pictures")
 
     def picture(path: Path) -> np.ndarray:
-        try:
-            return np.asarray(Image.open(path).convert("L"))
-        except OSError as error:
-            raise DamagedData(path, f"it cannot be read ({error})") from error
+        image = np.asarray(decoded(path, path, "L"))
+        if image.shape != (size, size):
+            raise DamagedData(path, f"it has {image.shape[1]} x {image.shape[0]} pixels, not {size} x {size}")
+        return image
 
     with ThreadPoolExecutor() as pool:
         images = np.stack(list(pool.map(picture, [path for path, _ in entries])))
@@ -280,7 +282,7 @@ class Pathfinder(TextClassification):
         names = (self.name, f"pathfinder{self.size}/{OFFICIAL[self.difficulty]}", OFFICIAL[self.difficulty])
         folder = find(config.data, names, how)
         if (folder / "metadata").is_dir():
-            images, labels = read_official(folder)
+            images, labels = read_official(folder, self.size)
         else:
             read_manifest(folder)
             images, labels = read_array(folder, "images"), read_array(folder, "labels")

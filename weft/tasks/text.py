@@ -13,6 +13,7 @@ import hashlib
 import lzma
 import math
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from ..attention import attention_info
 from .base import Columns, DataMissing, Task, TaskData, block_options
 from .config import TrainConfig
-from .files import DamagedData, find
+from .files import DamagedData, find, must_fit
 from .registry import add_task
 
 ENWIK8_MD5 = "a1fa5ffddb56f4953e226637dabbb36a"
@@ -35,15 +36,40 @@ def read_bytes(path: Path) -> bytes:
     """A plain, .xz or .zip file; several plain files of a folder in order of name."""
     try:
         if path.is_dir():
-            return b"\n".join(p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file())
+            files = [p for p in sorted(path.rglob("*")) if p.is_file()]
+            must_fit(path, sum(p.stat().st_size for p in files))
+            return b"\n".join(p.read_bytes() for p in files)
+        must_fit(path, path.stat().st_size)
         if path.suffix == ".xz":
-            return lzma.decompress(path.read_bytes())
+            return _unpack_xz(path)
         if path.suffix == ".zip":
             with zipfile.ZipFile(path) as archive:
-                return archive.read(archive.namelist()[0])
+                inside = [entry for entry in archive.infolist() if not entry.is_dir()]
+                if len(inside) != 1:
+                    raise DamagedData(path, f"it holds {len(inside)} files, not one", "Unpack it and give the folder.")
+                must_fit(path, inside[0].file_size)
+                return archive.read(inside[0])
         return path.read_bytes()
-    except (OSError, lzma.LZMAError, zipfile.BadZipFile, EOFError) as error:
+    except (
+        OSError,
+        lzma.LZMAError,
+        zipfile.BadZipFile,
+        zlib.error,
+        EOFError,
+        RuntimeError,
+    ) as error:
         raise DamagedData(path, f"it cannot be read ({error})") from error
+
+
+def _unpack_xz(path: Path) -> bytes:
+    """In pieces: a small file may hold more than the memory."""
+    parts, size = [], 0
+    with lzma.open(path) as file:
+        while part := file.read(2**26):
+            parts.append(part)
+            size += len(part)
+            must_fit(path, size)
+    return b"".join(parts)
 
 
 def windows(content: bytes, length: int, extra: int) -> Tensor:

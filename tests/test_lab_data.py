@@ -1,0 +1,150 @@
+"""Data that cannot be used is refused with its name, what was expected and a way out, and never half used."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("lightning")
+pytest.importorskip("pyarrow")
+
+from PIL import Image
+
+from weft.cli import app
+from weft.lab import make_config
+from weft.tasks import DataMissing, files, get_task
+
+
+def weft(*args):
+    return CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "200"})
+
+
+def load(task, data):
+    return get_task(task).load(make_config(task, data=str(data)))
+
+
+def parquet(path, **columns):
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    parquet.write_table(arrow.table(columns), path)
+
+
+def png(side: int) -> bytes:
+    content = io.BytesIO()
+    Image.new("RGB", (side, side)).save(content, "png")
+    return content.getvalue()
+
+
+@pytest.mark.parametrize(
+    "label, text, says",
+    [
+        ([1, 2], ["a", "b"], "the label of row 1 is 2; labels are numbers from 0 to 1"),
+        ([-1, 1], ["a", "b"], "the label of row 0 is -1"),
+        ([0.5, 1.0], ["a", "b"], "the label of row 0 is 0.5"),
+        ([0, 1], ["a", None], "the text of row 1 is None"),
+    ],
+)
+def test_reviews(tmp_path, label, text, says):
+    parquet(tmp_path / "imdb.parquet", text=text * 2, label=label * 2, split=["train", "train", "test", "test"])
+    with pytest.raises(DataMissing, match=says) as refused:
+        load("imdb-byte", tmp_path)
+    assert "Remove it" not in str(refused.value) and "imdb.parquet" in str(refused.value)
+
+
+def test_text_in_another_encoding_is_refused_by_file_and_line(tmp_path):
+    for split in ("train", "test"):
+        for kind in ("neg", "pos"):
+            (tmp_path / "aclImdb" / split / kind).mkdir(parents=True)
+            (tmp_path / "aclImdb" / split / kind / "0_1.txt").write_text("fine")
+    (tmp_path / "aclImdb" / "test" / "pos" / "0_1.txt").write_bytes("one\ncaf\u00e9".encode("latin1"))
+    with pytest.raises(DataMissing, match=r"pos/0_1.txt cannot be used: line 2 is not UTF-8 \(byte 0xe9\).*iconv"):
+        load("imdb-byte", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "image, label, says",
+    [
+        (png(28), 1, "28 x 28 pixels, not 32 x 32"),
+        (b"no picture", 1, "row 0 is not a picture"),
+        (None, 1, "the image of row 0 is None"),
+        (png(32), 10, "the label of row 0 is 10"),
+        (png(32), -1, "the label of row 0 is -1"),
+    ],
+)
+def test_pictures_of_cifar(tmp_path, image, label, says):
+    cells = [image or png(32)] * 2 if image else [None, png(32)]
+    parquet(tmp_path / "cifar10.parquet", image=cells, label=[label] * 2, split=["train", "test"])
+    with pytest.raises(DataMissing, match=says):
+        load("cifar10", tmp_path)
+
+
+def bomb() -> bytes:
+    """A small file that says it is a picture of 10^10 pixels."""
+    content = bytearray(png(4))
+    content[16:24] = (100_000).to_bytes(4, "big") * 2
+    return bytes(content)
+
+
+def cut() -> bytes:
+    content = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(content, "jpeg")
+    return content.getvalue()[:900]
+
+
+@pytest.mark.parametrize("content", [bomb(), cut(), b"", b"GIF89a", png(4)[:40]])
+def test_pictures_that_cannot_be_decoded(tmp_path, content):
+    for part in ("train", "val"):
+        for kind in ("a", "b"):
+            (tmp_path / part / kind).mkdir(parents=True)
+            (tmp_path / part / kind / "0.png").write_bytes(png(8))
+    (tmp_path / "val" / "b" / "0.png").write_bytes(content)
+    with pytest.raises(DataMissing, match="val/b/0.png cannot be used"):
+        load("imagefolder", tmp_path)
+
+
+def test_archives(tmp_path, monkeypatch):
+    path = tmp_path / "t.zip"
+    for names in ((), ("a", "b")):
+        with zipfile.ZipFile(path, "w") as archive:
+            for name in names:
+                archive.writestr(name, "text")
+        with pytest.raises(DataMissing, match=f"it holds {len(names)} files, not one"):
+            load("text", path)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a", bytes(2**24))
+    assert path.stat().st_size < 2**16
+    monkeypatch.setattr(files, "free_memory", lambda: 2**24)
+    with pytest.raises(DataMissing, match="Give a part of it"):
+        load("text", path)
+    path.write_bytes(b"PK\x03\x04 cut")
+    with pytest.raises(DataMissing, match="t.zip cannot be used"):
+        load("text", path)
+
+
+def test_numbers_of_examples_that_cannot_be(tmp_path):
+    for name, count in (("listops", -5), ("pathfinder32-easy", -5), ("pathfinder32-easy", 3)):
+        said = weft("data", "make", name, "--data", tmp_path, "--count", count)
+        assert said.exit_code == 2 and str(count) in said.output and not list(tmp_path.iterdir())
+
+
+def test_a_killed_generator_leaves_nothing_behind(tmp_path):
+    """After SIGTERM at once; after SIGKILL, when the next one begins."""
+    command = [sys.executable, "-m", "weft.cli", "data", "make", "pathfinder128-hard", "--data", str(tmp_path)]
+    for number, left in ((signal.SIGTERM, 0), (signal.SIGKILL, 1)):
+        process = subprocess.Popen([*command, "--workers", "1"], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        while process.poll() is None and not list(tmp_path.glob(".*.tmp/images.npy")):
+            time.sleep(0.02)
+        process.send_signal(number)
+        process.wait(timeout=60)
+        assert len(list(tmp_path.iterdir())) == left
+    with files.new_folder(tmp_path / "pathfinder128-hard") as mine:
+        assert [p.name for p in tmp_path.iterdir()] == [mine.name]
+    assert str(os.getpid()) in mine.name
