@@ -11,6 +11,7 @@ from .layers import ISTA, MSSA, CachedAttention, MixedAttention, MultiheadAttent
 if TYPE_CHECKING:
     from . import inspect, layers, models
     from .adapt.ensemble import ensemble
+    from .adapt.saved import apply, describe
     from .adapt.subsample import make_dense, subsample, subsampling
     from .adapt.surgery import cache, swap
 
@@ -28,9 +29,11 @@ __all__ = [
     "RelativeBias",
     "RelativeBias2d",
     "Rotary",
+    "apply",
     "attention_info",
     "attentions",
     "cache",
+    "describe",
     "ensemble",
     "inspect",
     "layers",
@@ -48,6 +51,7 @@ __all__ = [
 _MODULES = {"inspect": "inspect", "layers": "layers", "models": "models"}
 _MODULES |= {"huggingface": "adapt.huggingface", "timm": "adapt.timm"}  # these need their library
 _NAMES = {"cache": "adapt.surgery", "swap": "adapt.surgery", "ensemble": "adapt.ensemble"}
+_NAMES |= {"apply": "adapt.saved", "describe": "adapt.saved"}
 _NAMES |= dict.fromkeys(("make_dense", "subsample", "subsampling"), "adapt.subsample")
 
 

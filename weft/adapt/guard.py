@@ -38,6 +38,11 @@ def called() -> None:
 def guard(name: str) -> None:
     """Check every model that is given this attention implementation."""
     NAMES.add(name)
+    install()
+
+
+def install() -> None:
+    """Check models when they are built, and warn where one is built from a config that describes a changed model."""
     if not hasattr(PreTrainedModel.get_correct_attn_implementation, "weft"):
         _wrap("get_correct_attn_implementation", after=_check_and_watch)
         _wrap("set_attn_implementation", before=_check_parts)
@@ -61,6 +66,12 @@ def _wrap(method: str, *, before: Callable | None = None, after: Callable | None
 
 
 def _check_and_watch(model: PreTrainedModel, implementation: Any) -> None:
+    if isinstance(vars(model.config).get("weft"), dict):
+        warnings.warn(
+            f"the config of {type(model).__name__} says that weft.swap or weft.cache changed this model: it is built "
+            "without the change here; weft.huggingface.load(folder) restores it",
+            stacklevel=2,
+        )
     if isinstance(implementation, str) and implementation in NAMES:
         _refuse_if_by_hand(model, implementation)
         if _begin not in model._forward_pre_hooks.values():

@@ -14,17 +14,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..attention import Attention, attention_info, attentions, make_attention
 from .core import learns, masked_full, one_dtype, rescaled, rows_are_independent, seeded
-from .guard import called, guard
-from .masks import WeftMask, mask_function_of, read, says_causal
+from .guard import called, guard, install
+from .masks import fits, mask_function_of, read, says_causal
 from .past import all_queries, is_cross_attention, layer_state, remember
+from .saved import apply
 
 PREFIX = "weft:"
 SWAPPED = "weft:swapped"  # the layers of one model do not all use the same mechanism: see surgery.py
@@ -46,6 +49,7 @@ class Choice:
 
 FULL = Choice("full")
 Run = Callable[[Tensor, float], Tensor]  # values and dropout -> output
+refused_layers: dict[int, str] | None = None  # while a model is tried out (probe.py): id of a layer -> why
 
 
 def available() -> list[str]:
@@ -81,6 +85,45 @@ def register(name: str | None = None, *, as_: str | None = None, **options: Any)
     return [key]
 
 
+def load(folder: str | Path, **options: Any) -> Any:
+    """The model that `save_pretrained(folder)` wrote after `weft.swap` or `weft.cache`, changed in the same way.
+
+    `options` are those of `from_pretrained`.
+    """
+    config = transformers.AutoConfig.from_pretrained(folder)
+    description = vars(config).pop("weft", None)
+    if description is None:
+        raise ValueError(f"{folder}/config.json describes no swap or cache: load the model with from_pretrained")
+    cls = getattr(transformers, config.architectures[0])
+    if "cached" not in description:
+        model = cls.from_pretrained(folder, config=config, **options)
+        apply(model, description)
+        return model
+    plain, own = {}, {}
+    for key, value in _tensors(Path(folder)).items():
+        path = next((path for path in description["cached"] if key.startswith(path + ".cached.")), None)
+        inner = f"{path}.cached.inner."
+        if path is None:
+            plain[key] = value
+        elif key.startswith(inner):
+            plain[path + "." + key.removeprefix(inner)] = value
+        else:
+            own[key] = value
+    model = cls.from_pretrained(None, config=config, state_dict=plain, **options)
+    apply(model, description)
+    unknown = model.load_state_dict(own, strict=False).unexpected_keys
+    lost = [key for key in model.state_dict() if ".cached." in key and ".cached.inner." not in key and key not in own]
+    if unknown or lost:
+        raise ValueError(f"{folder} does not hold the caches that its config.json describes: {[*unknown, *lost]}")
+    return model
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return {key: value for file in sorted(folder.glob("*.safetensors")) for key, value in load_file(file).items()}
+
+
 def attention_function(choice: Choice) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The function that a layer calls with its q (B, H, Lq, D) and k, v (B, fewer H, Lk, D)."""
 
@@ -96,7 +139,14 @@ def swapped_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """For a model whose layers were swapped one by one: the mechanism chosen for this layer, or full attention."""
-    return _attend(layer_state(module).choice or FULL, module, query, key, value, attention_mask, **kwargs)
+    choice = layer_state(module).choice or FULL
+    if refused_layers is not None:
+        try:
+            return _attend(choice, module, query, key, value, attention_mask, **kwargs)
+        except ValueError as error:
+            refused_layers[id(module)] = str(error)
+            choice = FULL
+    return _attend(choice, module, query, key, value, attention_mask, **kwargs)
 
 
 def register_swapped() -> None:
@@ -215,7 +265,7 @@ def _unpacked(name: str, module: nn.Module, mask: Tensor | None, keys: int) -> T
             f"{type(module).__name__} gives {name} a mask of shape {tuple(mask.shape)}, and it should be (batch, 1, "
             f"queries, {keys} keys): this model prepares masks in its own way; use attn_implementation='eager'"
         )
-    return read(mask) if isinstance(mask, WeftMask) else mask
+    return read(mask)
 
 
 def _is_causal(name: str, module: nn.Module, said: bool | None, is_causal: bool | None) -> bool:
@@ -236,7 +286,9 @@ def _refuse(name: str, module: nn.Module, key: Tensor, mask: Tensor | None, kwar
         "a paged cache": kwargs.get("cache") if "cache" in kwargs else kwargs.get("block_table"),
         "packed sequences": kwargs.get("cu_seq_lens_q"),
         "a bias on the logits": kwargs.get("attention_bias"),
-        "a sliding window": window if window and key.shape[2] > window and (mask is None or mask.dim() != 4) else None,
+        "a sliding window": window
+        if window and not fits(key.shape[2], window) and (mask is None or mask.dim() != 4)
+        else None,
     }
     for what, value in asked.items():
         if value is not None:
@@ -261,3 +313,6 @@ def _moves(attn: Attention) -> str:
     except ValueError as refusal:
         return str(refusal)
     return ""
+
+
+install()

@@ -90,15 +90,28 @@ class UnpaddedBidirectionalMask(BidirectionalMask):
 
 def says_causal(mask: Tensor | None) -> bool | None:
     """Whether this is a mask of ours for causal attention; None: it does not say."""
-    return isinstance(mask, CausalMask) if isinstance(mask, (CausalMask, BidirectionalMask)) else None
+    kind = _kind(mask)
+    return issubclass(kind, CausalMask) if issubclass(kind, (CausalMask, BidirectionalMask)) else None
 
 
-def read(mask: WeftMask) -> Tensor | None:
+def read(mask: Tensor) -> Tensor | None:
     """The padding mask (B, Lk), None where nothing is padded, or a matrix (B, 1, Lq, Lk)."""
-    if isinstance(mask, (UnpaddedCausalMask, UnpaddedBidirectionalMask)):
+    kind = _kind(mask)
+    if issubclass(kind, (UnpaddedCausalMask, UnpaddedBidirectionalMask)):
         return None
     with torch._C.DisableTorchFunctionSubclass():
-        return mask[:, 0, 0] if isinstance(mask, (CausalMask, BidirectionalMask)) else mask[:]
+        return mask[:, 0, 0] if issubclass(kind, (CausalMask, BidirectionalMask)) else mask[:]
+
+
+def _marked(mask: Tensor, kind: type[WeftMask]) -> Tensor:
+    if type(mask) is Tensor:
+        return mask.as_subclass(kind)
+    mask.weft_kind = kind  # type: ignore[attr-defined]  # torch.export's tensors do not change their class
+    return mask
+
+
+def _kind(mask: Any) -> type:
+    return type(mask) if type(mask) is Tensor else getattr(mask, "weft_kind", type(mask))
 
 
 def _read_by_hand() -> str:
@@ -134,7 +147,14 @@ def modules_on_the_stack() -> list[nn.Module]:
     return found
 
 
-def mask_function_of(name: str, takes_matrix: bool) -> Callable[..., WeftMask]:
+longest: int | None = None  # while a model is tried out: the length that its windows will have to hold
+
+
+def fits(length: int, window: int) -> bool:
+    return max(length, longest or 0) <= window
+
+
+def mask_function_of(name: str, takes_matrix: bool) -> Callable[..., Tensor]:
     """The mask function that transformers calls for implementation `name`."""
 
     def make_mask(
@@ -150,7 +170,7 @@ def mask_function_of(name: str, takes_matrix: bool) -> Callable[..., WeftMask]:
         allow_is_bidirectional_skip: bool = False,
         device: Any = None,
         **more: Any,
-    ) -> WeftMask:
+    ) -> Tensor:
         if isinstance(attention_mask, WeftMask):
             return attention_mask  # an outer model has made it
         mask_function = causal_mask_function if mask_function is None else mask_function
@@ -161,7 +181,7 @@ def mask_function_of(name: str, takes_matrix: bool) -> Callable[..., WeftMask]:
             parts = {"causal_mask_function", "compiled"}
         else:
             parts = _parts(mask_function)
-        if local_size is not None and kv_length + kv_offset <= local_size:
+        if local_size is not None and fits(kv_length + kv_offset, local_size):
             parts -= WINDOWS  # a window that holds the whole sequence hides nothing
         causal = "causal_mask_function" in parts
         beyond = [MEANING.get(part, "a mask of the model's own") for part in sorted(parts - PLAIN)]
@@ -187,15 +207,15 @@ def mask_function_of(name: str, takes_matrix: bool) -> Callable[..., WeftMask]:
                 **{key: more[key] for key in ("use_vmap",) if key in more},
             )
             assert matrix is not None  # nothing may be skipped
-            return matrix.as_subclass(WeftMask)
+            return _marked(matrix, WeftMask)
         if attention_mask is not None:
             short = kv_length + kv_offset - attention_mask.shape[-1]
             padding = F.pad(attention_mask.bool(), (0, max(0, short)))[:, kv_offset : kv_offset + kv_length]
             if torch.compiler.is_compiling() or not bool(padding.all()):
                 padding = padding[:, None, None].expand(batch_size, 1, q_length, kv_length)
-                return padding.as_subclass(CausalMask if causal else BidirectionalMask)
+                return _marked(padding, CausalMask if causal else BidirectionalMask)
         everything = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length)
-        return everything.as_subclass(UnpaddedCausalMask if causal else UnpaddedBidirectionalMask)
+        return _marked(everything, UnpaddedCausalMask if causal else UnpaddedBidirectionalMask)
 
     return make_mask
 

@@ -50,6 +50,7 @@ class Row:
     layer: str  # its class
     now: str  # what it was replaced with; "" where it was left
     why: str = ""  # why it was left
+    not_chosen: bool = False
 
 
 @dataclass
@@ -60,6 +61,7 @@ class Report:
     patches: list[Patch] = field(default_factory=list, repr=False)
     layers: list[nn.Module] = field(default_factory=list, repr=False)  # those that were replaced
     is_changed: Callable[[nn.Module], bool] = field(default=lambda layer: False, repr=False)
+    note: Callable[[], None] = field(default=lambda: None, repr=False)  # called after undo()
     undone: bool = False
 
     @property
@@ -68,8 +70,13 @@ class Report:
 
     @property
     def left(self) -> dict[str, str]:
-        """The layers that were left as they are, and why."""
+        """The layers that were left as they are, and why: not chosen, or refused."""
         return {row.path: row.why for row in self.rows if not row.now}
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """The layers that were chosen and cannot be changed, and why."""
+        return {row.path: row.why for row in self.rows if not row.now and not row.not_chosen}
 
     def undo(self) -> None:
         """Put everything back: the same objects with the same weights, and those as they are by now."""
@@ -84,13 +91,17 @@ class Report:
         for layer in self.layers:
             _forget(layer)
         self.undone = True
+        self.note()
 
     def __str__(self) -> str:
         table = [("layer", "class", "now")]
-        table += [(row.path or "(the model)", row.layer, row.now or f"left: {row.why}") for row in self.rows]
+        for row in self.rows:
+            now = row.now or f"{'left' if row.not_chosen else 'refused'}: {row.why}"
+            table.append((row.path or "(the model)", row.layer, now))
         widths = [max(len(line[column]) for line in table) for column in (0, 1)]
         lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in table]
-        return "\n".join([*lines, f"{len(self.replaced)} replaced, {len(self.left)} left"])
+        refused = f", {len(self.refused)} of them refused" if self.refused else ""
+        return "\n".join([*lines, f"{len(self.replaced)} replaced, {len(self.left)} left{refused}"])
 
 
 def _forget(layer: nn.Module) -> None:

@@ -11,6 +11,7 @@ subclass with another core (a layer of transformers: with another attention func
 from __future__ import annotations
 
 import fnmatch
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +23,10 @@ from .core import seeded
 from .kinds import Layer, find_layers
 from .plans import PLANS, unfit
 from .report import Patch, Report, Row
+from .saved import RECORD, describe
 from .torch_nn import TorchMultiheadAttention
 
+NOT_CHOSEN = "not chosen"
 Where = str | Callable[[str, nn.Module], bool] | None
 
 
@@ -35,19 +38,23 @@ def swap(
     causal: bool | None = None,
     max_length: int | None = None,
     prefix: int = 0,
+    probe: bool = True,
     **options: Any,
 ) -> Report:
     """Put the mechanism `to` into the attention layers of `model`, in place.
 
     `where` chooses among the layers: a pattern on their paths ("layers.*.self_attn"), or a function of path and layer.
     `causal` matters for mechanisms with parameters in layers that are told at each call; `prefix` is for timm's
-    vision transformers (see `weft.timm.layer`); `options` are the mechanism's.
+    vision transformers (see `weft.timm.layer`); `options` are the mechanism's. A layer that cannot work is refused
+    here, with the reason in the report: layers of transformers are tried out in one forward pass with a few tokens
+    (`probe=False` leaves that out).
     """
     info = attention_info(to)
     if info.needs_max_length and max_length is None:
         raise ValueError(f"{to} has parameters per position: give max_length, the longest sequence of the model")
     settings = {"max_length": max_length, **options}
     _check_options(to, settings)
+    record = {"to": to, "causal": causal, "max_length": max_length, "prefix": prefix, **options}
 
     def plan(layer: Layer, seed: int) -> list[Patch] | str:
         why = unfit(layer, info, settings, causal)
@@ -56,12 +63,30 @@ def swap(
         if why:
             return why
         with seeded(seed):
-            return PLANS[layer.kind](layer, info, settings, causal, prefix)
+            planned = PLANS[layer.kind](layer, info, settings, causal, prefix)
+        return planned if isinstance(planned, str) else [*planned, Patch(layer.module, RECORD, record)]
 
     def finish(chosen: list[Layer], layers: list[Layer]) -> list[Patch]:
         return [*_switch_configs(chosen, layers), *_stop_nesting(model, chosen)]
 
-    return _operate(model, where, plan, finish, lambda layer: to)
+    report = _operate(model, where, plan, finish, lambda layer: to)
+    if probe and any(layer.__dict__.get("_weft") is not None for layer in report.layers):
+        from .probe import refusals
+
+        try:
+            refused = refusals(model, report.layers, max_length)
+        except BaseException:
+            report.undo()
+            raise
+        if refused:
+            report.undo()
+
+            def again(layer: Layer, seed: int) -> list[Patch] | str:
+                return refused.get(id(layer.module)) or plan(layer, seed)
+
+            report = _operate(model, where, again, finish, lambda layer: to)
+    _warn(model, report)
+    return report
 
 
 def cache(model: nn.Module, ratio: float = 0.5, where: Where = None, **options: Any) -> Report:
@@ -100,6 +125,7 @@ def cache(model: nn.Module, ratio: float = 0.5, where: Where = None, **options: 
                 return why
         with seeded(seed):
             made = wrap(layer.module, ratio, **settings(layer)).train(layer.module.training)
+        made.__dict__[RECORD] = {"ratio": ratio, **settings(layer)}
         if layer.kind == "torch":  # what nn.TransformerEncoderLayer reads; without a bias it takes no fast path
             made.batch_first, made.in_proj_bias = True, None  # type: ignore[assignment]
         return [Patch(parent, name, made) for parent, name in layer.places]
@@ -110,7 +136,9 @@ def cache(model: nn.Module, ratio: float = 0.5, where: Where = None, **options: 
     def shown(layer: Layer) -> str:
         return f"cached, ratio {ratio}" + (", delayed" if settings(layer).get("delayed") else "")
 
-    return _operate(model, where, plan, finish, shown)
+    report = _operate(model, where, plan, finish, shown)
+    _warn(model, report)
+    return report
 
 
 def _operate(
@@ -123,12 +151,15 @@ def _operate(
     """Plan for every layer, and change the model only when all plans stand."""
     layers = find_layers(model)
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no attention layer that weft knows")
+        raise ValueError(
+            f"{type(model).__name__} has no attention layer that weft knows, and no module with 'attention' in the "
+            "name of its class; weft.adapt.add_layer(cls, reader) teaches it one of your own"
+        )
     if not any(_chosen(where, layer) for layer in layers):
         raise ValueError(f"where={where!r} names none of the layers: {', '.join(layer.path for layer in layers)}")
     rows, patches, chosen = [], [], []
     for number, layer in enumerate(layers):
-        why = "not chosen"
+        why = NOT_CHOSEN
         if _chosen(where, layer):
             try:
                 planned = plan(layer, (torch.initial_seed() + number) % 2**63)
@@ -140,11 +171,36 @@ def _operate(
                 patches += planned
                 chosen.append(layer)
                 why = ""
-        rows.append(Row(layer.path, type(layer.module).__name__, "" if why else shown(layer), why))
+        rows.append(Row(layer.path, type(layer.module).__name__, "" if why else shown(layer), why, why == NOT_CHOSEN))
     patches += finish(chosen, layers)
     for patch in patches:
         patch.apply()
-    return Report(rows, patches, [layer.module for layer in chosen], _is_changed)
+    report = Report(rows, patches, [layer.module for layer in chosen], _is_changed, lambda: _note(model))
+    _note(model)
+    return report
+
+
+def _note(model: nn.Module) -> None:
+    """Keep the description in the config of a transformers model, so that save_pretrained writes it."""
+    config = getattr(model, "config", None)
+    if not hasattr(config, "_attn_implementation"):
+        return
+    found = describe(model)
+    if found:
+        config.weft = found  # type: ignore[union-attr]
+    elif "weft" in vars(config):
+        del config.weft  # type: ignore[union-attr]
+
+
+def _warn(model: nn.Module, report: Report) -> None:
+    """A model that was changed in part is easy to miss."""
+    if report.refused:
+        path, why = next(iter(report.refused.items()))
+        warnings.warn(
+            f"{type(model).__name__}: {len(report.refused)} of {len(report.refused) + len(report.replaced)} attention "
+            f"layers keep their own attention, the first is {path or 'the model itself'}: {why}; print the report",
+            stacklevel=3,
+        )
 
 
 def _chosen(where: Where, layer: Layer) -> bool:

@@ -9,9 +9,12 @@ load unchanged, and `weft.swap` can turn a layer that exists into one and back.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import timm.layers
+import timm.models
 import timm.models.pvt_v2
 import timm.models.swin_transformer
 import torch
@@ -19,6 +22,7 @@ from torch import Tensor
 
 from ..attention import attention_info
 from .core import Core
+from .saved import apply, describe
 
 
 class TimmAttention(timm.layers.Attention):
@@ -111,6 +115,30 @@ def layer(
 
     # timm wants a class; what it makes are plain TimmAttentions, which can be pickled.
     return type(f"TimmAttention[{name}]", (timm.layers.Attention,), {"__new__": make})
+
+
+def save(model: Any, folder: str | Path, **model_args: Any) -> None:
+    """Write a timm model and what `weft.swap` and `weft.cache` did to it, in timm's format for a folder.
+
+    `model_args` are those of `timm.create_model` that it was made with, such as img_size.
+    """
+    timm.models.save_for_hf(
+        model, str(folder), model_config={"weft": describe(model)}, model_args=model_args, safe_serialization=True
+    )
+
+
+def load(folder: str | Path, **model_args: Any) -> Any:
+    """The model that `save` wrote."""
+    config = json.loads((Path(folder) / "config.json").read_text())
+    if "weft" not in config:
+        raise ValueError(f"{folder} was not written by weft.timm.save: use timm.create_model('local-dir:{folder}')")
+    from safetensors.torch import load_file
+
+    settings = {"num_classes": config["num_classes"], **config.get("model_args", {}), **model_args}
+    model = timm.create_model(config["architecture"], **settings)
+    apply(model, config["weft"])
+    model.load_state_dict(load_file(Path(folder) / "model.safetensors"))
+    return model
 
 
 def _mask(mask: Tensor | None, k: Tensor) -> dict[str, Any]:

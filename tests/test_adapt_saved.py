@@ -1,0 +1,141 @@
+"""Changed models that are saved and restored, in this process and in a fresh one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from on_cpu import on_cpu  # noqa: F401
+from torch import nn
+
+import weft
+
+CLOSE = {"atol": 1e-6, "rtol": 1e-6}
+
+
+def encoder() -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(24, 4, 32, batch_first=True, dropout=0.0)
+    return nn.TransformerEncoder(layer, 3).eval()
+
+
+def noise(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+def train(model: nn.Module, *inputs: torch.Tensor) -> None:
+    """So that caches are filled, and parameters are no longer those that a seed gives."""
+    model.train()
+    out = model(*inputs)
+    out = getattr(out, "logits", out)
+    out.square().mean().backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    model.eval()
+
+
+def test_a_description_does_the_same_again():
+    model, x = encoder(), noise(2, 9, 24)
+    assert weft.describe(model) == {}
+    weft.swap(model, "linformer", where="layers.0.*", max_length=12, rank=4)
+    weft.swap(model, "performer", where="layers.1.*")
+    weft.cache(model, 0.5, where="layers.[12].*", length=5)
+    train(model, x)
+    description = json.loads(json.dumps(weft.describe(model)))
+    assert set(description["swapped"]) == {"layers.0.self_attn", "layers.1.self_attn"}
+    assert set(description["cached"]) == {"layers.1.self_attn", "layers.2.self_attn"}
+    again = encoder()
+    reports = weft.apply(again, description)
+    again.load_state_dict(model.state_dict())
+    torch.testing.assert_close(again(x), model(x), **CLOSE)
+    assert weft.describe(again) == weft.describe(model)
+    for report in reversed(reports):
+        report.undo()
+    assert weft.describe(again) == {}
+
+
+def test_a_description_of_another_model_is_refused():
+    with pytest.raises(ValueError, match="names none of the layers|no such layer"):
+        weft.apply(encoder(), {"swapped": {"blocks.7.attn": {"to": "linear"}}})
+    with pytest.raises(ValueError, match="'swapped' and 'cached'"):
+        weft.apply(encoder(), {"swaped": {}})
+
+
+@pytest.mark.parametrize("change", ["swap", "cache", "swap and cache", "one layer"])
+@pytest.mark.parametrize("name", ["llama/LlamaForCausalLM", "bert/BertModel"])
+def test_transformers(name, change, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    import zoo
+
+    transformers.logging.set_verbosity_error()
+    model, ids = zoo.build(name, "sdpa"), zoo.tokens()
+    plain = zoo.outputs(model, {"input_ids": ids})
+    if "swap" in change or change == "one layer":
+        weft.swap(model, "combiner-fixed", block_size=4, where="*1.*" if change == "one layer" else None)
+    if "cache" in change:
+        weft.cache(model, 0.5)
+        model.train()
+        model(ids)
+        for key, parameter in model.named_parameters():
+            if key.endswith(".lam"):
+                parameter.data.fill_(0.5)
+        model.eval()
+    expected = zoo.outputs(model, {"input_ids": ids})
+    assert not torch.allclose(expected, plain, atol=1e-4)
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["weft"] == weft.describe(model)
+    with pytest.warns(UserWarning, match=r"weft.huggingface.load\(folder\)"):
+        type(model).from_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = weft.huggingface.load(tmp_path)
+    torch.testing.assert_close(zoo.outputs(again, {"input_ids": ids}), expected, **CLOSE)
+    assert weft.describe(again) == weft.describe(model)
+
+
+def test_transformers_in_a_fresh_process(tmp_path):
+    pytest.importorskip("transformers")
+    import zoo
+
+    model, ids = zoo.build("llama/LlamaForCausalLM", "sdpa"), zoo.tokens()
+    weft.swap(model, "performer")
+    weft.cache(model, 0.5)
+    model.train()(ids)
+    model.eval().save_pretrained(tmp_path)
+    torch.save({"ids": ids, "logits": zoo.outputs(model, {"input_ids": ids})}, tmp_path / "expected.pt")
+    code = (
+        "import sys, torch, weft; model = weft.huggingface.load(sys.argv[1]).eval();"
+        "kept = torch.load(sys.argv[1] + '/expected.pt');"
+        "torch.testing.assert_close(model(kept['ids']).logits.detach(), kept['logits'])"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
+
+
+def test_undo_takes_the_description_away(tmp_path):
+    pytest.importorskip("transformers")
+    import zoo
+
+    model = zoo.build("llama/LlamaForCausalLM", "sdpa")
+    report = weft.swap(model, "linear")
+    assert model.config.weft["swapped"]["model.layers.0.self_attn"]["to"] == "linear"
+    report.undo()
+    assert not hasattr(model.config, "weft")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="describes no swap or cache"):
+        weft.huggingface.load(tmp_path)
+
+
+def test_timm(tmp_path):
+    timm = pytest.importorskip("timm")
+    sizes = {"img_size": 64, "depth": 2, "embed_dim": 48, "num_heads": 4}
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=5, **sizes)
+    images = noise(2, 3, 64, 64)
+    weft.swap(model, "linformer", where="blocks.0.*", max_length=17, rank=4)
+    weft.swap(model, "local", where="blocks.1.*", block_size=4, prefix=1)
+    weft.cache(model, 0.5, where="blocks.1.*", length=17)
+    train(model, images)
+    weft.timm.save(model, tmp_path, **sizes)
+    again = weft.timm.load(tmp_path).eval()
+    torch.testing.assert_close(again(images), model(images), **CLOSE)

@@ -1,0 +1,98 @@
+"""Try out the swapped layers of a transformers model: one forward pass with a few tokens, and every refusal noted.
+
+A layer whose mechanism refuses what the model asks of it (a window, a bias, a mask over pairs) computes full attention
+in this pass, so that the layers after it are reached.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import huggingface, masks
+from .core import seeded
+
+LENGTH = 8
+
+
+def refusals(model: nn.Module, layers: list[nn.Module], max_length: int | None) -> dict[int, str]:
+    """id of a layer -> why its mechanism cannot work there. ValueError where the model as a whole cannot."""
+    if any(p.is_meta for p in model.parameters()):
+        return {}
+    longest = max_length or getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    for inputs in _inputs(model):
+        trouble, refused = _try(model, inputs, longest if isinstance(longest, int) else 2**31)
+        if trouble is None:
+            return {id(layer): refused[id(layer)] for layer in layers if id(layer) in refused}
+        if _runs_as_it_was(model, layers, inputs):
+            raise ValueError(f"{type(model).__name__} does not run with its layers swapped: {trouble}") from trouble
+    return {}  # no inputs that it takes: the first forward pass will tell
+
+
+def _try(model: nn.Module, inputs: dict[str, Any], longest: int) -> tuple[Exception | None, dict[int, str]]:
+    refused: dict[int, str] = {}
+    masks.longest, huggingface.refused_layers = longest, refused
+    try:
+        with _quietly(model):
+            model(**inputs)
+        return None, refused
+    except Exception as error:
+        return error, refused
+    finally:
+        masks.longest, huggingface.refused_layers = None, None
+
+
+def _runs_as_it_was(model: nn.Module, layers: list[nn.Module], inputs: dict[str, Any]) -> bool:
+    configs = {id(layer.config): layer.config for layer in layers if hasattr(layer, "config")}
+    names = {key: config._attn_implementation_internal for key, config in configs.items()}
+    for config in configs.values():
+        config._attn_implementation_internal = "eager"
+    try:
+        with _quietly(model):
+            model(**inputs)
+        return True
+    except Exception:
+        return False
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation_internal = names[key]
+
+
+@contextmanager
+def _quietly(model: nn.Module) -> Iterator[None]:
+    """In eval mode, without gradients, and with the caller's random numbers untouched."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad(), seeded(0):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _inputs(model: Any) -> Iterator[dict[str, Any]]:
+    """What models most often take: tokens, for an encoder and a decoder, or an image."""
+    takes = inspect.signature(model.forward).parameters
+    like = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if like is None:
+        return
+    cache = {"use_cache": False} if "use_cache" in takes else {}
+    if "input_ids" in takes:
+        text: dict[str, Tensor] = {"input_ids": torch.arange(2, 2 + LENGTH, device=like.device)[None]}
+        if "decoder_input_ids" in takes:
+            yield {**text, "decoder_input_ids": text["input_ids"], **cache}
+        yield {**text, **cache}
+    if "pixel_values" in takes:
+        config = getattr(model.config, "vision_config", model.config)
+        size = getattr(config, "image_size", 224)
+        height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
+        image = torch.zeros(1, getattr(config, "num_channels", 3), height, width, device=like.device, dtype=like.dtype)
+        yield {"pixel_values": image, **cache}
+        if "input_ids" in takes:
+            yield {**text, "pixel_values": image, **cache}

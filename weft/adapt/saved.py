@@ -1,0 +1,73 @@
+"""What `weft.swap` and `weft.cache` did to a model, as data: to save it, and to do it again.
+
+    torch.save({"weft": weft.describe(model), "model": model.state_dict()}, path)
+    weft.apply(plain, saved["weft"])       the same mechanisms and caches in a model as its library builds it
+    plain.load_state_dict(saved["model"])
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from torch import nn
+
+RECORD = "weft_record"  # the attribute of a changed layer or of a cache that says how it was made
+
+
+def describe(model: nn.Module) -> dict[str, Any]:
+    """{"swapped": {path: settings of weft.swap}, "cached": {path: settings of weft.cache}}; {} for a plain model.
+
+    Paths are those of the plain model. The result can be written as JSON.
+    """
+    found: dict[str, dict[str, Any]] = {"swapped": {}, "cached": {}}
+    for path, module in model.named_modules():
+        record = module.__dict__.get(RECORD)
+        if record is not None:
+            found["cached" if "ratio" in record else "swapped"][_plain_path(model, path)] = record
+    return {kind: layers for kind, layers in found.items() if layers}
+
+
+def apply(model: nn.Module, description: dict[str, Any]) -> list[Any]:
+    """Change a plain model as `description` (of `describe`) says; returns the reports, to be undone from the last."""
+    from .surgery import cache, swap
+
+    unknown = set(description) - {"swapped", "cached"}
+    if unknown:
+        raise ValueError(f"a description has the keys 'swapped' and 'cached', got {', '.join(sorted(unknown))}")
+    reports = []
+    for kind, operate in (("swapped", swap), ("cached", cache)):
+        for settings, paths in _by_settings(description.get(kind, {})):
+            more = {"probe": False} if operate is swap else {}
+            report = operate(model, where=lambda path, _, paths=paths: path in paths, **settings, **more)  # type: ignore[operator]
+            reports.append(report)
+            missing = paths - set(report.replaced)
+            if missing:
+                path = min(missing)
+                raise ValueError(
+                    f"the description names {path}, and this model cannot take it there: "
+                    f"{report.left.get(path, 'it has no such layer')}; build the model as the described one was built"
+                )
+    return reports
+
+
+def _by_settings(layers: dict[str, dict[str, Any]]) -> list[tuple[dict[str, Any], set[str]]]:
+    """Layers with equal settings are changed together."""
+    groups: dict[str, tuple[dict[str, Any], set[str]]] = {}
+    for path, settings in layers.items():
+        groups.setdefault(json.dumps(settings, sort_keys=True), (settings, set()))[1].add(path)
+    return list(groups.values())
+
+
+def _plain_path(model: nn.Module, path: str) -> str:
+    """The path without the caches around the layer: they hold it as `inner` or `cached.inner`."""
+    from ..layers.cached import CachedAttention
+
+    kept: list[str] = []
+    module: Any = model
+    for part in path.split(".") if path else []:
+        cached = isinstance(module, CachedAttention) or (part == "cached" and RECORD in module.__dict__)
+        if not cached:
+            kept.append(part)
+        module = getattr(module, part)
+    return ".".join(kept)
