@@ -194,3 +194,44 @@ def test_compiled_models_are_refused_as_well():
     model = torch.compile(zoo.build("doge/DogeForCausalLM", "weft:linear"), backend="aot_eager")
     with pytest.raises(Exception, match="computes with the attention mask itself"):
         model(zoo.tokens(), attention_mask=torch.ones(2, zoo.L, dtype=torch.long), use_cache=False)
+
+
+SWAPPED = [*WORKS, *FULL_ONLY, *REFUSED, "swin/SwinModel", "beit/BeitModel", "segformer/SegformerModel"]
+SWAPPED += ["paligemma/PaliGemmaModel", "siglip/SiglipModel", "gpt_oss/GptOssForCausalLM", "gemma2/Gemma2ForCausalLM"]
+
+
+@pytest.mark.parametrize("model", SWAPPED)
+def test_what_swap_reports_as_replaced_works(model):
+    """Whatever is swapped runs, follows masks as the model does, and layers that were refused compute what they did."""
+    plain, inputs = zoo.reference(model)
+    ours = zoo.build(model, "eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            report = weft.swap(ours, "linear")
+        except ValueError as error:
+            assert is_a_refusal(error)
+            return
+    out, expected = zoo.outputs(ours, inputs), zoo.outputs(plain, inputs)
+    assert report.replaced or torch.allclose(out, expected, atol=1e-5)
+    assert model not in WORKS or (not report.left and not torch.allclose(out, expected, atol=1e-5))
+    assert all(report.refused.values()) and (report.replaced or report.refused)
+    for what, first, second, kept in zoo.perturbed(inputs):
+        if torch.allclose(*(zoo.outputs(plain, each)[kept] for each in (first, second)), atol=1e-5):
+            mine, moved = (zoo.outputs(ours, each)[kept] for each in (first, second))
+            torch.testing.assert_close(mine, moved, atol=1e-4, rtol=1e-3, msg=f"{model} reads {what}")
+    report.undo()
+    torch.testing.assert_close(zoo.outputs(ours, inputs), expected)
+
+
+def test_swap_refuses_windows_that_the_model_can_outgrow():
+    model = zoo.build("mistral/MistralForCausalLM", "sdpa")  # a window of 5, and 64 positions
+    with pytest.warns(UserWarning, match="2 of 2 attention layers keep their own attention.*model.layers.0.self_attn"):
+        report = weft.swap(model, "linear")
+    assert not report.replaced and "refused: " in str(report) and "2 of them refused" in str(report)
+    assert weft.swap(model, "linear", max_length=5).replaced  # never longer than the window
+    model(zoo.tokens()[:, :5])
+    gemma = zoo.build("gemma3_text/Gemma3ForCausalLM", "sdpa")  # one layer with a window, one without
+    with pytest.warns(UserWarning, match="1 of 2"):
+        report = weft.swap(gemma, "linear")
+    assert report.replaced == ["model.layers.1.self_attn"] and list(report.refused) == ["model.layers.0.self_attn"]

@@ -80,6 +80,8 @@ def _tiny(cls: Any, name: str) -> Any:
     if "qk_rope_head_dim" in changes:  # keys have a part that is rotated and a part that is not
         changes |= {"num_key_value_heads": 4, "v_head_dim": 6}
         changes.pop("head_dim", None)
+    if isinstance(getattr(config, "window_size", None), int) and hasattr(config, "depths"):  # Swin
+        changes |= {"window_size": 2, "image_size": 64}
     if hasattr(config, "attention_types"):  # GPT-Neo
         changes["attention_types"] = [[["global", "local"], 1]]
     if name.endswith("CausalLM") and hasattr(config, "is_decoder"):

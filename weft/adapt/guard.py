@@ -66,7 +66,7 @@ def _wrap(method: str, *, before: Callable | None = None, after: Callable | None
 
 
 def _check_and_watch(model: PreTrainedModel, implementation: Any) -> None:
-    if isinstance(vars(model.config).get("weft"), dict):
+    if isinstance(vars(model.config).get("weft"), dict) and not model._modules:  # under construction
         warnings.warn(
             f"the config of {type(model).__name__} says that weft.swap or weft.cache changed this model: it is built "
             "without the change here; weft.huggingface.load(folder) restores it",

@@ -182,7 +182,11 @@ def _attend(
         # No earlier query is needed, so any cache will do.
         run = _full(q, k, mask, position_bias, causal)
     elif of_matrix:
-        what = "a mask of pairs" if position_bias is None else "a bias on the logits of pairs (T5's relative positions)"
+        what = "a mask of pairs"
+        if position_bias is not None:
+            what = "a bias on the logits of pairs (T5's relative positions)"
+        elif kwargs.get("sliding_window"):
+            what = f"a mask of pairs for its sliding window of {kwargs['sliding_window']} tokens"
         raise ValueError(f"{choice.shown} is given {what} and forms no matrix to lay it on; weft:full takes it")
     else:
         run = _mechanism(choice, module, q, k, mask, causal)

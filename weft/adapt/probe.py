@@ -25,8 +25,9 @@ def refusals(model: nn.Module, layers: list[nn.Module], max_length: int | None) 
     if any(p.is_meta for p in model.parameters()):
         return {}
     longest = max_length or getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    for inputs in _inputs(model):
-        trouble, refused = _try(model, inputs, longest if isinstance(longest, int) else 2**31)
+    longest = longest if isinstance(longest, int) else 2**31
+    for inputs in _inputs(model, min(LENGTH, longest)):
+        trouble, refused = _try(model, inputs, longest)
         if trouble is None:
             return {id(layer): refused[id(layer)] for layer in layers if id(layer) in refused}
         if _runs_as_it_was(model, layers, inputs):
@@ -48,7 +49,7 @@ def _try(model: nn.Module, inputs: dict[str, Any], longest: int) -> tuple[Except
 
 
 def _runs_as_it_was(model: nn.Module, layers: list[nn.Module], inputs: dict[str, Any]) -> bool:
-    configs = {id(layer.config): layer.config for layer in layers if hasattr(layer, "config")}
+    configs: dict[int, Any] = {id(layer.config): layer.config for layer in layers if hasattr(layer, "config")}
     names = {key: config._attn_implementation_internal for key, config in configs.items()}
     for config in configs.values():
         config._attn_implementation_internal = "eager"
@@ -76,7 +77,7 @@ def _quietly(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _inputs(model: Any) -> Iterator[dict[str, Any]]:
+def _inputs(model: Any, length: int) -> Iterator[dict[str, Any]]:
     """What models most often take: tokens, for an encoder and a decoder, or an image."""
     takes = inspect.signature(model.forward).parameters
     like = next((p for p in model.parameters() if p.is_floating_point()), None)
@@ -84,7 +85,7 @@ def _inputs(model: Any) -> Iterator[dict[str, Any]]:
         return
     cache = {"use_cache": False} if "use_cache" in takes else {}
     if "input_ids" in takes:
-        text: dict[str, Tensor] = {"input_ids": torch.arange(2, 2 + LENGTH, device=like.device)[None]}
+        text: dict[str, Tensor] = {"input_ids": torch.arange(2, 2 + length, device=like.device)[None]}
         if "decoder_input_ids" in takes:
             yield {**text, "decoder_input_ids": text["input_ids"], **cache}
         yield {**text, **cache}

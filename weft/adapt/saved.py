@@ -1,13 +1,15 @@
 """What `weft.swap` and `weft.cache` did to a model, as data: to save it, and to do it again.
 
-    torch.save({"weft": weft.describe(model), "model": model.state_dict()}, path)
-    weft.apply(plain, saved["weft"])       the same mechanisms and caches in a model as its library builds it
-    plain.load_state_dict(saved["model"])
+torch.save({"weft": weft.describe(model), "model": model.state_dict()}, path)
+weft.apply(plain, saved["weft"])       the same mechanisms and caches in a model as its library builds it
+plain.load_state_dict(saved["model"])
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -36,10 +38,10 @@ def apply(model: nn.Module, description: dict[str, Any]) -> list[Any]:
     if unknown:
         raise ValueError(f"a description has the keys 'swapped' and 'cached', got {', '.join(sorted(unknown))}")
     reports = []
-    for kind, operate in (("swapped", swap), ("cached", cache)):
+    operations: dict[str, Callable[..., Any]] = {"swapped": partial(swap, probe=False), "cached": cache}
+    for kind, operate in operations.items():
         for settings, paths in _by_settings(description.get(kind, {})):
-            more = {"probe": False} if operate is swap else {}
-            report = operate(model, where=lambda path, _, paths=paths: path in paths, **settings, **more)  # type: ignore[operator]
+            report = operate(model, where=partial(_is_among, paths), **settings)
             reports.append(report)
             missing = paths - set(report.replaced)
             if missing:
@@ -49,6 +51,10 @@ def apply(model: nn.Module, description: dict[str, Any]) -> list[Any]:
                     f"{report.left.get(path, 'it has no such layer')}; build the model as the described one was built"
                 )
     return reports
+
+
+def _is_among(paths: set[str], path: str, module: nn.Module) -> bool:
+    return path in paths
 
 
 def _by_settings(layers: dict[str, dict[str, Any]]) -> list[tuple[dict[str, Any], set[str]]]:
