@@ -3,9 +3,9 @@
 import pytest
 import torch
 from promises import cases
-from weft.attention.combiner.base.summaries import max_of_others, running_max
 
 import weft
+from weft.attention.combiner.summaries import max_of_others, running_max
 
 H, D = 2, 4
 

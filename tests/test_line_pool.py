@@ -5,9 +5,9 @@ from __future__ import annotations
 from test_kernels import interpret, needs_triton
 
 AGREES = """
-from weft.attention.combiner.base.base import line_summaries
+from weft.attention.combiner.base import line_summaries
 from weft.core.joint import Columns, Rows
-from weft.attention.combiner.base.summaries import Summary
+from weft.attention.combiner.summaries import Summary
 from weft.kernels.checks import poisoned_memory
 from weft.kernels.line_pool import line_pool
 

@@ -36,7 +36,7 @@ def naive(
 
 
 class LinearAttention(Attention):
-    """`backend` "triton" is the fused causal kernel of `weft/kernels/linear_scan.py`, "torch" the version below, which
+    """`backend` "triton" is the fused causal kernel of `weft/kernels/linear_scan`, "torch" the version below, which
     defines it; "auto" takes the kernel on the GPUs it was tested on. Decoding is always "torch".
     """
 

@@ -31,7 +31,7 @@ def naive(
 
 
 class LocalAttention(Attention):
-    """`backend` "triton" is the fused kernel of `weft/kernels/band.py`, "torch" the version below, which defines it;
+    """`backend` "triton" is the fused kernel of `weft/kernels/band`, "torch" the version below, which defines it;
     "auto" takes the kernel on the GPUs it was tested on. Decoding is always "torch"."""
 
     def __init__(self, *, block_size: int = 50, backend: str = "auto", **contract):

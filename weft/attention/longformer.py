@@ -38,7 +38,7 @@ def naive(
 
 
 class LongformerAttention(Attention):
-    """`backend` "triton" is the fused kernel of `weft/kernels/band.py`, "torch" the version below, which defines it;
+    """`backend` "triton" is the fused kernel of `weft/kernels/band`, "torch" the version below, which defines it;
     "auto" takes the kernel on the GPUs it was tested on. Decoding is always "torch"."""
 
     def __init__(self, *, window: int = 512, global_tokens: int = 0, backend: str = "auto", **contract):

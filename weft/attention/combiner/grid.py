@@ -43,7 +43,7 @@ class GridState:
 
 
 class GridCombiner(Combiner):
-    """`backend` "triton" takes the fused attention of `weft/kernels/lines.py` and pools by `line_pool.py`; learned and
+    """`backend` "triton" takes the fused attention of `weft/kernels/lines` and pools by `line_pool`; learned and
     ReLU summaries, and lines over `line_pool.LONGEST_LINE` cells, are pooled in PyTorch. "torch" is the `parts` of each
     variant, which define it; "auto" takes the kernel on the GPUs it was tested on. Decoding is always "torch".
     """

@@ -7,7 +7,7 @@ PyTorch operator.
     keys      φ_m = e^{u_m}, with the rest of its scale apart:           key_scale = largest - |t|²/2
               top_i = max_{j ≤ i} largest_j over the keys the mask leaves, 0 before the first
 
-A query's scale cancels in the quotient. As in `weft/attention/performer.py`, which is the definition, gradients go
+A query's scale cancels in the quotient. As in `weft/attention/performer`, which is the definition, gradients go
 through the maxima, by way of ε alone: all else cancels. The directions p get none. Triton is imported only when a
 kernel runs.
 """

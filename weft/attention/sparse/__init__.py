@@ -52,7 +52,7 @@ def naive(
 class SparseAttention(Attention):
     """`block_size` is l: by default 50, and the power of two nearest √L from there on.
 
-    `backend` "triton" is the fused kernel of `weft/kernels/band.py`, or `strided.py`, without `cls`; "torch" is the
+    `backend` "triton" is the fused kernel of `weft/kernels/band`, or `kernel.py` beside, without `cls`; "torch" is the
     version below, which defines it; "auto" takes the kernel on the GPUs it was tested on. Decoding is always "torch".
     """
 

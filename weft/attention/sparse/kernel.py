@@ -4,7 +4,7 @@ of a grid's columns, under one softmax.
     out_i = Σ_j softmax_j(q_i · k_j / √D) v_j          over |i - j| ≤ m, and (i - j) % m = 0; at i at most when causal
 
 On a grid with rows of m tokens the second set is the query's own column. The column's cells next to the query are m
-tokens away, so the window has them: what is left lies two cells away or more. `weft/attention/sparse.py` is the
+tokens away, so the window has them: what is left lies two cells away or more. `weft/attention/sparse` is the
 definition.
 """
 
