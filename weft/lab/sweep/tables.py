@@ -66,8 +66,9 @@ def report_sweeps(files: Sequence[Path], out: Path, runs: Path | None = None) ->
 
 
 LEGEND = (
-    "Figures are those of the test data, at the checkpoint that was best on validation data: mean ± sample standard "
-    "deviation over seeds (n of them). Made by `weft report` from the runs, or from what *.results.json keep of them."
+    "Figures are those of the test data, by the checkpoint that was best on validation data or as the config's test_on "
+    "says: mean ± sample standard deviation over seeds (n of them). Made by `weft report` from the runs, or from what "
+    "*.results.json keep of them."
 )
 
 
