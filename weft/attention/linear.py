@@ -17,14 +17,13 @@ from torch import Tensor
 
 from ..core.contract import Attention, PositionBias, hide
 from ..core.dense import legal
-from ..core.dispatch import check_backend, use_triton
+from ..core.dispatch import Kernel
 from ..core.precision import precise, without_autocast
 from ..core.registry import register
 from ..core.scan import causal_sum
 from ..kernels import linear_scan as kernel
 
 EPSILON = 1e-6
-NOT_CAUSAL = "only the causal form has a kernel; the other is two matrix products"
 
 
 def naive(
@@ -36,22 +35,10 @@ def naive(
 
 
 class LinearAttention(Attention):
-    """`backend` "triton" is the fused causal kernel of `weft/kernels/linear_scan`, "torch" the version below, which
-    defines it; "auto" takes the kernel on the GPUs it was tested on. Decoding is always "torch".
-    """
-
     long_sums = True
-
-    def __init__(self, *, backend: str = "auto", **contract: Any):
-        super().__init__(**contract)
-        self.backend = check_backend(backend)
-        if backend == "triton" and not self.causal:
-            raise ValueError(f"linear cannot use backend='triton': {NOT_CAUSAL}; use 'auto' or 'torch'")
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         v = drop_values(v, self.dropout if self.training else 0.0)
-        if use_triton(self.backend, self.name, q, v, cannot=lacks(self), least_length=kernel.LEAST_LENGTH):
-            return kernel.linear_scan(q, k, v, mask, features="elu", epsilon=EPSILON).to(q.dtype)
         a, b = features(q), hide(features(k), mask)
         v1 = with_ones(v)
         total = causal_sum(a, b, v1) if self.causal else a @ (b.transpose(-1, -2) @ v1)
@@ -70,9 +57,13 @@ class LinearAttention(Attention):
         return (total[..., :-1] / (total[..., -1:] + EPSILON)).to(q.dtype), memory
 
 
-def lacks(attn: Attention) -> str:
-    """What the fused kernel lacks for this mechanism; "" if nothing."""
-    return "" if attn.causal else NOT_CAUSAL
+def run_kernel(attn: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
+    v = drop_values(v, attn.dropout if attn.training else 0.0)
+    return kernel.linear_scan(q, k, v, mask, features="elu", epsilon=EPSILON).to(q.dtype)
+
+
+def lacks(attn: Attention, *qkv: Tensor) -> str:
+    return "" if attn.causal else "only the causal form has a kernel; the other is two matrix products"
 
 
 def features(x: Tensor) -> Tensor:
@@ -103,5 +94,5 @@ register(
     cost="L",
     cross=True,
     dropout="keys",
-    backends=("torch", "triton"),
+    kernel=Kernel(run_kernel, lacks, kernel.LEAST_LENGTH, dropout=True),
 )

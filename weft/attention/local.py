@@ -15,7 +15,7 @@ from torch import Tensor
 from ..core.blocks import both, from_blocks, to_blocks, valid_keys
 from ..core.contract import Attention, PositionBias
 from ..core.dense import dense_attention, positions
-from ..core.dispatch import check_backend, use_triton
+from ..core.dispatch import Kernel
 from ..core.registry import register
 from ..core.softmax import softmax_attention
 from ..core.state import KeyValueState
@@ -31,19 +31,13 @@ def naive(
 
 
 class LocalAttention(Attention):
-    """`backend` "triton" is the fused kernel of `weft/kernels/band`, "torch" the version below, which defines it;
-    "auto" takes the kernel on the GPUs it was tested on. Decoding is always "torch"."""
-
-    def __init__(self, *, block_size: int = 50, backend: str = "auto", **contract):
+    def __init__(self, *, block_size: int = 50, **contract):
         super().__init__(**contract)
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
-        self.block_size, self.backend = block_size, check_backend(backend)
+        self.block_size = block_size
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
-        cannot = kernel.cannot(q, k, v, bias, self.dropout if self.training else 0.0)
-        if use_triton(self.backend, self.name, q, v, cannot=cannot, least_length=kernel.LEAST_LENGTH):
-            return kernel.blocks(q, k, v, mask, block_size=self.block_size, causal=self.causal)
         L, m = q.shape[2], min(self.block_size, q.shape[2])
         q, k, v = (to_blocks(x, m) for x in (q, k, v))
         n = q.shape[2]
@@ -68,6 +62,10 @@ class LocalAttention(Attention):
         return softmax_attention(q, keys, values, allowed=valid[:, None, None], bias=bias_values), state
 
 
+def run_kernel(attn: LocalAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
+    return kernel.blocks(q, k, v, mask, block_size=attn.block_size, causal=attn.causal)
+
+
 register(
     "local",
     LocalAttention,
@@ -75,5 +73,5 @@ register(
     paper="Parmar et al. 2018, Image Transformer (1802.05751)",
     cost="L*block",
     bias=True,
-    backends=("torch", "triton"),
+    kernel=Kernel(run_kernel, kernel.too_long, kernel.LEAST_LENGTH),
 )

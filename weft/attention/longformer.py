@@ -20,7 +20,7 @@ from torch import Tensor
 from ..core.blocks import both, ceil_div, from_blocks, power_of_two, to_blocks
 from ..core.contract import Attention, PositionBias
 from ..core.dense import dense_attention, positions
-from ..core.dispatch import check_backend, use_triton
+from ..core.dispatch import Kernel
 from ..core.registry import register
 from ..core.softmax import softmax_attention
 from ..core.state import KeyValueState
@@ -38,24 +38,16 @@ def naive(
 
 
 class LongformerAttention(Attention):
-    """`backend` "triton" is the fused kernel of `weft/kernels/band`, "torch" the version below, which defines it;
-    "auto" takes the kernel on the GPUs it was tested on. Decoding is always "torch"."""
-
-    def __init__(self, *, window: int = 512, global_tokens: int = 0, backend: str = "auto", **contract):
+    def __init__(self, *, window: int = 512, global_tokens: int = 0, **contract):
         super().__init__(**contract)
         if window < 1 or global_tokens < 0:
             raise ValueError(f"window must be at least 1 and global_tokens at least 0, got {window}, {global_tokens}")
-        self.window, self.global_tokens, self.backend = window, global_tokens, check_backend(backend)
+        self.window, self.global_tokens = window, global_tokens
         self.left = window - 1 if self.causal else (window - 1) // 2  # how far back and ahead a token sees
         self.right = 0 if self.causal else window // 2
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        cannot = kernel.cannot(q, k, v, bias, dropout)
-        if use_triton(self.backend, self.name, q, v, cannot=cannot, least_length=kernel.LEAST_LENGTH):
-            return kernel.window(
-                q, k, v, mask, left=self.left, right=self.right, first=self.global_tokens, causal=self.causal
-            )
         L, g = q.shape[2], min(self.global_tokens, q.shape[2])
         left, right = min(self.left, L - 1), min(self.right, L - 1)
         valid = torch.ones(1, L, dtype=torch.bool, device=q.device) if mask is None else mask
@@ -112,6 +104,11 @@ class LongformerAttention(Attention):
         return softmax_attention(q, keys, values, allowed=valid[:, None, None], bias=bias_values), (first, recent)
 
 
+def run_kernel(attn: LongformerAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
+    sizes = {"left": attn.left, "right": attn.right, "first": attn.global_tokens}
+    return kernel.window(q, k, v, mask, **sizes, causal=attn.causal)
+
+
 register(
     "longformer",
     LongformerAttention,
@@ -119,5 +116,5 @@ register(
     paper="Beltagy et al. 2020, Longformer (2004.05150)",
     cost="L*window",
     bias=True,
-    backends=("torch", "triton"),
+    kernel=Kernel(run_kernel, kernel.too_long, kernel.LEAST_LENGTH),
 )

@@ -7,8 +7,9 @@ gets no gradient; a query that is left without any legal key gives zeros. `bias`
 that is asked for its values, `bias(query_positions, key_positions)`, so that mechanisms that reorder or sample
 keys stay exact (see `weft/core/positions.py`).
 
-`forward` checks and cleans the arguments, then calls `attend`, the only method a mechanism must write. Every
-mechanism is linear in v, so the effective attention matrix is `attend` applied to the identity.
+`forward` checks and cleans the arguments, then calls `attend`, the only method a mechanism must write, or the
+mechanism's kernel (`dispatch.py`). Every mechanism is linear in v, so the effective attention matrix is `attend`
+applied to the identity.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .dispatch import plain
+from .dispatch import Kernel, check_backend, plain, use_kernel
 from .launch import autocast
 from .precision import without_autocast
 
@@ -34,6 +35,7 @@ class Attention(nn.Module):
     name = "attention"  # set by the registry
     info: Any = None  # set by the registry: an AttentionInfo
     options: dict[str, Any] | None = None  # set by the registry: its own options as it was made
+    fused: Kernel | None = None  # set by the registry: the kernel that `backend` chooses
     reads_q = True  # False where the output does not depend on q: a layer can then leave out the projection
     reads_k = True
     long_sums = False  # True where sums over the sequence are taken in single precision, whatever the dtype
@@ -46,6 +48,7 @@ class Attention(nn.Module):
         causal: bool = False,
         max_length: int | None = None,
         dropout: float = 0.0,
+        backend: str = "auto",
     ):
         super().__init__()
         if heads < 1 or head_dim < 1:
@@ -61,17 +64,27 @@ class Attention(nn.Module):
             max_length,
             dropout,
         )
+        self.backend = check_backend(backend)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        """The plain version. The arguments are checked, and masked tokens are zero."""
         raise NotImplementedError
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        bias: PositionBias | None = None,
+        **inputs: Any,
     ) -> Tensor:
         self.check(q, k, v, mask, bias)
         q, k, v = self.clean(q, k, v, mask)
         with without_autocast(q):
-            return self.attend(q, k, v, mask, bias)
+            if self.fused is not None and use_kernel(self, q, k, v, bias):
+                return self.fused.run(self, q, k, v, mask, bias)
+            return self.attend(q, k, v, mask, bias, **inputs)
 
     def clean(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Tensor]:
         """In the dtype of the autocast region, with nothing in padded memory, NaN included, that could reach a sum.

@@ -1,7 +1,8 @@
 """Which backend runs a mechanism: `backend="auto" | "torch" | "triton"`.
 
-"torch" is the plain version. "triton" is the kernel, or a ValueError that says why it cannot run. "auto" takes the
-kernel where it was tested and is faster, the plain version everywhere else.
+"torch" runs the plain version, `attend`. "triton" runs the fused kernel, or raises a ValueError that says why it
+cannot. "auto" runs the kernel where it was tested and is faster, and the plain version everywhere else. Decoding
+always runs the plain version.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,11 +20,22 @@ from torch import Tensor
 BACKENDS = ("auto", "torch", "triton")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST_HEAD = 128
-NEVER = 1 << 62  # a least length no sequence reaches: a kernel for those who ask for it by name
 TESTED = (9, 0)  # the compute capability the kernels were tested and tuned on
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: kernels run on the CPU, for tests
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The fused version of a mechanism. It must equal `attend`, outputs and gradients."""
+
+    run: Callable[..., Tensor]  # run(attn, q, k, v, mask, bias)
+    lacks: Callable[..., str] = lambda attn, *qkv: ""  # lacks(attn) or lacks(attn, q, k, v): a reason, or ""
+    least_length: int = 256  # "auto" uses the kernel from this length; the shortest measured: docs/kernels.md
+    bias: Callable[[Any], bool] = lambda bias: False  # whether it takes this position bias
+    dropout: bool = False  # whether it has dropout
+    applies: Callable[[Any], bool] = lambda attn: True  # False: this call has no fused version, use `attend`
 
 
 def check_backend(backend: str) -> str:
@@ -31,17 +44,27 @@ def check_backend(backend: str) -> str:
     return backend
 
 
-def use_triton(backend: str, name: str, q: Tensor, v: Tensor, *, cannot: str = "", least_length: int = 1) -> bool:
-    """Whether the kernel runs this call. `cannot`: what it lacks for the options in use; `least_length`: from where on
-    it is the faster one."""
-    if backend == "torch" or not q.shape[0]:  # an empty batch has nothing to launch
+def refuse_triton(name: str, reason: str) -> ValueError:
+    return ValueError(f"{name} cannot use backend='triton': {reason}; use backend='auto' or 'torch'")
+
+
+def use_kernel(attn: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any) -> bool:
+    """Whether the mechanism's kernel runs this call."""
+    kernel: Kernel | None = attn.fused
+    if kernel is None or attn.backend == "torch" or not kernel.applies(attn):
         return False
-    reason = cannot or _cannot(q, v)
-    if backend == "triton":
-        if reason:
-            raise ValueError(f"{name} cannot use backend='triton': {reason}; use backend='auto' or 'torch'")
-        return True
-    return not reason and q.shape[2] >= least_length and q.is_cuda and _capability(q.device.index or 0) == TESTED
+    if not q.shape[0]:  # an empty batch has nothing to launch
+        return False
+    if attn.backend == "auto" and not (q.is_cuda and q.shape[2] >= kernel.least_length):
+        return False
+    reason = kernel.lacks(attn, q, k, v) or _cannot(q, v)
+    if bias is not None and not kernel.bias(bias):
+        reason = "the kernel does not take this position bias"
+    if attn.dropout and attn.training and not kernel.dropout:
+        reason = "the kernel has no dropout"
+    if attn.backend == "triton" and reason:
+        raise refuse_triton(attn.name, reason)
+    return not reason and (attn.backend == "triton" or _capability(q.device.index or 0) == TESTED)
 
 
 def _cannot(q: Tensor, v: Tensor) -> str:
@@ -69,12 +92,8 @@ _capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @contextlib.contextmanager
 def plain(attn: Any) -> Iterator[None]:
-    """Within this block `attn` runs its plain version, whether it has another or not."""
-    before = getattr(attn, "backend", None)
-    if before is None:
-        yield
-        return
-    attn.backend = "torch"
+    """Within this block `attn` runs its plain version."""
+    before, attn.backend = attn.backend, "torch"
     try:
         yield
     finally:

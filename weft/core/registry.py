@@ -11,8 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from .contract import Attention
+from .dispatch import Kernel, refuse_triton
 
-_CONTRACT_OPTIONS = ("heads", "head_dim", "causal", "max_length", "dropout")
+_CONTRACT_OPTIONS = ("heads", "head_dim", "causal", "max_length", "dropout", "backend")
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,11 @@ class AttentionInfo:
     dropout: str = (
         "probabilities"  # what dropout acts on: attention "probabilities", or whole "keys" where there are none
     )
-    backends: tuple[str, ...] = ("torch",)
+    kernel: Kernel | None = None  # the fused version for GPUs
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        return ("torch",) if self.kernel is None else ("torch", "triton")
 
     @property
     def subquadratic(self) -> bool:
@@ -63,9 +68,10 @@ def register(
     length_dependent: str = "",
     not_causal: str = "",
     dropout: str = "probabilities",
-    backends: tuple[str, ...] = ("torch",),
+    kernel: Kernel | None = None,
 ) -> None:
-    """Add a mechanism; the tests that sweep the registry then hold it to every promise."""
+    """Add a mechanism. The tests that sweep the registry then check it: `attend` equals `naive`, `kernel` equals
+    `attend`, and every promise of the contract."""
     if name in _classes:
         raise ValueError(f"an attention named {name!r} is already registered")
     if not causal and not not_causal:
@@ -73,6 +79,7 @@ def register(
     signature = inspect.signature(cls.__init__)
     options = {p.name: p.default for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
     _classes[name] = cls
+    cls.fused = kernel
     _infos[name] = AttentionInfo(
         name=name,
         paper=paper,
@@ -89,7 +96,7 @@ def register(
         length_dependent=length_dependent,
         not_causal=not_causal,
         dropout=dropout,
-        backends=backends,
+        kernel=kernel,
     )
 
 
@@ -113,9 +120,13 @@ def make_attention(
     causal: bool = False,
     max_length: int | None = None,
     dropout: float = 0.0,
+    backend: str = "auto",
     **options: Any,
 ) -> Attention:
-    """The mechanism of this name, ready to be called as `attn(q, k, v, mask=None, bias=None)`."""
+    """The mechanism of this name, ready to be called as `attn(q, k, v, mask=None, bias=None)`.
+
+    `backend` is "torch" for the plain version, "triton" for the fused kernel, or "auto" for the faster one.
+    """
     info = attention_info(name)
     for option in options:
         if option not in info.options:
@@ -127,10 +138,13 @@ def make_attention(
         raise ValueError(f"{name} is causal only: make it with causal=True")
     if info.needs_max_length and max_length is None:
         raise ValueError(f"{name} has parameters per position: give it max_length, the longest sequence it will see")
-    attn = _classes[name](
-        heads=heads, head_dim=head_dim, causal=causal, max_length=max_length, dropout=dropout, **options
-    )
+    contract: dict[str, Any] = {"causal": causal, "max_length": max_length, "dropout": dropout, "backend": backend}
+    attn = _classes[name](heads=heads, head_dim=head_dim, **contract, **options)
     attn.name, attn.info, attn.options = name, info, {**info.options, **options}
+    if backend == "triton":
+        reason = "it has no kernel" if info.kernel is None else info.kernel.lacks(attn)
+        if reason:
+            raise refuse_triton(name, reason)
     return attn
 
 

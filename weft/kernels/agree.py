@@ -50,11 +50,8 @@ class Call:
     def make(self, backend: str, device: str) -> nn.Module:
         """The mechanism, in training mode: samplers sample."""
         import weft
-        from weft.layers.mssa import SubspaceAttention
 
         shape: dict[str, Any] = {"heads": self.H, "head_dim": self.D, "causal": self.causal}
-        if self.name == "mssa":
-            return SubspaceAttention(backend=backend, **shape, **self.options).to(device)
         return weft.make_attention(self.name, backend=backend, **shape, **self.options).to(device)
 
     def tensors(self, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:

@@ -18,35 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention import attention_info, make_attention
-from ..attention.full import FullAttention
-from ..core.contract import Attention, PositionBias, quiet_padding
-from ..core.dispatch import check_backend, use_triton
-from ..kernels import mssa as kernel
-
-
-class SubspaceAttention(FullAttention):
-    """`full`, with kernels of its own where one tensor is query, key and value: `weft/kernels/mssa.py`."""
-
-    def __init__(self, *, backend: str = "auto", **contract: Any):
-        super().__init__(**contract)
-        self.backend = check_backend(backend)
-        self.name, self.info = "full", attention_info("full")
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
-    ) -> Tensor:
-        cannot = ""
-        if not (q is k and k is v):
-            cannot = "the kernel takes one tensor as query, key and value, which scale=None gives"
-        elif bias is not None:
-            cannot = "the kernel has no position bias"
-        elif self.dropout and self.training:
-            cannot = "the kernel has no dropout"
-        self.check(q, k, v, mask, bias)
-        if not use_triton(self.backend, "MSSA", q, v, cannot=cannot, least_length=kernel.LEAST_LENGTH):
-            return super().forward(q, k, v, mask, bias)
-        return kernel.mssa(q, mask, causal=self.causal)
+from ..attention import make_attention
+from ..core.contract import PositionBias, quiet_padding
 
 
 class MSSA(nn.Module):
@@ -54,10 +27,6 @@ class MSSA(nn.Module):
 
     With one head as wide as `dim` there is no output map, as in the authors' code. `scale` sets the factor before
     w wᵀ in mechanisms whose logits are q·k/√D: `scale=1` with `tied=True` is the paper's eqs 11 and 12 to the letter.
-
-    `backend` "triton" is the fused kernel of `weft/kernels/mssa.py` for softmax attention without `scale`, or the
-    mechanism's own where it has one; "torch" is the plain version; "auto" takes the mechanism's own kernel, but
-    cuDNN in place of ours, which needs a third of the memory and is 4 to 13 % slower. Decoding is always "torch".
     """
 
     def __init__(
@@ -73,7 +42,6 @@ class MSSA(nn.Module):
         tied: bool = False,
         gamma: float | None = None,
         scale: float | None = None,
-        backend: str = "auto",
         device: Any = None,
         dtype: torch.dtype | None = None,
         **options: Any,
@@ -89,14 +57,9 @@ class MSSA(nn.Module):
             raise ValueError(f"scale multiplies the logits and must be positive, got {scale}")
         self.dim, self.heads, self.head_dim, self.causal = dim, heads, head_dim, causal
         self.tied, self.gamma, self.scale = tied, 1.0 if gamma is None else gamma, scale
-        contract = {
-            "heads": heads,
-            "head_dim": head_dim,
-            "causal": causal,
-            "max_length": max_length,
-            "dropout": dropout,
-        }
-        self.attention = _mechanism(attention, scale, backend, contract, options).to(device=device, dtype=dtype)
+        contract = {"causal": causal, "max_length": max_length, "dropout": dropout, **options}
+        self.attention = make_attention(attention, heads=heads, head_dim=head_dim, **contract)
+        self.attention.to(device=device, dtype=dtype)
         place = {"device": device, "dtype": dtype}
         self.subspaces = nn.Linear(dim, heads * head_dim, bias=False, **place)  # rows kp … (k+1)p are U_kᵀ
         bare = tied or (heads == 1 and head_dim == dim)
@@ -153,19 +116,3 @@ class MSSA(nn.Module):
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, heads={self.heads}, head_dim={self.head_dim}, tied={self.tied}, scale={self.scale}"
-
-
-def _mechanism(
-    name: str, scale: float | None, backend: str, contract: dict[str, Any], options: dict[str, Any]
-) -> Attention:
-    check_backend(backend)
-    if name == "full" and scale is None and not options:
-        return SubspaceAttention(backend=backend, **contract)
-    if "triton" in attention_info(name).backends:
-        options = {**options, "backend": backend}
-    elif backend == "triton":
-        raise ValueError(
-            f"MSSA cannot use backend='triton' with attention={name!r} and scale={scale}: "
-            "its kernel is for attention='full' and scale=None; use 'auto' or 'torch'"
-        )
-    return make_attention(name, **contract, **options)

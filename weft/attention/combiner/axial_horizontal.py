@@ -23,7 +23,7 @@ from ...core.partitions import default_block, other_blocks
 from ...core.registry import register
 from ..axial import Grid, column_part, row_part
 from .base import combiner_naive, line_summaries
-from .grid import GridCombiner
+from .grid import KERNEL, GridCombiner
 from .summaries import Summary
 
 
@@ -40,7 +40,7 @@ def naive(
 
 
 class CombinerAxialHorizontal(GridCombiner):
-    """`block_size` is the width of the grid; `backend` as in GridCombiner."""
+    """`block_size` is the width of the grid. `split` summarises what is before and after a token apart."""
 
     def __init__(
         self,
@@ -48,10 +48,9 @@ class CombinerAxialHorizontal(GridCombiner):
         block_size: int | None = None,
         summary: str = "max",
         split: bool = False,
-        backend: str = "auto",
         **contract: Any,
     ):
-        super().__init__(block_size=block_size, summary=summary, backend=backend, **contract)
+        super().__init__(block_size=block_size, summary=summary, **contract)
         self.split = split
         self.rows_as_spans = ("before", "after") if split else ("others",)
 
@@ -79,5 +78,5 @@ register(
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
     length_dependent="without max_length the default block size follows the length; block_size fixes it",
-    backends=("torch", "triton"),
+    kernel=KERNEL,
 )

@@ -22,7 +22,7 @@ from ...core.partitions import default_block
 from ...core.registry import register
 from ..axial import Grid, column_part, row_part
 from .base import combiner_naive, line_summaries
-from .grid import GridCombiner
+from .grid import KERNEL, GridCombiner
 from .summaries import Summary
 
 
@@ -37,12 +37,12 @@ def naive(
 
 
 class CombinerAxialVertical(GridCombiner):
-    """`block_size` is the width of the grid; `backend` as in GridCombiner."""
+    """`block_size` is the width of the grid."""
 
     columns_as_spans = True
 
-    def __init__(self, *, block_size: int | None = None, summary: str = "max", backend: str = "auto", **contract: Any):
-        super().__init__(block_size=block_size, summary=summary, backend=backend, **contract)
+    def __init__(self, *, block_size: int | None = None, summary: str = "max", **contract: Any):
+        super().__init__(block_size=block_size, summary=summary, **contract)
 
     def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
         m = self.block_size or default_block(k.shape[2], self.max_length)
@@ -76,5 +76,5 @@ register(
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
     length_dependent="without max_length the default block size follows the length; block_size fixes it",
-    backends=("torch", "triton"),
+    kernel=KERNEL,
 )

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...core.contract import PositionBias
-from ...core.dispatch import check_backend, use_triton
+from ...core.dispatch import Kernel
 from ...core.joint import Columns, Rows, valid_in
 from ...core.partitions import default_block
 from ...core.softmax import softmax_attention
@@ -43,20 +43,19 @@ class GridState:
 
 
 class GridCombiner(Combiner):
-    """`backend` "triton" takes the fused attention of `weft/kernels/lines` and pools by `line_pool`; learned and
-    ReLU summaries, and lines over `line_pool.LONGEST_LINE` cells, are pooled in PyTorch. "torch" is the `parts` of each
-    variant, which define it; "auto" takes the kernel on the GPUs it was tested on. Decoding is always "torch".
+    """The plain version is `parts`, stated by each variant. The fused one attends with `weft/kernels/lines` and pools
+    with `line_pool`; learned and ReLU summaries, and lines over `line_pool.LONGEST_LINE` cells, are pooled in PyTorch.
     """
 
     columns_as_spans = False
     columns_split = False  # bidirectional: what is above the own row and what is below as two spans
     rows_as_spans: tuple[str, ...] = ()
 
-    def __init__(self, *, block_size: int | None, summary: str, backend: str, **contract: Any):
+    def __init__(self, *, block_size: int | None, summary: str, **contract: Any):
         super().__init__(summary=summary, **contract)
         if block_size is not None and block_size < 1:
             raise ValueError(f"block_size, the width of the grid, must be at least 1, got {block_size}")
-        self.block_size, self.backend = block_size, check_backend(backend)
+        self.block_size = block_size
 
     @property
     def column_spans(self) -> tuple[str, ...]:
@@ -67,10 +66,7 @@ class GridCombiner(Combiner):
             return ("before",)
         return ("before", "after") if self.columns_split else ("others",)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
-        cannot = "the kernel has no dropout" if self.dropout and self.training else ""
-        if not use_triton(self.backend, self.name, q, v, cannot=cannot, least_length=kernel.LEAST_LENGTH):
-            return super().attend(q, k, v, mask, bias)
+    def run_kernel(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         dtype = q.dtype
         q, k, v = (self._widen(t) for t in (q, k, v))
         m = self.block_size or default_block(q.shape[2], self.max_length)
@@ -179,3 +175,6 @@ class GridCombiner(Combiner):
                 above=(kbar, vbar, count > 0),
             )
         return state
+
+
+KERNEL = Kernel(GridCombiner.run_kernel, least_length=kernel.LEAST_LENGTH)

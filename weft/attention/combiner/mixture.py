@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ...core.blocks import ceil_div
 from ...core.contract import Attention, PositionBias
 from ...core.dense import positions
-from ...core.dispatch import check_backend
+from ...core.dispatch import Kernel, check_backend
 from ...core.joint import Part, Rows, mean_attention
 from ...core.partitions import default_block
 from ...core.registry import attention_info, attentions, make_attention, register
@@ -29,7 +29,7 @@ from ..axial import Grid, column_part, row_part
 from .axial_horizontal import CombinerAxialHorizontal, row_spans
 from .axial_vertical import CombinerAxialVertical, column_spans
 from .base import combiner_naive
-from .grid import GridCombiner
+from .grid import KERNEL, GridCombiner
 
 AXIAL = ("combiner-axial-vertical", "combiner-axial-horizontal")
 MixtureState = list
@@ -53,9 +53,9 @@ def naive(
 
 
 class CombinerMixture(Attention):
-    """`factorisations` are names, or (name, {options}); `block_size`, `summary` and `backend` go to all that take them.
+    """`factorisations` are names, or (name, {options}); `block_size` and `summary` go to all that take them.
 
-    "triton" needs a kernel for every factorisation; "auto" takes those there are.
+    Each factorisation runs its own kernel: `backend="triton"` needs one for each, "auto" uses those that exist.
     """
 
     def __init__(
@@ -65,11 +65,10 @@ class CombinerMixture(Attention):
         mixture: str = "average",
         block_size: int | None = None,
         summary: str = "max",
-        backend: str = "auto",
         **contract: Any,
     ):
+        self._backend = "auto"
         super().__init__(**contract)
-        self._backend = check_backend(backend)
         if mixture not in ("average", "joint"):
             raise ValueError(f"mixture must be 'average' or 'joint', got {mixture!r}")
         entries = _entries(factorisations)
@@ -79,18 +78,14 @@ class CombinerMixture(Attention):
                     f"mixture='joint' joins {AXIAL[0]} and {AXIAL[1]}, without options of their own; "
                     "'average' takes any factorisations"
                 )
-            joint = JointAxial(block_size=block_size, summary=summary, backend=backend, **contract)
+            joint = JointAxial(block_size=block_size, summary=summary, **contract)
             self.factorisations = nn.ModuleList([joint])
             self.long_sums = joint.long_sums
             return
-        shared = {"block_size": block_size, "summary": summary, "backend": backend}
+        shared = {"block_size": block_size, "summary": summary}
         made = []
         for name, options in entries:
             info = attention_info(name)
-            if backend == "triton" and "triton" not in info.backends:
-                raise ValueError(
-                    f"combiner-mixture cannot use backend='triton': {name} has no kernel; use 'auto' or 'torch'"
-                )
             given = {key: value for key, value in shared.items() if key in info.options}
             made.append(make_attention(name, **contract, **{**given, **options}))
             if getattr(made[-1], "needs_input", False):
@@ -106,13 +101,12 @@ class CombinerMixture(Attention):
     def backend(self, backend: str) -> None:
         self._backend = check_backend(backend)
         for attn in self._each():
-            if hasattr(attn, "backend"):
-                attn.backend = backend
+            attn.backend = backend
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         attns = self._each()
         if not self._on_one_grid(q):
-            return mean([attn(q, k, v, mask) for attn in attns])
+            return self.run_kernel(q, k, v, mask, bias)
         dtype = q.dtype
         q, k, v = (attns[0]._widen(t) for t in (q, k, v))
         m = attns[0].block_size or default_block(k.shape[2], self.max_length)
@@ -122,12 +116,15 @@ class CombinerMixture(Attention):
         dropout = self.dropout if self.training else 0.0
         return mean_attention(q, mixture, dropout=dropout, may_be_empty=mask is not None).to(dtype)
 
+    def run_kernel(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        return mean([attn(q, k, v, mask) for attn in self._each()])
+
     def _on_one_grid(self, q: Tensor) -> bool:
         """Whether the factorisations have their direct sets in common, own row and own column, which then need
         computing once. On a GPU each has a kernel of its own."""
         attns = self._each()
         axial = all(isinstance(attn, CombinerAxialVertical | CombinerAxialHorizontal) for attn in attns)
-        if not axial or q.device.type != "cpu" or any(attn.backend == "triton" for attn in attns):
+        if not axial or q.device.type != "cpu":
             return False
         return len({(attn.block_size, attn.long_sums) for attn in attns}) == 1
 
@@ -140,7 +137,7 @@ class CombinerMixture(Attention):
         return mean([out for out, _ in results]), [inner for _, inner in results]
 
     def _each(self) -> list[Any]:
-        return list(self.factorisations)
+        return list(getattr(self, "factorisations", ()))
 
 
 def _entries(factorisations: Any) -> list[tuple[str, dict[str, Any]]]:
@@ -170,7 +167,7 @@ def mean(outs: list[Tensor]) -> Tensor:
 class JointAxial(GridCombiner):
     """Vertical and horizontal spans under one normaliser."""
 
-    name = "combiner-mixture"
+    name, fused = "combiner-mixture", KERNEL
     columns_as_spans = columns_split = True
     rows_as_spans = ("before", "after")
 
@@ -187,6 +184,14 @@ class JointAxial(GridCombiner):
         ]
 
 
+def lacks(attn: CombinerMixture, *qkv: Tensor) -> str:
+    for member in attn._each():
+        reason = f"{member.name} has no kernel" if member.fused is None else member.fused.lacks(member, *qkv)
+        if reason:
+            return reason
+    return ""
+
+
 register(
     "combiner-mixture",
     CombinerMixture,
@@ -195,5 +200,5 @@ register(
     cost="L*sqrt(L)",
     length_dependent="without max_length the default block size (combiner-routing's capacity) follows the length; "
     "block_size (capacity) fixes it; bidirectional spans of combiner-logsparse are counted from the end",
-    backends=("torch", "triton"),
+    kernel=Kernel(CombinerMixture.run_kernel, lacks),
 )

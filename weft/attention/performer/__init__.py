@@ -23,12 +23,12 @@ from torch import Tensor
 
 from ...core.contract import Attention, PositionBias, hide
 from ...core.dense import legal
-from ...core.dispatch import check_backend, use_triton
+from ...core.dispatch import Kernel
 from ...core.precision import precise, without_autocast
 from ...core.registry import register
 from ...core.scan import causal_sum
 from ...kernels import linear_scan
-from ..linear import NOT_CAUSAL, drop_values, lacks, with_ones
+from ..linear import drop_values, lacks, with_ones
 from . import kernel as random_features
 
 
@@ -53,11 +53,6 @@ def naive(
 
 
 class PerformerAttention(Attention):
-    """`backend` "triton" is the fused causal kernels of `kernel.py` and `kernels/linear_scan`, "torch"
-    the version below, which defines them; "auto" takes the kernels on the GPUs they were tested on. Decoding is always
-    "torch".
-    """
-
     long_sums = True
     projection: Tensor
 
@@ -67,7 +62,6 @@ class PerformerAttention(Attention):
         kernel: str = "softmax",
         features: int | None = None,
         epsilon: float = 1e-6,
-        backend: str = "auto",
         **contract: Any,
     ):
         super().__init__(**contract)
@@ -76,9 +70,6 @@ class PerformerAttention(Attention):
         if kernel == "relu" and features is not None:
             raise ValueError("the relu kernel has no random features; leave features out")
         self.kernel, self.epsilon = kernel, epsilon
-        self.backend = check_backend(backend)
-        if backend == "triton" and not self.causal:
-            raise ValueError(f"performer cannot use backend='triton': {NOT_CAUSAL}; use 'auto' or 'torch'")
         if kernel == "softmax":
             D = self.head_dim
             count = max(1, round(D * math.log(D + 1))) if features is None else features
@@ -93,9 +84,6 @@ class PerformerAttention(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         v = drop_values(v, self.dropout if self.training else 0.0)
-        least_length = linear_scan.LEAST_LENGTH if self.kernel == "relu" else random_features.LEAST_LENGTH
-        if use_triton(self.backend, self.name, q, v, cannot=lacks(self), least_length=least_length):
-            return self._fused(q, k, v, mask).to(q.dtype)
         v1 = with_ones(v)
         if self.kernel == "relu":
             a, b = (precise(x).relu() + 1e-3 for x in (q, k))
@@ -115,12 +103,6 @@ class PerformerAttention(Attention):
             b = b * (g - top).detach().exp()[..., None]
             total = a @ (b.transpose(-1, -2) @ v1) + rest * v1.sum(2, keepdim=True)
         return divide(total).to(q.dtype)
-
-    def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        if self.kernel == "relu":
-            return linear_scan.linear_scan(q, k, v, mask, features="relu")
-        a, b, key_scale, top, rest = random_features.random_features(q, k, mask, self.projection, self.epsilon)
-        return linear_scan.linear_scan(a, b, v, mask, features="given", key_scale=key_scale, top=top, rest=rest)
 
     def _exponents(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """p_m · t - |t|²/2 for every feature, and the largest p_m · t."""
@@ -196,6 +178,15 @@ def orthogonal_features(count: int, dim: int) -> Tensor:
     return (torch.cat(blocks)[:count] * lengths).to(torch.get_default_dtype())
 
 
+def run_kernel(attn: PerformerAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
+    v = drop_values(v, attn.dropout if attn.training else 0.0)
+    if attn.kernel == "relu":
+        return linear_scan.linear_scan(q, k, v, mask, features="relu").to(q.dtype)
+    a, b, key_scale, top, rest = random_features.random_features(q, k, mask, attn.projection, attn.epsilon)
+    out = linear_scan.linear_scan(a, b, v, mask, features="given", key_scale=key_scale, top=top, rest=rest)
+    return out.to(q.dtype)
+
+
 register(
     "performer",
     PerformerAttention,
@@ -204,5 +195,5 @@ register(
     cost="L",
     cross=True,
     dropout="keys",
-    backends=("torch", "triton"),
+    kernel=Kernel(run_kernel, lacks, random_features.LEAST_LENGTH, dropout=True),
 )

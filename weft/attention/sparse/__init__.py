@@ -23,7 +23,7 @@ from torch import Tensor
 from ...core.blocks import power_of_two
 from ...core.contract import Attention, PositionBias
 from ...core.dense import dense_attention, positions
-from ...core.dispatch import check_backend, use_triton
+from ...core.dispatch import Kernel
 from ...core.joint import Columns, Part, Rows, join_allowed, joint_attention, token_positions, valid_in
 from ...core.partitions import fixed_columns, other_blocks, own_block
 from ...core.registry import register
@@ -50,11 +50,7 @@ def naive(
 
 
 class SparseAttention(Attention):
-    """`block_size` is l: by default 50, and the power of two nearest √L from there on.
-
-    `backend` "triton" is the fused kernel of `weft/kernels/band`, or `kernel.py` beside, without `cls`; "torch" is the
-    version below, which defines it; "auto" takes the kernel on the GPUs it was tested on. Decoding is always "torch".
-    """
+    """`block_size` is l. The default is 50, or the power of two nearest √L where that is larger."""
 
     def __init__(
         self,
@@ -65,7 +61,6 @@ class SparseAttention(Attention):
         leading_column: bool = False,
         cls: bool = False,
         one_way: bool = False,
-        backend: str = "auto",
         **contract: Any,
     ):
         super().__init__(**contract)
@@ -84,24 +79,8 @@ class SparseAttention(Attention):
             )
         self.pattern, self.block_size, self.columns = pattern, block_size, columns
         self.leading_column, self.cls, self.one_way = leading_column, cls, one_way
-        self.backend = check_backend(backend)
-        if backend == "triton" and self._no_kernel():
-            raise ValueError(f"sparse cannot use backend='triton': {self._no_kernel()}; use 'auto' or 'torch'")
-
-    def _no_kernel(self) -> str:
-        """What in the options the fused kernel lacks; "" if nothing."""
-        return "the kernel has no cls" if self.cls else ""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
-        cannot = self._no_kernel() or kernel.cannot(q, k, v, bias, self._dropout)
-        least_length = kernel.LEAST_LENGTH if self.pattern == "fixed" else strided_kernel.LEAST_LENGTH
-        if use_triton(self.backend, self.name, q, v, cannot=cannot, least_length=least_length):
-            m = self._block(k.shape[2])
-            causal = self.causal or self.one_way
-            if self.pattern == "strided":
-                return strided_kernel.strided(q, k, v, mask, block_size=m, causal=causal)
-            columns = fixed_columns(m, self.columns, self.leading_column)
-            return kernel.block_and_columns(q, k, v, mask, block_size=m, columns=columns, causal=causal)
         if not self.cls:
             return self._pattern(q, k, v, mask, bias, None)
         first = self._first(q, k, v, mask, bias)
@@ -227,6 +206,18 @@ def _with_first(part: Part, k: Tensor, v: Tensor, valid: Tensor | None, bias: Po
     return part
 
 
+def run_kernel(attn: SparseAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
+    m, causal = attn._block(k.shape[2]), attn.causal or attn.one_way
+    if attn.pattern == "strided":
+        return strided_kernel.strided(q, k, v, mask, block_size=m, causal=causal)
+    columns = fixed_columns(m, attn.columns, attn.leading_column)
+    return kernel.block_and_columns(q, k, v, mask, block_size=m, columns=columns, causal=causal)
+
+
+def lacks(attn: SparseAttention, *qkv: Tensor) -> str:
+    return "the kernel has no cls" if attn.cls else kernel.too_long(attn, *qkv)
+
+
 register(
     "sparse",
     SparseAttention,
@@ -235,5 +226,5 @@ register(
     cost="L*sqrt(L)",
     bias=True,
     length_dependent="without max_length the default block size follows the length; block_size fixes it",
-    backends=("torch", "triton"),
+    kernel=Kernel(run_kernel, lacks, kernel.LEAST_LENGTH),
 )

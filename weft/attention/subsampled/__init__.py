@@ -27,7 +27,8 @@ from torch import Tensor
 from ...core.blocks import ceil_div
 from ...core.contract import PositionBias
 from ...core.dense import dense_attention, legal, positions
-from ...core.dispatch import check_backend, use_triton
+from ...core.dispatch import Kernel
+from ...core.positions import ALiBi
 from ...core.registry import register
 from ...core.staging import send
 from ..full import FullAttention
@@ -75,10 +76,6 @@ class Subsampling:
 
 
 class SubsampledAttention(Subsampling, FullAttention):
-    """`backend` "triton" is the fused kernel of `kernel.py`, "torch" the plain version, which defines
-    it; "auto" takes the kernel on the GPUs it was tested on. Dense attention (`eval()`, "graph") is always "torch".
-    """
-
     def __init__(
         self,
         *,
@@ -90,16 +87,12 @@ class SubsampledAttention(Subsampling, FullAttention):
         noise: str = "gaussian",
         round_sigma: bool = False,
         same_on_all_ranks: bool = False,
-        backend: str = "auto",
         **contract: Any,
     ):
         super().__init__(**contract)
         _check_options(windows, sigma, keep, layout, noise, self.causal)
         self.windows, self.sigma, self.biased, self.keep, self.layout = windows, sigma, biased, keep, layout
         self.noise, self.round_sigma, self.same_on_all_ranks = noise, round_sigma, same_on_all_ranks
-        self.backend = check_backend(backend)
-        if backend == "triton" and layout == "graph":
-            raise ValueError("subsampled cannot use backend='triton' on a graph, which has no windows; use 'auto'")
         self.last_indices: Tensor | None = None
         self._fixed: Tensor | None = None
 
@@ -110,13 +103,7 @@ class SubsampledAttention(Subsampling, FullAttention):
         if self.layout == "graph":
             kept = drop_sources(mask, B, L, 1 - self.keep, q.device, per_rank=not self.same_on_all_ranks)
             return super().attend(q, k, v, kept, bias)
-        sources = self._given(L) if self._fixed is not None else self.draw(L)
-        if not torch.compiler.is_compiling():
-            self.last_indices = sources
-        dropout = self.dropout if self.training else 0.0
-        cannot = _no_kernel(bias, dropout)
-        if use_triton(self.backend, self.name, q, v, cannot=cannot, least_length=kernel.LEAST_LENGTH):
-            return self._fused(q, k, v, sources, mask, bias is not None)
+        sources, dropout = self._sources(L), self.dropout if self.training else 0.0
         if self._tiles(q, v, sources, mask, bias, dropout):
             return causal_tiles(q, k, v, sources)
         targets = self.targets(L, q.device)
@@ -124,8 +111,15 @@ class SubsampledAttention(Subsampling, FullAttention):
             q, k, v, sources, targets=targets, causal=self.causal, mask=mask, bias=bias, dropout=dropout
         )
 
-    def _fused(self, q: Tensor, k: Tensor, v: Tensor, sources: Tensor, mask: Tensor | None, alibi: bool) -> Tensor:
+    def _sources(self, length: int) -> Tensor:
+        sources = self._given(length) if self._fixed is not None else self.draw(length)
+        if not torch.compiler.is_compiling():
+            self.last_indices = sources
+        return sources
+
+    def run_kernel(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         L, given = q.shape[2], self._fixed is not None
+        sources = self._sources(L)
         size, _, padded = self._cut(L)
         runs = not isinstance(self.layout, tuple) or self._rectangle()[1] == self.layout[1]
         return kernel.subsampled(
@@ -138,7 +132,7 @@ class SubsampledAttention(Subsampling, FullAttention):
             causal=self.causal,
             mask=mask,
             nearest=None if mask is None else nearest_legal(mask, L, self.causal, q.device),
-            alibi=alibi,
+            alibi=bias is not None,
             # Without a mask only these samples can leave a target without a legal source.
             stand_in=given or (self.keep < 1 if self.causal else padded > L),
             once=not self.causal and not given,
@@ -263,15 +257,8 @@ class SubsampledAttention(Subsampling, FullAttention):
         return f"windows={self.windows}, sigma={self.sigma}, biased={self.biased}, layout={self.layout!r}"
 
 
-def _no_kernel(bias: PositionBias | None, dropout: float) -> str:
-    """What of a call the fused kernel lacks; "" if nothing."""
-    from ...core.positions import ALiBi
-
-    if dropout:
-        return "the kernel has no dropout"
-    if bias is not None and type(bias) is not ALiBi:
-        return f"of the position biases the kernel has ALiBi inside, not {type(bias).__name__}"
-    return ""
+def lacks(attn: SubsampledAttention, *qkv: Tensor) -> str:
+    return "a graph has no windows" if attn.layout == "graph" else ""
 
 
 def drop_sources(
@@ -319,5 +306,11 @@ register(
     paper="Hussain et al. 2023, The Information Pathways Hypothesis (2306.01705)",
     cost="L^2",  # L^2 / windows in training; dense at inference
     bias=True,
-    backends=("torch", "triton"),
+    kernel=Kernel(
+        SubsampledAttention.run_kernel,
+        lacks,
+        kernel.LEAST_LENGTH,
+        bias=lambda bias: type(bias) is ALiBi,
+        applies=lambda attn: attn.samples_now,
+    ),
 )

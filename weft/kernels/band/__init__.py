@@ -63,13 +63,9 @@ TILES: dict[tuple[str, int, int], Tiles] = {
 }
 
 
-def cannot(q: Tensor, k: Tensor, v: Tensor, bias: Any, dropout: float) -> str:
-    """What the kernels lack for this call; "" if nothing."""
-    if bias is not None:
-        return "the kernel has no position bias"
-    if dropout:
-        return "the kernel has no dropout"
-    if q.shape[2] * max(x.stride(2) for x in (q, k, v)) >= 2**31:
+def too_long(attn: Any, *qkv: Tensor) -> str:
+    """Why the kernels cannot run; "" if they can."""
+    if qkv and qkv[0].shape[2] * max(x.stride(2) for x in qkv) >= 2**31:
         return "the kernel counts inside a sequence in 32 bits, and this one is longer"
     return ""
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ....core.blocks import ceil_div
 from ....core.contract import Attention, PositionBias, hide
 from ....core.dense import dense_softmax, legal, positions, real_tokens
-from ....core.dispatch import check_backend, use_triton
+from ....core.dispatch import Kernel
 from ....core.joint import Columns, Part, Rows, joint_attention
 from ....core.partitions import default_block, other_blocks
 from ....core.precision import precise, without_autocast
@@ -71,12 +71,7 @@ def naive(
 
 
 class CombinerAxial(Attention):
-    """`own_span` keeps the own row also as a span when bidirectional: the published code, which counts it twice.
-
-    `backend` "triton" is the fused kernel of `kernel.py`, for key_summary="wsum" without own_span;
-    "torch" the version below, which defines it; "auto" takes the kernel on the GPUs it was tested on. Decoding is
-    always "torch".
-    """
+    """`own_span` keeps the own row also as a span when bidirectional: the published code, which counts it twice."""
 
     def __init__(
         self,
@@ -86,7 +81,6 @@ class CombinerAxial(Attention):
         own_span: bool = False,
         input_dim: int | None = None,
         eps: float = 1e-6,
-        backend: str = "auto",
         **contract: Any,
     ):
         super().__init__(**contract)
@@ -97,9 +91,6 @@ class CombinerAxial(Attention):
         if own_span and self.causal:
             raise ValueError("own_span reproduces the published bidirectional code: it needs causal=False")
         self.block_size, self.key_summary, self.own_span = block_size, key_summary, own_span
-        self.backend = check_backend(backend)
-        if backend == "triton" and self._no_kernel():
-            raise ValueError(f"combiner-axial cannot use backend='triton': {self._no_kernel()}; use 'auto' or 'torch'")
         self.needs_input = key_summary.endswith("proj")
         if self.needs_input and input_dim is None:
             raise ValueError(f"key_summary={key_summary!r} projects to the width of the layer's input: give input_dim")
@@ -113,30 +104,16 @@ class CombinerAxial(Attention):
                 nn.init.xavier_uniform_(linear.weight)
                 nn.init.zeros_(linear.bias)
 
-    def forward(
+    def attend(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: Tensor | None = None,
-        bias: PositionBias | None = None,
+        mask: Tensor | None,
+        bias: PositionBias | None,
         x: Tensor | None = None,
     ) -> Tensor:
-        self.check(q, k, v, mask, bias)
-        q, k, v = self.clean(q, k, v, mask)
-        x = self._input(x, q, mask)
-        cannot = "the kernel has no dropout" if self.dropout and self.training else self._no_kernel()
-        with without_autocast(q):
-            if not use_triton(self.backend, self.name, q, v, cannot=cannot, least_length=kernel.LEAST_LENGTH):
-                return self._attend(q, k, v, mask, x, v)
-            m = self.block_size or default_block(q.shape[2], self.max_length)
-            return kernel.combiner_axial(q, k, v, mask, block_size=m, causal=self.causal)
-
-    def _no_kernel(self) -> str:
-        """What in the options the fused kernel lacks; "" if nothing."""
-        if self.key_summary != "wsum":
-            return f"the kernel has key_summary='wsum', not {self.key_summary!r}"
-        return "the kernel has no own_span" if self.own_span else ""
+        return self._attend(q, k, v, mask, self._input(x, q, mask), v)
 
     @torch.no_grad()
     def weights(
@@ -248,6 +225,17 @@ class RowState:
     spans: Seen | None = None
 
 
+def run_kernel(attn: CombinerAxial, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
+    m = attn.block_size or default_block(q.shape[2], attn.max_length)
+    return kernel.combiner_axial(q, k, v, mask, block_size=m, causal=attn.causal)
+
+
+def lacks(attn: CombinerAxial, *qkv: Tensor) -> str:
+    if attn.key_summary != "wsum":
+        return f"the kernel has key_summary='wsum', not {attn.key_summary!r}"
+    return "the kernel has no own_span" if attn.own_span else ""
+
+
 register(
     "combiner-axial",
     CombinerAxial,
@@ -255,5 +243,5 @@ register(
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
     length_dependent="without max_length the default block size follows the length; block_size fixes it",
-    backends=("torch", "triton"),
+    kernel=Kernel(run_kernel, lacks, kernel.LEAST_LENGTH),
 )

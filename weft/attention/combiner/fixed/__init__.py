@@ -25,7 +25,7 @@ from torch import Tensor
 from ....core.blocks import ceil_div
 from ....core.contract import PositionBias
 from ....core.dense import dense_softmax, legal, positions, real_tokens
-from ....core.dispatch import check_backend, use_triton
+from ....core.dispatch import Kernel
 from ....core.joint import Part, Rows, valid_in
 from ....core.partitions import default_block, own_block
 from ....core.registry import register
@@ -81,11 +81,7 @@ class Nodes:
 
 
 class CombinerFixed(Combiner):
-    """`own_span` keeps the own block also as a span when bidirectional: the published code, which counts it twice.
-
-    `backend` "triton" is the fused kernel of `kernel.py`, "torch" the version below, which defines
-    it; "auto" takes the kernel on the GPUs it was tested on. Decoding is always "torch".
-    """
+    """`own_span` keeps the own block also as a span when bidirectional: the published code, which counts it twice."""
 
     def __init__(
         self,
@@ -94,7 +90,6 @@ class CombinerFixed(Combiner):
         levels: int = 2,
         summary: str = "max",
         own_span: bool = False,
-        backend: str = "auto",
         **contract: Any,
     ):
         super().__init__(summary=summary, **contract)
@@ -107,27 +102,6 @@ class CombinerFixed(Combiner):
         if levels > 2 and block_size == 1:
             raise ValueError("blocks of one token cannot be grouped into levels: give a larger block_size")
         self.block_size, self.levels, self.own_span = block_size, levels, own_span
-        self.backend = check_backend(backend)
-        if backend == "triton" and self._no_kernel():
-            raise ValueError(f"combiner-fixed cannot use backend='triton': {self._no_kernel()}; use 'auto' or 'torch'")
-
-    def _no_kernel(self) -> str:
-        """What in the options the fused kernel lacks; "" if nothing."""
-        if self.levels > 2 or self.own_span:
-            return "the kernel has neither levels > 2 nor own_span"
-        if self.summary.kind not in kernel.POOLS:
-            return f"the kernel has the summaries {', '.join(kernel.POOLS)}, not {self.summary.kind}"
-        return ""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
-        cannot = "the kernel has no dropout" if self.dropout and self.training else self._no_kernel()
-        if not use_triton(self.backend, self.name, q, v, cannot=cannot, least_length=kernel.LEAST_LENGTH):
-            return super().attend(q, k, v, mask, bias)
-        dtype = q.dtype
-        q, k, v = (self._widen(t) for t in (q, k, v))
-        m = self.block_size or default_block(q.shape[2], self.max_length)
-        out = kernel.combiner_fixed(q, k, v, mask, block_size=m, pool=self.summary.pool, causal=self.causal)
-        return out.to(dtype) if self.long_sums else out
 
     def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
         L, device = k.shape[2], k.device
@@ -264,6 +238,20 @@ def _of_nodes(x: Tensor, index: Tensor, everything: bool) -> Tensor:
     return torch.unflatten(x.index_select(2, index.flatten()), 2, index.shape)
 
 
+def run_kernel(attn: CombinerFixed, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
+    dtype, m = q.dtype, attn.block_size or default_block(q.shape[2], attn.max_length)
+    q, k, v = (attn._widen(t) for t in (q, k, v))
+    return kernel.combiner_fixed(q, k, v, mask, block_size=m, pool=attn.summary.pool, causal=attn.causal).to(dtype)
+
+
+def lacks(attn: CombinerFixed, *qkv: Tensor) -> str:
+    if attn.levels > 2 or attn.own_span:
+        return "the kernel has neither levels > 2 nor own_span"
+    if attn.summary.kind not in kernel.POOLS:
+        return f"the kernel has the summaries {', '.join(kernel.POOLS)}, not {attn.summary.kind}"
+    return ""
+
+
 register(
     "combiner-fixed",
     CombinerFixed,
@@ -271,5 +259,5 @@ register(
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
     length_dependent="without max_length the default block size follows the length; block_size fixes it",
-    backends=("torch", "triton"),
+    kernel=Kernel(run_kernel, lacks, kernel.LEAST_LENGTH),
 )
