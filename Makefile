@@ -1,9 +1,10 @@
 # make demo: set up and show what weft does.  make test: set up and run every check.
+# make test-oldest: the same with the oldest supported versions, on part of the tests.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: env demo test
+.PHONY: env demo test test-oldest
 
 env: $(VENV)/.ready
 
@@ -18,6 +19,21 @@ test: env
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+
+# The oldest versions that pyproject.toml allows, with the tests that depend on them most. timm is left out: its
+# torchvision does not exist for every build of torch.
+OLDEST := .venv-oldest
+OLDEST_TESTS := tests/test_promises.py tests/test_refusals.py tests/test_layers.py tests/test_adapt_huggingface.py tests/test_lab.py
+
+$(OLDEST)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/pip install --quiet --upgrade pip
+	grep -oE '[a-z-]+>=[0-9.]+' pyproject.toml | grep -v setuptools | sed 's/>=/==/' > $(OLDEST)/oldest.txt
+	$(OLDEST)/bin/pip install --quiet -c $(OLDEST)/oldest.txt -e ".[lab,huggingface,tensorboard,test]"
+	touch $@
+
+test-oldest: $(OLDEST)/.ready
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n auto --dist worksteal $(OLDEST_TESTS)
 
 demo: env
 	$(BIN)/weft demo
