@@ -10,7 +10,7 @@ step() { # name, limit in seconds, command: what it printed goes to OUT/name.log
 }
 step attention 170 python3 -W ignore -m benchmarks.gpu_attention --plain --out "$out/attention.json" --commit "$commit" \
   --lengths 256 512 1024 2048 4096 16384 65536 \
-  --only combiner-fixed combiner-axial linear local longformer sparse subsampled mssa
+  --only combiner-fixed combiner-axial linear local longformer sparse subsampled
 step families 110 python3 -W ignore -m benchmarks.gpu_attention --plain --out "$out/families.json" --commit "$commit" \
   --lengths 256 1024 4096 16384 65536 --only performer sparse combiner-axial-vertical combiner-axial-horizontal combiner-mixture
 step compiled 240 python3 -W ignore -m benchmarks.gpu_compiled

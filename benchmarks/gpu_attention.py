@@ -49,7 +49,7 @@ def contestants(L: int, causal: bool, only: list[str], with_plain: bool) -> dict
         "flash": lambda: sdpa(SDPBackend.FLASH_ATTENTION, causal),
     }
     for name in only:
-        if name == "mssa" or (not causal and name not in BOTH_WAYS):
+        if not causal and name not in BOTH_WAYS:
             continue
         if name == "combiner-fixed":
             best = default_block(L, None)
@@ -68,9 +68,6 @@ def contestants(L: int, causal: bool, only: list[str], with_plain: bool) -> dict
     if causal and "linear" in only:
         chosen["linear, published chunked form"] = lambda: reference("chunked_linear")
         chosen["... its scan alone"] = lambda: reference("chunked_scan")
-    if not causal and "mssa" in only:
-        chosen["mssa"] = lambda: mssa
-        chosen["mssa, cuDNN on z, z, z"] = lambda: lambda q, k, v: sdpa(SDPBackend.CUDNN_ATTENTION, False)(q, q, q)
     return chosen
 
 
@@ -78,12 +75,6 @@ def reference(name: str) -> Callable[..., Tensor]:
     from benchmarks import linear_reference
 
     return getattr(linear_reference, name)
-
-
-def mssa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    from weft.kernels.mssa import mssa as kernel
-
-    return kernel(q, None)
 
 
 def compare(lengths: list[int], causal: bool, only: list[str], with_plain: bool) -> list[dict[str, Any]]:
@@ -202,7 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=None, help="write the numbers here as JSON")
     parser.add_argument("--lengths", type=int, nargs="*", default=list(LENGTHS))
-    parser.add_argument("--only", nargs="*", default=[*with_kernels, "mssa"], help="these mechanisms")
+    parser.add_argument("--only", nargs="*", default=with_kernels, help="these mechanisms")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--commit", default=None, help="the commit to write down, where git is not at hand")

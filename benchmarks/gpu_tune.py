@@ -2,7 +2,7 @@
 
     python3 -m benchmarks.gpu_tune [--out FILE.json] [--only NAME ...] [--lengths L ...]
 
-bfloat16, 16 heads of 64, causal (MSSA both ways). Times the whole forward or, for a kernel of the backward, both, with
+bfloat16, 16 heads of 64, causal. Times the whole forward or, for a kernel of the backward, both, with
 one kernel's tiles changed. Trials are compiled first, in many processes.
 """
 
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -31,17 +30,9 @@ from benchmarks.gpu_trials import TRIALS, Trial  # noqa: E402
 
 def call(trial: Trial, L: int) -> Callable[[], Any]:
     inputs, dout = tensors(L)
-    if trial.mechanism == "mssa":
-        from weft.kernels.mssa import mssa
-
-        inputs = inputs[:1]
-
-        def attn(z: Tensor) -> Tensor:
-            return mssa(z, None)
-    else:
-        attn = weft.make_attention(
-            trial.mechanism, heads=H, head_dim=D, causal=True, backend="triton", **trial.options(L)
-        ).cuda()
+    attn = weft.make_attention(
+        trial.mechanism, heads=H, head_dim=D, causal=True, backend="triton", **trial.options(L)
+    ).cuda()
     if trial.backward:
         return lambda: torch.autograd.grad(attn(*inputs), inputs, dout)
 

@@ -1,46 +1,37 @@
 """Subsampled attention's kernels: samples that repeat themselves or leave targets alone, and what has no kernel.
 
-The rest of what the kernels promise is in tests/test_kernels.py.
+The rest of what the kernels promise is in test_agreement.py.
 """
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
-from test_kernels import interpret
+from promises import DEVICE  # noqa: F401  sets the default device
 
 import weft
 from weft.core import dispatch
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
-GIVEN_SAMPLES = """
-import weft
-for causal, L, W in ((True, 21, 3), (False, 20, 3), (True, 1, 2)):
-    attn = weft.make_attention("subsampled", heads=1, head_dim=16, causal=causal, windows=W)
-    mask = torch.rand(2, L) > 0.4
-    tensors = [torch.randn(2, 1, L, 16) for _ in range(4)]
-    sample = torch.randint(0, L + 1, (W, 5))
-    sample[:, 1] = sample[:, 0]  # a source twice in a window
-    sample[0] = L  # a window without any
-    for given in (None, mask):
-        results = []
-        for backend, dtype in (("torch", torch.float64), ("triton", torch.float32)):
-            attn.backend = backend
-            q, k, v, dout = (x.to(dtype).requires_grad_() for x in tensors)
-            with attn.fixed(sample):
-                out = attn(q, k, v, given)
-            results.append((out, *torch.autograd.grad(out, (q, k, v), dout)))
-        for a, b in zip(*results):
-            assert (a - b).abs().max() < 1e-5, (causal, L, given is None, seed)
-"""
-
-
-@needs_triton
 def test_given_samples():
-    interpret(GIVEN_SAMPLES)
+    torch.manual_seed(0)
+    for causal, L, W in ((True, 21, 3), (False, 20, 3), (True, 1, 2)):
+        attn = weft.make_attention("subsampled", heads=1, head_dim=16, causal=causal, windows=W)
+        mask = torch.rand(2, L) > 0.4
+        tensors = [torch.randn(2, 1, L, 16) for _ in range(4)]
+        sample = torch.randint(0, L + 1, (W, 5))
+        sample[:, 1] = sample[:, 0]  # a source twice in a window
+        sample[0] = L  # a window without any
+        for given in (None, mask):
+            results = []
+            for backend, dtype in (("torch", torch.float64), ("triton", torch.float32)):
+                attn.backend = backend
+                q, k, v, dout = (x.to(dtype).requires_grad_() for x in tensors)
+                with attn.fixed(sample):
+                    out = attn(q, k, v, given)
+                results.append((out, *torch.autograd.grad(out, (q, k, v), dout)))
+            for a, b in zip(*results, strict=True):
+                assert (a - b).abs().max() < 1e-5, (causal, L, given is None)
 
 
 def make(**options):

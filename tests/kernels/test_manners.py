@@ -1,44 +1,28 @@
-"""Every kernel on the GPU against its definition in float64: outputs, all gradients, and how PyTorch may call it.
-
-    python3 -m benchmarks.gpu_correctness [--quick] [--only NAME ...] [--seed N]
-
-Goes on after a failure; the last lines say what failed, and the exit code is the number of failures (at most 100).
-Every check runs in a process of its own: most of the time goes into compiling, and there are many cores.
-"""
+"""Every kernel called in every way PyTorch has: compiled, checkpointed, in a CUDA graph, alone and in a batch."""
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
-import time
-import traceback
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
-from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from agree import Call, relative_error
+from calls import REAL
+from promises import DEVICE
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from weft.kernels import cases
-from weft.kernels.agree import Call, compare_call  # noqa: E402
-from weft.kernels.checks import failures, relative_error  # noqa: E402
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+pytestmark = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: set WEFT_TEST_DEVICE=cuda")
 
 
 def usual(name: str) -> Call:
     """The call by which a mechanism's manners are judged: its first real one, in bfloat16, without a mask, and long
     enough for "auto" to take the kernel."""
-    first = cases.REAL[name][0]
+    first = REAL[name][0]
     return replace(first, dtype=torch.bfloat16, mask="none", B=2, L=max(1100, first.L))
 
 
@@ -51,8 +35,6 @@ class Manners:
         self.bias = self.call.position_bias("cuda")
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.call.name == "mssa":  # one tensor is all three
-            k = v = q
         return self.attn(q, k, v, None, self.bias)
 
     def leaves(self) -> tuple[list[Tensor], Tensor]:
@@ -83,8 +65,6 @@ class Manners:
         def fn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
             mask = torch.cat([mask[:, :1], mask[:, 1:]], 1)
             q, k, v = q * 1, k * 1, v * 1
-            if self.call.name == "mssa":
-                k = v = q
             return self.attn(q, k, v, mask, self.bias) * 1
 
         outs = []
@@ -179,8 +159,6 @@ class Manners:
             return ""
         (q, k, v), dout = self.leaves()
         out = self.run(self.attention, [q, k, v], dout)[0]
-        if self.call.name == "mssa":
-            k = v = q
         torch.manual_seed(1)
         error = relative_error(self.attn.weights(q, k, v, None, self.bias) @ v, out.double())
         return "" if error < 1e-2 else f"weights @ v is {error:.1e} away"
@@ -197,54 +175,9 @@ def same(mine: list[Tensor], theirs: list[Tensor], within: float = 0.0) -> str:
     return ""
 
 
-def check(what: tuple, seed: int) -> tuple[str, str, float, str]:
-    """One check: what it was, its dtype, its worst error, and what is wrong with it."""
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
-    kind, *rest = what
-    try:
-        if kind == "manner":
-            name, way = rest
-            return f"{name}: {way}", "", 0.0, getattr(Manners(name), way)()
-        (case,) = rest
-        errors = compare_call(case, "cuda")
-    except Exception as error:  # one broken case must not hide the others
-        short = f"{type(error).__name__}: {str(error)[:500]}\n{traceback.format_exc()[-500:]}"
-        return " ".join(map(str, what)), "", float("nan"), short
-    wrong = failures(errors, case.dtype)
-    return str(case), str(case.dtype)[6:], max(errors.values()), str(wrong) if wrong else ""
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="bfloat16 cases only")
-    parser.add_argument("--only", nargs="*", default=None, help="these mechanisms only")
-    parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
-    args = parser.parse_args()
-    began = time.time()
-    names = [name for name in cases.REAL if args.only is None or name in args.only]
-    jobs: list[tuple] = [("manner", name, way) for name in names for way in WAYS]
-    jobs += [("call", replace(call, dtype=dtype)) for name in names for call in cases.REAL[name] for dtype in DTYPES]
-    jobs = [j for j in jobs if j[0] == "manner" or not args.quick or j[1].dtype == torch.bfloat16]
-    failed, worst = [], dict[str, float]()
-    with ProcessPoolExecutor(args.workers, get_context("spawn")) as pool:
-        waiting = [pool.submit(check, job, args.seed + i) for i, job in enumerate(jobs)]
-        for job in as_completed(waiting):
-            name, dtype, error, wrong = job.result()
-            if dtype:
-                worst[dtype] = max(worst.get(dtype, 0.0), error)
-            if wrong:
-                failed.append(f"{name}: {wrong}")
-                print(f"FAIL {time.time() - began:5.0f}s {name}  {error:.1e}  {wrong[:160]}", flush=True)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, seed {args.seed}, {time.time() - began:.0f} s")
-    print(f"{len(jobs)} checks of {', '.join(names)}")
-    print("worst relative error: " + ", ".join(f"{kind} {error:.1e}" for kind, error in worst.items()))
-    for line in failed:
-        print("FAILED", line)
-    print(f"{len(failed)} failed")
-    return min(len(failed), 100)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", sorted(REAL))
+def test_manner(name, way, monkeypatch):
+    torch.manual_seed(0)
+    wrong = getattr(Manners(name), way)()
+    assert not wrong, wrong

@@ -4,8 +4,7 @@ ones for a GPU, each in bfloat16, float16 and float32 there."""
 from __future__ import annotations
 
 import torch
-
-from .agree import Call
+from agree import Call
 
 SMALL: dict[str, tuple[Call, ...]] = {
     "combiner-axial": (
@@ -116,16 +115,6 @@ SMALL: dict[str, tuple[Call, ...]] = {
         Call("linear", 130, H=1, D=64, dtype=torch.float16),
         Call("linear", 33, B=2, H=1, D=128, mask="all"),
         Call("linear", 3, H=1),
-    ),
-    "mssa": (
-        Call("mssa", 67, H=1, causal=False),
-        Call("mssa", 70, causal=False, B=2, H=1, mask="random"),
-        Call("mssa", 75, H=2, D=20, layout="BHLD"),
-        Call("mssa", 67, B=2, H=1, mask="ends"),
-        Call("mssa", 33, B=2, H=1, causal=False, mask="all"),
-        Call("mssa", 1, D=128, H=1, causal=False),
-        Call("mssa", 150, D=64, causal=False, dtype=torch.float16),
-        Call("mssa", 150, D=64, H=1, mask="random", dtype=torch.float16),
     ),
     "performer": (
         Call("performer", 150, H=1, mask="ends"),
@@ -274,16 +263,6 @@ REAL: dict[str, tuple[Call, ...]] = {
         Call("linear", 301, D=20, B=2, H=2, mask="ends"),
         Call("linear", 63, D=64, B=2, H=2),
         Call("linear", 2, D=64, B=64, H=2),
-    ),
-    "mssa": (
-        Call("mssa", 1000, D=64, B=2, H=4, causal=False),
-        Call("mssa", 1000, D=64, B=2, H=4, causal=False, mask="random"),
-        Call("mssa", 197, D=48, B=3, H=3, causal=False, mask="ends"),
-        Call("mssa", 777, D=64, B=2, H=3, layout="BHLD"),
-        Call("mssa", 1025, D=128, B=1, H=2),
-        Call("mssa", 640, D=128, B=2, H=2, causal=False, mask="all"),
-        Call("mssa", 300, D=20, B=2, H=2, mask="random"),
-        Call("mssa", 1, D=64, B=2, H=2),
     ),
     "performer": (
         Call("performer", 1000, D=64, B=2, H=4),

@@ -1,4 +1,4 @@
-"""Who runs MSSA, local, longformer and sparse: which backend, and what is said when a kernel cannot."""
+"""Which backend a mechanism takes, and its error where the kernel cannot run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import torch
 
 import weft
 from weft.core import dispatch
-from weft.layers.mssa import SubspaceAttention
 
 
 @pytest.fixture
@@ -64,33 +63,60 @@ def test_sparse_has_no_kernel_for_cls(pattern):
     weft.make_attention("sparse", heads=2, head_dim=8, pattern=pattern, cls=True)
 
 
-def test_mssa_refuses_what_its_kernel_lacks(kernels_could_run):
-    x = torch.randn(1, 20, 16)
-    with pytest.raises(ValueError, match="bias"):
-        weft.MSSA(16, 2, backend="triton")(x, None, weft.ALiBi(2))
-    with pytest.raises(ValueError, match="dropout"):
-        weft.MSSA(16, 2, backend="triton", dropout=0.1)(x)
-    with pytest.raises(ValueError, match="scale=None"):
-        weft.MSSA(16, 2, backend="triton", scale=1.0)
-    with pytest.raises(ValueError, match="attention='full'"):
-        weft.MSSA(16, 2, backend="triton", attention="linformer", max_length=20)
-    with pytest.raises(ValueError, match="one tensor"):
-        SubspaceAttention(heads=2, head_dim=8, backend="triton")(*qkv())
+def combiner(**options):
+    return weft.make_attention("combiner-fixed", heads=2, head_dim=8, **options)
+
+
+def test_auto_on_a_cpu_is_torch():
+    q, k, v = qkv(300)
+    auto, plain = combiner(causal=True), combiner(causal=True, backend="torch")
+    assert auto.backend == "auto" and not dispatch.use_triton("auto", "combiner-fixed", q, v)
+    assert torch.equal(auto(q, k, v), plain(q, k, v))
+
+
+def test_info_names_the_backends():
+    assert weft.attention_info("combiner-fixed").backends == ("torch", "triton")
+    assert weft.attention_info("full").backends == ("torch",)
+
+
+def test_triton_that_cannot_run_says_why(monkeypatch):
+    monkeypatch.setattr(dispatch, "_INTERPRETED", False)
+    with pytest.raises(ValueError, match="CUDA|not installed"):
+        combiner(backend="triton")(*qkv())
     with pytest.raises(ValueError, match="backend must be"):
-        weft.MSSA(16, 2, backend="cuda")
+        combiner(backend="cuda")
+    for options, reason in (
+        ({"levels": 3}, "levels"),
+        ({"own_span": True}, "own_span"),
+        ({"summary": "relu-max"}, "relu-max"),
+        ({"summary": "deepsets-mean"}, "deepsets-mean"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            combiner(backend="triton", **options)
 
 
-def test_mssa_passes_its_backend_on_to_a_mechanism_that_has_kernels():
-    layer = weft.MSSA(16, 2, attention="local", block_size=4, backend="torch")
-    assert layer.attention.backend == "torch" and layer.attention.block_size == 4
-    assert weft.MSSA(16, 2).attention.backend == "auto"
+@pytest.mark.parametrize(
+    ("q", "v", "reason"),
+    [
+        (torch.ones(1, 2, 4, 8, dtype=torch.float64), torch.ones(1, 2, 4, 8, dtype=torch.float64), "float64"),
+        (torch.ones(1, 2, 4, 160), torch.ones(1, 2, 4, 160), "up to 128"),
+        (torch.ones(1, 2, 4, 8), torch.ones(1, 2, 4, 4), "one shape"),
+    ],
+)
+def test_tensors_no_kernel_takes(kernels_could_run, q, v, reason):
+    with pytest.raises(ValueError, match=reason):
+        dispatch.use_triton("triton", "combiner-fixed", q, v)
+    assert not dispatch.use_triton("auto", "combiner-fixed", q, v)
 
 
-def test_mssa_with_and_without_the_kernel_is_full_attention_of_one_tensor():
-    x = torch.randn(2, 150, 16)
-    mask = torch.rand(2, 150) > 0.3
-    layer = weft.MSSA(16, 2, causal=True)
-    w = layer.project(x)[0]
-    expected = weft.make_attention("full", heads=2, head_dim=8, causal=True)(w, w, w, mask)
-    torch.testing.assert_close(layer.attention(w, w, w, mask), expected)
-    torch.testing.assert_close(layer.weights(x, mask) @ w.masked_fill(~mask[:, None, :, None], 0), expected)
+def test_dropout_has_no_kernel(kernels_could_run):
+    with pytest.raises(ValueError, match="dropout"):
+        combiner(backend="triton", dropout=0.1)(*qkv())
+
+
+def test_weights_look_inside_a_fused_mechanism():
+    attn = combiner(backend="triton", causal=True)
+    q, k, v = qkv()
+    expected = combiner(backend="torch", causal=True)(q, k, v)
+    torch.testing.assert_close(attn.weights(q, k, v) @ v, expected)
+    assert attn.backend == "triton"

@@ -1,0 +1,99 @@
+"""Every kernel against its plain version: outputs and all gradients against float64, in poisoned memory.
+
+On a CPU: small calls in Triton's interpreter, without bfloat16, whose products it gets wrong. With
+WEFT_TEST_DEVICE=cuda: real sizes, in bfloat16, float16 and float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from agree import TOLERANCE, Call, errors
+from calls import REAL, SMALL
+from promises import DEVICE
+
+import weft
+
+pytest.importorskip("triton")
+
+NAMES = sorted(SMALL)
+
+
+def calls() -> list[Call]:
+    if DEVICE == "cpu":  # BHDL: rows that are not whole in memory
+        return [call for name in NAMES for call in (*SMALL[name], replace(SMALL[name][0], layout="BHDL"))]
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    return [replace(call, dtype=dtype) for name in NAMES for call in REAL[name] for dtype in dtypes]
+
+
+def check(call: Call) -> None:
+    wrong = {name: error for name, error in errors(call, DEVICE).items() if not error < TOLERANCE[call.dtype]}
+    assert not wrong
+
+
+@pytest.mark.parametrize("call", calls(), ids=str)
+def test_backends_agree(call):
+    torch.manual_seed(0)
+    check(call)
+
+
+@pytest.mark.parametrize("call", [Call("performer", 145, H=1, D=64, mask="random"), Call("linear", 150, H=1, D=64)])
+def test_the_scans_tiles_of_bfloat16_are_right_in_single_precision(call, monkeypatch):
+    from weft.kernels import linear_scan, random_features
+
+    for table in (linear_scan.TILES, random_features.TILES):  # float16 has the tiles of float32
+        for kernel, width, size in list(table):
+            if size == 4:
+                monkeypatch.setitem(table, (kernel, width, size), table[kernel, width, 2])
+    torch.manual_seed(0)
+    check(call)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_queries_keys_and_values_may_be_one_tensor(name):
+    call = replace(SMALL[name][0], dtype=torch.float32)
+    x, _, _, dout, mask = call.tensors(DEVICE)
+    found = []
+    for backend in ("torch", "triton"):
+        torch.manual_seed(0)  # the same features and samples
+        attn, z = call.make(backend, DEVICE), x.clone().requires_grad_()
+        torch.manual_seed(0)
+        out = attn(z, z, z, mask, call.position_bias(DEVICE))
+        found.append((out.detach(), torch.autograd.grad(out, z, dout)[0]))
+    for plain, fused in zip(*found, strict=True):
+        torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_an_operator_reads_of_a_mask_nothing_else_reads_when_compiled(name):
+    """Of a tensor that an operator and others read, Inductor of torch 2.11 writes the rows with one stride and reads
+    them with another, once they are over 1,024 long: nothing fails, answers are wrong."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    call = replace(SMALL[name][0], mask="ends", B=2, dtype=torch.float32)
+    attn, bias = call.make("triton", DEVICE), call.position_bias(DEVICE)
+    q, k, v, _, mask = call.tensors(DEVICE)
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def fn(q, k, v, mask):
+        mask = torch.cat([mask[:, :1], mask[:, 1:]], 1)  # made in the graph, as a model with a CLS token makes it
+        return attn(q, k, v, mask, bias)
+
+    torch.compiler.reset()
+    with torch.no_grad():
+        torch.compile(fn, backend=aot_autograd(fw_compiler=keep), fullgraph=True)(q, k, v, mask)
+    ours = [node for node in graphs[0].graph.nodes if getattr(node.target, "namespace", "") == "weft"]
+    given = [x for node in ours for x in node.all_input_nodes if x.op != "placeholder"]
+    masks = [x for x in given if not x.meta["val"].is_floating_point()]
+    assert masks and all(len(x.users) == 1 for x in masks)
+
+
+def test_every_kernel_is_held_to_its_plain_version():
+    with_kernels = {name for name in weft.attentions() if "triton" in weft.attention_info(name).backends}
+    assert with_kernels == set(SMALL) == set(REAL)

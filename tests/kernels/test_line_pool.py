@@ -1,0 +1,43 @@
+"""The line pooling operator by itself: ties, and what no mechanism shows."""
+
+from __future__ import annotations
+
+import torch
+from agree import poisoned_memory
+from promises import DEVICE  # noqa: F401  sets the default device
+
+
+def test_equals_the_summaries_and_shares_ties_as_they_do():
+    torch.manual_seed(0)
+    from weft.attention.combiner import line_summaries
+    from weft.attention.joint import Columns, Rows
+    from weft.attention.summaries import Summary
+    from weft.kernels.line_pool import line_pool
+
+    B, L, D = 1, 11, 4
+    mask = torch.rand(B, L) > 0.2
+    lines = (("row", "up_to", "max", 6), ("column", "up_to", "mean", 3), ("column", "after", "max", 1))
+    for axis, which, pool, m in lines:
+        q, k = torch.randn(2, B, 1, L, D).round().unbind()  # whole numbers: most maxima are shared
+        layout = Rows(m) if axis == "row" else Columns(m)
+        real = layout.arrange(mask[:, None, :, None])[..., 0]
+        exact = k.double().masked_fill(~mask[:, None, :, None], 0).requires_grad_()
+        lines = layout.arrange(exact)
+        expected, _, some = line_summaries(Summary(pool, D), lines, lines, lines, real, which)
+        cells = lines.shape[2] * lines.shape[3]
+        expected, some = layout.restore(expected, cells), layout.restore(some[..., None], cells)[:, 0, :, 0]
+        dout = torch.randn(expected.shape)
+        (gradient,) = torch.autograd.grad(expected, exact, dout.double())
+        k.masked_fill_(~mask[:, None, :, None], float("nan")).requires_grad_()
+        with poisoned_memory():
+            _, kbar, found = line_pool(q, k, mask, axis, which, pool, width=m)
+            (mine,) = torch.autograd.grad(kbar, k, dout)
+        assert torch.equal(found, some), (axis, which, pool)
+        torch.testing.assert_close(kbar.double(), expected, msg=f"{axis} {which} {pool}")
+        torch.testing.assert_close(mine.double(), gradient, rtol=1e-5, atol=1e-5, msg=f"{axis} {which} {pool}")
+
+
+def test_the_operator_is_registered_whole():
+    q, k = (torch.randn(1, 3, 1, 4).transpose(1, 2).requires_grad_() for _ in range(2))
+    mask = torch.tensor([[True, False, True]])
+    torch.library.opcheck(torch.ops.weft.line_pool, (q, k, mask, "column", "before", "max", 2))

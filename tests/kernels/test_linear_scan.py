@@ -1,0 +1,117 @@
+"""The kernels of causal linear and performer where test_agreement.py does not reach: many chunks, one token, features
+far apart in size, compiled and checkpointed; and what they refuse.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from agree import TOLERANCE, relative_error
+from promises import DEVICE  # noqa: F401  sets the default device
+from torch.utils.checkpoint import checkpoint
+
+import weft
+
+
+def test_running_sums():
+    torch.manual_seed(0)
+    from weft.kernels.linear_scan import Plan, running
+    n, F, D, chunk, L = 37, 3, 5, 4, 147
+    for scaled in (False, True):
+        p = Plan(1, 2, L, F, D, chunk, scaled, False)
+        parts = torch.randn(1, 2, n, p.rows * (D + 1))
+        top = torch.randn(1, 2, L).cumsum(-1).cummax(-1).values
+        ends = top[..., [min((c + 1) * chunk, L) - 1 for c in range(n)]].double()
+        for reverse in (False, True):
+            sums, norms = running(p, parts, top, torch.float32, reverse=reverse)
+            mine = torch.cat([sums.flatten(3), norms], -1)
+            total, expected = torch.zeros_like(parts[:, :, 0]).double(), [None] * n
+            last = torch.arange(p.rows * (D + 1)) // D == F
+            last[p.rows * D :] = torch.arange(p.rows) == F
+            for c in reversed(range(n)) if reverse else range(n):
+                expected[c] = total
+                fade = (ends[..., max(c - 1, 0)] - ends[..., c]).exp()[..., None] if scaled else 1.0
+                total = torch.where(last, total, total * fade) + parts[:, :, c]
+            torch.testing.assert_close(mine.double(), torch.stack(expected, 2), rtol=1e-5, atol=1e-5)
+
+
+def test_running_maximum():
+    torch.manual_seed(0)
+    from weft.kernels.random_features_triton import running_top
+    largest = torch.randn(2, 147)
+    largest[0, :40], largest[1, 60:] = float("-inf"), float("-inf")
+    top = torch.empty_like(largest)
+    running_top[(2,)](largest, top, 147, SPAN=16)
+    expected = largest.cummax(-1).values
+    assert torch.equal(top, expected.masked_fill(expected.isinf(), 0))
+
+
+def test_one_token():
+    torch.manual_seed(0)
+    for name in ("linear", "performer"):
+        attn = weft.make_attention(name, heads=1, head_dim=16, causal=True, backend="triton")
+        q, k, v = (torch.randn(2, 1, 1, 16, requires_grad=True) for _ in range(3))
+        mask = torch.tensor([[True], [False]])
+        out = attn(q, k, v, mask)
+        torch.testing.assert_close(out[0], v[0], rtol=1e-5, atol=1e-5)
+        assert torch.equal(out[1], torch.zeros(1, 1, 16))
+        dq, dk, dv = torch.autograd.grad(out.sum(), (q, k, v))
+        assert dq.abs().max() < 1e-5 and dk.abs().max() < 1e-5
+        assert torch.equal(dv[1], torch.zeros(1, 1, 16)) and (dv[0] - 1).abs().max() < 1e-5
+
+
+def test_large_inputs():
+    torch.manual_seed(0)
+    for name, size in (("linear", 6.0), ("performer", 2.0)):
+        attn = weft.make_attention(name, heads=1, head_dim=16, causal=True, backend="triton")
+        inputs = [(size * torch.randn(1, 1, 140, 16)).half().requires_grad_() for _ in range(3)]
+        exact = [x.detach().double().requires_grad_() for x in inputs]
+        out = attn(*inputs)
+        dout = torch.randn_like(out)
+        grads = torch.autograd.grad(out, inputs, dout)
+        attn.backend = "torch"
+        expected = attn.double()(*exact)
+        truth = (expected, *torch.autograd.grad(expected, exact, dout.double()))
+        for mine, theirs in zip((out, *grads), truth, strict=True):
+            error = relative_error(mine, theirs)
+            assert error < 2 * TOLERANCE[torch.float16], (name, error)
+
+
+def test_compiled_checkpointed_and_transposed():
+    torch.manual_seed(0)
+    for name in ("linear", "performer"):
+        attn = weft.make_attention(name, heads=1, head_dim=16, causal=True, backend="triton")
+        q, k, v = (torch.randn(1, 1, 40, 16, requires_grad=True) for _ in range(3))
+        turned = torch.randn(1, 1, 16, 40).transpose(2, 3).requires_grad_()
+        usual = torch.autograd.grad(attn(q, k, v).square().sum(), (q, k, v))
+        compiled = torch.compile(attn, fullgraph=True, backend="aot_eager")
+        for way in (compiled, lambda *x, attn=attn: checkpoint(attn, *x, use_reentrant=False)):
+            for mine, theirs in zip(torch.autograd.grad(way(q, k, v).square().sum(), (q, k, v)), usual, strict=True):
+                assert torch.equal(mine, theirs)
+        (mine,) = torch.autograd.grad(attn(turned, k, v).square().sum(), turned)
+        attn.backend = "torch"
+        (theirs,) = torch.autograd.grad(attn(turned, k, v).square().sum(), turned)
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["linear", "performer"])
+def test_only_the_causal_form_has_a_kernel(name):
+    with pytest.raises(ValueError, match="only the causal form"):
+        weft.make_attention(name, heads=2, head_dim=8, backend="triton")
+    with pytest.raises(ValueError, match="backend must be"):
+        weft.make_attention(name, heads=2, head_dim=8, backend="cuda")
+    attn = weft.make_attention(name, heads=2, head_dim=8)
+    assert attn.backend == "auto" and weft.attention_info(name).backends == ("torch", "triton")
+    q, k, v = torch.randn(3, 1, 2, 300, 8).unbind()
+    plain = weft.make_attention(name, heads=2, head_dim=8, backend="torch")
+    plain.load_state_dict(attn.state_dict())
+    assert torch.equal(attn(q, k, v), plain(q, k, v))
+
+
+@pytest.mark.parametrize("name", ["linear", "performer"])
+def test_weights_look_inside(name):
+    attn = weft.make_attention(name, heads=2, head_dim=8, causal=True, backend="triton")
+    q, k, v = torch.randn(3, 1, 2, 20, 8).unbind()
+    seen = attn.weights(q, k, v)
+    attn.backend = "torch"
+    torch.testing.assert_close(seen @ v, attn(q, k, v))
