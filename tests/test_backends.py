@@ -44,7 +44,7 @@ class TestMechanisms:
             self.make(name, options, backend="triton", dropout=0.1)(q, k, v)
         huge = torch.empty(1, device="meta").as_strided((1, 2, 20, 8), (0, 0, 2**28, 1))
         with pytest.raises(ValueError, match="32 bits"):
-            self.make(name, options, backend="triton").attend(huge, huge, huge, None, None)
+            dispatch.use_kernel(self.make(name, options, backend="triton"), huge, huge, huge, None)
         with pytest.raises(ValueError, match="backend must be"):
             self.make(name, options, backend="cuda")
 
@@ -70,7 +70,7 @@ def combiner(**options):
 def test_auto_on_a_cpu_is_torch():
     q, k, v = qkv(300)
     auto, plain = combiner(causal=True), combiner(causal=True, backend="torch")
-    assert auto.backend == "auto" and not dispatch.use_triton("auto", "combiner-fixed", q, v)
+    assert auto.backend == "auto" and not dispatch.use_kernel(auto, q, k, v, None)
     assert torch.equal(auto(q, k, v), plain(q, k, v))
 
 
@@ -105,8 +105,8 @@ def test_triton_that_cannot_run_says_why(monkeypatch):
 )
 def test_tensors_no_kernel_takes(kernels_could_run, q, v, reason):
     with pytest.raises(ValueError, match=reason):
-        dispatch.use_triton("triton", "combiner-fixed", q, v)
-    assert not dispatch.use_triton("auto", "combiner-fixed", q, v)
+        dispatch.use_kernel(combiner(backend="triton"), q, q, v, None)
+    assert not dispatch.use_kernel(combiner(), q, q, v, None)
 
 
 def test_dropout_has_no_kernel(kernels_could_run):

@@ -9,9 +9,9 @@ from promises import DEVICE  # noqa: F401  sets the default device
 
 def test_equals_the_summaries_and_shares_ties_as_they_do():
     torch.manual_seed(0)
-    from weft.attention.combiner import line_summaries
-    from weft.attention.joint import Columns, Rows
-    from weft.attention.summaries import Summary
+    from weft.attention.combiner.base import line_summaries
+    from weft.attention.combiner.summaries import Summary
+    from weft.core.joint import Columns, Rows
     from weft.kernels.line_pool import line_pool
 
     B, L, D = 1, 11, 4

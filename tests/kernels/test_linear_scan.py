@@ -37,7 +37,7 @@ def test_running_sums():
 
 def test_running_maximum():
     torch.manual_seed(0)
-    from weft.kernels.random_features_triton import running_top
+    from weft.attention.performer.passes import running_top
     largest = torch.randn(2, 147)
     largest[0, :40], largest[1, 60:] = float("-inf"), float("-inf")
     top = torch.empty_like(largest)

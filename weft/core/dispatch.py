@@ -59,7 +59,7 @@ def use_kernel(attn: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any) -> bool:
         return False
     reason = kernel.lacks(attn, q, k, v) or _cannot(q, v)
     if bias is not None and not kernel.bias(bias):
-        reason = "the kernel does not take this position bias"
+        reason = f"the kernel does not take a position bias of type {type(bias).__name__}"
     if attn.dropout and attn.training and not kernel.dropout:
         reason = "the kernel has no dropout"
     if attn.backend == "triton" and reason:
