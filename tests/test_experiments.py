@@ -16,6 +16,7 @@ import torch
 
 from weft.lab.build import build_model
 from weft.lab.loop import train
+from weft.lab.run import Run
 from weft.lab.sweep import Cell, Sweep, is_sweep, load_sweep
 from weft.tasks import TaskData, get_task, listops, make_config, pathfinder
 from weft.tasks.base import StudyTask, TextClassification
@@ -273,7 +274,6 @@ def test_one_step_of_every_kind_of_cell(run, key):
 def test_fine_tuning_starts_from_the_weights_of_the_other_run(run):
     pytest.importorskip("timm")
     from weft.lab.evaluate import saved_weights
-    from weft.lab.run import Run
 
     file = ROOT / "crate/table1.py"
     cells = {(cell.row, cell.column): cell for cell in sweep_of(file).cells}
@@ -372,6 +372,19 @@ def test_transformer_xl_carries_its_memory_and_evaluation_leaves_it(kind):
         model.zero_grad()
         model.train()(ids[:, :16], ids[:, 1:])[:, 8:].sum().backward()
         assert model.tokens.grad.abs().sum() > 0
+
+
+def test_a_model_that_remembers_goes_on_as_if_it_had_not_stopped(data, tmp_path):
+    """Its memory is saved with it, and an evaluation in between leaves no trace."""
+    cell = next(c for c in sweep_of(ROOT / "cached/table5.py").cells if c.column == "baseline")
+    small = dataclasses.replace(shrunk(cell, data), schedule="constant", dropout=0.1)
+    whole = dataclasses.replace(small, steps=4, out=str(tmp_path / "whole"))
+    cut = dataclasses.replace(small, steps=2, eval_every=1, out=str(tmp_path / "cut"))
+    train(whole)
+    train(cut)
+    train(dataclasses.replace(cut, steps=4), resume=True)
+    losses = [[entry["loss"] for entry in Run(tmp_path / name).entries("train")] for name in ("whole", "cut")]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
 
 
 def test_a_picture_is_predicted_from_a_start_token(data):

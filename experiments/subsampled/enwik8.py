@@ -1,7 +1,7 @@
 """Tables 1 and 8, enwik8: sampled training with and without local bias and a dense finish, in bits per byte.
 
     weft data get enwik8
-    weft sweep experiments/subsampled/enwik8.py --set batch_size=8 accumulate=8
+    weft sweep experiments/subsampled/enwik8.py --set batch_size=8 --set accumulate=8
 
 The Information Pathways Hypothesis, https://arxiv.org/abs/2306.01705: 16 layers, width 1,024, ALiBi, 4,096 bytes,
 10,000 steps of 64, rate 1e-3 to 5e-4 after 4,000 of warm-up, σ from 0.1 to 0.225 with depth. The dense finish takes
