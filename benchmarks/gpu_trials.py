@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from weft.core.launch import Tiles
 from weft.core.partitions import default_block
+from weft.core.tiles import Tiles
 
 
 @dataclass(frozen=True, eq=False)

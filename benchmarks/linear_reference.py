@@ -28,7 +28,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from weft.core.launch import strides  # noqa: E402
+from weft.core.tiles import strides  # noqa: E402
 
 CHUNK = 64
 WALK: dict[str, int] = {"tile": 32, "num_warps": 4, "num_stages": 3}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import weft
 from weft import CachedAttention, MultiheadAttention
-from weft.layers.resample import resample, resample_grid
+from weft.layers.cached.resample import resample, resample_grid
 from weft.models.pvt import SpatialReductionAttention
 
 

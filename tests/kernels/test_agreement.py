@@ -42,7 +42,7 @@ def test_backends_agree(call):
 @pytest.mark.parametrize("call", [Call("performer", 145, H=1, D=64, mask="random"), Call("linear", 150, H=1, D=64)])
 def test_the_scans_tiles_of_bfloat16_are_right_in_single_precision(call, monkeypatch):
     from weft.attention.performer import kernel as random_features
-    from weft.kernels import linear_scan
+    from weft.kernels.linear_scan import kernel as linear_scan
 
     for table in (linear_scan.TILES, random_features.TILES):  # float16 has the tiles of float32
         for kernel, width, size in list(table):

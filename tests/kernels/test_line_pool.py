@@ -12,7 +12,7 @@ def test_equals_the_summaries_and_shares_ties_as_they_do():
     from weft.attention.combiner.base import line_summaries
     from weft.attention.combiner.summaries import Summary
     from weft.core.joint import Columns, Rows
-    from weft.kernels.line_pool import line_pool
+    from weft.kernels.line_pool.kernel import line_pool
 
     B, L, D = 1, 11, 4
     mask = torch.rand(B, L) > 0.2

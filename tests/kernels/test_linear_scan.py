@@ -15,7 +15,7 @@ import weft
 
 def test_running_sums():
     torch.manual_seed(0)
-    from weft.kernels.linear_scan import Plan, running
+    from weft.kernels.linear_scan.kernel import Plan, running
     n, F, D, chunk, L = 37, 3, 5, 4, 147
     for scaled in (False, True):
         p = Plan(1, 2, L, F, D, chunk, scaled, False)
@@ -37,7 +37,7 @@ def test_running_sums():
 
 def test_running_maximum():
     torch.manual_seed(0)
-    from weft.attention.performer.passes import running_top
+    from weft.attention.performer.forward import running_top
     largest = torch.randn(2, 147)
     largest[0, :40], largest[1, 60:] = float("-inf"), float("-inf")
     top = torch.empty_like(largest)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ..layers.cached import CachedAttention
-from ..layers.cached_inputs import refuse_one_way
+from ..layers.cached.inputs import refuse_one_way
 from .kinds import Layer
 from .masks import WeftMask, read, says_causal
 

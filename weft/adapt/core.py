@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..attention import Attention, attention_info, make_attention
 from ..core.contract import PositionBias, hide
-from ..core.launch import autocast
+from ..core.precision import autocast
 from ..core.softmax import softmax_attention
 
 

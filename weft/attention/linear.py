@@ -21,7 +21,7 @@ from ..core.dispatch import Kernel
 from ..core.precision import precise, without_autocast
 from ..core.registry import register
 from ..core.scan import causal_sum
-from ..kernels import linear_scan as kernel
+from ..kernels.linear_scan import kernel
 
 EPSILON = 1e-6
 

@@ -19,7 +19,7 @@ from ..core.dispatch import Kernel
 from ..core.registry import register
 from ..core.softmax import softmax_attention
 from ..core.state import KeyValueState
-from ..kernels import band as kernel
+from ..kernels.band import kernel
 
 
 def naive(

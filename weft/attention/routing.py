@@ -2,26 +2,38 @@
 
 Roy et al., Efficient Content-Based Sparse Attention with Routing Transformers, https://arxiv.org/abs/2003.05997
 
-    Ω_i = {j : run of j = run of i}          cut at i when causal
+    g_j = argmax_g μ_g · k_j / |k_j|                          μ_g unit vectors, per head
+    Ω_i = {j : g_j = g_i, run of j = run of i}                cut at i when causal
 
-Runs are clusters of keys, cut at a fixed capacity (clusters.py). A token has one cluster, that of its key; the
-paper's choice of the w best tokens per centroid leaves some in none and lets the future move the past.
+argmax puts every token into exactly one cluster and looks at nothing but the token, so the partition is causal; the
+paper's choice of the w best tokens per centroid leaves some in none and lets the future move the past. Each cluster, in
+order of position, is cut into runs of at most `capacity` tokens: the runs are the groups that attend together, and the
+cost is bounded whatever the data.
+
+Centroids follow an exponential moving average of the keys they drew, in training only. What a batch teaches is
+folded in at the next training call, so a call never sees its own batch; a call that is repeated in the backward pass
+(activation checkpointing) folds nothing, and assigns with the centroids that it had the first time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from ..core.blocks import power_of_two
 from ..core.contract import Attention, PositionBias
 from ..core.dense import dense_attention, runs_of, same
 from ..core.joint import Part, joint_attention
 from ..core.partitions import own_block
+from ..core.recomputing import Replays, once, recomputing
 from ..core.registry import register
-from ..core.runs import Runs, take_mask, take_rows
-from .clusters import Clusters
+from ..core.runs import Runs, gather_runs, take_mask, take_rows
 
 
 def naive(
@@ -31,6 +43,96 @@ def naive(
     nearest = (k @ attn.clusters.centroids.mT).argmax(-1)
     group, run = runs_of(nearest, mask, attn.clusters.size(k.shape[2]))
     return dense_attention(attn, q, k, v, mask, bias, same(group) & same(run))
+
+
+class Clusters(nn.Module):
+    """The centroids of every head, and the runs of a sequence's keys."""
+
+    centroids: Tensor
+    drawn: Tensor
+    count: Tensor
+
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        clusters: int | None,
+        capacity: int | None,
+        decay: float,
+        max_length: int | None,
+    ):
+        super().__init__()
+        if clusters is None:
+            clusters = 16 if max_length is None else power_of_two(max_length**0.5)
+        if clusters < 1:
+            raise ValueError(f"clusters must be at least 1, got {clusters}")
+        if capacity is not None and capacity < 1:
+            raise ValueError(f"capacity must be at least 1, got {capacity}")
+        if not 0.0 <= decay <= 1.0:
+            raise ValueError(f"decay must be in [0, 1], got {decay}")
+        self.clusters, self.capacity, self.decay, self.max_length = clusters, capacity, decay, max_length
+        self.frozen = False
+        self.register_buffer("centroids", F.normalize(torch.randn(heads, clusters, head_dim), dim=-1))
+        self.register_buffer("drawn", torch.zeros(heads, clusters, head_dim))  # sum of the last batch's unit keys
+        self.register_buffer("count", torch.zeros(heads, clusters))
+        self.replays = Replays()
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """While looking on (`attn.weights`) nothing is learned."""
+        before, self.frozen = self.frozen, True
+        try:
+            yield
+        finally:
+            self.frozen = before
+
+    def size(self, length: int) -> int:
+        """Tokens in a run."""
+        return self.capacity or power_of_two(2 * (self.max_length or length) ** 0.5, least=32)
+
+    @torch.no_grad()
+    def assign(self, k: Tensor, mask: Tensor | None) -> Tensor:
+        """The cluster of every key, (B, H, L); masked tokens are in one of their own, number `clusters`."""
+        learning = self.training and not self.frozen
+        if learning and recomputing():
+            group, learning = _nearest(k, self.replays.recall(k)), False
+        else:
+            if learning:
+                self._fold()
+                self.replays.remember(k, self.centroids.clone(), k)
+            group = self.nearest(k)
+        if mask is not None:
+            group = group.masked_fill(~mask[:, None], self.clusters)
+        if learning:
+            self._remember(F.normalize(k.to(self.centroids.dtype), dim=-1), group)
+        return group
+
+    @torch.no_grad()
+    def nearest(self, k: Tensor) -> Tensor:
+        """The cluster of every key (B, H, L, D), and nothing learned from them. The length of a key does not matter."""
+        return _nearest(k, self.centroids)
+
+    def runs(self, k: Tensor, mask: Tensor | None) -> Runs:
+        return gather_runs(self.assign(k, mask), self.clusters + (mask is not None), self.size(k.shape[2]))
+
+    def _fold(self) -> None:
+        mean = self.drawn / self.count.clamp(min=1)[..., None]
+        moved = F.normalize(self.decay * self.centroids + (1 - self.decay) * mean, dim=-1)
+        self.centroids.copy_(torch.where(self.count[..., None] > 0, moved, self.centroids))
+
+    def _remember(self, unit: Tensor, group: Tensor) -> None:
+        B, H, L, D = unit.shape
+        by_head = group.transpose(0, 1).flatten(1)  # (H, B L)
+        keys = unit.transpose(0, 1).flatten(1, 2)
+        total = unit.new_zeros(H, self.clusters + 1, D).scatter_add_(1, by_head[..., None].expand(-1, -1, D), keys)
+        count = unit.new_zeros(H, self.clusters + 1).scatter_add_(1, by_head, torch.ones_like(keys[..., 0]))
+        self.drawn.copy_(total[:, :-1])
+        count = count[:, :-1]
+        self.count.copy_(once(count) if torch.compiler.is_compiling() else count)
+
+
+def _nearest(k: Tensor, centroids: Tensor) -> Tensor:
+    return (k.to(centroids.dtype) @ centroids.transpose(-1, -2)).argmax(-1)
 
 
 @dataclass

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..layers.cached import CachedAttention
-from ..layers.cached_maps import BranchMaps, branch_maps
+from ..layers.cached import BranchMaps, CachedAttention, branch_maps
 from .watch import image_grid, plain
 
 

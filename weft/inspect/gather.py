@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers.memory_attention import MemoryAttention
+from ..layers.cached.memory_attention import MemoryAttention
 from .branches import branch_views, has_cache
 from .measure import Measures, cache_shares, measure, subspace_coherence, tokens_per_layer
 from .views import AttentionView, attention_views, outermost

@@ -1,9 +1,7 @@
 """What blocks are made of."""
 
 from ..core.positions import ALiBi, RelativeBias, RelativeBias2d, Rotary, sinusoids
-from .attention_cache import AttentionCache
-from .cached import CachedAttention
-from .cached_maps import BranchMaps, branch_maps
+from .cached import AttentionCache, BranchMaps, CachedAttention, branch_maps
 from .encoder import EncoderBlock
 from .feedforward import FeedForward
 from .graph_attention import EdgeAttention

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..layers.cache import RecurrentCache
+from ..layers.cached import RecurrentCache
 from .base import DataMissing, TaskData
 from .config import TrainConfig
 from .registry import add_task

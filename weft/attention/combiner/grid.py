@@ -19,8 +19,8 @@ from ...core.joint import Columns, Rows, valid_in
 from ...core.partitions import default_block
 from ...core.softmax import softmax_attention
 from ...core.state import KeyValueState
-from ...kernels import line_pool
-from ...kernels import lines as kernel
+from ...kernels.line_pool import kernel as line_pool
+from ...kernels.lines import kernel
 from ..axial import decoding_block
 from .base import Combiner, Seen, join_seen, line_summaries
 

@@ -1,7 +1,7 @@
 """Combiner-Routing: the own cluster directly, every other cluster as a span.
 
 Combiner, https://arxiv.org/abs/2107.05768, section 4.5, which gives the sets only. The clusters, cut into runs
-G_1, G_2, ... of bounded size, are those of the sparse parent, `routing` (clusters.py):
+G_1, G_2, ... of bounded size, are those of the sparse parent, `routing`:
 
     causal           direct G_{g_i} ∩ {0..i}      spans G_g ∩ {0..i} for every other run g
     bidirectional    direct G_{g_i}               spans G_g for every other run g
@@ -27,8 +27,7 @@ from ...core.partitions import default_block
 from ...core.registry import register
 from ...core.runs import Runs, room_for, take_mask, take_rows
 from ...core.softmax import softmax_attention
-from ..clusters import Clusters
-from ..routing import RunLayout, run_part
+from ..routing import Clusters, RunLayout, run_part
 from .base import Combiner, Seen, combiner_naive, line_summaries
 
 

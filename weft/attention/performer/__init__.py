@@ -27,7 +27,7 @@ from ...core.dispatch import Kernel
 from ...core.precision import precise, without_autocast
 from ...core.registry import register
 from ...core.scan import causal_sum
-from ...kernels import linear_scan
+from ...kernels.linear_scan import kernel as linear_scan
 from ..linear import drop_values, lacks, with_ones
 from . import kernel as random_features
 

@@ -7,7 +7,7 @@ PyTorch operator.
     keys      φ_m = e^{u_m}, with the rest of its scale apart:           key_scale = largest - |t|²/2
               top_i = max_{j ≤ i} largest_j over the keys the mask leaves, 0 before the first
 
-A query's scale cancels in the quotient. As in `weft/attention/performer`, which is the definition, gradients go
+A query's scale cancels in the quotient. As in `__init__.py`, which is the definition, gradients go
 through the maxima, by way of ε alone: all else cancels. The directions p get none. Triton is imported only when a
 kernel runs.
 """
@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.launch import (
+from ...core.blocks import ceil_div
+from ...core.precision import autocast
+from ...core.tiles import (
     Tiles,
     as_flags,
-    autocast,
     block_width,
-    ceil_div,
     empty_rows,
     for_operator,
     next_power_of_two,
@@ -64,7 +64,7 @@ def random_features(
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _forward(q, k, mask, projection, epsilon):
-    from .passes import features, running_top, split
+    from .forward import features, running_top, split
 
     outputs = _outputs(q, projection)
     a, b, key_scale, top, rest, q_largest, k_largest, directions = outputs
@@ -107,7 +107,7 @@ def _outputs(q: Tensor, projection: Tensor) -> tuple[Tensor, ...]:
     " Tensor k_largest, Tensor directions, float epsilon) -> (Tensor, Tensor)",
 )
 def _backward(da, db, dtop, drest, q, k, mask, q_largest, k_largest, directions, epsilon):
-    from .passes import feature_gradients
+    from .backward import feature_gradients
 
     B, H, L, D = q.shape
     dq, dk = empty_rows(q), empty_rows(k)

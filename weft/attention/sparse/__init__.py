@@ -29,7 +29,7 @@ from ...core.partitions import fixed_columns, other_blocks, own_block
 from ...core.registry import register
 from ...core.softmax import softmax_attention
 from ...core.state import KeyValueState
-from ...kernels import band as kernel
+from ...kernels.band import kernel
 from ..axial import attend_to, decoding_block
 from . import kernel as strided_kernel
 

@@ -4,7 +4,7 @@ of a grid's columns, under one softmax.
     out_i = Σ_j softmax_j(q_i · k_j / √D) v_j          over |i - j| ≤ m, and (i - j) % m = 0; at i at most when causal
 
 On a grid with rows of m tokens the second set is the query's own column. The column's cells next to the query are m
-tokens away, so the window has them: what is left lies two cells away or more. `weft/attention/sparse` is the
+tokens away, so the window has them: what is left lies two cells away or more. `__init__.py` is the
 definition.
 """
 
@@ -13,9 +13,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...core.launch import as_flags, autocast, ceil_div, empty_rows, for_operator, rows_contiguous
-from ...kernels.band import attend_near, check, near_gradients
-from ...kernels.lines import Lines, attend_lines, line_key_gradients, line_query_gradients
+from ...core.blocks import ceil_div
+from ...core.precision import autocast
+from ...core.tiles import as_flags, empty_rows, for_operator, rows_contiguous
+from ...kernels.band.kernel import attend_near, check, near_gradients
+from ...kernels.lines.kernel import Lines, attend_lines, line_key_gradients, line_query_gradients
 
 LEAST_LENGTH = 256  # the shortest measured; the kernels beat the plain version from here on: docs/kernels.md
 

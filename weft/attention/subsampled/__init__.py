@@ -6,7 +6,7 @@ The Information Pathways Hypothesis: Transformers are Dynamic Self-Ensembles, ht
     eval()      full attention; the softmax renormalises by itself
 
 One sample per forward, shared by batch and heads, at 1/W of the dense pairs; `sampling.py` has its 1-D law,
-`sampling2d.py` the 2-D one. Only sources are moved, targets never. No parameters, no rescaling. Layouts:
+`sampling_2d.py` the 2-D one. Only sources are moved, targets never. No parameters, no rescaling. Layouts:
 
     "1d"              windows are runs of tokens; sigma is a fraction of the length
     (height, width)   windows are bands of rows, or with windows=(rows, columns) a grid of rectangles; sigma is a

@@ -17,19 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...core.blocks import ceil_div
 from ...core.dispatch import DTYPES, LARGEST_HEAD
-from ...core.launch import (
-    Tiles,
-    autocast,
-    block_width,
-    ceil_div,
-    empty_rows,
-    next_power_of_two,
-    precision,
-    rows_contiguous,
-    strides,
-)
+from ...core.precision import autocast
 from ...core.staging import operator, send
+from ...core.tiles import Tiles, block_width, empty_rows, next_power_of_two, precision, rows_contiguous, strides
 
 LEAST_LENGTH = 1024  # where it overtakes full attention; below, nobody should sample: docs/kernels.md
 COLLECTED = 64  # tokens per program of `collect`

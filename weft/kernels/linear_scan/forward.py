@@ -5,7 +5,7 @@
     out_i = (Σ_{j ≤ i in the chunk} (φ(q_i)·φ(k_j)) v_j + φ(q_i)·before_c) / (the same with v = 1)  `outputs`
 
 With SCALED, key j counts e^{m_j - G_i} times, G running upwards, and every pair (i, j) has rest_i added to its product
-φ(q_i)·φ(k_j) (see `linear_scan.py`). The state of a chunk is held relative to e^{G at the chunk's end}; the sums of
+φ(q_i)·φ(k_j) (see `kernel.py`). The state of a chunk is held relative to e^{G at the chunk's end}; the sums of
 v alone, which `rest` needs, are one more row of the state, and do not fade.
 
 The sums are linear in the features, so these are taken in tiles of BF: any number of them fits. bfloat16 tensors are

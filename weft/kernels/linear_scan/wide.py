@@ -1,6 +1,6 @@
 """Triton: outputs and gradients of the scaled form, for many features.
 
-`linear_scan_forward.py` and `linear_scan_backward.py` hold a tile of features and walk over the keys of the chunk: with
+`forward.py` and `backward.py` hold a tile of features and walk over the keys of the chunk: with
 few features that reads everything once. With many, the products with v, the scales and the masks would be taken again
 for every tile of them. Here a program holds all pairs of its rows with the chunk, and walks over the features. The sums
 and the formulas are the same.

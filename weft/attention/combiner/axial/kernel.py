@@ -6,8 +6,8 @@ On a grid with rows of m tokens, i = r·m + c:
     out_i = (Σ_{j in row r, j ≤ i} e^{q_i·k_j/√D} v_j + Σ_{s other row} e^{q_i·kbar_{s,c}/√D} vbar_{s,c}) / Z_i
 
 The rows' kernel makes the direct part and the summaries from the same logits; attention down the columns of summaries
-(`lines.py`) goes on with the same softmax. The plain version in `__init__.py` is the definition. Triton is imported
-only when a kernel runs, so this module can be imported anywhere.
+(`weft/kernels/lines`) goes on with the same softmax. The plain version in `__init__.py` is the definition. Triton is
+imported only when a kernel runs, so this module can be imported anywhere.
 """
 
 from __future__ import annotations
@@ -16,18 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....core.launch import (
-    Tiles,
-    as_flags,
-    autocast,
-    block_width,
-    ceil_div,
-    for_operator,
-    precision,
-    rows_contiguous,
-    strides,
-)
-from ....kernels.lines import (
+from ....core.blocks import ceil_div
+from ....core.precision import autocast
+from ....core.tiles import Tiles, as_flags, block_width, for_operator, precision, rows_contiguous, strides
+from ....kernels.lines.kernel import (
     Lines,
     attend_lines,
     check,
@@ -70,7 +62,7 @@ def combiner_axial(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, bloc
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _forward(q, k, v, mask, block_size, causal):
-    from .passes import summarise
+    from .forward import summarise
 
     check(q, [k], [v])
     B, H, L, D = q.shape
@@ -119,7 +111,7 @@ def _outputs(q: Tensor, m: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
     " Tensor vbar, Tensor local, int block_size, bool causal) -> (Tensor, Tensor, Tensor)",
 )
 def _backward(dout, q, k, v, mask, out, lse, kbar, vbar, local, block_size, causal):
-    from .passes import row_key_gradients, row_query_gradients
+    from .backward import row_key_gradients, row_query_gradients
 
     dq, dk, dv, delta = empty_rows(q), empty_rows(k), empty_rows(v), torch.empty_like(lse)
     dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))

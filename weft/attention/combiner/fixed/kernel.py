@@ -16,13 +16,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ....core.blocks import ceil_div
 from ....core.dispatch import DTYPES, LARGEST_HEAD
-from ....core.launch import (
+from ....core.precision import autocast
+from ....core.tiles import (
     Tiles,
     as_flags,
-    autocast,
     block_width,
-    ceil_div,
     empty_rows,
     for_operator,
     next_power_of_two,

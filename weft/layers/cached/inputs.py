@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.contract import quiet_padding
-from .cached_options import CacheOptions
-from .multihead import MultiheadAttention
+from ...core.contract import quiet_padding
+from ..multihead import MultiheadAttention
+from .options import CacheOptions
 
 
 def width_and_heads(inner: nn.Module, dim: int | None, heads: int | None) -> tuple[int, int, int]:

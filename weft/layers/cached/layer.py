@@ -5,7 +5,7 @@ https://arxiv.org/abs/2312.12742
 
     O_h = σ(λ_h) o_mem_h + (1 - σ(λ_h)) o_self_h          one learned λ per head
 
-o_self is the wrapped layer's; o_mem attends to the gated recurrent cache (`cache.py`, `memory_attention.py`). The
+o_self is the wrapped layer's; o_mem attends to the gated recurrent cache (`memory.py`, `memory_attention.py`). The
 cache sees the first D_m = H · max(1, floor(r D / H)) channels, so o_mem_h is narrower than o_self_h for r < 1: it is
 padded with zeros, as in the authors' code; the paper does not say.
 """
@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention import Attention
-from ..core.contract import quiet_padding
-from .cache import RecurrentCache
-from .cached_inputs import (
+from ...attention import Attention
+from ...core.contract import quiet_padding
+from ..multihead import MultiheadAttention
+from .inputs import (
     grid_of,
     is_causal,
     parameter_names,
@@ -33,9 +33,9 @@ from .cached_inputs import (
     valid_tokens,
     width_and_heads,
 )
-from .cached_options import cache_options
+from .memory import RecurrentCache
 from .memory_attention import MemoryAttention, same_as
-from .multihead import MultiheadAttention
+from .options import cache_options
 from .resample import resample_grid
 
 

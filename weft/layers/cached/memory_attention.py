@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention import Attention, make_attention
-from ..core.positions import RelativeBias2d
-from .multihead import MultiheadAttention
+from ...attention import Attention, make_attention
+from ...core.positions import RelativeBias2d
+from ..multihead import MultiheadAttention
 
 
 class MemoryAttention(nn.Module):

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .cached import CachedAttention
-from .cached_inputs import grid_of, valid_tokens
+from .inputs import grid_of, valid_tokens
+from .layer import CachedAttention
 
 
 class BranchMaps(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from ..attention import Attention
+from ...attention import Attention
 from .resample import RESAMPLINGS
 
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.launch import autocasts
-from ..core.recomputing import Replays, once, recomputing
+from ...core.precision import autocasts
+from ...core.recomputing import Replays, once, recomputing
 from .resample import resample
 
 State = tuple[Tensor, Tensor, Tensor]

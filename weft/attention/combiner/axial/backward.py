@@ -1,15 +1,11 @@
-"""Triton: the rows of `combiner-axial`. Direct attention along a row and the row's summaries share their logits.
+"""Triton: the rows of `combiner-axial`, backward. s, α and the summaries are those of `forward.py`.
 
-    s_ij = q_i · k_j       i, j in one row
-    forward     out_i   = Σ_{j ≤ i} softmax_j(s_ij) v_j       the direct part; the columns' kernel goes on
-                vbar_i  = Σ_j α_ij v_j       kbar_i = Σ_j α_ij k_j       α_i = softmax over the whole row
-    backward    da_ij   = α_ij (dvbar_i · v_j + dkbar_i · k_j - Δ_i)     Δ_i = dvbar_i · vbar_i + dkbar_i · kbar_i
-                ds_ij   = p_ij (dout_i · v_j - delta_i) + da_ij          p only where j ≤ i
-                dq_i   += Σ_j ds_ij k_j
-                dk_j    = Σ_i ds_ij q_i + α_ij dkbar_i       dv_j = Σ_i p_ij dout_i + α_ij dvbar_i
+    da_ij   = α_ij (dvbar_i · v_j + dkbar_i · k_j - Δ_i)     Δ_i = dvbar_i · vbar_i + dkbar_i · kbar_i
+    ds_ij   = p_ij (dout_i · v_j - delta_i) + da_ij          p only where j ≤ i
+    dq_i   += Σ_j ds_ij k_j
+    dk_j    = Σ_i ds_ij q_i + α_ij dkbar_i       dv_j = Σ_i p_ij dout_i + α_ij dvbar_i
 
-`summarise` takes the keys up to i first, writes the direct part down, and goes on with the keys after i in the same
-running softmax. A cell of the last row that holds no token has the query 0, which is the mean over the row.
+The columns' kernel runs first: it leaves the first part of dq, and delta, dkbar, dvbar and Δ (PRODUCTS).
 """
 
 from __future__ import annotations
@@ -17,70 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ....kernels.lines.passes import log_normaliser, place, weigh
+from ....kernels.lines.forward import place
 from ....kernels.rows import load_rows, store_rows, valid_rows
-
-
-@triton.jit
-def summarise_tile(q, k, v, allowed, kbar, vbar, top, total, scale, PRECISION: tl.constexpr):
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    p, old, top, total = weigh(s, allowed, top, total, scale)
-    vbar = tl.dot(p.to(v.dtype), v, vbar * old[:, None], input_precision=PRECISION)
-    kbar = tl.dot(p.to(k.dtype), k, kbar * old[:, None], input_precision=PRECISION)
-    return kbar, vbar, top, total
-
-
-@triton.jit
-def summarise(
-    Q, K, V, MASK, KBAR, VBAR, LOCAL, OUT, LSE,
-    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, s_b, s_h, s_l, o_b, o_h, o_l,
-    BH, H, L, n, m, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    bh, b, h, row, q_first = place(BH, H, m, BQ)
-    first = row * m
-    Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
-    K += b * k_b + h * k_h + first.to(tl.int64) * k_l
-    V += b * v_b + h * v_h + first.to(tl.int64) * v_l
-    KBAR += b * s_b + h * s_h + first.to(tl.int64) * s_l
-    VBAR += b * s_b + h * s_h + first.to(tl.int64) * s_l
-    OUT += b * o_b + h * o_h + first.to(tl.int64) * o_l
-    MASK += b * L + first
-    end = tl.minimum(m, L - first)
-    d = tl.arange(0, BLOCK_D)
-    i = q_first + tl.arange(0, BQ)
-    live = i < end
-    q = load_rows(Q, i, d, q_l, live, D, BLOCK_D)
-    vbar = tl.zeros([BQ, BLOCK_D], tl.float32)
-    kbar = tl.zeros([BQ, BLOCK_D], tl.float32)
-    top = tl.full([BQ], float("-inf"), tl.float32)
-    total = tl.zeros([BQ], tl.float32)
-    direct_end = tl.minimum(end, q_first + BQ) if CAUSAL else end
-    for begin in range(0, direct_end, BK):
-        j = begin + tl.arange(0, BK)
-        real = valid_rows(MASK, j, j < end, HAS_MASK)
-        k = load_rows(K, j, d, k_l, real, D, BLOCK_D)
-        v = load_rows(V, j, d, v_l, real, D, BLOCK_D)
-        allowed = real[None, :]
-        if CAUSAL:
-            allowed = allowed & (j[None, :] <= i[:, None])
-        kbar, vbar, top, total = summarise_tile(q, k, v, allowed, kbar, vbar, top, total, scale, PRECISION)
-    out = vbar / tl.where(total > 0.0, total, 1.0)[:, None]
-    store_rows(OUT, out, i, d, o_l, live, D, BLOCK_D)
-    tl.store(LSE + bh * L + first + i, log_normaliser(top, total), mask=live)
-    if CAUSAL:
-        for begin in range(q_first // BK * BK, end, BK):
-            j = begin + tl.arange(0, BK)
-            real = valid_rows(MASK, j, j < end, HAS_MASK)
-            k = load_rows(K, j, d, k_l, real, D, BLOCK_D)
-            v = load_rows(V, j, d, v_l, real, D, BLOCK_D)
-            allowed = real[None, :] & (j[None, :] > i[:, None])
-            kbar, vbar, top, total = summarise_tile(q, k, v, allowed, kbar, vbar, top, total, scale, PRECISION)
-    share = 1.0 / tl.where(total > 0.0, total, 1.0)
-    store_rows(KBAR, kbar * share[:, None], i, d, s_l, i < m, D, BLOCK_D)
-    store_rows(VBAR, vbar * share[:, None], i, d, s_l, i < m, D, BLOCK_D)
-    tl.store(LOCAL + bh * n * m + first + i, log_normaliser(top, total), mask=i < m)
 
 
 @triton.jit

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..core.recomputing import Replays, recomputing
-from .multihead import MultiheadAttention
+from ...core.recomputing import Replays, recomputing
+from ..multihead import MultiheadAttention
 
 
 class AttentionCache(nn.Module):

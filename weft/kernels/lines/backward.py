@@ -1,16 +1,10 @@
-"""Triton: attention along the lines of a grid, forward and backward.
+"""Triton: attention along the lines of a grid, backward. Lines, cells and rules are those of `forward.py`.
 
-On a grid with rows of m tokens a line is a row, a run of tokens, or a column, every m-th token. Cell p of line l is
-token l·line_step + p·cell_step. A query sees keys on its own line by a rule on the cells, query i and key j:
+    ds_ij = p_ij (dout_i · v_j - delta_i)      dq_i = Σ_j ds_ij k_j
+    dk_j  = Σ_i ds_ij q_i                      dv_j = Σ_i p_ij dout_i
 
-    up_to  j ≤ i        before  j < i        after  j > i        others  j ≠ i        all
-    well_before  j < i - 1                   apart  |j - i| > 1
-
-`attend` goes on with the running softmax that earlier parts left in OUT and LSE (MORE): so one normaliser spans the
-parts, and each part is a call of its own. In the backward every part needs the last LSE and delta_i = dout_i · out_i
-only, and adds to the gradients of the parts before it. LSE is -inf for a query that has seen no key. All logarithms
-are to base 2. No atomics: every sum is taken in a fixed order. Programs are numbered with the heads first, so those
-that run together read whole rows of (B, L, H, D) memory, along a column too.
+Every part needs only the last LSE and delta_i = dout_i · out_i, and adds to the gradients of the parts before it
+(MORE). No atomics: every sum is taken in a fixed order.
 """
 
 from __future__ import annotations
@@ -19,102 +13,7 @@ import triton
 import triton.language as tl
 
 from ..rows import load_rows, store_rows, valid_rows
-
-
-@triton.jit
-def sees(i, j, RULE: tl.constexpr):
-    if RULE == "up_to":
-        return j <= i
-    elif RULE == "before":
-        return j < i
-    elif RULE == "well_before":
-        return j < i - 1
-    elif RULE == "after":
-        return j > i
-    elif RULE == "others":
-        return j != i
-    elif RULE == "apart":
-        return (j < i - 1) | (j > i + 1)
-    else:
-        return (j >= 0) & (i >= 0)
-
-
-@triton.jit
-def weigh(s, allowed, top, total, scale):
-    """One step of the running softmax: weights of the new keys, what the sums so far must be multiplied with, and the
-    new maximum and sum."""
-    s = tl.where(allowed, s, float("-inf"))
-    new_top = tl.maximum(top, tl.max(s, 1) * scale)
-    shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # no legal key yet: keep inf - inf out
-    p = tl.exp2(s * scale - shift[:, None])
-    old = tl.exp2(top - shift)
-    return p, old, new_top, total * old + tl.sum(p, 1)
-
-
-@triton.jit
-def log_normaliser(top, total):
-    return tl.where(total > 0.0, top + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
-
-
-@triton.jit
-def place(BH, H, cells, TILE: tl.constexpr):
-    """This program's head, batch entry, line, and first cell."""
-    tiles = (cells + TILE - 1) // TILE
-    bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
-    return bh.to(tl.int64), (bh // H).to(tl.int64), (bh % H).to(tl.int64), tile // tiles, tile % tiles * TILE
-
-
-@triton.jit
-def cells_before(limit, first, cells, cell_step):
-    """How many cells of the line that starts at token `first` are tokens below `limit`."""
-    return tl.minimum(cells, (limit - first + cell_step - 1) // cell_step)
-
-
-@triton.jit
-def attend(
-    Q, K, V, FLAGS, OUT, LSE,
-    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l, f_b,
-    BH, H, queries, keys, cells, line_step, cell_step, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-    RULE: tl.constexpr, HAS_FLAGS: tl.constexpr, MORE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    bh, b, h, line, q_first = place(BH, H, cells, BQ)
-    first = line * line_step
-    Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
-    K += b * k_b + h * k_h + first.to(tl.int64) * k_l
-    V += b * v_b + h * v_h + first.to(tl.int64) * v_l
-    OUT += b * o_b + h * o_h + first.to(tl.int64) * o_l
-    LSE += bh * queries + first
-    FLAGS += b * f_b + first
-    end = cells_before(keys, first, cells, cell_step)
-    d = tl.arange(0, BLOCK_D)
-    i = q_first + tl.arange(0, BQ)
-    live = i < cells_before(queries, first, cells, cell_step)
-    q = load_rows(Q, i, d, cell_step * q_l, live, D, BLOCK_D)
-    if MORE:
-        top = tl.load(LSE + i * cell_step, mask=live, other=float("-inf"))
-        total = tl.where(top == float("-inf"), 0.0, 1.0)
-        acc = load_rows(OUT, i, d, cell_step * o_l, live, D, BLOCK_D).to(tl.float32)
-    else:
-        top = tl.full([BQ], float("-inf"), tl.float32)
-        total = tl.zeros([BQ], tl.float32)
-        acc = tl.zeros([BQ, BLOCK_D], tl.float32)
-    LOOKS_BACK: tl.constexpr = RULE == "up_to" or RULE == "before" or RULE == "well_before"
-    start = q_first // BK * BK if RULE == "after" else 0
-    if LOOKS_BACK:
-        end = tl.minimum(end, q_first + BQ)
-    for begin in range(start, end, BK):
-        j = begin + tl.arange(0, BK)
-        real = valid_rows(FLAGS, j * cell_step, j < end, HAS_FLAGS)
-        k = load_rows(K, j, d, cell_step * k_l, real, D, BLOCK_D)
-        v = load_rows(V, j, d, cell_step * v_l, real, D, BLOCK_D)
-        allowed = sees(i[:, None], j[None, :], RULE) & real[None, :]
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        p, old, top, total = weigh(s, allowed, top, total, scale)
-        acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
-    out = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    store_rows(OUT, out, i, d, cell_step * o_l, live, D, BLOCK_D)
-    tl.store(LSE + i * cell_step, log_normaliser(top, total), mask=live)
+from .forward import cells_before, place, sees
 
 
 @triton.jit

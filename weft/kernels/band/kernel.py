@@ -1,0 +1,285 @@
+"""Attention to near keys, and to a few far ones in the same softmax, as fused kernels: `local`, `longformer`, and
+`sparse` with pattern="fixed".
+
+    out_i = Σ_j softmax_j(q_i · k_j / √D) v_j          over near(i) ∪ extras(i), at i at most when causal
+
+    local         near: the block of m tokens                   no extras
+    longformer    near: i − left ≤ j ≤ i + right                extras "first": the first C tokens, which see everything
+    sparse        near: the block of m tokens                   extras "columns": C places of every other block
+
+The plain versions in `weft/attention/` are the definitions; these kernels must equal them. They read the tokens where
+they lie: no copies of overlapping windows, no mask of pairs. Blocks that fit into one tile have a backward of their
+own, `short_blocks.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.blocks import ceil_div
+from ...core.dispatch import DTYPES, LARGEST_HEAD
+from ...core.precision import autocast
+from ...core.tiles import (
+    Tiles,
+    as_flags,
+    block_width,
+    empty_rows,
+    for_operator,
+    next_power_of_two,
+    precision,
+    rows_contiguous,
+    strides,
+)
+
+EXTRAS = ("none", "first", "columns")
+LEAST_LENGTH = 256  # the shortest measured; the kernels beat the plain version from here on: docs/kernels.md
+
+# By kernel, widest head and bytes per number.
+TILES: dict[tuple[str, int, int], Tiles] = {
+    ("attend", 64, 2): Tiles(64, 64, 4, 2),
+    ("attend", 128, 2): Tiles(64, 32, 4, 2),
+    ("attend", 64, 4): Tiles(64, 32, 4, 2),
+    ("attend", 128, 4): Tiles(32, 32, 4, 1),
+    ("query gradients", 64, 2): Tiles(64, 32, 4, 3),
+    ("query gradients", 128, 2): Tiles(64, 32, 4, 2),
+    ("query gradients", 64, 4): Tiles(32, 32, 4, 2),
+    ("query gradients", 128, 4): Tiles(32, 32, 4, 1),
+    ("key gradients", 64, 2): Tiles(32, 64, 4, 3, 128),
+    ("key gradients", 128, 2): Tiles(32, 64, 4, 2),
+    ("key gradients", 64, 4): Tiles(32, 32, 4, 1),
+    ("key gradients", 128, 4): Tiles(32, 32, 4, 1),
+    ("extra gradients", 64, 2): Tiles(32, 64, 4, 3),
+    ("extra gradients", 128, 2): Tiles(32, 64, 4, 2),
+    ("extra gradients", 64, 4): Tiles(32, 32, 4, 1),
+    ("extra gradients", 128, 4): Tiles(32, 32, 4, 1),
+    ("block gradients", 64, 2): Tiles(64, 64, 4, 1),  # blocks up to these sizes are one tile
+    ("block gradients", 128, 2): Tiles(64, 64, 8, 1),
+    ("block gradients", 64, 4): Tiles(32, 32, 4, 1),
+    ("block gradients", 128, 4): Tiles(16, 16, 4, 1),
+}
+
+
+def too_long(attn: Any, *qkv: Tensor) -> str:
+    """Why the kernels cannot run; "" if they can."""
+    if qkv and qkv[0].shape[2] * max(x.stride(2) for x in qkv) >= 2**31:
+        return "the kernel counts inside a sequence in 32 bits, and this one is longer"
+    return ""
+
+
+def blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, block_size: int, causal: bool) -> Tensor:
+    """`local`."""
+    return _band(q, k, v, mask, block_size, block_size, 0 if causal else block_size, causal, "none", 0, False)
+
+
+def window(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, left: int, right: int, first: int, causal: bool
+) -> Tensor:
+    """`longformer`: the sequence is one block."""
+    return _band(q, k, v, mask, 0, left, right, causal, "first" if first else "none", first, False)
+
+
+def block_and_columns(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, block_size: int, columns: list[int], causal: bool
+) -> Tensor:
+    """`sparse`, fixed; `columns` from `fixed_columns`: the last places of a block, and perhaps its first."""
+    leading = len(columns) < block_size and columns[:1] == [0]
+    extras = "columns" if columns else "none"
+    right = 0 if causal else block_size
+    return _band(q, k, v, mask, block_size, block_size, right, causal, extras, len(columns), leading)
+
+
+def _band(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *options: Any) -> Tensor:
+    q, k, v = autocast(q, k, v)
+    return torch.ops.weft.band(q, k, v, for_operator(mask), *options)[0]
+
+
+@torch.library.custom_op(
+    "weft::band",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, int block_size, int left, int right, bool causal,"
+    " str extras, int count, bool leading) -> (Tensor, Tensor)",
+)
+def _forward(q, k, v, mask, block_size, left, right, causal, extras, count, leading):
+    """block_size 0: the whole sequence; count: the first tokens, or the columns of a block."""
+    check(q, k, v, extras)
+    return attend_near(q, k, v, mask, block_size, left, right, causal, extras, count, leading)
+
+
+@_forward.register_fake
+def _(q, k, v, mask, block_size, left, right, causal, extras, count, leading):
+    return _outputs(q)
+
+
+def attend_near(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, block_size: int, left: int, right: int, causal: bool,
+    extras: str = "none", count: int = 0, leading: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out and its log2 normalisers, -inf where there is no key."""
+    from .forward import attend
+
+    out, lse = _outputs(q)
+    q, k, v = (rows_contiguous(x) for x in (q, k, v))
+    B, H, L, D = q.shape
+    m, n, extras, count = _blocks(L, block_size, extras, count)
+    t = tiles("attend", m, q)
+    attend[(n * ceil_div(m, t.queries) * B * H,)](
+        q, k, v, _flags(q, mask), out, lse, *strides(q), *strides(k), *strides(v), *strides(out),
+        B * H, H, L, m, n, left, right, math.log2(math.e) / math.sqrt(D),
+        BQ=t.queries, BK=t.keys, **_options(q, mask, causal, extras, count, leading), **t.launch(),
+    )  # fmt: skip
+    return out, lse
+
+
+def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
+    return empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "weft::band_backward",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, int block_size,"
+    " int left, int right, bool causal, str extras, int count, bool leading) -> (Tensor, Tensor, Tensor)",
+)
+def _backward(dout, q, k, v, mask, out, lse, block_size, left, right, causal, extras, count, leading):
+    return near_gradients(
+        dout, q, k, v, mask, out, lse, block_size, left, right, causal, extras, count, leading
+    )[:3]  # fmt: skip
+
+
+@_backward.register_fake
+def _(dout, q, k, v, mask, out, lse, block_size, left, right, causal, extras, count, leading):
+    return empty_rows(q), empty_rows(k), empty_rows(v)
+
+
+def near_gradients(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, block_size: int,
+    left: int, right: int, causal: bool, extras: str = "none", count: int = 0, leading: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv, and delta; short blocks do without delta, and lse stands in its place."""
+    from ..rows import row_products
+    from .backward import extra_gradients, key_gradients, query_gradients
+    from .short_blocks import block_gradients
+
+    dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
+    dout, q, k, v, out = (rows_contiguous(x) for x in (dout, q, k, v, out))
+    B, H, L, D = q.shape
+    BH = B * H
+    m, n, extras, count = _blocks(L, block_size, extras, count)
+    flags, options = _flags(q, mask), _options(q, mask, causal, extras, count, leading)
+    logit_scale = 1 / math.sqrt(D)
+    scale = math.log2(math.e) * logit_scale
+    given = (*strides(q), *strides(k), *strides(v), *strides(dout))
+    t = tiles("block gradients", m, q)
+    if block_size and extras == "none" and m <= t.queries:
+        shape = {key: options[key] for key in ("D", "BLOCK_D", "CAUSAL", "HAS_MASK", "PRECISION")}
+        block_gradients[(n * BH,)](
+            q, k, v, flags, out, dout, lse, dq, dk, dv, *given, *strides(out), *strides(dq), *strides(dk), *strides(dv),
+            BH, H, L, m, scale, logit_scale, ROWS=t.queries, **shape, **t.launch(),
+        )  # fmt: skip
+        return dq, dk, dv, lse
+    delta = torch.empty_like(lse)
+    row_products[(ceil_div(L, 64) * BH,)](
+        out, dout, delta, *strides(out), *strides(dout), BH, H, L, D=D, BLOCK_D=block_width(D), ROWS=64, num_warps=4
+    )
+    extra_k = extra_v = lse  # not read where there are no extras
+    total, chunks = n * count if extras == "columns" else count, 1
+    if extras != "none":
+        t = tiles("extra gradients", L, q)
+        extra_tiles = ceil_div(total, t.keys)
+        chunk, chunks = query_chunks(L, extra_tiles)
+        extra_k = q.new_empty(B, H, chunks, total, D, dtype=torch.float32)
+        extra_v = torch.empty_like(extra_k)
+        extra_gradients[(extra_tiles * chunks * BH,)](
+            q, k, v, flags, dout, lse, delta, extra_k, extra_v, *given, BH, H, L, m, total, chunk, scale,
+            BQ=t.queries, BK=t.keys, **options, **t.launch(),
+        )  # fmt: skip
+    t = tiles("key gradients", m, q)
+    key_gradients[(n * ceil_div(m, t.keys) * BH,)](
+        q, k, v, flags, dout, lse, delta, extra_k, extra_v, dk, dv, *given, *strides(dk), *strides(dv),
+        BH, H, L, m, left, right, total, chunks, scale, logit_scale,
+        BQ=t.queries, BK=t.keys, **options, **t.launch(),
+    )  # fmt: skip
+    t = tiles("query gradients", m, q)
+    query_gradients[(n * ceil_div(m, t.queries) * BH,)](
+        q, k, v, flags, dout, lse, delta, dq, *given, *strides(dq), BH, H, L, m, n, left, right, scale, logit_scale,
+        BQ=t.queries, BK=t.keys, **options, **t.launch(),
+    )  # fmt: skip
+    return dq, dk, dv, delta
+
+
+def _save(ctx, inputs, output):
+    q, k, v, mask, *options = inputs
+    ctx.save_for_backward(q, k, v, mask, *output)
+    ctx.options = options
+    ctx.set_materialize_grads(False)
+
+
+def _grad(ctx, dout, _):
+    if dout is None:
+        return (None,) * 11
+    return *torch.ops.weft.band_backward(dout, *ctx.saved_tensors, *ctx.options), *(None,) * 8
+
+
+_forward.register_autograd(_grad, setup_context=_save)
+
+
+def _blocks(L: int, block_size: int, extras: str, count: int) -> tuple[int, int, str, int]:
+    """Tokens in a block, how many blocks, and the extras there really are: one block has no other blocks' columns."""
+    m = min(block_size or L, L)
+    n = ceil_div(L, m)
+    if extras == "columns" and n == 1:
+        return m, n, "none", 0
+    return m, n, extras, min(count, L)
+
+
+def _flags(q: Tensor, mask: Tensor | None) -> Tensor:
+    return q if mask is None else as_flags(mask)
+
+
+def _options(q: Tensor, mask: Tensor | None, causal: bool, extras: str, count: int, leading: bool) -> dict[str, Any]:
+    D = q.shape[3]
+    return {
+        "D": D,
+        "BLOCK_D": block_width(D),
+        "C": count,
+        "EXTRAS": extras,
+        "LEADING": leading and extras != "none",
+        "CAUSAL": causal,
+        "HAS_MASK": mask is not None,
+        "PRECISION": precision(q),
+    }
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, extras: str) -> None:
+    if q.dim() != 4 or k.shape != q.shape or v.shape != q.shape:
+        raise ValueError(
+            f"the kernel takes q, k and v of one shape (B, H, L, D), got {tuple(q.shape)}, {tuple(k.shape)} "
+            f"and {tuple(v.shape)}; use backend='torch'"
+        )
+    if q.shape[3] > LARGEST_HEAD or q.dtype not in DTYPES:
+        raise ValueError(
+            f"the kernel takes float32, float16 or bfloat16 with heads up to {LARGEST_HEAD} wide, got {q.dtype} and "
+            f"{q.shape[3]}; use backend='torch'"
+        )
+    if extras not in EXTRAS:
+        raise ValueError(f"extras must be one of {', '.join(EXTRAS)}, got {extras!r}")
+
+
+def tiles(kernel: str, most: int, q: Tensor) -> Tiles:
+    """The table's entry, cut down to the tokens in a block, and never under 16, the least a matrix unit takes."""
+    t = TILES[kernel, max(64, block_width(q.shape[3])), q.element_size()]
+    most = max(16, next_power_of_two(most))
+    return replace(t, queries=min(t.queries, most), keys=min(t.keys, most))
+
+
+def query_chunks(L: int, extra_tiles: int) -> tuple[int, int]:
+    """Length and number of the chunks of queries whose gradients for the extras are summed apart: about 32 programs a
+    head. By L and the pattern alone, so that a sequence's gradient does not depend on its batch mates."""
+    wanted = max(1, 32 // extra_tiles)
+    chunk = max(512, ceil_div(ceil_div(L, wanted), 64) * 64)
+    return chunk, ceil_div(L, chunk)

@@ -1,0 +1,362 @@
+"""Causal attention that factors through features, as fused kernels: forward and backward, as one PyTorch operator.
+
+    out_i = Σ_{j ≤ i} p_ij v_j / (Σ_{j ≤ i} p_ij + ε)          p_ij = φ(q_i)·φ(k_j)                           plain
+                                                               p_ij = φ(q_i)·φ(k_j) e^{m_j - G_i} + rest_i    scaled
+
+over the keys the mask leaves; zeros where there are none. φ is elu(t) + 1 or ReLU(t) + 1e-3, taken inside, or the
+features are given. The scaled form is for features that are exponentials: m is what was taken out of each key's, G
+never falls and m_j ≤ G_i for j ≤ i. There ε is 0, so out does not depend on the scale of a query's p: the gradient of G
+is rest · drest. m gets none: what it takes out of the features it puts back.
+
+The plain versions of `linear` and `performer` in `weft/attention` are the definition; these kernels must equal them.
+The scaled form with WIDE features or more has kernels of its own, `wide.py`, which walk over the features inside.
+Triton is imported only when a kernel runs, so this module can be imported anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.blocks import ceil_div
+from ...core.dispatch import DTYPES, LARGEST_HEAD
+from ...core.precision import autocast
+from ...core.tiles import Tiles, as_flags, block_width, for_operator, precision, rows_contiguous, strides
+
+FEATURES = ("elu", "relu", "given")
+LEAST_LENGTH = 256  # the shortest measured; the kernels beat the plain version from here on: docs/kernels.md
+
+# By kernel, widest head and bytes of what is multiplied (float16 is multiplied as tf32: 4).
+TILES: dict[tuple[str, int, int], Tiles] = {
+    ("states", 64, 2): Tiles(64, 64, 4, 2),
+    ("states", 128, 2): Tiles(64, 64, 4, 2),
+    ("states", 64, 4): Tiles(32, 32, 4, 2),
+    ("states", 128, 4): Tiles(32, 32, 8, 1),
+    ("outputs", 64, 2): Tiles(64, 32, 4, 2),
+    ("outputs", 128, 2): Tiles(64, 32, 4, 2),
+    ("outputs", 64, 4): Tiles(64, 32, 4, 1),
+    ("outputs", 128, 4): Tiles(64, 32, 4, 1),
+    ("query gradients", 64, 2): Tiles(64, 32, 4, 3),
+    ("query gradients", 128, 2): Tiles(64, 32, 4, 2),
+    ("query gradients", 64, 4): Tiles(64, 32, 4, 1),
+    ("query gradients", 128, 4): Tiles(32, 32, 4, 1),
+    ("key gradients", 64, 2): Tiles(16, 64, 4, 3),
+    ("key gradients", 128, 2): Tiles(32, 64, 8, 2),
+    ("key gradients", 64, 4): Tiles(16, 64, 4, 1),
+    ("key gradients", 128, 4): Tiles(32, 32, 4, 1),
+    # For many features: of `wide.py` rows and features per tile. Half precision and heads of 64 are tuned.
+    ("wide states", 64, 2): Tiles(128, 128, 4, 1),
+    ("wide states", 128, 2): Tiles(64, 64, 4, 2),
+    ("wide states", 64, 4): Tiles(32, 32, 4, 2),
+    ("wide states", 128, 4): Tiles(32, 32, 8, 1),
+    ("wide outputs", 64, 2): Tiles(64, 32, 4, 3, 128),
+    ("wide outputs", 128, 2): Tiles(64, 32, 8, 2),
+    ("wide outputs", 64, 4): Tiles(32, 32, 4, 1),
+    ("wide outputs", 128, 4): Tiles(32, 32, 8, 1),
+    ("wide query gradients", 64, 2): Tiles(64, 32, 4, 3),
+    ("wide query gradients", 128, 2): Tiles(64, 32, 8, 2),
+    ("wide query gradients", 64, 4): Tiles(32, 32, 8, 1),
+    ("wide query gradients", 128, 4): Tiles(32, 32, 8, 1),
+    ("wide key gradients", 64, 2): Tiles(64, 32, 4, 3, 168),
+    ("wide key gradients", 128, 2): Tiles(64, 32, 8, 2),
+    ("wide key gradients", 64, 4): Tiles(32, 32, 8, 1),
+    ("wide key gradients", 128, 4): Tiles(32, 32, 8, 1),
+    ("wide value gradients", 64, 2): Tiles(64, 32, 4, 3, 168),
+    ("wide value gradients", 128, 2): Tiles(64, 32, 8, 2),
+    ("wide value gradients", 64, 4): Tiles(32, 32, 4, 1),
+    ("wide value gradients", 128, 4): Tiles(32, 32, 8, 1),
+}
+WIDE = 129  # from this many features on the scaled form takes the kernels of `wide.py`
+COLUMNS, SCALED_COLUMNS = 128, 512  # of the states, per program of `running_sums` and of `scaled_running_sums`
+CHUNK, LONG, LONG_CHUNK = 128, 16384, 256  # tokens per state, and past LONG tokens
+
+
+def linear_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    features: str,
+    epsilon: float = 0.0,
+    key_scale: Tensor | None = None,
+    top: Tensor | None = None,
+    rest: Tensor | None = None,
+) -> Tensor:
+    """q and k (B, H, L, F), v (B, H, L, D), mask (B, L) -> (B, H, L, D). The scaled form takes m as `key_scale`, G as
+    `top`, and `rest`, all (B, H, L)."""
+    q, k, v = autocast(q, k, v)
+    return torch.ops.weft.linear_scan(q, k, v, for_operator(mask), key_scale, top, rest, features, epsilon)[0]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one call is cut, the same for every kernel of it."""
+
+    B: int
+    H: int
+    L: int
+    F: int
+    D: int
+    chunk: int
+    scaled: bool
+    half: bool  # bfloat16 operands
+
+    @property
+    def n(self) -> int:
+        return ceil_div(self.L, self.chunk)
+
+    @property
+    def rows(self) -> int:
+        """Of a state: one per feature, and one for the sums of v alone."""
+        return self.F + int(self.scaled)
+
+    @property
+    def wide(self) -> bool:
+        return is_wide(self.F, self.scaled)
+
+    def tiles(self, kernel: str) -> Tiles:
+        return TILES[kernel, max(64, block_width(self.D)), 2 if self.half else 4]
+
+    def state_tiles(self) -> Tiles:
+        return self.tiles("wide states" if self.wide else "states")
+
+    def shape(self, kernel: str) -> dict[str, int]:
+        width = block_width(self.D)
+        widest = max(64, width) if self.half and kernel != "states" else 64
+        return {"F": self.F, "D": self.D, "BLOCK_D": width, "BF": min(block_width(self.F), widest), "CHUNK": self.chunk}
+
+    def wide_launch(self, kernel: str) -> tuple[tuple[int], dict[str, Any]]:
+        """Programs and tiles of a kernel of `wide.py`."""
+        t = self.tiles(f"wide {kernel}")
+        cut = {"F": self.F, "D": self.D, "BLOCK_D": block_width(self.D), "BF": t.keys, "ROWS": t.queries}
+        programs = (ceil_div(self.L, t.queries) * self.B * self.H,)
+        return programs, {**cut, "CHUNK": self.chunk, "CARRIED": self.n > 1, **t.launch()}
+
+    def state_programs(self, chunks: int) -> tuple[int]:
+        return (chunks * ceil_div(self.F, self.shape("states")["BF"]) * self.B * self.H,)
+
+
+def plan(q: Tensor, v: Tensor, scaled: bool) -> Plan:
+    """Chunks depend on the length alone, so that a sequence's result does not depend on its batch mates."""
+    B, H, L, F = q.shape
+    chunk = CHUNK if L <= LONG or is_wide(F, scaled) else LONG_CHUNK
+    return Plan(B, H, L, F, v.shape[3], chunk, scaled, q.dtype == torch.bfloat16)
+
+
+def is_wide(F: int, scaled: bool) -> bool:
+    return scaled and F >= WIDE
+
+
+def running(p: Plan, parts: Tensor, top: Tensor, dtype: torch.dtype, *, reverse: bool) -> tuple[Tensor, Tensor]:
+    """The sums of the parts before each chunk, or after it."""
+    from .forward import running_sums, scaled_running_sums
+
+    sums = parts.new_empty(p.B, p.H, p.n, p.rows, p.D, dtype=dtype)
+    norms = parts.new_empty(p.B, p.H, p.n, p.rows)
+    heads, width = p.B * p.H, parts.shape[-1]
+    options = {"F": p.F, "D": p.D, "PART": width, "REVERSE": reverse}
+    if p.scaled:
+        scaled_running_sums[(ceil_div(width, SCALED_COLUMNS) * heads,)](
+            parts, top, sums, norms, heads, p.L, p.n, COLUMNS=SCALED_COLUMNS, CHUNK=p.chunk, STAGES=4, **options,
+            num_warps=4,
+        )  # fmt: skip
+    else:
+        running_sums[(ceil_div(width, COLUMNS) * heads,)](
+            parts, sums, norms, heads, p.n, COLUMNS=COLUMNS, **options, num_warps=4, num_stages=3
+        )
+    return sums, norms
+
+
+@torch.library.custom_op(
+    "weft::linear_scan",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_scale, Tensor? top, Tensor? rest, str features,"
+    " float epsilon) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _forward(q, k, v, mask, key_scale, top, rest, features, epsilon):
+    from . import wide
+    from .forward import chunk_states, outputs
+
+    check(q, k, v, key_scale, top, rest, features)
+    p = plan(q, v, rest is not None)
+    q, k, v = (rows_contiguous(x) for x in (q, k, v))
+    out, weight, before, before_norm = _outputs(q, v, p)
+    has_mask = mask is not None
+    flags = as_flags(mask) if has_mask else q
+    key_scale, top, rest = (_rows(x, weight) for x in (key_scale, top, rest))
+    common = {"HAS_MASK": has_mask, "BF16": p.half, "PRECISION": precision(q)}
+    options = common | {"FEATURES": features, "SCALED": p.scaled}
+    if p.n > 1:
+        parts = _parts(p, q)
+        t = p.state_tiles()
+        chunk_states[p.state_programs(p.n - 1)](
+            k, v, flags, key_scale, top, parts, *strides(k), *strides(v), p.B * p.H, p.H, p.L, p.n,
+            ROWS=t.keys, PART=parts.shape[-1], **p.shape("states"), **options, **t.launch(),
+        )  # fmt: skip
+        before, before_norm = running(p, parts, top, before.dtype, reverse=False)
+    given = (q, k, v, flags, key_scale, top, rest, before, before_norm, out, weight)
+    sizes = (*strides(q), *strides(k), *strides(v), *strides(out), p.B * p.H, p.H, p.L, p.n, epsilon)
+    if p.wide:
+        programs, cut = p.wide_launch("outputs")
+        wide.outputs[programs](*given, *sizes, **cut, **common)
+        return out, weight, before, before_norm
+    t = p.tiles("outputs")
+    outputs[(ceil_div(p.L, t.queries) * p.B * p.H,)](
+        *given, *sizes,
+        BQ=t.queries, BK=t.keys, CARRIED=p.n > 1, **p.shape("outputs"), **options, **t.launch(),
+    )  # fmt: skip
+    return out, weight, before, before_norm
+
+
+@_forward.register_fake
+def _(q, k, v, mask, key_scale, top, rest, features, epsilon):
+    return _outputs(q, v, plan(q, v, rest is not None))
+
+
+def _outputs(q: Tensor, v: Tensor, p: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out, one over its denominators, and the sums before each chunk: of φ(k) vᵀ, and of φ(k)."""
+    n = p.n if p.n > 1 else 0
+    return (
+        torch.empty_like(rows_contiguous(v)),
+        q.new_empty(p.B, p.H, p.L, dtype=torch.float32),
+        q.new_empty(p.B, p.H, n, p.rows, p.D, dtype=torch.bfloat16 if p.half else torch.float32),
+        q.new_empty(p.B, p.H, n, p.rows, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op(
+    "weft::linear_scan_backward",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_scale, Tensor? top, Tensor? rest,"
+    " Tensor out, Tensor weight, Tensor before, Tensor before_norm, str features)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _backward(dout, q, k, v, mask, key_scale, top, rest, out, weight, before, before_norm, features):
+    from .backward import gradient_states, key_gradients, query_gradients
+
+    p = plan(q, v, rest is not None)
+    dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
+    dq, dk, dv, drest = _gradients(q, k, v, p)
+    has_mask = mask is not None
+    flags = as_flags(mask) if has_mask else q
+    key_scale, top, rest = (_rows(x, weight) for x in (key_scale, top, rest))
+    options: dict[str, Any] = {"FEATURES": features, "SCALED": p.scaled, "BF16": p.half, "PRECISION": precision(q)}
+    counts = p.B * p.H, p.H, p.L, p.n
+    delta, parts = torch.empty_like(weight), _parts(p, q)
+    t = p.state_tiles()
+    gradient_states[p.state_programs(p.n)](
+        q, out, dout, top, rest, weight, delta, parts, *strides(q), *strides(out), *strides(dout), *counts,
+        ROWS=t.queries, PART=parts.shape[-1], **p.shape("states"), **options, **t.launch(),
+    )  # fmt: skip
+    after, after_norm = running(p, parts, top, before.dtype, reverse=True) if p.n > 1 else (before, before_norm)
+    if p.wide:
+        _wide_gradients(
+            p, q, k, v, flags, key_scale, top, rest, before, before_norm, after, after_norm, dout, weight, delta,
+            dq, dk, dv, drest, {"HAS_MASK": has_mask, "BF16": p.half, "PRECISION": precision(q)},
+        )  # fmt: skip
+        return dq, dk, dv, drest
+    options |= {"HAS_MASK": has_mask, "CARRIED": p.n > 1}
+    t = p.tiles("query gradients")
+    query_gradients[(ceil_div(p.L, t.queries) * p.B * p.H,)](
+        q, k, v, flags, key_scale, top, before, before_norm, dout, weight, delta, dq, drest,
+        *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq), *counts,
+        BQ=t.queries, BK=t.keys, **p.shape("query gradients"), **options, **t.launch(),
+    )  # fmt: skip
+    t = p.tiles("key gradients")
+    key_gradients[(ceil_div(p.L, t.keys) * p.B * p.H,)](
+        q, k, v, flags, key_scale, top, rest, after, after_norm, dout, weight, delta, dk, dv,
+        *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk), *strides(dv), *counts,
+        BQ=t.queries, BK=t.keys, **p.shape("key gradients"), **options, **t.launch(),
+    )  # fmt: skip
+    return dq, dk, dv, drest
+
+
+def _wide_gradients(
+    p, q, k, v, flags, key_scale, top, rest, before, before_norm, after, after_norm, dout, weight, delta,
+    dq, dk, dv, drest, common,
+):  # fmt: skip
+    from .wide import key_gradients, query_gradients, value_gradients
+
+    counts = p.B * p.H, p.H, p.L, p.n
+    programs, cut = p.wide_launch("query gradients")
+    query_gradients[programs](
+        k, v, flags, key_scale, top, before, before_norm, dout, weight, delta, dq, drest,
+        *strides(k), *strides(v), *strides(dout), *strides(dq), *counts, **cut, **common,
+    )  # fmt: skip
+    programs, cut = p.wide_launch("key gradients")
+    key_gradients[programs](
+        q, v, flags, key_scale, top, after, after_norm, dout, weight, delta, dk,
+        *strides(q), *strides(v), *strides(dout), *strides(dk), *counts, **cut, **common,
+    )  # fmt: skip
+    programs, cut = p.wide_launch("value gradients")
+    value_gradients[programs](
+        q, k, flags, key_scale, top, rest, after, dout, weight, dv,
+        *strides(q), *strides(k), *strides(dout), *strides(dv), *counts, **cut, **common,
+    )  # fmt: skip
+
+
+@_backward.register_fake
+def _(dout, q, k, v, mask, key_scale, top, rest, out, weight, before, before_norm, features):
+    return _gradients(q, k, v, plan(q, v, rest is not None))
+
+
+def _gradients(q: Tensor, k: Tensor, v: Tensor, p: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(rows_contiguous(x)) for x in (q, k, v))
+    return dq, dk, dv, q.new_empty(p.B, p.H, p.L if p.scaled else 0, dtype=torch.float32)
+
+
+def _parts(p: Plan, q: Tensor) -> Tensor:
+    """What each chunk adds: the rows of its state, then their norms. A multiple of 16 numbers, for whole words."""
+    return q.new_empty(p.B, p.H, p.n, ceil_div(p.rows * (p.D + 1), 16) * 16, dtype=torch.float32)
+
+
+def _rows(x: Tensor | None, stand_in: Tensor) -> Tensor:
+    """One number per token; a tensor nobody reads where there is none."""
+    return stand_in if x is None else x.float().contiguous()
+
+
+def _save(ctx, inputs, output):
+    *tensors, ctx.features, _ = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _grad(ctx, dout, *unused):
+    if dout is None:
+        return (None,) * 9
+    saved = ctx.saved_tensors  # once: checkpointing unpacks them once
+    rest = saved[6]
+    dq, dk, dv, drest = torch.ops.weft.linear_scan_backward(dout, *saved, ctx.features)
+    if rest is None:
+        return dq, dk, dv, *(None,) * 6
+    return dq, dk, dv, None, None, rest * drest, drest.to(rest.dtype), None, None
+
+
+_forward.register_autograd(_grad, setup_context=_save)
+
+
+def check(
+    q: Tensor, k: Tensor, v: Tensor, key_scale: Tensor | None, top: Tensor | None, rest: Tensor | None, features: str
+) -> None:
+    if q.dim() != 4 or k.shape != q.shape or v.shape[:3] != q.shape[:3] or v.dim() != 4:
+        raise ValueError(
+            f"the kernel takes q and k of one shape (B, H, L, F) and v (B, H, L, D), got {tuple(q.shape)}, "
+            f"{tuple(k.shape)} and {tuple(v.shape)}; use backend='torch'"
+        )
+    if features not in FEATURES:
+        raise ValueError(f"features must be one of {', '.join(FEATURES)}, got {features!r}")
+    if v.shape[3] > LARGEST_HEAD:
+        raise ValueError(f"the kernel takes heads up to {LARGEST_HEAD} wide, got {v.shape[3]}; use backend='torch'")
+    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"the kernel takes float32, float16 or bfloat16, one for all, got {q.dtype}, {k.dtype} and {v.dtype}; "
+            "use backend='torch'"
+        )
+    if not (key_scale is None) == (top is None) == (rest is None):
+        raise ValueError("the scaled form takes key_scale, top and rest, all three; the plain form none of them")
+    if rest is not None and features != "given":
+        raise ValueError("the scaled form takes features='given'")

@@ -1,0 +1,277 @@
+"""Attention along the lines of a grid under one softmax, as one PyTorch operator: forward and backward.
+
+    out_i = Σ_parts Σ_{j ∈ part(i)} e^{q_i·k_j/√D} v_j / Z_i          Z_i over all parts
+
+A part is a source of keys and values, one for every cell of the grid (the tokens, or summaries), seen by each query
+along its own row or column by a rule: "0 row up_to" is source 0, the tokens of the row up to the query. The Combiners
+on a grid are such parts, and so is the local softmax of their summaries. `weft/core/joint.py` is the definition.
+Triton is imported only when a kernel runs, so this module can be imported anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ...core.blocks import ceil_div
+from ...core.dispatch import DTYPES, LARGEST_HEAD
+from ...core.precision import autocast
+from ...core.tiles import (
+    Tiles,
+    as_flags,
+    block_width,
+    empty_rows,
+    for_operator,
+    next_power_of_two,
+    precision,
+    rows_contiguous,
+    strides,
+)
+
+LEAST_LENGTH = 256  # for the grid Combiners, with pooling: the shortest measured, from where on the kernels win
+RULES = ("up_to", "before", "well_before", "after", "others", "apart", "all")
+
+# By kernel, widest head and bytes per number.
+TILES: dict[tuple[str, int, int], Tiles] = {
+    ("attend", 64, 2): Tiles(64, 32, 4, 3),
+    ("attend", 128, 2): Tiles(64, 32, 4, 2),
+    ("attend", 64, 4): Tiles(64, 32, 4, 2),
+    ("attend", 128, 4): Tiles(32, 32, 4, 1),
+    ("query gradients", 64, 2): Tiles(64, 32, 4, 3),
+    ("query gradients", 128, 2): Tiles(64, 32, 4, 2),
+    ("query gradients", 64, 4): Tiles(32, 32, 4, 2),
+    ("query gradients", 128, 4): Tiles(32, 32, 4, 1),
+    ("key gradients", 64, 2): Tiles(32, 64, 4, 3, 168),
+    ("key gradients", 128, 2): Tiles(64, 64, 8, 2),
+    ("key gradients", 64, 4): Tiles(32, 32, 4, 1),
+    ("key gradients", 128, 4): Tiles(32, 32, 4, 1),
+}
+
+
+@dataclass(frozen=True)
+class Lines:
+    """The rows or the columns of a grid: cell p of line l is token l·line_step + p·cell_step."""
+
+    lines: int
+    cells: int
+    line_step: int
+    cell_step: int
+
+    @classmethod
+    def of(cls, axis: str, n: int, m: int) -> Lines:
+        """Of a grid with n rows of m tokens."""
+        return cls(n, m, m, 1) if axis == "row" else cls(m, n, 1, m)
+
+
+def line_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    parts: str,
+    *,
+    width: int,
+    spans: tuple[tuple[Tensor, Tensor, Tensor], ...] = (),
+) -> Tensor:
+    """q (B, H, Lq, D) over the `parts` (joined by commas) of a grid with rows of `width` tokens.
+
+    Source 0 is k, v (B, H, L, D) and mask (B, L); sources 1, 2, .. are `spans`: keys and values (B, H, cells, D) and
+    which of them hold any token, (B or 1, cells).
+    """
+    kbars, vbars, some = ([span[x] for span in spans] for x in range(3))
+    q, k, v, *bars = autocast(q, k, v, *kbars, *vbars)
+    kbars, vbars = bars[: len(spans)], bars[len(spans) :]
+    some = [cast(Tensor, for_operator(x)) for x in some]
+    return torch.ops.weft.line_attention(q, k, v, for_operator(mask), kbars, vbars, some, parts, width)[0]
+
+
+@torch.library.custom_op(
+    "weft::line_attention",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor[] kbars, Tensor[] vbars, Tensor[] some, str parts,"
+    " int width) -> (Tensor, Tensor)",
+)
+def _forward(q, k, v, mask, kbars, vbars, some, parts, width):
+    check(q, [k, *kbars], [v, *vbars])
+    out, lse = empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    q = rows_contiguous(q)
+    n = grid_rows(q, k, width)
+    sources = _sources(k, v, mask, kbars, vbars, some)
+    for number, (source, axis, rule) in enumerate(read_parts(parts)):
+        attend_lines(q, *sources[source], out, lse, Lines.of(axis, n, width), rule, more=number > 0)
+    return out, lse
+
+
+@_forward.register_fake
+def _(q, k, v, mask, kbars, vbars, some, parts, width):
+    return empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "weft::line_attention_backward",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor[] kbars, Tensor[] vbars, Tensor[] some,"
+    " Tensor out, Tensor lse, str parts, int width) -> (Tensor, Tensor[], Tensor[])",
+)
+def _backward(dout, q, k, v, mask, kbars, vbars, some, out, lse, parts, width):
+    dq, delta = empty_rows(q), torch.empty_like(lse)
+    dks, dvs = ([empty_rows(x) for x in xs] for xs in ([k, *kbars], [v, *vbars]))
+    q, dout = rows_contiguous(q), rows_contiguous(dout)
+    n = grid_rows(q, k, width)
+    sources = _sources(k, v, mask, kbars, vbars, some)
+    begun = set()
+    for number, (source, axis, rule) in enumerate(read_parts(parts)):
+        keys, lines = sources[source], Lines.of(axis, n, width)
+        line_query_gradients(q, *keys, out, dout, lse, delta, dq, lines, rule, more=number > 0)
+        line_key_gradients(q, *keys, dout, lse, delta, dks[source], dvs[source], lines, rule, more=source in begun)
+        begun.add(source)
+    return dq, dks, dvs
+
+
+@_backward.register_fake
+def _(dout, q, k, v, mask, kbars, vbars, some, out, lse, parts, width):
+    dks, dvs = ([empty_rows(x) for x in xs] for xs in ([k, *kbars], [v, *vbars]))
+    return empty_rows(q), dks, dvs
+
+
+def _save(ctx, inputs, output):
+    q, k, v, mask, kbars, vbars, some, parts, width = inputs
+    ctx.save_for_backward(q, k, v, mask, *kbars, *vbars, *some, *output)
+    ctx.spans, ctx.options = len(kbars), (parts, width)
+    ctx.set_materialize_grads(False)
+
+
+def _grad(ctx, dout, *unused):
+    S = ctx.spans
+    none = [None] * S
+    if dout is None:
+        return None, None, None, None, none, none, none, None, None
+    q, k, v, mask, *rest = ctx.saved_tensors
+    kbars, vbars, some, (out, lse) = rest[:S], rest[S : 2 * S], rest[2 * S : 3 * S], rest[3 * S :]
+    dq, dks, dvs = torch.ops.weft.line_attention_backward(
+        dout, q, k, v, mask, kbars, vbars, some, out, lse, *ctx.options
+    )
+    return dq, dks[0], dvs[0], None, list(dks[1:]), list(dvs[1:]), none, None, None
+
+
+_forward.register_autograd(_grad, setup_context=_save)
+
+
+# The launches. `flags` (B or 1, cells) says which keys count, None: all; k, v and flags are one source.
+
+
+def attend_lines(
+    q: Tensor, k: Tensor, v: Tensor, flags: Tensor | None, out: Tensor, lse: Tensor, lines: Lines, rule: str, *,
+    more: bool,
+) -> None:  # fmt: skip
+    """Write out and lse; with `more`, go on from what is there."""
+    from .forward import attend
+
+    t = tiles(TILES, "attend", lines.cells, q)
+    common, options = _common(q, k, flags, lines, rule)
+    attend[_programs(q, lines, t.queries)](
+        q, k, v, _pointer(flags, q), out, lse, *strides(q), *strides(k), *strides(v), *strides(out), *common,
+        scales(q)[0], BQ=t.queries, BK=t.keys, MORE=more, **options, **t.launch(),
+    )  # fmt: skip
+
+
+def line_query_gradients(
+    q: Tensor, k: Tensor, v: Tensor, flags: Tensor | None, out: Tensor, dout: Tensor, lse: Tensor, delta: Tensor,
+    dq: Tensor, lines: Lines, rule: str, *, more: bool,
+) -> None:  # fmt: skip
+    """Write dq, and delta; with `more` add to dq, and read delta."""
+    from .backward import query_gradients
+
+    t = tiles(TILES, "query gradients", lines.cells, q)
+    common, options = _common(q, k, flags, lines, rule)
+    query_gradients[_programs(q, lines, t.queries)](
+        q, k, v, _pointer(flags, q), out, dout, lse, delta, dq,
+        *strides(q), *strides(k), *strides(v), *strides(out), *strides(dout), *strides(dq), *common,
+        *scales(q), BQ=t.queries, BK=t.keys, MORE=more, **options, **t.launch(),
+    )  # fmt: skip
+
+
+def line_key_gradients(
+    q: Tensor, k: Tensor, v: Tensor, flags: Tensor | None, dout: Tensor, lse: Tensor, delta: Tensor, dk: Tensor,
+    dv: Tensor, lines: Lines, rule: str, *, more: bool, products: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write dk and dv, or with `more` add to them; into `products` (B, H, cells) dk_j · k_j + dv_j · v_j."""
+    from .backward import key_gradients
+
+    t = tiles(TILES, "key gradients", lines.cells, q)
+    common, options = _common(q, k, flags, lines, rule)
+    key_gradients[_programs(q, lines, t.keys)](
+        q, k, v, _pointer(flags, q), dout, lse, delta, dk, dv, lse if products is None else products,
+        *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk), *strides(dv), *common,
+        *scales(q), BQ=t.queries, BK=t.keys, MORE=more, KEEP=products is not None, **options, **t.launch(),
+    )  # fmt: skip
+
+
+def _common(q: Tensor, k: Tensor, flags: Tensor | None, lines: Lines, rule: str):
+    B, H, L, D = q.shape
+    per_batch = flags.stride(0) if flags is not None and flags.shape[0] > 1 else 0
+    sizes = (per_batch, B * H, H, L, k.shape[2], lines.cells, lines.line_step, lines.cell_step)
+    options = {"D": D, "BLOCK_D": block_width(D), "PRECISION": precision(q)}
+    return sizes, {**options, "RULE": rule, "HAS_FLAGS": flags is not None}
+
+
+def _programs(q: Tensor, lines: Lines, tile: int) -> tuple[int]:
+    return (lines.lines * ceil_div(lines.cells, tile) * q.shape[0] * q.shape[1],)
+
+
+def _pointer(flags: Tensor | None, q: Tensor) -> Tensor:
+    return q if flags is None else flags
+
+
+def _sources(
+    k: Tensor, v: Tensor, mask: Tensor | None, kbars: list[Tensor], vbars: list[Tensor], some: list[Tensor]
+) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    return [
+        (rows_contiguous(keys), rows_contiguous(values), None if which is None else as_flags(which))
+        for keys, values, which in zip([k, *kbars], [v, *vbars], [mask, *some], strict=True)
+    ]
+
+
+def scales(q: Tensor) -> tuple[float, float]:
+    """What a product q·k is multiplied with for a logit to base 2, and for a gradient."""
+    return math.log2(math.e) / math.sqrt(q.shape[3]), 1 / math.sqrt(q.shape[3])
+
+
+def grid_rows(q: Tensor, k: Tensor, width: int) -> int:
+    return ceil_div(max(q.shape[2], k.shape[2]), width)
+
+
+def read_parts(parts: str) -> list[tuple[int, str, str]]:
+    """ "0 row up_to,1 column before" as (source, axis, rule)."""
+    read = []
+    for part in parts.split(","):
+        source, axis, rule = part.split()
+        if axis not in ("row", "column") or rule not in RULES:
+            raise ValueError(f"a part is 'source row|column {'|'.join(RULES)}', got {part!r}")
+        read.append((int(source), axis, rule))
+    return read
+
+
+def check(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> None:
+    B, H, _, D = q.shape
+    for k, v in zip(keys, values, strict=True):
+        if k.shape != v.shape or (*k.shape[:2], k.shape[3]) != (B, H, D):
+            raise ValueError(
+                f"the kernel takes keys and values of one shape that fits q {tuple(q.shape)}, got {tuple(k.shape)} "
+                f"and {tuple(v.shape)}; use backend='torch'"
+            )
+    if D > LARGEST_HEAD:
+        raise ValueError(f"the kernel takes heads up to {LARGEST_HEAD} wide, got {D}; use backend='torch'")
+    if q.dtype not in DTYPES or any(x.dtype != q.dtype for x in (*keys, *values)):
+        raise ValueError(f"the kernel takes float32, float16 or bfloat16, one for all, got {q.dtype}")
+
+
+def tiles(table: dict[tuple[str, int, int], Tiles], kernel: str, cells: int, q: Tensor) -> Tiles:
+    """The table's entry, cut down to the cells of a line; never under 16, the least a matrix unit takes."""
+    t = table[kernel, max(64, block_width(q.shape[3])), q.element_size()]
+    most = max(16, next_power_of_two(cells))
+    return replace(t, queries=min(t.queries, most), keys=min(t.keys, most))
