@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import signal
-import sys
 import types
 import typing
 from collections.abc import Callable
@@ -251,10 +250,6 @@ def data_list(data: DataFolder = Path("data")) -> None:
     console().print(table)
 
 
-def _leave(number: int, frame: Any) -> None:
-    sys.exit(128 + number)
-
-
 @data_app.command("make")
 def data_make(
     name: Annotated[str, typer.Argument(help="listops, or pathfinder32-easy … pathfinder128-hard")],
@@ -265,13 +260,19 @@ def data_make(
 ) -> None:
     """Generate a data set."""
     import os
+    import shutil
     import time
 
     from ..tasks.fetch import make
     from ..tasks.files import read_array
 
     # A kill that can be heard leaves no half-made folder behind.
-    before = [(number, signal.signal(number, _leave)) for number in (signal.SIGTERM, signal.SIGHUP)]
+    def leave(number: int, frame: Any) -> None:
+        for temporary in data.glob(f".*.{os.getpid()}.tmp"):
+            shutil.rmtree(temporary, ignore_errors=True)
+        os._exit(128 + number)  # an exception could be raised, and lost, in the middle of a fork
+
+    before = [(number, signal.signal(number, leave)) for number in (signal.SIGTERM, signal.SIGHUP)]
     workers = workers or os.cpu_count() or 1
     start = time.perf_counter()
     try:

@@ -6,11 +6,15 @@ filled under a temporary name and renamed, and the manifest is checked when it i
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
 import shutil
+import signal
+import sys
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -109,6 +113,27 @@ def new_folder(folder: Path) -> Iterator[Path]:
         os.rename(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def processes(count: int) -> Iterator[ProcessPoolExecutor]:
+    """Workers that end at once when something goes wrong, and with the process that started them."""
+    pool = ProcessPoolExecutor(count, initializer=_as_worker)
+    try:
+        yield pool
+    except BaseException:
+        for worker in list((pool._processes or {}).values()):
+            worker.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _as_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def write_manifest(folder: Path, about: Mapping[str, Any]) -> None:

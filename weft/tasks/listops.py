@@ -11,7 +11,6 @@ Tay et al., Long Range Arena, https://arxiv.org/abs/2011.04006; Nangia & Bowman,
 from __future__ import annotations
 
 import csv
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ import torch
 
 from .base import Columns, StudyTask, TaskData
 from .config import TrainConfig
-from .files import DamagedData, find, new_folder, read_array, read_manifest, write_manifest
+from .files import DamagedData, find, new_folder, processes, read_array, read_manifest, write_manifest
 from .registry import add_task
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
@@ -124,7 +123,7 @@ def generate(count: int, seed: int = 0, workers: int = 1) -> tuple[np.ndarray, n
     ids, labels = np.zeros((count, MAX_LENGTH), np.uint8), np.zeros(count, np.uint8)
     seen: set[bytes] = set()
     chunk = 0
-    with ProcessPoolExecutor(workers) if workers > 1 else _Here() as pool:
+    with processes(workers) if workers > 1 else _Here() as pool:
         while len(seen) < count:
             numbers = range(chunk, chunk + max(1, workers) * 2)
             chunk += len(numbers)

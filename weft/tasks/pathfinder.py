@@ -17,7 +17,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,17 @@ import torch
 
 from .base import DataMissing, TaskData, TextClassification
 from .config import TrainConfig
-from .files import DamagedData, decoded, find, new_folder, read_array, read_manifest, read_text, write_manifest
+from .files import (
+    DamagedData,
+    decoded,
+    find,
+    new_folder,
+    processes,
+    read_array,
+    read_manifest,
+    read_text,
+    write_manifest,
+)
 from .registry import add_task
 
 DASHES = {"easy": 6, "medium": 9, "hard": 14}
@@ -221,7 +231,7 @@ def make(
         )
         labels = np.zeros(count, np.uint8)
         done = 0
-        with ProcessPoolExecutor(workers) as pool:
+        with processes(workers) as pool:
             # Always four chunks a worker ahead, taken in order: nobody waits for the slowest of a batch.
             numbers = itertools.count()
             jobs = deque(pool.submit(make_chunk, size, difficulty, seed, next(numbers)) for _ in range(4 * workers))
