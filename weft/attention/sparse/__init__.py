@@ -29,7 +29,7 @@ from ...core.partitions import fixed_columns, other_blocks, own_block
 from ...core.registry import register
 from ...core.softmax import softmax_attention
 from ...core.state import KeyValueState
-from ...kernels.band import kernel
+from ...kernels.band import kernel as band
 from ..axial import attend_to, decoding_block
 from . import kernel as strided_kernel
 
@@ -211,11 +211,11 @@ def run_kernel(attn: SparseAttention, q: Tensor, k: Tensor, v: Tensor, mask: Ten
     if attn.pattern == "strided":
         return strided_kernel.strided(q, k, v, mask, block_size=m, causal=causal)
     columns = fixed_columns(m, attn.columns, attn.leading_column)
-    return kernel.block_and_columns(q, k, v, mask, block_size=m, columns=columns, causal=causal)
+    return band.block_and_columns(q, k, v, mask, block_size=m, columns=columns, causal=causal)
 
 
 def lacks(attn: SparseAttention, *qkv: Tensor) -> str:
-    return "the kernel has no cls" if attn.cls else kernel.too_long(attn, *qkv)
+    return "the kernel has no cls" if attn.cls else band.too_long(attn, *qkv)
 
 
 register(
@@ -226,5 +226,5 @@ register(
     cost="L*sqrt(L)",
     bias=True,
     length_dependent="without max_length the default block size follows the length; block_size fixes it",
-    kernel=Kernel(run_kernel, lacks, kernel.LEAST_LENGTH),
+    kernel=Kernel(run_kernel, lacks, band.LEAST_LENGTH),
 )
