@@ -12,6 +12,7 @@ from ..attention import Attention
 from ..layers.mssa import MSSA
 from ..layers.multihead import MultiheadAttention
 from ..models.pvt import SpatialReductionAttention
+from .added import LAYERS
 from .torch_nn import TorchMultiheadAttention
 
 
@@ -64,11 +65,14 @@ def find_layers(model: nn.Module) -> list[Layer]:
 
 def _recognise(layer: Layer) -> bool:
     module = layer.module
-    if isinstance(module, (MSSA, MultiheadAttention)):
+    if type(module) in LAYERS:
+        added = LAYERS[type(module)]
+        layer.kind, layer.causal, layer.needs = "added", added.causal, {"cross"} if added.cross else set()
+    elif isinstance(module, (MSSA, MultiheadAttention)):
         layer.kind, layer.causal = "weft", module.causal
     elif isinstance(module, SpatialReductionAttention):
         layer.kind, layer.needs = "weft reduced", set() if module.sr is None else {"cross"}
-    elif type(module) in (nn.MultiheadAttention, TorchMultiheadAttention):
+    elif isinstance(module, nn.MultiheadAttention):
         _recognise_torch(layer, module)
     elif type(module).__module__.startswith(("timm.", "weft.adapt.timm")):
         return _recognise_timm(layer, module)
@@ -79,7 +83,9 @@ def _recognise(layer: Layer) -> bool:
 
 def _recognise_torch(layer: Layer, module: Any) -> None:
     layer.kind, layer.causal = "torch", None
-    if module.bias_k is not None or module.add_zero_attn:
+    if type(module).forward not in (nn.MultiheadAttention.forward, TorchMultiheadAttention.forward):
+        layer.trouble = f"{type(module).__name__} has a forward of its own: see weft.adapt.add_layer"
+    elif module.bias_k is not None or module.add_zero_attn:
         layer.trouble = "it adds keys of its own (add_bias_kv, add_zero_attn)"
     if layer.role == "decoder multihead_attn":
         layer.needs, layer.causal = {"cross", "rows"}, False

@@ -10,10 +10,11 @@ from torch import nn
 from ..attention import AttentionInfo, make_attention
 from ..layers.mssa import MSSA
 from ..layers.multihead import MultiheadAttention
+from .added import LAYERS
 from .core import Core, learns, rows_are_independent
 from .kinds import Layer
 from .report import Patch
-from .torch_nn import TorchMultiheadAttention
+from .torch_nn import swapped_class
 
 
 def unfit(layer: Layer, info: AttentionInfo, settings: dict[str, Any], causal: bool | None) -> str:
@@ -81,7 +82,15 @@ def _plan_torch(layer: Layer, info: AttentionInfo, settings: dict, causal: bool 
     causal = (causal and info.causal) or not info.bidirectional
     shape = {"heads": module.num_heads, "head_dim": module.head_dim, "dropout": module.dropout}
     core = _core(module, info, causal, settings, **shape)
-    return [Patch(module, "weft", core), Patch(module, "__class__", TorchMultiheadAttention)]
+    return [Patch(module, "weft", core), Patch(module, "__class__", swapped_class(type(module)))]
+
+
+def _plan_added(layer: Layer, info: AttentionInfo, settings: dict, causal: bool | None, prefix: int) -> list[Patch]:
+    module, added = layer.module, LAYERS[type(layer.module)]
+    heads, head_dim = added.shape(module)
+    causal = bool(layer.causal if layer.causal is not None else causal)
+    core = _core(module, info, causal, settings, heads=heads, head_dim=head_dim)
+    return [Patch(module, "weft", core), Patch(module, "__class__", added.swapped)]
 
 
 def _plan_timm(layer: Layer, info: AttentionInfo, settings: dict, causal: bool | None, prefix: int) -> list[Patch]:
@@ -110,6 +119,7 @@ PLANS: dict[str, Callable[..., list[Patch] | str]] = {
     "weft": _plan_weft,
     "weft reduced": _plan_reduced,
     "torch": _plan_torch,
+    "added": _plan_added,
     "timm": _plan_timm,
     "timm window": _plan_timm,
     "timm reduced": _plan_timm,

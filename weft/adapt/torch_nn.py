@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -91,6 +93,19 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
             found["allowed"] = pairs > float("-inf")
             found["added"] = pairs.masked_fill(~found["allowed"], 0)
         return found
+
+
+def swapped_class(cls: type) -> type:
+    """What a layer of class `cls` becomes; a subclass keeps its own methods."""
+    if issubclass(cls, TorchMultiheadAttention):
+        return cls
+    return TorchMultiheadAttention if cls is nn.MultiheadAttention else _combined(cls)
+
+
+@functools.lru_cache(maxsize=None)
+def _combined(cls: Hashable) -> type:
+    assert isinstance(cls, type)
+    return type(f"Torch{cls.__name__}", (TorchMultiheadAttention, cls), {"__module__": cls.__module__})
 
 
 def _attended(mask: Tensor, name: str) -> Tensor:
