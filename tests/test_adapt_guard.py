@@ -29,6 +29,7 @@ WORKS += ["clip_text_model/CLIPTextModel", "electra/ElectraModel", "gpt_neox/GPT
 WORKS += ["distilbert/DistilBertModel", "pegasus/PegasusModel", "siglip_vision_model/SiglipVisionModel"]
 FULL_ONLY = ["mistral/MistralForCausalLM", "gemma3_text/Gemma3ForCausalLM", "modernbert/ModernBertModel"]
 FULL_ONLY += ["t5/T5Model", "llama4_text/Llama4ForCausalLM", "olmo3/Olmo3ForCausalLM", "cohere2/Cohere2ForCausalLM"]
+FULL_ONLY += ["gpt_oss/GptOssForCausalLM", "gemma2/Gemma2ForCausalLM"]
 REFUSED = ["bloom/BloomForCausalLM", "codegen/CodeGenForCausalLM", "xglm/XGLMForCausalLM", "mpnet/MPNetModel"]
 REFUSED += ["gpt_neox_japanese/GPTNeoXJapaneseForCausalLM", "trocr/TrOCRForCausalLM", "mvp/MvpModel"]
 REFUSED += ["roformer/RoFormerForCausalLM", "rembert/RemBertForCausalLM", "megatron-bert/MegatronBertForCausalLM"]
@@ -197,7 +198,7 @@ def test_compiled_models_are_refused_as_well():
 
 
 SWAPPED = [*WORKS, *FULL_ONLY, *REFUSED, "swin/SwinModel", "beit/BeitModel", "segformer/SegformerModel"]
-SWAPPED += ["paligemma/PaliGemmaModel", "siglip/SiglipModel", "gpt_oss/GptOssForCausalLM", "gemma2/Gemma2ForCausalLM"]
+SWAPPED += ["paligemma/PaliGemmaModel", "siglip/SiglipModel"]
 
 
 @pytest.mark.parametrize("model", SWAPPED)

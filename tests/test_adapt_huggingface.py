@@ -351,10 +351,10 @@ def test_what_no_mechanism_does_is_refused():
     settings |= {"num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 64, **DECODER}
     gemma = transformers.Gemma2Config(**settings, attn_logit_softcapping=5.0)
     with pytest.raises(ValueError, match="soft cap"):
-        make(transformers.Gemma2ForCausalLM, gemma, "weft:full")(tokens())
+        make(transformers.Gemma2ForCausalLM, gemma, "weft:linear")(tokens())
     oss = transformers.GptOssConfig(**settings, num_local_experts=2, num_experts_per_tok=1)
     with pytest.raises(ValueError, match="sinks"):
-        make(transformers.GptOssForCausalLM, oss, "weft:full")(tokens())
+        make(transformers.GptOssForCausalLM, oss, "weft:linear")(tokens())
     with pytest.raises(ValueError, match="T5's relative positions"):
         t5("weft:linear")(input_ids=tokens(), decoder_input_ids=tokens())
     four = torch.ones(3, 1, L, L, dtype=torch.bool).tril()
@@ -362,6 +362,27 @@ def test_what_no_mechanism_does_is_refused():
         llama("weft:linear")(tokens(), attention_mask=four)
     ours, theirs = llama("weft:full")(tokens(), attention_mask=four).logits, llama("sdpa")(tokens()).logits
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_full_has_soft_caps_and_sinks(side):
+    settings = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    settings |= {"num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 64, **DECODER}
+    gemma = {**settings, "attn_logit_softcapping": 0.5, "sliding_window": 4}
+    oss = {**settings, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4}
+    ids, mask = tokens(), padding(side)
+    for cls, config in (
+        (transformers.Gemma2ForCausalLM, transformers.Gemma2Config(**gemma)),
+        (transformers.GptOssForCausalLM, transformers.GptOssConfig(**oss)),
+    ):
+        theirs, ours = (make(cls, copy.deepcopy(config), i) for i in ("eager", "weft:full"))
+        for model in (theirs, ours):
+            for key, parameter in model.named_parameters():
+                if key.endswith("sinks"):
+                    torch.nn.init.ones_(parameter)
+        a, b = (m(ids, attention_mask=mask).logits[mask.bool()] for m in (ours, theirs))
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+        assert torch.equal(*(generate(ours, ids, mask, use_cache=c).sequences for c in (True, False)))
 
 
 def test_names_are_checked():

@@ -99,9 +99,12 @@ def masked_full(
     allowed: Tensor | None = None,
     added: Tensor | None = None,
     dropout: float = 0.0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Full attention under any tensor mask: `allowed` boolean, `added` to the logits; both broadcast to (B, H, Lq, Lk).
 
+    `softcap` c makes logits c tanh(logits / c); `sinks` (H,) is one more logit per head, for no key.
     When causal, the queries are the last Lq of the Lk positions, as they are with a cache of keys and values.
     """
     k, v = hide(k, mask), hide(v, mask)
@@ -112,7 +115,22 @@ def masked_full(
         i = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)[:, None]
         past = (torch.arange(k.shape[2], device=q.device) <= i)[None, None]
         allowed = past if allowed is None else allowed & past
-    return softmax_attention(q, k, v, allowed=allowed, bias=added, dropout=dropout)
+    if softcap is None and sinks is None:
+        return softmax_attention(q, k, v, allowed=allowed, bias=added, dropout=dropout)
+    logits = (q @ k.mT / q.shape[-1] ** 0.5).float()
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if added is not None:
+        logits = logits + added
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed, float("-inf"))
+    sink = logits.new_full((1,), float("-inf")) if sinks is None else sinks.to(logits)
+    highest = torch.maximum(logits.amax(-1, keepdim=True), sink.view(1, -1, 1, 1)).detach()
+    highest = highest.masked_fill(highest == float("-inf"), 0)  # a query without keys
+    exp = (logits - highest).exp()
+    total = exp.sum(-1, keepdim=True) + (sink.view(1, -1, 1, 1) - highest).exp()
+    share = exp / total.masked_fill(total == 0, 1)
+    return nn.functional.dropout(share, dropout).to(v.dtype) @ v
 
 
 def one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

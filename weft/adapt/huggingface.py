@@ -172,15 +172,17 @@ def _attend(
     called()
     said = says_causal(mask)
     mask = _unpacked(choice.shown, module, mask, key.shape[2])
-    _refuse(choice.shown, module, key, mask, kwargs)
+    special = {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
+    special = {name: value for name, value in special.items() if value is not None and choice.name == "full"}
+    _refuse(choice.shown, module, key, mask, kwargs, special)
     groups = query.shape[1] // key.shape[1]
     k, v = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
     q, k, v = one_dtype(rescaled(query, scaling), k, v)
     causal = _is_causal(choice.shown, module, said, is_causal)
     of_matrix = mask is not None and mask.dim() == 4 or position_bias is not None
-    if choice.name == "full" and (of_matrix or (causal and q.shape[2] != k.shape[2])):
+    if choice.name == "full" and (of_matrix or special or (causal and q.shape[2] != k.shape[2])):
         # No earlier query is needed, so any cache will do.
-        run = _full(q, k, mask, position_bias, causal)
+        run = _full(q, k, mask, position_bias, causal, special)
     elif of_matrix:
         what = "a mask of pairs"
         if position_bias is not None:
@@ -197,12 +199,14 @@ def _attend(
         return out, run(torch.eye(k.shape[2], dtype=v.dtype, device=v.device).expand(*k.shape[:2], -1, -1), 0.0)
 
 
-def _full(q: Tensor, k: Tensor, mask: Tensor | None, position_bias: Tensor | None, causal: bool) -> Run:
+def _full(
+    q: Tensor, k: Tensor, mask: Tensor | None, position_bias: Tensor | None, causal: bool, special: dict[str, Any]
+) -> Run:
     """Full attention with what only it can follow."""
     if mask is None or mask.dim() != 4:
-        return lambda v, p: masked_full(q, k, v, mask, causal=causal, added=position_bias, dropout=p)
+        return lambda v, p: masked_full(q, k, v, mask, causal=causal, added=position_bias, dropout=p, **special)
     allowed, added = _split(mask, position_bias)  # the matrix holds causality and padding
-    return lambda v, p: masked_full(q, k, v, allowed=allowed, added=added, dropout=p)
+    return lambda v, p: masked_full(q, k, v, allowed=allowed, added=added, dropout=p, **special)
 
 
 def _mechanism(choice: Choice, module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Run:
@@ -281,12 +285,15 @@ def _is_causal(name: str, module: nn.Module, said: bool | None, is_causal: bool 
     return bool(said)
 
 
-def _refuse(name: str, module: nn.Module, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
-    """What a layer may ask for beyond softmax(q kᵀ) v, and no mechanism here does."""
+def _refuse(
+    name: str, module: nn.Module, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any], special: dict[str, Any]
+) -> None:
+    """What a layer may ask for beyond softmax(q kᵀ) v, and the mechanism does not do; `special` is what it does."""
     window = kwargs.get("sliding_window")
+    sinks = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else getattr(module, "sinks", None)
     asked = {
-        "a soft cap on the logits": kwargs.get("softcap"),
-        "attention sinks": kwargs.get("s_aux") if kwargs.get("s_aux") is not None else getattr(module, "sinks", None),
+        "a soft cap on the logits": None if "softcap" in special else kwargs.get("softcap"),
+        "attention sinks": None if "sinks" in special else sinks,
         "a paged cache": kwargs.get("cache") if "cache" in kwargs else kwargs.get("block_table"),
         "packed sequences": kwargs.get("cu_seq_lens_q"),
         "a bias on the logits": kwargs.get("attention_bias"),
@@ -296,7 +303,9 @@ def _refuse(name: str, module: nn.Module, key: Tensor, mask: Tensor | None, kwar
     }
     for what, value in asked.items():
         if value is not None:
-            raise ValueError(f"{type(module).__name__} asks for {what}, which {name} does not do; use eager")
+            raise ValueError(
+                f"{type(module).__name__} asks for {what}, which {name} does not do; use weft:full or eager"
+            )
 
 
 def _refuse_if_length_matters(name: str, attn: Attention) -> None:

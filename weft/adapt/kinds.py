@@ -131,7 +131,7 @@ def _recognise_transformers(layer: Layer, module: Any) -> None:
     if getattr(module, "sliding_window", None):
         layer.needs.add("pairs")
     if getattr(module, "sinks", None) is not None or getattr(module, "attn_logit_softcapping", None):
-        layer.trouble = "its logits have sinks or a soft cap"
+        layer.needs.add("pairs")
     if layer.causal is None:
         layer.trouble = layer.trouble or "it does not say whether it is causal"
 

@@ -31,7 +31,7 @@ def unfit(layer: Layer, info: AttentionInfo, settings: dict[str, Any], causal: b
     if "bias" in layer.needs and not info.bias:
         return f"the layer adds a position bias to the logits, and {info.name} takes none"
     if "pairs" in layer.needs and info.name != "full":
-        return f"the layer has a bias or window over pairs of tokens, and {info.name} has no matrix to lay it on"
+        return f"the layer changes logits over pairs of tokens (bias, window, cap or sink), and {info.name} has none"
     if "rows" in layer.needs and not rows_are_independent(info.name, _given(settings)):
         return f"{info.name} mixes the queries of different positions, which would show a decoder its future"
     if layer.kind == "transformers" and learns(info.name):

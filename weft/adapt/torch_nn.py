@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -95,17 +93,16 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         return found
 
 
+_COMBINED: dict[type, type] = {nn.MultiheadAttention: TorchMultiheadAttention}
+
+
 def swapped_class(cls: type) -> type:
     """What a layer of class `cls` becomes; a subclass keeps its own methods."""
     if issubclass(cls, TorchMultiheadAttention):
         return cls
-    return TorchMultiheadAttention if cls is nn.MultiheadAttention else _combined(cls)
-
-
-@functools.lru_cache(maxsize=None)
-def _combined(cls: Hashable) -> type:
-    assert isinstance(cls, type)
-    return type(f"Torch{cls.__name__}", (TorchMultiheadAttention, cls), {"__module__": cls.__module__})
+    if cls not in _COMBINED:
+        _COMBINED[cls] = type(f"Torch{cls.__name__}", (TorchMultiheadAttention, cls), {"__module__": cls.__module__})
+    return _COMBINED[cls]
 
 
 def _attended(mask: Tensor, name: str) -> Tensor:
