@@ -133,7 +133,8 @@ class Mechanism:
         layout = self.options.get("layout")
         if isinstance(layout, tuple):
             return layout[0] * layout[1]
-        return r.choice((1, 2, 3, r.randint(1, 20), r.randint(1, 20), r.randint(1, longest)))
+        drawn = r.choice((1, 2, 3, r.randint(1, 20), r.randint(1, 20), r.randint(1, longest)))
+        return min(drawn, self.max_length or drawn)
 
     def __str__(self) -> str:
         shown = {**self.options, "heads": self.heads, "head_dim": self.head_dim, "max_length": self.max_length}

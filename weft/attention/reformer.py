@@ -32,15 +32,15 @@ def naive(
     """The paper chunks the sorted sequence; here chunks do not cross buckets. Rounds weighted by their normalisers are
     one softmax in which j counts once for every round that i meets it in."""
     (i, j), times = positions(q, q), torch.zeros_like(q @ q.mT)
+    logits = dense_logits(q, F.normalize(q, dim=-1), bias)
     for rotation in attn.rotations:
         turned = q @ rotation
         bucket, run = runs_of(torch.cat([turned, -turned], -1).argmax(-1), mask, attn.chunk)
         back = run[..., :, None] - run[..., None, :]
-        met = same(bucket) & ((back == 0) | (back == 1)) & legal(attn, q, q, mask)
+        met = same(bucket) & ((back == 0) | (back == 1)) & legal(attn, q, q, mask) & (logits > float("-inf"))
         others = met & (i != j)
         times = times + torch.where(others.any(-1, keepdim=True), others, met)
-    logits = dense_logits(q, F.normalize(q, dim=-1), bias) + times.clamp(min=1).log()
-    return dense_softmax(logits, times > 0) @ v
+    return dense_softmax(logits + times.clamp(min=1).log(), times > 0) @ v
 
 
 class ReformerAttention(Attention):

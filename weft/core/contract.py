@@ -27,6 +27,7 @@ from .launch import autocast
 from .precision import without_autocast
 
 PositionBias = Callable[[Tensor, Tensor], Tensor]
+LARGEST = 1e6  # in padding: of larger numbers PyTorch's fused backward makes NaN, also where their gradient is 0
 
 
 class Attention(nn.Module):
@@ -89,16 +90,17 @@ class Attention(nn.Module):
     def clean(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Tensor]:
         """In the dtype of the autocast region, with nothing in padded memory, NaN included, that could reach a sum.
 
-        In self-attention the mask is also that of the queries. In a mechanism that takes other keys than queries it
-        may not be, even where there are as many: there a masked position's query keeps its finite numbers.
+        In self-attention, and so in every causal form, the mask is also that of the queries. In a mechanism that takes
+        other keys than queries it may not be, even where there are as many: there a masked position's query keeps
+        its numbers, but for NaN and what is larger than LARGEST.
         """
         q, k, v = autocast(q, k, v)
         if mask is None:
             return [q, k, v]
-        if self.info is None or not self.info.cross:
+        if self.causal or self.info is None or not self.info.cross:
             q = hide(q, mask)
         elif q.shape[2] == k.shape[2]:
-            q = torch.where(mask[:, None, :, None] | q.isfinite(), q, 0)
+            q = torch.where(mask[:, None, :, None] | (q.abs() < LARGEST), q, 0)
         return [q, hide(k, mask), hide(v, mask)]
 
     @torch.no_grad()
@@ -330,10 +332,11 @@ def hide(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def quiet_padding(x: Tensor, mask: Tensor | None) -> Tensor:
-    """x (B, L, dim) with 0 for NaN and infinity at masked tokens, which would reach the gradients of a layer's weights.
+    """x (B, L, dim) with 0 for NaN, infinity and numbers over LARGEST at masked tokens, which would reach the gradients
+    of a layer's weights.
 
-    Finite numbers stay, so that a layer's output at padding is that of torch's own layers.
+    Other numbers stay, so that a layer's output at padding is that of torch's own layers.
     """
     if mask is None or mask.shape != x.shape[:2]:  # the mechanism will say what is wrong with it
         return x
-    return torch.where(mask[..., None] | x.isfinite(), x, 0)
+    return torch.where(mask[..., None] | (x.abs() < LARGEST), x, 0)

@@ -56,8 +56,21 @@ def softmax_attention(
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """PyTorch's fused attention, which returns None for an empty batch in half precision on CUDA (torch 2.11)."""
-    return F.scaled_dot_product_attention(q, k, v, **options) if q.shape[0] else q @ k.mT @ v
+    """PyTorch's fused attention, for every batch and memory layout.
+
+    On CUDA torch 2.11 returns None for an empty batch in half precision, and fails on rows that are not aligned.
+    """
+    if not q.shape[0]:
+        return q @ k.mT @ v
+    if q.is_cuda and not torch.compiler.is_compiling():
+        q, k, v = aligned(q), aligned(k), aligned(v)
+    return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy if its rows are not whole or begin at odd places. Strides of dimensions of size 1 count as well."""
+    odd = x.stride(-1) != 1 or x.storage_offset() % 8 or any(s % 8 for s in x.stride()[:-1])
+    return x.clone(memory_format=torch.contiguous_format) if odd else x
 
 
 def _merge(t: Tensor | None, B: int, H: int) -> Tensor | None:

@@ -214,6 +214,8 @@ class CachedAttention(nn.Module):
         """The cached branch by heads, (B, T, H, width / H)."""
         x = quiet_padding(x, valid)
         queries = x[..., : self.width]
+        if valid is not None:  # a mechanism like reformer would read padded queries as keys
+            queries = torch.where(valid[..., None], queries, 0)
         source = output if self.options.update_from == "output" and output is not None else x
         tokens = source[..., : self.width]
         if self.options.resample == "2d":
