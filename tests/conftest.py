@@ -1,8 +1,39 @@
 import os
 
+import pytest
+
 # Triton reads this once, when it is imported: on a CPU the kernels run in its interpreter.
-if os.environ.get("WEFT_TEST_DEVICE", "cpu") == "cpu":
+DEVICE = os.environ.get("WEFT_TEST_DEVICE", "cpu")
+if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
+
+# With WEFT_TEST_DEVICE=cuda these modules, and tests/kernels, create their tensors on the GPU. All others stay on the
+# CPU: the lab, the adapters and the golden numbers do not depend on the device.
+ON_DEVICE = {
+    "test_combiner",
+    "test_decoding",
+    "test_fuzz",
+    "test_hostile",
+    "test_layers",
+    "test_mechanisms",
+    "test_models",
+    "test_promises",
+    "test_recomputing",
+    "test_refusals",
+}
+
+
+@pytest.fixture(autouse=True)
+def device(request):
+    """Set the default device of the test."""
+    if DEVICE == "cpu" or not (request.path.stem in ON_DEVICE or request.path.parent.name == "kernels"):
+        yield
+        return
+    import torch
+
+    torch.set_default_device(DEVICE)
+    yield
+    torch.set_default_device(None)  # no device mode at all: torch.compile would trace it
 
 
 def pytest_addoption(parser):

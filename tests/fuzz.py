@@ -44,6 +44,7 @@ def again(check: str, mechanism: str, case: int) -> str:
 
 
 def main() -> int:
+    torch.set_default_device(DEVICE)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0, help="of the sequence of cases")

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import weft
 
 DEVICE = os.environ.get("WEFT_TEST_DEVICE", "cpu")
-torch.set_default_device(DEVICE)
 
 # Values to draw for an option of this name, in every mechanism that has it. Options that are not here keep their
 # defaults, so a new mechanism needs no entry.

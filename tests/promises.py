@@ -12,7 +12,6 @@ import torch
 import weft
 
 DEVICE = os.environ.get("WEFT_TEST_DEVICE", "cpu")  # WEFT_TEST_DEVICE=cuda runs the sweeps on a GPU
-torch.set_default_device(DEVICE)
 
 HEADS, HEAD_DIM = 2, 6
 

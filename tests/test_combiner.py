@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from promises import cases
+from promises import cases, noise
 
 import weft
 from weft.attention.combiner.summaries import max_of_others, running_max
@@ -11,8 +11,7 @@ H, D = 2, 4
 
 
 def qkv(L, seed=0, B=1, dtype=torch.float64):
-    g = torch.Generator().manual_seed(seed + 100 * L)
-    return torch.randn(3, B, H, L, D, generator=g, dtype=torch.float64).to(dtype).unbind(0)
+    return noise(3, B, H, L, D, seed=seed + 100 * L).to(dtype).unbind(0)
 
 
 def make(name, causal, **options):
