@@ -19,6 +19,7 @@ test: env
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+	$(BIN)/python benchmarks/faults.py --skip rank,ray
 
 # The oldest versions that pyproject.toml allows, with the tests that depend on them most. timm is left out: its
 # torchvision does not exist for every build of torch.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import runpy
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -245,12 +243,6 @@ def test_the_file_is_whole_after_every_row(tmp_path):
     report.finish([Table("t", ["a", "b"], [["x", "1"]])], [], markdown=True)
     assert json.loads(out.read_text())["complete"]
     assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]
-
-
-def test_kills_are_shared_out_evenly():
-    path = Path(__file__).parent.parent / "benchmarks" / "soak_kills.py"
-    shares = runpy.run_path(str(path), run_name="soak_kills")["shares"]
-    assert shares(7, 3) == [3, 2, 2] and sum(shares(200, 16)) == 200
 
 
 def test_pathfinder_says_its_rate_and_is_the_same_for_any_number_of_workers(tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from weft.cli import app
 from weft.lab.report import Curve, chart
 from weft.lab.run import Run
 from weft.lab.sweep import jobs_of
+from weft.lab.sweep.cells import keep_sweep
 from weft.lab.sweep.results import POINTS, gather, read_results, results_file, thin, write_results
 from weft.lab.sweep.tables import report_sweeps, sweep_folders, tables
 from weft.tasks.config import to_json
@@ -224,3 +225,16 @@ def test_runs_that_lie_elsewhere(sweep, tmp_path):
     assert len(gather(sweep, tmp_path / "far")) == 1 and not gather(sweep)
     namesake = write_sweep(tmp_path / "papers" / "two")  # of the same name, in another folder
     assert not gather(namesake, tmp_path / "far")
+
+
+def test_a_report_does_not_run_the_file_where_its_cells_are_kept(sweep, capsys):
+    put(jobs_of(sweep)[0], 0.5)
+    text = report_sweeps([sweep.file], sweep.file.parent / "report")
+    assert "running" in capsys.readouterr().err
+    keep_sweep(sweep)
+    (sweep.file.parent / "common.py").write_text("raise SystemExit('this was run')")
+    assert report_sweeps([sweep.file], sweep.file.parent / "report") == text
+    assert capsys.readouterr().err == ""
+    sweep.file.write_text(sweep.file.read_text() + "# changed")
+    with pytest.raises(SystemExit):
+        report_sweeps([sweep.file], sweep.file.parent / "report")

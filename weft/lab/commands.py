@@ -151,6 +151,7 @@ def sweep_files(
     Exit codes: 0 all done, 1 something failed, 75 stopped by a signal or by --minutes, saved, go on with it again.
     """
     from .sweep import jobs_of, load_sweep, parse_override
+    from .sweep.cells import keep_sweep
     from .sweep.jobs import DONE, FAILED, Local, run_jobs, survey
     from .sweep.view import View, failures, table
 
@@ -158,16 +159,17 @@ def sweep_files(
     overrides |= {"steps": steps} if steps else {}
     overrides |= {"data": data} if data else {}
     numbers = [int(seed) for seed in seeds.replace(",", " ").split()] if seeds else None
+    sweeps = [load_sweep(file) for file in files]
     work = [
-        job
-        for file in files
-        for job in jobs_of(load_sweep(file), out=out, seeds=numbers, only=only or (), overrides=overrides)
+        job for sweep in sweeps for job in jobs_of(sweep, out=out, seeds=numbers, only=only or (), overrides=overrides)
     ]
     if overrides:
         say("in every config: " + ", ".join(f"{name}={value}" for name, value in overrides.items()))
     if dry_run:
         console().print(table(survey(work)))
         return
+    for sweep in sweeps:
+        keep_sweep(sweep, out)
     engine: Any
     if on == "local":
         engine = Local(jobs or 1)
@@ -205,6 +207,8 @@ def report_runs(
     runs: Annotated[Path | None, typer.Option(help="what --out of weft sweep was, if it was given")] = None,
 ) -> None:
     """Runs side by side on one self-contained page; or the tables of sweeps beside the papers' figures.
+
+    A sweep's file is Python. It is run, which is said, only where `weft sweep` has kept no sweep.json beside its runs.
 
     For a folder with sweeps: report.md, report.html, and for each sweep a NAME.results.json, which holds enough to
     make the tables again without the runs.

@@ -20,6 +20,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import fnmatch
+import hashlib
 import json
 import re
 import types
@@ -29,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...tasks.config import FREE_ON_RESUME, TrainConfig, differences, field_types, to_json
+from ...tasks.config import FREE_ON_RESUME, TrainConfig, differences, field_types, from_json, to_json
 from ...tasks.registry import register, run_file
 from ..run import Run, RunExists
 
@@ -137,6 +138,29 @@ def load_sweep(file: str | Path) -> Sweep:
     )
     _check(sweep)
     return sweep
+
+
+def keep_sweep(sweep: Sweep, out: str | Path | None = None) -> None:
+    """Write down beside the runs what the file defines, so that reports need not run it."""
+    kept = {**dataclasses.asdict(sweep), "file": sweep.file.name, "sha256": _sha256(sweep.file)}
+    Run(sweep.runs(out) / sweep.name).write("sweep.json", json.dumps(kept, indent=1) + "\n")
+
+
+def kept_sweep(file: Path, out: str | Path | None = None) -> Sweep | None:
+    """What `keep_sweep` wrote, if the file is still the same."""
+    file = file.resolve()
+    try:
+        kept = json.loads((Sweep(file, "", "", ()).runs(out) / file.stem / "sweep.json").read_text(encoding="utf-8"))
+        if kept.pop("sha256") != _sha256(file):
+            return None
+        cells = [Cell(**{**cell, "config": from_json(json.dumps(cell["config"]))}) for cell in kept["cells"]]
+        return Sweep(**{**kept, "file": file, "cells": tuple(cells), "seeds": tuple(kept["seeds"])})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def jobs_of(

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from ...tasks.files import atomic
 from ..report import Curve, chart, document
-from .cells import Cell, Sweep, is_sweep, load_sweep
+from ..say import say
+from .cells import Cell, Sweep, is_sweep, kept_sweep, load_sweep
 from .results import Record, gather, results_file, write_results
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -50,7 +51,10 @@ def report_sweeps(files: Sequence[Path], out: Path, runs: Path | None = None) ->
     title = f"{folder.parent.name}/{folder.name}"
     texts, parts = [f"# {title}\n"], [f"<h1>{html.escape(title)}</h1>"]
     for file in files:
-        sweep = load_sweep(file)
+        sweep = kept_sweep(file, runs)
+        if sweep is None:
+            say(f"running {file} to learn its cells: none are kept beside its runs, or it has changed", error=True)
+            sweep = load_sweep(file)
         records = gather(sweep, runs)
         if records:
             write_results(results_file(sweep, out.parent), sweep, records)
