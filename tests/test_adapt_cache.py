@@ -125,7 +125,7 @@ def test_masks_given_by_place_are_read_by_their_names():
         other(t, t, t, padding)
         states.append(other.cache.cache)
     assert torch.equal(*states)
-    with pytest.raises(ValueError, match="one sequence"):
+    with pytest.raises(ValueError, match="cross attention"):
         cached(x, x[:, :5], x[:, :5])
     with pytest.raises(ValueError, match="nested"):
         cached(torch.nested.nested_tensor([x[0], x[1, :5]]))

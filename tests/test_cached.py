@@ -261,7 +261,7 @@ def test_memory_attention_as_the_inner_one() -> None:
     assert c.memory.attention.name == "linear" and c(torch.randn(2, 9, 16)).shape == (2, 9, 16)
     made = weft.make_attention("full", heads=4, head_dim=2)
     assert CachedAttention(inner, length=5, memory_attention=made).memory.attention is made
-    with pytest.raises(ValueError, match="4 heads of 2"):
+    with pytest.raises(ValueError, match="heads=4, head_dim=2"):
         CachedAttention(inner, memory_attention=weft.make_attention("full", heads=4, head_dim=4))
 
 
@@ -315,9 +315,9 @@ def test_refuses_what_it_would_have_to_guess() -> None:
     inner = MultiheadAttention(16, 4)
     with pytest.raises(TypeError, match="no option 'lenght'"):
         CachedAttention(inner, lenght=3)
-    with pytest.raises(ValueError, match="no preset"):
+    with pytest.raises(ValueError, match="unknown preset"):
         CachedAttention(inner, preset="mine")
-    with pytest.raises(ValueError, match="candidate is one of"):
+    with pytest.raises(ValueError, match="candidate must be one of"):
         CachedAttention(inner, candidate="gelu")
     with pytest.raises(ValueError, match="ratio"):
         CachedAttention(inner, 0.0)
@@ -327,11 +327,11 @@ def test_refuses_what_it_would_have_to_guess() -> None:
         CachedAttention(nn.Identity(), dim=16, heads=4, mix="heads")
     with pytest.raises(ValueError, match="batch_first"):
         CachedAttention(nn.MultiheadAttention(16, 4))
-    with pytest.raises(ValueError, match="choose a ratio that divides"):
+    with pytest.raises(ValueError, match="choose another ratio"):
         CachedAttention(inner, 0.75, position="conv")
     with pytest.raises(ValueError, match="prefix=1"):
         CachedAttention(inner, position="conv")(torch.randn(1, 10, 16))
-    with pytest.raises(ValueError, match="call the layer itself"):
+    with pytest.raises(ValueError, match="cross attention"):
         CachedAttention(inner)(torch.randn(1, 10, 16), context=torch.randn(1, 5, 16))
     with pytest.raises(ValueError, match="cells of grid"):
         CachedAttention(inner, length=9, grid=(3, 3), prefix=1)

@@ -155,9 +155,9 @@ def test_refuses_to_leak() -> None:
         CachedAttention(mixed, dim=16, heads=4)
     with pytest.raises(ValueError, match="choose one"):
         CachedAttention(causal, delayed=True, eval_gate=True)
-    with pytest.raises(ValueError, match="looks at the tokens ahead"):
+    with pytest.raises(ValueError, match="reads later tokens"):
         CachedAttention(causal, delayed=True, position="conv")
     with pytest.raises(ValueError, match="scope='stream'"):
         CachedAttention(causal, delayed=True, memory="per_sample")
-    with pytest.raises(ValueError, match="eval_update needs"):
+    with pytest.raises(ValueError, match="eval_update=True needs"):
         CachedAttention(causal, delayed=True, eval_update=True)

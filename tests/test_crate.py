@@ -345,7 +345,7 @@ def test_autoencoder_gives_its_encoder_to_a_classifier():
         (lambda: CRATELayer(8, 2, causal=True, ista={"variant": "mm", "epsilon": 0.1}), "causal"),
         (lambda: CRATELayer(8, 2, kappa=0.5), "tied=True"),
         (lambda: crate("huge"), "tiny, small, base, large"),
-        (lambda: CRATE(dim=8, heads=2, layers=1, image_size=10, patch=4), "does not divide"),
+        (lambda: CRATE(dim=8, heads=2, layers=1, image_size=10, patch=4), "must be divisible"),
         (lambda: CRATEText(9, 2, dim=8, heads=2, layers=1, causal=True), "pooling='mean'"),
         (lambda: CRATEMAE(dim=8, heads=2, layers=1, ratio=1.0), "between 0 and 1"),
     ],

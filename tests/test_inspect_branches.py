@@ -138,7 +138,7 @@ def test_report_says_what_has_no_maps(tmp_path):
         weft.MultiheadAttention(8, 2), length=4, delayed=True, scope="stream", eval_update=True
     )
     data = payload(inspect.report(layer, torch.randn(1, 5, 8), out=tmp_path / "streams.html").read_text("utf-8"))
-    assert data["branches"]["examples"] == [] and "looking would change them" in data["branches"]["missing"]
+    assert data["branches"]["examples"] == [] and "would change this model's streams" in data["branches"]["missing"]
 
 
 @browser

@@ -118,7 +118,7 @@ def test_latency_measures_deep_and_wide(tmp_path):
     assert linear["ratio"] == pytest.approx(linear["deep"]["ms"] / linear["wide"]["ms"])
     assert (linear["deep"]["layers"], linear["wide"]["heads"]) == (4, 16)
     assert "paper" not in linear
-    assert "cannot be shared out equally" in mixed["error"] and mixed["ratio"] is None  # 4 heads, 8 mechanisms
+    assert "heads=4 must be divisible by the number of mechanisms, 8" in mixed["error"] and mixed["ratio"] is None
     assert "| linear |" in found.output and "| attention | deep 4x4, ms | wide 1x16, ms |" in found.output
 
 

@@ -109,7 +109,7 @@ def test_mixed_is_the_mean_of_its_blocks():
 
 
 def test_mixed_refuses():
-    with pytest.raises(ValueError, match="equally"):
+    with pytest.raises(ValueError, match="must be divisible"):
         weft.MixedAttention(12, 4, ["full", "local", "linear"], head_dim=5)
     with pytest.raises(ValueError, match="did you mean"):
         weft.MixedAttention(12, 4, ["full", "lokal"], head_dim=5)
@@ -123,7 +123,7 @@ def test_mixed_refuses():
         ({"dim": 10, "heads": 3}, "head_dim"),
         ({"dim": 12, "heads": 3, "kv_heads": 2}, "kv_heads"),
         ({"dim": 12, "heads": 4, "head_dim": 3, "rope": True}, "even"),
-        ({"dim": 12, "heads": 4, "attention": "reformer", "head_dim": 4, "rope": True}, "rotary"),
+        ({"dim": 12, "heads": 4, "attention": "reformer", "head_dim": 4, "rope": True}, "rope=True has no effect"),
     ),
 )
 def test_the_layer_refuses(settings, error):

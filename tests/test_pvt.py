@@ -154,7 +154,7 @@ def test_maps_of_both_branches() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="there is no PVT"):
+    with pytest.raises(ValueError, match="unknown PVT size"):
         pvt("huge")
     with pytest.raises(ValueError, match="cached=True"):
         pvt("tiny", cache={"ratio": 0.25})

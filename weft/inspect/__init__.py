@@ -1,4 +1,4 @@
-"""Looking inside: the mathematics of CRATE, measurements per layer, figures, and a page to read them on."""
+"""Model inspection: the mathematics of CRATE, measurements per layer, figures, and an HTML report."""
 
 from . import figures
 from .branches import BranchView, branch_views

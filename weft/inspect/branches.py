@@ -1,4 +1,4 @@
-"""The two branches of every cached layer as pictures: what it sees in the input, and what it reads from its cache.
+"""Maps of the two branches of every cached layer: attention over the input, and attention over the cache.
 
 Zhang et al., Cached Transformers, https://arxiv.org/abs/2312.12742, Figure 4
 """
@@ -18,7 +18,7 @@ from .watch import image_grid, plain
 class BranchView(NamedTuple):
     """o_self and o_mem of one layer for one example, means over channels and heads in [0, 1].
 
-    Each is (height, width) where the tokens are an image, class tokens left out; else (L,), padding left out.
+    Each is (height, width) without class tokens if the tokens form an image, else (L,) without padding.
     """
 
     path: str
@@ -30,10 +30,10 @@ class BranchView(NamedTuple):
 def branch_views(
     model: nn.Module, inputs: Sequence[Tensor], *, grid: Sequence[int] | None = None
 ) -> tuple[list[BranchView], list[str]]:
-    """The views of the first example in the order of calls, and the paths of layers that have none.
+    """The views of the first example in call order, and the paths of layers without a view.
 
-    `grid` is the height and width of the image that the tokens are, where they do not come from one: pixels as ids.
-    Layers that are called with windows of an image have no view: their maps are of windows.
+    `grid` is the height and width if the token ids are pixels. Layers that are called with windows of an image have no
+    view.
     """
     model = plain(model)
     one = [t[:1] for t in inputs]
@@ -59,10 +59,10 @@ def has_cache(model: nn.Module) -> bool:
 
 
 def _image(model: nn.Module, first: Tensor, found: BranchMaps, grid: Sequence[int] | None) -> tuple[int, int] | None:
-    """Height and width of the tokens: as the layer tells, as given, as the model tells."""
+    """Height and width of the token image: from the layer, from `grid`, or from the model."""
     T = found.own.shape[1]
     for shape in (found.grid, grid, image_grid(model, first, None, T) if first.dim() == 4 else None):
-        if shape is not None and 0 <= T - shape[0] * shape[1] < shape[0] * shape[1]:  # class tokens come before it
+        if shape is not None and 0 <= T - shape[0] * shape[1] < shape[0] * shape[1]:  # class tokens come first
             return shape[0], shape[1]
     return None
 
@@ -75,6 +75,6 @@ def _picture(values: Tensor, valid: Tensor | None, shape: tuple[int, int] | None
         values = values[valid[0].cpu()]
     if not len(values):
         return values
-    low, high = values.min(), values.max()  # once more: a class token may have been the largest
+    low, high = values.min(), values.max()  # rescale: a class token may have been the largest
     values = (values - low) / (high - low).clamp(min=torch.finfo(values.dtype).tiny)
     return values if shape is None else values.unflatten(0, shape)

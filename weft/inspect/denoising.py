@@ -1,4 +1,4 @@
-"""Why attention compresses: the denoiser of tokens that lie near one of several subspaces.
+"""Why attention compresses: optimal denoising of tokens near a union of subspaces.
 
 Yu et al., White-Box Transformers via Sparse Rate Reduction, https://arxiv.org/abs/2306.01129, section 2.2
 
@@ -16,14 +16,14 @@ from torch import Tensor
 
 
 def ideal_denoiser(x: Tensor, bases: Tensor, sigma: float) -> Tensor:
-    """Eq 6: project on every subspace and weigh by how much of x lies there."""
+    """Eq 6: project onto every subspace, weighted by how much of x lies in it."""
     w = torch.einsum("...d,kdp->...kp", x, bases)
     share = (w.pow(2).sum(-1) / (2 * sigma**2)).softmax(-1)
     return torch.einsum("...k,...kp,kdp->...d", share, w, bases)
 
 
 def posterior_mean(x: Tensor, covariances: Tensor, weights: Tensor, sigma: float) -> Tensor:
-    """E[z | x], exactly."""
+    """The exact E[z | x]."""
     noisy = covariances + sigma**2 * torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     share = _log_joint(x, noisy, weights).softmax(-1)
     gain = torch.linalg.solve(noisy, covariances)  # (Σ_k + σ²I)⁻¹ Σ_k; the two commute
@@ -31,7 +31,7 @@ def posterior_mean(x: Tensor, covariances: Tensor, weights: Tensor, sigma: float
 
 
 def log_density(x: Tensor, covariances: Tensor, weights: Tensor, sigma: float) -> Tensor:
-    """log q(x) of the noisy tokens, up to the constant of a Gaussian."""
+    """log q(x) of the noisy tokens, without the Gaussian normalisation constant."""
     noisy = covariances + sigma**2 * torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     return _log_joint(x, noisy, weights).logsumexp(-1)
 

@@ -1,4 +1,4 @@
-"""The page's pictures as matplotlib figures, for papers and notebooks. Each function returns the Figure."""
+"""The plots of the HTML report as matplotlib figures, for papers and notebooks. Each function returns a Figure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LABELS = {
 
 
 def layer_curves(measures: Mapping[str, Mapping[str, Tensor]], keys: Sequence[str] | None = None) -> Figure:
-    """Mean and standard deviation of each measurement per layer; `measures` is {line: what `measure` returned}."""
+    """Mean and standard deviation of each measurement per layer; `measures` is {label: result of `measure`}."""
     keys = keys or [key for key in LABELS if any(key in found for found in measures.values())]
     figure, axes = _subplots(1, len(keys), 4.2, 3.0)
     for axis, key in zip(axes.flat, keys, strict=True):
@@ -42,7 +42,7 @@ def layer_curves(measures: Mapping[str, Mapping[str, Tensor]], keys: Sequence[st
 
 
 def token_heatmaps(tokens: Tensor, *, top: float | None = None, columns: int = 6) -> Figure:
-    """Sub-matrices (layers, tokens, channels) of `tokens_per_layer`; 0 to 2 where none is negative, as published."""
+    """Sub-matrices (layers, tokens, channels) of `tokens_per_layer`; range 0 to 2 if none is negative, as published."""
     signed = bool((tokens < 0).any())
     top = top if top is not None else (tokens.abs().quantile(0.99).item() if signed else 2.0)
     figure, axes = _grid(len(tokens), columns, 1.8)
@@ -56,7 +56,7 @@ def token_heatmaps(tokens: Tensor, *, top: float | None = None, columns: int = 6
 
 
 def subspaces(coherences: Sequence[tuple[str, Tensor, int]], columns: int = 6) -> Figure:
-    """|cos| between the directions of all heads, per layer; what `subspace_coherence` returned."""
+    """|cos| between the directions of all heads, per layer; takes the result of `subspace_coherence`."""
     figure, axes = _grid(len(coherences), columns, 1.8)
     for i, (axis, (_, matrix, count)) in enumerate(zip(axes, coherences, strict=True)):
         shown = axis.imshow(matrix.numpy(), vmin=0, vmax=1, cmap="magma")
@@ -71,7 +71,7 @@ def subspaces(coherences: Sequence[tuple[str, Tensor, int]], columns: int = 6) -
 def attention_over_text(
     row: Tensor, tokens: Sequence[str], *, heads: Sequence[int] | None = None, width: int = 60
 ) -> Figure:
-    """The words of a text once per head, each on a ground as strong as its weight; `row` is (H, L)."""
+    """The words of a text once per head, with the weights as background colours; `row` is (H, L)."""
     heads = range(len(row)) if heads is None else heads
     lines = _wrapped(tokens, width)
     figure, axes = _subplots(len(heads), 1, 0.065 * width, 0.3 + 0.22 * len(lines))
@@ -85,7 +85,7 @@ def attention_over_text(
                 w = weights[index].item()
                 colour = (0.85, 0.35, 0.05, abs(w)) if w >= 0 else (0.15, 0.35, 0.8, abs(w))
                 box = {"facecolor": colour, "edgecolor": "none", "pad": 1.0}
-                text = word.replace("$", r"\$")  # a dollar sign would begin a formula
+                text = word.replace("$", r"\$")  # a dollar sign would start a formula
                 axis.text(x, y + 0.5, text, fontsize=7, va="center", family="monospace", bbox=box)
     return figure
 
@@ -102,7 +102,7 @@ def attention_maps(maps: Tensor, columns: int = 8, names: Sequence[str] | None =
 
 
 def cache_share(shares: Sequence[tuple[str, Tensor]]) -> Figure:
-    """σ(λ), a dot per head against the layer; what `cache_shares` returned."""
+    """σ(λ) per head and layer; takes the result of `cache_shares`."""
     figure, axes = _subplots(1, 1, 5.0, 3.0)
     axis = axes.flat[0]
     for i, (_, values) in enumerate(shares):
@@ -113,9 +113,9 @@ def cache_share(shares: Sequence[tuple[str, Tensor]]) -> Figure:
 
 
 def branches(views: Sequence[BranchView]) -> Figure:
-    """What each cached layer sees in the input and what it reads from its cache; the views of `branch_views`."""
+    """Maps of the input branch and the cache branch of each layer; takes the views of `branch_views`."""
     if not views:
-        raise ValueError("no layer has a view to draw: this takes what `branch_views` returned first")
+        raise ValueError("there are no views to draw: pass the first result of `branch_views`")
     images = any(view.own.dim() == 2 for view in views)
     figure, axes = _subplots(len(views), 2, 1.9 if images else 3.6, 2.0 if images else 0.7)
     for pair, view in zip(axes, views, strict=True):
@@ -131,7 +131,7 @@ def branches(views: Sequence[BranchView]) -> Figure:
 
 
 def _subplots(rows: int, columns: int, width: float, height: float) -> tuple[Figure, Any]:
-    # A Figure of its own, outside pyplot: nothing stays open, no display is asked for.
+    # Create the Figure without pyplot: no open figures, no display needed.
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -150,7 +150,7 @@ def _grid(count: int, columns: int, size: float) -> tuple[Figure, Any]:
 
 
 def _wrapped(tokens: Sequence[str], width: int) -> list[list[tuple[int, int, str]]]:
-    """(index, column, word) line by line."""
+    """(index, column, word) per line."""
     lines: list[list[tuple[int, int, str]]] = [[]]
     x = 0
     for i, token in enumerate(tokens):

@@ -1,4 +1,4 @@
-"""All that the page shows, gathered as plain data that JSON can hold."""
+"""Collect the data of the HTML report as plain, JSON-compatible values."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from .watch import blocks, image_grid, plain
 
 Loader = Callable[[nn.Module], Any] | Mapping[str, Tensor]
 
-CHARTS = {  # measurement -> title, what it says
+CHARTS = {  # measurement -> title, explanation
     "projected_rate": (
         "Coding rate in the subspaces, before attention",
-        "Rᶜ of LN(z)U, tokens at unit length in each head, ε² = 0.01. Lower: the tokens fit the subspaces better.",
+        "Rᶜ of LN(z)U, with unit-length tokens in each head, ε² = 0.01. Lower means a better fit to the subspaces.",
     ),
     "subspace_rate": (
         "Coding rate in the subspaces, after compression",
-        "Rᶜ(z + MSSA; U) of the tokens as they are, ε² = 0.01.",
+        "Rᶜ(z + MSSA; U) of the unnormalised tokens, ε² = 0.01.",
     ),
-    "nonzero": ("Share of non-zeros", "Entries of ISTA's output that are not exactly zero. Lower: sparser."),
+    "nonzero": ("Fraction of non-zeros", "Entries of ISTA's output that are not exactly zero. Lower means sparser."),
     "rate": (
         "Coding rate of the whole layer",
-        "R of each block's output, tokens at unit length, ε² = 0.01: how much room the tokens take up together.",
+        "R of each block's output, with unit-length tokens, ε² = 0.01: the volume that the tokens span together.",
     ),
 }
 
 
 def pack(values: Tensor) -> dict[str, Any]:
-    """(n, …) as bytes: each of the n parts by its own largest magnitude m, a byte q meaning m · sign(q) · (q/127)²."""
+    """(n, …) as bytes: each of the n parts is scaled by its maximum m; a byte q means m · sign(q) · (q/127)²."""
     flat = values.float().nan_to_num().flatten(1)
     largest = flat.abs().amax(1) if flat.shape[1] else flat.new_zeros(len(flat))
     share = flat / largest.clamp(min=1e-30)[:, None]
@@ -97,7 +97,7 @@ def heatmaps(model: nn.Module, inputs: Sequence[Tensor], *, examples: int, size:
     for i in range(examples):
         z, tokens, channels = tokens_per_layer(model, [t[i : i + 1] for t in inputs], size=size)
         share = (z != 0).double().mean((1, 2))
-        nonzero = [] if (z < 0).any() else _rounded(share)  # what ReLU leaves; elsewhere no entry is exactly zero
+        nonzero = [] if (z < 0).any() else _rounded(share)  # only ReLU outputs have exact zeros
         found.append({"layers": pack(z), "tokens": tokens.tolist(), "channels": channels.tolist(), "nonzero": nonzero})
     return {"examples": found, "names": _block_names(model)}
 
@@ -134,7 +134,7 @@ def attention(
     examples: int,
     map_up_to: int,
 ) -> dict[str, Any]:
-    """Every head of every layer on each example; the padding is left out."""
+    """Every head of every layer on each example, without padding."""
     causal = any(mechanism.causal for _, mechanism in outermost(plain(model)))
     row = -1 if causal else 0
     memories = {name for name, module in plain(model).named_modules() if isinstance(module, MemoryAttention)}
@@ -147,9 +147,9 @@ def attention(
         texts = _texts(one, tokens[i] if tokens else None, grid)
         packed = [_packed_view(v, texts, row, v.path.split(" (call")[0] in memories, grid) for v in views]
         common: list[str] = next((view["tokens"] for view in packed if view["tokens"]), [])
-        if not common and texts and views[0].map is not None:  # all read slots: the tokens are those that ask
+        if not common and texts and views[0].map is not None:  # all layers read slots: label the queries
             common = _labels(texts[0], views[0].map.shape[2]) or []
-        for view in packed:  # as a rule all layers saw the same tokens: they are kept once
+        for view in packed:  # usually all layers see the same tokens: store them once
             if view["tokens"] == common:
                 view["tokens"] = "shared"
         shown.append(
@@ -184,7 +184,7 @@ def facts(model: nn.Module) -> list[list[str]]:
 
 
 def layer_name(path: str, index: int) -> str:
-    """'encoder.blocks.3.attention' is layer 4, 'stages.0.blocks.1' layer 1.2; what has no number is counted."""
+    """'encoder.blocks.3.attention' is layer 4, 'stages.0.blocks.1' layer 1.2; paths without a number use `index`."""
     numbers = re.findall(r"(?:^|\.)([^.\d]*)(\d+)(?=\.|$)", path.split(" (call")[0])
     counted = [str(int(number) + (word == "")) for word, number in numbers]  # 'block1' counts from one already
     name = f"layer {'.'.join(counted) or index + 1}"
@@ -203,17 +203,17 @@ def cache_dots(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def branches(model: nn.Module, inputs: Sequence[Tensor], grids: Sequence[list[int] | None]) -> dict[str, Any]:
-    """The two branches of every cached layer for each example, and a sentence where some are missing."""
+    """The two branches of every cached layer for each example, and an explanation if some are missing."""
     if not has_cache(model):
         return {"examples": [], "missing": ""}
     found, missing = [], ""
     for i, grid in enumerate(grids):
         try:
             views, windows = branch_views(model, [t[i : i + 1] for t in inputs], grid=grid)
-        except ValueError as error:  # streams that evaluation writes: looking would change them
+        except ValueError as error:  # eval_update: inspection would change the streams
             return {"examples": [], "missing": f"No maps: {error}."}
         if windows:
-            missing = f"{len(windows)} layers attend within windows: they have no map of the whole image."
+            missing = f"{len(windows)} layers use window attention and have no map of the whole image."
         found.append(
             [
                 {
@@ -235,7 +235,7 @@ def _block_names(model: nn.Module) -> list[str]:
 def _packed_view(
     view: AttentionView, texts: list[list[str]], row: int, memory: bool, grid: list[int] | None
 ) -> dict[str, Any]:
-    """A view of one example without its padding; `tokens` is None where the keys are slots of a memory."""
+    """A view of one example without padding; `tokens` is None if the keys are slots of a memory."""
     one, full = view.row[0], None if view.map is None else view.map[0]
     labels = _labels(texts[min(view.call, len(texts)) - 1], one.shape[-1]) if texts and not memory else None
     if view.mask is not None:
@@ -248,7 +248,7 @@ def _packed_view(
     packed: dict[str, Any] = {"tokens": labels, "row": pack(one), "query": row}
     if memory:
         packed["slots"] = True
-        if grid and 0 <= one.shape[-1] - grid[0] * grid[1] <= 1:  # written by tokens of the image, each in its place
+        if grid and 0 <= one.shape[-1] - grid[0] * grid[1] <= 1:  # each slot corresponds to a token of the image
             packed["grid"] = grid
     if full is not None:
         packed["map"] = pack(full)
@@ -256,14 +256,14 @@ def _packed_view(
 
 
 def _labels(tokens: list[str], keys: int) -> list[str] | None:
-    """The tokens a layer saw, CLS in front where it saw one more; None where it saw something else."""
+    """The tokens a layer saw, with CLS first if it saw one more; None if the number does not match."""
     if keys == len(tokens):
         return tokens
     return ["[CLS]", *tokens] if keys == len(tokens) + 1 else None
 
 
 def _texts(inputs: Sequence[Tensor], tokens: Any, grid: list[int] | None) -> list[list[str]]:
-    """The tokens of each document, as many as the model is given: words where they are known, else ids or cells."""
+    """The tokens of each input document: words if known, else ids or image cells."""
     if grid:
         return [[f"row {r + 1}, column {c + 1}" for r in range(grid[0]) for c in range(grid[1])]]
     if inputs[0].dim() != 2:
@@ -276,7 +276,7 @@ def _texts(inputs: Sequence[Tensor], tokens: Any, grid: list[int] | None) -> lis
 
 
 def _picture(image: Tensor) -> dict[str, Any]:
-    """(C or none, height, width) as bytes of red, green, blue, stretched to the full range."""
+    """(C, height, width) or (height, width) as RGB bytes, scaled to the full range."""
     image = image.float().cpu()
     image = image[None] if image.dim() == 2 else image
     image = image.expand(3, -1, -1) if image.shape[0] == 1 else image[:3]

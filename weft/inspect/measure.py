@@ -1,13 +1,13 @@
-"""Measurements per layer: how far each layer compresses and how sparse it leaves the tokens.
+"""Measurements per layer: how much each layer compresses and sparsifies the tokens.
 
 Yu et al., White-Box Transformers via Sparse Rate Reduction, https://arxiv.org/abs/2306.01129, section 3.1
 
     rate             R(z), unit tokens, of a block's output                                  any model
     subspace_rate    Rᶜ(h; U) after compression, h = z + MSSA(LN(z))                         CRATE; the paper's text
     projected_rate   Rᶜ of LN(z) U before attention, unit tokens in each head               CRATE; the authors' code
-    nonzero          share of non-zero entries after sparsification                         CRATE
+    nonzero          fraction of non-zero entries after sparsification                      CRATE
 
-Every number is of one example, over its real tokens, in double precision.
+Every value is for one example, over its real tokens, in float64.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ def measure(
     normalise: bool = False,
     batch_size: int = 64,
 ) -> Measures:
-    """Each measurement of the module's docstring that the model has, as (layers, examples).
+    """All measurements of the module docstring that apply to the model, each (layers, examples).
 
-    `inputs` is what the model is called with, one row per example. `normalise` takes `subspace_rate`, too, of unit
-    tokens.
+    `inputs` are the model's arguments, one row per example. `normalise` computes `subspace_rate` of unit tokens too.
     """
     model = plain(model)
     found: dict[str, list[Tensor]] = defaultdict(list)  # per batch (layers, examples)
-    here: dict[str, dict[int, list[Tensor]]] = {}  # of the batch in hand: measurement, layer, calls
+    here: dict[str, dict[int, list[Tensor]]] = {}  # of the current batch: measurement, layer, calls
 
     def note(name: str, layer: int, value: Tensor) -> None:
         here.setdefault(name, {}).setdefault(layer, []).append(value.cpu())
@@ -54,13 +53,13 @@ def measure(
             if z is not None:
                 mask = mask_of(args, kwargs, z)
                 if not (z if mask is None else z[mask]).isfinite().all():
-                    raise ValueError(f"layer {i + 1} returns numbers that are not finite: this model has diverged")
+                    raise ValueError(f"layer {i + 1} returns NaN or infinity: the model has diverged")
                 note("rate", i, coding_rate(F.normalize(z.double(), dim=-1), epsilon, mask))
 
         return [on_output(block, whole)]
 
     def watch_crate(i: int, layer: CRATELayer) -> list[Any]:
-        compressed: list[Tensor] = []  # norm2 is not told the mask: what it sees waits for the layer to return
+        compressed: list[Tensor] = []  # norm2 does not get the mask: keep its input until the layer returns
 
         def projected(args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             w = layer.mssa.subspaces(args[0]).unflatten(-1, (layer.mssa.heads, -1)).transpose(1, 2)
@@ -81,23 +80,23 @@ def measure(
 
     hooks = []
     for i, (_, block) in enumerate(blocks(model)):
-        hooks += watch_block(i, block)  # first, for it refuses what cannot be measured
+        hooks += watch_block(i, block)  # first, because it rejects blocks that cannot be measured
         if isinstance(block, CRATELayer):
             hooks += watch_crate(i, block)
     if not hooks:
-        raise ValueError("there are no attention blocks of weft's in this model: nothing to measure")
+        raise ValueError("this model has no weft attention blocks to measure")
     with looking(model, hooks):
         for batch in in_batches(inputs, batch_size):
             here.clear()
             model(*batch)
             for name, layers in here.items():
-                # A block that is called twice (for two documents) counts once, with the mean.
+                # Average the calls of a block that runs twice (for two documents).
                 found[name].append(torch.stack([torch.stack(layers[i]).mean(0) for i in sorted(layers)]))
     return {name: torch.cat(batches, 1) for name, batches in found.items()}
 
 
 def nonzero(z: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The share of entries that are not exactly zero, (B, L, dim) -> (B,), over the real tokens."""
+    """The fraction of entries that are not exactly zero, (B, L, dim) -> (B,), over the real tokens."""
     share = (z != 0).double().mean(-1)
     if mask is None:
         return share.mean(-1)
@@ -109,8 +108,8 @@ def tokens_per_layer(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A random sub-matrix (at most `size` tokens by `size` channels) of every block's output for one example.
 
-    Returns it, (layers, tokens, channels), with the tokens and the channels chosen; they are the same in all layers,
-    so in a pyramid they are among those that its smallest layers have.
+    Returns the sub-matrix (layers, tokens, channels), the chosen tokens and the chosen channels. They are the same in
+    all layers, so in a pyramid they are limited by its smallest layers.
     """
     model = plain(model)
     layers = blocks(model)
@@ -118,7 +117,7 @@ def tokens_per_layer(
 
     def see(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         z = first_tensor(output)
-        if z is not None and len(seen) < len(layers):  # of a model that calls its blocks again, the first calls
+        if z is not None and len(seen) < len(layers):  # only the first call of each block
             seen.append((z[0].double().cpu(), mask_of(args, kwargs, z)))
 
     with looking(model, [on_output(block, see) for _, block in layers]):
@@ -135,7 +134,7 @@ def tokens_per_layer(
 
 
 def subspace_coherence(model: nn.Module, directions: int | None = 4, seed: int = 0) -> list[tuple[str, Tensor, int]]:
-    """For every MSSA: its path, |cos| between `directions` random directions of each head, and how many were taken."""
+    """For every MSSA: its path, |cos| between `directions` random directions of each head, and their number."""
     found = []
     for name, module in plain(model).named_modules():
         if isinstance(module, MSSA):
@@ -148,7 +147,7 @@ def subspace_coherence(model: nn.Module, directions: int | None = 4, seed: int =
 
 
 def cache_shares(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """σ(λ) per head for every cached layer: the share of its output that comes from the cache."""
+    """σ(λ) per head for every cached layer: the weight of the cache in its output."""
     found = []
     for name, module in plain(model).named_modules():
         lam = getattr(module, "lam", None)

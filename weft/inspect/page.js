@@ -1,7 +1,7 @@
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
 
-// Everything that is shown goes through these: text is set as text, never as markup.
+// All content is created with these helpers: text is inserted as text, never as markup.
 function el(tag, properties = {}, ...children) {
   const node = document.createElement(tag);
   for (const [key, value] of Object.entries(properties)) {
@@ -29,7 +29,7 @@ function choice(label, options, chosen, change) {
   return el("div", {className: "choice", role: "group", ariaLabel: label}, el("span", {}, label), ...buttons);
 }
 
-// Packed numbers: a byte q of part i means max[i] · sign(q) · (q/127)².
+// Packed numbers: byte q of part i means max[i] · sign(q) · (q/127)².
 const decoded = new WeakMap();
 function part(packed, i) {
   if (!decoded.has(packed)) {
@@ -40,14 +40,14 @@ function part(packed, i) {
   const bytes = decoded.get(packed).subarray(i * size, (i + 1) * size);
   return Float32Array.from(bytes, q => packed.max[i] * Math.sign(q) * (q / 127) ** 2);
 }
-// A map keeps its shape, but a pyramid's (many queries, few slots) is not drawn taller than twice its width.
+// A map keeps its aspect ratio, but is at most twice as high as wide (pyramids have many queries and few slots).
 const proportion = (columns, rows) => String(Math.min(4, Math.max(.5, columns / rows)));
 const largest = values => values.reduce((a, b) => Math.max(a, Math.abs(b)), 0);
-// The full strength of a row: its largest weight, but at least four times the even share, so that even looks even.
+// The value of full colour: the largest weight, but at least four times uniform, so that uniform rows look uniform.
 const fullStrength = values => Math.max(largest(values), 4 * values.reduce((a, b) => a + Math.abs(b), 0) / values.length);
 const number = x => x === 0 ? "0" : Math.abs(x) >= 100 ? x.toFixed(0) : Math.abs(x) >= .001 ? x.toPrecision(3) : x.toExponential(1);
 
-// Colour is one ink whose strength is the value, warm above zero and cool below, so it reads on light and dark.
+// The opacity of one colour is the value (warm above zero, cool below), so it works in light and dark mode.
 const probe = el("i", {hidden: true});
 document.body.append(probe);
 function ink(name) {
@@ -55,7 +55,7 @@ function ink(name) {
   return getComputedStyle(probe).color.match(/[\d.]+/g).slice(0, 3).map(Number);
 }
 let warm, cool;
-const repaint = [];  // what must be drawn again when the theme changes
+const repaint = [];  // redraw callbacks for theme changes
 function paint(canvas, values, columns, top) {
   const draw = () => {
     const rows = Math.ceil(values.length / columns);
@@ -110,9 +110,9 @@ function attention() {
     for (let h = 1; h < n; h++) of(h).forEach((v, i) => total[i] += v);
     return total.map(v => v / n);
   }
-  // A memory's keys are slots, not the tokens that ask.
+  // The keys of a memory are slots, not the query tokens.
   const asking = () => seen().slots ? (examples[state.example].tokens.length === queries() ? examples[state.example].tokens : []) : tokens();
-  // Where the keys are an image (CLS in front, perhaps) they are drawn in its shape; text is wrapped like a small page.
+  // If the keys form an image (possibly with CLS first), draw them in its shape; otherwise wrap them like text.
   function shape(values) {
     if (cells()) {
       const [rows, columns] = cells();
@@ -204,14 +204,14 @@ function attention() {
       };
       frame.onmousemove = e => { const [i, j] = at(e);
         say(`${asking().length === rows ? asking()[i] : "query " + (i + 1)} → ${labels[j] ?? j + 1}: ${number(m[i * columns + j])}`); };
-      parts.push(el("div", {}, frame, el("small", {}, `the whole map: queries down, ${view.slots ? "slots" : "keys"} across`)));
+      parts.push(el("div", {}, frame, el("small", {}, `full map: queries down, ${view.slots ? "slots" : "keys"} across`)));
     }
     const images = el("div", {className: "pictures"}, ...parts);
     const from = view.map || seen().query === 0 ? asking()[query()] ?? `query ${query() + 1}` : "the last token";
     const aside = image && !view.slots ? values.slice(0, values.length - image[0] * image[1]) : [];
     const cls = aside.length ? `${number(aside[0])} of it on ${labels[0]}, the rest on the image. ` : "";
-    const line = el("p", {}, el("b", {}, kind), ` — what “${from}” ${view.slots ? "reads from the cache, slot by slot" : "attends to"}. ${cls}`,
-      el("small", {}, asked >= 0 ? "Click a token to ask from there." : view.map ? "Click a row of the map to ask from there." : "The input is long: this one row is shown, not the whole map."));
+    const line = el("p", {}, el("b", {}, kind), ` — attention of “${from}”${view.slots ? " over the slots of the cache" : ""}. ${cls}`,
+      el("small", {}, asked >= 0 ? "Click a token to select the query." : view.map ? "Click a row of the map to select the query." : "The input is long: only this row is available, not the full map."));
     large.replaceChildren(el("div", {className: "card"}, line, image ? images
       : el("div", {className: "large"}, text, images), readout));
   }
@@ -220,7 +220,7 @@ function attention() {
   function all() {
     const kinds = layers[state.layer].mechanisms;
     state.query = null;
-    if (state.head === null) {  // begin with the head that has most to show
+    if (state.head === null) {  // start with the most concentrated head
       const spread = kinds.map((_, h) => focus(shape(row(h))[0]));
       state.head = spread.indexOf(Math.min(...spread));
     }
@@ -233,8 +233,8 @@ function attention() {
   const levels = layers.length > 1 ? choice("layer", layers.map(l => l.name.replace(/^layer /, "")), 0, i => { state.layer = i; all(); }) : null;
   const maps = layers.some(l => l.examples.some(e => e.map)) ? choice("heads as", ["one row", "whole maps"], 0, i => { state.maps = !!i; heads(); }) : null;
   const order = choice("order", ["head", "most focused"], 0, i => { state.sorted = !!i; heads(); });
-  section("Attention", "The effective attention of every head, whatever the mechanism: the exact matrix that turns values into outputs. " +
-    "Each small picture is one head; click one to see it large. Orange is positive, blue negative; full strength is the head's largest weight, or four times the even share if that is more.",
+  section("Attention", "The effective attention of every head, for any mechanism: the exact matrix that maps values to outputs. " +
+    "Each small picture is one head; click it to enlarge. Orange is positive, blue is negative; full colour is the head's largest weight, or four times the uniform weight if that is larger.",
     el("div", {className: "bar"}, pages, levels, maps, order), el("div", {className: "bar"}, verdict), large, grid);
   repaint.push(() => { heads(); show(); });
   all();
@@ -284,7 +284,7 @@ function curves() {
   const {charts, counts, layers} = data.curves;
   if (!charts.length) return;
   const checkpoints = [...new Set(charts[0].series.map(s => s.checkpoint))], splits = Object.keys(counts);
-  // Later checkpoints are stronger; with none, each split has its own colour. Dashes are the later splits.
+  // Later checkpoints have stronger colours; without checkpoints, each split has its own. Later splits are dashed.
   const look = s => {
     const at = checkpoints.indexOf(s.checkpoint), split = splits.indexOf(s.split);
     const several = checkpoints.length > 1;
@@ -317,7 +317,7 @@ function curves() {
     return el("div", {className: "card"}, el("h3", {}, title), el("p", {className: "soft"}, note), node, legend);
   });
   const sizes = Object.entries(counts).map(([split, n]) => `${split} (${n})`).join(", ");
-  section("Layer by layer", `Means over ${sizes}; point at a dot for its value and spread.`, el("div", {className: "charts"}, ...cards));
+  section("Layer by layer", `Means over ${sizes}; hover over a dot for its value and standard deviation.`, el("div", {className: "charts"}, ...cards));
 }
 
 function heatmaps() {
@@ -328,7 +328,7 @@ function heatmaps() {
   let current = 0;
   const show = () => {
     const {layers, tokens, channels, nonzero} = examples[current], columns = layers.shape[2];
-    // One range for all layers, so that they can be compared: 0 to 2 where nothing is negative, as the paper has it.
+    // The same range for all layers, so that they are comparable: 0 to 2 if nothing is negative, as in the paper.
     const all = Float32Array.from(names.flatMap((_, i) => [...part(layers, i)].map(Math.abs))).sort();
     const top = signed ? all[Math.floor(.99 * (all.length - 1))] : 2;
     grid.replaceChildren(...names.slice(0, layers.shape[0]).map((name, i) => {
@@ -358,8 +358,8 @@ function coherence() {
       `, mean ${number(layer.mean)}, max ${number(layer.max)} (chance ${number(layer.chance)})`));
   });
   const {heads, directions} = data.coherence[0];
-  section("Subspaces", `|cos| between ${directions} directions of each of the ${heads} subspaces: blocks on the diagonal are one head's own. ` +
-    "Pale elsewhere means that heads look in different directions; mean and max are of those parts.", el("div", {className: "grid"}, ...figures));
+  section("Subspaces", `|cos| between ${directions} directions of each of the ${heads} subspaces: diagonal blocks belong to one head. ` +
+    "Pale off-diagonal blocks mean that heads use different directions; mean and max are over the off-diagonal blocks.", el("div", {className: "grid"}, ...figures));
 }
 
 function cache() {
@@ -371,11 +371,11 @@ function cache() {
   data.cache.forEach((layer, i) => layer.values.forEach((v, h) =>
     mark(node, x(i) + (h - (layer.values.length - 1) / 2) * Math.min(5, 60 / layer.values.length), y(v), `${layer.name}, head ${h + 1}: σ(λ) = ${number(v)}`,
       {style: `fill: var(${v > .5 ? "--warm" : "--cool"}); fill-opacity: .75`, r: 4})));
-  section("Cache", "σ(λ) of each head: the share of its output that comes from the cache. Above one half the memory speaks louder than the input.",
+  section("Cache", "σ(λ) of each head: the weight of the cache in its output. Above one half, the cache outweighs the input.",
     el("div", {className: "charts"}, el("div", {className: "card"}, node)));
 }
 
-// The two branches of each cached layer: an image in its shape, anything else as a strip.
+// The two branches of each cached layer: images in their shape, other inputs as a strip.
 function branches() {
   const {examples, missing} = data.branches;
   if (!examples.length && !missing) return;
@@ -403,8 +403,8 @@ function branches() {
   };
   const pages = examples.length > 1 ? choice("example", examples.map((_, i) => `${i + 1}`), 0, i => { current = i; show(); }) : null;
   if (examples.length) { show(); repaint.push(show); }
-  section("Self and cache", "What each cached layer's two branches make of the example, as means over channels and heads from 0 (pale) to 1 (strong): " +
-    "self attends to this input, cache to the memory that training has left; where one is pale and the other strong, they complement each other " +
+  section("Self and cache", "Outputs of the two branches of each cached layer, averaged over channels and heads, from 0 (pale) to 1 (strong). " +
+    "The self branch attends to this input, the cache branch to the memory learned in training. If one is pale where the other is strong, they complement each other " +
     `(Cached Transformers, arXiv 2312.12742, Figure 4). ${missing}`, el("div", {className: "bar"}, pages), grid);
 }
 

@@ -1,7 +1,7 @@
-"""One self-contained HTML page about a model: no network, no libraries, opens from disk.
+"""A self-contained HTML report about a model: no network, no libraries, opens from disk.
 
-The data travels as JSON inside the page, with every `<` escaped, and the script puts text on the page as text only:
-nothing that comes from data can become markup. The page's own policy forbids it to load anything.
+The data is JSON inside the page, with every `<` escaped, and the script inserts it only as text, so data can never
+become markup. The page's content security policy forbids loading anything.
 """
 
 from __future__ import annotations
@@ -35,20 +35,19 @@ def report(
     map_up_to: int = 256,
     heatmap: int = 50,
 ) -> Path:
-    """Write the page about `model` and return its path.
+    """Write the report about `model` and return its path.
 
-    `inputs` is what the model is called with; its first `examples` rows are shown, with their `tokens` (each a list
-    of words, or one list per document), `pictures` and `targets` where given, and `classes` for the names of
-    predictions. `splits` are the inputs to measure on ({"train": …, "validation": …}); `checkpoints` are (label,
-    state dict, or function that loads one into the model), measured one after the other, and the model has its own
-    weights again afterwards.
+    `inputs` are the model's arguments. The page shows the first `examples` rows, with `tokens` (each a list of words,
+    or one list per document), `pictures` and `targets` if given; `classes` are the class names. `splits` are the inputs
+    to measure on, {"train": …, "validation": …}. `checkpoints` are pairs of a label and a state dict, or a function
+    that loads one into the model. They are measured in turn; afterwards the model has its original weights.
     """
     inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     examples = min(examples, len(inputs[0]))
     if pictures is None and inputs[0].dim() == 4:
         pictures = inputs[0]
     curves = gather.curves(model, splits or {"these examples": inputs}, checkpoints)
-    measured = examples if curves["charts"] else 0  # blocks that do not return tokens have none to draw
+    measured = examples if curves["charts"] else 0  # only blocks that return tokens have heatmaps
     attention = gather.attention(
         model,
         inputs,
@@ -76,15 +75,15 @@ def report(
 
 
 def render(data: Mapping[str, Any]) -> str:
-    """The page as text."""
+    """The report as HTML text."""
     parts = {name: (resources.files(__package__) / f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
-    # JSON inside a script element ends at "</script", wherever it stands: no "<" may be left in it.
+    # "</script" anywhere in the JSON would end the script element, so escape every "<".
     payload = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     page = parts["html"]
     filled = {"title": html.escape(data["title"]), "css": parts["css"], "js": parts["js"], "data": payload}
     before, *rest = page.split("{{")
     pieces = [before]
-    for piece in rest:  # each slot is filled once, so that data which looks like a slot stays data
+    for piece in rest:  # fill each placeholder once, so that data that looks like a placeholder stays data
         name, _, after = piece.partition("}}")
         pieces += [filled[name], after]
     return "".join(pieces)

@@ -1,13 +1,13 @@
-"""The mathematics CRATE is built on: coding rates, their derivatives, and the steps its layers take.
+"""The mathematics behind CRATE: coding rates, their derivatives, and the optimisation steps of its layers.
 
 Yu et al., White-Box Transformers via Sparse Rate Reduction, https://arxiv.org/abs/2306.01129
 
-    R(z)     = ½ logdet(I + α zᵀz),            α = d / (N ε²)              nats to code N tokens to precision ε
+    R(z)     = ½ logdet(I + α zᵀz),            α = d / (N ε²)              nats to encode N tokens with precision ε
     Rᶜ(z; U) = Σ_k R(z U_k),                   γ = p / (N ε²)              the same, coded in K subspaces
     ∇Rᶜ      = γ Σ_k w_k (I + γ w_kᵀ w_k)⁻¹ U_kᵀ,    w_k = z U_k            eq 9
 
-Tokens are rows, z (…, N, d), where the paper has columns; subspaces are U (K, d, p). A mask (…, N) leaves padded
-tokens out of the sums and out of N. Everything follows the dtype it is given: pass float64 to measure.
+Tokens are rows, z (…, N, d); the paper uses columns. Subspaces are U (K, d, p). A mask (…, N) excludes padded tokens
+from the sums and from N. The functions compute in the dtype of their inputs: use float64 for measurements.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def coding_rate(z: Tensor, epsilon: float = EPSILON, mask: Tensor | None = None)
     """R(z), eq 7: z (…, N, d) -> (…)."""
     z, alpha = _clean(z, epsilon, mask)
     N, d = z.shape[-2:]
-    gram = z.mT @ z if d <= N else z @ z.mT  # both have the same determinant here; the smaller is cheaper
+    gram = z.mT @ z if d <= N else z @ z.mT  # both have the same determinant; use the smaller one
     eye = torch.eye(gram.shape[-1], dtype=z.dtype, device=z.device)
     return torch.linalg.cholesky(eye + alpha * gram).diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
@@ -47,13 +47,13 @@ def subspace_rate(
 ) -> Tensor:
     """Rᶜ(z; U), eq 8: z (…, N, d), bases (K, d, p) -> (…).
 
-    `normalise` brings every token to unit length in every subspace first, as the authors' metric does.
+    `normalise` first scales every token to unit length in every subspace, as in the authors' metric.
     """
     return heads_rate(z[..., None, :, :] @ bases, epsilon, normalise=normalise, mask=mask)
 
 
 def heads_rate(w: Tensor, epsilon: float = EPSILON, *, normalise: bool = False, mask: Tensor | None = None) -> Tensor:
-    """Σ_k R(w_k) of tokens already projected, w (…, K, N, p) -> (…)."""
+    """Σ_k R(w_k) of projected tokens, w (…, K, N, p) -> (…)."""
     if normalise:
         w = F.normalize(w, dim=-1)  # a zero vector stays zero
     return coding_rate(w, epsilon, None if mask is None else mask[..., None, :]).sum(-1)
@@ -70,7 +70,7 @@ def compression_step(z: Tensor, bases: Tensor, kappa: float, epsilon: float = EP
 
 
 def attention_step(z: Tensor, bases: Tensor, kappa: float, epsilon: float = EPSILON) -> Tensor:
-    """(1 − κγ) z + κγ MSSA(z; U): the step as an attention layer takes it, eqs 10 to 12, without a scale."""
+    """(1 − κγ) z + κγ MSSA(z; U): the attention form of the step, eqs 10 to 12, without a scale."""
     gamma = bases.shape[-1] / (z.shape[-2] * epsilon**2)
     w = z[..., None, :, :] @ bases
     mssa = gamma * (((w @ w.mT).softmax(-1) @ w) @ bases.mT).sum(-3)
@@ -78,23 +78,23 @@ def attention_step(z: Tensor, bases: Tensor, kappa: float, epsilon: float = EPSI
 
 
 def lasso(code: Tensor, target: Tensor, dictionary: Tensor, threshold: float) -> Tensor:
-    """λ‖code‖₁ + ½‖target − D code‖²: what the ISTA step lowers (eqs 15 to 17)."""
+    """λ‖code‖₁ + ½‖target − D code‖²: the objective of the ISTA step (eqs 15 to 17)."""
     return threshold * code.abs().sum((-2, -1)) + 0.5 * (target - code @ dictionary.mT).pow(2).sum((-2, -1))
 
 
 def sparse_rate(z: Tensor, threshold: float, epsilon: float = EPSILON) -> Tensor:
-    """φ(z) = λ‖z‖₁ − R(z) for z ≥ 0: what the majorisation–minimisation step lowers."""
+    """φ(z) = λ‖z‖₁ − R(z) for z ≥ 0: the objective of the majorisation–minimisation step."""
     return threshold * z.abs().sum((-2, -1)) - coding_rate(z, epsilon)
 
 
 def majorisation_step(z: Tensor, threshold: float, epsilon: float = EPSILON) -> Tensor:
-    """ReLU(z + (∇R(z) − λ) / ℓ), ℓ = 9α/4, eq 80: never raises φ, because ‖∇²R‖ ≤ ℓ everywhere (Lemma 6)."""
+    """ReLU(z + (∇R(z) − λ) / ℓ), ℓ = 9α/4, eq 80: never increases φ, because ‖∇²R‖ ≤ ℓ everywhere (Lemma 6)."""
     lipschitz = 9 / 4 * z.shape[-1] / (z.shape[-2] * epsilon**2)
     return F.relu(z + (coding_rate_gradient(z, epsilon) - threshold) / lipschitz)
 
 
 def coherence(bases: Tensor) -> Tensor:
-    """|cos| between all directions of all subspaces, (K p, K p): near the identity where they are incoherent."""
+    """|cos| between all directions of all subspaces, (K p, K p): near the identity if they are incoherent."""
     directions = F.normalize(bases, dim=1).permute(0, 2, 1).flatten(0, 1)
     return (directions @ directions.mT).abs()
 

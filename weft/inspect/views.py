@@ -1,7 +1,7 @@
-"""The attention of every head of every mechanism in a model, as it was on given inputs.
+"""The attention of every head of every mechanism in a model, for given inputs.
 
-A mechanism is linear in v, so its effective matrix is what it makes of the identity (`attn.weights`): the same for a
-fused kernel, a hashed or a sampled one. One row alone, for long inputs, is the gradient of one output by v.
+A mechanism is linear in v, so its effective matrix is the mechanism applied to the identity (`attn.weights`). This also
+works for fused kernels, hashing and sampling. For long inputs, a single row is the gradient of one output by v.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from .watch import looking, plain
 
 @dataclass
 class AttentionView:
-    """One attention layer on one batch, all its heads together; a mixed layer is one, with heads of several kinds."""
+    """All heads of one attention layer on one batch; a mixed layer is one view, with heads of several mechanisms."""
 
     path: str
     mechanisms: list[str]  # of each head
-    row: Tensor  # (B, H, Lk): what one query, as a rule the first token, attends to
-    map: Tensor | None  # (B, H, Lq, Lk), where the input is short enough
-    mask: Tensor | None  # (B, Lk), True at real tokens
-    call: int = 1  # which call of this layer it is: a model for two documents calls its layers twice
+    row: Tensor  # (B, H, Lk): the attention of one query, usually the first token
+    map: Tensor | None  # (B, H, Lq, Lk), if the input is short enough
+    mask: Tensor | None  # (B, Lk), True for real tokens
+    call: int = 1  # index of the call: a model for two documents calls its layers twice
 
 
 def attention_views(
     model: nn.Module, inputs: Sequence[Tensor], *, row: int = 0, map_up_to: int = 256
 ) -> tuple[list[AttentionView], Any]:
-    """Every attention layer in the order of its calls, and what the model returned.
+    """All attention layers in call order, and the model's output.
 
-    Whole maps are made for at most `map_up_to` tokens: they are quadratic, a row is not.
+    Full maps have quadratic cost and are computed for at most `map_up_to` tokens; rows are always computed.
     """
     model, calls, busy = plain(model), [], False
 
@@ -45,7 +45,7 @@ def attention_views(
             if busy:
                 return
             busy = True
-            with kept_random_state():  # the model's own call draws what it would have drawn
+            with kept_random_state():  # the model's own call draws the same numbers as without inspection
                 calls.append((path, *_view(attn, map_up_to, row, *args, **kwargs)))
             busy = False
 
@@ -54,8 +54,8 @@ def attention_views(
     found = outermost(model)
     if not found:
         raise ValueError(
-            "there is no mechanism of weft's in this model: nothing to look at (a transformers model that uses one by "
-            "name makes it at each call, out of sight)"
+            "this model has no weft mechanism to inspect (transformers models that use a weft name create it at each "
+            "call, which inspection cannot see)"
         )
     names = {name: m.name for name, m in found}
     with looking(model, [see(name, m) for name, m in found]):
@@ -64,7 +64,7 @@ def attention_views(
 
 
 def outermost(model: nn.Module) -> list[tuple[str, Attention]]:
-    """The mechanisms of a model; one that is a part of another is not looked at apart."""
+    """The mechanisms of a model, without those nested inside another mechanism."""
     found: list[tuple[str, Attention]] = []
 
     def visit(module: nn.Module, path: str) -> None:
@@ -108,7 +108,7 @@ def attention_row(
 
 
 class kept_random_state:
-    """Whatever is drawn inside leaves no trace in PyTorch's generators."""
+    """Context manager that restores PyTorch's random state on exit."""
 
     def __enter__(self) -> None:
         self.cpu = torch.get_rng_state()
@@ -121,10 +121,10 @@ class kept_random_state:
 
 
 def _mixed_together(model: nn.Module, calls: list[tuple], names: dict[str, str]) -> list[AttentionView]:
-    """The calls as views, those of one mixed layer side by side, repeated calls numbered."""
+    """Convert calls to views: merge the blocks of a mixed layer, and number repeated calls."""
     mixed = [name for name, m in model.named_modules() if isinstance(m, MixedAttention)]
     views: list[AttentionView] = []
-    open_at: dict[str, int] = {}  # mixed layer -> its view, while its blocks are being called
+    open_at: dict[str, int] = {}  # mixed layer -> its view, while its blocks are running
     seen: dict[str, int] = {}
     for path, row, full, mask in calls:
         kinds = [names[path]] * row.shape[1]

@@ -1,4 +1,4 @@
-"""Seeing what passes through a model during one forward pass, without touching its code."""
+"""Hooks that observe a model during one forward pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..models.crate import CRATELayer
 
 @contextmanager
 def looking(model: nn.Module, hooks: Sequence[Any]) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards the hooks are gone and mode and buffers (a cache) are as before."""
+    """eval() without gradients; afterwards, remove the hooks and restore mode and buffers (e.g. a cache)."""
     modes = [(module, module.training) for module in model.modules()]
     kept = [
         (m, name, buffer, None if buffer is None else buffer.clone())
@@ -38,7 +38,7 @@ def looking(model: nn.Module, hooks: Sequence[Any]) -> Iterator[None]:
 
 
 def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The repeated blocks, with their paths: a CRATE's layers, else the entries of lists that hold attention."""
+    """The repeated blocks with their paths: a CRATE's layers, or the entries of module lists with attention."""
     layers: list[tuple[str, nn.Module]] = [(name, m) for name, m in model.named_modules() if isinstance(m, CRATELayer)]
     if layers:
         return layers
@@ -47,7 +47,7 @@ def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     def visit(module: nn.Module, path: str) -> None:
         for name, child in module.named_children():
             holding = sum(has_attention(entry) for entry in child.children())
-            # A list of blocks; a sequence is one too (timm's models), unless it only wraps a model.
+            # nn.Sequential also counts as a list of blocks (timm's models), unless it only wraps a model.
             if (isinstance(child, nn.ModuleList) and holding) or (isinstance(child, nn.Sequential) and holding > 1):
                 found.extend((f"{path}{name}.{i}", entry) for i, entry in enumerate(child))
             else:
@@ -62,7 +62,7 @@ def has_attention(module: nn.Module) -> bool:
 
 
 def mask_of(args: tuple[Any, ...], kwargs: dict[str, Any], tokens: Tensor) -> Tensor | None:
-    """The mask among a block's arguments: the boolean one of the tokens' shape (B, L)."""
+    """The mask among a block's arguments: a boolean tensor of the tokens' shape (B, L)."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and value.dtype == torch.bool and value.shape == tokens.shape[:2]:
             return value
@@ -70,7 +70,7 @@ def mask_of(args: tuple[Any, ...], kwargs: dict[str, Any], tokens: Tensor) -> Te
 
 
 def first_tensor(output: Any) -> Tensor | None:
-    """A block's tokens (B, L, dim), whether it returns them alone or with something else."""
+    """A block's output tokens (B, L, dim), returned alone or in a tuple."""
     if isinstance(output, (tuple, list)):
         output = output[0] if output else None
     return output if isinstance(output, Tensor) and output.dim() == 3 else None
@@ -82,12 +82,12 @@ def on_output(module: nn.Module, see: Callable[[tuple[Any, ...], dict[str, Any],
 
 
 def plain(model: nn.Module) -> nn.Module:
-    """The model inside a compiled one: hooks inside a compiled graph do not run."""
+    """The original module of a compiled model, because hooks do not run inside a compiled graph."""
     return getattr(model, "_orig_mod", model)
 
 
 def image_grid(model: nn.Module, first: Tensor, pictures: Tensor | None, keys: int) -> list[int] | None:
-    """The rows and columns the tokens fill, where they are the pixels or patches of an image."""
+    """Rows and columns of the tokens if they are pixels or patches of an image."""
     if first.dim() == 2:
         size = [] if pictures is None else list(pictures.shape[-2:])
         return size if size and size[0] * size[1] == first.shape[1] else None

@@ -1,4 +1,4 @@
-"""What blocks are made of."""
+"""Attention layers, feed-forward layers and blocks."""
 
 from ..core.positions import ALiBi, RelativeBias, RelativeBias2d, Rotary, sinusoids
 from .cached import AttentionCache, BranchMaps, CachedAttention, branch_maps

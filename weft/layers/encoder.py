@@ -18,7 +18,7 @@ NORM_EPS = 1e-6
 
 
 class EncoderBlock(nn.Module):
-    """`block(x, mask=None, bias=None)`, x (B, L, dim); `attention` is called in the same way."""
+    """`block(x, mask=None, bias=None)`, x (B, L, dim). `attention` takes the same arguments."""
 
     def __init__(
         self,

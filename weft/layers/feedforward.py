@@ -1,6 +1,6 @@
 """The feed-forward half of a Transformer block.
 
-FFN(x) = W2 · dropout(gelu(W1 x + b1)) + b2          gelu in its tanh form
+FFN(x) = W2 · dropout(gelu(W1 x + b1)) + b2          gelu with the tanh approximation
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class FeedForward(nn.Module):
-    """`layer(x)`, x (..., dim), through `hidden` units and back to dim."""
+    """`layer(x)`, x (..., dim), with `hidden` hidden units."""
 
     def __init__(
         self, dim: int, hidden: int, *, dropout: float = 0.0, device: Any = None, dtype: torch.dtype | None = None

@@ -1,11 +1,11 @@
-"""Attention on graphs with source dropout: EGT-Simple, an edge-augmented transformer whose edges stay as they are.
+"""Attention on graphs with source dropout: EGT-Simple, an edge-augmented transformer that does not update edges.
 
 The Information Pathways Hypothesis, https://arxiv.org/abs/2306.01705; EGT, https://arxiv.org/abs/2108.03348
 
     out_i = Σ_j softmax_j(q_i · k_j / √D + e_ij) sigmoid(g_ij) v_j          e, g linear in the edge features, per head
 
-In training each source node of each graph is dropped with probability `source_dropout`, for all heads and targets
-alike, and never the last one of a graph: the unbiased form of subsampled attention, in place of attention dropout.
+In training, each source node of each graph is dropped with probability `source_dropout`, for all heads and targets,
+but at least one per graph is kept. This is the unbiased form of subsampled attention; it replaces attention dropout.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ..attention.subsampled import Subsampling, drop_sources
 
 
 class EdgeAttention(Subsampling, nn.Module):
-    """`layer(x, edges, mask=None)`: nodes x (B, N, dim), edges (B, N, N, edge_dim), mask (B, N) True at real nodes."""
+    """`layer(x, edges, mask=None)`: nodes x (B, N, dim), edges (B, N, N, edge_dim), mask (B, N) True for real nodes."""
 
     def __init__(
         self, dim: int, heads: int, edge_dim: int, *, source_dropout: float = 0.1, same_on_all_ranks: bool = False
     ):
         super().__init__()
         if heads < 1 or dim % heads:
-            raise ValueError(f"dim={dim} does not divide into {heads} heads")
+            raise ValueError(f"dim={dim} must be divisible by heads={heads}")
         if not 0 <= source_dropout < 1:
             raise ValueError(f"source_dropout must be in [0, 1), got {source_dropout}")
         self.dim, self.heads, self.edge_dim = dim, heads, edge_dim
@@ -39,7 +39,7 @@ class EdgeAttention(Subsampling, nn.Module):
         if edges.shape != (B, N, N, self.edge_dim):
             raise ValueError(f"edges must be {(B, N, N, self.edge_dim)}, got {tuple(edges.shape)}")
         if mask is not None:
-            # Padding may hold anything, NaN included.
+            # Padding may contain NaN.
             x = x.masked_fill(~mask[..., None], 0)
             edges = edges.masked_fill(~(mask[:, :, None] & mask[:, None, :])[..., None], 0)
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
@@ -50,7 +50,7 @@ class EdgeAttention(Subsampling, nn.Module):
             legal = drop_sources(mask, B, N, self.source_dropout, x.device, per_rank=not self.same_on_all_ranks)
         if legal is not None:
             legal = legal[:, None, None, :]
-            # A graph without nodes attends to everything and is zeroed: no NaN, and no gradient.
+            # An empty graph attends to everything and is then zeroed: no NaN, no gradient.
             empty = ~legal.any(-1, keepdim=True)
             logits = logits.masked_fill(~(legal | empty), float("-inf"))
             gate = gate.masked_fill(~legal, float("-inf"))

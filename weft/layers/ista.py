@@ -1,4 +1,4 @@
-"""ISTA: one step of sparse coding in a learned dictionary, in the place of an MLP.
+"""ISTA: one step of sparse coding in a learned dictionary, instead of an MLP.
 
 Yu et al., White-Box Transformers via Sparse Rate Reduction, https://arxiv.org/abs/2306.01129
 
@@ -7,7 +7,7 @@ Yu et al., White-Box Transformers via Sparse Rate Reduction, https://arxiv.org/a
     mm     z' = ReLU((1 + 4 / (9 (1 + α))) z D − 4λ / (9α))               eq 92, α = dim / (L ε²)
 
 Tokens are rows: z Dᵀ is the paper's DZ. `step` is η, `threshold` is λ; both are constants, not learned. There is no
-skip around it: z itself is the skip.
+residual connection around it, because z is part of the formula.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ..core.contract import quiet_padding
 class ISTA(nn.Module):
     """`layer(x, mask=None)`, x (B, L, dim): the sparsification half of a CRATE layer.
 
-    Variant "mm" (majorisation–minimisation) counts the tokens of each sequence, so it reads the mask; it sets its
-    own step, and `epsilon`, the precision of the coding rate, must be chosen.
+    Variant "mm" (majorisation–minimisation) depends on the number of tokens, so it reads the mask. It derives its step
+    from `epsilon`, the precision of the coding rate, which is then required.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class ISTA(nn.Module):
         if variant not in ("ista", "mm"):
             raise ValueError(f"variant must be 'ista' (eq 17) or 'mm' (eq 92), got {variant!r}")
         if variant == "mm" and step is not None:
-            raise ValueError("variant 'mm' derives its step from epsilon: leave step out")
+            raise ValueError(f"variant 'mm' derives its step from epsilon: remove step={step}")
         if (variant == "mm") != (epsilon is not None):
-            raise ValueError("epsilon is what variant 'mm' needs and variant 'ista' does not read")
+            raise ValueError(f"epsilon is for variant 'mm' and required there, got epsilon={epsilon} with {variant!r}")
         if threshold < 0:
             raise ValueError(f"threshold must not be negative, got {threshold}")
         for name, value in (("step", step), ("epsilon", epsilon)):

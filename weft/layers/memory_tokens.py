@@ -1,4 +1,4 @@
-"""Memory tokens: learned vectors that travel with the sequence through ordinary layers.
+"""Memory tokens: learned vectors that are added to the sequence and pass through ordinary layers.
 
 Burtsev et al., Memory Transformer, https://arxiv.org/abs/2006.11527
 
@@ -6,7 +6,7 @@ Burtsev et al., Memory Transformer, https://arxiv.org/abs/2006.11527
 
 Bulatov et al., Recurrent Memory Transformer, https://arxiv.org/abs/2207.06881
 
-    [·; y_τ; mem_{τ+1}] = stack([mem_τ; x_τ; mem_τ])            the first copy is read, the last one written
+    [·; y_τ; mem_{τ+1}] = stack([mem_τ; x_τ; mem_τ])            the first copy is read, the last copy is written
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 
 class MemoryTokens(nn.Module):
-    """`layer(x, mask)`: `tokens` learned vectors before the sequence, taken off again at the end.
+    """`layer(x, mask)`: prepends `tokens` learned vectors to the sequence and removes them from the output.
 
     `stack` maps (B, L, dim) to (B, L, dim) and takes a mask (B, L). Nothing is carried between segments.
     """
@@ -36,10 +36,10 @@ class MemoryTokens(nn.Module):
 
 
 class ReadWriteOrder:
-    """A position bias, 0 or -inf: who may look at whom in [read; x; write].
+    """A position bias, 0 or -inf, that acts as the attention mask of [read; x; write].
 
-    Read tokens see each other; a token of x sees the read tokens and, when causal, no later token; write tokens see
-    everything.
+    Read tokens attend to each other. Tokens of x attend to the read tokens and to x (when causal, not to later
+    tokens). Write tokens attend to everything.
     """
 
     shared_heads = True
@@ -55,11 +55,11 @@ class ReadWriteOrder:
 
 
 class RecurrentMemory(nn.Module):
-    """`y, memory = layer(x, memory)`: each segment reads the memory the last one wrote.
+    """`y, memory = layer(x, memory)`: each segment reads the memory that the previous segment wrote.
 
-    `stack` is called as `stack(x, mask, bias)` and hands both to attention that takes a position bias and is itself
-    not causal: the bias carries the order, causal or not. The memory keeps its graph, for backpropagation through a
-    few segments; `segments` cuts it after `bptt` of them.
+    `stack(x, mask, bias)` must pass mask and bias to non-causal attention that supports a position bias; the bias
+    implements causality. The memory keeps its autograd graph, for backpropagation through a few segments; `segments`
+    detaches it after `bptt` segments.
     """
 
     def __init__(self, stack: nn.Module, dim: int, tokens: int, *, causal: bool = True):
@@ -82,7 +82,7 @@ class RecurrentMemory(nn.Module):
         return y[:, m : m + L], y[:, m + L :]
 
     def segments(self, x: Tensor, length: int, *, bptt: int = 2, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """A long x (B, T, dim) in segments of `length`; gradients cross at most `bptt` - 1 of their borders."""
+        """Process a long x (B, T, dim) in segments of `length`; gradients cross at most `bptt` - 1 boundaries."""
         if length < 1 or bptt < 1:
             raise ValueError(f"length and bptt must be at least 1, got {length} and {bptt}")
         found, memory = [], None

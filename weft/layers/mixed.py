@@ -1,4 +1,4 @@
-"""Mixed attention: several mechanisms side by side in one layer.
+"""Mixed attention: several mechanisms in parallel in one layer.
 
 Wide Attention Is The Way Forward For Transformers?, https://arxiv.org/abs/2210.00640, section on mixed attention
 
@@ -18,11 +18,11 @@ from .multihead import MultiheadAttention
 
 
 class MixedAttention(nn.Module):
-    """One multi-head block per mechanism, heads shared out equally, outputs averaged.
+    """One multi-head block per mechanism, with an equal number of heads; the outputs are averaged.
 
-    An entry of `attentions` is a name, or (name, {options}). A position bias has `heads` heads, which the n mechanisms
-    share: mechanism m takes heads m, m + n, m + 2n, …, so that each has the whole range of ALiBi's slopes. All
-    mechanisms must then be able to take one.
+    An entry of `attentions` is a name, or (name, {options}). A position bias has `heads` heads in total: mechanism m
+    of n gets heads m, m + n, m + 2n, …, so that each covers the whole range of ALiBi's slopes. All mechanisms must
+    then support a position bias.
     """
 
     def __init__(
@@ -41,16 +41,16 @@ class MixedAttention(nn.Module):
         if not attentions:
             raise ValueError("attentions must name at least one mechanism")
         if heads < 1 or heads % len(attentions):
-            raise ValueError(f"{heads} heads cannot be shared out equally among {len(attentions)} mechanisms")
+            raise ValueError(f"heads={heads} must be divisible by the number of mechanisms, {len(attentions)}")
         if head_dim is None:
             if dim % heads:
-                raise ValueError(f"dim={dim} does not divide into {heads} heads; give head_dim")
+                raise ValueError(f"dim={dim} is not divisible by heads={heads}: give head_dim")
             head_dim = dim // heads
         self.heads = heads
         self.blocks = nn.ModuleList()
         for entry in attentions:
             name, options = (entry, {}) if isinstance(entry, str) else entry
-            attention_info(name)  # an unknown name is refused before anything is built
+            attention_info(name)  # raises an error for unknown names before anything is built
             self.blocks.append(
                 MultiheadAttention(
                     dim,
@@ -73,12 +73,12 @@ class MixedAttention(nn.Module):
 
 
 class _Share:
-    """Every n-th head of a position bias, from head m on."""
+    """Every n-th head of a position bias, starting with head m."""
 
     def __init__(self, bias: PositionBias, heads: int, m: int, n: int):
         found = getattr(bias, "heads", heads)
         if found != heads:
-            raise ValueError(f"the position bias has {found} heads, but the layer has {heads} in all")
+            raise ValueError(f"the position bias has {found} heads, but the layer has {heads}")
         self.bias, self.m, self.n = bias, m, n
         self.shared_heads = getattr(bias, "shared_heads", False)
         self.max_length = getattr(bias, "max_length", None)

@@ -2,12 +2,12 @@
 
 Yu et al., White-Box Transformers via Sparse Rate Reduction, https://arxiv.org/abs/2306.01129
 
-    w_k   = z U_k                                         one projection: query, key and value at once
+    w_k   = z U_k                                         one projection for query, key and value
     SSA_k = softmax(scale · w_k w_kᵀ) w_k                 eq 11; scale is 1 there, 1/√p in every published result
-    MSSA  = [SSA_1 … SSA_K] Wᵀ + b                        eq 115, W free; the form of every published result
+    MSSA  = [SSA_1 … SSA_K] Wᵀ + b                        eq 115, W independent of U; used in every published result
     MSSA  = γ Σ_k SSA_k U_kᵀ                              eq 12, with tied=True
 
-z is (L, dim) with tokens as rows; U_k is (dim, p). Any registered mechanism may stand in for softmax attention.
+z is (L, dim) with tokens as rows; U_k is (dim, p). Any registered mechanism can replace softmax attention.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ..core.contract import PositionBias, quiet_padding
 class MSSA(nn.Module):
     """`layer(x, mask=None, bias=None)`, x (B, L, dim), mask (B, L): the compression half of a CRATE layer.
 
-    With one head as wide as `dim` there is no output map, as in the authors' code. `scale` sets the factor before
-    w wᵀ in mechanisms whose logits are q·k/√D: `scale=1` with `tied=True` is the paper's eqs 11 and 12 to the letter.
+    With one head of width `dim` there is no output map, as in the authors' code. `scale` sets the factor before w wᵀ
+    for mechanisms with logits q·k/√D; `scale=1` with `tied=True` is exactly the paper's eqs 11 and 12.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class MSSA(nn.Module):
         super().__init__()
         if head_dim is None:
             if heads < 1 or dim % heads:
-                raise ValueError(f"dim={dim} does not divide into {heads} heads; give head_dim")
+                raise ValueError(f"dim={dim} is not divisible by heads={heads}: give head_dim")
             head_dim = dim // heads
         if gamma is not None and not tied:
-            raise ValueError("gamma scales the tied output map (eq 12): give tied=True, or leave it out")
+            raise ValueError("gamma scales the tied output map (eq 12): give tied=True, or remove gamma")
         if scale is not None and scale <= 0:
-            raise ValueError(f"scale multiplies the logits and must be positive, got {scale}")
+            raise ValueError(f"scale must be positive, got {scale}")
         self.dim, self.heads, self.head_dim, self.causal = dim, heads, head_dim, causal
         self.tied, self.gamma, self.scale = tied, 1.0 if gamma is None else gamma, scale
         contract = {"causal": causal, "max_length": max_length, "dropout": dropout, **options}
@@ -76,7 +76,7 @@ class MSSA(nn.Module):
         w = self.subspaces(x).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
         if self.scale is None:
             return w, w, w
-        # The mechanism divides by √p; a factor on both sides keeps query and key the same vector.
+        # The mechanism divides by √p. Scaling both sides keeps query and key the same vector.
         qk = w * (self.scale * self.head_dim**0.5) ** 0.5
         return qk, qk, w
 
@@ -86,7 +86,7 @@ class MSSA(nn.Module):
         return self.merge(self.attention(*self.project(x), mask, bias))
 
     def merge(self, heads: Tensor) -> Tensor:
-        """(B, H, L, D) -> (B, L, dim): through W, or back through the subspaces when tied."""
+        """(B, H, L, D) -> (B, L, dim): multiply by W, or by the subspaces if tied."""
         z = heads.transpose(1, 2).flatten(2)
         if self.tied:
             z = self.gamma * F.linear(z, self.subspaces.weight.T)
@@ -106,7 +106,7 @@ class MSSA(nn.Module):
     def step(
         self, x: Tensor, state: Any, mask: Tensor | None = None, bias: PositionBias | None = None
     ) -> tuple[Tensor, Any]:
-        """One token x (B, 1, dim) in, its output and the next state out."""
+        """Decode one token x (B, 1, dim); returns its output and the next state."""
         out, state = self.attention.step(*self.project(x), state, mask, bias)
         return self.merge(out), state
 

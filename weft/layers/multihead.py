@@ -15,10 +15,10 @@ from ..core.positions import Rotary
 class MultiheadAttention(nn.Module):
     """Projections around a mechanism: `layer(x, mask=None, bias=None)`, x (B, L, dim), mask (B, L).
 
-    `head_dim` is free of dim / heads, so a layer may be much wider inside than outside; `kv_heads` < `heads` shares
-    each key and value head among several query heads; `rope=True` rotates queries and keys by position; `context=`
-    makes it cross attention (the mask is then the context's). `attention` is a registered name, with its options as
-    further keyword arguments, or a mechanism already made.
+    `head_dim` does not have to be dim / heads, so the heads may be wider than dim in total. `kv_heads` < `heads` shares
+    each key and value head among several query heads. `rope=True` rotates queries and keys by position. Calling with
+    `context=` gives cross attention; the mask is then the context's. `attention` is a registered name, with its
+    options as further keyword arguments, or a mechanism instance.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class MultiheadAttention(nn.Module):
             raise ValueError(f"dim and heads must be at least 1, got dim={dim}, heads={heads}")
         if head_dim is None:
             if dim % heads:
-                raise ValueError(f"dim={dim} does not divide into {heads} heads; give head_dim")
+                raise ValueError(f"dim={dim} is not divisible by heads={heads}: give head_dim")
             head_dim = dim // heads
         kv_heads = heads if kv_heads is None else kv_heads
         if kv_heads < 1 or heads % kv_heads:
@@ -66,12 +66,12 @@ class MultiheadAttention(nn.Module):
             unread = [name for name, value in given.items() if value is not None]
             if unread:
                 raise TypeError(
-                    f"{', '.join(unread)}: nothing reads these when attention is a ready mechanism; set them there"
+                    f"{', '.join(unread)} have no effect if attention is a mechanism instance: set them on the instance"
                 )
             if (attention.heads, attention.head_dim, attention.causal) != (heads, head_dim, causal):
                 raise ValueError(
-                    f"the mechanism was made for heads={attention.heads}, head_dim={attention.head_dim}, "
-                    f"causal={attention.causal}; the layer wants {heads}, {head_dim}, {causal}"
+                    f"the mechanism has heads={attention.heads}, head_dim={attention.head_dim}, "
+                    f"causal={attention.causal}; the layer needs {heads}, {head_dim}, {causal}"
                 )
         self.attention = attention.to(device=device, dtype=dtype)
         place = {"device": device, "dtype": dtype}
@@ -82,7 +82,7 @@ class MultiheadAttention(nn.Module):
         self.v = nn.Linear(source, kv_heads * head_dim, bias=qkv_bias, **place)
         self.out = nn.Linear(heads * head_dim, dim, bias=out_bias, **place)
         if rope and not (attention.reads_q and attention.reads_k):
-            raise ValueError(f"{attention.name} does not read both q and k: rotary positions would do nothing there")
+            raise ValueError(f"{attention.name} does not read both q and k, so rope=True has no effect: use rope=False")
         base = 10000.0 if rope is True else float(rope)
         self.rope = Rotary(head_dim, base).to(device=device) if rope else None
         for linear in (self.q, self.k, self.v, self.out):
@@ -92,21 +92,19 @@ class MultiheadAttention(nn.Module):
                     nn.init.zeros_(linear.bias)
 
     def project(self, x: Tensor, context: Tensor | None = None, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v of shape (B, heads, L, head_dim), rotated where the layer has rotary positions."""
+        """q, k, v of shape (B, heads, L, head_dim), rotated if the layer has rotary positions."""
         source = x if context is None else context
         if source.shape[-1] != self.v.in_features:
             raise ValueError(
-                f"this layer reads keys and values from a context of width {self.v.in_features} (context_dim), got "
-                f"{source.shape[-1]}: call it with context=(B, L, {self.v.in_features})"
+                f"this layer needs a context of width {self.v.in_features} (context_dim), got {source.shape[-1]}: "
+                f"call it with context=(B, L, {self.v.in_features})"
             )
         v = self._split(self.v(source), self.kv_heads)
         q = self._split(self.q(x), self.heads) if self.q is not None else None
         k = self._split(self.k(source), self.kv_heads) if self.k is not None else None
         if self.rope is not None and q is not None and k is not None:
             if context is not None:
-                raise ValueError(
-                    "rotary positions relate tokens of one sequence; cross attention has two: make it without rope"
-                )
+                raise ValueError("rotary positions do not support cross attention: create the layer with rope=False")
             at = torch.arange(start, start + x.shape[1], device=x.device)
             q, k = self.rope(q, at), self.rope(k, at)
         group = self.heads // self.kv_heads
@@ -128,7 +126,7 @@ class MultiheadAttention(nn.Module):
         return self.merge(self.attention(*self.project(x, context), mask, bias, **self.input(x)))
 
     def merge(self, heads: Tensor) -> Tensor:
-        """(B, H, L, D) -> (B, L, dim): the heads side by side, through the output projection."""
+        """(B, H, L, D) -> (B, L, dim): concatenate the heads and apply the output projection."""
         return self.out(heads.transpose(1, 2).flatten(2))
 
     def weights(
@@ -145,14 +143,14 @@ class MultiheadAttention(nn.Module):
     def step(
         self, x: Tensor, state: Any, mask: Tensor | None = None, bias: PositionBias | None = None
     ) -> tuple[Tensor, Any]:
-        """One token x (B, 1, dim) in, its output and the next state out."""
+        """Decode one token x (B, 1, dim); returns its output and the next state."""
         inner, position = state
         q, k, v = self.project(x, start=position)
         out, inner = self.attention.step(q, k, v, inner, mask, bias, **self.input(x))
         return self.merge(out), (inner, position + 1)
 
     def input(self, x: Tensor) -> dict[str, Tensor]:
-        """x itself, for the few mechanisms that read the layer's input beside q, k and v."""
+        """x, for the few mechanisms that read the layer's input in addition to q, k and v."""
         return {"x": x} if getattr(self.attention, "needs_input", False) else {}
 
     def _split(self, x: Tensor, heads: int) -> Tensor:

@@ -2,14 +2,14 @@
 
 The Information Pathways Hypothesis, https://arxiv.org/abs/2306.01705; Swin Transformer, https://arxiv.org/abs/2103.14030
 
-    eval()      each window x window square (shifted: from `shift` on, smaller at the borders) attends within itself:
+    eval()      each window x window square (starting at `shift`, smaller at the borders) attends within itself:
                 softmax(q · k / √D + bias(y_t − y_s, x_t − x_s)) v
-    training    the targets are the unshifted squares of half that side. Their sources are those that a random
-                shuffle (σ = sigma · window) puts on their slots; no source leaves its window
-    unbiased    in training the same random `keep` of every window's cells serve all of its targets
+    training    the targets are unshifted squares of half that side. Their sources are the cells that a random
+                shuffle (σ = sigma · window) moves into these squares; no source leaves its window
+    unbiased    in training, a random fraction `keep` of every window's cells are the sources of all its targets
 
-Smaller windows at the borders give what Swin's cyclic roll with a mask gives. With `gate` the table holds, beside the
-bias, a factor for each probability (the authors' code has it, the paper does not).
+Smaller windows at the borders are equivalent to Swin's cyclic shift with a mask. With `gate`, the table also has a
+factor for each probability (in the authors' code, not in the paper).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..core.staging import send
 
 
 class SubsampledWindowAttention(Subsampling, nn.Module):
-    """`layer(x)`, x (B, height, width, dim). `window` must be even: its halves are the sub-windows."""
+    """`layer(x)`, x (B, height, width, dim). `window` must be even, because it is cut into half windows."""
 
     def __init__(
         self,
@@ -47,15 +47,18 @@ class SubsampledWindowAttention(Subsampling, nn.Module):
     ):
         super().__init__()
         if heads < 1 or dim % heads:
-            raise ValueError(f"dim={dim} does not divide into {heads} heads")
+            raise ValueError(f"dim={dim} must be divisible by heads={heads}")
         if window < 2 or window % 2:
-            raise ValueError(f"window is cut into half windows: it must be even, got {window}")
+            raise ValueError(f"window must be even, because it is cut into half windows, got {window}")
         if not 0 <= shift < window:
             raise ValueError(f"shift must be in [0, window), got {shift}")
         if not 0 < sigma < float("inf"):
-            raise ValueError(f"sigma is a positive, finite fraction of the window, got {sigma}; see biased=False")
+            raise ValueError(
+                f"sigma must be a positive, finite fraction of the window, got {sigma}; "
+                "for uniform sampling use biased=False"
+            )
         if not 0 < keep <= 1:
-            raise ValueError(f"keep is the fraction of sources used when unbiased, in (0, 1], got {keep}")
+            raise ValueError(f"keep must be in (0, 1], got {keep}")
         self.dim, self.heads, self.window, self.shift = dim, heads, window, shift
         self.sigma, self.biased, self.keep, self.same_on_all_ranks = sigma, biased, keep, same_on_all_ranks
         self.q = nn.Linear(dim, dim, bias=qkv_bias)
@@ -80,7 +83,7 @@ class SubsampledWindowAttention(Subsampling, nn.Module):
         return self.out(out.transpose(1, 2).flatten(2)).unflatten(1, (height, width))
 
     def _sample(self, height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Targets and sources of each window, in row-by-row numbers; height · width in slots outside the map."""
+        """Targets and sources of each window as row-major indices; height · width marks slots outside the image."""
         windows = window_table(height, width, (self.window, self.window), self.shift, device)
         if not self.samples_now:
             return windows, windows
@@ -106,7 +109,7 @@ class SubsampledWindowAttention(Subsampling, nn.Module):
 
     @contextmanager
     def fixed(self, indices: Tensor) -> Iterator[None]:
-        """Within this block sampling forwards use these sources, (windows, S) or flat, instead of drawing."""
+        """Context manager: use these sources, (windows, S) or flat, instead of drawing samples."""
         before, self._fixed = self._fixed, torch.as_tensor(indices, dtype=torch.long)
         try:
             yield
@@ -118,7 +121,7 @@ class SubsampledWindowAttention(Subsampling, nn.Module):
 
 
 class _Offsets:
-    """A row of the table for every offset, target minus source, asked at row-by-row numbers."""
+    """Looks up a table row for every offset, target minus source, given row-major indices."""
 
     def __init__(self, table: Tensor, window: int, width: int):
         self.table, self.window, self.width = table, window, width
@@ -126,6 +129,6 @@ class _Offsets:
     def __call__(self, targets: Tensor, sources: Tensor) -> Tensor:
         dy = targets // self.width - sources // self.width
         dx = targets % self.width - sources % self.width
-        last = self.window - 1  # only empty slots lie further apart; they are masked
+        last = self.window - 1  # only empty slots have larger offsets, and they are masked
         offset = (dy.clamp(-last, last) + last) * (2 * self.window - 1) + dx.clamp(-last, last) + last
         return self.table[offset.squeeze(1)].movedim(-1, 1)

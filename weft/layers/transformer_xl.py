@@ -1,9 +1,9 @@
-"""Transformer-XL: attention over a memory of the last segments, by relative position.
+"""Transformer-XL: attention over a memory of the last segments, with relative positions.
 
 Dai et al., Transformer-XL: Attentive Language Models Beyond a Fixed-Length Context, https://arxiv.org/abs/1901.02860
 
     h̃    = [stop-gradient(m); h]                          q from h, k and v from h̃
-    A_ij = ((q_i + u) · k_j + (q_i + v) · W_R R_{i-j}) / √d          j ≤ i, R sinusoids of the distance
+    A_ij = ((q_i + u) · k_j + (q_i + v) · W_R R_{i-j}) / √d          j ≤ i, R: sinusoids of the distance
     m'   = the last M rows of [m; h]
 """
 
@@ -19,17 +19,17 @@ from ..core.softmax import softmax_attention
 
 
 class SegmentMemory(NamedTuple):
-    """The tokens a layer was fed in earlier segments, (B, M, dim), and which of them are real, (B, M)."""
+    """A layer's inputs from earlier segments, (B, M, dim), and which of them are real, (B, M)."""
 
     tokens: Tensor
     valid: Tensor
 
 
 class TransformerXLAttention(nn.Module):
-    """`y, memory = layer(x, memory)`: causal attention that also sees up to `memory` tokens of earlier segments.
+    """`y, memory = layer(x, memory)`: causal attention that also reads up to `memory` tokens of earlier segments.
 
-    The memory goes in and comes out: there is no hidden state. With `memory=0` it is relative attention alone, which
-    `CachedAttention` can wrap: its output is then y only.
+    The memory is an explicit input and output; the layer has no hidden state. With `memory=0` it is plain relative
+    attention and returns only y, so `CachedAttention` can wrap it.
     """
 
     causal = True
@@ -37,9 +37,9 @@ class TransformerXLAttention(nn.Module):
     def __init__(self, dim: int, heads: int, memory: int, *, dropout: float = 0.0):
         super().__init__()
         if heads < 1 or dim % heads:
-            raise ValueError(f"dim={dim} does not divide into {heads} heads")
+            raise ValueError(f"dim={dim} must be divisible by heads={heads}")
         if memory < 0:
-            raise ValueError(f"memory is a number of tokens, got {memory}")
+            raise ValueError(f"memory must be a number of tokens, 0 or more, got {memory}")
         self.dim, self.heads, self.head_dim, self.memory, self.dropout = dim, heads, dim // heads, memory, dropout
         self.q, self.k, self.v, self.out, self.r = (nn.Linear(dim, dim, bias=False) for _ in range(5))
         self.content_bias = nn.Parameter(torch.zeros(heads, self.head_dim))  # u
@@ -48,7 +48,7 @@ class TransformerXLAttention(nn.Module):
             nn.init.xavier_uniform_(linear.weight)
 
     def forward(self, x: Tensor, memory: SegmentMemory | None = None, mask: Tensor | None = None) -> Any:
-        """x (B, L, dim); `mask` (B, L) is True at real tokens."""
+        """x (B, L, dim); `mask` (B, L) is True for real tokens."""
         y = self.merge(self.per_head(x, memory, mask))
         return y if self.memory == 0 else (y, self.remember(x, memory, mask))
 
@@ -74,7 +74,7 @@ class TransformerXLAttention(nn.Module):
         return self.out(heads.transpose(1, 2).flatten(2))
 
     def remember(self, x: Tensor, memory: SegmentMemory | None = None, mask: Tensor | None = None) -> SegmentMemory:
-        """The memory for the next segment: no gradient goes back through it."""
+        """The memory for the next segment, detached from the graph."""
         seen, valid = _joined(x, memory, mask)
         first = max(0, seen.shape[1] - self.memory)
         return SegmentMemory(seen[:, first:].detach(), valid[:, first:])
@@ -84,14 +84,14 @@ class TransformerXLAttention(nn.Module):
 
 
 def _joined(x: Tensor, memory: SegmentMemory | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """[m; h] and which of it is real; what is masked is zeroed, so that no NaN in padding reaches a sum."""
+    """[m; h] and its mask. Masked tokens are zeroed, so that NaN in padding has no effect."""
     if mask is None:
         mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
     if mask.dtype != torch.bool or mask.shape != x.shape[:2]:
-        raise ValueError(f"mask is boolean (B, L) = {tuple(x.shape[:2])}, got {mask.dtype} {tuple(mask.shape)}")
+        raise ValueError(f"mask must be boolean (B, L) = {tuple(x.shape[:2])}, got {mask.dtype} {tuple(mask.shape)}")
     x = x.masked_fill(~mask[..., None], 0)
     if memory is None:
         return x, mask
     if memory.tokens.shape[0] != x.shape[0]:
-        raise ValueError(f"the memory follows {memory.tokens.shape[0]} rows, but this batch has {x.shape[0]}")
+        raise ValueError(f"the memory has {memory.tokens.shape[0]} rows, but this batch has {x.shape[0]}")
     return torch.cat([memory.tokens.detach(), x], 1), torch.cat([memory.valid, mask], 1)

@@ -1,4 +1,4 @@
-"""Whole models around the layers."""
+"""Complete models."""
 
 from .classifier import TextClassifier
 from .crate import CRATE, CRATELayer, crate

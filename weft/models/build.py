@@ -1,4 +1,4 @@
-"""From a model's `attention` argument to its blocks."""
+"""Build a model's blocks from its `attention` argument."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def attention_layer(
 ) -> nn.Module:
     """The attention layer of block number `layer`.
 
-    `choice` is a registered name, (name, {options}), a list of these for mixed attention, or a function that takes
-    the block's number and returns one of them or a mechanism already made. `options` go with a single name.
-    A mechanism with an option `seed` gets it raised by the block's number, so that no two blocks draw alike; what
-    a function returns is taken as it is.
+    `choice` is a registered name, (name, {options}), a list of these for mixed attention, or a function from the block
+    number to one of them or to a mechanism instance. `options` belong to a single name. If a mechanism has an option
+    `seed`, the block number is added to it, so that no two blocks draw the same numbers; the result of a function is
+    used unchanged.
     """
     if callable(choice) and not isinstance(choice, Attention):
         if options:
-            raise TypeError("attention is a function: let it return (name, {options}) in place of attention_options")
+            raise TypeError("attention is a function: return (name, {options}) from it instead of attention_options")
         choice, layer = choice(layer), 0
     elif isinstance(choice, Attention):
-        raise TypeError("a ready mechanism cannot serve every block: give a function from the block's number to one")
+        raise TypeError("blocks cannot share one mechanism instance: give a function of the block number")
     if isinstance(choice, Attention):
         kept = {name: common[name] for name in ("head_dim", "causal", "device", "dtype")}
         return MultiheadAttention(dim, heads, attention=choice, **kept)
@@ -55,7 +55,7 @@ def encoder_blocks(
     place: dict[str, Any],
     **common: Any,
 ) -> nn.ModuleList:
-    """A model's stack of pre-norm blocks; `attention_dropout` is `dropout` when not given, `place` device and dtype."""
+    """A model's stack of pre-norm blocks. `attention_dropout` defaults to `dropout`; `place` is device and dtype."""
     blocks = nn.ModuleList()
     inside = dropout if attention_dropout is None else attention_dropout
     for layer in range(layers):
@@ -70,7 +70,7 @@ def _is_named(choice: Any) -> bool:
 
 def _seeded(choice: Any, layer: int, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if not _is_named(choice):
-        raise TypeError(f"an attention is a name or (name, {{options}}), got {choice!r}")
+        raise TypeError(f"attention must be a name or (name, {{options}}), got {choice!r}")
     name, own = (choice, {}) if isinstance(choice, str) else choice
     own = {**own, **options}
     defaults = attention_info(name).options

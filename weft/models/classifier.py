@@ -1,4 +1,4 @@
-"""One document in, class scores out."""
+"""Text classifier: one document to class logits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .heads import classifier_head
 class TextClassifier(nn.Module):
     """`model(ids, mask=None)`: ids (B, S), 0 = padding, to logits (B, classes).
 
-    The head is Linear → ReLU → Linear through `head_width` units: as many as `mlp_dim` when not given, and 0 for a
-    single linear layer. All further options (layers, heads, attention, pooling, …) are TextEncoder's.
+    The head is Linear → ReLU → Linear with `head_width` hidden units (default `mlp_dim`); 0 means a single linear
+    layer. All other options (layers, heads, attention, pooling, …) go to TextEncoder.
     """
 
     def __init__(

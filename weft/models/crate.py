@@ -1,12 +1,12 @@
-"""CRATE: the transformer whose every layer is a step of a known optimisation.
+"""CRATE: a transformer in which every layer is a step of an explicit optimisation.
 
 Yu et al., White-Box Transformers via Sparse Rate Reduction, https://arxiv.org/abs/2306.01129
 
-    maximise R(Z) − Rᶜ(Z; U) − λ‖Z‖₀                      code much, within few subspaces, with few non-zeros (eq 1)
-    h  = z + MSSA(LN(z))                                  compress: a step down the coding rate Rᶜ (eqs 10, 18)
-    z' = ISTA(LN(h))                                      sparsify: a proximal step in a dictionary (eq 17); no skip
+    maximise R(Z) − Rᶜ(Z; U) − λ‖Z‖₀                      high rate, few subspaces, few non-zeros (eq 1)
+    h  = z + MSSA(LN(z))                                  compress: a descent step on the coding rate Rᶜ (eqs 10, 18)
+    z' = ISTA(LN(h))                                      sparsify: a proximal step in a dictionary (eq 17); no residual
 
-Because the objective is known, each layer can be measured: see `weft.inspect`.
+`weft.inspect` measures this objective layer by layer.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ SIZES: dict[str, dict[str, int]] = {
 class CRATELayer(nn.Module):
     """Compress, then sparsify: `layer(x, mask=None, bias=None)`, x (B, L, dim).
 
-    `ista` holds the options of `weft.ISTA`; the others are those of `weft.MSSA`. `kappa` takes the skip of eq 10,
-    h = (1 − κγ) z + κγ MSSA(LN(z)), in place of eq 18's.
+    `ista` has the options of `weft.ISTA`; the others are those of `weft.MSSA`. `kappa` uses the residual of eq 10,
+    h = (1 − κγ) z + κγ MSSA(LN(z)), instead of eq 18's.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class CRATELayer(nn.Module):
         super().__init__()
         ista = dict(ista or {})
         if mssa.get("causal") and ista.get("variant") == "mm":
-            raise ValueError("ISTA variant 'mm' counts all tokens, later ones too: a causal layer takes variant 'ista'")
+            raise ValueError("ISTA variant 'mm' counts later tokens too: use variant 'ista' for a causal layer")
         if kappa is not None and not mssa.get("tied"):
-            raise ValueError("kappa is the step of eq 10, whose output map is γU: give tied=True")
+            raise ValueError(f"kappa={kappa} (the step of eq 10) needs the output map γU: give tied=True")
         place = {key: mssa[key] for key in ("device", "dtype") if key in mssa}
         self.kappa = kappa
         self.norm1 = nn.LayerNorm(dim, **place)
@@ -65,7 +65,7 @@ class CRATELayer(nn.Module):
 
 
 def crate_layers(layers: int, dim: int, heads: int, **options: Any) -> nn.ModuleList:
-    """Equal layers, except that a mechanism with an option `seed` gets one of its own in each: no two draw alike."""
+    """Identical layers, except that mechanisms with an option `seed` get a different seed in each layer."""
     drawn = attention_info(options.get("attention", "full")).options
     blocks = nn.ModuleList()
     for i in range(layers):
@@ -75,19 +75,19 @@ def crate_layers(layers: int, dim: int, heads: int, **options: Any) -> nn.Module
 
 
 class Patches(nn.Module):
-    """(B, C, height, width) -> (B, n, dim): patches, flattened row by row with channels last, LN – linear – LN."""
+    """(B, C, height, width) -> (B, n, dim): row-major patches with channels last, then LN – linear – LN."""
 
     def __init__(self, image_size: int | tuple[int, int], patch: int, channels: int, dim: int):
         super().__init__()
         height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
         if height % patch or width % patch:
-            raise ValueError(f"an image of {height} x {width} does not divide into patches of {patch} x {patch}")
+            raise ValueError(f"the image size {height} x {width} must be divisible by the patch size {patch}")
         self.shape, self.patch, self.grid = (channels, height, width), patch, (height // patch, width // patch)
         self.count, self.pixels = self.grid[0] * self.grid[1], channels * patch * patch
         self.embed = nn.Sequential(nn.LayerNorm(self.pixels), nn.Linear(self.pixels, dim), nn.LayerNorm(dim))
 
     def cut(self, images: Tensor) -> Tensor:
-        """The patches themselves, (B, n, pixels)."""
+        """The patches, (B, n, pixels)."""
         if images.dim() != 4 or tuple(images.shape[1:]) != self.shape:
             raise ValueError(f"images must be (B, {', '.join(map(str, self.shape))}), got {tuple(images.shape)}")
         rows, columns = self.grid
@@ -101,8 +101,8 @@ class Patches(nn.Module):
 class CRATE(nn.Module):
     """Image classifier: images (B, C, height, width) -> logits (B, classes).
 
-    `pooling` is "cls", or "mean" over all tokens, CLS included. Further options go to every layer (see `CRATELayer`):
-    `attention="subsampled"` and such, `tied`, `scale`, `ista={...}`.
+    `pooling` is "cls", or "mean" over all tokens including CLS. Further options go to every layer (see `CRATELayer`),
+    for example `attention="subsampled"`, `tied`, `scale`, `ista={...}`.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class CRATE(nn.Module):
     ):
         super().__init__()
         if pooling not in ("cls", "mean"):
-            raise ValueError(f"pooling is 'cls' or 'mean', got {pooling!r}")
+            raise ValueError(f"pooling must be 'cls' or 'mean', got {pooling!r}")
         self.pooling = pooling
         self.patches = Patches(image_size, patch, channels, dim)
         self.cls = nn.Parameter(torch.randn(1, 1, dim))
@@ -145,7 +145,7 @@ class CRATE(nn.Module):
         return self.head(self.norm(x[:, 0] if self.pooling == "cls" else x.mean(1)))
 
     def new_head(self, classes: int, *, probe: bool = False) -> CRATE:
-        """A fresh head for another task, in place; with `probe` all else is frozen: a linear probe."""
+        """Replace the head for another task, in place. With `probe`, freeze everything else (linear probing)."""
         weight = self.head.weight
         self.head = nn.Linear(self.head.in_features, classes, device=weight.device, dtype=weight.dtype)
         for p in self.parameters():
@@ -155,7 +155,7 @@ class CRATE(nn.Module):
 
 
 def crate(size: str = "tiny", **options: Any) -> CRATE:
-    """A CRATE of a published size, "tiny", "small", "base" or "large"; options as in `CRATE` replace what it sets."""
+    """A CRATE of a published size: "tiny", "small", "base" or "large". `options` of `CRATE` override its settings."""
     if size not in SIZES:
-        raise ValueError(f"there is no CRATE size {size!r}; the sizes: {', '.join(SIZES)}")
+        raise ValueError(f"unknown CRATE size {size!r}; available: {', '.join(SIZES)}")
     return CRATE(**{**SIZES[size], **options})

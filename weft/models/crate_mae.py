@@ -1,9 +1,9 @@
-"""The masked autoencoder of CRATE: an encoder of CRATE layers and a decoder of the same layers, run backwards.
+"""The masked autoencoder of CRATE: an encoder of CRATE layers and a decoder of reversed CRATE layers.
 
 Yu et al., White-Box Transformers via Sparse Rate Reduction, https://arxiv.org/abs/2306.01129 (the layers);
 He et al., Masked Autoencoders Are Scalable Vision Learners, https://arxiv.org/abs/2111.06377 (the loss)
 
-    encoder  h = z + MSSA(LN(z)),  z' = ISTA(LN(h))            masked patches enter as mask tokens; none is dropped
+    encoder  h = z + MSSA(LN(z)),  z' = ISTA(LN(h))            masked patches become mask tokens; none is dropped
     decoder  y = LN(z) Aᵀ,         z' = y − MSSA(LN(y))
     loss     mean over masked patches of (prediction − patch)², each patch normalised by its own mean and deviation
 """
@@ -22,7 +22,7 @@ from .crate import CRATE, Patches, crate_layers
 
 
 class CRATEDecoderLayer(nn.Module):
-    """A CRATE layer reversed: out of the dictionary, then away from the subspaces."""
+    """A reversed CRATE layer: first the dictionary, then a step away from the subspaces."""
 
     def __init__(self, dim: int, heads: int, **mssa: Any):
         super().__init__()
@@ -39,8 +39,8 @@ class CRATEDecoderLayer(nn.Module):
 class CRATEMAE(nn.Module):
     """`loss, prediction, hidden = model(images)`: the prediction is (B, patches, pixels), `hidden` True where masked.
 
-    `hidden` (B, patches) may be given; otherwise a share `ratio` of the patches is drawn for each image.
-    `classifier(classes)` is a CRATE that starts from the encoder's weights.
+    `hidden` (B, patches) is optional; by default, a fraction `ratio` of the patches is drawn for each image.
+    `classifier(classes)` returns a CRATE initialised with the encoder's weights.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class CRATEMAE(nn.Module):
     ):
         super().__init__()
         if not 0 < ratio < 1:
-            raise ValueError(f"ratio is the share of patches to hide, between 0 and 1, got {ratio}")
+            raise ValueError(f"ratio is the fraction of patches to hide and must be between 0 and 1, got {ratio}")
         if dim % 4:
-            raise ValueError(f"rows and columns have a sine and a cosine each: dim must divide by 4, got {dim}")
+            raise ValueError(f"dim must be divisible by 4 (sine and cosine of row and column), got {dim}")
         self.ratio = ratio
         self.patches = Patches(image_size, patch, channels, dim)
         self.positions = Constant(partial(_positions, self.patches.grid, dim))
@@ -88,7 +88,7 @@ class CRATEMAE(nn.Module):
         self.to(device=device, dtype=dtype)
 
     def encode(self, images: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """The encoder's tokens, (B, 1 + patches, dim), CLS first; hidden patches are replaced by the mask token."""
+        """The encoder's tokens, (B, 1 + patches, dim), CLS first. The mask token replaces hidden patches."""
         x = self.patches(images)
         if hidden is not None:
             x = torch.where(hidden[..., None], self.hidden_token.to(x.dtype), x)
@@ -111,7 +111,7 @@ class CRATEMAE(nn.Module):
         return error.masked_fill(~hidden, 0).sum() / hidden.sum(), prediction, hidden
 
     def classifier(self, classes: int, **options: Any) -> CRATE:
-        """A CRATE with a copy of the encoder, to fine-tune or to probe (`new_head(..., probe=True)`)."""
+        """A CRATE with a copy of the encoder, for fine-tuning or probing (`new_head(..., probe=True)`)."""
         model = CRATE(**{**self._recipe, "classes": classes, **options}).to(self.cls)
         shared = {k: v for k, v in self.state_dict().items() if k.startswith(("patches.", "blocks.", "cls"))}
         shared["positions"] = self.positions(self.cls.device)
@@ -121,20 +121,20 @@ class CRATEMAE(nn.Module):
 
 
 def random_patches(batch: int, count: int, ratio: float, device: torch.device) -> Tensor:
-    """Boolean (batch, count), True at a random share `ratio` of each row: at least one, and never all."""
+    """Boolean (batch, count), True for a random fraction `ratio` of each row: at least one, never all."""
     n = min(max(round(ratio * count), 1), max(count - 1, 1))
     order = torch.rand(batch, count, device=device).argsort(1)
     return torch.zeros(batch, count, dtype=torch.bool, device=device).scatter(1, order[:, :n], True)
 
 
 def normalise(patches: Tensor) -> Tensor:
-    """Each patch minus its mean, over its deviation."""
+    """Normalise each patch by its mean and standard deviation."""
     variance, mean = torch.var_mean(patches, -1, keepdim=True)
     return (patches - mean) / (variance + 1e-6).sqrt()
 
 
 def _positions(grid: tuple[int, int], dim: int) -> Tensor:
-    """Sinusoids of the row in one half of the channels and of the column in the other; zeros for CLS."""
+    """Sinusoids of the row in half of the channels, of the column in the other half; zeros for CLS."""
     rows, columns = grid
     row = sinusoids(rows, dim // 2)[:, None].expand(rows, columns, -1)
     column = sinusoids(columns, dim // 2)[None].expand(rows, columns, -1)

@@ -1,7 +1,7 @@
-"""CRATE over text: ids in, class scores out, with any registered mechanism in place of softmax attention.
+"""CRATE text classifier, with any registered mechanism.
 
-The layers are those of the paper (see `crate.py`); the paper itself has images only. Positions are sinusoids, so a
-model is not tied to a length unless its mechanism is.
+The layers are those of the paper (see `crate.py`), which only covers images. Positions are sinusoids, so the model
+accepts any length unless its mechanism has a limit.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .crate import crate_layers
 class CRATEText(nn.Module):
     """Text classifier: ids (B, L) -> logits (B, classes).
 
-    `mask` (B, L) is True at real tokens; left out, it is `ids != padding`. `pooling` is "cls", or "mean" over the
-    real tokens and CLS. `max_length`, which some mechanisms need, counts the CLS token too. Further options go to
-    every layer (see `CRATELayer`).
+    `mask` (B, L) is True for real tokens; the default is `ids != padding`. `pooling` is "cls", or "mean" over real
+    tokens and CLS. `max_length`, which some mechanisms need, includes the CLS token. Further options go to every
+    layer (see `CRATELayer`).
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class CRATEText(nn.Module):
     ):
         super().__init__()
         if pooling not in ("cls", "mean"):
-            raise ValueError(f"pooling is 'cls' or 'mean', got {pooling!r}")
+            raise ValueError(f"pooling must be 'cls' or 'mean', got {pooling!r}")
         if pooling == "cls" and layer.get("causal"):
-            raise ValueError("the CLS token stands first and sees only itself when causal: use pooling='mean'")
+            raise ValueError("in a causal model the CLS token, which is first, sees only itself: use pooling='mean'")
         self.dim, self.pooling, self.padding = dim, pooling, padding
         self.embed = nn.Embedding(vocab, dim)
         self.cls = nn.Parameter(torch.randn(1, 1, dim))
@@ -57,7 +57,7 @@ class CRATEText(nn.Module):
         if ids.dim() != 2 or ids.is_floating_point():
             raise ValueError(f"ids must be integers (B, L), got {ids.dtype} {tuple(ids.shape)}")
         mask = ids != self.padding if mask is None else mask
-        mask = torch.cat([mask.new_ones(ids.shape[0], 1), mask], 1)  # CLS is always there
+        mask = torch.cat([mask.new_ones(ids.shape[0], 1), mask], 1)  # CLS is always real
         x = torch.cat([self.cls.expand(ids.shape[0], -1, -1), self.embed(ids)], 1)
         x = self.dropout(x + sinusoids(x.shape[1], self.dim, device=x.device, dtype=x.dtype))
         for block in self.blocks:

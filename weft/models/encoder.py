@@ -1,11 +1,11 @@
-"""The text encoder of the wide-attention study: layers × heads free, so deep and wide are one class.
+"""The text encoder of the wide-attention study, with any number of layers and heads (deep or wide).
 
 Wide Attention Is The Way Forward For Transformers?, https://arxiv.org/abs/2210.00640
 
-    x = Embed(ids), a learned CLS vector in front where pooling is "cls"
+    x = Embed(ids), with a learned CLS vector first if pooling is "cls"
     x = dropout(x + positions)
     x = EncoderBlock_l(x, mask), l = 1 … layers
-    x = LN(x), then one vector: x[0], or the mean over real tokens
+    x = LN(x), then pooling: x[0], or the mean over real tokens
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .build import AttentionChoice, encoder_blocks
 class TextEncoder(nn.Module):
     """`encoder(ids, mask=None)`: ids (B, S), 0 = padding, to one vector per document (B, dim).
 
-    `mask` (B, S), True at real tokens, takes the place of `ids > 0`. `max_length` counts what the blocks see: S + 1
-    with a CLS token, else S. `attention` is a registered name (its options in `attention_options`), a list for mixed
-    attention, or a function from the block's number to one of these.
+    `mask` (B, S) is True for real tokens; the default is `ids > 0`. `max_length` includes the CLS token: S + 1 with
+    one, else S. `attention` is a registered name (with its options in `attention_options`), a list for mixed
+    attention, or a function from the block number to one of these.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class TextEncoder(nn.Module):
         pooling: Literal["cls", "first", "mean"] = "cls",
         positions: Literal["sinusoid", "learned"] = "sinusoid",
         dropout: float = 0.1,
-        attention_dropout: float | None = None,  # as `dropout` when not given
+        attention_dropout: float | None = None,  # defaults to `dropout`
         causal: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
@@ -57,19 +57,19 @@ class TextEncoder(nn.Module):
                 f"got {vocab}, {layers} and {max_length}"
             )
         if pooling not in ("cls", "first", "mean"):
-            raise ValueError(f"pooling is 'cls', 'first' or 'mean', got {pooling!r}")
+            raise ValueError(f"pooling must be 'cls', 'first' or 'mean', got {pooling!r}")
         if positions not in ("sinusoid", "learned"):
-            raise ValueError(f"positions are 'sinusoid' or 'learned', got {positions!r}")
+            raise ValueError(f"positions must be 'sinusoid' or 'learned', got {positions!r}")
         if causal and pooling != "mean":
-            raise ValueError("the first token of a causal encoder sees nothing but itself: use pooling='mean'")
+            raise ValueError("the first token of a causal encoder sees only itself: use pooling='mean'")
         self.vocab, self.dim, self.max_length, self.pooling = vocab, dim, max_length, pooling
         place = {"device": device, "dtype": dtype}
-        self.embed = nn.Embedding(vocab, dim, **place)  # N(0, 1), as PyTorch and the study have it
+        self.embed = nn.Embedding(vocab, dim, **place)  # N(0, 1), as in PyTorch and the study
         self.cls = nn.Parameter(torch.zeros(dim, **place)) if pooling == "cls" else None
         self.positions = None
         if positions == "learned":
             self.positions = nn.Parameter(torch.empty(max_length, dim, **place).normal_(std=0.02))
-        # In double, so that a model cast to any dtype adds the nearest values of that dtype.
+        # float64, so that casting to any dtype rounds only once.
         self.table = None
         if positions == "sinusoid":
             self.table = Constant(partial(sinusoids, max_length, dim, dtype=torch.float64), device)
@@ -95,15 +95,15 @@ class TextEncoder(nn.Module):
         if self.pooling != "mean":
             return x[:, 0]
         real = mask[..., None]
-        return x.masked_fill(~real, 0).sum(1) / real.sum(1).clamp(min=1)  # padding never reaches the mean
+        return x.masked_fill(~real, 0).sum(1) / real.sum(1).clamp(min=1)  # exclude padding from the mean
 
     def tokens(self, ids: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """All vectors (B, N, dim) and their mask (B, N), before pooling; N = S + 1 with a CLS token."""
+        """All tokens (B, N, dim) and their mask (B, N), before pooling; N = S + 1 with a CLS token."""
         mask = self._check(ids, mask)
         x = self.embed(ids)
         if self.cls is not None:
             x = torch.cat([self.cls.expand(x.shape[0], 1, -1), x], 1)
-            mask = torch.cat([mask[:, :1], mask], 1)  # CLS is real where the document's first token is
+            mask = torch.cat([mask[:, :1], mask], 1)  # CLS is real if the document's first token is
         table = self.positions if self.table is None else self.table(x.device)
         assert table is not None
         x = self.dropout(x + table[: x.shape[1]].to(x.dtype))
@@ -116,18 +116,18 @@ class TextEncoder(nn.Module):
             raise ValueError(f"ids must be integers (B, S), got {ids.dtype} {tuple(ids.shape)}")
         S, extra = ids.shape[1], int(self.cls is not None)
         if S < 1:
-            raise ValueError("ids need at least one column; an empty document is a row of zeros")
+            raise ValueError("ids must have at least one column; use a row of zeros for an empty document")
         if S + extra > self.max_length:
             with_cls = " and the CLS token" if extra else ""
             raise ValueError(
-                f"{S} tokens{with_cls} are over max_length={self.max_length}: cut the documents to "
-                f"{self.max_length - extra}, or make the model with a larger max_length"
+                f"{S} tokens{with_cls} exceed max_length={self.max_length}: truncate the documents to "
+                f"{self.max_length - extra}, or create the model with a larger max_length"
             )
         if mask is None:
             return ids > 0
         if mask.dtype != torch.bool or mask.shape != ids.shape:
             raise ValueError(
-                f"mask must be boolean {tuple(ids.shape)} like ids, True where a real token stands; "
+                f"mask must be boolean {tuple(ids.shape)} like ids, True for real tokens; "
                 f"got {mask.dtype} {tuple(mask.shape)}"
             )
         return mask

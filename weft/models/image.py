@@ -1,8 +1,8 @@
-"""A Vision Transformer around any attention: patches as tokens.
+"""A Vision Transformer with any attention mechanism.
 
 Dosovitskiy et al., An Image is Worth 16x16 Words, https://arxiv.org/abs/2010.11929
 
-    x = W · patch + positions, a learned CLS vector in front where pooling is "cls"
+    x = W · patch + positions, with a learned CLS vector first if pooling is "cls"
     x = EncoderBlock_l(x), l = 1 … layers
     logits = W · pool(LN(x))
 """
@@ -23,7 +23,7 @@ from .build import AttentionChoice, encoder_blocks
 
 
 class Normalised(nn.Module):
-    """`model` behind the normalisation of its images: bytes, or floats in [0, 1], in."""
+    """Normalises images (bytes, or floats in [0, 1]) and calls `model`."""
 
     def __init__(self, model: nn.Module, mean: Sequence[float], std: Sequence[float]):
         super().__init__()
@@ -61,11 +61,11 @@ class ImageClassifier(nn.Module):
     ):
         super().__init__()
         if size % patch:
-            raise ValueError(f"size={size} does not divide into patches of {patch}")
+            raise ValueError(f"size={size} must be divisible by patch={patch}")
         if pooling not in ("mean", "cls"):
-            raise ValueError(f"pooling is 'mean' or 'cls', got {pooling!r}")
+            raise ValueError(f"pooling must be 'mean' or 'cls', got {pooling!r}")
         if positions not in ("learned", "sinusoid"):
-            raise ValueError(f"positions are 'learned' or 'sinusoid', got {positions!r}")
+            raise ValueError(f"positions must be 'learned' or 'sinusoid', got {positions!r}")
         place = {"device": device, "dtype": dtype}
         self.size, self.patch = size, patch
         self.mean, self.std = (Constant(partial(_per_channel, tuple(values))) for values in (mean, std))

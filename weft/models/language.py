@@ -1,4 +1,4 @@
-"""A Transformer over bytes or tokens that scores every position: causal for language modelling, two-way for masked.
+"""A Transformer over bytes or tokens with logits at every position: causal, or bidirectional for masked modelling.
 
 x = dropout(Embed(ids) + positions)
 x = EncoderBlock_l(x, bias), l = 1 … layers
@@ -22,8 +22,8 @@ from .build import AttentionChoice, encoder_blocks
 class LanguageModel(nn.Module):
     """`model(ids, mask=None)`: ids (B, L) to logits (B, L, vocab).
 
-    `positions`: "alibi" adds a bias to the logits of attention and "rope" rotates queries and keys, where the
-    mechanism can; "learned" and "sinusoid" are added to the embeddings; "none" leaves order to causality.
+    `positions`: "alibi" adds a bias to the attention logits and "rope" rotates queries and keys, if the mechanism
+    supports it; "learned" and "sinusoid" are added to the embeddings; "none" relies on causality alone.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class LanguageModel(nn.Module):
         attention_options: dict[str, Any] | None = None,
         positions: Literal["alibi", "rope", "learned", "sinusoid", "none"] = "alibi",
         dropout: float = 0.1,
-        attention_dropout: float | None = None,  # as `dropout` when not given
+        attention_dropout: float | None = None,  # defaults to `dropout`
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
         if positions not in ("alibi", "rope", "learned", "sinusoid", "none"):
-            raise ValueError(f"positions are alibi, rope, learned, sinusoid or none, got {positions!r}")
+            raise ValueError(f"positions must be alibi, rope, learned, sinusoid or none, got {positions!r}")
         place = {"device": device, "dtype": dtype}
         self.vocab, self.max_length, self.causal = vocab, max_length, causal
         self.embed = nn.Embedding(vocab, dim, **place)
@@ -84,7 +84,9 @@ class LanguageModel(nn.Module):
         if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
             raise ValueError(f"ids must be integers (B, L), got {ids.dtype} {tuple(ids.shape)}")
         if ids.shape[1] > self.max_length:
-            raise ValueError(f"{ids.shape[1]} tokens are over max_length={self.max_length}: make the model longer")
+            raise ValueError(
+                f"{ids.shape[1]} tokens exceed max_length={self.max_length}: create the model with a larger max_length"
+            )
         x = self.embed(ids)
         table = self.positions if self.table is None else self.table(x.device)
         if table is not None:

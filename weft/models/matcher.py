@@ -1,6 +1,6 @@
-"""Two documents in, scores of how they belong together out.
+"""Text matching: two documents to class logits.
 
-e = encoder(document), one encoder for both;  logits = MLP([e₁ ; e₂]) through mlp_dim and mlp_dim / 2 units
+e = encoder(document), one encoder for both;  logits = MLP([e₁ ; e₂]) with mlp_dim and mlp_dim / 2 hidden units
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .heads import classifier_head
 class TextMatcher(nn.Module):
     """`model(first, second, first_mask=None, second_mask=None)`: ids (B, S₁) and (B, S₂) to logits (B, classes).
 
-    A document's vector is its first token's unless `pooling` says otherwise. All further options are TextEncoder's.
+    By default, the first token's vector represents a document (see `pooling`). All other options go to TextEncoder.
     """
 
     def __init__(
@@ -44,6 +44,6 @@ class TextMatcher(nn.Module):
         self, first: Tensor, second: Tensor, first_mask: Tensor | None = None, second_mask: Tensor | None = None
     ) -> Tensor:
         if first.shape[0] != second.shape[0]:
-            raise ValueError(f"as many first as second documents, got {first.shape[0]} and {second.shape[0]}")
+            raise ValueError(f"first and second need the same batch size, got {first.shape[0]} and {second.shape[0]}")
         pair = self.encoder(first, first_mask), self.encoder(second, second_mask)
         return self.head(torch.cat(pair, -1))

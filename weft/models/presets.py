@@ -1,4 +1,4 @@
-"""The settings of the wide-attention study: its four tasks, its ten attentions, and models built from them by name.
+"""The settings of the wide-attention study: four tasks, ten attentions, and models built from them by name.
 
 Wide Attention Is The Way Forward For Transformers?, https://arxiv.org/abs/2210.00640, Tables 1 and 7 and its code
 """
@@ -16,7 +16,7 @@ from .matcher import TextMatcher
 
 @dataclass(frozen=True)
 class Task:
-    """What the study fixes for a task; layers × heads is what it varies."""
+    """The study's fixed settings for a task; only layers × heads varies."""
 
     vocab: int
     classes: int
@@ -27,7 +27,7 @@ class Task:
     shapes: tuple[tuple[int, int], ...]  # (layers, heads), from the deepest to the widest
     steps: int  # training steps at batch 32
     warmup: int
-    pairs: bool = False  # two documents to compare
+    pairs: bool = False  # the task compares two documents
 
     @property
     def deepest(self) -> tuple[int, int]:
@@ -41,7 +41,7 @@ class Task:
 _TEXT: dict[str, Any] = dict(dim=512, head_dim=64, mlp_dim=2048, shapes=((6, 8), (3, 16), (2, 24), (1, 48)))
 
 TASKS: dict[str, Task] = {
-    # The study's tokeniser is not published; its printed sizes fit vocabularies of 93 909 to 93 960 words.
+    # The study's tokeniser is not published; its printed sizes allow vocabularies of 93 909 to 93 960 words.
     "imdb-token": Task(vocab=93_935, classes=2, length=500, steps=30_000, warmup=8_000, **_TEXT),
     "imdb-byte": Task(vocab=257, classes=2, length=1000, steps=30_000, warmup=8_000, **_TEXT),
     "listops": Task(vocab=17, classes=10, length=2000, steps=10_000, warmup=1_000, **_TEXT),
@@ -71,13 +71,13 @@ STUDY_ATTENTIONS = (
     "sparse",
     "synthesizer",
 )
-# Sinkhorn has no CLS token, full attention would make the mixture quadratic: both are left out.
+# Without sinkhorn, which has no CLS token, and full attention, which would make the mixture quadratic.
 MIXED = tuple(name for name in STUDY_ATTENTIONS if name not in ("full", "sinkhorn"))
-NO_ATTENTION_DROPOUT = ("bigbird", "linear")  # as the published code has it
+NO_ATTENTION_DROPOUT = ("bigbird", "linear")  # as in the published code
 
 
 def study_options(task: str, attention: str) -> dict[str, Any]:
-    """The mechanism's options in the study; none for a mechanism the study does not have."""
+    """The mechanism's options in the study; none if the study does not use it."""
     _task(task)
     text = task.startswith("imdb")
     return {
@@ -104,10 +104,10 @@ def lra(
 ) -> TextClassifier | TextMatcher:
     """A model of the study: `lra("listops", "linformer", layers=1, heads=48)`.
 
-    `task` is one of TASKS; `attention` is one of the study's ten, "mixed" (its eight in every layer), or any other
-    registered name with that mechanism's defaults. Without layers and heads it is the study's deepest shape.
-    `options` go to TextClassifier or TextMatcher and win over the study's (vocab and classes too); of these,
-    `attention_options` are added to the study's.
+    `task` is one of TASKS. `attention` is one of the study's ten, "mixed" (eight in every layer), or any other
+    registered name with its default options. Layers and heads default to the study's deepest shape. `options` go to
+    TextClassifier or TextMatcher and override the study's settings, including vocab and classes; `attention_options`
+    are merged with the study's.
     """
     found = _task(task)
     if (layers is None) != (heads is None):
@@ -119,10 +119,12 @@ def lra(
     settings: dict[str, Any] = {}
     if attention == "mixed":
         if own:
-            raise TypeError("mixed attention has eight mechanisms: build it with TextClassifier and a list of them")
+            raise TypeError(
+                "attention='mixed' takes no attention_options: use TextClassifier with a list of (name, {options})"
+            )
         choice = [(name, study_options(task, name)) for name in MIXED]
     else:
-        attention_info(attention)  # an unknown name is refused here, with the nearest ones
+        attention_info(attention)  # raises an error with suggestions for unknown names
         settings["attention_options"] = {**study_options(task, attention), **own}
     if attention in NO_ATTENTION_DROPOUT:
         settings["attention_dropout"] = 0.0
@@ -145,5 +147,5 @@ def lra(
 
 def _task(name: str) -> Task:
     if name not in TASKS:
-        raise ValueError(f"there is no task {name!r}; the study's are {', '.join(TASKS)}")
+        raise ValueError(f"unknown task {name!r}; the study has {', '.join(TASKS)}")
     return TASKS[name]

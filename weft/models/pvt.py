@@ -1,11 +1,11 @@
 """Pyramid Vision Transformer, plain and cached.
 
 Wang et al., Pyramid Vision Transformer: A Versatile Backbone for Dense Prediction without Convolutions,
-https://arxiv.org/abs/2102.12122; the cached one: Zhang et al., Cached Transformers, https://arxiv.org/abs/2312.12742
+https://arxiv.org/abs/2102.12122; cached: Zhang et al., Cached Transformers, https://arxiv.org/abs/2312.12742
 
-Four stages. Each cuts its input into patches (strides 4, 2, 2, 2), adds learned positions and runs pre-norm blocks
-whose keys and values are the tokens as an image, shrunk by a strided convolution (8, 4, 2, 1). A class token joins in
-the last stage. Parameter names are those of the published models, so their weights load.
+Four stages. Each cuts its input into patches (strides 4, 2, 2, 2), adds learned positions and runs pre-norm blocks.
+A strided convolution (8, 4, 2, 1) shrinks the image of tokens for keys and values. The last stage adds a class token.
+Parameter names are those of the published models, so their weights load.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ DEPTHS = {"tiny": (2, 2, 2, 2), "small": (3, 4, 6, 3), "medium": (3, 4, 18, 3), 
 
 
 class SpatialReductionAttention(nn.Module):
-    """softmax(Q Kᵀ / √d) V with keys and values from LN(conv(x)), the image of tokens shrunk `reduction` times."""
+    """softmax(Q Kᵀ / √d) V with keys and values from LN(conv(x)), which shrinks each side by `reduction`."""
 
     def __init__(self, dim: int, heads: int, reduction: int = 1, qkv_bias: bool = True):
         super().__init__()
         if heads < 1 or dim % heads:
-            raise ValueError(f"{dim} channels do not divide into {heads} heads")
+            raise ValueError(f"dim={dim} must be divisible by heads={heads}")
         self.dim, self.heads = dim, heads
         self.q = nn.Linear(dim, dim, bias=qkv_bias)
         self.kv = nn.Linear(dim, 2 * dim, bias=qkv_bias)
@@ -41,7 +41,7 @@ class SpatialReductionAttention(nn.Module):
         return self.merge(self.per_head(x, feat_size))
 
     def per_head(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        """The heads before the output projection, (B, H, T, d): where cached attention mixes."""
+        """The heads before the output projection, (B, H, T, d), for cached attention."""
         q = self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         source = x
         if self.sr is not None and self.norm is not None:
@@ -64,7 +64,7 @@ class MLP(nn.Module):
 
 
 class PVTBlock(nn.Module):
-    """x + attention(norm(x)), then x + MLP(norm(x)); `drop_path` leaves a branch out for whole samples."""
+    """x + attention(norm(x)), then x + MLP(norm(x)); `drop_path` drops a branch for whole samples."""
 
     def __init__(self, attn: nn.Module, dim: int, mlp_ratio: float, eps: float = 1e-6, drop_path: float = 0.0):
         super().__init__()
@@ -94,10 +94,10 @@ class PatchEmbedding(nn.Module):
 
 
 class PVT(nn.Module):
-    """`model(images)` -> logits. With `cache={...}`, options of `weft.CachedAttention`, every attention is cached.
+    """`model(images)` -> logits. `cache={...}` wraps every attention in `weft.CachedAttention` with these options.
 
-    A cache has as many slots as its stage has tokens at `image_size`. Other sizes are taken too: positions are
-    interpolated, caches resampled.
+    A cache has as many slots as its stage has tokens at `image_size`. For other sizes, positions are interpolated and
+    caches are resampled.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class PVT(nn.Module):
     ):
         super().__init__()
         if image_size % 32:
-            raise ValueError(f"four stages shrink an image 32 times: image_size={image_size} is not a multiple of 32")
+            raise ValueError(f"image_size must be a multiple of 32, got {image_size}")
         rates = torch.linspace(0, drop_path, sum(depths), device="cpu").tolist()
         side = image_size
         for stage in range(4):
@@ -154,9 +154,11 @@ class PVT(nn.Module):
         return self.head(self.norm(self.stages(images)[-1])[:, 0])
 
     def stages(self, images: Tensor) -> list[Tensor]:
-        """The tokens after each stage, (B, h w, dim); the last with the class token in front."""
+        """The tokens after each stage, (B, h w, dim); in the last stage, the class token comes first."""
         if images.dim() != 4 or images.shape[2] % 32 or images.shape[3] % 32:
-            raise ValueError(f"images are (B, channels, h, w) with sides multiples of 32, got {tuple(images.shape)}")
+            raise ValueError(
+                f"images must be (B, channels, h, w) with h and w multiples of 32, got {tuple(images.shape)}"
+            )
         found = []
         for stage in range(1, 5):
             x, size = getattr(self, f"patch_embed{stage}")(images)
@@ -182,7 +184,7 @@ class PVT(nn.Module):
         return torch.cat([table[:, :prefix], resized], 1)
 
     def no_weight_decay(self) -> set[str]:
-        """Names that optimisers leave undecayed: positions, the class token, and λ, whose decay would mean σ = ½."""
+        """Parameters without weight decay: positions, the class token, and λ (decay would pull σ(λ) to ½)."""
         names = [name for name, _ in self.named_parameters()]
         return {n for n in names if n.startswith("pos_embed") or n == "cls_token" or n.endswith(".lam")}
 
@@ -196,10 +198,10 @@ def pvt(
     cache: dict[str, Any] | None = None,
     **options: Any,
 ) -> PVT:
-    """PVT-Tiny, Small, Medium or Large; `cached` puts the gated recurrent cache into every attention."""
+    """PVT-Tiny, Small, Medium or Large; `cached` adds the gated recurrent cache to every attention layer."""
     if size not in DEPTHS:
-        raise ValueError(f"there is no PVT {size!r}; there are {', '.join(DEPTHS)}")
+        raise ValueError(f"unknown PVT size {size!r}; available: {', '.join(DEPTHS)}")
     if not cached and cache is not None:
-        raise ValueError("cache= holds options of cached attention, which cached=True asks for")
+        raise ValueError("cache= has options of cached attention: give cached=True too")
     settings = {"ratio": ratio, "preset": preset, **(cache or {})} if cached else None
     return PVT(depths=DEPTHS[size], cache=settings, **options)

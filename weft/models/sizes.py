@@ -1,4 +1,4 @@
-"""Parameter counts and checkpoint sizes of the study's models, beside what its paper prints (Table 8)."""
+"""Parameter counts and checkpoint sizes of the study's models, compared with the paper (Table 8)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PRINTED: dict[str, dict[str, tuple[str, str]]] = {
 
 @dataclass(frozen=True)
 class SizeRow:
-    """One model: what ours holds, what the published code's checkpoint holds, and what the paper prints."""
+    """One model: the size of ours, of the published code's checkpoint, and in the paper."""
 
     model: str
     shape: str
@@ -68,13 +68,13 @@ def checkpoint_size(count: int) -> str:
 
 
 PUBLISHED_EXTRAS = {
-    "longformer": "it keeps projections for global tokens, which the study does not use",
-    "sinkhorn": "its sort has 25 columns whatever the length; ours has one for every block",
+    "longformer": "has projections for global tokens, which the study does not use",
+    "sinkhorn": "always has 25 columns in its sort network; ours has one for every block",
 }
 
 
 def published_difference(task: str, attention: str, layers: int, heads: int) -> int:
-    """How many parameters more (or fewer) the published code holds than our model of the same name."""
+    """Parameters of the published code minus parameters of our model of the same name."""
     found = TASKS[task]
     if attention == "longformer":
         return layers * 3 * found.dim * heads * found.head_dim
@@ -86,7 +86,7 @@ def published_difference(task: str, attention: str, layers: int, heads: int) -> 
 def study_rows(
     task: str, attentions: Iterable[str] = STUDY_ATTENTIONS, shapes: Iterable[tuple[int, int]] | None = None
 ) -> list[SizeRow]:
-    """The rows of a task; `shapes` (layers, heads) are the two that Table 8 prints when not given."""
+    """The rows of a task; `shapes` (layers, heads) default to the two in Table 8."""
     found = TASKS[task]
     rows = []
     for attention in attentions:

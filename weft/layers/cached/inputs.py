@@ -1,4 +1,4 @@
-"""What cached attention must know of the layer it wraps, and of what that layer is called with."""
+"""What cached attention needs to know about the wrapped layer and its arguments."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .options import CacheOptions
 
 
 def width_and_heads(inner: nn.Module, dim: int | None, heads: int | None) -> tuple[int, int, int]:
-    """Channels, heads, and channels inside the heads: as given, or as the layer tells."""
+    """Channels, heads, and total channels of the heads: as given, or read from the layer."""
     if isinstance(inner, nn.MultiheadAttention) and not inner.batch_first:
-        raise ValueError("cached attention takes (B, T, D): make nn.MultiheadAttention with batch_first=True")
+        raise ValueError("cached attention takes (B, T, D): use nn.MultiheadAttention with batch_first=True")
     dim = dim or _told(inner, "dim", "embed_dim")
     for name in ("qkv", "q"):
         projection = getattr(inner, name, None)
@@ -26,20 +26,23 @@ def width_and_heads(inner: nn.Module, dim: int | None, heads: int | None) -> tup
     if heads is not None and heads < 1:
         raise ValueError(f"heads must be at least 1, got {heads}")
     if dim is None or heads is None:
-        raise ValueError(f"{type(inner).__name__} does not tell its channels or heads: give dim= and heads=")
+        raise ValueError(f"cannot read the channels and heads of {type(inner).__name__}: give dim= and heads=")
     head_dim = _told(inner, "head_dim") if hasattr(inner, "merge") else None
     if head_dim is None and dim % heads:
-        raise ValueError(f"{dim} channels do not divide into {heads} heads")
+        raise ValueError(f"{dim} channels are not divisible by {heads} heads")
     return dim, heads, dim if head_dim is None else heads * head_dim
 
 
 def slots(length: int | None, grid: tuple[int, int] | None, prefix: int, options: CacheOptions) -> int | None:
-    """How many slots the cache has; None where the first training step is to say."""
+    """The number of slots; None to use the length of the first training step."""
     if options.resample == "2d" and grid is None:
-        raise ValueError("resample='2d' must know the cache as an image: give grid=(height, width)")
+        raise ValueError("resample='2d' needs the image size of the cache: give grid=(height, width)")
     if grid is not None:
         if length not in (None, grid[0] * grid[1] + prefix):
-            raise ValueError(f"length={length} is not the {grid[0]} x {grid[1]} cells of grid and {prefix} before")
+            raise ValueError(
+                f"length={length} must be {grid[0] * grid[1] + prefix}: the {grid[0]} x {grid[1]} cells of grid and "
+                f"{prefix} prefix tokens"
+            )
         length = grid[0] * grid[1] + prefix
     if length is not None and length < 1:
         raise ValueError(f"length must be at least 1, got {length}")
@@ -47,25 +50,25 @@ def slots(length: int | None, grid: tuple[int, int] | None, prefix: int, options
 
 
 def refuse_leaks(options: CacheOptions) -> None:
-    """A causal layer takes nothing that shows a token what comes after it."""
+    """Reject options that leak the future into a causal layer."""
     if not options.delayed:
         raise ValueError(
-            "the layer is causal, and a cache of the current segment would show it its own future: "
-            "give delayed=True, which reads earlier segments only"
+            "the layer is causal, and a cache of the current segment would leak the future: "
+            "give delayed=True, which reads only earlier segments"
         )
     if options.position == "conv":
-        raise ValueError("position='conv' looks at the tokens ahead; a causal layer takes position='none'")
+        raise ValueError("position='conv' reads later tokens: use position='none' for a causal layer")
 
 
 def refuse_one_way(allowed: Tensor, real: Tensor) -> None:
-    """Refuse a mask of pairs (B, H, T, T), True to attend, under which a token is read by one that it may not read.
+    """Reject asymmetric masks (B, H, T, T), True to attend, such as causal masks.
 
-    So are causal masks. Padding `real` (B, T) is left out: its queries may read anything.
+    Tokens that are padding in `real` (B, T) are ignored: their queries may read anything.
     """
     seen = allowed & real[:, None, :, None] & real[:, None, None, :]
     why = (
-        "the mask hides later tokens from earlier ones, and a cache of the current segment would show them: "
-        "give delayed=True, which reads earlier segments only"
+        "the mask hides later tokens from earlier ones, and a cache of the current segment would leak them: "
+        "give delayed=True, which reads only earlier segments"
     )
     if torch.compiler.is_compiling():
         torch._assert_async((seen == seen.transpose(-1, -2)).all(), why)
@@ -74,7 +77,7 @@ def refuse_one_way(allowed: Tensor, real: Tensor) -> None:
 
 
 def is_causal(inner: nn.Module) -> bool:
-    """True when the layer, or anything in it, says that it is causal."""
+    """True if the layer or any of its submodules is marked as causal."""
     return any(getattr(m, name, None) is True for m in inner.modules() for name in ("causal", "is_causal"))
 
 
@@ -86,7 +89,7 @@ def _told(inner: nn.Module, *names: str) -> int | None:
 
 
 def parameter_names(inner: nn.Module) -> list[str]:
-    """What the layer calls its arguments after x."""
+    """The names of the layer's arguments after x."""
     return list(inspect.signature(type(inner).forward).parameters)[2:]
 
 
@@ -95,35 +98,35 @@ def valid_tokens(
 ) -> Tensor | None:
     """Which tokens may enter the cache of `layer`, (B, T) boolean; None for all.
 
-    A mask that could hide any is not guessed at.
+    Raises an error for masks whose meaning is unknown.
     """
     named = dict(zip(layer.names, args, strict=False)) | kwargs
     if named.get("is_causal") and not layer.options.delayed:
-        raise ValueError("is_causal: a cache of the current segment would show the layer its future; give delayed=True")
+        raise ValueError("is_causal=True: a cache of the current segment would leak the future; give delayed=True")
     if valid is not None:
         if valid.dtype != torch.bool or valid.shape != x.shape[:2]:
-            raise ValueError(f"valid is boolean (B, T) = {tuple(x.shape[:2])}, got {valid.dtype} {tuple(valid.shape)}")
+            raise ValueError(
+                f"valid must be boolean (B, T) = {tuple(x.shape[:2])}, got {valid.dtype} {tuple(valid.shape)}"
+            )
         return valid
     if isinstance(layer.inner, nn.MultiheadAttention):
         if isinstance(named.get("key"), Tensor) and named["key"].shape[:2] != x.shape[:2]:
-            raise ValueError(
-                "a cache remembers the tokens of one sequence, and here keys come from another: call the layer itself"
-            )
+            raise ValueError("cached attention does not support cross attention: use the inner layer without the cache")
         return _valid_of_torch(layer, x, named.get("key_padding_mask"), named.get("attn_mask"))
     mask = named.get("mask", args[0] if args else None)
     if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == x.shape[:2]:
-        return mask  # weft's own: True where a real token stands
+        return mask  # weft's convention: True for real tokens
     padding = named.get("key_padding_mask")
     if padding is not None:
         return _not_ignored(padding)
     for name in ("attn_mask", "attention_mask"):
         if named.get(name) is not None:
-            raise ValueError(f"{name} may hide padding from the layer: say which tokens are real with valid=(B, T)")
+            raise ValueError(f"{name} may hide padding: mark the real tokens with valid=(B, T)")
     return None
 
 
 def _valid_of_torch(layer: Any, x: Tensor, padding: Tensor | None, pairs: Tensor | None) -> Tensor | None:
-    """From the masks of nn.MultiheadAttention. A token that no query may read is not real."""
+    """Valid tokens from the masks of nn.MultiheadAttention. A token that no query may read is not real."""
     real = None if padding is None else _not_ignored(padding)
     if pairs is None:
         return real
@@ -138,7 +141,7 @@ def _valid_of_torch(layer: Any, x: Tensor, padding: Tensor | None, pairs: Tensor
 
 
 def _not_ignored(mask: Tensor, biased: bool = False) -> Tensor:
-    """PyTorch's masks are True, or -inf, where something is to be ignored."""
+    """In PyTorch's masks, True or -inf means ignored."""
     if mask.dtype == torch.bool:
         return ~mask
     return mask > float("-inf") if biased else mask == 0
@@ -157,12 +160,12 @@ def _mask_and_bias(
     mask: Tensor | None = None, bias: Any = None, context: Tensor | None = None
 ) -> tuple[Tensor | None, Any]:
     if context is not None:
-        raise ValueError("a cache remembers the tokens of one sequence: cross attention has two, call the layer itself")
+        raise ValueError("cached attention does not support cross attention: use the inner layer without the cache")
     return mask, bias
 
 
 def grid_of(args: tuple[Any, ...], kwargs: dict[str, Any], grid: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Height and width of the tokens as an image, where the call tells: PVT layers are called with them."""
+    """Height and width of the token image if the call includes them, as for PVT layers."""
     size = grid or kwargs.get("feat_size", args[0] if args else None)
     if isinstance(size, (tuple, list, torch.Size)) and len(size) == 2 and all(isinstance(n, int) for n in size):
         return size[0], size[1]

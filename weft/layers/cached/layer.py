@@ -1,13 +1,13 @@
-"""Cached attention: any attention layer, and beside it attention to a memory of past training steps.
+"""Cached attention: any attention layer, mixed with attention over a memory of past training steps.
 
 Zhang et al., Cached Transformers: Improving Transformers with Differentiable Memory Cache,
 https://arxiv.org/abs/2312.12742
 
     O_h = σ(λ_h) o_mem_h + (1 - σ(λ_h)) o_self_h          one learned λ per head
 
-o_self is the wrapped layer's; o_mem attends to the gated recurrent cache (`memory.py`, `memory_attention.py`). The
-cache sees the first D_m = H · max(1, floor(r D / H)) channels, so o_mem_h is narrower than o_self_h for r < 1: it is
-padded with zeros, as in the authors' code; the paper does not say.
+o_self is the output of the wrapped layer; o_mem attends to the gated recurrent cache (`memory.py`,
+`memory_attention.py`). The cache uses the first D_m = H · max(1, floor(r D / H)) channels, so o_mem_h is narrower than
+o_self_h for r < 1. It is padded with zeros, as in the authors' code; the paper does not say.
 """
 
 from __future__ import annotations
@@ -40,13 +40,18 @@ from .resample import resample_grid
 
 
 class CachedAttention(nn.Module):
-    """`CachedAttention(layer)` is called as `layer` is: `cached(x, *args, **kwargs)`, x (B, T, dim).
+    """`CachedAttention(layer)` takes the arguments of `layer`: `cached(x, *args, **kwargs)`, x (B, T, dim).
 
-    `layer` is a `weft.MultiheadAttention` with any mechanism, or any module that maps (B, T, dim) to (B, T, dim), alone
-    or first in a tuple. Its mask tells which tokens may enter the cache; where a layer's mask means something else,
-    `valid=` (B, T) does. `ratio` is r, `length` the number of slots (left open: the first training step's length),
-    `grid` their height and width where they are an image after `prefix` other tokens; at the call, `grid=` is that of
-    the tokens (else the layer's own size argument, else a square). Further options: `CacheOptions`.
+    Args:
+        inner: a `weft.MultiheadAttention` with any mechanism, or any module from (B, T, dim) to (B, T, dim), which may
+            return a tuple that starts with its output.
+        ratio: r, the fraction of channels to cache.
+        length: number of slots; by default the length of the first training step.
+        grid: height and width of the slots if they form an image after `prefix` other tokens.
+        options: see `CacheOptions`.
+
+    The layer's mask selects the tokens that enter the cache. If its mask has another meaning, pass `valid=` (B, T).
+    In a call, `grid=` is the size of the token image; by default the layer's own size argument, or a square.
     """
 
     def __init__(
@@ -69,28 +74,30 @@ class CachedAttention(nn.Module):
         super().__init__()
         o = self.options = cache_options(preset, options)
         if not 0.0 < ratio <= 1.0:
-            raise ValueError(f"ratio is the share of channels that is cached, in (0, 1], got {ratio}")
+            raise ValueError(f"ratio is the fraction of channels to cache and must be in (0, 1], got {ratio}")
         self.dim, self.heads, inside = width_and_heads(inner, dim, heads)
         self.width = self.heads * max(1, math.floor(ratio * min(self.dim, inside) / self.heads))
         if self.width > min(self.dim, inside):
-            raise ValueError(f"{self.heads} heads need at least as many channels, but the layer has {self.dim}")
+            raise ValueError(f"{self.heads} heads need at least {self.heads} channels, but the layer has {self.dim}")
         length = slots(length, grid, prefix, o)
         shows_heads = isinstance(inner, MultiheadAttention) or hasattr(inner, "per_head")
         self.mix = o.mix or ("heads" if shows_heads else "projected")
         if self.mix == "heads" and not shows_heads:
-            raise ValueError(f"{type(inner).__name__} does not show its heads: give mix='projected'")
+            raise ValueError(
+                f"mix='heads' needs per-head outputs, which {type(inner).__name__} does not have: use mix='projected'"
+            )
         self.causal = is_causal(inner) if causal is None else causal
         if self.causal:
             refuse_leaks(o)
         if o.position == "conv" and self.dim % self.width:
             raise ValueError(
                 f"position='conv' has one group per cached channel: {self.dim} channels are not a multiple of "
-                f"{self.width}; choose a ratio that divides, or position='none'"
+                f"{self.width}; choose another ratio, or position='none'"
             )
         self.ratio, self.grid, self.prefix, self.inner = ratio, grid, prefix, inner
         self.names = parameter_names(inner)
         place = {"device": device, "dtype": dtype}
-        if device is None and dtype is None:  # beside the layer it wraps
+        if device is None and dtype is None:  # use the wrapped layer's
             like = next((p for p in inner.parameters() if p.is_floating_point()), None)
             place = {} if like is None else {"device": like.device, "dtype": like.dtype}
         self.lam = nn.Parameter(torch.full((self.heads,), float(o.lambda_init), **place))
@@ -115,7 +122,7 @@ class CachedAttention(nn.Module):
         elif how == "same":
             kind = same_as(inner, self.width, self.heads)
         elif how != "full":
-            raise ValueError(f"memory_attention is 'full', 'same' or a mechanism that is made, got {how!r}")
+            raise ValueError(f"memory_attention must be 'full', 'same' or a mechanism, got {how!r}")
         self.memory = MemoryAttention(
             self.width,
             self.heads,
@@ -144,7 +151,7 @@ class CachedAttention(nn.Module):
         **kwargs: Any,
     ) -> Any:
         if x.is_nested:
-            raise ValueError("nested tensors have no slots to be brought to: pad them, and give the layer a mask")
+            raise ValueError("cached attention does not support nested tensors: pad them and pass a mask")
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"x must be (B, L, {self.dim}), got {tuple(x.shape)}")
         self._warn_if_empty()
@@ -158,20 +165,20 @@ class CachedAttention(nn.Module):
 
     @property
     def share(self) -> Tensor:
-        """σ(λ) per head: how much of the output the cached branch gives."""
+        """σ(λ) per head: the weight of the cached branch in the output."""
         return self.lam.detach().sigmoid()
 
     @torch.no_grad()
     def branches(
         self, x: Tensor, *args: Any, valid: Tensor | None = None, grid: tuple[int, int] | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """o_self and o_mem before mixing, (B, T, H, width of a head) each; the cache is read and not written."""
+        """o_self and o_mem before mixing, each (B, T, H, head width). Reads the cache without writing it."""
         valid = valid_tokens(self, x, args, kwargs, valid)
         own, output, _ = self._own(x, args, kwargs)
         return own, self._remembered(x, output, valid, grid_of(args, kwargs, grid), write=False)
 
     def reset(self, rows: Tensor | None = None) -> None:
-        """Forget: all of the cache, or the streams where `rows` (B,) is True."""
+        """Clear the whole cache, or only the streams where `rows` (B,) is True."""
         self.cache.reset(rows)
 
     def start(self, batch: int) -> Any:
@@ -179,7 +186,7 @@ class CachedAttention(nn.Module):
         return self._stepping().start(batch)
 
     def step(self, x: Tensor, state: Any, mask: Tensor | None = None, bias: Any = None) -> tuple[Tensor, Any]:
-        """One token x (B, 1, dim) in, its output and the next state out; the cache is read and not written."""
+        """Decode one token x (B, 1, dim); returns its output and the next state. Reads the cache without writing it."""
         inner = self._stepping()
         within, position = state
         own, within = inner.attention.step(*inner.project(x, start=position), within, mask, bias, **inner.input(x))
@@ -187,7 +194,7 @@ class CachedAttention(nn.Module):
         return inner.merge(self._mixed(own.transpose(1, 2), memory).transpose(1, 2)), (within, position + 1)
 
     def _own(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None, Any]:
-        """The inner branch by heads, (B, T, H, d); its output where the cache is written from it; what came with it."""
+        """The inner branch by heads, (B, T, H, d); its output if the cache is written from it; other return values."""
         inner: Any = self.inner
         rest = None
         if self.mix == "heads":
@@ -199,7 +206,7 @@ class CachedAttention(nn.Module):
             output, *rest = output
         if output.shape != x.shape:
             raise ValueError(
-                f"{type(inner).__name__} made {tuple(output.shape)} of {tuple(x.shape)}: it must keep the shape"
+                f"{type(inner).__name__} must keep the shape of its input {tuple(x.shape)}, got {tuple(output.shape)}"
             )
         return output.unflatten(-1, (self.heads, -1)), output, rest
 
@@ -221,7 +228,7 @@ class CachedAttention(nn.Module):
         if self.options.resample == "2d":
             assert self.grid is not None
             if valid is not None:
-                raise ValueError("resample='2d' needs whole images; padded tokens take resample='nearest'")
+                raise ValueError("resample='2d' does not support padded tokens: use resample='nearest'")
             tokens = resample_grid(tokens, self._square(x.shape[1], grid), self.grid, self.prefix)
         if self.options.eval_gate and not (self.training and write):
             memory = self.cache.gated(tokens, valid)
@@ -248,32 +255,32 @@ class CachedAttention(nn.Module):
         return F.pad(self.position(image).flatten(2).transpose(1, 2), (0, 0, self.prefix, 0))
 
     def _square(self, tokens: int, grid: tuple[int, int] | None) -> tuple[int, int]:
-        """Height and width of the image that the tokens after the prefix are."""
+        """Height and width of the image formed by the tokens after the prefix."""
         cells = tokens - self.prefix
         side = math.isqrt(max(cells, 0))
         found = grid or (side, side)
         if found[0] * found[1] != cells or cells < 1:
             raise ValueError(
                 f"{tokens} tokens, {self.prefix} of them before the image, are not {found[0]} x {found[1]} cells: "
-                "give grid=(height, width), and prefix=1 when the first is a class token"
+                "give grid=(height, width), and prefix=1 if the first is a class token"
             )
         return found
 
     def _stepping(self) -> MultiheadAttention:
         if self.training or self.options.eval_update:
-            raise ValueError("step-by-step decoding reads the cache and does not write it: call eval() first")
+            raise ValueError("step-by-step decoding does not write the cache: call eval() first")
         if not isinstance(self.inner, MultiheadAttention) or self.mix != "heads":
             raise ValueError("step-by-step decoding needs a weft.MultiheadAttention inside, and mix='heads'")
         return self.inner
 
     def _warn_if_empty(self) -> None:
-        """Once, when a cache that no training step has written is read in eval()."""
+        """Warn once if eval() reads a cache that was never written."""
         if self.training or self._asked or self.options.eval_update or torch.compiler.is_compiling():
             return
         self._asked = True
         updates = self.cache.updates
         if type(updates) is Tensor and not updates.is_meta and int(updates) == 0:
-            warnings.warn("this cache was never written: train first, or load a trained one", stacklevel=3)
+            warnings.warn("this cache was never written: train the model, or load a trained one", stacklevel=3)
 
     def extra_repr(self) -> str:
         return f"ratio={self.ratio}, length={self.cache.length}, cached channels={self.width}, mix={self.mix!r}"

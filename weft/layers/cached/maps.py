@@ -1,7 +1,7 @@
-"""What the two branches of cached attention look at: their mean maps, layer by layer.
+"""Mean activation maps of the two branches of cached attention, layer by layer.
 
 Zhang et al., Cached Transformers, https://arxiv.org/abs/2312.12742, Figure 4: o_self and o_mem averaged over channels
-and heads, brought to [0, 1] for each sample over its real tokens.
+and heads, scaled to [0, 1] per sample over its real tokens.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from .layer import CachedAttention
 
 
 class BranchMaps(NamedTuple):
-    """The layer's path, and one value per token from each branch, (B, T); images are read row by row."""
+    """The layer's path, and one value per token from each branch, (B, T); images are row-major."""
 
     name: str
     own: Tensor
     memory: Tensor
-    valid: Tensor | None = None  # (B, T), where some tokens are padding: those are 0 in both
-    grid: tuple[int, int] | None = None  # height and width of the image, where the layer or its call tells
+    valid: Tensor | None = None  # (B, T) if some tokens are padding; padding is 0 in both maps
+    grid: tuple[int, int] | None = None  # height and width of the image, if known
 
 
 def branch_maps(model: nn.Module, *args: Any, **kwargs: Any) -> list[BranchMaps]:
-    """The maps of every cached layer while `model(*args, **kwargs)` runs, as in eval(); nothing is written."""
+    """Run `model(*args, **kwargs)` in eval() and return the maps of every cached layer. Writes no cache."""
     found: list[BranchMaps] = []
     hooks = []
     for name, module in model.named_modules():
         if isinstance(module, CachedAttention):
             if module.options.eval_update:
-                raise ValueError("this model writes its streams in eval() too (eval_update): looking would change them")
+                raise ValueError("branch_maps would change this model's streams, because it has eval_update=True")
 
             def see(layer: CachedAttention, given: Any, named: Any, name: str = name) -> None:
                 own, memory = layer.branches(*given, **named)
@@ -45,7 +45,7 @@ def branch_maps(model: nn.Module, *args: Any, **kwargs: Any) -> list[BranchMaps]
 
             hooks.append(module.register_forward_pre_hook(see, with_kwargs=True))
     if not hooks:
-        raise ValueError(f"{type(model).__name__} has no cached attention: weft.CachedAttention wraps a layer")
+        raise ValueError(f"{type(model).__name__} has no cached attention: add it with weft.cache(model)")
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

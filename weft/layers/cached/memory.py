@@ -1,15 +1,14 @@
-"""The gated recurrent cache: a small memory that every training step rewrites.
+"""The gated recurrent cache: a small memory that every training step updates.
 
 Zhang et al., Cached Transformers: Improving Transformers with Differentiable Memory Cache,
 https://arxiv.org/abs/2312.12742, equations 4 and 5
 
-    g_u, g_r = σ(W_u [X̃, C]), σ(W_r [X̃, C])          X̃: the step's tokens, brought to the cache's length
+    g_u, g_r = σ(W_u [X̃, C]), σ(W_r [X̃, C])          X̃: the step's tokens, resampled to the cache's length
     C̃        = W_c [X̃, g_r ⊙ C]
     C'       = mean over samples of (1 - g_u) ⊙ C + g_u ⊙ C̃
 
-C is state, not a parameter: saved with the weights, rewritten in train(), frozen in eval(), and a constant for the
-gradient, which never crosses a step. The mean is over the samples of all ranks, so N ranks of B samples hold the
-cache one rank of N·B samples would.
+C is state, not a parameter: saved with the weights, updated in train(), frozen in eval(). No gradient crosses a step.
+The mean is over the samples of all ranks, so N ranks with B samples have the same cache as one rank with N·B samples.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ State = tuple[Tensor, Tensor, Tensor]
 
 
 class RecurrentCache(nn.Module):
-    """`cache(tokens, valid)` -> the slots that these samples read, (1 or B, length, width), rewritten in training.
+    """`cache(tokens, valid)` returns the slots that these samples read, (1 or B, length, width); training updates them.
 
-    `scope="batch"` keeps one cache, the mean over samples; `scope="stream"` one per row of the batch. `delayed`
-    reads what *earlier* steps wrote: the step's tokens wait in `pending` and are gated in, with a gradient for the
-    gates, when the next step begins. Without `length` the first training step's length is taken.
+    `scope="batch"` keeps one cache, the mean over samples; `scope="stream"` keeps one per row of the batch. With
+    `delayed`, samples read only what *earlier* steps wrote: tokens are stored in `pending` and written at the next
+    step, with a gradient for the gates. Without `length`, the length of the first training step is used.
     """
 
     cache: Tensor
@@ -70,8 +69,8 @@ class RecurrentCache(nn.Module):
         kept = torch.float32 if kept in (torch.float16, torch.bfloat16) else kept
         empty = torch.zeros(0, length or 0, width, device=device, dtype=kept)
         self.register_buffer("updates", torch.zeros((), dtype=torch.long, device=device))
-        # Rows of this rank's batch are saved and moved as buffers are, but are none: data-parallel training copies
-        # the first rank's buffers over everybody else's.
+        # Per-row state of this rank's batch is saved and moved like buffers. It cannot be a buffer, because
+        # DistributedDataParallel overwrites buffers with those of the first rank.
         self.rows = (("cache",) if scope == "stream" else ()) + (("pending", "pending_alive") if delayed else ())
         if scope == "stream":
             self.cache = empty
@@ -82,7 +81,7 @@ class RecurrentCache(nn.Module):
         self.replays = Replays()
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Tokens x (B, T, width), real where `valid` (B, T) is True."""
+        """x (B, T, width); `valid` (B, T) is True for real tokens."""
         if not (self.training or self.eval_update):
             return self.frozen(x)
         again = recomputing()
@@ -104,7 +103,7 @@ class RecurrentCache(nn.Module):
         return read
 
     def frozen(self, x: Tensor) -> Tensor:
-        """The cache as it stands, (1 or B, length, width); zeros before the first training step."""
+        """The current cache, (1 or B, length, width); zeros before the first training step."""
         B, T = x.shape[:2]
         rows, length = self.cache.shape[:2]
         if length == 0:
@@ -112,7 +111,7 @@ class RecurrentCache(nn.Module):
         if self.scope == "stream":
             if rows not in (0, B):
                 raise ValueError(
-                    f"the cache follows {rows} streams, but this batch has {B} rows: call reset() before other streams"
+                    f"the cache has {rows} streams, but this batch has {B} rows: call reset() before new streams"
                 )
             rows = B
         if (rows, length) == self.cache.shape[:2]:
@@ -120,17 +119,17 @@ class RecurrentCache(nn.Module):
         return self.cache.new_zeros(rows, length, self.width)
 
     def gated(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        """What each sample alone would make of the cache, (B, length, width); nothing is kept."""
+        """The cache after an update by each sample alone, (B, length, width). Stores nothing."""
         cache = self.frozen(x)
         tokens, alive = resample(x, cache.shape[1], valid, self.resampling)
         return _where_alive(alive, self._gate(cache, tokens.to(cache.dtype)), cache)
 
     @torch.no_grad()
     def reset(self, rows: Tensor | None = None) -> None:
-        """Forget everything; with `rows` (B,) boolean, only those streams, at the start of a new document, say."""
+        """Clear the cache; with boolean `rows` (B,), only those streams, e.g. at the start of a new document."""
         if rows is not None:
             if self.scope != "stream":
-                raise ValueError("only scope='stream' keeps a cache per row; reset() clears the one there is")
+                raise ValueError("reset(rows) needs scope='stream'; call reset() to clear the shared cache")
             if self.cache.shape[0]:
                 self.cache = self.cache.masked_fill(rows[:, None, None], 0)
             if self.delayed and self.pending.shape[0]:
@@ -143,7 +142,7 @@ class RecurrentCache(nn.Module):
             self.pending, self.pending_alive = self.pending[:0].clone(), self.pending_alive[:0].clone()
 
     def _gate(self, cache: Tensor, tokens: Tensor) -> Tensor:
-        """Equations 4 and 5 for each sample. Products are in the weights' dtype, or autocast's; the blend is not."""
+        """Equations 4 and 5 per sample. Products use the weights' (or autocast's) dtype; the blend the cache's."""
         dtype = self.update_gate.weight.dtype
         if autocasts(cache):
             dtype = torch.get_autocast_dtype(cache.device.type)
@@ -156,7 +155,7 @@ class RecurrentCache(nn.Module):
         return (1 - update) * cache + update * candidate.to(cache.dtype)
 
     def _gated_mean(self, cache: Tensor, tokens: Tensor, alive: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The next cache, and what the samples read of it; a sample without real tokens changes neither."""
+        """The next cache, and what the samples read; a sample without real tokens changes neither."""
         rows = _where_alive(alive, self._gate(cache, tokens), cache)
         if self.scope == "stream":
             return rows, rows
@@ -179,8 +178,8 @@ class RecurrentCache(nn.Module):
         if not self.delayed:
             return cache, cache, cache
         if self.pending.shape[0] == 0:
-            # Nothing has been written yet: samples without tokens, which change nothing, and yet the gates take part
-            # in the step (with gradients of zero), as data-parallel training expects of every parameter.
+            # Nothing is pending yet. Use samples without tokens, which change nothing: the gates still get (zero)
+            # gradients, as data-parallel training requires of every parameter.
             return cache, torch.zeros_like(cache), torch.zeros_like(cache[:, 0, 0], dtype=torch.bool)
         return cache, self.pending, self.pending_alive
 
@@ -196,7 +195,7 @@ class RecurrentCache(nn.Module):
         super()._apply(fn, recurse)
         for name in self.rows:
             setattr(self, name, fn(getattr(self, name)))
-        # Half precision is for weights: a recurrence over many thousand steps keeps at least float32.
+        # Keep the cache in float32 or higher: it accumulates over thousands of steps.
         if self.cache.dtype in (torch.float16, torch.bfloat16):
             self.cache = exact.to(self.cache.device)
             if self.delayed:
@@ -219,7 +218,7 @@ class RecurrentCache(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """A length that was left open is taken from the checkpoint, and so is the number of rows."""
+        """Take the number of rows, and the length if it is not set, from the checkpoint."""
         saved = state_dict.get(prefix + "cache")
         if saved is not None and self.length is None and saved.shape[2:] == self.cache.shape[2:]:
             self.cache = self.cache.new_zeros(self.cache.shape[0], *saved.shape[1:])
@@ -257,7 +256,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def _joint(linear: nn.Linear, new: Tensor, old: Tensor) -> Tensor:
-    """W [new, old], each half by itself: an old that all samples share is multiplied once, and needs no gradient."""
+    """W [new, old], computed per half: a shared `old` is multiplied only once, and needs no gradient."""
     for_new, for_old = linear.weight.chunk(2, 1)
     return F.linear(new, for_new, linear.bias) + F.linear(old, for_old)
 

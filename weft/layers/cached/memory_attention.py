@@ -1,4 +1,4 @@
-"""The second branch of cached attention: every token attends to the slots of a cache.
+"""The memory branch of cached attention: every token attends to the slots of a cache.
 
 Zhang et al., Cached Transformers, https://arxiv.org/abs/2312.12742, equation 3
 
@@ -20,9 +20,9 @@ from ..multihead import MultiheadAttention
 class MemoryAttention(nn.Module):
     """`branch(x, slots)` -> (B, T, H, width / H), x (B, T, width), slots (1 or B, T_m, width).
 
-    `reduction` makes the cache an image, shrinks it by a strided convolution and norms it, as spatial-reduction
-    attention does with its tokens; `window` gives tokens and slots of one h x w window a relative position bias;
-    `mechanism` replaces full attention. `project` adds an output projection of the branch's own.
+    `reduction` treats the cache as an image, shrinks it with a strided convolution and normalises it, as
+    spatial-reduction attention does with its tokens. `window` adds a relative position bias for tokens and slots of an
+    h x w window. `mechanism` replaces full attention. `project` adds a separate output projection.
     """
 
     def __init__(
@@ -50,8 +50,9 @@ class MemoryAttention(nn.Module):
         self.attention.to(device=device, dtype=dtype)
         if (self.attention.heads, self.attention.head_dim, self.attention.causal) != (heads, width // heads, False):
             raise ValueError(
-                f"the cached branch has {heads} heads of {width // heads} channels and is not causal: slots are not "
-                f"tokens; {self.attention.name} was made for {self.attention.heads} of {self.attention.head_dim}"
+                f"the cached branch needs a non-causal mechanism with heads={heads}, head_dim={width // heads}; "
+                f"got {self.attention.name} with heads={self.attention.heads}, head_dim={self.attention.head_dim}, "
+                f"causal={self.attention.causal}"
             )
         self.reduce: nn.Conv2d | None = None
         if reduction > 1:
@@ -63,7 +64,7 @@ class MemoryAttention(nn.Module):
         slots = slots.to(x.dtype)
         if self.reduce is not None:
             if grid is None or grid[0] * grid[1] != slots.shape[1]:
-                raise ValueError(f"{slots.shape[1]} slots are no image of {grid}: give the cache grid=(height, width)")
+                raise ValueError(f"{slots.shape[1]} slots do not form an image of {grid}: give grid=(height, width)")
             image = slots.transpose(1, 2).unflatten(2, grid)
             slots = self.norm(self.reduce(image).flatten(2).transpose(1, 2))
         if self.bias is not None and not x.shape[1] == slots.shape[1] == self.bias.height * self.bias.width:
@@ -83,13 +84,13 @@ class MemoryAttention(nn.Module):
 
 
 def same_as(inner: nn.Module, width: int, heads: int) -> dict[str, Any]:
-    """What makes the cached branch attend as `inner` does: its mechanism, its spatial reduction, its windows."""
+    """Options that make the cached branch attend like `inner`: its mechanism, spatial reduction or windows."""
     if isinstance(inner, MultiheadAttention):
         mechanism = inner.attention
         ready = f"weft.make_attention({mechanism.name!r}, heads={heads}, head_dim={width // heads}, …)"
         if mechanism.options is None:
             raise ValueError(
-                f"{mechanism.name} was not made by weft.make_attention and does not tell its options: "
+                f"cannot copy {mechanism.name}: it was not created by weft.make_attention, so its options are unknown; "
                 f"give memory_attention={ready}"
             )
         made = make_attention(
@@ -98,11 +99,11 @@ def same_as(inner: nn.Module, width: int, heads: int) -> dict[str, Any]:
         if getattr(made, "needs_input", False):
             raise ValueError(
                 f"{mechanism.name} with {mechanism.options} reads the input of its layer, which a cache does not have: "
-                "give memory_attention='full', or a ready mechanism"
+                "give memory_attention='full', or another mechanism"
             )
         return {"mechanism": made}
     if getattr(inner, "pool", None) is not None:
-        raise ValueError("this layer pools its keys to a fixed size; give memory_attention='full'")
+        raise ValueError("memory_attention='same' does not support layers that pool their keys: use 'full'")
     found: dict[str, Any] = {}
     reduce = getattr(inner, "sr", None)
     if isinstance(reduce, nn.Conv2d):

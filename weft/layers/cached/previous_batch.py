@@ -3,7 +3,7 @@
 The comparison in Zhang et al., Cached Transformers, https://arxiv.org/abs/2312.12742, Table 2: Transformer-XL's cache
 in a vision transformer. The paper does not say how samples are paired; here, row by row:
 
-    y_b = Attention(q: x_b, k and v: [stop-gradient(x'_b); x_b])          x': what the layer was fed the step before
+    y_b = Attention(q: x_b, k and v: [stop-gradient(x'_b); x_b])          x': the layer's input in the previous step
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from ..multihead import MultiheadAttention
 class AttentionCache(nn.Module):
     """`layer(x, mask)` around a `MultiheadAttention` whose mechanism takes Lq ≠ Lk.
 
-    In training a batch of another shape than the last (the last of an epoch, say) starts afresh. In eval() there is no
-    previous step: a sample attends to itself alone, so results do not depend on other batches. Nothing is saved.
+    In training, a batch with a new shape (e.g. the last batch of an epoch) ignores the previous step. In eval() a
+    sample attends only to itself, so results do not depend on other batches. The state is not saved.
     """
 
     def __init__(self, inner: MultiheadAttention):
         super().__init__()
         if inner.causal or not inner.attention.info.cross or inner.rope is not None:
-            raise ValueError("the cache needs attention that takes other keys than queries, not causal, without rope")
+            raise ValueError(
+                "AttentionCache needs non-causal attention without rope that supports cross attention, "
+                f"got attention={inner.attention.name!r}, causal={inner.causal}, rope={inner.rope is not None}"
+            )
         self.inner = inner
         self.previous: tuple[Tensor, Tensor] | None = None
         self.replays = Replays()
@@ -47,5 +50,5 @@ class AttentionCache(nn.Module):
         return y
 
     def reset(self) -> None:
-        """Forget the previous step."""
+        """Clear the previous step."""
         self.previous = None

@@ -1,11 +1,11 @@
-"""Bringing the T tokens of each sample to a fixed number of slots, real tokens only.
+"""Resample the real tokens of each sample to a fixed number of slots.
 
-A sample with L real tokens fills slot i of n from the real token
+For a sample with L real tokens, slot i of n is the real token
 
     nearest   floor(i L / n)
-    linear    (i + ½) L / n - ½, between its two neighbours
+    linear    (i + ½) L / n - ½, interpolated between its two neighbours
     area      the mean of floor(i L / n) … ceil((i + 1) L / n) - 1
-    2d        nearest in rows and in columns, for tokens that are an h x w image read row by row
+    2d        nearest in rows and in columns, for tokens of a row-major h x w image
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ RESAMPLINGS = ("nearest", "linear", "area", "2d")
 
 
 def resample(x: Tensor, n: int, valid: Tensor | None = None, how: str = "nearest") -> tuple[Tensor, Tensor | None]:
-    """x (B, T, D) -> (B, n, D), and which samples have any real token, (B,), or None when all have."""
+    """x (B, T, D) -> (B, n, D), and a mask (B,) of samples with real tokens, or None if all have some."""
     B, T, _ = x.shape
     slot = torch.arange(n, device=x.device)
     if valid is None:
@@ -28,13 +28,13 @@ def resample(x: Tensor, n: int, valid: Tensor | None = None, how: str = "nearest
     else:
         L = valid.sum(-1, keepdim=True)
         alive = L[:, 0] > 0
-        # Real tokens first, in their order: slots then index real tokens only, without a loop over samples.
+        # Real tokens first, in order: slots then index only real tokens, without a loop over samples.
         order = torch.argsort(~valid, dim=-1, stable=True)
         x = x.masked_fill(~valid[..., None], 0)
     if how == "nearest":
         return _take(x, slot * L // n, order), alive
     if how == "linear":
-        halves = ((2 * slot + 1) * L - n).clamp(min=0)  # the position, counted in 1 / (2 n) of a token
+        halves = ((2 * slot + 1) * L - n).clamp(min=0)  # the position, in units of 1 / (2 n) token
         low = halves // (2 * n)
         weight = (halves - low * 2 * n).to(x.dtype)[..., None] / (2 * n)
         high = (low + 1).minimum((L - 1).clamp(min=0))
@@ -57,7 +57,7 @@ def resample_grid(x: Tensor, source: tuple[int, int], target: tuple[int, int], p
 
 
 def _take(x: Tensor, index: Tensor, order: Tensor | None) -> Tensor:
-    """x (B, T, D) at index (n,) or (B, n), counted along `order` where there is one."""
+    """x (B, T, D) at index (n,) or (B, n), counted along `order` if given."""
     if index.dim() == 1:
         index = index.expand(x.shape[0], -1)
     if order is not None:
