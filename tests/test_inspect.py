@@ -63,7 +63,7 @@ def test_measuring_leaves_no_trace():
     assert model.training and all(m.training for m in model.modules())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    with pytest.raises(ValueError, match="nothing to measure"):
+    with pytest.raises(ValueError, match="no weft attention blocks to measure"):
         inspect.measure(torch.nn.Linear(2, 2), [torch.randn(1, 2)])
 
 
@@ -88,7 +88,7 @@ def test_buffers_written_in_evaluation_are_put_back():
 def test_a_diverged_model_is_named_as_such():
     model = TextClassifier(19, 2, max_length=12, dim=16, heads=2, head_dim=4, layers=2, mlp_dim=8)
     model.encoder.blocks[1].feedforward_norm.weight.data.fill_(float("nan"))
-    with pytest.raises(ValueError, match="layer 2 returns numbers that are not finite"):
+    with pytest.raises(ValueError, match="layer 2 returns NaN or infinity"):
         inspect.measure(model, [padded_ids()])
     assert model.training and not any(m._forward_hooks for m in model.modules())
 
