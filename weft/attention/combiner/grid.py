@@ -21,6 +21,7 @@ from ...core.softmax import softmax_attention
 from ...core.state import KeyValueState
 from ...kernels.line_pool import kernel as line_pool
 from ...kernels.lines import kernel
+from ...kernels.lines.kernel import Axis, LinePart, Rule
 from ..axial import decoding_block
 from .base import Combiner, Seen, join_seen, line_summaries
 
@@ -49,7 +50,7 @@ class GridCombiner(Combiner):
 
     columns_as_spans = False
     columns_split = False  # bidirectional: what is above the own row and what is below as two spans
-    rows_as_spans: tuple[str, ...] = ()
+    rows_as_spans: tuple[Rule, ...] = ()
 
     def __init__(self, *, block_size: int | None, summary: str, **contract: Any):
         super().__init__(summary=summary, **contract)
@@ -58,7 +59,7 @@ class GridCombiner(Combiner):
         self.block_size = block_size
 
     @property
-    def column_spans(self) -> tuple[str, ...]:
+    def column_spans(self) -> tuple[Rule, ...]:
         """Which of the other rows a column is summarised over, span by span."""
         if not self.columns_as_spans:
             return ()
@@ -70,31 +71,31 @@ class GridCombiner(Combiner):
         dtype = q.dtype
         q, k, v = (self._widen(t) for t in (q, k, v))
         m = self.block_size or default_block(q.shape[2], self.max_length)
-        others = "before" if self.causal else "others"
-        parts = ["0 row up_to" if self.causal else "0 row all", f"0 column {others}"]
+        others: Rule = "before" if self.causal else "others"
+        parts = [LinePart(0, "row", "up_to" if self.causal else "all"), LinePart(0, "column", others)]
         spans = []
         for which in self.column_spans:
             spans.append(self._line_spans(q, k, v, mask, m, "column", which))
-            parts.append(f"{len(spans)} row others")
+            parts.append(LinePart(len(spans), "row", "others"))
         for which in self.rows_as_spans:
             spans.append(self._line_spans(q, k, v, mask, m, "row", which))
-            parts.append(f"{len(spans)} column {others}")
-        out = kernel.line_attention(q, k, v, mask, ",".join(parts), width=m, spans=tuple(spans))
+            parts.append(LinePart(len(spans), "column", others))
+        out = kernel.line_attention(q, k, v, mask, parts, width=m, spans=tuple(spans))
         return out.to(dtype) if self.long_sums else out
 
     def _line_spans(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, m: int, axis: str, which: str
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, m: int, axis: Axis, which: Rule
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`line_summaries` in the order of the cells, (B, H, cells, D), by the kernels."""
         if line_pool.has_kernel(self.summary.kind, axis, k.shape[2], m):
             qbar, kbar, some = line_pool.line_pool(q, k, mask, axis, which, self.summary.kind, width=m)
         else:
             qbar, kbar, some = self._pooled(q, k, mask, m, axis, which)
-        vbar = kernel.line_attention(qbar, k, v, mask, f"0 {axis} {which}", width=m)
+        vbar = kernel.line_attention(qbar, k, v, mask, [LinePart(0, axis, which)], width=m)
         return kbar, vbar, some
 
     def _pooled(
-        self, q: Tensor, k: Tensor, mask: Tensor | None, m: int, axis: str, which: str
+        self, q: Tensor, k: Tensor, mask: Tensor | None, m: int, axis: Axis, which: Rule
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What `line_pool` gives, for the summaries and lines it does not take."""
         s = self.summary

@@ -17,7 +17,7 @@ from ...core.blocks import ceil_div
 from ...core.precision import autocast
 from ...core.tiles import as_flags, empty_rows, for_operator, rows_contiguous
 from ...kernels.band.kernel import attend_near, check, near_gradients
-from ...kernels.lines.kernel import Lines, attend_lines, line_key_gradients, line_query_gradients
+from ...kernels.lines.kernel import Lines, Rule, attend_lines, line_key_gradients, line_query_gradients
 
 LEAST_LENGTH = 256  # the shortest measured; the kernels beat the plain version from here on: docs/kernels.md
 
@@ -71,7 +71,7 @@ def _(dout, q, k, v, mask, out, lse, block_size, causal):
     return empty_rows(q), empty_rows(k), empty_rows(v)
 
 
-def _columns(q: Tensor, m: int, causal: bool) -> tuple[Lines, str]:
+def _columns(q: Tensor, m: int, causal: bool) -> tuple[Lines, Rule]:
     return Lines.of("column", ceil_div(q.shape[2], m), m), "well_before" if causal else "apart"
 
 

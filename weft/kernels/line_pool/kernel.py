@@ -17,20 +17,20 @@ from ...core.blocks import ceil_div
 from ...core.dispatch import DTYPES, LARGEST_HEAD
 from ...core.precision import autocast
 from ...core.tiles import as_flags, empty_rows, for_operator, next_power_of_two, rows_contiguous, strides
-from ..lines.kernel import Lines
+from ..lines.kernel import AXES, Axis, Lines, Rule
 
 POOLS = ("max", "mean", "sum")
-RULES = ("before", "after", "up_to", "others")
+RULES: tuple[Rule, ...] = ("before", "after", "up_to", "others")
 LONGEST_LINE = 1024  # a group of the backward, √ of it many rows, is held in registers
 
 
-def has_kernel(kind: str, axis: str, length: int, width: int) -> bool:
+def has_kernel(kind: str, axis: Axis, length: int, width: int) -> bool:
     """Whether the kernel pools this summary along these lines."""
     return kind in POOLS and Lines.of(axis, ceil_div(length, width), width).cells <= LONGEST_LINE
 
 
 def line_pool(
-    q: Tensor, k: Tensor, mask: Tensor | None, axis: str, which: str, pool: str, *, width: int
+    q: Tensor, k: Tensor, mask: Tensor | None, axis: Axis, which: Rule, pool: str, *, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """qbar and kbar (B, H, cells, D) of q and k (B, H, L, D) and mask (B, L), and which cells have any token to pool,
     (B or 1, cells)."""
@@ -115,7 +115,7 @@ def _grad(ctx, dqbar, dkbar, _):
 _forward.register_autograd(_grad, setup_context=_save)
 
 
-def _common(q: Tensor, lines: Lines, mask: Tensor | None, some: Tensor, which: str, pool: str):
+def _common(q: Tensor, lines: Lines, mask: Tensor | None, some: Tensor, which: Rule, pool: str):
     B, H, L, D = q.shape
     per_batch = (0 if mask is None else mask.shape[1]), (0 if some.shape[0] == 1 else some.stride(0))
     sizes = (*per_batch, B * H, H, L, lines.cells, lines.line_step, lines.cell_step)
@@ -126,8 +126,8 @@ def _programs(q: Tensor, lines: Lines, channels: int) -> tuple[int, int]:
     return lines.lines * q.shape[0] * q.shape[1] * ceil_div(q.shape[3], channels), 2
 
 
-def _check(q: Tensor, k: Tensor, axis: str, which: str, pool: str, width: int) -> Lines:
-    if axis not in ("row", "column") or which not in RULES or pool not in POOLS:
+def _check(q: Tensor, k: Tensor, axis: Axis, which: Rule, pool: str, width: int) -> Lines:
+    if axis not in AXES or which not in RULES or pool not in POOLS:
         raise ValueError(
             f"the kernel pools along a 'row' or 'column' by {', '.join(RULES)} with {', '.join(POOLS)}, "
             f"got {axis!r}, {which!r}, {pool!r}"

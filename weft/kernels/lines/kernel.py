@@ -3,16 +3,16 @@
     out_i = Σ_parts Σ_{j ∈ part(i)} e^{q_i·k_j/√D} v_j / Z_i          Z_i over all parts
 
 A part is a source of keys and values, one for every cell of the grid (the tokens, or summaries), seen by each query
-along its own row or column by a rule: "0 row up_to" is source 0, the tokens of the row up to the query. The Combiners
-on a grid are such parts, and so is the local softmax of their summaries. `weft/core/joint.py` is the definition.
-Triton is imported only when a kernel runs, so this module can be imported anywhere.
+along its own row or column by a rule. The Combiners on a grid are such parts, and so is the local softmax of their
+summaries. `weft/core/joint.py` is the definition. Triton is imported only when a kernel runs, so this module can be
+imported anywhere.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -33,7 +33,10 @@ from ...core.tiles import (
 )
 
 LEAST_LENGTH = 256  # for the grid Combiners, with pooling: the shortest measured, from where on the kernels win
-RULES = ("up_to", "before", "well_before", "after", "others", "apart", "all")
+Axis = Literal["row", "column"]
+Rule = Literal["up_to", "before", "well_before", "after", "others", "apart", "all"]  # on the cells: `forward.py`
+AXES: tuple[Axis, ...] = get_args(Axis)
+RULES: tuple[Rule, ...] = get_args(Rule)
 
 # By kernel, widest head and bytes per number.
 TILES: dict[tuple[str, int, int], Tiles] = {
@@ -62,9 +65,19 @@ class Lines:
     cell_step: int
 
     @classmethod
-    def of(cls, axis: str, n: int, m: int) -> Lines:
+    def of(cls, axis: Axis, n: int, m: int) -> Lines:
         """Of a grid with n rows of m tokens."""
         return cls(n, m, m, 1) if axis == "row" else cls(m, n, 1, m)
+
+
+@dataclass(frozen=True)
+class LinePart:
+    """Keys and values that a query sees along its own row or column: `LinePart(0, "row", "up_to")` are the tokens of
+    its row up to itself."""
+
+    source: int  # 0: the tokens; 1, 2, ..: the spans
+    axis: Axis
+    rule: Rule
 
 
 def line_attention(
@@ -72,12 +85,12 @@ def line_attention(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    parts: str,
+    parts: list[LinePart],
     *,
     width: int,
     spans: tuple[tuple[Tensor, Tensor, Tensor], ...] = (),
 ) -> Tensor:
-    """q (B, H, Lq, D) over the `parts` (joined by commas) of a grid with rows of `width` tokens.
+    """q (B, H, Lq, D) over the `parts` of a grid with rows of `width` tokens.
 
     Source 0 is k, v (B, H, L, D) and mask (B, L); sources 1, 2, .. are `spans`: keys and values (B, H, cells, D) and
     which of them hold any token, (B or 1, cells).
@@ -86,14 +99,14 @@ def line_attention(
     q, k, v, *bars = autocast(q, k, v, *kbars, *vbars)
     kbars, vbars = bars[: len(spans)], bars[len(spans) :]
     some = [cast(Tensor, for_operator(x)) for x in some]
-    return torch.ops.weft.line_attention(q, k, v, for_operator(mask), kbars, vbars, some, parts, width)[0]
+    return torch.ops.weft.line_attention(q, k, v, for_operator(mask), kbars, vbars, some, encode(parts), width)[0]
 
 
 @torch.library.custom_op(
     "weft::line_attention",
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor[] kbars, Tensor[] vbars, Tensor[] some, str parts,"
-    " int width) -> (Tensor, Tensor)",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor[] kbars, Tensor[] vbars, Tensor[] some,"
+    " int[] parts, int width) -> (Tensor, Tensor)",
 )
 def _forward(q, k, v, mask, kbars, vbars, some, parts, width):
     check(q, [k, *kbars], [v, *vbars])
@@ -101,8 +114,9 @@ def _forward(q, k, v, mask, kbars, vbars, some, parts, width):
     q = rows_contiguous(q)
     n = grid_rows(q, k, width)
     sources = _sources(k, v, mask, kbars, vbars, some)
-    for number, (source, axis, rule) in enumerate(read_parts(parts)):
-        attend_lines(q, *sources[source], out, lse, Lines.of(axis, n, width), rule, more=number > 0)
+    for number, part in enumerate(decode(parts)):
+        lines = Lines.of(part.axis, n, width)
+        attend_lines(q, *sources[part.source], out, lse, lines, part.rule, more=number > 0)
     return out, lse
 
 
@@ -115,7 +129,7 @@ def _(q, k, v, mask, kbars, vbars, some, parts, width):
     "weft::line_attention_backward",
     mutates_args=(),
     schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor[] kbars, Tensor[] vbars, Tensor[] some,"
-    " Tensor out, Tensor lse, str parts, int width) -> (Tensor, Tensor[], Tensor[])",
+    " Tensor out, Tensor lse, int[] parts, int width) -> (Tensor, Tensor[], Tensor[])",
 )
 def _backward(dout, q, k, v, mask, kbars, vbars, some, out, lse, parts, width):
     dq, delta = empty_rows(q), torch.empty_like(lse)
@@ -124,11 +138,12 @@ def _backward(dout, q, k, v, mask, kbars, vbars, some, out, lse, parts, width):
     n = grid_rows(q, k, width)
     sources = _sources(k, v, mask, kbars, vbars, some)
     begun = set()
-    for number, (source, axis, rule) in enumerate(read_parts(parts)):
-        keys, lines = sources[source], Lines.of(axis, n, width)
-        line_query_gradients(q, *keys, out, dout, lse, delta, dq, lines, rule, more=number > 0)
-        line_key_gradients(q, *keys, dout, lse, delta, dks[source], dvs[source], lines, rule, more=source in begun)
-        begun.add(source)
+    for number, part in enumerate(decode(parts)):
+        keys, lines = sources[part.source], Lines.of(part.axis, n, width)
+        line_query_gradients(q, *keys, out, dout, lse, delta, dq, lines, part.rule, more=number > 0)
+        gradients = dks[part.source], dvs[part.source]
+        line_key_gradients(q, *keys, dout, lse, delta, *gradients, lines, part.rule, more=part.source in begun)
+        begun.add(part.source)
     return dq, dks, dvs
 
 
@@ -165,7 +180,7 @@ _forward.register_autograd(_grad, setup_context=_save)
 
 
 def attend_lines(
-    q: Tensor, k: Tensor, v: Tensor, flags: Tensor | None, out: Tensor, lse: Tensor, lines: Lines, rule: str, *,
+    q: Tensor, k: Tensor, v: Tensor, flags: Tensor | None, out: Tensor, lse: Tensor, lines: Lines, rule: Rule, *,
     more: bool,
 ) -> None:  # fmt: skip
     """Write out and lse; with `more`, go on from what is there."""
@@ -181,7 +196,7 @@ def attend_lines(
 
 def line_query_gradients(
     q: Tensor, k: Tensor, v: Tensor, flags: Tensor | None, out: Tensor, dout: Tensor, lse: Tensor, delta: Tensor,
-    dq: Tensor, lines: Lines, rule: str, *, more: bool,
+    dq: Tensor, lines: Lines, rule: Rule, *, more: bool,
 ) -> None:  # fmt: skip
     """Write dq, and delta; with `more` add to dq, and read delta."""
     from .backward import query_gradients
@@ -197,7 +212,7 @@ def line_query_gradients(
 
 def line_key_gradients(
     q: Tensor, k: Tensor, v: Tensor, flags: Tensor | None, dout: Tensor, lse: Tensor, delta: Tensor, dk: Tensor,
-    dv: Tensor, lines: Lines, rule: str, *, more: bool, products: Tensor | None = None,
+    dv: Tensor, lines: Lines, rule: Rule, *, more: bool, products: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write dk and dv, or with `more` add to them; into `products` (B, H, cells) dk_j · k_j + dv_j · v_j."""
     from .backward import key_gradients
@@ -211,7 +226,7 @@ def line_key_gradients(
     )  # fmt: skip
 
 
-def _common(q: Tensor, k: Tensor, flags: Tensor | None, lines: Lines, rule: str):
+def _common(q: Tensor, k: Tensor, flags: Tensor | None, lines: Lines, rule: Rule):
     B, H, L, D = q.shape
     per_batch = flags.stride(0) if flags is not None and flags.shape[0] > 1 else 0
     sizes = (per_batch, B * H, H, L, k.shape[2], lines.cells, lines.line_step, lines.cell_step)
@@ -245,15 +260,13 @@ def grid_rows(q: Tensor, k: Tensor, width: int) -> int:
     return ceil_div(max(q.shape[2], k.shape[2]), width)
 
 
-def read_parts(parts: str) -> list[tuple[int, str, str]]:
-    """ "0 row up_to,1 column before" as (source, axis, rule)."""
-    read = []
-    for part in parts.split(","):
-        source, axis, rule = part.split()
-        if axis not in ("row", "column") or rule not in RULES:
-            raise ValueError(f"a part is 'source row|column {'|'.join(RULES)}', got {part!r}")
-        read.append((int(source), axis, rule))
-    return read
+def encode(parts: list[LinePart]) -> list[int]:
+    """The parts as three numbers each, since an operator's schema takes plain types only."""
+    return [x for part in parts for x in (part.source, AXES.index(part.axis), RULES.index(part.rule))]
+
+
+def decode(numbers: list[int]) -> list[LinePart]:
+    return [LinePart(s, AXES[a], RULES[r]) for s, a, r in zip(*(numbers[i::3] for i in range(3)), strict=True)]
 
 
 def check(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> None:

@@ -21,6 +21,7 @@ from ....core.precision import autocast
 from ....core.tiles import Tiles, as_flags, block_width, for_operator, precision, rows_contiguous, strides
 from ....kernels.lines.kernel import (
     Lines,
+    Rule,
     attend_lines,
     check,
     empty_rows,
@@ -71,7 +72,7 @@ def _forward(q, k, v, mask, block_size, causal):
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
     if n == 1:  # nothing to summarise
         flags = None if mask is None else as_flags(mask)
-        attend_lines(q, k, v, flags, out, lse, Lines.of("row", 1, m), "up_to" if causal else "all", more=False)
+        attend_lines(q, k, v, flags, out, lse, *_row(m, causal), more=False)
         return out, lse, kbar, vbar, local
     t = tiles(TILES, "summarise", m, q)
     summarise[(n * ceil_div(m, t.queries) * B * H,)](
@@ -79,8 +80,7 @@ def _forward(q, k, v, mask, block_size, causal):
         *strides(q), *strides(k), *strides(v), *strides(kbar), *strides(out), B * H, H, L, n, m, scales(q)[0],
         BQ=t.queries, BK=t.keys, **_options(q, mask, causal), **t.launch(),
     )  # fmt: skip
-    columns, rule = Lines.of("column", n, m), "before" if causal else "others"
-    attend_lines(q, kbar, vbar, _rows_with_tokens(mask, n, m), out, lse, columns, rule, more=True)
+    attend_lines(q, kbar, vbar, _rows_with_tokens(mask, n, m), out, lse, *_columns(n, m, causal), more=True)
     return out, lse, kbar, vbar, local
 
 
@@ -119,13 +119,13 @@ def _backward(dout, q, k, v, mask, out, lse, kbar, vbar, local, block_size, caus
     m, n = block_size, ceil_div(L, block_size)
     flags = None if mask is None else as_flags(mask)
     if n == 1:
-        row, rule = Lines.of("row", 1, m), "up_to" if causal else "all"
+        row, rule = _row(m, causal)
         line_query_gradients(q, k, v, flags, out, dout, lse, delta, dq, row, rule, more=False)
         line_key_gradients(q, k, v, flags, dout, lse, delta, dk, dv, row, rule, more=False)
         return dq, dk, dv
     dkbar, dvbar, products = torch.empty_like(kbar), torch.empty_like(vbar), torch.empty_like(local)
     spans = kbar, vbar, _rows_with_tokens(mask, n, m)
-    columns, rule = Lines.of("column", n, m), "before" if causal else "others"
+    columns, rule = _columns(n, m, causal)
     line_query_gradients(q, *spans, out, dout, lse, delta, dq, columns, rule, more=False)
     line_key_gradients(q, *spans, dout, lse, delta, dkbar, dvbar, columns, rule, more=False, products=products)
     given = q, k, v, q if flags is None else flags, dout, dkbar, dvbar, local, products, lse, delta
@@ -174,6 +174,16 @@ def _options(q: Tensor, mask: Tensor | None, causal: bool) -> dict[str, int | st
         "CAUSAL": causal,
         "HAS_MASK": mask is not None,
     }
+
+
+def _row(m: int, causal: bool) -> tuple[Lines, Rule]:
+    """What a query sees directly, where all tokens are one row."""
+    return Lines.of("row", 1, m), "up_to" if causal else "all"
+
+
+def _columns(n: int, m: int, causal: bool) -> tuple[Lines, Rule]:
+    """Which summaries a query sees."""
+    return Lines.of("column", n, m), "before" if causal else "others"
 
 
 def _rows_with_tokens(mask: Tensor | None, n: int, m: int) -> Tensor | None:
