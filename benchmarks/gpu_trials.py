@@ -13,7 +13,7 @@ from weft.core.tiles import Tiles
 @dataclass(frozen=True, eq=False)
 class Trial:
     mechanism: str
-    module: str  # of weft.kernels, which holds the TILES
+    folder: str  # of weft; its kernel.py holds the TILES
     key: tuple[str, int, int]  # in TILES
     backward: bool  # whether it runs in the backward
     lengths: tuple[int, ...]
@@ -54,7 +54,7 @@ OF_A_WINDOW = (
 TRIALS = [
     Trial(
         "combiner-fixed",
-        "combiner_fixed",
+        "attention.combiner.fixed",
         ("summarise", 64, 2),
         False,
         LONG,
@@ -72,7 +72,7 @@ TRIALS = [
     ),
     Trial(
         "combiner-fixed",
-        "combiner_fixed",
+        "attention.combiner.fixed",
         ("summarise and keep", 64, 2),
         True,
         LONG,
@@ -89,7 +89,7 @@ TRIALS = [
     ),
     Trial(
         "combiner-fixed",
-        "combiner_fixed",
+        "attention.combiner.fixed",
         ("attend", 64, 2),
         False,
         LONG,
@@ -108,7 +108,7 @@ TRIALS = [
     ),
     Trial(
         "subsampled",
-        "subsampled",
+        "attention.subsampled",
         ("attend", 64, 2),
         False,
         (16384,),
@@ -126,7 +126,7 @@ TRIALS = [
     ),
     Trial(
         "subsampled",
-        "subsampled",
+        "attention.subsampled",
         ("query gradients", 64, 2),
         True,
         (16384,),
@@ -142,7 +142,7 @@ TRIALS = [
     ),
     Trial(
         "subsampled",
-        "subsampled",
+        "attention.subsampled",
         ("key gradients", 64, 2),
         True,
         (16384,),
@@ -151,7 +151,7 @@ TRIALS = [
     ),
     Trial(
         "subsampled",
-        "subsampled",
+        "attention.subsampled",
         ("key gradients of many", 64, 2),
         True,
         (65536,),
@@ -160,7 +160,7 @@ TRIALS = [
     ),
     Trial(
         "linear",
-        "linear_scan",
+        "kernels.linear_scan",
         ("states", 64, 2),
         True,
         (16384,),
@@ -168,7 +168,7 @@ TRIALS = [
     ),
     Trial(
         "linear",
-        "linear_scan",
+        "kernels.linear_scan",
         ("outputs", 64, 2),
         False,
         (16384,),
@@ -183,7 +183,7 @@ TRIALS = [
     ),
     Trial(
         "linear",
-        "linear_scan",
+        "kernels.linear_scan",
         ("query gradients", 64, 2),
         True,
         (16384,),
@@ -191,7 +191,7 @@ TRIALS = [
     ),
     Trial(
         "linear",
-        "linear_scan",
+        "kernels.linear_scan",
         ("key gradients", 64, 2),
         True,
         (16384,),
@@ -206,7 +206,7 @@ TRIALS = [
     ),
     Trial(
         "performer",
-        "random_features",
+        "attention.performer",
         ("features", 64, 2),
         False,
         LONG,
@@ -223,7 +223,7 @@ TRIALS = [
     ),
     Trial(
         "performer",
-        "random_features",
+        "attention.performer",
         ("feature gradients", 64, 2),
         True,
         LONG,
@@ -239,7 +239,7 @@ TRIALS = [
     ),
     Trial(
         "performer",
-        "linear_scan",
+        "kernels.linear_scan",
         ("wide states", 64, 2),
         True,
         (16384,),
@@ -253,7 +253,7 @@ TRIALS = [
     ),
     Trial(
         "performer",
-        "linear_scan",
+        "kernels.linear_scan",
         ("wide outputs", 64, 2),
         False,
         LONG,
@@ -270,7 +270,7 @@ TRIALS = [
     ),
     Trial(
         "performer",
-        "linear_scan",
+        "kernels.linear_scan",
         ("wide query gradients", 64, 2),
         True,
         LONG,
@@ -286,7 +286,7 @@ TRIALS = [
     ),
     Trial(
         "performer",
-        "linear_scan",
+        "kernels.linear_scan",
         ("wide key gradients", 64, 2),
         True,
         LONG,
@@ -302,7 +302,7 @@ TRIALS = [
     ),
     Trial(
         "performer",
-        "linear_scan",
+        "kernels.linear_scan",
         ("wide value gradients", 64, 2),
         True,
         LONG,
@@ -318,7 +318,7 @@ TRIALS = [
     ),
     Trial(
         "longformer",
-        "band",
+        "kernels.band",
         ("attend", 64, 2),
         False,
         (16384,),
@@ -326,7 +326,7 @@ TRIALS = [
     ),
     Trial(
         "longformer",
-        "band",
+        "kernels.band",
         ("query gradients", 64, 2),
         True,
         (16384,),
@@ -334,7 +334,7 @@ TRIALS = [
     ),
     Trial(
         "longformer",
-        "band",
+        "kernels.band",
         ("key gradients", 64, 2),
         True,
         (16384,),
@@ -342,7 +342,7 @@ TRIALS = [
     ),
     Trial(
         "sparse",
-        "band",
+        "kernels.band",
         ("attend", 64, 2),
         False,
         (16384,),
@@ -350,7 +350,7 @@ TRIALS = [
     ),
     Trial(
         "sparse",
-        "band",
+        "kernels.band",
         ("extra gradients", 64, 2),
         True,
         (16384,),
@@ -358,7 +358,7 @@ TRIALS = [
     ),
     Trial(
         "sparse",
-        "lines",
+        "kernels.lines",
         ("attend", 64, 2),
         False,
         LONG,
@@ -367,7 +367,7 @@ TRIALS = [
     ),
     Trial(
         "sparse",
-        "lines",
+        "kernels.lines",
         ("query gradients", 64, 2),
         True,
         LONG,
@@ -376,7 +376,7 @@ TRIALS = [
     ),
     Trial(
         "sparse",
-        "lines",
+        "kernels.lines",
         ("key gradients", 64, 2),
         True,
         LONG,
@@ -391,7 +391,7 @@ TRIALS = [
     ),
     Trial(
         "combiner-axial",
-        "combiner_axial",
+        "attention.combiner.axial",
         ("summarise", 64, 2),
         False,
         (16384,),
@@ -405,7 +405,7 @@ TRIALS = [
     ),
     Trial(
         "combiner-axial",
-        "combiner_axial",
+        "attention.combiner.axial",
         ("row query gradients", 64, 2),
         True,
         (16384,),
@@ -413,7 +413,7 @@ TRIALS = [
     ),
     Trial(
         "combiner-axial",
-        "combiner_axial",
+        "attention.combiner.axial",
         ("row key gradients", 64, 2),
         True,
         (16384,),
@@ -421,7 +421,7 @@ TRIALS = [
     ),
     Trial(
         "combiner-axial",
-        "lines",
+        "kernels.lines",
         ("attend", 64, 2),
         False,
         (16384,),
@@ -429,7 +429,7 @@ TRIALS = [
     ),
     Trial(
         "combiner-axial",
-        "lines",
+        "kernels.lines",
         ("key gradients", 64, 2),
         True,
         (16384,),

@@ -59,7 +59,7 @@ def tune(args: argparse.Namespace, part: tuple[int, int] | None = None) -> list[
     for number, (trial, L, tiles) in enumerate(runs(args)):
         if part and number % part[1] != part[0]:
             continue
-        table = importlib.import_module(f"weft.kernels.{trial.module}").TILES
+        table = importlib.import_module(f"weft.{trial.folder}.kernel").TILES
         usual = table[trial.key]
         table[trial.key] = tiles
         try:
