@@ -419,3 +419,13 @@ def test_signals_stop_a_real_process_within_seconds(tmp_path):
     assert process.wait(timeout=30) == 75
     steps = Checkpoints(tmp_path / "run" / "checkpoints").steps()
     assert steps and read(Checkpoints(tmp_path / "run" / "checkpoints").path(steps[-1]))
+
+
+def test_ctrl_c_while_importing_is_no_traceback():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "weft.cli", "list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    time.sleep(0.8)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert b"Traceback" not in said

@@ -33,6 +33,7 @@ def demo(
 
     from ..lab.checkpoint import Checkpoints
     from ..lab.report import Curve, chart, origin, page, read_run, smooth
+    from ..lab.say import say
 
     console = Console()
     began = time.perf_counter()
@@ -72,7 +73,7 @@ def demo(
     (out / "report.html").write_text(
         page("weft demo: deep, wide, and killed in between", verdict, rows, charts, footer)
     )
-    console.print(f"The page: {out / 'report.html'}   ({time.perf_counter() - began:.0f} s in all)")
+    say(f"The page: {out / 'report.html'}   ({time.perf_counter() - began:.0f} s in all)")
     if equal != len(whole):
         raise typer.Exit(1)
 

@@ -13,6 +13,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from .._interrupt import listen
 from .say import say
 
 # After sysexits.h where it has a fitting number.
@@ -41,6 +42,7 @@ class Commands(TyperGroup):
     """Commands whose errors are sentences."""
 
     def invoke(self, context: Any) -> Any:
+        listen()
         with sentences():
             return super().invoke(context)
 

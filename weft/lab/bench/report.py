@@ -15,6 +15,7 @@ import torch
 
 from ...tasks.files import atomic
 from ..run import commit
+from ..say import console
 from .timing import How
 
 
@@ -30,7 +31,6 @@ class Table:
         return "\n".join([*lines, *(_line(row) for row in self.rows)])
 
     def show(self) -> None:
-        from rich.console import Console
         from rich.table import Table as RichTable
 
         table = RichTable(title=self.title, title_justify="left")
@@ -38,7 +38,7 @@ class Table:
             table.add_column(heading, justify="right" if number else "left", no_wrap=not number)
         for row in self.rows:
             table.add_row(*row)
-        Console().print(table)
+        console().print(table)
 
 
 def _line(cells: Sequence[str]) -> str:

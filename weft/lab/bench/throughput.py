@@ -57,6 +57,10 @@ def batch_of(model: nn.Module, train: bool, how: How, batch: int) -> Call:
     run = how.place(model.train(train))
     images = torch.randn(batch, 3, 224, 224, device=how.device, dtype=how.dtype)
     if not train:
+        model.train()
+        with torch.no_grad():
+            run(images)  # a cache is written in training; an evaluation only reads it
+        model.eval()
 
         def evaluate() -> None:
             with torch.no_grad():
