@@ -39,6 +39,7 @@ class Call:
     layout: str = "BLHD"  # the order of the dimensions in memory
     dtype: torch.dtype = torch.float32
     ties: bool = False  # queries and keys in whole numbers: many are equal, as in half precision
+    slack: float = 1.0  # times the tolerance, where the plain version in the same dtype is as inexact
 
     def __str__(self) -> str:
         options = " ".join(f"{key}={value}" for key, value in self.options.items())

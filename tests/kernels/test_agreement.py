@@ -18,18 +18,25 @@ import weft
 
 pytest.importorskip("triton")
 
-NAMES = sorted(SMALL)
+NAMES = [name for name in weft.attentions() if weft.attention_info(name).kernel]
+
+
+def calls_of(name: str) -> tuple[Call, ...]:
+    """The calls listed for the mechanism, or a few of its default settings."""
+    default = tuple(Call(name, L, causal=causal, mask="random") for L in (33, 150) for causal in (False, True))
+    return (SMALL if DEVICE == "cpu" else REAL).get(name, default)
 
 
 def calls() -> list[Call]:
-    if DEVICE == "cpu":  # BHDL: rows that are not whole in memory
-        return [call for name in NAMES for call in (*SMALL[name], replace(SMALL[name][0], layout="BHDL"))]
+    if DEVICE == "cpu":  # BHDL: rows that are not contiguous
+        return [call for name in NAMES for call in (*calls_of(name), replace(calls_of(name)[0], layout="BHDL"))]
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    return [replace(call, dtype=dtype) for name in NAMES for call in REAL[name] for dtype in dtypes]
+    return [replace(call, dtype=dtype) for name in NAMES for call in calls_of(name) for dtype in dtypes]
 
 
 def check(call: Call) -> None:
-    wrong = {name: error for name, error in errors(call, DEVICE).items() if not error < TOLERANCE[call.dtype]}
+    tolerance = call.slack * TOLERANCE[call.dtype]
+    wrong = {name: error for name, error in errors(call, DEVICE).items() if not error < tolerance}
     assert not wrong
 
 
@@ -54,7 +61,7 @@ def test_the_scans_tiles_of_bfloat16_are_right_in_single_precision(call, monkeyp
 
 @pytest.mark.parametrize("name", NAMES)
 def test_queries_keys_and_values_may_be_one_tensor(name):
-    call = replace(SMALL[name][0], dtype=torch.float32)
+    call = replace(calls_of(name)[0], dtype=torch.float32)
     x, _, _, dout, mask = call.tensors(DEVICE)
     found = []
     for backend in ("torch", "triton"):
@@ -73,7 +80,7 @@ def test_what_an_operator_reads_of_a_mask_nothing_else_reads_when_compiled(name)
     them with another, once they are over 1,024 long: nothing fails, answers are wrong."""
     from torch._dynamo.backends.common import aot_autograd
 
-    call = replace(SMALL[name][0], mask="ends", B=2, dtype=torch.float32)
+    call = replace(calls_of(name)[0], mask="ends", B=2, dtype=torch.float32)
     attn, bias = call.make("triton", DEVICE), call.position_bias(DEVICE)
     q, k, v, _, mask = call.tensors(DEVICE)
     graphs = []
