@@ -10,17 +10,18 @@ from pathlib import Path
 import pytest
 
 import weft
-from weft.cli.attentions import markdown
+from weft.cli.attentions import COLUMNS, SHORT, markdown
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("experiments/*/README.md")])
 
 
-def test_the_readme_lists_every_mechanism_as_it_is():
-    readme = (ROOT / "README.md").read_text()
-    missing = [line for line in markdown().splitlines() if line not in readme]
-    assert not missing, "run `weft attentions --markdown` and put its rows into the README:\n" + "\n".join(missing)
-    named = re.findall(r"^\| `([a-z-]+)` \|", readme, re.M)
+@pytest.mark.parametrize(("page", "columns"), [("README.md", SHORT), ("docs/mechanisms.md", COLUMNS)])
+def test_the_tables_list_every_mechanism_as_it_is(page, columns):
+    text = (ROOT / page).read_text()
+    missing = [line for line in markdown(columns).splitlines() if line not in text]
+    assert not missing, f"{page} lacks these rows (`weft attentions --markdown`):\n" + "\n".join(missing)
+    named = re.findall(r"^\| `([a-z-]+)` \|", text, re.M)
     assert not [n for n in named if n not in weft.attentions()]
 
 

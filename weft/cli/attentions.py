@@ -1,4 +1,4 @@
-"""What the mechanisms can do, as a table: the command `weft attentions`, and the README's."""
+"""The table of mechanisms: the command `weft attentions`, docs/mechanisms.md, and a short form for the README."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import typer
 
 from ..core.registry import AttentionInfo, attention_info, attentions
 
+SHORT = ("name", "cost", "causal", "kernel")
 COLUMNS = ("name", "cost", "causal", "cross", "position bias", "learned", "steps", "kernel", "paper")
 
 
@@ -19,10 +20,12 @@ def row(info: AttentionInfo) -> tuple[str, ...]:
     return (info.name, info.cost, *able, info.paper)
 
 
-def markdown() -> str:
-    """The table in Markdown, as it stands in the README."""
-    lines = [" | ".join(COLUMNS), " | ".join("---" for _ in COLUMNS)]
-    lines += [" | ".join((f"`{cells[0]}`", *cells[1:])) for cells in (row(attention_info(n)) for n in attentions())]
+def markdown(columns: tuple[str, ...] = COLUMNS) -> str:
+    """The table in Markdown."""
+    lines = [" | ".join(columns), " | ".join("---" for _ in columns)]
+    for name in attentions():
+        cells = dict(zip(COLUMNS, row(attention_info(name)), strict=True)) | {"name": f"`{name}`"}
+        lines.append(" | ".join(cells[column] for column in columns))
     return "\n".join(f"| {line} |" for line in lines)
 
 
