@@ -168,8 +168,6 @@ def sweep_files(
     if dry_run:
         console().print(table(survey(work)))
         return
-    for sweep in sweeps:
-        keep_sweep(sweep, out)
     engine: Any
     if on == "local":
         engine = Local(jobs or 1)
@@ -184,6 +182,8 @@ def sweep_files(
         engine = SlurmEngine(jobs, place, gpus=gpus, cpus=cpus, minutes=minutes, partition=partition)
     else:
         raise ValueError(f"--on takes local, ray or slurm; got {on!r}")
+    for sweep in sweeps:
+        keep_sweep(sweep, out)
     view = View()
     try:
         states = run_jobs(work, engine, minutes=minutes, view=view)
