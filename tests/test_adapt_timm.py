@@ -128,7 +128,7 @@ def test_layers_can_be_pickled():
 
 
 def test_wrong_names_and_options_are_refused():
-    with pytest.raises(ValueError, match="there is no attention"):
+    with pytest.raises(ValueError, match="unknown attention"):
         weft.timm.layer("lokal")
     with pytest.raises(TypeError, match="no option"):
         vit(attn_layer=weft.timm.layer("local", blok_size=4))

@@ -100,7 +100,7 @@ def test_triton_that_cannot_run_says_why(monkeypatch):
     [
         (torch.ones(1, 2, 4, 8, dtype=torch.float64), torch.ones(1, 2, 4, 8, dtype=torch.float64), "float64"),
         (torch.ones(1, 2, 4, 160), torch.ones(1, 2, 4, 160), "up to 128"),
-        (torch.ones(1, 2, 4, 8), torch.ones(1, 2, 4, 4), "one shape"),
+        (torch.ones(1, 2, 4, 8), torch.ones(1, 2, 4, 4), "same shape"),
     ],
 )
 def test_tensors_no_kernel_takes(kernels_could_run, q, v, reason):

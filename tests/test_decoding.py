@@ -136,7 +136,7 @@ def test_tokens_that_do_not_fit_are_refused(case, first):
     with pytest.raises(TypeError, match="floating"):
         attn.step(q.long(), k.long(), v.long(), state)
     for mask in (torch.ones(1, dtype=torch.bool), torch.ones(3), [True] * 3):
-        with pytest.raises(ValueError, match="mask is boolean"):
+        with pytest.raises(ValueError, match="must be boolean"):
             attn.step(*token, state, mask)
     with pytest.raises(TypeError, match=r"start\(\)"):
         attn.step(*token, None)

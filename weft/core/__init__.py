@@ -1,1 +1,1 @@
-"""The contract of all mechanisms, the registry, and what mechanisms are built from."""
+"""The attention contract, the registry, and building blocks shared by the mechanisms."""

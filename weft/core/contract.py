@@ -1,15 +1,14 @@
-"""The contract every mechanism keeps.
+"""The contract that every attention mechanism follows.
 
     attn(q, k, v, mask=None, bias=None) -> out          q (B, H, Lq, D), k and v (B, H, Lk, D), out (B, H, Lq, D)
 
-`mask` is boolean (B, Lk), True where a real token stands. A masked token has no influence on a real one and
-gets no gradient; a query that is left without any legal key gives zeros. `bias` is a position bias: an object
-that is asked for its values, `bias(query_positions, key_positions)`, so that mechanisms that reorder or sample
-keys stay exact (see `weft/core/positions.py`).
+`mask` is a boolean tensor (B, Lk), True for real tokens. Masked tokens do not affect real tokens and get no
+gradient. A query with no allowed key returns zeros. `bias` is a callable `(query_positions, key_positions) -> logits`,
+so it stays exact in mechanisms that reorder or sample keys (see `weft/core/positions.py`).
 
-`forward` checks and cleans the arguments, then calls `attend`, the only method a mechanism must write, or the
-mechanism's kernel (`dispatch.py`). Every mechanism is linear in v, so the effective attention matrix is `attend`
-applied to the identity.
+`forward` checks and cleans the arguments, then calls the mechanism's kernel (`dispatch.py`) or `attend`, the only
+method a mechanism must implement. Every mechanism is linear in v, so applying it to the identity gives the effective
+attention matrix.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from .launch import autocast
 from .precision import without_autocast
 
 PositionBias = Callable[[Tensor, Tensor], Tensor]
-LARGEST = 1e6  # in padding: of larger numbers PyTorch's fused backward makes NaN, also where their gradient is 0
+LARGEST = 1e6  # limit for padding: PyTorch's fused backward turns larger numbers into NaN, even if their gradient is 0
 
 
 class Attention(nn.Module):
-    """Base of all mechanisms: checks the call, cleans what is masked, and leaves the mathematics to `attend`."""
+    """Base class of all mechanisms. It validates the call and zeroes masked tokens; `attend` computes the output."""
 
     name = "attention"  # set by the registry
     info: Any = None  # set by the registry: an AttentionInfo
-    options: dict[str, Any] | None = None  # set by the registry: its own options as it was made
-    fused: Kernel | None = None  # set by the registry: the kernel that `backend` chooses
-    reads_q = True  # False where the output does not depend on q: a layer can then leave out the projection
+    options: dict[str, Any] | None = None  # set by the registry: mechanism-specific options and their values
+    fused: Kernel | None = None  # set by the registry: the kernel, used according to `backend`
+    reads_q = True  # False if the output does not depend on q; layers can then skip the projection
     reads_k = True
-    long_sums = False  # True where sums over the sequence are taken in single precision, whatever the dtype
+    long_sums = False  # True if sums over the sequence are computed in float32 for every dtype
 
     def __init__(
         self,
@@ -68,7 +67,7 @@ class Attention(nn.Module):
         self.backend = check_backend(backend)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
-        """The plain version. The arguments are checked, and masked tokens are zero."""
+        """Plain PyTorch version. The arguments have been checked, and masked tokens are zero."""
         raise NotImplementedError
 
     def forward(
@@ -88,11 +87,11 @@ class Attention(nn.Module):
             return self.attend(q, k, v, mask, bias, **inputs)
 
     def clean(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Tensor]:
-        """In the dtype of the autocast region, with nothing in padded memory, NaN included, that could reach a sum.
+        """Cast q, k and v to the autocast dtype and zero the masked tokens, so that NaN in padding cannot spread.
 
-        In self-attention, and so in every causal form, the mask is also that of the queries. In a mechanism that takes
-        other keys than queries it may not be, even where there are as many: there a masked position's query keeps
-        its numbers, but for NaN and what is larger than LARGEST.
+        In self-attention, and so in every causal call, the mask also applies to the queries. In a mechanism that
+        supports cross-attention it may not, even if Lq = Lk. There, queries at masked positions keep their values,
+        except NaN and values larger than LARGEST, which become 0.
         """
         q, k, v = autocast(q, k, v)
         if mask is None:
@@ -107,37 +106,37 @@ class Attention(nn.Module):
     def weights(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
     ) -> Tensor:
-        """The effective (B, H, Lq, Lk) matrix with `weights @ v == attn(q, k, v)`. Quadratic: for small L."""
+        """Effective matrix (B, H, Lq, Lk) with `weights @ v == attn(q, k, v)`. Quadratic in L: use it for small L."""
         B, H, Lk, _ = k.shape
         identity = torch.eye(Lk, dtype=v.dtype, device=v.device).expand(B, H, Lk, Lk)
-        with plain(self), looking_on(self):  # no kernel takes values as wide as the sequence is long
+        with plain(self), looking_on(self):  # kernels don't support values of width Lk
             return self(q, k, identity, mask, bias)
 
-    # Step-by-step decoding. Mechanisms that can be decoded override `initial_state` and `attend_next`.
+    # Step-by-step decoding. Mechanisms that support it override `initial_state` and `attend_next`.
 
     def initial_state(self) -> Any:
-        """What `attend_next` is given at the first token."""
+        """State passed to `attend_next` for the first token."""
         raise NotImplementedError
 
     def attend_next(
         self, q: Tensor, k: Tensor, v: Tensor, state: Any, mask: Tensor | None, bias: PositionBias | None
     ) -> tuple[Tensor, Any]:
-        """One token's output and the next state. The arguments are checked, copied and cleaned of masked tokens."""
+        """Return one token's output and the next state. The arguments are checked copies; masked tokens are zero."""
         raise NotImplementedError
 
     def start(
         self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> DecodingState:
-        """The state before the first token, for `step`. Without `device` and `dtype` the first token's are taken."""
+        """Return the initial state for `step`. `device` and `dtype` default to those of the first token."""
         if type(self).attend_next is Attention.attend_next:
             from .registry import attention_info, attentions
 
             able = ", ".join(n for n in attentions() if attention_info(n).steps)
-            raise ValueError(f"{self.name} has no step-by-step form; these have one: {able}")
+            raise ValueError(f"{self.name} does not support step-by-step decoding; use one of: {able}")
         if not self.causal:
-            raise ValueError(f"{self.name} decodes step by step only when made with causal=True")
+            raise ValueError(f"{self.name} decodes step by step only with causal=True; this one has causal=False")
         if not isinstance(batch, int) or isinstance(batch, bool) or batch < 0:
-            raise ValueError(f"batch must be the number of rows, an integer of at least 0, got {batch!r}")
+            raise ValueError(f"batch must be the number of rows, an integer >= 0, got {batch!r}")
         place = None if device is None else torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
         return DecodingState((self.name, self.heads, self.head_dim), batch, place, dtype, 0, self.initial_state())
 
@@ -151,11 +150,11 @@ class Attention(nn.Module):
         bias: PositionBias | None = None,
         **inputs: Any,
     ) -> tuple[Tensor, DecodingState]:
-        """One token (B, H, 1, D) in, its output and the next state out; `mask` (B,) is False where a row has none."""
+        """Process one token (B, H, 1, D); return its output and the next state. `mask` (B,) is False for padding."""
         self.check_step(q, k, v, state, mask, bias)
         state = replace(state, device=q.device, dtype=q.dtype, position=state.position + 1)
         q, k, v = autocast(q, k, v)
-        # States keep keys, values and masks, and some keep queries. Copies, because callers reuse their buffers.
+        # States keep keys, values and masks, some also queries. Copy them, because callers may reuse their buffers.
         if mask is None:
             q, k, v = q.clone(), k.clone(), v.clone()
         else:
@@ -175,12 +174,12 @@ class Attention(nn.Module):
         bias: PositionBias | None,
     ) -> None:
         if not isinstance(state, DecodingState):
-            raise TypeError(f"state must come from start() or from the step before, got {type(state).__name__}")
+            raise TypeError(f"state must come from start() or from the previous step, got {type(state).__name__}")
         name, heads, head_dim = state.made_for
         if state.made_for != (self.name, self.heads, self.head_dim):
             raise ValueError(
                 f"the state was made for {name} with heads={heads}, head_dim={head_dim}, but this is {self.name} with "
-                f"heads={self.heads}, head_dim={self.head_dim}: decode with the state of its own start()"
+                f"heads={self.heads}, head_dim={self.head_dim}; call start() on this module to get its state"
             )
         shape = (state.batch, self.heads, 1, self.head_dim)
         for label, t in (("q", q), ("k", k), ("v", v)):
@@ -189,34 +188,34 @@ class Attention(nn.Module):
                 raise TypeError(f"{label} must be a floating point tensor (B, H, 1, D), got {kind}")
             if t.shape != shape:
                 raise ValueError(
-                    f"a step takes one token, (B, H, 1, D) = {shape} after start(batch={state.batch}); "
+                    f"step() takes one token of shape (B, H, 1, D) = {shape} after start(batch={state.batch}); "
                     f"got {label} of shape {tuple(t.shape)}"
                 )
         if not q.dtype == k.dtype == v.dtype:
             raise TypeError(f"q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
         if state.dtype not in (None, q.dtype) or state.device not in (None, q.device):
             raise TypeError(
-                f"the state holds {state.dtype} on {state.device}, but q is {q.dtype} on {q.device}: "
-                "keep to one dtype and device, or decode again from start()"
+                f"the state holds {state.dtype} on {state.device}, but q is {q.dtype} on {q.device}; "
+                "use the same dtype and device for all steps, or call start() again"
             )
         if self.max_length is not None and state.position >= self.max_length:
             raise ValueError(
-                f"step {state.position} is past max_length={self.max_length}; make {self.name} with a larger one"
+                f"step {state.position} is past max_length={self.max_length}; create {self.name} with a larger one"
             )
         if mask is not None and (
             not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (state.batch,)
         ):
             got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-            raise ValueError(f"a step's mask is boolean (B,) = ({state.batch},), got {got}")
+            raise ValueError(f"the mask of a step must be boolean of shape (B,) = ({state.batch},), got {got}")
         self.check_bias(bias, state.batch, state.position + 1, q.device)
         if self.dropout and self.training:
             raise ValueError(
-                f"{self.name} has dropout={self.dropout} and is in train() mode, but decoding has no dropout: "
-                "call eval() first"
+                f"{self.name} has dropout={self.dropout} and is in train() mode, but decoding does not support "
+                "dropout; call eval() first"
             )
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> None:
-        """Refuse what the mechanism cannot do, with a sentence that says what to do instead."""
+        """Raise an error for unsupported calls. The message names an alternative."""
         name = self.name
         for label, t in (("q", q), ("k", k), ("v", v)):
             if not isinstance(t, Tensor):
@@ -231,60 +230,67 @@ class Attention(nn.Module):
         Lk = k.shape[2]
         if H != self.heads or D != self.head_dim:
             raise ValueError(
-                f"{name} was made for heads={self.heads}, head_dim={self.head_dim}, but q, (B, H, L, D), "
-                f"is {tuple(q.shape)}"
+                f"{name} was made for heads={self.heads}, head_dim={self.head_dim}, but q has shape "
+                f"(B, H, L, D) = {tuple(q.shape)}"
             )
         if k.shape != (B, H, Lk, D):
             raise ValueError(
-                f"k {tuple(k.shape)} does not fit q {tuple(q.shape)}: batch, heads and head_dim must agree"
+                f"k {tuple(k.shape)} does not match q {tuple(q.shape)}: batch, heads and head_dim must be equal"
             )
         if v.shape[:3] != k.shape[:3]:
-            raise ValueError(f"v {tuple(v.shape)} does not fit k {tuple(k.shape)}: batch, heads and length must agree")
+            raise ValueError(
+                f"v {tuple(v.shape)} does not match k {tuple(k.shape)}: batch, heads and length must be equal"
+            )
         if not q.dtype == k.dtype == v.dtype:
             raise TypeError(f"q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
         if Lq < 1 or Lk < 1:
-            raise ValueError("q and k need at least one token")
+            raise ValueError(f"q and k need at least one token, got Lq={Lq}, Lk={Lk}")
         if Lq != Lk:
             if self.info is not None and not self.info.cross:
-                raise ValueError(f"{name} is self-attention only (Lq = Lk), got Lq={Lq}, Lk={Lk}; 'full' takes both")
+                raise ValueError(
+                    f"{name} supports only self-attention (Lq = Lk), got Lq={Lq}, Lk={Lk}; "
+                    "use 'full' for cross-attention"
+                )
             if self.causal:
                 raise ValueError(
-                    f"causal attention needs Lq = Lk, got {Lq} and {Lk}; to decode with a cache use attn.step"
+                    f"causal attention needs Lq = Lk, got {Lq} and {Lk}; to decode with a cache, use attn.step"
                 )
         if self.max_length is not None and max(Lq, Lk) > self.max_length:
             raise ValueError(
-                f"length {max(Lq, Lk)} is over max_length={self.max_length}; make {name} with a larger one"
+                f"length {max(Lq, Lk)} is over max_length={self.max_length}; create {name} with a larger one"
             )
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
                 kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-                raise TypeError(f"mask must be boolean, True where a real token stands, got {kind}; use mask.bool()")
+                raise TypeError(f"mask must be boolean, True for real tokens, got {kind}; use mask.bool()")
             if mask.shape != (B, Lk):
                 raise ValueError(
-                    f"mask must be (B, Lk) = ({B}, {Lk}), got {tuple(mask.shape)}; causality is causal=True, not a mask"
+                    f"mask must be (B, Lk) = ({B}, {Lk}), got {tuple(mask.shape)}; for a causal mask, use causal=True"
                 )
         self.check_bias(bias, B, max(Lq, Lk), q.device)
 
     def check_bias(self, bias: PositionBias | None, batch: int, length: int, device: torch.device) -> None:
-        """A bias has one value per head, unless it says `shared_heads = True`; it may limit the length."""
+        """Check that the bias has one value per head (or `shared_heads = True`) and covers the sequence length."""
         if bias is None:
             return
         if isinstance(bias, Tensor) or not callable(bias):
             raise TypeError(
                 "bias must be a callable bias(query_positions, key_positions), such as weft.ALiBi(heads), "
-                f"not a {type(bias).__name__}"
+                f"got {type(bias).__name__}"
             )
         if self.info is not None and not self.info.bias:
-            raise ValueError(f"{self.name} has no logits at single positions to add a position bias to; 'full' has")
+            raise ValueError(
+                f"{self.name} does not support a position bias: it has no logits at single positions; use 'full'"
+            )
         limit = getattr(bias, "max_length", None)
         if isinstance(limit, int) and length > limit:
             raise ValueError(
-                f"the position bias covers {limit} positions, but the sequence has {length}: make a larger one"
+                f"the position bias covers {limit} positions, but the sequence has {length}; create a larger bias"
             )
         if getattr(bias, "shared_heads", False):
             return
         heads = getattr(bias, "heads", None)
-        if not isinstance(heads, int):  # a callable that does not tell its heads is tried at one pair
+        if not isinstance(heads, int):  # a callable without `heads`: call it on one pair
             with torch.no_grad():
                 first = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
                 values = bias(first, first)
@@ -298,14 +304,14 @@ class Attention(nn.Module):
             heads = values.shape[1]
         if heads != self.heads:
             raise ValueError(
-                f"the position bias has {heads} heads, but {self.name} has {self.heads}: make it with "
+                f"the position bias has {heads} heads, but {self.name} has {self.heads}; create it with "
                 f"heads={self.heads}, or set shared_heads = True on a bias that returns one value for all heads"
             )
 
 
 @dataclass(frozen=True)
 class DecodingState:
-    """What `step` carries along: the mechanism's own state, and what the next token must agree with."""
+    """State of `step`: the mechanism's own state, and the properties that the next token must match."""
 
     made_for: tuple[str, int, int]  # name, heads, head_dim
     batch: int
@@ -317,7 +323,7 @@ class DecodingState:
 
 @contextmanager
 def looking_on(attn: nn.Module) -> Iterator[None]:
-    """Within this block no part of `attn` learns from what it is fed, in training either."""
+    """Within this block, `attn` does not update its state from the inputs, even in training mode."""
     with ExitStack() as stack:
         for module in attn.modules():
             looking: Any = getattr(module, "looking", None)
@@ -327,16 +333,16 @@ def looking_on(attn: nn.Module) -> Iterator[None]:
 
 
 def hide(x: Tensor, mask: Tensor | None) -> Tensor:
-    """x (B, H, L, X) with zeros at masked tokens. `masked_fill` takes half as long again, and gives up x's layout."""
+    """x (B, H, L, X) with masked tokens set to 0. `masked_fill` takes 1.5x as long and loses the layout of x."""
     return x if mask is None else torch.where(mask[:, None, :, None], x, 0)
 
 
 def quiet_padding(x: Tensor, mask: Tensor | None) -> Tensor:
-    """x (B, L, dim) with 0 for NaN, infinity and numbers over LARGEST at masked tokens, which would reach the gradients
-    of a layer's weights.
+    """Set NaN, infinity and values over LARGEST to 0 at the masked tokens of x (B, L, dim).
 
-    Other numbers stay, so that a layer's output at padding is that of torch's own layers.
+    Such values would reach the gradients of the layer's weights. Other values stay, so that the output at padding
+    equals that of PyTorch's own layers.
     """
-    if mask is None or mask.shape != x.shape[:2]:  # the mechanism will say what is wrong with it
+    if mask is None or mask.shape != x.shape[:2]:  # the mechanism reports a wrong shape
         return x
     return torch.where(mask[..., None] | (x.abs() < LARGEST), x, 0)

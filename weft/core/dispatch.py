@@ -1,8 +1,8 @@
-"""Which backend runs a mechanism: `backend="auto" | "torch" | "triton"`.
+"""Backend selection: `backend="auto" | "torch" | "triton"`.
 
-"torch" runs the plain version, `attend`. "triton" runs the fused kernel, or raises a ValueError that says why it
-cannot. "auto" runs the kernel where it was tested and is faster, and the plain version everywhere else. Decoding
-always runs the plain version.
+"torch" runs the plain version, `attend`. "triton" runs the fused kernel, or raises a ValueError with the reason.
+"auto" runs the kernel where it has been tested and is faster, and the plain version otherwise. Decoding always runs
+the plain version.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 BACKENDS = ("auto", "torch", "triton")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST_HEAD = 128
-TESTED = (9, 0)  # the compute capability the kernels were tested and tuned on
+TESTED = (9, 0)  # compute capability on which the kernels were tested and tuned
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: kernels run on the CPU, for tests
@@ -28,14 +28,14 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch:
 
 @dataclass(frozen=True)
 class Kernel:
-    """The fused version of a mechanism. It must equal `attend`, outputs and gradients."""
+    """The fused version of a mechanism. Its outputs and gradients must equal those of `attend`."""
 
     run: Callable[..., Tensor]  # run(attn, q, k, v, mask, bias)
     lacks: Callable[..., str] = lambda attn, *qkv: ""  # lacks(attn) or lacks(attn, q, k, v): a reason, or ""
-    least_length: int = 256  # "auto" uses the kernel from this length; the shortest measured: docs/kernels.md
-    bias: Callable[[Any], bool] = lambda bias: False  # whether it takes this position bias
-    dropout: bool = False  # whether it has dropout
-    applies: Callable[[Any], bool] = lambda attn: True  # False: this call has no fused version, use `attend`
+    least_length: int = 256  # "auto" uses the kernel from this length on; the shortest measured: docs/kernels.md
+    bias: Callable[[Any], bool] = lambda bias: False  # whether it supports this position bias
+    dropout: bool = False  # whether it supports dropout
+    applies: Callable[[Any], bool] = lambda attn: True  # False: no fused version for these options, use `attend`
 
 
 def check_backend(backend: str) -> str:
@@ -49,7 +49,7 @@ def refuse_triton(name: str, reason: str) -> ValueError:
 
 
 def use_kernel(attn: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any) -> bool:
-    """Whether the mechanism's kernel runs this call."""
+    """Return whether the mechanism's kernel runs this call."""
     kernel: Kernel | None = attn.fused
     if kernel is None or attn.backend == "torch" or not kernel.applies(attn):
         return False
@@ -59,26 +59,26 @@ def use_kernel(attn: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any) -> bool:
         return False
     reason = kernel.lacks(attn, q, k, v) or _cannot(q, v)
     if bias is not None and not kernel.bias(bias):
-        reason = f"the kernel does not take a position bias of type {type(bias).__name__}"
+        reason = f"the kernel does not support a position bias of type {type(bias).__name__}"
     if attn.dropout and attn.training and not kernel.dropout:
-        reason = "the kernel has no dropout"
+        reason = "the kernel does not support dropout"
     if attn.backend == "triton" and reason:
         raise refuse_triton(attn.name, reason)
     return not reason and (attn.backend == "triton" or _capability(q.device.index or 0) == TESTED)
 
 
 def _cannot(q: Tensor, v: Tensor) -> str:
-    """Why no kernel can run on these tensors; "" if one can."""
+    """Return why no kernel can run on these tensors, or "" if one can."""
     if not _INSTALLED:
         return "Triton is not installed"
     if not q.is_cuda and not _INTERPRETED:
-        return f"the kernels run on CUDA, and q is on {q.device.type}"
+        return f"the kernels run on CUDA, but q is on {q.device.type}"
     if q.dtype not in DTYPES:
-        return f"the kernels take float32, float16 or bfloat16, not {q.dtype}"
+        return f"the kernels support float32, float16 and bfloat16, got {q.dtype}"
     if q.shape[3] > LARGEST_HEAD:
-        return f"the kernels take heads up to {LARGEST_HEAD} wide, not {q.shape[3]}"
+        return f"the kernels support head_dim up to {LARGEST_HEAD}, got {q.shape[3]}"
     if v.shape != q.shape:
-        return f"the kernels take q and v of one shape, not {tuple(q.shape)} and {tuple(v.shape)}"
+        return f"the kernels need q and v of the same shape, got {tuple(q.shape)} and {tuple(v.shape)}"
     return ""
 
 
@@ -86,13 +86,13 @@ def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
-# What torch.compiler.assume_constant_result does, without importing the compiler, which takes seconds.
+# Same as torch.compiler.assume_constant_result, without importing the compiler, which takes seconds.
 _capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
 def plain(attn: Any) -> Iterator[None]:
-    """Within this block `attn` runs its plain version."""
+    """Within this block, `attn` runs its plain version."""
     before, attn.backend = attn.backend, "torch"
     try:
         yield

@@ -1,13 +1,12 @@
-"""One softmax over keys that lie in different arrangements of the sequence.
+"""One softmax over keys from several layouts of the sequence.
 
-A query on a grid may see the keys of its row, which its row shares, and those of its column, which its column shares.
-Each is a batched matrix product in its own arrangement; the logits meet in the order of the tokens, under one
-normaliser:
+On a grid, a query may attend to its row and to its column. Each is a batched matrix product in its own layout. The
+logits are then put back in token order and share one normaliser:
 
     out_i = Σ_parts Σ_{j ∈ part(i)} exp(q_i · k_j / √D) v_j / Z_i
     Z_i   = Σ_parts Σ_{j ∈ part(i)} exp(q_i · k_j / √D)
 
-With a single arrangement this is PyTorch's fused attention.
+With a single layout this is PyTorch's fused attention.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .softmax import softmax_attention
 
 
 class Layout(Protocol):
-    """How queries are put into G groups of Q that share their keys."""
+    """Arranges queries in G groups of Q queries that share their keys."""
 
     def arrange(self, x: Tensor) -> Tensor:
         """(B, H, L, X) -> (B, H, G, Q, X)"""
@@ -37,7 +36,7 @@ class Layout(Protocol):
 
 @dataclass
 class Rows:
-    """Blocks of `size` tokens in a row."""
+    """Blocks of `size` consecutive tokens."""
 
     size: int
 
@@ -50,7 +49,7 @@ class Rows:
 
 @dataclass
 class Columns:
-    """The columns of the grid whose rows have `size` tokens."""
+    """Columns of the grid whose rows have `size` tokens."""
 
     size: int
 
@@ -78,7 +77,7 @@ class BackwardRows:
 class Part:
     """Keys and values (B, H, G, K, D) for the groups of a layout; `allowed` and `bias` broadcast to (B, H, G, Q, K).
 
-    Groups before the `first` see nothing of the part, and are left out of all its tensors.
+    Groups before `first` attend to no key of this part; its tensors do not contain them.
     """
 
     layout: Layout
@@ -89,11 +88,11 @@ class Part:
     first: int = 0
 
     def arrange(self, x: Tensor) -> Tensor:
-        """(B, H, L, X) -> (B, H, G, Q, X), the groups that see something."""
+        """(B, H, L, X) -> (B, H, G, Q, X), without the groups before `first`."""
         return self.layout.arrange(x)[:, :, self.first :]
 
     def whole(self, x: Tensor, unseen: float = 0.0) -> Tensor:
-        """(B, H, G, Q, X) with the groups that see nothing, which are `unseen`."""
+        """Add the groups before `first` to x (B, H, G, Q, X), filled with `unseen`."""
         return F.pad(x, (0, 0, 0, 0, self.first, 0), value=unseen) if self.first else x
 
     def restore(self, x: Tensor, length: int, unseen: float = 0.0) -> Tensor:
@@ -102,7 +101,7 @@ class Part:
 
 
 def join_allowed(*pairs: tuple[Tensor | None, int], device: torch.device) -> Tensor | None:
-    """Side by side on the last axis, where None stands for "all": `pairs` are (allowed, number of keys)."""
+    """Concatenate on the last axis; None means "all keys". `pairs` are (allowed, number of keys)."""
     if all(allowed is None for allowed, _ in pairs):
         return None
     given = [torch.ones(1, 1, 1, 1, K, dtype=torch.bool, device=device) if a is None else a for a, K in pairs]
@@ -111,9 +110,9 @@ def join_allowed(*pairs: tuple[Tensor | None, int], device: torch.device) -> Ten
 
 
 def joint_attention(q: Tensor, parts: list[Part], *, dropout: float = 0.0, may_be_empty: bool = True) -> Tensor:
-    """q (B, H, L, D) over all parts under one softmax; zeros for a query that has no key in any of them.
+    """Attention of q (B, H, L, D) over all parts with one softmax; zeros for queries without any key.
 
-    `may_be_empty=False` promises that every query has a key, and saves looking.
+    `may_be_empty=False` asserts that every query has a key, which skips the check.
     """
     if all(part.layout is parts[0].layout for part in parts):
         together = side_by_side(parts)
@@ -132,13 +131,13 @@ def joint_attention(q: Tensor, parts: list[Part], *, dropout: float = 0.0, may_b
 
 
 def mean_attention(q: Tensor, mixture: list[list[Part]], *, dropout: float = 0.0, may_be_empty: bool = True) -> Tensor:
-    """The mean over the lists of parts of each list's joint attention. What lists share is computed once."""
+    """Mean of the joint attention over each list of parts. Parts that lists share are computed once."""
     L = q.shape[2]
     parts = list({id(part): part for parts in mixture for part in parts}.values())
     place = {id(part): index for index, part in enumerate(parts)}
     lists = [[place[id(part)] for part in parts] for parts in mixture]
     biased = any(part.bias is not None for part in parts)  # a bias may forbid every key
-    dtype = torch.promote_types(q.dtype, torch.float32)  # half precision is added up and normalised in float32
+    dtype = torch.promote_types(q.dtype, torch.float32)  # half precision is summed and normalised in float32
     scaled = q.to(dtype) * q.shape[-1] ** -0.5
     arranged = {id(part.layout): part.layout.arrange(scaled).contiguous() for part in parts}
     logits = []
@@ -146,7 +145,7 @@ def mean_attention(q: Tensor, mixture: list[list[Part]], *, dropout: float = 0.0
         s = arranged[id(part.layout)][:, :, part.first :] @ part.k.to(dtype).transpose(-1, -2)
         if part.bias is not None:
             s = s + part.bias.to(dtype)
-            if part.allowed is not None:  # a bias may be NaN where it is not to be read
+            if part.allowed is not None:  # a bias may be NaN outside `allowed`
                 s = s.masked_fill(~part.allowed, float("-inf"))
         elif part.allowed is not None:
             s += minus_infinity_outside(part.allowed, dtype)
@@ -156,7 +155,7 @@ def mean_attention(q: Tensor, mixture: list[list[Part]], *, dropout: float = 0.0
         joint = torch.cat([logits[i] for i in members], -1)
         alive = None
         if may_be_empty or biased:
-            # A query without keys looks at all of them and is zeroed: no NaN forward, no gradient backward.
+            # A query without keys attends to all keys and is zeroed: no NaN forward, no gradient backward.
             alive = joint.detach().amax(-1, keepdim=True) != float("-inf")
             joint = joint.masked_fill(~alive, 0)
         p = F.dropout(joint.softmax(-1), dropout)
@@ -174,7 +173,7 @@ def part_output(part: Part, p: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def side_by_side(parts: list[Part]) -> Part:
-    """Parts of one layout as one."""
+    """Merge parts that share a layout into one."""
     if len(parts) == 1:
         return parts[0]
     assert all(part.bias is None and part.first == 0 for part in parts)
@@ -184,17 +183,17 @@ def side_by_side(parts: list[Part]) -> Part:
 
 
 def minus_infinity_outside(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where allowed, -inf elsewhere: added to logits it masks them, and costs the backward nothing."""
+    """0 where allowed, -inf elsewhere. Adding it masks the logits at no cost in the backward pass."""
     return torch.zeros((), dtype=dtype, device=allowed.device).where(allowed, float("-inf"))
 
 
 def token_positions(layout: Layout, length: int, device: torch.device) -> Tensor:
-    """The position of every query of a layout, (1, 1, G, Q)."""
+    """Position of every query of a layout, (1, 1, G, Q)."""
     return layout.arrange(torch.arange(length, device=device).view(1, 1, -1, 1))[..., 0]
 
 
 def valid_in(layout: Layout, mask: Tensor | None, length: int, size: int, device: torch.device) -> Tensor | None:
-    """Which tokens of a layout are real, (B or 1, 1, G, Q); None where all are."""
+    """Boolean (B or 1, 1, G, Q), True for real tokens of a layout; None if all are real."""
     if mask is None:
         if length % size == 0:
             return None

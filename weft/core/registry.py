@@ -1,4 +1,4 @@
-"""The registry: what mechanisms there are, what each can do, and how one is made."""
+"""Registry of attention mechanisms: list them, query what they support, create them."""
 
 from __future__ import annotations
 
@@ -18,25 +18,23 @@ _CONTRACT_OPTIONS = ("heads", "head_dim", "causal", "max_length", "dropout", "ba
 
 @dataclass(frozen=True)
 class AttentionInfo:
-    """What a mechanism can do."""
+    """What a mechanism supports."""
 
     name: str
-    paper: str  # where it comes from
+    paper: str
     cost: str  # time and memory in the length L, such as "L*sqrt(L)"
-    causal: bool  # can be made with causal=True
-    bidirectional: bool  # can be made with causal=False
-    cross: bool  # takes Lq != Lk
-    bias: bool  # takes a position bias
-    learned: bool  # has parameters of its own
-    needs_max_length: bool  # its parameters fix the longest sequence
-    steps: bool  # can decode step by step (start, step)
-    options: dict[str, Any]  # its own options and their defaults
+    causal: bool  # supports causal=True
+    bidirectional: bool  # supports causal=False
+    cross: bool  # supports Lq != Lk
+    bias: bool  # supports a position bias
+    learned: bool  # has learned parameters
+    needs_max_length: bool  # has parameters per position
+    steps: bool  # supports step-by-step decoding (start, step)
+    options: dict[str, Any]  # mechanism-specific options and their defaults
     naive: Callable[..., Tensor]  # the dense specification, `naive(attn, q, k, v, mask=None, bias=None)`
     length_dependent: str = ""  # how the pattern depends on the total length, padding included; "" if it does not
-    not_causal: str = ""  # why it refuses causal=True, and what to use instead
-    dropout: str = (
-        "probabilities"  # what dropout acts on: attention "probabilities", or whole "keys" where there are none
-    )
+    not_causal: str = ""  # why causal=True is not supported, and what to use instead
+    dropout: str = "probabilities"  # what dropout acts on: attention "probabilities", or whole "keys" if there are none
     kernel: Kernel | None = None  # the fused version for GPUs
 
     @property
@@ -70,12 +68,12 @@ def register(
     dropout: str = "probabilities",
     kernel: Kernel | None = None,
 ) -> None:
-    """Add a mechanism. The tests that sweep the registry then check it: `attend` equals `naive`, `kernel` equals
-    `attend`, and every promise of the contract."""
+    """Add a mechanism. The tests sweep the registry and check that `attend` equals `naive`, that `kernel` equals
+    `attend`, and that the mechanism follows the contract."""
     if name in _classes:
         raise ValueError(f"an attention named {name!r} is already registered")
     if not causal and not not_causal:
-        raise ValueError(f"{name} is not causal: not_causal must say why and name one that is")
+        raise ValueError(f"{name} is not causal: set not_causal to the reason and the name of a causal mechanism")
     signature = inspect.signature(cls.__init__)
     options = {p.name: p.default for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
     _classes[name] = cls
@@ -101,14 +99,14 @@ def register(
 
 
 def attentions() -> list[str]:
-    """The registered names."""
+    """Return the names of all registered mechanisms."""
     return sorted(_classes)
 
 
 def attention_info(name: str) -> AttentionInfo:
-    """What the mechanism of this name can do."""
+    """Return what the mechanism `name` supports."""
     if name not in _infos:
-        raise ValueError(f"there is no attention {name!r}; {_nearest(name, _infos)}")
+        raise ValueError(f"unknown attention {name!r}; {_nearest(name, _infos)}")
     return _infos[name]
 
 
@@ -123,21 +121,21 @@ def make_attention(
     backend: str = "auto",
     **options: Any,
 ) -> Attention:
-    """The mechanism of this name, ready to be called as `attn(q, k, v, mask=None, bias=None)`.
+    """Create the mechanism `name`. Call it as `attn(q, k, v, mask=None, bias=None)`.
 
     `backend` is "torch" for the plain version, "triton" for the fused kernel, or "auto" for the faster one.
     """
     info = attention_info(name)
     for option in options:
         if option not in info.options:
-            known = ", ".join(info.options) or "none of its own"
+            known = ", ".join(info.options) or "none"
             raise TypeError(f"{name} has no option {option!r}; its options: {known}")
     if causal and not info.causal:
         raise ValueError(f"{name} cannot be causal: {info.not_causal}")
     if not causal and not info.bidirectional:
-        raise ValueError(f"{name} is causal only: make it with causal=True")
+        raise ValueError(f"{name} supports only causal attention; use causal=True")
     if info.needs_max_length and max_length is None:
-        raise ValueError(f"{name} has parameters per position: give it max_length, the longest sequence it will see")
+        raise ValueError(f"{name} has parameters per position; set max_length to the longest sequence length")
     contract: dict[str, Any] = {"causal": causal, "max_length": max_length, "dropout": dropout, "backend": backend}
     attn = _classes[name](heads=heads, head_dim=head_dim, **contract, **options)
     attn.name, attn.info, attn.options = name, info, {**info.options, **options}
@@ -152,4 +150,4 @@ def _nearest(name: str, known: Any) -> str:
     close = difflib.get_close_matches(str(name), list(known), n=3, cutoff=0.4)
     if close:
         return "did you mean " + " or ".join(repr(c) for c in close) + "?"
-    return "weft.attentions() lists them all"
+    return "weft.attentions() lists all names"
