@@ -1,6 +1,6 @@
-"""What the CPU makes and a GPU needs: copied without waiting.
+"""Tensors made on the CPU for a GPU: `send` copies them without a wait, `operator` lets compiled graphs make them.
 
-A copy from ordinary memory stops the CPU until the GPU has come to it, and a CUDA graph refuses it. One from
+A copy from ordinary memory blocks the CPU until the GPU reaches it, and a CUDA graph refuses it. A copy from
 page-locked memory does neither.
 """
 
@@ -20,8 +20,8 @@ _captured: list[Tensor] = []
 
 
 def operator(name: str, schema: str, fake: Callable[..., Tensor]) -> Callable[[Function], Function]:
-    """Makes a function of a tensor, and of arguments by position, one that a compiled graph can call without looking
-    into it. Outside of a graph it is called as it is: calling an operator can take longer than what it does."""
+    """Decorate a function of a tensor and positional arguments: compiled graphs call it as an opaque operator, eager
+    code calls it directly, because calling an operator can take longer than the function itself."""
 
     def decorate(function: Function) -> Function:
         traceable = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
