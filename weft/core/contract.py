@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from .dispatch import Kernel, check_backend, plain, use_kernel
-from .launch import autocast
-from .precision import without_autocast
+from .precision import autocast, without_autocast
 
 PositionBias = Callable[[Tensor, Tensor], Tensor]
 LARGEST = 1e6  # limit for padding: PyTorch's fused backward turns larger numbers into NaN, even if their gradient is 0
