@@ -24,7 +24,7 @@ test: env
 # The oldest versions that pyproject.toml allows, with the tests that depend on them most. timm is left out: its
 # torchvision does not exist for every build of torch.
 OLDEST := .venv-oldest
-OLDEST_TESTS := tests/test_promises.py tests/test_refusals.py tests/test_layers.py tests/test_adapt_huggingface.py tests/test_lab.py
+OLDEST_TESTS := $(addprefix tests/test_,promises.py refusals.py layers.py backends.py adapt_huggingface.py adapt_guard.py lab.py)
 
 $(OLDEST)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(OLDEST)
