@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 
 import pytest
 import torch
@@ -194,6 +195,12 @@ def test_results_do_not_depend_on_batch_mates(case):
     for b in range(3):
         alone = attn(q[b : b + 1], k[b : b + 1], v[b : b + 1], mask[b : b + 1])
         torch.testing.assert_close(alone[0], together[b], **EXACT)
+
+
+@sweep(first_setting=True)
+def test_can_be_pickled(case):
+    attn, tensors = case.make(), qkv(9)
+    assert torch.equal(pickle.loads(pickle.dumps(attn))(*tensors), attn(*tensors))
 
 
 @sweep(first_setting=True)

@@ -45,6 +45,10 @@ class AttentionInfo:
     def subquadratic(self) -> bool:
         return self.cost != "L^2"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By name: layers hold their info, and kernels are described with functions that cannot be pickled.
+        return attention_info, (self.name,)
+
 
 _classes: dict[str, type[Attention]] = {}
 _infos: dict[str, AttentionInfo] = {}
