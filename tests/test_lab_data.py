@@ -1,12 +1,16 @@
 """Data that cannot be used is refused with its name, what was expected and a way out, and never half used."""
 
+import gzip
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import zipfile
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +23,9 @@ from PIL import Image
 
 from weft.cli import app
 from weft.lab import make_config
+from weft.lab.kept import describe, fingerprint
 from weft.tasks import DataMissing, files, get_task
+from weft.tasks.registry import task_of
 
 
 def weft(*args):
@@ -41,6 +47,112 @@ def png(side: int) -> bytes:
     content = io.BytesIO()
     Image.new("RGB", (side, side)).save(content, "png")
     return content.getvalue()
+
+
+def corpus(folder, first):
+    """Its training text begins with other words each time; the other parts stay as they are."""
+    folder.mkdir(parents=True)
+    (folder / "train.txt").write_text(f"{first} " * (270 // len(first)) + "\n" + "one two three four\n" * 40)
+    for part in ("valid", "test"):
+        (folder / f"{part}.txt").write_text("four three two one five\n" * 40)
+
+
+def translations(folder, first):
+    (folder / "iwslt14.de-en").mkdir(parents=True)
+    for side in ("de", "en"):
+        (folder / "iwslt14.de-en" / f"train.{side}").write_text(f"{first} {first}ly\n" * 40 + "eins zwei drei\n" * 9)
+        for part in ("valid", "test"):
+            (folder / "iwslt14.de-en" / f"{part}.{side}").write_text("drei zwei eins\n" * 9)
+
+
+def molecules(folder, first):
+    rows = [f"{'C' * (1 + i % 3)}O,{i}" for i in range(40)] + [f"C,{len(first)}", f"{'C' * len(first)},4"]
+    (folder / "pcqm4m-v2" / "raw").mkdir(parents=True)
+    with gzip.open(folder / "pcqm4m-v2" / "raw" / "data.csv.gz", "wt") as file:
+        file.write("\n".join(["smiles,homolumogap", *rows]) + "\n")
+
+
+def sentiments(folder, first):
+    folder.mkdir(parents=True)
+    train, test = [f"{first} {i}" for i in range(20)], [f"bee {i}" for i in range(20)]
+    parquet(folder / "imdb.parquet", text=train + test, label=[0, 1] * 20, split=["train"] * 20 + ["test"] * 20)
+
+
+def pictures(folder, first):
+    for part, names in (("train", (first, "m", "n")), ("val", ("m", "n"))):
+        for name in names:
+            (folder / "pets" / part / name).mkdir(parents=True)
+            (folder / "pets" / part / name / "0.png").write_bytes(png(8))
+
+
+PLUGINS = Path(__file__).parent.parent / "experiments"
+
+
+@pytest.mark.parametrize(
+    "task, make, settings",
+    [
+        ("imdb-token", sentiments, {}),
+        ("wiki40b", corpus, {"max_length": 8}),
+        ("c4-masked", corpus, {"max_length": 8}),
+        (f"{PLUGINS}/subsampled/wikitext103.py:wikitext103", corpus, {"max_length": 8}),
+        (f"{PLUGINS}/cached/table5.py:transformer-xl-baseline", corpus, {"max_length": 8, "batch_size": 2}),
+        (f"{PLUGINS}/cached/table4.py:iwslt14-de-en", translations, {}),
+        (f"{PLUGINS}/subsampled/molecules.py:pcqm4mv2", molecules, {}),
+    ],
+)  # fmt: skip
+def test_a_run_reads_other_data_with_its_own_words(tmp_path, monkeypatch, task, make, settings):
+    """Other training data, the same tests: to the run, the tests stay what they were."""
+    pytest.importorskip("tokenizers")
+    for name in ("sacrebleu", "sacrebleu.metrics"):  # nothing is scored here
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(BLEU=object))
+    make(tmp_path / "own", "bee")
+    make(tmp_path / "other", "aardvark")
+    config = make_config(task, data=str(tmp_path / "own"), **settings)
+    own = task_of(config).load(config)
+    kept = describe(own)
+    config.data = str(tmp_path / "other")
+    again = task_of(config).load_again(config, kept.known)
+    meaning = [{k: v for k, v in describe(data).record.items() if k not in ("rows", "sha256")} for data in (own, again)]
+    assert meaning[0] == meaning[1] and fingerprint(own.train) != fingerprint(again.train)
+    if make is not molecules:
+        assert kept.vocabulary is not None or kept.tokenizer is not None
+        assert fingerprint(own.test) == fingerprint(again.test)
+        assert fingerprint(task_of(config).load(config).test) != fingerprint(own.test)  # with its own words
+
+
+def test_pictures_keep_the_numbers_of_their_classes(tmp_path):
+    pictures(tmp_path / "own", "z")
+    config = make_config("pets", data=str(tmp_path / "own"), image_size=8)
+    own = get_task("pets").load(config)
+    assert own.classes == ["m", "n", "z"] and describe(own).record["classes"] == own.classes
+    pictures(tmp_path / "other", "a")
+    config.data = str(tmp_path / "other")
+    with pytest.raises(DataMissing, match="classes that the model does not learn: a"):
+        get_task("pets").load_again(config, describe(own).known)
+    shutil.rmtree(tmp_path / "other" / "pets" / "train" / "a")
+    (tmp_path / "other" / "pets-train-8.npy").touch()
+    again = get_task("pets").load_again(config, describe(own).known)
+    assert fingerprint(again.test) == fingerprint(own.test)
+    (tmp_path / "own" / "pets" / "val" / "m" / "1.png").write_bytes(b"no picture")
+    config.data = str(tmp_path / "own")
+    with pytest.raises(DataMissing, match="m/1.png cannot be used"):
+        get_task("pets").load(config)
+
+
+def test_a_changed_corpus_is_encoded_again(tmp_path):
+    corpus(tmp_path / "own", "bee")
+    config = make_config("wiki40b", data=str(tmp_path / "own"), max_length=8)
+
+    def digest():
+        return describe(get_task("wiki40b").load(config)).digest
+
+    first = digest()
+    (tmp_path / "own" / "train.txt").write_text("a text that somebody has written anew\n" * 40)
+    changed = digest()
+    ids = tmp_path / "own" / "pieces32000-train.npy"
+    ids.write_bytes(ids.read_bytes()[:200])
+    mended = digest()
+    assert first != changed == mended
 
 
 @pytest.mark.parametrize(

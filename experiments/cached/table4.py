@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from weft.lab.sweep import Cell
 from weft.layers import sinusoids
-from weft.tasks import Task, TaskData, TrainConfig, make_config
+from weft.tasks import Known, Task, TaskData, TrainConfig, make_config
 from weft.tasks.base import Columns
 from weft.tasks.files import find, read_parquet
 
@@ -143,12 +143,23 @@ class Translation(Task):
         self.places = (f"{corpus}.{pair}", f"{corpus}.parquet")
 
     def load(self, config: TrainConfig) -> TaskData:
+        return self._load(config, None)
+
+    def load_again(self, config: TrainConfig, known: Known) -> TaskData:
+        return self._load(config, known)
+
+    def _load(self, config: TrainConfig, known: Known | None) -> TaskData:
         from sacrebleu.metrics import BLEU  # asked for now, not after hours of training
 
         self.bleu, self.longest = BLEU(), config.max_length
         how = f"put train.{self.source}, train.{self.target}, valid.{self.source}, … there"
         texts = read_pairs(find(config.data, self.places, how), self.source, self.target)
-        self.tokenizer = pieces(texts["train"])
+        if known is None:
+            self.tokenizer = pieces(texts["train"])
+        else:
+            from tokenizers import Tokenizer
+
+            self.tokenizer = Tokenizer.from_str(known.tokenizer)
         self.texts = {}
         splits, at = [], 0
         for part, pairs in texts.items():
@@ -160,8 +171,9 @@ class Translation(Task):
             at += len(pairs)
         vocab = self.tokenizer.get_vocab_size()
         words = [self.tokenizer.id_to_token(i) for i in range(vocab)]
-        length = splits[0]["target"].shape[1]
-        return TaskData(*splits, length=length, facts={"vocab": vocab}, vocabulary=words)
+        length = known.length if known else splits[0]["target"].shape[1]
+        tokenizer = self.tokenizer.to_str()
+        return TaskData(*splits, length=length, facts={"vocab": vocab}, vocabulary=words, tokenizer=tokenizer)
 
     def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
         return Translator(data.facts["vocab"], config)

@@ -26,7 +26,7 @@ import weft
 from weft.lab.sweep import Cell
 from weft.layers import FeedForward, TransformerXLAttention
 from weft.layers.transformer_xl import SegmentMemory
-from weft.tasks import TaskData, TrainConfig, make_config
+from weft.tasks import Known, TaskData, TrainConfig, make_config
 from weft.tasks.streams import Streams
 from weft.tasks.tokens import PARTS, Likelihoods
 
@@ -139,9 +139,10 @@ class TransformerXL(Streams, Likelihoods):
         }  # fmt: skip
         self.about = f"words of WikiText-103 by Transformer-XL, memory: {kind}"  # type: ignore[misc]
 
-    def texts(self, config: TrainConfig) -> tuple[list[np.ndarray], dict[str, Any]]:
-        ids, vocab = self.ids(config)
-        return [ids[part] for part in PARTS], {"vocab": vocab}
+    def texts(self, config: TrainConfig, known: Known | None) -> tuple[list[np.ndarray], dict[str, Any]]:
+        ids, code = self.ids(config, known)
+        meaning = {"facts": {"vocab": len(code)}, "vocabulary": code.vocabulary, "tokenizer": code.tokenizer}
+        return [ids[part] for part in PARTS], meaning
 
     def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
         return XL(self.kind, data.facts["vocab"], config, data.length // self.segments)

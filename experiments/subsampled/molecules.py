@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from weft.lab.sweep import Cell
 from weft.layers import EdgeAttention, FeedForward
-from weft.tasks import Task, TaskData, TrainConfig, make_config
+from weft.tasks import Known, Task, TaskData, TrainConfig, make_config
 from weft.tasks.base import Columns
 from weft.tasks.files import find, read_parquet
 
@@ -159,6 +159,12 @@ class Molecules(Task):
         self.place, self.target = place, target
 
     def load(self, config: TrainConfig) -> TaskData:
+        return self._load(config, None)
+
+    def load_again(self, config: TrainConfig, known: Known) -> TaskData:
+        return self._load(config, known)
+
+    def _load(self, config: TrainConfig, known: Known | None) -> TaskData:
         smiles, targets = read_table(find(config.data, (self.place,), "see the first lines of this file"), self.target)
         graphs = [graph(text) for text in smiles]
         widest = max(len(nodes) for nodes, _ in graphs)
@@ -167,12 +173,15 @@ class Molecules(Task):
             nodes[i, : len(a)], edges[i, : len(a), : len(a)] = a, b
         cuts = [len(graphs) * tenth // 10 for tenth in (0, 8, 9, 10)]
         mean, deviation = float(targets[: cuts[1]].mean()), float(targets[: cuts[1]].std())
+        if known:
+            mean, deviation = known.facts["mean"], known.facts["deviation"]
         columns = {"nodes": nodes, "edges": edges, "target": targets, "deviation": np.full_like(targets, deviation)}
         parts = (
             {name: torch.from_numpy(column[a:b]) for name, column in columns.items()}
             for a, b in zip(cuts, cuts[1:], strict=False)
         )
-        return TaskData(*parts, length=widest, facts={"mean": mean, "deviation": deviation})
+        length = known.length if known else widest  # only counts tokens: the model takes any number of atoms
+        return TaskData(*parts, length=length, facts={"mean": mean, "deviation": deviation})
 
     def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
         drop = config.attention_dropout or 0.0

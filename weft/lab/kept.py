@@ -55,7 +55,8 @@ class Kept:
 
     @property
     def known(self) -> Known:
-        return Known(self.record["facts"], self.vocabulary, self.record["classes"], self.tokenizer)
+        facts, classes, length = (self.record[name] for name in ("facts", "classes", "length"))
+        return Known(facts, self.vocabulary, classes, self.tokenizer, length)
 
     def files(self) -> dict[str, str]:
         found = {"data.json": json.dumps(self.record, indent=2) + "\n"}

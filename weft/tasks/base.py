@@ -46,6 +46,7 @@ class Known:
     vocabulary: list[str] | None = None
     classes: list[str] | None = None
     tokenizer: str | None = None
+    length: int = 0
 
 
 class Task:

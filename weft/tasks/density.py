@@ -9,6 +9,8 @@ read from its makers' files (image-net.org, "Imagenet64": train_data_batch_1.npz
 from __future__ import annotations
 
 import math
+import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -71,7 +73,7 @@ def _read(path: Path) -> np.ndarray:
     try:
         with np.load(path, allow_pickle=False) as batch:
             return batch["data"].reshape(-1, 3, 64, 64)
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DamagedData(path, f"its pictures cannot be read ({error})") from error
 
 

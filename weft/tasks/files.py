@@ -7,6 +7,7 @@ filled under a temporary name and renamed, and the manifest is checked when it i
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import json
 import os
@@ -72,6 +73,14 @@ def atomic(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):  # the error that brought us here counts
             temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def alone(lock: Path) -> Iterator[None]:
+    """One process at a time: the others wait, and find what the first has made."""
+    with open(lock, "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
 
 
 def is_left_over(temporary: Path) -> bool:

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .base import Columns, TaskData
+from .base import Columns, Known, TaskData
 from .config import TrainConfig
-from .files import DamagedData, find
-from .images import PICTURES, ImageClassification
+from .files import DamagedData, alone, atomic, decoded, find
+from .images import PICTURES, ImageClassification, refuse_strange
 from .registry import add_task
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -33,50 +33,86 @@ class StoredImages(ImageClassification):
         self.where, self.folder = where, folder or name
 
     def load(self, config: TrainConfig) -> TaskData:
+        return self._load(config, None)
+
+    def load_again(self, config: TrainConfig, known: Known) -> TaskData:
+        return self._load(config, known.classes)
+
+    def _load(self, config: TrainConfig, classes: list[str] | None) -> TaskData:
         size = config.image_size or self.size
         how = f"get the pictures from {self.where} and put them there as train/CLASS/… and val/CLASS/…"
         folder = find(config.data, (self.folder,), how)
-        classes = sorted(p.name for p in (folder / "train").glob("*") if p.is_dir())
+        classes = classes or folders(folder / "train")
         if len(classes) < 2:
             raise DamagedData(folder, "train/ needs a sub-folder for each of at least two classes")
         train, test = (stored(folder, part, classes, size) for part in ("train", "val"))
         cut = len(train["label"]) - max(1, min(10_000, len(train["label"]) // 20))
         kept, val = ({key: column[part] for key, column in train.items()} for part in (slice(cut), slice(cut, None)))
         facts = {"classes": len(classes), "size": size, "mean": MEAN, "std": STD}
-        return TaskData(kept, val, test, length=(size // config.patch) ** 2, facts=facts)
+        return TaskData(kept, val, test, length=(size // config.patch) ** 2, facts=facts, classes=classes)
+
+
+def folders(place: Path) -> list[str]:
+    return sorted(p.name for p in place.glob("*") if p.is_dir())
 
 
 def stored(folder: Path, part: str, classes: list[str], size: int) -> Columns:
-    """All pictures of a part in a shuffled order, decoded once into a file beside the folder, mapped into memory."""
+    """All pictures of a part in a shuffled order, decoded once into a file beside the folder, mapped into memory.
+
+    They are decoded again when folders of classes have come, gone or changed since.
+    """
     target = folder.with_name(f"{folder.name}-{part}-{size}.npy")
-    labels = target.with_suffix(".labels.json")
-    if not labels.exists():
-        decode(folder / part, classes, size, target, labels)
-    images = np.load(target, mmap_mode="c")
-    return {"image": torch.from_numpy(images), "label": torch.tensor(json.loads(labels.read_text()))}
+    about = target.with_suffix(".labels.json")
+    names = folders(folder / part)
+    refuse_strange(folder / part, names, classes)
+    state = {name: (folder / part / name).stat().st_mtime_ns for name in names}
+    found = _read(target, about, state)
+    if found is None:
+        with alone(target.with_suffix(".lock")):
+            found = _read(target, about, state)
+            if found is None:
+                decode(folder / part, state, size, target, about)
+                found = _read(target, about, state)
+    if found is None:
+        raise DamagedData(folder / part, f"{target} could not be written whole", "Is the disk full?")
+    images, labels = found
+    number = {i: classes.index(name) for i, name in enumerate(names)}
+    return {"image": torch.from_numpy(images), "label": torch.tensor([number[i] for i in labels])}
 
 
-def decode(folder: Path, classes: list[str], size: int, target: Path, labels: Path) -> None:
+def _read(target: Path, about: Path, state: dict[str, int]) -> tuple[np.ndarray, list[int]] | None:
+    try:
+        written = json.loads(about.read_text())
+        if written["classes"] != state or written["size"] != target.stat().st_size:
+            return None
+        return np.load(target, mmap_mode="c"), written["labels"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def decode(folder: Path, state: dict[str, int], size: int, target: Path, about: Path) -> None:
     from PIL import Image, ImageOps
 
-    files = [(p, i) for i, name in enumerate(classes) for p in sorted((folder / name).rglob("*"))]
+    files = [(p, i) for i, name in enumerate(state) for p in sorted((folder / name).rglob("*"))]
     files = [(p, i) for p, i in files if p.suffix.lower() in PICTURES]
     if not files:
         raise DamagedData(folder, "there are no pictures in it")
     files = [files[i] for i in np.random.Generator(np.random.PCG64(0)).permutation(len(files))]
-    temporary = target.with_suffix(".tmp")
-    images = np.lib.format.open_memmap(temporary, "w+", np.uint8, (len(files), 3, size, size))
+    about.unlink(missing_ok=True)
+    with atomic(target) as temporary:
+        images = np.lib.format.open_memmap(temporary, "w+", np.uint8, (len(files), 3, size, size))
 
-    def one(number: int) -> None:
-        with Image.open(files[number][0]) as image:
-            square = ImageOps.fit(image.convert("RGB"), (size, size), Image.Resampling.BICUBIC)
-        images[number] = np.asarray(square).transpose(2, 0, 1)
+        def one(number: int) -> None:
+            path = files[number][0]
+            square = ImageOps.fit(decoded(path, path, "RGB"), (size, size), Image.Resampling.BICUBIC)
+            images[number] = np.asarray(square).transpose(2, 0, 1)
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(one, range(len(files))))
-    images.flush()
-    os.replace(temporary, target)
-    labels.write_text(json.dumps([i for _, i in files]))
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(one, range(len(files))))
+        images.flush()
+    with atomic(about) as temporary:
+        labels = [i for _, i in files]
+        temporary.write_text(json.dumps({"classes": state, "size": target.stat().st_size, "labels": labels}))
 
 
 add_task(StoredImages("imagenet", "ImageNet-1k (image-net.org, after registration)"))

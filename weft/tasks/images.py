@@ -193,14 +193,18 @@ class ImageFolder(ImageClassification):
         return self.data(config, kept, val_part, val, len(classes), classes)
 
 
+def refuse_strange(folder: Path, names: list[str], classes: list[str]) -> None:
+    strange = [name for name in names if name not in classes]
+    if strange:
+        what = f"it has classes that the model does not learn: {', '.join(strange[:5])}"
+        raise DamagedData(folder, what, "Put them into train/ too, or take them out.")
+
+
 def read_folder(folder: Path, classes: list[str], size: int) -> Columns:
     """All pictures of a folder, the shorter side brought to `size` and the middle cut out."""
     from PIL import Image, ImageOps
 
-    strange = sorted(p.name for p in folder.glob("*") if p.is_dir() and p.name not in classes)
-    if strange:
-        what = f"it has classes that the model does not learn: {', '.join(strange[:5])}"
-        raise DamagedData(folder, what, "Put them into train/ too, or take them out.")
+    refuse_strange(folder, sorted(p.name for p in folder.glob("*") if p.is_dir()), classes)
     files = [(p, i) for i, name in enumerate(classes) for p in sorted((folder / name).rglob("*"))]
     files = [(p, i) for p, i in files if p.suffix.lower() in PICTURES]
     if not files:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.cached import RecurrentCache
-from .base import DataMissing, TaskData
+from .base import DataMissing, Known, TaskData
 from .config import TrainConfig
 from .registry import add_task
 from .text import Bytes, Enwik8
@@ -42,16 +42,22 @@ class Streams(Bytes):
         if config.accumulate * config.devices * config.nodes != 1:
             raise ValueError(f"{self.name} reads streams: one device, and accumulate 1; raise --batch-size instead")
 
-    def texts(self, config: TrainConfig) -> tuple[list[np.ndarray], dict[str, Any]]:
-        """The ids of the three parts, and the facts."""
+    def texts(self, config: TrainConfig, known: Known | None) -> tuple[list[np.ndarray], dict[str, Any]]:
+        """The ids of the three parts, and what they mean: facts, vocabulary, tokenizer of `TaskData`."""
         parts = self.parts(self.content(config))
-        return [np.frombuffer(part, np.uint8) for part in parts], {"vocab": self.vocab}
+        return [np.frombuffer(part, np.uint8) for part in parts], {"facts": {"vocab": self.vocab}}
 
     def load(self, config: TrainConfig) -> TaskData:
+        return self._load(config, None)
+
+    def load_again(self, config: TrainConfig, known: Known) -> TaskData:
+        return self._load(config, known)
+
+    def _load(self, config: TrainConfig, known: Known | None) -> TaskData:
         length = config.max_length or self.length
-        parts, facts = self.texts(config)
+        parts, meaning = self.texts(config, known)
         train, val, test = ({"bytes": in_streams(part, config.batch_size, length)} for part in parts)
-        return TaskData(train, val, test, length=length, facts=facts)
+        return TaskData(train, val, test, length, **meaning)
 
     def restart(self, model: nn.Module) -> None:
         for module in memories(model):

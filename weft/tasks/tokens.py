@@ -2,9 +2,9 @@
 
     DATA/<corpus>/train.txt, valid.txt, test.txt          plain text; .txt.xz is read too
 
-are encoded once, into DATA/<corpus>/{pieces32000,words}-<part>.npy: pieces by a byte-level BPE that is trained on
-train.txt (the papers' SentencePiece vocabularies are not published), words by white space with <eos> at each line end,
-as the makers of WikiText count.
+are encoded once, and again when they change, into DATA/<corpus>/{pieces32000,words}-<part>.npy: pieces by a byte-level
+BPE that is trained on train.txt (the papers' SentencePiece vocabularies are not published), words by white space with
+<eos> at each line end, as the makers of WikiText count.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import lzma
 import math
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
@@ -23,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .base import Columns, DataMissing, TaskData
+from .base import Columns, DataMissing, Known, TaskData
 from .config import TrainConfig
-from .files import find
+from .files import DamagedData, alone, atomic, find, sha256
 from .registry import add_task
 from .text import Bytes, Masked
 
@@ -34,71 +33,159 @@ LINES = 10_000  # encoded at a time
 
 
 def lines(folder: Path, part: str) -> Iterator[str]:
-    for path, opener in ((folder / f"{part}.txt", open), (folder / f"{part}.txt.xz", lzma.open)):
-        if path.exists():
-            with opener(path, "rt", encoding="utf-8") as file:
-                yield from file
-            return
+    path = source(folder, part)
+    opener: Any = lzma.open if path.suffix == ".xz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            yield from file
+    except UnicodeDecodeError as error:
+        raise DamagedData(path, f"it is not UTF-8 ({error})", "Convert it with iconv.") from None
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise DamagedData(path, f"it cannot be read ({error})") from error
+
+
+def source(folder: Path, part: str) -> Path:
+    for path in (folder / f"{part}.txt", folder / f"{part}.txt.xz"):
+        if path.is_file():
+            return path
     raise DataMissing(f"there is no {folder}/{part}.txt: put the corpus there as train.txt, valid.txt and test.txt")
 
 
-def encoded(folder: Path, pieces: int) -> tuple[dict[str, np.ndarray], int]:
-    """The parts as ids, mapped into memory, and the number of different ids; `pieces` 0 for words."""
-    name = f"pieces{pieces}" if pieces else "words"
-    about = folder / f"{name}.json"
-    if not about.exists():
-        vocab, encode = train_pieces(folder, pieces) if pieces else count_words(folder)
-        for part in PARTS:
-            write(folder / f"{name}-{part}.npy", encode(lines(folder, part)))
-        about.write_text(json.dumps({"vocab": vocab}) + "\n")
-    found = {part: np.load(folder / f"{name}-{part}.npy", mmap_mode="c") for part in PARTS}
-    return found, json.loads(about.read_text())["vocab"]
+class Words:
+    """Words by id; the frequent ones first, as adaptive softmax wants them."""
+
+    tokenizer = None
+
+    def __init__(self, vocabulary: list[str]):
+        self.vocabulary: list[str] | None = vocabulary
+        self.number = {word: i for i, word in enumerate(vocabulary)}
+
+    @classmethod
+    def of(cls, text: Iterable[str]) -> Words:
+        counts: Counter[str] = Counter()
+        for line in text:
+            counts.update([*line.split(), "<eos>"])
+        found = [word for word, _ in counts.most_common()]
+        return cls(found if "<unk>" in counts else [*found, "<unk>"])
+
+    def __len__(self) -> int:
+        return len(self.number)
+
+    def encode(self, text: Iterator[str]) -> Iterator[Iterable[int]]:
+        unknown = self.number["<unk>"]
+        for line in text:
+            yield (self.number.get(word, unknown) for word in [*line.split(), "<eos>"])
 
 
-def train_pieces(folder: Path, size: int) -> tuple[int, Any]:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+class Pieces:
+    """A byte-level BPE."""
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(lines(folder, "train"), trainer)
-    tokenizer.save(str(folder / f"pieces{size}.tokenizer.json"))
+    vocabulary = None
 
-    def encode(text: Iterator[str]) -> Iterator[Iterable[int]]:
+    def __init__(self, tokenizer: str):
+        from tokenizers import Tokenizer
+
+        self.tokenizer: str | None = tokenizer
+        self.bpe = Tokenizer.from_str(tokenizer)
+
+    @classmethod
+    def of(cls, text: Iterable[str], size: int) -> Pieces:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+        tokenizer.train_from_iterator(text, trainer)
+        return cls(tokenizer.to_str())
+
+    def __len__(self) -> int:
+        return self.bpe.get_vocab_size()
+
+    def encode(self, text: Iterator[str]) -> Iterator[Iterable[int]]:
         while batch := list(islice(text, LINES)):
-            for found in tokenizer.encode_batch(batch):
+            for found in self.bpe.encode_batch(batch):
                 yield found.ids
 
-    return tokenizer.get_vocab_size(), encode
+
+Code = Words | Pieces
+Parts = dict[str, np.ndarray]
 
 
-def count_words(folder: Path) -> tuple[int, Any]:
-    """Frequent words first, as adaptive softmax wants them."""
-    counts: Counter[str] = Counter()
-    for line in lines(folder, "train"):
-        counts.update([*line.split(), "<eos>"])
-    number = {word: i for i, (word, _) in enumerate(counts.most_common())}
-    unknown = number.get("<unk>", len(number))
+def encoded(folder: Path, pieces: int, known: Known | None = None) -> tuple[Parts, Code]:
+    """The parts as ids, mapped into memory, and what the ids mean; `pieces` 0 for words.
 
-    def encode(text: Iterator[str]) -> Iterator[Iterable[int]]:
-        for line in text:
-            yield (number.get(word, unknown) for word in [*line.split(), "<eos>"])
+    A run that exists brings its own code. Where that is not the one stored with the corpus, nothing is stored.
+    """
+    name = f"pieces{pieces}" if pieces else "words"
+    if known is None:
+        with alone(folder / f".{name}.lock"):
+            return _stored(folder, name) or _store(folder, name, pieces)
+    found = _stored(folder, name)
+    code = _code(known.vocabulary, known.tokenizer)
+    if found and (found[1].vocabulary, found[1].tokenizer) == (code.vocabulary, code.tokenizer):
+        return found
+    return {part: _as_array(code.encode(lines(folder, part))) for part in PARTS}, code
 
-    return max(len(number), unknown + 1), encode
+
+def _code(vocabulary: list[str] | None, tokenizer: str | None) -> Code:
+    if tokenizer is not None:
+        return Pieces(tokenizer)
+    if vocabulary is None or "<unk>" not in vocabulary:
+        raise DataMissing("the run keeps no vocabulary: it cannot be used on this corpus")
+    return Words(vocabulary)
 
 
-def write(target: Path, ids: Iterator[Iterable[int]]) -> None:
-    found = np.fromiter((i for row in ids for i in row), np.int32)
-    with open(target.with_suffix(".tmp"), "wb") as file:
-        np.save(file, found)
-    os.replace(target.with_suffix(".tmp"), target)
+def _stored(folder: Path, name: str) -> tuple[Parts, Code] | None:
+    """What is stored, if it was made of the texts that are there now."""
+    try:
+        about = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        for part in PARTS:
+            was, path = about["texts"][part], source(folder, part)
+            same = (path.stat().st_size, path.stat().st_mtime_ns) == (was["size"], was["mtime"])
+            if not same and sha256(path) != was["sha256"]:
+                return None
+            if (folder / f"{name}-{part}.npy").stat().st_size != about["sizes"][part]:
+                return None
+        found = {part: np.load(folder / f"{name}-{part}.npy", mmap_mode="c") for part in PARTS}
+        return found, _code(about["vocabulary"], about["tokenizer"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _store(folder: Path, name: str, pieces: int) -> tuple[Parts, Code]:
+    (folder / f"{name}.json").unlink(missing_ok=True)
+    about: dict[str, Any] = {"texts": {}, "sizes": {}}
+    for part in PARTS:
+        path = source(folder, part)
+        state = path.stat()
+        about["texts"][part] = {"size": state.st_size, "mtime": state.st_mtime_ns, "sha256": sha256(path)}
+    code = Pieces.of(lines(folder, "train"), pieces) if pieces else Words.of(lines(folder, "train"))
+    for part in PARTS:
+        target = folder / f"{name}-{part}.npy"
+        with atomic(target) as temporary, open(temporary, "wb") as file:
+            np.save(file, _as_array(code.encode(lines(folder, part))))
+        about["sizes"][part] = target.stat().st_size
+    about |= {"vocabulary": code.vocabulary, "tokenizer": code.tokenizer}
+    with atomic(folder / f"{name}.json") as temporary:
+        temporary.write_text(json.dumps(about), encoding="utf-8")
+    found = _stored(folder, name)
+    if found is None:
+        raise DataMissing(f"the texts in {folder} changed while they were read: try again")
+    return found
+
+
+def _as_array(ids: Iterator[Iterable[int]]) -> np.ndarray:
+    return np.fromiter((i for row in ids for i in row), np.int32)
 
 
 def windows(ids: np.ndarray, length: int, extra: int) -> Tensor:
     if len(ids) < length + extra:
-        raise DataMissing(f"a part of the corpus has {len(ids)} tokens, one window needs {length + extra}")
+        raise DataMissing(
+            f"a part of the corpus has {len(ids)} tokens, one window needs {length + extra}: lower --max-length or "
+            "give a longer text"
+        )
     return torch.from_numpy(ids).unfold(0, length + extra, length)
 
 
@@ -112,17 +199,27 @@ class Tokens(Bytes):
         what = f"pieces (BPE, {pieces:,})" if pieces else "words"
         self.about = f"predict {what} of {corpus}/{{train,valid,test}}.txt"  # type: ignore[misc]
 
-    def ids(self, config: TrainConfig) -> tuple[dict[str, np.ndarray], int]:
+    def ids(self, config: TrainConfig, known: Known | None) -> tuple[Parts, Code]:
         folder = Path(config.data)
         if not any(folder.glob("train.txt*")):
-            folder = find(config.data, (self.corpus,), "put the corpus there as train.txt, valid.txt and test.txt")
-        return encoded(folder, self.pieces)
+            how = "put the corpus there as train.txt, valid.txt and test.txt"
+            folder = find(config.data, (self.corpus,), how)
+            if not folder.is_dir():
+                raise DataMissing(f"{folder} is a file: give the folder of the corpus by --data, and {how}")
+        return encoded(folder, self.pieces, known)
 
     def load(self, config: TrainConfig) -> TaskData:
+        return self._load(config, None)
+
+    def load_again(self, config: TrainConfig, known: Known) -> TaskData:
+        return self._load(config, known)
+
+    def _load(self, config: TrainConfig, known: Known | None) -> TaskData:
         length = config.max_length or self.length
-        ids, vocab = self.ids(config)
+        ids, code = self.ids(config, known)
         train, val, test = ({"bytes": windows(ids[part], length, self.overlap)} for part in PARTS)
-        return TaskData(train, val, test, length=length, facts={"vocab": vocab})
+        facts = {"vocab": len(code)}
+        return TaskData(train, val, test, length, facts, code.vocabulary, tokenizer=code.tokenizer)
 
     def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
         loss = sums["loss"] / sums["count"]
@@ -150,8 +247,8 @@ class MaskedTokens(Tokens, Masked):
 
     overlap = 0
 
-    def load(self, config: TrainConfig) -> TaskData:
-        found = super().load(config)
+    def _load(self, config: TrainConfig, known: Known | None) -> TaskData:
+        found = super()._load(config, known)
         self.mask = found.facts["vocab"]
         found.facts = {"vocab": self.mask + 1}
         return found
