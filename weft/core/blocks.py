@@ -1,4 +1,4 @@
-"""Cutting a sequence into blocks, for any length: the padding is ours, and is masked."""
+"""Split sequences of any length into blocks. Padding is added and masked internally."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def power_of_two(x: float, *, least: int = 1) -> int:
-    """The power of two nearest to x (in ratio), and at least `least`."""
+    """Return the power of two nearest to x (in ratio), but at least `least`."""
     p = 1
     while p * 2**0.5 < x:
         p *= 2
@@ -27,7 +27,7 @@ def pad_length(x: Tensor, length: int) -> Tensor:
 def to_blocks(x: Tensor, size: int) -> Tensor:
     """(B, H, L, D) -> (B, H, n, size, D), padded on the right with zeros."""
     n = ceil_div(x.shape[2], size)
-    # Not Tensor.unflatten: torch 2.11 cannot compile the method while a default device is set. The same in other files.
+    # Not Tensor.unflatten (here and in other files): torch 2.11 cannot compile the method if a default device is set.
     return torch.unflatten(pad_length(x, n * size), 2, (n, size))
 
 
@@ -37,7 +37,7 @@ def from_blocks(x: Tensor, length: int) -> Tensor:
 
 
 def valid_keys(mask: Tensor | None, length: int, padded: int, device: torch.device) -> Tensor | None:
-    """Boolean (B or 1, padded): True at real tokens; None when every slot holds one."""
+    """Boolean (B or 1, padded), True for real tokens; None if all are real."""
     if mask is None:
         return None if padded == length else (torch.arange(padded, device=device) < length)[None]
     return F.pad(mask, (0, padded - length))  # pads with False

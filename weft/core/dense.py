@@ -1,8 +1,8 @@
 """Building blocks of the dense specifications.
 
-Every mechanism has a `naive(attn, q, k, v, mask=None, bias=None)`: the formula of its paper over whole L x L matrices,
-without dropout. `attn` is the mechanism, for its options, its parameters and what it has drawn. The tests hold `attn`
-to `naive`, outputs and gradients; no efficient version uses anything in this file.
+Every mechanism has a `naive(attn, q, k, v, mask=None, bias=None)`: the formula of its paper on full L x L matrices,
+without dropout. `attn` is the mechanism; `naive` reads its options, parameters and random draws. The tests compare
+outputs and gradients of `attn` and `naive`. No efficient version uses this file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def positions(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def real_tokens(k: Tensor, mask: Tensor | None) -> Tensor:
-    """(B, Lk): the mask, or all."""
+    """The mask (B, Lk), or all True."""
     return torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if mask is None else mask
 
 
@@ -33,7 +33,7 @@ def legal(attn: Any, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def dense_softmax(logits: Tensor, allowed: Tensor) -> Tensor:
-    """Softmax over the allowed entries of the last dimension; zeros where there are none, or where all are -inf."""
+    """Softmax over the allowed entries of the last dimension; zeros if there are none or all are -inf."""
     allowed = allowed & (logits > float("-inf"))
     alive = allowed.any(-1, keepdim=True)
     return logits.masked_fill(~allowed & alive, float("-inf")).masked_fill(~alive, 0).softmax(-1) * alive
@@ -59,6 +59,6 @@ def same(x: Tensor) -> Tensor:
 
 
 def runs_of(group: Tensor, mask: Tensor | None, size: int) -> tuple[Tensor, Tensor]:
-    """The group of every token (B, H, L), -1 if masked; and which run of `size` members of that group it is in."""
+    """Return the group of every token (B, H, L), -1 if masked, and its run: runs have `size` members of one group."""
     group = group if mask is None else group.masked_fill(~mask[:, None], -1)
     return group, same(group).tril(-1).sum(-1) // size

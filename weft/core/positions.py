@@ -1,14 +1,13 @@
-"""Positions: biases that are asked for their values, rotary embeddings, and sinusoids.
+"""Position biases, rotary embeddings and sinusoids.
 
-A position bias is called with two integer tensors that broadcast against each other, batch and head in front
-(each 1 where nothing differs), and answers with one value per head:
+A position bias is a callable on two integer tensors that broadcast against each other. Their first two dimensions are
+batch and head, of size 1 if nothing differs. It returns one value per head:
 
     bias(query_positions, key_positions) -> (B or 1, H, ...)
 
-There is one value per head: a bias with one for all heads sets `shared_heads = True`. The attributes `heads` and
-`max_length`, where a bias has them, are compared with the mechanism and the sequence.
-
-so a mechanism that sorts, gathers or samples its keys asks at the original positions and stays exact.
+Mechanisms that sort, gather or sample keys pass the original positions, so the bias stays exact. A bias that returns
+one value for all heads sets `shared_heads = True`. If a bias has the attributes `heads` or `max_length`, they are
+checked against the mechanism and the sequence length.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class ALiBi(nn.Module):
 
     def forward(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         distance = (query_positions - key_positions).abs()
-        # Not a buffer: a model cast to half precision would round the slopes with it.
+        # Not a buffer: casting the model to half precision would round the slopes.
         slopes = alibi_slopes(self.heads, distance.device).view(1, -1, *[1] * (distance.dim() - 2))
         return -slopes * distance
 
@@ -63,10 +62,10 @@ class RelativeBias(nn.Module):
 
 
 class RelativeBias2d(nn.Module):
-    """A learned value per head for every offset on an image of `height` x `width` cells, read row by row.
+    """A learned value per head for every offset on an image of `height` x `width` cells in row-major order.
 
-    The first `prefix` tokens (a CLS token, say) lie outside the image and share one value for all pairs they are in.
-    Longer sequences than `max_length` = prefix + height · width are refused.
+    The first `prefix` tokens (for example a CLS token) are not part of the image. All pairs with such a token share one
+    value. Sequences longer than `max_length` = prefix + height · width raise an error.
     """
 
     def __init__(self, heads: int, height: int, width: int, prefix: int = 0):
@@ -109,12 +108,12 @@ class Rotary(nn.Module):
     def __init__(self, head_dim: int, base: float = 10000.0):
         super().__init__()
         if head_dim % 2:
-            raise ValueError(f"rotary embeddings turn pairs of channels: head_dim must be even, got {head_dim}")
+            raise ValueError(f"rotary embeddings rotate pairs of channels: head_dim must be even, got {head_dim}")
         self.head_dim, self.base = head_dim, base
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """x (B, H, L, D) at integer positions (L,) or (B, L)."""
-        # Not a buffer: half precision would round the frequencies, and to_empty() would leave them uninitialised.
+        # Not a buffer: half precision would round the frequencies, and to_empty() would not initialise them.
         channels = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=x.device)
         angle = positions.double()[..., None] * self.base ** (-channels / self.head_dim)
         if angle.dim() == 3:
@@ -125,8 +124,8 @@ class Rotary(nn.Module):
 
 
 class Constant(nn.Module):
-    """A tensor that moves with the model and is not saved: computed again after each move, so that a model made on the
-    meta device has it right after `to_empty`."""
+    """A tensor that moves with the model but is not saved. It is recomputed after each move, so it is correct in models
+    created on the meta device, after `to_empty`."""
 
     values: Tensor
 
@@ -136,7 +135,7 @@ class Constant(nn.Module):
         self.register_buffer("values", self._made(device, dtype), persistent=False)
 
     def forward(self, device: torch.device) -> Tensor:
-        if self.values.is_meta and device.type != "meta":  # load_state_dict(assign=True) leaves it there
+        if self.values.is_meta and device.type != "meta":  # load_state_dict(assign=True) leaves it on meta
             self.values = self._made(device, self.values.dtype)
         return self.values
 

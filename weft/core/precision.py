@@ -1,7 +1,7 @@
-"""Dtypes under autocast, and sums over a whole sequence in at least single precision.
+"""Dtypes under autocast, and float32 for sums over a whole sequence.
 
-A sum of thousands of terms, rounded to the eight bits of bfloat16, no longer tells one sequence from another: what
-differs between them is a small part of it.
+Sequences differ only in a small part of a sum of thousands of terms; rounding it to the 8 bits of bfloat16 loses that
+difference.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torch import Tensor
 
 
 def autocasts(x: Tensor) -> bool:
-    """Whether x is in an autocast region of its device."""
+    """Return whether autocast is enabled for the device of x."""
     # Not torch.amp.is_autocast_available, which the compiler of torch 2.11 cannot trace.
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
 def autocast(*tensors: Tensor) -> list[Tensor]:
-    """The tensors in autocast's dtype, as a matrix product would get them; float64 and integers are left alone."""
+    """Cast tensors to the autocast dtype, as for a matrix product. float64 and integers are unchanged."""
     if not autocasts(tensors[0]):
         return list(tensors)
     dtype = torch.get_autocast_dtype(tensors[0].device.type)

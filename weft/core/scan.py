@@ -1,9 +1,9 @@
-"""Sums over the past in chunks: the causal form of every attention that factors through features.
+"""Chunked sums over the past: the causal form of attention with feature maps.
 
     num_i = Σ_{j ≤ i} (a_i · b_j) e^{g_j - G_i} v_j          G_i = max_{j ≤ i} g_j
 
-With g = 0 this is plain linear attention. The scale g lets keys whose features are exponentials be carried relative
-to the running maximum, so nothing overflows and nothing depends on the future.
+With g = 0 this is plain linear attention. If the key features are exponentials, the scale g keeps them relative to
+the running maximum, so nothing overflows and nothing depends on the future.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ def causal_sum(a: Tensor, b: Tensor, v: Tensor, g: Tensor | None = None, *, chun
     past = torch.ones(c, c, dtype=torch.bool, device=a.device).tril()
     inside = (a @ b.transpose(-1, -2)).masked_fill(~past, 0)
     if g is None:
-        states = b.transpose(-1, -2) @ v  # (B, H, n, F, D): what each chunk adds
-        # Not `cumsum - states`: gradients of queries without keys are large, and float32 would not cancel them whole.
+        states = b.transpose(-1, -2) @ v  # (B, H, n, F, D): the contribution of each chunk
+        # Not `cumsum - states`: gradients of queries without keys are large and would not cancel fully in float32.
         before = F.pad(states[:, :, :-1].cumsum(2), (0, 0, 0, 0, 1, 0))
         out = inside @ v + a @ before
         return out.flatten(2, 3)[:, :, :L]
 
     g = torch.unflatten(F.pad(g, (0, n * c - L), value=float("-inf")), 2, (n, c))
     top = torch.unflatten(g.flatten(2).cummax(-1).values, 2, (n, c))
-    top = torch.where(top.isfinite(), top, 0)  # before the first real key there is nothing to scale
+    top = torch.where(top.isfinite(), top, 0)  # no scale before the first real key
     end = top[..., -1]
     start = torch.cat([end[..., :1], end[..., :-1]], -1)  # where the previous chunk ended
     added = (b * (g - end[..., None]).exp()[..., None]).transpose(-1, -2) @ v
     fade = (start - end).clamp(max=0).exp()
     state = torch.zeros_like(added[:, :, 0])
     carried = []
-    for t in range(n):  # L / chunk turns of one small multiply-add
+    for t in range(n):  # L / chunk iterations of one small multiply-add
         carried.append(state)
         state = state * fade[:, :, t, None, None] + added[:, :, t]
     near = (g[..., None, :] - top[..., :, None]).masked_fill(~past, float("-inf")).exp()

@@ -1,4 +1,4 @@
-"""Softmax attention over the allowed keys: the one step most mechanisms share."""
+"""Softmax attention over the allowed keys, shared by most mechanisms."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def softmax_attention(
     dropout: float = 0.0,
     may_be_empty: bool = True,
 ) -> Tensor:
-    """softmax(q kᵀ / √D + bias) v over the keys where `allowed` is True; zeros for a query that has none.
+    """softmax(q kᵀ / √D + bias) v over the keys where `allowed` is True; zeros for a query without keys.
 
-    q, k and v are (B, H, L, D), or (B, H, n, L, D) for n blocks side by side; `allowed` (boolean) and `bias`
-    broadcast against the logits. PyTorch's fused attention does the work. `may_be_empty=False` promises that every
-    query has a key where there is no bias, and saves looking.
+    q, k and v are (B, H, L, D), or (B, H, n, L, D) for n blocks. `allowed` (boolean) and `bias` broadcast against the
+    logits. This calls PyTorch's fused attention. `may_be_empty=False` asserts that without a bias every query has a
+    key, which skips the check.
     """
-    if q.dim() == 5:  # the fused kernels take four dimensions: blocks take the place of heads, at no copy
+    if q.dim() == 5:  # the fused kernels need four dimensions: use the head dimension for blocks, without a copy
         B, H = q.shape[:2]
         out = softmax_attention(
             *(t.flatten(0, 1) for t in (q, k, v)),
@@ -49,16 +49,16 @@ def softmax_attention(
         mask = bias.to(q.dtype)
         if allowed is not None:
             mask = mask.masked_fill(~allowed, float("-inf"))
-        alive = mask.detach().amax(-1, keepdim=True) != float("-inf")  # a bias of -inf forbids a pair as well
+        alive = mask.detach().amax(-1, keepdim=True) != float("-inf")  # a bias of -inf also forbids a pair
         mask = mask.masked_fill(~alive, 0)
     out = fused(q, k, v, attn_mask=mask, dropout_p=dropout)
     return out if alive is None else out.masked_fill(~alive, 0)
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """PyTorch's fused attention, for every batch and memory layout.
+    """PyTorch's fused attention for any batch size and memory layout.
 
-    On CUDA torch 2.11 returns None for an empty batch in half precision, and fails on rows that are not aligned.
+    On CUDA, torch 2.11 returns None for an empty batch in half precision and fails on unaligned rows.
     """
     if not q.shape[0]:
         return q @ k.mT @ v
@@ -68,13 +68,13 @@ def fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x, or a copy if its rows are not whole or begin at odd places. Strides of dimensions of size 1 count as well."""
+    """Return x, or a copy if its rows are not contiguous or not aligned. Strides of size-1 dimensions count too."""
     odd = x.stride(-1) != 1 or x.storage_offset() % 8 or any(s % 8 for s in x.stride()[:-1])
     return x.clone(memory_format=torch.contiguous_format) if odd else x
 
 
 def _merge(t: Tensor | None, B: int, H: int) -> Tensor | None:
-    """(b, h, n, Lq, Lk) with b, h, n of full size or 1 -> (B*H, n, Lq, Lk), or (1, n, Lq, Lk) where nothing differs."""
+    """(b, h, n, Lq, Lk), b, h, n of full size or 1 -> (B*H, n, Lq, Lk), or (1, n, Lq, Lk) if b = h = 1."""
     if t is None:
         return None
     if t.shape[0] == 1 and t.shape[1] == 1:

@@ -1,4 +1,4 @@
-"""State for step-by-step decoding: the keys and values that later tokens may still attend to."""
+"""State for step-by-step decoding: the keys and values that later tokens may attend to."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 @dataclass
 class KeyValueState:
-    """Keys, values and their masks, appended one token at a time into buffers that double when full.
+    """Keys, values and masks, appended one token at a time to buffers that double when full.
 
-    `position` counts all tokens seen; `dropped` counts those at the front that were forgotten, so that slot s of
-    the buffers holds position `dropped + s`. Successive states share buffers, and `written`, which counts the slots in
-    use: a state whose next slot is taken, because decoding branched, appends to a copy.
+    `position` counts all tokens; `dropped` counts the tokens removed at the front, so slot s of the buffers holds
+    position `dropped + s`. Successive states share the buffers and `written`, the number of used slots. If decoding
+    branched and the next slot is already used, a state appends to a copy.
     """
 
     k: Tensor | None
@@ -30,7 +30,7 @@ class KeyValueState:
         return cls(None, None, None)
 
     def append(self, k: Tensor, v: Tensor, mask: Tensor | None = None) -> KeyValueState:
-        """Add the token (B, H, 1, D) without copying it; a masked one takes its position and is never attended to."""
+        """Append the token (B, H, 1, D) without copying it. A masked token gets a position but no attention."""
         if mask is None:
             mask = torch.ones(k.shape[0], dtype=torch.bool, device=k.device)
         used, written = self.position - self.dropped, [self.position - self.dropped + 1]
@@ -50,7 +50,7 @@ class KeyValueState:
         return replace(self, k=buffers[0], v=buffers[1], valid=buffers[2], position=self.position + 1, written=written)
 
     def read(self, last: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Keys, values, their validity (B, n) and their positions (n,): all that is kept, or the `last` few."""
+        """Return keys, values, their validity (B, n) and positions (n,): all stored tokens, or the `last` few."""
         assert self.k is not None and self.v is not None and self.valid is not None
         used = self.position - self.dropped
         first = 0 if last is None else max(0, used - last)
@@ -58,7 +58,7 @@ class KeyValueState:
         return self.k[:, :, first:used], self.v[:, :, first:used], self.valid[:, first:used], j
 
     def keep_last(self, n: int) -> KeyValueState:
-        """Forget all but the last n tokens; the memory is released once as much again has gathered."""
+        """Drop all but the last n tokens. Memory is released only once at least 2n tokens are stored."""
         used = self.position - self.dropped
         if self.k is None or self.v is None or self.valid is None or used < 2 * max(n, 1):
             return self
@@ -74,7 +74,7 @@ class KeyValueState:
 
 
 def state_size(state: object) -> int:
-    """How many numbers a decoding state holds: its memory, for comparison with a full key-value cache."""
+    """Count the floating point numbers in a decoding state, for comparison with a full key-value cache."""
     if isinstance(state, Tensor):
         return state.numel() if state.is_floating_point() else 0
     if is_dataclass(state) and not isinstance(state, type):

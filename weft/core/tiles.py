@@ -1,4 +1,4 @@
-"""How a kernel cuts its work into tiles, and tensors in the memory layout that kernels read. No Triton here."""
+"""Tile sizes and memory layouts for the kernels. This file does not import Triton."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a kernel cuts its work."""
+    """Tile sizes and launch options of a kernel."""
 
     queries: int  # per tile
     keys: int  # own keys or summaries, per tile
     warps: int
-    stages: int  # loads in flight
-    registers: int | None = None  # at most, per thread; None leaves it to the compiler
+    stages: int  # pipeline stages: loads in flight
+    registers: int | None = None  # limit per thread; None: the compiler decides
 
     def launch(self) -> dict[str, int | None]:
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
@@ -31,24 +31,24 @@ def rows_contiguous(x: Tensor) -> Tensor:
 
 
 def empty_rows(x: Tensor) -> Tensor:
-    """Memory for a tensor like x whose rows lie as the kernels write them."""
+    """An empty tensor like x with contiguous rows, as the kernels write them."""
     return torch.empty_like(x) if x.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def for_operator(mask: Tensor | None) -> Tensor | None:
-    """A mask to pass to an operator: a private copy when compiling, which works around an Inductor stride bug in torch
-    2.11. Where others read the mask too, Inductor lays out rows over 1,024 for the operator and lets the others read
-    them with the stride it would have padded them to."""
+    """A mask to pass to an operator. When compiling, this is a private copy; it works around an Inductor stride bug in
+    torch 2.11: if others also read the mask, Inductor lays out rows over 1,024 for the operator, but the others read
+    them with the padded stride."""
     return mask.to(torch.uint8) if mask is not None and torch.compiler.is_compiling() else mask
 
 
 def as_flags(mask: Tensor) -> Tensor:
-    """A byte per token, side by side."""
+    """One byte per token, contiguous."""
     return mask.contiguous().view(torch.uint8)
 
 
 def precision(x: Tensor) -> str:
-    """Float32 products as three tf32 ones, near float32's own accuracy; half precision has one way only."""
+    """Compute float32 products as three tf32 products, close to float32 accuracy. No effect in half precision."""
     return "tf32x3" if x.dtype == torch.float32 else "tf32"
 
 
