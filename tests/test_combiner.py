@@ -273,14 +273,14 @@ def test_without_gradients_as_with_them(name, options, causal):
 
 def test_refusals():
     for options, message in (
-        ({"summary": "median"}, "no summary 'median'"),
+        ({"summary": "median"}, "unknown summary 'median'"),
         ({"own_span": True, "causal": True}, "causal=False"),
         ({"levels": 1}, "at least 2"),
         ({"levels": 3, "block_size": 1}, "larger block_size"),
     ):
         with pytest.raises(ValueError, match=message):
             weft.make_attention("combiner-fixed", heads=H, head_dim=D, **options)
-    with pytest.raises(ValueError, match="'average' takes any"):
+    with pytest.raises(ValueError, match="use mixture='average'"):
         make("combiner-mixture", True, factorisations=["combiner-fixed"], mixture="joint")
     with pytest.raises(ValueError, match="single positions"):
         make("combiner-fixed", True)(*qkv(5), bias=weft.ALiBi(H))

@@ -277,7 +277,7 @@ def test_large_keys_and_values_in_half_precision(case, dtype):
 @pytest.mark.parametrize("wrong", ["combiner-fixed", [], ["full"], ["no such"], [("combiner-fixed",)], [3], 7, [None],
                                    ["combiner-mixture"], [("combiner-fixed", None)]], ids=str)  # fmt: skip
 def test_wrong_factorisations_are_refused(wrong):
-    with pytest.raises(ValueError, match="factorisations is a list of names"):
+    with pytest.raises(ValueError, match="factorisations must be a list of names"):
         weft.make_attention("combiner-mixture", heads=2, head_dim=4, factorisations=wrong)
 
 

@@ -1,4 +1,4 @@
-"""The mechanisms, one file or folder each: q, k, v in, output out. Importing this package registers them all."""
+"""Attention mechanisms, one file or folder each. Importing this package registers all of them."""
 
 import importlib
 import pkgutil
@@ -11,7 +11,7 @@ from ..core.registry import AttentionInfo, attention_info, attentions, make_atte
 def _import_all(path: Iterable[str], package: str) -> None:
     for found in pkgutil.iter_modules(path, f"{package}."):
         module = importlib.import_module(found.name)
-        if found.ispkg and not hasattr(module, "naive"):  # a family of mechanisms; a mechanism's own folder has naive
+        if found.ispkg and not hasattr(module, "naive"):  # a folder without `naive` holds several mechanisms
             _import_all(module.__path__, found.name)
 
 

@@ -1,9 +1,10 @@
-"""Axial attention: a token sees its row and its column.
+"""Axial attention: a token attends to its row and its column.
 
-Ho et al., Axial Attention in Multidimensional Transformers, https://arxiv.org/abs/1912.12180; one softmax over both
-lines, as in Combiner, https://arxiv.org/abs/2107.05768, whose axial variants add summaries of all else.
+Ho et al., Axial Attention in Multidimensional Transformers, https://arxiv.org/abs/1912.12180. One softmax covers the
+row and the column, as in Combiner, https://arxiv.org/abs/2107.05768. The axial Combiners add summaries of all other
+tokens.
 
-    i = r·m + c          Ω_i = {j : j//m = r} ∪ {j : j%m = c}          cut at i when causal
+    i = r·m + c          Ω_i = {j : j//m = r} ∪ {j : j%m = c}          and j ≤ i if causal
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ..core.state import KeyValueState
 def naive(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
 ) -> Tensor:
-    """The paper attends along one axis after the other; here one softmax covers both lines, as in Combiner."""
+    """The paper attends along one axis after the other; here one softmax covers both, as in Combiner."""
     i, j = positions(q, k)
     m = attn.block_size or default_block(k.shape[2], attn.max_length)
     return dense_attention(attn, q, k, v, mask, bias, (i // m == j // m) | (i % m == j % m))
@@ -35,7 +36,7 @@ def naive(
 
 @dataclass
 class Grid:
-    """q, k and v on a grid with rows of m tokens, and which of its cells are real (None: all)."""
+    """k and v on a grid with rows of m tokens, and which cells are real (None: all)."""
 
     k: Tensor  # (B, H, n, m, D)
     v: Tensor
@@ -53,20 +54,20 @@ class Grid:
     @classmethod
     def of(cls, k: Tensor, v: Tensor, mask: Tensor | None, m: int, causal: bool) -> Grid:
         rows = Rows(m)
-        # Right padding is never in the past of a real token: a causal mechanism need not look at it.
+        # Right padding is never in the past of a real token, so causal mechanisms can ignore it.
         real = None if causal and mask is None else valid_in(rows, mask, k.shape[2], m, k.device)
         return cls(rows.arrange(k), rows.arrange(v), real, causal)
 
 
 def row_part(grid: Grid, bias: PositionBias | None = None, length: int = 0) -> Part:
-    """The own row: {j : j//m = r}."""
+    """A token's own row: {j : j//m = r}."""
     allowed = own_block(grid.m, grid.causal, grid.k.device).view(1, 1, 1, grid.m, grid.m) if grid.causal else None
     allowed = both(allowed, None if grid.real is None else grid.real[:, :, :, None, :])
     return Part(Rows(grid.m), grid.k, grid.v, allowed, _between(Rows(grid.m), bias, length, grid.k.device))
 
 
 def column_part(grid: Grid, bias: PositionBias | None = None, length: int = 0) -> Part:
-    """The own column without the own row: {j : j%m = c, j//m ≠ r}."""
+    """A token's own column without its own row: {j : j%m = c, j//m ≠ r}."""
     allowed = other_blocks(grid.n, grid.causal, grid.k.device).view(1, 1, 1, grid.n, grid.n)
     if grid.real is not None:
         allowed = allowed & grid.real.transpose(2, 3)[:, :, :, None, :]
@@ -75,7 +76,7 @@ def column_part(grid: Grid, bias: PositionBias | None = None, length: int = 0) -
 
 
 def _between(layout: Layout, bias: PositionBias | None, length: int, device: torch.device) -> Tensor | None:
-    """The position bias between the tokens of each group of a layout."""
+    """Position bias between the tokens of each group of a layout."""
     if bias is None:
         return None
     at = token_positions(layout, length, device)
@@ -83,7 +84,7 @@ def _between(layout: Layout, bias: PositionBias | None, length: int, device: tor
 
 
 class AxialAttention(Attention):
-    """`block_size` is the width of the grid; a partial last row is fine."""
+    """`block_size` is the width of the grid. The last row may be partial."""
 
     def __init__(self, *, block_size: int | None = None, **contract: Any):
         super().__init__(**contract)
@@ -99,7 +100,7 @@ class AxialAttention(Attention):
         return joint_attention(q, parts, dropout=dropout, may_be_empty=mask is not None)
 
     def initial_state(self) -> KeyValueState:
-        decoding_block(self)  # refuses where there is none
+        decoding_block(self)  # raises an error if the block size is unknown
         return KeyValueState.empty()
 
     def attend_next(self, q, k, v, state: KeyValueState, mask, bias):
@@ -111,18 +112,18 @@ class AxialAttention(Attention):
 
 
 def decoding_block(attn: Attention, levels: int = 2) -> int:
-    """The block size for decoding, where the final length is not known."""
+    """Block size for decoding, when the final length is unknown."""
     block_size = getattr(attn, "block_size", None)
     if block_size is None and attn.max_length is None:
         raise ValueError(
-            f"{attn.name} takes its block size from the length, which a step does not know: "
-            "give block_size or max_length"
+            f"{attn.name} derives its block size from the length, which is unknown while decoding; "
+            "set block_size or max_length"
         )
     return block_size or default_block(0, attn.max_length, levels)
 
 
 def attend_to(q: Tensor, state: KeyValueState, seen: Tensor, bias: PositionBias | None) -> Tensor:
-    """The newest token's attention to the cached positions `seen`."""
+    """Attention of the newest token to the cached positions `seen`."""
     k, v, valid, _ = state.read()
     at = seen - state.dropped
     i = torch.tensor(state.position - 1, device=q.device).view(1, 1, 1, 1)
@@ -137,5 +138,5 @@ register(
     paper="Ho et al. 2019, Axial Attention in Multidimensional Transformers (1912.12180)",
     cost="L*sqrt(L)",
     bias=True,
-    length_dependent="without max_length the default block size follows the length; block_size fixes it",
+    length_dependent="without max_length the default block size depends on the length; set block_size to fix it",
 )

@@ -5,8 +5,8 @@ Zaheer et al., Big Bird: Transformers for Longer Sequences, https://arxiv.org/ab
     query block b of n:  b = 0, n-1        every block
                          otherwise         {0, b-1, b, b+1, n-1} and r random blocks, drawn once per head and block
 
-with one softmax over the tokens of those blocks. The draw is the published code's: NumPy's legacy generator, seeded
-with `seed` (there the layer's index), from blocks that the band does not hold and within the first 1,024 tokens.
+with one softmax over the tokens of those blocks. Random blocks are drawn as in the published code: with NumPy's legacy
+generator and `seed` (the layer index there), from blocks outside the band and within the first 1,024 tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PLAN_TOKENS = 1024  # the published code draws random blocks from the first 1,02
 def naive(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
 ) -> Tensor:
-    """Unlike the published code any length works, and a block that is drawn or seen twice counts once."""
+    """Unlike in the published code, any length works, and a block that is selected twice counts once."""
     H, L, m = q.shape[1], q.shape[2], attn.block_size
     n = ceil_div(L, m)
     i, j = (x // m for x in positions(q, k))
@@ -46,7 +46,9 @@ class BigBirdAttention(Attention):
     def __init__(self, *, block_size: int = 64, random_blocks: int = 3, seed: int = 0, **contract):
         super().__init__(**contract)
         if block_size < 1 or random_blocks < 0:
-            raise ValueError(f"block_size must be at least 1, random_blocks at least 0: {block_size}, {random_blocks}")
+            raise ValueError(
+                f"block_size must be at least 1 and random_blocks at least 0, got {block_size}, {random_blocks}"
+            )
         self.block_size, self.random_blocks, self.seed = block_size, random_blocks, seed
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
@@ -67,7 +69,7 @@ class BigBirdAttention(Attention):
             return see_all(q, 0)
         head, tail = see_all(q[:, :, :m], 0), see_all(q[:, :, (n - 1) * m :], (n - 1) * m)
 
-        # (H, n-2, c), -1 where there is none
+        # (H, n-2, c), -1 for no block
         blocks = send(key_blocks(L, m, self.random_blocks, H, self.seed), q.device)
         c = blocks.shape[-1]
         at = blocks.clamp(min=0)
@@ -85,7 +87,7 @@ class BigBirdAttention(Attention):
 
 
 def random_plan(length: int, block_size: int, random_blocks: int, heads: int, seed: int) -> np.ndarray:
-    """(heads, n-2, r): the random blocks of query blocks 1..n-2, -1 where fewer than r are eligible."""
+    """(heads, n-2, r): the random blocks of query blocks 1..n-2, filled with -1 if fewer than r are eligible."""
     n = ceil_div(length, block_size)
     span = min(length, PLAN_TOKENS)
     last = span // block_size - 1 if span > 2 * block_size else n - 1
@@ -107,7 +109,7 @@ def random_plan(length: int, block_size: int, random_blocks: int, heads: int, se
 
 @functools.lru_cache(maxsize=64)
 def _key_blocks(length: int, block_size: int, random_blocks: int, heads: int, seed: int) -> Tensor:
-    """(heads, n-2, 5 + r): all key blocks of query blocks 1..n-2, each once; -1 fills up."""
+    """(heads, n-2, 5 + r): all key blocks of query blocks 1..n-2, each once, filled with -1."""
     n = ceil_div(length, block_size)
     plan = random_plan(length, block_size, random_blocks, heads, seed)
     table = torch.full((heads, n - 2, 5 + random_blocks), -1, device="cpu")
@@ -118,7 +120,7 @@ def _key_blocks(length: int, block_size: int, random_blocks: int, heads: int, se
     return table
 
 
-# An operator of its own: a compiled graph need not trace NumPy's generator.
+# A custom operator, so that compiled graphs do not trace NumPy's generator.
 @torch.library.custom_op("weft::bigbird_blocks", mutates_args=())
 def key_blocks(length: int, block_size: int, random_blocks: int, heads: int, seed: int) -> Tensor:
     return _key_blocks(length, block_size, random_blocks, heads, seed).clone()
@@ -137,6 +139,6 @@ register(
     cost="L*block",
     bias=True,
     causal=False,
-    not_causal="its global blocks see everything; 'longformer' with global_tokens or 'combiner-fixed' can be causal",
+    not_causal="its global blocks attend to all tokens; use 'longformer' with global_tokens, or 'combiner-fixed'",
     length_dependent="the last block is global and the random blocks are drawn for the whole length, padding included",
 )

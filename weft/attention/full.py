@@ -2,9 +2,9 @@
 
 Vaswani et al., Attention Is All You Need, https://arxiv.org/abs/1706.03762
 
-    out_i = Σ_j softmax_j(q_i · k_j / √D + bias_ij) v_j          over every legal j (j ≤ i when causal)
+    out_i = Σ_j softmax_j(q_i · k_j / √D + bias_ij) v_j          over all allowed j (j ≤ i if causal)
 
-Quadratic, exact, and PyTorch's fused `scaled_dot_product_attention` underneath: what all others are compared with.
+Exact and quadratic: the baseline for all other mechanisms. It calls PyTorch's `scaled_dot_product_attention`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Katharopoulos et al., Transformers are RNNs, https://arxiv.org/abs/2006.16236
 
     out_i = φ(q_i)ᵀ Σ_j φ(k_j) v_jᵀ / (φ(q_i)ᵀ Σ_j φ(k_j) + ε),   φ(t) = elu(t) + 1, ε = 1e-6
 
-over every legal j (j ≤ i when causal, as a sum that is carried along).
+over all allowed j (j ≤ i if causal, computed as a running sum).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def run_kernel(attn: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Ten
 
 
 def lacks(attn: Attention, *qkv: Tensor) -> str:
-    return "" if attn.causal else "only the causal form has a kernel; the other is two matrix products"
+    return "" if attn.causal else "only the causal form has a kernel; the bidirectional form is two matrix products"
 
 
 def features(x: Tensor) -> Tensor:
@@ -71,17 +71,17 @@ def features(x: Tensor) -> Tensor:
 
 
 def with_ones(v: Tensor) -> Tensor:
-    """v with a channel of ones: its sum is the denominator."""
+    """Append a channel of ones to v; its sum is the denominator."""
     v = precise(v)
     return torch.cat([v, torch.ones_like(v[..., :1])], -1)
 
 
 def drop_values(v: Tensor, p: float) -> Tensor:
-    """Dropout where there is no matrix of probabilities to thin: of whole columns of it.
+    """Dropout of whole keys, for mechanisms without a matrix of probabilities.
 
-    A dropped token's value leaves the numerator, the others grow by 1 / (1 - p), and the denominator is that of all: so
-    the mean over draws is the output without dropout. Leaving both sums, it would not be: a causal token that has lost
-    all it may see gives zero.
+    A dropped token's value is removed from the numerator, the others are scaled by 1 / (1 - p), and the denominator
+    keeps all tokens. So the expected output is the output without dropout. Dropping tokens from both sums would not
+    have this property: a causal token whose keys are all dropped would return zero.
     """
     return v * F.dropout(torch.ones_like(v[..., :1]), p) if p else v
 

@@ -1,11 +1,11 @@
-"""Linformer: keys and values projected along the length to a fixed, small number of slots.
+"""Linformer: keys and values are projected along the length to a small, fixed number of slots.
 
 Wang et al., Linformer: Self-Attention with Linear Complexity, https://arxiv.org/abs/2006.04768
 
     k' = Fᵀ k,  v' = Fᵀ v          F learned, (max_length, rank), shared by keys, values and heads
     out_i = Σ_r softmax_r(q_i · k'_r / √D) v'_r
 
-A padded token has zero key and value, so it adds nothing to any slot.
+Padded tokens have zero keys and values, so they add nothing to any slot.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..core.softmax import softmax_attention
 def naive(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
 ) -> Tensor:
-    """The published code also projects padding; here it adds nothing."""
+    """The published code also projects padding; here padding adds nothing."""
     slots_k, slots_v = (attn.kernel[: k.shape[2]].T @ hide(x, mask) for x in (k, v))
     return dense_logits(q, slots_k).softmax(-1) @ slots_v
 
@@ -54,5 +54,5 @@ register(
     learned=True,
     needs_max_length=True,
     causal=False,
-    not_causal="each of its slots mixes all positions, the future too; 'performer' or 'combiner-fixed' can be causal",
+    not_causal="each slot mixes all positions, including future ones; use 'performer' or 'combiner-fixed'",
 )

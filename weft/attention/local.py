@@ -1,8 +1,8 @@
-"""Local attention: contiguous blocks that do not overlap.
+"""Local attention within contiguous, non-overlapping blocks.
 
 Parmar et al., Image Transformer, https://arxiv.org/abs/1802.05751; as in the Long Range Arena
 
-    out_i = Σ_j softmax_j(q_i · k_j / √D) v_j          over j with ⌊j/m⌋ = ⌊i/m⌋ (and j ≤ i when causal)
+    out_i = Σ_j softmax_j(q_i · k_j / √D) v_j          over j with ⌊j/m⌋ = ⌊i/m⌋ (and j ≤ i if causal)
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LocalAttention(Attention):
         if self.causal:
             past = torch.ones(m, m, dtype=torch.bool, device=q.device).tril()
             allowed = both(past[None, None, None], allowed)
-        at = torch.arange(n * m, device=q.device).clamp(max=L - 1).view(1, 1, n, m)  # padding stands on the last
+        at = torch.arange(n * m, device=q.device).clamp(max=L - 1).view(1, 1, n, m)  # padding uses the last position
         values = None if bias is None else bias(at[..., None], at[..., None, :])
         out = softmax_attention(q, k, v, allowed=allowed, bias=values, dropout=self.dropout if self.training else 0.0)
         return from_blocks(out, L)

@@ -1,4 +1,4 @@
-"""LogSparse attention: a token sees log L others.
+"""LogSparse attention: a token attends to log L other tokens.
 
 Li et al., Enhancing the Locality and Breaking the Memory Bottleneck of Transformer on Time Series Forecasting,
 https://arxiv.org/abs/1907.00235, in two forms:
@@ -6,7 +6,7 @@ https://arxiv.org/abs/1907.00235, in two forms:
     spans     {i} and the last token of every dyadic span of i (partitions.py), as in Combiner, 2107.05768
     powers    {i} and {i - 2^p : p = 0, 1, ...}, as in the paper
 
-Bidirectional adds the mirror image. Combiner-logsparse attends to the whole spans.
+The bidirectional form adds the mirror image. Combiner-logsparse attends to the whole spans.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..core.registry import register
 from ..core.state import KeyValueState
 from .axial import attend_to
 
-BLOCK = 16  # tokens that are worked on together; the result does not depend on it
+BLOCK = 16  # tokens processed together; the result does not depend on it
 
 
 def naive(
@@ -39,7 +39,7 @@ def naive(
             return (i - j == 1 << b).any(0)
         return ((i >> b & 1 == 1) & (j == (i >> (b + 1) << (b + 1)) + (1 << b) - 1)).any(0)
 
-    after = before(k.shape[2] - 1 - i, k.shape[2] - 1 - j)  # the mirror image, which `legal` cuts when causal
+    after = before(k.shape[2] - 1 - i, k.shape[2] - 1 - j)  # the mirror image; `legal` removes it if causal
     return dense_attention(attn, q, k, v, mask, bias, (i == j) | before(i, j) | after)
 
 
@@ -101,7 +101,7 @@ def log_allowed(spans: LogSpans, own: bool) -> Tensor:
 def _powers(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None, causal: bool, dropout: float
 ) -> Tensor:
-    """One shifted product per power of two: L log L, and no gathered copy of the keys."""
+    """One shifted product per power of two: L log L, without a gathered copy of the keys."""
     L, dtype = q.shape[2], torch.promote_types(q.dtype, torch.float32)
     scaled, k, values = q.to(dtype) * q.shape[-1] ** -0.5, k.to(dtype), v.to(dtype)
     back = [0] + [1 << p for p in range((L - 1).bit_length())]

@@ -1,4 +1,4 @@
-"""Longformer: a sliding window, and optionally a few global tokens.
+"""Longformer: a sliding window and, optionally, a few global tokens.
 
 Beltagy et al., Longformer: The Long-Document Transformer, https://arxiv.org/abs/2004.05150
 
@@ -6,7 +6,7 @@ Beltagy et al., Longformer: The Long-Document Transformer, https://arxiv.org/abs
 
     window w, bidirectional   odd w: |i - j| ≤ ⌊w/2⌋;  even w: i - w/2 + 1 ≤ j ≤ i + w/2
     window w, causal          i - w + 1 ≤ j ≤ i
-    the first g tokens        see everything and are seen by everything (the past of it, when causal)
+    the first g tokens        attend to all tokens, and all tokens attend to them (with j ≤ i if causal)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..kernels.band import kernel
 def naive(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
 ) -> Tensor:
-    """The paper has w/2 tokens on each side; with an even w the study's code has one less on the left."""
+    """The paper has w/2 tokens on each side; for even w the study's code has one less on the left."""
     i, j = positions(q, k)
     w, g = attn.window, attn.global_tokens
     near = i - w < j if attn.causal else (i - (w - 1) // 2 <= j) & (j <= i + w // 2)
@@ -43,7 +43,7 @@ class LongformerAttention(Attention):
         if window < 1 or global_tokens < 0:
             raise ValueError(f"window must be at least 1 and global_tokens at least 0, got {window}, {global_tokens}")
         self.window, self.global_tokens = window, global_tokens
-        self.left = window - 1 if self.causal else (window - 1) // 2  # how far back and ahead a token sees
+        self.left = window - 1 if self.causal else (window - 1) // 2  # tokens visible to the left and to the right
         self.right = 0 if self.causal else window // 2
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
@@ -52,7 +52,7 @@ class LongformerAttention(Attention):
         left, right = min(self.left, L - 1), min(self.right, L - 1)
         valid = torch.ones(1, L, dtype=torch.bool, device=q.device) if mask is None else mask
 
-        # Query blocks of m tokens; each block's keys are the m + left + right tokens around it, read as a strided view.
+        # Query blocks of m tokens. The keys of a block are the m + left + right tokens around it, as a strided view.
         m = min(power_of_two((left + right) / 2, least=16), L)
         n = ceil_div(L, m)
         around = left, n * m - L + right
@@ -61,7 +61,7 @@ class LongformerAttention(Attention):
         i = torch.arange(n * m, device=q.device).view(1, 1, n, m, 1)
         j = (i[..., :1, :] - left) + torch.arange(m + left + right, device=q.device)
         allowed = valid_win & (j >= i - left) & (j <= i + right)
-        if g:  # the global tokens come once, in front, and leave the windows
+        if g:  # global tokens appear once, in front, and are removed from the windows
             allowed = allowed & (j >= g)
             first = torch.arange(g, device=q.device).view(1, 1, 1, 1, g)
             allowed_first = valid[:, None, None, None, :g].expand(-1, 1, n, m, g)

@@ -2,13 +2,13 @@
 
 Kitaev et al., Reformer: The Efficient Transformer, https://arxiv.org/abs/2001.04451
 
-    k_j = q_j / |q_j|                                   shared QK: the k that is passed in is not read
+    k_j = q_j / |q_j|                                   shared QK: the argument k is not used
     bucket(x) = argmax([x R; -x R])                     R random, (D, buckets/2): angular locality-sensitive hashing
     P_i = {j : bucket(q_j) = bucket(q_i), j in the same or the previous run of `chunk` members of that bucket}
     out_i = Σ_rounds w_i^round Σ_{j in P_i} softmax_j(q_i · k_j / √D) v_j,   w_i^round ∝ the round's normaliser
 
-A token attends to itself only when nothing else is there. Runs are counted inside each bucket rather than across the
-sorted sequence, so a later token never moves an earlier one into another run: causal is exactly causal.
+A token attends to itself only if it has no other key. Runs are counted within each bucket, not across the sorted
+sequence, so a later token never moves an earlier one into another run: the causal form is exactly causal.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from ..core.runs import gather_runs, take_mask, take_tokens
 def naive(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
 ) -> Tensor:
-    """The paper chunks the sorted sequence; here chunks do not cross buckets. Rounds weighted by their normalisers are
-    one softmax in which j counts once for every round that i meets it in."""
+    """The paper chunks the sorted sequence; here chunks do not cross buckets. Rounds weighted by their normalisers
+    equal one softmax in which j counts once per round in which i attends to it."""
     (i, j), times = positions(q, q), torch.zeros_like(q @ q.mT)
     logits = dense_logits(q, F.normalize(q, dim=-1), bias)
     for rotation in attn.rotations:
@@ -50,23 +50,26 @@ class ReformerAttention(Attention):
     def __init__(self, *, chunk: int = 64, buckets: int = 32, hashes: int = 2, **contract):
         super().__init__(**contract)
         if chunk < 1 or hashes < 1 or buckets < 2 or buckets % 2:
-            raise ValueError(f"chunk and hashes must be at least 1, buckets even: {chunk}, {hashes}, {buckets}")
+            raise ValueError(
+                "chunk and hashes must be at least 1, and buckets even and at least 2, "
+                f"got chunk={chunk}, hashes={hashes}, buckets={buckets}"
+            )
         self.chunk, self.buckets, self.hashes = chunk, buckets, hashes
         self.register_buffer("rotations", torch.randn(hashes, self.heads, self.head_dim, buckets // 2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         rounds = [self._round(q, v, mask, bias, rotation) for rotation in self.rotations]
         outs, normalisers = (torch.stack(x) for x in zip(*rounds, strict=True))
-        share = normalisers.softmax(0)  # -inf in every round only for a token without keys, whose outs are all zero
+        share = normalisers.softmax(0)  # -inf in every round only for tokens without keys; their outs are zero
         return (torch.where(normalisers.isfinite(), share, 0)[..., None] * outs).sum(0).to(q.dtype)
 
     def _round(self, q, v, mask, bias, rotation) -> tuple[Tensor, Tensor]:
         """One round of hashing: outputs (B, H, L, D) and log-normalisers (B, H, L)."""
         L, D = q.shape[2:]
-        with without_autocast(q):  # which bucket is a matter of single bits
+        with without_autocast(q):  # rounding would change buckets
             turned = precise(q.detach()) @ rotation.to(precise(q).dtype)
         bucket = torch.cat([turned, -turned], -1).argmax(-1)
-        if mask is not None:  # padding has a bucket of its own, so it moves nobody
+        if mask is not None:  # padding gets its own bucket, so it moves no other token
             bucket = bucket.masked_fill(~mask[:, None], self.buckets)
         runs = gather_runs(bucket, self.buckets + 1, min(self.chunk, L))
         at, real = runs.token, take_mask(mask, runs.token, L)
@@ -85,7 +88,7 @@ class ReformerAttention(Attention):
         if self.causal:
             allowed = allowed & (j <= i)
         values = None
-        if bias is not None:  # a bias of -inf forbids a pair: it is no company
+        if bias is not None:  # a bias of -inf forbids a pair, so it does not count as another key
             values = bias(i.clamp(max=L - 1), j.clamp(max=L - 1))
             allowed = allowed & (values != float("-inf"))
         others = allowed & (j != i)

@@ -1,18 +1,18 @@
-"""Routing attention: a token sees the tokens of its cluster.
+"""Routing attention: a token attends to the tokens of its cluster.
 
 Roy et al., Efficient Content-Based Sparse Attention with Routing Transformers, https://arxiv.org/abs/2003.05997
 
     g_j = argmax_g μ_g · k_j / |k_j|                          μ_g unit vectors, per head
-    Ω_i = {j : g_j = g_i, run of j = run of i}                cut at i when causal
+    Ω_i = {j : g_j = g_i, run of j = run of i}                and j ≤ i if causal
 
-argmax puts every token into exactly one cluster and looks at nothing but the token, so the partition is causal; the
-paper's choice of the w best tokens per centroid leaves some in none and lets the future move the past. Each cluster, in
-order of position, is cut into runs of at most `capacity` tokens: the runs are the groups that attend together, and the
-cost is bounded whatever the data.
+argmax assigns every token to exactly one cluster and depends only on that token, so the partition is causal. The
+paper instead picks the w best tokens per centroid; this leaves some tokens without a cluster, and later tokens affect
+earlier ones. Each cluster is split, in order of position, into runs of at most `capacity` tokens. Tokens attend within
+their run, so the cost is bounded for any data.
 
-Centroids follow an exponential moving average of the keys they drew, in training only. What a batch teaches is
-folded in at the next training call, so a call never sees its own batch; a call that is repeated in the backward pass
-(activation checkpointing) folds nothing, and assigns with the centroids that it had the first time.
+In training, each centroid is an exponential moving average of its keys. A batch updates the centroids at the next
+training call, so a call never uses its own batch. If activation checkpointing repeats a call in the backward pass, the
+repeated call updates nothing and uses the same centroids as the first one.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from ..core.runs import Runs, gather_runs, take_mask, take_rows
 def naive(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
 ) -> Tensor:
-    """The paper gives each centroid its w best tokens; here every token belongs to one run of one cluster."""
+    """The paper picks the w best tokens per centroid; here every token belongs to one run of one cluster."""
     nearest = (k @ attn.clusters.centroids.mT).argmax(-1)
     group, run = runs_of(nearest, mask, attn.clusters.size(k.shape[2]))
     return dense_attention(attn, q, k, v, mask, bias, same(group) & same(run))
 
 
 class Clusters(nn.Module):
-    """The centroids of every head, and the runs of a sequence's keys."""
+    """Centroids per head, and the assignment of keys to runs."""
 
     centroids: Tensor
     drawn: Tensor
@@ -73,13 +73,13 @@ class Clusters(nn.Module):
         self.clusters, self.capacity, self.decay, self.max_length = clusters, capacity, decay, max_length
         self.frozen = False
         self.register_buffer("centroids", F.normalize(torch.randn(heads, clusters, head_dim), dim=-1))
-        self.register_buffer("drawn", torch.zeros(heads, clusters, head_dim))  # sum of the last batch's unit keys
+        self.register_buffer("drawn", torch.zeros(heads, clusters, head_dim))  # sum of the unit keys of the last batch
         self.register_buffer("count", torch.zeros(heads, clusters))
         self.replays = Replays()
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """While looking on (`attn.weights`) nothing is learned."""
+        """Within this block (`attn.weights`), the centroids are not updated."""
         before, self.frozen = self.frozen, True
         try:
             yield
@@ -87,12 +87,12 @@ class Clusters(nn.Module):
             self.frozen = before
 
     def size(self, length: int) -> int:
-        """Tokens in a run."""
+        """Maximum number of tokens in a run."""
         return self.capacity or power_of_two(2 * (self.max_length or length) ** 0.5, least=32)
 
     @torch.no_grad()
     def assign(self, k: Tensor, mask: Tensor | None) -> Tensor:
-        """The cluster of every key, (B, H, L); masked tokens are in one of their own, number `clusters`."""
+        """Return the cluster of every key, (B, H, L). Masked tokens get their own cluster, number `clusters`."""
         learning = self.training and not self.frozen
         if learning and recomputing():
             group, learning = _nearest(k, self.replays.recall(k)), False
@@ -109,7 +109,7 @@ class Clusters(nn.Module):
 
     @torch.no_grad()
     def nearest(self, k: Tensor) -> Tensor:
-        """The cluster of every key (B, H, L, D), and nothing learned from them. The length of a key does not matter."""
+        """Return the cluster of every key (B, H, L, D) without an update. The norm of a key does not matter."""
         return _nearest(k, self.centroids)
 
     def runs(self, k: Tensor, mask: Tensor | None) -> Runs:
@@ -137,7 +137,7 @@ def _nearest(k: Tensor, centroids: Tensor) -> Tensor:
 
 @dataclass
 class RunLayout:
-    """Tokens gathered in runs. In an empty slot stands some token; nobody sees it there."""
+    """Tokens gathered in runs. Empty slots hold an arbitrary token that is masked."""
 
     runs: Runs
 
@@ -152,9 +152,9 @@ class RunLayout:
 def run_part(
     runs: Runs, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, bias: PositionBias | None = None
 ) -> Part:
-    """The own run."""
+    """A token's own run."""
     layout, L = RunLayout(runs), k.shape[2]
-    if causal and mask is None:  # runs are in order of position, and their empty slots at the end
+    if causal and mask is None:  # runs are sorted by position, with empty slots at the end
         allowed = own_block(runs.token.shape[-1], causal, k.device)[None, None, None]
     else:
         allowed = take_mask(mask, runs.token, L)[..., None, :]
@@ -166,7 +166,7 @@ def run_part(
 
 
 class RoutingAttention(Attention):
-    """`clusters` centroids per head, runs of at most `capacity` tokens, `decay` of the centroids' moving average."""
+    """`clusters`: centroids per head. `capacity`: maximum run length. `decay`: of the centroids' moving average."""
 
     def __init__(
         self, *, clusters: int | None = None, capacity: int | None = None, decay: float = 0.999, **contract: Any
@@ -186,5 +186,5 @@ register(
     paper="Roy et al. 2020, Efficient Content-Based Sparse Attention with Routing Transformers (2003.05997)",
     cost="L*sqrt(L)",
     bias=True,
-    length_dependent="without max_length the default capacity follows the length; capacity fixes it",
+    length_dependent="without max_length the default capacity depends on the length; set capacity to fix it",
 )

@@ -3,12 +3,12 @@
 Tay et al., Sparse Sinkhorn Attention, https://arxiv.org/abs/2002.11296
 
     s_n = Σ_{j in block n} k_j              summary of block n
-    R = softmax_{n'}(s_n W)_{n'}            W learned, (D, blocks): which block is sorted into place n
-    k~_n = Σ_{n'} R_{n n'} k_{n'}           position by position within the block; v~ alike
+    R = softmax_{n'}(s_n W)_{n'}            W learned, (D, blocks): which block is sorted to position n
+    k~_n = Σ_{n'} R_{n n'} k_{n'}           per position within the block; v~ likewise
     out_n = Attn(q_n, k_n, v_n) + Attn(q_n, k~_n, v~_n)
 
-`iterations` > 0 balances R into a doubly stochastic matrix (Sinkhorn normalisation) instead of the plain softmax.
-Blocks without a real token are never a source; a slot within the block that no source fills is masked.
+`iterations` > 0 replaces the softmax by Sinkhorn normalisation, which makes R doubly stochastic. Blocks without a real
+token are never a source. A slot within the block is masked if no source has a token there.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from ..core.softmax import softmax_attention
 def naive(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
 ) -> Tensor:
-    """The published code ignores what the sort network says; here it is used and learned."""
+    """The published code ignores the output of the sort network; here it is used and trained."""
     (i, j), L, m = positions(q, k), k.shape[2], attn.block_size
     n = ceil_div(L, m)
     k, v, real = hide(k, mask), hide(v, mask), real_tokens(k, mask)
     member = j // m == torch.arange(n, device=q.device)[:, None]  # (n, L)
     source = (member & real[:, None]).any(-1)[:, None, None]  # (B, 1, 1, n)
     R = dense_softmax(member.to(k.dtype) @ k @ attn.sort[:, :n], source)
-    for _ in range(attn.iterations):  # columns, over the blocks that hold a token; then rows
+    for _ in range(attn.iterations):  # columns, over the blocks with a token; then rows
         R = R / (R * source.mT).sum(-2, keepdim=True).where(source, 1)
         R = R / R.sum(-1, keepdim=True).where(source.any(-1, keepdim=True), 1)
     slot = j % m == torch.arange(m, device=q.device)[:, None]  # (m, L)
-    to_slot = R[..., j[0] // m][:, :, i[:, 0] // m, None] * slot  # (B, H, L, m, L): what block i//m has in each slot
+    to_slot = R[..., j[0] // m][:, :, i[:, 0] // m, None] * slot  # (B, H, L, m, L): weights of block i//m for each slot
     sorted_k, sorted_v, filled = to_slot @ k[:, :, None], to_slot @ v[:, :, None], (slot & real[:, None]).any(-1)
     logits = (sorted_k @ q[..., None])[..., 0] / q.shape[-1] ** 0.5
     other = (dense_softmax(logits, filled[:, None, None])[..., None] * sorted_v).sum(-2)
@@ -51,9 +51,9 @@ class SinkhornAttention(Attention):
     def __init__(self, *, block_size: int = 20, max_blocks: int | None = None, iterations: int = 0, **contract):
         super().__init__(**contract)
         if block_size < 1 or iterations < 0:
-            raise ValueError(f"block_size must be at least 1, iterations at least 0: {block_size}, {iterations}")
+            raise ValueError(f"block_size must be at least 1 and iterations at least 0, got {block_size}, {iterations}")
         if max_blocks is not None and max_blocks < 1:
-            raise ValueError(f"max_blocks must be at least 1, or None for all of max_length, got {max_blocks}")
+            raise ValueError(f"max_blocks must be at least 1, or None to cover max_length, got {max_blocks}")
         assert self.max_length is not None
         self.block_size, self.iterations = block_size, iterations
         self.max_blocks = ceil_div(self.max_length, block_size) if max_blocks is None else max_blocks
@@ -67,18 +67,18 @@ class SinkhornAttention(Attention):
         n = q.shape[2]
         if n > self.max_blocks:
             raise ValueError(
-                f"{n} blocks of {m} are over max_blocks={self.max_blocks}: give sinkhorn a larger max_length"
+                f"{n} blocks of {m} are over max_blocks={self.max_blocks}; create sinkhorn with a larger max_length"
             )
         valid = valid_keys(mask, L, n * m, q.device)
         valid = torch.ones(1, n * m, dtype=torch.bool, device=q.device) if valid is None else valid
         real = valid.view(-1, 1, n, m)
 
         has_token = real.any(-1)  # (B or 1, 1, n)
-        blocks = precise(k).sum(3)  # a sum may leave the range of half precision
+        blocks = precise(k).sum(3)  # a sum may overflow in half precision
         logits = torch.einsum("bhnd,de->bhne", blocks, self.sort[:, :n].to(blocks.dtype))
         R = place(logits, has_token, self.iterations).to(k.dtype)
         k_sorted, v_sorted = (torch.einsum("bhne,bhesd->bhnsd", R, x) for x in (k, v))
-        filled = (real & has_token[..., None]).any(2)  # (B or 1, 1, m): some block has a token at this place
+        filled = (real & has_token[..., None]).any(2)  # (B or 1, 1, m): some block has a token in this slot
 
         own = softmax_attention(q, k, v, allowed=real[:, :, :, None], dropout=dropout)
         other = softmax_attention(q, k_sorted, v_sorted, allowed=filled[:, :, None, None], dropout=dropout)
@@ -86,8 +86,8 @@ class SinkhornAttention(Attention):
 
 
 def place(logits: Tensor, has_token: Tensor, iterations: int) -> Tensor:
-    """Rows of weights over the blocks that hold a token; doubly stochastic over those blocks after Sinkhorn's turns."""
-    # An empty sequence has no source at all: it is given all of them, all of zero keys and values.
+    """Weights over the blocks with a token, per row; doubly stochastic after the Sinkhorn iterations."""
+    # An empty sequence has no source. It uses all blocks, whose keys and values are zero.
     source = has_token | ~has_token.any(-1, keepdim=True)
     low = torch.finfo(logits.dtype).min
     x = logits.masked_fill(~source[..., None, :], low)
@@ -107,5 +107,5 @@ register(
     learned=True,
     needs_max_length=True,
     causal=False,
-    not_causal="a block is summarised whole before it is sorted; 'local' or 'combiner-fixed' can be causal",
+    not_causal="it summarises whole blocks before sorting them; use 'local' or 'combiner-fixed'",
 )

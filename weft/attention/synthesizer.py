@@ -1,4 +1,4 @@
-"""Synthesizer: attention logits that are learned, or computed from each token alone.
+"""Synthesizer: attention logits that are learned, or computed from each query alone.
 
 Tay et al., Synthesizer: Rethinking Self-Attention, https://arxiv.org/abs/2005.00743
 
@@ -8,7 +8,7 @@ Tay et al., Synthesizer: Rethinking Self-Attention, https://arxiv.org/abs/2005.0
     factorized   R = U V,  U (H, max_length, rank), V (H, rank, max_length)
     dense        R_i = W_2 ReLU(W_1 q_i),  max_length logits for each query; W_1 (H, D, D), W_2 (H, D, max_length)
 
-`dot=True` adds the usual dot product; without it, random and factorized read neither q nor k.
+`dot=True` adds the usual dot product. Without it, random and factorized use neither q nor k.
 """
 
 from __future__ import annotations

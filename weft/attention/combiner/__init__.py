@@ -1,1 +1,1 @@
-"""Combiner: full attention at the cost of a sparse one, https://arxiv.org/abs/2107.05768."""
+"""Combiner: full attention at the cost of sparse attention, https://arxiv.org/abs/2107.05768."""

@@ -1,16 +1,16 @@
-"""Combiner: full attention at the cost of a sparse one.
+"""Combiner: full attention at the cost of sparse attention.
 
 Ren et al., Combiner: Full Attention Transformer with Sparse Computation Cost, https://arxiv.org/abs/2107.05768
 
-A factorisation gives every query i a direct set Ω_i^0 and spans Ω_i^1, Ω_i^2, ..., disjoint, together all that i may
-see. A span is seen through one key and one value, which do not depend on i:
+A factorisation gives every query i a direct set Ω_i^0 and spans Ω_i^1, Ω_i^2, ... These sets are disjoint and together
+contain every token that i may attend to. A span is represented by one key and one value, which do not depend on i:
 
     kbar_Ω = pool_{j∈Ω} φ_k(k_j)          qbar_Ω = pool_{j∈Ω} φ_q(q_j)                       (summaries.py)
     vbar_Ω = Σ_{j∈Ω} softmax_{j∈Ω}(qbar_Ω · k_j / √D) v_j
     out_i  = ( Σ_{j∈Ω_i^0} exp(q_i · k_j / √D) v_j + Σ_r exp(q_i · kbar_{Ω_i^r} / √D) vbar_{Ω_i^r} ) / Z_i
 
-with one normaliser Z_i for both, so the effective attention is a distribution over all that i may see. A variant is
-its sets: `parts` states them for all queries at once, `advance` for one more token.
+with one normaliser Z_i for both, so the effective attention is a distribution over all these tokens. A variant defines
+its sets: `parts` for all queries at once, `advance` for one more token.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Seen = tuple[Tensor, Tensor, Tensor]  # keys and values (B, H, K, D), and which 
 def combiner_naive(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, direct: Tensor, spans: Tensor
 ) -> Tensor:
-    """`direct` (.., L, L): i sees j directly. `spans` (.., L, S, L): j is in span s of i. Causal: both are cut at i."""
+    """`direct` (.., L, L): i attends to j directly. `spans` (.., L, S, L): j is in span s of i. If causal, j ≤ i."""
     able, s = legal(attn, q, k, mask), attn.summary
     members = spans & able[:, :, :, None]
     qbar, kbar = dense_pool(s, q, s.query, members), dense_pool(s, k, s.key, members)
@@ -44,7 +44,7 @@ def combiner_naive(
 
 
 def dense_pool(summary: Summary, x: Tensor, linear: nn.Linear | None, members: Tensor) -> Tensor:
-    """pool_{j∈Ω} φ(x_j) for spans Ω given by their members (.., S, L): (.., S, D), zeros for an empty span."""
+    """pool_{j∈Ω} φ(x_j) as (.., S, D) for spans Ω with members (.., S, L); zeros for an empty span."""
     x = x if linear is None else x @ linear.weight.T
     x = x if summary.kind in ("max", "mean", "sum") else x.relu()
     x, inside = x.view(*x.shape[:2], *[1] * (members.dim() - 3), *x.shape[2:]), members[..., None]
@@ -57,8 +57,8 @@ def dense_pool(summary: Summary, x: Tensor, linear: nn.Linear | None, members: T
 def dense_combiner(
     q: Tensor, k: Tensor, v: Tensor, direct: Tensor, seen: Tensor, kbar: Tensor, within: Tensor
 ) -> Tensor:
-    """out_i of the formula. `seen` (.., L, S) are the spans of i, kbar (.., L or 1, S, D) their keys; their values are
-    vbar = within v, `within` (.., L or 1, S, L)."""
+    """out_i of the formula. `seen` (.., L, S): the spans of i. kbar (.., L or 1, S, D): their keys. Their values are
+    vbar = within v with `within` (.., L or 1, S, L)."""
     B, H, L, D = q.shape
     logits = torch.cat([q @ k.mT, (q[:, :, :, None] * kbar).sum(-1)], -1) / D**0.5
     allowed = torch.cat([direct.expand(B, H, L, L), seen.expand(B, H, L, seen.shape[-1])], -1)
@@ -67,7 +67,7 @@ def dense_combiner(
 
 
 class Combiner(Attention):
-    """Base of the variants: joins direct sets and spans."""
+    """Base class of the variants: attends to direct sets and spans with one softmax."""
 
     def __init__(self, *, summary: str = "max", **contract: Any):
         super().__init__(**contract)
@@ -85,7 +85,7 @@ class Combiner(Attention):
         return joint_attention(q, parts, dropout=dropout, may_be_empty=mask is not None).to(dtype)
 
     def advance(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, state: Any) -> tuple[Seen, Any]:
-        """Take in one token; what it sees, and the state after it."""
+        """Process one token. Return the keys and values it attends to, and the next state."""
         raise NotImplementedError
 
     def attend_next(
@@ -101,7 +101,7 @@ class Combiner(Attention):
             return softmax_attention(q, keys, values, allowed=allowed).to(dtype), state
 
     def _widen(self, x: Tensor) -> Tensor:
-        """A sum over a long span leaves the range of half precision: those run in float32."""
+        """Use float32 for sums over long spans, which overflow in half precision."""
         return x.to(torch.promote_types(x.dtype, torch.float32)) if self.long_sums else x
 
 
@@ -112,17 +112,17 @@ def join_seen(seen: list[Seen]) -> Seen:
 def line_summaries(
     summary: Summary, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, which: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For every place p of every line, the summary of a part of the line: kbar, vbar, and whether it has any token.
+    """Summarise a part of the line for every position p: return kbar, vbar, and whether the part has any token.
 
-    q, k and v are (B, H, lines, T, D), `real` (B or 1, H or 1, lines, T); the part is everything "before" p, "after"
-    p, "up_to" and with p, or all "others". Whether it has any is (1, 1, 1, 1) where all have.
+    q, k and v are (B, H, lines, T, D), `real` (B or 1, H or 1, lines, T). The part is all tokens "before" p, "after" p,
+    "up_to" p (with p), or all "others". The last result is (1, 1, 1, 1) if every part has a token.
     """
     if which == "after":
         flipped = None if real is None else real.flip(3)
         kbar, vbar, some = line_summaries(summary, q.flip(3), k.flip(3), v.flip(3), flipped, "before")
         return kbar.flip(3), vbar.flip(3), some.flip(3)
     T = k.shape[3]
-    if which == "before":  # up to the place before, and nothing for the first
+    if which == "before":  # up to the previous position; empty for the first
         if T == 1:
             return torch.zeros_like(k), torch.zeros_like(v), torch.zeros_like(k[..., 0], dtype=torch.bool)
         earlier = None if real is None else real[..., :-1]

@@ -1,12 +1,12 @@
-"""Combiner-Logsparse: the token itself directly, all earlier ones in log L spans.
+"""Combiner-Logsparse: the token itself directly, all earlier tokens in log L spans.
 
 Combiner, https://arxiv.org/abs/2107.05768, section 4.2
 
     causal           direct {i}; for every set bit b of i the span [a, a + 2^b), a = (i >> (b+1)) << (b+1)
     bidirectional    also the mirror image: the spans of L-1-i, counted from the end
 
-A span of one token is that token, attended to directly. The sparse parent, `logsparse`, sees the last token of every
-span instead of its summary.
+A span of one token is attended to directly. The sparse parent, `logsparse`, attends to the last token of every span
+instead of its summary.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..logsparse import log_allowed
 from .base import Combiner, Seen, combiner_naive, join_seen
 from .summaries import Summary
 
-BLOCK = 64  # tokens that are worked on together; the result does not depend on it
+BLOCK = 64  # tokens processed together; the result does not depend on it
 
 
 def naive(
@@ -44,7 +44,7 @@ def naive(
         i, a = i[:, None], i[:, None] >> (b + 1) << (b + 1)
         return (i >> b & 1 == 1) & (a <= j) & (j < a + (1 << b))
 
-    spans = torch.cat([before(i, j), before(L - 1 - i, L - 1 - j)], 1)  # the mirror image is cut when causal
+    spans = torch.cat([before(i, j), before(L - 1 - i, L - 1 - j)], 1)  # if causal, the mirror image is removed
     one = spans.sum(-1, keepdim=True) == 1
     return combiner_naive(attn, q, k, v, mask, (i == j) | (spans & one).any(1), spans & ~one)
 
@@ -59,7 +59,7 @@ class CombinerLogsparse(Combiner):
             parts.append(spans_before(BackwardRows(BLOCK), q, k, v, mask, self.summary, own=False))
         return parts
 
-    # Decoding: a binary counter. The nodes that are kept after i tokens are the spans of token i.
+    # Decoding is a binary counter: the nodes after i tokens are the spans of token i.
 
     def initial_state(self) -> LogState:
         return LogState(KeyValueState.empty(), [])
@@ -98,7 +98,7 @@ class Node:
 
 @dataclass
 class LogState:
-    """All keys and values, which longer spans to come will summarise, and the spans of the next token."""
+    """All keys and values, needed for later, longer spans, and the spans of the next token."""
 
     cache: KeyValueState
     nodes: list[Node]
@@ -111,10 +111,10 @@ class LogState:
 def spans_before(
     layout: Layout, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, summary: Summary, *, own: bool
 ) -> Part:
-    """The summaries of all spans; `own` adds the token itself. The layout decides what is before."""
+    """Summaries of all spans before each token, in the order of the layout; `own` adds the token itself."""
     q, k, v = layout.arrange(q), layout.arrange(k), layout.arrange(v)
     n = k.shape[2]
-    # Spans lie wholly before a token, and padding after the last: without a mask there is nothing to leave out.
+    # Spans end before their token, and padding is at the end: without a mask nothing needs to be masked.
     real = None if mask is None else valid_in(layout, mask, mask.shape[1], BLOCK, k.device)
     spans = LogSpans(n, BLOCK, k.device)
     members = torch.ones(1, 1, n, BLOCK, device=k.device) if real is None else real.float()
@@ -127,7 +127,7 @@ def spans_before(
         count = counts[level][..., 0]
         return summary.finish(nodes[level], count if may_be_empty or summary.pool == "mean" else None, q.dtype)
 
-    # Local nodes lie inside a block, whose tokens are their members.
+    # Local nodes are inside a block; their members are tokens of that block.
     local = range(1, BLOCK.bit_length() - 1)
 
     def of_blocks(nodes: list[Tensor]) -> Tensor:
@@ -140,7 +140,7 @@ def spans_before(
     keys, values = [k, local_k], [v, local_v]
     exist = None if real is None else [real, of_blocks([counts[b] for b in local])[..., 0] > 0]
 
-    # Upper nodes: level by level, and then to every block the nodes that it sees.
+    # Upper nodes: compute them level by level, then gather for every block the nodes it attends to.
     if spans.levels:
         nodes_k, nodes_v, nodes_some, offsets = [], [], [], [0]
         tokens = [t.flatten(2, 3) for t in (k, v)]
@@ -167,7 +167,7 @@ def spans_before(
     allowed = log_allowed(spans, own)
     if exist is not None:
         allowed = allowed & torch.cat(exist, 3)[:, :, :, None]
-    # The CPU's fused attention takes keys sixteen at a time, and is up to twice as slow when some are left over.
+    # Fused attention on the CPU processes 16 keys at a time, and is up to twice as slow with a remainder.
     short = -allowed.shape[-1] % 16
     blank = k.new_zeros(1, 1, 1, 1, 1)
     keys, values = [*keys, blank.expand_as(k[:, :, :, :short])], [*values, blank.expand_as(v[:, :, :, :short])]
@@ -175,8 +175,8 @@ def spans_before(
 
 
 def _firsts(x: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
-    """For b = 0, 1, ... the first of every two stretches of 2^b tokens, as long as it is whole: (.., nodes, X) of x
-    (.., T, X). A stretch is its two halves joined."""
+    """For b = 0, 1, ...: x (.., T, X) -> (.., nodes, X), the first of every two segments of 2^b tokens, if complete. A
+    segment is the join of its two halves."""
     nodes = []
     while (T := x.shape[2]) > 1:
         even, last = (x, None) if T % 2 == 0 else (x[:, :, :-1], x[:, :, -1:])
@@ -187,7 +187,7 @@ def _firsts(x: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]
 
 
 def _first_halves(x: Tensor, size: int) -> Tensor:
-    """(.., T, X) -> (.., pairs, size, X): the first of every two stretches of `size`, as long as it is whole."""
+    """(.., T, X) -> (.., pairs, size, X): the first of every two segments of `size` tokens, if complete."""
     pairs = x.shape[2] // (2 * size)
     used = pairs * 2 * size
     halves = torch.unflatten(x[:, :, :used], 2, (pairs, 2, size))[:, :, :, 0]

@@ -2,11 +2,11 @@
 
 Combiner, https://arxiv.org/abs/2107.05768, section 4.4
 
-    average    out_i = (1/M) Σ_μ out_i(ω_μ)          each factorisation with its own normaliser: the paper
-    joint      one softmax over the direct set and the spans of all: the authors' code, for axial only
+    average    out_i = (1/M) Σ_μ out_i(ω_μ)          one normaliser per factorisation, as in the paper
+    joint      one softmax over the direct set and the spans of all, as in the authors' code; axial only
 
-The joint form sees own row and own column once, and every other token through two spans: of its column, above (and,
-bidirectional, below) the own row; of its row, left or right of the own column.
+In the joint form, i attends once to its own row and column. Every other token is in two spans: the part of its column
+above (or, if bidirectional, below) the row of i, and the part of its row left or right of the column of i.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MixtureState = list
 def naive(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
 ) -> Tensor:
-    """The average is the paper's, the joint form the authors' code."""
+    """The paper uses the average, the authors' code the joint form."""
     attns = list(attn.factorisations)
     if not isinstance(attns[0], JointAxial):
         return torch.stack([a.info.naive(a, q, k, v, mask) for a in attns]).mean(0)
@@ -53,9 +53,9 @@ def naive(
 
 
 class CombinerMixture(Attention):
-    """`factorisations` are names, or (name, {options}); `block_size` and `summary` go to all that take them.
+    """`factorisations`: names or (name, {options}). `block_size` and `summary` are passed to all that support them.
 
-    Each factorisation runs its own kernel: `backend="triton"` needs one for each, "auto" uses those that exist.
+    Each factorisation runs its own kernel. `backend="triton"` requires a kernel for each; "auto" uses those available.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class CombinerMixture(Attention):
         if mixture == "joint":
             if sorted(name for name, _ in entries) != sorted(AXIAL) or any(options for _, options in entries):
                 raise ValueError(
-                    f"mixture='joint' joins {AXIAL[0]} and {AXIAL[1]}, without options of their own; "
-                    "'average' takes any factorisations"
+                    f"mixture='joint' supports only {AXIAL[0]} and {AXIAL[1]}, both without options; "
+                    "for other factorisations use mixture='average'"
                 )
             joint = JointAxial(block_size=block_size, summary=summary, **contract)
             self.factorisations = nn.ModuleList([joint])
@@ -89,7 +89,7 @@ class CombinerMixture(Attention):
             given = {key: value for key, value in shared.items() if key in info.options}
             made.append(make_attention(name, **contract, **{**given, **options}))
             if getattr(made[-1], "needs_input", False):
-                raise ValueError(f"{name} with {options} reads the input of the layer, which a mixture does not have")
+                raise ValueError(f"{name} with {options} reads the layer's input, which a mixture does not support")
         self.factorisations = nn.ModuleList(made)
         self.long_sums = any(attn.long_sums for attn in made)
 
@@ -120,8 +120,8 @@ class CombinerMixture(Attention):
         return mean([attn(q, k, v, mask) for attn in self._each()])
 
     def _on_one_grid(self, q: Tensor) -> bool:
-        """Whether the factorisations have their direct sets in common, own row and own column, which then need
-        computing once. On a GPU each has a kernel of its own."""
+        """Return whether all factorisations share their direct sets (own row and own column), so that these can be
+        computed once. On a GPU each factorisation runs its own kernel instead."""
         attns = self._each()
         axial = all(isinstance(attn, CombinerAxialVertical | CombinerAxialHorizontal) for attn in attns)
         if not axial or q.device.type != "cpu":
@@ -141,9 +141,9 @@ class CombinerMixture(Attention):
 
 
 def _entries(factorisations: Any) -> list[tuple[str, dict[str, Any]]]:
-    """(name, options) each; anything else is refused."""
+    """Parse to a list of (name, options); raise an error for anything else."""
     known = [name for name in attentions() if name.startswith("combiner-") and name != "combiner-mixture"]
-    wanted = f"factorisations is a list of names, or (name, {{options}}), of {', '.join(known)}"
+    wanted = f"factorisations must be a list of names or (name, {{options}}) from {', '.join(known)}"
     if isinstance(factorisations, str) or not isinstance(factorisations, Sequence) or not factorisations:
         raise ValueError(f"{wanted}; got {factorisations!r}")
     entries = []
@@ -160,12 +160,12 @@ def _is_pair(entry: Any) -> bool:
 
 
 def mean(outs: list[Tensor]) -> Tensor:
-    """One by one: stacking them would write each once more."""
+    """Add one by one: stacking would copy every output."""
     return functools.reduce(torch.add, outs) / len(outs)
 
 
 class JointAxial(GridCombiner):
-    """Vertical and horizontal spans under one normaliser."""
+    """Vertical and horizontal spans with one normaliser."""
 
     name, fused = "combiner-mixture", KERNEL
     columns_as_spans = columns_split = True
@@ -198,7 +198,7 @@ register(
     naive=naive,
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
-    length_dependent="without max_length the default block size (combiner-routing's capacity) follows the length; "
-    "block_size (capacity) fixes it; bidirectional spans of combiner-logsparse are counted from the end",
+    length_dependent="without max_length the default block size (combiner-routing: capacity) depends on the length; "
+    "set block_size (capacity) to fix it; bidirectional spans of combiner-logsparse are counted from the end",
     kernel=Kernel(CombinerMixture.run_kernel, lacks),
 )

@@ -1,13 +1,13 @@
-"""Combiner-Routing: the own cluster directly, every other cluster as a span.
+"""Combiner-Routing: a token's own cluster directly, every other cluster as a span.
 
-Combiner, https://arxiv.org/abs/2107.05768, section 4.5, which gives the sets only. The clusters, cut into runs
-G_1, G_2, ... of bounded size, are those of the sparse parent, `routing`:
+Combiner, https://arxiv.org/abs/2107.05768, section 4.5, which defines only the sets. The clusters are those of the
+sparse parent, `routing`, split into runs G_1, G_2, ... of bounded size:
 
     causal           direct G_{g_i} ∩ {0..i}      spans G_g ∩ {0..i} for every other run g
     bidirectional    direct G_{g_i}               spans G_g for every other run g
 
-When causal a span grows with i, so there is one summary for every token j: that of its run up to j. At i, a cluster's
-newest run is seen through its last token up to i; its older runs are closed, and seen whole.
+If causal, a span grows with i, so every token j has a summary: that of its run up to j. At i, the newest run of a
+cluster is represented by the summary at its last token up to i. Older runs are closed and represented as a whole.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def naive(
     nearest = (k @ attn.clusters.centroids.mT).argmax(-1)
     group, run = runs_of(nearest, mask, attn.clusters.size(k.shape[2]))
     together = same(group) & same(run)
-    first = ~together.tril(-1).any(-1)  # a run is named after its first token
+    first = ~together.tril(-1).any(-1)  # identify a run by its first token
     spans = (together & first[..., None])[:, :, None] & ~together[..., None]
     return combiner_naive(attn, q, k, v, mask, together, spans)
 
 
 class CombinerRouting(Combiner):
-    """`clusters` centroids per head, runs of at most `capacity` tokens, `decay` of the centroids' moving average."""
+    """`clusters`: centroids per head. `capacity`: maximum run length. `decay`: of the centroids' moving average."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class CombinerRouting(Combiner):
         real = take_mask(mask, runs.token, k.shape[2])
         run_q = RunLayout(runs).arrange(q)
         if self.causal:
-            # The slots of a run are filled in order: without a mask all up to a filled one are.
+            # The slots of a run are filled in order: without a mask, all slots before a filled one are filled.
             among = None if mask is None else real
             kbar, vbar, _ = line_summaries(self.summary, run_q, direct.k, direct.v, among, "up_to")
             return [direct, _growing_spans(runs, kbar, vbar, real, self.clusters.clusters + (mask is not None))]
@@ -76,18 +76,18 @@ class CombinerRouting(Combiner):
         each_k, each_v = (t[:, :, None].expand(-1, -1, R, -1, -1) for t in (kbar, vbar))
         return [direct, Part(direct.layout, each_k, each_v, others)]
 
-    # Decoding: the newest run of every cluster is open; a run that is full is closed when its cluster draws again.
+    # Decoding: the newest run of every cluster is open. A full run is closed when its cluster gets another token.
 
     def initial_state(self) -> RoutingState:
         if self.clusters.capacity is None and self.max_length is None:
             raise ValueError(
-                f"{self.name} takes its capacity from the length, which a step does not know: "
-                "give capacity or max_length"
+                f"{self.name} derives its capacity from the length, which is unknown while decoding; "
+                "set capacity or max_length"
             )
         return RoutingState()
 
     def _room(self, k: Tensor, features: Tensor) -> RoutingState:
-        """The state before the first token, whose kind and place are those of its key and features."""
+        """Allocate the initial state with the dtype and device of the first key and its features."""
         B, H, _, D = k.shape
         G, size = self.clusters.clusters, self.clusters.size(0)
 
@@ -114,8 +114,8 @@ class CombinerRouting(Combiner):
             state = self._room(k, lifted_k)
         if state.newest[0] != state.position:
             raise ValueError(
-                f"this state, of {state.position} tokens, was overwritten by the steps after it: without gradients "
-                f"{self.name} writes its buffers in place; copy.deepcopy(state) before decoding branches"
+                f"this state of {state.position} tokens was overwritten by later steps, because without gradients "
+                f"{self.name} updates its buffers in place; use copy.deepcopy(state) before decoding branches"
             )
         newest = [state.position] if torch.is_grad_enabled() else state.newest
         newest[0] += 1
@@ -137,7 +137,7 @@ class CombinerRouting(Combiner):
         place = state.filled[b, h, g].masked_fill(full, 0).clamp(max=size - 1)
 
         def put(x: Tensor, new: Tensor, *at: Tensor) -> Tensor:
-            """Write at cluster g of every head, where there is a token; in place unless gradients forbid it."""
+            """Write at cluster g of every head if the token is real; in place unless gradients are enabled."""
             new = torch.where(here.view(B, H, *[1] * (new.dim() - 2)), new.to(x.dtype), x[(b, h, *at)])
             return (x.index_put if torch.is_grad_enabled() else x.index_put_)((b, h, *at), new)
 
@@ -178,29 +178,29 @@ class CombinerRouting(Combiner):
 
 @dataclass
 class RoutingState:
-    """Written in place where no gradients are recorded; `newest` is the position of the state that owns the buffers."""
+    """Updated in place if gradients are disabled. `newest` is the position of the state that owns the buffers."""
 
     position: int = 0
     k: Any = None  # (B, H, clusters, capacity, D): the open run of every cluster; None before the first token
     v: Any = None
     filled: Any = None  # (B, H, clusters)
-    query_features: Any = None  # (B, H, clusters, D): what the open runs are pooled from
+    query_features: Any = None  # (B, H, clusters, D): pooled features of the open runs
     key_features: Any = None
     span_k: Any = None  # (B, H, clusters, D): the summaries of the open runs
     span_v: Any = None
-    closed_k: Any = None  # (B, H, runs, D): the summaries of the closed runs, whose tokens are dropped
+    closed_k: Any = None  # (B, H, runs, D): the summaries of the closed runs; their tokens are dropped
     closed_v: Any = None
     closed: Any = None  # (B, H): how many there are
     newest: list[int] = field(default_factory=lambda: [0])
 
 
 def _growing_spans(runs: Runs, kbar: Tensor, vbar: Tensor, real: Tensor, groups: int) -> Part:
-    """What the tokens of a stretch of time see of the clusters that are not theirs, and of closed runs.
+    """The spans that the tokens of a segment attend to: those of other clusters, and closed runs.
 
-    kbar and vbar (B, H, R, size, D) are the summaries of every run up to each of its slots, `real` (B, H, R, size)
-    says which slots hold a token. Token j stands for the newest run of its cluster from j until the cluster's next
-    token: at i, of i's own cluster that is i. A stretch needs its own tokens, and for every cluster the last one
-    before it.
+    kbar and vbar (B, H, R, size, D) are the summaries of every run up to each of its slots; `real` (B, H, R, size) is
+    True for slots with a token. Token j represents the newest run of its cluster from j until the next token of the
+    cluster. At i, the cluster of i is represented by i itself. A segment needs its own tokens and, for every cluster,
+    the last token before the segment.
     """
     (B, H, L), device = runs.slot.shape, kbar.device
     R, size = runs.token.shape[2:]
@@ -209,9 +209,9 @@ def _growing_spans(runs: Runs, kbar: Tensor, vbar: Tensor, real: Tensor, groups:
     group = runs.group.gather(2, runs.slot // size)
     same = runs.group.gather(2, run_of_next) == group
     until = torch.where(same, tokens.gather(2, runs.slot + 1), L)  # (B, H, L): the cluster's next token
-    until = until.masked_fill(~real.flatten(2).gather(2, runs.slot), 0)  # a masked token stands for nothing
+    until = until.masked_fill(~real.flatten(2).gather(2, runs.slot), 0)  # a masked token represents no run
 
-    # For every stretch and cluster the last token before the stretch, -1 where there is none.
+    # For every segment and cluster, the last token before the segment; -1 if there is none.
     layout = Rows(default_block(L, None))
     T, n = layout.size, ceil_div(L, layout.size)
     at = torch.arange(L, device=device).expand(B, H, L)
@@ -225,7 +225,7 @@ def _growing_spans(runs: Runs, kbar: Tensor, vbar: Tensor, real: Tensor, groups:
     who = stands.masked_fill(nobody, 0).flatten(2)
     ends = until.gather(2, who).view_as(stands).masked_fill(nobody, 0)
 
-    # A run is closed when its cluster's next run has begun. Closed runs are full: there are at most L // size.
+    # A run is closed once the next run of its cluster has started. Closed runs are full: at most L // size.
     begins = torch.cat([runs.token[:, :, 1:, 0], runs.token.new_full((B, H, 1), L)], 2)
     continued = torch.cat([runs.group[:, :, 1:] == runs.group[:, :, :-1], torch.zeros_like(real[:, :, :1, 0])], 2)
     continued &= real[..., -1]
@@ -235,7 +235,7 @@ def _growing_spans(runs: Runs, kbar: Tensor, vbar: Tensor, real: Tensor, groups:
 
     slots = torch.cat([runs.slot.gather(2, who).view_as(stands), _of_each(closing * size + size - 1, n)], 3)
     keys, values = (take_rows(t.flatten(2, 3), slots) for t in (kbar, vbar))
-    # All are seen by the tokens after `stands` and before `ends`.
+    # All are visible to the tokens after `stands` and before `ends`.
     stands = torch.cat([stands, _of_each(closes - 1, n)], 3).float()[..., None, :]
     ends = F.pad(ends, (0, C), value=L).float()[..., None, :]
     i = token_positions(layout, L, device).float()[..., None]
@@ -254,5 +254,5 @@ register(
     naive=naive,
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
-    length_dependent="without max_length the default capacity follows the length; capacity fixes it",
+    length_dependent="without max_length the default capacity depends on the length; set capacity to fix it",
 )

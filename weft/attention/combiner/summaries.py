@@ -1,13 +1,13 @@
-"""How a Combiner pools a span's keys and queries into one vector.
+"""Summaries: pool the keys or queries of a span into one vector.
 
     name                            φ             pool
     max (default), mean, sum        identity      over the span, per channel
     relu-max                        ReLU          max
     deepsets-max, deepsets-mean     ReLU(x W)     max, mean; W (D, D) without bias, one for queries and one for keys
 
-Pools are built in two strokes, so that they can be made of other pools: tokens are lifted to features, in which a
-token that does not count is neutral (-inf for max, 0 for sums); features are reduced over a set, over everything
-before a place, or over all but one place; `finish` turns the result into the vector, zeros for an empty set.
+Pooling has three steps, so that pools can be joined. `lift` maps tokens to features; masked tokens are neutral (-inf
+for max, 0 for sums). Features are then reduced over a set, over all earlier positions, or over all but one position.
+`finish` turns the result into the pooled vector, zeros for an empty set.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Summary(nn.Module):
     def __init__(self, kind: str, head_dim: int):
         super().__init__()
         if kind not in SUMMARIES:
-            raise ValueError(f"there is no summary {kind!r}; choose from {', '.join(SUMMARIES)}")
+            raise ValueError(f"unknown summary {kind!r}; choose from {', '.join(SUMMARIES)}")
         self.kind, self.pool = kind, kind.rpartition("-")[2]
         learned = kind.startswith("deepsets")
         self.query = nn.Linear(head_dim, head_dim, bias=False) if learned else None
         self.key = nn.Linear(head_dim, head_dim, bias=False) if learned else None
 
     def lift_queries(self, q: Tensor, real: Tensor | None) -> Tensor:
-        """Queries (.., L, D) to features; `real` (.., L) is False at tokens that do not count."""
+        """Map queries (.., L, D) to features; `real` (.., L) is False for masked tokens."""
         return self._lift(q, self.query, real)
 
     def lift_keys(self, k: Tensor, real: Tensor | None) -> Tensor:
@@ -53,24 +53,24 @@ class Summary(nn.Module):
         return largest(f, dim).squeeze(dim) if self.pool == "max" else f.sum(dim)
 
     def join(self, a: Tensor, b: Tensor) -> Tensor:
-        """The features of two disjoint sets together."""
+        """Features of the union of two disjoint sets."""
         return torch.maximum(a, b) if self.pool == "max" else a + b
 
     def up_to(self, f: Tensor) -> Tensor:
-        """(.., T, D) -> (.., T, D): at each place the pool of all up to it."""
+        """(.., T, D) -> (.., T, D): at each position, the pool of all positions up to it."""
         return running_max(f) if self.pool == "max" else f.cumsum(-2)
 
     def before(self, f: Tensor) -> Tensor:
-        """(.., T, D) -> (.., T, D): at each place the pool of all strictly earlier ones."""
+        """(.., T, D) -> (.., T, D): at each position, the pool of all earlier positions."""
         return self.up_to(F.pad(f[..., :-1, :], (0, 0, 1, 0), value=self.neutral))
 
     def others(self, f: Tensor) -> Tensor:
-        """(.., T, D) -> (.., T, D): at each place the pool of all others."""
+        """(.., T, D) -> (.., T, D): at each position, the pool of all other positions."""
         return max_of_others(f) if self.pool == "max" else f.sum(-2, keepdim=True) - f
 
     def finish(self, f: Tensor, count: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Features to the pooled vector; `count` (..), how many tokens were pooled, may be left out for max and sum
-        where no set is empty."""
+        """Turn features into the pooled vector. `count` (..) is the number of pooled tokens; for max and sum it may be
+        None if no set is empty."""
         if self.pool == "mean":
             assert count is not None
             f = f / count.clamp(min=1)[..., None]
@@ -80,14 +80,14 @@ class Summary(nn.Module):
 
 
 def largest(x: Tensor, dim: int) -> Tensor:
-    """`x.amax(dim, keepdim=True)`; on a CPU without gradients by halves, several times as fast over rows.
+    """`x.amax(dim, keepdim=True)`. On a CPU without gradients it works by halving, several times faster over rows.
 
-    With gradients it is amax, which shares the gradient of a tie equally.
+    With gradients it uses amax, which splits the gradient of a tie equally.
     """
     if x.device.type != "cpu" or _differentiable(x):
         return x.amax(dim, keepdim=True)
     while (n := x.shape[dim]) > 1:
-        half = (n + 1) // 2  # where n is odd the halves share one, which no maximum minds
+        half = (n + 1) // 2  # odd n: the halves overlap by one, which is harmless for max
         x = torch.maximum(x.narrow(dim, 0, half), x.narrow(dim, n - half, half))
     return x
 
@@ -95,8 +95,8 @@ def largest(x: Tensor, dim: int) -> Tensor:
 def running_max(x: Tensor) -> Tensor:
     """Cumulative maximum over the last dimension but one.
 
-    torch.cummax walks along the dimension one element at a time, which costs several times as much on a CPU: there
-    each place is made of the one before, whole; with gradients, and on a GPU, in about 2√T steps over T places.
+    torch.cummax processes one element at a time, which is several times slower on a CPU. There, without gradients, each
+    position is computed from the previous one as a whole row. Otherwise it takes about 2√T steps for T positions.
     """
     T = x.shape[-2]
     if _written_in_place(x):
@@ -121,9 +121,10 @@ def running_max(x: Tensor) -> Tensor:
 
 
 def max_of_others(x: Tensor) -> Tensor:
-    """At each place the maximum of all others over the last dimension but one, -inf where there are none.
+    """At each position, the maximum of all other positions along dimension -2; -inf if there are none.
 
-    It is the largest, or at the largest the next; on a CPU without gradients, place by place in pairs.
+    This is the largest value, or the second largest at the position of the largest. On a CPU without gradients it is
+    computed by recursion over pairs.
     """
     if _written_in_place(x):
         return _max_of_others_to(torch.empty_like(x), x)
@@ -135,7 +136,7 @@ def max_of_others(x: Tensor) -> Tensor:
 
 
 def _max_of_others_to(result: Tensor, x: Tensor) -> Tensor:
-    """Each of a pair sees the other, and what the pair sees; the last of an odd number is alone."""
+    """For each element: the other of its pair and the maximum of the other pairs. For odd T the last has no pair."""
     T, half = x.shape[-2], x.shape[-2] // 2
     if T == 1:
         return result.fill_(float("-inf"))
@@ -151,7 +152,7 @@ def _max_of_others_to(result: Tensor, x: Tensor) -> Tensor:
 
 
 def _written_in_place(x: Tensor) -> bool:
-    """Whether results are best written where they belong."""
+    """Return whether to write results in place, which is fastest on a CPU without gradients."""
     return x.device.type == "cpu" and not _differentiable(x) and not torch.compiler.is_compiling()
 
 
