@@ -58,7 +58,7 @@ class TestMechanisms:
 
 @pytest.mark.parametrize("pattern", ["fixed", "strided"])
 def test_sparse_has_no_kernel_for_cls(pattern):
-    with pytest.raises(ValueError, match="no cls.*'auto'"):
+    with pytest.raises(ValueError, match="not support cls.*'auto'"):
         weft.make_attention("sparse", heads=2, head_dim=8, backend="triton", pattern=pattern, cls=True)
     weft.make_attention("sparse", heads=2, head_dim=8, pattern=pattern, cls=True)
 

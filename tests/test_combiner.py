@@ -78,9 +78,9 @@ def test_row_major_projections_need_the_input():
         )
         noise = x.masked_fill(~mask[..., None], float("nan"))
         torch.testing.assert_close(layer(noise, mask)[mask], layer(x, mask)[mask])
-        with pytest.raises(ValueError, match="give x="):
+        with pytest.raises(ValueError, match="pass x="):
             layer.attention(q, k, v)
-    with pytest.raises(ValueError, match="give input_dim"):
+    with pytest.raises(ValueError, match="set input_dim"):
         make("combiner-axial", False, key_summary="proj")
     with pytest.raises(TypeError, match="does not read x"):
         make("combiner-axial", False)(q, k, v, x=x)

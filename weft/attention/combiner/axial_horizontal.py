@@ -1,11 +1,11 @@
-"""Combiner-Axial, horizontal: own row and own column directly, every other row as one span.
+"""Combiner-Axial, horizontal: a token's own row and column directly, every other row as one span.
 
 Combiner, https://arxiv.org/abs/2107.05768, section 4.3. On a grid with rows of m tokens, i = r·m + c:
 
     causal           direct {j : j//m = r, j ≤ i} ∪ {j : j%m = c, j//m < r}     spans {j : j//m = r', j%m ≠ c}, r' < r
     bidirectional    direct {j : j//m = r} ∪ {j : j%m = c}                      spans {j : j//m = r', j%m ≠ c}, r' ≠ r
 
-`split` makes two spans of each row, left and right of the own column, as the published code does.
+`split` makes two spans of each row, left and right of the token's column, as the published code does.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def naive(
 
 
 class CombinerAxialHorizontal(GridCombiner):
-    """`block_size` is the width of the grid. `split` summarises what is before and after a token apart."""
+    """`block_size` is the width of the grid. `split` summarises the tokens before and after a column separately."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class CombinerAxialHorizontal(GridCombiner):
 
 
 def row_spans(layout: Layout, grid: Grid, q: Tensor, summary: Summary, which: str) -> Part:
-    """For every column (`layout`) and every other row the summary of its tokens before, after or other than it."""
+    """For every column (`layout`) and every other row: the summary of the row's tokens before, after or outside it."""
     kbar, vbar, some = line_summaries(summary, q, grid.k, grid.v, grid.real, which)
     allowed = other_blocks(grid.n, grid.causal, q.device) & some.transpose(2, 3)[:, :, :, None]
     return Part(layout, kbar.transpose(2, 3), vbar.transpose(2, 3), allowed)
@@ -77,6 +77,6 @@ register(
     naive=naive,
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
-    length_dependent="without max_length the default block size follows the length; block_size fixes it",
+    length_dependent="without max_length the default block size depends on the length; set block_size to fix it",
     kernel=KERNEL,
 )

@@ -1,11 +1,11 @@
-"""Combiner-Axial, vertical: own row and own column directly, every other column as one span.
+"""Combiner-Axial, vertical: a token's own row and column directly, every other column as one span.
 
 Combiner, https://arxiv.org/abs/2107.05768, section 4.3. On a grid with rows of m tokens, i = r·m + c:
 
     causal           direct {j : j//m = r, j ≤ i} ∪ {j : j%m = c, j//m < r}     spans {j : j%m = c', j//m < r}, c' ≠ c
     bidirectional    direct {j : j//m = r} ∪ {j : j%m = c}                      spans {j : j%m = c', j//m ≠ r}, c' ≠ c
 
-The sparse parent, `axial`, is the direct set alone.
+The sparse parent, `axial`, attends only to the direct set.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ class CombinerAxialVertical(GridCombiner):
 
 
 def column_spans(layout: Layout, grid: Grid, q: Tensor, summary: Summary, which: str) -> Part:
-    """For every row (`layout`) and every other column the summary of its rows before, after or other than this one."""
+    """For every row (`layout`) and every other column: the summary of the column's tokens before, after or outside
+    this row."""
     real = None if grid.real is None else grid.real.transpose(2, 3)
     q, k, v = q.transpose(2, 3), grid.k.transpose(2, 3), grid.v.transpose(2, 3)
     first = 0
-    if which == "before":  # what row r sees is the summary up to row r - 1; the first row sees nothing
+    if which == "before":  # row r uses the summary up to row r - 1; the first row has none
         first, which = 1, "up_to"
         q, k, v = (t[..., :-1, :] for t in (q, k, v))
         real = None if real is None else real[..., :-1]
@@ -75,6 +76,6 @@ register(
     naive=naive,
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
-    length_dependent="without max_length the default block size follows the length; block_size fixes it",
+    length_dependent="without max_length the default block size depends on the length; set block_size to fix it",
     kernel=KERNEL,
 )

@@ -1,7 +1,7 @@
-"""What the Combiners on a grid share: their options, the kernels, and decoding.
+"""Options, kernels and decoding shared by the Combiners on a grid.
 
-While decoding, row r is open. When it is full, each of its cells is summarised for the queries to come: along its
-column with all rows so far (vertical spans), and along its row (horizontal spans).
+While decoding, row r is open. When it is full, each of its cells is summarised for later queries: along its column with
+all rows so far (vertical spans), and along its row (horizontal spans).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .base import Combiner, Seen, join_seen, line_summaries
 
 @dataclass
 class GridState:
-    """All keys and values, the queries of the open row, and the summaries of the rows that are full."""
+    """All keys and values, the queries of the open row, and the summaries of the full rows."""
 
     cache: KeyValueState = field(default_factory=KeyValueState.empty)
     row_queries: list[Tensor] = field(default_factory=list)
@@ -36,7 +36,7 @@ class GridState:
     key_features: Tensor | None = None
     count: Tensor | None = None  # (B, m)
     above: Seen | None = None  # the vertical spans of the open row, one per column
-    rows: Seen | None = None  # the horizontal spans (B, H, R, m, D): for every full row one per column
+    rows: Seen | None = None  # the horizontal spans (B, H, R, m, D): one per column for every full row
 
     @property
     def position(self) -> int:
@@ -44,12 +44,12 @@ class GridState:
 
 
 class GridCombiner(Combiner):
-    """The plain version is `parts`, stated by each variant. The fused one attends with `weft/kernels/lines` and pools
-    with `line_pool`; learned and ReLU summaries, and lines over `line_pool.LONGEST_LINE` cells, are pooled in PyTorch.
+    """Each variant defines its plain version in `parts`. The fused version attends with `weft/kernels/lines` and pools
+    with `line_pool`. PyTorch pools learned and ReLU summaries, and lines longer than `line_pool.LONGEST_LINE` cells.
     """
 
     columns_as_spans = False
-    columns_split = False  # bidirectional: what is above the own row and what is below as two spans
+    columns_split = False  # bidirectional: two spans, above and below the query's row
     rows_as_spans: tuple[Rule, ...] = ()
 
     def __init__(self, *, block_size: int | None, summary: str, **contract: Any):
@@ -60,7 +60,7 @@ class GridCombiner(Combiner):
 
     @property
     def column_spans(self) -> tuple[Rule, ...]:
-        """Which of the other rows a column is summarised over, span by span."""
+        """The set of other rows that each span of a column summarises."""
         if not self.columns_as_spans:
             return ()
         if self.causal:
@@ -86,7 +86,7 @@ class GridCombiner(Combiner):
     def _line_spans(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, m: int, axis: Axis, which: Rule
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`line_summaries` in the order of the cells, (B, H, cells, D), by the kernels."""
+        """`line_summaries` in cell order, (B, H, cells, D), computed by the kernels."""
         if line_pool.has_kernel(self.summary.kind, axis, k.shape[2], m):
             qbar, kbar, some = line_pool.line_pool(q, k, mask, axis, which, self.summary.kind, width=m)
         else:
@@ -97,7 +97,7 @@ class GridCombiner(Combiner):
     def _pooled(
         self, q: Tensor, k: Tensor, mask: Tensor | None, m: int, axis: Axis, which: Rule
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What `line_pool` gives, for the summaries and lines it does not take."""
+        """Same as `line_pool`, for the summaries and lines that it does not support."""
         s = self.summary
         layout = Rows(m) if axis == "row" else Columns(m)
         real = None if self.causal and mask is None else valid_in(layout, mask, k.shape[2], m, k.device)
@@ -124,7 +124,7 @@ class GridCombiner(Combiner):
         return qbar, kbar, layout.restore((count > 0)[..., None], cells)[:, 0, :, 0]
 
     def initial_state(self) -> GridState:
-        decoding_block(self)  # refuses where there is none
+        decoding_block(self)  # raises an error if the block size is unknown
         return GridState()
 
     def advance(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, state: GridState) -> tuple[Seen, GridState]:
@@ -143,7 +143,7 @@ class GridCombiner(Combiner):
         return join_seen(seen), self._close(state, m, r) if c == m - 1 else state
 
     def _close(self, state: GridState, m: int, r: int) -> GridState:
-        """The open row is full: summarise it."""
+        """Summarise the open row, which is full."""
         keys, values, valid, _ = state.cache.read()
         q = torch.cat(state.row_queries, 2)
         state = replace(state, row_queries=[])

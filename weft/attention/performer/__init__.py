@@ -1,4 +1,4 @@
-"""Performer: random features of the softmax kernel (FAVOR+), or the ReLU kernel.
+"""Performer: linear attention with random features of the softmax kernel (FAVOR+), or with the ReLU kernel.
 
 Choromanski et al., Rethinking Attention with Performers, https://arxiv.org/abs/2009.14794
 
@@ -7,10 +7,9 @@ Choromanski et al., Rethinking Attention with Performers, https://arxiv.org/abs/
     softmax   t ← t / D^{1/4};   φ(t)_m = (exp(p_m · t - |t|²/2 - c) + ε) / √M,   p_1 … p_M orthogonal, ε = 1e-6
     relu      φ(t) = ReLU(t) + 1e-3
 
-c keeps the exponentials in range: for a query its own largest p_m · t, for keys the largest of the keys in the sum
-(the running maximum when causal, so that nothing of the future is read). Gradients are those of this formula, c
-included. The features are drawn once and saved with
-the weights; `redraw()` draws them anew.
+c keeps the exponentials in range. For a query it is its own largest p_m · t; for keys, the largest p_m · t of all keys
+in the sum (if causal, the running maximum, so nothing depends on the future). Gradients are those of this formula,
+including c. The features are drawn once and saved with the weights; `redraw()` draws new ones.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from . import kernel as random_features
 def naive(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
 ) -> Tensor:
-    """The published code draws new features at every call; here they are fixed until `redraw()`."""
+    """The published code draws new features in every call; here they are fixed until `redraw()`."""
     allowed = legal(attn, q, k, mask)
     if attn.kernel == "relu":
         A = (q.relu() + 1e-3) @ (k.relu() + 1e-3).mT * allowed
@@ -68,7 +67,7 @@ class PerformerAttention(Attention):
         if kernel not in ("softmax", "relu"):
             raise ValueError(f"kernel must be 'softmax' or 'relu', got {kernel!r}")
         if kernel == "relu" and features is not None:
-            raise ValueError("the relu kernel has no random features; leave features out")
+            raise ValueError(f"kernel='relu' has no random features; remove features={features}")
         self.kernel, self.epsilon = kernel, epsilon
         if kernel == "softmax":
             D = self.head_dim
@@ -93,9 +92,9 @@ class PerformerAttention(Attention):
         a = self._queries(q)
         b, g = self._keys(k, mask)
         v1 = hide(v1, mask)
-        rest = self.epsilon * a.sum(-1, keepdim=True)  # what ε adds to the product of two feature vectors, over b
+        rest = self.epsilon * a.sum(-1, keepdim=True)  # the part of the feature product that ε in the keys adds
         top = g.cummax(-1).values if self.causal else g.amax(-1, keepdim=True)
-        top = torch.where(top.isfinite(), top, 0)  # where there is no key
+        top = torch.where(top.isfinite(), top, 0)  # not finite if there is no key
         rest = rest * one(top)[..., None]
         if self.causal:
             total = causal_sum(a, b, v1, g.detach()) + rest * v1.cumsum(2)
@@ -115,7 +114,7 @@ class PerformerAttention(Attention):
         return (e - largest.detach()[..., None]).exp() + self.epsilon * one(largest)[..., None]
 
     def _keys(self, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """exp(exponents - g) and g, each key's largest p_m · t: -inf for a masked key."""
+        """exp(exponents - g) and g, the largest p_m · t of each key; -inf for a masked key."""
         e, g = self._exponents(k)
         b = (e - g.detach()[..., None]).exp()
         return b, g if mask is None else g.masked_fill(~mask[:, None], float("-inf"))
@@ -155,25 +154,25 @@ class PerformerAttention(Attention):
 def one(c: Tensor) -> Tensor:
     """1, with the gradient of e^c.
 
-    A stabiliser c divides exponentials by e^c, and ε not. Numerator and denominator may both be multiplied by e^c: then
-    the exponentials do not depend on c, and ε is multiplied by it: all of c's gradient is here.
+    A stabiliser c divides the exponentials by e^c, but not ε. Multiplying numerator and denominator by e^c makes the
+    exponentials independent of c and multiplies ε by e^c. So this factor of ε carries the whole gradient of c.
     """
     return (c - c.detach()).exp()
 
 
 def divide(total: Tensor) -> Tensor:
-    """Numerator over denominator, the last channel; zeros where no key was in the sum."""
+    """Divide by the last channel, the denominator; zeros if the sum has no key."""
     denominator = total[..., -1:]
     empty = denominator == 0
     return (total[..., :-1] / denominator.masked_fill(empty, 1)).masked_fill(empty, 0)
 
 
 def orthogonal_features(count: int, dim: int) -> Tensor:
-    """(count, dim): blocks of orthogonal directions, each as long as a Gaussian vector would be."""
+    """(count, dim): blocks of orthogonal directions with the lengths of Gaussian vectors."""
     blocks = []
     for _ in range(-(-count // dim)):
         Q, R = torch.linalg.qr(torch.randn(dim, dim, dtype=torch.float64))
-        blocks.append((Q * R.diagonal().sign()).T)  # without the signs Q is not uniform, and the features are biased
+        blocks.append((Q * R.diagonal().sign()).T)  # without the signs, Q is not uniform and the features are biased
     lengths = torch.randn(count, dim, dtype=torch.float64).norm(dim=1, keepdim=True)
     return (torch.cat(blocks)[:count] * lengths).to(torch.get_default_dtype())
 

@@ -1,15 +1,15 @@
 """Sparse Transformer attention, fixed and strided.
 
-Child et al., Generating Long Sequences with Sparse Transformers, https://arxiv.org/abs/1904.10509; both sets of each
-pattern under one softmax.
+Child et al., Generating Long Sequences with Sparse Transformers, https://arxiv.org/abs/1904.10509. One softmax covers
+both sets of a pattern:
 
     fixed      {j : j//l = i//l} ∪ {j : j%l ≥ l - c}          own block, and the last c tokens of every block
     strided    {j : |i - j| ≤ l} ∪ {j : (i - j)%l = 0}        the neighbourhood, and every l-th token
 
-cut at i when causal. Combiner-fixed puts a summary of the whole block in the place of its last c tokens. The study of
-wide attention (https://arxiv.org/abs/2210.00640) uses the fixed pattern with three changes, each an option: also the
-first token of every block (`leading_column`), a token 0 that sees and is seen by all while the others are indexed
-without it (`cls`), and no look ahead even in its bidirectional encoders (`one_way`).
+and j ≤ i if causal. Combiner-fixed replaces the last c tokens of a block by a summary of the whole block. The study of
+wide attention (https://arxiv.org/abs/2210.00640) changes the fixed pattern in three ways, each an option:
+`leading_column` adds the first token of every block; with `cls`, token 0 attends to all tokens, all attend to it, and
+the others are indexed without it; `one_way` restricts even bidirectional encoders to j ≤ i.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def naive(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
 ) -> Tensor:
     """The paper also has forms with separate heads or layers for the two sets; here one softmax covers both."""
-    i, j = (x - int(attn.cls) for x in positions(q, k))  # with cls the pattern starts behind token 0, which is then -1
+    i, j = (x - int(attn.cls) for x in positions(q, k))  # with cls, token 0 gets index -1
     m = attn._block(k.shape[2])
     if attn.pattern == "strided":
         allowed = ((i - j).abs() <= m) | ((i - j) % m == 0)
@@ -50,7 +50,7 @@ def naive(
 
 
 class SparseAttention(Attention):
-    """`block_size` is l. The default is 50, or the power of two nearest √L where that is larger."""
+    """`block_size` is l. The default is 50, or the power of two nearest to √L if that is larger."""
 
     def __init__(
         self,
@@ -71,11 +71,11 @@ class SparseAttention(Attention):
         if columns < 0:
             raise ValueError(f"columns must be at least 0, got {columns}")
         if pattern == "strided" and leading_column:
-            raise ValueError("leading_column belongs to pattern='fixed'; the strided pattern has no columns to choose")
+            raise ValueError("leading_column=True requires pattern='fixed', got pattern='strided'")
         if cls and self.causal:
             raise ValueError(
-                "with cls=True token 0 sees the whole sequence, which causal=True forbids; "
-                "one_way=True keeps the others from looking ahead"
+                "with cls=True token 0 attends to the whole sequence, which causal=True does not allow; "
+                "use causal=False with one_way=True to make the other tokens causal"
             )
         self.pattern, self.block_size, self.columns = pattern, block_size, columns
         self.leading_column, self.cls, self.one_way = leading_column, cls, one_way
@@ -93,7 +93,7 @@ class SparseAttention(Attention):
         return torch.cat([first, rest_out], 2)
 
     def _first(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
-        """Token 0, which sees everything."""
+        """Token 0, which attends to all tokens."""
         j = torch.arange(k.shape[2], device=k.device).view(1, 1, 1, -1)
         allowed = None if mask is None else mask[:, None, None]
         values = None if bias is None else bias(torch.zeros_like(j[..., :1]), j)
@@ -121,7 +121,7 @@ class SparseAttention(Attention):
         n = blocks_k.shape[2]
         real = valid_in(layout, mask, L, m, device)
         own = own_block(m, causal, device).view(1, 1, 1, m, m)
-        # `fixed_columns`, made where it is read: a table from the CPU would be waited for, and no CUDA graph takes it.
+        # `fixed_columns`, computed on the device: a copy from the CPU would block and break CUDA graphs.
         seen = torch.arange(max(m - self.columns, 0), m, device=device)
         if self.leading_column and self.columns < m:
             seen = F.pad(seen, (1, 0))
@@ -151,7 +151,7 @@ class SparseAttention(Attention):
             valid = layout.arrange(real[:, None, :, None])[..., 0]
             i = token_positions(layout, L, device)
             j = i
-            if isinstance(layout, Rows):  # the neighbourhood reaches one block back, and one ahead
+            if isinstance(layout, Rows):  # the neighbourhood includes the previous and the next block
                 keys, values = (_neighbours(t, causal) for t in (keys, values))
                 valid, j = _neighbours(valid, causal), _neighbours(i, causal)
             i, j = i[..., :, None], j[..., None, :]
@@ -170,7 +170,7 @@ class SparseAttention(Attention):
         return self.block_size or max(50, power_of_two((self.max_length or length) ** 0.5))
 
     def initial_state(self) -> KeyValueState:
-        decoding_block(self)  # refuses where there is none
+        decoding_block(self)  # raises an error if the block size is unknown
         return KeyValueState.empty()
 
     def attend_next(self, q, k, v, state: KeyValueState, mask, bias):
@@ -187,7 +187,7 @@ class SparseAttention(Attention):
 
 
 def _neighbours(x: Tensor, causal: bool) -> Tensor:
-    """Blocks (.., n, m, ..) with the block before each, and the one after unless causal: (.., n, 2m or 3m, ..)."""
+    """Join each block (.., n, m, ..) with the previous and, unless causal, the next one: (.., n, 2m or 3m, ..)."""
     ends = [0, 0] * (x.dim() - 3)
     before = F.pad(x, (*ends, 1, 0))[:, :, :-1]
     after = [] if causal else [F.pad(x, (*ends, 0, 1))[:, :, 1:]]
@@ -195,7 +195,7 @@ def _neighbours(x: Tensor, causal: bool) -> Tensor:
 
 
 def _with_first(part: Part, k: Tensor, v: Tensor, valid: Tensor | None, bias: PositionBias | None, length: int) -> Part:
-    """Add the one key (B, H, 1, D) that all see, at position -1 of those that are left."""
+    """Add one key (B, H, 1, D) that all tokens attend to, at position -1 relative to the other tokens."""
     G, K = part.k.shape[2:4]
     keys, values = (torch.cat([x[:, :, None].expand(-1, -1, G, -1, -1), y], 3) for x, y in ((k, part.k), (v, part.v)))
     seen = None if valid is None else valid[:, None, None, None]
@@ -215,7 +215,7 @@ def run_kernel(attn: SparseAttention, q: Tensor, k: Tensor, v: Tensor, mask: Ten
 
 
 def lacks(attn: SparseAttention, *qkv: Tensor) -> str:
-    return "the kernel has no cls" if attn.cls else band.too_long(attn, *qkv)
+    return "the kernel does not support cls=True" if attn.cls else band.too_long(attn, *qkv)
 
 
 register(
@@ -225,6 +225,6 @@ register(
     paper="Child et al. 2019, Generating Long Sequences with Sparse Transformers (1904.10509)",
     cost="L*sqrt(L)",
     bias=True,
-    length_dependent="without max_length the default block size follows the length; block_size fixes it",
+    length_dependent="without max_length the default block size depends on the length; set block_size to fix it",
     kernel=Kernel(run_kernel, lacks, band.LEAST_LENGTH),
 )

@@ -1,11 +1,10 @@
-"""`sparse` with pattern="strided", as one PyTorch operator, forward and backward: the kernels of near keys, and those
-of a grid's columns, under one softmax.
+"""Fused kernels of `sparse` with pattern="strided": forward and backward as one PyTorch operator.
 
-    out_i = Σ_j softmax_j(q_i · k_j / √D) v_j          over |i - j| ≤ m, and (i - j) % m = 0; at i at most when causal
+    out_i = Σ_j softmax_j(q_i · k_j / √D) v_j          over |i - j| ≤ m, and (i - j) % m = 0; j ≤ i if causal
 
-On a grid with rows of m tokens the second set is the query's own column. The column's cells next to the query are m
-tokens away, so the window has them: what is left lies two cells away or more. `__init__.py` is the
-definition.
+The kernels for near keys and for the columns of a grid share one softmax. On a grid with rows of m tokens, the second
+set is the query's own column. The adjacent cells of the column are m tokens away and already in the window, so the
+column part covers cells at a distance of two or more. The plain version in `__init__.py` is the reference.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""Stochastically subsampled self-attention (SSA): train on random pathways, run dense.
+"""Stochastically subsampled self-attention (SSA): random subsets of keys in training, full attention at inference.
 
 The Information Pathways Hypothesis: Transformers are Dynamic Self-Ensembles, https://arxiv.org/abs/2306.01705
 
-    training    out_t = Σ_{s ∈ S_w} softmax_s(q_t · k_s / √D + bias_ts) v_s     w = t // P, over the sampled legal s
-    eval()      full attention; the softmax renormalises by itself
+    training    out_t = Σ_{s ∈ S_w} softmax_s(q_t · k_s / √D + bias_ts) v_s     w = t // P, over the sampled allowed s
+    eval()      full attention; the softmax needs no rescaling
 
-One sample per forward, shared by batch and heads, at 1/W of the dense pairs; `sampling.py` has its 1-D law,
-`sampling_2d.py` the 2-D one. Only sources are moved, targets never. No parameters, no rescaling. Layouts:
+Each forward draws one sample, shared by batch and heads, with 1/W of the dense pairs. `sampling.py` defines the 1-D
+distribution, `sampling_2d.py` the 2-D one. Only sources (keys) are sampled, never targets (queries). There are no
+parameters. Layouts:
 
     "1d"              windows are runs of tokens; sigma is a fraction of the length
     (height, width)   windows are bands of rows, or with windows=(rows, columns) a grid of rectangles; sigma is a
-                      fraction of each side; causal in reading order, with bands only
+                      fraction of each side; causal in row-major order, with bands only
     "graph"           no windows: each source of each graph is dropped with probability 1 − keep
 """
 
@@ -42,8 +43,8 @@ from .tiles import TILE, causal_tiles
 def naive(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
 ) -> Tensor:
-    """Draws like `attn`: after the same `torch.manual_seed` it has the same sample. Where a sample has no legal source,
-    the authors' code gives NaN; here the nearest legal token stands in."""
+    """Draws the same sample as `attn` after the same `torch.manual_seed`. If a sample has no allowed source, the
+    authors' code returns NaN; here the nearest allowed token is used instead."""
     (i, j), L, able = positions(q, k), k.shape[2], legal(attn, q, k, mask)
     if not attn.samples_now:
         return dense_attention(attn, q, k, v, mask, bias, able)
@@ -57,7 +58,7 @@ def naive(
         (height, width), across = attn._rectangle(), attn.layout[1]
         window = i // across // height * ceil_div(across, width) + i % across // width
     sampled = (sources[:, :, None] == j).any(1)[window[:, 0]] & able
-    # The nearest legal token up to i, or else the nearest after i.
+    # The nearest allowed token up to i, otherwise the nearest after i.
     distance = torch.where(j <= i, i - j, L + j - i).masked_fill(~able, 2 * L)
     nearest = distance == distance.amin(-1, keepdim=True)
     allowed = torch.where(sampled.any(-1, keepdim=True), sampled, nearest)
@@ -65,7 +66,7 @@ def naive(
 
 
 class Subsampling:
-    """What can sample: by itself in training only; `sampling` = True or False overrides that."""
+    """A module that samples in training only. `sampling` = True or False overrides this."""
 
     sampling: bool | None = None
     training: bool
@@ -133,18 +134,18 @@ class SubsampledAttention(Subsampling, FullAttention):
             mask=mask,
             nearest=None if mask is None else nearest_legal(mask, L, self.causal, q.device),
             alibi=bias is not None,
-            # Without a mask only these samples can leave a target without a legal source.
+            # Without a mask, only these samples can leave a target without an allowed source.
             stand_in=given or (self.keep < 1 if self.causal else padded > L),
             once=not self.causal and not given,
         )
 
     def draw(self, length: int, generator: torch.Generator | None = None) -> Tensor:
-        """A fresh sample (W, S), on the CPU: the sources of each window; `length` or more in a slot without one.
+        """Draw a sample (W, S) on the CPU: the sources of each window. Empty slots hold `length` or more.
 
-        The generator is one of the CPU's: a sample does not depend on the device it is for.
+        The generator must be a CPU generator, so that a sample does not depend on the device.
         """
         if self.layout == "graph":
-            raise ValueError("on a graph sources are dropped one by one; there are no windows to draw")
+            raise ValueError("layout='graph' has no windows to draw, because it drops single sources")
         per_rank = not self.same_on_all_ranks
         size, windows, _ = self._cut(length)
         key = draw_key(generator)
@@ -161,7 +162,7 @@ class SubsampledAttention(Subsampling, FullAttention):
         return sources.gather(1, sample_slots(draw_key(generator), windows, size, per_rank)[:, :n])
 
     def targets(self, length: int, device: torch.device | str = "cpu") -> Tensor | None:
-        """The targets of each window, (W, P); None where windows are successive runs of tokens."""
+        """The targets of each window, (W, P); None if windows are consecutive runs of tokens."""
         if not isinstance(self.layout, tuple):
             return None
         runs = self._rectangle()[1] == self.layout[1] and self._cut(length)[2] == length
@@ -169,9 +170,9 @@ class SubsampledAttention(Subsampling, FullAttention):
 
     @contextmanager
     def fixed(self, indices: Tensor) -> Iterator[None]:
-        """Within this block every forward uses these sources, (W, S) or flat, instead of drawing."""
+        """Within this block, every forward uses these sources, (W, S) or flat, instead of a random sample."""
         if self.layout == "graph":
-            raise ValueError("on a graph sources are dropped one by one; mask them instead of fixing a sample")
+            raise ValueError("layout='graph' has no windows to fix, because it drops single sources; use a mask")
         before, self._fixed = self._fixed, torch.as_tensor(indices, dtype=torch.long, device="cpu")
         try:
             yield
@@ -180,16 +181,20 @@ class SubsampledAttention(Subsampling, FullAttention):
 
     def attend_next(self, q, k, v, state, mask, bias):
         if self.samples_now:
-            raise ValueError("subsampled decodes densely, and this layer is sampling: call eval() first")
+            raise ValueError(
+                "subsampled decodes only with full attention, but this layer is sampling; call eval() first"
+            )
         return super().attend_next(q, k, v, state, mask, bias)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> None:
         super().check(q, k, v, mask, bias)
         if isinstance(self.layout, tuple) and q.shape[2] != self.layout[0] * self.layout[1]:
-            raise ValueError(f"layout {self.layout} has {self.layout[0] * self.layout[1]} cells, q has {q.shape[2]}")
+            raise ValueError(
+                f"layout={self.layout} has {self.layout[0] * self.layout[1]} cells, but q has {q.shape[2]} tokens"
+            )
 
     def _cut(self, length: int) -> tuple[int, int, int]:
-        """Targets per window, number of windows, and slots in all."""
+        """Return targets per window, number of windows, and total number of slots."""
         if not isinstance(self.layout, tuple):
             assert isinstance(self.windows, int)
             size = ceil_div(length, self.windows)
@@ -217,7 +222,7 @@ class SubsampledAttention(Subsampling, FullAttention):
         return F.pad(placement, (0, 1), value=height * width)[self._grid(CPU)]
 
     def _spread(self, length: int, size: int) -> float | None:
-        """How far the noise displaces a source, in positions."""
+        """Scale of the displacement of a source by the noise, in positions."""
         if not self.biased:
             return None
         if self.noise == "uniform":
@@ -230,15 +235,15 @@ class SubsampledAttention(Subsampling, FullAttention):
         last = max(padded - 1, length)  # slots outside the sequence hold `length` or more
         if self._fixed.numel() % windows or int(self._fixed.min()) < 0 or int(self._fixed.max()) > last:
             raise ValueError(
-                f"a fixed sample for length {length} is ({windows}, S) sources in [0, {last}], "
-                f"got {tuple(self._fixed.shape)}"
+                f"a fixed sample for length {length} must have shape ({windows}, S) and values in [0, {last}], "
+                f"got shape {tuple(self._fixed.shape)}"
             )
         return self._fixed.reshape(windows, -1)
 
     def _tiles(
         self, q: Tensor, v: Tensor, sources: Tensor, mask: Tensor | None, bias: PositionBias | None, dropout: float
     ) -> bool:
-        """Whether the fast CPU version applies: it takes only samples in which every target has a legal source."""
+        """Return whether the fast CPU version applies. It needs an allowed source for every target."""
         return (
             self.causal
             and mask is None
@@ -258,15 +263,15 @@ class SubsampledAttention(Subsampling, FullAttention):
 
 
 def lacks(attn: SubsampledAttention, *qkv: Tensor) -> str:
-    return "a graph has no windows" if attn.layout == "graph" else ""
+    return "the kernel does not support layout='graph'" if attn.layout == "graph" else ""
 
 
 def drop_sources(
     mask: Tensor | None, batch: int, length: int, drop: float, device: torch.device, *, per_rank: bool = True
 ) -> Tensor:
-    """The mask (B, L) with each real source of each sequence dropped at random, but never the last one left.
+    """Drop each real source of each sequence at random, but never all of them. Returns a mask (B, L).
 
-    The source that drew the largest number stays whatever it drew: the law of the others is untouched.
+    The source with the largest random number always stays. This does not change the distribution of the others.
     """
     noise = send(sample_noise(draw_key(), batch * length, per_rank), device).view(batch, length)
     if mask is None:
@@ -277,26 +282,29 @@ def drop_sources(
 
 def _check_options(windows: Any, sigma: float, keep: float, layout: Any, noise: str, causal: bool) -> None:
     if layout not in ("1d", "graph") and not (isinstance(layout, tuple) and len(layout) == 2):
-        raise ValueError(f"layout is '1d', 'graph' or (height, width), got {layout!r}")
+        raise ValueError(f"layout must be '1d', 'graph' or (height, width), got {layout!r}")
     down, across = windows if isinstance(windows, tuple) else (windows, 1)
     if down < 1 or across < 1:
         raise ValueError(f"windows must be at least 1, got {windows}")
     if isinstance(windows, tuple) and not isinstance(layout, tuple):
-        raise ValueError(f"windows={windows} is a grid: give layout=(height, width), or windows as one number")
+        raise ValueError(f"windows={windows} is a grid: set layout=(height, width), or windows to one number")
     if across > 1 and causal:
-        raise ValueError(f"causal windows of an image are bands of rows: windows={down}, not {windows}")
+        raise ValueError(f"causal windows of an image are bands of rows: use windows={down}, got {windows}")
     if layout == "graph" and causal:
-        raise ValueError("a graph has no order to be causal in; make it with causal=False")
+        raise ValueError("layout='graph' has no order, so it cannot be causal; use causal=False")
     if not 0 <= sigma < float("inf"):
-        raise ValueError(f"sigma is a finite fraction of the length, 0 or more, got {sigma}; biased=False has no bias")
+        raise ValueError(
+            f"sigma, a fraction of the length, must be finite and at least 0, got {sigma}; "
+            "for no local bias, use biased=False"
+        )
     if isinstance(layout, tuple) and sigma == 0:
-        raise ValueError("the 2-D sampler needs sigma > 0")
+        raise ValueError("the 2-D sampler needs sigma > 0, got 0")
     if not 0 < keep <= 1:
-        raise ValueError(f"keep is the fraction of sampled sources to use, in (0, 1], got {keep}")
+        raise ValueError(f"keep, the fraction of sampled sources to use, must be in (0, 1], got {keep}")
     if noise not in ("gaussian", "uniform"):
-        raise ValueError(f"noise is 'gaussian' or 'uniform', got {noise!r}")
+        raise ValueError(f"noise must be 'gaussian' or 'uniform', got {noise!r}")
     if noise == "uniform" and isinstance(layout, tuple):
-        raise ValueError("the 2-D sampler has no uniform noise; use layout='1d'")
+        raise ValueError("the 2-D sampler does not support noise='uniform'; use layout='1d'")
 
 
 register(

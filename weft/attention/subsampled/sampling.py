@@ -1,4 +1,4 @@
-"""Random samples of sources (keys) for the windows of a sequence: the 1-D samplers of subsampled attention.
+"""1-D samplers of subsampled attention: random sources (keys) for the windows of a sequence.
 
 The Information Pathways Hypothesis, https://arxiv.org/abs/2306.01705
 
@@ -6,16 +6,16 @@ L sources, W windows of P = L / W targets each, σ in positions, ε ~ N(0, 1):
 
     bidirectional   order = argsort_s(s + σ ε_s), s < L;   window w gets order[wP : (w+1)P]
     causal          for every w, with fresh noise: order = argsort_s(s + σ ε_s), s < (w+1)P;   window w gets the last P
-    unbiased        the same with the noise alone
+    unbiased        the same with only the noise
 
-The samplers are plain functions of their noise. The noise is a plain function of a key, and only the key is drawn,
-from torch's own CPU generator: so `torch.manual_seed` reproduces a run, activation checkpointing (which restores that
-generator) sees the same sample again, CPU and GPU see the same one, and a compiled graph draws afresh at each call.
+The samplers are pure functions of their noise, and the noise is a pure function of a key. Only the key is drawn, from
+torch's CPU generator. So `torch.manual_seed` reproduces a run, activation checkpointing (which restores that generator)
+repeats the same sample, CPU and GPU use the same sample, and a compiled graph draws a new one in each call.
 
-All of it is made on the CPU, and a GPU is sent what came out: sorting there takes a dozen kernels or more, and the CPU
-longer to start them than to sort. What is sorted are whole numbers, all windows in one row and no two alike,
+Sampling runs on the CPU, and only the result is sent to the GPU. Sorting on the GPU needs a dozen kernels or more, and
+launching them takes longer than sorting on the CPU. The sort keys are distinct integers for all windows at once:
 
-    bits of the double (w · gap + s + σ ε_s), w from 1, with s in place of the last log₂ L of them
+    bits of the double (w · gap + s + σ ε_s), w from 1, with s replacing the last log₂ L bits
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from torch import Tensor
 
 from ...core.staging import operator
 
-KEYS = 2**32  # what a CPU generator distinguishes
-FARTHEST = 9.0  # no generator's ε goes further: 53 random bits end at 8.6
+KEYS = 2**32  # number of distinct seeds of a CPU generator
+FARTHEST = 9.0  # bound on |ε|: 53 random bits reach at most 8.6
 CPU = torch.device("cpu")
 
 
 def draw_key(generator: torch.Generator | None = None) -> Tensor:
-    """A fresh key, (1,): from the given generator, or from torch's global one."""
+    """Draw a key, (1,), from the given generator or from torch's global one."""
     return torch.randint(KEYS, (1,), generator=generator, device="cpu")
 
 
 def generator_of(key: Tensor, per_rank: bool) -> torch.Generator:
-    """The generator a key stands for; with `per_rank` another one on every data-parallel rank."""
+    """Return the generator for a key; with `per_rank`, a different one on every data-parallel rank."""
     rank = 0
     if per_rank and torch.distributed.is_available() and torch.distributed.is_initialized():
         rank = torch.distributed.get_rank()
@@ -64,10 +64,10 @@ def sample_noise(key: Tensor, count: int, per_rank: bool) -> Tensor:
 def sample_windows(
     key: Tensor, windows: int, size: int, sigma: float | None, gaussian: bool, causal: bool, per_rank: bool
 ) -> Tensor:
-    """Sources (W, P) by noise from N(0, 1) or U(0, 1); `sigma` in positions, None without local bias."""
+    """Sources (W, P) with noise from N(0, 1) or U(0, 1); `sigma` in positions, None for no local bias."""
     generator = generator_of(key, per_rank)
     count = causal_noise(windows, size) if causal else windows * size
-    if gaussian:  # in single precision a quarter of the time; there is no need to displace sources more finely
+    if gaussian:  # float32 takes a quarter of the time, and is precise enough
         noise = torch.empty(count, dtype=torch.float32, device=CPU).normal_(generator=generator)
     else:
         noise = torch.empty(count, dtype=torch.float64, device=CPU).uniform_(generator=generator)
@@ -82,18 +82,18 @@ def sample_windows(
     lambda key, windows, size, per_rank: torch.empty(windows, size, dtype=torch.int64, device=CPU),
 )
 def sample_slots(key: Tensor, windows: int, size: int, per_rank: bool) -> Tensor:
-    """The slots of each window in a random order, (W, P)."""
+    """The slots of each window in random order, (W, P)."""
     noise = sample_noise(key, windows * size, per_rank)
     return shuffle(noise, (size,) * windows, None).view(windows, size)
 
 
 def bidirectional_windows(noise: Tensor, windows: int, sigma: float | None) -> Tensor:
-    """Noise (L,) -> sources (W, P), a permutation; `sigma` in positions, None without local bias."""
+    """Noise (L,) -> sources (W, P), a permutation; `sigma` in positions, None for no local bias."""
     return torch.unflatten(shuffle(noise, (noise.shape[0],), sigma), 0, (windows, -1))
 
 
 def causal_windows(noise: Tensor, windows: int, size: int, sigma: float | None) -> Tensor:
-    """Noise for the prefixes of all windows one after the other, P + 2P + ... + WP values -> sources (W, P)."""
+    """Concatenated noise for the prefixes of all windows, P + 2P + ... + WP values -> sources (W, P)."""
     prefixes = tuple((w + 1) * size for w in range(windows))
     before_and_last = [n for prefix in prefixes for n in (prefix - size, size)]
     parts = shuffle(noise, prefixes, sigma).split(before_and_last)
@@ -101,33 +101,34 @@ def causal_windows(noise: Tensor, windows: int, size: int, sigma: float | None) 
 
 
 def causal_noise(windows: int, size: int) -> int:
-    """How many noise values `causal_windows` reads."""
+    """Number of noise values that `causal_windows` reads."""
     return size * windows * (windows + 1) // 2
 
 
 def shuffle(noise: Tensor, lengths: tuple[int, ...], sigma: float | None) -> Tensor:
-    """For each of some sequences a random order of its positions, in which each is displaced by about `sigma`; one
-    after the other, like the noise."""
+    """Random order of the positions of each sequence; each position moves by about `sigma`. The sequences are
+    concatenated, like the noise."""
     low_bits = (1 << (max(lengths) - 1).bit_length()) - 1
     keys = np.empty(noise.shape[0], np.int64)
     sort_keys(noise.numpy(), lengths, sigma, low_bits, keys)
-    keys.sort()  # NumPy takes a tenth of PyTorch's time
+    keys.sort()  # NumPy takes a tenth of the time of PyTorch
     return torch.from_numpy(keys).bitwise_and_(low_bits)
 
 
 def sort_keys(noise: np.ndarray, lengths: tuple[int, ...], sigma: float | None, low_bits: int, out: np.ndarray) -> None:
-    """Whole numbers, no two alike, that stand in the order of `shuffle`; a position is in the low bits of its own."""
+    """Distinct integers whose order is that of `shuffle`. The low bits of each hold its position."""
     home, position = _places(lengths, sigma)
     key = out.view(np.float64)
     np.multiply(noise, 1.0 if sigma is None else sigma, out=key, dtype=np.float64)
     key += home
-    out &= ~low_bits  # the bits of positive doubles are in the doubles' order
+    out &= ~low_bits  # positive doubles sort in the same order as their bits
     out |= position
 
 
 @lru_cache(maxsize=32)
 def _places(lengths: tuple[int, ...], sigma: float | None) -> tuple[np.ndarray, np.ndarray]:
-    """Where the noise displaces each source from, so far apart that no sequence reaches the next; and its position."""
+    """The value to which the noise of each source is added, and its position. Sequences are far enough apart that they
+    never overlap."""
     position = np.concatenate([np.arange(n) for n in lengths])
     sequence = np.repeat(np.arange(1.0, len(lengths) + 1), lengths)
     if sigma is None:

@@ -1,24 +1,26 @@
-"""Random placements of an image's sources on its slots: the 2-D samplers of subsampled attention.
+"""2-D samplers of subsampled attention: random placements of the sources of an image on its slots.
 
 The Information Pathways Hypothesis, https://arxiv.org/abs/2306.01705
 
-A placement puts every source of a height x width grid on a slot. The law:
+A placement assigns every source of a height x width grid to a slot. Its distribution:
 
     p ∝ exp(−Σ_sources (y_slot − y_source)² / 2σ_y² + (x_slot − x_source)² / 2σ_x²)          σ in cells
 
-It is the stationary law of a Markov chain of swaps between neighbours, started where every source is at home:
+This is the stationary distribution of a Markov chain of swaps between neighbours. Initially every source is on its own
+slot:
 
     for odd y, then for even y, all x:   c₁, c₂ = original rows of the sources on (y−1, x) and (y, x)
                                          swap with probability 1 / (1 + exp((c₂ − c₁) / σ_y²))
     then the same along x, with original columns and σ_x
 
-The authors sweep row after row and swap with Metropolis' min(1, exp((c₁ − c₂) / σ²)). That has the same stationary law
-and need not reach it: its sure swaps make a sweep almost deterministic for large σ, and on 2 x 2 cells 4 of the 24
-placements never come up. Rows of one parity do not touch, so that we swap half of the grid at once.
+The authors sweep row by row and swap with the Metropolis probability min(1, exp((c₁ − c₂) / σ²)). That chain has the
+same stationary distribution but may not reach it: its certain swaps make a sweep almost deterministic for large σ, and
+on 2 x 2 cells 4 of the 24 placements never occur. Rows of the same parity do not interact, so we swap half of the grid
+at once.
 
-With `window` no swap crosses the edges of windows that start at `shift`, so that no source leaves its window.
-Hundreds of sweeps for every draw would be slow. A pool of chains is run once for each shape and kept; a draw takes a
-chain of the pool and moves it `FRESH_SWEEPS` further, on noise of its own: still a plain function of the draw's key.
+With `window`, no swap crosses the edges of windows that start at `shift`, so no source leaves its window. Hundreds of
+sweeps per draw would be slow. So a pool of chains is run once per shape and cached. A draw picks a chain from the pool
+and runs `FRESH_SWEEPS` more sweeps with its own noise; it is still a pure function of its key.
 """
 
 from __future__ import annotations
@@ -34,14 +36,14 @@ from ...core.blocks import ceil_div
 from ...core.staging import operator
 from .sampling import CPU, generator_of
 
-COLUMN_BITS = 15  # a source in a chain is its row and its column in one number
-NEVER = 1 << COLUMN_BITS  # a difference no two coordinates have
+COLUMN_BITS = 15  # a chain stores the row and the column of a source in one integer
+NEVER = 1 << COLUMN_BITS  # larger than any difference of coordinates
 POOL = 64
 FRESH_SWEEPS = 16
 
 
 def warm_up(sigma: tuple[float, float], height: int, width: int) -> int:
-    """Sweeps from home to the stationary law: the authors' 200, and more where sources go far (one sweep, one cell)."""
+    """Sweeps to reach the stationary distribution: the authors' 200, or more for large σ (one cell per sweep)."""
     reach = max(min(sigma[0], height), min(sigma[1], width))
     return max(200, round(4 * reach * reach))
 
@@ -56,9 +58,9 @@ def shuffle_grid(
     shift: int = 0,
     ends: Sequence[int] = (),
 ) -> np.ndarray:
-    """Move chains (n, height, width) of source numbers (row by row) on by some sweeps.
+    """Run `sweeps` sweeps on chains (n, height, width) of row-major source indices.
 
-    Chain b has only the rows before ends[b], if given: the others hold anything.
+    If `ends` is given, chain b uses only the rows before ends[b]; the others hold arbitrary values.
     """
     width = placement.shape[2]
     state = (placement // width << COLUMN_BITS | placement % width).astype(np.int32)
@@ -68,7 +70,7 @@ def shuffle_grid(
     ]
     pairs = [_neighbours(along) for along, _, _ in passes]
     while sweeps > 0:
-        together = min(sweeps, FRESH_SWEEPS, max(1, (1 << 20) // state.size))  # as many as some megabytes of noise do
+        together = min(sweeps, FRESH_SWEEPS, max(1, (1 << 20) // state.size))  # limit the noise to a few megabytes
         noise = torch.empty(together, 2, state.size, dtype=torch.float32, device=CPU).uniform_(generator=generator)
         logits = noise.logit_().numpy()
         least = [
@@ -86,20 +88,20 @@ def shuffle_grid(
 
 
 def _neighbours(state: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, slice]]:
-    """Slots i - 1 and i along axis 1, for odd i and then for even i, and these i."""
+    """Slots i - 1 and i along axis 1, and the slice of i, for odd i and then for even i."""
     n = state.shape[1]
     return [(state[:, i - 1 : n - 1 : 2], state[:, i::2], slice(i, n, 2)) for i in (1, 2)]
 
 
 def _differences(logits: np.ndarray, sigma: float, window: int, shift: int) -> np.ndarray:
-    """The coordinate differences above which slots i - 1 and i are swapped, (sweeps, n, i, ..), in whole numbers.
+    """Integer coordinate differences above which slots i - 1 and i are swapped, (sweeps, n, i, ..).
 
-    u < 1 / (1 + exp(−d / σ²)), solved for d; the logits of u are overwritten.
+    This is u < 1 / (1 + exp(−d / σ²)), solved for d. The logits of u are overwritten.
     """
     logits *= sigma * sigma
     least = np.floor(logits, out=logits).clip(-NEVER, NEVER).astype(np.int32)
     if window:
-        least[:, :, shift % window :: window] = NEVER  # slots i − 1 and i lie in different windows
+        least[:, :, shift % window :: window] = NEVER  # slots i − 1 and i are in different windows
     return least
 
 
@@ -119,12 +121,12 @@ def home(chains: int, height: int, width: int) -> np.ndarray:
 def _pool(
     height: int, width: int, sigma: tuple[float, float], band: int, window: int, shift: int
 ) -> tuple[np.ndarray, ...]:
-    """Warmed-up chains, one array per band of rows that a causal sampler adds; one in all when `band` is the height."""
+    """Warmed-up chains: one array per band of rows that a causal sampler adds; a single one if `band` = height."""
     generator = torch.Generator("cpu").manual_seed(0)
     chains = home(POOL, 0, width)
     pools = []
     for end in [*range(band, height, band), height]:
-        # The next band enters at home, below the chain so far.
+        # Append the next band below the chain, with every source on its own slot.
         chains = np.concatenate([chains, home(POOL, end, width)[:, chains.shape[1] :]], 1)
         chains = shuffle_grid(chains, sigma, warm_up(sigma, end, width), generator, window=window, shift=shift)
         pools.append(chains)
@@ -148,10 +150,10 @@ def sample_placement(
     shift: int,
     per_rank: bool,
 ) -> Tensor:
-    """Sources of all slots (height · width,), row by row.
+    """Sources of all slots (height · width,) in row-major order.
 
-    With `band` < height the sampler is causal: rows [band·b, band·(b+1)) are read from a chain that runs on the rows
-    before band·(b+1) alone.
+    With `band` < height the sampler is causal: rows [band·b, band·(b+1)) come from a chain that runs only on the rows
+    before band·(b+1).
     """
     generator = generator_of(key, per_rank)
     chain = int(torch.randint(POOL, (1,), generator=generator, device=CPU))
@@ -168,9 +170,9 @@ def sample_placement(
 def window_table(
     height: int, width: int, window: tuple[int, int], shift: int = 0, device: torch.device = CPU
 ) -> Tensor:
-    """The cells of each window, (windows, cells of a window), row by row; height · width where there is none.
+    """The cells of each window, (windows, cells per window), in row-major order; height · width for no cell.
 
-    Windows start at `shift` and are simply smaller at the borders.
+    Windows start at `shift` and are smaller at the borders.
     """
     starts = [shift - size if shift else 0 for size in window]
     y, x = (

@@ -1,17 +1,17 @@
-"""Combiner-Axial, row-major: the own row directly, every other row as a span that depends on the query's column.
+"""Combiner-Axial, row-major: a token's own row directly, every other row as a span that depends on the token's column.
 
-Combiner, https://arxiv.org/abs/2107.05768, section 4.3; what the authors' experiments call Combiner-Axial. On a grid
-with rows of m tokens, i = r·m + c, a row s is seen from column c through its own token there:
+Combiner, https://arxiv.org/abs/2107.05768, section 4.3; the authors' experiments call this Combiner-Axial. On a grid
+with rows of m tokens, i = r·m + c, column c attends to row s through the token (s, c):
 
     o_{s,c} = Σ_t softmax_t(q_{s,c} · k_{s,t} / √D) v_{s,t}          the value of the span
     w_{s,c} = Σ_t softmax_t(q_{s,c} · k_{s,t} / √D) k_{s,t}
-    its key:  none k_{s,c};  wsum w_{s,c};  proj W_2 LN(W_1 o_{s,c} + x_{s,c});  wsum_proj the same with w for o
+    its key:  none k_{s,c};  wsum w_{s,c};  proj W_2 LN(W_1 o_{s,c} + x_{s,c});  wsum_proj the same with w instead of o
 
     causal           direct {j : j//m = r, j ≤ i}        spans: row s for every s < r
     bidirectional    direct {j : j//m = r}               spans: row s for every s ≠ r
 
-Where (s, c) is no real token the row is seen through the mean of its tokens. The `proj` kinds read x, the input of the
-layer, of width `input_dim`: `attn(q, k, v, mask, x=x)`, which weft.MultiheadAttention does.
+If (s, c) is not a real token, the mean of the row's tokens represents the row. The `proj` kinds read x, the layer's
+input of width `input_dim`: `attn(q, k, v, mask, x=x)`. weft.MultiheadAttention passes it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def naive(
         return torch.where(there.view(-1, *[1] * (x.dim() - 3), L, len(s), 1), x[..., cell.clamp(max=L - 1), :], 0)
 
     row = (j // m == s[:, None]) & real[:, None, None, None]
-    within = dense_softmax(at_cell(q) @ k.mT[:, :, None] / D**0.5, row)  # without a token at the cell: the mean
+    within = dense_softmax(at_cell(q) @ k.mT[:, :, None] / D**0.5, row)  # the mean if the cell has no token
     kbar = within @ (v if attn.key_summary == "proj" else k)[:, :, None]
     if attn.key_summary == "none":
         kbar = torch.where(there[:, None, ..., None], at_cell(k), kbar)
@@ -71,7 +71,8 @@ def naive(
 
 
 class CombinerAxial(Attention):
-    """`own_span` keeps the own row also as a span when bidirectional: the published code, which counts it twice."""
+    """`own_span` (bidirectional only) also keeps a token's own row as a span, like the published code, which counts it
+    twice."""
 
     def __init__(
         self,
@@ -87,15 +88,15 @@ class CombinerAxial(Attention):
         if block_size is not None and block_size < 1:
             raise ValueError(f"block_size, the width of the grid, must be at least 1, got {block_size}")
         if key_summary not in KEY_SUMMARIES:
-            raise ValueError(f"there is no key_summary {key_summary!r}; choose from {', '.join(KEY_SUMMARIES)}")
+            raise ValueError(f"unknown key_summary {key_summary!r}; choose from {', '.join(KEY_SUMMARIES)}")
         if own_span and self.causal:
-            raise ValueError("own_span reproduces the published bidirectional code: it needs causal=False")
+            raise ValueError("own_span=True reproduces the published bidirectional code; it requires causal=False")
         self.block_size, self.key_summary, self.own_span = block_size, key_summary, own_span
         self.needs_input = key_summary.endswith("proj")
         if self.needs_input and input_dim is None:
-            raise ValueError(f"key_summary={key_summary!r} projects to the width of the layer's input: give input_dim")
+            raise ValueError(f"key_summary={key_summary!r} projects to the width of the layer's input; set input_dim")
         if input_dim is not None and not self.needs_input:
-            raise ValueError(f"key_summary={key_summary!r} has no projection: nothing reads input_dim")
+            raise ValueError(f"key_summary={key_summary!r} has no projection; remove input_dim={input_dim}")
         if input_dim is not None:
             self.up = nn.Linear(self.heads * self.head_dim, input_dim)
             self.norm = nn.LayerNorm(input_dim, eps=eps)
@@ -125,7 +126,7 @@ class CombinerAxial(Attention):
         bias: PositionBias | None = None,
         x: Tensor | None = None,
     ) -> Tensor:
-        """The keys of `proj` spans depend on v: they are made of v, and only then is v replaced by the identity."""
+        """The keys of `proj` spans depend on v, so they are computed from v before the identity replaces v."""
         self.check(q, k, v, mask, bias)
         q, k, v = self.clean(q, k, v, mask)
         B, H, L, _ = k.shape
@@ -152,7 +153,7 @@ class CombinerAxial(Attention):
     def _summarise(
         self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, x: Tensor | None, values: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Key and value of every row as seen from every column, (B, H, n, m, D)."""
+        """Key and value of every row for every column, (B, H, n, m, D)."""
         allowed = None if real is None else real[:, :, :, None]
         out = softmax_attention(q, k, values, allowed=allowed)
         if self.key_summary == "none":
@@ -173,19 +174,19 @@ class CombinerAxial(Attention):
     def _input(self, x: Tensor | None, q: Tensor, mask: Tensor | None) -> Tensor | None:
         if not self.needs_input:
             if x is not None:
-                raise TypeError(f"key_summary={self.key_summary!r} does not read x, the input of the layer")
+                raise TypeError(f"key_summary={self.key_summary!r} does not read x, the layer's input; remove x=")
             return None
         B, L, dim = q.shape[0], q.shape[2], self.norm.normalized_shape[0]
         if x is None or x.shape != (B, L, dim):
             got = None if x is None else tuple(x.shape)
             raise ValueError(
-                f"key_summary={self.key_summary!r} reads the input of the layer: give x= of shape ({B}, {L}, {dim}), "
-                f"got {got}; 'wsum' needs none"
+                f"key_summary={self.key_summary!r} reads the layer's input; pass x= of shape ({B}, {L}, {dim}), "
+                f"got {got}; 'wsum' does not need it"
             )
         return x if mask is None else x.masked_fill(~mask[..., None], 0)
 
     def initial_state(self) -> RowState:
-        decoding_block(self)  # refuses where there is none
+        decoding_block(self)  # raises an error if the block size is unknown
         return RowState()
 
     def attend_next(self, q, k, v, state: RowState, mask, bias, x=None):
@@ -218,7 +219,7 @@ def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 @dataclass
 class RowState:
-    """The tokens of the open row, and the spans (B, H, R, m, D) of the rows that are full, whose tokens are dropped."""
+    """The tokens of the open row, and the spans (B, H, R, m, D) of the full rows. Tokens of full rows are dropped."""
 
     position: int = 0
     row: list[tuple[Tensor, Tensor, Tensor, Tensor, Any]] = field(default_factory=list)
@@ -232,8 +233,8 @@ def run_kernel(attn: CombinerAxial, q: Tensor, k: Tensor, v: Tensor, mask: Tenso
 
 def lacks(attn: CombinerAxial, *qkv: Tensor) -> str:
     if attn.key_summary != "wsum":
-        return f"the kernel has key_summary='wsum', not {attn.key_summary!r}"
-    return "the kernel has no own_span" if attn.own_span else ""
+        return f"the kernel supports only key_summary='wsum', got {attn.key_summary!r}"
+    return "the kernel does not support own_span=True" if attn.own_span else ""
 
 
 register(
@@ -242,6 +243,6 @@ register(
     naive=naive,
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
-    length_dependent="without max_length the default block size follows the length; block_size fixes it",
+    length_dependent="without max_length the default block size depends on the length; set block_size to fix it",
     kernel=Kernel(run_kernel, lacks, kernel.LEAST_LENGTH),
 )

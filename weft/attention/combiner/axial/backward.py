@@ -1,11 +1,11 @@
-"""Triton: the rows of `combiner-axial`, backward. s, α and the summaries are those of `forward.py`.
+"""Triton kernels: backward pass of the rows of `combiner-axial`. See `forward.py` for s, α and the summaries.
 
     da_ij   = α_ij (dvbar_i · v_j + dkbar_i · k_j - Δ_i)     Δ_i = dvbar_i · vbar_i + dkbar_i · kbar_i
-    ds_ij   = p_ij (dout_i · v_j - delta_i) + da_ij          p only where j ≤ i
+    ds_ij   = p_ij (dout_i · v_j - delta_i) + da_ij          p only for j ≤ i
     dq_i   += Σ_j ds_ij k_j
     dk_j    = Σ_i ds_ij q_i + α_ij dkbar_i       dv_j = Σ_i p_ij dout_i + α_ij dvbar_i
 
-The columns' kernel runs first: it leaves the first part of dq, and delta, dkbar, dvbar and Δ (PRODUCTS).
+The column kernel runs first. It computes the first part of dq, and delta, dkbar, dvbar and Δ (PRODUCTS).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def row_query_gradients(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds to the DQ that the columns have written."""
+    """Adds to DQ, which the column kernel has written."""
     bh, b, h, row, q_first = place(BH, H, m, BQ)
     first = row * m
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
@@ -116,7 +116,7 @@ def row_key_gradients(
         p = tl.exp2(logit - lse[None, :])
         if CAUSAL:
             p = tl.where(j[:, None] <= i[None, :], p, 0.0)
-        if HAS_MASK:  # past the end of the row nothing is written, so nothing need be masked
+        if HAS_MASK:  # nothing is written past the end of the row, so no other masking is needed
             alpha, p = tl.where(real[:, None], alpha, 0.0), tl.where(real[:, None], p, 0.0)
         dv = tl.dot(alpha.to(v.dtype), dvbar, dv, input_precision=PRECISION)
         dk = tl.dot((alpha * root).to(k.dtype), dkbar, dk, input_precision=PRECISION)
@@ -127,6 +127,6 @@ def row_key_gradients(
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
         ds += p * (dp - delta[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    # α dkbar is no logit's gradient: it went in times √D
+    # α dkbar is not the gradient of a logit; it was multiplied by √D to cancel this scale
     store_rows(DK, dk * logit_scale, j, d, dk_l, j < end, D, BLOCK_D)
     store_rows(DV, dv, j, d, dv_l, j < end, D, BLOCK_D)

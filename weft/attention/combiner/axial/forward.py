@@ -1,11 +1,11 @@
-"""Triton: the rows of `combiner-axial`, forward. Direct attention along a row and the row's summaries share logits.
+"""Triton kernels: forward pass of the rows of `combiner-axial`. Direct attention and row summaries share the logits.
 
     s_ij   = q_i · k_j       i, j in one row
-    out_i  = Σ_{j ≤ i} softmax_j(s_ij) v_j       the direct part; the columns' kernel goes on
+    out_i  = Σ_{j ≤ i} softmax_j(s_ij) v_j       the direct part; the column kernel adds the rest
     vbar_i = Σ_j α_ij v_j       kbar_i = Σ_j α_ij k_j       α_i = softmax over the whole row
 
-`summarise` takes the keys up to i first, writes the direct part down, and goes on with the keys after i in the same
-running softmax. A cell of the last row that holds no token has the query 0, which is the mean over the row.
+`summarise` first processes the keys up to i and stores the direct part. It then continues the same running softmax with
+the keys after i. An empty cell of the last row has query 0, which gives the mean over the row.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""`combiner-axial` with key_summary="wsum" as fused kernels: forward and backward, as one PyTorch operator.
+"""Fused kernels of `combiner-axial` with key_summary="wsum": forward and backward as one PyTorch operator.
 
 On a grid with rows of m tokens, i = r·m + c:
 
     α_i = softmax over row r of q_i·k_j/√D          vbar_i = Σ_j α_ij v_j          kbar_i = Σ_j α_ij k_j
     out_i = (Σ_{j in row r, j ≤ i} e^{q_i·k_j/√D} v_j + Σ_{s other row} e^{q_i·kbar_{s,c}/√D} vbar_{s,c}) / Z_i
 
-The rows' kernel makes the direct part and the summaries from the same logits; attention down the columns of summaries
-(`weft/kernels/lines`) goes on with the same softmax. The plain version in `__init__.py` is the definition. Triton is
-imported only when a kernel runs, so this module can be imported anywhere.
+The row kernel computes the direct part and the summaries from the same logits. Attention along the columns of
+summaries (`weft/kernels/lines`) continues the same softmax. The plain version in `__init__.py` is the reference. Triton
+is imported only when a kernel runs, so this module can be imported anywhere.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ....kernels.lines.kernel import (
 
 LEAST_LENGTH = 256  # the shortest measured; the kernels beat the plain version from here on: docs/kernels.md
 
-# By kernel, widest head and bytes per number; not yet tuned.
+# Keys: kernel, maximum head_dim, bytes per element. Not yet tuned.
 TILES: dict[tuple[str, int, int], Tiles] = {
     ("summarise", 64, 2): Tiles(64, 32, 4, 3, 128),
     ("summarise", 128, 2): Tiles(64, 32, 8, 2),
@@ -51,7 +51,7 @@ TILES: dict[tuple[str, int, int], Tiles] = {
 
 
 def combiner_axial(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, block_size: int, causal: bool) -> Tensor:
-    """The mechanism on q, k, v (B, H, L, D), zero where masked, and mask (B, L)."""
+    """Run the mechanism on q, k, v (B, H, L, D), zero at masked tokens, and mask (B, L)."""
     q, k, v = autocast(q, k, v)
     return torch.ops.weft.combiner_axial(q, k, v, for_operator(mask), block_size, causal)[0]
 
@@ -90,8 +90,8 @@ def _(q, k, v, mask, block_size, causal):
 
 
 def _outputs(q: Tensor, m: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """out, its log2 normalisers, and of each cell the summary key and value and the row's log2 normaliser; no cells
-    where there is one row only."""
+    """out, its log2 normalisers, and for each cell the summary key, summary value and the row's log2 normaliser. There
+    are no cells if there is only one row."""
     B, H, L, D = q.shape
     cells = ceil_div(L, m) * m if L > m else 0
     kbar, vbar = (q.new_empty(B, cells, H, D).transpose(1, 2) for _ in range(2))
@@ -177,17 +177,17 @@ def _options(q: Tensor, mask: Tensor | None, causal: bool) -> dict[str, int | st
 
 
 def _row(m: int, causal: bool) -> tuple[Lines, Rule]:
-    """What a query sees directly, where all tokens are one row."""
+    """Direct keys of a query if all tokens are in one row."""
     return Lines.of("row", 1, m), "up_to" if causal else "all"
 
 
 def _columns(n: int, m: int, causal: bool) -> tuple[Lines, Rule]:
-    """Which summaries a query sees."""
+    """Summaries that a query attends to."""
     return Lines.of("column", n, m), "before" if causal else "others"
 
 
 def _rows_with_tokens(mask: Tensor | None, n: int, m: int) -> Tensor | None:
-    """For every cell whether its row holds a real token, (B, n·m): a row without one is no span. None: all do."""
+    """Whether the row of each cell has a real token, (B, n·m); other rows are not spans. None: all rows have one."""
     if mask is None:
         return None
     some = torch.unflatten(F.pad(mask, (0, n * m - mask.shape[1])), 1, (n, m)).any(2, keepdim=True)

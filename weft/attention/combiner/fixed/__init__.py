@@ -1,16 +1,16 @@
-"""Combiner-Fixed: the own block directly, every other block as one span; with `levels`, blocks of blocks.
+"""Combiner-Fixed: a token's own block directly, every other block as one span; with `levels`, blocks of blocks.
 
 Combiner, https://arxiv.org/abs/2107.05768, sections 4.1 and 3 (the hierarchical remark). Blocks of m tokens, i//m = r:
 
     causal           direct {j : j//m = r, j ≤ i}        spans: block s for every s < r
     bidirectional    direct {j : j//m = r}               spans: block s for every s ≠ r
 
-`levels` > 2 groups m blocks to a node of the next level, and so on; a query sees its own block, at each level the
-other nodes under the same parent, and at the top all other nodes. Every token is covered once, with about
-levels · L^(1/levels) terms per query. A node's value is drawn from its children, vbar = Σ_c softmax_c(qbar ·
+`levels` > 2 groups m blocks into a node of the next level, and so on. A query attends to its own block, at each level
+to the other nodes with the same parent, and at the top to all other nodes. Every token is covered once, with about
+levels · L^(1/levels) terms per query. A node's value is computed from its children, vbar = Σ_c softmax_c(qbar ·
 kbar_c / √D) vbar_c; its key is the pool of all its tokens.
 
-The sparse parent is `sparse` with pattern="fixed", which sees some tokens of the other blocks and no summary.
+The sparse parent is `sparse` with pattern="fixed", which attends to some tokens of the other blocks, not to summaries.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from . import kernel
 def naive(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
 ) -> Tensor:
-    """`own_span`, the own block also as a span, is the authors' code, not the paper."""
+    """`own_span` (a token's own block is also a span) is in the authors' code, not in the paper."""
     (i, j), L = positions(q, k), k.shape[2]
     m = attn.block_size or default_block(L, attn.max_length, attn.levels)
     direct = i // m == j // m
@@ -49,9 +49,9 @@ def naive(
 
 
 def naive_levels(attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, direct: Tensor, m: int) -> Tensor:
-    """More than two levels: the value of a node is drawn from its children's values."""
+    """More than two levels: the value of a node is computed from its children's values."""
     (i, j), s, tokens = positions(q, k), attn.summary, real_tokens(k, mask)[:, None, None]
-    # What a node's value is drawn from, its children: their keys, which tokens they stand for, whether they have any.
+    # The children of the next level's nodes: their keys, their weights over tokens, whether they have any token.
     keys, within, real = k, torch.eye(k.shape[2], dtype=k.dtype, device=k.device), tokens
     levels = []
     for level in range(1, attn.levels):
@@ -70,18 +70,19 @@ def naive_levels(attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 
 @dataclass
 class Nodes:
-    """The summaries of one level: keys, values, whether they hold any token, and the features they were pooled from."""
+    """The summaries of one level: keys, values, whether they have any token, and their pooled features."""
 
     k: Tensor  # (B, H, n, D)
     v: Tensor
-    real: Tensor | None  # (B or 1, 1, n); None where all do
+    real: Tensor | None  # (B or 1, 1, n); None if all have one
     query_features: Tensor
     key_features: Tensor
     count: Tensor  # (B or 1, 1, n): tokens
 
 
 class CombinerFixed(Combiner):
-    """`own_span` keeps the own block also as a span when bidirectional: the published code, which counts it twice."""
+    """`own_span` (bidirectional only) also keeps a token's own block as a span, like the published code, which counts
+    it twice."""
 
     def __init__(
         self,
@@ -98,16 +99,19 @@ class CombinerFixed(Combiner):
         if levels < 2:
             raise ValueError(f"levels must be at least 2 (tokens, and blocks of tokens), got {levels}")
         if own_span and (self.causal or levels > 2):
-            raise ValueError("own_span reproduces the published bidirectional code: it needs causal=False and levels=2")
+            raise ValueError(
+                "own_span=True reproduces the published bidirectional code; it requires causal=False and levels=2, "
+                f"got causal={self.causal}, levels={levels}"
+            )
         if levels > 2 and block_size == 1:
-            raise ValueError("blocks of one token cannot be grouped into levels: give a larger block_size")
+            raise ValueError(f"levels={levels} cannot group blocks of one token; set a larger block_size than 1")
         self.block_size, self.levels, self.own_span = block_size, levels, own_span
 
     def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
         L, device = k.shape[2], k.device
         m = self.block_size or default_block(L, self.max_length, self.levels)
         layout = Rows(m)
-        # Right padding is never in the past of a real token: a causal mechanism need not look at it.
+        # Right padding is never in the past of a real token, so causal mechanisms can ignore it.
         real = None if self.causal and mask is None else valid_in(layout, mask, L, m, device)
         blocks_q, blocks_k, blocks_v = (layout.arrange(t) for t in (q, k, v))
         own = own_block(m, self.causal, device).view(1, 1, 1, m, m) if self.causal else None
@@ -172,10 +176,10 @@ class CombinerFixed(Combiner):
         vbar = softmax_attention(qbar[:, :, :, None], group(nodes.k), group(nodes.v), allowed=children[:, :, :, None])
         return Nodes(kbar, vbar[:, :, :, 0], count > 0, query_features, key_features, count)
 
-    # Decoding: a stack of levels. A block that is full becomes one item of the level above, and its tokens are dropped.
+    # Decoding: a stack of levels. A full block becomes one item of the next level, and its tokens are dropped.
 
     def initial_state(self) -> FixedState:
-        decoding_block(self, self.levels)  # refuses where there is none
+        decoding_block(self, self.levels)  # raises an error if the block size is unknown
         return FixedState(0, [Level() for _ in range(self.levels)])
 
     def advance(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, state: FixedState) -> tuple[Seen, FixedState]:
@@ -203,9 +207,9 @@ class CombinerFixed(Combiner):
 
 @dataclass
 class Level:
-    """The items of a level that are not yet summarised, tokens or nodes, and what their summary will be made of."""
+    """The tokens or nodes of a level that are not yet summarised, and the features for their summary."""
 
-    k: Any = None  # (B, H, items, D); None while there are none
+    k: Any = None  # (B, H, items, D); None if there are none
     v: Any = None
     real: Any = None  # (B, items)
     query_features: Any = None  # (B, H, D)
@@ -246,9 +250,9 @@ def run_kernel(attn: CombinerFixed, q: Tensor, k: Tensor, v: Tensor, mask: Tenso
 
 def lacks(attn: CombinerFixed, *qkv: Tensor) -> str:
     if attn.levels > 2 or attn.own_span:
-        return "the kernel has neither levels > 2 nor own_span"
+        return "the kernel supports neither levels > 2 nor own_span=True"
     if attn.summary.kind not in kernel.POOLS:
-        return f"the kernel has the summaries {', '.join(kernel.POOLS)}, not {attn.summary.kind}"
+        return f"the kernel supports the summaries {', '.join(kernel.POOLS)}, got {attn.summary.kind}"
     return ""
 
 
@@ -258,6 +262,6 @@ register(
     naive=naive,
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
-    length_dependent="without max_length the default block size follows the length; block_size fixes it",
+    length_dependent="without max_length the default block size depends on the length; set block_size to fix it",
     kernel=Kernel(run_kernel, lacks, kernel.LEAST_LENGTH),
 )

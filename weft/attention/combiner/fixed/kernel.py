@@ -1,10 +1,10 @@
-"""`combiner-fixed` as fused kernels: forward and backward, as one PyTorch operator.
+"""Fused kernels of `combiner-fixed`: forward and backward as one PyTorch operator.
 
     out_i = (Σ_{j in own block, j ≤ i} e^{q_i·k_j/√D} v_j + Σ_{s other block} e^{q_i·kbar_s/√D} vbar_s) / Z_i
     kbar_s = pool_j k_j      qbar_s = pool_j q_j      vbar_s = Σ_j softmax_j(qbar_s·k_j/√D) v_j       over the block's
                                                                                                        valid tokens
 
-The plain PyTorch version in `weft/attention/combiner/fixed/__init__.py` is the definition; these kernels must equal it.
+The plain version in `__init__.py` is the reference, and these kernels must equal it.
 Triton is imported only when a kernel runs, so this module can be imported anywhere.
 """
 
@@ -32,10 +32,10 @@ from ....core.tiles import (
 )
 
 POOLS = ("max", "mean", "sum")
-LEAST_LENGTH = 256  # from here on, measured, the kernels beat the plain version: docs/kernels.md
+LEAST_LENGTH = 256  # measured: the kernels are faster than the plain version from here on; docs/kernels.md
 
 
-# By kernel, widest head and bytes per number. Measured with benchmarks/gpu_tune.py; docs/kernels.md.
+# Keys: kernel, maximum head_dim, bytes per element. Measured with benchmarks/gpu_tune.py; docs/kernels.md.
 TILES: dict[tuple[str, int, int], Tiles] = {
     ("summarise", 64, 2): Tiles(32, 0, 4, 3),
     ("summarise", 128, 2): Tiles(32, 0, 8, 3),
@@ -67,7 +67,7 @@ TILES: dict[tuple[str, int, int], Tiles] = {
 def combiner_fixed(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, block_size: int, pool: str, causal: bool
 ) -> Tensor:
-    """The mechanism on q, k, v (B, H, L, D) and mask (B, L); the kernels' counterpart of the plain version."""
+    """Run the mechanism on q, k, v (B, H, L, D) and mask (B, L) with the kernels."""
     q, k, v = autocast(q, k, v)
     keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return torch.ops.weft.combiner_fixed(q, k, v, for_operator(mask), block_size, pool, causal, keep)[0]
@@ -80,7 +80,7 @@ def combiner_fixed(
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _forward(q, k, v, mask, block_size, pool, causal, keep):
-    """`keep` writes down what the backward needs of each block."""
+    """`keep` stores the block statistics for the backward."""
     from .forward import attend, summarise
 
     check(q, k, v, block_size, pool)
@@ -114,7 +114,7 @@ def _(q, k, v, mask, block_size, pool, causal, keep):
 
 
 def _outputs(q: Tensor, block_size: int, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """out, its log2 normalisers, and of each block the summary key and value, local log2 normaliser, statistics."""
+    """out, its log2 normalisers, and for each block the summary key and value, local log2 normaliser, statistics."""
     B, H, L, D = q.shape
     n = ceil_div(L, block_size)
     return (
@@ -153,7 +153,7 @@ def _backward(dout, q, k, v, mask, out, lse, kbar, vbar, local, stats, block_siz
     )
     by_keys, by_queries = tiles("key gradients", block_size, q), tiles("query gradients", block_size, q)
     key_tiles = ceil_div(block_size, by_keys.keys)
-    dkbar = dvbar = mean_dalpha = weighted = lse  # not read when there is one block only
+    dkbar = dvbar = mean_dalpha = weighted = lse  # not read if there is only one block
     if n > 1:
         chunk, chunks = query_chunks(L)
         part_k = q.new_empty(B, H, chunks, n, D, dtype=torch.float32)
@@ -201,7 +201,7 @@ def _grad(ctx, dout, *unused):
     if dout is None:
         return (None,) * 8
     if not ctx.keep:
-        raise RuntimeError("weft::combiner_fixed was called with keep=False, which leaves nothing for a backward")
+        raise RuntimeError("weft::combiner_fixed was called with keep=False; the backward requires keep=True")
     dq, dk, dv = torch.ops.weft.combiner_fixed_backward(dout, *ctx.saved_tensors, *ctx.options)
     return dq, dk, dv, None, None, None, None, None
 
@@ -212,22 +212,22 @@ _forward.register_autograd(_grad, setup_context=_save)
 def check(q: Tensor, k: Tensor, v: Tensor, block_size: int, pool: str) -> None:
     if q.dim() != 4 or k.shape != q.shape or v.shape != q.shape:
         raise ValueError(
-            f"the kernel takes q, k and v of one shape (B, H, L, D), got {tuple(q.shape)}, {tuple(k.shape)} "
+            f"the kernel needs q, k and v of the same shape (B, H, L, D), got {tuple(q.shape)}, {tuple(k.shape)} "
             f"and {tuple(v.shape)}; use backend='torch'"
         )
     if q.shape[3] > LARGEST_HEAD:
-        raise ValueError(f"the kernel takes heads up to {LARGEST_HEAD} wide, got {q.shape[3]}; use backend='torch'")
+        raise ValueError(f"the kernel supports head_dim up to {LARGEST_HEAD}, got {q.shape[3]}; use backend='torch'")
     if q.dtype not in DTYPES:
-        raise ValueError(f"the kernel takes float32, float16 or bfloat16, got {q.dtype}; use backend='torch'")
+        raise ValueError(f"the kernel supports float32, float16 and bfloat16, got {q.dtype}; use backend='torch'")
     if pool not in POOLS:
-        raise ValueError(f"the kernel pools by {', '.join(POOLS)}, not {pool!r}; use backend='torch'")
+        raise ValueError(f"the kernel supports the pools {', '.join(POOLS)}, got {pool!r}; use backend='torch'")
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, got {block_size}")
 
 
 def tiles(kernel: str, most: int, q: Tensor) -> Tiles:
-    """The table's entry, cut down to the `most` there is of one thing: tokens in a block; summaries, where tiles of
-    queries run across blocks. A tile is never under 16, the least a matrix unit takes."""
+    """Entry of the table, limited to `most`: the number of tokens in a block, or of summaries if query tiles cross
+    blocks. A tile has at least 16 rows, the minimum of a matrix unit."""
     t = TILES[kernel, max(64, block_width(q.shape[3])), q.element_size()]
     most = max(16, next_power_of_two(most))
     queries = t.queries if kernel == "span gradients" else min(t.queries, most)
@@ -235,7 +235,7 @@ def tiles(kernel: str, most: int, q: Tensor) -> Tiles:
 
 
 def query_chunks(L: int) -> tuple[int, int]:
-    """Length and number of the chunks of queries whose gradients are summed apart; by L alone, so that a sequence's
-    gradient does not depend on its batch mates."""
+    """Length and number of the query chunks whose gradients are summed separately. They depend only on L, so the
+    gradient of a sequence does not depend on the rest of the batch."""
     chunk = max(1024, ceil_div(ceil_div(L, 32), 128) * 128)
     return chunk, ceil_div(L, chunk)
