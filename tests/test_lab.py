@@ -72,7 +72,7 @@ def test_config_precedence_and_round_trip():
         ("schedule", "step", "inverse_sqrt"),
         ("attention", "fulll", "did you mean 'full'"),
         ("attention_options", "block=3", "must be JSON"),
-        ("finetune_dense_at", 0.5, "nothing here is subsampled"),
+        ("finetune_dense_at", 0.5, "needs subsampled attention"),
         ("positions", "rotary", "rope"),
     ],
 )

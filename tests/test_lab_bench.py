@@ -65,7 +65,7 @@ def test_peak_memory_is_the_worst_moment_not_the_sum():
     "given, says",
     [
         ({"device": "tpu"}, "cpu or cuda"),
-        ({"precision": "fp8"}, "precision is one of"),
+        ({"precision": "fp8"}, "precision must be one of"),
         ({"precision": "tf32"}, "32-true on the CPU"),
         ({"repeats": 0}, "at least 1"),
         ({"budget": 0.0}, "positive"),
@@ -79,7 +79,7 @@ def test_what_cannot_be_measured_is_refused(given, says):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_missing_gpu_is_said():
     found = invoke("latency", "--device", "cuda")
-    assert found.exit_code == 2 and "no CUDA device here" in found.output
+    assert found.exit_code == 2 and "no CUDA device is available" in found.output
 
 
 def means(table: dict, names: list[str], by: int) -> list[tuple[float, float]]:
@@ -171,7 +171,7 @@ def test_a_mechanism_over_the_limit_is_not_made_longer():
     report = Report("scaling", QUICK, {})
     scaling.measure(["full", "linear"], [8, 16], QUICK, report, batch=1, heads=1, head_dim=2, limit=0.0)
     assert [("error" in record) for record in report.records] == [False, False, True, True]
-    assert report.records[2]["error"] == "over 0 s a call"
+    assert report.records[2]["error"] == "over 0 s per call"
 
 
 def test_an_unknown_name_is_refused():
@@ -179,7 +179,7 @@ def test_an_unknown_name_is_refused():
         found = invoke(command, "--attentions", "combiner-fixd")
         assert found.exit_code == 2 and "combiner-fixed" in found.output, command
     assert "there is no task 'chess'" in invoke("latency", "--tasks", "chess").output
-    assert "joined by commas" in invoke("scaling", "--lengths", "1k").output
+    assert "comma-separated" in invoke("scaling", "--lengths", "1k").output
     assert "there is no model 'resnet'" in invoke("throughput", "--models", "resnet").output
     assert "S12-L8" in invoke("cost", "--schedules", "L4").output
 

@@ -228,7 +228,7 @@ def test_archives(tmp_path, monkeypatch):
         with zipfile.ZipFile(path, "w") as archive:
             for name in names:
                 archive.writestr(name, "text")
-        with pytest.raises(DataMissing, match=f"it holds {len(names)} files, not one"):
+        with pytest.raises(DataMissing, match=f"it has {len(names)} files, not one"):
             load("text", path)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a", bytes(2**24))

@@ -319,7 +319,7 @@ def test_provenance_is_never_fatal(run):
         ("config.json", b'{"task": "digits",\n "seed": 0', "line 2 is not JSON"),
         ("config.json", b'{"task": "caf\xe9"}', "line 1 is not utf-8"),
         ("config.json", b'{"task": "digits", "layers": "two"}', "layers must be of type int, got 'two'"),
-        ("config.json", b"[1]", "must hold an object"),
+        ("config.json", b"[1]", "must be an object"),
         ("data.json", b"", "data.json cannot be read"),
     ],
 )
@@ -360,8 +360,8 @@ def test_a_checkpoint_of_another_width_is_a_sentence(run, tmp_path):
         (["--batch-size=-1"], "batch_size must be at least 1, got -1"),
         (["--devices=99"], "lower --devices"),
         (["--nodes=9"], "torchrun"),
-        (["--max-length=5"], "does not read it"),
-        (["--image-size=8"], "does not read it"),
+        (["--max-length=5"], "has no effect"),
+        (["--image-size=8"], "has no effect"),
     ],
 )
 def test_requests_that_cannot_be_met(tmp_path, given, says):

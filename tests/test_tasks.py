@@ -111,7 +111,7 @@ def test_generated_data_is_checked_when_read(tmp_path):
     (folder / "train_ids.npy").write_bytes(content)
     with pytest.raises(DataMissing, match="train_ids.npy does not match its checksum"):
         get_task("listops").load(config)
-    with pytest.raises(DataMissing, match="already there"):
+    with pytest.raises(DataMissing, match="already exists"):
         listops.make(tmp_path, sizes={"train": 6, "val": 2, "test": 2})
 
 
@@ -387,11 +387,11 @@ def test_fetching_from_the_hub(tmp_path, monkeypatch):
     fetch.get("imdb", tmp_path)
     train, test = imdb.read(str(tmp_path))
     assert train[1] == ("train 1", 1) and len(test) == 4
-    with pytest.raises(DataMissing, match="already there"):
+    with pytest.raises(DataMissing, match="already exists"):
         fetch.get("imdb", tmp_path)
-    with pytest.raises(DataMissing, match="cannot be fetched"):
+    with pytest.raises(DataMissing, match="cannot download"):
         fetch.get("matching", tmp_path)
-    with pytest.raises(DataMissing, match="is not generated"):
+    with pytest.raises(DataMissing, match="cannot generate"):
         fetch.make("imdb", tmp_path)
 
 

@@ -19,7 +19,7 @@ app = typer.Typer(
 
 @app.callback()
 def main() -> None:
-    """Attention that is cheaper, wider, remembering, or explainable."""
+    """Efficient, cached and interpretable attention layers for PyTorch."""
 
 
 app.command("attentions")(show_attentions)

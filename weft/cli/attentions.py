@@ -32,7 +32,7 @@ def markdown(columns: tuple[str, ...] = COLUMNS) -> str:
 def show_attentions(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table in Markdown.")] = False,
 ) -> None:
-    """List the mechanisms: cost, abilities and papers."""
+    """List the mechanisms with their cost, features and papers."""
     if as_markdown:
         print(markdown())
         return

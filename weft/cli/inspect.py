@@ -1,4 +1,4 @@
-"""`weft inspect RUN`: the page about a run of the lab."""
+"""The command `weft inspect RUN`: an HTML report about a run of the lab."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
     from ..tasks import TaskData
 
-PIXEL_TASKS = ("digits", "cifar10-pixels", "pathfinder")  # ids are the pixels of a square image, row by row
+PIXEL_TASKS = ("digits", "cifar10-pixels", "pathfinder")  # ids are the row-major pixels of a square image
 
 
 def inspect(
     run: Annotated[Path, typer.Argument(help="the folder of a run")],
-    out: Annotated[Path | None, typer.Option(help="the page to write; RUN/inspect.html if not given")] = None,
-    examples: Annotated[int, typer.Option(min=1, help="how many validation examples to show")] = 3,
-    count: Annotated[int, typer.Option(min=1, help="how many examples of each split to measure on")] = 200,
-    which: Annotated[str, typer.Option(help="the weights to show: best, last or average")] = "best",
-    data_at: Annotated[str, typer.Option("--data", help="where the data is, if not where the run found it")] = "",
+    out: Annotated[Path | None, typer.Option(help="output file; default: RUN/inspect.html")] = None,
+    examples: Annotated[int, typer.Option(min=1, help="number of validation examples to show")] = 3,
+    count: Annotated[int, typer.Option(min=1, help="number of examples per split to measure")] = 200,
+    which: Annotated[str, typer.Option(help="weights to use: best, last or average")] = "best",
+    data_at: Annotated[str, typer.Option("--data", help="data folder, if it has moved since the run")] = "",
 ) -> None:
-    """Look into a trained model: one page, to be opened from disk, with every head, layer and subspace."""
+    """Inspect a trained model: write a self-contained HTML page with every head, layer and subspace."""
     import torch
 
     from ..inspect.page import report
@@ -32,9 +32,9 @@ def inspect(
     from ..tasks.registry import task_of
 
     if which not in ("best", "last", "average"):
-        raise typer.BadParameter(f"which is best, last or average, got {which!r}")
+        raise typer.BadParameter(f"--which must be best, last or average, got {which!r}")
     model, config, data = load_run(run, which, data=data_at)
-    if out is None:  # a run that may only be read is looked at from here
+    if out is None:  # for a read-only run, write to the current folder
         out = run / "inspect.html" if os.access(run, os.W_OK) else Path(f"{run.resolve().name}-inspect.html")
     task = task_of(config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -58,11 +58,11 @@ def inspect(
         facts=[("task", config.task), ("seed", str(config.seed))],
         examples=examples,
     )
-    typer.echo(f"{page}: open it in a browser")
+    typer.echo(f"wrote {page}: open it in a browser")
 
 
 def words(task: str, inputs: list[Tensor], data: TaskData) -> list[Any] | None:
-    """For each example its documents as people read them: words, or characters where the ids are bytes."""
+    """The documents of each example in readable form: words, or characters if the ids are bytes."""
     if inputs[0].dim() != 2 or task.startswith(PIXEL_TASKS):
         return None
     vocabulary = data.vocabulary
@@ -70,7 +70,7 @@ def words(task: str, inputs: list[Tensor], data: TaskData) -> list[Any] | None:
         from ..tasks.listops import VOCABULARY
 
         vocabulary = list(VOCABULARY)
-    first = 0 if task in ("text", "enwik8", "masked") else 1  # the id of byte 0: elsewhere 0 is padding
+    first = 0 if task in ("text", "enwik8", "masked") else 1  # the id of byte 0; in other tasks, 0 is padding
 
     def word(i: int) -> str:
         if vocabulary is not None:
@@ -82,7 +82,7 @@ def words(task: str, inputs: list[Tensor], data: TaskData) -> list[Any] | None:
 
 
 def pictures(task: str, ids: Tensor) -> Tensor | None:
-    """Images that are read pixel by pixel, as images again."""
+    """The images of tasks that read them as sequences of pixels."""
     if not task.startswith(PIXEL_TASKS):
         return None
     side = round(ids.shape[1] ** 0.5)
@@ -90,7 +90,7 @@ def pictures(task: str, ids: Tensor) -> Tensor | None:
 
 
 def _checkpoints(run: Path) -> list[tuple[str, Any]]:
-    """The sound checkpoints that a run still has, oldest first."""
+    """The valid checkpoints of a run, oldest first."""
     from ..lab.checkpoint import Checkpoints, DamagedCheckpoint, read
     from ..lab.run import Run
     from ..lab.say import say

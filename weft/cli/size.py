@@ -1,4 +1,4 @@
-"""The command `weft size`: parameters and checkpoint sizes, beside the figures a paper prints."""
+"""The command `weft size`: parameters and checkpoint sizes, compared with the papers."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ def size(
     task: Annotated[
         str | None, typer.Argument(help="imdb-token, imdb-byte, listops, matching; pvt, timm, crate")
     ] = None,
-    attention: Annotated[str | None, typer.Option(help="one mechanism, or 'mixed'; the study's ten without")] = None,
-    layers: Annotated[int | None, typer.Option(help="with --heads: one shape of your own")] = None,
-    heads: Annotated[int | None, typer.Option(help="with --layers: one shape of your own")] = None,
+    attention: Annotated[str | None, typer.Option(help="one mechanism, or 'mixed'; default: the study's ten")] = None,
+    layers: Annotated[int | None, typer.Option(help="a custom shape, together with --heads")] = None,
+    heads: Annotated[int | None, typer.Option(help="a custom shape, together with --layers")] = None,
     every: Annotated[
-        bool, typer.Option("--all", help="every layers x heads of the study, not only the two ends")
+        bool, typer.Option("--all", help="all shapes of the study, not only the deepest and the widest")
     ] = False,
 ) -> None:
-    """Parameters and checkpoint sizes of the wide-attention study's models, beside the paper's Table 8.
+    """Parameters and checkpoint sizes of the wide-attention study's models, compared with the paper's Table 8.
 
-    `pvt`: the pyramid plain and cached, with multiply-adds, beside the cache paper's; `timm`: its other hosts.
-    `crate`: the four published sizes of the white-box transformer.
+    `pvt`: PVT plain and cached, with multiply-adds, compared with the cache paper. `timm`: that paper's other models.
+    `crate`: the four published sizes of CRATE.
     """
     if task in ("pvt", "timm", "crate"):
         if attention is not None or layers is not None or heads is not None or every:
-            raise typer.BadParameter(f"the models of {task} have their own shapes: nothing reads these options")
+            raise typer.BadParameter(f"--attention, --layers, --heads and --all have no effect on {task}: remove them")
         if task == "crate":
             show_crate()
             return
@@ -40,7 +40,7 @@ def size(
     from ..models.sizes import PUBLISHED_EXTRAS, study_rows
 
     if task is not None and task not in TASKS:
-        raise typer.BadParameter(f"there is no task {task!r}; there are {', '.join(TASKS)}, pvt, timm and crate")
+        raise typer.BadParameter(f"unknown task {task!r}; available: {', '.join(TASKS)}, pvt, timm, crate")
     if (layers is None) != (heads is None):
         raise typer.BadParameter("give both --layers and --heads, or neither")
     names = STUDY_ATTENTIONS if attention is None else (attention,)
@@ -56,9 +56,9 @@ def size(
             raise typer.BadParameter(str(error)) from error
         show(f"{name}, documents of {TASKS[name].length}", rows)
     notes = [
-        "MiB: 12 bytes a parameter (float32 weight and Adam's two moments), rounded up.",
+        "MiB: 12 bytes per parameter (float32 weight and Adam's two moments), rounded up.",
         "paper: Wide Attention Is The Way Forward For Transformers? (arXiv 2210.00640), Table 8.",
-        "published: what the authors' code holds, where that is not what ours holds:",
+        "published: the size of the authors' code, if it differs from ours:",
         *(f"  {name}: {why}" for name, why in PUBLISHED_EXTRAS.items() if name in names),
     ]
     typer.echo("\n".join(notes if len(notes) > 3 else notes[:2]))

@@ -1,4 +1,4 @@
-"""Tasks, one file each: data, vocabulary, metric and the papers' hyper-parameters."""
+"""Tasks, one file each: data, vocabulary, metrics and the papers' hyper-parameters."""
 
 from . import (  # noqa: F401  each registers its tasks
     cifar,

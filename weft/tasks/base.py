@@ -1,4 +1,4 @@
-"""What a task is: data, a model for it, a loss, a metric, and the papers' hyper-parameters."""
+"""The base classes of tasks: data, model, loss, metrics, and the papers' hyper-parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Columns = dict[str, Tensor]
 
 
 class DataMissing(Exception):
-    """The data is not there, or is not what it should be; the message says what to do."""
+    """Data is missing or invalid; the message says what to do."""
 
 
 @dataclass
@@ -28,11 +28,11 @@ class TaskData:
     val: Columns
     test: Columns
     length: int  # tokens per document
-    facts: dict[str, Any] = field(default_factory=dict)  # what the model must know: vocab, classes, size
-    vocabulary: list[str] | None = None  # words by id, where they come from the data
+    facts: dict[str, Any] = field(default_factory=dict)  # settings of the model: vocab, classes, size
+    vocabulary: list[str] | None = None  # words by id, if built from the data
     documents: int = 1  # per example
-    classes: list[str] | None = None  # names by label, where they come from the data
-    tokenizer: str | None = None  # as text, where it was made from the data
+    classes: list[str] | None = None  # names by label, if built from the data
+    tokenizer: str | None = None  # as text, if built from the data
 
     def rows(self, split: str) -> int:
         return len(next(iter(getattr(self, split).values())))
@@ -40,7 +40,7 @@ class TaskData:
 
 @dataclass
 class Known:
-    """What ids and labels mean to a model that was trained: a run keeps it, for data read later may say otherwise."""
+    """The meaning of ids and labels for a trained model. A run stores it, because the data may change later."""
 
     facts: dict[str, Any]
     vocabulary: list[str] | None = None
@@ -50,7 +50,7 @@ class Known:
 
 
 class Task:
-    """Base of all tasks. `batch` and `loss` see rows that are already on the device."""
+    """Base class of all tasks. `batch` and `loss` get rows that are already on the device."""
 
     name: ClassVar[str]
     about: ClassVar[str]
@@ -58,30 +58,30 @@ class Task:
     higher_is_better: ClassVar[bool] = True
     defaults: Mapping[str, Any] = {}
     presets: Mapping[str, Mapping[str, Any]] = {}
-    models: ClassVar[tuple[str, ...]] = ("transformer",)  # what config.model may be
-    streams: ClassVar[bool] = False  # rows are consecutive pieces of parallel texts: trained on in order
+    models: ClassVar[tuple[str, ...]] = ("transformer",)  # allowed values of config.model
+    streams: ClassVar[bool] = False  # rows are consecutive pieces of parallel texts, used in order
     answers: ClassVar[str] = "logits"  # what the model returns: logits, values, or nll (of each target); for ensembles
-    # Of the config's fields that only some tasks have a use for, those that this one reads; others are refused.
+    # The task-specific config fields that this task reads; others raise an error.
     reads: frozenset[str] = frozenset({"max_length", "pooling", "image_size", "patch", "mask_rate", "augment"})
 
     def check(self, config: TrainConfig) -> None:
-        """Raise ValueError for settings that this task cannot train, before its data is loaded."""
+        """Raise ValueError for invalid settings, before the data is loaded."""
         if config.model not in self.models:
-            raise ValueError(f"{self.name} takes --model {', '.join(self.models)}; got {config.model!r}")
+            raise ValueError(f"{self.name} supports --model {', '.join(self.models)}; got {config.model!r}")
 
     def load(self, config: TrainConfig) -> TaskData:
         raise NotImplementedError
 
     def load_again(self, config: TrainConfig, known: Known) -> TaskData:
-        """Load for a run that exists: with its vocabulary, classes and tokenizer, not with those of the data. Tasks
-        that make any of these from the data override it."""
+        """Load data for an existing run, with its vocabulary, classes and tokenizer instead of new ones. Tasks that
+        build any of these from the data override it."""
         return self.load(config)
 
     def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
         raise NotImplementedError
 
     def batch(self, rows: Columns, config: TrainConfig, generator: torch.Generator, training: bool) -> Columns:
-        """What is done to rows fresh from the data: augmentation, masking. The generator depends on the step alone."""
+        """Prepare rows from the data: augmentation, masking. The generator depends only on the step."""
         return rows
 
     def loss(self, model: nn.Module, batch: Columns, config: TrainConfig) -> Tensor:
@@ -89,34 +89,34 @@ class Task:
         raise NotImplementedError
 
     def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
-        """Per example (B,): what `summary` needs the sums of, "loss" and "count" among them."""
+        """Values per example (B,), whose sums `summary` needs, including "loss" and "count"."""
         raise NotImplementedError
 
     def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """From sums over all examples to the metrics."""
+        """Compute the metrics from sums over all examples."""
         raise NotImplementedError
 
     def inputs(self, batch: Columns) -> tuple[Tensor, ...]:
-        """What the model is called with."""
+        """The model's arguments."""
         raise NotImplementedError
 
     def begin(self, model: nn.Module, weights: Columns) -> bool:
-        """Start from the weights of another run, for tasks whose model may differ from that run's.
+        """Initialise from another run's weights, for tasks whose model may differ from that run's.
 
-        False: the models must be the same, and the lab loads all of the state.
+        Return False if the models must be the same; the lab then loads the whole state.
         """
         return False
 
     def restart(self, model: nn.Module) -> None:
-        """The streams begin again: empty what the model remembers of them."""
+        """The streams start again: clear the model's memory."""
 
     def evaluating(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Around an evaluation: what it must leave as it was."""
+        """Context manager around an evaluation, to preserve state such as memories."""
         return nullcontext()
 
 
 class Classification(Task):
-    """Tasks whose batches have a "label" and whose models answer with class scores."""
+    """Tasks whose batches have a "label" and whose models return class logits."""
 
     def loss(self, model: nn.Module, batch: Columns, config: TrainConfig) -> Tensor:
         logits = model(*self.inputs(batch))
@@ -135,10 +135,9 @@ class Classification(Task):
 
 
 class StudyTask(Classification):
-    """A task of the wide-attention study, whose models and options `weft.models.presets` knows.
+    """A task of the wide-attention study, with models and options from `weft.models.presets`.
 
-    An option of the config that is given wins over the study's; mechanisms the study does not have take their own
-    defaults.
+    Options of the config override the study's. Mechanisms that are not in the study use their own defaults.
     """
 
     models = ("transformer", "crate")
@@ -168,9 +167,9 @@ class StudyTask(Classification):
         if config.model == "crate":
             return crate_text(config, data)
         if config.positions not in ("", "sinusoid", "learned"):
-            raise ValueError(f"the study's encoder has positions 'sinusoid' or 'learned', got {config.positions!r}")
+            raise ValueError(f"positions must be 'sinusoid' or 'learned' for {config.task}, got {config.positions!r}")
         if isinstance(config.mechanisms(), list):
-            raise ValueError("the study's mixture is --attention mixed; lists are for the other tasks")
+            raise ValueError(f"{config.task} does not support lists of mechanisms: use --attention mixed")
         options: dict[str, Any] = {
             key: value
             for key, value in dict(
@@ -210,7 +209,7 @@ class TextClassification(Classification):
         if config.model == "crate":
             return crate_text(config, data)
         if config.positions not in ("", "sinusoid", "learned"):
-            raise ValueError(f"a text classifier has positions 'sinusoid' or 'learned', got {config.positions!r}")
+            raise ValueError(f"positions must be 'sinusoid' or 'learned' for {config.task}, got {config.positions!r}")
         pooling = config.pooling or "cls"
         return TextClassifier(
             data.facts["vocab"],
@@ -227,7 +226,7 @@ def crate_text(config: TrainConfig, data: TaskData) -> nn.Module:
     from ..models import CRATEText
 
     if data.documents != 1:
-        raise ValueError("--model crate classifies single documents; matching takes --model transformer")
+        raise ValueError("--model crate supports only single documents: use --model transformer for matching")
     pooling = config.pooling or "cls"
     return CRATEText(
         data.facts["vocab"],
@@ -239,20 +238,20 @@ def crate_text(config: TrainConfig, data: TaskData) -> nn.Module:
 
 
 def crate_options(config: TrainConfig) -> dict[str, Any]:
-    """The config's fields as CRATE models take them; they have no MLP, and one mechanism for all layers."""
+    """Options of CRATE models from the config; they have no MLP, and one mechanism for all layers."""
     attention = config.mechanisms()
     if not isinstance(attention, str) or attention == "mixed":
-        raise ValueError("--model crate takes one mechanism: its query, key and value are one projection")
+        raise ValueError("--model crate supports a single mechanism, not a mixture: query, key and value are the same")
     if config.positions:
-        raise ValueError("--model crate has positions of its own: leave --positions out")
+        raise ValueError("--model crate has its own positions: remove --positions")
     options = dict(dim=config.dim, heads=config.heads, head_dim=config.head_dim, layers=config.layers)
     return {**options, "dropout": config.dropout, "attention": attention, **config.options()}
 
 
 def block_options(config: TrainConfig) -> dict[str, Any]:
-    """The config's fields as models with blocks take them."""
+    """Options of models with blocks from the config."""
     if config.attention == "mixed":
-        raise ValueError("'mixed' is the study's mixture, for its four tasks; here join names with '+'")
+        raise ValueError("--attention mixed is only for the study's four tasks: join names with '+' instead")
     return dict(
         dim=config.dim,
         heads=config.heads,

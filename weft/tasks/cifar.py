@@ -1,9 +1,8 @@
-"""CIFAR-10 and CIFAR-100: as images to classify, and CIFAR-10 as the Long Range Arena's sequence of grey pixels.
+"""CIFAR-10 and CIFAR-100 image classification, and CIFAR-10 as the Long Range Arena's sequence of grey pixels.
 
-Krizhevsky, Learning Multiple Layers of Features from Tiny Images (2009). Read from the binary version as its maker
-gives it out (cifar-10-batches-bin, cifar-100-binary), or from cifar10.parquet / cifar100.parquet with columns image
-(an encoded picture), label and split, or from sheets of 10,000 pictures (cifar10/train_0.webp …). The last 5,000
-training images are validation data.
+Krizhevsky, Learning Multiple Layers of Features from Tiny Images (2009). Reads the original binary version
+(cifar-10-batches-bin, cifar-100-binary), or cifar10.parquet / cifar100.parquet with columns image (encoded), label and
+split, or sheets of 10,000 images (cifar10/train_0.webp …). The last 5,000 training images are validation data.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def read(data: str, classes: int) -> tuple[Pictures, Pictures]:
     """Training and test images."""
     folder = "cifar-10-batches-bin" if classes == 10 else "cifar-100-binary"
     names = (folder, f"cifar{classes}.parquet", f"cifar{classes}")
-    how = f"fetch it with: weft data get cifar{classes}, or unpack the binary version (cs.toronto.edu/~kriz/cifar.html)"
+    how = f"download it with: weft data get cifar{classes}, or unpack the binary version (cs.toronto.edu/~kriz)"
     path = find(data, names, how)
     if path.suffix == ".parquet":
         return _read_parquet(path, "train", classes), _read_parquet(path, "test", classes)
@@ -61,7 +60,7 @@ def _read_parquet(path: Path, split: str, classes: int) -> Pictures:
         cell = table["image"][row]
         content = cell["bytes"] if isinstance(cell, dict) else cell
         if not isinstance(content, bytes):
-            raise DamagedData(path, f"the image of row {row} is {content!r}, not the bytes of a picture")
+            raise DamagedData(path, f"the image of row {row} is {content!r}, not an encoded image")
         image = np.asarray(decoded(io.BytesIO(content), path, "RGB", f"row {row}")).transpose(2, 0, 1)
         if image.shape != (3, 32, 32):
             raise DamagedData(
@@ -77,7 +76,7 @@ def _read_parquet(path: Path, split: str, classes: int) -> Pictures:
 
 
 def _read_sheets(folder: Path, name: str) -> Pictures:
-    """Lossless sheets of pictures, row by row, and their labels: train_0.webp … train_4.webp, train_labels.npy."""
+    """Lossless sheets of row-major images, and their labels: train_0.webp … train_4.webp, train_labels.npy."""
     from PIL import Image
 
     Image.MAX_IMAGE_PIXELS = None
@@ -90,19 +89,19 @@ def _read_sheets(folder: Path, name: str) -> Pictures:
     images = np.concatenate([sheet(path) for path in sorted(folder.glob(f"{name}.webp"))])
     labels = np.load(folder / f"{name.partition('_')[0]}_labels.npy", allow_pickle=False)
     if len(images) != len(labels):
-        raise DamagedData(folder, f"{len(images)} pictures have {len(labels)} labels")
+        raise DamagedData(folder, f"there are {len(images)} images but {len(labels)} labels")
     return images, labels
 
 
 def grey(images: np.ndarray) -> np.ndarray:
-    """0.2989 R + 0.587 G + 0.114 B, as bytes (n, 1024), rounded as TensorFlow did it for the arena."""
+    """0.2989 R + 0.587 G + 0.114 B, as bytes (n, 1024), rounded like TensorFlow in the Long Range Arena."""
     value = np.einsum("c,nchw->nhw", np.array([0.2989, 0.587, 0.114], np.float32), images.astype(np.float32))
     return np.floor(value * (255.5 / 255)).clip(0, 255).astype(np.uint8).reshape(len(images), -1)
 
 
 class CIFAR10Pixels(TextClassification):
     name = "cifar10-pixels"
-    about = "CIFAR-10 as 1,024 grey pixels in a row (Long Range Arena)"
+    about = "CIFAR-10 as a sequence of 1,024 grey pixels (Long Range Arena)"
     reads = frozenset({"max_length", "pooling"})
     defaults = dict(
         layers=3, heads=4, dim=64, head_dim=16, mlp_dim=128, dropout=0.2, steps=35_000, batch_size=256, warmup=175,
@@ -111,7 +110,7 @@ class CIFAR10Pixels(TextClassification):
 
     def load(self, config: TrainConfig) -> TaskData:
         if config.max_length not in (0, 1024):
-            raise ValueError("an image has 1,024 pixels: leave max_length out")
+            raise ValueError(f"max_length must be 1,024, the number of pixels, got {config.max_length}: remove it")
         (images, labels), (test_images, test_labels) = read(config.data, 10)
         ids, test_ids = (torch.from_numpy(grey(x).astype(np.int16) + 1) for x in (images, test_images))
         label, test_label = (torch.from_numpy(y.copy()) for y in (labels, test_labels))

@@ -1,4 +1,4 @@
-"""What a run is made of: one flat dataclass. Every field is an option of `weft train`, its comment the help text."""
+"""The config of a run: one flat dataclass. Every field is an option of `weft train`; its comment is the help text."""
 
 from __future__ import annotations
 
@@ -21,77 +21,77 @@ from ..attention import attention_info
 
 @dataclass
 class TrainConfig:
-    task: str = "digits"  # what to learn: a name of `weft list`, or a Python file that defines it (FILE.py:NAME)
-    task_file: str = ""  # the Python file that defines the task; empty: weft or an installed package does
-    preset: str = ""  # a named row of the papers, see `weft list`; its values yield to those given by hand
-    out: str = ""  # the run's folder; empty: runs/TASK-MODEL-ATTENTION-LAYERSxHEADS-sSEED
-    data: str = "data"  # the folder that holds the data sets, or the one file or folder of this task's data
-    seed: int = 0  # weights, order of the data, dropout
-    init_from: str = ""  # the folder of a run of the same model whose last good weights to begin with
+    task: str = "digits"  # task name, see `weft list`, or a Python file that defines it (FILE.py or FILE.py:NAME)
+    task_file: str = ""  # Python file that defines the task; empty for tasks of weft or an installed package
+    preset: str = ""  # settings from a paper, see `weft list`; your options override them
+    out: str = ""  # folder of the run; empty: runs/TASK-MODEL-ATTENTION-LAYERSxHEADS-sSEED
+    data: str = "data"  # folder that contains the data sets, or the file or folder of this task's data
+    seed: int = 0  # seed for weights, data order and dropout
+    init_from: str = ""  # folder of a run of the same model; start from its last good weights
 
     # the model
     model: str = "transformer"  # or crate; for images also crate-tiny (-base …), pvt-tiny (…), timm:NAME
-    model_options: str = ""  # further options of a model with a name of its own, as JSON: '{"depth": 6}'
+    model_options: str = ""  # options of a model with its own name, as JSON: '{"depth": 6}'
     attention: str = "full"  # a registered mechanism, several joined by '+' for a mixed layer, or the study's 'mixed'
-    attention_options: str = ""  # the mechanism's own options, as JSON: '{"block_size": 50}'
-    cache: float = 0.0  # ratio of channels with a gated recurrent cache around every attention layer; 0: none
-    cache_options: str = ""  # options of these caches, as JSON: '{"length": 64}'
-    subsample: str = ""  # train on random pathways, by a schedule such as S12-L8; needs full attention
-    sigma: float = 0.2  # how local the pathways are, as a share of the length
-    sigma_last: float = 0.0  # the same at the deepest layer, linear in between; 0: as sigma
-    layers: int = 6  # blocks, one above the other
+    attention_options: str = ""  # options of the mechanism, as JSON: '{"block_size": 50}'
+    cache: float = 0.0  # add a gated recurrent cache to every attention layer, for this ratio of channels; 0: none
+    cache_options: str = ""  # options of the caches, as JSON: '{"length": 64}'
+    subsample: str = ""  # train with subsampled attention, by a schedule such as S12-L8; needs full attention
+    sigma: float = 0.2  # displacement of sampled sources, as a fraction of the length
+    sigma_last: float = 0.0  # sigma of the deepest layer, linear in between; 0: same as sigma
+    layers: int = 6  # number of blocks
     heads: int = 8  # heads per layer
-    head_dim: int = 64  # width of a head; free of dim / heads
+    head_dim: int = 64  # width of a head; does not have to be dim / heads
     dim: int = 512  # width of the model
-    mlp_dim: int = 2048  # hidden width of the feed-forward part
-    max_length: int = 0  # tokens per example; 0: the task's own
-    dropout: float = 0.1  # on embeddings, sub-layer outputs and hidden layers
-    attention_dropout: float | None = None  # on attention probabilities; not given: as dropout
-    positions: str = ""  # sinusoid or learned; language models also rope, alibi, none; empty: the model's own
-    pooling: str = ""  # cls, mean or first; empty: the model's own
-    image_size: int = 0  # side of the images, image classification only; 0: the task's own
+    mlp_dim: int = 2048  # hidden width of the feed-forward layers
+    max_length: int = 0  # tokens per example; 0: the task's default
+    dropout: float = 0.1  # dropout of embeddings, sub-layer outputs and hidden layers
+    attention_dropout: float | None = None  # dropout of attention probabilities; default: same as dropout
+    positions: str = ""  # sinusoid or learned; language models also rope, alibi, none; empty: the model's default
+    pooling: str = ""  # cls, mean or first; empty: the model's default
+    image_size: int = 0  # side of the images, image classification only; 0: the task's default
     patch: int = 4  # side of a patch, image classification only
-    mask_rate: float = 0.15  # share of tokens hidden, masked language modelling only
+    mask_rate: float = 0.15  # fraction of masked tokens, masked language modelling only
     augment: bool = True  # random crops and flips, image classification only
 
     # optimisation
-    steps: int = 10_000  # updates of the weights
+    steps: int = 10_000  # number of weight updates
     batch_size: int = 32  # examples per device and micro-step
     accumulate: int = 1  # micro-steps per update
     optimizer: str = "adam"  # adam, adamw or lion
-    learning_rate: float = 0.05  # the peak; for inverse_sqrt the base, whose peak is base / sqrt(warmup)
+    learning_rate: float = 0.05  # peak learning rate; for inverse_sqrt the base, with a peak of base / sqrt(warmup)
     schedule: str = "inverse_sqrt"  # inverse_sqrt, cosine, linear, constant or steps, each after a linear warm-up
     warmup: int = 1000  # steps of linear warm-up
-    final_learning_rate: float = 0.0  # where cosine and linear end
+    final_learning_rate: float = 0.0  # final learning rate of cosine and linear
     beta1: float = 0.9  # decay of the first moment
     beta2: float = 0.98  # decay of the second moment
     eps: float = 1e-9  # added to Adam's denominator
     weight_decay: float = 0.0  # on matrices only; decoupled for adamw and lion
-    clip: float = 0.0  # largest norm of the gradient; 0: no clipping
-    label_smoothing: float = 0.0  # share of the target spread over all classes
-    finetune_dense_at: float = 0.0  # share of the steps after which subsampled attention turns dense; 0: never
+    clip: float = 0.0  # maximum gradient norm; 0: no clipping
+    label_smoothing: float = 0.0  # fraction of the target spread over all classes
+    finetune_dense_at: float = 0.0  # fraction of the steps after which subsampled attention becomes dense; 0: never
 
-    # looking and keeping
-    log_every: int = 20  # steps between looks at the losses (each look waits for the device)
+    # logging and checkpoints
+    log_every: int = 20  # steps between checks of the losses (each check synchronises with the device)
     eval_every: int = 200  # steps between evaluations on validation data; 0: only at the end
-    eval_batches: int = 0  # batches per evaluation during training; 0: all of them
+    eval_batches: int = 0  # batches per evaluation during training; 0: all
     checkpoint_every: int = 200  # steps between checkpoints
-    keep: int = 2  # latest checkpoints kept besides the best
-    test_on: str = "best"  # the weights to test: best on validation data, last, or average (of the checkpoints kept)
-    diverge_at: float = 5.0  # stop when 20 losses in a row average over this many times the first; 0: never
+    keep: int = 2  # number of latest checkpoints to keep in addition to the best
+    test_on: str = "best"  # weights to test: best on validation data, last, or average (of the kept checkpoints)
+    diverge_at: float = 5.0  # stop if the mean of 20 consecutive losses exceeds this multiple of the first; 0: never
     tensorboard: bool = False  # also write TensorBoard files (pip install 'weft[tensorboard]')
 
-    # machinery
+    # hardware
     precision: str = "32-true"  # 32-true, bf16-mixed, 16-mixed, bf16-true
     compile: bool = False  # torch.compile the model
     checkpoint_activations: bool = False  # recompute each block in the backward pass instead of storing it
     accelerator: str = "auto"  # cpu, cuda, mps or auto
     devices: int = 1  # processes per node
-    nodes: int = 1  # nodes; start one process per device with torchrun
+    nodes: int = 1  # number of nodes; start one process per device with torchrun
     strategy: str = "auto"  # auto (one process, or ddp), ddp, fsdp
 
     def options(self, field: str = "attention_options") -> dict[str, Any]:
-        """A field that holds JSON, as a dictionary."""
+        """The JSON of a field, as a dictionary."""
         text = getattr(self, field)
         try:
             options = json.loads(text or "{}")
@@ -102,14 +102,14 @@ class TrainConfig:
         return options
 
     def mechanisms(self) -> str | list[str]:
-        """`attention` as models take it: a name, or a list for mixed attention."""
-        if self.attention == "mixed":  # the study's own mixture, for the tasks of the study
+        """`attention` in the form that models take: a name, or a list for mixed attention."""
+        if self.attention == "mixed":  # the study's mixture, for the tasks of the study
             return "mixed"
         names = self.attention.split("+")
         for name in names:
             attention_info(name)
         if len(names) > 1 and self.attention_options:
-            raise ValueError("attention_options go with one mechanism; a mixed layer takes each one's defaults")
+            raise ValueError("attention_options need a single mechanism; a mixed layer uses the defaults of each")
         return names if len(names) > 1 else names[0]
 
     def _check_options(self) -> None:
@@ -124,13 +124,13 @@ class TrainConfig:
                 raise ValueError(f"attention_options: {names} has no option {name!r}; {hint}")
 
     def _check_read(self) -> None:
-        """Refuse settings that nothing would read."""
+        """Reject settings that have no effect."""
         from .registry import task_of
 
         read = task_of(self).reads
         for name in OPTIONAL:
             if name not in read and getattr(self, name) != getattr(TrainConfig, name):
-                raise ValueError(f"{name}: the task {self.task} does not read it; leave --{name.replace('_', '-')} out")
+                raise ValueError(f"{name} has no effect on the task {self.task}: remove --{name.replace('_', '-')}")
 
     def folder(self) -> Path:
         if self.out:
@@ -139,7 +139,7 @@ class TrainConfig:
         return Path("runs") / f"{self.task}-{self.model}-{attention}-{self.layers}x{self.heads}-s{self.seed}"
 
     def check(self) -> None:
-        """Refuse what cannot be trained, before anything is loaded."""
+        """Reject invalid settings, before anything is loaded."""
         from .registry import task_of
 
         for name in ("layers", "heads", "head_dim", "dim", "mlp_dim", "steps", "batch_size", "accumulate", "log_every"):
@@ -170,18 +170,16 @@ class TrainConfig:
         self._check_options()
         self._check_read()
         if not 0.0 <= self.cache <= 1.0:
-            raise ValueError(f"cache is a ratio in [0, 1], got {self.cache}")
+            raise ValueError(f"cache must be a ratio in [0, 1], got {self.cache}")
         if self.finetune_dense_at and not self.subsample and "subsampled" not in self.attention:
-            raise ValueError(
-                "finetune_dense_at: nothing here is subsampled; give --subsample or --attention subsampled"
-            )
+            raise ValueError("finetune_dense_at needs subsampled attention: give --subsample or --attention subsampled")
         task_of(self).check(self)
 
 
 # Fields that only some tasks read; see `Task.reads`.
 OPTIONAL = ("max_length", "pooling", "image_size", "patch", "mask_rate", "augment")
 
-# Fields that may differ between a run and its continuation: they do not change what is computed.
+# Fields that may change on resume, because they do not affect the computation.
 FREE_ON_RESUME = frozenset(
     "preset out data task_file batch_size accumulate log_every eval_batches checkpoint_every keep diverge_at "
     "tensorboard compile checkpoint_activations accelerator devices nodes strategy".split()
@@ -189,7 +187,7 @@ FREE_ON_RESUME = frozenset(
 
 
 def make_config(task: str, preset: str = "", **given: Any) -> TrainConfig:
-    """The task's defaults, then the preset's values, then those given."""
+    """The task's defaults, overridden by the preset, overridden by `given`."""
     from .registry import get_task, resolve
 
     task, given["task_file"] = resolve(task, given.get("task_file", ""))
@@ -217,7 +215,7 @@ def field_types() -> dict[str, type]:
 
 @functools.cache
 def field_help() -> Mapping[str, str]:
-    """Field name -> the comment behind it."""
+    """Field name -> its comment."""
     found = re.findall(r"^    (\w+): [^#\n]+#\s*(.+)$", inspect.getsource(TrainConfig), flags=re.MULTILINE)
     return types.MappingProxyType(dict(found))
 
@@ -229,10 +227,10 @@ def to_json(config: TrainConfig) -> str:
 def from_json(text: str) -> TrainConfig:
     values = json.loads(text)
     if not isinstance(values, dict):
-        raise ValueError(f"it must hold an object with the fields of TrainConfig, not {text.strip()[:40]!r}")
+        raise ValueError(f"it must be an object with the fields of TrainConfig, got {text.strip()[:40]!r}")
     unknown = set(values) - set(field_types())
     if unknown:
-        raise ValueError(f"it has fields this version does not know: {', '.join(sorted(unknown))}")
+        raise ValueError(f"it has fields that this version does not know: {', '.join(sorted(unknown))}")
     for name, value in values.items():
         kinds = typing.get_args(field_types()[name]) or (field_types()[name],)
         fits = any(isinstance(value, kind) and (kind is bool) == isinstance(value, bool) for kind in kinds)
@@ -243,10 +241,10 @@ def from_json(text: str) -> TrainConfig:
 
 
 def differences(old: TrainConfig, new: TrainConfig) -> list[str]:
-    """The fields that may not differ between a run and its continuation, and do."""
+    """The fields that differ but must not change on resume."""
     names = [name for name in field_types() if name not in FREE_ON_RESUME]
     if old.schedule in ("inverse_sqrt", "constant") and not old.finetune_dense_at:
-        names.remove("steps")  # nothing computed so far depends on where the run ends: it may be made longer
+        names.remove("steps")  # the steps so far do not depend on the last step, so the run may be extended
     return [
         f"{name}: {getattr(old, name)!r} -> {getattr(new, name)!r}"
         for name in names

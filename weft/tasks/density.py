@@ -1,9 +1,9 @@
-"""The density of pictures, byte by byte: rows from top to bottom, the colours of a pixel one after the other.
+"""Density estimation of images, byte by byte: row by row, with the colours of a pixel in sequence.
 
     p(x) = Π_t p(x_t | start, x_1 … x_{t-1});   bits per dimension = -log2 p(x) / (3 · height · width)
 
-A picture is one example of 3,072 (CIFAR-10) or 12,288 bytes (ImageNet-64), predicted from a start token. ImageNet-64 is
-read from its makers' files (image-net.org, "Imagenet64": train_data_batch_1.npz … 10, val_data.npz).
+An image is one example of 3,072 (CIFAR-10) or 12,288 bytes (ImageNet-64), predicted from a start token. ImageNet-64 is
+read from the original files (image-net.org, "Imagenet64": train_data_batch_1.npz … 10, val_data.npz).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .files import DamagedData, find
 from .registry import add_task
 from .text import Bytes
 
-START = 256  # the token in front of the first byte
+START = 256  # the token before the first byte
 
 
 class Density(Bytes):
@@ -36,7 +36,7 @@ class Density(Bytes):
         self.name, self.about, self.side = name, about, side  # type: ignore[misc]
 
     def pictures(self, data: str) -> tuple[np.ndarray, np.ndarray]:
-        """Training and test pictures, (n, 3, side, side)."""
+        """Training and test images, (n, 3, side, side)."""
         if self.side == 32:
             (train, _), (test, _) = cifar.read(data, 10)
             return train, test
@@ -49,7 +49,7 @@ class Density(Bytes):
     def load(self, config: TrainConfig) -> TaskData:
         length = 3 * self.side**2
         if config.max_length not in (0, length):
-            raise ValueError(f"a picture has {length} bytes: leave max_length out")
+            raise ValueError(f"max_length must be {length}, the bytes of an image, got {config.max_length}: remove it")
         train, test = ({"bytes": as_rows(pictures)} for pictures in self.pictures(config.data))
         cut = len(train["bytes"]) - max(1, min(5000, len(train["bytes"]) // 10))
         val = {"bytes": train["bytes"][cut:]}
@@ -74,8 +74,8 @@ def _read(path: Path) -> np.ndarray:
         with np.load(path, allow_pickle=False) as batch:
             return batch["data"].reshape(-1, 3, 64, 64)
     except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DamagedData(path, f"its pictures cannot be read ({error})") from error
+        raise DamagedData(path, f"its images cannot be read ({error})") from error
 
 
-add_task(Density("cifar10-density", "bits per dimension of CIFAR-10's pictures", 32))
-add_task(Density("imagenet64-density", "bits per dimension of ImageNet's pictures at 64 x 64", 64))
+add_task(Density("cifar10-density", "bits per dimension of CIFAR-10 images", 32))
+add_task(Density("imagenet64-density", "bits per dimension of ImageNet images at 64 x 64", 64))

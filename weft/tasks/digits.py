@@ -1,7 +1,7 @@
-"""Handwritten digits that ship inside scikit-learn: 1,797 images of 8 x 8 pixels, read row by row as 64 tokens.
+"""The handwritten digits of scikit-learn: 1,797 images of 8 x 8 pixels, as row-major sequences of 64 tokens.
 
-Small enough to learn in seconds on a CPU, and real: the demo and the tests train on it. The 17 shades are rounded to
-five; id 0 is padding, id s + 1 is shade s. Split by a fixed permutation: 1,297 train, 200 validation, 300 test.
+Real data that trains in seconds on a CPU, used by the demo and the tests. The 17 shades are rounded to five; id 0 is
+padding, id s + 1 is shade s. Split by a fixed permutation: 1,297 train, 200 validation, 300 test.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TRAIN, VAL = 1297, 200
 
 class Digits(TextClassification):
     name = "digits"
-    about = "handwritten digits, 8 x 8 pixels as 64 tokens; ships with scikit-learn"
+    about = "handwritten digits, 8 x 8 pixels as 64 tokens; included in scikit-learn"
     reads = frozenset({"pooling"})
     defaults = dict(
         layers=2, heads=4, head_dim=8, dim=32, mlp_dim=64, pooling="mean", dropout=0.0, steps=300, batch_size=64,
@@ -31,7 +31,7 @@ class Digits(TextClassification):
         try:
             from sklearn.datasets import load_digits
         except ImportError as error:
-            raise DataMissing("the digits ship with scikit-learn: pip install 'weft[lab]'") from error
+            raise DataMissing("the digits are part of scikit-learn: pip install 'weft[lab]'") from error
         images, labels = load_digits(return_X_y=True)
         order = np.random.Generator(np.random.PCG64(0)).permutation(len(labels))
         ids = torch.from_numpy(np.rint(images[order] / 4).astype(np.uint8) + 1)

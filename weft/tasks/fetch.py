@@ -1,4 +1,4 @@
-"""Data sets by name: what is here, what can be made, what can be fetched from the network."""
+"""Data sets by name: which are present, and how to generate or download them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ ENWIK8_URL = "http://mattmahoney.net/dc/enwik8.zip"
 
 @dataclass(frozen=True)
 class Source:
-    """Where a data set comes from and under which names it may lie in the data folder."""
+    """Where a data set comes from, and its possible names in the data folder."""
 
     name: str
     places: tuple[str, ...]
     how: str
-    checksum: str = ""  # of the makers' archive
+    checksum: str = ""  # of the original archive
 
 
 SOURCES = (
@@ -70,7 +70,7 @@ def present(source: Source, data: Path) -> Path | None:
 
 
 def make(name: str, data: Path, *, seed: int = 0, workers: int = 0, count: int = 0) -> Path:
-    """Generate a data set; `count` is the number of training examples (ListOps) or of all pictures (Pathfinder)."""
+    """Generate a data set; `count` is the number of training examples (ListOps) or of all images (Pathfinder)."""
     workers = workers or os.cpu_count() or 1
     if count < 0 or workers < 1 or seed < 0:
         raise ValueError(f"--count, --workers and --seed must not be negative, got {count}, {workers}, {seed}")
@@ -85,14 +85,14 @@ def make(name: str, data: Path, *, seed: int = 0, workers: int = 0, count: int =
                 data, size=int(size), difficulty=difficulty, seed=seed, count=number, workers=workers
             )
     known = [source.name for source in SOURCES if source.how.startswith("weft data make")]
-    raise DataMissing(f"{name!r} is not generated; these are: {', '.join(known)}")
+    raise DataMissing(f"cannot generate {name!r}; available: {', '.join(known)}")
 
 
 def get(name: str, data: Path) -> Path:
-    """Fetch a data set from the network and write it whole."""
+    """Download a data set and write it atomically."""
     target = data / ("enwik8" if name == "enwik8" else f"{name}.parquet")
     if target.exists():
-        raise DataMissing(f"{target} is already there: remove it to fetch it again")
+        raise DataMissing(f"{target} already exists: remove it to download it again")
     if name == "enwik8":
         content = _fetch_enwik8()
         with atomic(target) as temporary:
@@ -104,7 +104,7 @@ def get(name: str, data: Path) -> Path:
         with atomic(target) as temporary:
             parquet.write_table(table, temporary)
     else:
-        raise DataMissing(f"{name!r} cannot be fetched; these can: {', '.join([*HUB, 'enwik8'])}")
+        raise DataMissing(f"cannot download {name!r}; available: {', '.join([*HUB, 'enwik8'])}")
     return target
 
 
@@ -114,9 +114,9 @@ def _fetch_enwik8() -> bytes:
             archive = zipfile.ZipFile(io.BytesIO(answer.read()))
             content = archive.read("enwik8")
     except (OSError, zipfile.BadZipFile, KeyError) as error:
-        raise DataMissing(f"could not fetch {ENWIK8_URL} ({error}): fetch it by hand and put it there") from error
+        raise DataMissing(f"could not download {ENWIK8_URL} ({error}): download it yourself") from error
     if hashlib.md5(content).hexdigest() != ENWIK8_MD5:
-        raise DataMissing(f"what came from {ENWIK8_URL} does not have enwik8's md5: try again")
+        raise DataMissing(f"the download from {ENWIK8_URL} does not have enwik8's md5: try again")
     return content
 
 
@@ -125,7 +125,7 @@ def _fetch_hub(name: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise DataMissing("fetching from the Hugging Face hub needs: pip install 'weft[hub]'") from error
+        raise DataMissing("downloads from the Hugging Face hub need: pip install 'weft[hub]'") from error
     import pyarrow as arrow
 
     hub_name, columns = HUB[name]
@@ -137,5 +137,5 @@ def _fetch_hub(name: str) -> Any:
             picked = arrow.table({ours: table.column(theirs) for ours, theirs in columns.items()})
             tables.append(picked.append_column("split", arrow.array([split] * picked.num_rows)))
     except (OSError, ConnectionError, ValueError) as error:
-        raise DataMissing(f"could not fetch {hub_name} from the Hugging Face hub ({error})") from error
+        raise DataMissing(f"could not download {hub_name} from the Hugging Face hub ({error})") from error
     return arrow.concat_tables(tables)

@@ -1,7 +1,7 @@
-"""Data on disk: found, checked, and written whole or not at all.
+"""Find, verify and atomically write data files.
 
-A generated data set is a folder of .npy files with a manifest.json that gives each file's SHA-256. The folder is
-filled under a temporary name and renamed, and the manifest is checked when it is read.
+A generated data set is a folder of .npy files with a manifest.json that has the SHA-256 of each file. The folder is
+written under a temporary name and renamed; reading it verifies the manifest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .base import DataMissing
 
 
 def find(data: str, names: tuple[str, ...], what_to_do: str) -> Path:
-    """The first of `names` inside the folder `data`; `data` may also be the thing itself."""
+    """The first of `names` inside the folder `data`; `data` may also be the file or folder itself."""
     root = Path(data)
     if root.name in names and root.exists():
         return root
@@ -39,7 +39,7 @@ def find(data: str, names: tuple[str, ...], what_to_do: str) -> Path:
 
 
 def free_memory() -> int:
-    """Bytes that can still be used: of the machine, or of the container where that has less."""
+    """Available memory in bytes, of the machine or of the container, whichever is less."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
@@ -49,7 +49,7 @@ def free_memory() -> int:
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
-        with suppress(OSError, ValueError):  # "max" where there is no limit
+        with suppress(OSError, ValueError):  # "max" means no limit
             group = Path("/sys/fs/cgroup")
             free = min(free, int((group / limit).read_text()) - int((group / used).read_text()))
     return max(0, free)
@@ -62,7 +62,7 @@ def sha256(path: Path) -> str:
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path` that becomes `path` if all goes well, and vanishes if not."""
+    """Yield a temporary path that is renamed to `path` on success and removed on failure."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -71,7 +71,7 @@ def atomic(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
         sync(path.parent)
     finally:
-        with suppress(OSError):  # the error that brought us here counts
+        with suppress(OSError):  # keep the original error
             temporary.unlink(missing_ok=True)
 
 
@@ -84,7 +84,7 @@ def alone(lock: Path) -> Iterator[None]:
 
 
 def is_left_over(temporary: Path) -> bool:
-    """Whether the process that made this temporary name is gone. Its number is the last but one part."""
+    """Whether the process that created this temporary file has ended. Its pid is the last but one part of the name."""
     try:
         owner = int(temporary.name.split(".")[-2])
         os.kill(owner, 0)
@@ -105,9 +105,9 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `folder` when all of it is on the disk."""
+    """Yield a temporary folder that is renamed to `folder` when it is complete on disk."""
     if folder.exists():
-        raise DataMissing(f"{folder} is already there: remove it first, or choose another --data")
+        raise DataMissing(f"{folder} already exists: remove it first, or choose another --data")
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     for stray in folder.parent.glob(f".{folder.name}.*.tmp"):  # left by a kill
@@ -126,7 +126,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def processes(count: int) -> Iterator[ProcessPoolExecutor]:
-    """Workers that end at once when something goes wrong, and with the process that started them."""
+    """Worker processes that end on the first error, and together with their parent process."""
     pool = ProcessPoolExecutor(count, initializer=_as_worker)
     try:
         yield pool
@@ -139,7 +139,7 @@ def processes(count: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def _as_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -150,11 +150,11 @@ def write_manifest(folder: Path, about: Mapping[str, Any]) -> None:
     (folder / "manifest.json").write_text(json.dumps({**about, "sha256": sums}, indent=2) + "\n")
 
 
-MADE = "Move it away and make it again with weft data make."
+MADE = "Move it away and generate it again with weft data make."
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, after every file has been compared with it."""
+    """The manifest, after verifying every file against it."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         sums = manifest["sha256"]
@@ -170,37 +170,37 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 class DamagedData(DataMissing):
-    """Data that is there but cannot be used. It may be the user's own: never tell them to remove it."""
+    """Data that exists but is invalid. It may be the user's own, so never advise removing it."""
 
-    def __init__(self, path: Path, what: str, way_out: str = "Mend it, or give other data by --data."):
+    def __init__(self, path: Path, what: str, way_out: str = "Fix it, or give other data with --data."):
         super().__init__(f"{path} cannot be used: {what}. {way_out}")
 
 
 def decoded(source: Any, path: Path, mode: str, what: str = "it") -> Any:
-    """A picture (a file, or what holds its bytes), decoded. Whatever is wrong with it is said with its name."""
+    """Decode an image from a file or from bytes. Errors include its name."""
     from PIL import Image
 
     try:
         with Image.open(source) as image:
             width, height = image.size
             if width * height > (Image.MAX_IMAGE_PIXELS or 2**27):
-                raise ValueError(f"it unpacks to {width:,} x {height:,} pixels")
+                raise ValueError(f"it has {width:,} x {height:,} pixels, which is too large")
             return image.convert(mode)
-    except Exception as error:  # decoders raise whatever comes to them
-        raise DamagedData(path, f"{what} is not a picture that can be read ({error})") from error
+    except Exception as error:  # decoders raise many kinds of errors
+        raise DamagedData(path, f"{what} is not a readable image ({error})") from error
 
 
 def as_labels(values: Iterable[Any], classes: int, path: Path) -> np.ndarray:
-    """Labels as bytes or 16 bits, after each has been seen to name a class."""
+    """Labels as 8 or 16 bit integers, after checking that each is a class."""
     found = list(values)
     for row, value in enumerate(found):
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 0 <= value < classes:
-            raise DamagedData(path, f"the label of row {row} is {value!r}; labels are numbers from 0 to {classes - 1}")
+            raise DamagedData(path, f"the label of row {row} is {value!r}; labels must be from 0 to {classes - 1}")
     return np.array(found, np.uint8 if classes <= 256 else np.int16)
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 text; one in another encoding is refused by file and line."""
+    """Read UTF-8 text; for other encodings, the error names file and line."""
     content = path.read_bytes()
     try:
         return content.decode("utf-8")
@@ -211,10 +211,10 @@ def read_text(path: Path) -> str:
 
 
 def must_fit(path: Path, size: int) -> None:
-    """Refuse what would not fit into memory, before it is read."""
+    """Raise an error before reading data that does not fit into memory."""
     free = free_memory()
     if 2 * size > free:  # once as it is read, once as rows
-        what = f"it holds {size / 2**30:.1f} GiB, read whole it takes twice that, and {free / 2**30:.1f} GiB are free"
+        what = f"it has {size / 2**30:.1f} GiB, loading it needs twice that, and {free / 2**30:.1f} GiB are free"
         raise DamagedData(path, what, "Give a part of it.")
 
 
@@ -240,7 +240,7 @@ def read_parquet(paths: list[Path], columns: list[str]) -> dict[str, list[Any]]:
 
 
 def pad_rows(rows: list[np.ndarray], length: int, dtype: Any = np.int16) -> np.ndarray:
-    """Rows of ids, cut at `length` and filled up with 0."""
+    """Rows of ids, truncated or zero-padded to `length`."""
     out = np.zeros((len(rows), length), dtype)
     for i, row in enumerate(rows):
         out[i, : min(len(row), length)] = row[:length]
@@ -248,11 +248,11 @@ def pad_rows(rows: list[np.ndarray], length: int, dtype: Any = np.int16) -> np.n
 
 
 def as_ids(text: bytes, length: int) -> np.ndarray:
-    """Byte b -> id b + 1, so that 0 is free for padding; 255 + 1 needs more than a byte."""
+    """Byte b -> id b + 1, because 0 is padding; id 256 needs more than a byte."""
     return np.frombuffer(text[:length], np.uint8).astype(np.int16) + 1
 
 
 def split_off(count: int, held_out: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Which rows of a training set stay in it and which become validation data: always the same ones."""
+    """Split the rows of a training set into training and validation rows, always in the same way."""
     order = np.random.Generator(np.random.PCG64(seed)).permutation(count)
-    return order[held_out:], order[:held_out]  # shuffled: the makers' files are sorted by class
+    return order[held_out:], order[:held_out]  # shuffled: the original files are sorted by class

@@ -1,9 +1,9 @@
-"""ImageNet and other folders of pictures that are too large for memory.
+"""ImageNet and other folders of images that are too large for memory.
 
-DATA/<name>/{train,val}/CLASS/* (the layout of ImageNet) is decoded once, shorter side to the image size and the middle
-cut out, into memory-mapped files beside the folder: 193 GB for ImageNet at 224 pixels. The papers test on ImageNet's
-validation pictures, so these are the test part here, and a twentieth of the training pictures, at most 10,000,
-validates. Training pictures are padded by an eighth, cropped at random and mirrored.
+DATA/<name>/{train,val}/CLASS/* (the layout of ImageNet) is decoded once, resized (shorter side) and centre-cropped to
+the image size, into memory-mapped files next to the folder: 193 GB for ImageNet at 224 pixels. The papers test on
+ImageNet's validation images, so these are the test part here, and a twentieth of the training images, at most 10,000,
+is the validation part. Training images are padded by an eighth, randomly cropped and flipped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StoredImages(ImageClassification):
     size = 224
 
     def __init__(self, name: str, where: str, folder: str = ""):
-        self.name, self.about = name, f"pictures of {where}"  # type: ignore[misc]
+        self.name, self.about = name, f"images of {where}"  # type: ignore[misc]
         self.where, self.folder = where, folder or name
 
     def load(self, config: TrainConfig) -> TaskData:
@@ -40,7 +40,7 @@ class StoredImages(ImageClassification):
 
     def _load(self, config: TrainConfig, classes: list[str] | None) -> TaskData:
         size = config.image_size or self.size
-        how = f"get the pictures from {self.where} and put them there as train/CLASS/… and val/CLASS/…"
+        how = f"download the images of {self.where} and put them there as train/CLASS/… and val/CLASS/…"
         folder = find(config.data, (self.folder,), how)
         classes = classes or folders(folder / "train")
         if len(classes) < 2:
@@ -57,9 +57,9 @@ def folders(place: Path) -> list[str]:
 
 
 def stored(folder: Path, part: str, classes: list[str], size: int) -> Columns:
-    """All pictures of a part in a shuffled order, decoded once into a file beside the folder, mapped into memory.
+    """All images of a part in shuffled order, decoded once into a memory-mapped file next to the folder.
 
-    They are decoded again when folders of classes have come, gone or changed since.
+    They are decoded again if class folders were added, removed or changed.
     """
     target = folder.with_name(f"{folder.name}-{part}-{size}.npy")
     about = target.with_suffix(".labels.json")
@@ -96,7 +96,7 @@ def decode(folder: Path, state: dict[str, int], size: int, target: Path, about: 
     files = [(p, i) for i, name in enumerate(state) for p in sorted((folder / name).rglob("*"))]
     files = [(p, i) for p, i in files if p.suffix.lower() in PICTURES]
     if not files:
-        raise DamagedData(folder, "there are no pictures in it")
+        raise DamagedData(folder, "it has no images")
     files = [files[i] for i in np.random.Generator(np.random.PCG64(0)).permutation(len(files))]
     about.unlink(missing_ok=True)
     with atomic(target) as temporary:

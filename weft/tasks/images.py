@@ -1,10 +1,10 @@
-"""Image classification: patches of a picture as tokens. Any folder of pictures, one sub-folder per class.
+"""Image classification with patches as tokens, for any folder of images with one sub-folder per class.
 
-Models: transformer and crate, whose sizes are the config's; crate-SIZE and pvt-SIZE, the papers' own; timm:NAME.
+Models: transformer and crate, with sizes from the config; crate-SIZE and pvt-SIZE, as in the papers; timm:NAME.
 
-Read from train/CLASS/picture and val/CLASS/picture, the layout of torchvision's ImageFolder; test/ too where there is
-one, else the test part is val and a twentieth of train, always the same, is validation data. Training pictures are
-padded by an eighth, cropped at random and flipped. The pictures are decoded once, to bytes in memory.
+Reads train/CLASS/image and val/CLASS/image, the layout of torchvision's ImageFolder, and test/ if it exists. Without
+test/, val is the test part and a fixed twentieth of train is validation data. Training images are padded by an eighth,
+randomly cropped and flipped. Images are decoded once, to bytes in memory.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ImageClassification(Classification):
     ) -> TaskData:
         size = config.image_size or self.size
         if size % config.patch:
-            raise ValueError(f"image_size {size} does not divide into patches of {config.patch}: change --patch")
+            raise ValueError(f"image_size={size} must be divisible by patch={config.patch}: change --patch")
         channel = train["image"][:10_000].float().div(255)
         facts = {
             "classes": classes,
@@ -79,8 +79,8 @@ class ImageClassification(Classification):
     def check(self, config: TrainConfig) -> None:
         if not re.fullmatch(MODELS, config.model):
             raise ValueError(
-                f"{self.name} takes --model transformer, crate, crate-tiny (-small, -base, -large), pvt-tiny (-small, "
-                f"-medium, -large) or timm:NAME; got {config.model!r}"
+                f"{self.name} supports --model transformer, crate, crate-tiny (-small, -base, -large), pvt-tiny ("
+                f"-small, -medium, -large) or timm:NAME; got {config.model!r}"
             )
 
     def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
@@ -101,7 +101,7 @@ class ImageClassification(Classification):
         )
 
     def host(self, config: TrainConfig, size: int, classes: int) -> nn.Module:
-        """The model by its name, fed with normalised images."""
+        """The model by its name, with normalisation of the images."""
         from ..models.crate import CRATE, crate
         from ..models.pvt import pvt
 
@@ -118,7 +118,7 @@ class ImageClassification(Classification):
         return CRATE(patch=config.patch, pooling=config.pooling or "cls", **{**crate_options(config), **options})
 
     def begin(self, model: nn.Module, weights: Columns) -> bool:
-        """From a run with other classes: all but the head, and empty caches."""
+        """From a run with other classes: load everything except the head, with empty caches."""
         own = model.state_dict()
         if set(weights) != set(own):
             return False
@@ -153,7 +153,7 @@ def timm_model(name: str, size: int, **options: Any) -> nn.Module:
 
 
 def crop_and_flip(image: Tensor, generator: torch.Generator) -> Tensor:
-    """Pad by an eighth, cut out the old size anywhere, mirror every second one; all images at once, by indexing."""
+    """Pad by an eighth, crop randomly, and flip with probability ½; vectorised over the batch."""
     B, _, side, _ = image.shape
     pad, device = side // 8, image.device
     shift = torch.randint(0, 2 * pad + 1, (2, B), generator=generator, device=device)
@@ -168,7 +168,7 @@ def crop_and_flip(image: Tensor, generator: torch.Generator) -> Tensor:
 
 class ImageFolder(ImageClassification):
     name = "imagefolder"
-    about = "any pictures: train/CLASS/*.jpg and val/CLASS/*.jpg"
+    about = "any images: train/CLASS/*.jpg and val/CLASS/*.jpg"
     size = 64
 
     def load(self, config: TrainConfig) -> TaskData:
@@ -180,7 +180,7 @@ class ImageFolder(ImageClassification):
     def _load(self, config: TrainConfig, classes: list[str] | None) -> TaskData:
         folder = Path(config.data)
         if not (folder / "train").is_dir():
-            folder = find(config.data, ("imagefolder",), "give a folder with train/CLASS/… and val/CLASS/… by --data")
+            folder = find(config.data, ("imagefolder",), "give a folder with train/CLASS/… and val/CLASS/… with --data")
         classes = classes or sorted(p.name for p in (folder / "train").glob("*") if p.is_dir())
         if len(classes) < 2:
             raise DamagedData(folder, "train/ needs a sub-folder for each of at least two classes")
@@ -196,19 +196,19 @@ class ImageFolder(ImageClassification):
 def refuse_strange(folder: Path, names: list[str], classes: list[str]) -> None:
     strange = [name for name in names if name not in classes]
     if strange:
-        what = f"it has classes that the model does not learn: {', '.join(strange[:5])}"
-        raise DamagedData(folder, what, "Put them into train/ too, or take them out.")
+        what = f"it has classes that are not in train/: {', '.join(strange[:5])}"
+        raise DamagedData(folder, what, "Add them to train/, or remove them.")
 
 
 def read_folder(folder: Path, classes: list[str], size: int) -> Columns:
-    """All pictures of a folder, the shorter side brought to `size` and the middle cut out."""
+    """All images of a folder, resized (shorter side) and centre-cropped to `size`."""
     from PIL import Image, ImageOps
 
     refuse_strange(folder, sorted(p.name for p in folder.glob("*") if p.is_dir()), classes)
     files = [(p, i) for i, name in enumerate(classes) for p in sorted((folder / name).rglob("*"))]
     files = [(p, i) for p, i in files if p.suffix.lower() in PICTURES]
     if not files:
-        raise DamagedData(folder, "there are no pictures in it")
+        raise DamagedData(folder, "it has no images")
 
     def picture(entry: tuple[Path, int]) -> np.ndarray:
         return np.asarray(ImageOps.fit(decoded(entry[0], entry[0], "RGB"), (size, size), Image.Resampling.BICUBIC))

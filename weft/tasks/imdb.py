@@ -1,11 +1,11 @@
-"""IMDb reviews, positive or negative: 25,000 to train on, 25,000 to test on, word by word or byte by byte.
+"""IMDb sentiment: 25,000 training and 25,000 test reviews, as words or bytes.
 
-Maas et al., Learning Word Vectors for Sentiment Analysis (2011). Read from the folder aclImdb as its makers give it
-out, or from imdb.parquet with columns text, label and split. A tenth of the training reviews, always the same, is
-validation data; the test reviews are never looked at before the end.
+Maas et al., Learning Word Vectors for Sentiment Analysis (2011). Reads the original folder aclImdb, or imdb.parquet
+with columns text, label and split. A fixed tenth of the training reviews is validation data; the test reviews are only
+used at the end.
 
-Words are runs of letters, digits and underscores, upper and lower case apart: with 93,929 different ones in the
-training reviews this is the vocabulary whose size the wide-attention study prints. Byte b has id b + 1.
+Words are case-sensitive runs of letters, digits and underscores. The training reviews have 93,929, which matches the
+vocabulary size in the wide-attention study. Byte b has id b + 1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .config import TrainConfig
 from .files import DamagedData, as_ids, as_labels, find, pad_rows, read_parquet, read_text, split_off
 from .registry import add_task
 
-HOW = "fetch it with: weft data get imdb, or unpack aclImdb_v1.tar.gz (ai.stanford.edu/~amaas/data/sentiment) there"
+HOW = "download it with: weft data get imdb, or unpack aclImdb_v1.tar.gz (ai.stanford.edu/~amaas/data/sentiment) there"
 WORD = re.compile(r"\w+")
 
 Reviews = list[tuple[str, int]]
@@ -33,7 +33,7 @@ def read(data: str) -> tuple[Reviews, Reviews]:
     train, test = _read_parquet(path) if path.suffix == ".parquet" else _read_folder(path)
     for split, reviews in (("train", train), ("test", test)):
         if len({label for _, label in reviews}) != 2:
-            raise DamagedData(path, f"its {split} part does not hold both positive and negative reviews")
+            raise DamagedData(path, f"its {split} part must have both positive and negative reviews")
     return train, test
 
 
@@ -41,7 +41,7 @@ def _read_parquet(path: Path) -> tuple[Reviews, Reviews]:
     table = read_parquet([path], ["text", "label", "split"])
     for row, text in enumerate(table["text"]):
         if not isinstance(text, str):
-            raise DamagedData(path, f"the text of row {row} is {text!r}")
+            raise DamagedData(path, f"the text of row {row} is {text!r}, not a string")
     labels = as_labels(table["label"], 2, path).tolist()
     rows = list(zip(table["text"], labels, table["split"], strict=True))
     train, test = ([(text, label) for text, label, s in rows if s == split] for split in ("train", "test"))
@@ -54,7 +54,7 @@ def _read_folder(path: Path) -> tuple[Reviews, Reviews]:
         for label, kind in enumerate(("neg", "pos")):
             files = sorted((path / split / kind).glob("*.txt"), key=lambda p: (p.stem.split("_")[0].zfill(12), p.name))
             if not files:
-                raise DamagedData(path, f"there are no reviews in {split}/{kind}")
+                raise DamagedData(path, f"{split}/{kind} has no reviews")
             found += [(read_text(file), label) for file in files]
         return found
 

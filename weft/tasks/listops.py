@@ -1,11 +1,11 @@
-"""Long ListOps, generated as the Long Range Arena does it.
+"""Long ListOps, generated as in the Long Range Arena.
 
 Tay et al., Long Range Arena, https://arxiv.org/abs/2011.04006; Nangia & Bowman, https://arxiv.org/abs/1804.06028
 
     tree(depth) = a digit, or with probability 1/4 (never at depth 10) an operator over 2 to 10 trees of depth + 1
-    [MIN, [MAX, [MED (median, rounded down), [SM (sum modulo 10) … ]          500 < tokens < 2000, no tree twice
+    [MIN, [MAX, [MED (median, rounded down), [SM (sum modulo 10) … ]          500 < tokens < 2000, no duplicates
 
-96,000 train, 2,000 validation, 2,000 test. The vocabulary keeps both brackets. The official TSV files are read too.
+96,000 train, 2,000 validation, 2,000 test. The vocabulary has both brackets. The official TSV files are supported too.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ CHUNK = 4096  # trees grown at once
 
 def grow(rng: np.random.Generator, trees: int) -> list[dict[str, np.ndarray]]:
     """Grow many trees at once, level by level: per node its tree, kind (operator number, or -1), digit and number of
-    arguments. The arguments of a level's operators stand side by side in the next level, in order.
+    arguments. The arguments of a level's operators are consecutive in the next level, in order.
 
-    The root is always an operator: a lone digit would be thrown away for its length.
+    The root is always an operator, because a single digit is too short to be kept.
     """
     levels = []
     tree = np.arange(trees)
@@ -54,7 +54,7 @@ def grow(rng: np.random.Generator, trees: int) -> list[dict[str, np.ndarray]]:
 
 
 def keep_lengths(levels: list[dict[str, np.ndarray]], trees: int, low: int, high: int) -> tuple[list, int]:
-    """Only the trees with low < tokens < high, numbered anew."""
+    """Keep only the trees with low < tokens < high, and renumber them."""
     tokens = np.zeros(trees)
     for level in levels:
         tokens += np.bincount(level["tree"], 1 + (level["kind"] >= 0), minlength=trees)
@@ -70,7 +70,7 @@ def keep_lengths(levels: list[dict[str, np.ndarray]], trees: int, low: int, high
 
 
 def solve(levels: list[dict[str, np.ndarray]]) -> None:
-    """From the leaves up: each node's value, and the tokens it takes up."""
+    """Compute each node's value and number of tokens, from the leaves up."""
     for level, below in zip(reversed(levels), [None, *reversed(levels[1:])], strict=True):
         level["size"] = np.ones(len(level["tree"]), np.int64)
         operators = np.flatnonzero(level["kind"] >= 0)
@@ -80,7 +80,7 @@ def solve(levels: list[dict[str, np.ndarray]]) -> None:
         start = np.cumsum(args) - args
         value = below["value"]
         level["size"][operators] = 2 + np.add.reduceat(below["size"], start)
-        # Sorted within each operator's arguments, the median is the middle one, or between the middle two.
+        # The median of an operator's sorted arguments is the middle one, or the mean of the middle two.
         ordered = value[np.lexsort((value, np.repeat(np.arange(len(args)), args)))]
         median = (ordered[start + (args - 1) // 2] + ordered[start + args // 2]) // 2
         results = np.stack(
@@ -93,7 +93,7 @@ def solve(levels: list[dict[str, np.ndarray]]) -> None:
 def write_out(levels: list[dict[str, np.ndarray]], trees: int) -> tuple[np.ndarray, np.ndarray]:
     """The trees as rows of ids, and their values."""
     ids = np.zeros((trees, MAX_LENGTH), np.uint8)
-    at = np.zeros(trees, np.int64)  # where each node of the level begins
+    at = np.zeros(trees, np.int64)  # start of each node of the level
     for level, below in zip(levels, [*levels[1:], None], strict=True):
         operator = level["kind"] >= 0
         ids[level["tree"], at] = np.where(operator, 1 + level["kind"], FIRST_DIGIT + level["value"])
@@ -109,7 +109,7 @@ def write_out(levels: list[dict[str, np.ndarray]], trees: int) -> tuple[np.ndarr
 
 
 def make_chunk(seed: int, chunk: int) -> tuple[np.ndarray, np.ndarray]:
-    """The examples of one chunk of trees: a function of (seed, chunk) alone."""
+    """The examples of one chunk of trees; depends only on (seed, chunk)."""
     rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, chunk])))
     levels, kept = keep_lengths(grow(rng, CHUNK), CHUNK, MIN_LENGTH, MAX_LENGTH)
     if not kept:
@@ -119,7 +119,7 @@ def make_chunk(seed: int, chunk: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def generate(count: int, seed: int = 0, workers: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """`count` different examples, the same for any number of workers: ids (count, 2000) and labels."""
+    """`count` distinct examples, ids (count, 2000) and labels; independent of the number of workers."""
     ids, labels = np.zeros((count, MAX_LENGTH), np.uint8), np.zeros(count, np.uint8)
     seen: set[bytes] = set()
     chunk = 0
@@ -137,7 +137,7 @@ def generate(count: int, seed: int = 0, workers: int = 1) -> tuple[np.ndarray, n
 
 
 class _Here:
-    """A pool that works in this process."""
+    """A pool that runs in this process."""
 
     def __enter__(self) -> _Here:
         return self
@@ -175,7 +175,7 @@ for _i in range(10):
 
 
 def encode(source: str) -> np.ndarray:
-    """An expression as ids; the parentheses of the official files only group and are left out."""
+    """An expression as ids. The parentheses of the official files only group, and are dropped."""
     text = source.encode()
     for name, letter in _SHORT.items():
         text = text.replace(name.encode(), letter)
@@ -192,7 +192,7 @@ def read_tsv(path: Path, length: int) -> Columns:
     with open(path, newline="", encoding="utf-8", errors="replace") as file:
         reader = csv.reader(file, delimiter="\t")
         if next(reader, None) != ["Source", "Target"]:
-            raise DamagedData(path, "it does not begin with the line 'Source<tab>Target'")
+            raise DamagedData(path, "the first line must be 'Source<tab>Target'")
         for line, row in enumerate(reader, 2):
             try:
                 source, target = row
@@ -217,7 +217,7 @@ class ListOps(StudyTask):
     def load(self, config: TrainConfig) -> TaskData:
         length = config.max_length or self.length
         names = ("listops", "listops-1000", "lra_release/listops-1000", "lra_release/lra_release/listops-1000")
-        folder = find(config.data, names, f"make it with: weft data make listops --data {config.data}")
+        folder = find(config.data, names, f"generate it with: weft data make listops --data {config.data}")
         if (folder / "basic_train.tsv").exists():
             train, val, test = (read_tsv(folder / f"basic_{split}.tsv", length) for split in SIZES)
         else:

@@ -2,7 +2,7 @@
 
 Radev et al., The ACL Anthology Network corpus; pairs as made for the Long Range Arena, https://arxiv.org/abs/2011.04006
 
-Read from new_aan_pairs.{train,eval,test}.tsv as the Long Range Arena gives them out: label, two ids, two texts.
+Reads the Long Range Arena's new_aan_pairs.{train,eval,test}.tsv: label, two ids, two texts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def read_pairs(path: Path, length: int) -> Columns:
     with open(path, newline="", encoding="utf-8", errors="replace") as file:
         for line, row in enumerate(_rows(csv.reader(file, delimiter="\t"), path), 1):
             if len(row) != 5 or row[0] not in ("0", "1", "0.0", "1.0"):
-                raise DamagedData(path, f"row {line} is not: 0 or 1, two ids, two texts")
+                raise DamagedData(path, f"row {line} must have five columns: 0 or 1, two ids, two texts")
             labels.append(int(float(row[0])))
             first.append(as_ids(row[3].encode(), length))
             second.append(as_ids(row[4].encode(), length))
@@ -48,7 +48,7 @@ def _rows(reader: Any, path: Path) -> Iterator[list[str]]:
     try:
         yield from reader
     except csv.Error as error:
-        raise DamagedData(path, f"line {reader.line_num} is no line of tab-separated text ({error})") from error
+        raise DamagedData(path, f"line {reader.line_num} is not tab-separated text ({error})") from error
 
 
 class Matching(StudyTask):

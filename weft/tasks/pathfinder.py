@@ -1,14 +1,14 @@
-"""Pathfinder: are the two discs joined by one dashed curve? A picture read pixel by pixel, yes or no.
+"""Pathfinder: are two discs connected by a dashed curve? An image as a sequence of pixels, two classes.
 
 Linsley et al., https://arxiv.org/abs/1805.08315; Tay et al., Long Range Arena, https://arxiv.org/abs/2011.04006
 
-    two curves of dashes and many short distractors, none crossing or touching another
-    yes   a disc at either end of the first curve          no   a disc at the beginning of each curve
+    two dashed curves and many short distractors, without crossings or contact
+    yes   a disc at both ends of the first curve          no   a disc at the start of each curve
 
-Curves have 6 (easy), 9 (medium) or 14 (hard) dashes and distractors a third of that; sides, gaps, thickness and disc
-sizes are the arena's for 32 x 32 and 128 x 128. The pictures are drawn by our own generator after this description,
-so they are like the arena's, not equal to them. Half of them are yes. The arena's own folders of PNG files are read
-too. 80 % train, 10 % validation, 10 % test.
+Curves have 6 (easy), 9 (medium) or 14 (hard) dashes and distractors a third of that. Sides, gaps, thickness and disc
+sizes are those of the Long Range Arena for 32 x 32 and 128 x 128. Our own generator draws the images from this
+description, so they are similar to the arena's, not equal. Half of them are yes. The arena's folders of PNG files are
+supported too. 80 % train, 10 % validation, 10 % test.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ from .registry import add_task
 DASHES = {"easy": 6, "medium": 9, "hard": 14}
 OFFICIAL = {"easy": "curv_baseline", "medium": "curv_contour_length_9", "hard": "curv_contour_length_14"}
 COUNT = 200_000
-CHUNK = 512  # pictures begun at once; those that run into a dead end are dropped
-TRIES = 12  # directions or places tried at once
-FINE = 2  # cells of the map of occupied ground per pixel
+CHUNK = 512  # images started at once; those that reach a dead end are dropped
+TRIES = 12  # directions or positions tried at once
+FINE = 2  # cells of the occupancy map per pixel
 
 
 @dataclass(frozen=True)
 class Style:
-    """Measures in pixels."""
+    """Sizes in pixels."""
 
     size: int
     dash: float  # length of a dash
     gap: float  # between dashes
     thickness: float
     disc: float  # radius
-    apart: float  # least distance between the beginnings of the two curves
-    room: float  # ground around a dash that others keep off
-    bend: float  # deviation of the angle between two dashes, in radians
+    apart: float  # minimum distance between the starts of the two curves
+    room: float  # margin around a dash that others must not enter
+    bend: float  # standard deviation of the angle between two dashes, in radians
     distractor_dashes: int  # in all distractors together
     grey: float  # of the dashes; discs are white
 
@@ -71,7 +71,7 @@ STYLES = {
 
 
 class Ground:
-    """Which cells of each picture are taken."""
+    """Occupied cells of each image."""
 
     def __init__(self, pictures: int, style: Style):
         self.side = style.size * FINE
@@ -81,14 +81,14 @@ class Ground:
         self.edge = style.thickness + 1.0
 
     def free(self, points: np.ndarray) -> np.ndarray:
-        """points (B, tries, n, 2): whether all n are inside the picture and on free ground, (B, tries)."""
+        """points (B, tries, n, 2): whether all n are inside the image and free, (B, tries)."""
         inside = ((points >= self.edge) & (points <= self.side / FINE - 1 - self.edge)).all(-1)
         cell = (points * FINE).astype(np.int64).clip(0, self.side - 1)
         taken = self.taken[np.arange(len(points))[:, None, None], cell[..., 0], cell[..., 1]]
         return (inside & ~taken).all(-1)
 
     def take(self, points: np.ndarray, rows: np.ndarray, around: np.ndarray) -> None:
-        """points (B, n, 2): take the ground around them in the pictures where `rows` is true."""
+        """points (B, n, 2): occupy the cells around them in the images where `rows` is true."""
         cell = (points[rows] * FINE).astype(np.int64)[:, :, None] + around
         cell = cell.clip(0, self.side - 1)
         self.taken[np.flatnonzero(rows)[:, None, None], cell[..., 0], cell[..., 1]] = True
@@ -103,13 +103,13 @@ def _disc(radius: float) -> np.ndarray:
 
 
 def along(start: np.ndarray, end: np.ndarray, style: Style) -> np.ndarray:
-    """Points on the way from start to end, half a pixel apart: (..., n, 2)."""
+    """Points from start to end, half a pixel apart: (..., n, 2)."""
     share = np.linspace(0, 1, max(2, math.ceil(style.dash * FINE) + 1))[:, None]
     return start[..., None, :] + (end - start)[..., None, :] * share
 
 
 def first_good(good: np.ndarray, *choices: np.ndarray) -> list[np.ndarray]:
-    """Of the tries (B, tries, …) the first good one: whether there is one, and its values."""
+    """The first good try of (B, tries, …): whether there is one, and its values."""
     pick = good.argmax(1)
     rows = np.arange(len(good))
     return [good.any(1), *(choice[rows, pick] for choice in choices)]
@@ -123,9 +123,9 @@ def draw_curve(
     avoid: np.ndarray | None = None,
     discs: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One curve in every picture: dashes (B, dashes, 2, 2) as (start, end) in (y, x), and how many came about (B,).
+    """One curve per image: dashes (B, dashes, 2, 2) as (start, end) in (y, x), and the number of dashes (B,).
 
-    `avoid` (B, 2) is a place to begin away from; with `discs` there is room for one at either end.
+    The curve starts away from `avoid` (B, 2); with `discs` there is room for a disc at both ends.
     """
     turn = np.linspace(0, 2 * np.pi, 8, endpoint=False)
     ring = (style.disc + 0.5) * np.stack([np.sin(turn), np.cos(turn)], -1)
@@ -139,7 +139,7 @@ def draw_curve(
             start = rng.uniform(0, style.size - 1, (B, TRIES, 2))
             angle = rng.uniform(0, 2 * np.pi, (B, TRIES))
         else:
-            # The later tries bend more, to get around what is in the way.
+            # Later tries bend more, to avoid obstacles.
             wider = np.linspace(1, 2.5, TRIES)
             angle = heading[:, None] + rng.normal(0, style.bend, (B, TRIES)) * wider
         step = np.stack([np.sin(angle), np.cos(angle)], -1)
@@ -152,7 +152,7 @@ def draw_curve(
         if number == 0 and avoid is not None:
             good &= np.linalg.norm(start - avoid[:, None], axis=-1) >= style.apart
         found, begin, tip, heading = first_good(good, start, end, angle)
-        if number:  # the ground of a dash is taken once the next one is past it
+        if number:  # occupy the cells of a dash after the next one has been placed
             ground.take(along(lines[:, number - 1, 0], lines[:, number - 1, 1], style), alive, ground.around_dash)
         alive &= found
         lines[alive, number, 0], lines[alive, number, 1] = begin[alive], tip[alive]
@@ -167,7 +167,7 @@ def draw_curve(
 def paint(
     pictures: np.ndarray, row: np.ndarray, start: np.ndarray, end: np.ndarray, radius: float, value: float
 ) -> None:
-    """Draw lines with round ends into pictures (n, size, size) of floats: brightness falls off over one pixel."""
+    """Draw lines with round ends into float images (n, size, size), anti-aliased over one pixel."""
     size = pictures.shape[-1]
     middle = np.rint((start + end) / 2).astype(np.int64)
     reach = math.ceil(np.abs(end - start).max() / 2 + radius + 1) if len(start) else 0
@@ -184,13 +184,13 @@ def paint(
 
 
 def make_chunk(size: int, difficulty: str, seed: int, chunk: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pictures (n, size, size) as bytes and labels, a function of the arguments alone; half of them are yes."""
+    """Images (n, size, size) as bytes, and labels, half of them yes; depends only on the arguments."""
     pictures, labels, _ = draw(size, difficulty, seed, chunk)
     return pictures, labels
 
 
 def draw(size: int, difficulty: str, seed: int, chunk: int) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    """As `make_chunk`, with the lines of the two curves and the discs."""
+    """Like `make_chunk`, and also returns the lines of the two curves and the discs."""
     style, dashes = STYLES[size], DASHES[difficulty]
     key = [seed, chunk, size, dashes]
     rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence(key)))
@@ -219,9 +219,11 @@ def draw(size: int, difficulty: str, seed: int, chunk: int) -> tuple[np.ndarray,
 def make(
     data: Path, *, size: int = 32, difficulty: str = "hard", count: int = COUNT, seed: int = 0, workers: int = 1
 ) -> Path:
-    """Generate the data set into data/pathfinderSIZE-DIFFICULTY; the same for any number of workers."""
+    """Generate the data set into data/pathfinderSIZE-DIFFICULTY; independent of the number of workers."""
     if size not in STYLES or difficulty not in DASHES:
-        raise ValueError(f"sizes are {list(STYLES)} and difficulties {list(DASHES)}, got {size} and {difficulty!r}")
+        raise ValueError(
+            f"size must be one of {list(STYLES)} and difficulty one of {list(DASHES)}, got {size} and {difficulty!r}"
+        )
     if count < 10:
         raise ValueError(f"count must be at least 10, for three parts; got {count}")
     folder = data / f"pathfinder{size}-{difficulty}"
@@ -232,7 +234,7 @@ def make(
         labels = np.zeros(count, np.uint8)
         done = 0
         with processes(workers) as pool:
-            # Always four chunks a worker ahead, taken in order: nobody waits for the slowest of a batch.
+            # Queue four chunks per worker and collect them in order, so that no worker waits for the slowest.
             numbers = itertools.count()
             jobs = deque(pool.submit(make_chunk, size, difficulty, seed, next(numbers)) for _ in range(4 * workers))
             while done < count:
@@ -251,16 +253,16 @@ def make(
 
 
 def read_official(folder: Path, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The arena's layout: metadata/*.npy (text lines: folder, file, number, label, …) beside folders of PNG files."""
+    """The arena's layout: metadata/*.npy (text lines: folder, file, number, label, …) and folders of PNG files."""
     entries: list[tuple[Path, int]] = []
     for path in sorted((folder / "metadata").glob("*.npy"), key=lambda p: p.stem.zfill(12)):
         for number, line in enumerate(read_text(path).splitlines(), 1):
             words = line.split(" ")
             if len(words) < 4 or words[3] not in ("0", "1"):
-                raise DamagedData(path, f"line {number} is not: folder, file, number, 0 or 1: {line[:40]!r}")
+                raise DamagedData(path, f"line {number} must be: folder, file, number, 0 or 1; got {line[:40]!r}")
             entries.append((folder / words[0] / words[1], int(words[3])))
     if not entries:
-        raise DamagedData(folder, "its metadata folder names no pictures")
+        raise DamagedData(folder, "its metadata folder lists no images")
 
     def picture(path: Path) -> np.ndarray:
         image = np.asarray(decoded(path, path, "L"))
@@ -283,12 +285,12 @@ class Pathfinder(TextClassification):
     def __init__(self, size: int, difficulty: str):
         self.size, self.difficulty = size, difficulty
         self.name = f"pathfinder{size}-{difficulty}"  # type: ignore[misc]
-        self.about = f"are two discs joined? {size} x {size} pixels, {difficulty}"  # type: ignore[misc]
+        self.about = f"are two discs connected? {size} x {size} pixels, {difficulty}"  # type: ignore[misc]
 
     def load(self, config: TrainConfig) -> TaskData:
         if config.max_length not in (0, self.size**2):
-            raise ValueError(f"a picture has {self.size**2} pixels: leave max_length out")
-        how = f"make it with: weft data make {self.name} --data {config.data}"
+            raise ValueError(f"max_length must be {self.size**2}, the pixels of an image, got {config.max_length}")
+        how = f"generate it with: weft data make {self.name} --data {config.data}"
         names = (self.name, f"pathfinder{self.size}/{OFFICIAL[self.difficulty]}", OFFICIAL[self.difficulty])
         folder = find(config.data, names, how)
         if (folder / "metadata").is_dir():
@@ -297,10 +299,10 @@ class Pathfinder(TextClassification):
             read_manifest(folder)
             images, labels = read_array(folder, "images"), read_array(folder, "labels")
         if images.shape[1:] != (self.size, self.size):
-            raise DamagedData(folder, f"its pictures are {images.shape[1:]}, not {self.size} x {self.size}")
+            raise DamagedData(folder, f"its images are {images.shape[1:]}, not {self.size} x {self.size}")
         if len(images) < 10:
-            raise DataMissing(f"{folder} has {len(images)} pictures, too few for three parts")
-        # Bytes in memory; the grey values 0 … 255 become ids 1 … 256 in the batch.
+            raise DataMissing(f"{folder} has {len(images)} images, too few for three parts")
+        # Stored as bytes; the grey values 0 … 255 become ids 1 … 256 in the batch.
         rows, label = torch.from_numpy(images.reshape(len(images), -1)), torch.from_numpy(labels)
         cuts = [0, len(rows) * 8 // 10, len(rows) * 9 // 10, len(rows)]
         train, val, test = (

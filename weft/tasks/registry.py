@@ -1,12 +1,12 @@
-"""Which tasks there are: weft's own, those of installed packages, and those of a Python file.
+"""The registry of tasks: weft's own, those of installed packages, and those of a Python file.
 
-A package announces its tasks as entry points, each a Task or a class of one, under the task's name:
+A package provides tasks as entry points, each a Task or a Task class, under the task's name:
 
     [project.entry-points."weft.tasks"]
     my-task = "my_package.tasks:MyTask"
 
-A file defines `TASKS`, a list of Task objects, and is named in place of a task: `weft train FILE.py`, or
-`FILE.py:NAME` where it defines several. From Python, `add_task(MyTask())`.
+A file defines `TASKS`, a list of Task objects. Use it like a task name: `weft train FILE.py`, or `FILE.py:NAME` if it
+defines several. From Python, use `add_task(MyTask())`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .config import TrainConfig
 GROUP = "weft.tasks"
 
 _tasks: dict[str, Task] = {}
-_files: dict[str, Path] = {}  # the file that defines a task, for tasks of a file
+_files: dict[str, Path] = {}  # task -> the file that defines it
 
 
 def add_task(task: Task, file: Path | None = None) -> Task:
-    """Register a task under its name. `file` is the Python file that defines it, if it is not an installed one."""
+    """Register a task under its name. `file` is the Python file that defines it, unless it is installed."""
     if task.name in _tasks and (file is None or _files.get(task.name) != file):
-        raise ValueError(f"a task named {task.name!r} is already there")
+        raise ValueError(f"there is already a task named {task.name!r}")
     _tasks[task.name] = task
     if file is not None:
         _files[task.name] = file
@@ -54,12 +54,12 @@ def get_task(name: str) -> Task:
     if name not in _tasks:
         near = difflib.get_close_matches(str(name), tasks(), n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"the tasks: {', '.join(tasks())}"
-        raise ValueError(f"there is no task {name!r}; {hint}")
+        raise ValueError(f"unknown task {name!r}; {hint}")
     return _tasks[name]
 
 
 def file_of(name: str) -> str:
-    """The file that defines the task; empty for weft's own and installed ones."""
+    """The file that defines the task; empty for weft's tasks and installed ones."""
     return str(_files.get(name, ""))
 
 
@@ -68,15 +68,15 @@ def task_of(config: TrainConfig) -> Task:
     if config.task_file and config.task not in _tasks:
         if not Path(config.task_file).is_file():
             raise FileNotFoundError(
-                f"the task {config.task!r} is defined in {config.task_file}, which is not there: put it back, or "
-                "correct task_file in the run's config.json"
+                f"the task {config.task!r} is defined in {config.task_file}, which does not exist: restore the file, "
+                "or correct task_file in the run's config.json"
             )
         load_tasks(config.task_file)
     return get_task(config.task)
 
 
 def resolve(task: str, file: str = "") -> tuple[str, str]:
-    """'FILE.py', 'FILE.py:NAME', or a name with or without its file -> name and file, the file's tasks registered."""
+    """Resolve 'FILE.py', 'FILE.py:NAME' or a name to (name, file), and register the file's tasks."""
     if not file and (task.endswith(".py") or ".py:" in task):
         file, _, task = task.partition(".py")
         file, task = f"{file}.py", task.removeprefix(":")
@@ -91,7 +91,7 @@ def resolve(task: str, file: str = "") -> tuple[str, str]:
 
 
 def load_tasks(file: str | Path) -> list[str]:
-    """Register the tasks that a file defines, once, and return their names."""
+    """Register the tasks of a file once, and return their names."""
     path = Path(file).resolve()
     names = [name for name, origin in _files.items() if origin == path]
     return names or register(run_file(path), path)
@@ -105,7 +105,7 @@ def register(module: ModuleType, file: Path) -> list[str]:
 
 
 def run_file(file: Path) -> ModuleType:
-    """Run a Python file that may import its neighbours."""
+    """Run a Python file, which may import other files of its folder."""
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}")
     name = f"weft_file_{file.parent.name}_{file.stem}"
@@ -113,14 +113,14 @@ def run_file(file: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     with _importing_from(file.parent):
-        sys.modules[name] = module  # dataclasses look their module up
+        sys.modules[name] = module  # dataclasses look up their module
         spec.loader.exec_module(module)
     return module
 
 
 @contextmanager
 def _importing_from(folder: Path) -> Iterator[None]:
-    """Let a file import its neighbours, and forget them after: two folders may each have a `common.py`."""
+    """Allow imports from `folder`, and forget them afterwards: two folders may each have a `common.py`."""
     before = set(sys.modules)
     sys.path.insert(0, str(folder))
     try:

@@ -1,8 +1,7 @@
-"""Texts read as parallel streams, for models that remember: step t has the t-th piece of every stream.
+"""Texts as parallel streams, for models with memory: step t has the t-th piece of every stream.
 
-`batch_size` streams lie side by side; a memory (a gated recurrent cache, Transformer-XL's) is carried from piece to
-piece and emptied when the text begins again. An evaluation starts with empty memories and leaves those of training as
-they were.
+A batch has `batch_size` streams. A memory (a gated recurrent cache, or Transformer-XL's) is carried from piece to piece
+and cleared when the text starts again. An evaluation starts with empty memories and preserves those of training.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .text import Bytes, Enwik8
 
 
 def in_streams(ids: np.ndarray, streams: int, length: int) -> Tensor:
-    """(pieces x streams, length + 1): piece by piece, each with the id that follows it."""
+    """(pieces x streams, length + 1): piece by piece, each with the id after it."""
     count = (len(ids) - 1) // (streams * length)
     if not count:
         raise DataMissing(f"{len(ids)} tokens are not enough for {streams} streams of {length}: lower --batch-size")
@@ -40,7 +39,7 @@ class Streams(Bytes):
     def check(self, config: TrainConfig) -> None:
         super().check(config)
         if config.accumulate * config.devices * config.nodes != 1:
-            raise ValueError(f"{self.name} reads streams: one device, and accumulate 1; raise --batch-size instead")
+            raise ValueError(f"{self.name} needs one device and accumulate=1: increase --batch-size instead")
 
     def texts(self, config: TrainConfig, known: Known | None) -> tuple[list[np.ndarray], dict[str, Any]]:
         """The ids of the three parts, and what they mean: facts, vocabulary, tokenizer of `TaskData`."""
@@ -79,7 +78,7 @@ class Streams(Bytes):
 
 
 def memories(model: nn.Module) -> list[Any]:
-    """The caches of the model, and whatever of it says `remembers` and keeps its memory as extra state."""
+    """The caches of the model, and modules with `remembers` that keep their memory as extra state."""
     return [m for m in model.modules() if isinstance(m, RecurrentCache) or getattr(type(m), "remembers", False)]
 
 

@@ -1,10 +1,10 @@
 """Language modelling by bytes: enwik8, any text file, and masked language modelling on any text.
 
     text, enwik8   predict byte t + 1 from the bytes up to t; metric bits per byte
-    masked         hide 15 % of the bytes (80 % behind a mask, 10 % another byte, 10 % as they are) and predict them
+    masked         hide 15 % of the bytes (80 % masked, 10 % replaced, 10 % unchanged) and predict them
 
 The text is cut into windows of max_length; 90 % train, 5 % validation, 5 % test, in this order. enwik8 is the first
-10^8 bytes of an English Wikipedia of 2006, in the split 90/5/5 MB (mattmahoney.net/dc/textdata).
+10^8 bytes of English Wikipedia in 2006, split into 90/5/5 MB (mattmahoney.net/dc/textdata).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ENWIK8_MD5 = "a1fa5ffddb56f4953e226637dabbb36a"
 
 
 def read_bytes(path: Path) -> bytes:
-    """A plain, .xz or .zip file; several plain files of a folder in order of name."""
+    """A plain, .xz or .zip file, or the plain files of a folder in order of name."""
     try:
         if path.is_dir():
             files = [p for p in sorted(path.rglob("*")) if p.is_file()]
@@ -46,7 +46,7 @@ def read_bytes(path: Path) -> bytes:
             with zipfile.ZipFile(path) as archive:
                 inside = [entry for entry in archive.infolist() if not entry.is_dir()]
                 if len(inside) != 1:
-                    raise DamagedData(path, f"it holds {len(inside)} files, not one", "Unpack it and give the folder.")
+                    raise DamagedData(path, f"it has {len(inside)} files, not one", "Unpack it and give the folder.")
                 must_fit(path, inside[0].file_size)
                 return archive.read(inside[0])
         return path.read_bytes()
@@ -62,7 +62,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def _unpack_xz(path: Path) -> bytes:
-    """In pieces: a small file may hold more than the memory."""
+    """Unpack in pieces: a small file may unpack to more than the memory."""
     parts, size = [], 0
     with lzma.open(path) as file:
         while part := file.read(2**26):
@@ -73,7 +73,7 @@ def _unpack_xz(path: Path) -> bytes:
 
 
 def windows(content: bytes, length: int, extra: int) -> Tensor:
-    """(n, length + extra): windows side by side, each seeing `extra` bytes of the next. A view, nothing is copied."""
+    """(n, length + extra): consecutive windows, each with `extra` bytes of the next. A view without copies."""
     whole = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
     if len(whole) < length + extra:
         raise DataMissing(f"a part of the text has {len(whole)} bytes, one window needs {length + extra}: "
@@ -96,7 +96,7 @@ class Bytes(Task):
     def content(self, config: TrainConfig) -> bytes:
         path = Path(config.data)
         if not path.exists():
-            raise DataMissing(f"there is no {path}: give a text file, or a folder of them, by --data")
+            raise DataMissing(f"{path} does not exist: give a text file, or a folder of text files, with --data")
         return read_bytes(path)
 
     def parts(self, content: bytes) -> tuple[bytes, bytes, bytes]:
@@ -115,7 +115,9 @@ class Bytes(Task):
         names = config.mechanisms()
         without = [n for n in ([names] if isinstance(names, str) else names) if not attention_info(n).bias]
         if config.positions in ("", "alibi") and without:
-            raise ValueError(f"{without[0]} takes no position bias: give --positions learned, sinusoid, rope or none")
+            raise ValueError(
+                f"{without[0]} does not support a position bias: give --positions learned, sinusoid, rope or none"
+            )
         return LanguageModel(
             data.facts["vocab"],
             max_length=data.length,
@@ -156,7 +158,7 @@ class Enwik8(Bytes):
     }  # fmt: skip
 
     def content(self, config: TrainConfig) -> bytes:
-        how = "fetch it with: weft data get enwik8, or put enwik8.zip (mattmahoney.net/dc/textdata) there"
+        how = "download it with: weft data get enwik8, or put enwik8.zip (mattmahoney.net/dc/textdata) there"
         path = find(config.data, ("enwik8", "enwik8.zip", "enwik8.xz"), how)
         content = read_bytes(path)
         if len(content) != 10**8:
@@ -171,9 +173,9 @@ class Enwik8(Bytes):
 
 class Masked(Bytes):
     name = "masked"
-    about = "predict hidden bytes of any text: --data FILE"
+    about = "predict masked bytes of any text: --data FILE"
     metric, higher_is_better = "bits_per_byte", False
-    length, overlap, vocab, mask = 512, 0, 257, 256  # the id after the last byte hides one
+    length, overlap, vocab, mask = 512, 0, 257, 256  # id 256 is the mask
     reads = frozenset({"max_length", "mask_rate"})
     defaults = {**Bytes.defaults, "positions": "learned"}
 
@@ -208,7 +210,7 @@ class Masked(Bytes):
         return {**super().summary(sums), "accuracy": sums["correct"] / sums["count"]}
 
     def _hidden(self, model: nn.Module, batch: Columns) -> Tensor:
-        """Scores at the hidden places only (B, count, vocab)."""
+        """Logits at the masked positions only, (B, count, vocab)."""
         logits = model(*self.inputs(batch))
         return logits.gather(1, batch["chosen"][..., None].expand(-1, -1, logits.shape[-1])).float()
 

@@ -1,10 +1,10 @@
-"""Language modelling on words or pieces of words: perplexity, causal or masked.
+"""Language modelling on words or subwords: perplexity, causal or masked.
 
     DATA/<corpus>/train.txt, valid.txt, test.txt          plain text; .txt.xz is read too
 
-are encoded once, and again when they change, into DATA/<corpus>/{pieces32000,words}-<part>.npy: pieces by a byte-level
-BPE that is trained on train.txt (the papers' SentencePiece vocabularies are not published), words by white space with
-<eos> at each line end, as the makers of WikiText count.
+are encoded once, and again if they change, into DATA/<corpus>/{pieces32000,words}-<part>.npy: subwords by a byte-level
+BPE trained on train.txt (the papers' SentencePiece vocabularies are not published), words by white space with <eos> at
+each line end, as in WikiText.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def source(folder: Path, part: str) -> Path:
     for path in (folder / f"{part}.txt", folder / f"{part}.txt.xz"):
         if path.is_file():
             return path
-    raise DataMissing(f"there is no {folder}/{part}.txt: put the corpus there as train.txt, valid.txt and test.txt")
+    raise DataMissing(f"{folder}/{part}.txt does not exist: put the corpus there as train.txt, valid.txt and test.txt")
 
 
 class Words:
-    """Words by id; the frequent ones first, as adaptive softmax wants them."""
+    """Words by id; frequent words first, as adaptive softmax requires."""
 
     tokenizer = None
 
@@ -114,9 +114,9 @@ Parts = dict[str, np.ndarray]
 
 
 def encoded(folder: Path, pieces: int, known: Known | None = None) -> tuple[Parts, Code]:
-    """The parts as ids, mapped into memory, and what the ids mean; `pieces` 0 for words.
+    """The memory-mapped ids of each part, and the meaning of the ids; `pieces` is 0 for words.
 
-    A run that exists brings its own code. Where that is not the one stored with the corpus, nothing is stored.
+    An existing run has its own code. If it differs from the one stored with the corpus, nothing is stored.
     """
     name = f"pieces{pieces}" if pieces else "words"
     if known is None:
@@ -133,12 +133,12 @@ def _code(vocabulary: list[str] | None, tokenizer: str | None) -> Code:
     if tokenizer is not None:
         return Pieces(tokenizer)
     if vocabulary is None or "<unk>" not in vocabulary:
-        raise DataMissing("the run keeps no vocabulary: it cannot be used on this corpus")
+        raise DataMissing("the run has no vocabulary, so it cannot use this corpus")
     return Words(vocabulary)
 
 
 def _stored(folder: Path, name: str) -> tuple[Parts, Code] | None:
-    """What is stored, if it was made of the texts that are there now."""
+    """The stored ids, if the texts have not changed since."""
     try:
         about = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
         for part in PARTS:
@@ -183,7 +183,7 @@ def _as_array(ids: Iterator[Iterable[int]]) -> np.ndarray:
 def windows(ids: np.ndarray, length: int, extra: int) -> Tensor:
     if len(ids) < length + extra:
         raise DataMissing(
-            f"a part of the corpus has {len(ids)} tokens, one window needs {length + extra}: lower --max-length or "
+            f"a part of the corpus has {len(ids)} tokens, but one window needs {length + extra}: lower --max-length or "
             "give a longer text"
         )
     return torch.from_numpy(ids).unfold(0, length + extra, length)
@@ -196,7 +196,7 @@ class Tokens(Bytes):
 
     def __init__(self, name: str, corpus: str, *, length: int, pieces: int = 32_000):
         self.name, self.corpus, self.length, self.pieces = name, corpus, length, pieces  # type: ignore[misc]
-        what = f"pieces (BPE, {pieces:,})" if pieces else "words"
+        what = f"subwords (BPE, {pieces:,})" if pieces else "words"
         self.about = f"predict {what} of {corpus}/{{train,valid,test}}.txt"  # type: ignore[misc]
 
     def ids(self, config: TrainConfig, known: Known | None) -> tuple[Parts, Code]:
@@ -205,7 +205,7 @@ class Tokens(Bytes):
             how = "put the corpus there as train.txt, valid.txt and test.txt"
             folder = find(config.data, (self.corpus,), how)
             if not folder.is_dir():
-                raise DataMissing(f"{folder} is a file: give the folder of the corpus by --data, and {how}")
+                raise DataMissing(f"{folder} is a file: give the folder of the corpus with --data, and {how}")
         return encoded(folder, self.pieces, known)
 
     def load(self, config: TrainConfig) -> TaskData:
@@ -243,7 +243,7 @@ class Likelihoods(Tokens):
 
 
 class MaskedTokens(Tokens, Masked):
-    """Predict hidden tokens; the id after the last is the mask."""
+    """Predict masked tokens; the mask is the id after the last token."""
 
     overlap = 0
 

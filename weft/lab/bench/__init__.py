@@ -1,1 +1,1 @@
-"""`weft bench`: what attention costs, measured and counted."""
+"""`weft bench`: measured and counted costs of attention."""

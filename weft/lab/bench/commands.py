@@ -1,4 +1,4 @@
-"""The commands `weft bench …`. Each measures what it compares in one run and puts the paper's ratio beside it."""
+"""The commands `weft bench …`. Each measures all variants in one run and shows the paper's ratio for comparison."""
 
 from __future__ import annotations
 
@@ -11,26 +11,24 @@ import typer
 if TYPE_CHECKING:
     from .timing import How
 
-bench_app = typer.Typer(no_args_is_help=True, help="Cost, measured here, as ratios beside the papers'.")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure costs and compare the ratios with the papers.")
 
-Attentions = Annotated[str, typer.Option(help="names joined by commas, or all; the paper's when left out")]
-Device = Annotated[str, typer.Option(help="cpu or cuda; left out: cuda where there is one")]
+Attentions = Annotated[str, typer.Option(help="comma-separated names, or all; default: the paper's")]
+Device = Annotated[str, typer.Option(help="cpu or cuda; default: cuda if available")]
 Precision = Annotated[str, typer.Option(help="32-true, tf32, bf16-mixed or bf16-true")]
-Repeats = Annotated[
-    int, typer.Option("--repeats", "--rounds", help="rounds at most, of which the median counts; 0: 10, with --full 30")
-]
-Budget = Annotated[float, typer.Option(help="seconds for the rounds of one comparison; 0: a fitting number")]
-Compile = Annotated[bool, typer.Option("--compile", help="torch.compile what is measured")]
-Threads = Annotated[int, typer.Option(help="threads on the CPU; 0: PyTorch's own choice")]
-CpuTime = Annotated[bool, typer.Option("--cpu-time", help="processor seconds, for a machine that others use")]
-Full = Annotated[bool, typer.Option("--full", help="everything, not only what takes a few minutes")]
-Out = Annotated[Path | None, typer.Option(help="also write all figures to this JSON file, row by row")]
+Repeats = Annotated[int, typer.Option("--repeats", "--rounds", help="maximum number of rounds; 0: 10, with --full 30")]
+Budget = Annotated[float, typer.Option(help="seconds per comparison; 0: automatic")]
+Compile = Annotated[bool, typer.Option("--compile", help="use torch.compile")]
+Threads = Annotated[int, typer.Option(help="CPU threads; 0: PyTorch's default")]
+CpuTime = Annotated[bool, typer.Option("--cpu-time", help="measure CPU seconds, for shared machines")]
+Full = Annotated[bool, typer.Option("--full", help="measure everything, not only a few minutes' worth")]
+Out = Annotated[Path | None, typer.Option(help="also write all values to this JSON file, row by row")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="print the tables as Markdown")]
 
 
 @contextmanager
 def _clear_errors() -> Any:
-    """What cannot be measured is one message, not a trace."""
+    """Show errors as one message, without a traceback."""
     try:
         yield
     except (ValueError, ImportError) as error:
@@ -54,16 +52,16 @@ def _among(chosen: str, known: tuple[str, ...] | list[str], default: list[str], 
     names = [name.strip() for name in chosen.split(",") if name.strip()] or default
     for name in names:
         if name not in known:
-            raise ValueError(f"there is no {what} {name!r}; there are {', '.join(known)}")
+            raise ValueError(f"unknown {what} {name!r}; available: {', '.join(known)}")
     return names
 
 
 @bench_app.command()
 def latency(
-    tasks: Annotated[str, typer.Option(help="imdb-token, imdb-byte, listops, matching; listops when left out")] = "",
+    tasks: Annotated[str, typer.Option(help="imdb-token, imdb-byte, listops, matching; default: listops")] = "",
     attentions: Attentions = "",
-    batch: Annotated[int, typer.Option(help="documents; 0: one on the CPU, 32 on a GPU, as in the paper")] = 0,
-    length: Annotated[int, typer.Option(help="tokens per document; 0: the task's own")] = 0,
+    batch: Annotated[int, typer.Option(help="batch size; 0: 1 on the CPU, 32 on a GPU")] = 0,
+    length: Annotated[int, typer.Option(help="tokens per document; 0: the task's default")] = 0,
     device: Device = "",
     precision: Precision = "32-true",
     repeats: Repeats = 0,
@@ -75,7 +73,7 @@ def latency(
     out: Out = None,
     markdown: Markdown = False,
 ) -> None:
-    """One forward pass of the wide-attention study's models, deep against wide (its Tables 9 and 10)."""
+    """One forward pass of the wide-attention study's deep and wide models (its Tables 9 and 10)."""
     with _clear_errors():
         from dataclasses import replace
 
@@ -87,14 +85,16 @@ def latency(
         chosen = _among(tasks, list(TASKS), list(TASKS) if full else ["listops"], "task")
         names = names_of(attentions, STUDY_ATTENTIONS)
         how = _how(device, precision, repeats, budget, full, threads, compile=compile, cpu_time=cpu_time)
-        how = replace(how, memory=how.device == "cuda")  # the paper has none, and on the CPU it takes long
+        how = replace(
+            how, memory=how.device == "cuda"
+        )  # the paper has no memory figures, and measuring on the CPU is slow
         settings = {"batch": batch or bench.PAPER_BATCH[how.device], "length": length or "the task's"}
         report = Report("latency", how, settings, out)
         bench.measure(chosen, names, how, report, batch=batch, length=length)
         table = "10: batch 32 on an A100" if how.device == "cuda" else "9: one document on two EPYC 7763"
         notes = [
-            f"batch {settings['batch']}, {how.precision}{', processor seconds' if cpu_time else ''}; "
-            "medians of rounds in which deep and wide take turns.",
+            f"batch {settings['batch']}, {how.precision}{', CPU seconds' if cpu_time else ''}; "
+            "medians of rounds in which deep and wide alternate.",
             f"paper: Wide Attention Is The Way Forward For Transformers? (arXiv 2210.00640), Table {table}.",
         ]
         report.finish(bench.tables(report.records, how.device), notes, markdown)
@@ -102,9 +102,9 @@ def latency(
 
 @bench_app.command()
 def size(
-    tasks: Annotated[str, typer.Option(help="imdb-token, imdb-byte, listops, matching; all when left out")] = "",
+    tasks: Annotated[str, typer.Option(help="imdb-token, imdb-byte, listops, matching; default: all")] = "",
     attentions: Attentions = "",
-    cached: Annotated[bool, typer.Option(help="also the pyramid with and without a cache")] = True,
+    cached: Annotated[bool, typer.Option(help="also PVT with and without a cache")] = True,
     out: Out = None,
     markdown: Markdown = False,
 ) -> None:
@@ -122,7 +122,7 @@ def size(
             if cached:
                 bench.measure_cached(report, line)
         notes = [
-            "counted as there: MiB rounded up, with what the study's code holds more than ours (`weft size` says what)",
+            "counted as there: MiB rounded up, including parameters that only the study's code has (see `weft size`)",
             "papers: arXiv 2210.00640, Table 8; arXiv 2312.12742, Table 9.",
         ]
         report.finish(bench.tables(report.records), notes, markdown)
@@ -131,13 +131,13 @@ def size(
 @bench_app.command()
 def scaling(
     attentions: Attentions = "",
-    lengths: Annotated[str, typer.Option(help="joined by commas; 1024 to 16384, with --full to 65536")] = "",
-    batch: Annotated[int, typer.Option(help="0: 1 on the CPU, 16 on a GPU, as in the paper")] = 0,
+    lengths: Annotated[str, typer.Option(help="comma-separated; default: 1024 to 16384, with --full to 65536")] = "",
+    batch: Annotated[int, typer.Option(help="batch size; 0: 1 on the CPU, 16 on a GPU, as in the paper")] = 0,
     heads: int = 4,
     head_dim: int = 64,
-    causal: Annotated[bool, typer.Option("--causal/--bidirectional", help="BigBird is bidirectional only")] = False,
-    backward: Annotated[bool, typer.Option("--backward", help="forward and backward; forward only otherwise")] = False,
-    limit: Annotated[float, typer.Option(help="seconds; a mechanism that takes longer is not made longer")] = 20.0,
+    causal: Annotated[bool, typer.Option("--causal/--bidirectional", help="BigBird is only bidirectional")] = False,
+    backward: Annotated[bool, typer.Option("--backward", help="measure forward and backward")] = False,
+    limit: Annotated[float, typer.Option(help="seconds per call; stop a mechanism above it")] = 20.0,
     device: Device = "",
     precision: Precision = "32-true",
     repeats: Repeats = 0,
@@ -150,7 +150,7 @@ def scaling(
     out: Out = None,
     markdown: Markdown = False,
 ) -> None:
-    """Time and memory of attention over the length (Figure 3 of the Combiner paper)."""
+    """Time and memory of attention over length (Figure 3 of the Combiner paper)."""
     with _clear_errors():
         from ...attention import attention_info
         from . import scaling as bench
@@ -162,7 +162,7 @@ def scaling(
         try:
             numbers = sorted({int(part) for part in lengths.split(",")}) if lengths else []
         except ValueError:
-            raise ValueError(f"lengths are whole numbers joined by commas, got {lengths!r}") from None
+            raise ValueError(f"lengths must be comma-separated integers, got {lengths!r}") from None
         numbers = numbers or [2**p for p in range(10, 17 if full else 15)]
         if numbers[0] < 1 or min(heads, head_dim) < 1 or batch < 0:
             raise ValueError("lengths, heads and head_dim must be at least 1")
@@ -176,10 +176,10 @@ def scaling(
             backward=backward, limit=limit,
         )  # fmt: skip
         notes = [
-            f"{'causal' if causal else 'both ways'}, {'forward and backward' if backward else 'forward'}, batch "
+            f"{'causal' if causal else 'bidirectional'}, {'forward and backward' if backward else 'forward'}, batch "
             f"{batch}, {heads} heads of {head_dim}, {how.precision}"
             + (", processor seconds" if cpu_time else "")
-            + "; medians of rounds in which all take turns.",
+            + "; medians of rounds in which all alternate.",
             "paper: Combiner (arXiv 2107.05768), Figure 3: batch 16 on TPU v3-16, 1,024 to 16,384 tokens.",
         ]
         report.finish(bench.tables(report.records), notes, markdown)
@@ -191,10 +191,10 @@ def scaling(
 @bench_app.command()
 def cost(
     part: Annotated[str, typer.Option(help="attention, step or both")] = "both",
-    schedules: Annotated[str, typer.Option(help="such as S0,S16-L4; S0 and the paper's kinds when left out")] = "",
+    schedules: Annotated[str, typer.Option(help="such as S0,S16-L4; default: S0 and the paper's schedules")] = "",
     length: Annotated[int, typer.Option(help="tokens; 0: 4,096 on a GPU or with --full, else 2,048 and 1,024")] = 0,
     windows: Annotated[int, typer.Option(help="of attention alone")] = 4,
-    batch: Annotated[int, typer.Option(help="rows of a training step; 0: 2 on a GPU or with --full, else 1")] = 0,
+    batch: Annotated[int, typer.Option(help="batch size of a training step; 0: 2 on a GPU or with --full, else 1")] = 0,
     device: Device = "",
     precision: Precision = "32-true",
     repeats: Repeats = 0,
@@ -206,9 +206,9 @@ def cost(
     out: Out = None,
     markdown: Markdown = False,
 ) -> None:
-    """Training on random pathways against dense training (the cost columns of the subsampled-attention paper).
+    """Cost of subsampled and dense training (the cost columns of the subsampled-attention paper).
 
-    On a GPU, or with --full, the steps are those of the paper's Enwik8 model: 16 layers, width 1024, 4,096 bytes.
+    On a GPU, or with --full, the training steps use the paper's Enwik8 model: 16 layers, width 1024, 4,096 bytes.
     """
     with _clear_errors():
         from dataclasses import asdict, replace
@@ -217,14 +217,14 @@ def cost(
         from .report import Line, Report
 
         if part not in ("attention", "step", "both"):
-            raise ValueError(f"part is attention, step or both, got {part!r}")
+            raise ValueError(f"--part must be attention, step or both, got {part!r}")
         how = _how(device, precision, repeats, budget, full, threads, compile=compile, cpu_time=cpu_time)
         large = full or how.device == "cuda"
         shape = bench.ENWIK8 if large else bench.SMALL
         shape = replace(shape, length=length or shape.length, batch=batch or shape.batch)
         plans = [name.strip() for name in schedules.split(",") if name.strip()] or bench.schedules_for(shape.layers)
         for plan in plans:
-            bench.counted(shape, plan)  # a schedule that is none is refused before anything is measured
+            bench.counted(shape, plan)  # invalid schedules raise an error before anything is measured
         report = Report("cost", how, {"part": part, "step": asdict(shape)}, out)
         with Line((4 if part != "step" else 0) + (part != "attention")) as line:
             if part != "step":
@@ -233,16 +233,16 @@ def cost(
             if part != "attention":
                 bench.measure_steps(how, report, line, shape=shape, schedules=plans)
         notes = [
-            f"{how.precision}{', processor seconds' if cpu_time else ''}; medians of rounds in which all take turns.",
+            f"{how.precision}{', CPU seconds' if cpu_time else ''}; medians of rounds in which all alternate.",
             "paper: The Information Pathways Hypothesis (arXiv 2306.01705).",
         ]
         if part != "attention":
             gigabytes, milliseconds = bench.TABLE_7["Enwik8"]
             notes += [
                 f"steps: {shape.layers} layers, {shape.heads} heads of {shape.head_dim}, "
-                f"{shape.batch} x {shape.length:,} bytes. The paper's Table 7 has the dense model alone "
-                f"(Enwik8: {gigabytes} GB, {milliseconds} ms a step); its relative costs are not known to us, and "
-                "counted multiply-adds stand in for them.",
+                f"{shape.batch} x {shape.length:,} bytes. The paper's Table 7 has only the dense model "
+                f"(Enwik8: {gigabytes} GB, {milliseconds} ms per step). Its relative costs are not available to us, so "
+                "we show counted multiply-adds.",
             ]
         report.finish(bench.tables(report.records), notes, markdown)
 
@@ -250,7 +250,7 @@ def cost(
 @bench_app.command()
 def throughput(
     models: Annotated[str, typer.Option(help="pvt-tiny, …; vit-small, swin-tiny, pvtv2-b2 … from timm")] = "",
-    batch: Annotated[int, typer.Option(help="images; 0: 4 on the CPU, 256 on a GPU")] = 0,
+    batch: Annotated[int, typer.Option(help="batch size; 0: 4 on the CPU, 256 on a GPU")] = 0,
     device: Device = "",
     precision: Precision = "32-true",
     repeats: Repeats = 0,
@@ -262,7 +262,7 @@ def throughput(
     out: Out = None,
     markdown: Markdown = False,
 ) -> None:
-    """Images per second with and without a cache, training and test (Table 9 of the cache paper)."""
+    """Images per second with and without a cache, in training and inference (Table 9 of the cache paper)."""
     with _clear_errors():
         from . import throughput as bench
         from .report import Report
@@ -274,8 +274,8 @@ def throughput(
         report = Report("throughput", how, {"batch": batch}, out)
         bench.measure(chosen, how, report, batch=batch)
         notes = [
-            f"batch {batch}, {how.precision}{', processor seconds' if cpu_time else ''}, half of the channels cached; "
-            "medians of rounds in which both take turns.",
+            f"batch {batch}, {how.precision}{', CPU seconds' if cpu_time else ''}, half of the channels cached; "
+            "medians of rounds in which both alternate.",
             "paper: Cached Transformers (arXiv 2312.12742), Table 9: one V100.",
         ]
         report.finish(bench.tables(report.records), notes, markdown)

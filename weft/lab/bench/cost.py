@@ -1,12 +1,12 @@
-"""What training on random pathways costs, against dense training: attention alone, and whole training steps.
+"""Cost of subsampled and dense training: attention alone, and whole training steps.
 
-The Information Pathways Hypothesis, https://arxiv.org/abs/2306.01705, Table 7 and the cost columns beside its results
+The Information Pathways Hypothesis, https://arxiv.org/abs/2306.01705, Table 7 and the cost columns of its results
 
-    share   sampled legal pairs / dense legal pairs: what attention would cost if nothing but pairs counted
-    counted multiply-adds of the whole model with its schedule / of the dense one (S0), a pair counted once
+    share   sampled legal pairs / dense legal pairs: the relative cost of attention if only pairs counted
+    counted multiply-adds of the whole model with its schedule / of the dense one (S0); each pair counts once
 
-Dense and sampled take turns. Without a bias dense attention never holds its L² logits (PyTorch's fused kernel), and
-there is little memory to save; with one (ALiBi, as in the paper's language models) it does.
+Dense and sampled calls alternate. Without a bias, dense attention never stores its L² logits (PyTorch's fused kernel),
+so there is little memory to save; with a bias (ALiBi, as in the paper's language models) it does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KINDS = {
     "causal": (True, False),
     "causal, ALiBi": (True, True),
 }
-SHARES = 3  # draws whose share of pairs is counted, all of them before the clock starts on a GPU
+SHARES = 3  # number of draws to count pairs for; on a GPU, all before timing starts
 ADAM_BYTES = 12  # per parameter: the weight and Adam's two moments
 # Table 7, the dense baseline (S0): GB per GPU and milliseconds per step.
 TABLE_7 = {"WikiText-103": (21.3, 492), "Enwik8": (30.5, 628), "CIFAR-10": (29.1, 1059), "ImageNet-1k": (4.0, 146)}
@@ -61,12 +61,12 @@ SMALL = Shape(layers=4, dim=128, heads=4, mlp_dim=512, length=1024, batch=1)
 
 
 def schedules_for(layers: int) -> list[str]:
-    """S0 and the paper's kinds of schedule, for this depth: all layers, or the last three quarters."""
+    """S0 and the paper's schedules for this depth: all layers, or the last three quarters."""
     return ["S0", *(f"S{layers}-L{windows}" for windows in (2, 4, 6)), f"S{max(1, layers * 3 // 4)}-L8"]
 
 
 def counted(shape: Shape, schedule: str) -> float:
-    """Multiply-adds of the model with this schedule, relative to the dense one: a causal L²/2 counts as L²."""
+    """Multiply-adds of the model with this schedule, relative to the dense one; causal L²/2 counts as L²."""
     dense = shape.layers * (4 * shape.dim**2 + 2 * shape.dim * shape.mlp_dim)
     attention = 2 * shape.length * shape.dim
     if schedule == "S0":
@@ -78,7 +78,7 @@ def counted(shape: Shape, schedule: str) -> float:
 
 
 def pair_share(sources: Tensor, length: int, causal: bool) -> float:
-    """The share of legal pairs that were sampled; sources (windows, sources per window)."""
+    """The fraction of legal pairs that were sampled; sources (windows, sources per window)."""
     if not causal:
         return sources.shape[1] / length
     targets = torch.arange(length, device=sources.device).view(sources.shape[0], -1)
@@ -89,7 +89,7 @@ def pair_share(sources: Tensor, length: int, causal: bool) -> float:
 def forward_backward(
     attn: Any, how: How, qkv: Sequence[Tensor], grad: Tensor, bias: ALiBi | None, shares: list[float] | None
 ) -> Call:
-    """One pass there and back; `shares` takes the share of pairs of the first few calls."""
+    """One forward and backward pass; appends the share of pairs of the first few calls to `shares`."""
     model = how.place(attn)
 
     def call() -> None:
@@ -104,9 +104,9 @@ def forward_backward(
 def measure_attention(
     how: How, report: Report, line: Line, *, length: int, windows: int, heads: int = 8, head_dim: int = 64
 ) -> None:
-    """Forward and backward of attention alone, dense and sampled, one record for every kind."""
+    """Forward and backward of attention alone, dense and sampled; one record per kind."""
     if length % windows:
-        raise ValueError(f"the share of pairs is counted in whole windows: {length} does not divide into {windows}")
+        raise ValueError(f"length={length} must be divisible by windows={windows} to count the share of pairs")
     for kind, (causal, alibi) in KINDS.items():
         line.next(f"attention alone, {kind}, {length:,} tokens, {windows} windows")
         torch.manual_seed(0)
@@ -156,7 +156,7 @@ def training_step(shape: Shape, schedule: str, how: How) -> Call:
 
 
 def measure_steps(how: How, report: Report, line: Line, *, shape: Shape, schedules: Sequence[str]) -> None:
-    """One record for every schedule; all of them take turns."""
+    """One record per schedule; all schedules alternate."""
     line.next(f"training steps of {', '.join(schedules)}, {shape.length:,} tokens x {shape.batch}")
     calls: dict[str, Call] = {}
     trouble: dict[str, str] = {}
@@ -174,7 +174,7 @@ def measure_steps(how: How, report: Report, line: Line, *, shape: Shape, schedul
         record: dict[str, Any] = {"part": "step", "schedule": schedule, "counted": counted(shape, schedule)}
         record |= {"error": trouble[schedule]} if schedule in trouble else found[schedule].record()
         if "peak_mib" in record:
-            record["peak_mib"] += held[schedule]  # the paper's memory is all of it
+            record["peak_mib"] += held[schedule]  # the paper reports the total memory
         records.append(record)
     dense = next((r for r in records if r["schedule"] == "S0"), {})
     for record in records:

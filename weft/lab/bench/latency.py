@@ -1,9 +1,9 @@
-"""Deep against wide: latency of the wide-attention study's models, beside its Tables 9 (CPU) and 10 (GPU).
+"""Latency of the wide-attention study's deep and wide models, compared with its Tables 9 (CPU) and 10 (GPU).
 
 Wide Attention Is The Way Forward For Transformers?, https://arxiv.org/abs/2210.00640
 
-One forward pass of random documents of full length: one document on the CPU, 32 on a GPU, as in the paper. The two
-shapes of an attention take turns; deep / wide says how many times faster the wide one is.
+One forward pass over random full-length documents: one document on the CPU, 32 on a GPU, as in the paper. The two
+shapes of an attention alternate; deep / wide is the speedup of the wide one.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ TABLE_10 = {
 }
 PAPER = {"cpu": TABLE_9, "cuda": TABLE_10}
 PAPER_BATCH = {"cpu": 1, "cuda": 32}
-NOT_IN_THE_MEAN = {"cpu": (), "cuda": ("synthesizer",)}  # as the paper has it: two of its cells are seconds
+NOT_IN_THE_MEAN = {"cpu": (), "cuda": ("synthesizer",)}  # as in the paper: two of its cells take seconds
 
 
 def printed(task: str, attention: str, device: str, batch: int, length: int) -> tuple[float, float] | None:
-    """The paper's milliseconds, deep and wide, where it measured the same thing."""
+    """The paper's milliseconds, deep and wide, if it measured the same setting."""
     if length or batch != PAPER_BATCH[device] or attention not in PAPER[device]:
         return None
     return PAPER[device][attention][list(TASKS).index(task)]
@@ -90,7 +90,7 @@ def measure(
                     for key, timing in take_turns(calls, how).items():
                         record[key] |= timing.record()
                     del calls
-                except Exception as error:  # such as mixed attention whose heads do not divide
+                except Exception as error:  # e.g. mixed attention with an indivisible number of heads
                     record["error"] = reason(error)
                 record["ratio"] = ratio(record["deep"].get("ms"), record["wide"].get("ms"))
                 theirs = printed(task, name, how.device, batch, length)

@@ -1,7 +1,7 @@
-"""Parameters and multiply-adds of the pyramid and of timm's models, plain and cached, beside the cache paper's figures.
+"""Parameters and multiply-adds of PVT and timm models, plain and cached, compared with the cache paper.
 
-Counted by running one 224 x 224 image in training mode on shapes without memory: every product of matrices and every
-convolution, no biases, norms or softmax.
+Counted for one 224 x 224 image in training mode on meta tensors: all matrix products and convolutions, without biases,
+norms and softmax.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TIMM_MODELS = ("vit_small_patch16_224", "pvt_v2_b2", "pvt_v2_b3", "pvt_v2_b4", "
 class CostRow:
     """One model: parameters, and multiply-adds for one image.
 
-    `products` are those of the cached branch's scores and values, which the paper's figures seem to leave out.
+    `products` are the matrix products of the cached branch (scores and values), which the paper seems not to count.
     """
 
     model: str
@@ -42,12 +42,12 @@ class CostRow:
 
     @property
     def as_printed(self) -> float:
-        """G multiply-adds, counted as the paper seems to."""
+        """G multiply-adds, as the paper seems to count them."""
         return (self.multiply_adds - self.products) / 1e9
 
 
 def multiply_adds(model: nn.Module, *inputs: Any) -> tuple[int, int]:
-    """All multiply-adds of one forward, and those of them that are a cached branch's scores and values."""
+    """Total multiply-adds of one forward pass, and those of the cached branches' scores and values."""
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(*inputs)
     products = sum(
@@ -70,7 +70,7 @@ def pvt_sizes(presets: Iterable[str] = ("paper", "authors")) -> list[CostRow]:
             rows.append(cost(name, pvt(size), None, "", plain))
             rows += [cost(name, pvt(size, cached=True, preset=p), 0.5, p, cached) for p in presets]
         for ratio, printed in PRINTED_BY_RATIO.items():
-            if ratio != 0.5:  # that is the row above
+            if ratio != 0.5:  # already in the row above
                 rows += [
                     cost("PVT-Tiny", pvt("tiny", cached=True, ratio=ratio, preset=p), ratio, p, printed)
                     for p in presets
@@ -79,7 +79,7 @@ def pvt_sizes(presets: Iterable[str] = ("paper", "authors")) -> list[CostRow]:
 
 
 def timm_sizes(names: Iterable[str] = TIMM_MODELS) -> list[CostRow]:
-    """The paper's other hosts, from timm, plain and cached in place; the paper prints no counts for them."""
+    """The paper's other models, from timm, plain and cached; the paper prints no counts for them."""
     import timm
 
     from ...adapt.surgery import cache
@@ -113,6 +113,6 @@ def show_costs(rows: Iterable[CostRow]) -> None:
     console = Console()
     console.print(table)
     console.print(
-        "less products: without the cached branch's scores and values, which is where the paper's figures lie\n"
-        "(Cached Transformers, arXiv 2312.12742, Tables 9 and 10); the last column compares these."
+        "less products: without the cached branch's scores and values, which is close to the paper's values\n"
+        "(Cached Transformers, arXiv 2312.12742, Tables 9 and 10). The last column compares these."
     )

@@ -1,10 +1,9 @@
-"""Time and memory of a mechanism over the length, beside `full`: Figure 3 of the Combiner paper.
+"""Time and memory of mechanisms over length, compared with `full`: Figure 3 of the Combiner paper.
 
 Combiner: Full Attention Transformer with Sparse Computation Cost, https://arxiv.org/abs/2107.05768
 
-Attention alone, q, k, v in, out. At every length all mechanisms take turns on the same q, k, v. The exponent is the
-slope of a straight line through log(cost) over log(length). The figure prints no numbers; what its text says of it
-stands in CLAIMS.
+Attention only, without projections. At every length, all mechanisms alternate on the same q, k, v. The exponent is the
+slope of a linear fit of log(cost) over log(length). The figure prints no numbers; CLAIMS has the claims of its text.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ FIGURE_3 = (
     "combiner-axial",
     "combiner-mixture",
 )
-CLAIMS = (  # a, b and what the paper says of cost(a) / cost(b)
+CLAIMS = (  # a, b, and the paper's claim about cost(a) / cost(b)
     ("combiner-fixed", "sparse", "about 1"),
     ("combiner-axial", "axial", "about 1"),
     ("combiner-fixed", "performer", "about 1"),
@@ -41,12 +40,12 @@ CLAIMS = (  # a, b and what the paper says of cost(a) / cost(b)
 
 
 def attend(name: str, qkv: Sequence[torch.Tensor], causal: bool, backward: bool, how: How) -> Call:
-    """One call of the mechanism, with the gradients of q, k and v where `backward`."""
+    """One call of the mechanism, with the gradients of q, k and v if `backward`."""
     _, H, L, D = qkv[0].shape
     with torch.device(how.device):
         attn = how.place(make_attention(name, heads=H, head_dim=D, causal=causal, max_length=L).eval())
 
-    gradient = torch.randn_like(qkv[0])  # a sum's would be one number with strides of 0, which some products dislike
+    gradient = torch.randn_like(qkv[0])  # a sum would give strides of 0, which some kernels do not support
 
     def call() -> None:
         if backward:
@@ -71,7 +70,7 @@ def measure(
     backward: bool = False,
     limit: float = 20.0,
 ) -> None:
-    """Add one record for every length and mechanism; one whose call took over `limit` seconds is not made longer."""
+    """Add one record per length and mechanism; skip longer lengths once a call takes over `limit` seconds."""
     ended: dict[str, str] = {}
     with Line(len(lengths)) as line:
         for L in lengths:
@@ -90,7 +89,7 @@ def measure(
                     continue
                 try:
                     calls[name] = attend(name, qkv, causal, backward, how)
-                except Exception as error:  # a mechanism that cannot is a line in the table
+                except Exception as error:  # show failures in the table
                     found[name] = Timing(error=reason(error))
             found |= take_turns(calls, how)
             for name in names:
@@ -101,7 +100,7 @@ def measure(
                 if found[name].error:
                     ended.setdefault(name, found[name].error)
                 elif found[name].median > limit:
-                    ended[name] = f"over {limit:g} s a call"
+                    ended[name] = f"over {limit:g} s per call"
             calls.clear()
             forget(how)
 
@@ -116,7 +115,7 @@ def exponent(lengths: Sequence[int], costs: Sequence[float | None]) -> float | N
 
 
 def costs(records: Sequence[dict[str, Any]], what: str) -> dict[str, dict[int, float | None]]:
-    """mechanism -> length -> figure."""
+    """mechanism -> length -> value."""
     found: dict[str, dict[int, float | None]] = {}
     for record in records:
         found.setdefault(record["attention"], {})[record["length"]] = record.get(what)
@@ -124,7 +123,7 @@ def costs(records: Sequence[dict[str, Any]], what: str) -> dict[str, dict[int, f
 
 
 def tables(records: Sequence[dict[str, Any]]) -> list[Table]:
-    """Time, the same as a share of `full`, memory, and what the paper says at the longest length."""
+    """Time, time relative to `full`, memory, and the paper's claims at the longest length."""
     lengths = sorted({record["length"] for record in records})
     heads = ["", *(f"{L:,}" for L in lengths)]
     trouble = {(r["attention"], r["length"]): r["error"] for r in records if "error" in r}
@@ -150,7 +149,7 @@ def tables(records: Sequence[dict[str, Any]]) -> list[Table]:
 
 
 def crossover(records: Sequence[dict[str, Any]], name: str) -> str:
-    """The length from which on the mechanism is faster than `full`."""
+    """The length from which the mechanism is faster than `full`."""
     shares = {L: share for L, share in costs(records, "of_full")[name].items() if share is not None}
     slower = [L for L, share in shares.items() if share >= 1]
     later = [L for L in shares if L > max(slower, default=0)]
@@ -158,9 +157,9 @@ def crossover(records: Sequence[dict[str, Any]], name: str) -> str:
 
 
 def claims(records: Sequence[dict[str, Any]]) -> list[Table]:
-    """What the paper says of its figure, beside the ratios at the longest length both were measured at."""
+    """The paper's claims about its figure, and our ratios at the longest common length."""
     time, memory = costs(records, "ms"), costs(records, "peak_mib")
-    found = Table("what the paper says of Figure 3 (no numbers are printed)", ["", "length", "time", "memory", "paper"])
+    found = Table("claims about Figure 3 (the paper prints no numbers)", ["", "length", "time", "memory", "paper"])
     for a, b, says in CLAIMS:
         both = [L for L in time.get(a, {}) if time[a][L] and time.get(b, {}).get(L)]
         if both:
@@ -175,7 +174,7 @@ def _share(a: float | None, b: float | None) -> str:
 
 
 def plot(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Time and memory over the length, both axes logarithmic."""
+    """Plot time and memory over length, with logarithmic axes."""
     try:
         import matplotlib
 

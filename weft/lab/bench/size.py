@@ -1,6 +1,6 @@
 """Sizes as ratios: wide / deep (Table 8 of the wide-attention study), cached / plain (Table 9 of the cache paper).
 
-`weft size` prints the counts themselves.
+`weft size` prints the counts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def measure_study(tasks: Sequence[str], names: Sequence[str], report: Report, li
                 record[key] = {"shape": row.shape, "parameters": row.parameters, "mib": mebibytes}
             record["ratio"] = wide.parameters / deep.parameters
             as_theirs = [float(checkpoint_size(row.published)) for row in (deep, wide)]
-            record["as_published"] = as_theirs[1] / as_theirs[0]  # with what their code holds more, rounded up
+            record["as_published"] = as_theirs[1] / as_theirs[0]  # with the extra parameters of their code, rounded up
             if deep.printed and wide.printed:
                 theirs = float(deep.printed), float(wide.printed)
                 record["paper"] = {"deep_mib": theirs[0], "wide_mib": theirs[1], "ratio": theirs[1] / theirs[0]}
@@ -33,10 +33,10 @@ def measure_study(tasks: Sequence[str], names: Sequence[str], report: Report, li
 
 
 def measure_cached(report: Report, line: Line) -> None:
-    """One record for every size of the pyramid."""
+    """One record per PVT size."""
     from .pvt_sizes import pvt_sizes
 
-    line.next("the pyramid, plain and cached")
+    line.next("PVT, plain and cached")
     plain = None
     for row in pvt_sizes(presets=("paper",)):
         if row.ratio is None:

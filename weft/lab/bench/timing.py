@@ -1,9 +1,9 @@
-"""Measuring for `weft bench`: calls that take turns, their medians, the memory they hold.
+"""Measurements for `weft bench`: alternating calls, their medians and their memory.
 
     round r:   a, b, c        round r + 1:   c, b, a        …
 
-What is compared is measured in the same rounds, so that a ratio survives a machine that others use. On a GPU every
-call is waited for, before its clock starts and before it stops.
+Variants are measured in the same rounds, so that ratios are reliable on a shared machine. On a GPU, every call is
+synchronised before its timer starts and before it stops.
 """
 
 from __future__ import annotations
@@ -24,49 +24,49 @@ from torch import nn
 from ...attention import attention_info, attentions
 
 PRECISIONS = ("32-true", "tf32", "bf16-mixed", "bf16-true")
-WARMUP = {"cpu": 1, "cuda": 2}  # calls that do not count
+WARMUP = {"cpu": 1, "cuda": 2}  # warm-up calls
 Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class How:
-    """How to measure: on what, in which precision, how often."""
+    """How to measure: device, precision, number of rounds."""
 
     device: str = "cpu"
     precision: str = "32-true"
-    repeats: int = 10  # rounds, fewer when they take longer than `budget`
-    budget: float = 8.0  # seconds for the rounds of one comparison; one round is always done
+    repeats: int = 10  # rounds; fewer if they take longer than `budget`
+    budget: float = 8.0  # seconds for the rounds of one comparison; there is always at least one round
     compile: bool = False
-    cpu_time: bool = False  # processor seconds of all threads, for a machine that others use
+    cpu_time: bool = False  # CPU seconds of all threads, for shared machines
     memory: bool = True
 
     def __post_init__(self) -> None:
         if self.device not in WARMUP:
-            raise ValueError(f"device is {' or '.join(WARMUP)}, got {self.device!r}")
+            raise ValueError(f"device must be {' or '.join(WARMUP)}, got {self.device!r}")
         if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("there is no CUDA device here: use --device cpu")
+            raise ValueError("no CUDA device is available: use --device cpu")
         if self.precision not in PRECISIONS:
-            raise ValueError(f"precision is one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+            raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
         if self.precision == "tf32" and self.device != "cuda":
-            raise ValueError("tf32 is a way GPUs multiply: use --precision 32-true on the CPU")
+            raise ValueError("tf32 needs a GPU: use --precision 32-true on the CPU")
         if self.cpu_time and self.device != "cpu":
-            raise ValueError("--cpu-time counts processor seconds: a GPU's work is not among them")
+            raise ValueError("--cpu-time does not measure GPU work: remove it, or use --device cpu")
         if self.repeats < 1 or self.budget <= 0:
             raise ValueError(f"repeats must be at least 1 and the budget positive, got {self.repeats}, {self.budget}")
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and inputs; mixed precision leaves both in float32."""
+        """The dtype of weights and inputs; with mixed precision, both are float32."""
         return torch.bfloat16 if self.precision == "bf16-true" else torch.float32
 
     def place(self, model: nn.Module) -> Any:
-        """The model where it is measured, compiled where that was asked for."""
+        """The model on its device, compiled if requested."""
         model = model.to(device=self.device, dtype=self.dtype)
         return torch.compile(model) if self.compile else model
 
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
-        """Autocast and TF32 as `precision` says."""
+        """Set autocast and TF32 according to `precision`."""
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
         try:
@@ -82,11 +82,11 @@ class How:
 
 @dataclass
 class Timing:
-    """What one call took, round by round."""
+    """The time of one call, round by round."""
 
     seconds: list[float] = field(default_factory=list)
-    memory: int | None = None  # bytes held at the worst moment beyond those held before the call
-    error: str = ""  # why it could not be measured
+    memory: int | None = None  # peak bytes that the call adds
+    error: str = ""  # why the measurement failed
 
     @property
     def median(self) -> float:
@@ -102,9 +102,9 @@ class Timing:
 
 
 def take_turns(calls: Mapping[str, Call], how: How) -> dict[str, Timing]:
-    """Warm every call up, measure its memory, then let them take turns until the rounds or the budget are used up.
+    """Warm up every call, measure its memory, then alternate until the rounds or the budget are used up.
 
-    A call that fails is left out of the rounds; its Timing says why.
+    A call that fails is excluded from the rounds; its Timing has the error.
     """
     found = {name: Timing() for name in calls}
     clock = time.process_time if how.cpu_time else time.perf_counter
@@ -114,7 +114,7 @@ def take_turns(calls: Mapping[str, Call], how: How) -> dict[str, Timing]:
             return
         try:
             work()
-        except Exception as error:  # one that cannot is a line in the table, not the end of it
+        except Exception as error:  # show failures in the table, and continue
             found[name].error = reason(error)
             if how.device == "cuda":
                 torch.cuda.empty_cache()
@@ -154,7 +154,7 @@ def reason(error: BaseException) -> str:
 
 
 def peak_memory(call: Call, device: str) -> int:
-    """Bytes that the tensors made by `call` hold at its worst moment, by PyTorch's own account."""
+    """Peak bytes of the tensors that `call` creates, as counted by PyTorch."""
     if device == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -177,7 +177,7 @@ def peak_memory(call: Call, device: str) -> int:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """The profiler writes its own notes to the process's error stream, past Python."""
+    """Hide the profiler's output, which goes directly to the process's stderr."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 2)
@@ -189,7 +189,7 @@ def _silence() -> Iterator[None]:
 
 
 def forget(how: How) -> None:
-    """Give back what the last comparison held, models in reference cycles too."""
+    """Free the memory of the last comparison, including models in reference cycles."""
     gc.collect()
     if how.device == "cuda":
         torch.cuda.empty_cache()
@@ -198,17 +198,17 @@ def forget(how: How) -> None:
 
 
 def ratio(above: float | None, below: float | None) -> float | None:
-    """above / below, or None where either is missing."""
+    """above / below, or None if either is missing."""
     return above / below if above and below and above == above and below == below else None
 
 
 def names_of(chosen: str, default: Sequence[str], causal: bool = False) -> list[str]:
-    """Mechanisms by name: joined by commas, `all` for every one of this direction, empty for the default."""
+    """Comma-separated mechanisms; `all` for all that support this direction, empty for the default."""
     if chosen == "all":
         infos = [attention_info(name) for name in attentions()]
         return [info.name for info in infos if (info.causal if causal else info.bidirectional)]
     names = [name.strip() for name in chosen.split(",") if name.strip()] or list(default)
     for name in names:
         if name != "mixed":
-            attention_info(name)  # an unknown name is refused with the nearest one
+            attention_info(name)  # raises an error with suggestions for unknown names
     return names
