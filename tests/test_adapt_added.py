@@ -56,7 +56,7 @@ def test_a_layer_of_ones_own():
     report.undo()
     assert type(model[0]) is CausalSelfAttention and torch.equal(model(x), before)
     assert "cannot be" in weft.swap(model, "bigbird").refused["0"]
-    with pytest.raises(TypeError, match="a class of nn.Module"):
+    with pytest.raises(TypeError, match="a subclass of nn.Module"):
         weft.adapt.add_layer(reader, reader, shape=lambda layer: (1, 1))
 
 
@@ -79,5 +79,5 @@ def test_subclasses_of_multihead_attention():
     weft.swap(layer, "linear").undo()
     report.undo()
     assert type(layer) is Named
-    with pytest.warns(UserWarning, match="a forward of its own"):
+    with pytest.warns(UserWarning, match="overrides forward"):
         assert not weft.swap(Scaled(24, 4), "linear").replaced

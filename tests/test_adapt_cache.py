@@ -147,7 +147,7 @@ def test_options_where_and_what_is_left():
     decoder = torch.nn.TransformerDecoderLayer(24, 4, batch_first=True)
     assert set(weft.cache(decoder).left) == {"self_attn", "multihead_attn"}
     assert weft.cache(decoder, delayed=True).replaced == ["self_attn"]
-    with pytest.raises(ValueError, match="wrap it"):
+    with pytest.raises(ValueError, match="use weft.CachedAttention"):
         weft.cache(weft.MultiheadAttention(24, 4))
 
 

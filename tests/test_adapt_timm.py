@@ -98,7 +98,7 @@ def test_masks_and_causality():
     changed[:, 5:] += 1
     torch.testing.assert_close(linear(x, is_causal=True)[:, :5], linear(changed, is_causal=True)[:, :5], **CLOSE)
     assert not torch.allclose(linear(x)[:, :5], linear(changed)[:, :5], atol=1e-3)
-    with pytest.raises(ValueError, match="'full' takes one"):
+    with pytest.raises(ValueError, match="use 'full'"):
         linear(x, attn_mask=pairs)
     with pytest.raises(ValueError, match="prefix"):
         weft.timm.layer("full", prefix=1)(48, num_heads=4)(x, is_causal=True)

@@ -178,7 +178,7 @@ def test_an_unknown_name_is_refused():
     for command in ("latency", "scaling", "size"):
         found = invoke(command, "--attentions", "combiner-fixd")
         assert found.exit_code == 2 and "combiner-fixed" in found.output, command
-    assert "there is no task 'chess'" in invoke("latency", "--tasks", "chess").output
+    assert "unknown task 'chess'" in invoke("latency", "--tasks", "chess").output
     assert "comma-separated" in invoke("scaling", "--lengths", "1k").output
     assert "there is no model 'resnet'" in invoke("throughput", "--models", "resnet").output
     assert "S12-L8" in invoke("cost", "--schedules", "L4").output

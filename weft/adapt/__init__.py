@@ -1,4 +1,4 @@
-"""Getting into other people's models: transformers, timm, torch.nn, and surgery on any of them."""
+"""weft mechanisms in existing models: transformers, timm, torch.nn, and `swap` and `cache` for any of them."""
 
 from .added import add_layer
 

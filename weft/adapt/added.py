@@ -1,4 +1,4 @@
-"""Attention layers of your own, for `weft.swap`.
+"""Register your own attention layers for `weft.swap`.
 
 def reader(layer, attend, x):
     q, k, v = layer.c_attn(x).unflatten(-1, (3, layer.n_head, -1)).permute(2, 0, 3, 1, 4)
@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-LAYERS: dict[type, Added] = {}  # both the class as it was and the one it becomes
+LAYERS: dict[type, Added] = {}  # both the original class and its swapped subclass
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ def add_layer(
 ) -> None:
     """Let `weft.swap` change layers of class `cls`.
 
-    `reader(layer, attend, *args, **kwargs)` is the layer's forward with `attend(q, k, v, mask=None, causal=...)` where
-    it computes attention: q, k, v and the result are (B, H, L, D), logits are scaled by 1/√D, mask (B, Lk) is True
-    where a token is real. `shape(layer)` gives heads and head size. `causal` says how the reader calls `attend` (None:
-    either way), `cross` that keys come from another sequence.
+    `reader(layer, attend, *args, **kwargs)` is the layer's forward, with attention computed by
+    `attend(q, k, v, mask=None, causal=...)`: q, k, v and the result are (B, H, L, D), logits are scaled by 1/√D, mask
+    (B, Lk) is True for real tokens. `shape(layer)` returns heads and head size. `causal` is the value that the reader
+    passes to `attend` (None: both occur). `cross` means that keys come from another sequence.
     """
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-        raise TypeError(f"add_layer takes a class of nn.Module, got {cls!r}")
+        raise TypeError(f"add_layer needs a subclass of nn.Module, got {cls!r}")
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return reader(self, self.weft, *args, **kwargs)

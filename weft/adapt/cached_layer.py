@@ -1,7 +1,7 @@
-"""A layer of transformers in cached attention.
+"""Cached attention around a transformers layer.
 
-Such a layer is called with keywords, and with a mask that holds padding and causality at once; `CachedAttention` takes
-x and asks which tokens are real. The mask tells: a token that no query may read is padding.
+transformers calls its layers with keyword arguments and one mask for padding and causality, but `CachedAttention` needs
+x and the real tokens. A token that no query may read is padding.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ QUERIES = ("q_proj", "query", "q", "q_lin", "to_q", "linear_q", "q_a_proj", "qkv
 
 
 class CachedLayer(nn.Module):
-    """`weft.CachedAttention` around an attention layer of transformers, called as that layer is.
+    """`weft.CachedAttention` around a transformers attention layer, with the same call signature.
 
-    Its attributes are the layer's own where a model asks for them; `share` is σ(λ) per head.
+    Other attributes are forwarded to the layer; `share` is σ(λ) per head.
     """
 
     cached: CachedAttention
@@ -33,11 +33,11 @@ class CachedLayer(nn.Module):
         super().__init__()
         dim, heads = width_and_heads(layer)
         self.cached = CachedAttention(layer, ratio, dim=dim, heads=heads, **options)
-        self.both_ways = False  # a mask was seen, and it showed the layer what follows as well as what went before
+        self.both_ways = False  # a bidirectional mask was seen
 
     @property
     def share(self) -> Tensor:
-        """σ(λ) per head: how much of the output the cached branch gives."""
+        """σ(λ) per head: the weight of the cached branch in the output."""
         return self.cached.share
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -47,15 +47,15 @@ class CachedLayer(nn.Module):
         return self.cached(hidden_states, *args, valid=self._real(hidden_states, mask), **kwargs)
 
     def _refuse_past(self, named: dict[str, Any]) -> None:
-        """A step of generate() is no training step, and no segment."""
+        """Reject generate() with past keys in training: a decoding step is not a segment."""
         past = next((value for value in named.values() if isinstance(value, Cache)), None)
         if past is None or not self._writes:
             return
         past = past.self_attention_cache if isinstance(past, EncoderDecoderCache) else past
         if int(past.get_seq_length(getattr(self.cached.inner, "layer_idx", None) or 0)) > 0:
             raise ValueError(
-                "with past keys and values a call is a part of a sequence, and this one would be written into the "
-                "cache of cached attention: call model.eval() before generate(), and leave eval_update off"
+                "a call with past keys and values has only part of a sequence, and would write it to the cache of "
+                "cached attention: call model.eval() before generate(), and do not use eval_update"
             )
 
     def _real(self, x: Tensor, mask: Any) -> Tensor | None:
@@ -63,7 +63,7 @@ class CachedLayer(nn.Module):
         if isinstance(mask, WeftMask):
             if says_causal(mask) and not self.cached.options.delayed:
                 raise ValueError(
-                    "the layer is used causally: a cache of the current segment would leak; give delayed=True"
+                    "the layer is causal, and a cache of the current segment would leak the future: give delayed=True"
                 )
             mask = read(mask)
             if mask is None:
@@ -72,16 +72,16 @@ class CachedLayer(nn.Module):
             return None
         B, T = x.shape[:2]
         if isinstance(mask, Tensor) and mask.shape[1:] == (T, T) and B % mask.shape[0] == 0:
-            # Windows of an image, several to each sample: the mask parts what the shift has brought together.
+            # Several windows per image: the mask separates regions that the shift has joined.
             return torch.ones(B, T, dtype=torch.bool, device=x.device)
         if not isinstance(mask, Tensor) or mask.dim() not in (2, 4) or mask.shape[0] not in (1, B):
             raise ValueError(
-                f"a {type(mask).__name__} {tuple(getattr(mask, 'shape', ()))} does not tell which tokens are padding: "
+                f"cannot read the padding from a {type(mask).__name__} {tuple(getattr(mask, 'shape', ()))}: "
                 "use attn_implementation='sdpa' or 'eager'"
             )
         if mask.shape[-1] != T:
             if self._writes:
-                raise ValueError(f"the mask is for {mask.shape[-1]} keys, and the layer is fed {T} tokens to write")
+                raise ValueError(f"the mask has {mask.shape[-1]} keys, but the layer gets {T} tokens to write")
             return torch.ones(B, T, dtype=torch.bool, device=x.device)  # the new tokens of a step of generate()
         allowed = mask if mask.dtype == torch.bool else mask > _hidden(mask)
         if mask.dim() == 2:
@@ -92,7 +92,7 @@ class CachedLayer(nn.Module):
         return real
 
     def _refuse_to_leak(self, mask: Tensor, allowed: Tensor, real: Tensor) -> None:
-        """Some layers are causal by their mask alone, and do not say so."""
+        """Reject masks that make an unmarked layer causal."""
         if self.cached.options.delayed or self.both_ways:
             return
         if mask.dim() == 4:
@@ -113,11 +113,11 @@ class CachedLayer(nn.Module):
 
 
 def uncacheable(layer: Layer) -> str:
-    """Why this layer of transformers takes no cache; "" if it does."""
+    """Why this transformers layer cannot have a cache; "" if it can."""
     if layer.causal is None:
         return layer.trouble
     if list(inspect.signature(type(layer.module).forward).parameters)[1:2] != ["hidden_states"]:
-        return "it is not called with hidden_states"
+        return "its forward does not take hidden_states"
     try:
         width_and_heads(layer.module)
     except ValueError as why:
@@ -126,24 +126,24 @@ def uncacheable(layer: Layer) -> str:
 
 
 def width_and_heads(layer: Any) -> tuple[int, int]:
-    """Channels and heads of a layer of transformers, as its projections and its config tell."""
+    """Channels and heads of a transformers layer, from its projections and config."""
     config = layer.config
     projection: Any = next((getattr(layer, name) for name in QUERIES if hasattr(layer, name)), None)
     if isinstance(projection, nn.Linear):
         dim = projection.in_features
-    elif hasattr(projection, "nf"):  # transformers' Conv1D, a linear layer with its weight the other way round
+    elif hasattr(projection, "nf"):  # transformers' Conv1D, a linear layer with a transposed weight
         dim = projection.weight.shape[0]
     else:
         dim = getattr(config, "hidden_size", 0)
     own = (getattr(layer, name, None) for name in ("num_heads", "num_attention_heads", "n_heads"))
     heads = next((n for n in own if isinstance(n, int)), getattr(config, "num_attention_heads", 0))
     if not dim or not heads:
-        raise ValueError("it does not tell its channels or heads")
+        raise ValueError("cannot read its channels and heads")
     if dim % heads:
-        raise ValueError(f"its {dim} channels do not divide into {heads} heads, which are mixed after its projection")
+        raise ValueError(f"its {dim} channels are not divisible by {heads} heads, which mixing needs")
     return dim, heads
 
 
 def _hidden(mask: Tensor) -> float:
-    """Below this a number that is added to the logits hides a pair; a bias may be added on top of it."""
+    """Additive mask values below this hide a pair; a bias may be added on top."""
     return torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else 0

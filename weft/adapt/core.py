@@ -1,7 +1,7 @@
-"""A mechanism inside somebody else's layer.
+"""A mechanism inside a layer of another library.
 
-The layer keeps its projections and hands over q, k and v; `Core` gives it the mechanism for the causality it asks
-for, and lets `full` take what only a matrix of logits can take: a mask or a bias that is a tensor (B, H, Lq, Lk).
+The layer keeps its projections and passes q, k and v to `Core`, which runs the causal or bidirectional mechanism. Masks
+and biases (B, H, Lq, Lk) need a matrix of logits, so only `full` supports them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from ..core.softmax import softmax_attention
 class Core(nn.Module):
     """Mechanism `name` for one layer: `core(q, k, v, mask, causal=..., bias=..., allowed=..., added=...)`.
 
-    Most mechanisms hold no tensors, and the causal and the bidirectional form are made when they are first asked
-    for. One with parameters or random features is made once, here, so that a checkpoint holds it: its `causal` is
-    then fixed.
+    Most mechanisms have no tensors; their causal and bidirectional forms are created on first use. A mechanism with
+    parameters or random features is created here, so that it is part of checkpoints; its `causal` is then fixed.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class Core(nn.Module):
         first = make_attention(name, causal=causal, dropout=dropout, **self.settings)
         self.forms = nn.ModuleDict({_form(causal): first})
         self.fixed = bool(first.state_dict()) or any(True for _ in first.buffers())
-        # A checkpoint of the model as it was before knows nothing of this mechanism: it keeps what it was made with.
+        # A checkpoint of the original model does not have this mechanism's tensors: keep the initial values.
         self.register_load_state_dict_pre_hook(_keep_own_state)
 
     def form(self, causal: bool) -> Attention:
@@ -54,8 +53,8 @@ class Core(nn.Module):
         if _form(causal) not in self.forms:
             if self.fixed:
                 raise ValueError(
-                    f"{self.name} has tensors of its own and was made with causal={not causal}, but the layer is now "
-                    f"called with causal={causal}; make it with causal={causal}"
+                    f"{self.name} has its own tensors and was created with causal={not causal}, but the layer is now "
+                    f"called with causal={causal}: create it with causal={causal}"
                 )
             made = make_attention(self.name, causal=causal, dropout=self.dropout, **self.settings)
             self.forms[_form(causal)] = made.train(self.training)
@@ -78,8 +77,8 @@ class Core(nn.Module):
             return self.form(causal)(q, k, v, mask, bias)
         if self.name != "full":
             raise ValueError(
-                f"{self.name} forms no matrix of logits that a mask or bias of shape (Lq, Lk) could be laid on; 'full' "
-                "takes one, every mechanism takes a padding mask (B, Lk) and causality"
+                f"{self.name} has no matrix of logits and does not support masks or biases of shape (Lq, Lk): use "
+                "'full', or a padding mask (B, Lk) and causality, which every mechanism supports"
             )
         return masked_full(
             q, k, v, mask, causal=causal, allowed=allowed, added=added, dropout=self.dropout if self.training else 0.0
@@ -102,10 +101,11 @@ def masked_full(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Full attention under any tensor mask: `allowed` boolean, `added` to the logits; both broadcast to (B, H, Lq, Lk).
+    """Full attention with tensor masks: `allowed` is boolean, `added` is added to the logits; both broadcast to
+    (B, H, Lq, Lk).
 
-    `softcap` c makes logits c tanh(logits / c); `sinks` (H,) is one more logit per head, for no key.
-    When causal, the queries are the last Lq of the Lk positions, as they are with a cache of keys and values.
+    `softcap` c makes logits c tanh(logits / c); `sinks` (H,) is one extra logit per head without a key.
+    When causal, the queries are the last Lq of the Lk positions, as with a key-value cache.
     """
     k, v = hide(k, mask), hide(v, mask)
     if mask is not None:
@@ -134,7 +134,7 @@ def masked_full(
 
 
 def one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast norms and rotations leave q and k in single precision; PyTorch's attention casts them back."""
+    """Cast q, k and v to one dtype: under autocast, norms and rotations can leave q and k in float32."""
     if q.dtype == k.dtype == v.dtype:
         return q, k, v
     q, k, v = autocast(q, k, v)
@@ -142,7 +142,7 @@ def one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rescaled(q: Tensor, scale: float | None) -> Tensor:
-    """q such that a mechanism, which divides by √D, gives logits `scale` q kᵀ."""
+    """Rescale q so that a mechanism, which divides by √D, gives logits `scale` q kᵀ."""
     root = q.shape[-1] ** 0.5
     if scale is None or abs(scale * root - 1) < 1e-7:
         return q
@@ -150,9 +150,9 @@ def rescaled(q: Tensor, scale: float | None) -> Tensor:
 
 
 def rows_are_independent(name: str, options: dict[str, Any]) -> bool:
-    """Whether a row of the output depends on its own query only: what attention from a decoder into a memory needs.
+    """Whether each output row depends only on its own query, as cross attention in a decoder requires.
 
-    A mechanism that pools its queries lets later tokens reach earlier ones there. Asked of the mechanism itself.
+    In a mechanism that pools queries, later tokens would affect earlier ones. Tested on the mechanism itself.
     """
     asked = {key: value for key, value in options.items() if key != "max_length"}
     return _rows_are_independent(name, tuple(sorted(asked.items())))
@@ -170,7 +170,7 @@ def _rows_are_independent(name: str, options: tuple[tuple[str, Any], ...]) -> bo
 
 @functools.cache
 def learns(name: str) -> bool:
-    """Whether training changes the mechanism itself: its parameters, or centroids that follow the keys."""
+    """Whether training changes the mechanism: its parameters, or centroids that follow the keys."""
     info = attention_info(name)
     if info.learned or info.needs_max_length:
         return True
@@ -184,7 +184,7 @@ def learns(name: str) -> bool:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Random numbers of a fixed seed, drawn on the CPU, and the caller's own streams untouched."""
+    """Use a fixed seed on the CPU, and restore the caller's random state."""
     cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=cuda), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)

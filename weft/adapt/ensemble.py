@@ -1,4 +1,4 @@
-"""Predict with the ensemble of a model's own sub-models.
+"""Predict with an ensemble of a model's own sub-models.
 
 The Information Pathways Hypothesis, https://arxiv.org/abs/2306.01705
 
@@ -7,8 +7,8 @@ The Information Pathways Hypothesis, https://arxiv.org/abs/2306.01705
     predict = weft.ensemble(model, samples=50)
     found = predict(x)              found.probabilities, found.log_probabilities, found.spread, found.information
 
-Probabilities are averaged, not logits. Members differ by their sampled attention alone; ordinary dropout is off
-unless asked for. How far members disagree is an estimate of uncertainty that costs nothing more.
+Probabilities are averaged, not logits. Members differ only in their sampled attention; ordinary dropout is off by
+default. The disagreement of the members is an estimate of uncertainty at no extra cost.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from ..attention.subsampled import Subsampling
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of a classifier (B, classes) or a language model (B, L, vocab); for regression `mean` and `spread` only."""
+    """Of a classifier (B, classes) or a language model (B, L, vocab); regression has only `mean` and `spread`."""
 
-    mean: Tensor  # over members: of the probabilities, or of the values in regression
+    mean: Tensor  # mean over members of the probabilities, or of the values in regression
     spread: Tensor  # standard deviation over members, of the same shape
-    information: Tensor | None  # entropy of the mean less mean entropy of members, in nats: 0 where all agree
+    information: Tensor | None  # entropy of the mean minus mean entropy of the members, in nats: 0 if all agree
     samples: int
 
     @property
     def probabilities(self) -> Tensor:
         if self.information is None:
-            raise ValueError("a regression has no probabilities; see mean")
+            raise ValueError("regression has no probabilities: use mean")
         return self.mean
 
     @property
@@ -60,13 +60,13 @@ class Ensemble:
         output: Callable[[Any], Tensor] | None = None,
     ):
         if samples < 1:
-            raise ValueError(f"an ensemble has at least one member, got samples={samples}")
+            raise ValueError(f"samples must be at least 1, got {samples}")
         if micro_batch is not None and micro_batch < 1:
             raise ValueError(f"micro_batch must be at least 1, got {micro_batch}")
         if not dropout and not any(isinstance(m, Subsampling) for m in model.modules()):
             raise ValueError(
-                "all members would be the same: the model has no subsampled attention; "
-                "weft.subsample(model, 'Sall-L4') puts it in"
+                "all members would be the same, because the model has no subsampled attention: "
+                "add it with weft.subsample(model, 'Sall-L4')"
             )
         self.model, self.samples, self.micro_batch, self.dropout = model, samples, micro_batch, dropout
         self.regression, self.seed, self.progress, self.output = regression, seed, progress, output or _logits
@@ -75,8 +75,8 @@ class Ensemble:
     def __call__(self, *inputs: Any, **named: Any) -> Prediction:
         batch = _batch_size((*inputs, *named.values()))
         size = max(1, min(self.micro_batch or batch, batch))
-        starts = range(0, max(1, batch), size)  # an empty batch is asked for once as well: its answer has a shape
-        # A member is one seed: it is the same sub-model for every micro-batch.
+        starts = range(0, max(1, batch), size)  # run an empty batch once too, for the shape of its output
+        # Each member has one seed, so it is the same sub-model for every micro-batch.
         seed = self.seed if self.seed is not None else int(torch.randint(2**31, ()))
         parts = []
         with self._bar(len(starts) * self.samples) as advance, _stochastic(self.model, self.dropout):
@@ -112,15 +112,15 @@ class Ensemble:
 def ensemble(model: nn.Module, samples: int = 50, **options: Any) -> Ensemble:
     """A predictor that averages `samples` sub-models of a model with subsampled attention.
 
-    Options: `micro_batch`, rows per forward pass; `dropout`, ordinary dropout too, as the authors ran it;
-    `regression`, average values instead of probabilities; `seed`, the same members again (by default from torch's
-    global generator); `progress`, a bar; `output`, how to read the logits from what the model returns.
+    Options: `micro_batch`, rows per forward pass; `dropout`, keep ordinary dropout on, as the authors did;
+    `regression`, average values instead of probabilities; `seed`, for reproducible members (default: from torch's
+    global generator); `progress`, show a progress bar; `output`, a function from the model's output to the logits.
     """
     return Ensemble(model, samples, **options)
 
 
 class Members(nn.Module):
-    """A model whose answers are those of its ensemble, in the model's own form: logits, values, or the negative
+    """A model that returns the outputs of its ensemble in the model's own form: logits, values, or the negative
     log-likelihood of each target."""
 
     def __init__(self, model: nn.Module, samples: int, answers: str = "logits"):
@@ -137,7 +137,7 @@ class Members(nn.Module):
 
 
 class _Moments:
-    """Running mean and variance over members (Welford's), in single precision or better."""
+    """Running mean and variance over members (Welford's algorithm), in float32 or higher."""
 
     def __init__(self, regression: bool):
         self.regression, self.count = regression, 0
@@ -162,7 +162,7 @@ class _Moments:
 
 @contextmanager
 def _stochastic(model: nn.Module, dropout: bool) -> Iterator[None]:
-    """Sampling on; the rest in eval(), or with `dropout` in train() but for batch statistics. Restored afterwards."""
+    """Turn sampling on, with the rest in eval(), or with `dropout` in train() except batch norm; restore afterwards."""
     modes = {m: m.training for m in model.modules()}
     sampling = {m: m.sampling for m in modes if isinstance(m, Subsampling)}
     try:
@@ -183,7 +183,7 @@ def _stochastic(model: nn.Module, dropout: bool) -> Iterator[None]:
 def _logits(answer: Any) -> Tensor:
     answer = getattr(answer, "logits", answer)
     if not isinstance(answer, Tensor):
-        raise TypeError(f"the model returned {type(answer).__name__}; give output= to read the logits from it")
+        raise TypeError(f"the model returned {type(answer).__name__}: give output=, a function that returns its logits")
     return answer
 
 
@@ -199,7 +199,7 @@ def _batch_size(inputs: tuple[Any, ...]) -> int:
     for x in inputs:
         if isinstance(x, Tensor) and x.dim():
             return x.shape[0]
-    raise ValueError("an ensemble is called like the model, with at least one tensor that has a batch in front")
+    raise ValueError("call the ensemble like the model, with at least one tensor whose first dimension is the batch")
 
 
 def _cut(x: Any, rows: slice, batch: int) -> Any:

@@ -1,11 +1,11 @@
-"""Refuse a weft name on a transformers model whose attention does not go through transformers' attention interface.
+"""Reject a weft name on a transformers model that does not use transformers' attention interface.
 
-transformers accepts any registered name for any model, and many models then compute attention themselves. Such a
-model is refused as early as it can be recognised:
+transformers accepts any registered name for any model, but many models compute attention themselves. Such a model
+raises an error as early as possible:
 
 - when the name is set (construction, `set_attn_implementation`): its modelling file has attention layers and never
   mentions the interface;
-- in the forward pass: it computes with the mask that it asked for (see `masks.WeftMask`);
+- in the forward pass: it computes with the mask itself (see `masks.WeftMask`);
 - after the first forward pass: none of its layers has called weft.
 """
 
@@ -36,13 +36,13 @@ def called() -> None:
 
 
 def guard(name: str) -> None:
-    """Check every model that is given this attention implementation."""
+    """Check every model that uses this attention implementation."""
     NAMES.add(name)
     install()
 
 
 def install() -> None:
-    """Check models when they are built, and warn where one is built from a config that describes a changed model."""
+    """Check models when they are built, and warn if a config describes a changed model."""
     if not hasattr(PreTrainedModel.get_correct_attn_implementation, "weft"):
         _wrap("get_correct_attn_implementation", after=_check_and_watch)
         _wrap("set_attn_implementation", before=_check_parts)
@@ -68,8 +68,8 @@ def _wrap(method: str, *, before: Callable | None = None, after: Callable | None
 def _check_and_watch(model: PreTrainedModel, implementation: Any) -> None:
     if isinstance(vars(model.config).get("weft"), dict) and not model._modules:  # under construction
         warnings.warn(
-            f"the config of {type(model).__name__} says that weft.swap or weft.cache changed this model: it is built "
-            "without the change here; weft.huggingface.load(folder) restores it",
+            f"the config of {type(model).__name__} describes changes by weft.swap or weft.cache, but the model is "
+            "built without them: use weft.huggingface.load(folder) to restore them",
             stacklevel=2,
         )
     if isinstance(implementation, str) and implementation in NAMES:
@@ -80,7 +80,7 @@ def _check_and_watch(model: PreTrainedModel, implementation: Any) -> None:
 
 
 def _check_parts(model: PreTrainedModel, implementation: Any) -> None:
-    """transformers skips the parts that cannot change their attention, and only logs it."""
+    """Check the parts of a model: transformers skips parts that cannot change their attention, and only logs it."""
     if isinstance(implementation, str) and implementation in NAMES:
         for part in model.modules():
             if isinstance(part, PreTrainedModel):
@@ -99,16 +99,16 @@ def _refuse_if_by_hand(model: PreTrainedModel, name: str) -> None:
     ]
     if own and "ALL_ATTENTION_FUNCTIONS" not in code:
         raise ValueError(_refusal(model, name, f"{own[0]} does not use transformers' attention interface"))
-    for key, table in code.items():  # a class for each implementation, instead of a function
+    for key, table in code.items():  # tables with a class per implementation
         if isinstance(table, dict) and "eager" in table and isinstance(table["eager"], type) and name not in table:
-            raise ValueError(_refusal(model, name, f"its layers are chosen from {key}, which has no entry for it"))
+            raise ValueError(_refusal(model, name, f"{key}, which selects its layers, has no entry for it"))
 
 
 def _refusal(model: nn.Module, name: str, reason: str) -> str:
     return (
         f"{type(model).__name__} cannot use attn_implementation={name!r}: {reason}, so the model would ignore it or "
-        "attend to padding and to the future. Use attn_implementation='eager' for this model; to change only a part "
-        f"of it that does use the interface, name that part: attn_implementation={{'text_config': {name!r}}}"
+        "attend to padding and to the future. Use attn_implementation='eager' for this model. If a part of it uses the "
+        f"interface, you can change only that part: attn_implementation={{'text_config': {name!r}}}"
     )
 
 
@@ -118,12 +118,12 @@ def _begin(model: nn.Module, args: Any) -> None:
 
 
 def _end(model: PreTrainedModel, args: Any, output: Any) -> None:
-    """After the first forward pass of a whole model: has any layer called weft?"""
+    """After the first forward pass of a whole model, check whether any layer has called weft."""
     if torch.compiler.is_compiling():
         return
     before = model.__dict__.pop("_weft_calls", None)
     outer = any(isinstance(m, PreTrainedModel) and m is not model for m in modules_on_the_stack())
-    if before is None or outer:  # a part of a model may do without attention
+    if before is None or outer:  # a part of a model may have no attention
         return
     name = model.config._attn_implementation
     if before == _calls and name in NAMES:
@@ -136,6 +136,6 @@ def _end(model: PreTrainedModel, args: Any, output: Any) -> None:
     if unchanged:
         warnings.warn(
             f"{type(model).__name__}: {', '.join(sorted(unchanged))} do not use transformers' attention interface and "
-            f"keep their own attention; {name} is in the other layers only",
+            f"keep their own attention; only the other layers use {name}",
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-"""The attention layers that surgery knows, and what each needs of a mechanism."""
+"""The attention layers that `swap` and `cache` know, and what each requires of a mechanism."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Layer:
 
     path: str
     module: nn.Module
-    places: list[tuple[nn.Module, str]]  # every (parent, name) it stands under; empty for the model itself
-    kind: str  # "weft", "torch", "timm" (and "... window", "... reduced"), "transformers"; "" where it is unknown
+    places: list[tuple[nn.Module, str]]  # every (parent, name) of the layer; empty for the model itself
+    kind: str  # "weft", "torch", "timm" (and "... window", "... reduced"), "transformers"; "" if unknown
     needs: set[str] = field(default_factory=set)  # "cross", "bias", "rows", "pairs" (a matrix of logits)
-    causal: bool | None = False  # None: said at each call
-    trouble: str = ""  # why no mechanism can stand here
+    causal: bool | None = False  # None: decided at each call
+    trouble: str = ""  # why no mechanism can be used here
 
     @property
     def role(self) -> str:
-        """How its parent calls it, where that is a layer of torch.nn."""
+        """Its role in the parent, if that is a torch.nn layer."""
         for parent, name in self.places:
             if isinstance(parent, (nn.TransformerDecoderLayer, nn.TransformerEncoderLayer)):
                 return f"{'decoder' if isinstance(parent, nn.TransformerDecoderLayer) else 'encoder'} {name}"
@@ -38,7 +38,7 @@ class Layer:
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
-    """Every attention layer, and everything else that calls itself attention, in the model's order."""
+    """All attention layers, and other modules with "attention" in their class name, in model order."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
         for name, child in parent.named_children():
@@ -84,9 +84,9 @@ def _recognise(layer: Layer) -> bool:
 def _recognise_torch(layer: Layer, module: Any) -> None:
     layer.kind, layer.causal = "torch", None
     if type(module).forward not in (nn.MultiheadAttention.forward, TorchMultiheadAttention.forward):
-        layer.trouble = f"{type(module).__name__} has a forward of its own: see weft.adapt.add_layer"
+        layer.trouble = f"{type(module).__name__} overrides forward: register it with weft.adapt.add_layer"
     elif module.bias_k is not None or module.add_zero_attn:
-        layer.trouble = "it adds keys of its own (add_bias_kv, add_zero_attn)"
+        layer.trouble = "it adds extra keys (add_bias_kv, add_zero_attn)"
     if layer.role == "decoder multihead_attn":
         layer.needs, layer.causal = {"cross", "rows"}, False
     elif layer.role == "decoder self_attn":
@@ -111,7 +111,7 @@ def _recognise_timm(layer: Layer, module: nn.Module) -> bool:
 
 
 def _uses_interface(module: nn.Module) -> bool:
-    """Whether this layer of transformers calls its attention through the interface, as all current ones do."""
+    """Whether this transformers layer uses the attention interface, as all current ones do."""
     if not hasattr(getattr(module, "config", None), "_attn_implementation"):
         return False
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
@@ -133,7 +133,7 @@ def _recognise_transformers(layer: Layer, module: Any) -> None:
     if getattr(module, "sinks", None) is not None or getattr(module, "attn_logit_softcapping", None):
         layer.needs.add("pairs")
     if layer.causal is None:
-        layer.trouble = layer.trouble or "it does not say whether it is causal"
+        layer.trouble = layer.trouble or "it is unknown whether it is causal"
 
 
 def _inside(path: str, parent: str) -> bool:

@@ -1,12 +1,12 @@
-"""Masks of transformers models, readable by weft alone.
+"""Masks of transformers models that only weft can read.
 
-A model asks for its mask once, with a function that says which query may see which key. Plain causal or plain
-bidirectional attention needs none of the matrix: the padding mask (B, Lk) is all that is left of it. Anything more (a
-sliding window, packed sequences, a static cache) is a matrix, which `full` takes and every other mechanism refuses.
+A model requests its mask once, with a function that says which query may see which key. Plain causal or bidirectional
+attention needs only the padding mask (B, Lk). Anything else (a sliding window, packed sequences, a static cache) is a
+matrix, which only `full` supports.
 
-Some models ask for a mask and then compute attention themselves. A boolean mask of ours, or None, would silently show
-them the future and the padding. So every mask is a `WeftMask`: a tensor that raises an error in any computation
-outside weft's attention functions.
+Some models request a mask and then compute attention themselves. A boolean mask, or None, would silently show them the
+future and the padding. So every mask is a `WeftMask`: a tensor that raises an error in any computation outside weft's
+attention functions.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ MEANING = {
     "sliding_window_overlay": "a sliding window",
     "sliding_window_bidirectional_overlay": "a sliding window",
     "chunked_overlay": "chunked attention",
-    "packed_sequence_mask_function": "packed sequences (position_ids that start again)",
-    "blockwise_overlay": "blocks of tokens that see each other both ways",
-    "compiled": "sequences that may be packed (a compiled model cannot tell: give it an attention_mask)",
+    "packed_sequence_mask_function": "packed sequences (position_ids that restart)",
+    "blockwise_overlay": "blocks of tokens with bidirectional attention",
+    "compiled": "sequences that may be packed (a compiled model cannot tell: pass an attention_mask)",
 }
 
-# What a model may do with a mask on its way to the attention function: move it, slice it, look at its shape.
+# What a model may do with a mask before the attention function: move it, slice it, read its shape.
 HARMLESS = {
     Tensor.__getitem__,
     Tensor.__len__,
@@ -59,10 +59,10 @@ HARMLESS = {
 
 
 class WeftMask(Tensor):
-    """A mask (B, 1, Lq, Lk), True where a query may see a key, that only weft's attention functions can read.
+    """A mask (B, 1, Lq, Lk), True if a query may see a key, that only weft's attention functions can read.
 
-    This class is a full matrix. The subclasses are padding masks, expanded over the queries (which takes no memory).
-    What they say is in their type, because torch.compile does not trace attributes of tensors.
+    This class is a full matrix. The subclasses are padding masks, expanded over the queries (without using memory).
+    Their meaning is in the type, because torch.compile does not trace tensor attributes.
     """
 
     @classmethod
@@ -73,7 +73,7 @@ class WeftMask(Tensor):
 
 
 class CausalMask(WeftMask):
-    """Padding, and a query sees no later key."""
+    """Padding mask for causal attention."""
 
 
 class BidirectionalMask(WeftMask):
@@ -89,13 +89,13 @@ class UnpaddedBidirectionalMask(BidirectionalMask):
 
 
 def says_causal(mask: Tensor | None) -> bool | None:
-    """Whether this is a mask of ours for causal attention; None: it does not say."""
+    """Whether this is one of our masks for causal attention; None if unknown."""
     kind = _kind(mask)
     return issubclass(kind, CausalMask) if issubclass(kind, (CausalMask, BidirectionalMask)) else None
 
 
 def read(mask: Tensor) -> Tensor | None:
-    """The padding mask (B, Lk), None where nothing is padded, or a matrix (B, 1, Lq, Lk)."""
+    """The padding mask (B, Lk), None without padding, or a matrix (B, 1, Lq, Lk)."""
     kind = _kind(mask)
     if issubclass(kind, (UnpaddedCausalMask, UnpaddedBidirectionalMask)):
         return None
@@ -115,7 +115,7 @@ def _kind(mask: Any) -> type:
 
 
 def _read_by_hand() -> str:
-    """Why a model may not use our mask, naming the model and the layer that tried to."""
+    """The error message for a model that computes with our mask; names the model and the layer."""
     name, layer, model = "weft", "a layer", "this model"
     if not torch.compiler.is_compiling():
         modules = modules_on_the_stack()
@@ -126,7 +126,7 @@ def _read_by_hand() -> str:
             name = next((m.config._attn_implementation for m in models if _is_ours(m.config)), name)
     return (
         f"{model} cannot use attn_implementation={name!r}: {layer} computes with the attention mask itself instead of "
-        "handing it to transformers' attention interface, so it would attend to padding and to the future. Use "
+        "passing it to transformers' attention interface, so it would attend to padding and to the future. Use "
         "attn_implementation='eager' for this model"
     )
 
@@ -147,7 +147,7 @@ def modules_on_the_stack() -> list[nn.Module]:
     return found
 
 
-longest: int | None = None  # while a model is tried out: the length that its windows will have to hold
+longest: int | None = None  # during a probe: the length that sliding windows must cover
 
 
 def fits(length: int, window: int) -> bool:
@@ -172,25 +172,25 @@ def mask_function_of(name: str, takes_matrix: bool) -> Callable[..., Tensor]:
         **more: Any,
     ) -> Tensor:
         if isinstance(attention_mask, WeftMask):
-            return attention_mask  # an outer model has made it
+            return attention_mask  # created by an outer model
         mask_function = causal_mask_function if mask_function is None else mask_function
         if mask_function is causal_mask_function or mask_function is bidirectional_mask_function:
             parts = {"causal_mask_function" if mask_function is causal_mask_function else "bidirectional_mask_function"}
         elif torch.compiler.is_compiling():
-            # Compiled models are always masked as if packed, unless they are given a mask; nothing more can be seen.
+            # transformers masks compiled models as if packed, unless it gets a mask; we cannot tell the difference.
             parts = {"causal_mask_function", "compiled"}
         else:
             parts = _parts(mask_function)
         if local_size is not None and fits(kv_length + kv_offset, local_size):
-            parts -= WINDOWS  # a window that holds the whole sequence hides nothing
+            parts -= WINDOWS  # a window that covers the whole sequence hides nothing
         causal = "causal_mask_function" in parts
-        beyond = [MEANING.get(part, "a mask of the model's own") for part in sorted(parts - PLAIN)]
+        beyond = [MEANING.get(part, "the model's own mask") for part in sorted(parts - PLAIN)]
         if causal and (isinstance(q_offset, Tensor) or kv_length != q_offset + q_length):
             beyond.append("a static cache")
         if beyond and not takes_matrix:
             raise ValueError(
-                f"{name} cannot follow {' and '.join(beyond)}: that is a mask over pairs of tokens, and it forms no "
-                "matrix to lay one on; weft:full can"
+                f"{name} does not support {' and '.join(beyond)}: this needs a pairwise mask, and the mechanism has no "
+                "matrix of logits; use weft:full"
             )
         if beyond:
             matrix = sdpa_mask(
@@ -221,7 +221,7 @@ def mask_function_of(name: str, takes_matrix: bool) -> Callable[..., Tensor]:
 
 
 def _parts(function: Callable) -> set[str]:
-    """The names of the mask functions that this one is put together from."""
+    """The names of the mask functions that this one combines."""
     found: set[str] = set()
     inner = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     for content in inner:

@@ -1,4 +1,4 @@
-"""Mechanisms in weft's own pyramid vision transformer, whose layers are softmax attention by definition."""
+"""Mechanisms in weft's own PVT, whose layers are softmax attention by default."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .core import Core
 
 
 class ReducedAttention(SpatialReductionAttention):
-    """Attention to a spatially reduced image around a mechanism."""
+    """Spatial-reduction attention with a mechanism."""
 
     weft: Core
 

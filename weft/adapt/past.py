@@ -1,12 +1,11 @@
-"""What a causal layer of a transformers model must remember when it decodes with a cache of keys and values.
+"""Earlier queries of causal transformers layers, for decoding with a key-value cache.
 
-The cache keeps keys and values; a mechanism that pools queries (combiner), hashes them (reformer) or sorts them needs
-the earlier queries too. They are kept on the cache's own layer, so they live as long as the cache does, are copied
-with it, and two generations side by side do not meet. The output of the new tokens is the last rows of the parallel
-form over all tokens: the same numbers as without a cache.
+The cache keeps keys and values, but a mechanism that pools queries (combiner), hashes them (reformer) or sorts them
+needs the earlier queries too. They are stored on the cache layer, so they live as long as the cache, are copied with
+it, and are separate for parallel generations. The output for new tokens is the last rows of the parallel form over all
+tokens: the same numbers as without a cache.
 
-A cache that was reordered (beam search), cropped or repeated since is recognised by its keys: each row of the cache
-is looked for among the rows that we remember.
+If a cache was reordered (beam search), cropped or repeated, each of its rows is identified by its keys.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 @dataclass
 class Past:
     q: Tensor  # (B, H, P, D), scaled
-    keys: Tensor  # the keys that the cache held when q was noted
+    keys: Tensor  # the keys in the cache when q was stored
 
     def queries_for(self, keys: Tensor) -> Tensor | None:
-        """The queries that belong to these cached keys (B', H, P', D); None where some row was never seen."""
+        """The queries of these cached keys (B', H, P', D); None if some row is unknown."""
         if keys is self.keys:
             return self.q
         length = keys.shape[2]
@@ -45,13 +44,13 @@ class Past:
 
 @dataclass
 class LayerState:
-    """What weft keeps beside an attention layer of transformers; none of it is in the state dict."""
+    """weft's state for a transformers attention layer; not part of the state dict."""
 
     choice: Any = None  # the mechanism that weft.swap chose for this layer
     mechanisms: dict[Any, nn.Module] = field(default_factory=dict)
     cross: bool | None = None  # whether the layer reads another sequence
-    hook: Any = None  # the handle of `note_cache`, once it is in place
-    cache: Any = None  # the cache of the call under way, and the keys it held when the call began
+    hook: Any = None  # the handle of `note_cache`, once registered
+    cache: Any = None  # the cache of the current call, and its keys before the call
     cached_keys: Tensor | None = None
 
 
@@ -63,7 +62,7 @@ def layer_state(module: nn.Module) -> LayerState:
 
 
 def remember(module: nn.Module, q: Tensor) -> None:
-    """Note the queries of a call without a past, in case a cache goes on from here."""
+    """Store the queries of a call without a past, in case a cache continues from here."""
     if torch.compiler.is_compiling():
         return
     state = layer_state(module)
@@ -77,20 +76,20 @@ def remember(module: nn.Module, q: Tensor) -> None:
 
 
 def all_queries(module: nn.Module, name: str, q: Tensor, total: int) -> Tensor:
-    """The queries of all `total` positions, of which `q` are the newest; noted again for the next call."""
+    """The queries of all `total` positions, ending with `q`; stored for the next call."""
     state = layer_state(module)
     layer = _cache_layer(module, state.cache)
     if torch.is_grad_enabled():
-        raise ValueError(f"decoding with {name} and a cache is for inference: wrap it in torch.no_grad()")
+        raise ValueError(f"decoding with {name} and a cache needs torch.no_grad()")
     known = getattr(layer, "weft_past", None)
     past = None
     if known is not None and state.cached_keys is not None:
         past = known.queries_for(state.cached_keys)
     if past is None or past.shape[2] + q.shape[2] != total:
         raise ValueError(
-            f"{name} needs the queries of the {total - q.shape[2]} cached tokens, and the cache was not filled by this "
-            "model under torch.no_grad(), or does not grow by appending, as the default cache of generate() does; run "
-            "the prompt through this model, or use use_cache=False, or weft:full"
+            f"{name} needs the queries of the {total - q.shape[2]} cached tokens, but the cache was not filled by this "
+            "model under torch.no_grad(), or does not grow by appending like the default cache of generate(): run the "
+            "prompt through this model, set use_cache=False, or use weft:full"
         )
     q = torch.cat([past, q], 2)
     layer.weft_past = Past(q, layer.keys)
@@ -99,7 +98,7 @@ def all_queries(module: nn.Module, name: str, q: Tensor, total: int) -> Tensor:
 
 
 def note_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook: which cache this call goes on from, and its keys before they grow."""
+    """Forward pre-hook: store the cache of this call and its keys before they grow."""
     if torch.compiler.is_compiling():
         return
     state = layer_state(module)
@@ -109,7 +108,7 @@ def note_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def is_cross_attention(module: nn.Module) -> bool:
-    """Whether this layer reads another sequence, whatever the two lengths; found once, in an eager call."""
+    """Whether this layer reads another sequence, for any lengths; determined once, in an eager call."""
     state = layer_state(module)
     if state.cross is None:
         told = getattr(module, "is_cross_attention", False) or "cross" in type(module).__name__.lower()
@@ -122,12 +121,12 @@ def is_cross_attention(module: nn.Module) -> bool:
 
 
 def _cache_of_this_call(module: nn.Module) -> Any:
-    """In a layer's first call the hook came too late."""
+    """The cache of a layer's first call, which the hook was too late for."""
     return next((v for v in _forward_locals(module).values() if isinstance(v, Cache)), None)
 
 
 def _forward_locals(module: nn.Module) -> dict[str, Any]:
-    """What the layer's forward, which has called us, holds: an attention function is not told all it needs."""
+    """The local variables of the layer's forward, because attention functions do not get everything they need."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_locals.get("self") is not module:
         frame = frame.f_back
@@ -135,7 +134,7 @@ def _forward_locals(module: nn.Module) -> dict[str, Any]:
 
 
 def _cache_layer(module: nn.Module, cache: Any) -> Any:
-    """The layer of the cache that grows by appending; None where there is none, or it is of another kind."""
+    """The cache layer that grows by appending; None if there is none, or if it is of another kind."""
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     index = getattr(module, "layer_idx", None)

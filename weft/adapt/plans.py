@@ -1,4 +1,4 @@
-"""What must change in a layer for a mechanism to stand in it: attributes, each with its new value."""
+"""The attributes to change, with their new values, to use a mechanism in a layer."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from .torch_nn import swapped_class
 
 
 def unfit(layer: Layer, info: AttentionInfo, settings: dict[str, Any], causal: bool | None) -> str:
-    """Why this mechanism cannot stand in this layer; "" if it can."""
+    """Why this mechanism cannot be used in this layer; "" if it can."""
     causal = layer.causal if layer.causal is not None else causal
     if layer.trouble:
         return layer.trouble
     if causal and not info.causal:
-        return f"the layer is causal, and {info.name} cannot be: {info.not_causal}"
+        return f"the layer is causal, and {info.name} does not support that: {info.not_causal}"
     if causal is False and not info.bidirectional:
-        return f"{info.name} is causal only"
+        return f"{info.name} supports only causal attention"
     if "cross" in layer.needs and not info.cross:
-        return f"queries and keys differ in number, and {info.name} is self-attention only"
+        return f"queries and keys differ in number, and {info.name} supports self-attention only"
     if "bias" in layer.needs and not info.bias:
-        return f"the layer adds a position bias to the logits, and {info.name} takes none"
+        return f"the layer uses a position bias, which {info.name} does not support"
     if "pairs" in layer.needs and info.name != "full":
-        return f"the layer changes logits over pairs of tokens (bias, window, cap or sink), and {info.name} has none"
+        return f"the layer changes pairwise logits (bias, window, cap or sink), which {info.name} does not have"
     if "rows" in layer.needs and not rows_are_independent(info.name, _given(settings)):
-        return f"{info.name} mixes the queries of different positions, which would show a decoder its future"
+        return f"{info.name} mixes the queries of different positions, which would leak a decoder's future"
     if layer.kind == "transformers" and learns(info.name):
-        return f"{info.name} learns something of its own, and transformers has nowhere to keep it"
+        return f"{info.name} has learned state, and transformers has no place to store it"
     return ""
 
 
@@ -64,7 +64,7 @@ def _plan_weft(layer: Layer, info: AttentionInfo, settings: dict, causal: bool |
     )
     if isinstance(module, MultiheadAttention):
         if (new.reads_q and module.q is None) or (new.reads_k and module.k is None):
-            return f"{info.name} reads queries and keys, and the layer was made without a projection for them"
+            return f"{info.name} reads queries and keys, but the layer has no projections for them"
     return [Patch(module, "attention", new.to(next(module.parameters())).train(module.training))]
 
 

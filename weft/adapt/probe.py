@@ -1,7 +1,7 @@
-"""Try out the swapped layers of a transformers model: one forward pass with a few tokens, and every refusal noted.
+"""Test the swapped layers of a transformers model with one forward pass over a few tokens, and collect all errors.
 
-A layer whose mechanism refuses what the model asks of it (a window, a bias, a mask over pairs) computes full attention
-in this pass, so that the layers after it are reached.
+If a mechanism does not support what its layer needs (a window, a bias, a pairwise mask), the layer computes full
+attention in this pass, so that the following layers run too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LENGTH = 8
 
 
 def refusals(model: nn.Module, layers: list[nn.Module], max_length: int | None) -> dict[int, str]:
-    """id of a layer -> why its mechanism cannot work there. ValueError where the model as a whole cannot."""
+    """id of a layer -> why its mechanism cannot be used there. Raises ValueError if the whole model cannot run."""
     if any(p.is_meta for p in model.parameters()):
         return {}
     longest = max_length or getattr(getattr(model, "config", None), "max_position_embeddings", None)
@@ -32,7 +32,7 @@ def refusals(model: nn.Module, layers: list[nn.Module], max_length: int | None) 
             return {id(layer): refused[id(layer)] for layer in layers if id(layer) in refused}
         if _runs_as_it_was(model, layers, inputs):
             raise ValueError(f"{type(model).__name__} does not run with its layers swapped: {trouble}") from trouble
-    return {}  # no inputs that it takes: the first forward pass will tell
+    return {}  # no known inputs work: errors will appear in the first forward pass
 
 
 def _try(model: nn.Module, inputs: dict[str, Any], longest: int) -> tuple[Exception | None, dict[int, str]]:
@@ -66,7 +66,7 @@ def _runs_as_it_was(model: nn.Module, layers: list[nn.Module], inputs: dict[str,
 
 @contextmanager
 def _quietly(model: nn.Module) -> Iterator[None]:
-    """In eval mode, without gradients, and with the caller's random numbers untouched."""
+    """eval mode without gradients, and restore the caller's random state."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -78,7 +78,7 @@ def _quietly(model: nn.Module) -> Iterator[None]:
 
 
 def _inputs(model: Any, length: int) -> Iterator[dict[str, Any]]:
-    """What models most often take: tokens, for an encoder and a decoder, or an image."""
+    """Common model inputs: tokens, for an encoder and a decoder, or an image."""
     takes = inspect.signature(model.forward).parameters
     like = next((p for p in model.parameters() if p.is_floating_point()), None)
     if like is None:

@@ -1,4 +1,4 @@
-"""What surgery did to a model, and how to undo it."""
+"""Reports of `swap`, `cache` and `subsample`, with undo."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import nn
 
 
 class Missing:
-    """Stands for an attribute that is not there."""
+    """Marks a missing attribute."""
 
 
 @dataclass
 class Patch:
-    """One attribute of one object, changed. `users` are the layers for which an object they share was changed."""
+    """One changed attribute of one object. `users` are the layers that share the object."""
 
     owner: Any
     name: str
@@ -34,7 +34,7 @@ class Patch:
         return now is self.new or (isinstance(now, (str, bool)) and now == self.new)
 
     def revert(self) -> None:
-        """A module that was out of the model meanwhile follows what the model went through: train(), eval(), to()."""
+        """Restore the attribute. A module that was outside the model gets its current mode, device and dtype."""
         now = _place(self.owner)
         if isinstance(self.old, nn.Module) and isinstance(self.new, nn.Module):
             if all(module is not self.old for module in self.new.modules()):
@@ -48,18 +48,18 @@ class Patch:
 class Row:
     path: str
     layer: str  # its class
-    now: str  # what it was replaced with; "" where it was left
-    why: str = ""  # why it was left
+    now: str  # its replacement; "" if it was skipped
+    why: str = ""  # why it was skipped
     not_chosen: bool = False
 
 
 @dataclass
 class Report:
-    """Prints as a table of what was replaced, and what was left and why; `undo()` restores the model."""
+    """Prints as a table of replaced layers, and skipped layers with the reason; `undo()` restores the model."""
 
     rows: list[Row]
     patches: list[Patch] = field(default_factory=list, repr=False)
-    layers: list[nn.Module] = field(default_factory=list, repr=False)  # those that were replaced
+    layers: list[nn.Module] = field(default_factory=list, repr=False)  # the replaced layers
     is_changed: Callable[[nn.Module], bool] = field(default=lambda layer: False, repr=False)
     note: Callable[[], None] = field(default=lambda: None, repr=False)  # called after undo()
     undone: bool = False
@@ -70,22 +70,22 @@ class Report:
 
     @property
     def left(self) -> dict[str, str]:
-        """The layers that were left as they are, and why: not chosen, or refused."""
+        """The skipped layers, and why: not chosen, or refused."""
         return {row.path: row.why for row in self.rows if not row.now}
 
     @property
     def refused(self) -> dict[str, str]:
-        """The layers that were chosen and cannot be changed, and why."""
+        """The layers that were chosen but cannot be changed, and why."""
         return {row.path: row.why for row in self.rows if not row.now and not row.not_chosen}
 
     def undo(self) -> None:
-        """Put everything back: the same objects with the same weights, and those as they are by now."""
+        """Restore the original modules, with their current weights."""
         if self.undone:
-            raise ValueError("this was undone already")
+            raise ValueError("this report was already undone")
         mine = {id(layer) for layer in self.layers}
         shared = [user for patch in self.patches for user in patch.users if id(user) not in mine]
         if not all(patch.in_place for patch in self.patches) or any(self.is_changed(user) for user in shared):
-            raise ValueError("the model was changed again after this: undo the later change first")
+            raise ValueError("the model was changed again after this report: undo the later change first")
         for patch in reversed(self.patches):
             patch.revert()
         for layer in self.layers:
@@ -105,7 +105,7 @@ class Report:
 
 
 def _forget(layer: nn.Module) -> None:
-    """Leave nothing behind on a layer of transformers that no swap is on any more."""
+    """Remove weft's state from a transformers layer that is no longer swapped."""
     state = layer.__dict__.get("_weft")
     if state is not None and state.choice is None:
         if state.hook is not None:

@@ -1,7 +1,7 @@
-"""What `weft.swap` and `weft.cache` did to a model, as data: to save it, and to do it again.
+"""Describe the changes of `weft.swap` and `weft.cache` as data, to save and to reapply them.
 
 torch.save({"weft": weft.describe(model), "model": model.state_dict()}, path)
-weft.apply(plain, saved["weft"])       the same mechanisms and caches in a model as its library builds it
+weft.apply(plain, saved["weft"])       the same mechanisms and caches in an unchanged model
 plain.load_state_dict(saved["model"])
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-RECORD = "weft_record"  # the attribute of a changed layer or of a cache that says how it was made
+RECORD = "weft_record"  # attribute of a changed layer or cache with its settings
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
@@ -31,12 +31,12 @@ def describe(model: nn.Module) -> dict[str, Any]:
 
 
 def apply(model: nn.Module, description: dict[str, Any]) -> list[Any]:
-    """Change a plain model as `description` (of `describe`) says; returns the reports, to be undone from the last."""
+    """Apply a description of `describe` to a plain model; returns the reports, to be undone in reverse order."""
     from .surgery import cache, swap
 
     unknown = set(description) - {"swapped", "cached"}
     if unknown:
-        raise ValueError(f"a description has the keys 'swapped' and 'cached', got {', '.join(sorted(unknown))}")
+        raise ValueError(f"a description may have the keys 'swapped' and 'cached', got {', '.join(sorted(unknown))}")
     reports = []
     operations: dict[str, Callable[..., Any]] = {"swapped": partial(swap, probe=False), "cached": cache}
     for kind, operate in operations.items():
@@ -47,8 +47,8 @@ def apply(model: nn.Module, description: dict[str, Any]) -> list[Any]:
             if missing:
                 path = min(missing)
                 raise ValueError(
-                    f"the description names {path}, and this model cannot take it there: "
-                    f"{report.left.get(path, 'it has no such layer')}; build the model as the described one was built"
+                    f"cannot apply the description to {path}: {report.left.get(path, 'there is no such layer')}; "
+                    "build the model like the described one"
                 )
     return reports
 
@@ -58,7 +58,7 @@ def _is_among(paths: set[str], path: str, module: nn.Module) -> bool:
 
 
 def _by_settings(layers: dict[str, dict[str, Any]]) -> list[tuple[dict[str, Any], set[str]]]:
-    """Layers with equal settings are changed together."""
+    """Group the layers by their settings."""
     groups: dict[str, tuple[dict[str, Any], set[str]]] = {}
     for path, settings in layers.items():
         groups.setdefault(json.dumps(settings, sort_keys=True), (settings, set()))[1].add(path)
@@ -66,7 +66,7 @@ def _by_settings(layers: dict[str, dict[str, Any]]) -> list[tuple[dict[str, Any]
 
 
 def _plain_path(model: nn.Module, path: str) -> str:
-    """The path without the caches around the layer: they hold it as `inner` or `cached.inner`."""
+    """The path without caches around the layer (`inner` or `cached.inner`)."""
     from ..layers.cached import CachedAttention
 
     kept: list[str] = []

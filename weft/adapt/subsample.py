@@ -1,14 +1,14 @@
-"""Make a model train on random pathways, by the name of a schedule, and make it dense again.
+"""Train a model with subsampled attention, by a named schedule, and make it dense again.
 
 The Information Pathways Hypothesis, https://arxiv.org/abs/2306.01705
 
     report = weft.subsample(model, "S12-L8", sigma=(0.2, 0.35))    8 windows in the last 12 layers
-    print(report)                                                  what was replaced, and what was left and why
-    weft.make_dense(model)                                         the dense finish: same model, same optimizer state
-    report.undo()                                                  the same model as before
+    print(report)                                                  lists replaced and skipped layers
+    weft.make_dense(model)                                         dense fine-tuning: same model, same optimizer state
+    report.undo()                                                  restores the original model
 
-A schedule is `S{layers}-L{windows}`: `Sall-L4` takes all layers, a final U (`S16-L4U`) samples without local bias.
-σ is linear in the index of the layer in the whole model, from its first layer to its deepest.
+A schedule is `S{layers}-L{windows}`: `Sall-L4` uses all layers; a final U (`S16-L4U`) samples without local bias.
+σ is linear in the layer index, from the model's first layer to its deepest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .report import Patch, Report, Row
 
 @dataclass(frozen=True)
 class Schedule:
-    layers: int | None  # the last so many; None for all
+    layers: int | None  # number of last layers; None for all
     windows: int
     biased: bool
 
@@ -40,7 +40,7 @@ def parse_schedule(name: str) -> Schedule:
     """`S12-L8`, `Sall-L4` (or `S-all-L4`), and either with a final U for unbiased."""
     match = re.fullmatch(r"S(\d+|-?all)-L(\d+)(U?)", name)
     if not match or not int(match[2]):
-        raise ValueError(f"a schedule is written S12-L8 (last 12 layers, 8 windows) or Sall-L4, got {name!r}")
+        raise ValueError(f"a schedule must be like S12-L8 (last 12 layers, 8 windows) or Sall-L4, got {name!r}")
     layers = None if match[1].endswith("all") else int(match[1])
     return Schedule(layers, int(match[2]), biased=not match[3])
 
@@ -48,7 +48,7 @@ def parse_schedule(name: str) -> Schedule:
 class SubsampleReport(Report):
     def undo(self) -> None:
         super().undo()
-        for patch in self.patches:  # the model may have gone from train() to eval() since
+        for patch in self.patches:  # the model may have changed between train() and eval()
             patch.old.train(patch.new.training)
 
 
@@ -62,9 +62,9 @@ def subsample(
 ) -> SubsampleReport:
     """Put subsampled attention into the last layers of `model` that have `full` attention, in place.
 
-    `sigma` is one number, or its values in the first and in the deepest layer. `where` chooses the layers that count,
-    by a pattern on their paths or a function of path and layer: leave out layers that attend to another sequence of
-    the same width, which cannot be told from the model. `options` are the mechanism's.
+    `sigma` is one number, or its values in the first and the deepest layer. `where` selects layers by a pattern on
+    their paths or a function of path and layer; use it to exclude cross-attention layers with a context of the same
+    width, which cannot be detected. `options` go to the mechanism.
     """
     plan = parse_schedule(schedule)
     paths = [(path, m) for path, m in model.named_modules() if isinstance(m, (MSSA, MultiheadAttention))]
@@ -75,7 +75,7 @@ def subsample(
     depth = max(number.values(), default=-1) + 1
     count = depth if plan.layers is None else plan.layers
     if count > depth:
-        raise ValueError(f"{schedule} wants {count} layers; the model has {depth}")
+        raise ValueError(f"{schedule} needs {count} layers, but the model has {depth}")
     first, last = sigma if isinstance(sigma, tuple) else (sigma, sigma)
     rows, patches = [], []
     for path, layer in paths:
@@ -92,26 +92,26 @@ def subsample(
         rows.append(Row(path, type(layer).__name__, now, why))
     if count and not patches:
         raise ValueError("no layer could be subsampled: " + "; ".join(f"{r.path}: {r.why}" for r in rows))
-    for patch in patches:  # only once every layer's options were accepted
+    for patch in patches:  # after the options of all layers have been accepted
         patch.apply()
     return SubsampleReport(rows, patches)
 
 
 def subsampling(model: nn.Module, on: bool) -> int:
-    """Switch the sampling of every layer that can sample, and say how many there are.
+    """Switch sampling on or off in all layers that support it, and return their number.
 
-    On: they sample in training and are dense in eval(), as they were made. Off: they are dense in training too.
+    On: sample in training, dense in eval() (the default). Off: dense in training too.
     """
     found = [m for m in model.modules() if isinstance(m, Subsampling)]
     if not found:
-        raise ValueError("the model has no subsampled attention; weft.subsample(model, 'Sall-L4') puts it in")
+        raise ValueError("the model has no subsampled attention: add it with weft.subsample(model, 'Sall-L4')")
     for module in found:
         module.sampling = None if on else False
     return len(found)
 
 
 def make_dense(model: nn.Module) -> int:
-    """Dense attention from here on, in training too; parameters and optimizer state stay as they are."""
+    """Use dense attention from now on, also in training; parameters and optimizer state do not change."""
     return subsampling(model, False)
 
 
@@ -142,7 +142,7 @@ def _excluded(path: str, layer: MSSA | MultiheadAttention, where: Any) -> str:
 
 
 def _number_layers(model: nn.Module, paths: list[str]) -> dict[str, int]:
-    """The index of each path's layer; the mechanisms side by side in a MixedAttention are one layer."""
+    """The layer index of each path; the mechanisms of a MixedAttention are one layer."""
     mixed = [path for path, m in model.named_modules() if isinstance(m, MixedAttention)]
     number: dict[str, int] = {}
     seen: dict[str, int] = {}

@@ -1,11 +1,11 @@
-"""Surgery on a model that exists: other mechanisms, or a cache, in its attention layers.
+"""Replace the mechanism of attention layers in an existing model, or add a cache to them.
 
     report = weft.swap(model, to="linear", where="blocks.*.attn")
-    print(report)          what was replaced, and what was left and why
-    report.undo()          the same model as before
+    print(report)          lists replaced layers, and skipped layers with the reason
+    report.undo()          restores the original model
 
-The layers keep their projections and all other weights. A layer stays the same object and becomes an instance of a
-subclass with another core (a layer of transformers: with another attention function); a cache is wrapped around it.
+The layers keep their projections and all other weights. A swapped layer stays the same object, but its class becomes a
+subclass with another core (in transformers: with another attention function). A cache is wrapped around the layer.
 """
 
 from __future__ import annotations
@@ -41,17 +41,16 @@ def swap(
     probe: bool = True,
     **options: Any,
 ) -> Report:
-    """Put the mechanism `to` into the attention layers of `model`, in place.
+    """Replace the attention of `model`'s layers by the mechanism `to`, in place.
 
-    `where` chooses among the layers: a pattern on their paths ("layers.*.self_attn"), or a function of path and layer.
-    `causal` matters for mechanisms with parameters in layers that are told at each call; `prefix` is for timm's
-    vision transformers (see `weft.timm.layer`); `options` are the mechanism's. A layer that cannot work is refused
-    here, with the reason in the report: layers of transformers are tried out in one forward pass with a few tokens
-    (`probe=False` leaves that out).
+    `where` selects layers: a pattern on their paths ("layers.*.self_attn"), or a function of path and layer. `causal`
+    is for mechanisms with parameters in layers that decide at each call. `prefix` is for timm's vision transformers
+    (see `weft.timm.layer`). `options` go to the mechanism. Layers that cannot be changed are listed in the report with
+    the reason. transformers layers are tested with one forward pass over a few tokens; `probe=False` skips the test.
     """
     info = attention_info(to)
     if info.needs_max_length and max_length is None:
-        raise ValueError(f"{to} has parameters per position: give max_length, the longest sequence of the model")
+        raise ValueError(f"{to} has parameters per position: give max_length, the model's longest sequence")
     settings = {"max_length": max_length, **options}
     _check_options(to, settings)
     record = {"to": to, "causal": causal, "max_length": max_length, "prefix": prefix, **options}
@@ -59,7 +58,7 @@ def swap(
     def plan(layer: Layer, seed: int) -> list[Patch] | str:
         why = unfit(layer, info, settings, causal)
         if prefix and layer.kind != "timm":
-            why = why or "prefix moves the class tokens of a vision transformer, and this layer has none"
+            why = why or "prefix is for class tokens of vision transformers, which this layer does not have"
         if why:
             return why
         with seeded(seed):
@@ -90,9 +89,9 @@ def swap(
 
 
 def cache(model: nn.Module, ratio: float = 0.5, where: Where = None, **options: Any) -> Report:
-    """Wrap the attention layers of `model` in `weft.CachedAttention`, in place; `options` are that layer's.
+    """Wrap the attention layers of `model` in `weft.CachedAttention` with `options`, in place.
 
-    Causal layers take `delayed=True`, without which they would read their own future, unless it is given as False.
+    Causal layers get `delayed=True` unless it is given, because the cache would leak the future otherwise.
     """
     from ..layers.cached import CachedAttention
 
@@ -105,17 +104,17 @@ def cache(model: nn.Module, ratio: float = 0.5, where: Where = None, **options: 
         if not layer.kind or (layer.trouble and layer.kind not in ("torch", "transformers")):
             return layer.trouble
         if not layer.places:
-            raise ValueError("the model is itself an attention layer: wrap it, weft.CachedAttention(layer)")
+            raise ValueError("the model itself is an attention layer: use weft.CachedAttention(layer)")
         if any(isinstance(parent, CachedAttention) for parent, _ in layer.places):
-            return "it has a cache already"
+            return "it already has a cache"
         if "cross" in layer.needs and layer.kind in ("torch", "transformers"):
             return "it attends to another sequence"
         if layer.causal and "delayed" not in options and (reads_an_encoder or layer.kind == "torch"):
-            return "it decodes what an encoder read, and the paper caches the encoder: give delayed=True for it as well"
+            return "it belongs to a decoder, and the paper caches only the encoder: give delayed=True to cache both"
         if layer.kind == "torch" and not layer.module.batch_first:
-            return "cached attention takes (B, L, dim): make it with batch_first=True"
+            return "cached attention takes (B, L, dim): create the layer with batch_first=True"
         if layer.causal and options.get("delayed") is False:
-            return "it is causal, and a cache of the current segment would show it its future: give delayed=True"
+            return "it is causal, and a cache of the current segment would leak the future: give delayed=True"
         wrap: Callable[..., nn.Module] = CachedAttention
         if layer.kind == "transformers":
             from .cached_layer import CachedLayer, uncacheable
@@ -148,15 +147,15 @@ def _operate(
     finish: Callable[[list[Layer], list[Layer]], list[Patch]],
     shown: Callable[[Layer], str],
 ) -> Report:
-    """Plan for every layer, and change the model only when all plans stand."""
+    """Plan the changes of every layer, then change the model only if all plans succeed."""
     layers = find_layers(model)
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} has no attention layer that weft knows, and no module with 'attention' in the "
-            "name of its class; weft.adapt.add_layer(cls, reader) teaches it one of your own"
+            f"{type(model).__name__} has no attention layer that weft knows, and no module with 'attention' in its "
+            "class name: register your own layer with weft.adapt.add_layer(cls, reader)"
         )
     if not any(_chosen(where, layer) for layer in layers):
-        raise ValueError(f"where={where!r} names none of the layers: {', '.join(layer.path for layer in layers)}")
+        raise ValueError(f"where={where!r} matches none of the layers: {', '.join(layer.path for layer in layers)}")
     rows, patches, chosen = [], [], []
     for number, layer in enumerate(layers):
         why = NOT_CHOSEN
@@ -181,7 +180,7 @@ def _operate(
 
 
 def _note(model: nn.Module) -> None:
-    """Keep the description in the config of a transformers model, so that save_pretrained writes it."""
+    """Store the description in the config of a transformers model, so that save_pretrained writes it."""
     config = getattr(model, "config", None)
     if not hasattr(config, "_attn_implementation"):
         return
@@ -193,12 +192,12 @@ def _note(model: nn.Module) -> None:
 
 
 def _warn(model: nn.Module, report: Report) -> None:
-    """A model that was changed in part is easy to miss."""
+    """Warn if only part of the model was changed."""
     if report.refused:
         path, why = next(iter(report.refused.items()))
         warnings.warn(
             f"{type(model).__name__}: {len(report.refused)} of {len(report.refused) + len(report.replaced)} attention "
-            f"layers keep their own attention, the first is {path or 'the model itself'}: {why}; print the report",
+            f"layers keep their own attention, e.g. {path or 'the model itself'}: {why}; print the report for all",
             stacklevel=3,
         )
 
@@ -210,7 +209,7 @@ def _chosen(where: Where, layer: Layer) -> bool:
 
 
 def _check_options(name: str, settings: dict[str, Any]) -> None:
-    """Refuse options that the mechanism does not have, whatever the model."""
+    """Reject unknown options of the mechanism."""
     info = attention_info(name)
     for option in settings:
         if option not in info.options and option != "max_length":
@@ -218,9 +217,9 @@ def _check_options(name: str, settings: dict[str, Any]) -> None:
 
 
 def _switch_configs(chosen: list[Layer], layers: list[Layer]) -> list[Patch]:
-    """Layers of transformers read the name of their attention from a config that they share, and share their masks.
+    """transformers layers read the name of their attention from a shared config, and share their masks.
 
-    So all layers under it get the function that looks up each layer's choice; those without one do full attention.
+    So all layers of a config get a function that looks up each layer's mechanism; the others run full attention.
     """
     configs: dict[int, Any] = {}
     for layer in chosen:
@@ -231,7 +230,7 @@ def _switch_configs(chosen: list[Layer], layers: list[Layer]) -> list[Patch]:
     for layer in layers:
         if layer.trouble and id(getattr(layer.module, "config", None)) in configs:
             raise ValueError(
-                f"{layer.path} cannot go with the others: {layer.trouble}, and layers that share a config share masks"
+                f"{layer.path} cannot stay unchanged: {layer.trouble}, and layers that share a config share masks"
             )
     from .huggingface import SWAPPED, register_swapped
 
@@ -249,7 +248,7 @@ def _switch_configs(chosen: list[Layer], layers: list[Layer]) -> list[Patch]:
 
 
 def _stop_nesting(model: nn.Module, chosen: list[Layer]) -> list[Patch]:
-    """nn.TransformerEncoder hands its layers nested tensors for the fast path, which they no longer take."""
+    """Disable nested tensors in nn.TransformerEncoder, because swapped layers do not use the fast path."""
     changed = {id(layer.module) for layer in chosen if layer.kind == "torch"}
     patches = []
     for module in model.modules():
@@ -261,6 +260,6 @@ def _stop_nesting(model: nn.Module, chosen: list[Layer]) -> list[Patch]:
 
 
 def _is_changed(module: nn.Module) -> bool:
-    """Whether a layer is under a swap now."""
+    """Whether a layer is currently swapped."""
     state = module.__dict__.get("_weft")
     return isinstance(module, TorchMultiheadAttention) or (state is not None and state.choice is not None)

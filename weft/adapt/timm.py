@@ -3,8 +3,8 @@
     rows = weft.timm.layer("combiner-axial-vertical", block_size=14, prefix=1)
     timm.create_model("vit_small_patch16_224", pretrained=True, attn_layer=rows)
 
-Each class is timm's own layer with another core: the same parameters under the same names, so pretrained weights
-load unchanged, and `weft.swap` can turn a layer that exists into one and back.
+Each class is timm's layer with another core. Parameter names do not change, so pretrained weights load, and `weft.swap`
+can convert an existing layer and back.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .saved import apply, describe
 
 
 class TimmAttention(timm.layers.Attention):
-    """timm's `Attention` (ViT, DeiT and others) around a mechanism.
+    """timm's `Attention` (ViT, DeiT and others) with a mechanism.
 
     The first `prefix` tokens (class and register tokens) are moved behind the patches before attention and back
     afterwards, so that a block size equal to the width of the patch grid cuts it into rows.
@@ -53,7 +53,7 @@ class TimmAttention(timm.layers.Attention):
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         if self.prefix and (mask is not None or causal):
-            raise ValueError("prefix moves tokens, and a mask or causality goes by their places: use prefix=0")
+            raise ValueError("prefix moves tokens, so it does not support masks and causality: use prefix=0")
         if self.prefix:
             q, k, v = (t.roll(-self.prefix, 2) for t in (q, k, v))
         out = self.weft(q, k, v, causal=causal, **_mask(mask, k))
@@ -61,7 +61,7 @@ class TimmAttention(timm.layers.Attention):
 
 
 class TimmWindowAttention(timm.models.swin_transformer.WindowAttention):
-    """Swin's window attention around a mechanism that takes a position bias."""
+    """Swin's window attention with a mechanism that supports a position bias."""
 
     weft: Core
     relative_position_index: Tensor
@@ -71,9 +71,9 @@ class TimmWindowAttention(timm.models.swin_transformer.WindowAttention):
         table, index, H = self.relative_position_bias_table, self.relative_position_index, self.num_heads
 
         def bias(i: Tensor, j: Tensor) -> Tensor:
-            """Relative positions within the window; and the shift's mask, which is one for each window of an image."""
+            """Relative position bias of the window, plus the mask of shifted windows, one per window of an image."""
             N = index.shape[0]
-            i, j = i.clamp(max=N - 1), j.clamp(max=N - 1)  # a mechanism may ask beyond the end, where nothing is read
+            i, j = i.clamp(max=N - 1), j.clamp(max=N - 1)  # positions beyond the end are never read
             place = index[i, j]
             head = torch.arange(H, device=place.device).view(1, -1, *[1] * (place.dim() - 2))
             values = table[place, head]
@@ -87,7 +87,7 @@ class TimmWindowAttention(timm.models.swin_transformer.WindowAttention):
 
 
 class TimmReducedAttention(timm.models.pvt_v2.Attention):
-    """PVT v2's attention to a spatially reduced image around a mechanism."""
+    """PVT v2's spatial-reduction attention with a mechanism."""
 
     weft: Core
 
@@ -106,21 +106,21 @@ class TimmReducedAttention(timm.models.pvt_v2.Attention):
 def layer(
     name: str, *, causal: bool = False, max_length: int | None = None, prefix: int = 0, **options: Any
 ) -> type[timm.layers.Attention]:
-    """A class to give to timm as `attn_layer`; `prefix` is how many class and register tokens precede the patches."""
-    attention_info(name)  # an unknown name is refused now
+    """A class for timm's `attn_layer`; `prefix` is the number of class and register tokens before the patches."""
+    attention_info(name)  # raises an error for unknown names
     weft = {"name": name, "causal": causal, "max_length": max_length, "prefix": prefix, **options}
 
     def make(cls: type, *args: Any, **kwargs: Any) -> TimmAttention:
         return TimmAttention(*args, weft=weft, **kwargs)
 
-    # timm wants a class; what it makes are plain TimmAttentions, which can be pickled.
+    # timm needs a class. Its instances are plain TimmAttentions, which can be pickled.
     return type(f"TimmAttention[{name}]", (timm.layers.Attention,), {"__new__": make})
 
 
 def save(model: Any, folder: str | Path, **model_args: Any) -> None:
-    """Write a timm model and what `weft.swap` and `weft.cache` did to it, in timm's format for a folder.
+    """Save a timm model and its changes by `weft.swap` and `weft.cache` in timm's folder format.
 
-    `model_args` are those of `timm.create_model` that it was made with, such as img_size.
+    `model_args` are the arguments of `timm.create_model` that created it, such as img_size.
     """
     timm.models.save_for_hf(
         model, str(folder), model_config={"weft": describe(model)}, model_args=model_args, safe_serialization=True
@@ -142,7 +142,7 @@ def load(folder: str | Path, **model_args: Any) -> Any:
 
 
 def _mask(mask: Tensor | None, k: Tensor) -> dict[str, Any]:
-    """timm's mask, as scaled_dot_product_attention takes it: boolean, True to attend, or added to the logits."""
+    """timm's mask, as for scaled_dot_product_attention: boolean, True to attend, or added to the logits."""
     if mask is None:
         return {}
     if mask.dtype != torch.bool:

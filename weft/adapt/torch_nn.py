@@ -1,4 +1,4 @@
-"""Mechanisms in `torch.nn.MultiheadAttention`, and so in nn.TransformerEncoder and nn.TransformerDecoder."""
+"""Mechanisms in `torch.nn.MultiheadAttention`, and thus in nn.TransformerEncoder and nn.TransformerDecoder."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from .core import Core
 
 
 class TorchMultiheadAttention(nn.MultiheadAttention):
-    """PyTorch's layer around a mechanism: the same parameters, arguments and results.
+    """PyTorch's layer with a mechanism: the same parameters, arguments and results.
 
-    PyTorch's masks are True (or -inf) where a token is to be ignored. A mask over pairs may be causal; any other
-    pattern is for `full` only.
+    In PyTorch's masks, True (or -inf) means ignored. A pairwise mask may be causal; other patterns need `full`.
     """
 
     weft: Core
 
-    # nn.TransformerEncoderLayer has a fast path that computes softmax attention from the weights without calling
-    # this layer; it is not taken for layers whose projections lie apart, which it is told here.
+    # nn.TransformerEncoderLayer has a fast path that computes softmax attention without calling this layer. Separate
+    # projections disable it, so report them here.
     _qkv_same_embed_dim = property(lambda self: False, lambda self, value: None)  # type: ignore[assignment]
 
     def forward(  # type: ignore[override]
@@ -36,7 +35,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         if query.is_nested:
-            raise ValueError("nested tensors are not supported here: make nn.TransformerEncoder with them disabled")
+            raise ValueError("nested tensors are not supported: use nn.TransformerEncoder(enable_nested_tensor=False)")
         alone = query.dim() == 2
         if alone:
             query, key, value = (t[None] for t in (query, key, value))
@@ -71,7 +70,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
     def _masks(
         self, q: Tensor, k: Tensor, padding: Tensor | None, pairs: Tensor | None, is_causal: bool
     ) -> dict[str, Any]:
-        """PyTorch's masks in the terms of `Core`."""
+        """Convert PyTorch's masks to arguments of `Core`."""
         B, H, Lq = q.shape[:3]
         Lk = k.shape[2]
         found: dict[str, Any] = {"causal": False}
@@ -79,7 +78,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
             found["mask"] = _attended(padding, "key_padding_mask")
         if pairs is None:
             if is_causal:
-                raise ValueError("is_causal is a hint about attn_mask: give the mask as well, as PyTorch asks")
+                raise ValueError("is_causal is a hint about attn_mask: pass the mask as well, as PyTorch requires")
             return found
         if Lq == Lk and (is_causal or (pairs.dim() == 2 and _is_causal(pairs))):
             found["causal"] = True
@@ -97,7 +96,7 @@ _COMBINED: dict[type, type] = {nn.MultiheadAttention: TorchMultiheadAttention}
 
 
 def swapped_class(cls: type) -> type:
-    """What a layer of class `cls` becomes; a subclass keeps its own methods."""
+    """The swapped class of a layer of class `cls`; a subclass keeps its own methods."""
     if issubclass(cls, TorchMultiheadAttention):
         return cls
     if cls not in _COMBINED:
@@ -106,21 +105,19 @@ def swapped_class(cls: type) -> type:
 
 
 def _attended(mask: Tensor, name: str) -> Tensor:
-    """True where a token stands, from a mask that is True, or -inf, where it is to be ignored."""
+    """True for real tokens, from a mask where True or -inf means ignored."""
     if mask.dtype == torch.bool:
         return ~mask
     known = (mask == 0) | (mask == float("-inf"))
     if torch.compiler.is_compiling():
-        torch._assert_async(known.all(), f"{name} may hold 0 and -inf only")
+        torch._assert_async(known.all(), f"{name} may contain only 0 and -inf")
     elif not bool(known.all()):
-        raise ValueError(
-            f"{name} holds values other than 0 and -inf: a token is there or it is not; use a boolean mask"
-        )
+        raise ValueError(f"{name} may contain only 0 and -inf: use a boolean mask")
     return mask == 0
 
 
 def _is_causal(pairs: Tensor) -> bool:
-    """Whether this (L, L) mask hides exactly the future."""
+    """Whether this (L, L) mask is causal."""
     future = torch.ones_like(pairs, dtype=torch.bool).triu(1)
     hidden = pairs if pairs.dtype == torch.bool else pairs == float("-inf")
     return bool((hidden == future).all() and (hidden | (pairs == 0)).all())

@@ -85,9 +85,7 @@ def latency(
         chosen = _among(tasks, list(TASKS), list(TASKS) if full else ["listops"], "task")
         names = names_of(attentions, STUDY_ATTENTIONS)
         how = _how(device, precision, repeats, budget, full, threads, compile=compile, cpu_time=cpu_time)
-        how = replace(
-            how, memory=how.device == "cuda"
-        )  # the paper has no memory figures, and measuring on the CPU is slow
+        how = replace(how, memory=how.device == "cuda")  # slow on the CPU, and not in the paper
         settings = {"batch": batch or bench.PAPER_BATCH[how.device], "length": length or "the task's"}
         report = Report("latency", how, settings, out)
         bench.measure(chosen, names, how, report, batch=batch, length=length)
