@@ -409,7 +409,7 @@ def test_the_white_box_model_trains_on_digits_and_on_images(tmp_path):
     model = get_task("imagefolder").model(config, types.SimpleNamespace(facts=facts))
     images = torch.randint(256, (2, 3, 8, 8), dtype=torch.uint8)
     torch.testing.assert_close(model(images), model.model((images / 255 - 0.5) / 0.25))
-    with pytest.raises(ValueError, match="one mechanism"):
+    with pytest.raises(ValueError, match="single mechanism"):
         build_model(tiny(tmp_path, model="crate", attention="full+local"), get_task("digits").load(tiny(tmp_path)))
 
 

@@ -158,7 +158,7 @@ def test_a_changed_corpus_is_encoded_again(tmp_path):
 @pytest.mark.parametrize(
     "label, text, says",
     [
-        ([1, 2], ["a", "b"], "the label of row 1 is 2; labels are numbers from 0 to 1"),
+        ([1, 2], ["a", "b"], "the label of row 1 is 2; labels must be from 0 to 1"),
         ([-1, 1], ["a", "b"], "the label of row 0 is -1"),
         ([0.5, 1.0], ["a", "b"], "the label of row 0 is 0.5"),
         ([0, 1], ["a", None], "the text of row 1 is None"),
@@ -185,7 +185,7 @@ def test_text_in_another_encoding_is_refused_by_file_and_line(tmp_path):
     "image, label, says",
     [
         (png(28), 1, "28 x 28 pixels, not 32 x 32"),
-        (b"no picture", 1, "row 0 is not a picture"),
+        (b"no picture", 1, "row 0 is not a readable image"),
         (None, 1, "the image of row 0 is None"),
         (png(32), 10, "the label of row 0 is 10"),
         (png(32), -1, "the label of row 0 is -1"),

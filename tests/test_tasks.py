@@ -218,7 +218,7 @@ def test_imdb_missing_and_damaged(tmp_path):
     write_reviews(tmp_path)
     for file in (tmp_path / "aclImdb" / "test" / "pos").iterdir():
         file.unlink()
-    with pytest.raises(DataMissing, match="no reviews in test/pos"):
+    with pytest.raises(DataMissing, match="test/pos has no reviews"):
         imdb.read(str(tmp_path))
     (tmp_path / "imdb.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(DataMissing, match="damaged"):
