@@ -55,7 +55,7 @@ def test_a_layer_of_ones_own():
     torch.testing.assert_close(again(x), out)
     report.undo()
     assert type(model[0]) is CausalSelfAttention and torch.equal(model(x), before)
-    assert "cannot be" in weft.swap(model, "bigbird").refused["0"]
+    assert "does not support that" in weft.swap(model, "bigbird").refused["0"]
     with pytest.raises(TypeError, match="a subclass of nn.Module"):
         weft.adapt.add_layer(reader, reader, shape=lambda layer: (1, 1))
 

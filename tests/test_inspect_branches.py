@@ -162,5 +162,5 @@ def test_pages_in_a_browser(tmp_path):
     assert text["names"] == image["names"] == ["layer 1", "layer 2"]
     assert text["sizes"] == [[1, 10]] * 4 and text["original"] == 0
     assert image["sizes"] == [[3, 3]] * 4 and image["original"] == 1
-    assert "what “[CLS]” attends to" in text["line"]
-    assert "what “[CLS]” reads from the cache" in image["line"]
+    assert "attention of “[CLS]”." in text["line"]
+    assert "attention of “[CLS]” over the slots of the cache" in image["line"]

@@ -180,7 +180,7 @@ def test_an_unknown_name_is_refused():
         assert found.exit_code == 2 and "combiner-fixed" in found.output, command
     assert "unknown task 'chess'" in invoke("latency", "--tasks", "chess").output
     assert "comma-separated" in invoke("scaling", "--lengths", "1k").output
-    assert "there is no model 'resnet'" in invoke("throughput", "--models", "resnet").output
+    assert "unknown model 'resnet'" in invoke("throughput", "--models", "resnet").output
     assert "S12-L8" in invoke("cost", "--schedules", "L4").output
 
 

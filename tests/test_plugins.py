@@ -159,7 +159,7 @@ def test_what_is_wrong_with_a_file(tmp_path):
     with pytest.raises(ValueError, match="does not define the task 'three'; it defines one, two"):
         make_config(f"{tmp_path}/both.py:three")
     (tmp_path / "other.py").write_text(base)
-    with pytest.raises(ValueError, match="'one' is already there"):
+    with pytest.raises(ValueError, match="there is already a task named 'one'"):
         make_config(f"{tmp_path}/other.py:one")
 
 
