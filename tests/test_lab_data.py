@@ -127,7 +127,7 @@ def test_pictures_keep_the_numbers_of_their_classes(tmp_path):
     assert own.classes == ["m", "n", "z"] and describe(own).record["classes"] == own.classes
     pictures(tmp_path / "other", "a")
     config.data = str(tmp_path / "other")
-    with pytest.raises(DataMissing, match="classes that the model does not learn: a"):
+    with pytest.raises(DataMissing, match="classes that are not in train/: a"):
         get_task("pets").load_again(config, describe(own).known)
     shutil.rmtree(tmp_path / "other" / "pets" / "train" / "a")
     (tmp_path / "other" / "pets-train-8.npy").touch()
