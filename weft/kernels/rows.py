@@ -1,5 +1,5 @@
-"""Triton: rows of a (B, H, L, D) tensor in and out of a tile, for every kernel here. D may be any width: a tile is the
-next power of two wide, and what is past D reads as zero and is never written."""
+"""Triton helpers: load and store tile rows of a (B, H, L, D) tensor. D can be any width: tiles are padded to the next
+power of two; columns past D read as zero and are never written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def load_rows(X, row, d, row_stride, live, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows of X as (rows, BLOCK_D); zeros where a row is not live, and past D. live=None: all rows are."""
+    """Load rows of X as (rows, BLOCK_D); zeros for rows that are not live and past D. live=None: all rows are live."""
     X += row[:, None] * row_stride + d[None, :]
     if live is None and D == BLOCK_D:
         x = tl.load(X)
@@ -32,7 +32,7 @@ def store_rows(X, x, row, d, row_stride, live, D: tl.constexpr, BLOCK_D: tl.cons
 
 @triton.jit
 def valid_rows(MASK, position, live, HAS_MASK: tl.constexpr):
-    """Which rows hold a real token: those inside the sequence that the mask does not hide."""
+    """Which rows are real tokens: inside the sequence and not masked."""
     if HAS_MASK:
         return live & (tl.load(MASK + position, mask=live, other=0) != 0)
     return live
@@ -45,7 +45,7 @@ def row_products(
     BH, H, L,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """delta_i = Σ_d dout_id out_id, (B·H, L), which every softmax's backward needs."""
+    """delta_i = Σ_d dout_id out_id, (B·H, L), needed by the softmax backward."""
     bh = tl.program_id(0) % BH
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     d = tl.arange(0, BLOCK_D)

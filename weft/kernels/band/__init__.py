@@ -1,1 +1,1 @@
-"""Attention to near keys, in blocks or windows, and to a few keys that all see: `local`, `longformer`, `sparse`."""
+"""Attention to near keys, in blocks or windows, and to a few global keys: `local`, `longformer`, `sparse`."""

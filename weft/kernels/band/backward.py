@@ -1,11 +1,11 @@
-"""Triton, backward. No atomics: every sum is taken in a fixed order, so two runs agree to the last bit.
+"""Triton kernels: backward pass. No atomics: sums have a fixed order, so results are bitwise reproducible.
 
     delta_i = Σ_d dout_id out_id        p_ij = exp2(s_ij − lse_i)        ds_ij = p_ij (dout_i · v_j − delta_i)
     dq_i = Σ_j ds_ij k_j / √D           dk_j = Σ_i ds_ij q_i / √D        dv_j = Σ_i p_ij dout_i
 
-`query_gradients` takes a tile of queries over the forward's keys. `key_gradients` takes a tile of keys over the queries
-near it, and starts from what `extra_gradients` found for those of its keys that are extras: that kernel takes a tile of
-extras over the queries that see them, in chunks, so that there is work for every multiprocessor.
+`query_gradients` loops over the keys of the forward for a tile of queries. `key_gradients` loops over the near queries
+for a tile of keys, and starts from the result of `extra_gradients` for keys that are extras. `extra_gradients` loops
+over the queries that attend to a tile of extras, in chunks, so that every multiprocessor has work.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .forward import (
 
 @triton.jit
 def ask_keys(dq, q, k, v, dout, lse, delta, allowed, scale, WHOLE: tl.constexpr, PRECISION: tl.constexpr):
-    """dq (without its 1/√D) of a tile of queries, with one more tile of keys."""
+    """Add one tile of keys to dq (without its 1/√D) of a tile of queries."""
     p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale - lse[:, None])
     if not WHOLE:
         p = tl.where(allowed, p, 0.0)
@@ -94,7 +94,7 @@ def query_gradients(
 
 @triton.jit
 def add_queries(dk, dv, k, v, q, dout, lse, delta, allowed, scale, WHOLE: tl.constexpr, PRECISION: tl.constexpr):
-    """dk (without its 1/√D) and dv of a tile of keys, with what a tile of queries sends; `allowed` is (key, query)."""
+    """Add one tile of queries to dk (without its 1/√D) and dv of a tile of keys; `allowed` is (key, query)."""
     p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale - lse[None, :])
     if not WHOLE:
         p = tl.where(allowed, p, 0.0)
@@ -113,7 +113,7 @@ def extra_gradients(
     EXTRAS: tl.constexpr, LEADING: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What the queries of one chunk send to BK extras: EXTRA_K and EXTRA_V are (B·H, chunks, count, D), float32."""
+    """Gradients of BK extras from the queries of one chunk; EXTRA_K, EXTRA_V are (B·H, chunks, count, D), float32."""
     bh = tl.program_id(0) % BH
     extra_tiles = (count + BK - 1) // BK
     rest = tl.program_id(0) // BH
@@ -134,7 +134,7 @@ def extra_gradients(
     dk = tl.zeros([BK, BLOCK_D], tl.float32)
     dv = tl.zeros([BK, BLOCK_D], tl.float32)
     start, stop = c * chunk, tl.minimum((c + 1) * chunk, L)
-    if CAUSAL:  # no earlier query sees the first of these extras
+    if CAUSAL:  # no earlier query attends to the first of these extras
         start = tl.maximum(start, (e_first // C + 1) * m if EXTRAS == "columns" else e_first)
     for begin in range(start, stop, BQ):
         i = begin + tl.arange(0, BQ)
@@ -203,8 +203,8 @@ def key_gradients(
     near_tiles = (high - low + BQ - 1) // BQ
     far_tiles = 0
     if EXTRAS == "first":
-        real = real & (j >= C)  # the first tokens have left the windows
-        if not CAUSAL:  # and see every key
+        real = real & (j >= C)  # the first tokens are not in the windows
+        if not CAUSAL:  # and attend to every key
             far_tiles = (tl.minimum(low, C) + BQ - 1) // BQ
     start, stop, _ = whole_tiles(k_first, end, right, left, low, near_tiles, 0, BK, BQ, "none", CAUSAL, HAS_MASK)
     if EXTRAS == "first":
@@ -216,7 +216,7 @@ def key_gradients(
             dout = load_rows(DOUT, i, d, g_l, None, D, BLOCK_D)
             lse, delta = tl.load(LSE + i), tl.load(DELTA + i)
             dk, dv = add_queries(dk, dv, k, v, q, dout, lse, delta, None, scale, True, PRECISION)
-    at_key = tl.where(real, j, NOWHERE)  # further than any window reaches
+    at_key = tl.where(real, j, NOWHERE)  # outside every window
     for u in range(0, near_tiles + far_tiles - (stop - start)):
         t = other_tile(u, start, stop, near_tiles, 0)
         i = low + t * BQ + tl.arange(0, BQ)

@@ -1,17 +1,17 @@
-"""Triton, forward: softmax attention to near keys, and to a few far ones in the same softmax.
+"""Triton kernels: forward pass of softmax attention to near keys and a few far keys.
 
-A query i of a block of m tokens sees the keys j of its block with i − left ≤ j ≤ i + right: all of the block, or, where
-the sequence is one block, a window. EXTRAS says what else it sees:
+A query i in a block of m tokens attends to the keys j of its block with i − left ≤ j ≤ i + right: the whole block, or a
+window if the sequence is one block. EXTRAS defines the far keys:
 
     "none"       nothing
-    "columns"    C tokens of every other block (of every earlier one when causal), the same places in each
-    "first"      the first C tokens of the sequence, which leave the windows and, unless causal, see everything
+    "columns"    C tokens of every other block (of every earlier block if causal), at the same offsets in each
+    "first"      the first C tokens, which are not in the windows and, unless causal, attend to all tokens
 
-A tile of queries lies in one block and takes its near keys and the extras: first, without looking, the tiles of which
-every pair counts, then the others. Which pairs count is asked the same way everywhere: a key that does not exist or is
-masked stands at NOWHERE, and the others must lie between a row's two bounds. Positions are counted from the block's
-first token. All logarithms are to base 2: `scale` carries log2(e)/√D. Programs are numbered with the heads first: those
-that run together read whole rows of (B, L, H, D) memory.
+A tile of queries is inside one block. It first processes the key tiles in which all pairs are allowed, without checks,
+then the others. The check is the same everywhere: missing and masked keys have position NOWHERE, and a key must be
+between the two bounds of a row. Positions are relative to the first token of the block. Logarithms are to base 2:
+`scale` includes log2(e)/√D. Program ids run over heads first, so concurrent programs read whole rows of (B, L, H, D)
+memory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ NOWHERE = tl.constexpr(1 << 30)
 
 @triton.jit
 def extra_position(e, m, C: tl.constexpr, EXTRAS: tl.constexpr, LEADING: tl.constexpr):
-    """Where extra e stands in the sequence: the last C places of each block, the first of them moved to the block's
-    first token where LEADING."""
+    """Position of extra e in the sequence: the last C offsets of each block; with LEADING, the first of them is moved
+    to the first token of the block."""
     if EXTRAS == "first":
         return e
     place = m - C + e % C
@@ -39,7 +39,7 @@ def extra_position(e, m, C: tl.constexpr, EXTRAS: tl.constexpr, LEADING: tl.cons
 @triton.jit
 def seen_range(q_first, block, end, n, left, right,
                BQ: tl.constexpr, C: tl.constexpr, EXTRAS: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
-    """For one tile of queries: its near keys [low, high), and how many extras it sees at most."""
+    """For one tile of queries: its near keys [low, high), and the maximum number of extras."""
     low, high = tl.maximum(q_first - left, 0), tl.minimum(q_first + BQ + right, end)
     extras = 0
     if EXTRAS == "columns":
@@ -66,8 +66,8 @@ def row_bounds(i, end, left, right, C: tl.constexpr, EXTRAS: tl.constexpr, CAUSA
 def whole_tiles(q_first, end, left, right, low, near_tiles, extras,
                 BQ: tl.constexpr, BK: tl.constexpr, EXTRAS: tl.constexpr, CAUSAL: tl.constexpr,
                 HAS_MASK: tl.constexpr):  # fmt: skip
-    """The tiles of which every pair counts, and which need no looking: near ones [start, stop), and how many of the
-    extras."""
+    """The tiles in which all pairs are allowed, so no check is needed: near tiles [start, stop), and the number of
+    extra tiles."""
     start, stop, extra = 0, 0, 0
     if not HAS_MASK:
         start = tl.maximum(q_first + BQ - 1 - left - low + BK - 1, 0) // BK
@@ -101,7 +101,7 @@ def other_tile(t, start, stop, near_tiles, extra):
 def seen_tile(t, near_tiles, low, high, extras, i, row_low, row_high, block, first, m, L, MASK,
               BK: tl.constexpr, C: tl.constexpr, EXTRAS: tl.constexpr, LEADING: tl.constexpr, CAUSAL: tl.constexpr,
               HAS_MASK: tl.constexpr):  # fmt: skip
-    """Tile t of the keys: their positions, which of them exist, and which pairs (i, key) count."""
+    """Tile t of the keys: their positions, which of them exist, and which pairs (i, key) are allowed."""
     step = t * BK + tl.arange(0, BK)
     j = low + step
     live = j < high
@@ -127,13 +127,13 @@ def seen_tile(t, near_tiles, low, high, extras, i, row_low, row_high, block, fir
 
 @triton.jit
 def add_keys(acc, top, total, q, k, v, allowed, scale, WHOLE: tl.constexpr, PRECISION: tl.constexpr):
-    """The running softmax with one more tile of keys; WHOLE: every pair counts, and `allowed` is not looked at."""
+    """Add one tile of keys to the running softmax. WHOLE: all pairs are allowed, `allowed` is not read."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if not WHOLE:
         s = tl.where(allowed, s, float("-inf"))
     new_top = tl.maximum(top, tl.max(s, 1) * scale)
     shift = new_top
-    if not WHOLE:  # a row whose window has not begun: no inf - inf
+    if not WHOLE:  # a row without any key so far: avoid inf - inf
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
     p = tl.exp2(s * scale - shift[:, None])
     old = tl.exp2(top - shift)
@@ -154,7 +154,7 @@ def attend(
     tiles = (m + BQ - 1) // BQ  # in a block
     tile = tl.program_id(0) // BH
     if CAUSAL and EXTRAS == "columns":
-        tile = n * tiles - 1 - tile  # the last blocks see the most: start them first
+        tile = n * tiles - 1 - tile  # the last blocks have the most keys: start them first
     block = tile // tiles
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
@@ -196,5 +196,5 @@ def attend(
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     store_rows(OUT, acc / total[:, None], i, d, o_l, i < end, D, BLOCK_D)
-    lse = tl.where(empty, float("-inf"), top + tl.log2(total))  # the backward masks a row without keys out
+    lse = tl.where(empty, float("-inf"), top + tl.log2(total))  # the backward masks rows without keys
     tl.store(LSE + bh.to(tl.int64) * L + first + i, lse, mask=i < end)

@@ -1,15 +1,15 @@
-"""Attention to near keys, and to a few far ones in the same softmax, as fused kernels: `local`, `longformer`, and
-`sparse` with pattern="fixed".
+"""Fused kernels for attention to near keys and a few far keys: `local`, `longformer`, and `sparse` with
+pattern="fixed".
 
-    out_i = Σ_j softmax_j(q_i · k_j / √D) v_j          over near(i) ∪ extras(i), at i at most when causal
+    out_i = Σ_j softmax_j(q_i · k_j / √D) v_j          over near(i) ∪ extras(i), j ≤ i if causal
 
     local         near: the block of m tokens                   no extras
     longformer    near: i − left ≤ j ≤ i + right                extras "first": the first C tokens, which see everything
     sparse        near: the block of m tokens                   extras "columns": C places of every other block
 
-The plain versions in `weft/attention/` are the definitions; these kernels must equal them. They read the tokens where
-they lie: no copies of overlapping windows, no mask of pairs. Blocks that fit into one tile have a backward of their
-own, `short_blocks.py`.
+The plain versions in `weft/attention/` are the reference, and these kernels must equal them. They read the tokens in
+place, without copies of overlapping windows and without a mask of pairs. Blocks that fit into one tile have a separate
+backward, `short_blocks.py`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from ...core.tiles import (
 )
 
 EXTRAS = ("none", "first", "columns")
-LEAST_LENGTH = 256  # the shortest measured; the kernels beat the plain version from here on: docs/kernels.md
+LEAST_LENGTH = 256  # the shortest length measured; the kernels are faster from here on: docs/kernels.md
 
-# By kernel, widest head and bytes per number.
+# Keys: kernel, maximum head_dim, bytes per element.
 TILES: dict[tuple[str, int, int], Tiles] = {
     ("attend", 64, 2): Tiles(64, 64, 4, 2),
     ("attend", 128, 2): Tiles(64, 32, 4, 2),
@@ -65,9 +65,9 @@ TILES: dict[tuple[str, int, int], Tiles] = {
 
 
 def too_long(attn: Any, *qkv: Tensor) -> str:
-    """Why the kernels cannot run; "" if they can."""
+    """Return why the kernels cannot run, or "" if they can."""
     if qkv and qkv[0].shape[2] * max(x.stride(2) for x in qkv) >= 2**31:
-        return "the kernel counts inside a sequence in 32 bits, and this one is longer"
+        return "the sequence is too long for the kernel, which indexes it with 32 bits"
     return ""
 
 
@@ -86,7 +86,7 @@ def window(
 def block_and_columns(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, block_size: int, columns: list[int], causal: bool
 ) -> Tensor:
-    """`sparse`, fixed; `columns` from `fixed_columns`: the last places of a block, and perhaps its first."""
+    """`sparse`, fixed; `columns` from `fixed_columns`: the last offsets of a block, and optionally the first."""
     leading = len(columns) < block_size and columns[:1] == [0]
     extras = "columns" if columns else "none"
     right = 0 if causal else block_size
@@ -119,7 +119,7 @@ def attend_near(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, block_size: int, left: int, right: int, causal: bool,
     extras: str = "none", count: int = 0, leading: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out and its log2 normalisers, -inf where there is no key."""
+    """out and its log2 normalisers, -inf for queries without keys."""
     from .forward import attend
 
     out, lse = _outputs(q)
@@ -160,7 +160,7 @@ def near_gradients(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, block_size: int,
     left: int, right: int, causal: bool, extras: str = "none", count: int = 0, leading: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv, and delta; short blocks do without delta, and lse stands in its place."""
+    """dq, dk, dv, and delta. Short blocks do not need delta and return lse instead."""
     from ..rows import row_products
     from .backward import extra_gradients, key_gradients, query_gradients
     from .short_blocks import block_gradients
@@ -186,7 +186,7 @@ def near_gradients(
     row_products[(ceil_div(L, 64) * BH,)](
         out, dout, delta, *strides(out), *strides(dout), BH, H, L, D=D, BLOCK_D=block_width(D), ROWS=64, num_warps=4
     )
-    extra_k = extra_v = lse  # not read where there are no extras
+    extra_k = extra_v = lse  # not read if there are no extras
     total, chunks = n * count if extras == "columns" else count, 1
     if extras != "none":
         t = tiles("extra gradients", L, q)
@@ -229,7 +229,7 @@ _forward.register_autograd(_grad, setup_context=_save)
 
 
 def _blocks(L: int, block_size: int, extras: str, count: int) -> tuple[int, int, str, int]:
-    """Tokens in a block, how many blocks, and the extras there really are: one block has no other blocks' columns."""
+    """Tokens per block, number of blocks, and the actual extras: a single block has no columns of other blocks."""
     m = min(block_size or L, L)
     n = ceil_div(L, m)
     if extras == "columns" and n == 1:
@@ -258,12 +258,12 @@ def _options(q: Tensor, mask: Tensor | None, causal: bool, extras: str, count: i
 def check(q: Tensor, k: Tensor, v: Tensor, extras: str) -> None:
     if q.dim() != 4 or k.shape != q.shape or v.shape != q.shape:
         raise ValueError(
-            f"the kernel takes q, k and v of one shape (B, H, L, D), got {tuple(q.shape)}, {tuple(k.shape)} "
+            f"the kernel needs q, k and v of the same shape (B, H, L, D), got {tuple(q.shape)}, {tuple(k.shape)} "
             f"and {tuple(v.shape)}; use backend='torch'"
         )
     if q.shape[3] > LARGEST_HEAD or q.dtype not in DTYPES:
         raise ValueError(
-            f"the kernel takes float32, float16 or bfloat16 with heads up to {LARGEST_HEAD} wide, got {q.dtype} and "
+            f"the kernel supports float32, float16 and bfloat16 with head_dim up to {LARGEST_HEAD}, got {q.dtype} and "
             f"{q.shape[3]}; use backend='torch'"
         )
     if extras not in EXTRAS:
@@ -271,15 +271,15 @@ def check(q: Tensor, k: Tensor, v: Tensor, extras: str) -> None:
 
 
 def tiles(kernel: str, most: int, q: Tensor) -> Tiles:
-    """The table's entry, cut down to the tokens in a block, and never under 16, the least a matrix unit takes."""
+    """Entry of the table, limited to the tokens in a block, and at least 16, the minimum of a matrix unit."""
     t = TILES[kernel, max(64, block_width(q.shape[3])), q.element_size()]
     most = max(16, next_power_of_two(most))
     return replace(t, queries=min(t.queries, most), keys=min(t.keys, most))
 
 
 def query_chunks(L: int, extra_tiles: int) -> tuple[int, int]:
-    """Length and number of the chunks of queries whose gradients for the extras are summed apart: about 32 programs a
-    head. By L and the pattern alone, so that a sequence's gradient does not depend on its batch mates."""
+    """Length and number of the query chunks whose gradients for the extras are summed separately: about 32 programs
+    per head. They depend only on L and the pattern, so a gradient does not depend on the rest of the batch."""
     wanted = max(1, 32 // extra_tiles)
     chunk = max(512, ceil_div(ceil_div(L, wanted), 64) * 64)
     return chunk, ceil_div(L, chunk)

@@ -1,9 +1,9 @@
-"""Triton, backward of attention inside blocks so short that a block is one tile: all three gradients in one pass.
+"""Triton kernel: backward pass of attention within blocks that fit into one tile. One pass computes all gradients.
 
     delta_i = Σ_d dout_id out_id        p_ij = exp2(s_ij − lse_i)        ds_ij = p_ij (dout_i · v_j − delta_i)
     dq = ds k / √D                      dk = dsᵀ q / √D                  dv = pᵀ dout
 
-Each tensor is read once and written once; `backward.py`, for longer blocks, reads them twice.
+Each tensor is read once and written once. `backward.py`, for longer blocks, reads them twice.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Triton: the gradients of what a summary pools along the lines of a grid; walks as in line_pool_forward.py.
+"""Triton kernels: backward pass of pooling along the lines of a grid. Loops are as in `forward.py`.
 
-Gradients of ties are shared as in `combiner/summaries.py`. Its running maximum halves a gradient wherever two
-equal values meet: one after the other within a group of about √T places, and once more where a group meets the maximum
-of all groups before it. Its maximum of all others shares equally among all that are equal.
+Ties split gradients as in `combiner/summaries.py`. There, the running maximum halves a gradient wherever two equal
+values meet: one after the other within a group of about √T positions, and once more where a group meets the maximum of
+all earlier groups. The maximum of all others splits a gradient equally among all equal values.
 """
 
 # mypy: disable-error-code="assignment,misc"
@@ -26,7 +26,7 @@ def pool_gradients(
     D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, RULE: tl.constexpr,
     POOL: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """CHUNK is the group of the running maximum; LINE a power of two that holds a line."""
+    """CHUNK is the group size of the running maximum; LINE is a power of two, at least the length of a line."""
     b, h, d, start, step = place(BH, H, cells, line_step, cell_step, D, BLOCK_D, RULE == "after")
     if tl.program_id(1) == 0:
         X, x_l = Q + b * q_b + h * q_h, tl.cast(q_l, tl.int64)
@@ -58,7 +58,7 @@ def pool_gradients(
 
 @triton.jit
 def share(a, b):
-    """The part of max(a, b)'s gradient that goes to a."""
+    """The share of the gradient of max(a, b) that goes to a."""
     return tl.where(a > b, 1.0, tl.where(a == b, 0.5, 0.0))
 
 
@@ -67,15 +67,15 @@ def running_max_gradients(
     X, MASK, OUT, SOME, DOUT, DX, x_l, out_l, dout_l, dx_l, d, start, step, cells, length,
     D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, RULE: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Group by group from the end. Entry e is pooled first at place e, or at the next one where a place itself is out;
-    an entry pooled nowhere is still given its zero."""
+    """Group by group from the end. Entry e is first pooled at position e, or at e + 1 if a position excludes itself.
+    Entries that are never pooled get zero."""
     shift: tl.constexpr = 0 if RULE == "up_to" else 1
     groups = (cells + GROUP - 1) // GROUP
-    carried = tl.zeros([BLOCK_D], tl.float32)  # what later places send to the maximum of all groups up to this one
+    carried = tl.zeros([BLOCK_D], tl.float32)  # gradient of later positions for the maximum of all groups so far
     for number in range(groups):
         begin = (groups - 1 - number) * GROUP
         before = start + (begin - 1 + shift) * step
-        earlier = load_row(OUT, before, out_l, d, begin > 0, D)  # the maximum of all groups before
+        earlier = load_row(OUT, before, out_l, d, begin > 0, D)  # the maximum of all earlier groups
         some = tl.load(SOME + before, mask=begin > 0, other=0) != 0
         xs = ()
         reals = ()
@@ -114,8 +114,8 @@ def other_max_gradients(
     X, MASK, DOUT, DX, x_l, dout_l, dx_l, d, start, step, cells, length,
     D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """The largest entries share the gradients of all places but the one that alone is largest, whose own goes to the
-    second largest."""
+    """The largest entries share the gradients of all positions. If only one position is the largest, its own gradient
+    goes to the second largest."""
     top = tl.full([BLOCK_D], float("-inf"), tl.float32)
     second = top
     at_top = tl.zeros([BLOCK_D], tl.float32)  # how many
@@ -172,7 +172,7 @@ def sum_gradients(
     D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, RULE: tl.constexpr,
     POOL: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """An entry receives from every place that pools it: the later ones, walked from the end, or all but its own."""
+    """An entry gets gradients from every position that pools it: the later ones, from the end, or all but its own."""
     total = tl.zeros([BLOCK_D], tl.float32)
     count = real_tokens(MASK, start, step, cells, length, HAS_MASK, LINE) if POOL == "mean" else 0
     chunks = (cells + CHUNK - 1) // CHUNK

@@ -1,9 +1,9 @@
-"""Triton: what a summary pools along the lines of a grid, forward.
+"""Triton kernels: forward pass of pooling along the lines of a grid.
 
-Place t of a line is token start + t·step: a row has step 1, a column the width of the grid, and a walk from the end of
-the line a negative one, so that "after" is "before". A program walks along one line of one head, some channels of q or
-of k, with the running maximum or sum in registers; a chunk's rows are all loaded before the first is used. Programs are
-numbered with the heads first, so those that run together read whole rows of (B, L, H, D) memory.
+Position t of a line is token start + t·step. A row has step 1, a column has the width of the grid. A loop from the end
+has a negative step, which turns "after" into "before". A program loops over one line of one head and some channels of q
+or k, with the running maximum or sum in registers. All rows of a chunk are loaded before the first is used. Program ids
+run over heads first, so concurrent programs read whole rows of (B, L, H, D) memory.
 """
 
 # mypy: disable-error-code="assignment,misc"
@@ -40,7 +40,7 @@ def finish(kept, count, POOL: tl.constexpr):
 
 @triton.jit
 def place(BH, H, cells, line_step, cell_step, D: tl.constexpr, BLOCK_D: tl.constexpr, BACKWARDS: tl.constexpr):
-    """This program's head, batch entry, channels, and the line's first token and step in the order of the walk."""
+    """Head, batch entry and channels of this program, and the first token and step of its line."""
     blocks: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     pid = tl.program_id(0)
     first_d = pid % blocks * BLOCK_D
@@ -60,7 +60,7 @@ def pool(
     D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, RULE: tl.constexpr, POOL: tl.constexpr,
     HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Of every cell the pooled query and key, and whether anything was pooled: one program of a line `speaks`."""
+    """For every cell: the pooled query and key, and whether any token was pooled (one program per line writes it)."""
     b, h, d, start, step = place(BH, H, cells, line_step, cell_step, D, BLOCK_D, RULE == "after")
     if tl.program_id(1) == 0:
         X, x_l = Q + b * q_b + h * q_h, tl.cast(q_l, tl.int64)
@@ -115,7 +115,7 @@ def pool_others(
     X, MASK, OUT, SOME, x_l, out_l, d, start, step, cells, length, speaks,
     D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, POOL: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """The maximum of the others is the line's, and at the one place that alone holds it (`alone`) the second."""
+    """The maximum of the others is that of the line, or the second largest at its only position (`alone`)."""
     kept = tl.full([BLOCK_D], float("-inf") if POOL == "max" else 0.0, tl.float32)
     second = kept
     alone = tl.full([BLOCK_D], -1, tl.int32)

@@ -1,11 +1,11 @@
-"""Pooling queries and keys along the lines of a grid, as one PyTorch operator: forward and backward.
+"""Pool queries and keys along the lines of a grid: forward and backward as one PyTorch operator.
 
     qbar_i = pool_{j ∈ set(i)} q_j          kbar_i = pool_{j ∈ set(i)} k_j
 
-for every cell i of a grid with rows of `width` tokens, where set(i) are the real tokens "before", "after", "up_to" (and
-with) the cell on its row or column, or all "others". pool is max, mean or sum, per channel, and zero for an empty set:
-`combiner/summaries.py` is the definition, also of how a tie's gradient is shared. Tokens are read where they lie
-and cells written in the order of the tokens. Triton is imported only when a kernel runs.
+for every cell i of a grid with rows of `width` tokens. set(i) is the real tokens "before", "after", "up_to" (including)
+the cell on its row or column, or all "others". pool is max, mean or sum per channel, and zero for an empty set.
+`combiner/summaries.py` is the reference, also for the gradients of ties. Tokens are read in place, and cells are
+written in token order. Triton is imported only when a kernel runs.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ..lines.kernel import AXES, Axis, Lines, Rule
 
 POOLS = ("max", "mean", "sum")
 RULES: tuple[Rule, ...] = ("before", "after", "up_to", "others")
-LONGEST_LINE = 1024  # a group of the backward, √ of it many rows, is held in registers
+LONGEST_LINE = 1024  # the backward holds a group of √LONGEST_LINE rows in registers
 
 
 def has_kernel(kind: str, axis: Axis, length: int, width: int) -> bool:
-    """Whether the kernel pools this summary along these lines."""
+    """Return whether the kernel supports this summary on these lines."""
     return kind in POOLS and Lines.of(axis, ceil_div(length, width), width).cells <= LONGEST_LINE
 
 
 def line_pool(
     q: Tensor, k: Tensor, mask: Tensor | None, axis: Axis, which: Rule, pool: str, *, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """qbar and kbar (B, H, cells, D) of q and k (B, H, L, D) and mask (B, L), and which cells have any token to pool,
+    """q, k (B, H, L, D) and mask (B, L) -> qbar, kbar (B, H, cells, D), and which cells have any token to pool,
     (B or 1, cells)."""
     q, k = autocast(q, k)
     return torch.ops.weft.line_pool(q, k, for_operator(mask), axis, which, pool, width)
@@ -85,7 +85,7 @@ def _backward(dqbar, dkbar, q, k, mask, qbar, kbar, some, axis, which, pool, wid
     dqbar, dkbar, q, k = (rows_contiguous(x) for x in (dqbar, dkbar, q, k))
     sizes, options = _common(q, lines, mask, some, which, pool)
     pooled = lines.cells if which == "up_to" else lines.cells - 1
-    group = max(1, round(pooled**0.5))  # as `running_max` in combiner/summaries.py: ties are shared by groups
+    group = max(1, round(pooled**0.5))  # like `running_max` in combiner/summaries.py, for the same gradients of ties
     channels = 64 if group <= 16 else 32
     pool_gradients[_programs(q, lines, channels)](
         q, k, q if mask is None else as_flags(mask), qbar, kbar, some.view(torch.uint8), dqbar, dkbar, dq, dk,
@@ -134,10 +134,10 @@ def _check(q: Tensor, k: Tensor, axis: Axis, which: Rule, pool: str, width: int)
         )
     if q.shape != k.shape or q.dtype != k.dtype or q.dtype not in DTYPES or q.shape[3] > LARGEST_HEAD:
         raise ValueError(
-            f"the kernel takes q and k of one shape and dtype, float32, float16 or bfloat16, with heads up to "
-            f"{LARGEST_HEAD} wide, got {tuple(q.shape)} {q.dtype} and {tuple(k.shape)} {k.dtype}"
+            f"the kernel needs q and k of the same shape and dtype (float32, float16 or bfloat16) with head_dim up to "
+            f"{LARGEST_HEAD}, got {tuple(q.shape)} {q.dtype} and {tuple(k.shape)} {k.dtype}"
         )
     lines = Lines.of(axis, ceil_div(q.shape[2], width), width)
     if lines.cells > LONGEST_LINE:
-        raise ValueError(f"the kernel pools lines of up to {LONGEST_LINE} cells, got {lines.cells}")
+        raise ValueError(f"the kernel supports lines of up to {LONGEST_LINE} cells, got {lines.cells}")
     return lines

@@ -1,1 +1,1 @@
-"""Causal attention that factors through features, in chunks: `linear` and `performer`."""
+"""Causal attention with feature maps, computed in chunks: `linear` and `performer`."""

@@ -1,13 +1,13 @@
-"""Triton, backward. No atomics: every sum is taken in a fixed order, so two runs agree to the last bit.
+"""Triton kernels: backward pass. No atomics: sums have a fixed order, so results are bitwise reproducible.
 
-With w_i = 1 / denominator and delta_i = Σ_d dout_id out_id, a pair (i, j ≤ i) sends e_ij = w_i (dout_i·v_j - delta_i):
+With w_i = 1 / denominator and delta_i = Σ_d dout_id out_id, a pair (i, j ≤ i) has e_ij = w_i (dout_i·v_j - delta_i):
 
     dφ(q_i) = Σ_{j ≤ i} e_ij φ(k_j)                                 dφ(k_j) = Σ_{i ≥ j} e_ij φ(q_i)
     dv_j = Σ_{i ≥ j} w_i (φ(q_i)·φ(k_j)) dout_i                     drest_i = Σ_{j ≤ i} e_ij
 
-Tokens of the own chunk are taken pair by pair. Keys of the chunks before come in through the forward's `before`;
-queries of the chunks after through A_c = Σ_{i in chunk c} w_i φ(q_i) dout_iᵀ (`gradient_states`) summed from the end
-(`running_sums`, in reverse). With SCALED, each pair's product carries e^{m_j - G_i} as in the forward.
+Within a chunk, all pairs are computed. Keys of earlier chunks contribute through `before` of the forward. Queries of
+later chunks contribute through A_c = Σ_{i in chunk c} w_i φ(q_i) dout_iᵀ (`gradient_states`), summed from the end
+(`running_sums`, reversed). With SCALED, each product is multiplied by e^{m_j - G_i} as in the forward.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def gradient_states(
     PART: tl.constexpr, CHUNK: tl.constexpr, FEATURES: tl.constexpr, SCALED: tl.constexpr, BF16: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What one chunk of queries sends to earlier keys, for one tile of features, laid out as the forward's PARTS; and
-    DELTA."""
+    """Contribution of one chunk of queries to earlier keys for one tile of features, in the layout of PARTS in the
+    forward; and DELTA."""
     TILES: tl.constexpr = (F + BF - 1) // BF
     WHOLE: tl.constexpr = F // BF * BF
     R: tl.constexpr = F + 1 if SCALED else F
@@ -159,11 +159,11 @@ def key_gradients(
     CHUNK: tl.constexpr, CARRIED: tl.constexpr, FEATURES: tl.constexpr, SCALED: tl.constexpr, HAS_MASK: tl.constexpr,
     BF16: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys over the queries of its chunk from itself on, and over what the chunks after send."""
+    """Gradients of a tile of keys from the later queries of its chunk, and from the later chunks."""
     WHOLE: tl.constexpr = F // BF * BF
     R: tl.constexpr = F + 1 if SCALED else F
     bh = tl.program_id(0) % BH
-    tile = (L + BK - 1) // BK - 1 - tl.program_id(0) // BH  # last first: `query_gradients` has just read those rows
+    tile = (L + BK - 1) // BK - 1 - tl.program_id(0) // BH  # last first: `query_gradients` has just read these rows
     c = tile * BK // CHUNK
     first = c * CHUNK
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)

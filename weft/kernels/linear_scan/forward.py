@@ -1,15 +1,16 @@
-"""Triton, forward: what each chunk of tokens adds to the running sums, the sums up to each chunk, and the outputs.
+"""Triton kernels: forward pass. The contribution of each chunk to the running sums, the sums before each chunk, and
+the outputs.
 
     S_c = Σ_{j in chunk c} φ(k_j) v_jᵀ          z_c = Σ_{j in chunk c} φ(k_j)                       `chunk_states`
-    before_c = Σ_{c' < c} S_c', and z alike                                                         `running_sums`
+    before_c = Σ_{c' < c} S_c', z likewise                                                          `running_sums`
     out_i = (Σ_{j ≤ i in the chunk} (φ(q_i)·φ(k_j)) v_j + φ(q_i)·before_c) / (the same with v = 1)  `outputs`
 
-With SCALED, key j counts e^{m_j - G_i} times, G running upwards, and every pair (i, j) has rest_i added to its product
-φ(q_i)·φ(k_j) (see `kernel.py`). The state of a chunk is held relative to e^{G at the chunk's end}; the sums of
-v alone, which `rest` needs, are one more row of the state, and do not fade.
+With SCALED, key j is weighted by e^{m_j - G_i} with non-decreasing G, and rest_i is added to the product φ(q_i)·φ(k_j)
+of every pair (i, j) (see `kernel.py`). The state of a chunk is relative to e^{G at the end of the chunk}. The plain
+sums of v, which `rest` needs, are one more row of the state and do not decay.
 
-The sums are linear in the features, so these are taken in tiles of BF: any number of them fits. bfloat16 tensors are
-multiplied in bfloat16, float16 ones as tf32, which is as accurate and has room for sums over a long past.
+The sums are linear in the features, so features are processed in tiles of BF, and any number fits. bfloat16 tensors are
+multiplied in bfloat16. float16 tensors are multiplied as tf32, which is as accurate and has range for long sums.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..rows import load_rows, store_rows, valid_rows
 
 @triton.jit
 def feature_map(x, live, real, FEATURES: tl.constexpr):
-    """φ in float32, zero where a row is not live or a column not real."""
+    """φ in float32; zero for rows that are not live and columns that are not real."""
     x = x.to(tl.float32)
     if FEATURES != "given":
         if FEATURES == "elu":
@@ -35,13 +36,13 @@ def feature_map(x, live, real, FEATURES: tl.constexpr):
 
 @triton.jit
 def operand(x, BF16: tl.constexpr):
-    """What the matrix units are given."""
+    """Cast to the dtype for the matrix units."""
     return x.to(tl.bfloat16 if BF16 else tl.float32)
 
 
 @triton.jit
 def fade(x):
-    """e^x of a difference of scales. It is positive only where there is nothing to scale."""
+    """e^x for a difference of scales. x is positive only if there is nothing to scale."""
     return tl.exp(tl.minimum(x, 0.0))
 
 
@@ -63,7 +64,7 @@ def chunk_states(
 ):  # fmt: skip
     """One tile of features of one chunk. PARTS is (B·H, n, PART), float32: the R = F (+1) rows of S, then z."""
     TILES: tl.constexpr = (F + BF - 1) // BF
-    WHOLE: tl.constexpr = F // BF * BF  # equal to F where no tile has columns past F
+    WHOLE: tl.constexpr = F // BF * BF  # equals F if no tile has columns past F
     R: tl.constexpr = F + 1 if SCALED else F
     bh, work = tl.program_id(0) % BH, tl.program_id(0) // BH
     f0, c = work % TILES * BF, work // TILES
@@ -110,9 +111,9 @@ def running_sums(
     BH, n,
     F: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """For every chunk the sum of the PARTS before it (REVERSE: after it), COLUMNS numbers of the state at a time:
-    SUMS (B·H, n, F, D), as the matrix units take it, and NORMS (B·H, n, F), float32. Sixteen chunks at once, as a
-    triangular matrix times the parts: a small state has too few columns to fill the GPU one chunk after the other."""
+    """For every chunk, the sum of the PARTS before it (REVERSE: after it), for COLUMNS elements of the state at a time:
+    SUMS (B·H, n, F, D) in the dtype of the matrix units, and NORMS (B·H, n, F), float32. It processes 16 chunks at
+    once, as a triangular matrix times the parts: a small state has too few columns to fill the GPU one by one."""
     bh = (tl.program_id(0) % BH).to(tl.int64)
     e = tl.program_id(0) // BH * COLUMNS + tl.arange(0, COLUMNS)
     u = tl.arange(0, 16)
@@ -124,7 +125,7 @@ def running_sums(
         c = (n - 1 - t if REVERSE else t).to(tl.int64)
         x = tl.load(
             PARTS + c[:, None] * PART + e[None, :],
-            mask=(t < n - 1)[:, None] & (e < PART)[None, :],  # nobody comes after the last
+            mask=(t < n - 1)[:, None] & (e < PART)[None, :],  # no chunk follows the last
             other=0.0,
         )
         total = tl.dot(earlier, x, input_precision="ieee") + carry[None, :]
@@ -134,14 +135,14 @@ def running_sums(
 
 @triton.jit
 def store_sums(SUMS, NORMS, x, row, e, live, R: tl.constexpr, D: tl.constexpr):
-    """Numbers e of the states of chunks `row`: R rows of the state, then its norms."""
+    """Elements e of the states of chunks `row`: R rows of the state, then its norms."""
     tl.store(SUMS + row * R * D + e, x.to(SUMS.dtype.element_ty), mask=live & (e < R * D))
     tl.store(NORMS + row * R + (e - R * D), x, mask=live & (e >= R * D) & (e < R * (D + 1)))
 
 
 @triton.jit
 def scale_gap(TOP, c, L, CHUNK: tl.constexpr):
-    """How far the scale rises within chunk c, as a logarithm of what fades."""
+    """Increase of the scale within chunk c, as the logarithm of the decay."""
     return chunk_end(TOP, c - 1, L, CHUNK) - chunk_end(TOP, c, L, CHUNK)
 
 
@@ -152,8 +153,8 @@ def scaled_running_sums(
     F: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """`running_sums` of the scaled form, one chunk after the other. A part is relative to the scale at that end of its
-    chunk at which the next sum begins, so only the sum fades."""
+    """`running_sums` of the scaled form, one chunk after the other. A part is relative to the scale at the end of its
+    chunk where the next sum starts, so only the sum decays."""
     R: tl.constexpr = F + 1
     bh = (tl.program_id(0) % BH).to(tl.int64)
     e = tl.program_id(0) // BH * COLUMNS + tl.arange(0, COLUMNS)
@@ -164,7 +165,7 @@ def scaled_running_sums(
     gap = scale_gap(TOP, n - 1 if REVERSE else 0, L, CHUNK)
     for t in tl.range(0, n - 1, num_stages=STAGES):
         c = n - 1 - t if REVERSE else t
-        ahead = scale_gap(TOP, c - 1 if REVERSE else c + 1, L, CHUNK)  # asked for in time
+        ahead = scale_gap(TOP, c - 1 if REVERSE else c + 1, L, CHUNK)  # prefetch
         x = tl.load(PARTS + c.to(tl.int64) * PART + e, mask=e < PART, other=0.0)
         store_sums(SUMS, NORMS, carry, bh * n + c, e, e < PART, R, D)
         carry = carry * tl.where(fades, fade(gap), 1.0) + x
@@ -181,12 +182,12 @@ def outputs(
     CHUNK: tl.constexpr, CARRIED: tl.constexpr, FEATURES: tl.constexpr, SCALED: tl.constexpr, HAS_MASK: tl.constexpr,
     BF16: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries over the keys of its chunk up to itself, and over what the chunks before left. WEIGHT keeps one
-    over the denominators, 0 where there was no key."""
+    """Outputs of a tile of queries from the earlier keys of its chunk and the sums of earlier chunks. WEIGHT is 1 /
+    denominator, 0 for queries without keys."""
     WHOLE: tl.constexpr = F // BF * BF
     R: tl.constexpr = F + 1 if SCALED else F
     bh = tl.program_id(0) % BH
-    tile = (L + BQ - 1) // BQ - 1 - tl.program_id(0) // BH  # last first: `chunk_states` has just read those keys
+    tile = (L + BQ - 1) // BQ - 1 - tl.program_id(0) // BH  # last first: `chunk_states` has just read these keys
     c = tile * BQ // CHUNK
     first = c * CHUNK
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)

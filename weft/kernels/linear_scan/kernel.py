@@ -1,15 +1,15 @@
-"""Causal attention that factors through features, as fused kernels: forward and backward, as one PyTorch operator.
+"""Fused kernels for causal attention with feature maps: forward and backward as one PyTorch operator.
 
     out_i = Σ_{j ≤ i} p_ij v_j / (Σ_{j ≤ i} p_ij + ε)          p_ij = φ(q_i)·φ(k_j)                           plain
                                                                p_ij = φ(q_i)·φ(k_j) e^{m_j - G_i} + rest_i    scaled
 
-over the keys the mask leaves; zeros where there are none. φ is elu(t) + 1 or ReLU(t) + 1e-3, taken inside, or the
-features are given. The scaled form is for features that are exponentials: m is what was taken out of each key's, G
-never falls and m_j ≤ G_i for j ≤ i. There ε is 0, so out does not depend on the scale of a query's p: the gradient of G
-is rest · drest. m gets none: what it takes out of the features it puts back.
+over the unmasked keys; zeros if there are none. φ is elu(t) + 1 or ReLU(t) + 1e-3, computed in the kernel, or the
+features are given. The scaled form is for exponential features: e^{m_j} was divided out of the features of key j, G is
+non-decreasing, and m_j ≤ G_i for j ≤ i. There ε is 0, so out does not depend on the scale of a query's p, and the
+gradient of G is rest · drest. m gets no gradient, because its effect on the features cancels.
 
-The plain versions of `linear` and `performer` in `weft/attention` are the definition; these kernels must equal them.
-The scaled form with WIDE features or more has kernels of its own, `wide.py`, which walk over the features inside.
+The plain versions of `linear` and `performer` in `weft/attention` are the reference, and these kernels must equal them.
+The scaled form with WIDE features or more has separate kernels, `wide.py`, with the inner loop over features.
 Triton is imported only when a kernel runs, so this module can be imported anywhere.
 """
 
@@ -27,9 +27,9 @@ from ...core.precision import autocast
 from ...core.tiles import Tiles, as_flags, block_width, for_operator, precision, rows_contiguous, strides
 
 FEATURES = ("elu", "relu", "given")
-LEAST_LENGTH = 256  # the shortest measured; the kernels beat the plain version from here on: docs/kernels.md
+LEAST_LENGTH = 256  # the shortest length measured; the kernels are faster from here on: docs/kernels.md
 
-# By kernel, widest head and bytes of what is multiplied (float16 is multiplied as tf32: 4).
+# Keys: kernel, maximum head_dim, bytes per multiplied element (float16 is multiplied as tf32: 4).
 TILES: dict[tuple[str, int, int], Tiles] = {
     ("states", 64, 2): Tiles(64, 64, 4, 2),
     ("states", 128, 2): Tiles(64, 64, 4, 2),
@@ -47,7 +47,7 @@ TILES: dict[tuple[str, int, int], Tiles] = {
     ("key gradients", 128, 2): Tiles(32, 64, 8, 2),
     ("key gradients", 64, 4): Tiles(16, 64, 4, 1),
     ("key gradients", 128, 4): Tiles(32, 32, 4, 1),
-    # For many features: of `wide.py` rows and features per tile. Half precision and heads of 64 are tuned.
+    # For many features (`wide.py`): rows and features per tile. Tuned for half precision and head_dim 64.
     ("wide states", 64, 2): Tiles(128, 128, 4, 1),
     ("wide states", 128, 2): Tiles(64, 64, 4, 2),
     ("wide states", 64, 4): Tiles(32, 32, 4, 2),
@@ -69,7 +69,7 @@ TILES: dict[tuple[str, int, int], Tiles] = {
     ("wide value gradients", 64, 4): Tiles(32, 32, 4, 1),
     ("wide value gradients", 128, 4): Tiles(32, 32, 8, 1),
 }
-WIDE = 129  # from this many features on the scaled form takes the kernels of `wide.py`
+WIDE = 129  # from this many features on, the scaled form uses the kernels of `wide.py`
 COLUMNS, SCALED_COLUMNS = 128, 512  # of the states, per program of `running_sums` and of `scaled_running_sums`
 CHUNK, LONG, LONG_CHUNK = 128, 16384, 256  # tokens per state, and past LONG tokens
 
@@ -86,15 +86,15 @@ def linear_scan(
     top: Tensor | None = None,
     rest: Tensor | None = None,
 ) -> Tensor:
-    """q and k (B, H, L, F), v (B, H, L, D), mask (B, L) -> (B, H, L, D). The scaled form takes m as `key_scale`, G as
-    `top`, and `rest`, all (B, H, L)."""
+    """q and k (B, H, L, F), v (B, H, L, D), mask (B, L) -> (B, H, L, D). The scaled form needs `key_scale` (m), `top`
+    (G) and `rest`, all (B, H, L)."""
     q, k, v = autocast(q, k, v)
     return torch.ops.weft.linear_scan(q, k, v, for_operator(mask), key_scale, top, rest, features, epsilon)[0]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How one call is cut, the same for every kernel of it."""
+    """Sizes of one call, shared by all its kernels."""
 
     B: int
     H: int
@@ -111,7 +111,7 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Of a state: one per feature, and one for the sums of v alone."""
+        """Rows of a state: one per feature, and one for the plain sums of v."""
         return self.F + int(self.scaled)
 
     @property
@@ -141,7 +141,7 @@ class Plan:
 
 
 def plan(q: Tensor, v: Tensor, scaled: bool) -> Plan:
-    """Chunks depend on the length alone, so that a sequence's result does not depend on its batch mates."""
+    """Chunks depend only on the length, so the result of a sequence does not depend on the rest of the batch."""
     B, H, L, F = q.shape
     chunk = CHUNK if L <= LONG or is_wide(F, scaled) else LONG_CHUNK
     return Plan(B, H, L, F, v.shape[3], chunk, scaled, q.dtype == torch.bfloat16)
@@ -218,7 +218,7 @@ def _(q, k, v, mask, key_scale, top, rest, features, epsilon):
 
 
 def _outputs(q: Tensor, v: Tensor, p: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out, one over its denominators, and the sums before each chunk: of φ(k) vᵀ, and of φ(k)."""
+    """out, 1 / denominators, and the sums before each chunk: of φ(k) vᵀ, and of φ(k)."""
     n = p.n if p.n > 1 else 0
     return (
         torch.empty_like(rows_contiguous(v)),
@@ -310,12 +310,12 @@ def _gradients(q: Tensor, k: Tensor, v: Tensor, p: Plan) -> tuple[Tensor, Tensor
 
 
 def _parts(p: Plan, q: Tensor) -> Tensor:
-    """What each chunk adds: the rows of its state, then their norms. A multiple of 16 numbers, for whole words."""
+    """Contribution of each chunk: the rows of its state, then their norms. A multiple of 16 elements, for alignment."""
     return q.new_empty(p.B, p.H, p.n, ceil_div(p.rows * (p.D + 1), 16) * 16, dtype=torch.float32)
 
 
 def _rows(x: Tensor | None, stand_in: Tensor) -> Tensor:
-    """One number per token; a tensor nobody reads where there is none."""
+    """One number per token; a tensor that is never read if there is none."""
     return stand_in if x is None else x.float().contiguous()
 
 
@@ -328,7 +328,7 @@ def _save(ctx, inputs, output):
 def _grad(ctx, dout, *unused):
     if dout is None:
         return (None,) * 9
-    saved = ctx.saved_tensors  # once: checkpointing unpacks them once
+    saved = ctx.saved_tensors  # read once: checkpointing unpacks them only once
     rest = saved[6]
     dq, dk, dv, drest = torch.ops.weft.linear_scan_backward(dout, *saved, ctx.features)
     if rest is None:
@@ -344,19 +344,19 @@ def check(
 ) -> None:
     if q.dim() != 4 or k.shape != q.shape or v.shape[:3] != q.shape[:3] or v.dim() != 4:
         raise ValueError(
-            f"the kernel takes q and k of one shape (B, H, L, F) and v (B, H, L, D), got {tuple(q.shape)}, "
+            f"the kernel needs q and k of the same shape (B, H, L, F) and v (B, H, L, D), got {tuple(q.shape)}, "
             f"{tuple(k.shape)} and {tuple(v.shape)}; use backend='torch'"
         )
     if features not in FEATURES:
         raise ValueError(f"features must be one of {', '.join(FEATURES)}, got {features!r}")
     if v.shape[3] > LARGEST_HEAD:
-        raise ValueError(f"the kernel takes heads up to {LARGEST_HEAD} wide, got {v.shape[3]}; use backend='torch'")
+        raise ValueError(f"the kernel supports head_dim up to {LARGEST_HEAD}, got {v.shape[3]}; use backend='torch'")
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
-            f"the kernel takes float32, float16 or bfloat16, one for all, got {q.dtype}, {k.dtype} and {v.dtype}; "
+            f"the kernel needs q, k and v all float32, float16 or bfloat16, got {q.dtype}, {k.dtype} and {v.dtype}; "
             "use backend='torch'"
         )
     if not (key_scale is None) == (top is None) == (rest is None):
-        raise ValueError("the scaled form takes key_scale, top and rest, all three; the plain form none of them")
+        raise ValueError("the scaled form needs all of key_scale, top and rest; the plain form needs none of them")
     if rest is not None and features != "given":
-        raise ValueError("the scaled form takes features='given'")
+        raise ValueError(f"the scaled form needs features='given', got {features!r}")

@@ -1,9 +1,9 @@
-"""Triton: outputs and gradients of the scaled form, for many features.
+"""Triton kernels: outputs and gradients of the scaled form with many features.
 
-`forward.py` and `backward.py` hold a tile of features and walk over the keys of the chunk: with
-few features that reads everything once. With many, the products with v, the scales and the masks would be taken again
-for every tile of them. Here a program holds all pairs of its rows with the chunk, and walks over the features. The sums
-and the formulas are the same.
+`forward.py` and `backward.py` hold a tile of features and loop over the keys of the chunk. With few features this reads
+everything once. With many, the products with v, the scales and the masks would be recomputed for every tile of
+features. Here a program holds all pairs of its rows with the chunk and loops over the features. The formulas are the
+same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def outputs(
     F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr, CARRIED: tl.constexpr, HAS_MASK: tl.constexpr, BF16: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """ROWS queries over what the chunks before left, and over the keys of their chunk, ROWS at a time."""
+    """Outputs of ROWS queries from the sums of earlier chunks and the keys of their chunk, ROWS at a time."""
     WHOLE: tl.constexpr = F // BF * BF
     bh = tl.program_id(0) % BH
     tile = (L + ROWS - 1) // ROWS - 1 - tl.program_id(0) // BH  # last first: `chunk_states` has just read those keys
@@ -86,7 +86,7 @@ def query_gradients(
     F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr, CARRIED: tl.constexpr, HAS_MASK: tl.constexpr, BF16: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """ROWS queries over the keys of their chunk, and over what the chunks before left."""
+    """Gradients of ROWS queries from the keys of their chunk and the sums of earlier chunks."""
     WHOLE: tl.constexpr = F // BF * BF
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
     c = tile * ROWS // CHUNK
@@ -136,7 +136,7 @@ def query_gradients(
 
 @triton.jit
 def shares(scale, TOP, WEIGHT, i, j, asks, live):
-    """For queries i and keys j: e^{m_j - G_i}, and one over the denominators where the pair counts."""
+    """For queries i and keys j: e^{m_j - G_i}, and 1 / denominator for allowed pairs."""
     top = tl.load(TOP + i, mask=asks, other=0.0)
     weight = tl.load(WEIGHT + i, mask=asks, other=0.0)
     counts = (j[None, :] <= i[:, None]) & live[None, :]
@@ -151,7 +151,7 @@ def key_gradients(
     F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr, CARRIED: tl.constexpr, HAS_MASK: tl.constexpr, BF16: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk of ROWS keys over the queries of their chunk, and over what the chunks after send."""
+    """dk of ROWS keys from the queries of their chunk and from later chunks."""
     WHOLE: tl.constexpr = F // BF * BF
     bh = tl.program_id(0) % BH
     tile = (L + ROWS - 1) // ROWS - 1 - tl.program_id(0) // BH  # last first: `query_gradients` has just read those rows
@@ -201,7 +201,7 @@ def value_gradients(
     F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr, CARRIED: tl.constexpr, HAS_MASK: tl.constexpr, BF16: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dv of ROWS keys: `outputs` with the parts of queries and keys exchanged."""
+    """dv of ROWS keys: `outputs` with queries and keys exchanged."""
     WHOLE: tl.constexpr = F // BF * BF
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH  # first first: `key_gradients` ended there
     c = tile * ROWS // CHUNK

@@ -1,1 +1,1 @@
-"""Attention along the rows and columns of a grid under one softmax: the Combiners on grids, and strided `sparse`."""
+"""Attention along the rows and columns of a grid with one softmax: the Combiners on grids, and strided `sparse`."""

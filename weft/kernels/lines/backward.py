@@ -1,10 +1,10 @@
-"""Triton: attention along the lines of a grid, backward. Lines, cells and rules are those of `forward.py`.
+"""Triton kernels: backward pass of attention along the lines of a grid. See `forward.py` for lines, cells and rules.
 
     ds_ij = p_ij (dout_i · v_j - delta_i)      dq_i = Σ_j ds_ij k_j
     dk_j  = Σ_i ds_ij q_i                      dv_j = Σ_i p_ij dout_i
 
-Every part needs only the last LSE and delta_i = dout_i · out_i, and adds to the gradients of the parts before it
-(MORE). No atomics: every sum is taken in a fixed order.
+Every part needs only the final LSE and delta_i = dout_i · out_i, and adds to the gradients of earlier parts (MORE). No
+atomics: sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def query_gradients(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     RULE: tl.constexpr, HAS_FLAGS: tl.constexpr, MORE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The first part (not MORE) also takes delta."""
+    """The first part (not MORE) also computes delta."""
     bh, b, h, line, q_first = place(BH, H, cells, BQ)
     first = line * line_step
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
@@ -79,7 +79,7 @@ def key_gradients(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     RULE: tl.constexpr, HAS_FLAGS: tl.constexpr, MORE: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """KEEP writes down PRODUCTS_j = dk_j · k_j + dv_j · v_j, the delta of keys and values that are summaries."""
+    """KEEP stores PRODUCTS_j = dk_j · k_j + dv_j · v_j, the delta of keys and values that are summaries."""
     bh, b, h, line, k_first = place(BH, H, cells, BK)
     first = line * line_step
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
@@ -112,7 +112,7 @@ def key_gradients(
         lse = tl.load(LSE + i * cell_step, mask=live, other=0.0)
         delta = tl.load(DELTA + i * cell_step, mask=live, other=0.0)
         allowed = sees(i[None, :], j[:, None], RULE)
-        if HAS_FLAGS:  # past the end of the line nothing is written, so nothing need be masked
+        if HAS_FLAGS:  # nothing is written past the end of the line, so no other masking is needed
             allowed = allowed & real[:, None]
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         p = tl.where(allowed, tl.exp2(s * scale - lse[None, :]), 0.0)

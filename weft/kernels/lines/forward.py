@@ -1,15 +1,14 @@
-"""Triton: attention along the lines of a grid, forward.
+"""Triton kernels: forward pass of attention along the lines of a grid.
 
-On a grid with rows of m tokens a line is a row, a run of tokens, or a column, every m-th token. Cell p of line l is
-token l·line_step + p·cell_step. A query sees keys on its own line by a rule on the cells, query i and key j:
+On a grid with rows of m tokens, a line is a row (consecutive tokens) or a column (every m-th token). Cell p of line l
+is token l·line_step + p·cell_step. A query attends to keys on its own line by a rule on the cells, query i and key j:
 
     up_to  j ≤ i        before  j < i        after  j > i        others  j ≠ i        all
     well_before  j < i - 1                   apart  |j - i| > 1
 
-`attend` goes on with the running softmax that earlier parts left in OUT and LSE (MORE): so one normaliser spans the
-parts, and each part is a call of its own. LSE is -inf for a query that has seen no key. All logarithms are to base 2.
-Programs are numbered with the heads first, so those that run together read whole rows of (B, L, H, D) memory, along a
-column too.
+`attend` continues the running softmax that earlier parts stored in OUT and LSE (MORE). So all parts share one
+normaliser, and each part is a separate call. LSE is -inf for a query without keys so far. Logarithms are to base 2.
+Program ids run over heads first, so concurrent programs read whole rows of (B, L, H, D) memory, also along a column.
 """
 
 from __future__ import annotations
@@ -40,11 +39,10 @@ def sees(i, j, RULE: tl.constexpr):
 
 @triton.jit
 def weigh(s, allowed, top, total, scale):
-    """One step of the running softmax: weights of the new keys, what the sums so far must be multiplied with, and the
-    new maximum and sum."""
+    """One step of the running softmax: weights of the new keys, factor for the previous sums, new maximum and sum."""
     s = tl.where(allowed, s, float("-inf"))
     new_top = tl.maximum(top, tl.max(s, 1) * scale)
-    shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # no legal key yet: keep inf - inf out
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # no allowed key yet: avoid inf - inf
     p = tl.exp2(s * scale - shift[:, None])
     old = tl.exp2(top - shift)
     return p, old, new_top, total * old + tl.sum(p, 1)
@@ -57,7 +55,7 @@ def log_normaliser(top, total):
 
 @triton.jit
 def place(BH, H, cells, TILE: tl.constexpr):
-    """This program's head, batch entry, line, and first cell."""
+    """Head, batch entry, line and first cell of this program."""
     tiles = (cells + TILE - 1) // TILE
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
     return bh.to(tl.int64), (bh // H).to(tl.int64), (bh % H).to(tl.int64), tile // tiles, tile % tiles * TILE
@@ -65,7 +63,7 @@ def place(BH, H, cells, TILE: tl.constexpr):
 
 @triton.jit
 def cells_before(limit, first, cells, cell_step):
-    """How many cells of the line that starts at token `first` are tokens below `limit`."""
+    """Number of cells of the line starting at token `first` whose token is below `limit`."""
     return tl.minimum(cells, (limit - first + cell_step - 1) // cell_step)
 
 

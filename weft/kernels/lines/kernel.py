@@ -1,10 +1,10 @@
-"""Attention along the lines of a grid under one softmax, as one PyTorch operator: forward and backward.
+"""Attention along the lines of a grid with one softmax: forward and backward as one PyTorch operator.
 
     out_i = Σ_parts Σ_{j ∈ part(i)} e^{q_i·k_j/√D} v_j / Z_i          Z_i over all parts
 
-A part is a source of keys and values, one for every cell of the grid (the tokens, or summaries), seen by each query
-along its own row or column by a rule. The Combiners on a grid are such parts, and so is the local softmax of their
-summaries. `weft/core/joint.py` is the definition. Triton is imported only when a kernel runs, so this module can be
+A part has a source of keys and values, one per cell of the grid (tokens or summaries). Each query attends to them along
+its own row or column by a rule. The Combiners on a grid consist of such parts, and so does the local softmax of their
+summaries. `weft/core/joint.py` is the reference. Triton is imported only when a kernel runs, so this module can be
 imported anywhere.
 """
 
@@ -32,13 +32,13 @@ from ...core.tiles import (
     strides,
 )
 
-LEAST_LENGTH = 256  # for the grid Combiners, with pooling: the shortest measured, from where on the kernels win
+LEAST_LENGTH = 256  # grid Combiners with pooling: the shortest length measured; the kernels are faster from here on
 Axis = Literal["row", "column"]
 Rule = Literal["up_to", "before", "well_before", "after", "others", "apart", "all"]  # on the cells: `forward.py`
 AXES: tuple[Axis, ...] = get_args(Axis)
 RULES: tuple[Rule, ...] = get_args(Rule)
 
-# By kernel, widest head and bytes per number.
+# Keys: kernel, maximum head_dim, bytes per element.
 TILES: dict[tuple[str, int, int], Tiles] = {
     ("attend", 64, 2): Tiles(64, 32, 4, 3),
     ("attend", 128, 2): Tiles(64, 32, 4, 2),
@@ -66,14 +66,14 @@ class Lines:
 
     @classmethod
     def of(cls, axis: Axis, n: int, m: int) -> Lines:
-        """Of a grid with n rows of m tokens."""
+        """Lines of a grid with n rows of m tokens."""
         return cls(n, m, m, 1) if axis == "row" else cls(m, n, 1, m)
 
 
 @dataclass(frozen=True)
 class LinePart:
-    """Keys and values that a query sees along its own row or column: `LinePart(0, "row", "up_to")` are the tokens of
-    its row up to itself."""
+    """Keys and values that a query attends to along its own row or column. `LinePart(0, "row", "up_to")` is the tokens
+    of its row up to itself."""
 
     source: int  # 0: the tokens; 1, 2, ..: the spans
     axis: Axis
@@ -90,10 +90,10 @@ def line_attention(
     width: int,
     spans: tuple[tuple[Tensor, Tensor, Tensor], ...] = (),
 ) -> Tensor:
-    """q (B, H, Lq, D) over the `parts` of a grid with rows of `width` tokens.
+    """Attention of q (B, H, Lq, D) over the `parts` of a grid with rows of `width` tokens.
 
     Source 0 is k, v (B, H, L, D) and mask (B, L); sources 1, 2, .. are `spans`: keys and values (B, H, cells, D) and
-    which of them hold any token, (B or 1, cells).
+    which of them have any token, (B or 1, cells).
     """
     kbars, vbars, some = ([span[x] for span in spans] for x in range(3))
     q, k, v, *bars = autocast(q, k, v, *kbars, *vbars)
@@ -176,14 +176,14 @@ def _grad(ctx, dout, *unused):
 _forward.register_autograd(_grad, setup_context=_save)
 
 
-# The launches. `flags` (B or 1, cells) says which keys count, None: all; k, v and flags are one source.
+# Launches. `flags` (B or 1, cells): which keys are allowed; None: all. k, v and flags belong to one source.
 
 
 def attend_lines(
     q: Tensor, k: Tensor, v: Tensor, flags: Tensor | None, out: Tensor, lse: Tensor, lines: Lines, rule: Rule, *,
     more: bool,
 ) -> None:  # fmt: skip
-    """Write out and lse; with `more`, go on from what is there."""
+    """Write out and lse; with `more`, continue from their values."""
     from .forward import attend
 
     t = tiles(TILES, "attend", lines.cells, q)
@@ -198,7 +198,7 @@ def line_query_gradients(
     q: Tensor, k: Tensor, v: Tensor, flags: Tensor | None, out: Tensor, dout: Tensor, lse: Tensor, delta: Tensor,
     dq: Tensor, lines: Lines, rule: Rule, *, more: bool,
 ) -> None:  # fmt: skip
-    """Write dq, and delta; with `more` add to dq, and read delta."""
+    """Write dq and delta; with `more`, add to dq and read delta."""
     from .backward import query_gradients
 
     t = tiles(TILES, "query gradients", lines.cells, q)
@@ -214,7 +214,7 @@ def line_key_gradients(
     q: Tensor, k: Tensor, v: Tensor, flags: Tensor | None, dout: Tensor, lse: Tensor, delta: Tensor, dk: Tensor,
     dv: Tensor, lines: Lines, rule: Rule, *, more: bool, products: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write dk and dv, or with `more` add to them; into `products` (B, H, cells) dk_j · k_j + dv_j · v_j."""
+    """Write dk and dv; with `more`, add to them. `products` (B, H, cells) gets dk_j · k_j + dv_j · v_j."""
     from .backward import key_gradients
 
     t = tiles(TILES, "key gradients", lines.cells, q)
@@ -252,7 +252,7 @@ def _sources(
 
 
 def scales(q: Tensor) -> tuple[float, float]:
-    """What a product q·k is multiplied with for a logit to base 2, and for a gradient."""
+    """Factors of a product q·k: for a logit to base 2, and for a gradient."""
     return math.log2(math.e) / math.sqrt(q.shape[3]), 1 / math.sqrt(q.shape[3])
 
 
@@ -261,7 +261,7 @@ def grid_rows(q: Tensor, k: Tensor, width: int) -> int:
 
 
 def encode(parts: list[LinePart]) -> list[int]:
-    """The parts as three numbers each, since an operator's schema takes plain types only."""
+    """Encode each part as three numbers: operator schemas support only plain types."""
     return [x for part in parts for x in (part.source, AXES.index(part.axis), RULES.index(part.rule))]
 
 
@@ -274,17 +274,17 @@ def check(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> None:
     for k, v in zip(keys, values, strict=True):
         if k.shape != v.shape or (*k.shape[:2], k.shape[3]) != (B, H, D):
             raise ValueError(
-                f"the kernel takes keys and values of one shape that fits q {tuple(q.shape)}, got {tuple(k.shape)} "
+                f"the kernel needs keys and values of one shape that matches q {tuple(q.shape)}, got {tuple(k.shape)} "
                 f"and {tuple(v.shape)}; use backend='torch'"
             )
     if D > LARGEST_HEAD:
-        raise ValueError(f"the kernel takes heads up to {LARGEST_HEAD} wide, got {D}; use backend='torch'")
+        raise ValueError(f"the kernel supports head_dim up to {LARGEST_HEAD}, got {D}; use backend='torch'")
     if q.dtype not in DTYPES or any(x.dtype != q.dtype for x in (*keys, *values)):
-        raise ValueError(f"the kernel takes float32, float16 or bfloat16, one for all, got {q.dtype}")
+        raise ValueError(f"the kernel needs one dtype for all tensors, float32, float16 or bfloat16, got {q.dtype}")
 
 
 def tiles(table: dict[tuple[str, int, int], Tiles], kernel: str, cells: int, q: Tensor) -> Tiles:
-    """The table's entry, cut down to the cells of a line; never under 16, the least a matrix unit takes."""
+    """Entry of the table, limited to the cells of a line, and at least 16, the minimum of a matrix unit."""
     t = table[kernel, max(64, block_width(q.shape[3])), q.element_size()]
     most = max(16, next_power_of_two(cells))
     return replace(t, queries=min(t.queries, most), keys=min(t.keys, most))
