@@ -1,9 +1,9 @@
-"""Triton: random features of the softmax kernel, backward. The products and their splitting are those of `forward.py`.
+"""Triton kernels: backward pass of the random features. Products are computed and split as in `forward.py`.
 
     dx = Σ_m G_m p_m / D^{1/4} - x Σ_m G_m / √D + c p_top / D^{1/4}          G_m = g_m · the exponential in φ_m
 
-p_top is the direction of the largest product. c is what ε sends through it: for queries the share of ε in φ times Σ_m
-g_m, g_m = dφ_m + ε drest; for keys the sum of dtop over the queries whose running maximum is theirs.
+p_top is the direction of the largest product. c is the gradient that reaches it via ε. For queries, c is the share of ε
+in φ times Σ_m g_m, g_m = dφ_m + ε drest; for keys, the sum of dtop over the queries whose running maximum is theirs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def feature_gradients(
     M: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BF: tl.constexpr,
     QUERIES: tl.constexpr, HAS_MASK: tl.constexpr, BF16: tl.constexpr,
 ):  # fmt: skip
-    """Features again, rather than read: what ε hides in a rounded φ would not come back. DNUMBER is drest, or for keys
-    what goes through the largest product."""
+    """Recomputes the features: after rounding, φ no longer shows the part that ε hides. DNUMBER is drest, or for keys
+    the gradient of the largest product."""
     bh = tl.program_id(0) % BH
     first = tl.program_id(0) // BH * ROWS
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
@@ -58,7 +58,7 @@ def feature_gradients(
         top = tl.maximum(top, here)
         total += tl.sum(G, 1)
         dx = tl.dot(operand(G, BF16), p, dx, input_precision="tf32x3")
-    x = load_rows(X, i, d, x_l, live, D, BLOCK_D).to(tl.float32)  # again: it need not be held till here
+    x = load_rows(X, i, d, x_l, live, D, BLOCK_D).to(tl.float32)  # load again instead of keeping it
     dx -= x * (total * D**-0.5)[:, None]
     through = dnumber
     if QUERIES:

@@ -1,9 +1,9 @@
-"""Triton: random features of the softmax kernel, forward (formulas: `kernel.py`).
+"""Triton kernels: forward pass of the random features (formulas in `kernel.py`).
 
-A tile of rows is multiplied with the directions twice, for the largest product and for the features less it, so that
-nothing wider than a tile is held. In bfloat16 the directions are two tensors, what bfloat16 keeps of them and what it
-loses: the sum of both products is as good as float32's. The first part alone would keep the exponentials in range too,
-but then the largest feature, which weighs most, is not 1 and is rounded.
+A tile of rows is multiplied by the directions twice, for the largest product and then for the features, so only one
+tile is held at a time. In bfloat16 the directions are split into two tensors, the rounded value and the rounding error.
+The sum of both products is as accurate as float32. The first tensor alone would also keep the exponentials in range,
+but then the largest feature, which has the most weight, would not be 1 and would be rounded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...kernels.rows import load_rows, store_rows, valid_rows
 
 @triton.jit
 def split(P, OUT, count, scale, COLUMNS: tl.constexpr, BF16: tl.constexpr):
-    """P times scale; in bfloat16 as two parts, one after the other."""
+    """P times scale; in bfloat16 as two concatenated parts."""
     at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     p = tl.load(P + at, mask=at < count, other=0.0).to(tl.float32) * scale
     if BF16:
@@ -34,7 +34,7 @@ def operand(x, BF16: tl.constexpr):
 
 @triton.jit
 def project(x, P, f, d, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF16: tl.constexpr):
-    """x times the directions f, and these."""
+    """x times the directions f, and these directions."""
     p = load_rows(P, f, d, D, f < M, D, BLOCK_D)
     y = tl.dot(x, tl.trans(p), input_precision="tf32x3")
     if BF16:
@@ -51,8 +51,8 @@ def half_square(x, D: tl.constexpr):
 
 @triton.jit
 def shares(half, epsilon):
-    """What exponentials and ε are of a query's features when the largest is 1: e^u · the first + the second."""
-    z = epsilon * tl.exp(tl.minimum(half, 80.0))  # past any meaning, but finite
+    """Factors (a, b) such that the features of a query are a · e^u + b, with the largest equal to 1."""
+    z = epsilon * tl.exp(tl.minimum(half, 80.0))  # clamped to stay finite
     return 1.0 / (1.0 + z), z / (1.0 + z)
 
 
@@ -64,7 +64,7 @@ def features(
     M: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BF: tl.constexpr,
     QUERIES: tl.constexpr, HAS_MASK: tl.constexpr, BF16: tl.constexpr,
 ):  # fmt: skip
-    """PHI (B·H, L, WIDTH), zeros past M. NUMBER is rest, or key_scale. LARGEST is -inf where the mask hides a key."""
+    """PHI (B·H, L, WIDTH), zeros past M. NUMBER is rest, or key_scale. LARGEST is -inf for masked keys."""
     bh = tl.program_id(0) % BH
     first = tl.program_id(0) // BH * ROWS
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
@@ -109,7 +109,7 @@ def larger(a, b):
 
 @triton.jit
 def running_top(LARGEST, TOP, L, SPAN: tl.constexpr):
-    """The running maximum of one head, 0 where there was no key yet."""
+    """The running maximum of one head, 0 before the first key."""
     LARGEST += tl.program_id(0).to(tl.int64) * L
     TOP += tl.program_id(0).to(tl.int64) * L
     so_far = tl.max(tl.full([SPAN], float("-inf"), tl.float32), 0)

@@ -1,15 +1,15 @@
-"""Random features of the softmax kernel for queries and keys, as `linear_scan` takes them: forward and backward, as one
+"""Fused kernels of Performer: random features of queries and keys for `linear_scan`, forward and backward as one
 PyTorch operator.
 
     t = x / D^{1/4},   u_m = p_m·t - largest,   largest = max_m p_m·t
 
     queries   φ_m ∝ e^{u_m - |t|²/2} + ε, the largest of them 1          rest = ε Σ_m φ_m
     keys      φ_m = e^{u_m}, with the rest of its scale apart:           key_scale = largest - |t|²/2
-              top_i = max_{j ≤ i} largest_j over the keys the mask leaves, 0 before the first
+              top_i = max_{j ≤ i} largest_j over the unmasked keys, 0 before the first
 
-A query's scale cancels in the quotient. As in `__init__.py`, which is the definition, gradients go
-through the maxima, by way of ε alone: all else cancels. The directions p get none. Triton is imported only when a
-kernel runs.
+The scale of a query cancels in the quotient. The plain version in `__init__.py` is the reference. As there, gradients
+go through the maxima only via ε; everything else cancels. The directions p get no gradient. Triton is imported only
+when a kernel runs.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from ...core.tiles import (
     strides,
 )
 
-LEAST_LENGTH = 256  # the shortest measured; the kernels beat the plain version from here on: docs/kernels.md
+LEAST_LENGTH = 256  # the shortest length measured; the kernels are faster from here on: docs/kernels.md
 
-# By kernel, widest head and bytes of what is multiplied: rows and features per tile. Tuned: two bytes, heads of 64.
+# Keys: kernel, maximum head_dim, bytes per multiplied element. Rows, features per tile. Tuned: 2 bytes, head_dim 64.
 TILES: dict[tuple[str, int, int], Tiles] = {
     ("features", 64, 2): Tiles(128, 32, 4, 3),
     ("features", 128, 2): Tiles(64, 32, 4, 2),
@@ -45,8 +45,8 @@ TILES: dict[tuple[str, int, int], Tiles] = {
     ("feature gradients", 64, 4): Tiles(64, 32, 4, 2),
     ("feature gradients", 128, 4): Tiles(32, 32, 4, 1),
 }
-WORD = 16  # φ is a multiple of this wide, with zeros at the end, so that rows of memory begin where loads like it
-SPAN = 4096  # tokens per step of `running_top`, at most
+WORD = 16  # φ is zero-padded to a multiple of this width, so that rows are aligned
+SPAN = 4096  # maximum number of tokens per step of `running_top`
 
 
 def random_features(
@@ -90,8 +90,7 @@ def _(q, k, mask, projection, epsilon):
 
 
 def _outputs(q: Tensor, projection: Tensor) -> tuple[Tensor, ...]:
-    """φ(q), φ(k), key_scale, top, rest, largest of the queries and of the keys, and the directions as `split` leaves
-    them."""
+    """φ(q), φ(k), key_scale, top, rest, largest of the queries and of the keys, and the directions from `split`."""
     B, H, L, D = q.shape
     half = q.dtype == torch.bfloat16
     phis = (q.new_empty(B, H, L, width(projection.shape[0])) for _ in range(2))
@@ -160,7 +159,7 @@ def _save(ctx, inputs, output):
 def _grad(ctx, da, db, d_key_scale, d_top, drest, *unused):
     if da is None and db is None and d_top is None and drest is None:
         return (None,) * 5
-    saved = ctx.saved_tensors  # once: checkpointing unpacks them once
+    saved = ctx.saved_tensors  # read once: checkpointing unpacks them only once
     sent = [
         saved[0].new_zeros(shape, dtype=dtype) if x is None else x
         for x, (shape, dtype) in zip((da, db, d_top, drest), ctx.shapes, strict=True)

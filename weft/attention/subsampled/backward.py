@@ -1,13 +1,13 @@
-"""Triton, backward. No atomics: every sum is taken in a fixed order, so two runs agree to the last bit.
+"""Triton kernels: backward pass. No atomics: sums have a fixed order, so results are bitwise reproducible.
 
     delta_i = Σ_d dout_id out_id
     p_is = exp2(logit_is - lse_i)            ds_is = p_is (dout_i · v_s - delta_i)
     dq_i = Σ_s ds_is k_s / √D                dk_s = Σ_i ds_is q_i / √D              dv_s = Σ_i p_is dout_i
 
-`query_gradients` takes a tile of targets over the same sources as the forward; on the way it leaves delta.
-`key_gradients` takes a tile of one window's sources over the window's targets, from the first that may see them. A
-source may serve several windows: each writes rows of its own, and `collect` adds up what belongs to a token, in the
-order of the windows. Where no source serves twice (`ONCE`) the rows go straight to their tokens.
+`query_gradients` loops over the same sources as the forward for a tile of targets, and also computes delta.
+`key_gradients` loops over the targets of a window for a tile of its sources, from the first target that may attend to
+them. A source may be in several windows: each window writes its own rows, and `collect` adds the rows of a token in
+window order. If no source is in two windows (`ONCE`), the rows are written directly to their tokens.
 """
 
 from __future__ import annotations
@@ -104,14 +104,14 @@ def key_tile(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, EDGE: tl.constexpr, CAUSAL: tl.constexpr,
     ALIBI: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sources by targets here: both products that follow then read the probabilities from registers. EDGE: some
-    targets are not there, or do not see all of these sources."""
+    """Computed as (sources, targets), so that the next two products read the probabilities from registers. EDGE: some
+    targets do not exist or do not attend to all of these sources."""
     reference = w * P + start
     if EDGE:
         i = target_rows(TARGETS, w, start, P, L, BQ, GRID)
         q = load_rows(Q, i.to(tl.int64), d, q_l, i < L, D, BLOCK_D)
         dout = load_rows(DOUT, i.to(tl.int64), d, g_l, i < L, D, BLOCK_D)
-        lse = tl.load(LSE + i, mask=i < L, other=float("inf"))  # p = 0 for a target that is not there
+        lse = tl.load(LSE + i, mask=i < L, other=float("inf"))  # p = 0 for a target that does not exist
         delta = tl.load(DELTA + i, mask=i < L, other=0.0)
     else:
         row = tl.arange(0, BQ)
@@ -144,15 +144,15 @@ def key_gradients(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_MASK: tl.constexpr, ALIBI: tl.constexpr, GRID: tl.constexpr, ONCE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """PART_K and PART_V: rows of a token where ONCE, else of a slot of a window, (B, H, W · S, D)."""
+    """PART_K and PART_V: rows per token if ONCE, else per slot of a window, (B, H, W · S, D)."""
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
-    w, k_first = tile % W, tile // W * BK  # a window's first sources are seen by most targets: start them first
+    w, k_first = tile % W, tile // W * BK  # the first sources of a window have the most targets: start them first
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     if HAS_MASK:
         SOURCES += b * W * S
         FIRST += b * W * (L + 1)
     real = tl.load(FIRST + w * (L + 1) + L)
-    if k_first >= real:  # nobody reads these rows
+    if k_first >= real:  # these rows are never read
         return
     d = tl.arange(0, BLOCK_D)
     Q += b * q_b + h * q_h
@@ -168,7 +168,7 @@ def key_gradients(
     v = load_rows(V + b * v_b + h * v_h, pos.to(tl.int64), d, v_l, here, D, BLOCK_D)
     dk = tl.zeros([BK, BLOCK_D], tl.float32)
     dv = tl.zeros([BK, BLOCK_D], tl.float32)
-    # Targets from `begin` on see any of these sources, from `inner` on all of them, and are there up to `end`.
+    # Targets from `begin` on attend to some of these sources, from `inner` on to all of them; targets end at `end`.
     end = tl.minimum(P, L - w * P)
     begin = 0
     inner = 0
@@ -179,7 +179,7 @@ def key_gradients(
     whole = tl.maximum(end, 0) // BQ * BQ
     if GRID:  # any target of a rectangle may be outside the image
         end, whole = P, 0
-    before = (tl.minimum(inner, end) - begin + BQ - 1) // BQ  # tiles at the edge before the whole ones
+    before = (tl.minimum(inner, end) - begin + BQ - 1) // BQ  # edge tiles before the full tiles
     after = tl.maximum(inner, whole)
     for t in tl.range(0, tl.maximum(before, 0) + (tl.maximum(end - after, 0) + BQ - 1) // BQ, num_stages=1):
         start = tl.where(t < before, begin + t * BQ, after + (t - tl.maximum(before, 0)) * BQ)
@@ -205,7 +205,7 @@ def collect(
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_MASK: tl.constexpr, STAND_IN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """ROWS tokens: their rows in every window's part, and what targets without a sampled source send them."""
+    """For ROWS tokens: add their rows of every window, and the gradients of targets without a sampled source."""
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
@@ -221,13 +221,13 @@ def collect(
     for w in range(first // P if CAUSAL else 0, W):  # earlier windows end before these tokens
         lo = tl.load(FIRST + w * (L + 1) + token, mask=live, other=0)
         n = tl.load(FIRST + w * (L + 1) + token + 1, mask=live, other=0) - lo
-        for copy in range(0, tl.max(n, 0)):  # one, unless a sample was given that repeats itself
+        for copy in range(0, tl.max(n, 0)):  # one, unless a given sample has repeated sources
             row = (w * S + lo + copy).to(tl.int64)
             dk += load_rows(PART_K, row, d, p_l, copy < n, D, BLOCK_D).to(tl.float32)
             dv += load_rows(PART_V, row, d, p_l, copy < n, D, BLOCK_D).to(tl.float32)
     if STAND_IN:
         begin, end = first, tl.minimum(first + ROWS, L)
-        if HAS_MASK:  # the targets that these tokens are nearest to are neighbours
+        if HAS_MASK:  # the targets whose nearest tokens these are have consecutive positions
             begin = tl.load(OWNED + b * (tiles + 1) + tile)
             end = tl.load(OWNED + b * (tiles + 1) + tile + 1)
         for start in range(begin, end, ROWS):

@@ -1,12 +1,12 @@
-"""Triton, forward: a tile of targets over the sampled sources of its window, read where they lie.
+"""Triton kernels: forward pass. A tile of targets attends to the sampled sources of its window, read in place.
 
-SOURCES (W, S) holds each window's sources by position, what is no source last, at L or more; FIRST (W, L + 1) says how
-many of them lie before a position. Sorted, causality is a length: a tile of targets [a, b) takes the first FIRST[b]
-sources, and only those from FIRST[a + 1] on need a comparison with the target. Where there is a mask (HAS_MASK) each
-sequence has a SOURCES and a FIRST of its own, without what is hidden. All logarithms are to base 2: `scale` carries
-log2(e)/√D, SLOPES log2(e).
+SOURCES (W, S) holds the sources of each window sorted by position; empty slots are last, with L or more. FIRST
+(W, L + 1) is the number of sources before a position. Because sources are sorted, causality is a length: a tile of
+targets [a, b) needs the first FIRST[b] sources, and only those from FIRST[a + 1] on need a comparison with the target.
+With a mask (HAS_MASK), each sequence has its own SOURCES and FIRST without masked tokens. Logarithms are to base 2:
+`scale` includes log2(e)/√D, SLOPES log2(e).
 
-Programs are numbered with the heads first: those that run together read whole rows of (B, L, H, D) memory.
+Program ids run over heads first, so concurrent programs read whole rows of (B, L, H, D) memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...kernels.rows import load_rows, store_rows
 
 @triton.jit
 def count_before(SOURCES, FIRST, L, S, STEPS: tl.constexpr, ROWS: tl.constexpr):
-    """FIRST, by bisection."""
+    """Compute FIRST by bisection."""
     w = tl.program_id(0)
     position = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     low = tl.zeros([ROWS], tl.int32)
@@ -33,7 +33,7 @@ def count_before(SOURCES, FIRST, L, S, STEPS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def target_rows(TARGETS, w, start, P, L, BQ: tl.constexpr, GRID: tl.constexpr):
-    """Positions of BQ targets of window w from slot `start` on; L where there is none."""
+    """Positions of BQ targets of window w from slot `start` on; L for no target."""
     slot = start + tl.arange(0, BQ)
     if GRID:  # windows are not runs of tokens
         return tl.load(TARGETS + w * P + slot, mask=slot < P, other=L)
@@ -42,7 +42,7 @@ def target_rows(TARGETS, w, start, P, L, BQ: tl.constexpr, GRID: tl.constexpr):
 
 @triton.jit
 def seen_sources(FIRST, w, start, P, L, BQ: tl.constexpr, CAUSAL: tl.constexpr):
-    """How many sources all BQ targets of a tile see, and how many any of them sees."""
+    """Number of sources that all BQ targets of a tile attend to, and that any of them attends to."""
     FIRST += w * (L + 1)
     if CAUSAL:
         a = w * P + start
@@ -54,15 +54,14 @@ def seen_sources(FIRST, w, start, P, L, BQ: tl.constexpr, CAUSAL: tl.constexpr):
 
 @triton.jit
 def next_sources(SOURCES, slot, S, BK: tl.constexpr):
-    """The positions of the next tile, asked for a tile ahead: where to load from is then known in time, and the rows
-    themselves can be in flight as early as those of a plain loop."""
+    """Prefetch the positions of the next tile, so that its rows can be loaded as early as in a plain loop."""
     return tl.load(SOURCES + slot + BK, mask=slot + BK < S, other=0)
 
 
 @triton.jit
 def biased(s, i, pos, reference, slope, scale, CAUSAL: tl.constexpr, ALIBI: tl.constexpr):
-    """Logits to base 2 from products s (targets i, sources pos). When causal the distance is taken from `reference`
-    instead of the target: each row is then off by slope · (i - reference), which the softmax does not see."""
+    """Logits to base 2 from products s (targets i, sources pos). If causal, the distance is relative to `reference`
+    instead of the target. This shifts each row by slope · (i - reference), which does not change the softmax."""
     if not ALIBI:
         return s * scale
     if CAUSAL:
@@ -72,7 +71,7 @@ def biased(s, i, pos, reference, slope, scale, CAUSAL: tl.constexpr, ALIBI: tl.c
 
 @triton.jit
 def absolute(lse, i, reference, slope, CAUSAL: tl.constexpr, ALIBI: tl.constexpr):
-    """A row's normaliser without what `biased` left in: the other direction takes -slope."""
+    """Remove the shift of `biased` from the normaliser of a row; use -slope to add it back."""
     if ALIBI and CAUSAL:
         return lse - slope * (i - reference).to(tl.float32)
     return lse
@@ -84,7 +83,7 @@ def attend_tile(
     D: tl.constexpr, BLOCK_D: tl.constexpr, EDGE: tl.constexpr, CAUSAL: tl.constexpr,
     ALIBI: tl.constexpr, STAND_IN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of sources into the running softmax. EDGE: not every target sees every source of it."""
+    """Add one tile of sources to the running softmax. EDGE: some pairs are not allowed."""
     here = slot < seen if EDGE else None
     k = load_rows(K, pos.to(tl.int64), d, k_l, here, D, BLOCK_D)
     v = load_rows(V, pos.to(tl.int64), d, v_l, here, D, BLOCK_D)
@@ -98,7 +97,7 @@ def attend_tile(
         s = tl.where(allowed, s, float("-inf"))
     new_top = tl.maximum(top, tl.max(s, 1) if ALIBI else tl.max(s, 1) * scale)
     shift = new_top
-    if STAND_IN:  # a row that has seen no legal source yet: keep inf - inf out
+    if STAND_IN:  # a row without any allowed source so far: avoid inf - inf
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
     if ALIBI:
         p = tl.exp2(s - shift[:, None])
@@ -120,7 +119,7 @@ def attend(
 ):  # fmt: skip
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
     w = tile % W
-    start = ((P + BQ - 1) // BQ - 1 - tile // W) * BQ  # a window's last targets see the most: start them first
+    start = ((P + BQ - 1) // BQ - 1 - tile // W) * BQ  # start with the last targets: they have the most sources
     if not GRID:
         if w * P + start >= L:  # padding: the sequence has no such targets
             return
@@ -171,7 +170,7 @@ def attend(
         if HAS_MASK:
             nearest = tl.load(NEAREST + b * L + i, mask=empty, other=0)
         acc += load_rows(V, nearest.to(tl.int64), d, v_l, empty, D, BLOCK_D).to(tl.float32)
-        # the backward then finds exp2(logit - inf) = 0 everywhere
+        # so that the backward gets exp2(logit - inf) = 0 everywhere
         lse = tl.where(empty, float("inf"), lse)
     store_rows(OUT, acc / total[:, None], i.to(tl.int64), d, o_l, live, D, BLOCK_D)
     tl.store(LSE + i, absolute(lse, i, reference, slope, CAUSAL, ALIBI), mask=live)

@@ -1,10 +1,10 @@
 """Softmax attention of windows of targets (queries) over given samples of sources (keys).
 
-    out_t = Σ_{s ∈ S_w(t)} softmax_s(q_t · k_s / √D + bias_ts) v_s          over the legal s (real, and ≤ t when causal)
+    out_t = Σ_{s ∈ S_w(t)} softmax_s(q_t · k_s / √D + bias_ts) v_s          over the allowed s (real, and ≤ t if causal)
 
-Everything that depends on a position (bias, mask, causality) is asked at the source's original position. A target
-whose sample holds no legal source attends to the nearest legal one instead: itself, or the last one before it, or,
-where the future is legal too, the first one after it. Only a target without any legal source gives zeros.
+Bias, mask and causality use the original positions of the sources. A target without an allowed source in its sample
+attends to the nearest allowed token instead: itself, or the last one before it, or, if not causal, the first one after
+it. Only a target without any allowed token returns zeros.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def sampled_attention(
 ) -> Tensor:
     """q, k, v (B, H, L, D); the targets of window w attend to sources[w]. k and v must be zero where `mask` is False.
 
-    `sources` is (W, S) and `targets` (W, P), every target once, with L or more in slots left empty; without `targets`
-    the windows are W successive runs. `gate` multiplies the probabilities.
+    `sources` is (W, S) and `targets` (W, P), every target once, with L or more in empty slots. Without `targets`, the
+    windows are W consecutive runs. `gate` multiplies the probabilities.
     """
     L = q.shape[2]
     W = sources.shape[0]
@@ -78,7 +78,7 @@ def sampled_attention(
 
 
 def nearest_legal(mask: Tensor | None, length: int, causal: bool, device: torch.device) -> Tensor:
-    """(B or 1, L): each target itself, or the real token nearest before it, or else after it; any if there is none."""
+    """(B or 1, L): each target itself, or the nearest real token before it, else after it; any if there is none."""
     position = torch.arange(length, device=device)[None]
     if mask is None:
         return position
@@ -93,7 +93,7 @@ def _gated_attention(q, k, v, allowed, bias, gate, dropout) -> Tensor:
     if bias is not None:
         logits = logits + bias.to(q.dtype)
     if allowed is not None:
-        # A query without keys attends to all of them, and its row is replaced by the caller.
+        # A query without keys attends to all of them; the caller replaces its row.
         logits = logits.masked_fill(~(allowed | ~allowed.any(-1, keepdim=True)), float("-inf"))
     return F.dropout(logits.softmax(-1) * gate.to(q.dtype), dropout) @ v
 

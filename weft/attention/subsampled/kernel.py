@@ -1,9 +1,9 @@
-"""`subsampled` as fused kernels: forward and backward, as one PyTorch operator.
+"""Fused kernels of `subsampled`: forward and backward as one PyTorch operator.
 
-    out_t = Σ_{s ∈ S_w(t)} softmax_s(q_t · k_s / √D - slope |t - s|) v_s        over the legal s (real; ≤ t when causal)
+    out_t = Σ_{s ∈ S_w(t)} softmax_s(q_t · k_s / √D - slope |t - s|) v_s        over the allowed s (real; ≤ t if causal)
 
-and v of the nearest legal token for a target whose sample holds none. The plain version in `gather.py`
-is the definition; these kernels must equal it. Sources are read where they lie: nothing is gathered beforehand.
+and v of the nearest allowed token for a target without an allowed source. The plain version in `gather.py` is the
+reference, and these kernels must equal it. Sources are read in place, without a gather.
 Triton is imported only when a kernel runs, so this module can be imported anywhere.
 """
 
@@ -23,11 +23,11 @@ from ...core.precision import autocast
 from ...core.staging import operator, send
 from ...core.tiles import Tiles, block_width, empty_rows, next_power_of_two, precision, rows_contiguous, strides
 
-LEAST_LENGTH = 1024  # where it overtakes full attention; below, nobody should sample: docs/kernels.md
+LEAST_LENGTH = 1024  # faster than full attention from here on; for shorter sequences don't sample: docs/kernels.md
 COLLECTED = 64  # tokens per program of `collect`
-MANY = 8192  # sources of a window: their targets no longer stay in the cache, so that a tile of more keys pays
+MANY = 8192  # sources per window: the targets no longer fit in the cache, so larger key tiles are faster
 
-# By kernel, widest head and bytes per number. Those of half precision and heads of 64 are the fastest measured.
+# Keys: kernel, maximum head_dim, bytes per element. Tuned for half precision and head_dim 64.
 TILES: dict[tuple[str, int, int], Tiles] = {
     ("attend", 64, 2): Tiles(128, 64, 8, 3, 128),
     ("attend", 128, 2): Tiles(128, 64, 8, 3),
@@ -60,14 +60,14 @@ def subsampled(
     stand_in: bool = True,
     once: bool = False,
 ) -> Tensor:
-    """The plain `sampled_attention` on q, k, v (B, H, L, D) and sources (W, S), for windows that are runs of `size`
-    tokens, or the `targets` (W, size); k and v zero where `mask` is False.
+    """`sampled_attention` on q, k, v (B, H, L, D) and sources (W, S). Windows are runs of `size` tokens, or given by
+    `targets` (W, size). k and v must be zero where `mask` is False.
 
-    `nearest` (B, L), with a mask: the token a target attends to whose sample holds none. What the caller may promise:
-    stand_in=False, that there is no such target; once=True, that no source comes up twice.
+    `nearest` (B, L), only with a mask: the token to use for targets without an allowed source. stand_in=False asserts
+    that there is no such target; once=True asserts that no source appears twice.
     """
     q, k, v = autocast(q, k, v)
-    sources = place_indices(sources, q.device, mask is None)  # `seen_through` sorts what it leaves
+    sources = place_indices(sources, q.device, mask is None)  # with a mask, `seen_through` sorts them
     if targets is not None:
         targets = place_indices(targets, q.device, False)
     sources = sources[None]
@@ -79,7 +79,7 @@ def subsampled(
 
 
 def seen_through(mask: Tensor, sources: Tensor) -> Tensor:
-    """(B, W, S): each sequence's own sources, without those its mask (B, L) hides."""
+    """(B, W, S): the sources of each sequence, without those masked by its mask (B, L)."""
     L = mask.shape[1]
     real = mask[:, sources[0].clamp(max=L - 1).long()]
     return torch.where(real, sources, L).sort(-1).values
@@ -91,8 +91,8 @@ def seen_through(mask: Tensor, sources: Tensor) -> Tensor:
     lambda indices, device, ordered: torch.empty(indices.shape, dtype=torch.int32, device=device),
 )
 def place_indices(indices: Tensor, device: torch.device, ordered: bool) -> Tensor:
-    """As int32 on the device, each row in ascending order if `ordered`. From the CPU the copy does not wait for the
-    GPU; NumPy sorts integers many times faster than PyTorch there."""
+    """Copy to the device as int32; `ordered` sorts each row. The copy from the CPU does not block. On the CPU, NumPy
+    sorts integers many times faster than PyTorch."""
     if indices.is_cuda:
         indices = indices.to(torch.int32, copy=True)
         return indices.sort(-1).values if ordered else indices
@@ -134,8 +134,8 @@ def _(q, k, v, sources, targets, nearest, size, causal, alibi, stand_in, once):
 
 
 def _outputs(q: Tensor, sources: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """out; the log2 of its normalisers, infinite where a target has no sampled source; and how many sources of each
-    window lie before each position."""
+    """out; its log2 normalisers, infinite for targets without a sampled source; and the number of sources of each
+    window before each position."""
     return (
         empty_rows(q),
         q.new_empty(q.shape[:3], dtype=torch.float32),
@@ -175,7 +175,7 @@ def _backward(
         *strides(q), *strides(k), *strides(v), *strides(out), *strides(dout), *strides(dq),
         BH, H, L, W, size, S, scale, logit_scale, BQ=t.queries, BK=t.keys, **options, **t.launch(),
     )  # fmt: skip
-    # Rounded to q's dtype like the gradient itself; heads side by side, as the programs that run together write them.
+    # Rounded to the dtype of q like the gradient itself; heads are adjacent because concurrent programs write them.
     part_k, part_v = (dk, dv) if once else q.new_empty(2, B, W * S, H, D).transpose(2, 3).unbind()
     t = tiles("key gradients", size, S, q)
     key_gradients[(W * ceil_div(S, t.keys) * BH,)](
@@ -214,14 +214,14 @@ _forward.register_autograd(_grad, setup_context=_save)
 
 
 def owned(nearest: Tensor, n: int) -> Tensor:
-    """(B, n + 1): the targets that the tokens of tile c are nearest to are those in [owned[c], owned[c + 1])."""
+    """(B, n + 1): the targets whose nearest token is in tile c are [owned[c], owned[c + 1])."""
     starts = torch.arange(n + 1, dtype=torch.int32, device=nearest.device) * COLLECTED
     return torch.searchsorted(nearest, starts.expand(len(nearest), -1).contiguous(), out_int32=True)
 
 
 @functools.lru_cache(maxsize=32)
 def slopes(heads: int, device: torch.device) -> Tensor:
-    """ALiBi's slopes for logits to base 2."""
+    """ALiBi slopes for logits to base 2."""
     from ...core.positions import alibi_slopes
 
     return (alibi_slopes(heads, device) * math.log2(math.e)).float()
@@ -230,23 +230,23 @@ def slopes(heads: int, device: torch.device) -> Tensor:
 def check(q: Tensor, k: Tensor, v: Tensor, sources: Tensor) -> None:
     if q.dim() != 4 or k.shape != q.shape or v.shape != q.shape:
         raise ValueError(
-            f"the kernel takes q, k and v of one shape (B, H, L, D), got {tuple(q.shape)}, {tuple(k.shape)} "
+            f"the kernel needs q, k and v of the same shape (B, H, L, D), got {tuple(q.shape)}, {tuple(k.shape)} "
             f"and {tuple(v.shape)}; use backend='torch'"
         )
     if q.shape[3] > LARGEST_HEAD:
-        raise ValueError(f"the kernel takes heads up to {LARGEST_HEAD} wide, got {q.shape[3]}; use backend='torch'")
+        raise ValueError(f"the kernel supports head_dim up to {LARGEST_HEAD}, got {q.shape[3]}; use backend='torch'")
     if q.dtype not in DTYPES:
-        raise ValueError(f"the kernel takes float32, float16 or bfloat16, got {q.dtype}; use backend='torch'")
+        raise ValueError(f"the kernel supports float32, float16 and bfloat16, got {q.dtype}; use backend='torch'")
     if sources.dtype != torch.int32 or sources.dim() != 3 or sources.device != q.device:
         raise ValueError(
-            f"the kernel takes sources (B or 1, W, S) as `place_indices` leaves them, on {q.device}; "
+            f"the kernel needs int32 sources (B or 1, W, S) from `place_indices` on {q.device}; "
             f"got {sources.dtype} {tuple(sources.shape)} on {sources.device}"
         )
 
 
 def tiles(kernel: str, size: int, samples: int, q: Tensor) -> Tiles:
-    """The table's entry, cut down to the targets and the sources a window has. A tile is never under 16, the least a
-    matrix unit takes."""
+    """Entry of the table, limited to the targets and sources of a window. A tile has at least 16 rows, the minimum of a
+    matrix unit."""
     shape = max(64, block_width(q.shape[3])), q.element_size()
     t = TILES[kernel, *shape]
     if samples >= MANY:

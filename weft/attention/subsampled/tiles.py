@@ -1,12 +1,12 @@
-"""Causal attention over sampled windows on the CPU, without most of the pairs that causality forbids.
+"""Causal attention over sampled windows on the CPU, without computing most of the masked pairs.
 
-A window's P targets and its P sources make P² pairs, of which about a third are illegal. Sources have no order of
-their own: sorted by position, a tile of targets needs only those before its end,
+A window has P targets and P sources, so P² pairs; about a third are not allowed. The order of the sources does not
+matter. If they are sorted by position, a tile of targets needs only the sources before its end:
 
     tile [a, b) of a window attends to  sorted(S)[: n],   n = #{s ∈ S : s < b}
 
-so most of the illegal pairs are never computed. The first window always draws itself and is plain causal attention.
-Equal to `sampled_attention(..., causal=True)`, which defines it. Every target must have a legal source.
+So most of the pairs that are not allowed are never computed. The first window always samples itself and is plain causal
+attention. The reference is `sampled_attention(..., causal=True)`. Every target must have an allowed source.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ...core.blocks import ceil_div
 
-TILE = 256  # targets per tile: smaller wastes fewer pairs, larger runs each pair faster
+TILE = 256  # targets per tile: smaller tiles waste fewer pairs, larger tiles are faster per pair
 ALIGN = 16  # sources per tile are rounded up to whole vectors
 
 
 def causal_tiles(q: Tensor, k: Tensor, v: Tensor, sources: Tensor) -> Tensor:
-    """q, k, v (B, H, L, D) on the CPU; `sources` (W, L / W) as `sampled_attention` takes them."""
+    """q, k, v (B, H, L, D) on the CPU; `sources` (W, L / W) as in `sampled_attention`."""
     P = sources.shape[1]
     out = [scaled_dot_product_attention(q[:, :, :P], k[:, :, :P], v[:, :, :P], is_causal=True)]
     for w, chosen in enumerate(sources[1:].sort(-1).values, 1):

@@ -1,16 +1,16 @@
-"""Triton, backward. No atomics: every sum is taken in a fixed order, so two runs agree to the last bit.
+"""Triton kernels: backward pass. No atomics: sums have a fixed order, so results are bitwise reproducible.
 
     delta_i = Σ_d dout_id out_id
     p_ij = exp2(s_ij - lse_i)            ds_ij = p_ij (dout_i · v_j - delta_i)
     α_j = exp2(qbar·k_j - local)         dα_j = dvbar · v_j          Σ_j α_j dα_j = dvbar · vbar
 
-`row_products` takes delta. `span_gradients` sums what later queries send to the summary keys and values, in chunks of
-queries, so that there is work for every multiprocessor; `collect` adds the chunks up. `key_gradients` takes a tile of
-keys over the queries of its block: dk, dv, and its share of what the pooled query receives. `query_gradients` takes a
-tile of queries over the same keys and summaries as the forward: dq.
+`row_products` computes delta. `span_gradients` computes the gradients of the summary keys and values, in chunks of
+queries, so that every multiprocessor has work; `collect` adds the chunks. `key_gradients` loops over the queries of the
+block for a tile of keys: dk, dv, and its part of the gradient of the pooled query. `query_gradients` loops over the
+same keys and summaries as the forward for a tile of queries: dq.
 
-Pooling by maximum sends its gradient to the entries equal to the maximum, in equal shares, as torch.amax does. What
-comes through the pooling and the local softmax is where the accumulators start.
+Max pooling splits its gradient equally among the entries equal to the maximum, as torch.amax does. The accumulators
+start from the gradients through the pooling and the local softmax.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def span_gradients(
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What the queries of one chunk send to BS summaries: PART_K and PART_V are (B·H, chunks, n, D), float32."""
+    """Gradients of BS summaries from the queries of one chunk; PART_K and PART_V are (B·H, chunks, n, D), float32."""
     bh = tl.program_id(0) % BH
     span_tiles = (n + BS - 1) // BS
     rest = tl.program_id(0) // BH
     s_first, c = rest % span_tiles * BS, rest // span_tiles
     q_first = c * chunk
     start = 0
-    if CAUSAL:  # the first query that sees the first of these summaries opens the next block
+    if CAUSAL:  # the first query that attends to the first of these summaries starts the next block
         start = tl.maximum((s_first + 1) * m - q_first, 0)
-        if start >= chunk:  # the whole chunk is too early; `collect` knows
+        if start >= chunk:  # the whole chunk is too early; `collect` skips it
             return
         start = start // BQ * BQ
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
@@ -84,8 +84,8 @@ def collect(
     BH, n, chunk, chunks,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the chunks that can see each summary: what every token that shares a pooled key entry receives, the
-    gradient of vbar, and Σ_j α_j dα_j."""
+    """Sum over the chunks that may attend to each summary: the gradient of every token that shares a pooled key entry,
+    the gradient of vbar, and Σ_j α_j dα_j."""
     bh = (tl.program_id(0) % BH).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     first = tl.program_id(0) // BH * ROWS

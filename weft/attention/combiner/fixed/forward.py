@@ -1,12 +1,11 @@
-"""Triton, forward: the blocks' summaries, then attention to the own block and to the summaries in one softmax.
+"""Triton kernels: forward pass. Block summaries, then attention to the own block and the summaries in one softmax.
 
-`summarise` reads q, k and v once and leaves one row per block: the summary key and value, the normaliser of the
-block's local softmax, and for the backward its STATS: the pooled query, the local softmax's mean key, and how many
-tokens share each pooled entry. `attend` takes a tile of queries of one block over the block's own keys and then over
-the summaries, in one loop, with the running maximum and sum of FlashAttention. All logarithms are to base 2: `scale`
-carries log2(e)/√D.
+`summarise` reads q, k and v once and writes one row per block: the summary key and value, the normaliser of the local
+softmax, and for the backward STATS: the pooled query, the mean key of the local softmax, and the number of tokens that
+share each pooled entry. `attend` loops over the keys of the block and then over the summaries for a tile of queries,
+with the running maximum and sum of FlashAttention. Logarithms are to base 2: `scale` includes log2(e)/√D.
 
-Programs are numbered with the heads first: those that run together read whole rows of (B, L, H, D) memory.
+Program ids run over heads first, so concurrent programs read whole rows of (B, L, H, D) memory.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ....kernels.rows import load_rows, store_rows, valid_rows
 
 @triton.jit
 def pool_rows(pooled, shared, x, live, POOL: tl.constexpr, KEEP: tl.constexpr):
-    """Row by row, `pooled` with the live rows of x added; `shared` counts, for a maximum, how many held it so far."""
+    """Pool the live rows of x into `pooled`, row by row; for max, `shared` counts the tokens equal to it so far."""
     x = x.to(tl.float32)
     if POOL == "max":
         x = tl.where(live[:, None], x, float("-inf"))
@@ -33,7 +32,7 @@ def pool_rows(pooled, shared, x, live, POOL: tl.constexpr, KEEP: tl.constexpr):
 
 @triton.jit
 def pool_columns(pooled, shared, tokens, POOL: tl.constexpr):
-    """The rows' pools in one, and among how many tokens its gradient is shared out; zeros for a block of no tokens."""
+    """Join the pools of the rows, and count the tokens that share its gradient; zeros for a block without tokens."""
     if POOL == "max":
         top = tl.max(pooled, 0)
         shared = tl.sum(tl.where(pooled == top[None, :], shared, 0.0), 0)
@@ -65,7 +64,7 @@ def summarise(
     MASK += b * L + first
     end = tl.minimum(m, L - first)
 
-    # Every row of the tile keeps sums of its own: nothing crosses rows, and so warps, before the end.
+    # Every row of the tile has its own sums, so nothing crosses rows (and warps) before the end.
     none = tl.zeros([ROWS, BLOCK_D], tl.float32)
     empty = tl.full([ROWS, BLOCK_D], float("-inf") if POOL == "max" else 0.0, tl.float32)
     pooled, shared = empty, none
@@ -105,7 +104,7 @@ def summarise(
     at = bh.to(tl.int64) * n + block
     tl.store(KBAR + at * D + d, kbar.to(KBAR.dtype.element_ty), mask=d < D)
     tl.store(VBAR + at * D + d, vbar.to(VBAR.dtype.element_ty), mask=d < D)
-    # log2 of the local normaliser; -inf marks a block without a token, which nobody may attend to
+    # log2 of the local normaliser; -inf marks a block without tokens, which is never attended to
     tl.store(LOCAL + at, tl.where(tokens > 0, highest + tl.log2(total), float("-inf")))
     if KEEP:
         STATS += at * 4 * D
@@ -117,11 +116,11 @@ def summarise(
 
 @triton.jit
 def seen_tiles(q_first, end, block, n, BQ: tl.constexpr, BK: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr):
-    """For one tile of queries: how many tiles of own keys, and of own keys and summaries together; how many summaries
-    lie before `spans`, the first that may not be seen."""
+    """For one tile of queries: the number of own key tiles, the total number of tiles, and the number of allowed
+    summaries, `spans`."""
     own = (tl.minimum(end, q_first + BQ) if CAUSAL else end) + BK - 1
     spans = block if CAUSAL else n
-    if not SPANS:  # one block only: nothing was summarised
+    if not SPANS:  # only one block: there are no summaries
         spans = 0
     return own // BK, own // BK + (spans + BK - 1) // BK, spans
 
@@ -129,11 +128,11 @@ def seen_tiles(q_first, end, block, n, BQ: tl.constexpr, BK: tl.constexpr, SPANS
 @triton.jit
 def seen_tile(t, own_tiles, i, end, block, spans, MASK, LOCAL, BK: tl.constexpr, CAUSAL: tl.constexpr,
               HAS_MASK: tl.constexpr):  # fmt: skip
-    """Tile t: whether its keys are the block's own, their rows, which rows exist, and which pairs (i, key) count."""
+    """Tile t: whether its keys are own keys, their rows, which exist, and which pairs (i, key) are allowed."""
     own = t < own_tiles
     row = (t - tl.where(own, 0, own_tiles)) * BK + tl.arange(0, BK)
     live = row < tl.where(own, end, spans)
-    if CAUSAL:  # own keys up to i; summaries up to the block before
+    if CAUSAL:  # own keys up to i; summaries up to the previous block
         allowed = row[None, :] <= tl.where(own, i, spans - 1)[:, None]
     else:
         allowed = (live & (row != tl.where(own, -1, block)))[None, :]
@@ -148,13 +147,13 @@ def seen_tile(t, own_tiles, i, end, block, spans, MASK, LOCAL, BK: tl.constexpr,
 @triton.jit
 def add_tile(acc, top, total, q, k, v, allowed, scale,
              ALL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """The running softmax with one more tile of keys; ALL: every pair counts, and `allowed` is not looked at."""
+    """Add one tile of keys to the running softmax. ALL: all pairs are allowed, `allowed` is not read."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if not ALL:
         s = tl.where(allowed, s, float("-inf"))
     new_top = tl.maximum(top, tl.max(s, 1) * scale)
     shift = new_top
-    if HAS_MASK:  # a row that has seen no legal key yet: keep inf - inf out
+    if HAS_MASK:  # a row without any allowed key so far: avoid inf - inf
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
     p = tl.exp2(s * scale - shift[:, None])
     old = tl.exp2(top - shift)
@@ -172,7 +171,7 @@ def attend(
 ):  # fmt: skip
     TILES: tl.constexpr = (m + BQ - 1) // BQ  # tiles of queries in a block
     bh = tl.program_id(0) % BH
-    tile = n * TILES - 1 - tl.program_id(0) // BH  # the last blocks see the most summaries: start them first
+    tile = n * TILES - 1 - tl.program_id(0) // BH  # the last blocks have the most summaries: start them first
     block = tile // TILES
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
@@ -195,7 +194,7 @@ def attend(
     total = tl.zeros([BQ], tl.float32)
     own_tiles, tiles, spans = seen_tiles(q_first, end, block, n, BQ, BK, SPANS, CAUSAL)
     own_whole, span_whole = 0, 0
-    if CAUSAL and not HAS_MASK:  # tiles of which every pair counts come first, and need no looking
+    if CAUSAL and not HAS_MASK:  # first the tiles in which all pairs are allowed, without checks
         own_whole, span_whole = q_first // BK, spans // BK
         for t in range(0, own_whole + span_whole):
             own = t < own_whole
@@ -214,6 +213,6 @@ def attend(
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     store_rows(OUT, acc / total[:, None], i, d, o_l, i < end, D, BLOCK_D)
-    # 0 for a row without keys: the backward then finds exp2(-inf - 0) = 0 everywhere
+    # 0 for a row without keys, so that the backward gets exp2(-inf - 0) = 0 everywhere
     lse = tl.where(empty, 0.0, top + tl.log2(total))
     tl.store(LSE + bh.to(tl.int64) * L + first + i, lse, mask=i < end)
