@@ -443,5 +443,5 @@ def test_a_cache_that_goes_nowhere_is_refused(monkeypatch):
     task = get_task("digits")
     monkeypatch.setattr(type(task), "model", lambda self, config, data: decoder)  # its layers are left unless asked for
     config = make_config("digits", cache=0.5)
-    with pytest.raises(ValueError, match="leave --cache out"):
+    with pytest.raises(ValueError, match="remove --cache"):
         build_model(config, task.load(config))

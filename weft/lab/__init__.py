@@ -1,4 +1,4 @@
-"""The lab: train any attention on any task, lose nothing, and read what came out."""
+"""The lab: train any attention mechanism on any task, with exact resume, sweeps and reports."""
 
 from ..tasks.config import TrainConfig, make_config
 from .evaluate import evaluate_run, load_run

@@ -1,4 +1,4 @@
-"""The model of a run: the task's own, with a cache or subsampling put in where the config asks for them."""
+"""Build the model of a run: the task's model, with a cache or subsampling if the config says so."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .data import seed_everything
 
 
 def build_model(config: TrainConfig, data: TaskData) -> nn.Module:
-    """A function of the config and the data's facts: the same weights every time."""
+    """Depends only on the config and the data's facts: the same weights every time."""
     seed_everything("model", config.seed)
     try:
         model = task_of(config).model(config, data)
@@ -27,7 +27,7 @@ def build_model(config: TrainConfig, data: TaskData) -> nn.Module:
 
         report = cache(model, config.cache, **config.options("cache_options"))
         if not report.replaced:
-            raise ValueError(f"there is no attention layer that a cache goes around; leave --cache out:\n{report}")
+            raise ValueError(f"the model has no attention layer that supports a cache: remove --cache\n{report}")
     if config.subsample:
         from ..adapt.subsample import subsample
 

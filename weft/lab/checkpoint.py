@@ -1,12 +1,12 @@
-"""Checkpoints: one safetensors file each, complete or absent, checked when read, never pickle.
+"""Checkpoints: one safetensors file each, written atomically, verified when read, never pickle.
 
-    checkpoints/step-00000200.safetensors     model/…, optimizer/PARAMETER/…; the run's numbers as JSON in the header
+    checkpoints/step-00000200.safetensors     model/…, optimizer/PARAMETER/…; the run's state as JSON in the header
     checkpoints/best.safetensors              a hard link to the best one on validation data
-    checkpoints/best.json                     its step and its figures
+    checkpoints/best.json                     its step and its metrics
 
-A file is written to a temporary name, flushed to the disk and renamed, so a name that exists holds a whole file. The
-header carries a SHA-256 of everything else in it: a file that was cut or edited later is found out and passed over.
-Reading changes nothing; only the process that holds the run's lock tidies up.
+A file is written to a temporary name, flushed to disk and renamed, so a file with the final name is complete. The
+header has a SHA-256 of the rest: truncated or edited files are detected and skipped. Reading changes nothing; only the
+process that holds the run's lock cleans up.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ FORMAT = 1
 
 
 class DamagedCheckpoint(Exception):
-    """The file does not hold what was written into it."""
+    """The file was truncated or changed after it was written."""
 
 
 class CannotSave(Exception):
-    """The checkpoint could not be written; those written earlier are untouched."""
+    """The checkpoint could not be written; earlier ones are not affected."""
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-    """Write the file, whole or not at all. `numbers` is anything JSON can hold."""
+    """Write the file atomically. `numbers` must be JSON-compatible."""
     text = json.dumps({"format": FORMAT, **numbers}, sort_keys=True)
-    # Tied weights share memory, which the format refuses; a clone on the way out costs nothing that matters.
+    # The format does not support tied weights, which share memory: clone them.
     ready = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
     try:
         with atomic(path) as temporary:
             save_file(ready, temporary, metadata={"weft": text, "sha256": digest(ready, text)})
-            os.chmod(temporary, 0o666 & ~_umask())  # the library writes files that only their owner may read
+            os.chmod(temporary, 0o666 & ~_umask())  # safetensors writes files that only their owner can read
     except (OSError, SafetensorError) as error:
         raise CannotSave(f"could not write {path}: {error}; earlier checkpoints are untouched") from error
 
@@ -119,13 +119,13 @@ class Checkpoints:
             with atomic(self.best) as temporary:
                 try:
                     os.link(self.path(step), temporary)
-                except OSError:  # a file system without hard links
+                except OSError:  # the file system has no hard links
                     shutil.copyfile(self.path(step), temporary)
         except OSError as error:
             raise CannotSave(f"could not write {self.best}: {error}; earlier checkpoints are untouched") from error
 
     def newest(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The newest sound checkpoint, the best one among them; damaged ones are named and passed over."""
+        """The newest valid checkpoint, including the best one; damaged ones are reported and skipped."""
         passed: set[Path] = set()
         while True:
             steps = [self.path(step) for step in reversed(self.steps())]
@@ -136,11 +136,11 @@ class Checkpoints:
             try:
                 return read(candidates[0])
             except DamagedCheckpoint as error:
-                if candidates[0].exists():  # a run at work removes old ones
+                if candidates[0].exists():  # an active run removes old checkpoints
                     self.say(f"{error}; going back to the one before it")
 
     def tidy(self, step: int) -> None:
-        """Before a run goes on after `step`: set newer files, which are damaged, aside; remove what kills left."""
+        """Before a run continues after `step`: rename newer files, which are damaged; remove temporary files."""
         for later in self.steps():
             if later > step:
                 self.path(later).replace(self.path(later).with_name(self.path(later).name + ".damaged"))
@@ -149,7 +149,7 @@ class Checkpoints:
                 stray.unlink(missing_ok=True)
 
     def record_best(self, best: Mapping[str, Any]) -> None:
-        """First the figures, then the weights: after a kill in between, the weights are still among the kept."""
+        """Write the metrics first, then the weights: after a kill in between, the weights are still available."""
         try:
             with atomic(self.figures) as temporary:
                 temporary.write_text(json.dumps({**best, "sha256": _sum(best)}) + "\n")
@@ -158,7 +158,7 @@ class Checkpoints:
         self.mark_best(best["step"])
 
     def best_until(self, step: int, otherwise: dict[str, Any] | None) -> dict[str, Any] | None:
-        """The figures of the best checkpoint up to `step`, if its weights are still there."""
+        """The metrics of the best checkpoint up to `step`, if its weights still exist."""
         try:
             best = json.loads(self.figures.read_text())
             if best.pop("sha256") != _sum(best) or best["step"] > step:
@@ -173,7 +173,7 @@ class Checkpoints:
         return best
 
     def where_best(self, step: int) -> Path | None:
-        """A sound file with the weights of this step."""
+        """A valid file with the weights of this step."""
         for path in (self.best, self.path(step)):
             try:
                 if read(path)[1]["step"] == step:

@@ -1,4 +1,4 @@
-"""The commands of the lab: train, eval, list, sweep, report, data. Heavy imports wait until a command runs."""
+"""The commands of the lab: train, eval, list, sweep, report, data. Heavy imports happen inside the commands."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def train_command() -> Callable[..., None]:
         run(make_config(task, **values), resume=resume)
 
     train.__doc__ = (
-        "Train a model on a TASK of `weft list`. Options left out take the task's values, or the preset's.\n\n"
+        "Train a model on a TASK (see `weft list`). The task or the preset sets the defaults of all options.\n\n"
         f"Exit codes: {NO_DATA} data missing, {DIVERGED} diverged, {MISCOMPILED} compiled wrongly, "
         f"{NO_MEMORY} too large for the memory, {CANNOT_SAVE} disk full, {INTERRUPTED} stopped by a signal and saved."
     )
@@ -45,7 +45,7 @@ def train_command() -> Callable[..., None]:
             inspect.Parameter.KEYWORD_ONLY,
             default=False,
             annotation=Annotated[
-                bool, typer.Option("--resume", help="go on with the run in --out, or start it if there is none")
+                bool, typer.Option("--resume", help="continue the run in --out, or start it if it does not exist")
             ],
         ),
     ]
@@ -74,7 +74,7 @@ def train_command() -> Callable[..., None]:
 def resume_run(
     run: Annotated[Path, typer.Argument(help="the run's folder")],
 ) -> None:
-    """Go on with an interrupted run, with the settings it was started with."""
+    """Continue an interrupted run with its original settings."""
     from .loop import train
     from .run import Run
 
@@ -86,10 +86,10 @@ def resume_run(
 def eval_run(
     run: Annotated[Path, typer.Argument(help="the run's folder")],
     split: Annotated[str, typer.Option(help="train, val or test")] = "test",
-    which: Annotated[str, typer.Option(help="weights: best, last or average; not given: as the run tests")] = "",
-    ensemble: Annotated[int, typer.Option(help="sub-models of subsampled attention that predict together")] = 0,
+    which: Annotated[str, typer.Option(help="weights: best, last or average; default: the run's test_on")] = "",
+    ensemble: Annotated[int, typer.Option(help="average this many sub-models of subsampled attention")] = 0,
     data: Annotated[str, typer.Option(help="where the data is, if not where the run found it")] = "",
-    batch_size: Annotated[int, typer.Option(help="examples at a time, if not as in training")] = 0,
+    batch_size: Annotated[int, typer.Option(help="batch size, if different from training")] = 0,
     accelerator: Annotated[str, typer.Option(help="cpu, cuda, mps or auto")] = "auto",
 ) -> None:
     """Evaluate a run on a split of its task's data."""
@@ -105,7 +105,7 @@ def eval_run(
 
 
 def list_all() -> None:
-    """What can be trained: the tasks with their presets, and the attention mechanisms."""
+    """List the tasks with their presets, and the attention mechanisms."""
     from rich.table import Table
 
     from ..attention import attention_info, attentions
@@ -128,27 +128,27 @@ def list_all() -> None:
 def sweep_files(
     files: Annotated[list[Path], typer.Argument(help="Python files that define TITLE, METRIC and cells()")],
     jobs: Annotated[int, typer.Option(help="runs at a time, all on the same device; with Ray or Slurm 0: all")] = 0,
-    seeds: Annotated[str, typer.Option(help="in place of the file's own: 0,1,2")] = "",
-    only: Annotated[list[str] | None, typer.Option(help="a row, a column or row/column; * and ? match")] = None,
-    steps: Annotated[int, typer.Option(help="in place of the configs' own; 0: their own")] = 0,
+    seeds: Annotated[str, typer.Option(help="seeds instead of the file's, e.g. 0,1,2")] = "",
+    only: Annotated[list[str] | None, typer.Option(help="a row, a column or row/column; wildcards: * ?")] = None,
+    steps: Annotated[int, typer.Option(help="steps of every run; 0: as in the configs")] = 0,
     data: Annotated[str, typer.Option(help="where the data is, if not where the configs say")] = "",
-    set_: Annotated[list[str] | None, typer.Option("--set", help="field=value for every config")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="set field=value in every config")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="for the runs, OUT/FOLDER/FILE/…; not given: runs/ beside the file")
+        Path | None, typer.Option(help="write runs to OUT/FOLDER/FILE/…; default: runs/ next to the file")
     ] = None,
-    minutes: Annotated[float, typer.Option(help="stop after this long, all saved; 0: no limit")] = 0.0,
+    minutes: Annotated[float, typer.Option(help="save and stop after this many minutes; 0: no limit")] = 0.0,
     on: Annotated[str, typer.Option(help="local, ray or slurm")] = "local",
-    address: Annotated[str, typer.Option(help="of the Ray cluster; empty: the one running here, or a new one")] = "",
-    gpus: Annotated[float, typer.Option(help="per run on Ray or Slurm; a fraction shares one; -1: 1 if any")] = -1,
-    cpus: Annotated[int, typer.Option(help="per run on Ray or Slurm")] = 1,
+    address: Annotated[str, typer.Option(help="address of the Ray cluster; empty: the local one, or a new one")] = "",
+    gpus: Annotated[float, typer.Option(help="GPUs per run on Ray or Slurm; fractions share a GPU; -1: 1 if any")] = -1,
+    cpus: Annotated[int, typer.Option(help="CPUs per run on Ray or Slurm")] = 1,
     partition: Annotated[str, typer.Option(help="of Slurm")] = "",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the runs and start nothing")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the runs without starting them")] = False,
 ) -> None:
-    """Run the tables of FILES: every cell with every seed, skipping what is done and going on with what was cut.
+    """Run the tables of FILES: every cell with every seed. Complete runs are skipped, interrupted runs continue.
 
-    Settings that change what is computed (--steps, --set) get folders of their own.
+    Settings that change the computation (--steps, --set) get their own folders.
 
-    Exit codes: 0 all done, 1 something failed, 75 stopped by a signal or by --minutes, saved, go on with it again.
+    Exit codes: 0 all complete, 1 some runs failed, 75 saved and stopped by a signal or --minutes (run it again).
     """
     from .sweep import jobs_of, load_sweep, parse_override
     from .sweep.cells import keep_sweep
@@ -181,7 +181,7 @@ def sweep_files(
         place = work[0].folder.parent / ".slurm"
         engine = SlurmEngine(jobs, place, gpus=gpus, cpus=cpus, minutes=minutes, partition=partition)
     else:
-        raise ValueError(f"--on takes local, ray or slurm; got {on!r}")
+        raise ValueError(f"--on must be local, ray or slurm, got {on!r}")
     for sweep in sweeps:
         keep_sweep(sweep, out)
     view = View()
@@ -202,15 +202,15 @@ def sweep_files(
 
 
 def report_runs(
-    paths: Annotated[list[Path], typer.Argument(help="folders of runs, or folders with sweeps, or sweeps")],
-    out: Annotated[Path | None, typer.Option(help="runs: the page; sweeps: the folder to write to")] = None,
-    runs: Annotated[Path | None, typer.Option(help="what --out of weft sweep was, if it was given")] = None,
+    paths: Annotated[list[Path], typer.Argument(help="folders of runs, folders with sweeps, or sweep files")],
+    out: Annotated[Path | None, typer.Option(help="output page (for runs) or folder (for sweeps)")] = None,
+    runs: Annotated[Path | None, typer.Option(help="the --out of weft sweep, if it was given")] = None,
 ) -> None:
-    """Runs side by side on one self-contained page; or the tables of sweeps beside the papers' figures.
+    """Compare runs on one self-contained page, or print the tables of sweeps next to the papers' values.
 
     A sweep's file is Python. It is run, which is said, only where `weft sweep` has kept no sweep.json beside its runs.
 
-    For a folder with sweeps: report.md, report.html, and for each sweep a NAME.results.json, which holds enough to
+    For a folder with sweeps: writes report.md, report.html, and for each sweep a NAME.results.json, which is enough to
     make the tables again without the runs.
     """
     if all((path / "config.json").exists() for path in paths):
@@ -235,18 +235,18 @@ def _plain(kind: Any) -> Any:
     return kind
 
 
-data_app = typer.Typer(no_args_is_help=True, help="The data sets: what is here, what can be made or fetched.")
-DataFolder = Annotated[Path, typer.Option(help="the folder that holds the data sets")]
+data_app = typer.Typer(no_args_is_help=True, help="List, generate and download data sets.")
+DataFolder = Annotated[Path, typer.Option(help="folder of the data sets")]
 
 
 @data_app.command("list")
 def data_list(data: DataFolder = Path("data")) -> None:
-    """What is in the data folder, and how to get what is not."""
+    """List the data sets in the data folder, and how to get the others."""
     from rich.table import Table
 
     from ..tasks.fetch import SOURCES, present
 
-    table = Table("data set", "here", "how to get it", "checksum of the makers' archive")
+    table = Table("data set", "here", "how to get it", "checksum of the original archive")
     for source in SOURCES:
         path = present(source, data)
         table.add_row(source.name, plain(path) if path else "no", source.how, source.checksum)
@@ -259,7 +259,7 @@ def data_make(
     name: Annotated[str, typer.Argument(help="listops, or pathfinder32-easy … pathfinder128-hard")],
     data: DataFolder = Path("data"),
     seed: Annotated[int, typer.Option(help="the same seed gives the same data")] = 0,
-    count: Annotated[int, typer.Option(help="training examples (listops) or pictures; 0: as in the papers")] = 0,
+    count: Annotated[int, typer.Option(help="training examples (listops) or images; 0: as in the papers")] = 0,
     workers: Annotated[int, typer.Option(help="processes; 0: one per core")] = 0,
 ) -> None:
     """Generate a data set."""
@@ -270,11 +270,11 @@ def data_make(
     from ..tasks.fetch import make
     from ..tasks.files import read_array
 
-    # A kill that can be heard leaves no half-made folder behind.
+    # On a signal, remove the incomplete folder.
     def leave(number: int, frame: Any) -> None:
         for temporary in data.glob(f".*.{os.getpid()}.tmp"):
             shutil.rmtree(temporary, ignore_errors=True)
-        os._exit(128 + number)  # an exception could be raised, and lost, in the middle of a fork
+        os._exit(128 + number)  # an exception during a fork could be lost
 
     before = [(number, signal.signal(number, leave)) for number in (signal.SIGTERM, signal.SIGHUP)]
     workers = workers or os.cpu_count() or 1
@@ -294,7 +294,7 @@ def data_get(
     name: Annotated[str, typer.Argument(help="imdb, cifar10, cifar100 or enwik8")],
     data: DataFolder = Path("data"),
 ) -> None:
-    """Fetch a data set from the network."""
+    """Download a data set."""
     from ..tasks.fetch import get
 
     say(f"fetched {get(name, data)}")

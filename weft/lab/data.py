@@ -1,7 +1,7 @@
-"""From rows in memory to batches: no workers, no queues, and an order that is a function of (seed, step).
+"""Batches from rows in memory: no workers, no queues, and an order that depends only on (seed, step).
 
-The rows of a task lie in memory, on the device itself where they fit, so a batch is one gather and no step waits.
-Because nothing is drawn from a stream, the whole position of the sampler is the number of the step.
+The rows of a task are in memory, on the device if they fit, so a batch is one gather. The step is the whole state of
+the sampler.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def seed_of(*parts: int | str) -> int:
 
 
 def seed_everything(*parts: int | str) -> None:
-    """Every random generator of the process from these parts: a step's dropout depends on its number alone."""
+    """Seed all random generators of the process from these parts: dropout depends only on the step."""
     seed = seed_of(*parts)
     torch.manual_seed(seed)
     random.seed(seed)
@@ -33,7 +33,7 @@ def seed_everything(*parts: int | str) -> None:
 
 
 class Order:
-    """Which examples make up which step: a fresh permutation per epoch, or their own order; the ragged end left out."""
+    """The examples of each step: a new permutation per epoch, or the original order; incomplete batches are dropped."""
 
     def __init__(self, rows: int, per_step: int, seed: int, device: torch.device, shuffled: bool = True):
         if per_step > rows:
@@ -56,10 +56,10 @@ class Order:
 
 
 class Rows:
-    """A split, on the device where it fits."""
+    """A split, on the device if it fits."""
 
     def __init__(self, columns: Columns, device: torch.device):
-        # A column may be a view that repeats its memory (overlapping windows of a text): count the storage.
+        # A column may be a view with overlapping windows: count its storage.
         size = sum(c.untyped_storage().nbytes() for c in columns.values())
         self.device, self.resident = device, size <= DEVICE_BYTES
         self.columns = {name: _move(c, device) for name, c in columns.items()} if self.resident else columns
@@ -77,7 +77,7 @@ class Rows:
 
 
 def _move(column: Tensor, device: torch.device) -> Tensor:
-    """Move a column with its memory, not with its repeats."""
+    """Move a column with its storage, without expanding overlaps."""
     if column.device == device:
         return column
     if column.is_contiguous():

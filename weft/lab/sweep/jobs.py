@@ -1,8 +1,8 @@
-"""Runs the jobs of a sweep: skips what is done, goes on with what was cut, outlives what fails.
+"""Run the jobs of a sweep: skip complete runs, continue interrupted ones, and survive failures.
 
-Each run is the command `weft resume FOLDER` in a process of its own, its output in `FOLDER/log.txt`. An engine starts
-such commands: `Local` here, Ray and Slurm in `remote`. To stop, a run gets SIGTERM; it saves and ends with exit
-code 75, and the next `weft sweep` goes on with it.
+Each run is a separate process `weft resume FOLDER` that logs to `FOLDER/log.txt`. An engine starts these commands:
+`Local` here, Ray and Slurm in `remote`. To stop, a run gets SIGTERM; it saves and exits with code 75, and the next
+`weft sweep` continues it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ..fabric import cpus
 from ..run import Run
 from .cells import Job, check_folder, result_of, write_config
 
-INTERRUPTED = 75  # as `weft train` ends when a signal came and it has saved
-BUSY = -1000  # no exit code: another process holds the folder
+INTERRUPTED = 75  # exit code of `weft train` after a signal, when it has saved
+BUSY = -1000  # not an exit code: another process has locked the folder
 WAITING, RUNNING, DONE, FAILED, STOPPED, IN_USE = "waiting", "running", "done", "failed", "stopped", "in use"
 
 
@@ -72,7 +72,7 @@ class State:
 
 
 class Watch:
-    """Reads a growing metrics.jsonl, only what is new at each look."""
+    """Reads a growing metrics.jsonl incrementally."""
 
     def __init__(self, folder: Path, metric: str):
         self.path, self.metric = Run(folder).metrics, metric
@@ -172,7 +172,7 @@ class Process:
 
 
 class Signals:
-    """Counts SIGINT, SIGTERM and SIGHUP in place of dying."""
+    """Counts SIGINT, SIGTERM and SIGHUP instead of exiting."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -193,7 +193,7 @@ class Signals:
 
 
 def survey(jobs: Sequence[Job]) -> list[State]:
-    """What the folders say before anything is started."""
+    """The states of all jobs before anything is started."""
     states = []
     for job in jobs:
         state, result = State(job), result_of(job)
@@ -254,7 +254,7 @@ def run_jobs(
 
 
 def _ready(state: State, states: Sequence[State]) -> bool:
-    """Whether the run that it starts from is done; if that has ended otherwise, so has this one."""
+    """Whether the run that it starts from is complete; if that one failed, this one fails too."""
     first = next((other for other in states if str(other.job.folder) == state.job.config.init_from), None)
     if first is not None and first.state in (FAILED, STOPPED, IN_USE):
         state.state, state.why = first.state, f"it starts from {first.job.folder.name}, which is {first.state}"
@@ -332,7 +332,7 @@ def last_lines(log: Path, count: int = 12) -> list[str]:
 
 
 def _save_when_the_parent_dies() -> None:
-    """On Linux a run whose sweep is killed gets SIGTERM from the kernel; elsewhere it goes on by itself."""
+    """On Linux, a run gets SIGTERM from the kernel if its sweep is killed; on other systems it continues."""
     if _LIBC is not None:
         _LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 

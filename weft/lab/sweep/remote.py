@@ -1,7 +1,7 @@
 """Runs of a sweep on a Ray cluster, or on Slurm through submitit: both queue `tend(folder)` on some machine.
 
-The run's folder must lie on a file system that all machines see. It also carries the word to stop: the sweep writes
-`.stop`, and whoever tends the run sends it SIGTERM. A run still in the queue is taken out of it.
+The run's folder must be on a shared file system. To stop a run, the sweep writes `.stop` there, and `tend` sends
+SIGTERM to the run. A run that is still queued is cancelled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STARTED, STOP = ".started", ".stop"
 
 
 def tend(folder: str, cwd: str, command: Sequence[str] = (), pause: float = 0.2) -> int:
-    """Run `weft resume FOLDER` here to its end and give its exit code."""
+    """Run `weft resume FOLDER` on this machine and return its exit code."""
     place = Path(folder)
     if (place / STOP).exists():
         return INTERRUPTED
@@ -42,7 +42,7 @@ def tend(folder: str, cwd: str, command: Sequence[str] = (), pause: float = 0.2)
 
 
 class Queued:
-    """A run that was handed to an engine."""
+    """A run that was submitted to an engine."""
 
     def __init__(self, folder: Path, poll: Callable[[], int | None], cancel: Callable[[], None]):
         self.folder, self._poll, self._cancel = folder, poll, cancel
@@ -75,7 +75,7 @@ def clear(folder: Path) -> None:
 
 
 class RayEngine:
-    """Ray gives each run `cpus` processors and `gpus` GPUs; half a GPU lets two runs share one."""
+    """Ray gives each run `cpus` CPUs and `gpus` GPUs; with half a GPU, two runs share one."""
 
     def __init__(
         self, jobs: int = 0, *, address: str = "", gpus: float = -1, cpus: int = 1, command: Sequence[str] = ()
@@ -84,7 +84,7 @@ class RayEngine:
             import ray
         except ImportError as error:
             raise ImportError("--on ray needs Ray: pip install 'weft[ray]'") from error
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere unasked
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry by default
         self.ray: Any = ray
         self.command = tuple(command)
         self.limit = jobs or sys.maxsize

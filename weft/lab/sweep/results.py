@@ -1,8 +1,8 @@
-"""What came out of a sweep's runs, as small text that can be committed: `NAME.results.json` beside `NAME.py`.
+"""The results of a sweep as a small text file that can be committed: `NAME.results.json` next to `NAME.py`.
 
-It holds, for every run, its config (what all share is written once), seed, commit, device, steps done, final metrics
-and thinned curves. Tables are made from it, so they can be made again where the runs' folders are gone. Where both
-are there the run that fits the file's config, then the one with more steps done, counts.
+For every run it has the config (shared values once), seed, commit, device, completed steps, final metrics and
+downsampled curves. Tables can be made from it without the run folders. If both exist, the run that matches the file's
+config counts, then the one with more completed steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Points = list[tuple[float, float]]
 
 @dataclass
 class Start:
-    """Where a run was started or gone on with."""
+    """Where a run was started or resumed."""
 
     commit: str
     device: str
@@ -68,7 +68,7 @@ class Record:
         return ", ".join(f"{name}={value}" for name, value in sorted(self.overrides.items()))
 
     def differs(self, expected: TrainConfig) -> list[str]:
-        """In what it is not the run the sweep's file asks for now."""
+        """The settings that differ from the sweep file's current config."""
         known = {f.name for f in dataclasses.fields(TrainConfig)}
         gone = [f"{name}: {value!r} -> no such setting" for name, value in self.config.items() if name not in known]
         mine = TrainConfig(**{name: value for name, value in self.config.items() if name in known})
@@ -107,7 +107,7 @@ def read_folder(folder: Path, metric: str) -> Record:
 
 
 def gather(sweep: Sweep, runs: Path | None = None) -> list[Record]:
-    """All that is known: the runs' folders, and what was written down before."""
+    """All known runs: from the run folders and from earlier results."""
     found: dict[tuple[str, str, int], tuple[tuple[bool, int, bool], Record]] = {}
     cells = {cell.slug: cell for cell in sweep.cells}
     here = [(record, True) for record in read_runs(sweep, sweep.runs(runs))]
@@ -141,7 +141,7 @@ def results_file(sweep: Sweep, folder: Path | None = None) -> Path:
 
 
 def write_results(path: Path, sweep: Sweep, records: Sequence[Record]) -> None:
-    """One run a line, so that a change can be read in a diff."""
+    """One run per line, for readable diffs."""
     first = records[0].config if records else {}
     common = {k: v for k, v in first.items() if all(k in r.config and r.config[k] == v for r in records)}
     lines = []
@@ -176,7 +176,7 @@ def _record(written: dict[str, Any], run: dict[str, Any]) -> Record:
 
 
 def thin(points: Sequence[tuple[float, float]], most: int = POINTS) -> Points:
-    """At most so many points: means over equal stretches, each at its last step."""
+    """At most `most` points: means over equal intervals, each at its last step."""
     points = [(x, y) for x, y in points if math.isfinite(y)]
     if len(points) <= most:
         return [(x, _digits(y)) for x, y in points]
@@ -216,7 +216,7 @@ def _starts(run: Run, config: TrainConfig) -> list[Start]:
 
 
 def _plain(value: Any) -> Any:
-    """What is not a finite number becomes null, which every reader of JSON knows."""
+    """Replace NaN and infinity by null, which is valid JSON."""
     if isinstance(value, dict):
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,8 +1,8 @@
-"""Tables of sweeps: mean ± standard deviation over seeds beside the paper's figure, as Markdown and as one page.
+"""Tables of sweeps: mean ± standard deviation over seeds, next to the paper's value, as Markdown and HTML.
 
-A figure is a mean over complete runs of the config that the sweep's file gives for the cell, and of no others. Runs
-of other settings are named below the table, runs that were cut say at which step, and where the runs of a table come
-from different commits or devices each figure says from which.
+A value is the mean over complete runs of the cell's config in the sweep file. Runs with other settings are listed below
+the table, interrupted runs show their step, and if the runs of a table come from different commits or devices, each
+value says from which.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _table(sweep: Sweep, variant: str, records: Sequence[Record]) -> Table:
 
 
 def _figure(sweep: Sweep, cell: Cell, records: Sequence[Record], letters: dict[str, str], notes: list[str]) -> str:
-    """The text of one cell; what does not fit into it goes to the notes."""
+    """The text of one cell; details go to the notes."""
     name = f"{cell.row}, {cell.column}"
     good: list[Record] = []
     for record in records:
@@ -169,7 +169,7 @@ def _groups(records: Sequence[Record]) -> list[list[Record]]:
 
 
 def figure_of(record: Record, metric: str) -> float | None:
-    """The test figure of a complete run, the last validation's of one that was cut."""
+    """The test value of a complete run, or the last validation value of an interrupted one."""
     return (record.test if record.state == "complete" else record.val).get(metric)
 
 

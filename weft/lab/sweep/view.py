@@ -1,4 +1,4 @@
-"""What a person sees of a sweep: a live table on a terminal, one line per change anywhere else."""
+"""The output of a sweep: a live table on a terminal, one line per change elsewhere."""
 
 from __future__ import annotations
 
