@@ -174,7 +174,7 @@ def test_ensemble_seeds_modes_and_outputs():
 def test_ensemble_refusals():
     with pytest.raises(ValueError, match="weft.subsample"):
         weft.ensemble(Classifier())
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="at least 1"):
         weft.ensemble(Classifier(), 0)
     model = Classifier()
     weft.subsample(model, "Sall-L4")
