@@ -1,4 +1,4 @@
-"""Score a model on a whole split, the same on one process or many."""
+"""Evaluate a model on a whole split, with the same result for any number of processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .state import restore_model
 
 
 class Stopped(Exception):
-    """Somebody wants an evaluation to end before it is complete."""
+    """An evaluation was asked to stop early."""
 
 
 @torch.no_grad()
@@ -70,7 +70,7 @@ def evaluate(
 def disagreement(
     fabric: Any, compiled: nn.Module, plain: nn.Module, task: Task, rows: Rows, config: TrainConfig
 ) -> float:
-    """How far the losses of the first rows are off in the compiled model, of those in the plain one."""
+    """Relative difference between the compiled and eager losses of the first rows."""
     with fabric.autocast():
         found = first_losses(compiled, task, rows, config)
         expected = first_losses(plain, task, rows, config)
@@ -78,7 +78,7 @@ def disagreement(
 
 
 def rounding(fabric: Any, plain: nn.Module, task: Task, rows: Rows, config: TrainConfig) -> float:
-    """How far the losses of the first rows are off under autocast, of those without."""
+    """Relative difference between the losses of the first rows with and without autocast."""
     expected = first_losses(plain, task, rows, config)
     with fabric.autocast():
         return distance(first_losses(plain, task, rows, config), expected)
@@ -95,8 +95,8 @@ def first_losses(model: nn.Module, task: Task, rows: Rows, config: TrainConfig) 
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """Small losses count as 0.1 each: next to nothing, rounding is a large part. 0 where the model's own are not
-    finite."""
+    """Relative difference; losses are clamped at 0.1 so that near-zero losses don't dominate. 0 if the expected
+    losses are not finite."""
     if not expected.isfinite().all():
         return 0.0
     return float((found - expected).norm() / expected.clamp(min=0.1).norm())

@@ -1,11 +1,11 @@
-"""The training loop: nothing is lost, and a resumed run is the same run.
+"""The training loop, with exact resume.
 
     step t:  rows of step t → loss → gradients → clip → update with the rate of step t
 
-Order, dropout, masking and rate are functions of (seed, t), so a checkpoint needs only weights, optimizer state,
-module state and t. Losses stay on the device and are looked at every `log_every` steps and before every checkpoint;
-a checkpoint is written only when all losses so far and all weights are finite, and before the evaluation of its step.
-The run's folder is made when the first step has been taken.
+Data order, dropout, masking and learning rate are functions of (seed, t), so a checkpoint needs only weights, optimizer
+state, module state and t. Losses stay on the device and are checked every `log_every` steps and before every
+checkpoint. A checkpoint is written only if all losses so far and all weights are finite, and before the evaluation of
+its step. The run's folder is created after the first step.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from .progress import Progress
 from .run import Run
 from .state import collect, finite, restore, restore_model
 
-PATIENCE = 20  # losses that must be high together before a run counts as diverging
-COMPILED_WITHIN = 0.1  # of the losses: far more than rounding, far less than a compiler's fault
-ROUNDINGS = 3  # so many times what autocast itself moves the losses by may still be rounding
+PATIENCE = 20  # consecutive losses whose mean must be too high before a run counts as diverged
+COMPILED_WITHIN = 0.1  # relative tolerance of compiled losses: well above rounding, well below compiler bugs
+ROUNDINGS = 3  # tolerate up to 3x autocast's own rounding error
 
 
 class Diverged(Exception):
-    """The loss is not a number, or runs away; the last good checkpoint is kept."""
+    """The loss is not finite, or has grown too large; the last good checkpoint is kept."""
 
 
 class Miscompiled(Exception):
-    """The model cannot be compiled, or gives other answers than it should; the run can go on without compiling."""
+    """Compilation failed, or compiled results differ from eager mode; the run can continue without compilation."""
 
 
 class Interrupted(Exception):
@@ -70,7 +70,7 @@ class Result:
 
 
 def train(config: TrainConfig, *, resume: bool = False) -> Result:
-    """Train, or with `resume` go on with what `config.folder()` holds. Raises Diverged, Miscompiled, Interrupted,
+    """Train, or with `resume` continue the run in `config.folder()`. Raises Diverged, Miscompiled, Interrupted,
     CannotSave, RunExists, InUse, OtherData."""
     config.check()
     with Run(config.folder()) as folder:
@@ -132,7 +132,7 @@ class Training:
         return self.done is not None and self.done["step"] >= self.config.steps
 
     def _claim(self, resume: bool) -> None:
-        """Before anything is loaded: is the folder free, or this very run's? Nothing is written but the lock."""
+        """Before loading anything, check that the folder is free or belongs to this run. Writes only the lock."""
         folder = self.folder.folder
         if (folder / "config.json").exists():
             self.folder.lock()
@@ -143,7 +143,7 @@ class Training:
             raise CannotSave(f"could not make {folder}: {here} is no folder that this user may write to")
 
     def _load(self, newest: Any) -> TaskData:
-        """The data; where the run exists, read as the run has read it, and refused if it is other data."""
+        """Load the data; for an existing run, in the same way, with an error if the data has changed."""
         if newest is None:
             data = self.task.load(self.config)
             self.kept = describe(data)
@@ -190,7 +190,7 @@ class Training:
         raise AssertionError
 
     def _begin(self) -> None:
-        """The first step can be taken: write down what runs, and tidy up after what was cut."""
+        """Before the first step: write the run's config and environment, and clean up after an interruption."""
         self.begun = True
         self._on_main(self._begin_on_main)
 
@@ -234,7 +234,7 @@ class Training:
         return step == self.config.steps or (self.config.eval_every > 0 and step % self.config.eval_every == 0)
 
     def _stopping(self) -> bool:
-        """Whether a signal came. Processes must agree; they ask each other every few seconds, at the same step."""
+        """Whether a signal arrived. Processes agree on this every few seconds, at the same step."""
         if self.world == 1:
             return self.signals.came
         if self.step < self._ask_at:
@@ -252,7 +252,7 @@ class Training:
         raise Interrupted(f"stopped by a signal at step {self.step}")
 
     def _update(self, step: int) -> None:
-        """One update of the weights. Nothing here waits for the device."""
+        """One weight update, without synchronising with the device."""
         config, world, rank = self.config, self.world, self.fabric.global_rank
         if self.dense_from and step > self.dense_from and not self.is_dense:
             self._turn_dense()
@@ -283,7 +283,7 @@ class Training:
         self.pending.append(total)
 
     def _look(self) -> None:
-        """Bring the losses over, write them down, and stop the run if they are no good."""
+        """Fetch the losses from the device, log them, and stop the run if it has diverged."""
         if not self.pending:
             return
         losses = torch.stack(self.pending).float()
@@ -348,14 +348,14 @@ class Training:
             self.checkpoints.record_best(self.best)
 
     def _evaluate_again(self) -> None:
-        """A run that was cut during the evaluation of its last checkpoint's step makes up for it."""
+        """Repeat the evaluation of the last checkpoint if it was interrupted."""
         missing = self.main and not any(entry["step"] == self.step for entry in self.folder.entries("val"))
         if self._evaluates(self.step) and self._any(missing):
             self._clock = (time.perf_counter(), self.step)
             self._evaluate()
 
     def _hold_compiled_to_plain(self) -> None:
-        """Once in a start: compilers have given wrong answers, without an error, to models that were right."""
+        """Check compiled output against eager once per launch: torch 2.11 has miscompiled models without an error."""
         off = disagreement(self.fabric, self.model, self.raw, self.task, self.val, self.config)
         self.trusted = True
         if off <= COMPILED_WITHIN:
@@ -490,7 +490,7 @@ class Training:
         return not self._any(not finite(self.raw))
 
     def _on_main(self, act: Callable[[], None]) -> None:
-        """The first process acts for all; where it fails, all fail, and none waits for ever."""
+        """Run `act` on the first process; if it fails, all processes fail, so that none hangs."""
         failed: Exception | None = None
         if self.main:
             try:
@@ -532,7 +532,7 @@ class Training:
 
 
 class _Signals:
-    """Remembers SIGTERM, SIGHUP and SIGINT in place of dying; a second one kills as usual."""
+    """Records SIGTERM, SIGHUP and SIGINT instead of exiting; a second signal kills as usual."""
 
     def __init__(self) -> None:
         self.came = False
