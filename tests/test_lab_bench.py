@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 
 import pytest
 import torch
@@ -214,6 +215,28 @@ def test_cost_compares_schedules_with_the_dense_model(tmp_path):
     dense, sampled = rows[4:]
     assert dense["ratio"] == dense["memory_ratio"] == 1
     assert sampled["ratio"] == pytest.approx(sampled["ms"] / dense["ms"])
+
+
+class Patches(nn.Module):
+    """16 tokens of an image, as an attention with a cache takes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cached = weft.layers.CachedAttention(weft.MultiheadAttention(4, 2), 0.5, 4)
+        self.out = nn.Linear(4, 1000)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        tokens = nn.functional.adaptive_avg_pool2d(images, 4).flatten(2).transpose(1, 2)
+        return self.out(self.cached(nn.functional.pad(tokens, (0, 1))).mean(1))
+
+
+def test_throughput_reads_a_cache_that_was_written():
+    """Reading one that was not would be faster than what is measured, and warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        throughput.batch_of(Patches(), False, QUICK, 2)()
+    with pytest.warns(UserWarning, match="never written"), torch.no_grad():
+        Patches().eval()(torch.zeros(1, 3, 8, 8))
 
 
 def test_throughput_is_cached_over_plain(monkeypatch):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -331,6 +332,22 @@ def test_damaged_files_are_named(run, command, name, text, says):
     assert said.exit_code == 2 and says in said.output and str(run) in said.output.replace("\n", "")
 
 
+@pytest.mark.parametrize("field", ["rows", "sha256", "facts", "length", "classes", "vocabulary"])
+def test_an_edited_data_file_is_a_sentence(run, field):
+    record = json.loads((run / "data.json").read_text())
+    for edited in ({**record, field: 1.5}, {name: value for name, value in record.items() if name != field}):
+        (run / "data.json").write_text(json.dumps(edited))
+        said = weft("eval", run)
+        assert said.exit_code == 2 and "data.json cannot be read" in said.output and field in said.output
+
+
+def test_files_where_folders_belong(run, tmp_path):
+    (tmp_path / "file").touch()
+    for given in (["eval", tmp_path / "file"], ["report", run, "--out", tmp_path]):
+        said = weft(*given)
+        assert said.exit_code == 2 and "Give another path" in said.output and "disk" not in said.output
+
+
 @pytest.mark.parametrize("command", [["eval"], ["inspect"]])
 def test_a_damaged_checkpoint_is_a_sentence(run, command):
     best = run / "checkpoints" / "best.safetensors"
@@ -358,6 +375,8 @@ def test_a_checkpoint_of_another_width_is_a_sentence(run, tmp_path):
         (["--attention=local", '--attention-options={"blok_size": 3}'], "did you mean 'block_size'"),
         (["--attention=local", '--attention-options={"block_size": "x"}'], "do not fit local"),
         (["--batch-size=-1"], "batch_size must be at least 1, got -1"),
+        (["--beta1=1"], "beta1 must be in [0, 1), got 1.0"),
+        (["--eps=inf"], "eps must be a number that is not negative, got inf"),
         (["--devices=99"], "lower --devices"),
         (["--nodes=9"], "torchrun"),
         (["--max-length=5"], "has no effect"),
@@ -382,6 +401,11 @@ def test_what_cannot_fit_is_refused_before_it_is_tried(tmp_path, monkeypatch):
     said = weft("train", "digits", "--out", tmp_path / "run", *options(batch_size=512))
     assert said.exit_code == 73 and "--accumulate" in said.output and not (tmp_path / "run").exists()
     assert weft("train", "digits", "--out", tmp_path / "run", *options(batch_size=1)).exit_code == 0
+    monkeypatch.setattr(memory, "kept_for_backward", lambda *given, **more: 2**12)
+    config, model = tiny(tmp_path, batch_size=10**12), torch.nn.Linear(1, 1)  # refused at once, not after counting
+    fabric = SimpleNamespace(device=torch.device("cpu"), world_size=1, strategy=SimpleNamespace(num_nodes=1))
+    with pytest.raises(memory.TooLarge, match="--batch-size 128 --accumulate"):
+        memory.check_memory(fabric, model, None, {"x": torch.zeros(1)}, config)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), MemoryError()])

@@ -1,6 +1,7 @@
 """Sweeps: the file, the folders, and a runner that skips, goes on, outlives failures and never mixes runs."""
 
 import dataclasses
+import io
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import sys
 import time
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 pytest.importorskip("lightning")
@@ -60,7 +62,8 @@ def test_two_folders_may_each_have_a_common_file(sweep, tmp_path):
         ("TITLE", "HEADING", ValueError, "must define TITLE"),
         ('"wide, 1x4"', '"1x2"', ValueError, "share the folder full-1x2"),
         ("SEEDS = (0, 1)", "SEEDS = ()", ValueError, "no seeds"),
-        ("Cell(row=row", "dict(row=row", TypeError, "list of Cell"),
+        ("    return [", "    return 3\n    [", ValueError, "must give a list of Cell, got 3"),
+        ("Cell(row=row", "dict(row=row", ValueError, "list of Cell"),
     ],
 )
 def test_a_file_that_is_no_sweep_is_refused(sweep, old, new, error, says):
@@ -233,9 +236,27 @@ def test_a_killed_sweep_lets_its_runs_save(sweep, command):
     until(lambda: list(job.folder.glob("checkpoints/step-*")))
 
 
-def test_the_live_table(sweep, command):
-    from rich.console import Console
+def test_a_title_with_markup_is_shown_as_it_is(sweep, command):
+    sweep.file.write_text(FILE.replace("Digits, small", "a [/x] [bold]b"))
+    states = survey(jobs_of(load_sweep(sweep.file)))
+    found = io.StringIO()
+    Console(file=found, width=150).print(table(states))
+    assert "a [/x] [bold]b" in found.getvalue()
+    shown = CliRunner().invoke(app, ["sweep", str(sweep.file), "--dry-run"], env={"COLUMNS": "150"})
+    assert shown.exit_code == 0 and "a [/x] [bold]b" in shown.output
 
+
+@pytest.mark.parametrize(
+    "given, says",
+    [("--jobs=-1", "--jobs -1"), ("--minutes=-1", "--minutes -1"), ("--cpus=0", "--cpus 0"), ("--gpus=-7", "--gpus -7"),
+     ("--on=here", "local, ray or slurm"), ("--seeds=x", "whole numbers such as 0,1,2; got 'x'")],
+)  # fmt: skip
+def test_options_that_cannot_be_met_start_nothing(sweep, given, says):
+    said = CliRunner().invoke(app, ["sweep", str(sweep.file), given])
+    assert said.exit_code == 2 and says in said.output and not (sweep.file.parent / "runs").exists()
+
+
+def test_the_live_table(sweep, command):
     jobs = jobs_of(sweep, seeds=[0])
     jobs[1].folder.mkdir(parents=True)
     (jobs[1].folder / "broken").touch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import signal
 import types
 import typing
@@ -158,6 +159,12 @@ def sweep_files(
     overrides = dict(parse_override(text) for text in set_ or [])
     overrides |= {"steps": steps} if steps else {}
     overrides |= {"data": data} if data else {}
+    if min(jobs, minutes) < 0 or cpus < 1 or (gpus < 0 and gpus != -1):
+        raise ValueError(f"--jobs {jobs}, --minutes {minutes:g}, --cpus {cpus} or --gpus {gpus:g} is too small")
+    if on not in ("local", "ray", "slurm"):
+        raise ValueError(f"--on must be local, ray or slurm, got {on!r}")
+    if seeds and not re.fullmatch(r"[\s,]*(-?\d+[\s,]*)+", seeds):
+        raise ValueError(f"--seeds takes whole numbers such as 0,1,2; got {seeds!r}")
     numbers = [int(seed) for seed in seeds.replace(",", " ").split()] if seeds else None
     sweeps = [load_sweep(file) for file in files]
     work = [
@@ -175,13 +182,11 @@ def sweep_files(
         from .sweep.remote import RayEngine
 
         engine = RayEngine(jobs, address=address, gpus=gpus, cpus=cpus)
-    elif on == "slurm":
+    else:
         from .sweep.remote import SlurmEngine
 
         place = work[0].folder.parent / ".slurm"
         engine = SlurmEngine(jobs, place, gpus=gpus, cpus=cpus, minutes=minutes, partition=partition)
-    else:
-        raise ValueError(f"--on must be local, ray or slurm, got {on!r}")
     for sweep in sweeps:
         keep_sweep(sweep, out)
     view = View()

@@ -94,6 +94,8 @@ def explain(error: BaseException) -> tuple[str, int]:
         return f"out of memory: {(text.splitlines() or ['the system gave no more'])[0]} {SMALLER}", NO_MEMORY
     if isinstance(error, UnicodeDecodeError):
         return f"a file is not {error.encoding} text: {error}", NO_DATA
+    if isinstance(error, (NotADirectoryError, IsADirectoryError, FileExistsError)):
+        return f"{error.filename2 or error.filename}: {error.strerror}. Give another path.", BAD_REQUEST
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
         return f"{text}. Is the disk full, or the place not yours to write to?", CANNOT_SAVE
     if isinstance(error, (ValueError, ImportError, FileNotFoundError)):

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from .run import Run
 
 SPLITS = ("train", "val", "test")
+KINDS = {"rows": dict, "sha256": dict, "facts": dict, "length": int, "classes": list | None, "vocabulary": str | None,
+         "tokenizer": str | None}  # of data.json  # fmt: skip
 SAMPLED = 2 * 2**30  # columns with more bytes are hashed in samples spread over them
 
 
@@ -89,18 +91,22 @@ def read_kept(folder: Path) -> Kept | None:
     way_out = "restore it from a copy; without it nobody knows what the model's ids and labels mean"
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        names = {name: record[name] for name in ("vocabulary", "tokenizer")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        wrong = [name for name, kind in KINDS.items() if not isinstance(record[name], kind)]
+        if wrong or any(split not in record[name] for name in ("rows", "sha256") for split in SPLITS):
+            raise ValueError(f"{wrong[0] if wrong else 'a split'} is not what weft writes")
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read ({error}): {way_out}") from None
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"{path} cannot be read (something is missing: {error}): {way_out}") from None
     texts: dict[str, str | None] = {"vocabulary": None, "tokenizer": None}
     for name, file in (("vocabulary", "vocabulary.txt"), ("tokenizer", "tokenizer.json")):
-        if names[name] is None:
+        if record[name] is None:
             continue
         try:
             texts[name] = (folder / file).read_bytes().decode("utf-8")
         except (OSError, ValueError) as error:
             raise ValueError(f"{folder / file} cannot be read ({error}): {way_out}") from None
-        if _sha(texts[name] or "") != names[name]:
+        if _sha(texts[name] or "") != record[name]:
             raise ValueError(f"{folder / file} was changed after the run wrote it: {way_out}")
     words = texts["vocabulary"]
     return Kept(record, None if words is None else _words(words), texts["tokenizer"])

@@ -41,7 +41,7 @@ def check_memory(fabric: Any, model: nn.Module, task: Task, rows: Columns, confi
         fits = max(1, int((free - base) * 0.6 // max(one, 1)))
         way_out = "Choose a smaller model."
         if free > base + one and config.batch_size > 1:
-            each = max(n for n in range(1, config.batch_size) if n <= fits and config.batch_size % n == 0 or n == 1)
+            each = next(n for n in range(min(fits, config.batch_size - 1), 0, -1) if config.batch_size % n == 0)
             accumulate = config.accumulate * config.batch_size // each
             way_out = f"Try --batch-size {each} --accumulate {accumulate}, or add --checkpoint-activations."
         raise TooLarge(

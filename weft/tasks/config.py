@@ -150,11 +150,13 @@ class TrainConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in (
             "eval_every", "eval_batches", "warmup", "clip", "diverge_at", "learning_rate", "weight_decay",
-            "final_learning_rate", "max_length", "image_size", "sigma", "sigma_last",
+            "final_learning_rate", "max_length", "image_size", "sigma", "sigma_last", "eps",
         ):  # fmt: skip
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a number that is not negative, got {getattr(self, name)}")
-        for name in ("dropout", "attention_dropout", "label_smoothing", "finetune_dense_at", "mask_rate"):
+        for name in (
+            "dropout", "attention_dropout", "label_smoothing", "finetune_dense_at", "mask_rate", "beta1", "beta2",
+        ):  # fmt: skip
             if not 0.0 <= (getattr(self, name) or 0.0) < 1.0:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
         _one_of("optimizer", self.optimizer, ("adam", "adamw", "lion"))

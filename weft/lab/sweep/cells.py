@@ -124,13 +124,15 @@ def load_sweep(file: str | Path) -> Sweep:
     module = run_file(file)
     if hasattr(module, "TASKS"):
         register(module, file)
-    cells = tuple(module.cells())
+    cells = module.cells()
+    if not isinstance(cells, (list, tuple)):
+        raise ValueError(f"{file}: cells() must give a list of Cell, got {cells!r}")
     percent = module.METRIC == "accuracy"
     sweep = Sweep(
         file=file,
         title=module.TITLE,
         metric=module.METRIC,
-        cells=cells,
+        cells=tuple(cells),
         seeds=tuple(getattr(module, "SEEDS", (0,))),
         unit=getattr(module, "UNIT", "%" if percent else ""),
         scale=float(getattr(module, "SCALE", 100 if percent else 1)),
@@ -282,7 +284,7 @@ def _check(sweep: Sweep) -> None:
     seen: dict[str, Cell] = {}
     for cell in sweep.cells:
         if not isinstance(cell, Cell) or not isinstance(cell.config, TrainConfig):
-            raise TypeError(f"{sweep.file}: cells() must give a list of Cell, each with a TrainConfig; got {cell!r}")
+            raise ValueError(f"{sweep.file}: cells() must give a list of Cell, each with a TrainConfig; got {cell!r}")
         if cell.slug in seen:
             other = seen[cell.slug]
             raise ValueError(

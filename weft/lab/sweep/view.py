@@ -71,7 +71,7 @@ def table(states: Sequence[State], height: int = 1000) -> Any:
     counts = ", ".join(f"{n} {name}" for name in ORDER if (n := sum(state.state == name for state in states)))
     titles = dict.fromkeys(state.job.sweep.title for state in states)
     shown = Table(
-        "run", "", "step", "loss", "tokens/s", "left", "result", title=plain("; ".join(titles)), caption=counts
+        "run", "", "step", "loss", "tokens/s", "left", "result", title=Text(plain("; ".join(titles))), caption=counts
     )
     ordered = sorted(states, key=lambda state: ORDER.index(state.state))
     for state in ordered[: max(1, height)]:
