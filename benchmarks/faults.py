@@ -4,6 +4,7 @@
     python benchmarks/faults.py --hours 2 --workers 16  random kills until the time is over, then every fault once
     python benchmarks/faults.py --kills 200             as many random kills, then every fault once
     python benchmarks/faults.py --only sigterm,disk     some of them
+    python benchmarks/faults.py --task "text --data=README.md --max-length=16" --skip ray     on another task
 
 Each fault starts the real command, disturbs it, lets it go on with --resume, and compares every line of the log, every
 tensor of the last checkpoint and the result with the undisturbed run's; or it damages a file of a complete run and
@@ -20,6 +21,7 @@ import multiprocessing
 import os
 import random
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -43,6 +45,7 @@ SETTINGS: dict[str, Any] = dict(
     log_every=3, eval_every=11, checkpoint_every=4, accelerator="cpu", schedule="constant", learning_rate=1e-3,
     cache=0.5,
 )  # fmt: skip
+TASK = ["digits"]  # and its own options
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 SAVED, CANNOT_SAVE = 75, 74
 
@@ -129,7 +132,7 @@ class Forked:
 
 def settings(out: Path, **changes: Any) -> list[str]:
     given = [f"--{name.replace('_', '-')}={value}" for name, value in {**SETTINGS, **changes}.items()]
-    return ["train", "digits", "--resume", f"--out={out}", *given]
+    return ["train", TASK[0], "--resume", f"--out={out}", *given, *TASK[1:]]
 
 
 def train(out: Path, **how: int) -> Forked:
@@ -455,6 +458,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help=f"names joined by commas: {', '.join(FAULTS)}")
     parser.add_argument("--skip", default="", help="names joined by commas")
+    parser.add_argument("--task", default="digits", help="with its options, as `weft train` takes them")
     parser.add_argument("--kills", type=int, default=0, help="random kills before the others")
     parser.add_argument("--hours", type=float, default=0.0, help="random kills for this long")
     parser.add_argument("--workers", type=int, default=2, help="faults side by side, each on one core")
@@ -463,6 +467,7 @@ def main() -> None:
     args = parser.parse_args()
     wanted = [name for name in FAULTS if not args.only or any(part in name for part in args.only.split(","))]
     wanted = [name for name in wanted if not args.skip or not any(part in name for part in args.skip.split(","))]
+    TASK[:] = shlex.split(args.task)
     os.environ |= ONE_THREAD
     torch.set_num_threads(1)
     began = time.monotonic()

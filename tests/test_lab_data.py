@@ -139,6 +139,17 @@ def test_pictures_keep_the_numbers_of_their_classes(tmp_path):
         get_task("pets").load(config)
 
 
+@pytest.mark.parametrize(
+    "task, says",
+    [("text", "it is empty"), ("masked", "it is empty"), ("imdb-byte", "neither a Parquet file nor the folder"),
+     ("imagefolder", "not a folder with train/"), ("wiki40b", "is a file"), ("matching", "is missing")],
+)  # fmt: skip
+def test_an_empty_file_in_place_of_the_data(tmp_path, task, says):
+    (tmp_path / "given").touch()
+    with pytest.raises(DataMissing, match=f"given.*{says}"):
+        load(task, tmp_path / "given")
+
+
 def test_a_changed_corpus_is_encoded_again(tmp_path):
     corpus(tmp_path / "own", "bee")
     config = make_config("wiki40b", data=str(tmp_path / "own"), max_length=8)

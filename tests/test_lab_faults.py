@@ -375,6 +375,7 @@ def test_a_checkpoint_of_another_width_is_a_sentence(run, tmp_path):
         (["--attention=local", '--attention-options={"blok_size": 3}'], "did you mean 'block_size'"),
         (["--attention=local", '--attention-options={"block_size": "x"}'], "do not fit local"),
         (["--batch-size=-1"], "batch_size must be at least 1, got -1"),
+        (["--data="], "data is empty"),
         (["--beta1=1"], "beta1 must be in [0, 1), got 1.0"),
         (["--eps=inf"], "eps must be a number that is not negative, got inf"),
         (["--devices=99"], "lower --devices"),

@@ -159,6 +159,8 @@ class TrainConfig:
         ):  # fmt: skip
             if not 0.0 <= (getattr(self, name) or 0.0) < 1.0:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        if not self.data:
+            raise ValueError("data is empty: give the folder or file of the data by --data")
         _one_of("optimizer", self.optimizer, ("adam", "adamw", "lion"))
         _one_of("schedule", self.schedule, ("inverse_sqrt", "cosine", "linear", "constant", "steps"))
         _one_of("test_on", self.test_on, ("best", "last", "average"))

@@ -181,6 +181,8 @@ class ImageFolder(ImageClassification):
         folder = Path(config.data)
         if not (folder / "train").is_dir():
             folder = find(config.data, ("imagefolder",), "give a folder with train/CLASS/… and val/CLASS/… with --data")
+        if not (folder / "train").is_dir():
+            raise DamagedData(folder, "it is not a folder with train/ and val/")
         classes = classes or sorted(p.name for p in (folder / "train").glob("*") if p.is_dir())
         if len(classes) < 2:
             raise DamagedData(folder, "train/ needs a sub-folder for each of at least two classes")

@@ -30,6 +30,8 @@ Reviews = list[tuple[str, int]]
 def read(data: str) -> tuple[Reviews, Reviews]:
     """The training and the test reviews with their labels, 1 = positive."""
     path = find(data, ("imdb.parquet", "aclImdb"), HOW)
+    if path.suffix != ".parquet" and not path.is_dir():
+        raise DamagedData(path, "it is neither a Parquet file nor the folder aclImdb")
     train, test = _read_parquet(path) if path.suffix == ".parquet" else _read_folder(path)
     for split, reviews in (("train", train), ("test", test)):
         if len({label for _, label in reviews}) != 2:

@@ -97,7 +97,10 @@ class Bytes(Task):
         path = Path(config.data)
         if not path.exists():
             raise DataMissing(f"{path} does not exist: give a text file, or a folder of text files, with --data")
-        return read_bytes(path)
+        content = read_bytes(path)
+        if not content:
+            raise DamagedData(path, "it is empty")
+        return content
 
     def parts(self, content: bytes) -> tuple[bytes, bytes, bytes]:
         a, b = len(content) * 90 // 100, len(content) * 95 // 100
