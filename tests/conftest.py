@@ -1,6 +1,10 @@
 import os
+import signal
 
 import pytest
+
+# The fault tests send this signal. Under nohup, and in some CI runners, it arrives ignored, and children inherit that.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Triton reads this once, when it is imported: on a CPU the kernels run in its interpreter.
 DEVICE = os.environ.get("WEFT_TEST_DEVICE", "cpu")
