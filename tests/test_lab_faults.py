@@ -441,7 +441,10 @@ def test_signals_stop_a_real_process_within_seconds(tmp_path):
     while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
         time.sleep(0.01)
     process.send_signal(signal.SIGHUP)
-    assert process.wait(timeout=30) == 75
+    try:
+        assert process.wait(timeout=30) == 75
+    finally:
+        process.kill()  # a run that ignores the signal must not outlive the test
     steps = Checkpoints(tmp_path / "run" / "checkpoints").steps()
     assert steps and read(Checkpoints(tmp_path / "run" / "checkpoints").path(steps[-1]))
 
