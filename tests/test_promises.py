@@ -407,4 +407,4 @@ def test_long_sums_outgrow_no_autocast(name, options, causal, dtype):
                 steps.append(step)
             torch.testing.assert_close(torch.cat(steps, 2), out[:, :, :40], atol=ulp, rtol=0)
     assert out.dtype == dtype and out.isfinite().all()
-    assert (out.double() - expected).abs().max() <= ulp
+    assert (out.double() - expected).abs().max() <= 2 * ulp  # kernels also round their operands

@@ -121,13 +121,10 @@ class Clusters(nn.Module):
         self.centroids.copy_(torch.where(self.count[..., None] > 0, moved, self.centroids))
 
     def _remember(self, unit: Tensor, group: Tensor) -> None:
-        B, H, L, D = unit.shape
-        by_head = group.transpose(0, 1).flatten(1)  # (H, B L)
-        keys = unit.transpose(0, 1).flatten(1, 2)
-        total = unit.new_zeros(H, self.clusters + 1, D).scatter_add_(1, by_head[..., None].expand(-1, -1, D), keys)
-        count = unit.new_zeros(H, self.clusters + 1).scatter_add_(1, by_head, torch.ones_like(keys[..., 0]))
-        self.drawn.copy_(total[:, :-1])
-        count = count[:, :-1]
+        """Sum the unit keys of every cluster. Matrix products give the same sums in every run; scatter_add does not."""
+        member = (group[..., None] == torch.arange(self.clusters, device=group.device)).to(unit.dtype)  # (B, H, L, C)
+        self.drawn.copy_((member.mT @ unit).sum(0))
+        count = member.sum((0, 2))
         self.count.copy_(once(count) if torch.compiler.is_compiling() else count)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor, nn
 
 from ..attention.subsampled import Subsampling, drop_sources
@@ -42,7 +43,7 @@ class EdgeAttention(Subsampling, nn.Module):
             # Padding may contain NaN.
             x = x.masked_fill(~mask[..., None], 0)
             edges = edges.masked_fill(~(mask[:, :, None] & mask[:, None, :])[..., None], 0)
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        q, k, v = (torch.unflatten(t, -1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         bias, gate = self.edge(edges).movedim(-1, 1).chunk(2, 1)
         logits = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) + bias
         legal = mask

@@ -69,11 +69,11 @@ class MSSA(nn.Module):
     @property
     def bases(self) -> Tensor:
         """The subspaces U, (heads, dim, head_dim)."""
-        return self.subspaces.weight.unflatten(0, (self.heads, self.head_dim)).transpose(1, 2)
+        return torch.unflatten(self.subspaces.weight, 0, (self.heads, self.head_dim)).transpose(1, 2)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """w as query, key and value, each (B, heads, L, head_dim)."""
-        w = self.subspaces(x).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
+        w = torch.unflatten(self.subspaces(x), -1, (self.heads, self.head_dim)).transpose(1, 2)
         if self.scale is None:
             return w, w, w
         # The mechanism divides by √p. Scaling both sides keeps query and key the same vector.

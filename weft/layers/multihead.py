@@ -154,7 +154,7 @@ class MultiheadAttention(nn.Module):
         return {"x": x} if getattr(self.attention, "needs_input", False) else {}
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
-        return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
+        return torch.unflatten(x, -1, (heads, self.head_dim)).transpose(1, 2)
 
     def _check(self, x: Tensor, context: Tensor | None) -> None:
         if x.dim() != 3 or x.shape[-1] != self.dim:

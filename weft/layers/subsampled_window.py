@@ -75,12 +75,13 @@ class SubsampledWindowAttention(Subsampling, nn.Module):
             raise ValueError(f"x must be (B, height, width, {self.dim}), got {tuple(x.shape)}")
         B, height, width, _ = x.shape
         x = x.flatten(1, 2)
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (self.q(x), *self.kv(x).chunk(2, -1)))
+        rows = (self.q(x), *self.kv(x).chunk(2, -1))
+        q, k, v = (torch.unflatten(t, -1, (self.heads, -1)).transpose(1, 2) for t in rows)
         targets, sources = self._sample(height, width, x.device)
         values = self.table[:, : self.heads], self.table[:, self.heads :]
         bias, gate = (_Offsets(t, self.window, width) if t.shape[1] else None for t in values)
         out = sampled_attention(q, k, v, sources, targets=targets, bias=bias, gate=gate)
-        return self.out(out.transpose(1, 2).flatten(2)).unflatten(1, (height, width))
+        return torch.unflatten(self.out(out.transpose(1, 2).flatten(2)), 1, (height, width))
 
     def _sample(self, height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Targets and sources of each window as row-major indices; height · width marks slots outside the image."""

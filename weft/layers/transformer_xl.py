@@ -59,7 +59,7 @@ class TransformerXLAttention(nn.Module):
         x = seen[:, M:]
         q, k, v = self._split(self.q(x)), self._split(self.k(seen)), self._split(self.v(seen))
         distances = self.r(sinusoids(M + L, self.dim, device=x.device, dtype=x.dtype))
-        r = distances.unflatten(-1, (self.heads, -1)).transpose(0, 1)  # (H, M + L, d), by distance
+        r = torch.unflatten(distances, -1, (self.heads, -1)).transpose(0, 1)  # (H, M + L, d), by distance
         by_distance = (q + self.position_bias[:, None]) @ r.transpose(1, 2)
         i = torch.arange(M, M + L, device=x.device)[:, None]
         j = torch.arange(M + L, device=x.device)[None]
@@ -80,7 +80,7 @@ class TransformerXLAttention(nn.Module):
         return SegmentMemory(seen[:, first:].detach(), valid[:, first:])
 
     def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return torch.unflatten(x, -1, (self.heads, -1)).transpose(1, 2)
 
 
 def _joined(x: Tensor, memory: SegmentMemory | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:

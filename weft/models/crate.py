@@ -91,7 +91,7 @@ class Patches(nn.Module):
         if images.dim() != 4 or tuple(images.shape[1:]) != self.shape:
             raise ValueError(f"images must be (B, {', '.join(map(str, self.shape))}), got {tuple(images.shape)}")
         rows, columns = self.grid
-        cells = images.unflatten(3, (columns, self.patch)).unflatten(2, (rows, self.patch))  # B C r p c p
+        cells = torch.unflatten(torch.unflatten(images, 3, (columns, self.patch)), 2, (rows, self.patch))  # B C r p c p
         return cells.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -100,7 +100,8 @@ class ImageClassifier(nn.Module):
             raise ValueError(f"images must be (B, 3, {self.size}, {self.size}), got {tuple(images.shape)}")
         x = _normalise(images, self.mean(images.device), self.std(images.device))
         p, side = self.patch, self.size // self.patch
-        x = x.unflatten(3, (side, p)).unflatten(2, (side, p)).permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        x = torch.unflatten(torch.unflatten(x, 3, (side, p)), 2, (side, p))
+        x = x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
         x = self.embed(x.to(self.embed.weight.dtype))
         if self.cls is not None:
             x = torch.cat([self.cls.expand(x.shape[0], 1, -1), x], 1)

@@ -42,12 +42,12 @@ class SpatialReductionAttention(nn.Module):
 
     def per_head(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
         """The heads before the output projection, (B, H, T, d), for cached attention."""
-        q = self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        q = torch.unflatten(self.q(x), -1, (self.heads, -1)).transpose(1, 2)
         source = x
         if self.sr is not None and self.norm is not None:
-            image = x.transpose(1, 2).unflatten(2, feat_size)
+            image = torch.unflatten(x.transpose(1, 2), 2, feat_size)
             source = self.norm(self.sr(image).flatten(2).transpose(1, 2))
-        k, v = self.kv(source).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        k, v = torch.unflatten(self.kv(source), -1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
         return softmax_attention(q, k, v)
 
     def merge(self, heads: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class PVT(nn.Module):
                 x = block(x, size)
             found.append(x)
             if stage < 4:
-                images = x.transpose(1, 2).unflatten(2, size)
+                images = torch.unflatten(x.transpose(1, 2), 2, size)
         return found
 
     def _positions(self, stage: int, size: tuple[int, int]) -> Tensor:
@@ -179,7 +179,7 @@ class PVT(nn.Module):
         if size == (side, side):
             return table
         prefix = table.shape[1] - side * side
-        image = table[:, prefix:].transpose(1, 2).unflatten(2, (side, side))
+        image = torch.unflatten(table[:, prefix:].transpose(1, 2), 2, (side, side))
         resized = F.interpolate(image, size=size, mode="bilinear").flatten(2).transpose(1, 2)
         return torch.cat([table[:, :prefix], resized], 1)
 

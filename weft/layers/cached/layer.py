@@ -208,7 +208,7 @@ class CachedAttention(nn.Module):
             raise ValueError(
                 f"{type(inner).__name__} must keep the shape of its input {tuple(x.shape)}, got {tuple(output.shape)}"
             )
-        return output.unflatten(-1, (self.heads, -1)), output, rest
+        return torch.unflatten(output, -1, (self.heads, -1)), output, rest
 
     def _remembered(
         self,
@@ -251,7 +251,7 @@ class CachedAttention(nn.Module):
     def _positions(self, x: Tensor, valid: Tensor | None, grid: tuple[int, int] | None) -> Tensor:
         assert self.position is not None
         x = quiet_padding(x, valid)
-        image = x[:, self.prefix :].transpose(1, 2).unflatten(2, self._square(x.shape[1], grid))
+        image = torch.unflatten(x[:, self.prefix :].transpose(1, 2), 2, self._square(x.shape[1], grid))
         return F.pad(self.position(image).flatten(2).transpose(1, 2), (0, 0, self.prefix, 0))
 
     def _square(self, tokens: int, grid: tuple[int, int] | None) -> tuple[int, int]:

@@ -65,7 +65,7 @@ class MemoryAttention(nn.Module):
         if self.reduce is not None:
             if grid is None or grid[0] * grid[1] != slots.shape[1]:
                 raise ValueError(f"{slots.shape[1]} slots do not form an image of {grid}: give grid=(height, width)")
-            image = slots.transpose(1, 2).unflatten(2, grid)
+            image = torch.unflatten(slots.transpose(1, 2), 2, grid)
             slots = self.norm(self.reduce(image).flatten(2).transpose(1, 2))
         if self.bias is not None and not x.shape[1] == slots.shape[1] == self.bias.height * self.bias.width:
             raise ValueError(
@@ -77,10 +77,10 @@ class MemoryAttention(nn.Module):
         out = self.attention(q, k, v, None, self.bias).transpose(1, 2)
         if self.out is None:
             return out
-        return self.out(out.flatten(2)).unflatten(2, (self.heads, -1))
+        return torch.unflatten(self.out(out.flatten(2)), 2, (self.heads, -1))
 
     def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return torch.unflatten(x, -1, (self.heads, -1)).transpose(1, 2)
 
 
 def same_as(inner: nn.Module, width: int, heads: int) -> dict[str, Any]:
