@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .decoding import Decoding
 from .dispatch import Kernel, check_backend, plain, use_kernel
 from .precision import autocast, without_autocast
 
@@ -28,7 +28,7 @@ PositionBias = Callable[[Tensor, Tensor], Tensor]
 LARGEST = 1e6  # limit for padding: PyTorch's fused backward turns larger numbers into NaN, even if their gradient is 0
 
 
-class Attention(nn.Module):
+class Attention(Decoding, nn.Module):
     """Base class of all mechanisms. It validates the call and zeroes masked tokens; `attend` computes the output."""
 
     name = "attention"  # set by the registry
@@ -110,108 +110,6 @@ class Attention(nn.Module):
         identity = torch.eye(Lk, dtype=v.dtype, device=v.device).expand(B, H, Lk, Lk)
         with plain(self), looking_on(self):  # kernels don't support values of width Lk
             return self(q, k, identity, mask, bias)
-
-    # Step-by-step decoding. Mechanisms that support it override `initial_state` and `attend_next`.
-
-    def initial_state(self) -> Any:
-        """State passed to `attend_next` for the first token."""
-        raise NotImplementedError
-
-    def attend_next(
-        self, q: Tensor, k: Tensor, v: Tensor, state: Any, mask: Tensor | None, bias: PositionBias | None
-    ) -> tuple[Tensor, Any]:
-        """Return one token's output and the next state. The arguments are checked copies; masked tokens are zero."""
-        raise NotImplementedError
-
-    def start(
-        self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> DecodingState:
-        """Return the initial state for `step`. `device` and `dtype` default to those of the first token."""
-        if type(self).attend_next is Attention.attend_next:
-            from .registry import attention_info, attentions
-
-            able = ", ".join(n for n in attentions() if attention_info(n).steps)
-            raise ValueError(f"{self.name} does not support step-by-step decoding; use one of: {able}")
-        if not self.causal:
-            raise ValueError(f"{self.name} decodes step by step only with causal=True; this one has causal=False")
-        if not isinstance(batch, int) or isinstance(batch, bool) or batch < 0:
-            raise ValueError(f"batch must be the number of rows, an integer >= 0, got {batch!r}")
-        place = None if device is None else torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
-        return DecodingState((self.name, self.heads, self.head_dim), batch, place, dtype, 0, self.initial_state())
-
-    def step(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: DecodingState,
-        mask: Tensor | None = None,
-        bias: PositionBias | None = None,
-        **inputs: Any,
-    ) -> tuple[Tensor, DecodingState]:
-        """Process one token (B, H, 1, D); return its output and the next state. `mask` (B,) is False for padding."""
-        self.check_step(q, k, v, state, mask, bias)
-        state = replace(state, device=q.device, dtype=q.dtype, position=state.position + 1)
-        q, k, v = autocast(q, k, v)
-        # States keep keys, values and masks, some also queries. Copy them, because callers may reuse their buffers.
-        if mask is None:
-            q, k, v = q.clone(), k.clone(), v.clone()
-        else:
-            mask = mask.clone()
-            q, k, v = (hide(t, mask[:, None]) for t in (q, k, v))
-        with without_autocast(q):
-            out, inner = self.attend_next(q, k, v, state.inner, mask, bias, **inputs)
-        return out, replace(state, inner=inner)
-
-    def check_step(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: DecodingState,
-        mask: Tensor | None,
-        bias: PositionBias | None,
-    ) -> None:
-        if not isinstance(state, DecodingState):
-            raise TypeError(f"state must come from start() or from the previous step, got {type(state).__name__}")
-        name, heads, head_dim = state.made_for
-        if state.made_for != (self.name, self.heads, self.head_dim):
-            raise ValueError(
-                f"the state was made for {name} with heads={heads}, head_dim={head_dim}, but this is {self.name} with "
-                f"heads={self.heads}, head_dim={self.head_dim}; call start() on this module to get its state"
-            )
-        shape = (state.batch, self.heads, 1, self.head_dim)
-        for label, t in (("q", q), ("k", k), ("v", v)):
-            if not isinstance(t, Tensor) or not t.is_floating_point():
-                kind = t.dtype if isinstance(t, Tensor) else type(t).__name__
-                raise TypeError(f"{label} must be a floating point tensor (B, H, 1, D), got {kind}")
-            if t.shape != shape:
-                raise ValueError(
-                    f"step() takes one token of shape (B, H, 1, D) = {shape} after start(batch={state.batch}); "
-                    f"got {label} of shape {tuple(t.shape)}"
-                )
-        if not q.dtype == k.dtype == v.dtype:
-            raise TypeError(f"q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-        if state.dtype not in (None, q.dtype) or state.device not in (None, q.device):
-            raise TypeError(
-                f"the state holds {state.dtype} on {state.device}, but q is {q.dtype} on {q.device}; "
-                "use the same dtype and device for all steps, or call start() again"
-            )
-        if self.max_length is not None and state.position >= self.max_length:
-            raise ValueError(
-                f"step {state.position} is past max_length={self.max_length}; create {self.name} with a larger one"
-            )
-        if mask is not None and (
-            not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (state.batch,)
-        ):
-            got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-            raise ValueError(f"the mask of a step must be boolean of shape (B,) = ({state.batch},), got {got}")
-        self.check_bias(bias, state.batch, state.position + 1, q.device)
-        if self.dropout and self.training:
-            raise ValueError(
-                f"{self.name} has dropout={self.dropout} and is in train() mode, but decoding does not support "
-                "dropout; call eval() first"
-            )
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> None:
         """Raise an error for unsupported calls. The message names an alternative."""
@@ -306,18 +204,6 @@ class Attention(nn.Module):
                 f"the position bias has {heads} heads, but {self.name} has {self.heads}; create it with "
                 f"heads={self.heads}, or set shared_heads = True on a bias that returns one value for all heads"
             )
-
-
-@dataclass(frozen=True)
-class DecodingState:
-    """State of `step`: the mechanism's own state, and the properties that the next token must match."""
-
-    made_for: tuple[str, int, int]  # name, heads, head_dim
-    batch: int
-    device: torch.device | None  # None until the first token
-    dtype: torch.dtype | None
-    position: int
-    inner: Any
 
 
 @contextmanager

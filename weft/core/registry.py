@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from .contract import Attention
+from .decoding import Decoding
 from .dispatch import Kernel, refuse_triton
 
 _CONTRACT_OPTIONS = ("heads", "head_dim", "causal", "max_length", "dropout", "backend")
@@ -92,7 +93,7 @@ def register(
         bias=bias,
         learned=learned,
         needs_max_length=needs_max_length,
-        steps=cls.attend_next is not Attention.attend_next,
+        steps=cls.attend_next is not Decoding.attend_next,
         options={key: value for key, value in options.items() if key not in _CONTRACT_OPTIONS},
         naive=naive,
         length_dependent=length_dependent,
