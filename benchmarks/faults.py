@@ -354,7 +354,7 @@ def damaged_checkpoint(bench: Bench) -> str:
     content = newest.read_bytes()
     newest.unlink()  # the best may be the same file under another name
     newest.write_bytes(content[: len(content) // 2])
-    end(train(out), says="going back to the one before it")
+    end(train(out), says="trying the one before it")
     return same(out, bench.whole)
 
 

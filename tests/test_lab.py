@@ -14,10 +14,11 @@ pytest.importorskip("lightning")
 
 from weft.attention import attention_info, attentions
 from weft.cli import app
-from weft.lab import TrainConfig, evaluate_run, load_run, loop, make_config, train
+from weft.lab import TrainConfig, compiled, evaluate_run, load_run, loop, make_config, train
 from weft.lab.build import build_model
+from weft.lab.compiled import disagreement, rounding
 from weft.lab.data import Order, Rows, seed_of
-from weft.lab.evaluate import disagreement, evaluate, rounding
+from weft.lab.evaluate import evaluate
 from weft.lab.optim import learning_rate, make_optimizer
 from weft.lab.run import Run
 from weft.tasks import get_task
@@ -34,7 +35,7 @@ def tiny(out, task="digits", **changes):
 
 
 def stub(score):
-    """A task of which only the scores are asked."""
+    """A task with scores only."""
     return types.SimpleNamespace(
         batch=lambda *a, **k: {}, score=score, evaluating=lambda model: contextlib.nullcontext()
     )
@@ -76,7 +77,7 @@ def test_config_precedence_and_round_trip():
         ("positions", "rotary", "rope"),
     ],
 )
-def test_a_config_that_cannot_be_is_refused(field, value, says):
+def test_invalid_configs_are_refused(field, value, says):
     with pytest.raises(ValueError, match=says):
         make_config("digits", **{field: value})
 
@@ -108,11 +109,11 @@ def test_weight_decay_is_for_matrices(name):
     ]
 
 
-def test_the_order_is_a_function_of_seed_and_step():
+def test_order_depends_only_on_seed_and_step():
     cpu = torch.device("cpu")
     order, again = Order(23, 5, 7, cpu), Order(23, 5, 7, cpu)
     steps = [order(step) for step in range(12)]
-    for step in (9, 0, 4, 11):  # asked in any order
+    for step in (9, 0, 4, 11):  # in any order
         assert torch.equal(again(step), steps[step])
     epoch = torch.cat(steps[:4])
     assert len(epoch.unique()) == 20
@@ -122,7 +123,7 @@ def test_the_order_is_a_function_of_seed_and_step():
         Order(4, 5, 0, cpu)
 
 
-def test_rows_that_are_views_keep_their_memory_small():
+def test_overlapping_rows_are_not_expanded():
     text = torch.arange(100, dtype=torch.uint8)
     rows = Rows({"bytes": text.unfold(0, 11, 10)}, torch.device("cpu"))
     assert torch.equal(rows.take(torch.tensor([2]))["bytes"][0], text[20:31])
@@ -145,8 +146,8 @@ def test_evaluation_counts_every_row_once(tmp_path):
     assert (logits.argmax(-1) == data.test["label"]).double().mean().item() == pytest.approx(found["accuracy"])
 
 
-def test_part_of_an_evaluation_is_spread_over_the_split(tmp_path):
-    """Data sorted by class: five batches of ten rows must meet all five classes."""
+def test_partial_evaluation_is_spread_over_the_split(tmp_path):
+    """Data sorted by class: five batches of ten rows must cover all five classes."""
     label = torch.arange(100) // 20
 
     class Echo(torch.nn.Module):
@@ -160,7 +161,7 @@ def test_part_of_an_evaluation_is_spread_over_the_split(tmp_path):
     assert found["accuracy"] == 0.2
 
 
-def test_a_run_can_be_made_longer_where_the_schedule_allows(tmp_path):
+def test_a_run_can_be_extended_if_the_schedule_allows(tmp_path):
     same = dict(schedule="constant", eval_every=0, dropout=0.1)
     train(tiny(tmp_path / "long", steps=9, **same))
     train(tiny(tmp_path / "grown", steps=5, **same))
@@ -173,16 +174,16 @@ def test_a_run_can_be_made_longer_where_the_schedule_allows(tmp_path):
         train(tiny(tmp_path / "cosine", steps=12, schedule="cosine"), resume=True)
 
 
-def test_a_run_can_begin_with_the_weights_of_another(tmp_path):
+def test_init_from_loads_the_weights_of_another_run(tmp_path):
     train(tiny(tmp_path / "a", steps=2, eval_every=0))
     train(tiny(tmp_path / "b", steps=1, learning_rate=0.0, weight_decay=0.0, init_from=str(tmp_path / "a"), seed=5))
     (a, _, _), (b, _, _) = load_run(tmp_path / "a", "last"), load_run(tmp_path / "b", "last")
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
-    with pytest.raises(ValueError, match="of another model"):
+    with pytest.raises(ValueError, match="belongs to another model"):
         train(tiny(tmp_path / "c", layers=2, init_from=str(tmp_path / "a")))
 
 
-def test_the_best_checkpoint_is_the_one_tested(tmp_path, monkeypatch):
+def test_the_best_checkpoint_is_tested(tmp_path, monkeypatch):
     scores = iter([0.3, 0.9, 0.5])
 
     def fake(fabric, model, task, rows, config, batches=0, stop=None):
@@ -194,7 +195,7 @@ def test_the_best_checkpoint_is_the_one_tested(tmp_path, monkeypatch):
 
 
 class Careless(torch.nn.Module):
-    """What a compiler might make of a model: right in training, wrong after."""
+    """A miscompiled model: correct in training, wrong in evaluation."""
 
     def __init__(self, model, wrong=True):
         super().__init__()
@@ -205,7 +206,7 @@ class Careless(torch.nn.Module):
         return out if self.training or not self.wrong else out.roll(1, -1) + 1
 
 
-def test_a_compiler_that_gives_other_answers_is_found_out_and_nothing_is_lost(tmp_path, monkeypatch):
+def test_a_miscompiled_model_is_detected_and_the_run_continues_without_compilation(tmp_path, monkeypatch):
     plain = train(tiny(tmp_path / "plain"))
     monkeypatch.setattr(torch, "compile", lambda model: Careless(model, wrong=False))
     assert train(tiny(tmp_path / "right", compile=True)).test == plain.test
@@ -218,7 +219,7 @@ def test_a_compiler_that_gives_other_answers_is_found_out_and_nothing_is_lost(tm
     assert losses(tmp_path / "wrong") == losses(tmp_path / "plain")
 
 
-def test_a_model_that_cannot_be_compiled_is_told_the_way_out(tmp_path, monkeypatch):
+def test_compiler_errors_suggest_no_compile(tmp_path, monkeypatch):
     from torch._dynamo.exc import BackendCompilerFailed
 
     class Stuck(torch.nn.Module):
@@ -233,15 +234,14 @@ def test_a_model_that_cannot_be_compiled_is_told_the_way_out(tmp_path, monkeypat
     assert CliRunner().invoke(app, [*command, "--resume", "--no-compile"]).exit_code == 0
 
 
-def test_a_model_that_rounding_moves_is_not_called_miscompiled(tmp_path, monkeypatch, capsys):
-    """Compiled losses far off, but no further than autocast itself takes them."""
+def test_differences_within_autocast_rounding_are_tolerated(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch, "compile", Careless)
-    monkeypatch.setattr(loop, "rounding", lambda *args: 1e6)
+    monkeypatch.setattr(compiled, "rounding", lambda *args: 1e6)
     train(tiny(tmp_path / "run", compile=True))
     assert "--precision 32-true" in capsys.readouterr().out
 
 
-def test_rounding_is_what_autocast_does_to_the_losses():
+def test_rounding_measures_the_effect_of_autocast():
     class Twice(torch.nn.Module):
         def forward(self):
             return 2 * (torch.eye(2) @ torch.tensor([[1.001], [1.0]])).float().flatten()
@@ -259,12 +259,12 @@ def test_rounding_is_what_autocast_does_to_the_losses():
         ([2.0, 1.0], [2.0, 1.0], 0.0, 0.0),
         ([2.02, 1.0], [2.0, 1.0], 0.005, 0.02),
         ([1.0, 2.0], [2.0, 1.0], 0.5, 0.7),
-        ([1e-5, 3e-4], [0.0, 1e-4], 0.0, 0.01),  # learned: a large part of next to nothing
+        ([1e-5, 3e-4], [0.0, 1e-4], 0.0, 0.01),  # near-zero losses are clamped
         ([0.0, 0.0], [0.0, 0.0], 0.0, 0.0),
-        ([math.nan, 1.0], [math.nan, 1.0], 0.0, 0.0),  # the model's own fault
+        ([math.nan, 1.0], [math.nan, 1.0], 0.0, 0.0),  # NaN in eager mode too
     ],
 )
-def test_how_far_a_compiled_model_is_off(compiled, plain, low, high):
+def test_disagreement_of_compiled_losses(compiled, plain, low, high):
     class Losses(torch.nn.Module):
         def __init__(self, values):
             super().__init__()
@@ -306,8 +306,8 @@ def test_the_command_line_trains_evaluates_and_refuses(tmp_path):
     ],
     ids=["cache", "subsample", "mixed", "lion", "adamw", "bf16"],
 )
-def test_module_state_and_options_survive_a_kill(tmp_path, monkeypatch, changes):
-    """Caches are state too; pathways are drawn anew at every step; a dense finish stays dense."""
+def test_resume_restores_module_state(tmp_path, monkeypatch, changes):
+    """Caches are saved, pathways are drawn per step, and a dense finish stays dense."""
     if changes.get("optimizer") == "lion":
         pytest.importorskip("timm")
     changes = {"dropout": 0.1, **changes}
@@ -329,7 +329,7 @@ def test_module_state_and_options_survive_a_kill(tmp_path, monkeypatch, changes)
     assert results[0] == results[1]
 
 
-def test_the_dense_finish_changes_the_losses_from_its_step_on(tmp_path):
+def test_dense_finish_changes_the_losses_from_its_step_on(tmp_path):
     train(tiny(tmp_path / "a", subsample="Sall-L4", dropout=0.0))
     train(tiny(tmp_path / "b", subsample="Sall-L4", dropout=0.0, finetune_dense_at=0.5))
     a, b = losses(tmp_path / "a"), losses(tmp_path / "b")
@@ -337,7 +337,7 @@ def test_the_dense_finish_changes_the_losses_from_its_step_on(tmp_path):
 
 
 @pytest.mark.parametrize("positions", ["alibi", "rope", "learned", "sinusoid", "none"])
-def test_language_models_train_and_see_no_future(tmp_path, positions):
+def test_language_models_train_and_are_causal(tmp_path, positions):
     (tmp_path / "t.txt").write_bytes(b"all work and no play makes jack a dull boy. " * 120)
     config = tiny(tmp_path / "run", task="text", data=str(tmp_path / "t.txt"), max_length=24, positions=positions)
     result = train(config)
@@ -351,7 +351,7 @@ def test_language_models_train_and_see_no_future(tmp_path, positions):
 
 @pytest.mark.parametrize("name", attentions())
 def test_every_mechanism_takes_a_step(tmp_path, name):
-    """On a task of its kind: two-way on the digits, causal on bytes."""
+    """Bidirectional mechanisms on digits, causal ones on bytes."""
     info = attention_info(name)
     if info.bidirectional:
         config = make_config("digits", **{**TINY, "attention": name})
@@ -371,7 +371,7 @@ def test_every_mechanism_takes_a_step(tmp_path, name):
     assert sum(reached) > len(reached) // 2
 
 
-def test_a_bias_that_a_mechanism_cannot_take_is_refused_early(tmp_path):
+def test_an_unsupported_bias_is_refused_early(tmp_path):
     (tmp_path / "t.txt").write_bytes(b"0123456789" * 200)
     with pytest.raises(ValueError, match="--positions learned"):
         train(tiny(tmp_path / "run", task="text", data=str(tmp_path / "t.txt"), max_length=8, attention="linear"))
@@ -393,7 +393,7 @@ def test_the_tiny_task_is_learned(tmp_path):
     assert result.test["accuracy"] > 0.3  # chance is 0.1
 
 
-def test_the_white_box_model_trains_on_digits_and_on_images(tmp_path):
+def test_crate_trains_on_digits_and_images(tmp_path):
     assert (
         type(build_model(tiny(tmp_path, model="crate"), get_task("digits").load(tiny(tmp_path)))).__name__
         == "CRATEText"
@@ -428,7 +428,7 @@ def test_seeds_differ_by_every_part():
     assert get_task("digits").load(make_config("digits")).rows("train") == 1297
 
 
-def test_a_cache_goes_around_causal_layers_too(tmp_path):
+def test_causal_layers_can_be_cached(tmp_path):
     from weft.layers import CachedAttention
 
     (tmp_path / "text").write_bytes(bytes(range(32, 120)) * 40)
@@ -438,10 +438,10 @@ def test_a_cache_goes_around_causal_layers_too(tmp_path):
     assert sum(isinstance(layer, CachedAttention) for layer in model.modules()) == 2
 
 
-def test_a_cache_that_goes_nowhere_is_refused(monkeypatch):
+def test_a_model_without_cacheable_layers_is_refused(monkeypatch):
     decoder = torch.nn.TransformerDecoder(torch.nn.TransformerDecoderLayer(16, 2, batch_first=True), 1)
     task = get_task("digits")
-    monkeypatch.setattr(type(task), "model", lambda self, config, data: decoder)  # its layers are left unless asked for
+    monkeypatch.setattr(type(task), "model", lambda self, config, data: decoder)  # not cached by default
     config = make_config("digits", cache=0.5)
     with pytest.raises(ValueError, match="remove --cache"):
         build_model(config, task.load(config))

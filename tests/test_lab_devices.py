@@ -1,4 +1,4 @@
-"""Two processes compute what one computes with the doubled batch; what they saved goes on anywhere."""
+"""Two processes equal one process with twice the batch, and one process can resume their checkpoints."""
 
 import json
 import subprocess
@@ -19,8 +19,8 @@ SETTINGS = dict(
     schedule="constant", learning_rate=2e-3,
 )  # fmt: skip
 
-# First a whole run, whose first process is slow to mark the best checkpoint. Then rank 1 dies in the middle of step 8,
-# without a word; the others must not hang, and nothing may be lost.
+# First a complete run whose first process is slow to mark the best checkpoint. Then rank 1 dies in step 8: the other
+# must not hang, and nothing may be lost.
 SCRIPT = """
 import json, os, sys, time
 from weft.lab import loop, make_config, train
@@ -71,7 +71,7 @@ def test_two_processes_equal_one_with_the_doubled_batch(tmp_path, alone, strateg
     whole, _ = read(Checkpoints(alone / "checkpoints").path(10))
     assert {k: t.shape for k, t in tensors.items()} == {k: t.shape for k, t in whole.items()}
 
-    # What two processes saved, sharded or not, one process takes up.
+    # One process resumes the checkpoint of two, sharded or not.
     train(make_config("digits", out=str(out), batch_size=16, **SETTINGS), resume=True)
     ours, theirs = curve(out), curve(alone)
     for kind in theirs:
@@ -115,7 +115,7 @@ def test_activation_checkpointing_recomputes():
 
 
 def test_settings_that_change_the_examples_of_a_step_are_refused(alone):
-    with pytest.raises(ValueError, match="takes 16 examples per step, these settings 8"):
+    with pytest.raises(ValueError, match="uses 16 examples per step, these settings 8"):
         train(make_config("digits", out=str(alone), batch_size=8, **{**SETTINGS, "steps": 12}), resume=True)
-    with pytest.raises(ValueError, match="shards over several processes"):
+    with pytest.raises(ValueError, match="fsdp needs several processes"):
         train(make_config("digits", out=str(alone) + "x", strategy="fsdp", **SETTINGS))

@@ -116,7 +116,7 @@ def test_changed_data_in_the_same_place_is_refused(words, tmp_path):
     (base / "run" / "config.json").write_text(json.dumps(config | {"data": str(reviews(base / "data", changed=True))}))
     for command in (["eval", base / "run"], ["inspect", base / "run"]):
         said = weft(*command)
-        assert said.exit_code == 66 and "by --data where it is" in said.output
+        assert said.exit_code == 66 and "give its folder with --data" in said.output
 
 
 def test_meaning_that_differs_is_refused(tmp_path):
@@ -202,7 +202,7 @@ def test_two_processes_that_start_together(tmp_path, monkeypatch):
         update(self, number)
 
     monkeypatch.setattr(loop.Training, "_update", beside)
-    with pytest.raises(RunExists, match="already holds a run"):
+    with pytest.raises(RunExists, match="already contains a run"):
         train(tiny(tmp_path / "run"))
 
 
@@ -308,7 +308,7 @@ def test_provenance_is_never_fatal(run):
     with open(run / "metrics.jsonl", "a") as metrics:
         metrics.write('{"kind": "train", "st')
     page = weft("report", run, "--out", run.parent / "page.html")
-    assert page.exit_code == 0 and "is cut and left out" in page.output and "unfinished" in page.output
+    assert page.exit_code == 0 and "is truncated and was skipped" in page.output and "unfinished" in page.output
     done = weft("resume", run)
     assert done.exit_code == 0 and Run(run).result()["step"] == 12 and len(Run(run).starts()) == 1
 
@@ -366,7 +366,7 @@ def test_a_checkpoint_of_another_width_is_a_sentence(run, tmp_path):
     said = weft("eval", run)
     assert said.exit_code == 2 and "dim: 32 -> 16" in said.output
     said = weft("train", "digits", "--init-from", tmp_path / "wide", "--out", tmp_path / "x", *options())
-    assert said.exit_code == 2 and "there and" in said.output
+    assert said.exit_code == 2 and "in the checkpoint and" in said.output
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_runs_of_another_config_are_left_out_and_named(sweep):
     (made,) = tables(sweep, gather(sweep))
     assert cell(made, "full", "1×2") == "50.0 (n=1)"
     assert made.notes[0] == (
-        "Left out of full, 1×2: seed 1, run with other settings than the file's (dim: 24 -> 16); it came to 90.0."
+        "Excluded from full, 1×2: seed 1, run with different settings (dim: 24 -> 16); result: 90.0."
     )
 
 
@@ -98,7 +98,7 @@ def test_what_was_overridden_stands_in_a_table_of_its_own(sweep):
     (short.folder.parent / "overrides.json").write_text('{"steps": 6}')
     own, other = tables(sweep, gather(sweep))
     assert cell(own, "full", "1×2") == "50.0 (n=1)" and cell(other, "full", "1×2") == "30.0 (n=1)"
-    assert other.head[0] == "accuracy (%), other than the file: steps=6"
+    assert other.head[0] == "accuracy (%), with steps=6"
 
 
 def test_different_commits_and_devices_are_told_apart(sweep):
@@ -110,7 +110,7 @@ def test_different_commits_and_devices_are_told_apart(sweep):
     assert cell(made, "full", "1×2") == "55.0 ± 7.1 (n=2) [a, b]"
     assert cell(made, "full", "wide, 1x4") == "70.0 (n=1) [c]"
     assert made.notes == [
-        "full, 1×2 puts together runs of different origin: seed 0 [a], seed 1 [b].",
+        "full, 1×2 combines runs of different origin: seed 0 [a], seed 1 [b].",
         "[a] commit 1111111, NVIDIA H200, torch 2.11",
         "[b] commit 2222222 with changes, NVIDIA H200, torch 2.11",
         "[c] commit 1111111, NVIDIA A100, torch 2.11",
@@ -217,7 +217,7 @@ def test_folders_of_folders_and_single_files(sweep, tmp_path):
     assert runner.invoke(app, ["report", str(other.file)]).exit_code == 0
     assert (other.file.parent / "more.report.md").exists() and not (other.file.parent / "report.md").exists()
     nothing = runner.invoke(app, ["report", str(tmp_path / "out")])
-    assert nothing.exit_code == 2 and "holds no run" in nothing.output
+    assert nothing.exit_code == 2 and "contains no run" in nothing.output
 
 
 def test_runs_that_lie_elsewhere(sweep, tmp_path):

@@ -149,7 +149,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, monkeypatch, whole, damag
         content[at] = ord(b"9") if content[at] != ord(b"9") else ord(b"8")
     newest.write_bytes(content)
     train(tiny(out), resume=True)
-    assert "going back to the one before it" in capsys.readouterr().out
+    assert "trying the one before it" in capsys.readouterr().out
     assert losses(out) == losses(whole)
 
 
@@ -227,7 +227,7 @@ def test_poisoned_weights_are_never_saved(tmp_path, monkeypatch):
 
 def test_a_diverging_loss_stops_the_run(tmp_path):
     config = tiny(tmp_path / "run", steps=200, learning_rate=300.0, schedule="constant", warmup=0, clip=0.0)
-    with pytest.raises(Diverged, match="A lower learning rate"):
+    with pytest.raises(Diverged, match="Try a lower learning rate"):
         train(config)
 
 

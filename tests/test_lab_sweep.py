@@ -62,7 +62,7 @@ def test_two_folders_may_each_have_a_common_file(sweep, tmp_path):
         ("TITLE", "HEADING", ValueError, "must define TITLE"),
         ('"wide, 1x4"', '"1x2"', ValueError, "share the folder full-1x2"),
         ("SEEDS = (0, 1)", "SEEDS = ()", ValueError, "no seeds"),
-        ("    return [", "    return 3\n    [", ValueError, "must give a list of Cell, got 3"),
+        ("    return [", "    return 3\n    [", ValueError, "must return a list of Cell, got 3"),
         ("Cell(row=row", "dict(row=row", ValueError, "list of Cell"),
     ],
 )
@@ -121,7 +121,7 @@ def test_overrides_have_the_types_of_their_fields():
     assert parse_override("compile=false") == ("compile", False)
     assert parse_override("attention_dropout=none") == ("attention_dropout", None)
     assert parse_override('attention_options={"block_size": 5}') == ("attention_options", '{"block_size": 5}')
-    for wrong, says in (("stepz=3", "one of TrainConfig's"), ("steps", "field=value"), ("steps=many", "type int")):
+    for wrong, says in (("stepz=3", "a field of TrainConfig"), ("steps", "field=value"), ("steps=many", "type int")):
         with pytest.raises(ValueError, match=says):
             parse_override(wrong)
 
@@ -369,7 +369,7 @@ def test_through_submitit(sweep, command, tmp_path):
     states = run_jobs(jobs, engine, view=view, pause=0.05)
     assert [state.state for state in states] == [DONE, STOPPED, WAITING]
     assert states[1].why == f"saved at step {states[1].step} of 5000"
-    with pytest.raises(ValueError, match="whole GPUs"):
+    with pytest.raises(ValueError, match="whole number of GPUs"):
         SlurmEngine(0, tmp_path / "slurm", cluster="local", gpus=0.5)
 
 

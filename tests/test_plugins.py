@@ -96,18 +96,18 @@ def test_a_file_trains_evaluates_and_shows(file, tmp_path, monkeypatch):
 
 def test_a_sweep_brings_its_tasks_and_a_run_starts_from_another(file):
     sweep = load_sweep(file)
-    load_sweep(file)  # again: the same file may say it twice
+    load_sweep(file)  # loading the same file twice is allowed
     jobs = jobs_of(sweep)
     assert jobs[0].config.init_from == str(jobs[1].folder)
     for job in reversed(jobs):
         train(job.config)
     first = json.loads((jobs[0].folder / "metrics.jsonl").read_text().splitlines()[0])
-    assert first["loss"] == pytest.approx(math.log(10), abs=1e-5)  # all weights zero: `begin` was asked
+    assert first["loss"] == pytest.approx(math.log(10), abs=1e-5)  # all weights are zero: `begin` was called
     table = CliRunner().invoke(app, ["report", str(file), "--out", str(file.parent / "report")])
     assert table.exit_code == 0 and "not run" not in table.output, table.output
     lone = dataclasses.replace(sweep.cells[0], start="nobody")
     file.write_text(FILE.replace('start="first-x"', f"start={lone.start!r}"))
-    with pytest.raises(ValueError, match="starts from nobody, which is no cell"):
+    with pytest.raises(ValueError, match="starts from nobody, not one of second-x, first-x"):
         load_sweep(file)
 
 

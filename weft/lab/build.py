@@ -1,4 +1,4 @@
-"""Build the model of a run: the task's model, with a cache or subsampling if the config says so."""
+"""Build the model of a run: the task's model, with a cache or subsampling if the config enables it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .data import seed_everything
 
 
 def build_model(config: TrainConfig, data: TaskData) -> nn.Module:
-    """Depends only on the config and the data's facts: the same weights every time."""
+    """The initial weights depend only on the config and the data's facts."""
     seed_everything("model", config.seed)
     try:
         model = task_of(config).model(config, data)

@@ -48,13 +48,13 @@ def write(path: Path, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any])
             save_file(ready, temporary, metadata={"weft": text, "sha256": digest(ready, text)})
             os.chmod(temporary, 0o666 & ~_umask())  # safetensors writes files that only their owner can read
     except (OSError, SafetensorError) as error:
-        raise CannotSave(f"could not write {path}: {error}; earlier checkpoints are untouched") from error
+        raise CannotSave(f"could not write {path}: {error}; earlier checkpoints are safe") from error
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors (on the CPU) and numbers of a checkpoint, or DamagedCheckpoint."""
     if path.exists() and not os.access(path, os.R_OK):
-        raise PermissionError(f"{path} may not be read by this user")
+        raise PermissionError(f"{path} is not readable by this user")
     try:
         with safe_open(str(path), framework="pt", device="cpu") as file:
             metadata = file.metadata() or {}
@@ -64,7 +64,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if "weft" not in metadata or "sha256" not in metadata:
         raise DamagedCheckpoint(f"{path} was not written by weft, or its header was edited")
     if digest(tensors, metadata["weft"]) != metadata["sha256"]:
-        raise DamagedCheckpoint(f"{path} does not match its checksum: it was cut or edited after it was written")
+        raise DamagedCheckpoint(f"{path} does not match its checksum: it was truncated or edited after it was written")
     numbers = json.loads(metadata["weft"])
     if numbers.get("format") != FORMAT:
         raise DamagedCheckpoint(f"{path} has format {numbers.get('format')}, this version reads {FORMAT}")
@@ -122,7 +122,7 @@ class Checkpoints:
                 except OSError:  # the file system has no hard links
                     shutil.copyfile(self.path(step), temporary)
         except OSError as error:
-            raise CannotSave(f"could not write {self.best}: {error}; earlier checkpoints are untouched") from error
+            raise CannotSave(f"could not write {self.best}: {error}; earlier checkpoints are safe") from error
 
     def newest(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """The newest valid checkpoint, including the best one; damaged ones are reported and skipped."""
@@ -137,7 +137,7 @@ class Checkpoints:
                 return read(candidates[0])
             except DamagedCheckpoint as error:
                 if candidates[0].exists():  # an active run removes old checkpoints
-                    self.say(f"{error}; going back to the one before it")
+                    self.say(f"{error}; trying the one before it")
 
     def tidy(self, step: int) -> None:
         """Before a run continues after `step`: rename newer files, which are damaged; remove temporary files."""
@@ -154,7 +154,7 @@ class Checkpoints:
             with atomic(self.figures) as temporary:
                 temporary.write_text(json.dumps({**best, "sha256": _sum(best)}) + "\n")
         except OSError as error:
-            raise CannotSave(f"could not write {self.figures}: {error}; earlier checkpoints are untouched") from error
+            raise CannotSave(f"could not write {self.figures}: {error}; earlier checkpoints are safe") from error
         self.mark_best(best["step"])
 
     def best_until(self, step: int, otherwise: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -168,7 +168,7 @@ class Checkpoints:
         if best is None:
             return None
         if self.where_best(best["step"]) is None:
-            self.say(f"the best checkpoint, step {best['step']}, is damaged or gone: the best from here on counts")
+            self.say(f"the best checkpoint, step {best['step']}, is damaged or missing: only later ones count")
             return None
         return best
 

@@ -142,7 +142,7 @@ def sweep_files(
     address: Annotated[str, typer.Option(help="address of the Ray cluster; empty: the local one, or a new one")] = "",
     gpus: Annotated[float, typer.Option(help="GPUs per run on Ray or Slurm; fractions share a GPU; -1: 1 if any")] = -1,
     cpus: Annotated[int, typer.Option(help="CPUs per run on Ray or Slurm")] = 1,
-    partition: Annotated[str, typer.Option(help="of Slurm")] = "",
+    partition: Annotated[str, typer.Option(help="Slurm partition")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="list the runs without starting them")] = False,
 ) -> None:
     """Run the tables of FILES: every cell with every seed. Complete runs are skipped, interrupted runs continue.
@@ -213,10 +213,10 @@ def report_runs(
 ) -> None:
     """Compare runs on one self-contained page, or print the tables of sweeps next to the papers' values.
 
-    A sweep's file is Python. It is run, which is said, only where `weft sweep` has kept no sweep.json beside its runs.
+    A sweep file is Python code. It is run, with a note, only if `weft sweep` has left no sweep.json next to its runs.
 
-    For a folder with sweeps: writes report.md, report.html, and for each sweep a NAME.results.json, which is enough to
-    make the tables again without the runs.
+    For a folder with sweeps: writes report.md, report.html and, for each sweep, NAME.results.json. The tables can be
+    made again from these files without the runs.
     """
     if all((path / "config.json").exists() for path in paths):
         from .report import report

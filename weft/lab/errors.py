@@ -16,21 +16,21 @@ from typer.core import TyperGroup
 from .._interrupt import listen
 from .say import say
 
-# After sysexits.h where it has a fitting number.
+# Codes follow sysexits.h where it has a suitable one.
 BAD_REQUEST = 2
 NO_DATA = 66
-LOST = 69  # another process of the run
+LOST = 69  # another process of the run has ended
 DIVERGED = 70
 MISCOMPILED = 71
 NO_MEMORY = 73
 CANNOT_SAVE = 74
-INTERRUPTED = 75  # saved; start it again with --resume
+INTERRUPTED = 75  # saved; can be continued with --resume
 
 SMALLER = "Lower --batch-size and raise --accumulate by the same factor, or add --checkpoint-activations."
 PEER = re.compile(r"connection (closed|reset|refused)|broken pipe|socket|timed out|peer|store", re.IGNORECASE)
 
-# Click's, or of the copy of click that newer versions of typer carry.
-OF_THE_PARSER: tuple[type[Exception], ...] = tuple(
+# From click, or from the copy of click inside newer versions of typer.
+PARSER_ERRORS: tuple[type[Exception], ...] = tuple(
     kind
     for parsed in (typer.BadParameter, typer.Exit, typer.Abort)
     for kind in parsed.__mro__
@@ -39,45 +39,47 @@ OF_THE_PARSER: tuple[type[Exception], ...] = tuple(
 
 
 class Commands(TyperGroup):
-    """Commands whose errors are sentences."""
+    """Commands that print errors as one line instead of a traceback."""
 
     def invoke(self, context: Any) -> Any:
         listen()
-        with sentences():
+        with one_line_errors():
             return super().invoke(context)
 
 
 @contextmanager
-def sentences() -> Iterator[None]:
+def one_line_errors() -> Iterator[None]:
     try:
         yield
-    except OF_THE_PARSER:
+    except PARSER_ERRORS:
         raise
-    except BrokenPipeError:  # nobody reads any more; the parser ends quietly
+    except BrokenPipeError:  # the reader closed the pipe; click exits quietly
         raise
     except (Exception, KeyboardInterrupt) as error:
         text, code = explain(error)
         first = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0
         if os.environ.get("WEFT_DEBUG"):
             say("".join(traceback.format_exception(error)), error=True)
-        elif text and first:  # the processes of a run fail together; one speaks
+        elif text and first:  # all processes fail together; only the first prints
             say(f"weft: {text}", error=True)
-        # A launcher kills the first process when another ends with an error: let it end by itself.
+        # A launcher kills the first process if another exits with an error, so the others exit with 0.
         raise SystemExit(code if first or code != INTERRUPTED else 0) from None
 
 
 def explain(error: BaseException) -> tuple[str, int]:
-    """What to say, and the exit code. What the loop has said already is not said again."""
+    """The message and the exit code. The message is empty if the training loop has already printed it."""
     from ..tasks import DataMissing
     from .checkpoint import CannotSave, DamagedCheckpoint
+    from .compiled import Miscompiled
+    from .divergence import Diverged
     from .kept import OtherData
     from .lock import InUse
-    from .loop import Diverged, Interrupted, Miscompiled
+    from .loop import Interrupted
     from .memory import TooLarge
     from .run import RunExists
 
-    said = {Diverged: DIVERGED, Miscompiled: MISCOMPILED, Interrupted: INTERRUPTED}
-    for known, code in said.items():
+    printed = {Diverged: DIVERGED, Miscompiled: MISCOMPILED, Interrupted: INTERRUPTED}
+    for known, code in printed.items():
         if isinstance(error, known):
             return "", code
     codes: dict[type[Exception], int] = {
@@ -91,18 +93,18 @@ def explain(error: BaseException) -> tuple[str, int]:
         return "interrupted", 130
     text = str(error)
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in text:
-        return f"out of memory: {(text.splitlines() or ['the system gave no more'])[0]} {SMALLER}", NO_MEMORY
+        return f"out of memory: {(text.splitlines() or ['allocation failed'])[0]} {SMALLER}", NO_MEMORY
     if isinstance(error, UnicodeDecodeError):
         return f"a file is not {error.encoding} text: {error}", NO_DATA
     if isinstance(error, (NotADirectoryError, IsADirectoryError, FileExistsError)):
         return f"{error.filename2 or error.filename}: {error.strerror}. Give another path.", BAD_REQUEST
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-        return f"{text}. Is the disk full, or the place not yours to write to?", CANNOT_SAVE
+        return f"{text}. Is the disk full, or the folder not writable?", CANNOT_SAVE
     if isinstance(error, (ValueError, ImportError, FileNotFoundError)):
         return text, BAD_REQUEST
     if isinstance(error, RuntimeError) and int(os.environ.get("WORLD_SIZE", "1")) > 1 and PEER.search(text):
         reason = text.strip().splitlines()[0][:200]
-        return f"another process of the run is gone ({reason}); the last checkpoint is whole, go on with --resume", LOST
+        return f"another process ended ({reason}). The last checkpoint is intact: continue with --resume.", LOST
     where = traceback.extract_tb(error.__traceback__)
     place = f" at {Path(where[-1].filename).name}:{where[-1].lineno}" if where else ""
     reason = (text.strip().splitlines() or [""])[0][:300]

@@ -24,7 +24,7 @@ from .state import restore_model
 
 
 class Stopped(Exception):
-    """An evaluation was asked to stop early."""
+    """The evaluation was stopped early by a signal."""
 
 
 @torch.no_grad()
@@ -38,17 +38,17 @@ def evaluate(
     batches: int = 0,
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
-    """The task's metrics on these rows. Every batch has the full size, the last one filled up with rows that do not
-    count: no process is left without work, and a compiled model meets one shape."""
+    """The task's metrics on these rows. The last batch is padded with rows that are not counted: every process gets
+    the same number of batches, and a compiled model sees one shape."""
     was_training = model.training
     model.eval()
-    seed_everything("evaluate", config.seed)  # for mechanisms that draw something at every call
+    seed_everything("evaluate", config.seed)  # for mechanisms that draw random numbers in every call
     per_call, device = config.batch_size, rows.device
     world, rank = fabric.world_size, fabric.global_rank
     count = -(-len(rows) // (per_call * world))
     sums: dict[str, Tensor] = {}
     few = min(count, batches) if batches else count
-    # A part is spread over the whole, for rows may be sorted; of a stream it is the beginning.
+    # Spread a subset over all rows, which may be sorted; a stream must start at its beginning.
     numbers = range(few) if task.streams else [i * count // few for i in range(few)]
     with task.evaluating(model):
         for number in numbers:
@@ -67,59 +67,24 @@ def evaluate(
     return task.summary({key: float(value) for key, value in sums.items()})
 
 
-def disagreement(
-    fabric: Any, compiled: nn.Module, plain: nn.Module, task: Task, rows: Rows, config: TrainConfig
-) -> float:
-    """Relative difference between the compiled and eager losses of the first rows."""
-    with fabric.autocast():
-        found = first_losses(compiled, task, rows, config)
-        expected = first_losses(plain, task, rows, config)
-    return distance(found, expected)
-
-
-def rounding(fabric: Any, plain: nn.Module, task: Task, rows: Rows, config: TrainConfig) -> float:
-    """Relative difference between the losses of the first rows with and without autocast."""
-    expected = first_losses(plain, task, rows, config)
-    with fabric.autocast():
-        return distance(first_losses(plain, task, rows, config), expected)
-
-
-@torch.no_grad()
-def first_losses(model: nn.Module, task: Task, rows: Rows, config: TrainConfig) -> Tensor:
-    index = torch.arange(config.batch_size, device=rows.device).clamp(max=len(rows) - 1)
-    model.eval()
-    seed_everything("evaluate", config.seed)
-    generator = torch.Generator(device=rows.device).manual_seed(seed_of("evaluate", config.seed, 0))
-    with task.evaluating(model):
-        return task.score(model, task.batch(rows.take(index), config, generator, training=False))["loss"].double()
-
-
-def distance(found: Tensor, expected: Tensor) -> float:
-    """Relative difference; losses are clamped at 0.1 so that near-zero losses don't dominate. 0 if the expected
-    losses are not finite."""
-    if not expected.isfinite().all():
-        return 0.0
-    return float((found - expected).norm() / expected.clamp(min=0.1).norm())
-
-
 def evaluate_run(
     folder: str | Path, *, split: str = "test", which: str = "", ensemble: int = 0, **changes: Any
 ) -> tuple[dict[str, float], int]:
-    """The metrics of a finished or interrupted run, and the step they belong to.
+    """The metrics of a finished or interrupted run, and the step of its weights.
 
-    `which` is "best", "last" or "average", by default what the run itself tests (`test_on`). `ensemble` is the number
+    `which` is "best", "last" or "average"; by default, the run's `test_on`. `ensemble` is the number
     of sub-models of subsampled attention that predict together; 0 for the dense model. `changes` replace fields of
     the run's config, such as data, batch_size, accelerator.
     """
     from .fabric import make_fabric
 
     if split not in ("train", "val", "test"):
-        raise ValueError(f"split is train, val or test, got {split!r}")
+        raise ValueError(f"split must be train, val or test, got {split!r}")
     run = Run(Path(folder), say=lambda text: say(text, error=True))
     config = run.config()
     which = which or config.test_on
     if which not in ("best", "last", "average"):
-        raise ValueError(f"which is best, last or average, got {which!r}")
+        raise ValueError(f"which must be best, last or average, got {which!r}")
     for name, value in changes.items():
         if not hasattr(config, name):
             raise TypeError(f"TrainConfig has no field {name!r}")
@@ -138,7 +103,8 @@ def evaluate_run(
 
 
 def load_run(folder: str | Path, which: str = "", *, data: str = "") -> tuple[nn.Module, TrainConfig, TaskData]:
-    """The trained model of a run, in eval mode, with its config and data; `data` tells where that is now."""
+    """The trained model of a run, in eval mode, with its config and data; `data` overrides the
+    folder of the data."""
     run = Run(Path(folder), say=lambda text: say(text, error=True))
     config = run.config()
     config.data = data or config.data
@@ -165,23 +131,16 @@ def saved_weights(run: Run, which: str = "best") -> tuple[dict[str, Tensor], dic
         try:
             return checkpoint.read(kept.best)
         except checkpoint.DamagedCheckpoint as error:
-            raise checkpoint.DamagedCheckpoint(f"{error}. --which last takes the newest sound one") from None
+            raise checkpoint.DamagedCheckpoint(f"{error}. Use --which last for the newest valid one") from None
     newest = kept.newest()
     if newest is None:
-        raise FileNotFoundError(f"{run.folder} has no checkpoint that can be read")
+        raise FileNotFoundError(f"{run.folder} has no readable checkpoint")
     tensors, numbers = newest
     if which == "average":
-        # What is no weight (a cache, a counter) has no mean: it stays as it was at the end.
+        # Buffers such as caches and counters are not averaged.
         others = [checkpoint.read(kept.path(step))[0] for step in kept.steps() if step != numbers["step"]]
         averaged = {name.split("/")[1] for name in tensors if name.startswith("optimizer/")}
         for name in (f"model/{name}" for name in averaged):
             total = sum((other[name].double() for other in others), tensors[name].double())
             tensors[name] = (total / (1 + len(others))).to(tensors[name].dtype)
     return tensors, numbers
-
-
-def load_weights(run: Run, model: nn.Module, which: str = "best") -> int:
-    """Put a run's best, last or averaged weights into the model; the step they belong to."""
-    tensors, numbers = saved_weights(run, which)
-    restore_model(model, tensors, numbers.get("extra", {}))
-    return int(numbers["step"])

@@ -18,7 +18,7 @@ from ..tasks.config import TrainConfig
 
 
 def make_fabric(config: TrainConfig) -> Any:
-    """Under torchrun the numbers of processes and nodes are torchrun's."""
+    """Under torchrun, torchrun sets the numbers of processes and nodes."""
     try:
         from lightning.fabric import Fabric
     except ImportError as error:
@@ -32,7 +32,7 @@ def make_fabric(config: TrainConfig) -> Any:
         from lightning.fabric.strategies import ModelParallelStrategy
 
         if world == 1:
-            raise ValueError("fsdp shards over several processes: start it with torchrun, or give --devices 2 or more")
+            raise ValueError("fsdp needs several processes: start it with torchrun, or set --devices 2 or more")
         strategy = ModelParallelStrategy(_shard, data_parallel_size=world, tensor_parallel_size=1)
     elif strategy == "auto" and world > 1:
         strategy = "ddp"
@@ -47,7 +47,7 @@ def make_fabric(config: TrainConfig) -> Any:
 
 
 def _check_devices(config: TrainConfig) -> None:
-    """Refuse what is not there; Fabric would raise deep inside, or wait for it."""
+    """Raise an error for missing devices; Fabric would fail later, or hang."""
     here = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     here["gpu"] = here["cuda"] or here["mps"]
     kind = config.accelerator
@@ -55,15 +55,15 @@ def _check_devices(config: TrainConfig) -> None:
         kind = "cuda" if here["cuda"] else "mps" if here["mps"] else "cpu"
     if kind != "cpu" and not here[kind]:
         found = ", ".join(name for name in ("cuda", "mps") if here[name]) or "none"
-        raise ValueError(f"--accelerator {kind}: there is no such device here (found: {found}); use --accelerator cpu")
-    if "WORLD_SIZE" in os.environ:  # torchrun has started the processes already
+        raise ValueError(f"--accelerator {kind}: no such device here (found: {found}); use --accelerator cpu")
+    if "WORLD_SIZE" in os.environ:  # torchrun has already started the processes
         return
     most = here[kind] if kind != "cpu" else max(2, cpus())
     if config.devices > most:
         what = "processor cores" if kind == "cpu" else f"{kind} devices"
-        raise ValueError(f"devices is {config.devices}, but there are only {most} {what} here; lower --devices")
+        raise ValueError(f"devices is {config.devices}, but this machine has only {most} {what}; lower --devices")
     if config.nodes > 1 and not {"MASTER_ADDR", "SLURM_NTASKS", "NODE_RANK"} & set(os.environ):
-        raise ValueError(f"nodes is {config.nodes}: start one process per device with torchrun, or leave --nodes out")
+        raise ValueError(f"nodes is {config.nodes}: start one process per device with torchrun, or omit --nodes")
 
 
 def cpus() -> int:
@@ -71,7 +71,7 @@ def cpus() -> int:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model: the entries of its outermost module lists that hold attention."""
+    """The repeated blocks of a model: the entries of its outermost module lists that contain attention."""
     found: list[nn.Module] = []
 
     def visit(module: nn.Module) -> None:
@@ -86,12 +86,12 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Let each block store its input only and compute the rest again in the backward pass."""
+    """Store only the input of each block, and recompute the rest in the backward pass."""
     from torch.utils.checkpoint import checkpoint
 
     inner = blocks(model)
     if not inner:
-        raise ValueError("checkpoint_activations: this model has no list of blocks to recompute")
+        raise ValueError("checkpoint_activations: this model has no list of attention blocks")
     for block in inner:
 
         def forward(*args: Any, _inner: Any = block.forward, _block: nn.Module = block, **kwargs: Any) -> Any:

@@ -1,10 +1,10 @@
-"""Data belong to a run: it keeps what its ids and labels mean, and a fingerprint of every row.
+"""What a run records of its data: the meaning of ids and labels, and a fingerprint of all rows.
 
-data.json         rows and SHA-256 of each split, facts, names of the classes, checksums of the next two
-vocabulary.txt    words by id, one a line
-tokenizer.json    where a tokenizer was made from the data
+data.json         rows and SHA-256 of each split, facts, class names, checksums of the next two files
+vocabulary.txt    one word per line, in the order of their ids
+tokenizer.json    if a tokenizer was trained on the data
 
-Every checkpoint carries the checksum of data.json, so none of them can be changed unnoticed.
+Every checkpoint contains the checksum of data.json, so changes to these files are detected.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ SAMPLED = 2 * 2**30  # columns with more bytes are hashed in samples spread over
 
 
 class OtherData(Exception):
-    """The data is not the run's."""
+    """The data differs from the data the run was trained on."""
 
 
 class EditedConfig(ValueError):
-    """config.json is not what the run was trained with."""
+    """config.json differs from the config the run was trained with."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """data.json, with the texts of its two companions."""
+    """The contents of data.json, vocabulary.txt and tokenizer.json."""
 
     record: dict[str, Any]
     vocabulary: list[str] | None = None
@@ -70,7 +70,7 @@ class Kept:
 
 
 def describe(data: TaskData) -> Kept:
-    """What a run keeps of its data."""
+    """The record of this data."""
     record = {
         "rows": {split: data.rows(split) for split in SPLITS},
         "sha256": {split: fingerprint(getattr(data, split)) for split in SPLITS},
@@ -84,20 +84,21 @@ def describe(data: TaskData) -> Kept:
 
 
 def read_kept(folder: Path) -> Kept | None:
-    """What the run keeps; None for a run of an older version. Damage is refused: wrong words give wrong figures."""
+    """The record in a run's folder; None for a run of an older version. A damaged record raises an error, because wrong
+    words would give wrong metrics."""
     path = folder / "data.json"
     if not path.exists():
         return None
-    way_out = "restore it from a copy; without it nobody knows what the model's ids and labels mean"
+    way_out = "restore it from a copy; it defines the meaning of the model's ids and labels"
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         wrong = [name for name, kind in KINDS.items() if not isinstance(record[name], kind)]
         if wrong or any(split not in record[name] for name in ("rows", "sha256") for split in SPLITS):
-            raise ValueError(f"{wrong[0] if wrong else 'a split'} is not what weft writes")
+            raise ValueError(f"{wrong[0] if wrong else 'a split'} has an unexpected value")
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read ({error}): {way_out}") from None
     except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"{path} cannot be read (something is missing: {error}): {way_out}") from None
+        raise ValueError(f"{path} cannot be read (missing: {error}): {way_out}") from None
     texts: dict[str, str | None] = {"vocabulary": None, "tokenizer": None}
     for name, file in (("vocabulary", "vocabulary.txt"), ("tokenizer", "tokenizer.json")):
         if record[name] is None:
@@ -115,10 +116,10 @@ def read_kept(folder: Path) -> Kept | None:
 def load_kept(
     task: Task, config: TrainConfig, run: Run, *, other: bool = False, say: Callable[[str], None] = say_
 ) -> tuple[TaskData, Kept | None]:
-    """The run's data, read as the run has read it. With `other`, the rows may differ, but not what they mean."""
+    """Load the data as the run did. With `other`, the rows may differ, but not the meaning of ids and labels."""
     kept = read_kept(run.folder)
     if kept is None:
-        say(f"{run.folder} keeps no data.json (an older version wrote it): its data cannot be checked")
+        say(f"{run.folder} has no data.json (written by an older version): its data cannot be checked")
         return task.load(config), None
     data = task.load_again(config, kept.known)
     now = describe(data).record
@@ -130,8 +131,8 @@ def load_kept(
     meaning += [f"length: {was['length']} -> {now['length']}"] if was["length"] != now["length"] else []
     if meaning:
         raise OtherData(
-            f"the data in {config.data} means something else than that of {run.folder} ({'; '.join(meaning)}): "
-            "the model cannot be used on it"
+            f"the data in {config.data} does not match {run.folder} ({'; '.join(meaning)}): "
+            "the model cannot be used with it"
         )
     before, after = (
         {split: f"{r['rows'][split]:,} rows {r['sha256'][split][:8]}" for split in SPLITS} for r in (was, now)
@@ -139,24 +140,24 @@ def load_kept(
     rows = [f"{split}: {before[split]} -> {after[split]}" for split in SPLITS if before[split] != after[split]]
     if rows and not other:
         raise OtherData(
-            f"the data in {config.data} is not what {run.folder} was trained on ({'; '.join(rows)}): put the run's own "
-            "data back, or say by --data where it is"
+            f"the data in {config.data} is not what {run.folder} was trained on ({'; '.join(rows)}): restore "
+            "the original data, or give its folder with --data"
         )
     if rows:
         say(f"note: this is not the data the run was trained on ({'; '.join(rows)})")
-    # Means and deviations were measured on the training data of then; a model takes them from here.
+    # The model uses the means and deviations of its original training data.
     return dataclasses.replace(data, facts={**data.facts, **was["facts"]}), kept
 
 
 def check_numbers(run: Run, config: TrainConfig, kept: Kept | None, numbers: Mapping[str, Any]) -> None:
-    """Refuse a config.json or data.json that is not the one the checkpoint was trained with."""
+    """Raise an error if config.json or data.json was changed since the checkpoint was written."""
     names = {field.name for field in dataclasses.fields(TrainConfig)}
     then = TrainConfig(**{name: value for name, value in numbers.get("config", {}).items() if name in names})
     changed = differences(then, config) if numbers.get("config") else []
     if changed:
         raise EditedConfig(
-            f"{run.folder / 'config.json'} is not what the checkpoint of step {numbers['step']} was trained with "
-            f"({'; '.join(changed)}): put it back, or start a new run"
+            f"{run.folder / 'config.json'} differs from the config of the checkpoint of step {numbers['step']} "
+            f"({'; '.join(changed)}): restore it, or start a new run"
         )
     if kept is not None and numbers.get("data", kept.digest) != kept.digest:
         raise OtherData(
@@ -166,19 +167,19 @@ def check_numbers(run: Run, config: TrainConfig, kept: Kept | None, numbers: Map
 
 
 def check_data(task: Task, config: TrainConfig, data: TaskData) -> None:
-    """What every task's rows must be: some in each split, and labels that name a class."""
+    """Every split must have rows, and labels must be valid class indices."""
     for split in SPLITS:
         columns: Columns = getattr(data, split)
         if not data.rows(split):
-            raise DataMissing(f"{task.name}: there are no {split} examples in {config.data}; more data is needed")
+            raise DataMissing(f"{task.name}: no {split} examples in {config.data}; add more data")
         label, classes = columns.get("label"), data.facts.get("classes")
         if label is None or classes is None or label.is_floating_point():
             continue
         low, high = int(label.min()), int(label.max())
         if low < 0 or high >= classes:
             raise DataMissing(
-                f"{task.name}: the {split} labels in {config.data} go from {low} to {high}; "
-                f"{classes} classes are numbered 0 to {classes - 1}"
+                f"{task.name}: the {split} labels in {config.data} are between {low} and {high}; "
+                f"with {classes} classes they must be between 0 and {classes - 1}"
             )
 
 
@@ -202,14 +203,14 @@ def _parts(column: Tensor) -> list[Tensor]:
         picks = torch.linspace(0, len(column) - 1, 4096, dtype=torch.float64).long().unique()
         return [column[int(i)].cpu() for i in picks]
     if not column.is_contiguous() and stored < column.numel() * column.element_size():
-        # Windows of a text that overlap: its memory, once.
+        # Overlapping windows of a text: hash its storage once.
         whole = torch.empty(0, dtype=column.dtype).set_(column.untyped_storage())
         return [whole, torch.tensor([column.storage_offset(), *column.stride()])]
     return [column.cpu()]
 
 
 def _measured(value: Any) -> bool:
-    """A float, or a list of them: measured on the data, and not the same to the last bit everywhere."""
+    """A float, or a list of floats: measured on the data, and not bit-identical on all machines."""
     return isinstance(value, float) or (isinstance(value, list) and any(isinstance(v, float) for v in value))
 
 

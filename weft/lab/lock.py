@@ -1,7 +1,7 @@
-"""One process at a time writes a run's folder.
+"""Lock a run's folder, so that only one process writes to it.
 
-The lock is the kernel's (`flock`) and goes with the process that holds it, however it ends. A process that starts
-another for the folder hands the open file on: its number stands in WEFT_LOCK_FD.
+The lock is a `flock`, which the kernel releases when the process ends in any way. A parent process can pass the lock
+to a child: WEFT_LOCK_FD is the number of the open file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 NAME, INHERITED = ".lock", "WEFT_LOCK_FD"
-NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # a file system that has none
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # the file system does not support locks
 
 
 class InUse(Exception):
@@ -24,7 +24,7 @@ class InUse(Exception):
 
 
 def take(folder: Path) -> int:
-    """The open lock file; closing it gives the folder free."""
+    """Lock the folder and return the open lock file. Closing it releases the lock."""
     handle = _inherited(folder)
     if handle is None:
         handle = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o666)
@@ -40,13 +40,13 @@ def take(folder: Path) -> int:
     try:
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(who).encode() + b"\n", 0)
-    except OSError:  # only for people to read
+    except OSError:  # only informative
         pass
     return handle
 
 
 def holder(folder: Path) -> str:
-    """Who holds the lock, in words."""
+    """A description of the process that holds the lock."""
     try:
         who = json.loads((folder / NAME).read_text())
         return f"process {who['pid']} on {who['host']} since {who['since']} ({' '.join(who['argv'])[:200]})"

@@ -1,9 +1,9 @@
-"""Will the first step fit? On a CPU the system kills what does not, without a word.
+"""Check that a step fits into memory. On a CPU, the system kills a process that uses too much, without a message.
 
-    at least = weights + gradients + optimizer + batch x what one example keeps for the backward pass
+    at least = weights + gradients + optimizer + batch x saved activations of one example
 
-One example is run forward to count what autograd keeps of it: all of that is in memory at once when the backward pass
-begins, so a step that needs more than there is cannot be taken.
+A forward pass of one or two examples counts the bytes that autograd saves. All of them are in memory when the backward
+pass begins, so this is a lower bound.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ MOMENTS = {"adam": 2, "adamw": 2, "lion": 1}
 
 
 class TooLarge(Exception):
-    """A step needs more memory than there is."""
+    """A step needs more memory than available."""
 
 
 def check_memory(fabric: Any, model: nn.Module, task: Task, rows: Columns, config: TrainConfig) -> None:
-    """Refuse a step that cannot fit, by the example of a row or two. A full accelerator raises an error by itself."""
+    """Raise TooLarge if a step cannot fit; `rows` are one or two examples. CPU only: GPUs raise their own error."""
     if fabric.device.type != "cpu" or config.checkpoint_activations:
         return
     world = fabric.world_size // fabric.strategy.num_nodes if hasattr(fabric.strategy, "num_nodes") else 1
@@ -45,7 +45,7 @@ def check_memory(fabric: Any, model: nn.Module, task: Task, rows: Columns, confi
             accumulate = config.accumulate * config.batch_size // each
             way_out = f"Try --batch-size {each} --accumulate {accumulate}, or add --checkpoint-activations."
         raise TooLarge(
-            f"a step needs at least {need / 2**30:.1f} GiB of memory and {free / 2**30:.1f} GiB are free "
+            f"a step needs at least {need / 2**30:.1f} GiB of memory, but only {free / 2**30:.1f} GiB are free "
             f"({one / 2**20:,.0f} MiB for each of {config.batch_size} examples). {way_out}"
         )
 
@@ -53,7 +53,7 @@ def check_memory(fabric: Any, model: nn.Module, task: Task, rows: Columns, confi
 def kept_for_backward(
     fabric: Any, model: nn.Module, task: Task, rows: Columns, config: TrainConfig, limit: float
 ) -> int:
-    """Bytes that autograd keeps of these rows; counting ends when it is over `limit`."""
+    """Bytes that autograd saves for these rows; counting stops above `limit`."""
     twin = copy.deepcopy(model).train()  # a forward pass may change module state
     own = {t.untyped_storage().data_ptr() for t in [*twin.parameters(), *twin.buffers()]}
     seen: dict[int, int] = {}

@@ -12,7 +12,7 @@ from ..tasks.config import TrainConfig
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """Weight decay falls on matrices only: pulling norms, biases and mixing weights to zero has no meaning."""
+    """Applies weight decay to matrices only, not to norms, biases and mixing weights."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
@@ -24,7 +24,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
         try:
             from timm.optim import Lion
         except ImportError as error:
-            raise ImportError("Lion comes from timm: pip install 'weft[timm]'") from error
+            raise ImportError("Lion needs timm: pip install 'weft[timm]'") from error
         return Lion(groups, lr=config.learning_rate, betas=betas)
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.optimizer]
     fused = all(p.device.type == "cuda" for p in parameters)
@@ -32,11 +32,11 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """The rate of update number `step`, counted from 1.
+    """The learning rate of a step, counted from 1.
 
     inverse_sqrt   base · min(1, t/w) / √max(t, w)
     others         peak · t/w while t ≤ w, then the curve from peak to final over the rest
-    steps          a tenth after 8/12 of all steps and a hundredth after 11/12, as detectors are trained
+    steps          × 0.1 after 8/12 of all steps and × 0.01 after 11/12, as usual for detectors
     """
     t, w, base = step, config.warmup, config.learning_rate
     if config.schedule == "inverse_sqrt":

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar on a terminal, plain lines anywhere else."""
+"""Show the progress of a run: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .say import console, mute, plain, say
 
 
 class Progress:
-    """Reports from the process that writes the run; silent on all others."""
+    """Prints only on the first process."""
 
     def __init__(self, total: int, start: int, *, show: bool):
         self.total, self.start, self.show = total, start, show
-        self._seen = (time.perf_counter(), start)  # when and where the last update came
+        self._seen = (time.perf_counter(), start)  # time and step of the last update
         self.metric = ""
         self._bar: Any = None
         self._last_line = 0.0
@@ -59,7 +59,7 @@ class Progress:
             say(text)
 
     def _draw(self, act: Callable[[], Any]) -> None:
-        """On a terminal that may be gone by now."""
+        """The terminal may have been closed."""
         try:
             act()
         except OSError:

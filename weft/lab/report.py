@@ -1,4 +1,4 @@
-"""Runs side by side: a table and one self-contained page with their curves, nothing in it from outside."""
+"""Compare runs on one self-contained page: a table and their curves."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ svg { width: 100%; height: auto; } svg text { font: 12px system-ui, sans-serif; 
 class Curve:
     name: str
     points: list[tuple[float, float]]
-    marks: list[tuple[float, str]] = field(default_factory=list)  # (x, what happened there)
+    marks: list[tuple[float, str]] = field(default_factory=list)  # (x, label)
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """What a page says about a run."""
+    """The data of a run that the page shows."""
     run = Run(folder)
     config, result = run.config(), run.result()
     val = run.entries("val")
@@ -50,7 +50,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def smooth(points: Sequence[tuple[float, float]], window: int = 10) -> list[tuple[float, float]]:
-    """Means over a few steps, so that a curve can be seen through the noise of single batches."""
+    """Means over a few steps, to reduce the noise of single batches."""
     window = max(1, min(window, len(points) // 10))
     parts = [points[i : i + window] for i in range(0, len(points), window)]
     return [(part[-1][0], sum(y for _, y in part) / len(part)) for part in parts]
@@ -61,7 +61,7 @@ def chart(curves: Sequence[Curve], title: str, *, width: int = 860, height: int 
     points = [p for curve in curves for p in curve.points if math.isfinite(p[1])]
     if not points:
         return ""
-    names = list(dict.fromkeys(curve.name for curve in curves))  # curves of one name share their colour
+    names = list(dict.fromkeys(curve.name for curve in curves))  # curves with the same name share a colour
     left, right, bottom = 56, 16, 34
     per_line = (width - left) // LEGEND_WIDTH
     top = 34 + 15 * ((len(names) - 1) // per_line)
@@ -101,7 +101,7 @@ def chart(curves: Sequence[Curve], title: str, *, width: int = 860, height: int 
 
 
 def page(title: str, lead: str, rows: Sequence[dict[str, str]], charts: Sequence[str], footer: str) -> str:
-    """The whole page; `rows` share their keys, which are the table's headings."""
+    """The page. All `rows` have the same keys, which are the headings of the table."""
     head = "".join(f"<th>{html.escape(key)}</th>" for key in (rows[0] if rows else {}))
     body = "".join("<tr>" + "".join(f"<td>{html.escape(v)}</td>" for v in row.values()) + "</tr>" for row in rows)
     return document(
@@ -113,7 +113,7 @@ def page(title: str, lead: str, rows: Sequence[dict[str, str]], charts: Sequence
 
 
 def document(title: str, body: str) -> str:
-    """A page that may load nothing and run nothing."""
+    """An HTML page that loads no resources and runs no scripts."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
@@ -141,16 +141,16 @@ def table_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
 
 
 def origin(start: dict[str, Any]) -> str:
-    """With what and where a run was started, as far as is known."""
+    """Versions, platform and time of a run, as far as known."""
     parts = [f"{name} {start[key]}" for name, key in (("weft", "weft"), ("torch", "torch"), ("Python", "python"))
              if key in start]  # fmt: skip
-    return ", ".join([*parts, *(str(start[key]) for key in ("platform", "time") if key in start)]) or "origin not known"
+    return ", ".join([*parts, *(str(start[key]) for key in ("platform", "time") if key in start)]) or "origin unknown"
 
 
 def report(
     folders: Sequence[str | Path], out: str | Path, marks: dict[str, list[tuple[float, str]]] | None = None
 ) -> Path:
-    """Write the page of these runs; `marks` (by run's name) are moments to draw into its curve."""
+    """Write the page of these runs; `marks` (by run name) are labelled steps to draw into its curve."""
     from ..tasks.files import atomic
 
     runs = [read_run(Path(folder)) for folder in folders]

@@ -1,7 +1,7 @@
 """A run is a folder.
 
 config.json        every field of the TrainConfig
-data.json          what the run keeps of its data, see `weft.lab.kept`
+data.json          a record of the data, see `weft.lab.kept`
 environment.json   versions, machine and commit, one entry per start
 metrics.jsonl      one line per step ("train"), evaluation ("val") and the end ("test")
 checkpoints/       see `weft.lab.checkpoint`
@@ -32,15 +32,15 @@ from .say import say as say_
 
 
 class RunExists(Exception):
-    """The folder already holds a run."""
+    """The folder already contains a run."""
 
 
 class DamagedFile(ValueError):
-    """A file of a run does not hold what the lab has written into it."""
+    """A file of a run is not valid."""
 
 
 class Run:
-    """The folder. Anyone may read; only the process that holds its lock writes."""
+    """The folder of a run. Only the process that holds its lock may write."""
 
     def __init__(self, folder: Path, say: Callable[[str], None] = say_):
         self.folder, self.say = folder, say
@@ -67,15 +67,15 @@ class Run:
         try:
             return config_.from_json(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise FileNotFoundError(f"{self.folder} holds no run: there is no config.json in it") from None
+            raise FileNotFoundError(f"{self.folder} is not a run: it has no config.json") from None
         except ValueError as error:
             raise DamagedFile(
-                f"{path}: {_what(error)}. Mend it by hand; the settings also stand in the header of every file in "
-                f"{self.checkpoints}"
+                f"{path}: {_what(error)}. Repair it by hand; the header of every file in "
+                f"{self.checkpoints} contains the settings too"
             ) from None
 
     def result(self) -> dict[str, Any] | None:
-        """The result of a complete run. One that cannot be read counts as not written: the end is computed again."""
+        """The result of a complete run. A damaged result counts as missing: the run tests its model again."""
         path = self.folder / "result.json"
         try:
             result = json.loads(path.read_text(encoding="utf-8"))
@@ -86,28 +86,28 @@ class Run:
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
-            self.say(f"{path} is damaged ({_what(error)}): the run counts as unfinished; weft resume writes it again")
+            self.say(f"{path} is damaged ({_what(error)}): the run counts as unfinished; run weft resume")
             return None
 
     def computed(self) -> bool:
-        """Whether anything was computed here."""
+        """Whether the folder contains a checkpoint or metrics."""
         kept = any(self.checkpoints.glob("*.safetensors*"))
         return kept or (self.metrics.exists() and self.metrics.stat().st_size > 0)
 
     def check(self, config: TrainConfig, resume: bool) -> None:
-        """Refuse a folder that holds another run than this one. Nothing is written."""
+        """Raise RunExists if the folder contains a different run. Writes nothing."""
         if not (self.folder / "config.json").exists() or not self.computed():
             return
         if not resume:
             raise RunExists(
-                f"{self.folder} already holds a run: add --resume to go on with it, or choose another --out"
+                f"{self.folder} already contains a run: add --resume to continue it, or choose another --out"
             )
         changed = config_.differences(self.config(), config)
         if changed:
-            raise RunExists(f"{self.folder} holds another run, whose settings differ: {'; '.join(changed)}")
+            raise RunExists(f"{self.folder} contains another run with different settings: {'; '.join(changed)}")
 
     def lock(self) -> None:
-        """Make the folder this process's own, or say whose it is."""
+        """Lock the folder for this process; raises InUse if another process holds the lock."""
         if self._lock is not None:
             return
         try:
@@ -117,7 +117,7 @@ class Run:
             raise CannotSave(f"could not write to {self.folder}: {error}") from error
 
     def begin(self, config: TrainConfig, files: Mapping[str, str]) -> None:
-        """Write down what is about to run."""
+        """Write the config, the record of the data and the environment."""
         for name, text in {"config.json": config_.to_json(config), **files}.items():
             self.write(name, text)
         starts = self.starts()
@@ -127,17 +127,17 @@ class Run:
         self.write("environment.json", json.dumps([*starts, environment()], indent=2) + "\n")
 
     def starts(self) -> list[dict[str, Any]]:
-        """Where and with what the run was started, each time. Only provenance: damage is said, and no more."""
+        """The environment of each launch. Damage is reported but is not an error."""
         path = self.folder / "environment.json"
         try:
             starts = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
-                raise ValueError("it is not a list of starts")
+                raise ValueError("it is not a list of launches")
             return starts
         except FileNotFoundError:
             return []
         except (OSError, ValueError) as error:
-            self.say(f"{path} is damaged ({_what(error)}): it is only provenance, and is left out")
+            self.say(f"{path} is damaged ({_what(error)}): ignored, since it is not needed to continue")
             return []
 
     def write(self, name: str, text: str) -> None:
@@ -148,7 +148,7 @@ class Run:
             raise CannotSave(f"could not write {self.folder / name}: {error}") from error
 
     def rewind(self, step: int) -> None:
-        """Forget every line after `step`: those steps will be done again, with the same result."""
+        """Remove every line after `step`: those steps will be repeated, with the same result."""
         if self._metrics is not None:
             os.close(self._metrics)
             self._metrics = None
@@ -168,13 +168,13 @@ class Run:
                     content = content[os.write(self._metrics, content) :]
             except OSError:
                 with suppress(OSError):
-                    os.ftruncate(self._metrics, size)  # no half lines
+                    os.ftruncate(self._metrics, size)  # no incomplete lines
                 raise
         except OSError as error:
-            raise CannotSave(f"could not write {self.metrics}: {error}; the checkpoints are untouched") from error
+            raise CannotSave(f"could not write {self.metrics}: {error}; checkpoints are not affected") from error
 
     def sync(self) -> None:
-        """The log reaches the disk before the checkpoint that counts on it."""
+        """Flush the log to disk; called before the checkpoint that depends on it."""
         if self._metrics is not None:
             try:
                 os.fsync(self._metrics)
@@ -185,7 +185,7 @@ class Run:
         return [entry for entry in self._read() if entry["kind"] == kind]
 
     def _read(self) -> list[dict[str, Any]]:
-        """All lines of the log; a cut or damaged one is left out, with a note."""
+        """All entries of the log; truncated or damaged lines are reported and skipped."""
         if not self.metrics.exists():
             return []
         entries, bad = [], []
@@ -202,13 +202,13 @@ class Run:
             except (ValueError, KeyError):
                 bad.append(number)
         if bad and self._noted != bad:
-            what = "cut" if bad == [len(lines)] else "damaged"
-            self.say(f"{self.metrics}: line {', '.join(map(str, bad[:5]))} is {what} and left out")
+            what = "truncated" if bad == [len(lines)] else "damaged"
+            self.say(f"{self.metrics}: line {', '.join(map(str, bad[:5]))} is {what} and was skipped")
             self._noted = bad
         return entries
 
     def close(self) -> None:
-        """Never fails: what is to be on the disk was synced before."""
+        """Never fails: everything important was synced before."""
         for handle in (self._metrics, self._lock):
             if handle is not None:
                 with suppress(OSError):
@@ -217,7 +217,7 @@ class Run:
 
 
 def _what(error: Exception) -> str:
-    """The error of a text that cannot be read, for people."""
+    """A readable message for a file that cannot be parsed."""
     if isinstance(error, UnicodeDecodeError):
         line = error.object[: error.start].count(b"\n") + 1
         return f"line {line} is not {error.encoding} (byte {error.object[error.start]:#04x})"
@@ -250,7 +250,7 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit of the code, with "+changes" where files differ from it; outside a repository, WEFT_COMMIT."""
+    """The commit of the code, with "+changes" if there are uncommitted changes; outside a repository, $WEFT_COMMIT."""
     here = Path(__file__).resolve().parent
     try:
         git = ["git", "-C", str(here)]

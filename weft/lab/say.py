@@ -1,4 +1,4 @@
-"""What the lab prints: no control codes out of names and files, no markup, and a closed pipe ends nothing."""
+"""Print without control characters or markup; a closed pipe is not an error."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import re
 import sys
 from typing import Any
 
-# Everything that can move the cursor, change colours or hide text; line breaks and tabs stay.
+# Characters that move the cursor, change colours or hide text; line breaks and tabs are allowed.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def plain(text: object) -> str:
-    """The text with control characters written out: '\\x1b[31m' shows as it would in Python."""
+    """The text with control characters escaped as in Python: '\\x1b[31m'."""
     return CONTROL.sub(lambda found: ascii(found[0])[1:-1], str(text))
 
 
 def say(text: object, *, error: bool = False) -> None:
-    """Print a line. Nobody has to be there to read it."""
+    """Print a line. A closed stream is not an error."""
     stream = sys.stderr if error else sys.stdout
     try:
         print(plain(text), file=stream, flush=True)
@@ -26,11 +26,11 @@ def say(text: object, *, error: bool = False) -> None:
 
 
 def mute(stream: Any) -> None:
-    """Send what is still in its buffer, and all that follows, nowhere."""
+    """Redirect the stream to /dev/null, with its buffered output."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, stream.fileno())
-    except (OSError, ValueError):  # no file at all
+    except (OSError, ValueError):  # not a real file
         name = "stderr" if stream is sys.stderr else "stdout"
         setattr(sys, name, open(os.devnull, "w"))
     finally:
@@ -38,7 +38,7 @@ def mute(stream: Any) -> None:
 
 
 def console() -> Any:
-    """A rich console that takes names as they are: brackets and colons in them mean nothing."""
+    """A rich console that prints text literally, without markup or emoji."""
     from rich.console import Console
 
     return Console(markup=False, emoji=False, highlight=False)

@@ -1,4 +1,4 @@
-"""The state of a model and its optimizer as named tensors, whole even where it is sharded over processes."""
+"""The state of a model and its optimizer as named, unsharded tensors."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 
 def collect(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors, extra): call it on every rank, for a sharded tensor is put together by all of them.
+    """(tensors, extra). Call it on every rank, because all ranks gather sharded tensors together.
 
-    `extra` holds what modules return from `get_extra_state` when that is not a tensor; it must fit into JSON.
+    `extra` holds the non-tensor values of `get_extra_state`, which must be JSON-compatible.
     """
     tensors: dict[str, Tensor] = {}
     extra: dict[str, Any] = {}
@@ -39,7 +39,7 @@ def collect(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Te
 def restore(
     model: nn.Module, optimizer: Optimizer | None, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]
 ) -> None:
-    """Put back what `collect` took, into a model that may be sharded differently or not at all."""
+    """Restore the state that `collect` returned. The model may be sharded differently or not at all."""
     restore_model(model, tensors, extra)
     if optimizer is None:
         return
@@ -64,11 +64,11 @@ def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], extra: Mappin
     saved = {name.removeprefix("model/"): t for name, t in tensors.items() if name.startswith("model/")}
     if set(own) != set(saved) | set(extra):
         odd = sorted(set(own) ^ (set(saved) | set(extra)))
-        raise ValueError(f"the checkpoint is of another model: {', '.join(odd[:5])} stand in one and not in the other")
+        raise ValueError(f"the checkpoint belongs to another model: only one of the two has {', '.join(odd[:5])}")
     state: dict[str, Any] = {**extra}
     for name, value in saved.items():
         if value.shape != own[name].shape:
-            # A cache that has not been filled yet, say: its module knows how to take it.
+            # For example a cache that is still empty: its module handles other shapes.
             state[name] = value
         else:
             state[name] = _like(value, own[name])
@@ -76,14 +76,14 @@ def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], extra: Mappin
         model.load_state_dict(state, strict=True)
     except RuntimeError as error:
         shapes = {name: (tuple(t.shape), tuple(own[name].shape)) for name, t in saved.items()}
-        other = [f"{name} is {a} there and {b} here" for name, (a, b) in shapes.items() if a != b]
+        other = [f"{name} is {a} in the checkpoint and {b} in the model" for name, (a, b) in shapes.items() if a != b]
         if not other:
             raise
-        raise ValueError(f"the checkpoint is of another model: {'; '.join(other[:3])}") from error
+        raise ValueError(f"the checkpoint belongs to another model: {'; '.join(other[:3])}") from error
 
 
 def finite(model: nn.Module) -> bool:
-    """Whether every weight is a number. Waits for the device once."""
+    """Whether all weights are finite. Synchronises with the device once."""
     flags = [torch.isfinite(_local(p)).all() for p in model.parameters()]
     return bool(torch.stack(flags).all()) if flags else True
 

@@ -1,18 +1,18 @@
-"""A sweep is a Python file: a table of a paper, each cell of it a config.
+"""A sweep is a Python file that defines a table of a paper: one config per cell.
 
     TITLE = "ListOps, deep against wide"
     METRIC = "accuracy"                  # a key of the test metrics
     SEEDS = (0, 1, 2)                    # optional; (0,)
-    UNIT, SCALE = "%", 100               # optional; how figures are shown. Accuracies are percentages anyhow
+    UNIT, SCALE = "%", 100               # optional; how values are printed. Accuracies are percentages by default
 
     def cells() -> list[Cell]:
         return [Cell(row="full", column="6x8", config=make_config("listops", preset="6x8"), paper=36.9)]
 
 A cell whose run starts from another run's weights names that cell: `start="SLUG"`, or `start="FILE/SLUG"` for a cell
-of another file in the folder. A file may define the tasks of its cells too: `TASKS` (see weft/tasks/registry.py).
+of another file in the folder. A file may also define the tasks of its cells: `TASKS` (see weft/tasks/registry.py).
 
-Its runs lie in `runs/<name of the file>/<row>-<column>-s<seed>` beside it. Settings changed on the command line make
-other configs: those that change what is computed get a folder of their own, `runs/<name>+steps=100/…`.
+Runs are stored in `runs/<name of the file>/<row>-<column>-s<seed>` next to the file. If settings on the command line
+change the computation, the runs get their own folder: `runs/<name>+steps=100/…`.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ BATCH = ("batch_size", "accumulate", "devices", "nodes")
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a table. `paper` is the paper's figure, as it is printed there."""
+    """One cell of a table. `paper` is the value printed in the paper."""
 
     row: str
     column: str
     config: TrainConfig
     paper: float | None = None
     note: str = ""
-    start: str = ""  # the slug of the cell whose run, of the same seed, this one starts from
+    start: str = ""  # slug of the cell whose weights (of the same seed) this run starts from
 
     @property
     def slug(self) -> str:
@@ -71,7 +71,7 @@ class Sweep:
         return self.file.stem
 
     def runs(self, out: str | Path | None = None) -> Path:
-        """Where its runs lie: in `runs` beside it, or under its folder's name in the folder that was given."""
+        """The folder of its runs: `runs` next to the file, or `out`/<name of the file's folder>."""
         return Path(out) / self.file.parent.name if out else self.file.parent / "runs"
 
     def show(self, value: float) -> str:
@@ -80,12 +80,12 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Job:
-    """One run: a cell with a seed, and where it lies."""
+    """One run: a cell with a seed and a folder."""
 
     sweep: Sweep
     cell: Cell
     config: TrainConfig  # with the seed, the folder and the overrides
-    variant: str = ""  # the overrides that make it another config than the file's: "steps=100"
+    variant: str = ""  # overrides that change the computation: "steps=100"
 
     @property
     def folder(self) -> Path:
@@ -97,7 +97,7 @@ class Job:
 
 
 def is_sweep(file: Path) -> bool:
-    """Whether the file says TITLE, METRIC and cells; it is read, not run."""
+    """Whether the file defines TITLE, METRIC and cells. Parses the file without running it."""
     try:
         body = ast.parse(file.read_text()).body
     except (SyntaxError, UnicodeDecodeError):
@@ -118,7 +118,7 @@ def load_sweep(file: str | Path) -> Sweep:
     """Run the file and read what it defines."""
     file = Path(file).resolve()
     if not file.is_file():
-        raise FileNotFoundError(f"there is no sweep {file}")
+        raise FileNotFoundError(f"no such sweep: {file}")
     if not is_sweep(file):
         raise ValueError(f"{file} is not a sweep: it must define TITLE, METRIC and cells()")
     module = run_file(file)
@@ -126,7 +126,7 @@ def load_sweep(file: str | Path) -> Sweep:
         register(module, file)
     cells = module.cells()
     if not isinstance(cells, (list, tuple)):
-        raise ValueError(f"{file}: cells() must give a list of Cell, got {cells!r}")
+        raise ValueError(f"{file}: cells() must return a list of Cell, got {cells!r}")
     percent = module.METRIC == "accuracy"
     sweep = Sweep(
         file=file,
@@ -143,13 +143,13 @@ def load_sweep(file: str | Path) -> Sweep:
 
 
 def keep_sweep(sweep: Sweep, out: str | Path | None = None) -> None:
-    """Write down beside the runs what the file defines, so that reports need not run it."""
+    """Save what the file defines next to its runs, so that reports need not run it."""
     kept = {**dataclasses.asdict(sweep), "file": sweep.file.name, "sha256": _sha256(sweep.file)}
     Run(sweep.runs(out) / sweep.name).write("sweep.json", json.dumps(kept, indent=1) + "\n")
 
 
 def kept_sweep(file: Path, out: str | Path | None = None) -> Sweep | None:
-    """What `keep_sweep` wrote, if the file is still the same."""
+    """The sweep that `keep_sweep` saved, if the file has not changed since."""
     file = file.resolve()
     try:
         kept = json.loads((Sweep(file, "", "", ()).runs(out) / file.stem / "sweep.json").read_text(encoding="utf-8"))
@@ -173,7 +173,7 @@ def jobs_of(
     only: Sequence[str] = (),
     overrides: Mapping[str, Any] | None = None,
 ) -> list[Job]:
-    """The runs of the sweep: every cell with the first seed, then every cell with the next."""
+    """The runs of the sweep: all cells with the first seed, then all cells with the next one."""
     overrides = dict(overrides or {})
     for name, instead in (("out", "--out"), ("seed", "--seeds"), ("task", "another sweep"), ("preset", "its values")):
         if name in overrides:
@@ -207,13 +207,13 @@ def variant_of(sweep: Sweep, overrides: Mapping[str, Any]) -> str:
 
 
 def changed(old: TrainConfig, new: TrainConfig) -> list[str]:
-    """The settings in which the two are not the same run of a table."""
+    """The settings that make two configs different runs of a table."""
     found = [
         f"{name}: {getattr(old, name)!r} -> {getattr(new, name)!r}"
         for name in field_types()
         if name not in FREE and name not in BATCH and name != "init_from" and getattr(old, name) != getattr(new, name)
     ]
-    starts = [Path(config.init_from).name for config in (old, new)]  # its folder may have been moved
+    starts = [Path(config.init_from).name for config in (old, new)]  # the folder may have been moved
     if all(starts) and starts[0] != starts[1]:
         found.append(f"init_from: {starts[0]} -> {starts[1]}")
     before, after = examples_per_step(old), examples_per_step(new)
@@ -225,24 +225,24 @@ def examples_per_step(config: TrainConfig) -> int:
 
 
 def check_folder(job: Job) -> None:
-    """Refuse a folder that holds another run than this one."""
+    """Raise RunExists if the folder contains a different run."""
     run = Run(job.folder)
     if not (job.folder / "config.json").exists() or not (run.metrics.exists() or run.checkpoints.exists()):
-        return  # nothing was computed here yet
+        return  # nothing was computed yet
     old, new = run.config(), job.config
     found = changed(old, new)
-    # A run may be made longer where nothing computed so far depends on where it ends.
+    # A run may be extended if its results so far do not depend on the number of steps.
     if new.steps > old.steps and not differences(old, new):
         found = changed(dataclasses.replace(old, steps=new.steps), new)
     if found:
         raise RunExists(
-            f"{job.folder} holds a run with other settings ({'; '.join(found)}): put them back, choose another --out, "
-            "or move the folder away"
+            f"{job.folder} contains a run with different settings ({'; '.join(found)}): restore them, choose another "
+            "--out, or move the folder"
         )
 
 
 def write_config(job: Job) -> None:
-    """Write down the config by which `weft resume` goes."""
+    """Write the config that `weft resume` reads."""
     Run(job.folder).write("config.json", to_json(job.config))
     if job.variant:
         names = [part.split("=")[0] for part in job.variant.split("+")]
@@ -259,11 +259,11 @@ def result_of(job: Job) -> dict[str, Any] | None:
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """'steps=100' -> ('steps', 100), by the type of the config's field."""
+    """'steps=100' -> ('steps', 100), with the type of the config field."""
     name, equals, value = text.partition("=")
     name = name.strip().lstrip("-").replace("-", "_")
     if not equals or name not in field_types():
-        raise ValueError(f"--set takes field=value, the field one of TrainConfig's; got {text!r}")
+        raise ValueError(f"--set takes field=value with a field of TrainConfig; got {text!r}")
     kind: Any = field_types()[name]
     optional = isinstance(kind, types.UnionType)
     if optional:
@@ -284,17 +284,17 @@ def _check(sweep: Sweep) -> None:
     seen: dict[str, Cell] = {}
     for cell in sweep.cells:
         if not isinstance(cell, Cell) or not isinstance(cell.config, TrainConfig):
-            raise ValueError(f"{sweep.file}: cells() must give a list of Cell, each with a TrainConfig; got {cell!r}")
+            raise ValueError(f"{sweep.file}: cells() must return a list of Cell, each with a TrainConfig; got {cell!r}")
         if cell.slug in seen:
             other = seen[cell.slug]
             raise ValueError(
                 f"{sweep.file}: the cells {other.row!r}, {other.column!r} and {cell.row!r}, {cell.column!r} would "
-                f"share the folder {cell.slug}; name them apart"
+                f"share the folder {cell.slug}; rename one of them"
             )
         seen[cell.slug] = cell
     for cell in sweep.cells:
         if cell.start and "/" not in cell.start and cell.start not in seen:
-            raise ValueError(f"{sweep.file}: {cell.slug} starts from {cell.start}, which is no cell: {', '.join(seen)}")
+            raise ValueError(f"{sweep.file}: {cell.slug} starts from {cell.start}, not one of {', '.join(seen)}")
 
 
 def _matches(cell: Cell, pattern: str) -> bool:

@@ -14,16 +14,16 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from .. import lock
 from ..fabric import cpus
 from ..run import Run
+from ..signals import Signals
 from .cells import Job, check_folder, result_of, write_config
 
 INTERRUPTED = 75  # exit code of `weft train` after a signal, when it has saved
@@ -33,17 +33,17 @@ WAITING, RUNNING, DONE, FAILED, STOPPED, IN_USE = "waiting", "running", "done", 
 
 class Handle(Protocol):
     def started(self) -> bool:
-        """Whether it has left the queue of its engine."""
+        """Whether the run has left the queue of its engine."""
 
     def poll(self) -> int | None:
         """The exit code, or None while it runs."""
 
     def stop(self) -> None:
-        """Ask it to save and end."""
+        """Tell the run to save and exit."""
 
 
 class Engine(Protocol):
-    limit: int  # how many it takes at a time
+    limit: int  # maximum number of runs at a time
 
     def start(self, folder: Path) -> Handle: ...
 
@@ -52,7 +52,7 @@ class Engine(Protocol):
 
 @dataclass
 class State:
-    """What is known about a job."""
+    """The state of a job."""
 
     job: Job
     state: str = WAITING
@@ -60,7 +60,7 @@ class State:
     loss: float = math.nan
     tokens_per_s: float = 0.0
     left: float = math.nan  # seconds
-    value: float = math.nan  # the test metric when done, the last validation's before
+    value: float = math.nan  # the test metric of a complete run, else the last validation metric
     why: str = ""
     log: list[str] = field(default_factory=list)
     handle: Handle | None = None
@@ -101,10 +101,10 @@ class Watch:
                 elif entry["kind"] == "val":
                     self.value = entry.get(self.metric, math.nan)
             except (ValueError, KeyError, TypeError):
-                continue  # cut by a kill; the run writes it again
+                continue  # truncated by a kill; the run will write it again
 
     def left(self, steps: int) -> float:
-        """Seconds to the end at the speed since the first look that saw a step."""
+        """Estimated seconds to the end, from the speed since the first look that saw a step."""
         now = time.perf_counter()
         if not self.step:
             return math.nan
@@ -115,7 +115,7 @@ class Watch:
 
 
 class Local:
-    """Processes on this machine, all on the same device. `command` stands before the folder in place of ours."""
+    """Processes on this machine, all on the same device. `command` replaces `weft resume`."""
 
     def __init__(self, jobs: int = 1, command: Sequence[str] = ()):
         if jobs < 1:
@@ -147,7 +147,7 @@ class Process:
         with os.fdopen(held), open(folder / "log.txt", "ab") as log:
             log.write(f"\n$ weft resume {folder}    {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
             log.flush()
-            # A session of its own: Ctrl-C at the terminal is for the sweep, which then asks each run once.
+            # In its own session, so that Ctrl-C reaches only the sweep, which then stops each run once.
             self.child = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -169,27 +169,6 @@ class Process:
     def stop(self) -> None:
         if self.child is not None and self.child.poll() is None:
             self.child.send_signal(signal.SIGTERM)
-
-
-class Signals:
-    """Counts SIGINT, SIGTERM and SIGHUP instead of exiting."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Signals:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                self._before[number] = signal.signal(number, self._take)
-        return self
-
-    def _take(self, number: int, frame: Any) -> None:
-        self.count += 1
-
-    def __exit__(self, *exc: Any) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
 
 def survey(jobs: Sequence[Job]) -> list[State]:
@@ -215,7 +194,7 @@ def run_jobs(
     view: Callable[[Sequence[State], State | None], None] = lambda states, changed: None,
     pause: float = 0.2,
 ) -> list[State]:
-    """Run them all; `view` is called with all states at every look, and with the one that changed when one did."""
+    """Run all jobs. `view` is called regularly with all states, and with the state that has changed, if any."""
     for job in jobs:  # all folders are checked before the first run starts
         check_folder(job)
     states = survey(jobs)
@@ -230,7 +209,7 @@ def run_jobs(
                 if time.monotonic() > deadline and not late:
                     late = True
                     _stop(states)
-                if signals.count > heard:  # a second signal is passed on too, and ends a run that does not listen
+                if signals.count > heard:  # a second signal is forwarded too and ends a run that ignored the first
                     heard = signals.count
                     _stop(states)
                 running = [state for state in states if state.state == RUNNING]
@@ -254,7 +233,7 @@ def run_jobs(
 
 
 def _ready(state: State, states: Sequence[State]) -> bool:
-    """Whether the run that it starts from is complete; if that one failed, this one fails too."""
+    """Whether the run it starts from is complete. If that run failed, this one fails too."""
     first = next((other for other in states if str(other.job.folder) == state.job.config.init_from), None)
     if first is not None and first.state in (FAILED, STOPPED, IN_USE):
         state.state, state.why = first.state, f"it starts from {first.job.folder.name}, which is {first.state}"
@@ -265,7 +244,7 @@ def _start(state: State, engine: Engine) -> None:
     folder = state.job.folder
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        os.close(lock.take(folder))  # before anything is written; whoever runs it takes the lock for good
+        os.close(lock.take(folder))  # only a check before writing; the process that runs the job takes the lock
     except lock.InUse as error:
         state.state, state.why = IN_USE, str(error)
         return
@@ -277,7 +256,7 @@ def _start(state: State, engine: Engine) -> None:
 
 
 def _look(state: State, stopping: bool) -> bool:
-    """Bring the state up to date; True if the run has ended."""
+    """Update the state. Returns True if the run has ended."""
     job, watch, handle = state.job, state.watch, state.handle
     assert watch is not None and handle is not None
     code = handle.poll()
@@ -322,7 +301,7 @@ def saved_step(folder: Path) -> int:
 
 
 def last_lines(log: Path, count: int = 12) -> list[str]:
-    """The last lines of the last start."""
+    """The last lines of the last launch."""
     if not log.exists():
         return []
     lines = log.read_text(errors="replace")[-20_000:].splitlines()

@@ -29,12 +29,12 @@ def tend(folder: str, cwd: str, command: Sequence[str] = (), pause: float = 0.2)
     try:
         while (code := process.poll()) is None:
             wanted = (place / STOP).stat().st_size if (place / STOP).exists() else 0
-            if wanted > asked:  # one byte for each time it was asked
+            if wanted > asked:  # one byte per request
                 asked = wanted
                 process.stop()
             time.sleep(pause)
         return code
-    except BaseException:  # the engine takes this process away: let the run save
+    except BaseException:  # the engine ends this process: let the run save
         process.stop()
         if process.child is not None:
             process.child.wait()
@@ -54,7 +54,7 @@ class Queued:
     def poll(self) -> int | None:
         try:
             return self._poll()
-        except Exception as error:  # whatever way the engine has of saying that the run was lost
+        except Exception as error:  # engines raise different errors when a run is lost
             if self._cancelled:
                 return INTERRUPTED
             with open(self.folder / "log.txt", "a") as log:
@@ -96,7 +96,7 @@ class RayEngine:
         self.cpus = cpus
         for name, wanted in (("GPU", self.gpus), ("CPU", cpus)):
             if wanted > have.get(name, 0):
-                message = f"the cluster has {have.get(name, 0):g} {name} now, a run wants {wanted:g}: it waits for more"
+                message = f"the cluster has {have.get(name, 0):g} {name} now, a run needs {wanted:g}: waiting for more"
                 print(message, file=sys.stderr, flush=True)
 
     def start(self, folder: Path) -> Handle:
@@ -117,7 +117,7 @@ class RayEngine:
 
 
 class SlurmEngine:
-    """One Slurm job per run. `cluster` is submitit's: "slurm", or "local" to try it without one."""
+    """One Slurm job per run. `cluster` is submitit's: "slurm", or "local" for tests without Slurm."""
 
     def __init__(
         self,
@@ -136,11 +136,11 @@ class SlurmEngine:
         except ImportError as error:
             raise ImportError("--on slurm needs submitit: pip install 'weft[slurm]'") from error
         if gpus > 0 and gpus != int(gpus):
-            raise ValueError(f"Slurm gives whole GPUs, got {gpus}")
+            raise ValueError(f"Slurm needs a whole number of GPUs, got {gpus}")
         self.limit, self.command = jobs or sys.maxsize, tuple(command)
         self.executor: Any = submitit.AutoExecutor(folder=folder, cluster=cluster)
         wanted: dict[str, Any] = {"cpus_per_task": cpus, "gpus_per_node": 1 if gpus < 0 else int(gpus), "name": "weft"}
-        if minutes:  # ours stops the runs first; Slurm's own limit is for when the sweep itself is gone
+        if minutes:  # the sweep stops its runs first; Slurm's limit applies if the sweep was killed
             wanted["timeout_min"] = int(minutes) + 10
         else:
             wanted["timeout_min"] = 24 * 60

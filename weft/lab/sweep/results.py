@@ -23,8 +23,8 @@ from ..say import say
 from .cells import Sweep, changed
 
 FORMAT = 1
-POINTS = 60  # of a curve
-NEVER_KEPT = ("out", "data", "task_file", "init_from")  # a machine's own paths
+POINTS = 60  # per curve
+NEVER_KEPT = ("out", "data", "task_file", "init_from")  # paths of one machine
 
 Points = list[tuple[float, float]]
 
@@ -45,12 +45,12 @@ class Record:
 
     cell: str  # the cell's slug, the name of the run's folder without the seed
     seed: int
-    config: dict[str, Any]  # every field but the paths
+    config: dict[str, Any]  # all fields except paths
     overrides: dict[str, Any] = field(default_factory=dict)  # given on the command line
-    state: str = "complete"  # or "cut", "failed"
-    why: str = ""  # it failed
+    state: str = "complete"  # or "cut" (interrupted), "failed"
+    why: str = ""  # why it failed
     step: int = 0  # steps done
-    val: dict[str, float] = field(default_factory=dict)  # of the best checkpoint; of the last look where it was cut
+    val: dict[str, float] = field(default_factory=dict)  # of the best checkpoint, or the last one of a cut run
     val_step: int = 0
     test: dict[str, float] = field(default_factory=dict)
     parameters: int = 0
@@ -113,7 +113,7 @@ def gather(sweep: Sweep, runs: Path | None = None) -> list[Record]:
     here = [(record, True) for record in read_runs(sweep, sweep.runs(runs))]
     for record, fresh in [*here, *((old, False) for old in read_results(results_file(sweep)))]:
         if record.state == "cut" and not record.step:
-            continue  # started, and nothing to say yet
+            continue  # started, no results yet
         fits = record.cell in cells and not record.differs(cells[record.cell].config)
         key, rank = (record.variant, record.cell, record.seed), (fits, record.step, fresh)
         if key not in found or rank > found[key][0]:
@@ -126,7 +126,7 @@ def gather(sweep: Sweep, runs: Path | None = None) -> list[Record]:
 
 
 def read_runs(sweep: Sweep, base: Path) -> list[Record]:
-    """The folders of this sweep's runs in which something was computed."""
+    """The records of all run folders of this sweep that have results or an error."""
     records = []
     for group in [base / sweep.name, *sorted(base.glob(f"{sweep.name}+*"))]:
         for config in sorted(group.glob("*-s*/config.json")):
@@ -163,7 +163,7 @@ def read_results(path: Path) -> list[Record]:
         records = [_record(written, run) for run in written["runs"]] if written.get("format") == FORMAT else []
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} cannot be read ({error}): restore it, or remove it if the runs' folders are here"
+            f"{path} cannot be read ({error}): restore it, or remove it if the run folders exist"
         ) from None
     if written.get("format") != FORMAT:
         raise ValueError(f"{path} has format {written.get('format')}, this version reads {FORMAT}")
@@ -186,21 +186,21 @@ def thin(points: Sequence[tuple[float, float]], most: int = POINTS) -> Points:
 
 
 def _failed(folder: Path) -> str:
-    """Why the sweep's last try with the run failed; empty if it did not."""
+    """Why the last attempt failed; empty if it did not."""
     path = folder / "outcome.json"
     ended = _read_json(path, {})
     return str(ended.get("why", "")) if ended.get("state") == "failed" else ""
 
 
 def _read_json(path: Path, otherwise: dict[str, Any]) -> dict[str, Any]:
-    """An object, or `otherwise` where there is none that can be read."""
+    """The object in a JSON file, or `otherwise` if it cannot be read."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return found if isinstance(found, dict) else otherwise
     except FileNotFoundError:
         return otherwise
     except (OSError, ValueError) as error:
-        say(f"{path} cannot be read ({error}) and is left out", error=True)
+        say(f"{path} cannot be read ({error}) and is ignored", error=True)
         return otherwise
 
 

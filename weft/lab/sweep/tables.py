@@ -31,7 +31,7 @@ class Table:
 
 
 def sweep_folders(paths: Sequence[Path]) -> dict[Path, list[Path]]:
-    """What to write (without its ending) -> from which sweeps: a folder's report, or that of a single file."""
+    """Report paths (without suffix) and the sweep files each one covers."""
     found: dict[Path, list[Path]] = {}
     for path in paths:
         if path.is_file():
@@ -39,7 +39,7 @@ def sweep_folders(paths: Sequence[Path]) -> dict[Path, list[Path]]:
             continue
         files = [file for pattern in ("*.py", "*/*.py") for file in sorted(path.glob(pattern)) if is_sweep(file)]
         if not files:
-            raise FileNotFoundError(f"{path} holds no run, and no Python file that defines TITLE, METRIC and cells()")
+            raise FileNotFoundError(f"{path} contains no run and no Python file that defines TITLE, METRIC and cells()")
         for file in files:
             found.setdefault(file.parent / "report", []).append(file)
     return found
@@ -53,7 +53,7 @@ def report_sweeps(files: Sequence[Path], out: Path, runs: Path | None = None) ->
     for file in files:
         sweep = kept_sweep(file, runs)
         if sweep is None:
-            say(f"running {file} to learn its cells: none are kept beside its runs, or it has changed", error=True)
+            say(f"running {file} to read its cells: sweep.json is missing or outdated", error=True)
             sweep = load_sweep(file)
         records = gather(sweep, runs)
         if records:
@@ -70,14 +70,13 @@ def report_sweeps(files: Sequence[Path], out: Path, runs: Path | None = None) ->
 
 
 LEGEND = (
-    "Figures are those of the test data, by the checkpoint that was best on validation data or as the config's test_on "
-    "says: mean ± sample standard deviation over seeds (n of them). Made by `weft report` from the runs, or from what "
-    "*.results.json keep of them."
+    "Test metrics of the checkpoint that the config's test_on names (default: the best on validation data), as mean ± "
+    "sample standard deviation over n seeds. Written by `weft report` from the runs or from *.results.json."
 )
 
 
 def tables(sweep: Sweep, records: Sequence[Record]) -> list[Table]:
-    """One table of the file's own configs, and one for each set of overrides that was run."""
+    """One table for the file's configs, and one for each set of overrides that was run."""
     variants = dict.fromkeys(["", *(record.variant for record in records)])
     return [_table(sweep, name, [r for r in records if r.variant == name]) for name in variants]
 
@@ -87,7 +86,7 @@ def _table(sweep: Sweep, variant: str, records: Sequence[Record]) -> Table:
     rows = list(dict.fromkeys(cell.row for cell in sweep.cells))
     papers = {column: any(c.paper is not None for c in sweep.cells if c.column == column) for column in columns}
     unit = f" ({sweep.unit})" if sweep.unit else ""
-    title = f"{sweep.metric.replace('_', ' ')}{unit}" + (f", other than the file: {variant}" if variant else "")
+    title = f"{sweep.metric.replace('_', ' ')}{unit}" + (f", with {variant}" if variant else "")
     head = [title]
     for column in columns:
         head += [column, "paper"] if papers[column] else [column]
@@ -107,7 +106,7 @@ def _table(sweep: Sweep, variant: str, records: Sequence[Record]) -> Table:
     known = {cell.slug for cell in sweep.cells}
     for record in records:
         if record.cell not in known:
-            table.notes.append(f"Not in the file any more: {record.cell}, seed {record.seed}{_came_to(sweep, record)}.")
+            table.notes.append(f"No longer in the file: {record.cell}, seed {record.seed}{_came_to(sweep, record)}.")
     for text, letter in letters.items():
         table.notes.append(f"[{letter}] {text}")
     if len(origins) == 1:
@@ -125,7 +124,7 @@ def _figure(sweep: Sweep, cell: Cell, records: Sequence[Record], letters: dict[s
         differs = record.differs(cell.config)
         if differs:
             notes.append(
-                f"Left out of {name}: seed {record.seed}, run with other settings than the file's "
+                f"Excluded from {name}: seed {record.seed}, run with different settings "
                 f"({'; '.join(differs)}){_came_to(sweep, record)}."
             )
         else:
@@ -135,7 +134,7 @@ def _figure(sweep: Sweep, cell: Cell, records: Sequence[Record], letters: dict[s
         first, marks = group[0], list(dict.fromkeys(letters[origin(record)] for record in group)) if letters else []
         if len(marks) > 1:
             each = ", ".join(f"seed {record.seed} [{letters[origin(record)]}]" for record in group)
-            notes.append(f"{name} puts together runs of different origin: {each}.")
+            notes.append(f"{name} combines runs of different origin: {each}.")
         where = "" if first.state == "complete" else f" at step {first.step} of {first.steps}"
         values = [value for record in group if (value := figure_of(record, sweep.metric)) is not None]
         if first.state == "failed":
@@ -152,7 +151,7 @@ def _figure(sweep: Sweep, cell: Cell, records: Sequence[Record], letters: dict[s
 
 
 def _paper(sweep: Sweep, cell: Cell) -> str:
-    """As the paper prints it, filled up to as many digits as ours."""
+    """The paper's value, with at least as many digits as ours."""
     if cell.paper is None:
         return ""
     shown = f"{cell.paper:.{1 if sweep.unit == '%' else 3}f}"
@@ -160,7 +159,7 @@ def _paper(sweep: Sweep, cell: Cell) -> str:
 
 
 def _groups(records: Sequence[Record]) -> list[list[Record]]:
-    """Complete runs together, and first; others only with those that ended at the same step."""
+    """Complete runs first, in one group; other runs are grouped by the step at which they ended."""
     found: dict[tuple[str, int, int], list[Record]] = {}
     for record in records:
         steps = (0, 0) if record.state == "complete" else (record.step, record.val_step)
@@ -178,7 +177,7 @@ def _came_to(sweep: Sweep, record: Record) -> str:
     if value is None:
         return ""
     split = "" if record.state == "complete" else f" on validation data at step {record.val_step} of {record.steps}"
-    return f"; it came to {sweep.show(value)}{split}"
+    return f"; result: {sweep.show(value)}{split}"
 
 
 def origin(record: Record) -> str:
@@ -188,12 +187,12 @@ def origin(record: Record) -> str:
     devices = dict.fromkeys(start.device for start in starts)
     torches = dict.fromkeys(f"torch {start.torch}" for start in starts)
     parts = [" then ".join(part) for part in (commits, devices, torches) if part]
-    return ", ".join(parts) or "origin not known"
+    return ", ".join(parts) or "origin unknown"
 
 
 def _commit(text: str) -> str:
     commit, _, changes = text.partition("+")
-    return f"commit {commit[:7]}{' with changes' if changes else ''}" if commit else "commit not known"
+    return f"commit {commit[:7]}{' with changes' if changes else ''}" if commit else "commit unknown"
 
 
 def markdown(sweep: Sweep, made: Sequence[Table]) -> str:
@@ -213,7 +212,7 @@ def markdown(sweep: Sweep, made: Sequence[Table]) -> str:
 
 
 def page_part(sweep: Sweep, made: Sequence[Table], records: Sequence[Record]) -> str:
-    """Tables and curves of one sweep; a chart for each column, a colour for each row, a line for each seed."""
+    """Tables and curves of one sweep: a chart per column, a colour per row, a line per seed."""
     out = [f"<h2>{html.escape(sweep.title)}</h2><p><code>{html.escape(sweep.file.name)}</code>"]
     out.append(f": {html.escape(_first(sweep.about))}</p>" if sweep.about else "</p>")
     for table in made:

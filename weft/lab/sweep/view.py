@@ -17,11 +17,11 @@ COLOURS = {RUNNING: "cyan", FAILED: "red", IN_USE: "yellow", STOPPED: "yellow", 
 
 
 class View:
-    """Called by the runner at every look."""
+    """Called by `run_jobs` with the current states."""
 
     def __init__(self, live: bool | None = None):
         self.live: Any = None
-        self._drawn = self._told = time.monotonic()
+        self._drawn = self._printed = time.monotonic()
         if sys.stdout.isatty() if live is None else live:
             from rich.live import Live
 
@@ -36,9 +36,9 @@ class View:
                 self.live.update(table(states, self.live.console.height - 6), refresh=True)
         elif changed is not None:
             say(line(changed))
-            self._told = now
-        elif now - self._told > 60:
-            self._told = now
+            self._printed = now
+        elif now - self._printed > 60:
+            self._printed = now
             for state in states:
                 if state.state == RUNNING:
                     say(line(state))
@@ -64,7 +64,7 @@ def line(state: State) -> str:
 
 
 def table(states: Sequence[State], height: int = 1000) -> Any:
-    """All states, the ones that matter most first; those that do not fit are counted."""
+    """All states in the order of ORDER; rows that do not fit are counted."""
     from rich.table import Table
     from rich.text import Text
 
@@ -91,7 +91,7 @@ def table(states: Sequence[State], height: int = 1000) -> Any:
 
 
 def failures(states: Sequence[State]) -> str:
-    """For the end: each failed run with the last lines of its log."""
+    """Each failed run with the last lines of its log."""
     parts = []
     for state in states:
         if state.state == FAILED:

@@ -1,0 +1,85 @@
+"""Compare a compiled model with the same model in eager mode: torch 2.11 has miscompiled models without an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..tasks.base import Task
+from ..tasks.config import TrainConfig
+from .data import Rows, seed_everything, seed_of
+
+TOLERANCE = 0.1  # relative difference of compiled losses: well above rounding, well below compiler bugs
+ROUNDINGS = 3  # tolerate up to 3x autocast's own rounding error
+WAY_OUT = "Continue with --resume --no-compile."
+
+
+class Miscompiled(Exception):
+    """Compilation failed, or compiled results differ from eager mode; the run can continue without compilation."""
+
+
+def check_compiled(
+    fabric: Any, compiled: nn.Module, eager: nn.Module, task: Task, rows: Rows, config: TrainConfig
+) -> str:
+    """Raise Miscompiled if the losses differ by more than rounding explains. Returns a warning, or an empty string."""
+    off = disagreement(fabric, compiled, eager, task, rows, config)
+    if off <= TOLERANCE:
+        return ""
+    own = rounding(fabric, eager, task, rows, config)
+    if off <= ROUNDINGS * own:  # false if the compiled losses are NaN
+        return (
+            f"{config.precision} changes this model's losses by {own:.0%}, compilation by {off:.0%}: rounding is as "
+            "large as what the model has learned. Consider --precision 32-true."
+        )
+    raise Miscompiled(
+        f"the compiled model's losses differ by {off:.0%} from eager mode (rounding: {own:.0%}): torch "
+        f"{torch.__version__} compiles this model wrongly. The run was saved. {WAY_OUT}"
+    )
+
+
+def compiler_error(error: Exception) -> str:
+    """The message for an error of the compiler; an empty string for any other error."""
+    from torch._dynamo.exc import BackendCompilerFailed  # slow to import, but torch.compile has imported it already
+
+    if not isinstance(error, BackendCompilerFailed):
+        return ""
+    cause = getattr(error, "inner_exception", error)
+    reason = f"{type(cause).__name__}: {cause}".splitlines()[0]
+    return f"torch {torch.__version__} cannot compile this model ({reason}). {WAY_OUT}"
+
+
+def disagreement(
+    fabric: Any, compiled: nn.Module, eager: nn.Module, task: Task, rows: Rows, config: TrainConfig
+) -> float:
+    """Relative difference between the compiled and eager losses of the first rows."""
+    with fabric.autocast():
+        found = first_losses(compiled, task, rows, config)
+        expected = first_losses(eager, task, rows, config)
+    return distance(found, expected)
+
+
+def rounding(fabric: Any, eager: nn.Module, task: Task, rows: Rows, config: TrainConfig) -> float:
+    """Relative difference between the losses of the first rows with and without autocast."""
+    expected = first_losses(eager, task, rows, config)
+    with fabric.autocast():
+        return distance(first_losses(eager, task, rows, config), expected)
+
+
+@torch.no_grad()
+def first_losses(model: nn.Module, task: Task, rows: Rows, config: TrainConfig) -> Tensor:
+    index = torch.arange(config.batch_size, device=rows.device).clamp(max=len(rows) - 1)
+    model.eval()
+    seed_everything("evaluate", config.seed)
+    generator = torch.Generator(device=rows.device).manual_seed(seed_of("evaluate", config.seed, 0))
+    with task.evaluating(model):
+        return task.score(model, task.batch(rows.take(index), config, generator, training=False))["loss"].double()
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Relative difference. Losses are clamped at 0.1 so that near-zero losses don't dominate. 0 if the expected
+    losses are not finite."""
+    if not expected.isfinite().all():
+        return 0.0
+    return float((found - expected).norm() / expected.clamp(min=0.1).norm())
