@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -281,7 +283,7 @@ def test_wraps_timms_layers() -> None:
     swin = pytest.importorskip("timm.models.swin_transformer")
     x = torch.randn(4, 16, 16)
     plain = CachedAttention(timm_layers.Attention(16, 4), length=16)
-    assert plain.mix == "projected" and plain(x, attn_mask=None).shape == x.shape
+    assert plain.mix == "heads" and plain(x, attn_mask=None).shape == x.shape
     with pytest.raises(ValueError, match="delayed=True"):
         plain(x, is_causal=True)
     with pytest.raises(ValueError, match="valid="):
@@ -309,6 +311,63 @@ def test_wraps_pytorchs_own() -> None:
     again.reset()
     again(x, x, x, valid=~padding, key_padding_mask=padding)
     torch.testing.assert_close(again.cache.cache, c.cache.cache)
+
+
+def foreign() -> list[tuple[nn.Module, nn.Module, tuple[Any, ...]]]:
+    """Layers of other libraries, with their output projections and arguments after x."""
+    timm_layers = pytest.importorskip("timm.layers")
+    pvt_v2 = pytest.importorskip("timm.models.pvt_v2")
+    swin = pytest.importorskip("timm.models.swin_transformer")
+    x = tokens(2, 16, 16)
+    layers = [
+        (timm_layers.Attention(16, 4, proj_drop=0.3, attn_head_dim=6), ()),
+        (swin.WindowAttention(16, 4, window_size=4), ()),
+        (pvt_v2.Attention(16, 4, sr_ratio=2), ((4, 4),)),
+        (nn.MultiheadAttention(16, 4, batch_first=True), (x, x)),
+        (nn.MultiheadAttention(16, 4, batch_first=True, add_bias_kv=True, kdim=16), (x, x)),
+    ]
+    return [(m.double(), m.out_proj if hasattr(m, "out_proj") else m.proj, args) for m, args in layers]
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_heads_of_other_libraries_are_mixed_before_their_projection(number: int) -> None:
+    """Equation 2 with the layer's own projection: y = W_o concat_h(σ(λ_h) o_mem_h + (1 - σ(λ_h)) o_self_h) + b_o."""
+    torch.manual_seed(0)
+    inner, projection, args = foreign()[number]
+    x = tokens(2, 16, 16)
+    c = CachedAttention(inner, length=16)
+    c(x, *args)
+    c.lam.data = tokens(4, seed=5)
+    c.eval()
+    own, memory = c.branches(x, *args)
+    y = c(x, *args)
+    y = y[0] if isinstance(y, tuple) else y
+    share = c.lam.sigmoid()[:, None]
+    mixed = (1 - share) * own
+    mixed[..., : memory.shape[-1]] += share * memory
+    torch.testing.assert_close(y, projection(mixed.flatten(2)))
+    plain = inner(x, *args)  # outside of the cached layer it stays what it was
+    torch.testing.assert_close(projection(own.flatten(2)), plain[0] if isinstance(plain, tuple) else plain)
+    assert not any("out" in name for name, _ in c.memory.named_parameters())
+    with torch.no_grad():
+        twin = copy.deepcopy(c)
+        twin.lam.fill_(-torch.inf)
+        torch.testing.assert_close(twin(x, *args), plain)  # a copy has its own hook
+        assert not torch.allclose(y, projection(own.flatten(2)))
+
+
+def test_a_layer_that_skips_its_projection_is_refused() -> None:
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dim, self.heads, self.proj = 16, 4, nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.proj.weight)
+
+    assert CachedAttention(Skips()).mix == "projected"
+    with pytest.raises(ValueError, match="did not call its output projection"):
+        CachedAttention(Skips(), mix="heads")(torch.randn(2, 6, 16))
 
 
 def test_refuses_what_it_would_have_to_guess() -> None:

@@ -83,8 +83,8 @@ def test_counts_of_timms_models() -> None:
     pytest.importorskip("timm")
     plain, cached = timm_sizes(["vit_small_patch16_224"])
     assert round(plain.parameters / 1e6, 3) == 22.051
-    w = 192  # black boxes have a projection of their own: 10 D_m² and a λ per head in each of 12 layers
-    assert cached.parameters - plain.parameters == 12 * (10 * w * w + 6)
+    w = 192  # 9 D_m² and a λ per head in each of 12 layers; the output projection is shared
+    assert cached.parameters - plain.parameters == 12 * (9 * w * w + 6)
 
 
 def test_the_authors_vit_count() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,7 +37,20 @@ from .inputs import (
 from .memory import RecurrentCache
 from .memory_attention import MemoryAttention, same_as
 from .options import cache_options
+from .projection import NAMES, channels_in, is_known, output_projection, returns_heads
+from .projection import call as call_with_projection
 from .resample import resample_grid
+
+
+@dataclass
+class Call:
+    """One call of a layer whose heads are mixed inside it."""
+
+    x: Tensor
+    valid: Tensor | None
+    grid: tuple[int, int] | None
+    write: bool = True
+    branches: tuple[Tensor, Tensor] | None = None  # o_self and o_mem, if `write` is False
 
 
 class CachedAttention(nn.Module):
@@ -76,16 +90,24 @@ class CachedAttention(nn.Module):
         if not 0.0 < ratio <= 1.0:
             raise ValueError(f"ratio is the fraction of channels to cache and must be in (0, 1], got {ratio}")
         self.dim, self.heads, inside = width_and_heads(inner, dim, heads)
+        shows_heads = isinstance(inner, MultiheadAttention) or hasattr(inner, "per_head")
+        projection = None if shows_heads or o.mix == "projected" else output_projection(inner, self.heads)
+        inside = channels_in(projection) or inside
         self.width = self.heads * max(1, math.floor(ratio * min(self.dim, inside) / self.heads))
         if self.width > min(self.dim, inside):
             raise ValueError(f"{self.heads} heads need at least {self.heads} channels, but the layer has {self.dim}")
         length = slots(length, grid, prefix, o)
-        shows_heads = isinstance(inner, MultiheadAttention) or hasattr(inner, "per_head")
-        self.mix = o.mix or ("heads" if shows_heads else "projected")
-        if self.mix == "heads" and not shows_heads:
-            raise ValueError(
-                f"mix='heads' needs per-head outputs, which {type(inner).__name__} does not have: use mix='projected'"
-            )
+        self.bare = o.mix != "projected" and not shows_heads and projection is None and returns_heads(inner)
+        known = shows_heads or self.bare or (projection is not None and is_known(inner))
+        self.mix = o.mix or ("heads" if known else "projected")
+        self._mixes_inside = self.mix == "heads" and not shows_heads and not self.bare
+        if self._mixes_inside:
+            if projection is None:
+                raise ValueError(
+                    f"mix='heads' needs the heads of {type(inner).__name__} before its output projection, but it has "
+                    f"neither per_head and merge nor a linear layer named {', '.join(NAMES)}: use mix='projected'"
+                )
+            projection.register_forward_pre_hook(self._before_projection)
         self.causal = is_causal(inner) if causal is None else causal
         if self.causal:
             refuse_leaks(o)
@@ -136,6 +158,7 @@ class CachedAttention(nn.Module):
         if o.position == "conv":
             self.position = nn.Conv2d(self.dim, self.dim, 3, padding=1, groups=self.width, **place)
         self._asked = False
+        self._call: Call | None = None  # the running call, for `_before_projection`
         for module in (*self.cache.children(), *self.memory.children()):
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -155,12 +178,14 @@ class CachedAttention(nn.Module):
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"x must be (B, L, {self.dim}), got {tuple(x.shape)}")
         self._warn_if_empty()
-        valid = valid_tokens(self, x, args, kwargs, valid)
-        own, output, rest = self._own(x, args, kwargs)
-        memory = self._remembered(x, output, valid, grid_of(args, kwargs, grid))
-        y = self._finish(self._mixed(own, memory))
+        valid, grid = valid_tokens(self, x, args, kwargs, valid), grid_of(args, kwargs, grid)
+        if self._mixes_inside:
+            y, rest = self._called(Call(x, valid, grid), args, kwargs)
+        else:
+            own, output, rest = self._own(x, args, kwargs)
+            y = self._finish(self._mixed(own, self._remembered(x, output, valid, grid)))
         if self.position is not None:
-            y = y + self._positions(x, valid, grid_of(args, kwargs, grid))
+            y = y + self._positions(x, valid, grid)
         return y if rest is None else (y, *rest)
 
     @property
@@ -173,9 +198,14 @@ class CachedAttention(nn.Module):
         self, x: Tensor, *args: Any, valid: Tensor | None = None, grid: tuple[int, int] | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """o_self and o_mem before mixing, each (B, T, H, head width). Reads the cache without writing it."""
-        valid = valid_tokens(self, x, args, kwargs, valid)
+        valid, grid = valid_tokens(self, x, args, kwargs, valid), grid_of(args, kwargs, grid)
+        if self._mixes_inside:
+            call = Call(x, valid, grid, write=False)
+            self._called(call, args, kwargs)
+            assert call.branches is not None
+            return call.branches
         own, output, _ = self._own(x, args, kwargs)
-        return own, self._remembered(x, output, valid, grid_of(args, kwargs, grid), write=False)
+        return own, self._remembered(x, output, valid, grid, write=False)
 
     def reset(self, rows: Tensor | None = None) -> None:
         """Clear the whole cache, or only the streams where `rows` (B,) is True."""
@@ -197,18 +227,55 @@ class CachedAttention(nn.Module):
         """The inner branch by heads, (B, T, H, d); its output if the cache is written from it; other return values."""
         inner: Any = self.inner
         rest = None
-        if self.mix == "heads":
+        if self.mix == "heads" and not self.bare:
             heads = per_head(inner, x, *args, **kwargs)
             output = inner.merge(heads) if self.options.update_from == "output" else None
             return heads.transpose(1, 2), output, rest
-        output = inner(x, *args, **kwargs)
+        output, rest = self._split(inner(x, *args, **kwargs), x)
+        return torch.unflatten(output, -1, (self.heads, -1)), output, rest
+
+    def _called(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+        """The output of the inner layer with mixed heads, and its other return values."""
+        self._call = call
+        try:
+            output = call_with_projection(self.inner, call.x, *args, **kwargs)
+        finally:
+            missed, self._call = self._call is not None, None
+        if missed:
+            raise ValueError(
+                f"{type(self.inner).__name__} did not call its output projection, so its heads cannot be mixed: "
+                "use mix='projected'"
+            )
+        return self._split(output, call.x)
+
+    def _before_projection(self, projection: nn.Module, given: tuple[Any, ...]) -> Any:
+        """Mix the heads that enter the inner layer's output projection; outside of our calls, do nothing."""
+        call, self._call = self._call, None
+        if call is None:
+            return None
+        own, B, T = given[0], *call.x.shape[:2]
+        if own.shape[:2] != (B, T) or own.dim() != 3:
+            raise ValueError(
+                f"{type(self.inner).__name__} projects {tuple(own.shape)}, not the joined heads ({B}, {T}, channels): "
+                "use mix='projected'"
+            )
+        output = projection.forward(own) if self.options.update_from == "output" else None
+        own = torch.unflatten(own, -1, (self.heads, -1))
+        memory = self._remembered(call.x, output, call.valid, call.grid, call.write)
+        if not call.write:
+            call.branches = own, memory
+            return None
+        return (self._mixed(own, memory).flatten(2), *given[1:])
+
+    def _split(self, output: Any, x: Tensor) -> tuple[Tensor, Any]:
+        """The first return value of the inner layer, and the others; None if it returns only one."""
+        rest = None
         if isinstance(output, tuple):
             output, *rest = output
         if output.shape != x.shape:
-            raise ValueError(
-                f"{type(inner).__name__} must keep the shape of its input {tuple(x.shape)}, got {tuple(output.shape)}"
-            )
-        return torch.unflatten(output, -1, (self.heads, -1)), output, rest
+            name = type(self.inner).__name__
+            raise ValueError(f"{name} must keep the shape of its input {tuple(x.shape)}, got {tuple(output.shape)}")
+        return output, rest
 
     def _remembered(
         self,
@@ -246,7 +313,7 @@ class CachedAttention(nn.Module):
 
     def _finish(self, mixed: Tensor) -> Tensor:
         inner: Any = self.inner
-        return inner.merge(mixed.transpose(1, 2)) if self.mix == "heads" else mixed.flatten(2)
+        return inner.merge(mixed.transpose(1, 2)) if self.mix == "heads" and not self.bare else mixed.flatten(2)
 
     def _positions(self, x: Tensor, valid: Tensor | None, grid: tuple[int, int] | None) -> Tensor:
         assert self.position is not None

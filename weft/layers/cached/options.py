@@ -18,8 +18,9 @@ class CacheOptions:
     memory: str = "mean"  # what a sample reads: the batch "mean", or "per_sample", its own update before the mean
     eval_gate: bool = False  # in eval(), gate each sample into the frozen cache and read the result; store nothing
     lambda_init: float = 0.0  # σ(λ) is the weight of the cached branch: 0 gives one half
-    mix: str | None = None  # mix "heads" before the inner output projection, or "projected" outputs by channel
-    # groups; None: "heads" if the inner layer provides per-head outputs, else "projected"
+    mix: str | None = None  # "heads": mix before the inner output projection (equation 2 of the paper). "projected":
+    # mix channel groups of the output, and project the cached branch separately, as the authors' code does. None:
+    # "heads", except for layers whose heads weft cannot reach
     gate_bias: bool = False  # biases in the three gates
     qkv_bias: bool = False  # biases in the cached branch's query, key and value projections
     out_bias: bool = False  # bias in its output projection, which exists only with mix="projected"
