@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+import weft
 from weft import CachedAttention
 from weft.lab.bench.pvt_sizes import PRINTED, PRINTED_BY_RATIO, cost, multiply_adds, timm_sizes
 from weft.layers import branch_maps
+from weft.layers.cached.memory_attention import MemoryAttention
 from weft.models import PVT, pvt
 
 SMALL = {
@@ -41,14 +43,14 @@ def test_counts_by_ratio(ratio: float, count: float) -> None:
 
 
 def test_a_cached_layer_adds_what_the_paper_says() -> None:
-    """9 D_m² for gates, queries, keys and values, and a λ per head; plus the reduction the cached branch repeats."""
+    """9 D_m² for gates, queries, keys and values, a λ per head, positions, and the cached branch's reduction."""
     with torch.device("meta"):
         plain, cached = PVT(**SMALL), PVT(**SMALL, cache={})
     extra = sum(p.numel() for p in cached.parameters()) - sum(p.numel() for p in plain.parameters())
     expected = 0
     for dim, heads, reduction in zip(SMALL["dims"], SMALL["heads"], (8, 4, 2, 1), strict=True):
         w = dim // 2
-        expected += 9 * w * w + heads + (w * w * reduction**2 + w + 2 * w if reduction > 1 else 0)
+        expected += 9 * w * w + heads + 9 * dim * 2 + dim + (w * w * reduction**2 + w + 2 * w if reduction > 1 else 0)
     assert extra == expected
 
 
@@ -64,19 +66,20 @@ def test_multiply_adds_are_the_formula() -> None:
         T, w = side * side + prefix, dim // 2
         slots = T // reduction**2
         extra += 7 * T * w * w + 2 * slots * w * w + (T * w * w if reduction > 1 else 0)
+        extra += 9 * side * side * dim * 2  # the convolution of positions, in groups of two channels
         scores += 2 * T * slots * w
     assert (none, products, total - base) == (0, scores, extra + scores)
 
 
-def test_multiply_adds_are_within_two_percent_of_the_papers() -> None:
-    """Without the cached branch's products, as the paper seems to count; with all, cached ones are 2 to 4 % over."""
+def test_multiply_adds_are_close_to_the_papers() -> None:
+    """Without the cached branch's products, as the paper seems to count; with all, cached ones are 2 to 4 % above."""
     plain, cached = PRINTED["tiny"]
     with torch.device("meta"):
         rows = [cost("", pvt("tiny"), None, "", plain), cost("", pvt("tiny", cached=True), 0.5, "paper", cached)]
         rows.append(cost("", pvt("tiny", cached=True, ratio=1.0), 1.0, "paper", PRINTED_BY_RATIO[1.0]))
     for row in rows:
-        assert abs(row.as_printed / row.printed - 1) < 0.02
-    assert [round(row.multiply_adds / 1e9, 2) for row in rows] == [1.93, 2.22, 3.00]
+        assert abs(row.as_printed / row.printed - 1) < 0.025
+    assert [round(row.multiply_adds / 1e9, 2) for row in rows] == [1.93, 2.23, 3.01]
 
 
 def test_counts_of_timms_models() -> None:
@@ -117,7 +120,7 @@ def test_other_image_sizes_keep_the_cache(preset: str) -> None:
 def test_a_closed_cache_is_the_plain_pyramid() -> None:
     torch.manual_seed(0)
     plain = PVT(**SMALL)
-    cached = PVT(**SMALL, cache={})
+    cached = PVT(**SMALL, cache={"position": "none"})
     renamed = {name.replace(".attn.", ".attn.inner."): value for name, value in plain.state_dict().items()}
     cached.load_state_dict(renamed, strict=False)
     for name, p in cached.named_parameters():
@@ -160,3 +163,27 @@ def test_refusals() -> None:
         pvt("tiny", cache={"ratio": 0.25})
     with pytest.raises(ValueError, match="multiples of 32"):
         PVT(**SMALL)(torch.randn(1, 3, 60, 64))
+
+
+def test_caches_of_the_first_stages_are_pooled_and_positions_added() -> None:
+    """The paper's text: pooling 4 and 2 in the first two stages, and a positional encoding in every cached layer."""
+    model = PVT(cache={"pool": (4, 2)}, **SMALL).double()
+    layers = [m for m in model.modules() if isinstance(m, CachedAttention)]
+    assert [m.options.pool for m in layers] == [4, 2, 1, 1] and all(m.memory.reduce is None for m in layers)
+    assert all(m.position is not None for m in layers)
+    first = layers[0]
+    slots, x = torch.randn(1, 256, 4).double(), torch.randn(1, 5, 4).double()
+    means = slots.view(1, 4, 4, 4, 4, 4).mean((2, 4)).view(1, 16, 4)  # cells of 4 x 4
+    by_hand = MemoryAttention(4, 1).double()
+    by_hand.load_state_dict(first.memory.state_dict())
+    torch.testing.assert_close(first.memory(x, slots, (16, 16)), by_hand(x, means))
+
+
+def test_swins_caches_are_pooled_by_stage() -> None:
+    timm = pytest.importorskip("timm")
+    swin = timm.create_model(
+        "swin_tiny_patch4_window7_224", img_size=64, window_size=4, embed_dim=12, depths=(1, 1, 1, 1), num_classes=2
+    )
+    weft.cache(swin, 0.5, position="conv", pool=[4, 2])
+    found = [m.options.pool for m in swin.modules() if isinstance(m, CachedAttention)]
+    assert found == [4, 2, 1, 1] and swin(torch.randn(2, 3, 64, 64)).shape == (2, 2)

@@ -1,10 +1,13 @@
 """The paper's image models on ImageNet, plain and with a cache around every attention: what the tables share.
 
 224 pixels, 300 epochs, ratio 0.5, as many slots as tokens, weight decay 0.05, cosine; batch and rate are the hosts'
-(1,024 and 1e-3 here). Pictures in data/imagenet/{train,val}/CLASS (image-net.org, after registration). The paper
-augments as timm does, this recipe only crops and mirrors: compare plain with cached, not with the paper's figures.
+(1,024 and 1e-3 here). As the paper says, cached layers add a positional encoding (a 3 x 3 convolution, as in its
+code), and in PVT and Swin the caches of the first two stages are pooled by 4 and 2. Pictures in
+data/imagenet/{train,val}/CLASS (image-net.org, after registration). The paper augments as timm does, this recipe only
+crops and mirrors: compare plain with cached, not with the paper's figures.
 """
 
+import json
 from typing import Any
 
 from weft.tasks import TrainConfig, make_config
@@ -22,11 +25,20 @@ HOSTS = {
 }
 
 
+PYRAMIDS = ("PVT-", "Swin")  # whose first two stages pool their caches; PVTv2 reduces them as it reduces its tokens
+
+
+def caches(name: str) -> dict[str, Any]:
+    """Options of the caches of a host."""
+    if name.startswith(PYRAMIDS):
+        return {"position": "conv", "pool": [4, 2]}
+    return {"position": "conv", "memory_attention": "same", **({"prefix": 1} if name.startswith("ViT") else {})}
+
+
 def host(name: str, ratio: float = 0.0, *, task: str = "imagenet", epochs: int = 300, **given: Any) -> TrainConfig:
-    """`ratio` of the channels cached, reduced as the host's attention reduces; 0 for the plain model."""
-    own = name.startswith("PVT-")  # weft's, which puts its caches in itself
+    """`ratio` of the channels cached; 0 for the plain model."""
     recipe: dict[str, Any] = dict(
-        model=HOSTS[name], cache=ratio, cache_options="" if own or not ratio else '{"memory_attention": "same"}',
+        model=HOSTS[name], cache=ratio, cache_options=json.dumps(caches(name)) if ratio else "",
         steps=epochs * PICTURES // 1024, batch_size=1024, optimizer="adamw", learning_rate=1e-3, weight_decay=0.05,
         schedule="cosine", warmup=6250, label_smoothing=0.0, clip=0.0, precision="bf16-mixed", compile=True,
         eval_every=1250, checkpoint_every=1250,

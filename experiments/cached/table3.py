@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from hosts import caches
 from torch import Tensor, nn
 
 from weft.lab.sweep import Cell
@@ -170,8 +171,9 @@ class Detection(Task):
         return (self.train, number) if number < count else (self.test, number - count)
 
     def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
-        size = config.model.removeprefix("pvt-")
-        body = pvt(size, cached=bool(config.cache), ratio=config.cache or 0.5, image_size=config.image_size or 224)
+        size, cache = config.model.removeprefix("pvt-"), config.options("cache_options") if config.cache else None
+        ratio, side = config.cache or 0.5, config.image_size or 224
+        body = pvt(size, cached=bool(config.cache), ratio=ratio, cache=cache, image_size=side)
         return detector(self.kind, body, **config.options("model_options"))
 
     def begin(self, model: nn.Module, weights: Columns) -> bool:
@@ -281,7 +283,8 @@ def cells() -> list[Cell]:
     for kind, sizes in PAPER.items():
         for size, figures in sizes.items():
             for i, (column, ratio) in enumerate((("plain", 0.0), ("cached", 0.5))):
-                config = make(f"coco-{kind}", model=f"pvt-{size}", cache=ratio)
+                options = json.dumps(caches("PVT-")) if ratio else ""
+                config = make(f"coco-{kind}", model=f"pvt-{size}", cache=ratio, cache_options=options)
                 note = f"mask AP in the paper: {figures[2 + i]}" if kind == "mask-rcnn" else ""
                 start = f"table1/pvt-{size}-{column}"
                 found.append(Cell(f"{kind} {size}", column, config, figures[i], note, start=start))

@@ -91,14 +91,23 @@ def swap(
 def cache(model: nn.Module, ratio: float = 0.5, where: Where = None, **options: Any) -> Report:
     """Wrap the attention layers of `model` in `weft.CachedAttention` with `options`, in place.
 
-    Causal layers get `delayed=True` unless it is given, because the cache would leak the future otherwise.
+    Causal layers get `delayed=True` unless it is given, because the cache would leak the future otherwise. `pool` may
+    be a list, one factor per stage of a pyramid (Swin, PVT v2), 1 for the stages after its end.
     """
     from ..layers.cached import CachedAttention
 
-    reads_an_encoder = any(x.kind == "transformers" and "cross" in x.needs for x in find_layers(model))
+    layers = find_layers(model)
+    reads_an_encoder = any(x.kind == "transformers" and "cross" in x.needs for x in layers)
+    pools = options.pop("pool", 1)
+    stages = _stages(layers) if isinstance(pools, (list, tuple)) else {}
 
     def settings(layer: Layer) -> dict[str, Any]:
-        return {"delayed": True, **options} if layer.causal else options
+        found = {"delayed": True, **options} if layer.causal else dict(options)
+        if isinstance(pools, (list, tuple)):
+            found["pool"] = pools[stages[layer.path]] if stages[layer.path] < len(pools) else 1
+        elif pools != 1:
+            found["pool"] = pools
+        return found
 
     def plan(layer: Layer, seed: int) -> list[Patch] | str:
         if not layer.kind or (layer.trouble and layer.kind not in ("torch", "transformers")):
@@ -138,6 +147,20 @@ def cache(model: nn.Module, ratio: float = 0.5, where: Where = None, **options: 
     report = _operate(model, where, plan, finish, shown)
     _warn(model, report)
     return report
+
+
+def _stages(layers: list[Layer]) -> dict[str, int]:
+    """The stage of every layer: the number of other widths before it."""
+    from ..layers.cached.inputs import width_and_heads
+
+    widths: list[int] = []
+    found = {}
+    for layer in layers:
+        width = width_and_heads(layer.module, None, None)[0]
+        if width not in widths:
+            widths.append(width)
+        found[layer.path] = widths.index(width)
+    return found
 
 
 def _operate(

@@ -121,6 +121,7 @@ class PVT(nn.Module):
             raise ValueError(f"image_size must be a multiple of 32, got {image_size}")
         rates = torch.linspace(0, drop_path, sum(depths), device="cpu").tolist()
         side = image_size
+        pools = (cache or {}).get("pool")  # one factor per stage
         for stage in range(4):
             patch = 4 if stage == 0 else 2
             side //= patch
@@ -130,7 +131,9 @@ class PVT(nn.Module):
             for _ in range(depths[stage]):
                 attn: nn.Module = SpatialReductionAttention(dim, heads[stage], reductions[stage], qkv_bias)
                 if cache is not None:
-                    options = {"memory_attention": "same", **cache}
+                    options = {"position": "conv", "memory_attention": "full" if pools else "same", **cache}
+                    if pools:
+                        options["pool"] = pools[stage] if stage < len(pools) else 1
                     attn = CachedAttention(attn, grid=(side, side), prefix=prefix, **options)
                 blocks.append(PVTBlock(attn, dim, mlp_ratios[stage], eps, rates.pop(0)))
             setattr(self, f"patch_embed{stage + 1}", PatchEmbedding(channels, dim, patch))

@@ -151,6 +151,7 @@ class CachedAttention(nn.Module):
             project=self.mix == "projected",
             qkv_bias=o.qkv_bias,
             out_bias=o.out_bias,
+            pool=o.pool,
             **kind,
             **place,
         )
@@ -302,7 +303,7 @@ class CachedAttention(nn.Module):
         else:
             memory = self.cache(tokens, valid) if write else self.cache.frozen(tokens)
         where = self.grid
-        if self.memory.reduce is not None and where is None:
+        if self.memory.reads_image and where is None:
             where = self._square(memory.shape[1], grid if x.shape[1] == memory.shape[1] else None)
         return self.memory(queries, memory, where)
 

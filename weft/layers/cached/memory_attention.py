@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...attention import Attention, make_attention
@@ -21,8 +22,9 @@ class MemoryAttention(nn.Module):
     """`branch(x, slots)` -> (B, T, H, width / H), x (B, T, width), slots (1 or B, T_m, width).
 
     `reduction` treats the cache as an image, shrinks it with a strided convolution and normalises it, as
-    spatial-reduction attention does with its tokens. `window` adds a relative position bias for tokens and slots of an
-    h x w window. `mechanism` replaces full attention. `project` adds a separate output projection.
+    spatial-reduction attention does with its tokens; `pool` averages cells of the image instead. `window` adds a
+    relative position bias for tokens and slots of an h x w window. `mechanism` replaces full attention. `project` adds
+    a separate output projection.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class MemoryAttention(nn.Module):
         qkv_bias: bool = False,
         out_bias: bool = False,
         reduction: int = 1,
+        pool: int = 1,
         window: tuple[int, int] | None = None,
         mechanism: Attention | None = None,
         device: Any = None,
@@ -41,7 +44,7 @@ class MemoryAttention(nn.Module):
     ):
         super().__init__()
         place = {"device": device, "dtype": dtype}
-        self.heads, self.reduction, self.window = heads, reduction, window
+        self.heads, self.reduction, self.pool, self.window = heads, reduction, pool, window
         self.q = nn.Linear(width, width, bias=qkv_bias, **place)
         self.k = nn.Linear(width, width, bias=qkv_bias, **place)
         self.v = nn.Linear(width, width, bias=qkv_bias, **place)
@@ -62,11 +65,14 @@ class MemoryAttention(nn.Module):
 
     def forward(self, x: Tensor, slots: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
         slots = slots.to(x.dtype)
-        if self.reduce is not None:
+        if self.reads_image:
             if grid is None or grid[0] * grid[1] != slots.shape[1]:
                 raise ValueError(f"{slots.shape[1]} slots do not form an image of {grid}: give grid=(height, width)")
             image = torch.unflatten(slots.transpose(1, 2), 2, grid)
-            slots = self.norm(self.reduce(image).flatten(2).transpose(1, 2))
+            if self.reduce is not None:
+                slots = self.norm(self.reduce(image).flatten(2).transpose(1, 2))
+            else:  # cells that do not fill a whole pool are averaged too
+                slots = F.avg_pool2d(image, self.pool, ceil_mode=True).flatten(2).transpose(1, 2)
         if self.bias is not None and not x.shape[1] == slots.shape[1] == self.bias.height * self.bias.width:
             raise ValueError(
                 f"the windows are {self.bias.height} x {self.bias.width}, but there are {x.shape[1]} tokens and "
@@ -78,6 +84,11 @@ class MemoryAttention(nn.Module):
         if self.out is None:
             return out
         return torch.unflatten(self.out(out.flatten(2)), 2, (self.heads, -1))
+
+    @property
+    def reads_image(self) -> bool:
+        """Whether the slots are shrunk as an image, whose size the call must give."""
+        return self.reduce is not None or self.pool > 1
 
     def _split(self, x: Tensor) -> Tensor:
         return torch.unflatten(x, -1, (self.heads, -1)).transpose(1, 2)

@@ -27,6 +27,7 @@ class CacheOptions:
     position: str = "none"  # "conv": add a grouped 3 x 3 convolution of the input image to the output
     memory_attention: str | Attention = "full"  # how tokens attend to slots: "full", "same" as the inner layer
     # (its spatial reduction, windows or mechanism), or a mechanism created for the cached heads
+    pool: int = 1  # average-pool the image of slots by this factor before they are read; needs memory_attention="full"
     resample: str = "nearest"  # tokens to slots: "nearest", "linear", "area", or "2d" for images
     sync: str = "exact"  # over ranks: "exact" equals one large batch; "stored" reads this rank's mean and stores the
     # global one; "none": every rank has its own cache
@@ -38,6 +39,10 @@ class CacheOptions:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {getattr(self, name)!r}")
+        if self.pool < 1 or not isinstance(self.pool, int):
+            raise ValueError(f"pool must be an integer of at least 1, got {self.pool!r}")
+        if self.pool > 1 and self.memory_attention == "same":
+            raise ValueError("pool and memory_attention='same' both shrink the cache: use memory_attention='full'")
         if self.eval_update and self.scope != "stream":
             raise ValueError("eval_update=True needs scope='stream': eval() freezes a shared cache")
         if self.delayed and self.eval_gate:

@@ -67,8 +67,11 @@ def _call_torch(
 ) -> tuple[Tensor, Tensor | None]:
     key, value = query if key is None else key, query if value is None else value
     separate = not inner._qkv_same_embed_dim
+    query, key, value = (t.transpose(0, 1) for t in (query, key, value))
     heads, weights = F.multi_head_attention_forward(
-        *(t.transpose(0, 1) for t in (query, key, value)),
+        query,
+        key,
+        value,
         inner.embed_dim,
         inner.num_heads,
         inner.in_proj_weight,
