@@ -16,6 +16,7 @@ import weft
 def test_running_sums():
     torch.manual_seed(0)
     from weft.kernels.linear_scan.kernel import Plan, running
+
     n, F, D, chunk, L = 37, 3, 5, 4, 147
     for scaled in (False, True):
         p = Plan(1, 2, L, F, D, chunk, scaled, False)
@@ -38,6 +39,7 @@ def test_running_sums():
 def test_running_maximum():
     torch.manual_seed(0)
     from weft.attention.performer.forward import running_top
+
     largest = torch.randn(2, 147)
     largest[0, :40], largest[1, 60:] = float("-inf"), float("-inf")
     top = torch.empty_like(largest)
@@ -95,14 +97,14 @@ def test_compiled_checkpointed_and_transposed():
 
 
 @pytest.mark.parametrize("name", ["linear", "performer"])
-def test_only_the_causal_form_has_a_kernel(name):
-    with pytest.raises(ValueError, match="only the causal form"):
-        weft.make_attention(name, heads=2, head_dim=8, backend="triton")
+def test_cross_attention_has_no_kernel(name):
+    q, k, v = torch.randn(3, 1, 2, 300, 8).unbind()
+    with pytest.raises(ValueError, match="same shape"):
+        weft.make_attention(name, heads=2, head_dim=8, backend="triton")(q[:, :, :7], k, v)
     with pytest.raises(ValueError, match="backend must be"):
         weft.make_attention(name, heads=2, head_dim=8, backend="cuda")
     attn = weft.make_attention(name, heads=2, head_dim=8)
     assert attn.backend == "auto" and weft.attention_info(name).backends == ("torch", "triton")
-    q, k, v = torch.randn(3, 1, 2, 300, 8).unbind()
     plain = weft.make_attention(name, heads=2, head_dim=8, backend="torch")
     plain.load_state_dict(attn.state_dict())
     assert torch.equal(attn(q, k, v), plain(q, k, v))

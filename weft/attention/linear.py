@@ -22,6 +22,7 @@ from ..core.precision import precise, without_autocast
 from ..core.registry import register
 from ..core.scan import causal_sum
 from ..kernels.linear_scan import kernel
+from ..kernels.linear_sum.kernel import linear_sum
 
 EPSILON = 1e-6
 
@@ -59,11 +60,8 @@ class LinearAttention(Attention):
 
 def run_kernel(attn: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
     v = drop_values(v, attn.dropout if attn.training else 0.0)
-    return kernel.linear_scan(q, k, v, mask, features="elu", epsilon=EPSILON).to(q.dtype)
-
-
-def lacks(attn: Attention, *qkv: Tensor) -> str:
-    return "" if attn.causal else "only the causal form has a kernel; the bidirectional form is two matrix products"
+    fused = kernel.linear_scan if attn.causal else linear_sum
+    return fused(q, k, v, mask, features="elu", epsilon=EPSILON).to(q.dtype)
 
 
 def features(x: Tensor) -> Tensor:
@@ -94,5 +92,5 @@ register(
     cost="L",
     cross=True,
     dropout="keys",
-    kernel=Kernel(run_kernel, lacks, kernel.LEAST_LENGTH, dropout=True),
+    kernel=Kernel(run_kernel, least_length=kernel.LEAST_LENGTH, dropout=True),
 )

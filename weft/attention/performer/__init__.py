@@ -27,7 +27,8 @@ from ...core.precision import precise, without_autocast
 from ...core.registry import register
 from ...core.scan import causal_sum
 from ...kernels.linear_scan import kernel as linear_scan
-from ..linear import drop_values, lacks, with_ones
+from ...kernels.linear_sum.kernel import linear_sum
+from ..linear import drop_values, with_ones
 from . import kernel as random_features
 
 
@@ -179,11 +180,12 @@ def orthogonal_features(count: int, dim: int) -> Tensor:
 
 def run_kernel(attn: PerformerAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
     v = drop_values(v, attn.dropout if attn.training else 0.0)
+    fused = linear_scan.linear_scan if attn.causal else linear_sum
     if attn.kernel == "relu":
-        return linear_scan.linear_scan(q, k, v, mask, features="relu").to(q.dtype)
+        return fused(q, k, v, mask, features="relu").to(q.dtype)
     a, b, key_scale, top, rest = random_features.random_features(q, k, mask, attn.projection, attn.epsilon)
-    out = linear_scan.linear_scan(a, b, v, mask, features="given", key_scale=key_scale, top=top, rest=rest)
-    return out.to(q.dtype)
+    top = top if attn.causal else top[..., -1]  # the largest product of all keys
+    return fused(a, b, v, mask, features="given", key_scale=key_scale, top=top, rest=rest).to(q.dtype)
 
 
 register(
@@ -194,5 +196,5 @@ register(
     cost="L",
     cross=True,
     dropout="keys",
-    kernel=Kernel(run_kernel, lacks, random_features.LEAST_LENGTH, dropout=True),
+    kernel=Kernel(run_kernel, least_length=random_features.LEAST_LENGTH, dropout=True),
 )

@@ -1,0 +1,1 @@
+"""Bidirectional attention with feature maps: `linear`, `performer`."""

@@ -1,0 +1,124 @@
+"""Triton kernels: forward pass of attention with feature maps over all keys.
+
+    S = Σ_j φ(k_j) v_jᵀ,  z = Σ_j φ(k_j)                `key_sums` per chunk of keys, `collect` over the chunks
+    out_i = φ(q_i)·S / (φ(q_i)·z + ε)                   `outputs`
+
+With SCALED, key j is weighted by e^{m_j - G}, and rest_i is added to φ(q_i)·φ(k_j) for every pair (see `kernel.py`).
+The sums of v and of 1 over the keys, which `rest` needs, are one more row of S and of z.
+
+Sums are float32. Products with S use tf32 if the features are computed here: rounding S to bfloat16 would lose the
+part in which long sequences differ. Features are processed in tiles of BF.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..linear_scan.forward import fade, feature_map, operand
+from ..rows import load_rows, store_rows, valid_rows
+
+
+@triton.jit
+def key_sums(
+    K, V, MASK, KEY_SCALE, TOP, PARTS,
+    k_b, k_h, k_l, v_b, v_h, v_l,
+    BH, H, L, n, CHUNK,
+    F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr,
+    FEATURES: tl.constexpr, SCALED: tl.constexpr, HAS_MASK: tl.constexpr, BF16: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of features of one chunk. PARTS is (B·H, n, PART), float32: the R = F (+1) rows of S, then z."""
+    TILES: tl.constexpr = (F + BF - 1) // BF
+    WHOLE: tl.constexpr = F // BF * BF  # equals F if no tile has columns past F
+    R: tl.constexpr = F + 1 if SCALED else F
+    bh, work = tl.program_id(0) % BH, tl.program_id(0) // BH
+    f0, c = work % TILES * BF, work // TILES
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    f, d = f0 + tl.arange(0, BF), tl.arange(0, BLOCK_D)
+    first = c * CHUNK
+    end = tl.minimum(CHUNK, L - first)
+    K += b * k_b + h * k_h + first.to(tl.int64) * k_l
+    V += b * v_b + h * v_h + first.to(tl.int64) * v_l
+    MASK += b * L + first
+    if SCALED:
+        KEY_SCALE += bh.to(tl.int64) * L + first
+        top = tl.load(TOP + bh)
+
+    state = tl.zeros([BF, BLOCK_D], tl.float32)
+    norm = tl.zeros([BF], tl.float32)
+    v_sum = tl.zeros([BLOCK_D], tl.float32)
+    tokens = tl.sum(tl.zeros([ROWS], tl.float32), 0)
+    for start in range(0, end, ROWS):
+        j = start + tl.arange(0, ROWS)
+        live = valid_rows(MASK, j, j < end, HAS_MASK)
+        k = feature_map(load_rows(K, j, f, k_l, live, F, WHOLE), live, f < F, FEATURES)
+        v = load_rows(V, j, d, v_l, live, D, BLOCK_D)
+        if SCALED:
+            k *= fade(tl.load(KEY_SCALE + j, mask=live, other=0.0) - top)[:, None]
+            v_sum += tl.sum(v.to(tl.float32), 0)
+            tokens += tl.sum(live.to(tl.float32), 0)
+        k = operand(k, BF16)
+        state = tl.dot(tl.trans(k), operand(v, BF16), state, input_precision=PRECISION)
+        norm += tl.sum(k.to(tl.float32), 0)
+
+    PARTS += (bh.to(tl.int64) * n + c) * PART
+    store_rows(PARTS, state, f, d, D, f < F, D, BLOCK_D)
+    tl.store(PARTS + R * D + f, norm, mask=f < F)
+    if SCALED:
+        if f0 == 0:
+            tl.store(PARTS + F * D + d, v_sum, mask=d < D)
+            tl.store(PARTS + R * D + F, tokens)
+
+
+@triton.jit
+def collect(PARTS, SUMS, BH, n, PART: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sum of the n parts of a head, in order."""
+    bh = (tl.program_id(0) % BH).to(tl.int64)
+    e = tl.program_id(0) // BH * COLUMNS + tl.arange(0, COLUMNS)
+    PARTS += bh * n * PART
+    total = tl.zeros([COLUMNS], tl.float32)
+    for c in tl.range(0, n, num_stages=4):
+        total += tl.load(PARTS + c * PART + e, mask=e < PART, other=0.0)
+    tl.store(SUMS + bh * PART + e, total, mask=e < PART)
+
+
+@triton.jit
+def product_operand(x, FEATURES: tl.constexpr, BF16: tl.constexpr):
+    """Operand of a product with sums over the sequence."""
+    return operand(x, BF16 and FEATURES == "given")
+
+
+@triton.jit
+def outputs(
+    Q, REST, SUMS, OUT, WEIGHT,
+    q_b, q_h, q_l, o_b, o_h, o_l,
+    BH, H, L, epsilon,
+    F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr,
+    FEATURES: tl.constexpr, SCALED: tl.constexpr, BF16: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """WEIGHT is 1 / denominator, 0 without keys."""
+    WHOLE: tl.constexpr = F // BF * BF
+    R: tl.constexpr = F + 1 if SCALED else F
+    bh, first = tl.program_id(0) % BH, tl.program_id(0) // BH * ROWS
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    i, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    live = i < L - first
+    Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
+    OUT += b * o_b + h * o_h + first.to(tl.int64) * o_l
+    SUMS += bh.to(tl.int64) * PART
+    at = bh.to(tl.int64) * L + first
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if SCALED:
+        rest = tl.load(REST + at + i, mask=live, other=0.0)
+        acc += rest[:, None] * tl.load(SUMS + F * D + d, mask=d < D, other=0.0)[None, :]
+        total += rest * tl.load(SUMS + R * D + F)
+    for f0 in range(0, F, BF):
+        f = f0 + tl.arange(0, BF)
+        q = feature_map(load_rows(Q, i, f, q_l, live, F, WHOLE), live, f < F, FEATURES)
+        state = product_operand(load_rows(SUMS, f, d, D, f < F, D, BLOCK_D), FEATURES, BF16)
+        acc = tl.dot(product_operand(q, FEATURES, BF16), state, acc, input_precision=PRECISION)
+        total += tl.sum(q * tl.load(SUMS + R * D + f, mask=f < F, other=0.0)[None, :], 1)
+    weight = tl.where(total > 0, 1.0 / (total + epsilon), 0.0)
+    store_rows(OUT, acc * weight[:, None], i, d, o_l, live, D, BLOCK_D)
+    tl.store(WEIGHT + at + i, weight, mask=live)

@@ -1,0 +1,209 @@
+"""Fused kernels for bidirectional attention with feature maps: forward and backward as one PyTorch operator.
+
+    out_i = Σ_j p_ij v_j / (Σ_j p_ij + ε)          p_ij = φ(q_i)·φ(k_j)                         plain
+                                                   p_ij = φ(q_i)·φ(k_j) e^{m_j - G} + rest_i    scaled
+
+over the unmasked keys; zeros if there are none. The forms and features are those of `linear_scan`, except that G, the
+scale of all keys, is one number per head. Its gradient is Σ_i rest_i drest_i.
+
+Every token is read twice: once for the sums over the sequence, in chunks that are then added in order, and once for
+its own row. Triton is imported only when a kernel runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.blocks import ceil_div
+from ...core.precision import autocast
+from ...core.tiles import Tiles, as_flags, block_width, for_operator, precision, rows_contiguous, strides
+from ..linear_scan.kernel import check
+
+# Keys: kernel, maximum head_dim, bytes per multiplied element (float16 is multiplied as tf32: 4). Rows, features.
+TILES: dict[tuple[str, int, int], Tiles] = {
+    ("key sums", 64, 2): Tiles(64, 64, 4, 3),
+    ("key sums", 128, 2): Tiles(64, 64, 4, 2),
+    ("key sums", 64, 4): Tiles(32, 64, 4, 2),
+    ("key sums", 128, 4): Tiles(32, 32, 4, 1),
+    ("outputs", 64, 2): Tiles(64, 64, 4, 2),
+    ("outputs", 128, 2): Tiles(64, 32, 4, 2),
+    ("outputs", 64, 4): Tiles(64, 32, 4, 1),
+    ("outputs", 128, 4): Tiles(32, 32, 4, 1),
+    ("query gradients", 64, 2): Tiles(32, 64, 4, 2),
+    ("query gradients", 128, 2): Tiles(32, 64, 4, 2),
+    ("query gradients", 64, 4): Tiles(32, 32, 4, 1),
+    ("query gradients", 128, 4): Tiles(32, 32, 8, 1),
+    ("key gradients", 64, 2): Tiles(64, 64, 4, 2),
+    ("key gradients", 128, 2): Tiles(64, 32, 4, 2),
+    ("key gradients", 64, 4): Tiles(32, 32, 4, 1),
+    ("key gradients", 128, 4): Tiles(32, 32, 8, 1),
+}
+SHORTEST, CHUNKS = 512, 32  # tokens per chunk, and about the largest number of chunks
+COLUMNS = 512  # of the sums, per program of `collect`
+
+
+def linear_sum(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    features: str,
+    epsilon: float = 0.0,
+    key_scale: Tensor | None = None,
+    top: Tensor | None = None,
+    rest: Tensor | None = None,
+) -> Tensor:
+    """q and k (B, H, L, F), v (B, H, L, D), mask (B, L) -> (B, H, L, D). The scaled form needs `key_scale` (m) and
+    `rest`, both (B, H, L), and `top` (G), (B, H)."""
+    q, k, v = autocast(q, k, v)
+    return torch.ops.weft.linear_sum(q, k, v, for_operator(mask), key_scale, top, rest, features, epsilon)[0]
+
+
+@torch.library.custom_op(
+    "weft::linear_sum",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_scale, Tensor? top, Tensor? rest, str features,"
+    " float epsilon) -> (Tensor, Tensor, Tensor)",
+)
+def _forward(q, k, v, mask, key_scale, top, rest, features, epsilon):
+    from .forward import key_sums, outputs
+
+    check(q, k, v, key_scale, top, rest, features)
+    scaled = rest is not None
+    q, k, v = (rows_contiguous(x) for x in (q, k, v))
+    out, weight, _ = _outputs(q, v, scaled)
+    key_scale, top, rest = (_numbers(x, weight) for x in (key_scale, top, rest))
+    B, H, L = q.shape[:3]
+    chunk, n = chunks(L)
+    parts = q.new_empty(B, H, n, part_size(q, v, scaled), dtype=torch.float32)
+    grid, options = launch("key sums", q, v, features, scaled, n)
+    key_sums[grid](
+        k, v, _flags(q, mask), key_scale, top, parts, *strides(k), *strides(v), B * H, H, L, n, chunk,
+        HAS_MASK=mask is not None, **options,
+    )  # fmt: skip
+    sums = total(parts)
+    grid, options = launch("outputs", q, v, features, scaled)
+    outputs[grid](q, rest, sums, out, weight, *strides(q), *strides(out), B * H, H, L, epsilon, **options)
+    return out, weight, sums
+
+
+@_forward.register_fake
+def _(q, k, v, mask, key_scale, top, rest, features, epsilon):
+    return _outputs(q, v, rest is not None)
+
+
+def _outputs(q: Tensor, v: Tensor, scaled: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """out, 1 / denominators, and the sums S and z."""
+    B, H, L = q.shape[:3]
+    weight = q.new_empty(B, H, L, dtype=torch.float32)
+    return torch.empty_like(rows_contiguous(v)), weight, weight.new_empty(B, H, part_size(q, v, scaled))
+
+
+@torch.library.custom_op(
+    "weft::linear_sum_backward",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_scale, Tensor? top, Tensor? rest,"
+    " Tensor out, Tensor weight, Tensor sums, str features) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _backward(dout, q, k, v, mask, key_scale, top, rest, out, weight, sums, features):
+    from .backward import key_gradients, query_gradients
+
+    scaled = rest is not None
+    dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
+    dq, dk, dv, drest = _gradients(q, k, v, scaled)
+    key_scale, top, rest = (_numbers(x, weight) for x in (key_scale, top, rest))
+    B, H, L = q.shape[:3]
+    chunk, n = chunks(L)
+    parts = weight.new_empty(B, H, n, sums.shape[-1])
+    grid, options = launch("query gradients", q, v, features, scaled, n)
+    query_gradients[grid](
+        q, out, dout, rest, weight, sums, dq, drest, parts,
+        *strides(q), *strides(out), *strides(dout), *strides(dq), B * H, H, L, n, chunk, **options,
+    )  # fmt: skip
+    grid, options = launch("key gradients", q, v, features, scaled)
+    key_gradients[grid](
+        k, v, _flags(q, mask), key_scale, top, total(parts), dk, dv,
+        *strides(k), *strides(v), *strides(dk), *strides(dv), B * H, H, L, HAS_MASK=mask is not None, **options,
+    )  # fmt: skip
+    return dq, dk, dv, drest
+
+
+@_backward.register_fake
+def _(dout, q, k, v, mask, key_scale, top, rest, out, weight, sums, features):
+    return _gradients(q, k, v, rest is not None)
+
+
+def _gradients(q: Tensor, k: Tensor, v: Tensor, scaled: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(rows_contiguous(x)) for x in (q, k, v))
+    return dq, dk, dv, q.new_empty(*q.shape[:2], q.shape[2] if scaled else 0, dtype=torch.float32)
+
+
+def total(parts: Tensor) -> Tensor:
+    """(B, H, n, PART) -> (B, H, PART)"""
+    from .forward import collect
+
+    B, H, n, size = parts.shape
+    if n == 1:
+        return parts.view(B, H, size)
+    sums = parts.new_empty(B, H, size)
+    collect[(ceil_div(size, COLUMNS) * B * H,)](parts, sums, B * H, n, PART=size, COLUMNS=COLUMNS, num_warps=4)
+    return sums
+
+
+def launch(
+    kernel: str, q: Tensor, v: Tensor, features: str, scaled: bool, n: int = 0
+) -> tuple[tuple[int], dict[str, Any]]:
+    """Programs and options: one program per chunk and tile of features, or per tile of rows if n is 0."""
+    B, H, L, F = q.shape
+    D, half = v.shape[3], q.dtype == torch.bfloat16
+    t = TILES[kernel, max(64, block_width(D)), 2 if half else 4]
+    BF = min(t.keys, block_width(F))
+    options: dict[str, Any] = {"F": F, "D": D, "BLOCK_D": block_width(D), "BF": BF, "ROWS": t.queries}
+    options |= {"PART": part_size(q, v, scaled), "FEATURES": features, "SCALED": scaled, "BF16": half}
+    programs = n * ceil_div(F, BF) if n else ceil_div(L, t.queries)
+    return (programs * B * H,), {**options, "PRECISION": precision(q), **t.launch()}
+
+
+def chunks(L: int) -> tuple[int, int]:
+    """Tokens per chunk and number of chunks. They depend only on the length, so that the result of a sequence does not
+    depend on the rest of the batch."""
+    chunk = max(SHORTEST, ceil_div(L, CHUNKS * 64) * 64)
+    return chunk, ceil_div(L, chunk)
+
+
+def part_size(q: Tensor, v: Tensor, scaled: bool) -> int:
+    """The rows of S, then z. A multiple of 16 elements, for alignment."""
+    return ceil_div((q.shape[3] + scaled) * (v.shape[3] + 1), 16) * 16
+
+
+def _numbers(x: Tensor | None, stand_in: Tensor) -> Tensor:
+    """A float32 tensor; one that is never read if there is none."""
+    return stand_in if x is None else x.float().contiguous()
+
+
+def _flags(q: Tensor, mask: Tensor | None) -> Tensor:
+    return q if mask is None else as_flags(mask)
+
+
+def _save(ctx, inputs, output):
+    *tensors, ctx.features, _ = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _grad(ctx, dout, *unused):
+    if dout is None:
+        return (None,) * 9
+    saved = ctx.saved_tensors  # read once: checkpointing unpacks them only once
+    rest = saved[6]
+    dq, dk, dv, drest = torch.ops.weft.linear_sum_backward(dout, *saved, ctx.features)
+    if rest is None:
+        return dq, dk, dv, *(None,) * 6
+    return dq, dk, dv, None, None, (rest * drest).sum(-1), drest.to(rest.dtype), None, None
+
+
+_forward.register_autograd(_grad, setup_context=_save)
