@@ -7,6 +7,13 @@ import torch
 from agree import Call
 
 SMALL: dict[str, tuple[Call, ...]] = {
+    "axial": (
+        Call("axial", 50, H=1, options={"block_size": 20}),
+        Call("axial", 37, B=2, H=1, D=20, options={"block_size": 6}, mask="random"),
+        Call("axial", 45, B=2, H=1, causal=False, options={"block_size": 7}, mask="ends", layout="BHLD"),
+        Call("axial", 20, B=2, H=1, causal=False, options={"block_size": 64}, mask="all"),
+        Call("axial", 70, H=1, D=64, causal=False, options={"block_size": 24}, dtype=torch.float16),
+    ),
     "combiner-axial": (
         Call("combiner-axial", 50, H=1, options={"block_size": 36}),
         Call("combiner-axial", 50, H=1, D=64, causal=False, options={"block_size": 36}, dtype=torch.float16),
@@ -133,6 +140,14 @@ SMALL: dict[str, tuple[Call, ...]] = {
         Call("performer", 66, H=1, D=64, causal=False, options={"features": 70}, dtype=torch.float16),
         Call("performer", 70, H=1, causal=False, options={"kernel": "relu"}, mask="random"),
     ),
+    "sinkhorn": (
+        Call("sinkhorn", 45, H=1, causal=False, options={"max_length": 50, "block_size": 10}),
+        Call("sinkhorn", 43, B=2, H=1, D=20, causal=False, options={"max_length": 43}, mask="random"),
+        Call("sinkhorn", 40, B=2, causal=False, options={"max_length": 40, "iterations": 3}, mask="ends"),
+        Call("sinkhorn", 13, B=2, H=1, causal=False, options={"max_length": 20}, mask="all", layout="BHLD"),
+        Call("sinkhorn", 13, H=1, causal=False, options={"max_length": 20}),
+        Call("sinkhorn", 60, H=1, D=64, causal=False, options={"max_length": 60}, dtype=torch.float16),
+    ),
     "subsampled": (
         Call("subsampled", 37, B=2, options={"windows": 3}, H=1, bias="alibi", mask="random"),
         Call("subsampled", 33, B=2, H=1, causal=False, options={"windows": 4}, mask="ends"),
@@ -198,6 +213,12 @@ SMALL: dict[str, tuple[Call, ...]] = {
 }
 
 REAL: dict[str, tuple[Call, ...]] = {
+    "axial": (
+        Call("axial", 2048, D=64, H=4),
+        Call("axial", 1000, D=64, B=2, H=4, causal=False, mask="random"),
+        Call("axial", 1025, D=128, B=2, H=2, options={"block_size": 100}, mask="ends"),
+        Call("axial", 777, D=20, B=2, H=2, options={"block_size": 32}, causal=False, mask="all", layout="BHLD"),
+    ),
     "combiner-axial": (
         Call("combiner-axial", 2048, D=64, H=4, options={"block_size": 128}),
         Call("combiner-axial", 1000, D=64, B=2, H=4),
@@ -294,6 +315,12 @@ REAL: dict[str, tuple[Call, ...]] = {
         Call("performer", 129, D=64, B=2, H=2, causal=False, mask="all", layout="BHLD"),
         Call("performer", 777, D=128, B=1, H=2, causal=False),
         Call("performer", 1000, D=64, B=2, H=4, causal=False, options={"kernel": "relu"}, mask="random"),
+    ),
+    "sinkhorn": (
+        Call("sinkhorn", 1000, D=64, B=2, H=4, causal=False, options={"max_length": 2001}),
+        Call("sinkhorn", 1003, D=64, B=2, H=4, causal=False, options={"max_length": 2001}, mask="random"),
+        Call("sinkhorn", 777, D=128, H=2, causal=False, options={"max_length": 2001, "block_size": 64}, layout="BHLD"),
+        Call("sinkhorn", 300, D=20, B=2, H=2, causal=False, options={"max_length": 2001, "iterations": 5}, mask="all"),
     ),
     "subsampled": (
         Call("subsampled", 1000, D=64, B=2, H=4, options={"windows": 4}),

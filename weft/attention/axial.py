@@ -18,11 +18,13 @@ from torch import Tensor
 from ..core.blocks import both
 from ..core.contract import Attention, PositionBias
 from ..core.dense import dense_attention, positions
+from ..core.dispatch import Kernel
 from ..core.joint import Columns, Layout, Part, Rows, joint_attention, token_positions, valid_in
 from ..core.partitions import default_block, other_blocks, own_block
 from ..core.registry import register
 from ..core.softmax import softmax_attention
 from ..core.state import KeyValueState
+from ..kernels.lines.kernel import LEAST_LENGTH, LinePart, line_attention
 
 
 def naive(
@@ -131,6 +133,15 @@ def attend_to(q: Tensor, state: KeyValueState, seen: Tensor, bias: PositionBias 
     return softmax_attention(q, k[:, :, at], v[:, :, at], allowed=valid[:, None, None, at], bias=values)
 
 
+def run_kernel(attn: AxialAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
+    L = k.shape[2]
+    m = min(attn.block_size or default_block(L, attn.max_length), L)
+    parts = [LinePart(0, "row", "up_to" if attn.causal else "all")]
+    if m < L:
+        parts.append(LinePart(0, "column", "before" if attn.causal else "others"))
+    return line_attention(q, k, v, mask, parts, width=m)
+
+
 register(
     "axial",
     AxialAttention,
@@ -139,4 +150,5 @@ register(
     cost="L*sqrt(L)",
     bias=True,
     length_dependent="without max_length the default block size depends on the length; set block_size to fix it",
+    kernel=Kernel(run_kernel, least_length=LEAST_LENGTH),
 )

@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.blocks import ceil_div, from_blocks, to_blocks, valid_keys
+from ..core.blocks import ceil_div, from_blocks, pad_length, to_blocks, valid_keys
 from ..core.contract import Attention, PositionBias, hide
 from ..core.dense import dense_attention, dense_softmax, positions, real_tokens
+from ..core.dispatch import Kernel
 from ..core.precision import precise
 from ..core.registry import register
 from ..core.softmax import softmax_attention
+from ..kernels.band import kernel
 
 
 def naive(
@@ -61,16 +63,24 @@ class SinkhornAttention(Attention):
         nn.init.xavier_uniform_(self.sort)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
-        L, m = q.shape[2], self.block_size
+        L = q.shape[2]
         dropout = self.dropout if self.training else 0.0
-        q, k, v = (to_blocks(x, m) for x in (q, k, v))
-        n = q.shape[2]
+        q, k, v = (to_blocks(x, self.block_size) for x in (q, k, v))
+        real, k_sorted, v_sorted, filled = self.sorted_blocks(k, v, mask, L)
+        own = softmax_attention(q, k, v, allowed=real[:, :, :, None], dropout=dropout)
+        other = softmax_attention(q, k_sorted, v_sorted, allowed=filled[:, :, None, None], dropout=dropout)
+        return from_blocks(own + other, L)
+
+    def sorted_blocks(self, k: Tensor, v: Tensor, mask: Tensor | None, L: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """k and v (B, H, n, m, D) -> real tokens (B or 1, 1, n, m), sorted keys and values (B, H, n, m, D), and the
+        slots for which some block has a token, (B or 1, 1, m)."""
+        n, m = k.shape[2:4]
         if n > self.max_blocks:
             raise ValueError(
                 f"{n} blocks of {m} are over max_blocks={self.max_blocks}; create sinkhorn with a larger max_length"
             )
-        valid = valid_keys(mask, L, n * m, q.device)
-        valid = torch.ones(1, n * m, dtype=torch.bool, device=q.device) if valid is None else valid
+        valid = valid_keys(mask, L, n * m, k.device)
+        valid = torch.ones(1, n * m, dtype=torch.bool, device=k.device) if valid is None else valid
         real = valid.view(-1, 1, n, m)
 
         has_token = real.any(-1)  # (B or 1, 1, n)
@@ -78,11 +88,17 @@ class SinkhornAttention(Attention):
         logits = torch.einsum("bhnd,de->bhne", blocks, self.sort[:, :n].to(blocks.dtype))
         R = place(logits, has_token, self.iterations).to(k.dtype)
         k_sorted, v_sorted = (torch.einsum("bhne,bhesd->bhnsd", R, x) for x in (k, v))
-        filled = (real & has_token[..., None]).any(2)  # (B or 1, 1, m): some block has a token in this slot
+        return real, k_sorted, v_sorted, (real & has_token[..., None]).any(2)
 
-        own = softmax_attention(q, k, v, allowed=real[:, :, :, None], dropout=dropout)
-        other = softmax_attention(q, k_sorted, v_sorted, allowed=filled[:, :, None, None], dropout=dropout)
-        return from_blocks(own + other, L)
+
+def run_kernel(attn: SinkhornAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
+    (B, _, L, _), m = q.shape, attn.block_size
+    n = ceil_div(L, m)
+    _, k_sorted, v_sorted, filled = attn.sorted_blocks(to_blocks(k, m), to_blocks(v, m), mask, L)
+    slots = None if mask is None and n > 1 else filled.expand(B, n, m).flatten(1)
+    own = kernel.blocks(q, k, v, mask, block_size=m, causal=False)
+    q, k, v = pad_length(q, n * m), from_blocks(k_sorted, n * m), from_blocks(v_sorted, n * m)
+    return own + kernel.blocks(q, k, v, slots, block_size=m, causal=False)[:, :, :L]
 
 
 def place(logits: Tensor, has_token: Tensor, iterations: int) -> Tensor:
@@ -108,4 +124,5 @@ register(
     needs_max_length=True,
     causal=False,
     not_causal="it summarises whole blocks before sorting them; use 'local' or 'combiner-fixed'",
+    kernel=Kernel(run_kernel, kernel.too_long, kernel.LEAST_LENGTH),
 )
