@@ -131,7 +131,7 @@ class Mechanism:
     def length(self, r: Random, longest: int = 45) -> int:
         layout = self.options.get("layout")
         if isinstance(layout, tuple):
-            return layout[0] * layout[1]
+            return layout[0] * layout[1] * self.options.get("channels", 1)
         drawn = r.choice((1, 2, 3, r.randint(1, 20), r.randint(1, 20), r.randint(1, longest)))
         return min(drawn, self.max_length or drawn)
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from weft.lab.bench.exaflop import exaflop
 from weft.lab.build import build_model
 from weft.lab.loop import train
 from weft.lab.run import Run
@@ -126,6 +127,17 @@ def test_the_listops_sweep_is_the_papers():
     whole = load_sweep(ROOT / "wide/table4.py")
     figures = {(c.row, c.config.layers): c.paper for c in whole.cells if c.config.task == "listops"}
     assert all(c.paper in (None, figures.get((c.row, c.config.layers))) for c in sweep.cells)
+
+
+def test_the_density_model_costs_what_table_7_says():
+    """Table 7 of the subsampled paper: 23.8 exaFLOP for the dense model, 100,000 steps of 128 images."""
+    sweep = sweep_of(ROOT / "subsampled/cifar10_generation.py")
+    config = next(cell.config for cell in sweep.cells if cell.row == "S16-L4")
+    with torch.device("meta"):
+        facts = TaskData({}, {}, {}, length=3072, facts={"vocab": get_task(config.task).vocab})
+        model = get_task(config.task).model(config, facts).eval()
+        cost = exaflop(model, (torch.zeros(1, 3072, dtype=torch.long),), config.steps * config.batch_size)
+    assert abs(cost - 23.8) < 0.1
 
 
 @pytest.fixture(scope="module")

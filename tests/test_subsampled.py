@@ -78,30 +78,59 @@ def test_recorded_sampler(name):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
-    "options", [{"windows": 3, "layout": (5, 3)}, {"windows": 2, "layout": (4, 3), "biased": False}]
+    "options",
+    [
+        {"windows": 3, "layout": (5, 3)},
+        {"windows": 2, "layout": (4, 3), "biased": False},
+        {"windows": 3, "layout": (5, 2), "channels": 3},
+        {"windows": 2, "layout": (4, 2), "channels": 3, "biased": False},
+    ],
 )
 def test_bands_equal_the_definition(causal, masked, options):
-    L = options["layout"][0] * options["layout"][1]
+    L = options["layout"][0] * options["layout"][1] * options.get("channels", 1)
     torch.manual_seed(L)
     q, k, v = random_qkv(L=L)
     mask = torch.rand(2, L) < 0.4 if masked else None
     attn = make(causal, **options)
-    bias = weft.RelativeBias2d(2, *attn.layout)
+    bias = weft.RelativeBias2d(2, *attn.layout, channels=attn.channels)
     out, expected = drawn_alike(attn, q, k, v, mask, bias)
     real = slice(None) if mask is None else mask
     assert (out - expected).transpose(1, 2)[real].abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("layout", [(4, 6), (5, 7)])
-@pytest.mark.parametrize("biased", [False, True])
-def test_grid_windows_equal_the_definition(layout, biased):
+@pytest.mark.parametrize(("biased", "channels"), [(False, 1), (True, 1), (True, 2)])
+def test_grid_windows_equal_the_definition(layout, biased, channels):
     torch.manual_seed(1)
-    L = layout[0] * layout[1]
+    L = layout[0] * layout[1] * channels
     q, k, v = random_qkv(L=L)
-    attn = make(layout=layout, windows=(2, 3), biased=biased)
+    attn = make(layout=layout, windows=(2, 3), biased=biased, channels=channels)
     assert sorted(t for t in attn.targets(L).flatten().tolist() if t < L) == list(range(L))
     out, expected = drawn_alike(attn, q, k, v)
     assert (out - expected).abs().max() < 1e-12
+
+
+def test_the_colours_of_a_pixel_are_sampled_together():
+    """32 x 32 pixels of three tokens, four windows of eight rows: whole pixels, from the rows up to the window's."""
+    attn = make(True, layout=(32, 32), channels=3, windows=4, sigma=0.25)
+    sources = attn.draw(3072)
+    assert sources.shape == (4, 768) and attn.targets(3072) is None
+    pixels = sources.view(4, 256, 3)
+    assert (pixels[..., 1] == pixels[..., 0] + 1).all() and (pixels[..., 2] == pixels[..., 0] + 2).all()
+    assert (pixels[..., 0] % 3 == 0).all() and (sources.amax(1) < 768 * torch.arange(1, 5)).all()
+    with pytest.raises(ValueError, match="channels=3"):
+        make(layout=(2, 2))(*random_qkv(L=12))
+
+
+def test_the_bias_of_a_pixel_depends_on_its_offset_and_the_two_colours():
+    bias = weft.RelativeBias2d(2, 4, 5, channels=3)
+    i = torch.arange(60).view(1, 1, 60, 1)
+    values = bias(i, i.transpose(2, 3))[0]
+    assert values.shape == (2, 60, 60) and bias.table.shape == (2, 7 * 9 * 9)
+    cell = values.view(2, 4, 5, 3, 4, 5, 3)
+    assert torch.equal(cell[:, 1, 1, 0, 0, 3, 2], cell[:, 3, 0, 0, 2, 2, 2])  # the same offset and colours
+    assert not torch.equal(cell[:, 1, 1, 0, 0, 3, 2], cell[:, 1, 1, 0, 0, 3, 1])
+    assert values[0].unique().numel() == 7 * 9 * 9
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -276,6 +305,7 @@ def test_graph_layout_drops_sources_and_keeps_one():
         ({"noise": "cauchy"}, "noise"),
         ({"layout": (4, 4), "windows": (2, 2), "causal": True}, "bands"),
         ({"layout": "graph", "causal": True}, "order"),
+        ({"channels": 3}, "tokens per cell"),
     ],
 )
 def test_refusals(options, says):

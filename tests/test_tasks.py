@@ -1,6 +1,7 @@
 """Generators make what the papers describe, readers read the makers' layouts, and nothing damaged passes for data."""
 
 import io
+import itertools
 import json
 import lzma
 import sys
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from weft.lab import make_config
-from weft.tasks import DataMissing, cifar, fetch, get_task, images, imdb, listops, pathfinder, tasks, text
+from weft.tasks import DataMissing, cifar, density, fetch, get_task, images, imdb, listops, pathfinder, tasks, text
 from weft.tasks.files import new_folder
 from weft.tasks.registry import file_of
 
@@ -410,3 +411,27 @@ def test_every_task_has_a_config_and_a_message_without_data(tmp_path):
         make_config("digits", layer=3)
     with pytest.raises(ValueError, match="its presets: deep, wide"):
         make_config("digits", preset="tall")
+
+
+def test_distribution_augmentation_names_the_transformation_in_the_start_token():
+    """Jun et al. 2020: p(f(x) | f) in training, f = identity in evaluation."""
+    task = get_task("cifar10-density-augmented")
+    image = np.random.default_rng(0).integers(0, 256, (1, 3, 32, 32)).astype(np.uint8)
+    rows = {"bytes": density.as_rows(np.repeat(image, 400, 0))}
+    config, generator = make_config(task.name), torch.Generator().manual_seed(0)
+    same = task.batch(rows, config, generator, training=False)["bytes"]
+    assert (same[:, 0] == 256).all() and torch.equal(same[:, 1:], rows["bytes"].long())
+    found = task.batch(rows, config, generator, training=True)["bytes"]
+    seen = {}
+    for row in found:
+        picture = row[1:].view(32, 32, 3).numpy()
+        assert seen.setdefault(int(row[0]), picture.tobytes()) == picture.tobytes()
+    assert set(seen) == set(range(256, 304)) and len(set(seen.values())) == 48
+    plain = image[0].transpose(1, 2, 0).astype(np.int64)
+    turned = {
+        np.ascontiguousarray(flip(np.rot90(plain, k))[..., list(order)]).tobytes()
+        for k in range(4)
+        for flip in (lambda a: a, lambda a: a.transpose(1, 0, 2))
+        for order in itertools.permutations(range(3))
+    }
+    assert set(seen.values()) == turned and seen[256] == plain.tobytes()

@@ -65,25 +65,30 @@ class RelativeBias2d(nn.Module):
     """A learned value per head for every offset on an image of `height` x `width` cells in row-major order.
 
     The first `prefix` tokens (for example a CLS token) are not part of the image. All pairs with such a token share one
-    value. Sequences longer than `max_length` = prefix + height · width raise an error.
+    value. With `channels` c, each cell is c consecutive tokens, such as the colours of a pixel, and every pair of
+    channels has its own values. Sequences longer than `max_length` = prefix + height · width · channels raise an error.
     """
 
-    def __init__(self, heads: int, height: int, width: int, prefix: int = 0):
+    def __init__(self, heads: int, height: int, width: int, prefix: int = 0, channels: int = 1):
         super().__init__()
-        _at_least_one(heads=heads, height=height, width=width)
+        _at_least_one(heads=heads, height=height, width=width, channels=channels)
         if prefix < 0:
             raise ValueError(f"prefix must be at least 0, got {prefix}")
         self.heads, self.height, self.width, self.prefix = heads, height, width, prefix
-        self.max_length = prefix + height * width
-        self.table = nn.Parameter(torch.empty(heads, (2 * height - 1) * (2 * width - 1) + bool(prefix)))
+        self.channels = channels
+        self.max_length = prefix + height * width * channels
+        offsets = (2 * height - 1) * (2 * width - 1) * channels**2
+        self.table = nn.Parameter(torch.empty(heads, offsets + bool(prefix)))
         nn.init.trunc_normal_(self.table, std=0.02)
 
     def forward(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        last = self.height * self.width - 1
+        last, c = self.height * self.width * self.channels - 1, self.channels
         i, j = ((p - self.prefix).clamp(0, last) for p in (query_positions, key_positions))
+        pair = i % c * c + j % c
+        i, j = i // c, j // c
         dy = i // self.width - j // self.width + self.height - 1
         dx = i % self.width - j % self.width + self.width - 1
-        offset = dy * (2 * self.width - 1) + dx
+        offset = (dy * (2 * self.width - 1) + dx) * c * c + pair
         if self.prefix:
             outside = (query_positions < self.prefix) | (key_positions < self.prefix)
             offset = offset.masked_fill(outside, self.table.shape[1] - 1)

@@ -8,6 +8,7 @@ read from the original files (image-net.org, "Imagenet64": train_data_batch_1.np
 
 from __future__ import annotations
 
+import itertools
 import math
 import zipfile
 import zlib
@@ -77,5 +78,33 @@ def _read(path: Path) -> np.ndarray:
         raise DamagedData(path, f"its images cannot be read ({error})") from error
 
 
+class AugmentedDensity(Density):
+    """Training images are transformed at random, and the start token names the transformation.
+
+    Jun et al. 2020, Distribution Augmentation for Generative Modeling: the model learns p(f(x) | f) for every
+    transformation f, and is evaluated on f = identity. Here f is one of the 8 symmetries of the square (rotation,
+    transposition) with one of the 6 orders of the colours; `--no-augment` trains on the identity alone.
+    """
+
+    vocab = START + 48
+    reads = frozenset({"max_length", "augment"})
+
+    def batch(self, rows: Columns, config: TrainConfig, generator: torch.Generator, training: bool) -> Columns:
+        content = rows["bytes"].long()
+        kind = torch.zeros_like(content[:, :1])
+        if training and config.augment:
+            kind = torch.randint(48, kind.shape, generator=generator, device=kind.device)
+            content = content.gather(1, self._orders().to(kind.device)[kind[:, 0]])
+        return {"bytes": torch.cat([START + kind, content], 1)}
+
+    def _orders(self) -> Tensor:
+        """(48, bytes): where each byte of a transformed image comes from; the first is the identity."""
+        at = torch.arange(3 * self.side**2).view(self.side, self.side, 3)
+        squares = [turned for k in range(4) for turned in (at.rot90(k), at.rot90(k).transpose(0, 1))]
+        colours = [list(order) for order in itertools.permutations(range(3))]
+        return torch.stack([square[..., order].flatten() for square in squares for order in colours])
+
+
 add_task(Density("cifar10-density", "bits per dimension of CIFAR-10 images", 32))
+add_task(AugmentedDensity("cifar10-density-augmented", "cifar10-density with distribution augmentation", 32))
 add_task(Density("imagenet64-density", "bits per dimension of ImageNet images at 64 x 64", 64))

@@ -11,7 +11,8 @@ parameters. Layouts:
 
     "1d"              windows are runs of tokens; sigma is a fraction of the length
     (height, width)   windows are bands of rows, or with windows=(rows, columns) a grid of rectangles; sigma is a
-                      fraction of each side; causal in row-major order, with bands only
+                      fraction of each side; causal in row-major order, with bands only. With `channels` c, each cell
+                      is c consecutive tokens, such as the colours of a pixel, that move together
     "graph"           no windows: each source of each graph is dropped with probability 1 − keep
 """
 
@@ -55,8 +56,8 @@ def naive(
     if attn.layout == "1d":
         window = i // ceil_div(L, attn.windows)
     else:
-        (height, width), across = attn._rectangle(), attn.layout[1]
-        window = i // across // height * ceil_div(across, width) + i % across // width
+        (height, width), across, cell = attn._rectangle(), attn.layout[1], i // attn.channels
+        window = cell // across // height * ceil_div(across, width) + cell % across // width
     sampled = (sources[:, :, None] == j).any(1)[window[:, 0]] & able
     # The nearest allowed token up to i, otherwise the nearest after i.
     distance = torch.where(j <= i, i - j, L + j - i).masked_fill(~able, 2 * L)
@@ -85,13 +86,19 @@ class SubsampledAttention(Subsampling, FullAttention):
         biased: bool = True,
         keep: float = 1.0,
         layout: str | tuple[int, int] = "1d",
+        channels: int = 1,
         noise: str = "gaussian",
         round_sigma: bool = False,
         same_on_all_ranks: bool = False,
         **contract: Any,
     ):
         super().__init__(**contract)
+        layout = tuple(layout) if isinstance(layout, list) else layout  # from JSON
+        windows = tuple(windows) if isinstance(windows, list) else windows
         _check_options(windows, sigma, keep, layout, noise, self.causal)
+        if channels < 1 or (channels > 1 and not isinstance(layout, tuple)):
+            raise ValueError(f"channels is the number of tokens per cell of layout=(height, width), got {channels}")
+        self.channels = channels
         self.windows, self.sigma, self.biased, self.keep, self.layout = windows, sigma, biased, keep, layout
         self.noise, self.round_sigma, self.same_on_all_ranks = noise, round_sigma, same_on_all_ranks
         self.last_indices: Tensor | None = None
@@ -188,9 +195,14 @@ class SubsampledAttention(Subsampling, FullAttention):
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> None:
         super().check(q, k, v, mask, bias)
-        if isinstance(self.layout, tuple) and q.shape[2] != self.layout[0] * self.layout[1]:
+        if not isinstance(self.layout, tuple):
+            return
+        cells, c = self.layout[0] * self.layout[1], self.channels
+        if q.shape[2] != cells * c:
+            each = f" of {c} tokens" if c > 1 else ""
             raise ValueError(
-                f"layout={self.layout} has {self.layout[0] * self.layout[1]} cells, but q has {q.shape[2]} tokens"
+                f"layout={self.layout} has {cells} cells{each}, but q has {q.shape[2]} tokens: change layout"
+                + (", or set channels=3 for the colours of an image" if q.shape[2] == 3 * cells else "")
             )
 
     def _cut(self, length: int) -> tuple[int, int, int]:
@@ -201,7 +213,8 @@ class SubsampledAttention(Subsampling, FullAttention):
             return size, self.windows, size * self.windows
         height, width = self._rectangle()
         number = ceil_div(self.layout[0], height) * ceil_div(self.layout[1], width)
-        return height * width, number, height * width * number
+        size = height * width * self.channels
+        return size, number, size * number
 
     def _rectangle(self) -> tuple[int, int]:
         """Height and width of a 2-D window."""
@@ -211,7 +224,13 @@ class SubsampledAttention(Subsampling, FullAttention):
 
     def _grid(self, device: torch.device) -> Tensor:
         assert isinstance(self.layout, tuple)
-        return window_table(*self.layout, self._rectangle(), device=device)
+        return self._tokens(window_table(*self.layout, self._rectangle(), device=device))
+
+    def _tokens(self, cells: Tensor) -> Tensor:
+        """Cells (W, S) -> their tokens (W, S · channels)."""
+        if self.channels == 1:
+            return cells
+        return (cells[..., None] * self.channels + torch.arange(self.channels, device=cells.device)).flatten(1)
 
     def _placed(self, key: Tensor, per_rank: bool) -> Tensor:
         assert isinstance(self.layout, tuple)
@@ -219,7 +238,8 @@ class SubsampledAttention(Subsampling, FullAttention):
         band = self._rectangle()[0] if self.causal else height
         reach = self.sigma * height, self.sigma * width
         placement = sample_placement(key, height, width, *reach, band, 0, 0, per_rank)
-        return F.pad(placement, (0, 1), value=height * width)[self._grid(CPU)]
+        cells = window_table(height, width, self._rectangle(), device=CPU)
+        return self._tokens(F.pad(placement, (0, 1), value=height * width)[cells])
 
     def _spread(self, length: int, size: int) -> float | None:
         """Scale of the displacement of a source by the noise, in positions."""
