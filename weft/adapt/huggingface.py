@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..attention import Attention, attention_info, attentions, make_attention
+from .biases import PairBias, WindowBias, in_window, total
 from .core import learns, masked_full, one_dtype, rescaled, rows_are_independent, seeded
 from .guard import called, guard, install
-from .masks import fits, mask_function_of, read, says_causal
+from .masks import fits, mask_function_of, read, says_causal, window_of
 from .past import all_queries, is_cross_attention, layer_state, remember
 from .saved import apply
 
@@ -170,28 +171,26 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """(B, Lq, H, D), and the effective matrix (B, H, Lq, Lk) if requested."""
     called()
-    said = says_causal(mask)
+    said, window = says_causal(mask), window_of(mask)
     mask = _unpacked(choice.shown, module, mask, key.shape[2])
     special = {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
     special = {name: value for name, value in special.items() if value is not None and choice.name == "full"}
-    _refuse(choice.shown, module, key, mask, kwargs, special)
+    _refuse(choice, module, key, mask, window, kwargs, special)
     groups = query.shape[1] // key.shape[1]
     k, v = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
     q, k, v = one_dtype(rescaled(query, scaling), k, v)
     causal = _is_causal(choice.shown, module, said, is_causal)
-    of_matrix = mask is not None and mask.dim() == 4 or position_bias is not None
-    if choice.name == "full" and (of_matrix or special or (causal and q.shape[2] != k.shape[2])):
+    of_matrix = mask is not None and mask.dim() == 4
+    over_cache = causal and q.shape[2] != k.shape[2]
+    if choice.name == "full" and (of_matrix or special or over_cache or window or position_bias is not None):
         # No earlier queries are needed, so any cache works.
-        run = _full(q, k, mask, position_bias, causal, special)
-    elif of_matrix:
-        what = "a mask of pairs"
-        if position_bias is not None:
-            what = "a pairwise bias (T5's relative positions)"
-        elif kwargs.get("sliding_window"):
-            what = f"a pairwise mask for its sliding window of {kwargs['sliding_window']} tokens"
-        raise ValueError(f"{choice.shown} has no matrix of logits and does not support {what}: use weft:full")
+        run = _full(q, k, mask, position_bias, causal, window, special)
+    elif choice.name == "longformer" and window and over_cache and position_bias is None:
+        window = min(window, choice.options.get("window", window))
+        run = _full(q, k, mask, None, causal, window, special)  # the cache holds little more than the window
     else:
-        run = _mechanism(choice, module, q, k, mask, causal)
+        bias, mask = _bias(choice, mask, position_bias, causal, over_cache)
+        run = _mechanism(choice, module, q, k, mask, causal, window, bias)
     out = run(v, dropout if module.training else 0.0).transpose(1, 2).contiguous()
     if not output_attentions:
         return out, None
@@ -200,16 +199,60 @@ def _attend(
 
 
 def _full(
-    q: Tensor, k: Tensor, mask: Tensor | None, position_bias: Tensor | None, causal: bool, special: dict[str, Any]
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    position_bias: Tensor | None,
+    causal: bool,
+    window: int | None,
+    special: dict[str, Any],
 ) -> Run:
     """Full attention, with the features that only it supports."""
-    if mask is None or mask.dim() != 4:
-        return lambda v, p: masked_full(q, k, v, mask, causal=causal, added=position_bias, dropout=p, **special)
-    allowed, added = _split(mask, position_bias)  # the matrix contains causality and padding
-    return lambda v, p: masked_full(q, k, v, allowed=allowed, added=added, dropout=p, **special)
+    if mask is not None and mask.dim() == 4:  # the matrix contains causality and padding
+        allowed, added = _split(mask, position_bias)
+        return lambda v, p: masked_full(q, k, v, allowed=allowed, added=added, dropout=p, **special)
+    near = None
+    if window:
+        j = torch.arange(k.shape[2], device=q.device)
+        near = in_window(j[k.shape[2] - q.shape[2] :, None], j, window, causal)[None, None]
+    return lambda v, p: masked_full(
+        q, k, v, mask, causal=causal, allowed=near, added=position_bias, dropout=p, **special
+    )
 
 
-def _mechanism(choice: Choice, module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Run:
+def _bias(
+    choice: Choice, mask: Tensor | None, position_bias: Tensor | None, causal: bool, over_cache: bool
+) -> tuple[PairBias | None, Tensor | None]:
+    """The model's bias and matrix of pairs as a position bias, and the padding mask."""
+    pairs = mask is not None and mask.dim() == 4
+    if not pairs and position_bias is None:
+        return None, mask
+    what = "a mask of pairs" if pairs else "a pairwise bias (T5's relative positions)"
+    if not attention_info(choice.name).bias:
+        raise ValueError(f"{choice.shown} has no matrix of logits and does not support {what}: use weft:full")
+    if pairs and causal:
+        # The matrix may show a part of the future, as for the prefix of PaliGemma.
+        raise ValueError(f"{choice.shown} is causal and does not support {what}: use weft:full")
+    if position_bias is not None and over_cache and position_bias.shape[2] > 1 or (over_cache and pairs):
+        raise ValueError(f"{choice.shown} does not support {what} with a cache: set use_cache=False, or use weft:full")
+    if not pairs:
+        assert position_bias is not None
+        return PairBias(position_bias), mask
+    assert mask is not None
+    allowed, added = _split(mask, position_bias)
+    return PairBias(allowed if added is None else added.masked_fill(~allowed, float("-inf"))), None
+
+
+def _mechanism(
+    choice: Choice,
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    window: int | None = None,
+    bias: PairBias | None = None,
+) -> Run:
     """The mechanism over all positions; returns the last Lq rows."""
     name, Lq, Lk = choice.shown, q.shape[2], k.shape[2]
     if not causal and (Lq != Lk or is_cross_attention(module)):
@@ -217,16 +260,17 @@ def _mechanism(choice: Choice, module: nn.Module, q: Tensor, k: Tensor, mask: Te
             raise ValueError(f"{name} does not support cross attention, which {type(module).__name__} needs")
         if not rows_are_independent(choice.name, choice.options):
             raise ValueError(f"{name} mixes the queries of different positions, which would leak a decoder's future")
-    attn = _instance(choice, module, q, causal)
+    attn = _instance(choice, module, q, causal, window)
     if causal and Lq != Lk:
         _refuse_if_length_matters(name, attn)
         q = all_queries(module, name, q, Lk)
     elif causal and choice.name != "full":
         remember(module, q)
+    near = WindowBias(window, causal) if window and getattr(attn, "window", None) is None else None
 
     def run(v: Tensor, dropout: float) -> Tensor:
         attn.dropout = dropout
-        return attn(q, k, v, mask)[:, :, -Lq:]
+        return attn(q, k, v, mask, total(bias, near))[:, :, -Lq:]
 
     return run
 
@@ -240,10 +284,13 @@ def _split(pairs: Tensor, position_bias: Tensor | None) -> tuple[Tensor, Tensor 
     return allowed, added if position_bias is None else added + position_bias
 
 
-def _instance(choice: Choice, module: nn.Module, q: Tensor, causal: bool) -> Attention:
+def _instance(choice: Choice, module: nn.Module, q: Tensor, causal: bool, window: int | None = None) -> Attention:
     """The layer's mechanism instance. It is not a submodule, so that the state dict does not change."""
     kept = layer_state(module).mechanisms
-    key = (choice.number, q.shape[1], q.shape[3], causal)
+    key = (choice.number, q.shape[1], q.shape[3], causal, window)
+    if window and choice.name == "longformer":  # the model's window, or a smaller one
+        options = {**choice.options, "window": min(window, choice.options.get("window", window))}
+        choice = Choice(choice.name, options, choice.number)
     if key not in kept:
         longest = getattr(getattr(module, "config", None), "max_position_embeddings", None)
         made = _made(choice, module, q, causal)
@@ -286,26 +333,34 @@ def _is_causal(name: str, module: nn.Module, said: bool | None, is_causal: bool 
 
 
 def _refuse(
-    name: str, module: nn.Module, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any], special: dict[str, Any]
+    choice: Choice,
+    module: nn.Module,
+    key: Tensor,
+    mask: Tensor | None,
+    window: int | None,
+    kwargs: dict[str, Any],
+    special: dict[str, Any],
 ) -> None:
     """Reject features beyond softmax(q kᵀ) v that the mechanism does not support; `special` lists those it does."""
-    window = kwargs.get("sliding_window")
+    told = kwargs.get("sliding_window")
     sinks = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else getattr(module, "sinks", None)
+    unseen = told if not window and told and not fits(key.shape[2], told) and (mask is None or mask.dim() != 4) else None
+    if window and (not attention_info(choice.name).bias or choice.options.get("global_tokens")):
+        unseen = window
     asked = {
         "a soft cap on the logits": None if "softcap" in special else kwargs.get("softcap"),
         "attention sinks": None if "sinks" in special else sinks,
         "a paged cache": kwargs.get("cache") if "cache" in kwargs else kwargs.get("block_table"),
         "packed sequences": kwargs.get("cu_seq_lens_q"),
         "a bias on the logits": kwargs.get("attention_bias"),
-        "a sliding window": window
-        if window and not fits(key.shape[2], window) and (mask is None or mask.dim() != 4)
-        else None,
+        f"a sliding window of {unseen} tokens": unseen,
     }
     for what, value in asked.items():
         if value is not None:
-            raise ValueError(
-                f"{type(module).__name__} needs {what}, which {name} does not support: use weft:full or eager"
-            )
+            able = "weft:longformer, weft:full or eager" if value is unseen else "weft:full or eager"
+            index = getattr(module, "layer_idx", None)
+            layer = type(module).__name__ + ("" if index is None else f" {index}")
+            raise ValueError(f"{layer} needs {what}, which {choice.shown} does not support: use {able}")
 
 
 def _refuse_if_length_matters(name: str, attn: Attention) -> None:

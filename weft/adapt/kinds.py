@@ -127,9 +127,7 @@ def _recognise_transformers(layer: Layer, module: Any) -> None:
     if is_cross:
         layer.needs, layer.causal = {"cross", "rows"}, False
     if hasattr(module, "has_relative_attention_bias"):
-        layer.needs.add("pairs")
-    if getattr(module, "sliding_window", None):
-        layer.needs.add("pairs")
+        layer.needs.add("bias")
     if getattr(module, "sinks", None) is not None or getattr(module, "attn_logit_softcapping", None):
         layer.needs.add("pairs")
     if layer.causal is None:

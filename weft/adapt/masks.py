@@ -1,8 +1,8 @@
 """Masks of transformers models that only weft can read.
 
 A model requests its mask once, with a function that says which query may see which key. Plain causal or bidirectional
-attention needs only the padding mask (B, Lk). Anything else (a sliding window, packed sequences, a static cache) is a
-matrix, which only `full` supports.
+attention needs only the padding mask (B, Lk), and so does a sliding window, whose size is part of the mask's type.
+Anything else (packed sequences, chunks, a static cache) is a matrix, which only `full` supports.
 
 Some models request a mask and then compute attention themselves. A boolean mask, or None, would silently show them the
 future and the padding. So every mask is a `WeftMask`: a tensor that raises an error in any computation outside weft's
@@ -11,6 +11,7 @@ attention functions.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -22,13 +23,15 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 PLAIN = {"causal_mask_function", "bidirectional_mask_function"}
-WINDOWS = {"sliding_window_overlay", "sliding_window_bidirectional_overlay", "chunked_overlay"}
+SLIDING = {"sliding_window_overlay", "sliding_window_bidirectional_overlay"}
+WINDOWS = {*SLIDING, "chunked_overlay"}
 MEANING = {
     "sliding_window_overlay": "a sliding window",
     "sliding_window_bidirectional_overlay": "a sliding window",
     "chunked_overlay": "chunked attention",
     "packed_sequence_mask_function": "packed sequences (position_ids that restart)",
     "blockwise_overlay": "blocks of tokens with bidirectional attention",
+    "compiled window": "a sliding window or chunks in a compiled model",
     "compiled": "sequences that may be packed (a compiled model cannot tell: pass an attention_mask)",
 }
 
@@ -65,6 +68,8 @@ class WeftMask(Tensor):
     Their meaning is in the type, because torch.compile does not trace tensor attributes.
     """
 
+    window: int | None = None  # the sliding window, counted as in `longformer`
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in HARMLESS or getattr(func, "__name__", "") == "__get__":
@@ -88,6 +93,18 @@ class UnpaddedBidirectionalMask(BidirectionalMask):
     """Every token is real."""
 
 
+@functools.cache
+def windowed(kind: type[WeftMask], window: int) -> type[WeftMask]:
+    """The same mask with a sliding window."""
+    return type(f"{kind.__name__}{window}", (kind,), {"window": window})
+
+
+def window_of(mask: Tensor | None) -> int | None:
+    """The sliding window of one of our masks: causal tokens see `window` tokens up to themselves, others see as many
+    around themselves."""
+    return getattr(_kind(mask), "window", None)
+
+
 def says_causal(mask: Tensor | None) -> bool | None:
     """Whether this is one of our masks for causal attention; None if unknown."""
     kind = _kind(mask)
@@ -103,7 +120,8 @@ def read(mask: Tensor) -> Tensor | None:
         return mask[:, 0, 0] if issubclass(kind, (CausalMask, BidirectionalMask)) else mask[:]
 
 
-def _marked(mask: Tensor, kind: type[WeftMask]) -> Tensor:
+def _marked(mask: Tensor, kind: type[WeftMask], window: int | None = None) -> Tensor:
+    kind = kind if window is None else windowed(kind, window)
     if type(mask) is Tensor:
         return mask.as_subclass(kind)
     mask.weft_kind = kind  # type: ignore[attr-defined]  # torch.export's tensors do not change their class
@@ -178,15 +196,21 @@ def mask_function_of(name: str, takes_matrix: bool) -> Callable[..., Tensor]:
             parts = {"causal_mask_function" if mask_function is causal_mask_function else "bidirectional_mask_function"}
         elif torch.compiler.is_compiling():
             # transformers masks compiled models as if packed, unless it gets a mask; we cannot tell the difference.
-            parts = {"causal_mask_function", "compiled"}
+            parts = {"causal_mask_function", "compiled" if local_size is None else "compiled window"}
         else:
             parts = _parts(mask_function)
         if local_size is not None and fits(kv_length + kv_offset, local_size):
             parts -= WINDOWS  # a window that covers the whole sequence hides nothing
         causal = "causal_mask_function" in parts
+        window = None
+        if local_size is not None and parts & SLIDING:
+            window = local_size if causal else 2 * local_size + 1
+            parts -= SLIDING
         beyond = [MEANING.get(part, "the model's own mask") for part in sorted(parts - PLAIN)]
         if causal and (isinstance(q_offset, Tensor) or kv_length != q_offset + q_length):
             beyond.append("a static cache")
+        if beyond and window is not None:
+            beyond.append(MEANING["sliding_window_overlay"])
         if beyond and not takes_matrix:
             raise ValueError(
                 f"{name} does not support {' and '.join(beyond)}: this needs a pairwise mask, and the mechanism has no "
@@ -213,9 +237,9 @@ def mask_function_of(name: str, takes_matrix: bool) -> Callable[..., Tensor]:
             padding = F.pad(attention_mask.bool(), (0, max(0, short)))[:, kv_offset : kv_offset + kv_length]
             if torch.compiler.is_compiling() or not bool(padding.all()):
                 padding = padding[:, None, None].expand(batch_size, 1, q_length, kv_length)
-                return _marked(padding, CausalMask if causal else BidirectionalMask)
+                return _marked(padding, CausalMask if causal else BidirectionalMask, window)
         everything = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length)
-        return _marked(everything, UnpaddedCausalMask if causal else UnpaddedBidirectionalMask)
+        return _marked(everything, UnpaddedCausalMask if causal else UnpaddedBidirectionalMask, window)
 
     return make_mask
 

@@ -31,7 +31,7 @@ def unfit(layer: Layer, info: AttentionInfo, settings: dict[str, Any], causal: b
     if "bias" in layer.needs and not info.bias:
         return f"the layer uses a position bias, which {info.name} does not support"
     if "pairs" in layer.needs and info.name != "full":
-        return f"the layer changes pairwise logits (bias, window, cap or sink), which {info.name} does not have"
+        return f"the layer changes the logits (a soft cap or sinks), which {info.name} does not have"
     if "rows" in layer.needs and not rows_are_independent(info.name, _given(settings)):
         return f"{info.name} mixes the queries of different positions, which would leak a decoder's future"
     if layer.kind == "transformers" and learns(info.name):
