@@ -344,7 +344,8 @@ def _refuse(
     """Reject features beyond softmax(q kᵀ) v that the mechanism does not support; `special` lists those it does."""
     told = kwargs.get("sliding_window")
     sinks = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else getattr(module, "sinks", None)
-    unseen = told if not window and told and not fits(key.shape[2], told) and (mask is None or mask.dim() != 4) else None
+    of_matrix = mask is not None and mask.dim() == 4
+    unseen = told if told and not window and not of_matrix and not fits(key.shape[2], told) else None
     if window and (not attention_info(choice.name).bias or choice.options.get("global_tokens")):
         unseen = window
     asked = {

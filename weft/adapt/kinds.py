@@ -27,6 +27,8 @@ class Layer:
     needs: set[str] = field(default_factory=set)  # "cross", "bias", "rows", "pairs" (a matrix of logits)
     causal: bool | None = False  # None: decided at each call
     trouble: str = ""  # why no mechanism can be used here
+    config: Any = None  # the transformers config that selects its attention
+    rewritten: type | None = None  # its class in a swapped model, if all layers with this config change together
 
     @property
     def role(self) -> str:
@@ -46,7 +48,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
     known, unknown = [], []
     for path, module in model.named_modules():
         layer = Layer(path, module, places.get(id(module), []), "")
-        if _recognise(layer):
+        if _recognise(layer, model):
             known.append(layer)
         elif "attention" in type(module).__name__.lower() and not isinstance(module, (Attention, nn.ModuleList)):
             layer.trouble = f"weft does not know {type(module).__module__}.{type(module).__name__}"
@@ -63,8 +65,9 @@ def find_layers(model: nn.Module) -> list[Layer]:
     return sorted(known + unknown, key=lambda layer: order[id(layer.module)])
 
 
-def _recognise(layer: Layer) -> bool:
+def _recognise(layer: Layer, model: nn.Module) -> bool:
     module = layer.module
+    layer.config = getattr(module, "config", None)
     if type(module) in LAYERS:
         added = LAYERS[type(module)]
         layer.kind, layer.causal, layer.needs = "added", added.causal, {"cross"} if added.cross else set()
@@ -78,6 +81,13 @@ def _recognise(layer: Layer) -> bool:
         return _recognise_timm(layer, module)
     elif _uses_interface(module):
         _recognise_transformers(layer, module)
+    elif type(module).__name__.removeprefix("Weft") in ("BloomAttention", "MptAttention"):
+        from .rewritten import REWRITTEN
+
+        if type(module) in REWRITTEN:
+            layer.kind, layer.causal, layer.needs = "transformers", True, {"bias"}
+            layer.rewritten = REWRITTEN[type(module)]
+            layer.config = _config_above(layer, model)
     return bool(layer.kind)
 
 
@@ -132,6 +142,15 @@ def _recognise_transformers(layer: Layer, module: Any) -> None:
         layer.needs.add("pairs")
     if layer.causal is None:
         layer.trouble = layer.trouble or "it is unknown whether it is causal"
+
+
+def _config_above(layer: Layer, model: nn.Module) -> Any:
+    """The config of the innermost transformers model around this layer."""
+    found = None
+    for path, module in model.named_modules():
+        if _inside(layer.path, path) and hasattr(getattr(module, "config", None), "_attn_implementation"):
+            found = module.config
+    return found
 
 
 def _inside(path: str, parent: str) -> bool:

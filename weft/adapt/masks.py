@@ -59,6 +59,7 @@ HARMLESS = {
     Tensor.stride,
     Tensor.to,
 }
+ADDITIONS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
 
 
 class WeftMask(Tensor):
@@ -74,7 +75,15 @@ class WeftMask(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in HARMLESS or getattr(func, "__name__", "") == "__get__":
             return super().__torch_function__(func, types, args, kwargs or {})
+        if func in ADDITIONS and issubclass(cls, WeftBias):
+            return super().__torch_function__(func, types, args, kwargs or {})
+        if func in ADDITIONS and issubclass(cls, UnpaddedBidirectionalMask) and cls.window is None:
+            return next(arg for arg in args if not isinstance(arg, WeftMask)).as_subclass(WeftBias)
         raise ValueError(_read_by_hand())
+
+
+class WeftBias(WeftMask):
+    """A bias on the logits that a model has added to an empty mask, as BEiT does."""
 
 
 class CausalMask(WeftMask):
@@ -207,7 +216,7 @@ def mask_function_of(name: str, takes_matrix: bool) -> Callable[..., Tensor]:
             window = local_size if causal else 2 * local_size + 1
             parts -= SLIDING
         beyond = [MEANING.get(part, "the model's own mask") for part in sorted(parts - PLAIN)]
-        if causal and (isinstance(q_offset, Tensor) or kv_length != q_offset + q_length):
+        if causal and (isinstance(q_offset, Tensor) or kv_length + kv_offset != q_offset + q_length):
             beyond.append("a static cache")
         if beyond and window is not None:
             beyond.append(MEANING["sliding_window_overlay"])

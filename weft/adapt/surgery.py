@@ -244,30 +244,28 @@ def _switch_configs(chosen: list[Layer], layers: list[Layer]) -> list[Patch]:
 
     So all layers of a config get a function that looks up each layer's mechanism; the others run full attention.
     """
-    configs: dict[int, Any] = {}
-    for layer in chosen:
-        if layer.kind == "transformers":
-            configs[id(layer.module.config)] = layer.module.config
+    configs: dict[int, Any] = {id(layer.config): layer.config for layer in chosen if layer.kind == "transformers"}
     if not configs:
         return []
     for layer in layers:
-        if layer.trouble and id(getattr(layer.module, "config", None)) in configs:
+        if layer.trouble and id(layer.config) in configs:
             raise ValueError(
                 f"{layer.path} cannot stay unchanged: {layer.trouble}, and layers that share a config share masks"
             )
     from .huggingface import SWAPPED, register_swapped
 
     register_swapped()
-    return [
-        Patch(
-            config,
-            "_attn_implementation_internal",
-            SWAPPED,
-            users=[x.module for x in layers if getattr(x.module, "config", None) is config],
-        )
-        for config in configs.values()
-        if config._attn_implementation != SWAPPED
-    ]
+    patches = []
+    for config in configs.values():
+        sharing = [layer for layer in layers if layer.config is config]
+        if config._attn_implementation != SWAPPED:
+            users = [layer.module for layer in sharing]
+            patches.append(Patch(config, "_attn_implementation_internal", SWAPPED, users=users))
+            for layer in sharing:
+                if layer.rewritten is not None:
+                    patches.append(Patch(layer.module, "config", config))
+                    patches.append(Patch(layer.module, "__class__", layer.rewritten))
+    return patches
 
 
 def _stop_nesting(model: nn.Module, chosen: list[Layer]) -> list[Patch]:
