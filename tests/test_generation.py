@@ -6,8 +6,10 @@ import pytest
 import torch
 from promises import HEAD_DIM, HEADS, Case, qkv, sweep
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 import weft
+from weft.core.decoding import Place, tree_map
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 LONGEST = 80
@@ -88,6 +90,100 @@ def test_crop_forgets_the_last_tokens(case):
         state = attn.crop(guessed, 3)
     out, _ = steps(attn, tokens, state, state.position, 20)
     assert_same(out, attn(*tokens)[:, :, -out.shape[2] :])
+
+
+@sweep(causal=True, steps=True)
+@torch.no_grad()
+def test_a_state_with_max_length_stays_where_it_is(case):
+    attn, tokens, L = made(case), qkv(24), 24
+    wanted, state = attn(*tokens), attn.start(2, max_length=L, history=4)
+    out, state = attn.prefill(*(x[:, :, :5] for x in tokens), state=state)
+    addresses = [x.data_ptr() for x in tensors(state.inner)]
+    assert_same(out, wanted[:, :, :5])
+    guess = [x.flip(0) for x in tokens]
+    _, state = steps(attn, guess, state, 5, 9)
+    state = attn.reorder(attn.crop(state, 4), torch.tensor([1, 0]))
+    assert_same(steps(attn, [x.flip(0) for x in tokens], state, 5, L)[0], wanted.flip(0)[:, :, 5:])
+    assert [x.data_ptr() for x in tensors(state.inner)] == addresses
+    with pytest.raises(ValueError, match="max_length=24"):
+        attn.step(*(x[:, :, :1] for x in tokens), state)
+    again, state = attn.prefill(*tokens, state=attn.crop(state, L))
+    assert_same(again, wanted)
+    assert [x.data_ptr() for x in tensors(state.inner)] == addresses
+    assert sum(x.numel() * x.element_size() for x in tensors(state.inner)) == attn.state_size(2, L, torch.float64)
+
+
+def tensors(tree: object) -> list[Tensor]:
+    found: list[Tensor] = []
+    tree_map(lambda x: found.append(x) or x, tree)
+    return found
+
+
+@sweep(causal=True, steps=True)
+@torch.no_grad()
+def test_a_step_where_the_position_is_a_tensor(case, monkeypatch):
+    """As in a CUDA graph and in compiled code: nothing may depend on the value of the position."""
+    attn, tokens, mask = made(case), qkv(26), left_padding(26, 3, 0)
+    _, state = attn.prefill(*(x[:, :, :2] for x in tokens), mask[:, :2], max_length=26)
+    monkeypatch.setattr(attn, "_place", lambda state, _: Place(state.place, 26, state.device, in_place=True))
+    out, _ = steps(attn, tokens, state, 2, 26, mask)
+    assert_same(out, attn(*tokens, mask)[:, :, 2:], mask[:, 2:])
+
+
+@pytest.mark.parametrize("name", ("full", "linear", "combiner-fixed"))
+@torch.no_grad()
+def test_a_compiled_step_serves_every_position(name):
+    attn, tokens = weft.make_attention(name, heads=HEADS, head_dim=HEAD_DIM, causal=True, max_length=200), qkv(70)
+    torch._dynamo.reset()
+    compiles = CompileCounter()
+    step = torch.compile(attn.step, backend=compiles, fullgraph=True)
+    _, state = attn.prefill(*(x[:, :, :60] for x in tokens), max_length=70)
+    for t in range(60, 70):
+        out, state = step(*(x[:, :, t : t + 1] for x in tokens), state)
+    assert_same(out, attn(*tokens)[:, :, -1:])
+    assert compiles.frame_count == 1
+    assert state.position == 70
+
+
+@sweep(causal=True, steps=True, first_setting=True)
+def test_gradients_through_a_state(case):
+    attn, tokens = made(case), qkv(15, grad=True)
+    out, state = attn.prefill(*(x[:, :, :9] for x in tokens))
+    more, _ = steps(attn, tokens, state, 9, 15)
+    wanted = attn(*tokens)
+    probe = torch.linspace(-1, 1, wanted.numel(), dtype=wanted.dtype).view_as(wanted)
+    got = torch.autograd.grad(torch.cat([out, more], 2), tokens, probe, allow_unused=True)
+    torch.testing.assert_close(got, torch.autograd.grad(wanted, tokens, probe, allow_unused=True), **EXACT)
+
+
+def test_a_state_of_summaries_is_a_hundredth_of_a_cache():
+    L, sizes = 65_536, {"heads": 8, "head_dim": 64, "causal": True}
+    cache = weft.make_attention("full", **sizes).state_size(1, L, torch.bfloat16)
+    fixed = weft.make_attention("combiner-fixed", max_length=L, **sizes).state_size(1, L, torch.bfloat16)
+    assert fixed <= 0.01 * cache
+
+
+@torch.no_grad()
+def test_a_state_grows_in_steps_of_an_eighth():
+    attn, token = weft.make_attention("full", heads=1, head_dim=1, causal=True), torch.zeros(1, 1, 1, 1)
+    state, rooms = attn.start(1), set()
+    for _ in range(500):
+        _, state = attn.step(token, token, token, state)
+        rooms.add(state.inner.k.shape[2])
+        assert state.inner.k.shape[2] <= 16 + 1.125 * state.position
+    assert len(rooms) <= 20
+
+
+def test_dropping_more_than_the_history_names_the_limit():
+    attn, tokens = weft.make_attention("linear", heads=HEADS, head_dim=HEAD_DIM, causal=True), qkv(9)
+    with torch.no_grad():
+        _, state = attn.prefill(*tokens)
+        with pytest.raises(ValueError, match="last 0, got n=2; .*history=2"):
+            attn.crop(state, 2)
+        assert attn.crop(state, 9).position == 0
+        _, state = attn.prefill(*tokens, state=attn.start(2, history=3))
+        with pytest.raises(ValueError, match="last 3, got n=4"):
+            attn.crop(state, 4)
 
 
 @sweep(causal=True, steps=True, first_setting=True)

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.blocks import both
+from ..core.blocks import both, ceil_div
 from ..core.contract import Attention, PositionBias
+from ..core.decoding import Place
 from ..core.dense import dense_attention, positions
 from ..core.dispatch import Kernel
 from ..core.joint import Columns, Layout, Part, Rows, joint_attention, token_positions, valid_in
 from ..core.partitions import default_block, other_blocks, own_block
 from ..core.registry import register
-from ..core.softmax import softmax_attention
-from ..core.state import KeyValueState
+from ..core.state import KeepsAll, KeyValues, attend_to
 from ..kernels.lines.kernel import LEAST_LENGTH, LinePart, line_attention
 
 
@@ -85,7 +85,7 @@ def _between(layout: Layout, bias: PositionBias | None, length: int, device: tor
     return bias(at[..., :, None], at[..., None, :])
 
 
-class AxialAttention(Attention):
+class AxialAttention(KeepsAll):
     """`block_size` is the width of the grid. The last row may be partial."""
 
     def __init__(self, *, block_size: int | None = None, **contract: Any):
@@ -101,16 +101,13 @@ class AxialAttention(Attention):
         dropout = self.dropout if self.training else 0.0
         return joint_attention(q, parts, dropout=dropout, may_be_empty=mask is not None)
 
-    def initial_state(self) -> KeyValueState:
+    def empty_state(self, k: Tensor, capacity: int) -> KeyValues:
         decoding_block(self)  # raises an error if the block size is unknown
-        return KeyValueState.empty()
+        return super().empty_state(k, capacity)
 
-    def attend_next(self, q, k, v, state: KeyValueState, mask, bias):
-        m = decoding_block(self)
-        i = state.position
-        state = state.append(k, v, mask)
-        seen = torch.tensor([*range(i % m, i - i % m, m), *range(i - i % m, i + 1)], device=k.device)
-        return attend_to(q, state, seen, bias), state
+    def attend_next(self, q, k, v, state: KeyValues, mask, bias, at: Place):
+        state = state.put(at, k, v, mask, at.i)
+        return attend_to(q, state, at, *row_and_column(at, decoding_block(self)), bias), state
 
 
 def decoding_block(attn: Attention, levels: int = 2) -> int:
@@ -124,13 +121,12 @@ def decoding_block(attn: Attention, levels: int = 2) -> int:
     return block_size or default_block(0, attn.max_length, levels)
 
 
-def attend_to(q: Tensor, state: KeyValueState, seen: Tensor, bias: PositionBias | None) -> Tensor:
-    """Attention of the newest token to the cached positions `seen`."""
-    k, v, valid, _ = state.read()
-    at = seen - state.dropped
-    i = torch.tensor(state.position - 1, device=q.device).view(1, 1, 1, 1)
-    values = None if bias is None else bias(i, seen.view(1, 1, 1, -1))
-    return softmax_attention(q, k[:, :, at], v[:, :, at], allowed=valid[:, None, None, at], bias=values)
+def row_and_column(at: Place, m: int) -> tuple[Tensor, Tensor]:
+    """The earlier tokens of the newest token's column and of its row, and which of them exist."""
+    row, c = at.i - at.i % m, at.i % m
+    column = c + m * at.first(row // m if at.known else ceil_div(at.capacity, m))
+    own = row + at.first(c + 1 if at.known else m)
+    return torch.cat([column, own]), torch.cat([column < row, own <= at.i])
 
 
 def run_kernel(attn: AxialAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.contract import Attention, PositionBias
+from ..core.contract import PositionBias
+from ..core.decoding import Place
 from ..core.dense import dense_logits, dense_softmax, legal
 from ..core.registry import register
 from ..core.softmax import fused, softmax_attention
-from ..core.state import KeyValueState
+from ..core.state import KeepsAll, KeyValues
 
 
 def naive(
@@ -27,7 +28,7 @@ def naive(
     return dense_softmax(dense_logits(q, k, bias), legal(attn, q, k, mask)) @ v
 
 
-class FullAttention(Attention):
+class FullAttention(KeepsAll):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         if self.causal and mask is None and bias is None:
@@ -41,14 +42,14 @@ class FullAttention(Attention):
         values = None if bias is None else bias(i[None, None], j[None, None])
         return softmax_attention(q, k, v, allowed=allowed, bias=values, dropout=dropout)
 
-    def initial_state(self) -> KeyValueState:
-        return KeyValueState.empty()
-
-    def attend_next(self, q, k, v, state: KeyValueState, mask, bias):
-        state = state.append(k, v, mask)
-        keys, values, valid, j = state.read()
-        bias_values = None if bias is None else bias(j[-1].view(1, 1, 1, 1), j.view(1, 1, 1, -1))
-        return softmax_attention(q, keys, values, allowed=valid[:, None, None], bias=bias_values), state
+    def attend_next(self, q, k, v, state: KeyValues, mask, bias, at: Place):
+        state = state.put(at, k, v, mask, at.i)
+        keys, values, valid = state.read(at, at.i + 1)
+        logits = None
+        if bias is not None:
+            j = at.first(keys.shape[2]).minimum(at.tensor)
+            logits = bias(at.tensor.view(1, 1, 1, 1), j.view(1, 1, 1, -1))
+        return softmax_attention(q, keys, values, allowed=valid[:, None, None], bias=logits), state
 
 
 register(

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.contract import Attention, PositionBias, hide
+from ..core.decoding import Place
 from ..core.dense import legal
 from ..core.dispatch import Kernel
-from ..core.precision import precise, without_autocast
+from ..core.precision import precise
 from ..core.registry import register
 from ..core.scan import causal_sum
 from ..kernels.linear_scan import kernel
@@ -45,16 +46,17 @@ class LinearAttention(Attention):
         total = causal_sum(a, b, v1) if self.causal else a @ (b.transpose(-1, -2) @ v1)
         return (total[..., :-1] / (total[..., -1:] + EPSILON)).to(q.dtype)
 
-    def initial_state(self) -> Tensor | None:
-        return None
+    def empty_state(self, k: Tensor, capacity: int) -> Tensor:
+        D = self.head_dim
+        return precise(k).new_zeros(k.shape[0], self.heads, D, D + 1)
 
-    def attend_next(self, q, k, v, memory: Tensor | None, mask, bias):
+    def state_after(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, capacity: int) -> Tensor:
+        return hide(features(k), mask).transpose(-1, -2) @ with_ones(v)
+
+    def attend_next(self, q, k, v, memory: Tensor, mask, bias, at: Place):
         b = hide(features(k), None if mask is None else mask[:, None])
-        v1 = with_ones(v)
-        with without_autocast(q):
-            added = b.transpose(-1, -2) @ v1
-            memory = added if memory is None else memory + added
-            total = features(q) @ memory
+        memory = at.set(memory, memory + b.transpose(-1, -2) @ with_ones(v))
+        total = features(q) @ memory
         return (total[..., :-1] / (total[..., -1:] + EPSILON)).to(q.dtype), memory
 
 

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from ..core.blocks import both, from_blocks, to_blocks, valid_keys
 from ..core.contract import Attention, PositionBias
+from ..core.decoding import Place
 from ..core.dense import dense_attention, positions
 from ..core.dispatch import Kernel
 from ..core.registry import register
 from ..core.softmax import softmax_attention
-from ..core.state import KeyValueState
+from ..core.state import KeyValues
 from ..kernels.band import kernel
 
 
@@ -51,15 +52,23 @@ class LocalAttention(Attention):
         out = softmax_attention(q, k, v, allowed=allowed, bias=values, dropout=self.dropout if self.training else 0.0)
         return from_blocks(out, L)
 
-    def initial_state(self) -> KeyValueState:
-        return KeyValueState.empty()
+    def empty_state(self, k: Tensor, capacity: int) -> KeyValues:
+        return KeyValues.empty(k, min(self.block_size, capacity))
 
-    def attend_next(self, q, k, v, state: KeyValueState, mask, bias):
-        in_block = state.position % self.block_size + 1
-        state = state.append(k, v, mask).keep_last(in_block)
-        keys, values, valid, j = state.read(in_block)
-        bias_values = None if bias is None else bias(j[-1].view(1, 1, 1, 1), j.view(1, 1, 1, -1))
-        return softmax_attention(q, keys, values, allowed=valid[:, None, None], bias=bias_values), state
+    def state_after(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, capacity: int) -> KeyValues:
+        first = k.shape[2] - k.shape[2] % self.block_size
+        mask = None if mask is None else mask[:, first:]
+        return KeyValues.of(k[:, :, first:], v[:, :, first:], mask, min(self.block_size, capacity))
+
+    def attend_next(self, q, k, v, state: KeyValues, mask, bias, at: Place):
+        slot = at.i % self.block_size  # the slots after it belong to the previous block
+        state = state.put(at, k, v, mask, slot)
+        keys, values, valid = state.read(at, slot + 1)
+        logits = None
+        if bias is not None:
+            j = (at.tensor - slot + at.first(keys.shape[2])).minimum(at.tensor)
+            logits = bias(at.tensor.view(1, 1, 1, 1), j.view(1, 1, 1, -1))
+        return softmax_attention(q, keys, values, allowed=valid[:, None, None], bias=logits), state
 
 
 def run_kernel(attn: LocalAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:

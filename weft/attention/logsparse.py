@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.contract import Attention, PositionBias
+from ..core.contract import PositionBias
+from ..core.decoding import Place
 from ..core.dense import dense_attention, positions
 from ..core.joint import BackwardRows, Layout, Part, Rows, joint_attention, token_positions, valid_in
-from ..core.partitions import LogSpans, log_spans, power_offsets
+from ..core.partitions import LogSpans
 from ..core.registry import register
-from ..core.state import KeyValueState
-from .axial import attend_to
+from ..core.state import KeepsAll, KeyValues, attend_to
 
 BLOCK = 16  # tokens processed together; the result does not depend on it
 
@@ -43,7 +43,7 @@ def naive(
     return dense_attention(attn, q, k, v, mask, bias, (i == j) | before(i, j) | after)
 
 
-class LogSparseAttention(Attention):
+class LogSparseAttention(KeepsAll):
     """`offsets` is "spans" or "powers"."""
 
     def __init__(self, *, offsets: str = "spans", **contract: Any):
@@ -61,14 +61,17 @@ class LogSparseAttention(Attention):
             parts.append(last_tokens(BackwardRows(BLOCK), k, v, mask, bias, own=False))
         return joint_attention(q, parts, dropout=dropout, may_be_empty=mask is not None)
 
-    def initial_state(self) -> KeyValueState:
-        return KeyValueState.empty()
-
-    def attend_next(self, q, k, v, state: KeyValueState, mask, bias):
-        i = state.position
-        state = state.append(k, v, mask)
-        earlier = power_offsets(i) if self.offsets == "powers" else [a + size - 1 for a, size in log_spans(i)]
-        return attend_to(q, state, torch.tensor([i, *earlier], device=k.device), bias), state
+    def attend_next(self, q, k, v, state: KeyValues, mask, bias, at: Place):
+        state = state.put(at, k, v, mask, at.i)
+        b = at.first((at.i if at.known else at.capacity - 1).bit_length())
+        if self.offsets == "powers":
+            earlier = at.i - (1 << b)
+            exists = earlier >= 0
+        else:
+            i = at.tensor
+            earlier, exists = (i >> (b + 1) << (b + 1)) + (1 << b) - 1, (i >> b) & 1 == 1
+        seen, allowed = torch.cat([at.tensor.view(1), earlier]), F.pad(exists, (1, 0), value=True)
+        return attend_to(q, state, at, seen, allowed, bias), state
 
 
 def last_tokens(

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from ..core.blocks import both, ceil_div, from_blocks, power_of_two, to_blocks
 from ..core.contract import Attention, PositionBias
+from ..core.decoding import Place
 from ..core.dense import dense_attention, positions
 from ..core.dispatch import Kernel
 from ..core.registry import register
 from ..core.softmax import softmax_attention
-from ..core.state import KeyValueState
+from ..core.state import KeyValues
 from ..kernels.band import kernel
 
 
@@ -85,23 +86,34 @@ class LongformerAttention(Attention):
             out = torch.cat([top, out[:, :, g:]], 2)
         return out
 
-    def initial_state(self) -> tuple[KeyValueState, KeyValueState]:
-        return KeyValueState.empty(), KeyValueState.empty()
+    # Decoding: the global tokens in front, then a ring of the latest `window` tokens.
 
-    def attend_next(self, q, k, v, state: tuple[KeyValueState, KeyValueState], mask, bias):
-        first, recent = state
-        position = recent.position
-        if position < self.global_tokens:
-            first = first.append(k, v, mask)
-            recent = KeyValueState(None, None, None, position + 1, position + 1)
+    def empty_state(self, k: Tensor, capacity: int) -> KeyValues:
+        return KeyValues.empty(k, min(self.global_tokens + self.window, capacity))
+
+    def state_after(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, capacity: int) -> KeyValues:
+        L, g, w = k.shape[2], self.global_tokens, self.window
+        slots = min(g + w, capacity)
+        if L <= slots:
+            return KeyValues.of(k, v, mask, slots)
+        s = torch.arange(slots, device=k.device)
+        kept = torch.where(s < g, s, L - 1 - (L - 1 - s) % w)
+        return KeyValues.of(k[:, :, kept], v[:, :, kept], None if mask is None else mask[:, kept], slots)
+
+    def attend_next(self, q, k, v, state: KeyValues, mask, bias, at: Place):
+        g, w, i = self.global_tokens, self.window, at.i
+        if at.known:
+            slot, count = (i if i < g else g + (i - g) % w), min(i + 1, state.slots)
         else:
-            recent = recent.append(k, v, mask).keep_last(self.window)
-        parts = [s.read(*last) for s, last in ((first, ()), (recent, (self.window,))) if s.k is not None]
-        keys, values = (torch.cat([p[c] for p in parts], 2) for c in (0, 1))
-        valid = torch.cat([p[2] for p in parts], 1)
-        j = torch.cat([p[3] for p in parts])
-        bias_values = None if bias is None else bias(j[-1].view(1, 1, 1, 1), j.view(1, 1, 1, -1))
-        return softmax_attention(q, keys, values, allowed=valid[:, None, None], bias=bias_values), (first, recent)
+            slot, count = torch.where(i < g, i, g + (i - g) % w), i + 1
+        state = state.put(at, k, v, mask, slot)
+        keys, values, valid = state.read(at, count)
+        logits = None
+        if bias is not None:
+            s = at.first(keys.shape[2])
+            j = torch.where(s < g, s, at.tensor - (at.tensor - s) % w).clamp(min=0).minimum(at.tensor)
+            logits = bias(at.tensor.view(1, 1, 1, 1), j.view(1, 1, 1, -1))
+        return softmax_attention(q, keys, values, allowed=valid[:, None, None], bias=logits), state
 
 
 def run_kernel(attn: LongformerAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:

@@ -3,19 +3,26 @@
     out, state = attn.prefill(q, k, v, mask)          a prompt (B, H, L, D), in parallel
     out, state = attn.step(q, k, v, state, mask)      one token (B, H, 1, D)
 
-Both equal the parallel form. Without gradients a state is updated in place, so only the newest one can be used.
+Both equal the parallel form. A mechanism keeps its state in buffers with room for a number of tokens, and defines
+
+    empty_state(k, capacity)                          buffers for `capacity` tokens, with the dtype and device of k
+    state_after(q, k, v, mask, capacity)              the same buffers after the tokens of a prompt
+    attend_next(q, k, v, state, mask, bias, at)       one token's output and the next buffers
+
+With `max_length` the buffers are allocated once and the position is a tensor, so that a step can be captured in a CUDA
+graph. Otherwise the buffers grow by an eighth when they are full.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from .dispatch import plain
 from .precision import autocast, without_autocast
 
 
@@ -27,11 +34,19 @@ class DecodingState:
     batch: int
     device: torch.device | None  # None until the first token
     dtype: torch.dtype | None
-    position: int  # tokens so far
-    inner: Any
-    max_length: int | None = None
+    inner: Any = None  # None until the first token
+    max_length: int | None = None  # None: the buffers grow
+    capacity: int = 0  # tokens for which the buffers have room
+    count: int = 0  # tokens so far, without those of CUDA graphs and compiled steps
+    place: Tensor | None = None  # with max_length: tokens so far, on the device
+    newest: list[int] = field(default_factory=lambda: [0])  # shared: the count of the state that owns the buffers
     history: int = 0  # how many tokens `crop` can drop if the mechanism cannot drop any number
     log: Log | None = None
+
+    @property
+    def position(self) -> int:
+        """Tokens so far. With `max_length` on a GPU, reading it waits for the GPU."""
+        return self.count if self.place is None else int(self.place)
 
 
 @dataclass
@@ -39,7 +54,7 @@ class Log:
     """Two earlier states and all tokens since the first of them, to decode again after `crop`."""
 
     marks: list[tuple[int, Any]]  # (position, inner), oldest first
-    tokens: list[tuple[Any, ...]]  # the arguments of `attend_next` since marks[0]
+    tokens: list[tuple[Any, ...]]  # q, k, v, mask, bias and inputs of every token since marks[0]
 
     def add(self, token: tuple[Any, ...], history: int, position: int, inner: Any) -> Log:
         marks, tokens = self.marks, [*self.tokens, token]
@@ -50,8 +65,53 @@ class Log:
         return Log(marks, tokens)
 
 
+@dataclass
+class Place:
+    """Where the next token goes, and how to write there.
+
+    `i` is its position: a number, or a tensor if the code must run unchanged for every position, as in a CUDA graph.
+    """
+
+    i: Any
+    capacity: int
+    device: torch.device
+    in_place: bool  # False if gradients need the earlier buffers
+
+    @property
+    def known(self) -> bool:
+        return isinstance(self.i, int)
+
+    @property
+    def tensor(self) -> Tensor:
+        return torch.full((), self.i, device=self.device) if self.known else self.i
+
+    def first(self, n: int) -> Tensor:
+        return torch.arange(n, device=self.device)
+
+    def filled(self, count: Any, slots: int) -> tuple[int, Tensor | None]:
+        """How many slots to read if `count` of `slots` are filled, and which of them count (None: all)."""
+        return (count, None) if isinstance(count, int) else (slots, self.first(slots) < count)
+
+    def put(self, buffer: Tensor, new: Tensor, slot: Any, dim: int = 2) -> Tensor:
+        """Write `new`, of size 1 in `dim`, to a slot of the buffer."""
+        new = new.to(buffer.dtype)
+        if isinstance(slot, int):
+            if self.in_place:
+                buffer.narrow(dim, slot, 1).copy_(new)
+                return buffer
+            return torch.slice_scatter(buffer, new, dim, slot, slot + 1)
+        return (buffer.index_copy_ if self.in_place else buffer.index_copy)(dim, slot.view(1), new)
+
+    def set(self, buffer: Tensor, new: Tensor) -> Tensor:
+        """Replace the whole buffer."""
+        return buffer.copy_(new) if self.in_place else new.to(buffer.dtype)
+
+    def choose(self, condition: Any, a: Tensor, b: Tensor) -> Tensor:
+        return (a if condition else b) if isinstance(condition, bool) else torch.where(condition, a, b)
+
+
 class Decoding:
-    """The decoding half of the contract. Mechanisms that decode override `initial_state` and `attend_next`."""
+    """The decoding half of the contract."""
 
     name: str
     heads: int
@@ -63,16 +123,20 @@ class Decoding:
     check: Callable[..., None]
     check_bias: Callable[..., None]
     clean: Callable[..., list[Tensor]]
+    parameters: Callable[..., Any]
     __call__: Callable[..., Any]
 
     crops = False  # True if any number of the last tokens can be dropped by setting the position back
 
-    def initial_state(self) -> Any:
-        """State passed to `attend_next` for the first token."""
+    def empty_state(self, k: Tensor, capacity: int) -> Any:
         raise NotImplementedError
 
-    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: Any, mask: Tensor | None, bias: Any) -> Any:
-        """Return one token's output and the next state. The arguments are checked copies; masked tokens are zero."""
+    def state_after(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, capacity: int) -> Any:
+        raise NotImplementedError
+
+    def attend_next(
+        self, q: Tensor, k: Tensor, v: Tensor, state: Any, mask: Tensor | None, bias: Any, at: Place
+    ) -> tuple[Tensor, Any]:
         raise NotImplementedError
 
     def start(
@@ -86,8 +150,9 @@ class Decoding:
     ) -> DecodingState:
         """Return the state before the first token. `device` and `dtype` default to those of the first token.
 
-        `max_length` limits the number of tokens. `history` is the number of tokens that `crop` must be able to drop;
-        mechanisms that keep all tokens can drop any number without it.
+        With `max_length` the state is allocated once, for so many tokens, and every call updates it in place.
+        `history` is the number of tokens that `crop` must be able to drop; mechanisms that keep all tokens can drop any
+        number without it.
         """
         self._check_decodes()
         if not isinstance(batch, int) or isinstance(batch, bool) or batch < 0:
@@ -101,11 +166,14 @@ class Decoding:
             )
         if history < 0:
             raise ValueError(f"history must be at least 0, got {history}")
+        self._shapes(batch, 1, torch.float32)  # raises an error if the block size is unknown
         place = None if device is None else torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
         made_for = (self.name, self.heads, self.head_dim)
-        inner = self.initial_state()
-        state = DecodingState(made_for, batch, place, dtype, 0, inner, max_length, 0 if self.crops else history)
-        return replace(state, log=Log([(0, tree_map(torch.clone, inner))], [])) if state.history else state
+        state = DecodingState(made_for, batch, place, dtype, max_length=max_length)
+        state.history = 0 if self.crops else history
+        if max_length is not None and place is not None and dtype is not None:
+            self._allocate(state, torch.empty(batch, self.heads, 0, self.head_dim, device=place, dtype=dtype), 1)
+        return state
 
     def prefill(
         self,
@@ -121,7 +189,7 @@ class Decoding:
         """Process a prompt (B, H, L, D), or the next L tokens after `state`; return its output and the next state.
 
         `mask` (B, L) is False for padding, which may be on the left. Padding counts as positions, as in the parallel
-        form with the same mask.
+        form with the same mask. A prompt after earlier tokens is processed step by step.
         """
         self._check_decodes()
         self.check(q, k, v, mask, bias)
@@ -129,16 +197,28 @@ class Decoding:
             state = self.start(q.shape[0], max_length=max_length)
         elif max_length is not None and max_length != getattr(state, "max_length", max_length):
             raise ValueError(f"the state has max_length={state.max_length}, got max_length={max_length}; give only one")
-        self._check_tokens(q, k, v, state, bias, q.shape[2])
-        first = state.position == 0
-        outs = []
-        for t in range(q.shape[2]):
-            at = slice(t, t + 1)
-            x = {name: value[:, at] for name, value in inputs.items()}
-            token_mask = None if mask is None else mask[:, t]
-            out, state = self.step(q[:, :, at], k[:, :, at], v[:, :, at], state, token_mask, bias, **x)
-            outs.append(out)
-        return self(q, k, v, mask, bias, **inputs) if first else torch.cat(outs, 2), state
+        L = q.shape[2]
+        self._check_tokens(q, k, v, state, bias, L)
+        if state.position:
+            return self._steps(q, k, v, mask, bias, state, inputs)
+        out = self(q, k, v, mask, bias, **inputs)
+        state = self._own(state, q)
+        q, k, v = self.clean(q, k, v, mask)
+        with without_autocast(q):
+            if state.max_length is None:
+                state.capacity = L
+                state.inner = self.state_after(q, k, v, mask, L, **inputs)
+            else:
+                self._allocate(state, k, L)
+                assert state.place is not None
+                state.place.fill_(L)
+                state.inner = self._write(state.inner, self.state_after(q, k, v, mask, state.capacity, **inputs))
+            state.count, state.newest = L, [L]
+            if state.history:
+                early = max(0, L - state.history)
+                state.log = Log([(early, self._after(q, k, v, mask, inputs, early, state.capacity))], [])
+                state.log.tokens += [_token(q, k, v, mask, bias, inputs, t) for t in range(early, L)]
+        return out, state
 
     def step(
         self,
@@ -152,23 +232,34 @@ class Decoding:
     ) -> tuple[Tensor, DecodingState]:
         """Process one token (B, H, 1, D); return its output and the next state. `mask` (B,) is False for padding."""
         self.check_step(q, k, v, state, mask, bias)
-        state = replace(state, device=q.device, dtype=q.dtype, position=state.position + 1)
+        state = self._own(state, q)
         q, k, v = autocast(q, k, v)
-        # States keep keys, values and masks, some also queries. Copy them, because callers may reuse their buffers.
-        if mask is None:
-            q, k, v = q.clone(), k.clone(), v.clone()
-        else:
-            mask = mask.clone()
+        if mask is not None:
             q, k, v = (torch.where(mask[:, None, None, None], t, 0) for t in (q, k, v))
+        self._allocate(state, k, 1)
+        at = self._place(state, bool(self._differentiable(q, k, v, bias, state.inner)))
         with without_autocast(q):
-            out, inner = self.attend_next(q, k, v, state.inner, mask, bias, **inputs)
-        log = state.log
-        if log is not None:
-            log = log.add((q, k, v, mask, bias, inputs), state.history, state.position, inner)
-        return out, replace(state, inner=inner, log=log)
+            out, inner = self.attend_next(q, k, v, state.inner, mask, bias, at, **inputs)
+        state.inner = inner
+        if state.place is not None:
+            state.place.add_(1)
+        if state.place is None or not torch.compiler.is_compiling():
+            state.count += 1
+            if at.in_place and state.place is None:
+                state.newest[0] = state.count
+            else:
+                state.newest = [state.count]
+            if state.history:
+                token = _token(q, k, v, None if mask is None else mask[:, None], bias, inputs, 0)
+                log = state.log or Log([(0, self._after(q, k, v, None, inputs, 0, state.capacity))], [])
+                state.log = log.add(token, state.history, state.count, inner)
+        return out, state
 
     def reorder(self, state: DecodingState, rows: Tensor) -> DecodingState:
-        """Return a copy of the state whose row b is row `rows[b]` of `state`. `rows` may have any length."""
+        """Return the state whose row b is row `rows[b]` of `state`, for example after a step of beam search.
+
+        It is a copy, unless the state has `max_length` and the number of rows stays the same: then it is in place.
+        """
         self._check_state(state)
         if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.is_floating_point() or rows.dtype == torch.bool:
             got = f"{rows.dtype} {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
@@ -181,40 +272,137 @@ class Decoding:
 
         log = state.log
         if log is not None:
-            tokens = [(*(tree_map(take, part) for part in (*t[:4],)), t[4], tree_map(take, t[5])) for t in log.tokens]
+            tokens = [(*tree_map(take, t[:4]), t[4], tree_map(take, t[5])) for t in log.tokens]
             log = Log([(p, tree_map(take, inner)) for p, inner in log.marks], tokens)
-        return replace(state, batch=len(rows), inner=tree_map(take, state.inner), log=log)
+        inner = tree_map(take, state.inner)
+        if state.place is not None and len(rows) == state.batch:
+            state.inner, state.log = self._write(state.inner, inner), log
+            return state
+        place = None if state.place is None else state.place.clone()
+        return replace(state, batch=len(rows), inner=inner, log=log, place=place, newest=[state.count])
 
     def crop(self, state: DecodingState, n: int) -> DecodingState:
-        """Return the state without its last n tokens."""
+        """Return the state without its last n tokens. Mechanisms that do not keep all tokens need `start(history=n)`;
+        dropping all tokens is always possible."""
         self._check_state(state)
-        if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n <= state.position:
-            raise ValueError(f"n, the number of tokens to drop, must be in 0 … {state.position}, got {n!r}")
-        target = state.position - n
+        self._check_newest(state)
+        position = state.position
+        if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n <= position:
+            raise ValueError(f"n, the number of tokens to drop, must be in 0 … {position}, got {n!r}")
+        target = position - n
+        inner, log = state.inner, state.log
         if n == 0:
             return state
-        if state.log is None or target < state.log.marks[0][0]:
-            raise ValueError(
-                f"crop(state, {n}) drops {n} tokens, but {self.name} cannot undo its sums and this state can drop at "
-                f"most {0 if state.log is None else state.position - state.log.marks[0][0]}; create it with "
-                f"start(batch, history={n}) or more"
-            )
-        marks = [mark for mark in state.log.marks if mark[0] <= target]
-        tokens = state.log.tokens[: target - marks[0][0]]
-        position, inner = marks[-1]
-        inner = tree_map(torch.clone, inner)
-        for q, k, v, mask, bias, inputs in tokens[position - marks[0][0] :]:
-            with without_autocast(q):
-                _, inner = self.attend_next(q, k, v, inner, mask, bias, **inputs)
-        return replace(state, position=target, inner=inner, log=Log(marks, tokens))
+        if target == 0:
+            like = torch.empty(state.batch, self.heads, 0, self.head_dim, device=state.device, dtype=state.dtype)
+            inner, log = tree_map(lambda x, y: x.to(y.dtype), self.empty_state(like, state.capacity), inner), None
+        elif not self.crops:
+            if log is None or target < log.marks[0][0] or position != state.count:
+                most = 0 if log is None or position != state.count else position - log.marks[0][0]
+                raise ValueError(
+                    f"{self.name} sums up earlier tokens, so that it cannot drop them later: this state can drop the "
+                    f"last {most}, got n={n}; create it with start(batch, history={n}) to drop up to {n}"
+                )
+            marks = [mark for mark in log.marks if mark[0] <= target]
+            log = Log(marks, log.tokens[: target - marks[0][0]])
+            inner = tree_map(torch.clone, marks[-1][1])
+            capacity = max(state.capacity, target)
+            inner = self._grown(inner, state.batch, capacity)
+            for t in range(marks[-1][0], target):
+                q, k, v, mask, bias, inputs = log.tokens[t - marks[0][0]]
+                mask = None if mask is None else mask[:, 0]
+                at = Place(t, capacity, q.device, not self._differentiable(q, k, v, bias, inner))
+                with without_autocast(q):
+                    _, inner = self.attend_next(q, k, v, inner, mask, bias, at, **inputs)
+        if state.place is not None:
+            state.place.fill_(target)
+            state.inner, state.count, state.log, state.newest = self._write(state.inner, inner), target, log, [target]
+            return state
+        state.newest[0] = target
+        newest = state.newest if inner is state.inner else [target]
+        return replace(state, count=target, inner=inner, log=log, newest=newest)
 
     def state_size(self, batch: int, length: int, dtype: torch.dtype = torch.float32) -> int:
-        """Bytes of the state after `length` tokens."""
-        state, token = self.start(batch), torch.zeros(batch, self.heads, 1, self.head_dim, dtype=dtype)
-        with torch.no_grad(), plain(self):
-            for _ in range(length):
-                _, state = self.step(token, token, token, state)
-        return tree_bytes(state.inner)
+        """Bytes of a state with room for `length` tokens."""
+        self._check_decodes()
+        return tree_bytes(self._shapes(batch, length, dtype))
+
+    def _steps(self, q, k, v, mask, bias, state, inputs):
+        outs = []
+        for t in range(q.shape[2]):
+            at = slice(t, t + 1)
+            x = {name: value[:, at] for name, value in inputs.items()}
+            row = None if mask is None else mask[:, t]
+            out, state = self.step(q[:, :, at], k[:, :, at], v[:, :, at], state, row, bias, **x)
+            outs.append(out)
+        return torch.cat(outs, 2), state
+
+    def _after(self, q, k, v, mask, inputs, n: int, capacity: int) -> Any:
+        """The buffers after the first n of the given tokens."""
+        if n == 0:
+            return self.empty_state(k, capacity)
+        x = {name: value[:, :n] for name, value in inputs.items()}
+        return self.state_after(
+            q[:, :, :n], k[:, :, :n], v[:, :, :n], None if mask is None else mask[:, :n], capacity, **x
+        )
+
+    def _own(self, state: DecodingState, q: Tensor) -> DecodingState:
+        """The state to change: a new one around the same buffers, or with `max_length` the given one."""
+        if state.max_length is None:
+            return replace(state, device=q.device, dtype=q.dtype)
+        state.device, state.dtype = q.device, q.dtype
+        return state
+
+    def _allocate(self, state: DecodingState, k: Tensor, n: int) -> None:
+        """Make room for n more tokens."""
+        if state.inner is None:
+            state.capacity = state.max_length or 16
+            state.inner = self.empty_state(k, state.capacity)
+            state.newest = [0]
+            if state.max_length is not None:
+                state.place = torch.zeros((), dtype=torch.long, device=k.device)
+        if state.max_length is None and state.count + n > state.capacity:
+            state.capacity = max(state.count + n, state.capacity + max(16, state.capacity // 8))
+            if self.max_length is not None:
+                state.capacity = min(state.capacity, self.max_length)
+            state.inner = self._grown(state.inner, state.batch, state.capacity)
+
+    def _grown(self, inner: Any, batch: int, capacity: int) -> Any:
+        def pad(x: Tensor, shape: Tensor) -> Tensor:
+            short = [new - old for new, old in zip(shape.shape, x.shape, strict=True)]
+            return F.pad(x, [side for s in reversed(short) for side in (0, s)]) if any(short) else x
+
+        return tree_map(pad, inner, self._shapes(batch, capacity, torch.float32))
+
+    def _shapes(self, batch: int, capacity: int, dtype: torch.dtype) -> Any:
+        like = torch.empty(batch, self.heads, 0, self.head_dim, device="meta", dtype=dtype)
+        return self.empty_state(like, capacity)
+
+    def _place(self, state: DecodingState, differentiable: bool) -> Place:
+        assert state.device is not None
+        i: Any = state.count
+        if state.place is not None:  # a number where reading it is free
+            free = state.device.type == "cpu" and not torch.compiler.is_compiling()
+            i = int(state.place) if free else state.place
+        return Place(i, state.capacity, state.device, not differentiable)
+
+    def _differentiable(self, q: Tensor, k: Tensor, v: Tensor, bias: Any, inner: Any) -> bool:
+        """Whether a gradient may be computed through the state, whose tensors must then stay as they are."""
+        if not torch.is_grad_enabled():
+            return False
+        if bias is not None and (not isinstance(bias, nn.Module) or any(p.requires_grad for p in bias.parameters())):
+            return True
+        found = [q, k, v, *self.parameters()]
+        tree_map(lambda x: found.append(x) or x, inner)  # type: ignore[func-returns-value]
+        return any(x.requires_grad for x in found)
+
+    def _write(self, old: Any, new: Any) -> Any:
+        """Copy into the allocated buffers, or use the new ones if gradients need them."""
+        found: list[bool] = []
+        tree_map(lambda x, y: found.append(x.requires_grad or y.requires_grad) or x, old, new)  # type: ignore
+        if torch.is_grad_enabled() and any(found):
+            return tree_map(lambda x, y: y.to(x.dtype), old, new)
+        return tree_map(lambda x, y: x.copy_(y), old, new)
 
     def _check_decodes(self) -> None:
         if type(self).attend_next is Decoding.attend_next:
@@ -237,8 +425,15 @@ class Decoding:
                 f"heads={self.heads}, head_dim={self.head_dim}; call start() on this module to get its state"
             )
 
+    def _check_newest(self, state: DecodingState) -> None:
+        if state.inner is not None and state.place is None and state.newest[0] != state.count:
+            raise ValueError(
+                f"this state of {state.count} tokens was overwritten by later steps, because without gradients states "
+                "are updated in place; use copy.deepcopy(state) before decoding branches"
+            )
+
     def _check_tokens(self, q: Tensor, k: Tensor, v: Tensor, state: DecodingState, bias: Any, length: int) -> None:
-        """Check `length` checked tokens against the state."""
+        """Check `length` tokens against the state."""
         self._check_state(state)
         shape = (state.batch, self.heads, length, self.head_dim)
         for label, t in (("q", q), ("k", k), ("v", v)):
@@ -258,11 +453,13 @@ class Decoding:
                 f"the state holds {state.dtype} on {state.device}, but q is {q.dtype} on {q.device}; "
                 "use the same dtype and device for all steps, or call start() again"
             )
-        for limit, advice in ((self.max_length, f"create {self.name}"), (state.max_length, "start a state")):
-            if limit is not None and state.position + length > limit:
-                last = state.position + length - 1
-                raise ValueError(f"step {last} is past max_length={limit}; {advice} with a larger one")
-        self.check_bias(bias, state.batch, state.position + length, q.device)
+        if state.place is None or not torch.compiler.is_compiling():  # compiled steps do not know the position
+            self._check_newest(state)
+            for limit, advice in ((self.max_length, f"create {self.name}"), (state.max_length, "start a state")):
+                if limit is not None and state.count + length > limit:
+                    last = state.count + length - 1
+                    raise ValueError(f"step {last} is past max_length={limit}; {advice} with a larger one")
+            self.check_bias(bias, state.batch, state.count + length, q.device)
         if self.dropout and self.training:
             raise ValueError(
                 f"{self.name} has dropout={self.dropout} and is in train() mode, but decoding does not support "
@@ -276,6 +473,14 @@ class Decoding:
         ):
             got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
             raise ValueError(f"the mask of a step must be boolean of shape (B,) = ({state.batch},), got {got}")
+
+
+def _token(q, k, v, mask, bias, inputs, t: int) -> tuple[Any, ...]:
+    """A copy of token t, because callers may reuse their buffers."""
+    at = slice(t, t + 1)
+    x = {name: value[:, at].clone() for name, value in inputs.items()}
+    row = None if mask is None else mask[:, at].clone()
+    return q[:, :, at].clone(), k[:, :, at].clone(), v[:, :, at].clone(), row, bias, x
 
 
 def tree_map(function: Callable[..., Tensor], tree: Any, *others: Any) -> Any:

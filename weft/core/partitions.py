@@ -46,11 +46,6 @@ def log_spans(i: int) -> list[tuple[int, int]]:
     return [((i >> (b + 1)) << (b + 1), 1 << b) for b in bits if i >> b & 1]
 
 
-def power_offsets(i: int) -> list[int]:
-    """Li et al.: the tokens at distance 1, 2, 4, 8, ... before i."""
-    return [i - (1 << p) for p in range(i.bit_length()) if i - (1 << p) >= 0]
-
-
 def fixed_columns(m: int, columns: int, leading: bool) -> list[int]:
     """Offsets within a block that every later block attends to: the last `columns`, and the first if `leading`."""
     return sorted(set(range(max(m - columns, 0), m)) | ({0} if leading else set()))

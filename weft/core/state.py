@@ -1,76 +1,86 @@
-"""State for step-by-step decoding: the keys and values that later tokens may attend to."""
+"""Buffers for step-by-step decoding: the keys and values that later tokens may attend to."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .contract import Attention
+from .decoding import Place
+from .softmax import softmax_attention
+
 
 @dataclass
-class KeyValueState:
-    """Keys, values and masks, appended one token at a time to buffers that double when full.
+class KeyValues:
+    """Keys and values (B, H, slots, D), and which of them belong to real tokens (B, slots)."""
 
-    `position` counts all tokens; `dropped` counts the tokens removed at the front, so slot s of the buffers holds
-    position `dropped + s`. Successive states share the buffers and `written`, the number of used slots. If decoding
-    branched and the next slot is already used, a state appends to a copy.
-    """
-
-    k: Tensor | None
-    v: Tensor | None
-    valid: Tensor | None
-    position: int = 0
-    dropped: int = 0
-    written: list[int] = field(default_factory=lambda: [0])
+    k: Tensor
+    v: Tensor
+    valid: Tensor
 
     @classmethod
-    def empty(cls) -> KeyValueState:
-        return cls(None, None, None)
+    def empty(cls, k: Tensor, slots: int) -> KeyValues:
+        """`slots` empty slots for keys and values like k (B, H, any, D)."""
+        B, H, _, D = k.shape
+        return cls(k.new_zeros(B, H, slots, D), k.new_zeros(B, H, slots, D), k.new_zeros(B, slots, dtype=torch.bool))
 
-    def append(self, k: Tensor, v: Tensor, mask: Tensor | None = None) -> KeyValueState:
-        """Append the token (B, H, 1, D) without copying it. A masked token gets a position but no attention."""
-        if mask is None:
-            mask = torch.ones(k.shape[0], dtype=torch.bool, device=k.device)
-        used, written = self.position - self.dropped, [self.position - self.dropped + 1]
-        if self.k is None or self.v is None or self.valid is None:
-            buffers = k, v, mask[:, None]
-        elif used == self.written[0] < self.k.shape[2] and not torch.is_grad_enabled():
-            self.k[:, :, used], self.v[:, :, used], self.valid[:, used] = k[:, :, 0], v[:, :, 0], mask
-            buffers, written = (self.k, self.v, self.valid), self.written
-            written[0] += 1
-        else:
-            room = 0 if torch.is_grad_enabled() else used  # in-place writes would break autograd's saved tensors
-            buffers = (
-                F.pad(torch.cat([self.k[:, :, :used], k], 2), (0, 0, 0, room)),
-                F.pad(torch.cat([self.v[:, :, :used], v], 2), (0, 0, 0, room)),
-                F.pad(torch.cat([self.valid[:, :used], mask[:, None]], 1), (0, room)),
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, mask: Tensor | None, slots: int) -> KeyValues:
+        """The tokens (B, H, L, D) in the first L slots."""
+        room = slots - k.shape[2]
+        mask = k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool) if mask is None else mask
+        # F.pad returns its input if there is nothing to pad, but the caller may change that.
+        k, v, mask = (
+            (F.pad(k, (0, 0, 0, room)), F.pad(v, (0, 0, 0, room)), F.pad(mask, (0, room)))
+            if room
+            else (
+                k.clone(memory_format=torch.contiguous_format),
+                v.clone(memory_format=torch.contiguous_format),
+                mask.clone(),
             )
-        return replace(self, k=buffers[0], v=buffers[1], valid=buffers[2], position=self.position + 1, written=written)
-
-    def read(self, last: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return keys, values, their validity (B, n) and positions (n,): all stored tokens, or the `last` few."""
-        assert self.k is not None and self.v is not None and self.valid is not None
-        used = self.position - self.dropped
-        first = 0 if last is None else max(0, used - last)
-        j = torch.arange(self.dropped + first, self.position, device=self.k.device)
-        return self.k[:, :, first:used], self.v[:, :, first:used], self.valid[:, first:used], j
-
-    def keep_last(self, n: int) -> KeyValueState:
-        """Drop all but the last n tokens. Memory is released only once at least 2n tokens are stored."""
-        used = self.position - self.dropped
-        if self.k is None or self.v is None or self.valid is None or used < 2 * max(n, 1):
-            return self
-        cut = slice(used - n, used)
-        return replace(
-            self,
-            k=self.k[:, :, cut].clone(),
-            v=self.v[:, :, cut].clone(),
-            valid=self.valid[:, cut].clone(),
-            dropped=self.position - n,
-            written=[n],
         )
+        return cls(k, v, mask)
+
+    @property
+    def slots(self) -> int:
+        return self.k.shape[2]
+
+    def put(self, at: Place, k: Tensor, v: Tensor, mask: Tensor | None, slot: Any) -> KeyValues:
+        """Write the token (B, H, 1, D) to a slot."""
+        real = k.new_ones(k.shape[0], 1, dtype=torch.bool) if mask is None else mask[:, None]
+        return KeyValues(at.put(self.k, k, slot), at.put(self.v, v, slot), at.put(self.valid, real, slot, 1))
+
+    def read(self, at: Place, count: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values and which count, of the first `count` slots."""
+        n, some = at.filled(count, self.slots)
+        valid = self.valid[:, :n]
+        return self.k[:, :, :n], self.v[:, :, :n], valid if some is None else valid & some
+
+
+class KeepsAll(Attention):
+    """Decoding of mechanisms whose state is all keys and values."""
+
+    crops = True
+
+    def empty_state(self, k: Tensor, capacity: int) -> KeyValues:
+        return KeyValues.empty(k, capacity)
+
+    def state_after(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, capacity: int) -> KeyValues:
+        return KeyValues.of(k, v, mask, capacity)
+
+
+def attend_to(q: Tensor, state: KeyValues, at: Place, seen: Tensor, allowed: Tensor, bias: Any) -> Tensor:
+    """Attention of the newest token to the positions `seen` (n,) where `allowed` (n,)."""
+    i = at.tensor
+    seen = seen.clamp(min=0).minimum(i)
+    k, v = state.k.index_select(2, seen), state.v.index_select(2, seen)
+    allowed = (state.valid.index_select(1, seen) & allowed)[:, None, None]
+    values = None if bias is None else bias(i.view(1, 1, 1, 1), seen.view(1, 1, 1, -1))
+    return softmax_attention(q, k, v, allowed=allowed, bias=values)
 
 
 def state_size(state: object) -> int:

@@ -15,7 +15,6 @@ its sets: `parts` for all queries at once, `advance` for one more token.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -23,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...core.contract import Attention, PositionBias
+from ...core.decoding import Place
 from ...core.dense import dense_softmax, legal
 from ...core.joint import Part, joint_attention
-from ...core.precision import without_autocast
 from ...core.softmax import softmax_attention
 from .summaries import Summary
 
@@ -84,21 +83,28 @@ class Combiner(Attention):
         parts = self.parts(q, k, v, mask)
         return joint_attention(q, parts, dropout=dropout, may_be_empty=mask is not None).to(dtype)
 
-    def advance(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, state: Any) -> tuple[Seen, Any]:
+    def advance(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, state: Any, at: Place) -> tuple[Seen, Any]:
         """Process one token. Return the keys and values it attends to, and the next state."""
         raise NotImplementedError
 
     def attend_next(
-        self, q: Tensor, k: Tensor, v: Tensor, state: Any, mask: Tensor | None, bias: PositionBias | None
+        self, q: Tensor, k: Tensor, v: Tensor, state: Any, mask: Tensor | None, bias: PositionBias | None, at: Place
     ) -> tuple[Tensor, Any]:
         dtype = q.dtype
         if mask is None:
             mask = torch.ones(q.shape[0], dtype=torch.bool, device=q.device)
         q, k, v = (self._widen(t) for t in (q, k, v))
-        with without_autocast(q) if self.long_sums else contextlib.nullcontext():
-            (keys, values, valid), state = self.advance(q, k, v, mask, state)
-            allowed = valid[:, None, None] if valid.dim() == 2 else valid[:, :, None]
-            return softmax_attention(q, keys, values, allowed=allowed).to(dtype), state
+        (keys, values, valid), state = self.advance(q, k, v, mask, state, at)
+        allowed = valid[:, None, None] if valid.dim() == 2 else valid[:, :, None]
+        return softmax_attention(q, keys, values, allowed=allowed).to(dtype), state
+
+    def state_after(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, capacity: int) -> Any:
+        q, k, v = (self._widen(t) for t in (q, k, v))
+        return self.summarised(q, k, v, mask, capacity)
+
+    def summarised(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, capacity: int) -> Any:
+        """`state_after` in the dtype of the sums."""
+        raise NotImplementedError
 
     def _widen(self, x: Tensor) -> Tensor:
         """Use float32 for sums over long spans, which overflow in half precision."""

@@ -6,23 +6,25 @@ all rows so far (vertical spans), and along its row (horizontal spans).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...core.blocks import ceil_div
 from ...core.contract import PositionBias
+from ...core.decoding import Place, tree_map
 from ...core.dispatch import Kernel
 from ...core.joint import Columns, Rows, valid_in
 from ...core.partitions import default_block
 from ...core.softmax import softmax_attention
-from ...core.state import KeyValueState
+from ...core.state import KeyValues
 from ...kernels.line_pool import kernel as line_pool
 from ...kernels.lines import kernel
 from ...kernels.lines.kernel import Axis, LinePart, Rule
-from ..axial import decoding_block
+from ..axial import decoding_block, row_and_column
 from .base import Combiner, Seen, join_seen, line_summaries
 
 
@@ -30,17 +32,13 @@ from .base import Combiner, Seen, join_seen, line_summaries
 class GridState:
     """All keys and values, the queries of the open row, and the summaries of the full rows."""
 
-    cache: KeyValueState = field(default_factory=KeyValueState.empty)
-    row_queries: list[Tensor] = field(default_factory=list)
-    query_features: Tensor | None = None  # (B, H, m, D): pooled down each column
-    key_features: Tensor | None = None
-    count: Tensor | None = None  # (B, m)
-    above: Seen | None = None  # the vertical spans of the open row, one per column
-    rows: Seen | None = None  # the horizontal spans (B, H, R, m, D): one per column for every full row
-
-    @property
-    def position(self) -> int:
-        return self.cache.position
+    cache: KeyValues  # whole rows
+    q: Tensor  # (B, H, m, D): the queries of the open row
+    query_features: Tensor  # (B, H, m, D): pooled down each column, over the full rows
+    key_features: Tensor
+    above: KeyValues  # the vertical spans of the open row, one per column
+    count: Tensor  # (B, m): tokens in them
+    rows: list[Seen]  # the horizontal spans (B, H, m, R, D) and (B, m, R): one per column for every full row
 
 
 class GridCombiner(Combiner):
@@ -123,59 +121,102 @@ class GridCombiner(Combiner):
         kbar = layout.restore(s.finish(pool(s.lift_keys(lines_k, real)), count, k.dtype), cells)
         return qbar, kbar, layout.restore((count > 0)[..., None], cells)[:, 0, :, 0]
 
-    def initial_state(self) -> GridState:
-        decoding_block(self)  # raises an error if the block size is unknown
-        return GridState()
+    def empty_state(self, k: Tensor, capacity: int) -> GridState:
+        k, m, (B, H, _, D) = self._widen(k), decoding_block(self), k.shape
+        R = ceil_div(capacity, m)
+        features = k.new_full((2, B, H, m, D), self.summary.neutral, dtype=self.summary.dtype(k.dtype))
+        rows = [
+            (k.new_zeros(B, H, m, R, D), k.new_zeros(B, H, m, R, D), k.new_zeros(B, m, R, dtype=torch.bool))
+            for _ in self.rows_as_spans
+        ]
+        return GridState(
+            KeyValues.empty(k, R * m),
+            k.new_zeros(B, H, m, D),
+            features[0].clone(),
+            features[1].clone(),
+            KeyValues.empty(k, m),
+            k.new_zeros(B, m, dtype=torch.long),
+            rows,
+        )
 
-    def advance(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, state: GridState) -> tuple[Seen, GridState]:
-        m, i = decoding_block(self), state.position
-        r, c = divmod(i, m)
-        state = replace(state, cache=state.cache.append(k, v, real), row_queries=[*state.row_queries, q])
-        keys, values, valid, _ = state.cache.read()
-        direct = torch.tensor([*range(c, r * m, m), *range(r * m, i + 1)], device=k.device)
-        seen = [(keys[:, :, direct], values[:, :, direct], valid[:, direct])]
-        if state.above is not None:
-            others = torch.tensor([x for x in range(m) if x != c], dtype=torch.long, device=k.device)
-            above = state.above
-            seen.append((above[0][:, :, others], above[1][:, :, others], above[2][:, others]))
-        if state.rows is not None:
-            seen.append((state.rows[0][:, :, :, c], state.rows[1][:, :, :, c], state.rows[2][:, :, c]))
-        return join_seen(seen), self._close(state, m, r) if c == m - 1 else state
-
-    def _close(self, state: GridState, m: int, r: int) -> GridState:
-        """Summarise the open row, which is full."""
-        keys, values, valid, _ = state.cache.read()
-        q = torch.cat(state.row_queries, 2)
-        state = replace(state, row_queries=[])
-        k, v, real = keys[:, :, -m:], values[:, :, -m:], valid[:, -m:]
-        if self.rows_as_spans:
-            rows = [] if state.rows is None else [state.rows]
-            for which in self.rows_as_spans:
-                line = q[:, :, None], k[:, :, None], v[:, :, None]
-                kbar, vbar, some = line_summaries(self.summary, *line, real[:, None, None], which)
-                rows.append((kbar, vbar, some[:, 0]))
-            state = replace(state, rows=join_seen(rows))
+    def summarised(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, capacity: int) -> GridState:
+        s, m, L = self.summary, decoding_block(self), k.shape[2]
+        state, closed = self.empty_state(k, capacity), L - L % m
+        state.cache = KeyValues.of(k, v, mask, state.cache.slots)
+        state.q = F.pad(q[:, :, closed:], (0, 0, 0, m - L % m)).contiguous()
+        if not closed:
+            return state
+        n = closed // m
+        q, k, v = (torch.unflatten(t[:, :, :closed], 2, (n, m)) for t in (q, k, v))
+        real = torch.unflatten(state.cache.valid[:, :closed], 1, (n, m))[:, None]
+        short = state.cache.slots // m - n
+        for index, which in enumerate(self.rows_as_spans):
+            kbar, vbar, some = line_summaries(s, q, k, v, real, which)
+            keys, values = (F.pad(t.transpose(2, 3), (0, 0, 0, short)).contiguous() for t in (kbar, vbar))
+            state.rows[index] = keys, values, F.pad(some[:, 0].mT, (0, short))
         if self.columns_as_spans:
-            s = self.summary
-            query_features, key_features = s.lift_queries(q, real[:, None]), s.lift_keys(k, real[:, None])
-            count = real.long()
-            if state.query_features is not None and state.key_features is not None and state.count is not None:
-                query_features = s.join(state.query_features, query_features)
-                key_features = s.join(state.key_features, key_features)
-                count = state.count + count
-            qbar = s.finish(query_features, count[:, None], q.dtype)[:, :, :, None]
-            kbar = s.finish(key_features, count[:, None], k.dtype)
-            down = (torch.unflatten(t, 2, (r + 1, m)).transpose(2, 3) for t in (keys, values))
-            allowed = torch.unflatten(valid, 1, (r + 1, m)).transpose(1, 2)[:, None, :, None]
-            vbar = softmax_attention(qbar, *down, allowed=allowed)[:, :, :, 0]
-            state = replace(
-                state,
-                query_features=query_features,
-                key_features=key_features,
-                count=count,
-                above=(kbar, vbar, count > 0),
-            )
+            state.query_features = s.reduce(s.lift_queries(q, real), 2)
+            state.key_features = s.reduce(s.lift_keys(k, real), 2)
+            state.count = real[:, 0].sum(1)
+            state.above = self._above(state, k, v, real, q.dtype)
         return state
+
+    def advance(
+        self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, state: GridState, at: Place
+    ) -> tuple[Seen, GridState]:
+        m, i = decoding_block(self), at.i
+        r, c = i // m, i % m
+        cache = state.cache.put(at, k, v, real, i)
+        state = replace(state, cache=cache, q=at.put(state.q, q, c))
+        direct, allowed = row_and_column(at, m)
+        direct = direct.minimum(at.tensor)
+        keys, values = cache.k.index_select(2, direct), cache.v.index_select(2, direct)
+        seen = [(keys, values, cache.valid.index_select(1, direct) & allowed)]
+        if self.columns_as_spans and (not at.known or r):
+            above = state.above
+            seen.append((above.k, above.v, above.valid & (at.first(m) != c)))
+        n, some = at.filled(r, cache.slots // m)
+        for spans in state.rows:
+            kbar, vbar = (t[:, :, c] if at.known else t.index_select(2, c.view(1))[:, :, 0] for t in spans[:2])
+            valid = (spans[2][:, c] if at.known else spans[2].index_select(1, c.view(1))[:, 0])[:, :n]
+            seen.append((kbar[:, :, :n], vbar[:, :, :n], valid if some is None else valid & some))
+        return join_seen(seen), self._close(state, at, m) if not at.known or c == m - 1 else state
+
+    def _close(self, state: GridState, at: Place, m: int) -> GridState:
+        """Summarise the open row, if it is full."""
+        s, r, full = self.summary, at.i // m, (at.i + 1) % m == 0
+        q, row = state.q, r * m + at.first(m)
+        k, v, real = (
+            t.index_select(d, row) for t, d in ((state.cache.k, 2), (state.cache.v, 2), (state.cache.valid, 1))
+        )
+        rows = []
+        for which, spans in zip(self.rows_as_spans, state.rows, strict=True):
+            line = q[:, :, None], k[:, :, None], v[:, :, None]
+            kbar, vbar, some = line_summaries(s, *line, real[:, None, None], which)
+            kbar, vbar = (at.put(t, new.transpose(2, 3), r, 3) for t, new in zip(spans[:2], (kbar, vbar), strict=True))
+            rows.append((kbar, vbar, at.put(spans[2], some[:, 0].expand(-1, 1, m).mT, r, 2)))
+        state = replace(state, rows=rows)
+        if not self.columns_as_spans:
+            return state
+        query_features = s.join(state.query_features, s.lift_queries(q, real[:, None]))
+        key_features = s.join(state.key_features, s.lift_keys(k, real[:, None]))
+        # Where the position is a tensor this runs in every step, and its result is kept only if the row is full.
+        joined = replace(state, query_features=query_features, key_features=key_features, count=state.count + real)
+        n, exists = at.filled(r + 1, state.cache.slots // m)
+        keys, values = (torch.unflatten(t[:, :, : n * m], 2, (n, m)) for t in (state.cache.k, state.cache.v))
+        members = torch.unflatten(state.cache.valid[:, : n * m], 1, (n, m))[:, None]
+        members = members if exists is None else members & exists[:, None]
+        joined.above = self._above(joined, keys, values, members, q.dtype)
+        return tree_map(lambda old, new: old if old is new else at.set(old, at.choose(full, new, old)), state, joined)
+
+    def _above(self, state: GridState, k: Tensor, v: Tensor, real: Tensor, dtype: torch.dtype) -> KeyValues:
+        """The summary of every column of k and v (B, H, n, m, D) with `real` (B, 1, n, m)."""
+        s, count = self.summary, state.count[:, None]
+        qbar = s.finish(state.query_features, count, dtype)[:, :, :, None]
+        kbar = s.finish(state.key_features, count, dtype)
+        allowed = real.transpose(2, 3)[:, :, :, None]
+        vbar = softmax_attention(qbar, k.transpose(2, 3), v.transpose(2, 3), allowed=allowed)[:, :, :, 0]
+        return KeyValues(kbar, vbar, state.count > 0)
 
 
 KERNEL = Kernel(GridCombiner.run_kernel, least_length=kernel.LEAST_LENGTH)

@@ -20,13 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...core.contract import PositionBias
+from ...core.decoding import Place
 from ...core.dense import positions
 from ...core.joint import BackwardRows, Layout, Part, Rows, valid_in
-from ...core.partitions import LogSpans
+from ...core.partitions import LogSpans, log_spans
 from ...core.registry import register
 from ...core.softmax import softmax_attention
 from ...core.staging import send
-from ...core.state import KeyValueState
+from ...core.state import KeyValues
 from ..logsparse import log_allowed
 from .base import Combiner, Seen, combiner_naive, join_seen
 from .summaries import Summary
@@ -61,51 +62,83 @@ class CombinerLogsparse(Combiner):
 
     # Decoding is a binary counter: the nodes after i tokens are the spans of token i.
 
-    def initial_state(self) -> LogState:
-        return LogState(KeyValueState.empty(), [])
+    def empty_state(self, k: Tensor, capacity: int) -> LogState:
+        k, (B, H, _, D), bits = self._widen(k), k.shape, capacity.bit_length()
+        features = k.new_full((2, B, H, bits, D), self.summary.neutral, dtype=self.summary.dtype(k.dtype))
+        return LogState(
+            KeyValues.empty(k, capacity), KeyValues.empty(k, bits), features[0].clone(), features[1].clone()
+        )
 
-    def advance(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, state: LogState) -> tuple[Seen, LogState]:
-        s = self.summary
-        flag = real[:, None]
-        seen = join_seen([(k, v, flag), *((node.k, node.v, node.real) for node in state.nodes)])
-        cache = state.cache.append(k, v, real)
-        node = Node(1, k, v, flag, s.lift_queries(q, flag[:, None]), s.lift_keys(k, flag[:, None]))
-        nodes = list(state.nodes)
-        while nodes and nodes[-1].size == node.size:
-            other = nodes.pop()
-            node.size += other.size
-            node.query_features = s.join(node.query_features, other.query_features)
-            node.key_features = s.join(node.key_features, other.key_features)
-        if node.size > 1:
-            keys, values, valid, _ = cache.read(node.size)
-            count = valid.sum(1)[:, None, None]
-            qbar = s.finish(node.query_features, count, q.dtype)
-            node.k = s.finish(node.key_features, count, k.dtype)
-            node.v = softmax_attention(qbar, keys, values, allowed=valid[:, None, None])
-            node.real = valid.any(1, keepdim=True)
-        return seen, LogState(cache, [*nodes, node])
+    def summarised(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, capacity: int) -> LogState:
+        s, L, state = self.summary, k.shape[2], self.empty_state(k, capacity)
+        cache = KeyValues.of(k, v, mask, capacity)
+        buffers = state.nodes.k, state.nodes.v, state.nodes.valid, state.query_features, state.key_features
+        columns = [list(t.unbind(2 if t.dim() == 4 else 1)) for t in buffers]
+        for a, size in log_spans(L):
+            b, span = size.bit_length() - 1, slice(a, a + size)
+            real = cache.valid[:, span]
+            features = s.lift_queries(q[:, :, span], real[:, None]), s.lift_keys(k[:, :, span], real[:, None])
+            pooled = [s.reduce(f, 2) for f in features]
+            node = self._node(pooled[0], pooled[1], k[:, :, span], v[:, :, span], real)
+            for column, new in zip(columns, (*node, *pooled), strict=True):
+                column[b] = new
+        made = [torch.stack(c, 2 if c[0].dim() == 3 else 1) for c in columns]
+        return LogState(cache, KeyValues(*made[:3]), *made[3:])
 
+    def _node(self, query: Tensor, key: Tensor, k: Tensor, v: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Key, value and whether it has any token, of the span with these pooled features and tokens."""
+        if k.shape[2] == 1:
+            return k[:, :, 0], v[:, :, 0], real[:, 0]
+        s, count = self.summary, real.sum(1)[:, None]
+        vbar = softmax_attention(s.finish(query, count, k.dtype)[:, :, None], k, v, allowed=real[:, None, None])
+        return s.finish(key, count, k.dtype), vbar[:, :, 0], count[:, 0] > 0
 
-@dataclass
-class Node:
-    size: int
-    k: Tensor  # (B, H, 1, D)
-    v: Tensor
-    real: Tensor  # (B, 1)
-    query_features: Tensor
-    key_features: Tensor
+    def advance(
+        self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, state: LogState, at: Place
+    ) -> tuple[Seen, LogState]:
+        s, i, flag, nodes = self.summary, at.tensor, real[:, None], state.nodes
+        b = at.first(nodes.slots)
+        ones = (i >> b) & 1 == 1
+        seen = join_seen([(k, v, flag), (nodes.k, nodes.v, nodes.valid & ones)])
+        cache = state.cache.put(at, k, v, real, at.i)
+        # The token and the nodes of all trailing ones become the node of the next bit.
+        features = [s.lift_queries(q, flag[:, None]), s.lift_keys(k, flag[:, None])]
+        merged = ones.long().cumprod(0).bool()
+        if at.known:
+            bit = ((at.i + 1) & -(at.i + 1)).bit_length() - 1
+            first = at.i + 1 - (1 << bit)
+            tokens = (
+                cache.k[:, :, first : at.i + 1],
+                cache.v[:, :, first : at.i + 1],
+                cache.valid[:, first : at.i + 1],
+            )
+        else:
+            bit = merged.sum()
+            j = at.first(cache.slots)
+            tokens = cache.k, cache.v, cache.valid & (j <= i) & (j > i - (1 << bit))
+        for index, old in enumerate((state.query_features, state.key_features)):
+            below = torch.where(merged[:, None], old, s.neutral)
+            features[index] = s.join(features[index], s.reduce(below, 2)[:, :, None])
+        kbar, vbar, some = self._node(features[0][:, :, 0], features[1][:, :, 0], *tokens)
+        if not at.known:  # a single token is its own node
+            one = bit == 0
+            kbar, vbar = torch.where(one, k[:, :, 0], kbar), torch.where(one, v[:, :, 0], vbar)
+        return seen, LogState(
+            cache,
+            nodes.put(at, kbar[:, :, None], vbar[:, :, None], some, bit),
+            at.put(state.query_features, features[0], bit),
+            at.put(state.key_features, features[1], bit),
+        )
 
 
 @dataclass
 class LogState:
-    """All keys and values, needed for later, longer spans, and the spans of the next token."""
+    """All keys and values, needed for later, longer spans, and for every bit the latest span of that size."""
 
-    cache: KeyValueState
-    nodes: list[Node]
-
-    @property
-    def position(self) -> int:
-        return self.cache.position
+    cache: KeyValues
+    nodes: KeyValues
+    query_features: Tensor  # (B, H, bits, D)
+    key_features: Tensor
 
 
 def spans_before(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ...core.blocks import ceil_div
 from ...core.contract import Attention, PositionBias
+from ...core.decoding import Place
 from ...core.dense import positions
 from ...core.dispatch import Kernel, check_backend
 from ...core.joint import Part, Rows, mean_attention
@@ -128,12 +129,15 @@ class CombinerMixture(Attention):
             return False
         return len({(attn.block_size, attn.long_sums) for attn in attns}) == 1
 
-    def initial_state(self) -> MixtureState:
-        return [attn.initial_state() for attn in self._each()]
+    def empty_state(self, k: Tensor, capacity: int) -> MixtureState:
+        return [attn.empty_state(k, capacity) for attn in self._each()]
 
-    def attend_next(self, q, k, v, state: MixtureState, mask, bias):
+    def state_after(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, capacity: int) -> MixtureState:
+        return [attn.state_after(q, k, v, mask, capacity) for attn in self._each()]
+
+    def attend_next(self, q, k, v, state: MixtureState, mask, bias, at: Place):
         pairs = zip(self._each(), state, strict=True)
-        results = [attn.attend_next(q, k, v, inner, mask, bias) for attn, inner in pairs]
+        results = [attn.attend_next(q, k, v, inner, mask, bias, at) for attn, inner in pairs]
         return mean([out for out, _ in results]), [inner for _, inner in results]
 
     def _each(self) -> list[Any]:

@@ -12,7 +12,7 @@ cluster is represented by the summary at its last token up to i. Older runs are 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,11 +21,12 @@ from torch import Tensor
 
 from ...core.blocks import ceil_div
 from ...core.contract import PositionBias
+from ...core.decoding import Place
 from ...core.dense import runs_of, same
 from ...core.joint import Part, Rows, token_positions
 from ...core.partitions import default_block
 from ...core.registry import register
-from ...core.runs import Runs, room_for, take_mask, take_rows
+from ...core.runs import Runs, gather_runs, room_for, take_mask, take_rows
 from ...core.softmax import softmax_attention
 from ..routing import Clusters, RunLayout, run_part
 from .base import Combiner, Seen, combiner_naive, line_summaries
@@ -78,69 +79,89 @@ class CombinerRouting(Combiner):
 
     # Decoding: the newest run of every cluster is open. A full run is closed when its cluster gets another token.
 
-    def initial_state(self) -> RoutingState:
+    def empty_state(self, k: Tensor, capacity: int) -> RoutingState:
         if self.clusters.capacity is None and self.max_length is None:
             raise ValueError(
                 f"{self.name} derives its capacity from the length, which is unknown while decoding; "
                 "set capacity or max_length"
             )
-        return RoutingState()
-
-    def _room(self, k: Tensor, features: Tensor) -> RoutingState:
-        """Allocate the initial state with the dtype and device of the first key and its features."""
-        B, H, _, D = k.shape
+        k, (B, H, _, D), features = self._widen(k), k.shape, self.summary.dtype(k.dtype)
         G, size = self.clusters.clusters, self.clusters.size(0)
 
-        def room(like: Tensor, *shape: int) -> Tensor:
-            return like.new_zeros(B, H, *shape, D)
+        def room(*shape: int, dtype: torch.dtype = k.dtype) -> Tensor:
+            return k.new_zeros(B, H, *shape, dtype=dtype)
 
         return RoutingState(
-            k=room(k, G, size),
-            v=room(k, G, size),
-            filled=torch.zeros(B, H, G, dtype=torch.long, device=k.device),
-            query_features=room(features, G),
-            key_features=room(features, G),
-            span_k=room(k, G),
-            span_v=room(k, G),
-            closed_k=room(k, 0),
-            closed_v=room(k, 0),
-            closed=torch.zeros(B, H, dtype=torch.long, device=k.device),
+            k=room(G, size, D),
+            v=room(G, size, D),
+            filled=room(G, dtype=torch.long),
+            query_features=room(G, D, dtype=features),
+            key_features=room(G, D, dtype=features),
+            span_k=room(G, D),
+            span_v=room(G, D),
+            closed_k=room(ceil_div(capacity, size), D),
+            closed_v=room(ceil_div(capacity, size), D),
+            closed=room(dtype=torch.long),
         )
 
-    def advance(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, state: RoutingState) -> tuple[Seen, RoutingState]:
-        s = self.summary
+    def summarised(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, capacity: int) -> RoutingState:
+        s, G, size = self.summary, self.clusters.clusters, self.clusters.size(0)
+        group = self.clusters.nearest(k)
+        if mask is not None:
+            group = group.masked_fill(~mask[:, None], G)
+        runs = gather_runs(group, G + 1, size)
+        real = take_mask(mask, runs.token, k.shape[2])
+        queries, keys, values = (RunLayout(runs).arrange(t) for t in (q, k, v))
+        count = real.sum(-1)
+        pooled_q, pooled_k = s.reduce(s.lift_queries(queries, real), 3), s.reduce(s.lift_keys(keys, real), 3)
+        qbar, kbar = s.finish(pooled_q, count, q.dtype), s.finish(pooled_k, count, k.dtype)
+        vbar = softmax_attention(qbar[:, :, :, None], keys, values, allowed=real[:, :, :, None])[:, :, :, 0]
+        # The last run of every cluster is open, the others are closed.
+        ahead = torch.cat([runs.group[:, :, 1:], torch.full_like(runs.group[:, :, :1], -1)], 2)
+        ends = (count > 0) & (ahead != runs.group)
+        at = torch.where(ends, runs.group.clamp(max=G), G)
+        last = torch.zeros(*at.shape[:2], G + 1, dtype=torch.long, device=k.device)
+        last = last.scatter(2, at, torch.arange(at.shape[2], device=k.device).expand_as(at))[:, :, :G]
+        some = torch.zeros(*at.shape[:2], G + 1, dtype=torch.long, device=k.device).scatter(2, at, 1)[:, :, :G]
+        shut = (count > 0) & ~ends
+        room = ceil_div(capacity, size)
+        order = torch.argsort(shut.long(), dim=2, descending=True, stable=True)
+        order = F.pad(order, (0, max(0, room - at.shape[2])))[:, :, :room]
+        opened = last[..., None, None].expand(-1, -1, -1, size, k.shape[-1])
+        return RoutingState(
+            k=keys.gather(2, opened),
+            v=values.gather(2, opened),
+            filled=count.gather(2, last) * some,
+            query_features=take_rows(pooled_q, last),
+            key_features=take_rows(pooled_k, last),
+            span_k=take_rows(kbar, last),
+            span_v=take_rows(vbar, last),
+            closed_k=take_rows(kbar, order),
+            closed_v=take_rows(vbar, order),
+            closed=shut.sum(2),
+        )
+
+    def advance(
+        self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, state: RoutingState, at: Place
+    ) -> tuple[Seen, RoutingState]:
+        s, size = self.summary, state.k.shape[3]
         lifted_q, lifted_k = s.lift_queries(q, None)[:, :, 0], s.lift_keys(k, None)[:, :, 0]
-        if state.k is None:
-            state = self._room(k, lifted_k)
-        if state.newest[0] != state.position:
-            raise ValueError(
-                f"this state of {state.position} tokens was overwritten by later steps, because without gradients "
-                f"{self.name} updates its buffers in place; use copy.deepcopy(state) before decoding branches"
-            )
-        newest = [state.position] if torch.is_grad_enabled() else state.newest
-        newest[0] += 1
-        size = state.k.shape[3]
         B, H = k.shape[:2]
         b, h = torch.arange(B, device=k.device)[:, None], torch.arange(H, device=k.device)[None]
         g = self.clusters.nearest(k)[..., 0]
         here = real[:, None].expand(B, H)
         full = (state.filled[b, h, g] == size) & here
-        closed_k, closed_v, closed = state.closed_k, state.closed_v, state.closed
-        if bool(full.any()):
-            if int(closed.max()) == closed_k.shape[2]:
-                more = closed_k.new_zeros(B, H, 1, closed_k.shape[-1])
-                closed_k, closed_v = torch.cat([closed_k, more], 2), torch.cat([closed_v, more], 2)
-            at = (*torch.nonzero(full, as_tuple=True), closed[full])
-            closed_k = closed_k.index_put(at, state.span_k[b, h, g][full])
-            closed_v = closed_v.index_put(at, state.span_v[b, h, g][full])
-            closed = closed + full
+
+        def put(x: Tensor, new: Tensor, *slot: Tensor, when: Tensor = here) -> Tensor:
+            """Write at a slot of every head, if the token is real."""
+            new = torch.where(when.view(B, H, *[1] * (new.dim() - 2)), new.to(x.dtype), x[(b, h, *slot)])
+            return (x.index_put_ if at.in_place else x.index_put)((b, h, *slot), new)
+
+        shelf = state.closed.clamp(max=state.closed_k.shape[2] - 1)
+        closed_k = put(state.closed_k, state.span_k[b, h, g], shelf, when=full)
+        closed_v = put(state.closed_v, state.span_v[b, h, g], shelf, when=full)
+        closed = at.set(state.closed, state.closed + full)
         place = state.filled[b, h, g].masked_fill(full, 0).clamp(max=size - 1)
-
-        def put(x: Tensor, new: Tensor, *at: Tensor) -> Tensor:
-            """Write at cluster g of every head if the token is real; in place unless gradients are enabled."""
-            new = torch.where(here.view(B, H, *[1] * (new.dim() - 2)), new.to(x.dtype), x[(b, h, *at)])
-            return (x.index_put if torch.is_grad_enabled() else x.index_put_)((b, h, *at), new)
-
         keys, values = put(state.k, k[:, :, 0], g, place), put(state.v, v[:, :, 0], g, place)
         first = (place == 0)[..., None]
         pooled_q = torch.where(first, lifted_q, s.join(state.query_features[b, h, g], lifted_q))
@@ -159,9 +180,7 @@ class CombinerRouting(Combiner):
             torch.cat([own_v, span_v, closed_v], 2),
             torch.cat([own & here[..., None], others, old], 2),
         )
-        return seen, replace(
-            state,
-            position=state.position + 1,
+        return seen, RoutingState(
             k=keys,
             v=values,
             filled=filled,
@@ -172,26 +191,21 @@ class CombinerRouting(Combiner):
             closed_k=closed_k,
             closed_v=closed_v,
             closed=closed,
-            newest=newest,
         )
 
 
 @dataclass
 class RoutingState:
-    """Updated in place if gradients are disabled. `newest` is the position of the state that owns the buffers."""
-
-    position: int = 0
-    k: Any = None  # (B, H, clusters, capacity, D): the open run of every cluster; None before the first token
-    v: Any = None
-    filled: Any = None  # (B, H, clusters)
-    query_features: Any = None  # (B, H, clusters, D): pooled features of the open runs
-    key_features: Any = None
-    span_k: Any = None  # (B, H, clusters, D): the summaries of the open runs
-    span_v: Any = None
-    closed_k: Any = None  # (B, H, runs, D): the summaries of the closed runs; their tokens are dropped
-    closed_v: Any = None
-    closed: Any = None  # (B, H): how many there are
-    newest: list[int] = field(default_factory=lambda: [0])
+    k: Tensor  # (B, H, clusters, capacity, D): the open run of every cluster
+    v: Tensor
+    filled: Tensor  # (B, H, clusters)
+    query_features: Tensor  # (B, H, clusters, D): pooled features of the open runs
+    key_features: Tensor
+    span_k: Tensor  # (B, H, clusters, D): the summaries of the open runs
+    span_v: Tensor
+    closed_k: Tensor  # (B, H, runs, D): the summaries of the closed runs; their tokens are dropped
+    closed_v: Tensor
+    closed: Tensor  # (B, H): how many there are
 
 
 def _growing_spans(runs: Runs, kbar: Tensor, vbar: Tensor, real: Tensor, groups: int) -> Part:

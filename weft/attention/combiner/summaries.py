@@ -41,13 +41,16 @@ class Summary(nn.Module):
             x = F.linear(x, linear.weight.to(x.dtype))
         if self.kind not in ("max", "mean", "sum"):
             x = F.relu(x)
-        if self.pool != "max":
-            x = x.to(torch.promote_types(x.dtype, torch.float32))
+        x = x.to(self.dtype(x.dtype))
         return x if real is None else x.masked_fill(~real[..., None], self.neutral)
 
     @property
     def neutral(self) -> float:
         return float("-inf") if self.pool == "max" else 0.0
+
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the features of tokens in `dtype`."""
+        return dtype if self.pool == "max" else torch.promote_types(dtype, torch.float32)
 
     def reduce(self, f: Tensor, dim: int) -> Tensor:
         return largest(f, dim).squeeze(dim) if self.pool == "max" else f.sum(dim)

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from ...core.contract import Attention, PositionBias, hide
+from ...core.decoding import Place
 from ...core.dense import legal
 from ...core.dispatch import Kernel
-from ...core.precision import precise, without_autocast
+from ...core.precision import precise
 from ...core.registry import register
 from ...core.scan import causal_sum
 from ...kernels.linear_scan import kernel as linear_scan
@@ -120,36 +121,40 @@ class PerformerAttention(Attention):
         b = (e - g.detach()[..., None]).exp()
         return b, g if mask is None else g.masked_fill(~mask[:, None], float("-inf"))
 
-    def initial_state(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        return None, None, None
+    def empty_state(self, k: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+        k, features = precise(k), self.head_dim if self.kernel == "relu" else len(self.projection)
+        B, H, D = k.shape[0], self.heads, self.head_dim
+        top = torch.full((B, H, 1), float("-inf"), dtype=k.dtype, device=k.device)
+        return k.new_zeros(B, H, features, D + 1), top, k.new_zeros(B, H, 1, D + 1)
 
-    def attend_next(self, q, k, v, state, mask, bias):
-        with without_autocast(q):
-            return self._next(q, k, v, mask, *state)
+    def state_after(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, capacity: int) -> tuple[Tensor, ...]:
+        b, g, v1 = self._decoded(k, v, mask)
+        top = g.amax(-1, keepdim=True)
+        scale = torch.where(top.isfinite(), top, 0).detach()
+        memory = (b * (g.detach() - scale).exp()[..., None]).transpose(-1, -2) @ v1
+        return memory, top, v1.sum(2, keepdim=True)
 
-    def _next(self, q, k, v, mask, memory, top, plain):
-        key_mask = None if mask is None else mask[:, None]
-        v1 = with_ones(v)
-        if mask is not None:
-            v1 = v1.masked_fill(~mask[:, None, None, None], 0)
+    def _decoded(self, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Key features, their scale and the values."""
+        v1 = hide(with_ones(v), mask)
         if self.kernel == "relu":
-            a = precise(q).relu() + 1e-3
-            b, g = hide(precise(k).relu() + 1e-3, key_mask), torch.zeros_like(v1[..., 0])
-        else:
-            a = self._queries(q)
-            b, g = self._keys(k, key_mask)
-        if memory is None:
-            memory, top, plain = torch.zeros_like(b.transpose(-1, -2) @ v1), torch.full_like(g, float("-inf")), 0 * v1
+            return hide(precise(k).relu() + 1e-3, mask), torch.zeros_like(v1[..., 0]), v1
+        return *self._keys(k, mask), v1
+
+    def attend_next(self, q, k, v, state, mask, bias, at: Place):
+        memory, top, plain = state
+        b, g, v1 = self._decoded(k, v, None if mask is None else mask[:, None])
+        a = precise(q).relu() + 1e-3 if self.kernel == "relu" else self._queries(q)
         new_top = torch.maximum(top, g)
         stabiliser = torch.where(new_top.isfinite(), new_top, 0)
         scale = stabiliser.detach()
         kept, added = (top.detach() - scale).exp()[..., None], (g.detach() - scale).exp()[..., None]
-        memory = memory * kept + (b * added).transpose(-1, -2) @ v1
-        plain = plain + v1
+        memory = at.set(memory, memory * kept + (b * added).transpose(-1, -2) @ v1)
+        plain = at.set(plain, plain + v1)
         total = a @ memory
         if self.kernel == "softmax":
             total = total + self.epsilon * a.sum(-1, keepdim=True) * one(stabiliser)[..., None] * plain
-        return divide(total).to(q.dtype), (memory, new_top, plain)
+        return divide(total).to(q.dtype), (memory, at.set(top, new_top), plain)
 
 
 def one(c: Tensor) -> Tensor:

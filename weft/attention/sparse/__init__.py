@@ -20,17 +20,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...core.blocks import power_of_two
-from ...core.contract import Attention, PositionBias
+from ...core.blocks import ceil_div, power_of_two
+from ...core.contract import PositionBias
+from ...core.decoding import Place
 from ...core.dense import dense_attention, positions
 from ...core.dispatch import Kernel
 from ...core.joint import Columns, Part, Rows, join_allowed, joint_attention, token_positions, valid_in
 from ...core.partitions import fixed_columns, other_blocks, own_block
 from ...core.registry import register
 from ...core.softmax import softmax_attention
-from ...core.state import KeyValueState
+from ...core.staging import send
+from ...core.state import KeepsAll, KeyValues, attend_to
 from ...kernels.band import kernel as band
-from ..axial import attend_to, decoding_block
+from ..axial import decoding_block
 from . import kernel as strided_kernel
 
 
@@ -49,7 +51,7 @@ def naive(
     return dense_attention(attn, q, k, v, mask, bias, allowed | (i < 0) | (j < 0))
 
 
-class SparseAttention(Attention):
+class SparseAttention(KeepsAll):
     """`block_size` is l. The default is 50, or the power of two nearest to √L if that is larger."""
 
     def __init__(
@@ -169,21 +171,24 @@ class SparseAttention(Attention):
     def _block(self, length: int) -> int:
         return self.block_size or max(50, power_of_two((self.max_length or length) ** 0.5))
 
-    def initial_state(self) -> KeyValueState:
+    def empty_state(self, k: Tensor, capacity: int) -> KeyValues:
         decoding_block(self)  # raises an error if the block size is unknown
-        return KeyValueState.empty()
+        return super().empty_state(k, capacity)
 
-    def attend_next(self, q, k, v, state: KeyValueState, mask, bias):
-        m = self._block(0)
-        i = state.position
-        state = state.append(k, v, mask)
+    def attend_next(self, q, k, v, state: KeyValues, mask, bias, at: Place):
+        state, m, i = state.put(at, k, v, mask, at.i), self._block(0), at.i
+        blocks = at.first(i // m if at.known else ceil_div(at.capacity, m))
         if self.pattern == "fixed":
-            columns = fixed_columns(m, self.columns, self.leading_column)
-            seen = [s * m + c for s in range(i // m) for c in columns] + list(range(i - i % m, i + 1))
+            row = i - i % m
+            offsets = fixed_columns(m, self.columns, self.leading_column)
+            columns = send(torch.tensor(offsets, dtype=torch.long), q.device)
+            far, near = (m * blocks[:, None] + columns).flatten(), row + at.first(m)
+            exists = far < row
         else:
-            near = max(i - m, 0)
-            seen = [*range(i % m, near, m), *range(near, i + 1)]
-        return attend_to(q, state, torch.tensor(seen, device=k.device), bias), state
+            far, near = i % m + m * blocks, i - m + at.first(m + 1)
+            exists = far < i - m
+        seen, allowed = torch.cat([far, near]), torch.cat([exists, (near >= 0) & (near <= i)])
+        return attend_to(q, state, at, seen, allowed, bias), state
 
 
 def _neighbours(x: Tensor, causal: bool) -> Tensor:

@@ -28,11 +28,13 @@ from torch import Tensor
 
 from ...core.blocks import ceil_div
 from ...core.contract import PositionBias
+from ...core.decoding import Place
 from ...core.dense import dense_attention, legal, positions
 from ...core.dispatch import Kernel
 from ...core.positions import ALiBi
 from ...core.registry import register
 from ...core.staging import send
+from ...core.state import KeyValues
 from ..full import FullAttention
 from . import kernel
 from .gather import nearest_legal, sampled_attention
@@ -186,12 +188,19 @@ class SubsampledAttention(Subsampling, FullAttention):
         finally:
             self._fixed = before
 
-    def attend_next(self, q, k, v, state, mask, bias):
+    def empty_state(self, k: Tensor, capacity: int) -> KeyValues:
+        self._dense_now()
+        return super().empty_state(k, capacity)
+
+    def attend_next(self, q, k, v, state, mask, bias, at: Place):
+        self._dense_now()
+        return super().attend_next(q, k, v, state, mask, bias, at)
+
+    def _dense_now(self) -> None:
         if self.samples_now:
             raise ValueError(
                 "subsampled decodes only with full attention, but this layer is sampling; call eval() first"
             )
-        return super().attend_next(q, k, v, state, mask, bias)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> None:
         super().check(q, k, v, mask, bias)

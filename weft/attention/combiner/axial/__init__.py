@@ -16,7 +16,7 @@ input of width `input_dim`: `attn(q, k, v, mask, x=x)`. weft.MultiheadAttention 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ....core.blocks import ceil_div
 from ....core.contract import Attention, PositionBias, hide
+from ....core.decoding import Place
 from ....core.dense import dense_softmax, legal, positions, real_tokens
 from ....core.dispatch import Kernel
 from ....core.joint import Columns, Part, Rows, joint_attention
@@ -32,6 +33,7 @@ from ....core.partitions import default_block, other_blocks
 from ....core.precision import precise, without_autocast
 from ....core.registry import register
 from ....core.softmax import softmax_attention
+from ....core.state import KeyValues
 from ...axial import Grid, decoding_block, row_part
 from ..base import Seen, dense_combiner, join_seen
 from . import kernel
@@ -185,32 +187,61 @@ class CombinerAxial(Attention):
             )
         return x if mask is None else x.masked_fill(~mask[..., None], 0)
 
-    def initial_state(self) -> RowState:
-        decoding_block(self)  # raises an error if the block size is unknown
-        return RowState()
+    # Decoding: the tokens of the open row, and the spans of the full rows.
 
-    def attend_next(self, q, k, v, state: RowState, mask, bias, x=None):
+    def empty_state(self, k: Tensor, capacity: int) -> RowState:
+        m, (B, H, _, D) = decoding_block(self), k.shape
+        width, R = min(m, capacity), ceil_div(capacity, m)
+        x = k.new_zeros(B, width, self.norm.normalized_shape[0]) if self.needs_input else None
+        spans = KeyValues(k.new_zeros(B, H, m, R, D), k.new_zeros(B, H, m, R, D), k.new_zeros(B, R, dtype=torch.bool))
+        return RowState(k.new_zeros(B, H, width, D), KeyValues.empty(k, width), spans, x)
+
+    def state_after(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, capacity: int, x: Tensor | None = None
+    ) -> RowState:
+        m, L, x = decoding_block(self), k.shape[2], self._input(x, q, mask)
+        state, closed = self.empty_state(k, capacity), L - L % m
+        room = state.row.slots - (L - closed)
+        rest = None if mask is None else mask[:, closed:]
+        state.row = KeyValues.of(k[:, :, closed:], v[:, :, closed:], rest, state.row.slots)
+        state.q = F.pad(q[:, :, closed:], (0, 0, 0, room)).contiguous()
+        if x is not None:
+            state.x = F.pad(x[:, closed:], (0, 0, 0, room)).to(k.dtype).contiguous()
+        if closed:
+            rows, short = Rows(m), state.spans.valid.shape[1] - closed // m
+            queries, keys, values = (rows.arrange(t[:, :, :closed]) for t in (q, k, v))
+            real = None if mask is None else torch.unflatten(mask[:, None, :closed], 2, (-1, m))
+            x_rows = None if x is None else rows.arrange(x[:, None, :closed])[:, 0]
+            spans = self._summarise(queries, keys, values, real, x_rows, values)
+            kbar, vbar = (F.pad(t.transpose(2, 3), (0, 0, 0, short)).contiguous() for t in spans)
+            some = k.new_ones(k.shape[0], closed // m, dtype=torch.bool) if real is None else real[:, 0].any(-1)
+            state.spans = KeyValues(kbar, vbar, F.pad(some, (0, short)))
+        return state
+
+    def attend_next(self, q, k, v, state: RowState, mask, bias, at: Place, x=None):
         if mask is None:
             mask = torch.ones(q.shape[0], dtype=torch.bool, device=q.device)
         x = self._input(x, q, mask[:, None])
-        m = decoding_block(self)
-        row = [*state.row, (q, k, v, mask[:, None], x)]
-        queries, keys, values = (torch.cat([token[part] for token in row], 2) for part in range(3))
-        real = torch.cat([token[3] for token in row], 1)
-        seen: list[Seen] = [(keys, values, real)]
-        spans = state.spans
-        if spans is not None:
-            c = state.position % m
-            seen.append((spans[0][:, :, :, c], spans[1][:, :, :, c], spans[2]))
-        k_seen, v_seen, valid = join_seen(seen)
+        m, spans = decoding_block(self), state.spans
+        r, c = at.i // m, at.i % m
+        queries, row = at.put(state.q, q, c), state.row.put(at, k, v, mask, c)
+        inputs = None if x is None or state.x is None else at.put(state.x, x, c, 1)
+        n, some = at.filled(r, spans.valid.shape[1])
+        earlier = spans.valid[:, :n] if some is None else spans.valid[:, :n] & some
+        column = (t[:, :, c] if at.known else t.index_select(2, c.view(1))[:, :, 0] for t in (spans.k, spans.v))
+        seen: Seen = (*(t[:, :, :n] for t in column), earlier)  # type: ignore[assignment]
+        k_seen, v_seen, valid = join_seen([row.read(at, c + 1), seen])
         out = softmax_attention(q, k_seen, v_seen, allowed=valid[:, None, None])
-        if len(row) == m:
-            x_row = None if x is None else torch.cat([token[4] for token in row], 1)[:, None]
-            queries, keys, values = queries[:, :, None], keys[:, :, None], values[:, :, None]
-            kbar, vbar = self._summarise(queries, keys, values, real[:, None, None], x_row, values)
-            closed = (kbar, vbar, real.any(-1, keepdim=True))
-            spans, row = closed if spans is None else join_seen([spans, closed]), []
-        return out, RowState(state.position + 1, row, spans)
+        # Where the position is a tensor, an open row is summarised in every step; nobody reads that until it is full.
+        if not at.known or c == m - 1:
+            line = queries[:, :, None], row.k[:, :, None], row.v[:, :, None]
+            x_row = None if inputs is None else inputs[:, None]
+            kbar, vbar = self._summarise(*line, row.valid[:, None, None], x_row, line[2])
+            width = m - row.slots  # a row that never becomes full
+            kbar, vbar = (F.pad(t.transpose(2, 3), (0, 0, 0, 0, 0, width)) for t in (kbar, vbar))
+            real = row.valid.any(-1, keepdim=True)
+            spans = KeyValues(at.put(spans.k, kbar, r, 3), at.put(spans.v, vbar, r, 3), at.put(spans.valid, real, r, 1))
+        return out, RowState(queries, row, spans, inputs)
 
 
 def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
@@ -219,11 +250,10 @@ def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 @dataclass
 class RowState:
-    """The tokens of the open row, and the spans (B, H, R, m, D) of the full rows. Tokens of full rows are dropped."""
-
-    position: int = 0
-    row: list[tuple[Tensor, Tensor, Tensor, Tensor, Any]] = field(default_factory=list)
-    spans: Seen | None = None
+    q: Tensor  # (B, H, m, D): the queries of the open row
+    row: KeyValues
+    spans: KeyValues  # (B, H, m, R, D): for every column, the spans of the full rows; valid (B, R)
+    x: Tensor | None  # (B, m, input_dim): the layer's input
 
 
 def run_kernel(attn: CombinerAxial, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:

@@ -24,14 +24,17 @@ from torch import Tensor
 
 from ....core.blocks import ceil_div
 from ....core.contract import PositionBias
+from ....core.decoding import Place
 from ....core.dense import dense_softmax, legal, positions, real_tokens
 from ....core.dispatch import Kernel
 from ....core.joint import Part, Rows, valid_in
 from ....core.partitions import default_block, own_block
 from ....core.registry import register
 from ....core.softmax import softmax_attention
+from ....core.state import KeyValues
 from ...axial import decoding_block
 from ..base import Combiner, Seen, combiner_naive, dense_combiner, dense_pool, join_seen
+from ..summaries import Summary
 from . import kernel
 
 
@@ -78,6 +81,11 @@ class Nodes:
     query_features: Tensor
     key_features: Tensor
     count: Tensor  # (B or 1, 1, n): tokens
+
+    def up_to(self, n: int) -> Nodes:
+        real = None if self.real is None else self.real[..., :n]
+        features = self.query_features[:, :, :n], self.key_features[:, :, :n]
+        return Nodes(self.k[:, :, :n], self.v[:, :, :n], real, *features, self.count[..., :n])
 
 
 class CombinerFixed(Combiner):
@@ -176,63 +184,109 @@ class CombinerFixed(Combiner):
         vbar = softmax_attention(qbar[:, :, :, None], group(nodes.k), group(nodes.v), allowed=children[:, :, :, None])
         return Nodes(kbar, vbar[:, :, :, 0], count > 0, query_features, key_features, count)
 
-    # Decoding: a stack of levels. A full block becomes one item of the next level, and its tokens are dropped.
+    # Decoding: a stack of levels. A full block becomes one item of the next level, and its slots are used again.
 
-    def initial_state(self) -> FixedState:
-        decoding_block(self, self.levels)  # raises an error if the block size is unknown
-        return FixedState(0, [Level() for _ in range(self.levels)])
+    def empty_state(self, k: Tensor, capacity: int) -> FixedState:
+        k, m, top = self._widen(k), decoding_block(self, self.levels), self.levels - 1
+        rooms = [ceil_div(capacity, m**depth) for depth in range(self.levels)]
+        rooms[:top] = [min(m, room) for room in rooms[:top]]
+        feature = self.summary.dtype(k.dtype)
+        B, H, _, D = k.shape
 
-    def advance(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, state: FixedState) -> tuple[Seen, FixedState]:
-        s, m = self.summary, decoding_block(self, self.levels)
-        flag = real[:, None]
-        levels = list(state.levels)
-        query_features = s.lift_queries(q, flag[:, None])[:, :, 0]
-        key_features = s.lift_keys(k, flag[:, None])[:, :, 0]
-        levels[0] = levels[0].add(s, k, v, flag, query_features, key_features, real.long())
-        seen = join_seen([(x.k, x.v, x.real) for x in levels if x.k is not None])
-        for depth in range(self.levels - 1):
-            level = levels[depth]
-            if level.k is None or level.k.shape[2] < m:
+        def pooled() -> Pooled:
+            features = k.new_full((2, B, H, D), self.summary.neutral, dtype=feature)
+            return Pooled(features[0].clone(), features[1].clone(), k.new_zeros(B, dtype=torch.long))
+
+        return FixedState([KeyValues.empty(k, room) for room in rooms], [pooled() for _ in range(top)])
+
+    def summarised(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, capacity: int) -> FixedState:
+        s, m, L = self.summary, decoding_block(self, self.levels), k.shape[2]
+        state, closed = self.empty_state(k, capacity), L - L % m
+        rest = None if mask is None else mask[:, closed:]
+        state.levels[0] = KeyValues.of(k[:, :, closed:], v[:, :, closed:], rest, state.levels[0].slots)
+        if closed < L:
+            real = None if rest is None else rest[:, None]
+            count = k.new_full((k.shape[0],), L - closed, dtype=torch.long) if rest is None else rest.sum(1)
+            lifted = s.lift_queries(q[:, :, closed:], real), s.lift_keys(k[:, :, closed:], real)
+            state.pooled[0] = Pooled(s.reduce(lifted[0], 2), s.reduce(lifted[1], 2), count)
+        if not closed:
+            return state
+        real = None if mask is None else torch.unflatten(mask[:, None, :closed], 2, (-1, m))
+        blocks_q, blocks_k, blocks_v = (Rows(m).arrange(t[:, :, :closed]) for t in (q, k, v))
+        nodes = self._blocks(blocks_q, blocks_k, blocks_v, real)
+        for depth in range(1, self.levels):
+            n, top = nodes.k.shape[2], depth == self.levels - 1
+            first = 0 if top else n - n % m
+            some = (nodes.count > 0)[:, 0, first:].expand(k.shape[0], -1)
+            items = state.levels[depth]
+            state.levels[depth] = KeyValues.of(nodes.k[:, :, first:], nodes.v[:, :, first:], some, items.slots)
+            if top:
                 break
-            count = level.count[:, None]
-            qbar = s.finish(level.query_features, count, q.dtype)[:, :, None]
-            kbar = s.finish(level.key_features, count, k.dtype)[:, :, None]
-            vbar = softmax_attention(qbar, level.k, level.v, allowed=level.real[:, None, None])
-            levels[depth] = Level()
-            levels[depth + 1] = levels[depth + 1].add(
-                s, kbar, vbar, count > 0, level.query_features, level.key_features, level.count
-            )
-        return seen, FixedState(state.position + 1, levels)
+            if first < n:
+                count = nodes.count[:, 0, first:].sum(1).expand(k.shape[0]).clone()
+                query, key = (s.reduce(f[:, :, first:], 2) for f in (nodes.query_features, nodes.key_features))
+                state.pooled[depth] = Pooled(query, key, count)
+            if not first:
+                break
+            nodes = self._parents(nodes.up_to(first), m)
+        return state
+
+    def advance(
+        self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, state: FixedState, at: Place
+    ) -> tuple[Seen, FixedState]:
+        s, m, i = self.summary, decoding_block(self, self.levels), at.i
+        levels, pooled, top = list(state.levels), list(state.pooled), self.levels - 1
+        slots = [i // m**depth for depth in range(self.levels)]  # of the open item of each level
+        slots[:top] = [slot % m for slot in slots[:top]]
+        levels[0] = levels[0].put(at, k, v, real, slots[0])
+        seen = join_seen([x.read(at, slots[d] + (d == 0)) for d, x in enumerate(levels)])
+        flag = real[:, None, None]
+        new = Pooled(s.lift_queries(q, flag)[:, :, 0], s.lift_keys(k, flag)[:, :, 0], real.long())
+        for depth in range(top):
+            new = pooled[depth].join(s, new, slots[depth] == 0, at)
+            # Only closed items are pooled for good. Where the position is a tensor, all levels are computed in every
+            # step: the summary of an open block goes to a slot that nobody reads, until the block is full.
+            closed = True if depth == 0 else (i + 1) % m**depth == 0
+            pooled[depth] = pooled[depth].set(at, new, closed)
+            if at.known and (i + 1) % m ** (depth + 1):
+                break
+            count = new.count[:, None]
+            qbar = s.finish(new.query_features, count, q.dtype)[:, :, None]
+            kbar = s.finish(new.key_features, count, k.dtype)[:, :, None]
+            items = levels[depth]
+            vbar = softmax_attention(qbar, items.k, items.v, allowed=items.valid[:, None, None])
+            levels[depth + 1] = levels[depth + 1].put(at, kbar, vbar, new.count > 0, slots[depth + 1])
+        return seen, FixedState(levels, pooled)
 
 
 @dataclass
-class Level:
-    """The tokens or nodes of a level that are not yet summarised, and the features for their summary."""
+class Pooled:
+    """The features for the summary of an open node."""
 
-    k: Any = None  # (B, H, items, D); None if there are none
-    v: Any = None
-    real: Any = None  # (B, items)
-    query_features: Any = None  # (B, H, D)
-    key_features: Any = None
-    count: Any = None  # (B,): tokens
+    query_features: Tensor  # (B, H, D)
+    key_features: Tensor
+    count: Tensor  # (B,): tokens
 
-    def add(self, summary, k, v, real, query_features, key_features, count) -> Level:
-        if self.k is None:
-            return Level(k, v, real, query_features, key_features, count)
-        return Level(
-            torch.cat([self.k, k], 2),
-            torch.cat([self.v, v], 2),
-            torch.cat([self.real, real], 1),
-            summary.join(self.query_features, query_features),
-            summary.join(self.key_features, key_features),
-            self.count + count,
+    def join(self, summary: Summary, new: Pooled, first: Any, at: Place) -> Pooled:
+        """With one more item, or with only that item if it is the first."""
+        return Pooled(
+            at.choose(first, new.query_features, summary.join(self.query_features, new.query_features)),
+            at.choose(first, new.key_features, summary.join(self.key_features, new.key_features)),
+            at.choose(first, new.count, self.count + new.count),
+        )
+
+    def set(self, at: Place, new: Pooled, condition: Any) -> Pooled:
+        return Pooled(
+            at.set(self.query_features, at.choose(condition, new.query_features, self.query_features)),
+            at.set(self.key_features, at.choose(condition, new.key_features, self.key_features)),
+            at.set(self.count, at.choose(condition, new.count, self.count)),
         )
 
 
 @dataclass
 class FixedState:
-    position: int
-    levels: list[Level]
+    levels: list[KeyValues]  # tokens of the open block, nodes of the open group of each level, all nodes of the top
+    pooled: list[Pooled]  # the open node of each level but the top
 
 
 def _of_nodes(x: Tensor, index: Tensor, everything: bool) -> Tensor:
