@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 # Imported on first use, so that `import weft` stays quick: names, and the modules they come from.
-_MODULES = {"inspect": "inspect", "layers": "layers", "models": "models"}
+_MODULES = {"parallel": "parallel", "inspect": "inspect", "layers": "layers", "models": "models"}
 _MODULES |= {"adapt": "adapt", "huggingface": "adapt.huggingface", "timm": "adapt.timm"}  # these need their library
 _NAMES = {"cache": "adapt.surgery", "swap": "adapt.surgery", "ensemble": "adapt.ensemble"}
 _NAMES |= {"apply": "adapt.saved", "describe": "adapt.saved"}

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import sharding
 from .decoding import Decoding
 from .dispatch import Kernel, check_backend, plain, use_kernel
 from .precision import autocast, without_autocast
@@ -78,6 +79,8 @@ class Attention(Decoding, nn.Module):
         bias: PositionBias | None = None,
         **inputs: Any,
     ) -> Tensor:
+        if (context := sharding.current()) is not None:
+            return context.attend(self, q, k, v, mask, bias, **inputs)
         self.check(q, k, v, mask, bias)
         q, k, v = self.clean(q, k, v, mask)
         with without_autocast(q):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..attention import Attention, make_attention
 from ..core.contract import PositionBias, quiet_padding
 from ..core.positions import Rotary
+from ..core.sharding import first_position
 
 
 class MultiheadAttention(nn.Module):
@@ -105,6 +106,7 @@ class MultiheadAttention(nn.Module):
         if self.rope is not None and q is not None and k is not None:
             if context is not None:
                 raise ValueError("rotary positions do not support cross attention: create the layer with rope=False")
+            start = start + first_position(x)
             at = torch.arange(start, start + x.shape[1], device=x.device)
             q, k = self.rope(q, at), self.rope(k, at)
         group = self.heads // self.kv_heads

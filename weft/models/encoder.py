@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.positions import Constant
+from ..core.sharding import current, first_position
 from ..layers import sinusoids
 from ..layers.encoder import NORM_EPS
 from .build import AttentionChoice, encoder_blocks
@@ -91,6 +92,11 @@ class TextEncoder(nn.Module):
         self.norm = nn.LayerNorm(dim, eps=NORM_EPS, **place)
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        if current() is not None:
+            raise ValueError(
+                "pooling needs the whole sequence: inside weft.parallel.context call tokens(), and pool the result of "
+                "weft.parallel.unshard"
+            )
         x, mask = self.tokens(ids, mask)
         if self.pooling != "mean":
             return x[:, 0]
@@ -102,11 +108,14 @@ class TextEncoder(nn.Module):
         mask = self._check(ids, mask)
         x = self.embed(ids)
         if self.cls is not None:
+            if current() is not None:
+                raise ValueError("a model with a CLS token cannot be split over ranks; use pooling='mean'")
             x = torch.cat([self.cls.expand(x.shape[0], 1, -1), x], 1)
             mask = torch.cat([mask[:, :1], mask], 1)  # CLS is real if the document's first token is
         table = self.positions if self.table is None else self.table(x.device)
         assert table is not None
-        x = self.dropout(x + table[: x.shape[1]].to(x.dtype))
+        first = first_position(x)
+        x = self.dropout(x + table[first : first + x.shape[1]].to(x.dtype))
         for block in self.blocks:
             x = block(x, mask)
         return self.norm(x), mask

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.positions import Constant
+from ..core.sharding import first_position
 from ..layers import ALiBi, sinusoids
 from ..layers.encoder import NORM_EPS
 from .build import AttentionChoice, encoder_blocks
@@ -90,7 +91,8 @@ class LanguageModel(nn.Module):
         x = self.embed(ids)
         table = self.positions if self.table is None else self.table(x.device)
         if table is not None:
-            x = x + table[: x.shape[1]].to(x.dtype)
+            first = first_position(x)
+            x = x + table[first : first + x.shape[1]].to(x.dtype)
         x = self.dropout(x)
         for block in self.blocks:
             x = block(x, mask, self.bias)

@@ -1,0 +1,188 @@
+"""Context parallelism: a sequence split over ranks.
+
+    mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("context",))
+    x = weft.parallel.shard(x, mesh)                        # this rank's part of the sequence
+    with weft.parallel.context(mesh):
+        y = model(x)                                        # outputs and gradients equal the unsharded call
+
+Inside the region, q, k, v and the mask hold this rank's contiguous part of the sequence. A mechanism exchanges with the
+other ranks only what it needs: `linear` one state, `combiner-fixed` block summaries, `local` a neighbouring block.
+Parts may differ in length, but every rank needs at least one token. All ranks must make the same calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..core import sharding
+from ..core.contract import Attention, PositionBias
+from ..core.precision import without_autocast
+from .exchange import Exchange, Numbers, all_to_all, exchange_rows
+
+Sharded = Callable[..., Tensor]  # (context, attn, q, k, v, mask, bias) -> out
+SHARDED: dict[str, Sharded] = {}
+
+
+def sharded(name: str) -> Callable[[Sharded], Sharded]:
+    """Register the context-parallel form of a mechanism."""
+
+    def add(function: Sharded) -> Sharded:
+        SHARDED[name] = function
+        return function
+
+    return add
+
+
+class Context:
+    """The ranks of a mesh dimension, and the part of the sequence that each of them holds."""
+
+    def __init__(self, mesh: Any, length: int | None = None):
+        if mesh.ndim != 1:
+            names = ", ".join(mesh.mesh_dim_names or ())
+            raise ValueError(
+                f"context() needs one dimension of the mesh, got {mesh.ndim} ({names}); pass mesh['NAME']"
+            )
+        self.group = mesh.get_group()
+        self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.length = 0
+        self.bounds: list[int] = [0]  # rank r holds positions bounds[r] to bounds[r + 1]
+        self.bytes = 0  # sent to other ranks so far, forward and backward
+        self._plans: dict[Any, Exchange] = {}
+        self._given = length
+        if length is not None:
+            self._set(split_sizes(length, self.ranks))
+
+    @property
+    def start(self) -> int:
+        return self.bounds[self.rank]
+
+    @property
+    def stop(self) -> int:
+        return self.bounds[self.rank + 1]
+
+    def parts(self) -> list[tuple[int, int]]:
+        return list(zip(self.bounds[:-1], self.bounds[1:], strict=True))
+
+    def _set(self, sizes: list[int]) -> None:
+        if sizes == [b - a for a, b in self.parts()]:
+            return
+        if min(sizes) < 1:
+            raise ValueError(f"every rank needs at least one token, but the parts have {sizes} tokens")
+        self._plans.clear()
+        self.bounds = [0]
+        for size in sizes:
+            self.bounds.append(self.bounds[-1] + size)
+        self.length = self.bounds[-1]
+
+    def agree(self, tokens: int, device: torch.device) -> None:
+        """Learn how many tokens each rank holds. With `length` given, nothing is exchanged."""
+        if self._given is not None:
+            if tokens != self.stop - self.start:
+                raise ValueError(
+                    f"rank {self.rank} should hold {self.stop - self.start} of {self.length} tokens, got {tokens}; "
+                    "split the sequence with weft.parallel.shard"
+                )
+            return
+        mine = torch.tensor([tokens], device=device)
+        sizes = [torch.empty_like(mine) for _ in range(self.ranks)]
+        dist.all_gather(sizes, mine, group=self.group)
+        self._set([int(s) for s in sizes])
+
+    def all_to_all(self, parts: list[Tensor], counts: list[int]) -> list[Tensor]:
+        self.bytes += sum(p.numel() * p.element_size() for r, p in enumerate(parts) if r != self.rank)
+        return all_to_all(parts, counts, self.group)
+
+    def plan(self, key: Any, held: Callable[[int], Numbers], wanted: Callable[[int], Numbers]) -> Exchange:
+        """The exchange named `key`, computed once for the current parts."""
+        if key not in self._plans:
+            ranks = range(self.ranks)
+            self._plans[key] = Exchange([held(r) for r in ranks], [wanted(r) for r in ranks], self.rank)
+        return self._plans[key]
+
+    def tokens(self, r: int) -> range:
+        return range(self.bounds[r], self.bounds[r + 1])
+
+    def move(self, plan: Exchange, *tensors: Tensor) -> list[Tensor]:
+        """Exchange tensors (B, H, rows, X) of one dtype along their rows, in one message."""
+        plan.on(tensors[0].device)
+        joined = torch.cat(tensors, -1) if len(tensors) > 1 else tensors[0]
+        moved = exchange_rows(joined.movedim(2, 0).contiguous(), plan, self).movedim(0, 2)
+        return list(moved.split([t.shape[-1] for t in tensors], -1))
+
+    def move_flags(self, plan: Exchange, flags: Tensor) -> Tensor:
+        """Exchange booleans (B, rows)."""
+        (moved,) = self.move(plan, flags[:, None, :, None].to(torch.uint8))
+        return moved[:, 0, :, 0].bool()
+
+    def everywhere(self, flags: Tensor) -> Tensor:
+        """The whole of a mask (B, part) -> (B, L)."""
+        return self.move_flags(self.plan("everywhere", self.tokens, lambda r: range(self.length)), flags)
+
+    def attend(
+        self, attn: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None,
+        **inputs: Any,
+    ) -> Tensor:  # fmt: skip
+        function = SHARDED.get(attn.name)
+        if function is None:
+            raise ValueError(
+                f"{attn.name} does not support context parallelism; use one of: {', '.join(sorted(SHARDED))}"
+            )
+        if any(x is not None for x in inputs.values()):
+            raise ValueError(f"context parallelism does not support {', '.join(inputs)}= of {attn.name}")
+        attn.check(q, k, v, mask, None)
+        if q.shape[2] != k.shape[2]:
+            raise ValueError("context parallelism supports only self-attention (Lq = Lk)")
+        self.agree(q.shape[2], q.device)
+        if attn.max_length is not None and self.length > attn.max_length:
+            raise ValueError(f"length {self.length} is over max_length={attn.max_length}; create a larger {attn.name}")
+        attn.check_bias(bias, q.shape[0], self.length, q.device)
+        q, k, v = attn.clean(q, k, v, mask)
+        with sharding.use(None), without_autocast(q):
+            return function(self, attn, q, k, v, mask, bias)
+
+
+def refuse_dropout(attn: Attention) -> None:
+    if attn.dropout and attn.training:
+        raise ValueError(
+            f"{attn.name} does not support dropout={attn.dropout} with context parallelism; use dropout=0, or "
+            "'local', 'longformer' or 'combiner-fixed'"
+        )
+
+
+@contextmanager
+def context(mesh: Any, length: int | None = None) -> Iterator[Context]:
+    """Within this block, every mechanism treats its inputs as this rank's part of one sequence.
+
+    mesh: a one-dimensional DeviceMesh. length: tokens of the whole sequence, if it was split with `shard`; without it
+    the ranks exchange the lengths of their parts at every call. The backward pass may run outside the block.
+    """
+    made = Context(mesh, length)
+    with sharding.use(made):
+        yield made
+
+
+def split_sizes(length: int, ranks: int) -> list[int]:
+    """Tokens per rank: the parts differ by at most one token."""
+    return [length // ranks + (r < length % ranks) for r in range(ranks)]
+
+
+def shard(x: Tensor, mesh: Any, dim: int = 1) -> Tensor:
+    """This rank's part of x, which all ranks hold, along the sequence dimension."""
+    ranks = mesh.size()
+    if x.shape[dim] < ranks:
+        raise ValueError(f"cannot split {x.shape[dim]} tokens over {ranks} ranks: every rank needs one")
+    return x.split(split_sizes(x.shape[dim], ranks), dim)[mesh.get_local_rank()]
+
+
+def unshard(x: Tensor, mesh: Any, dim: int = 1) -> Tensor:
+    """The whole sequence from its parts, on every rank. Gradients flow back to the parts; each rank's loss counts."""
+    made = Context(mesh)
+    made.agree(x.shape[dim], x.device)
+    plan = Exchange([made.tokens(r) for r in range(made.ranks)], [range(made.length)] * made.ranks, made.rank)
+    return exchange_rows(x.movedim(dim, 0).contiguous(), plan.on(x.device), made).movedim(0, dim)
