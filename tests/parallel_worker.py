@@ -1,85 +1,141 @@
-"""One rank of tests/test_parallel.py: every case sharded over the ranks, against the same call on the whole sequence.
+"""One rank of tests/test_parallel.py: calls split over the ranks, against the same calls on the whole sequence.
 
-Rank 0 writes {case: largest difference, or the error}.
+Rank 0 writes {case: largest difference}, and the bytes that all ranks sent in the forward passes of `SENT`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
-import traceback
+import time
 
 import torch
 import torch.distributed as dist
 from promises import HEAD_DIM, HEADS, Case, cases
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from weft.parallel import SHARDED
 
-LENGTHS = (9, 17, 64, 130)
+LENGTHS = (9, 130)
+SENT = {"length": 300, "heads": 2, "head_dim": 8}
 
 
-def whole_and_parts(case: Case, mesh, length: int, masked: bool, biased: bool) -> float:
-    """The largest difference of outputs and gradients, over all ranks; they see the same random numbers."""
+def here(mesh, length: int, even: bool = False) -> slice:
+    if even:
+        at = weft.parallel.shard(torch.arange(length), mesh, 0)
+        return slice(int(at[0]), int(at[-1]) + 1)
+    bounds = [0, *sorted(random.Random(length).sample(range(1, length), mesh.size() - 1)), length]
+    return slice(*bounds[mesh.get_local_rank() :][:2])
+
+
+def difference(expected: list[Tensor], found: list[Tensor]) -> float:
+    worst = max((a - b).abs().max().item() for a, b in zip(expected, found, strict=True))
+    everywhere = torch.tensor([worst], dtype=torch.float64)
+    dist.all_reduce(everywhere, dist.ReduceOp.MAX)
+    return everywhere.item()
+
+
+def mechanism(case: Case, mesh, length: int, masked: bool) -> float:
+    """All ranks draw the same inputs; each keeps its part."""
     attn = case.make(max_length=200)
     torch.manual_seed(length)
     q, k, v, dout = (torch.randn(2, HEADS, length, HEAD_DIM, dtype=torch.float64) for _ in range(4))
     mask = torch.rand(2, length) > 0.3 if masked else None
-    bias = weft.ALiBi(HEADS).double() if biased else None
-    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    bias = weft.ALiBi(HEADS).double() if masked and case.info.bias else None
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
     weights = list(attn.parameters())
-    out = attn(*inputs, mask, bias)
-    expected = [out.detach(), *torch.autograd.grad(out, [*inputs, *weights], dout, allow_unused=True)]
-    sizes = random.Random(length).sample(range(1, length), mesh.size() - 1)
-    bounds = [0, *sorted(sizes), length]  # uneven parts
-    here = slice(*bounds[mesh.get_local_rank() :][:2])
-    parts = [x[:, :, here].clone().requires_grad_() for x in (q, k, v)]
+    out = attn(*whole, mask, bias)
+    expected = [out, *torch.autograd.grad(out, [*whole, *weights], dout, materialize_grads=True)]
+    at = here(mesh, length)
+    parts = [x[:, :, at].clone().requires_grad_() for x in (q, k, v)]
     with weft.parallel.context(mesh):
-        out = attn(*parts, None if mask is None else mask[:, here], bias)
-    found = [out.detach(), *torch.autograd.grad(out, [*parts, *weights], dout[:, :, here], allow_unused=True)]
-    worst = 0.0
-    for number, (a, b) in enumerate(zip(expected, found, strict=True)):
-        if a is None:
-            continue
-        if number < 4:
-            a = a[:, :, here]
-        else:
-            dist.all_reduce(b)
-        worst = max(worst, (a - b).abs().max().item())
-    differences = torch.tensor([worst], dtype=torch.float64)
-    dist.all_reduce(differences, dist.ReduceOp.MAX)
-    return differences.item()
+        out = attn(*parts, None if mask is None else mask[:, at], bias)
+    found = [out, *torch.autograd.grad(out, [*parts, *weights], dout[:, :, at], materialize_grads=True)]
+    for gradient in found[4:]:
+        dist.all_reduce(gradient)
+    return difference([x[:, :, at] for x in expected[:4]] + expected[4:], found)
+
+
+def language_model(mesh, attention: str, positions: str) -> float:
+    """A training step: the loss of every token, and the gradient of every weight."""
+    torch.manual_seed(0)
+    model = weft.models.LanguageModel(
+        vocab=11, max_length=64, dim=16, heads=2, layers=2, attention=attention, positions=positions, dropout=0.0
+    ).double()
+    ids = torch.randint(11, (2, 33))
+    losses = []
+    for sharded in (False, True):
+        model.zero_grad()
+        at = here(mesh, 32, even=True) if sharded else slice(0, 32)
+        inputs, targets = ids[:, :-1][:, at], ids[:, 1:][:, at]
+        with weft.parallel.context(mesh, length=32) if sharded else torch.enable_grad():
+            logits = model(inputs)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        loss.backward()
+        found = [loss.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        if sharded:
+            for x in found:
+                dist.all_reduce(x)
+        losses.append(found)
+    return difference(*losses)
+
+
+def sent(mesh, name: str, causal: bool) -> int:
+    torch.manual_seed(0)
+    attn = weft.make_attention(name, heads=SENT["heads"], head_dim=SENT["head_dim"], causal=causal)
+    at = here(mesh, SENT["length"], even=True)
+    q, k, v = (torch.randn(1, SENT["heads"], at.stop - at.start, SENT["head_dim"]) for _ in range(3))
+    with torch.no_grad(), weft.parallel.context(mesh, length=SENT["length"]) as context:
+        attn(q, k, v)
+    total = torch.tensor([context.bytes])
+    dist.all_reduce(total)
+    return int(total)
 
 
 def supported(case: Case) -> bool:
     options = dict(case.options)
-    return options.get("pattern") != "strided" and options.get("levels", 2) == 2
+    return case.name in SHARDED and options.get("pattern") != "strided" and options.get("levels", 2) == 2
 
 
-def main() -> None:
+def lose_a_rank(mesh, file: str) -> None:
+    """Rank 1 dies; the others must end with an error."""
+    attn = weft.make_attention("combiner-fixed", heads=2, head_dim=4)
+    if dist.get_rank() == 1:
+        os._exit(3)
+    q = torch.randn(1, 2, 70, 4)
+    began = time.time()
+    try:
+        with weft.parallel.context(mesh, length=70 * mesh.size()):
+            attn(q, q, q)
+    except RuntimeError as error:
+        if dist.get_rank() == 0:
+            with open(file, "w") as out:
+                json.dump({"error": str(error), "seconds": time.time() - began}, out)
+    os._exit(0)
+
+
+def main(file: str, what: str) -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("context",))
-    results: dict[str, float | str] = {}
-    for case in cases():
-        if case.name not in SHARDED or not supported(case):
-            continue
+    if what == "lose a rank":
+        lose_a_rank(mesh, file)
+    results: dict[str, float] = {}
+    for case in filter(supported, cases()):
         for length in LENGTHS:
             for masked in (False, True):
-                biased = masked and case.info.bias
-                name = f"{case} {length}{' masked' if masked else ''}{' biased' if biased else ''}"
-                try:
-                    results[name] = whole_and_parts(case, mesh, length, masked, biased)
-                except Exception:
-                    results[name] = traceback.format_exc()
-                    if "--all" not in sys.argv:
-                        raise
+                results[f"{case} {length}{' masked' if masked else ''}"] = mechanism(case, mesh, length, masked)
+    for attention, positions in (("combiner-fixed", "rope"), ("linear", "sinusoid"), ("full", "alibi")):
+        results[f"model {attention} {positions}"] = language_model(mesh, attention, positions)
+    traffic = {f"{name} {causal}": sent(mesh, name, causal) for name in SHARDED for causal in (False, True)}
     if dist.get_rank() == 0:
-        with open(sys.argv[1], "w") as file:
-            json.dump(results, file)
+        with open(file, "w") as out:
+            json.dump({"differences": results, "sent": traffic}, out)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -65,9 +65,7 @@ def combiner_axial(
     summaries, and sends the results back."""
     refuse_dropout(attn)
     if attn.needs_input:
-        raise ValueError(
-            f"context parallelism does not support key_summary={attn.key_summary!r}; use 'wsum' or 'none'"
-        )
+        raise ValueError(f"context parallelism does not support key_summary={attn.key_summary!r}; use 'wsum' or 'none'")
     L, B, device = context.length, q.shape[0], q.device
     m = attn.block_size or default_block(L, attn.max_length)
     rows = ceil_div(L, m)

@@ -42,12 +42,12 @@ def sharded(name: str) -> Callable[[Sharded], Sharded]:
 class Context:
     """The ranks of a mesh dimension, and the part of the sequence that each of them holds."""
 
+    tile = 2048  # queries of full attention at a time
+
     def __init__(self, mesh: Any, length: int | None = None):
         if mesh.ndim != 1:
             names = ", ".join(mesh.mesh_dim_names or ())
-            raise ValueError(
-                f"context() needs one dimension of the mesh, got {mesh.ndim} ({names}); pass mesh['NAME']"
-            )
+            raise ValueError(f"context() needs one dimension of the mesh, got {mesh.ndim} ({names}); pass mesh['NAME']")
         self.group = mesh.get_group()
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.length = 0
@@ -96,7 +96,13 @@ class Context:
 
     def all_to_all(self, parts: list[Tensor], counts: list[int]) -> list[Tensor]:
         self.bytes += sum(p.numel() * p.element_size() for r, p in enumerate(parts) if r != self.rank)
-        return all_to_all(parts, counts, self.group)
+        try:
+            return all_to_all(parts, counts, self.group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.rank} lost contact with another rank of its context-parallel group of {self.ranks}; look "
+                "for the first error among the other ranks"
+            ) from error
 
     def plan(self, key: Any, held: Callable[[int], Numbers], wanted: Callable[[int], Numbers]) -> Exchange:
         """The exchange named `key`, computed once for the current parts."""

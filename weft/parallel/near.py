@@ -87,7 +87,10 @@ def longformer(
     near_k, near_v = context.move(plan, k, v)
     near = None if whole is None else whole[:, mine]
     # Queries at global positions are in front, the others start after them.
-    front, first = min(max(g - context.start, 0), q.shape[2]), g + max(context.start - max(g, context.start - attn.left), 0)
+    front, first = (
+        min(max(g - context.start, 0), q.shape[2]),
+        g + max(context.start - max(g, context.start - attn.left), 0),
+    )
     n, total = q.shape[2], len(mine)
     ahead = F.pad(q[:, :, :front], (0, 0, min(context.start, g), 0))
     ahead = F.pad(ahead, (0, 0, 0, first - ahead.shape[2]))

@@ -16,8 +16,6 @@ from ..core.contract import PositionBias
 from .context import Context, refuse_dropout, sharded, split_sizes
 from .softmax import partial_attention
 
-TILE = 2048  # queries at a time
-
 Pieces = list[range]  # the positions of a rank's tokens
 
 
@@ -42,8 +40,8 @@ def full(
         [range(ends[r], ends[r + 1]), range(ends[-2 - r], ends[-1 - r])] for r in range(context.ranks)
     ]
 
-    def held(r: int) -> list[int]:
-        return [i for piece in halves[r] for i in piece]
+    def held(r: int) -> Tensor:
+        return torch.cat([torch.arange(piece.start, piece.stop) for piece in halves[r]])
 
     there = context.plan("pieces", context.tokens, held)
     back = context.plan("whole", held, context.tokens)
@@ -62,8 +60,10 @@ class _Ring(torch.autograd.Function):
         total = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
         size = total.new_full((*q.shape[:3], 1), float("-inf"))
         for source, keys, values, flags in _visits(context, at, k, v, real):
-            for rows, columns, allowed, offsets in _tiles(at[context.rank], at[source], flags, causal, bias):
-                out, lse = partial_attention(q[:, :, rows], keys[:, :, columns], values[:, :, columns], allowed, offsets)
+            for rows, columns, allowed, offsets in _tiles(context, source, at, flags, causal, bias):
+                out, lse = partial_attention(
+                    q[:, :, rows], keys[:, :, columns], values[:, :, columns], allowed, offsets
+                )
                 new = torch.logaddexp(size[:, :, rows], lse)
                 old, added = ((x - new).exp().nan_to_num(0.0) for x in (size[:, :, rows], lse))  # NaN: no key so far
                 total[:, :, rows] = total[:, :, rows] * old + out * added
@@ -83,7 +83,7 @@ class _Ring(torch.autograd.Function):
         for source, keys, values, flags in _visits(context, at, k, v, real):
             keys, values = keys.to(dtype), values.to(dtype)
             dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
-            for rows, columns, allowed, offsets in _tiles(at[context.rank], at[source], flags, causal, bias):
+            for rows, columns, allowed, offsets in _tiles(context, source, at, flags, causal, bias):
                 queries, d, lse = q[:, :, rows].to(dtype), dout[:, :, rows], size[:, :, rows]
                 logits = queries @ keys[:, :, columns].mT * scale
                 logits = logits if offsets is None else logits + offsets.to(dtype)
@@ -124,15 +124,15 @@ def _pass(context: Context, rows: Tensor, to: int, origin: int, coming: int) -> 
 
 
 def _tiles(
-    queries: Pieces, keys: Pieces, flags: Tensor, causal: bool, bias: Any
+    context: Context, source: int, at: list[Pieces], flags: Tensor, causal: bool, bias: Any
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor | None]]:
     """Tiles of pairs that may see each other: queries, keys, which pairs are allowed, and their position bias."""
     row = 0
-    for piece in queries:
-        for first in range(0, len(piece), TILE):
-            i = piece[first : first + TILE]
+    for piece in at[context.rank]:
+        for first in range(0, len(piece), context.tile):
+            i = piece[first : first + context.tile]
             column = 0
-            for j in keys:
+            for j in at[source]:
                 if len(i) and len(j) and not (causal and j[0] > i[-1]):
                     rows, columns = slice(row, row + len(i)), slice(column, column + len(j))
                     at_i, at_j = (torch.arange(x.start, x.stop, device=flags.device) for x in (i, j))

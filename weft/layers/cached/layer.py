@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ...attention import Attention
 from ...core.contract import quiet_padding
+from ...core.sharding import current
 from ..multihead import MultiheadAttention
 from .inputs import (
     grid_of,
@@ -174,6 +175,8 @@ class CachedAttention(nn.Module):
         grid: tuple[int, int] | None = None,
         **kwargs: Any,
     ) -> Any:
+        if current() is not None:
+            raise ValueError("the cache does not support context parallelism: its update reads the whole sequence")
         if x.is_nested:
             raise ValueError("cached attention does not support nested tensors: pad them and pass a mask")
         if x.dim() != 3 or x.shape[-1] != self.dim:

@@ -1,0 +1,97 @@
+"""Context parallelism: calls split over 2 and 4 processes equal the calls on the whole sequence."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from parallel_worker import SENT
+
+import weft
+from weft.parallel import SHARDED, traffic
+
+HERE = Path(__file__).parent
+
+
+def launch(ranks: int, folder: Path, what: str) -> dict:
+    paths = [str(HERE.parent), str(HERE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    file = folder / f"{ranks}.json"
+    done = subprocess.run(
+        [*command, str(HERE / "parallel_worker.py"), str(file), what],
+        env=env, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert file.exists(), done.stderr[-3000:]
+    return json.loads(file.read_text())
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def results(request, tmp_path_factory):
+    return {"ranks": request.param, **launch(request.param, tmp_path_factory.mktemp("ranks"), "everything")}
+
+
+@pytest.mark.parametrize("name", [*SHARDED, "model"])
+def test_parts_equal_the_whole(name, results):
+    """Outputs and gradients in float64, uneven parts, with and without masks and position biases."""
+    mine = {
+        case: x
+        for case, x in results["differences"].items()
+        if case.partition("[")[0].split()[0].removesuffix("-causal") == name
+    }
+    assert len(mine) >= 3
+    assert all(x < 1e-9 for x in mine.values()), mine
+
+
+def test_traffic_is_what_is_really_sent(results):
+    for name in SHARDED:
+        for causal in (False, True):
+            attn = weft.make_attention(name, heads=SENT["heads"], head_dim=SENT["head_dim"], causal=causal)
+            counted = sum(traffic(attn, SENT["length"], results["ranks"], dtype=torch.float32))
+            assert counted == results["sent"][f"{name} {causal}"], (name, causal)
+
+
+def test_a_million_tokens_need_little_traffic():
+    """At most 0.2 % of ring attention, for 1,048,576 tokens on 8 ranks."""
+    sent = {
+        name: sum(traffic(weft.make_attention(name, heads=16, head_dim=64, causal=True), 1 << 20, 8))
+        for name in ("full", "combiner-fixed", "linear")
+    }
+    ring = 2 * 16 * 64 * 2 * 7 * (1 << 20)  # keys and values in bfloat16, passed on by seven ranks
+    assert sent["full"] >= ring
+    assert sent["combiner-fixed"] <= 0.002 * ring and sent["linear"] <= 0.002 * ring
+
+
+def test_a_lost_rank_ends_the_others(tmp_path):
+    found = launch(2, tmp_path, "lose a rank")
+    assert "lost contact" in found["error"] and found["seconds"] < 60
+
+
+class Mesh:
+    ndim = 2
+    mesh_dim_names = ("data", "context")
+
+
+def test_what_is_not_supported_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match=r"one dimension of the mesh.*mesh\['NAME'\]"), weft.parallel.context(Mesh()):
+        pass
+    from weft.core import sharding
+    from weft.parallel.traffic import _Counting
+
+    q = torch.randn(1, 2, 10, 8)
+    refused = {
+        "routing": ({}, "does not support context parallelism; use one of"),
+        "sparse": ({"pattern": "strided"}, "pattern='fixed'"),
+        "combiner-fixed": ({"levels": 3}, "levels=2"),
+    }
+    for name, (options, message) in refused.items():
+        attn = weft.make_attention(name, heads=2, head_dim=8, **options)
+        with sharding.use(_Counting(0, 2, 20)), pytest.raises(ValueError, match=message):
+            attn(q, q, q)
+    with sharding.use(_Counting(0, 2, 30)), pytest.raises(ValueError, match="should hold 15 of 30 tokens, got 10"):
+        weft.make_attention("local", heads=2, head_dim=8)(q, q, q)
