@@ -51,7 +51,8 @@ def combiner_fixed(
     if nodes.real is not None:
         flags = nodes.real.expand(q.shape[0], -1, -1)[:, 0, :mine]
         allowed = allowed & context.move_flags(plan, flags)[:, None, None, None]
-    parts.append(Part(layout, *(t[:, :, None].expand(-1, -1, len(block), -1, -1) for t in (node_k, node_v)), allowed))
+    span_k, span_v = (t[:, :, None].expand(-1, -1, len(block), -1, -1) for t in (node_k, node_v))
+    parts.append(Part(layout, span_k, span_v, allowed))
     out = joint_attention(near[0], parts, dropout=attn.dropout if attn.training else 0.0)
     first = context.start - lo
     return out[:, :, first : first + n].to(dtype)
@@ -105,7 +106,7 @@ def combiner_axial(
         for t in attn._summarise(rows_q, grid.k, lines.arrange(near_v), grid.real, None, grid.v)
     )
     moved = context.move(there, F.pad(q, (0, 0, 0, cells - n)), kbar, vbar)
-    by_column = [torch.unflatten(t, 2, (-1, rows)) for t in moved]
+    queries, keys, values = (torch.unflatten(t, 2, (-1, rows)) for t in moved)
     seen = other_blocks(rows, attn.causal, device)
     seen = torch.ones_like(seen) if attn.own_span else seen
     if mask is not None:
@@ -114,7 +115,7 @@ def combiner_axial(
         seen = seen & real.any(-1)[:, :, None, None]
     else:
         seen = seen[None, None, None]
-    out, size = (t.flatten(2, 3) for t in partial_attention(*by_column, seen))
+    out, size = (t.flatten(2, 3) for t in partial_attention(queries, keys, values, seen))
     out, size = (t[:, :, :n] for t in context.move(back, out, size))
     return merge([direct, (out, size)])[0].to(q.dtype)  # type: ignore[list-item]
 
@@ -142,10 +143,10 @@ def combiner_logsparse(
         there = context.plan(f"powers {mirrored}", context.tokens, part)
         back = context.plan(f"parts {mirrored}", part, context.tokens)
         short = T - there.rows
-        mine = [F.pad(t, (0, 0, 0, short)) for t in context.move(there, q, k, v)]
+        own_q, own_k, own_v = (F.pad(t, (0, 0, 0, short)) for t in context.move(there, q, k, v))
         valid = F.pad(context.move_flags(there, real), (0, short))
-        spans = spans_before(layout, *mine, valid, s, own=not mirrored)
-        far_k, far_v, exists = _part_spans(context, s, *mine, valid)
+        spans = spans_before(layout, own_q, own_k, own_v, valid, s, own=not mirrored)
+        far_k, far_v, exists = _part_spans(context, s, own_q, own_k, own_v, valid)
         blocks = spans.k.shape[2]
         keys, values = (
             torch.cat([near, far[:, :, None].expand(-1, -1, blocks, -1, -1)], 3)
@@ -156,7 +157,7 @@ def combiner_logsparse(
         allowed = torch.cat([inside, exists[:, None, None, None].expand(B, 1, blocks, BLOCK, -1)], -1)
         out, size = (
             layout.restore(t, T)[:, :, : there.rows]
-            for t in partial_attention(layout.arrange(mine[0]), keys, values, allowed)
+            for t in partial_attention(layout.arrange(own_q), keys, values, allowed)
         )
         found.append(tuple(context.move(back, out, size)))
     return merge(found)[0].to(dtype)  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
 
 import torch
 from torch import Tensor
@@ -39,13 +39,13 @@ def traffic(
 ) -> list[int]:
     """Bytes that each rank sends in the forward pass of one call with `length` tokens split over `ranks`."""
     sent = []
-    attn: Any = attn.to("meta")
+    empty = copy.deepcopy(attn).to("meta")
     for rank in range(ranks):
         context = _Counting(rank, ranks, length)
         shape = batch, attn.heads, context.stop - context.start, attn.head_dim
         q, k, v = (torch.empty(shape, dtype=dtype, device="meta") for _ in range(3))
         mask = torch.empty(batch, shape[2], dtype=torch.bool, device="meta") if masked else None
         with sharding.use(context):
-            attn(q, k, v, mask)
+            empty(q, k, v, mask)
         sent.append(context.bytes)
     return sent
