@@ -33,8 +33,6 @@ class Entry:
     seed: int = 0
 
 
-
-
 def queue() -> list[Entry]:
     """First seeds first. Minutes follow from the tokens per second that `*.results.json` have of each cell."""
     wide = {"linear": 6, "local": 4, "linformer": 3, "combiner-fixed": 4, "performer": 8, "bigbird": 9, "full": 14}

@@ -24,3 +24,10 @@ def test_a_complete_run_is_done_and_another_seed_or_a_cut_one_is_not():
 def test_a_portion_holds_what_fits_in_order():
     entries = [Entry("t", name, minutes) for name, minutes in (("a", 10), ("b", 14), ("c", 9), ("d", 8), ("e", 1))]
     assert [entry.cell for entry, _ in pick([(entry, None) for entry in entries], 20)] == ["a", "c", "e"]
+
+
+def test_the_results_page_is_up_to_date():
+    from experiments.results import page
+
+    (page_file,) = [file for file in (files := page()) if file.suffix == ".md"]
+    assert page_file.read_bytes() == files[page_file], "run python -m experiments.results"

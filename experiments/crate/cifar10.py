@@ -30,9 +30,19 @@ def cells() -> list[Cell]:
             row,
             "62 s",
             make_config(
-                "cifar10", preset="lion", patch=4, batch_size=512, warmup=round(0.05 * settings["steps"]), clip=0.0,
-                eval_every=settings["steps"] // 8, checkpoint_every=settings["steps"] // 8, keep=8, test_on="last",
-                precision="bf16-mixed", compile=True, **settings,
+                "cifar10",
+                preset="lion",
+                patch=4,
+                batch_size=512,
+                warmup=round(0.05 * settings["steps"]),
+                clip=0.0,
+                eval_every=settings["steps"] // 8,
+                checkpoint_every=settings["steps"] // 8,
+                keep=8,
+                test_on="last",
+                precision="bf16-mixed",
+                compile=True,
+                **settings,
             ),
         )  # fmt: skip
         for row, settings in ROWS.items()

@@ -1,0 +1,134 @@
+"""Write docs/results.md and its plots from the claims and the result files.
+
+    python -m experiments.results            # write them
+    python -m experiments.results --check    # fail if they are out of date
+
+`experiments/claims.md` has the claims of the papers, each with our figure, its command and the verdict. Below it come
+the cells of every sweep that have been run to the end with the sweep's own settings, from `*.results.json`. Shorter
+runs are in the tables of `weft report`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from weft.lab.sweep import Cell, Sweep, load_sweep
+from weft.lab.sweep.results import Record, read_results, results_file
+
+HERE = Path(__file__).parent
+DOCS = HERE.parent / "docs"
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+
+
+def finished(sweep: Sweep, cell: Cell) -> list[Record]:
+    """Complete runs with the cell's current settings, one per seed."""
+    runs = {
+        record.seed: record
+        for record in read_results(results_file(sweep))
+        if record.cell == cell.slug
+        and record.state == "complete"
+        and not record.overrides
+        and not record.differs(cell.config)
+    }
+    return [runs[seed] for seed in sorted(runs)]
+
+
+def section(sweep: Sweep) -> tuple[str, bytes]:
+    """The Markdown of one sweep, and the plot of its curves; both empty if nothing has been run to the end."""
+    done = [(cell, runs) for cell in sweep.cells if (runs := finished(sweep, cell))]
+    if not done:
+        return "", b""
+    source = sweep.file.relative_to(HERE.parent)
+    unit = f" ({sweep.unit})" if sweep.unit else ""
+    lines = [
+        f"### {sweep.title}",
+        "",
+        f"{len(done)} of {len(sweep.cells)} cells run to the end. Command: `weft sweep {source}`.",
+        "",
+        f"![Validation {sweep.metric} against steps](results/{plot_name(sweep)})",
+        "",
+        f"| cell | paper | ours{unit} | seeds | steps | difference | run |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for cell, runs in done:
+        values = [run.test[sweep.metric] for run in runs]
+        mean = statistics.fmean(values)
+        spread = f" ± {sweep.show(statistics.stdev(values))}" if len(values) > 1 else ""
+        paper, off = "–", "–"
+        if cell.paper is not None:
+            paper, off = f"{cell.paper:g}", f"{mean * sweep.scale - cell.paper:+.2g}"
+        starts = sorted({f"{start.commit[:7]}, {start.device}" for run in runs for start in run.starts})
+        seeds = ", ".join(str(run.seed) for run in runs)
+        steps = f"{runs[0].step:,} of {runs[0].steps:,}"
+        row = (f"{cell.row}, {cell.column}", paper, f"{sweep.show(mean)}{spread}", seeds, steps, off, "; ".join(starts))
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines) + "\n", plot(sweep, done)
+
+
+def plot_name(sweep: Sweep) -> str:
+    return f"{sweep.file.parent.name}-{sweep.name}.svg"
+
+
+def plot(sweep: Sweep, done: Sequence[tuple[Cell, list[Record]]]) -> bytes:
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    matplotlib.rcParams["svg.hashsalt"] = "weft"  # the same file for the same numbers
+    matplotlib.rcParams["svg.fonttype"] = "none"
+    figure, axes = plt.subplots(figsize=(7, 3.6))
+    for number, (cell, runs) in enumerate(done):
+        for run in runs:
+            label = f"{cell.row}, {cell.column}" if run is runs[0] else None
+            steps, values = zip(*run.curve, strict=True)
+            shown = [value * sweep.scale for value in values]
+            style = "-" if number < len(COLOURS) else "--"
+            axes.plot(steps, shown, style, color=COLOURS[number % len(COLOURS)], label=label, linewidth=1.3)
+    axes.set_xlabel("steps")
+    axes.set_ylabel(f"validation {sweep.metric}" + (f" ({sweep.unit})" if sweep.unit else ""))
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    plt.close(figure)
+    return buffer.getvalue()
+
+
+def page() -> dict[Path, bytes]:
+    """The files to write."""
+    files: dict[Path, bytes] = {}
+    parts = [(HERE / "claims.md").read_text()]
+    for results in sorted(HERE.glob("*/*.results.json")):
+        sweep = load_sweep(results.with_name(results.name.replace(".results.json", ".py")))
+        text, drawing = section(sweep)
+        if text:
+            parts.append(text)
+            files[DOCS / "results" / plot_name(sweep)] = drawing
+    files[DOCS / "results.md"] = "\n".join(parts).encode()
+    return files
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is out of date")
+    check = parser.parse_args().check
+    stale = []
+    for file, content in page().items():
+        if check and file.suffix == ".md" and (not file.exists() or file.read_bytes() != content):
+            stale.append(file.name)
+        elif not check:
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(content)
+    if stale:
+        sys.exit(f"out of date: {', '.join(stale)}; run python -m experiments.results")
+
+
+if __name__ == "__main__":
+    main()
