@@ -51,7 +51,8 @@ NEEDED = {
     ("coco",): "pycocotools",
     ("iwslt", "multi30k", "wiki40b", "c4"): "tokenizers",
     ("iwslt", "multi30k"): "sacrebleu",
-    ("qm9", "multi30k"): "pyarrow",
+    ("qm9", "multi30k", "esol", "freesolv", "lipo"): "pyarrow",
+    ("qm9", "pcqm4mv2", "esol", "freesolv", "lipo"): "rdkit",
 }
 
 
@@ -195,8 +196,10 @@ def data(tmp_path_factory):
         import pyarrow as arrow
         import pyarrow.parquet as parquet
 
-        table = {"smiles": ["C" * (1 + i % 3) for i in range(20)], "gap": [float(i) for i in range(20)]}
-        parquet.write_table(arrow.table(table), folder / "qm9.parquet")
+        values = [float(i) for i in range(20)]
+        for name, column in (("qm9", "gap"), ("delaney", "logSolubility"), ("freesolv", "freesolv"), ("lipo", "lipo")):
+            table = {"smiles": ["C" * (1 + i % 3) for i in range(20)], column: values}
+            parquet.write_table(arrow.table(table), folder / f"{name}.parquet")
         captions = {"split": ["train"] * 4 + ["validation"] * 2 + ["test"] * 2, "de": ["ein Hund"] * 8}
         parquet.write_table(arrow.table({**captions, "en": ["a dog"] * 8}), folder / "multi30k.parquet")
     except ImportError:
@@ -432,16 +435,3 @@ def test_a_folder_of_pictures_is_decoded_once(data):
     for split in (found.train, found.val, found.test):
         assert torch.equal((split["image"].float().mean((1, 2, 3)) > 40).long(), split["label"])
     assert (data / "pets-train-16.npy").exists()
-
-
-def test_smiles():
-    graph = module("subsampled/molecules")
-    names = graph.ELEMENTS
-    atoms, charges, bonds = graph.read_smiles("CC(=O)[O-]")
-    assert [names[a] for a in atoms] == ["C", "C", "O", "O"] and charges == [0, 0, 0, -1]
-    assert bonds == [(0, 1, 1), (1, 2, 2), (1, 3, 1)]
-    atoms, _, bonds = graph.read_smiles("Clc1ccccc1C#N")
-    assert len(atoms) == 9 and names[atoms[0]] == "Cl"
-    assert sum(kind == 4 for *_, kind in bonds) == 6 and (1, 6, 4) in bonds and bonds[-1] == (7, 8, 3)
-    nodes, edges = graph.graph("C1CC1.O")
-    assert nodes.shape == (4, 2) and edges[0, 3] == 4 + graph.FAR and edges[0, 2] == 1 and edges[1, 1] == 4

@@ -9,6 +9,7 @@ from . import (  # noqa: F401  each registers its tasks
     imdb,
     listops,
     matching,
+    molecules,
     pathfinder,
     streams,
     text,
