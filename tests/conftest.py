@@ -21,6 +21,7 @@ ON_DEVICE = {
     "test_layers",
     "test_mechanisms",
     "test_models",
+    "test_packing",
     "test_promises",
     "test_recomputing",
     "test_refusals",

@@ -262,7 +262,7 @@ def test_matcher_encodes_both_documents_with_one_encoder():
     padded = F.pad(a, (0, 5))
     torch.testing.assert_close(model(padded, b), model(a, b))
     torch.testing.assert_close(model(padded, b, padded > 0, b > 0), model(a, b))
-    with pytest.raises(ValueError, match="same batch size"):
+    with pytest.raises(ValueError, match="same number of documents"):
         model(a, b[:1])
 
 

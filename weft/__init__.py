@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from . import _interrupt  # noqa: F401
 from .attention import Attention, AttentionInfo, attention_info, attentions, make_attention, register
 from .core.positions import ALiBi, RelativeBias, RelativeBias2d, Rotary
+from .core.segments import Segments
 from .core.state import state_size
 from .layers import ISTA, MSSA, CachedAttention, MixedAttention, MultiheadAttention
 
@@ -30,6 +31,7 @@ __all__ = [
     "RelativeBias",
     "RelativeBias2d",
     "Rotary",
+    "Segments",
     "apply",
     "attention_info",
     "attentions",

@@ -9,6 +9,7 @@ tokens.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +101,9 @@ class AxialAttention(KeepsAll):
         parts = [row_part(grid, bias, L), column_part(grid, bias, L)]
         dropout = self.dropout if self.training else 0.0
         return joint_attention(q, parts, dropout=dropout, may_be_empty=mask is not None)
+
+    def pattern_for(self, length: int) -> Hashable:
+        return self.block_size or default_block(length, self.max_length)
 
     def empty_state(self, k: Tensor, capacity: int) -> KeyValues:
         decoding_block(self)  # raises an error if the block size is unknown

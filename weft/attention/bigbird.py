@@ -12,6 +12,7 @@ generator and `seed` (the layer index there), from blocks outside the band and w
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
@@ -85,12 +86,20 @@ class BigBirdAttention(Attention):
         middle = softmax_attention(q_b, k_b, v_b, allowed=allowed, bias=values, dropout=dropout)
         return torch.cat([head, from_blocks(middle, (n - 2) * m), tail], 2)
 
+    def pattern_for(self, length: int) -> Hashable:
+        return ceil_div(length, self.block_size), last_drawn(length, self.block_size)
+
+
+def last_drawn(length: int, block_size: int) -> int:
+    """The last block from which random blocks are drawn."""
+    span = min(length, PLAN_TOKENS)
+    return span // block_size - 1 if span > 2 * block_size else ceil_div(length, block_size) - 1
+
 
 def random_plan(length: int, block_size: int, random_blocks: int, heads: int, seed: int) -> np.ndarray:
     """(heads, n-2, r): the random blocks of query blocks 1..n-2, filled with -1 if fewer than r are eligible."""
     n = ceil_div(length, block_size)
-    span = min(length, PLAN_TOKENS)
-    last = span // block_size - 1 if span > 2 * block_size else n - 1
+    last = last_drawn(length, block_size)
     generator = np.random.RandomState(seed)
     plan = np.full((heads, max(n - 2, 0), random_blocks), -1)
     for h in range(heads):

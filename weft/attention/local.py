@@ -36,7 +36,7 @@ class LocalAttention(Attention):
         super().__init__(**contract)
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
-        self.block_size = block_size
+        self.block_size = self.separate_blocks = block_size
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         L, m = q.shape[2], min(self.block_size, q.shape[2])

@@ -11,6 +11,7 @@ The bidirectional form adds the mirror image. Combiner-logsparse attends to the 
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -60,6 +61,9 @@ class LogSparseAttention(KeepsAll):
         if not self.causal:
             parts.append(last_tokens(BackwardRows(BLOCK), k, v, mask, bias, own=False))
         return joint_attention(q, parts, dropout=dropout, may_be_empty=mask is not None)
+
+    def pattern_for(self, length: int) -> Hashable:
+        return None if self.causal or self.offsets == "powers" else length
 
     def attend_next(self, q, k, v, state: KeyValues, mask, bias, at: Place):
         state = state.put(at, k, v, mask, at.i)

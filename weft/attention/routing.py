@@ -17,7 +17,7 @@ repeated call updates nothing and uses the same centroids as the first one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,10 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.blocks import power_of_two
-from ..core.contract import Attention, PositionBias
+from ..core.contract import Attention, PositionBias, hide
 from ..core.dense import dense_attention, runs_of, same
 from ..core.joint import Part, joint_attention
 from ..core.partitions import own_block
+from ..core.precision import autocast
 from ..core.recomputing import Replays, once, recomputing
 from ..core.registry import register
 from ..core.runs import Runs, gather_runs, take_mask, take_rows
@@ -85,6 +86,25 @@ class Clusters(nn.Module):
             yield
         finally:
             self.frozen = before
+
+    @contextmanager
+    def one_call(self, k: Tensor, real: Tensor | None) -> Iterator[None]:
+        """Within this block (packed documents in groups), keys update the centroids once, and all calls use the same
+        centroids."""
+        if not self.training or self.frozen:
+            yield
+            return
+        (k,) = autocast(k)
+        before, recalled = self.centroids, self.replays.recall(k) if recomputing() else None
+        if recalled is None:
+            self.assign(hide(k, real), real)
+        else:
+            self.centroids = recalled
+        try:
+            with self.looking():
+                yield
+        finally:
+            self.centroids = before
 
     def size(self, length: int) -> int:
         """Maximum number of tokens in a run."""
@@ -174,6 +194,9 @@ class RoutingAttention(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         part = run_part(self.clusters.runs(k, mask), k, v, mask, self.causal, bias)
         return joint_attention(q, [part], dropout=self.dropout if self.training else 0.0)
+
+    def pattern_for(self, length: int) -> Hashable:
+        return self.clusters.size(length)
 
 
 register(

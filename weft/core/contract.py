@@ -1,10 +1,12 @@
 """The contract that every attention mechanism follows.
 
-    attn(q, k, v, mask=None, bias=None) -> out          q (B, H, Lq, D), k and v (B, H, Lk, D), out (B, H, Lq, D)
+    attn(q, k, v, mask=None, bias=None, segments=None) -> out
+                                                        q (B, H, Lq, D), k and v (B, H, Lk, D), out (B, H, Lq, D)
 
 `mask` is a boolean tensor (B, Lk), True for real tokens. Masked tokens do not affect real tokens and get no
 gradient. A query with no allowed key returns zeros. `bias` is a callable `(query_positions, key_positions) -> logits`,
-so it stays exact in mechanisms that reorder or sample keys (see `weft/core/positions.py`).
+so it stays exact in mechanisms that reorder or sample keys (see `weft/core/positions.py`). `segments` (B, L) numbers
+the documents of a packed row; each is computed as if it were alone (see `weft/core/packing.py`).
 
 `forward` checks and cleans the arguments, then calls the mechanism's kernel (`dispatch.py`) or `attend`, the only
 method a mechanism must implement. Every mechanism is linear in v, so applying it to the identity gives the effective
@@ -13,7 +15,7 @@ attention matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -23,7 +25,9 @@ from torch import Tensor, nn
 from . import sharding
 from .decoding import Decoding
 from .dispatch import Kernel, check_backend, plain, use_kernel
+from .packing import packed, packed_weights
 from .precision import autocast, without_autocast
+from .segments import Segments
 
 PositionBias = Callable[[Tensor, Tensor], Tensor]
 LARGEST = 1e6  # limit for padding: PyTorch's fused backward turns larger numbers into NaN, even if their gradient is 0
@@ -77,10 +81,15 @@ class Attention(Decoding, nn.Module):
         v: Tensor,
         mask: Tensor | None = None,
         bias: PositionBias | None = None,
+        segments: Tensor | Segments | None = None,
         **inputs: Any,
     ) -> Tensor:
         if (context := sharding.current()) is not None:
+            if segments is not None:
+                raise ValueError("context parallelism does not support packed documents; pass one document per row")
             return context.attend(self, q, k, v, mask, bias, **inputs)
+        if segments is not None:
+            return packed(self, q, k, v, mask, bias, segments, inputs)
         self.check(q, k, v, mask, bias)
         q, k, v = self.clean(q, k, v, mask)
         with without_autocast(q):
@@ -106,16 +115,42 @@ class Attention(Decoding, nn.Module):
 
     @torch.no_grad()
     def weights(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        bias: PositionBias | None = None,
+        segments: Tensor | Segments | None = None,
     ) -> Tensor:
         """Effective matrix (B, H, Lq, Lk) with `weights @ v == attn(q, k, v)`. Quadratic in L: use it for small L."""
+        if segments is not None:
+            return packed_weights(self, q, k, v, mask, bias, segments, {})
         B, H, Lk, _ = k.shape
         identity = torch.eye(Lk, dtype=v.dtype, device=v.device).expand(B, H, Lk, Lk)
         with plain(self), looking_on(self):  # kernels don't support values of width Lk
             return self(q, k, identity, mask, bias)
 
+    # Packed documents. Mechanisms whose pattern depends on the length override `pattern_for`.
+
+    separate_blocks: int | None = None  # m if tokens attend only within blocks of m tokens
+
+    def pattern_for(self, length: int) -> Hashable:
+        """Documents whose lengths give the same value can be padded on the right to the same length, without effect."""
+        return length if self.info is None or self.info.length_dependent else None
+
     def check(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> None:
         """Raise an error for unsupported calls. The message names an alternative."""
+        self.check_tensors(q, k, v, mask)
+        length = max(q.shape[2], k.shape[2])
+        if self.max_length is not None and length > self.max_length:
+            raise ValueError(
+                f"length {length} is over max_length={self.max_length}; create {self.name} with a larger one"
+            )
+        self.check_bias(bias, q.shape[0], length, q.device)
+
+    def check_tensors(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+        """Check types and shapes, but not the length: a packed row may be longer than its documents."""
         name = self.name
         for label, t in (("q", q), ("k", k), ("v", v)):
             if not isinstance(t, Tensor):
@@ -155,10 +190,6 @@ class Attention(Decoding, nn.Module):
                 raise ValueError(
                     f"causal attention needs Lq = Lk, got {Lq} and {Lk}; to decode with a cache, use attn.step"
                 )
-        if self.max_length is not None and max(Lq, Lk) > self.max_length:
-            raise ValueError(
-                f"length {max(Lq, Lk)} is over max_length={self.max_length}; create {name} with a larger one"
-            )
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
                 kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
@@ -167,7 +198,6 @@ class Attention(Decoding, nn.Module):
                 raise ValueError(
                     f"mask must be (B, Lk) = ({B}, {Lk}), got {tuple(mask.shape)}; for a causal mask, use causal=True"
                 )
-        self.check_bias(bias, B, max(Lq, Lk), q.device)
 
     def check_bias(self, bias: PositionBias | None, batch: int, length: int, device: torch.device) -> None:
         """Check that the bias has one value per head (or `shared_heads = True`) and covers the sequence length."""

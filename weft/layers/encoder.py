@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from ..core.contract import PositionBias, quiet_padding
+from ..core.segments import Segments, documents_of
 from .feedforward import FeedForward
 
 NORM_EPS = 1e-6
 
 
 class EncoderBlock(nn.Module):
-    """`block(x, mask=None, bias=None)`, x (B, L, dim). `attention` takes the same arguments."""
+    """`block(x, mask=None, bias=None, segments=None)`, x (B, L, dim). `attention` takes the same arguments."""
 
     def __init__(
         self,
@@ -37,7 +38,18 @@ class EncoderBlock(nn.Module):
         self.feedforward = FeedForward(dim, mlp_dim, dropout=dropout, device=device, dtype=dtype)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        bias: PositionBias | None = None,
+        *,
+        segments: Tensor | Segments | None = None,
+    ) -> Tensor:
+        documents = {}
+        if segments is not None:  # read them once for all layers; layers without packing do not get the argument
+            found = documents_of(segments, x)
+            x, documents = quiet_padding(x, found.mask), {"segments": found}
         x = quiet_padding(x, mask)
-        x = x + self.dropout(self.attention(self.attention_norm(x), mask, bias))
+        x = x + self.dropout(self.attention(self.attention_norm(x), mask, bias, **documents))
         return x + self.dropout(self.feedforward(self.feedforward_norm(x)))

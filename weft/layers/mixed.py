@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..attention import attention_info
 from ..core.contract import PositionBias
+from ..core.segments import Segments
 from .multihead import MultiheadAttention
 
 
@@ -65,10 +66,17 @@ class MixedAttention(nn.Module):
                 )
             )
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        bias: PositionBias | None = None,
+        *,
+        segments: Tensor | Segments | None = None,
+    ) -> Tensor:
         n = len(self.blocks)
         shares = [None if bias is None else _Share(bias, self.heads, m, n) for m in range(n)]
-        total = sum(block(x, mask, share) for block, share in zip(self.blocks, shares, strict=True))
+        total = sum(block(x, mask, share, segments=segments) for block, share in zip(self.blocks, shares, strict=True))
         return total / len(self.blocks)
 
 

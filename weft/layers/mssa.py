@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..attention import make_attention
 from ..core.contract import PositionBias, quiet_padding
+from ..core.segments import Segments, documents_of
 
 
 class MSSA(nn.Module):
@@ -80,10 +81,20 @@ class MSSA(nn.Module):
         qk = w * (self.scale * self.head_dim**0.5) ** 0.5
         return qk, qk, w
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        bias: PositionBias | None = None,
+        *,
+        segments: Tensor | Segments | None = None,
+    ) -> Tensor:
         self._check(x)
+        if segments is not None:
+            segments = documents_of(segments, x)
+            x = quiet_padding(x, segments.mask)
         x = quiet_padding(x, mask)
-        return self.merge(self.attention(*self.project(x), mask, bias))
+        return self.merge(self.attention(*self.project(x), mask, bias, segments))
 
     def merge(self, heads: Tensor) -> Tensor:
         """(B, H, L, D) -> (B, L, dim): multiply by W, or by the subspaces if tied."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..attention import Attention, make_attention
 from ..core.contract import PositionBias, quiet_padding
 from ..core.positions import Rotary
+from ..core.segments import Segments, documents_of
 from ..core.sharding import first_position
 
 
@@ -19,7 +20,8 @@ class MultiheadAttention(nn.Module):
     `head_dim` does not have to be dim / heads, so the heads may be wider than dim in total. `kv_heads` < `heads` shares
     each key and value head among several query heads. `rope=True` rotates queries and keys by position. Calling with
     `context=` gives cross attention; the mask is then the context's. `attention` is a registered name, with its
-    options as further keyword arguments, or a mechanism instance.
+    options as further keyword arguments, or a mechanism instance. `segments=` (B, L) numbers packed documents, 0 for
+    padding: attention stays within each, and positions start again.
     """
 
     def __init__(
@@ -92,8 +94,11 @@ class MultiheadAttention(nn.Module):
                 if linear.bias is not None:
                     nn.init.zeros_(linear.bias)
 
-    def project(self, x: Tensor, context: Tensor | None = None, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v of shape (B, heads, L, head_dim), rotated if the layer has rotary positions."""
+    def project(
+        self, x: Tensor, context: Tensor | None = None, start: int = 0, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v of shape (B, heads, L, head_dim), rotated if the layer has rotary positions: those of `positions`
+        (B, L), or `start`, `start` + 1, ..."""
         source = x if context is None else context
         if source.shape[-1] != self.v.in_features:
             raise ValueError(
@@ -107,7 +112,7 @@ class MultiheadAttention(nn.Module):
             if context is not None:
                 raise ValueError("rotary positions do not support cross attention: create the layer with rope=False")
             start = start + first_position(x)
-            at = torch.arange(start, start + x.shape[1], device=x.device)
+            at = torch.arange(start, start + x.shape[1], device=x.device) if positions is None else positions
             q, k = self.rope(q, at), self.rope(k, at)
         group = self.heads // self.kv_heads
         if group > 1:
@@ -118,14 +123,38 @@ class MultiheadAttention(nn.Module):
         return q, k, v
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None, *, context: Tensor | None = None
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        bias: PositionBias | None = None,
+        *,
+        context: Tensor | None = None,
+        segments: Tensor | Segments | None = None,
     ) -> Tensor:
         self._check(x, context)
+        if segments is not None:
+            return self.merge(self.per_document(x, mask, bias, segments, context))
         if context is None:
             x = quiet_padding(x, mask)
         else:
             context = quiet_padding(context, mask)
         return self.merge(self.attention(*self.project(x, context), mask, bias, **self.input(x)))
+
+    def per_document(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        bias: PositionBias | None,
+        segments: Tensor | Segments,
+        context: Tensor | None = None,
+    ) -> Tensor:
+        """The heads (B, H, L, D) of packed documents."""
+        if context is not None:
+            raise ValueError("segments are for self-attention: remove context=, or pass one document per row")
+        documents = documents_of(segments, x)
+        x = quiet_padding(x, documents.real(mask))
+        qkv = self.project(x, positions=None if self.rope is None else documents.positions)
+        return self.attention(*qkv, mask, bias, documents, **self.input(x))
 
     def merge(self, heads: Tensor) -> Tensor:
         """(B, H, L, D) -> (B, L, dim): concatenate the heads and apply the output projection."""

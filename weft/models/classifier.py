@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.segments import Segments
 from .encoder import TextEncoder
 from .heads import classifier_head
 
@@ -15,7 +16,8 @@ class TextClassifier(nn.Module):
     """`model(ids, mask=None)`: ids (B, S), 0 = padding, to logits (B, classes).
 
     The head is Linear → ReLU → Linear with `head_width` hidden units (default `mlp_dim`); 0 means a single linear
-    layer. All other options (layers, heads, attention, pooling, …) go to TextEncoder.
+    layer. All other options (layers, heads, attention, pooling, …) go to TextEncoder. With `segments` (B, S) there is
+    one row of logits per packed document, in order.
     """
 
     def __init__(
@@ -37,5 +39,5 @@ class TextClassifier(nn.Module):
         width = mlp_dim if head_width is None else head_width
         self.head = classifier_head(dim, [width] if width else [], classes, **place)
 
-    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        return self.head(self.encoder(ids, mask))
+    def forward(self, ids: Tensor, mask: Tensor | None = None, segments: Tensor | Segments | None = None) -> Tensor:
+        return self.head(self.encoder(ids, mask, segments))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..attention import attention_info
 from ..core.contract import PositionBias, quiet_padding
+from ..core.segments import Segments, documents_of
 from ..layers.ista import ISTA
 from ..layers.mssa import MSSA
 
@@ -52,16 +53,35 @@ class CRATELayer(nn.Module):
         self.norm2 = nn.LayerNorm(dim, **place)
         self.ista = ISTA(dim, **ista, **place)
 
-    def compress(self, x: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None) -> Tensor:
+    def compress(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        bias: PositionBias | None = None,
+        *,
+        segments: Tensor | Segments | None = None,
+    ) -> Tensor:
         x = quiet_padding(x, mask)
-        update = self.mssa(self.norm1(x), mask, bias)
+        update = self.mssa(self.norm1(x), mask, bias, segments=segments)
         if self.kappa is None:
             return x + update
         step = self.kappa * self.mssa.gamma
         return (1 - step) * x + step * update
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None) -> Tensor:
-        return self.ista(self.norm2(self.compress(x, mask, bias)), mask)
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        bias: PositionBias | None = None,
+        *,
+        segments: Tensor | Segments | None = None,
+    ) -> Tensor:
+        if segments is not None:
+            segments = documents_of(segments, x)
+            if self.ista.variant == "mm":
+                raise ValueError("ISTA variant 'mm' counts the tokens of a row, so it does not support segments")
+            x = quiet_padding(x, segments.mask)
+        return self.ista(self.norm2(self.compress(x, mask, bias, segments=segments)), mask)
 
 
 def crate_layers(layers: int, dim: int, heads: int, **options: Any) -> nn.ModuleList:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.positions import sinusoids
+from ..core.segments import Segments, documents_of
 from .crate import crate_layers
 
 
@@ -20,7 +21,7 @@ class CRATEText(nn.Module):
 
     `mask` (B, L) is True for real tokens; the default is `ids != padding`. `pooling` is "cls", or "mean" over real
     tokens and CLS. `max_length`, which some mechanisms need, includes the CLS token. Further options go to every
-    layer (see `CRATELayer`).
+    layer (see `CRATELayer`). With `segments` (B, L) there is one row of logits per packed document, in order.
     """
 
     def __init__(
@@ -53,15 +54,32 @@ class CRATEText(nn.Module):
         self.head = nn.Linear(dim, classes)
         self.to(device=device, dtype=dtype)
 
-    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, ids: Tensor, mask: Tensor | None = None, segments: Tensor | Segments | None = None) -> Tensor:
         if ids.dim() != 2 or ids.is_floating_point():
             raise ValueError(f"ids must be integers (B, L), got {ids.dtype} {tuple(ids.shape)}")
         mask = ids != self.padding if mask is None else mask
+        if segments is not None:
+            return self._per_document(ids, mask, documents_of(segments, ids))
         mask = torch.cat([mask.new_ones(ids.shape[0], 1), mask], 1)  # CLS is always real
         x = torch.cat([self.cls.expand(ids.shape[0], -1, -1), self.embed(ids)], 1)
         x = self.dropout(x + sinusoids(x.shape[1], self.dim, device=x.device, dtype=x.dtype))
         for block in self.blocks:
             x = block(x, mask)
+        return self._logits(x, mask)
+
+    def _per_document(self, ids: Tensor, mask: Tensor, documents: Segments) -> Tensor:
+        if not len(documents):
+            return self.head(self.norm(self.embed.weight.new_zeros(0, self.dim)))
+        joined, source = documents.with_first()
+        at = joined.positions
+        x = torch.where(at[..., None] == 0, self.cls, self.embed(ids).flatten(0, 1)[source][None])
+        mask = (at == 0) | mask.flatten()[source]
+        x = self.dropout(x + sinusoids(joined.longest, self.dim, device=x.device, dtype=x.dtype)[at])
+        for block in self.blocks:
+            x = block(x, mask, segments=joined)
+        return self._logits(joined.as_rows(x), joined.as_rows(mask))
+
+    def _logits(self, x: Tensor, mask: Tensor) -> Tensor:
         if self.pooling == "cls":
             return self.head(self.norm(x[:, 0]))
         real = mask[..., None]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.positions import Constant
+from ..core.segments import Segments, documents_of
 from ..core.sharding import current, first_position
 from ..layers import sinusoids
 from ..layers.encoder import NORM_EPS
@@ -28,7 +29,8 @@ class TextEncoder(nn.Module):
 
     `mask` (B, S) is True for real tokens; the default is `ids > 0`. `max_length` includes the CLS token: S + 1 with
     one, else S. `attention` is a registered name (with its options in `attention_options`), a list for mixed
-    attention, or a function from the block number to one of these.
+    attention, or a function from the block number to one of these. With `segments` (B, S), which numbers packed
+    documents, the result has one row per document, in order; `max_length` is then that of a document.
     """
 
     def __init__(
@@ -91,20 +93,25 @@ class TextEncoder(nn.Module):
         )
         self.norm = nn.LayerNorm(dim, eps=NORM_EPS, **place)
 
-    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, ids: Tensor, mask: Tensor | None = None, segments: Tensor | Segments | None = None) -> Tensor:
         if current() is not None:
             raise ValueError(
                 "pooling needs the whole sequence: inside weft.parallel.context call tokens(), and pool the result of "
                 "weft.parallel.unshard"
             )
-        x, mask = self.tokens(ids, mask)
+        x, mask = self.tokens(ids, mask, segments)
         if self.pooling != "mean":
             return x[:, 0]
         real = mask[..., None]
         return x.masked_fill(~real, 0).sum(1) / real.sum(1).clamp(min=1)  # exclude padding from the mean
 
-    def tokens(self, ids: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """All tokens (B, N, dim) and their mask (B, N), before pooling; N = S + 1 with a CLS token."""
+    def tokens(
+        self, ids: Tensor, mask: Tensor | None = None, segments: Tensor | Segments | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """All tokens (B, N, dim) and their mask (B, N), before pooling; N = S + 1 with a CLS token. Packed documents
+        get their own rows, (documents, N, dim)."""
+        if segments is not None:
+            return self._per_document(ids, mask, documents_of(segments, ids))
         mask = self._check(ids, mask)
         x = self.embed(ids)
         if self.cls is not None:
@@ -112,19 +119,36 @@ class TextEncoder(nn.Module):
                 raise ValueError("a model with a CLS token cannot be split over ranks; use pooling='mean'")
             x = torch.cat([self.cls.expand(x.shape[0], 1, -1), x], 1)
             mask = torch.cat([mask[:, :1], mask], 1)  # CLS is real if the document's first token is
-        table = self.positions if self.table is None else self.table(x.device)
-        assert table is not None
         first = first_position(x)
-        x = self.dropout(x + table[first : first + x.shape[1]].to(x.dtype))
+        x = self.dropout(x + self._table(x)[first : first + x.shape[1]])
         for block in self.blocks:
             x = block(x, mask)
         return self.norm(x), mask
 
-    def _check(self, ids: Tensor, mask: Tensor | None) -> Tensor:
+    def _per_document(self, ids: Tensor, mask: Tensor | None, documents: Segments) -> tuple[Tensor, Tensor]:
+        mask = self._check(ids, mask, documents.longest)
+        x = self.embed(ids)
+        if not len(documents):
+            return x.new_zeros(0, 1, self.dim), mask.new_zeros(0, 1)
+        if self.cls is not None:
+            documents, source = documents.with_first()
+            first = documents.positions[..., None] == 0
+            x, mask = torch.where(first, self.cls, x.flatten(0, 1)[source][None]), mask.flatten()[source][None]
+        x = self.dropout(x + self._table(x)[documents.positions])
+        for block in self.blocks:
+            x = block(x, mask, segments=documents)
+        return documents.as_rows(self.norm(x)), documents.as_rows(mask)
+
+    def _table(self, x: Tensor) -> Tensor:
+        table = self.positions if self.table is None else self.table(x.device)
+        assert table is not None
+        return table.to(x.dtype)
+
+    def _check(self, ids: Tensor, mask: Tensor | None, longest: int | None = None) -> Tensor:
         if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
             raise ValueError(f"ids must be integers (B, S), got {ids.dtype} {tuple(ids.shape)}")
-        S, extra = ids.shape[1], int(self.cls is not None)
-        if S < 1:
+        extra, S = int(self.cls is not None), ids.shape[1] if longest is None else longest
+        if ids.shape[1] < 1:
             raise ValueError("ids must have at least one column; use a row of zeros for an empty document")
         if S + extra > self.max_length:
             with_cls = " and the CLS token" if extra else ""

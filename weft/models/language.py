@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.positions import Constant
+from ..core.segments import Segments, documents_of
 from ..core.sharding import first_position
 from ..layers import ALiBi, sinusoids
 from ..layers.encoder import NORM_EPS
@@ -24,7 +25,8 @@ class LanguageModel(nn.Module):
     """`model(ids, mask=None)`: ids (B, L) to logits (B, L, vocab).
 
     `positions`: "alibi" adds a bias to the attention logits and "rope" rotates queries and keys, if the mechanism
-    supports it; "learned" and "sinusoid" are added to the embeddings; "none" relies on causality alone.
+    supports it; "learned" and "sinusoid" are added to the embeddings; "none" relies on causality alone. `segments`
+    (B, L) numbers packed documents, 0 for padding: positions start again, and `max_length` is that of a document.
     """
 
     def __init__(
@@ -81,19 +83,22 @@ class LanguageModel(nn.Module):
         nn.init.normal_(self.scores.weight, std=0.02)
         nn.init.zeros_(self.scores.bias)
 
-    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, ids: Tensor, mask: Tensor | None = None, segments: Tensor | Segments | None = None) -> Tensor:
         if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
             raise ValueError(f"ids must be integers (B, L), got {ids.dtype} {tuple(ids.shape)}")
-        if ids.shape[1] > self.max_length:
+        documents = None if segments is None else documents_of(segments, ids)
+        length = ids.shape[1] if documents is None else documents.longest
+        if length > self.max_length:
             raise ValueError(
-                f"{ids.shape[1]} tokens exceed max_length={self.max_length}: create the model with a larger max_length"
+                f"{length} tokens exceed max_length={self.max_length}: create the model with a larger max_length"
             )
         x = self.embed(ids)
         table = self.positions if self.table is None else self.table(x.device)
         if table is not None:
             first = first_position(x)
-            x = x + table[first : first + x.shape[1]].to(x.dtype)
+            at = slice(first, first + length) if documents is None else documents.positions
+            x = x + table[at].to(x.dtype)
         x = self.dropout(x)
         for block in self.blocks:
-            x = block(x, mask, self.bias)
+            x = block(x, mask, self.bias, segments=documents)
         return self.scores(self.norm(x))

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..core.segments import Segments
 from .encoder import TextEncoder
 from .heads import classifier_head
 
@@ -18,6 +19,7 @@ class TextMatcher(nn.Module):
     """`model(first, second, first_mask=None, second_mask=None)`: ids (B, S₁) and (B, S₂) to logits (B, classes).
 
     By default, the first token's vector represents a document (see `pooling`). All other options go to TextEncoder.
+    With `first_segments` and `second_segments`, the n-th packed documents of both form a pair.
     """
 
     def __init__(
@@ -41,9 +43,16 @@ class TextMatcher(nn.Module):
         self.head = classifier_head(2 * dim, [mlp_dim, mlp_dim // 2], classes, **place)
 
     def forward(
-        self, first: Tensor, second: Tensor, first_mask: Tensor | None = None, second_mask: Tensor | None = None
+        self,
+        first: Tensor,
+        second: Tensor,
+        first_mask: Tensor | None = None,
+        second_mask: Tensor | None = None,
+        first_segments: Tensor | Segments | None = None,
+        second_segments: Tensor | Segments | None = None,
     ) -> Tensor:
-        if first.shape[0] != second.shape[0]:
-            raise ValueError(f"first and second need the same batch size, got {first.shape[0]} and {second.shape[0]}")
-        pair = self.encoder(first, first_mask), self.encoder(second, second_mask)
+        pair = self.encoder(first, first_mask, first_segments), self.encoder(second, second_mask, second_segments)
+        if len(pair[0]) != len(pair[1]):
+            counts = f"{len(pair[0])} and {len(pair[1])}"
+            raise ValueError(f"first and second need the same number of documents, got {counts}")
         return self.head(torch.cat(pair, -1))

@@ -6,6 +6,7 @@ all rows so far (vertical spans), and along its row (horizontal spans).
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,6 +56,9 @@ class GridCombiner(Combiner):
         if block_size is not None and block_size < 1:
             raise ValueError(f"block_size, the width of the grid, must be at least 1, got {block_size}")
         self.block_size = block_size
+
+    def pattern_for(self, length: int) -> Hashable:
+        return self.block_size or default_block(length, self.max_length)
 
     @property
     def column_spans(self) -> tuple[Rule, ...]:

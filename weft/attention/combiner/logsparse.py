@@ -11,7 +11,7 @@ instead of its summary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,9 @@ class CombinerLogsparse(Combiner):
         if not self.causal:
             parts.append(spans_before(BackwardRows(BLOCK), q, k, v, mask, self.summary, own=False))
         return parts
+
+    def pattern_for(self, length: int) -> Hashable:
+        return None if self.causal else length
 
     # Decoding is a binary counter: the nodes after i tokens are the spans of token i.
 

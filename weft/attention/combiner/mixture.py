@@ -12,7 +12,7 @@ above (or, if bidirectional, below) the row of i, and the part of its row left o
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -128,6 +128,9 @@ class CombinerMixture(Attention):
         if not axial or q.device.type != "cpu":
             return False
         return len({(attn.block_size, attn.long_sums) for attn in attns}) == 1
+
+    def pattern_for(self, length: int) -> Hashable:
+        return tuple(attn.pattern_for(length) for attn in self._each())
 
     def empty_state(self, k: Tensor, capacity: int) -> MixtureState:
         return [attn.empty_state(k, capacity) for attn in self._each()]

@@ -12,6 +12,7 @@ cluster is represented by the summary at its last token up to i. Older runs are 
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,9 @@ class CombinerRouting(Combiner):
         others = ~torch.eye(R, dtype=torch.bool, device=k.device)[:, None] & (count > 0)[:, :, None, None]
         each_k, each_v = (t[:, :, None].expand(-1, -1, R, -1, -1) for t in (kbar, vbar))
         return [direct, Part(direct.layout, each_k, each_v, others)]
+
+    def pattern_for(self, length: int) -> Hashable:
+        return self.clusters.size(length)
 
     # Decoding: the newest run of every cluster is open. A full run is closed when its cluster gets another token.
 

@@ -14,6 +14,7 @@ the others are indexed without it; `one_way` restricts even bidirectional encode
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -170,6 +171,9 @@ class SparseAttention(KeepsAll):
 
     def _block(self, length: int) -> int:
         return self.block_size or max(50, power_of_two((self.max_length or length) ** 0.5))
+
+    def pattern_for(self, length: int) -> Hashable:
+        return self._block(length)
 
     def empty_state(self, k: Tensor, capacity: int) -> KeyValues:
         decoding_block(self)  # raises an error if the block size is unknown

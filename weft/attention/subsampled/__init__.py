@@ -18,7 +18,7 @@ parameters. Layouts:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -105,6 +105,7 @@ class SubsampledAttention(Subsampling, FullAttention):
         self.noise, self.round_sigma, self.same_on_all_ranks = noise, round_sigma, same_on_all_ranks
         self.last_indices: Tensor | None = None
         self._fixed: Tensor | None = None
+        self._keys: list[Tensor] | None = None  # in `one_call`: the keys drawn so far
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         if not self.samples_now:
@@ -157,7 +158,7 @@ class SubsampledAttention(Subsampling, FullAttention):
             raise ValueError("layout='graph' has no windows to draw, because it drops single sources")
         per_rank = not self.same_on_all_ranks
         size, windows, _ = self._cut(length)
-        key = draw_key(generator)
+        key = self._key(0, generator)
         if isinstance(self.layout, tuple) and self.biased:
             sources = self._placed(key, per_rank)
         else:
@@ -168,7 +169,7 @@ class SubsampledAttention(Subsampling, FullAttention):
         n = max(1, round(self.keep * size))
         if windows == 1:
             return sources[:, :n]
-        return sources.gather(1, sample_slots(draw_key(generator), windows, size, per_rank)[:, :n])
+        return sources.gather(1, sample_slots(self._key(1, generator), windows, size, per_rank)[:, :n])
 
     def targets(self, length: int, device: torch.device | str = "cpu") -> Tensor | None:
         """The targets of each window, (W, P); None if windows are consecutive runs of tokens."""
@@ -187,6 +188,19 @@ class SubsampledAttention(Subsampling, FullAttention):
             yield
         finally:
             self._fixed = before
+
+    @contextmanager
+    def one_call(self, k: Tensor, real: Tensor | None) -> Iterator[None]:
+        """Within this block (packed documents in groups), all samples come from the same keys: each document gets the
+        sample that it would get alone."""
+        self._keys = []
+        try:
+            yield
+        finally:
+            self._keys = None
+
+    def pattern_for(self, length: int) -> Hashable:
+        return length if self.samples_now and self.layout != "graph" else None
 
     def empty_state(self, k: Tensor, capacity: int) -> KeyValues:
         self._dense_now()
@@ -213,6 +227,13 @@ class SubsampledAttention(Subsampling, FullAttention):
                 f"layout={self.layout} has {cells} cells{each}, but q has {q.shape[2]} tokens: change layout"
                 + (", or set channels=3 for the colours of an image" if q.shape[2] == 3 * cells else "")
             )
+
+    def _key(self, number: int, generator: torch.Generator | None) -> Tensor:
+        if self._keys is None:
+            return draw_key(generator)
+        if number == len(self._keys):
+            self._keys.append(draw_key(generator))
+        return self._keys[number]
 
     def _cut(self, length: int) -> tuple[int, int, int]:
         """Return targets per window, number of windows, and total number of slots."""

@@ -151,17 +151,19 @@ def per_head(inner: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The inner layer's heads before its output projection, (B, H, T, d)."""
     if not isinstance(inner, MultiheadAttention):
         return inner.per_head(x, *args, **kwargs)
-    mask, bias = _mask_and_bias(*args, **kwargs)
+    mask, bias, segments = _arguments(*args, **kwargs)
+    if segments is not None:
+        return inner.per_document(x, mask, bias, segments)
     x = quiet_padding(x, mask)
     return inner.attention(*inner.project(x), mask, bias, **inner.input(x))
 
 
-def _mask_and_bias(
-    mask: Tensor | None = None, bias: Any = None, context: Tensor | None = None
-) -> tuple[Tensor | None, Any]:
+def _arguments(
+    mask: Tensor | None = None, bias: Any = None, context: Tensor | None = None, segments: Any = None
+) -> tuple[Tensor | None, Any, Any]:
     if context is not None:
         raise ValueError("cached attention does not support cross attention: use the inner layer without the cache")
-    return mask, bias
+    return mask, bias, segments
 
 
 def grid_of(args: tuple[Any, ...], kwargs: dict[str, Any], grid: tuple[int, int] | None) -> tuple[int, int] | None:

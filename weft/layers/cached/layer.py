@@ -22,7 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...attention import Attention
+from ...core.blocks import both
 from ...core.contract import quiet_padding
+from ...core.segments import Segments, documents_of
 from ...core.sharding import current
 from ..multihead import MultiheadAttention
 from .inputs import (
@@ -66,7 +68,8 @@ class CachedAttention(nn.Module):
         options: see `CacheOptions`.
 
     The layer's mask selects the tokens that enter the cache. If its mask has another meaning, pass `valid=` (B, T).
-    In a call, `grid=` is the size of the token image; by default the layer's own size argument, or a square.
+    In a call, `grid=` is the size of the token image; by default the layer's own size argument, or a square. With
+    `segments=` (B, T), every packed document is a sample of the cache.
     """
 
     def __init__(
@@ -173,6 +176,7 @@ class CachedAttention(nn.Module):
         *args: Any,
         valid: Tensor | None = None,
         grid: tuple[int, int] | None = None,
+        segments: Tensor | Segments | None = None,
         **kwargs: Any,
     ) -> Any:
         if current() is not None:
@@ -182,6 +186,38 @@ class CachedAttention(nn.Module):
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"x must be (B, L, {self.dim}), got {tuple(x.shape)}")
         self._warn_if_empty()
+        if segments is not None:
+            documents = documents_of(segments, x)
+            return self._per_document(x, documents, valid, *args, **kwargs)
+        return self._forward(x, args, kwargs, valid, grid)
+
+    def _per_document(
+        self, x: Tensor, documents: Segments, valid: Tensor | None, mask: Tensor | None = None, bias: Any = None
+    ) -> Tensor:
+        """Every document is a sample of the cache, in its own row."""
+        if not isinstance(self.inner, MultiheadAttention) or self.options.scope == "stream" or self.grid is not None:
+            raise ValueError(
+                "cached attention supports segments only around a weft.MultiheadAttention, with scope='batch' and "
+                "without grid: pass one document per row"
+            )
+        if self.position is not None:
+            raise ValueError("position='conv' needs images, which packed documents are not: use position='none'")
+        real = documents.real(both(mask, valid))
+        if not len(documents):
+            return torch.where(torch.zeros((), dtype=torch.bool, device=x.device), x, 0)
+        rows = Segments.from_lengths(documents.lengths[:, None].tolist(), device=x.device)
+        seen = documents.as_rows(torch.ones_like(x[..., 0], dtype=torch.bool) if real is None else real)
+        y = self._forward(documents.as_rows(x), (seen, bias), {"segments": rows}, None, None)
+        return documents.one_per_row.repack([y], documents.shape)
+
+    def _forward(
+        self,
+        x: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        valid: Tensor | None,
+        grid: tuple[int, int] | None,
+    ) -> Any:
         valid, grid = valid_tokens(self, x, args, kwargs, valid), grid_of(args, kwargs, grid)
         if self._mixes_inside:
             y, rest = self._called(Call(x, valid, grid), args, kwargs)

@@ -16,6 +16,7 @@ input of width `input_dim`: `attn(q, k, v, mask, x=x)`. weft.MultiheadAttention 
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +30,11 @@ from ....core.decoding import Place
 from ....core.dense import dense_softmax, legal, positions, real_tokens
 from ....core.dispatch import Kernel
 from ....core.joint import Columns, Part, Rows, joint_attention
+from ....core.packing import packed_weights
 from ....core.partitions import default_block, other_blocks
 from ....core.precision import precise, without_autocast
 from ....core.registry import register
+from ....core.segments import Segments
 from ....core.softmax import softmax_attention
 from ....core.state import KeyValues
 from ...axial import Grid, decoding_block, row_part
@@ -126,9 +129,12 @@ class CombinerAxial(Attention):
         v: Tensor,
         mask: Tensor | None = None,
         bias: PositionBias | None = None,
+        segments: Tensor | Segments | None = None,
         x: Tensor | None = None,
     ) -> Tensor:
         """The keys of `proj` spans depend on v, so they are computed from v before the identity replaces v."""
+        if segments is not None:
+            return packed_weights(self, q, k, v, mask, bias, segments, {} if x is None else {"x": x})
         self.check(q, k, v, mask, bias)
         q, k, v = self.clean(q, k, v, mask)
         B, H, L, _ = k.shape
@@ -186,6 +192,9 @@ class CombinerAxial(Attention):
                 f"got {got}; 'wsum' does not need it"
             )
         return x if mask is None else x.masked_fill(~mask[..., None], 0)
+
+    def pattern_for(self, length: int) -> Hashable:
+        return self.block_size or default_block(length, self.max_length)
 
     # Decoding: the tokens of the open row, and the spans of the full rows.
 

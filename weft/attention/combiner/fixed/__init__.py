@@ -15,6 +15,7 @@ The sparse parent is `sparse` with pattern="fixed", which attends to some tokens
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,6 +184,9 @@ class CombinerFixed(Combiner):
         children = group_flags(nodes.count) > 0
         vbar = softmax_attention(qbar[:, :, :, None], group(nodes.k), group(nodes.v), allowed=children[:, :, :, None])
         return Nodes(kbar, vbar[:, :, :, 0], count > 0, query_features, key_features, count)
+
+    def pattern_for(self, length: int) -> Hashable:
+        return self.block_size or default_block(length, self.max_length, self.levels)
 
     # Decoding: a stack of levels. A full block becomes one item of the next level, and its slots are used again.
 

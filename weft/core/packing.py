@@ -1,0 +1,133 @@
+"""Packed documents: several documents side by side in one row, each computed as if it were alone.
+
+    attn(q, k, v, segments=numbers)          numbers (B, L): one number per document, 0 = padding
+    attn(q, k, v, segments=Segments.from_lengths([700, 1300]))
+
+Documents are gathered into groups of rows, padded on the right to the longest of the group, and the outputs are put
+back in place. A mechanism runs once per group, so position biases, block grids and random samples start at the first
+token of each document. No pair of tokens from different documents is computed. Padding must not change a document's
+result: documents share a group only if their lengths give the same `Attention.pattern_for`.
+
+The shapes depend on the lengths, so the CPU must know them. Reading a segment tensor waits for the GPU once; the result
+is kept while the tensor lives. `Segments.from_lengths` does not wait.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .segments import Plan, Segments, documents_of
+
+if TYPE_CHECKING:
+    from .contract import Attention, PositionBias
+
+_uncompiled: list[Callable[..., Tensor]] = []
+
+
+def packed(
+    attn: Attention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: PositionBias | None,
+    segments: Tensor | Segments,
+    inputs: dict[str, Any],
+) -> Tensor:
+    """`attn` on each document of a packed batch. Compiled models run it outside their graphs."""
+    if "torch._dynamo" in sys.modules and not _uncompiled:  # compiled code would be compiled again for new lengths
+        _uncompiled.append(torch.compiler.disable(_packed))
+    run = _uncompiled[0] if _uncompiled else _packed
+    return run(attn, q, k, v, mask, bias, segments, inputs)
+
+
+# Same as torch.compiler.disable, without importing the compiler, which takes seconds.
+packed._torchdynamo_disable = True  # type: ignore[attr-defined]
+packed._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    "segments give shapes that depend on the documents' lengths; compile without fullgraph=True"
+)
+
+
+def _packed(attn, q, k, v, mask, bias, segments, inputs) -> Tensor:
+    documents = checked(attn, q, k, v, mask, bias, segments)
+    if not len(documents):
+        return torch.where(torch.zeros((), dtype=torch.bool, device=v.device), v, 0)
+    block = attn.separate_blocks if bias is None else None  # a bias needs the positions in the document
+    plan = documents.plan(attn.pattern_for, block)
+    masks = _masks(attn, documents, plan, mask)
+    with one_call(attn, k, documents.real(mask)):
+        heads = zip(*(plan.unpack(x.transpose(1, 2)) for x in (q, k, v)), strict=True)
+        more = {name: plan.unpack(x) for name, x in inputs.items()}
+        outs = []
+        for number, (group, real) in enumerate(zip(heads, masks, strict=True)):
+            own = {name: x[number] for name, x in more.items()}
+            out = attn.forward(*(x.transpose(1, 2) for x in group), real, bias, **own)
+            outs.append(out.transpose(1, 2))
+    return plan.repack(outs, documents.shape).transpose(1, 2)
+
+
+def packed_weights(
+    attn: Attention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: PositionBias | None,
+    segments: Tensor | Segments,
+    inputs: dict[str, Any],
+) -> Tensor:
+    """The effective matrix (B, H, L, L) of a packed batch: zero between documents."""
+    documents = checked(attn, q, k, v, mask, bias, segments)
+    B, H, L, _ = q.shape
+    whole = q.new_zeros(B * L, B * L, H)
+    if len(documents):
+        plan = documents.plan(attn.pattern_for, None)
+        heads = zip(*(plan.unpack(x.transpose(1, 2)) for x in (q, k, v)), strict=True)
+        more = {name: plan.unpack(x) for name, x in inputs.items()}
+        at = plan.split(plan.index)
+        filled = plan.split(torch.ones_like(plan.index, dtype=torch.bool) if plan.filled is None else plan.filled)
+        for number, (group, real) in enumerate(zip(heads, _masks(attn, documents, plan, mask), strict=True)):
+            own = {name: x[number] for name, x in more.items()}
+            weights: Any = attn.weights  # a mechanism may have more inputs
+            found = weights(*(x.transpose(1, 2) for x in group), real, bias, **own).permute(0, 2, 3, 1)
+            pairs = filled[number][:, :, None] & filled[number][:, None]
+            i, j = torch.broadcast_tensors(at[number][:, :, None], at[number][:, None])
+            whole[i[pairs], j[pairs]] = found[pairs].to(whole.dtype)
+    rows = torch.arange(B, device=q.device)
+    return whole.view(B, L, B, L, H)[rows, :, rows].permute(0, 3, 1, 2)
+
+
+def checked(attn, q, k, v, mask, bias, segments) -> Segments:
+    """Check a packed call; the groups are checked again, as calls of the mechanism."""
+    attn.check_tensors(q, k, v, mask)
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"segments are for self-attention: q and k must have the same length, got {q.shape[2]} and {k.shape[2]}"
+        )
+    return documents_of(segments, q[:, 0])
+
+
+@contextmanager
+def one_call(attn: torch.nn.Module, k: Tensor, real: Tensor | None) -> Iterator[None]:
+    """Within this block, several calls count as one for modules with state or random samples (their `one_call`)."""
+    with ExitStack() as stack:
+        for module in attn.modules():
+            enter: Any = getattr(module, "one_call", None)
+            if enter is not None:
+                stack.enter_context(enter(k, real))
+        yield
+
+
+def _masks(attn: Attention, documents: Segments, plan: Plan, mask: Tensor | None) -> list[Tensor | None]:
+    """The mask of each group. Causal mechanisms ignore what follows, so they need none for padding on the right."""
+    filled = None if attn.causal or plan.filled is None else plan.filled
+    if mask is not None:
+        seen = mask.flatten().index_select(0, plan.index)
+        filled = seen if plan.filled is None else seen & plan.filled
+    return [None] * len(plan.shapes) if filled is None else list(plan.split(filled))

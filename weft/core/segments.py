@@ -1,0 +1,306 @@
+"""The documents of a packed batch, and the slots into which they are gathered.
+
+Each token has one slot, so gathering and its gradient are the same operation with the two index tables exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .staging import send
+
+# A group with this many padded tokens costs about as much as one more group: kernel launches against arithmetic.
+PADDING = {"cpu": 256, "cuda": 4096}
+ALIGNED = 1.25  # how much longer a row may get if every document starts a new block
+
+_known = WeakTensorKeyDictionary()  # segment tensor -> (its version, Segments)
+
+
+class Segments:
+    """The documents of a packed batch (B, L). Pass it in place of the segment tensor, to any number of layers.
+
+    `rows`, `starts` and `lengths` are NumPy arrays with one entry per document, in order of row and position.
+    """
+
+    def __init__(self, shape: tuple[int, int], rows: Any, starts: Any, lengths: Any, device: Any = None):
+        self.shape = shape
+        self.rows, self.starts, self.lengths = (np.asarray(x, np.int64) for x in (rows, starts, lengths))
+        self.device = torch.empty(0, device=device).device
+        self.plans: dict[Hashable, Plan] = {}
+
+    @classmethod
+    def from_lengths(
+        cls, lengths: Sequence[int] | Sequence[Sequence[int]], length: int | None = None, device: Any = None
+    ) -> Segments:
+        """Documents of these lengths side by side, from the first token on: in one row, or in a list of rows.
+
+        `length` is L, by default that of the longest row; the rest of a row is padding. Nothing is read from a GPU.
+        """
+        table: Any = lengths if any(isinstance(x, Sequence) for x in lengths) else [lengths]
+        if any(not isinstance(n, int) or n < 1 for row in table for n in row):
+            raise ValueError(f"lengths must be tokens per document, integers of at least 1, got {lengths}")
+        sizes = [np.array(row, np.int64) for row in table]
+        longest = max(int(row.sum()) for row in sizes)
+        length = longest if length is None else length
+        if longest > length or length < 1:
+            raise ValueError(f"the documents of a row have {longest} tokens in total, more than length={length}")
+        rows = np.repeat(range(len(sizes)), [len(row) for row in sizes])
+        starts = np.concatenate([row.cumsum() - row for row in sizes])
+        return cls((len(sizes), length), rows, starts, np.concatenate(sizes), device)
+
+    @classmethod
+    def from_tensor(cls, segments: Tensor) -> Segments:
+        """Documents of an integer tensor (B, L): equal numbers in a row are one document, 0 is padding."""
+        if not isinstance(segments, Tensor):
+            raise TypeError(
+                f"segments must be an integer tensor (B, L) or weft.Segments, got {type(segments).__name__}"
+            )
+        if segments.is_floating_point() or segments.is_complex() or segments.dtype == torch.bool:
+            raise TypeError(
+                f"segments must be integers, one number per document and 0 for padding, got {segments.dtype}; "
+                "for a boolean padding mask, use mask="
+            )
+        if segments.dim() != 2 or not segments.shape[1]:
+            raise ValueError(f"segments must be (B, L) with L of at least 1, got {tuple(segments.shape)}")
+        version = None if segments.is_inference() else segments._version
+        kept = _known.get(segments)
+        if kept is not None and version is not None and kept[0] == version:
+            return kept[1]
+        found = cls((segments.shape[0], segments.shape[1]), *_runs(_on_host(segments)), segments.device)
+        if version is not None:
+            _known[segments] = version, found
+        return found
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __repr__(self) -> str:
+        return f"Segments({len(self)} documents in {self.shape[0]} rows of {self.shape[1]} tokens)"
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document; 0 if there is none."""
+        return int(self.lengths.max(initial=0))
+
+    @property
+    def padded(self) -> bool:
+        return int(self.lengths.sum()) < self.shape[0] * self.shape[1]
+
+    @cached_property
+    def places(self) -> np.ndarray:
+        """Each document's tokens in the flattened batch, one document after the other."""
+        return _ranges(self.rows * self.shape[1] + self.starts, self.lengths)
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """(B, L): 1, 2, ... in order of row and position; 0 for padding."""
+        return self._spread(np.repeat(np.arange(1, len(self) + 1), self.lengths))
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """(B, L): positions that start at 0 in each document; 0 for padding."""
+        return self._spread(_ranges(np.zeros_like(self.lengths), self.lengths))
+
+    @cached_property
+    def first(self) -> Tensor:
+        """(documents,): the first token of each document in the flattened batch."""
+        return send(torch.from_numpy(self.rows * self.shape[1] + self.starts), self.device)
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """(B, L): True for the tokens of documents; None if there is no padding."""
+        return self.numbers > 0 if self.padded else None
+
+    def real(self, mask: Tensor | None) -> Tensor | None:
+        """The tokens of documents that `mask` (B, L) does not hide."""
+        return mask if self.mask is None else self.mask if mask is None else self.mask & mask
+
+    def with_first(self) -> tuple[Segments, Tensor]:
+        """All documents in one row, each after a free token such as CLS; and the token of the flattened batch that each
+        token of the row comes from. The free token comes from its document's first."""
+        lengths, first = self.lengths + 1, self.rows * self.shape[1] + self.starts
+        source = np.maximum(_ranges(first - 1, lengths), np.repeat(first, lengths))
+        return Segments.from_lengths(lengths.tolist(), device=self.device), send(torch.from_numpy(source), self.device)
+
+    @cached_property
+    def one_per_row(self) -> Plan:
+        """Every document in its own row, padded to the longest."""
+        rooms = np.full_like(self.lengths, self.longest)
+        return Plan.of(self, [np.arange(len(self))], rooms, [(len(self), self.longest)])
+
+    def as_rows(self, x: Tensor) -> Tensor:
+        """x (B, L, ...) -> (documents, longest, ...). What follows a document is zero."""
+        (rows,), filled = self.one_per_row.unpack(x), self.one_per_row.filled
+        if filled is None:
+            return rows
+        kept = torch.unflatten(filled, 0, (len(self), -1)).view(len(self), -1, *[1] * (x.dim() - 2))
+        return rows.masked_fill(~kept, 0)
+
+    def plan(self, pattern: Callable[[int], Hashable], block: int | None) -> Plan:
+        """Where each document goes, for a mechanism with this `pattern` and `separate_blocks`."""
+        sizes = np.unique(self.lengths).tolist()
+        kinds = {size: pattern(size) for size in sizes}
+        key = block, tuple(kinds.values())
+        if key not in self.plans:
+            self.plans[key] = self._planned(kinds, block)
+        return self.plans[key]
+
+    def _planned(self, kinds: dict[int, Hashable], block: int | None) -> Plan:
+        if block is not None:
+            rooms = -(-self.lengths // block) * block
+            if rooms.sum() <= ALIGNED * self.lengths.sum():  # all documents in one row, each on its own blocks
+                return Plan.of(self, [np.arange(len(self))], rooms, [(1, int(rooms.sum()))])
+        by_kind: dict[Hashable, list[int]] = {}
+        for document in np.argsort(-self.lengths, kind="stable").tolist():
+            by_kind.setdefault(kinds[int(self.lengths[document])], []).append(document)
+        limit = PADDING.get(self.device.type, PADDING["cuda"])
+        groups = [group for members in by_kind.values() for group in _split(members, self.lengths, limit)]
+        rooms, shapes = np.empty_like(self.lengths), []
+        for group in groups:
+            rooms[group] = self.lengths[group].max()
+            shapes.append((len(group), int(self.lengths[group].max())))
+        return Plan.of(self, groups, rooms, shapes)
+
+    def _spread(self, values: np.ndarray) -> Tensor:
+        whole = np.zeros(self.shape[0] * self.shape[1], np.int64)
+        whole[self.places] = values
+        return send(torch.from_numpy(whole).view(self.shape), self.device)
+
+
+def _split(members: list[int], lengths: np.ndarray, limit: int) -> Iterator[np.ndarray]:
+    """Split documents, longest first, into groups with at most `limit` padded tokens each."""
+    group: list[int] = []
+    wasted = 0
+    for document in members:
+        wasted += int(lengths[group[0]] - lengths[document]) if group else 0
+        if wasted > limit:
+            yield np.array(group)
+            group, wasted = [], 0
+        group.append(document)
+    yield np.array(group)
+
+
+@dataclass
+class Plan:
+    """Slots for the tokens of documents, group by group, row by row. The slots after a document are padding."""
+
+    shapes: list[tuple[int, int]]  # rows and length of each group
+    index: Tensor  # (slots,): the token of each slot, in the flattened batch; its document's last token for padding
+    filled: Tensor | None  # (slots,): False for padding; None if there is none
+    inverse: Tensor  # (B L,): the slot of each token, 0 for padding
+    inside: Tensor | None  # (B L,): False for padding; None if there is none
+
+    @classmethod
+    def of(cls, segments: Segments, groups: list[np.ndarray], rooms: np.ndarray, shapes: list[tuple[int, int]]) -> Plan:
+        """`rooms`: the slots of each document."""
+        order = np.concatenate(groups) if groups else np.zeros(0, np.int64)
+        room, length = rooms[order], segments.lengths[order]
+        first = segments.rows[order] * segments.shape[1] + segments.starts[order]
+        within = _ranges(np.zeros_like(room), room)
+        index = np.repeat(first, room) + np.minimum(within, np.repeat(length - 1, room))
+        filled = within < np.repeat(length, room)
+        total = segments.shape[0] * segments.shape[1]
+        inverse = np.zeros(total, np.int64)
+        inverse[index[filled]] = np.flatnonzero(filled)
+        inside = np.zeros(total, bool)
+        inside[index] = True
+
+        def sent(x: np.ndarray) -> Tensor:
+            return send(torch.from_numpy(x), segments.device)
+
+        return cls(
+            shapes,
+            sent(index),
+            None if filled.all() else sent(filled),
+            sent(inverse),
+            None if inside.all() else sent(inside),
+        )
+
+    def split(self, slots: Tensor) -> list[Tensor]:
+        """(slots, ...) -> (rows, length, ...) for each group."""
+        parts = slots.split([rows * length for rows, length in self.shapes])
+        return [torch.unflatten(part, 0, shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def unpack(self, x: Tensor) -> list[Tensor]:
+        """x (B, L, ...) -> (rows, length, ...) for each group. Padding is finite where x is, and gets no gradient."""
+        slots = _Take.apply(x.reshape(x.shape[0] * x.shape[1], -1), self.index, None, self.inverse, self.inside)
+        return [part.view(*part.shape[:2], *x.shape[2:]) for part in self.split(slots)]
+
+    def repack(self, outs: list[Tensor], shape: tuple[int, int]) -> Tensor:
+        """(rows, length, ...) of each group -> (B, L, ...), zeros for padding."""
+        flat = [out.reshape(out.shape[0] * out.shape[1], -1) for out in outs]
+        slots = flat[0] if len(flat) == 1 else torch.cat(flat)
+        whole = _Take.apply(slots, self.inverse, self.inside, self.index, self.filled)
+        return whole.view(*shape, *outs[0].shape[2:])
+
+
+class _Take(torch.autograd.Function):
+    """Rows of x by `index`, zeros where `keep` is False. Every token is in one slot, so the gradient is a take too; the
+    backward of index_select adds atomically."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, keep: Tensor | None, back: Tensor, keep_back: Tensor | None):
+        ctx.save_for_backward(index, keep, back, keep_back)
+        taken = x.index_select(0, index)
+        return taken if keep is None else torch.where(keep[:, None], taken, 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
+        index, keep, back, keep_back = ctx.saved_tensors
+        return _Take.apply(grad, back, keep_back, index, keep), None, None, None, None
+
+
+def documents_of(segments: Tensor | Segments, x: Tensor) -> Segments:
+    """The documents of the tokens x (B, L, ...)."""
+    found = segments if isinstance(segments, Segments) else Segments.from_tensor(segments)
+    if found.shape != x.shape[:2]:
+        raise ValueError(f"segments must be (B, L) = {tuple(x.shape[:2])} like the tokens, got {tuple(found.shape)}")
+    if found.device != x.device:
+        raise ValueError(f"segments are on {found.device}, but the tokens are on {x.device}; create them there")
+    return found
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """start, start + 1, ... for each start and length, concatenated."""
+    ends = lengths.cumsum()
+    return np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
+
+
+def _on_host(segments: Tensor) -> np.ndarray:
+    try:
+        return segments.detach().cpu().numpy()
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        raise ValueError(
+            "the lengths of packed documents must be known, but this segment tensor has no values (torch.export, meta "
+            "device): export without segments, one document per row"
+        ) from error
+
+
+def _runs(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Row, start and length of every document."""
+    if numbers.size and numbers.min() < 0:
+        raise ValueError(f"segments must be 0 (padding) or positive, got {numbers.min()}")
+    B, L = numbers.shape
+    begins = np.ones((B, L), bool)
+    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    at = np.flatnonzero(begins)
+    value, length = numbers.reshape(-1)[at], np.diff(at, append=B * L)
+    real = value != 0
+    rows, starts, value, length = at[real] // L, at[real] % L, value[real], length[real]
+    order = np.lexsort((value, rows))
+    again = (np.diff(rows[order]) == 0) & (np.diff(value[order].astype(np.int64)) == 0)
+    if again.any():
+        bad = order[1:][again][0]
+        raise ValueError(
+            f"the tokens of a document must be side by side: segment {value[bad]} occurs twice in row {rows[bad]}, "
+            f"again at token {starts[bad]}; give each document of a row its own number"
+        )
+    return rows, starts, length
