@@ -17,6 +17,7 @@ ON_DEVICE = {
     "test_combiner",
     "test_decoding",
     "test_fuzz",
+    "test_generation",
     "test_hostile",
     "test_layers",
     "test_mechanisms",

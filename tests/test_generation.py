@@ -202,7 +202,7 @@ def test_states_that_do_not_fit_are_refused(case):
     with pytest.raises(ValueError, match="max_length=4"):
         attn.prefill(*tokens, max_length=4)
     with pytest.raises(ValueError, match="0 … 1"):
-        attn.reorder(state, torch.tensor([0, 2]))
+        attn.reorder(state, torch.tensor([0, 2], device="cpu"))
     with pytest.raises(ValueError, match="0 … 5"):
         attn.crop(state, 6)
 

@@ -277,3 +277,54 @@ def throughput(
             "paper: Cached Transformers (arXiv 2312.12742), Table 9: one V100.",
         ]
         report.finish(bench.tables(report.records), notes, markdown)
+
+
+@bench_app.command()
+def generation(
+    attentions: Attentions = "",
+    lengths: Annotated[str, typer.Option(help="comma-separated; default: 1024 to 16384, with --full to 262144")] = "",
+    batch: Annotated[int, typer.Option(help="sequences decoded at once")] = 1,
+    heads: int = 8,
+    head_dim: int = 64,
+    limit: Annotated[float, typer.Option(help="seconds; skip prompts that take longer")] = 20.0,
+    device: Device = "",
+    precision: Precision = "32-true",
+    repeats: Repeats = 0,
+    budget: Budget = 0.0,
+    threads: Threads = 0,
+    cpu_time: CpuTime = False,
+    full: Full = False,
+    plot: Annotated[Path | None, typer.Option(help="write a log-log plot to this file")] = None,
+    out: Out = None,
+    markdown: Markdown = False,
+) -> None:
+    """Prefill, steps and state memory over the context, compared with a key-value cache."""
+    with _clear_errors():
+        from . import generation as bench
+        from .report import Report
+
+        known = bench.decoding()
+        names = known if attentions == "all" else _among(attentions, known, known, "mechanism that decodes")
+        try:
+            numbers = sorted({int(part) for part in lengths.split(",")}) if lengths else []
+        except ValueError:
+            raise ValueError(f"lengths must be comma-separated integers, got {lengths!r}") from None
+        numbers = numbers or [2**p for p in range(10, 19 if full else 15)]
+        shortest = 2 * bench.STEPS * bench.STARTS
+        if numbers[0] < shortest or min(heads, head_dim, batch) < 1:
+            raise ValueError(f"lengths must be at least {shortest}, and heads, head_dim and batch at least 1")
+        how = _how(device, precision, repeats, budget, full, threads, cpu_time=cpu_time)
+        settings: dict[str, Any] = {"batch": batch, "heads": heads, "head_dim": head_dim, "limit_s": limit}
+        report = Report("generation", how, settings, out)
+        bench.measure(
+            names, numbers, how, report, batch=batch, heads=heads, head_dim=head_dim, limit=limit
+        )  # fmt: skip
+        notes = [
+            f"batch {batch}, {heads} heads of {head_dim}, {how.precision}{', CPU seconds' if cpu_time else ''}; "
+            "medians of rounds in which each mechanism alternates with the cache"
+            + ("; steps are CUDA graphs with max_length." if how.device == "cuda" else "."),
+        ]
+        report.finish(bench.tables(report.records), notes, markdown)
+        if plot is not None:
+            bench.plot(plot, report.records)
+            print(f"wrote {plot}")
