@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import weft
 from weft.cli import app
-from weft.lab.bench import cost, latency, scaling, size, throughput
+from weft.lab.bench import cost, generation, latency, scaling, size, throughput
 from weft.lab.bench.report import Line, Report, Table
 from weft.lab.bench.timing import How, Timing, peak_memory, take_turns
 from weft.models.presets import STUDY_ATTENTIONS, TASKS
@@ -255,6 +255,19 @@ def test_throughput_is_cached_over_plain(monkeypatch):
     assert train["paper"]["ratio"] == 257 / 313 and tiny["test"]["paper"]["ratio"] == 768 / 930
     assert "pip install" in vit["test"]["error"]
     assert [len(table.rows) for table in throughput.tables(report.records)] == [2, 2]
+
+
+def test_generation_compares_with_a_cache(tmp_path):
+    out, plot = tmp_path / "generation.json", tmp_path / "generation.svg"
+    words = ["--attentions", "full,linear,combiner-fixed", "--lengths", "512", "--heads", "2", "--head-dim", "8"]
+    found = invoke("generation", *words, "--repeats", "1", "--device", "cpu", "--out", str(out), "--plot", str(plot))
+    assert found.exit_code == 0, found.output
+    rows = {row["attention"]: row for row in json.loads(out.read_text())["rows"]}
+    assert rows["full"]["state_bytes"] == rows["full"]["cache_bytes"] + 512  # and one flag per token
+    assert rows["linear"]["state_bytes"] == 2 * 8 * 9 * 4
+    assert all(row["ms"] > 0 and row["prefill_tokens_per_s"] > 0 for row in rows.values())
+    assert plot.read_text().startswith("<?xml")
+    assert "reformer" not in generation.decoding() and "routing" not in generation.decoding()
 
 
 def test_the_file_is_whole_after_every_row(tmp_path):

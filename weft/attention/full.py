@@ -44,12 +44,7 @@ class FullAttention(KeepsAll):
 
     def attend_next(self, q, k, v, state: KeyValues, mask, bias, at: Place):
         state = state.put(at, k, v, mask, at.i)
-        keys, values, valid = state.read(at, at.i + 1)
-        logits = None
-        if bias is not None:
-            j = at.first(keys.shape[2]).minimum(at.tensor)
-            logits = bias(at.tensor.view(1, 1, 1, 1), j.view(1, 1, 1, -1))
-        return softmax_attention(q, keys, values, allowed=valid[:, None, None], bias=logits), state
+        return state.attend(q, at, at.i + 1, bias, lambda slots: slots), state
 
 
 register(

@@ -63,12 +63,7 @@ class LocalAttention(Attention):
     def attend_next(self, q, k, v, state: KeyValues, mask, bias, at: Place):
         slot = at.i % self.block_size  # the slots after it belong to the previous block
         state = state.put(at, k, v, mask, slot)
-        keys, values, valid = state.read(at, slot + 1)
-        logits = None
-        if bias is not None:
-            j = (at.tensor - slot + at.first(keys.shape[2])).minimum(at.tensor)
-            logits = bias(at.tensor.view(1, 1, 1, 1), j.view(1, 1, 1, -1))
-        return softmax_attention(q, keys, values, allowed=valid[:, None, None], bias=logits), state
+        return state.attend(q, at, slot + 1, bias, lambda slots: at.i - slot + slots), state
 
 
 def run_kernel(attn: LocalAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:

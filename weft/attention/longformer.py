@@ -107,13 +107,7 @@ class LongformerAttention(Attention):
         else:
             slot, count = torch.where(i < g, i, g + (i - g) % w), i + 1
         state = state.put(at, k, v, mask, slot)
-        keys, values, valid = state.read(at, count)
-        logits = None
-        if bias is not None:
-            s = at.first(keys.shape[2])
-            j = torch.where(s < g, s, at.tensor - (at.tensor - s) % w).clamp(min=0).minimum(at.tensor)
-            logits = bias(at.tensor.view(1, 1, 1, 1), j.view(1, 1, 1, -1))
-        return softmax_attention(q, keys, values, allowed=valid[:, None, None], bias=logits), state
+        return state.attend(q, at, count, bias, lambda s: torch.where(s < g, s, i - (i - s) % w)), state
 
 
 def run_kernel(attn: LongformerAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:

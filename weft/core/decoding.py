@@ -38,6 +38,7 @@ class DecodingState:
     max_length: int | None = None  # None: the buffers grow
     capacity: int = 0  # tokens for which the buffers have room
     count: int = 0  # tokens so far, without those of CUDA graphs and compiled steps
+    whole: bool = True  # no token was masked
     place: Tensor | None = None  # with max_length: tokens so far, on the device
     newest: list[int] = field(default_factory=lambda: [0])  # shared: the count of the state that owns the buffers
     history: int = 0  # how many tokens `crop` can drop if the mechanism cannot drop any number
@@ -76,6 +77,7 @@ class Place:
     capacity: int
     device: torch.device
     in_place: bool  # False if gradients need the earlier buffers
+    whole: bool = False  # no token was masked
 
     @property
     def known(self) -> bool:
@@ -203,6 +205,7 @@ class Decoding:
             return self._steps(q, k, v, mask, bias, state, inputs)
         out = self(q, k, v, mask, bias, **inputs)
         state = self._own(state, q)
+        state.whole = mask is None
         q, k, v = self.clean(q, k, v, mask)
         with without_autocast(q):
             if state.max_length is None:
@@ -236,6 +239,7 @@ class Decoding:
         q, k, v = autocast(q, k, v)
         if mask is not None:
             q, k, v = (torch.where(mask[:, None, None, None], t, 0) for t in (q, k, v))
+        state.whole = state.whole and mask is None
         self._allocate(state, k, 1)
         at = self._place(state, bool(self._differentiable(q, k, v, bias, state.inner)))
         with without_autocast(q):
@@ -384,7 +388,7 @@ class Decoding:
         if state.place is not None:  # a number where reading it is free
             free = state.device.type == "cpu" and not torch.compiler.is_compiling()
             i = int(state.place) if free else state.place
-        return Place(i, state.capacity, state.device, not differentiable)
+        return Place(i, state.capacity, state.device, not differentiable, state.whole)
 
     def _differentiable(self, q: Tensor, k: Tensor, v: Tensor, bias: Any, inner: Any) -> bool:
         """Whether a gradient may be computed through the state, whose tensors must then stay as they are."""
@@ -401,8 +405,8 @@ class Decoding:
         found: list[bool] = []
         tree_map(lambda x, y: found.append(x.requires_grad or y.requires_grad) or x, old, new)  # type: ignore
         if torch.is_grad_enabled() and any(found):
-            return tree_map(lambda x, y: y.to(x.dtype), old, new)
-        return tree_map(lambda x, y: x.copy_(y), old, new)
+            return tree_map(lambda y, x: y.to(x.dtype), new, old)
+        return tree_map(lambda y, x: x.copy_(y), new, old)
 
     def _check_decodes(self) -> None:
         if type(self).attend_next is Decoding.attend_next:

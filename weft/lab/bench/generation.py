@@ -57,18 +57,18 @@ def mechanism_steps(attn: Attention, qkv: QKV, how: How) -> Call:
     L = qkv[0].shape[2]
     first = L - STEPS * STARTS
     state = state_of(attn, [x[:, :, :first] for x in qkv], L if how.device == "cuda" else None)
-    token = [x[:, :, :1].clone() for x in qkv]
+    q, k, v = (x[:, :, :1].clone() for x in qkv)
     at = _starts(first)
     if how.device == "cuda":
         assert state.place is not None
-        return _graph_steps(lambda: attn.step(*token, state), state.place, at)
+        return _graph_steps(lambda: attn.step(q, k, v, state), state.place, at)
 
     def call() -> None:
         position = at()
         current = replace(state, count=position, newest=[position])
         with torch.no_grad():
             for _ in range(STEPS):
-                _, current = attn.step(*token, current)
+                _, current = attn.step(q, k, v, current)
         state.inner, state.capacity = current.inner, current.capacity
 
     return call
@@ -128,14 +128,16 @@ def _graph_steps(step: Callable[[], Any], place: Tensor, at: Callable[[], int]) 
 
 
 def prompts(attn: Attention, qkv: QKV) -> dict[str, Call]:
+    q, k, v = qkv
+
     def prefill() -> None:
         with torch.no_grad():
-            attn.prefill(*qkv)
+            attn.prefill(q, k, v)
 
     def baseline() -> None:
         with torch.no_grad():
-            F.scaled_dot_product_attention(*qkv, is_causal=True)
-            [x.clone() for x in qkv[1:]]
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            k.clone(), v.clone()
 
     return {attn.name: prefill, BASELINE: baseline}
 
