@@ -70,3 +70,32 @@ def feature_gradients(
         p_top += load_rows(P + M * D, where_top, d, D, live, D, BLOCK_D).to(tl.float32)
     dx += through[:, None] * p_top
     store_rows(DX, tl.where(live[:, None], dx, 0.0), i, d, dx_l, inside, D, BLOCK_D)
+
+
+@triton.jit
+def joined(total, stops, more, more_stops):
+    """The sum of two neighbouring stretches, from the last stop on."""
+    return tl.where(more_stops != 0, more, total + more), stops | more_stops
+
+
+@triton.jit
+def top_gradients(LARGEST, TOP, DTOP, OUT, L, SPAN: tl.constexpr):
+    """For each key of one head, the sum of dtop over the queries whose running maximum is its product: those from the
+    key to the next one that reaches the maximum. Sums backwards in a fixed order, so the gradient is deterministic."""
+    first = tl.program_id(0).to(tl.int64) * L
+    LARGEST += first
+    TOP += first
+    DTOP += first
+    OUT += first
+    p = tl.arange(0, SPAN)
+    carried = tl.sum(tl.zeros([SPAN], tl.float32), 0)
+    for start in range(0, L, SPAN):
+        i = L - 1 - start - p
+        dtop = tl.load(DTOP + i, mask=i >= 0, other=0.0)
+        next_known = (i >= 0) & (i + 1 < L)
+        largest = tl.load(LARGEST + i + 1, mask=next_known, other=0.0)
+        stops = (next_known & (largest == tl.load(TOP + i + 1, mask=next_known, other=1.0))).to(tl.int32)
+        total, stopped = tl.associative_scan((dtop, stops), 0, joined)
+        total += tl.where(stopped != 0, 0.0, carried)
+        tl.store(OUT + i, total, mask=i >= 0)
+        carried = tl.sum(tl.where(p == SPAN - 1, total, 0.0), 0)

@@ -31,6 +31,8 @@ from ...core.tiles import (
     rows_contiguous,
     strides,
 )
+from ...kernels.launch import launch
+from ...kernels.operator import Operator
 
 LEAST_LENGTH = 256  # the shortest length measured; the kernels are faster from here on: docs/kernels.md
 
@@ -54,15 +56,9 @@ def random_features(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """q and k (B, H, L, D), mask (B, L), projection (M, D) -> φ(q), φ(k), key_scale, top, rest."""
     q, k = autocast(q, k)
-    return torch.ops.weft.random_features(q, k, for_operator(mask), projection, epsilon)[:5]
+    return _operator(q, k, for_operator(mask), projection, epsilon)
 
 
-@torch.library.custom_op(
-    "weft::random_features",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor? mask, Tensor projection, float epsilon)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
 def _forward(q, k, mask, projection, epsilon):
     from .forward import features, running_top, split
 
@@ -70,23 +66,20 @@ def _forward(q, k, mask, projection, epsilon):
     a, b, key_scale, top, rest, q_largest, k_largest, directions = outputs
     B, H, L, D = q.shape
     M = projection.shape[0]
-    split[(ceil_div(M * D, 1024),)](
+    launch(
+        split, (ceil_div(M * D, 1024),),
         projection.contiguous(), directions, M * D, D**-0.25, COLUMNS=1024, BF16=q.dtype == torch.bfloat16, num_warps=4
-    )
+    )  # fmt: skip
     t = tiles("features", q)
     for queries, x, phi, largest, number in ((True, q, a, q_largest, rest), (False, k, b, k_largest, key_scale)):
         flags, x = None if queries else mask, rows_contiguous(x)
-        features[(ceil_div(L, t.queries) * B * H,)](
+        launch(
+            features, (ceil_div(L, t.queries) * B * H,),
             x, _flags(flags, x), directions, phi, largest, number, *strides(x), B * H, H, L, epsilon,
             QUERIES=queries, **_options(q, M, t, flags), **t.launch(),
         )  # fmt: skip
-    running_top[(B * H,)](k_largest, top, L, SPAN=min(SPAN, next_power_of_two(L)), num_warps=8)
+    launch(running_top, (B * H,), k_largest, top, L, SPAN=min(SPAN, next_power_of_two(L)), num_warps=8)
     return outputs
-
-
-@_forward.register_fake
-def _(q, k, mask, projection, epsilon):
-    return _outputs(q, projection)
 
 
 def _outputs(q: Tensor, projection: Tensor) -> tuple[Tensor, ...]:
@@ -99,36 +92,31 @@ def _outputs(q: Tensor, projection: Tensor) -> tuple[Tensor, ...]:
     return *phis, *numbers, split
 
 
-@torch.library.custom_op(
-    "weft::random_features_backward",
-    mutates_args=(),
-    schema="(Tensor da, Tensor db, Tensor dtop, Tensor drest, Tensor q, Tensor k, Tensor? mask, Tensor q_largest,"
-    " Tensor k_largest, Tensor directions, float epsilon) -> (Tensor, Tensor)",
-)
-def _backward(da, db, dtop, drest, q, k, mask, q_largest, k_largest, directions, epsilon):
-    from .backward import feature_gradients
+def _backward(
+    da, db, dtop, drest, q, k, mask, projection, a, b, key_scale, top, rest, q_largest, k_largest, directions, epsilon
+):  # fmt: skip
+    from .backward import feature_gradients, top_gradients
 
     B, H, L, D = q.shape
     dq, dk = empty_rows(q), empty_rows(k)
     t = tiles("feature gradients", q)
-    through = torch.zeros_like(k_largest).scatter_add_(-1, k_largest.cummax(-1).indices, dtop.float())
-    drest = drest.float().contiguous()
+    through = torch.empty_like(k_largest)
+    dtop, drest = dtop.float().contiguous(), drest.float().contiguous()
+    launch(
+        top_gradients, (B * H,), k_largest, top, dtop, through, L, SPAN=min(SPAN, next_power_of_two(L)), num_warps=8
+    )  # fmt: skip
     for queries, x, dphi, largest, dnumber, dx in (
         (True, q, da, q_largest, drest, dq),
         (False, k, db, k_largest, through, dk),
     ):
         flags, x, dphi = None if queries else mask, rows_contiguous(x), rows_contiguous(dphi)
-        feature_gradients[(ceil_div(L, t.queries) * B * H,)](
+        launch(
+            feature_gradients, (ceil_div(L, t.queries) * B * H,),
             x, _flags(flags, x), directions, largest, dphi, dnumber, dx, *strides(x), *strides(dphi), *strides(dx),
             B * H, H, L, epsilon,
             QUERIES=queries, **_options(q, directions.shape[1], t, flags), **t.launch(),
         )  # fmt: skip
     return dq, dk
-
-
-@_backward.register_fake
-def _(da, db, dtop, drest, q, k, mask, q_largest, k_largest, directions, epsilon):
-    return empty_rows(q), empty_rows(k)
 
 
 def _options(q: Tensor, M: int, t: Tiles, mask: Tensor | None) -> dict[str, Any]:
@@ -149,23 +137,14 @@ def tiles(kernel: str, q: Tensor) -> Tiles:
     return TILES[kernel, max(64, block_width(q.shape[3])), 2 if q.dtype == torch.bfloat16 else 4]
 
 
-def _save(ctx, inputs, output):
-    q, k, mask, _, ctx.epsilon = inputs
-    ctx.save_for_backward(q, k, mask, *output[5:])
-    ctx.shapes = [(x.shape, x.dtype) for x in (output[0], output[1], output[3], output[4])]
-    ctx.set_materialize_grads(False)
-
-
-def _grad(ctx, da, db, d_key_scale, d_top, drest, *unused):
-    if da is None and db is None and d_top is None and drest is None:
-        return (None,) * 5
-    saved = ctx.saved_tensors  # read once: checkpointing unpacks them only once
-    sent = [
-        saved[0].new_zeros(shape, dtype=dtype) if x is None else x
-        for x, (shape, dtype) in zip((da, db, d_top, drest), ctx.shapes, strict=True)
-    ]
-    dq, dk = torch.ops.weft.random_features_backward(*sent, *saved, ctx.epsilon)
-    return dq, dk, None, None, None
-
-
-_forward.register_autograd(_grad, setup_context=_save)
+_operator = Operator(
+    "random_features",
+    "Tensor q, Tensor k, Tensor? mask, Tensor projection, float epsilon",
+    _forward,
+    lambda q, k, mask, projection, epsilon: _outputs(q, projection),
+    _backward,
+    outputs=8,
+    returned=5,
+    differentiable=(0, 1, 3, 4),
+    gradients=(0, 1),
+)

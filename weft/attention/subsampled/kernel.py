@@ -22,6 +22,8 @@ from ...core.dispatch import DTYPES, LARGEST_HEAD
 from ...core.precision import autocast
 from ...core.staging import operator, send
 from ...core.tiles import Tiles, block_width, empty_rows, next_power_of_two, precision, rows_contiguous, strides
+from ...kernels.launch import launch
+from ...kernels.operator import Operator
 
 LEAST_LENGTH = 1024  # faster than full attention from here on; for shorter sequences don't sample: docs/kernels.md
 COLLECTED = 64  # tokens per program of `collect`
@@ -75,7 +77,7 @@ def subsampled(
         assert nearest is not None
         sources, nearest = seen_through(mask, sources), nearest.to(torch.int32)
     options = (size, causal, alibi, stand_in or mask is not None, once)
-    return torch.ops.weft.subsampled(q, k, v, sources, targets, nearest, *options)[0]
+    return _operator(q, k, v, sources, targets, nearest, *options)
 
 
 def seen_through(mask: Tensor, sources: Tensor) -> Tensor:
@@ -100,12 +102,6 @@ def place_indices(indices: Tensor, device: torch.device, ordered: bool) -> Tenso
     return send(torch.from_numpy(np.sort(array) if ordered else array), device)
 
 
-@torch.library.custom_op(
-    "weft::subsampled",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor sources, Tensor? targets, Tensor? nearest, int size, bool causal,"
-    " bool alibi, bool stand_in, bool once) -> (Tensor, Tensor, Tensor)",
-)
 def _forward(q, k, v, sources, targets, nearest, size, causal, alibi, stand_in, once):
     from .forward import attend, count_before
 
@@ -114,11 +110,13 @@ def _forward(q, k, v, sources, targets, nearest, size, causal, alibi, stand_in, 
     B, H, L, D = q.shape
     _, W, S = sources.shape
     out, lse, first = _outputs(q, sources)
-    count_before[(sources.shape[0] * W, ceil_div(L + 1, 256))](
+    launch(
+        count_before, (sources.shape[0] * W, ceil_div(L + 1, 256)),
         sources, first, L, S, STEPS=S.bit_length(), ROWS=256, num_warps=4
-    )
+    )  # fmt: skip
     t = tiles("attend", size, S, q)
-    attend[(W * ceil_div(size, t.queries) * B * H,)](
+    launch(
+        attend, (W * ceil_div(size, t.queries) * B * H,),
         q, k, v, sources, first, sources if targets is None else targets, sources if nearest is None else nearest,
         slopes(H, q.device) if alibi else q, out, lse, *strides(q), *strides(k), *strides(v), *strides(out),
         B * H, H, L, W, size, S, math.log2(math.e) / math.sqrt(D), D=D, BLOCK_D=block_width(D), BQ=t.queries,
@@ -126,11 +124,6 @@ def _forward(q, k, v, sources, targets, nearest, size, causal, alibi, stand_in, 
         GRID=targets is not None, PRECISION=precision(q), **t.launch(),
     )  # fmt: skip
     return out, lse, first
-
-
-@_forward.register_fake
-def _(q, k, v, sources, targets, nearest, size, causal, alibi, stand_in, once):
-    return _outputs(q, sources)
 
 
 def _outputs(q: Tensor, sources: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -143,13 +136,6 @@ def _outputs(q: Tensor, sources: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-@torch.library.custom_op(
-    "weft::subsampled_backward",
-    mutates_args=(),
-    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor sources, Tensor? targets, Tensor? nearest, Tensor out,"
-    " Tensor lse, Tensor first, int size, bool causal, bool alibi, bool stand_in, bool once)"
-    " -> (Tensor, Tensor, Tensor)",
-)
 def _backward(
     dout, q, k, v, sources, targets, nearest, out, lse, first, size, causal, alibi, stand_in, once
 ):  # fmt: skip
@@ -170,7 +156,8 @@ def _backward(
     options = {**shape, "ALIBI": alibi, "GRID": targets is not None}
     delta = torch.empty_like(lse)
     t = tiles("query gradients", size, S, q)
-    query_gradients[(W * ceil_div(size, t.queries) * BH,)](
+    launch(
+        query_gradients, (W * ceil_div(size, t.queries) * BH,),
         q, k, v, sources, first, table, by_head, out, dout, lse, delta, dq,
         *strides(q), *strides(k), *strides(v), *strides(out), *strides(dout), *strides(dq),
         BH, H, L, W, size, S, scale, logit_scale, BQ=t.queries, BK=t.keys, **options, **t.launch(),
@@ -178,14 +165,16 @@ def _backward(
     # Rounded to the dtype of q like the gradient itself; heads are adjacent because concurrent programs write them.
     part_k, part_v = (dk, dv) if once else q.new_empty(2, B, W * S, H, D).transpose(2, 3).unbind()
     t = tiles("key gradients", size, S, q)
-    key_gradients[(W * ceil_div(S, t.keys) * BH,)](
+    launch(
+        key_gradients, (W * ceil_div(S, t.keys) * BH,),
         q, k, v, sources, first, table, by_head, dout, lse, delta, part_k, part_v,
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(part_k), *strides(part_v),
         BH, H, L, W, size, S, scale, logit_scale, BQ=t.queries, BK=t.keys, ONCE=once, **options, **t.launch(),
     )  # fmt: skip
     if not once:
         n = ceil_div(L, COLLECTED)
-        collect[(n * BH,)](
+        launch(
+            collect, (n * BH,),
             part_k, part_v, first, *((first, first) if nearest is None else (nearest, owned(nearest, n))),
             lse, dout, dk, dv, *strides(part_k), *strides(dout), *strides(dk), *strides(dv), BH, H, L, W, size, S, n,
             ROWS=COLLECTED, STAND_IN=stand_in, **shape, num_warps=4,
@@ -193,24 +182,15 @@ def _backward(
     return dq, dk, dv
 
 
-@_backward.register_fake
-def _(dout, q, k, v, sources, targets, nearest, out, lse, first, size, causal, alibi, stand_in, once):
-    return empty_rows(q), empty_rows(k), empty_rows(v)
-
-
-def _save(ctx, inputs, output):
-    tensors, ctx.options = inputs[:6], inputs[6:]
-    ctx.save_for_backward(*tensors, *output)
-    ctx.set_materialize_grads(False)
-
-
-def _grad(ctx, dout, *unused):
-    if dout is None:
-        return (None,) * 11
-    return *torch.ops.weft.subsampled_backward(dout, *ctx.saved_tensors, *ctx.options), *(None,) * 8
-
-
-_forward.register_autograd(_grad, setup_context=_save)
+_operator = Operator(
+    "subsampled",
+    "Tensor q, Tensor k, Tensor v, Tensor sources, Tensor? targets, Tensor? nearest, int size, bool causal, bool alibi,"
+    " bool stand_in, bool once",
+    _forward,
+    lambda q, k, v, sources, *rest: _outputs(q, sources),
+    _backward,
+    outputs=3,
+)
 
 
 def owned(nearest: Tensor, n: int) -> Tensor:

@@ -35,6 +35,8 @@ from ...core.tiles import (
     rows_contiguous,
     strides,
 )
+from ..launch import launch
+from ..operator import Operator
 
 EXTRAS = ("none", "first", "columns")
 LEAST_LENGTH = 256  # the shortest length measured; the kernels are faster from here on: docs/kernels.md
@@ -95,24 +97,7 @@ def block_and_columns(
 
 def _band(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *options: Any) -> Tensor:
     q, k, v = autocast(q, k, v)
-    return torch.ops.weft.band(q, k, v, for_operator(mask), *options)[0]
-
-
-@torch.library.custom_op(
-    "weft::band",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, int block_size, int left, int right, bool causal,"
-    " str extras, int count, bool leading) -> (Tensor, Tensor)",
-)
-def _forward(q, k, v, mask, block_size, left, right, causal, extras, count, leading):
-    """block_size 0: the whole sequence; count: the first tokens, or the columns of a block."""
-    check(q, k, v, extras)
-    return attend_near(q, k, v, mask, block_size, left, right, causal, extras, count, leading)
-
-
-@_forward.register_fake
-def _(q, k, v, mask, block_size, left, right, causal, extras, count, leading):
-    return _outputs(q)
+    return _operator(q, k, v, for_operator(mask), *options)
 
 
 def attend_near(
@@ -127,7 +112,8 @@ def attend_near(
     B, H, L, D = q.shape
     m, n, extras, count = _blocks(L, block_size, extras, count)
     t = tiles("attend", m, q)
-    attend[(n * ceil_div(m, t.queries) * B * H,)](
+    launch(
+        attend, (n * ceil_div(m, t.queries) * B * H,),
         q, k, v, _flags(q, mask), out, lse, *strides(q), *strides(k), *strides(v), *strides(out),
         B * H, H, L, m, n, left, right, math.log2(math.e) / math.sqrt(D),
         BQ=t.queries, BK=t.keys, **_options(q, mask, causal, extras, count, leading), **t.launch(),
@@ -137,23 +123,6 @@ def attend_near(
 
 def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
     return empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-@torch.library.custom_op(
-    "weft::band_backward",
-    mutates_args=(),
-    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, int block_size,"
-    " int left, int right, bool causal, str extras, int count, bool leading) -> (Tensor, Tensor, Tensor)",
-)
-def _backward(dout, q, k, v, mask, out, lse, block_size, left, right, causal, extras, count, leading):
-    return near_gradients(
-        dout, q, k, v, mask, out, lse, block_size, left, right, causal, extras, count, leading
-    )[:3]  # fmt: skip
-
-
-@_backward.register_fake
-def _(dout, q, k, v, mask, out, lse, block_size, left, right, causal, extras, count, leading):
-    return empty_rows(q), empty_rows(k), empty_rows(v)
 
 
 def near_gradients(
@@ -177,15 +146,17 @@ def near_gradients(
     t = tiles("block gradients", m, q)
     if block_size and extras == "none" and m <= t.queries:
         shape = {key: options[key] for key in ("D", "BLOCK_D", "CAUSAL", "HAS_MASK", "PRECISION")}
-        block_gradients[(n * BH,)](
+        launch(
+            block_gradients, (n * BH,),
             q, k, v, flags, out, dout, lse, dq, dk, dv, *given, *strides(out), *strides(dq), *strides(dk), *strides(dv),
             BH, H, L, m, scale, logit_scale, ROWS=t.queries, **shape, **t.launch(),
         )  # fmt: skip
         return dq, dk, dv, lse
     delta = torch.empty_like(lse)
-    row_products[(ceil_div(L, 64) * BH,)](
+    launch(
+        row_products, (ceil_div(L, 64) * BH,),
         out, dout, delta, *strides(out), *strides(dout), BH, H, L, D=D, BLOCK_D=block_width(D), ROWS=64, num_warps=4
-    )
+    )  # fmt: skip
     extra_k = extra_v = lse  # not read if there are no extras
     total, chunks = n * count if extras == "columns" else count, 1
     if extras != "none":
@@ -194,38 +165,42 @@ def near_gradients(
         chunk, chunks = query_chunks(L, extra_tiles)
         extra_k = q.new_empty(B, H, chunks, total, D, dtype=torch.float32)
         extra_v = torch.empty_like(extra_k)
-        extra_gradients[(extra_tiles * chunks * BH,)](
+        launch(
+            extra_gradients, (extra_tiles * chunks * BH,),
             q, k, v, flags, dout, lse, delta, extra_k, extra_v, *given, BH, H, L, m, total, chunk, scale,
             BQ=t.queries, BK=t.keys, **options, **t.launch(),
         )  # fmt: skip
     t = tiles("key gradients", m, q)
-    key_gradients[(n * ceil_div(m, t.keys) * BH,)](
+    launch(
+        key_gradients, (n * ceil_div(m, t.keys) * BH,),
         q, k, v, flags, dout, lse, delta, extra_k, extra_v, dk, dv, *given, *strides(dk), *strides(dv),
         BH, H, L, m, left, right, total, chunks, scale, logit_scale,
         BQ=t.queries, BK=t.keys, **options, **t.launch(),
     )  # fmt: skip
     t = tiles("query gradients", m, q)
-    query_gradients[(n * ceil_div(m, t.queries) * BH,)](
+    launch(
+        query_gradients, (n * ceil_div(m, t.queries) * BH,),
         q, k, v, flags, dout, lse, delta, dq, *given, *strides(dq), BH, H, L, m, n, left, right, scale, logit_scale,
         BQ=t.queries, BK=t.keys, **options, **t.launch(),
     )  # fmt: skip
     return dq, dk, dv, delta
 
 
-def _save(ctx, inputs, output):
-    q, k, v, mask, *options = inputs
-    ctx.save_for_backward(q, k, v, mask, *output)
-    ctx.options = options
-    ctx.set_materialize_grads(False)
+def _forward(q, k, v, mask, block_size, left, right, causal, extras, count, leading):
+    """block_size 0: the whole sequence; count: the first tokens, or the columns of a block."""
+    check(q, k, v, extras)
+    return attend_near(q, k, v, mask, block_size, left, right, causal, extras, count, leading)
 
 
-def _grad(ctx, dout, _):
-    if dout is None:
-        return (None,) * 11
-    return *torch.ops.weft.band_backward(dout, *ctx.saved_tensors, *ctx.options), *(None,) * 8
-
-
-_forward.register_autograd(_grad, setup_context=_save)
+_operator = Operator(
+    "band",
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, int block_size, int left, int right, bool causal, str extras,"
+    " int count, bool leading",
+    _forward,
+    lambda q, *rest: _outputs(q),
+    lambda *arguments: near_gradients(*arguments)[:3],
+    outputs=2,
+)
 
 
 def _blocks(L: int, block_size: int, extras: str, count: int) -> tuple[int, int, str, int]:

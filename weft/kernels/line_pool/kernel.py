@@ -17,7 +17,9 @@ from ...core.blocks import ceil_div
 from ...core.dispatch import DTYPES, LARGEST_HEAD
 from ...core.precision import autocast
 from ...core.tiles import as_flags, empty_rows, for_operator, next_power_of_two, rows_contiguous, strides
+from ..launch import launch
 from ..lines.kernel import AXES, Axis, Lines, Rule
+from ..operator import Operator
 
 POOLS = ("max", "mean", "sum")
 RULES: tuple[Rule, ...] = ("before", "after", "up_to", "others")
@@ -35,14 +37,9 @@ def line_pool(
     """q, k (B, H, L, D) and mask (B, L) -> qbar, kbar (B, H, cells, D), and which cells have any token to pool,
     (B or 1, cells)."""
     q, k = autocast(q, k)
-    return torch.ops.weft.line_pool(q, k, for_operator(mask), axis, which, pool, width)
+    return _operator(q, k, for_operator(mask), axis, which, pool, width)
 
 
-@torch.library.custom_op(
-    "weft::line_pool",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor? mask, str axis, str which, str pool, int width) -> (Tensor, Tensor, Tensor)",
-)
 def _forward(q, k, mask, axis, which, pool, width):
     from .forward import pool as kernel
 
@@ -51,17 +48,13 @@ def _forward(q, k, mask, axis, which, pool, width):
     q, k = rows_contiguous(q), rows_contiguous(k)
     sizes, options = _common(q, lines, mask, some, which, pool)
     channels = 64
-    kernel[_programs(q, lines, channels)](
+    launch(
+        kernel, _programs(q, lines, channels),
         q, k, q if mask is None else as_flags(mask), qbar, kbar, some.view(torch.uint8),
         *strides(q), *strides(k), *strides(qbar), *strides(kbar), *sizes,
         BLOCK_D=channels, CHUNK=min(16, next_power_of_two(lines.cells)), **options, num_warps=1,
     )  # fmt: skip
     return outputs
-
-
-@_forward.register_fake
-def _(q, k, mask, axis, which, pool, width):
-    return _outputs(q, k, mask, width)
 
 
 def _outputs(q: Tensor, k: Tensor, mask: Tensor | None, width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,12 +64,6 @@ def _outputs(q: Tensor, k: Tensor, mask: Tensor | None, width: int) -> tuple[Ten
     return qbar, kbar, q.new_empty(1 if mask is None else B, cells, dtype=torch.bool)
 
 
-@torch.library.custom_op(
-    "weft::line_pool_backward",
-    mutates_args=(),
-    schema="(Tensor dqbar, Tensor dkbar, Tensor q, Tensor k, Tensor? mask, Tensor qbar, Tensor kbar, Tensor some,"
-    " str axis, str which, str pool, int width) -> (Tensor, Tensor)",
-)
 def _backward(dqbar, dkbar, q, k, mask, qbar, kbar, some, axis, which, pool, width):
     from .backward import pool_gradients
 
@@ -87,7 +74,8 @@ def _backward(dqbar, dkbar, q, k, mask, qbar, kbar, some, axis, which, pool, wid
     pooled = lines.cells if which == "up_to" else lines.cells - 1
     group = max(1, round(pooled**0.5))  # like `running_max` in combiner/summaries.py, for the same gradients of ties
     channels = 64 if group <= 16 else 32
-    pool_gradients[_programs(q, lines, channels)](
+    launch(
+        pool_gradients, _programs(q, lines, channels),
         q, k, q if mask is None else as_flags(mask), qbar, kbar, some.view(torch.uint8), dqbar, dkbar, dq, dk,
         *strides(q), *strides(k), *strides(qbar), *strides(kbar), *sizes[:2],
         *strides(dqbar), *strides(dkbar), *strides(dq), *strides(dk), *sizes[2:],
@@ -96,23 +84,17 @@ def _backward(dqbar, dkbar, q, k, mask, qbar, kbar, some, axis, which, pool, wid
     return dq, dk
 
 
-@_backward.register_fake
-def _(dqbar, dkbar, q, k, mask, qbar, kbar, some, axis, which, pool, width):
-    return empty_rows(q), empty_rows(k)
-
-
-def _save(ctx, inputs, output):
-    q, k, mask, *options = inputs
-    ctx.save_for_backward(q, k, mask, *output)
-    ctx.options = options
-
-
-def _grad(ctx, dqbar, dkbar, _):
-    dq, dk = torch.ops.weft.line_pool_backward(dqbar, dkbar, *ctx.saved_tensors, *ctx.options)
-    return dq, dk, None, None, None, None, None
-
-
-_forward.register_autograd(_grad, setup_context=_save)
+_operator = Operator(
+    "line_pool",
+    "Tensor q, Tensor k, Tensor? mask, str axis, str which, str pool, int width",
+    _forward,
+    lambda q, k, mask, axis, which, pool, width: _outputs(q, k, mask, width),
+    _backward,
+    outputs=3,
+    returned=3,
+    differentiable=(0, 1),
+    gradients=(0, 1),
+)
 
 
 def _common(q: Tensor, lines: Lines, mask: Tensor | None, some: Tensor, which: Rule, pool: str):

@@ -79,7 +79,7 @@ def gradient_states(
 
 @triton.jit
 def query_gradients(
-    Q, K, V, MASK, KEY_SCALE, TOP, BEFORE, BEFORE_NORM, DOUT, WEIGHT, DELTA, DQ, DREST,
+    Q, K, V, MASK, KEY_SCALE, TOP, REST, BEFORE, BEFORE_NORM, DOUT, WEIGHT, DELTA, DQ, DTOP, DREST,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dq_b, dq_h, dq_l,
     BH, H, L, n,
     F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
@@ -147,7 +147,9 @@ def query_gradients(
                 dq = tl.where(q > 0, dq, 0.0)
         store_rows(DQ, dq, i, f, dq_l, i < end, F, WHOLE)
     if SCALED:
-        tl.store(DREST + row_at + i, drest * weight, mask=i < end)
+        drest *= weight
+        tl.store(DREST + row_at + i, drest, mask=i < end)
+        tl.store(DTOP + row_at + i, drest * tl.load(REST + row_at + i, mask=i < end, other=0.0), mask=i < end)
 
 
 @triton.jit

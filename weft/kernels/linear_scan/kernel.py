@@ -24,7 +24,9 @@ from torch import Tensor
 from ...core.blocks import ceil_div
 from ...core.dispatch import DTYPES, LARGEST_HEAD
 from ...core.precision import autocast
-from ...core.tiles import Tiles, as_flags, block_width, for_operator, precision, rows_contiguous, strides
+from ...core.tiles import Tiles, as_flags, block_width, empty_rows, for_operator, precision, rows_contiguous, strides
+from ..launch import launch
+from ..operator import Operator
 
 FEATURES = ("elu", "relu", "given")
 LEAST_LENGTH = 256  # the shortest length measured; the kernels are faster from here on: docs/kernels.md
@@ -89,7 +91,7 @@ def linear_scan(
     """q and k (B, H, L, F), v (B, H, L, D), mask (B, L) -> (B, H, L, D). The scaled form needs `key_scale` (m), `top`
     (G) and `rest`, all (B, H, L)."""
     q, k, v = autocast(q, k, v)
-    return torch.ops.weft.linear_scan(q, k, v, for_operator(mask), key_scale, top, rest, features, epsilon)[0]
+    return _operator(q, k, v, for_operator(mask), key_scale, top, rest, features, epsilon)
 
 
 @dataclass(frozen=True)
@@ -151,32 +153,25 @@ def is_wide(F: int, scaled: bool) -> bool:
     return scaled and F >= WIDE
 
 
-def running(p: Plan, parts: Tensor, top: Tensor, dtype: torch.dtype, *, reverse: bool) -> tuple[Tensor, Tensor]:
-    """The sums of the parts before each chunk, or after it."""
+def running(p: Plan, parts: Tensor, top: Tensor, sums: Tensor, norms: Tensor, *, reverse: bool) -> None:
+    """Write the sums of the parts before each chunk, or after it."""
     from .forward import running_sums, scaled_running_sums
 
-    sums = parts.new_empty(p.B, p.H, p.n, p.rows, p.D, dtype=dtype)
-    norms = parts.new_empty(p.B, p.H, p.n, p.rows)
     heads, width = p.B * p.H, parts.shape[-1]
     options = {"F": p.F, "D": p.D, "PART": width, "REVERSE": reverse}
     if p.scaled:
-        scaled_running_sums[(ceil_div(width, SCALED_COLUMNS) * heads,)](
+        launch(
+            scaled_running_sums, (ceil_div(width, SCALED_COLUMNS) * heads,),
             parts, top, sums, norms, heads, p.L, p.n, COLUMNS=SCALED_COLUMNS, CHUNK=p.chunk, STAGES=4, **options,
             num_warps=4,
         )  # fmt: skip
     else:
-        running_sums[(ceil_div(width, COLUMNS) * heads,)](
+        launch(
+            running_sums, (ceil_div(width, COLUMNS) * heads,),
             parts, sums, norms, heads, p.n, COLUMNS=COLUMNS, **options, num_warps=4, num_stages=3
-        )
-    return sums, norms
+        )  # fmt: skip
 
 
-@torch.library.custom_op(
-    "weft::linear_scan",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_scale, Tensor? top, Tensor? rest, str features,"
-    " float epsilon) -> (Tensor, Tensor, Tensor, Tensor)",
-)
 def _forward(q, k, v, mask, key_scale, top, rest, features, epsilon):
     from . import wide
     from .forward import chunk_states, outputs
@@ -193,54 +188,44 @@ def _forward(q, k, v, mask, key_scale, top, rest, features, epsilon):
     if p.n > 1:
         parts = _parts(p, q)
         t = p.state_tiles()
-        chunk_states[p.state_programs(p.n - 1)](
+        launch(
+            chunk_states, p.state_programs(p.n - 1),
             k, v, flags, key_scale, top, parts, *strides(k), *strides(v), p.B * p.H, p.H, p.L, p.n,
             ROWS=t.keys, PART=parts.shape[-1], **p.shape("states"), **options, **t.launch(),
         )  # fmt: skip
-        before, before_norm = running(p, parts, top, before.dtype, reverse=False)
+        running(p, parts, top, before, before_norm, reverse=False)
     given = (q, k, v, flags, key_scale, top, rest, before, before_norm, out, weight)
     sizes = (*strides(q), *strides(k), *strides(v), *strides(out), p.B * p.H, p.H, p.L, p.n, epsilon)
     if p.wide:
         programs, cut = p.wide_launch("outputs")
-        wide.outputs[programs](*given, *sizes, **cut, **common)
+        launch(wide.outputs, programs, *given, *sizes, **cut, **common)
         return out, weight, before, before_norm
     t = p.tiles("outputs")
-    outputs[(ceil_div(p.L, t.queries) * p.B * p.H,)](
+    launch(
+        outputs, (ceil_div(p.L, t.queries) * p.B * p.H,),
         *given, *sizes,
         BQ=t.queries, BK=t.keys, CARRIED=p.n > 1, **p.shape("outputs"), **options, **t.launch(),
     )  # fmt: skip
     return out, weight, before, before_norm
 
 
-@_forward.register_fake
-def _(q, k, v, mask, key_scale, top, rest, features, epsilon):
-    return _outputs(q, v, plan(q, v, rest is not None))
-
-
 def _outputs(q: Tensor, v: Tensor, p: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out, 1 / denominators, and the sums before each chunk: of φ(k) vᵀ, and of φ(k)."""
     n = p.n if p.n > 1 else 0
     return (
-        torch.empty_like(rows_contiguous(v)),
+        empty_rows(v),
         q.new_empty(p.B, p.H, p.L, dtype=torch.float32),
         q.new_empty(p.B, p.H, n, p.rows, p.D, dtype=torch.bfloat16 if p.half else torch.float32),
         q.new_empty(p.B, p.H, n, p.rows, dtype=torch.float32),
     )
 
 
-@torch.library.custom_op(
-    "weft::linear_scan_backward",
-    mutates_args=(),
-    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_scale, Tensor? top, Tensor? rest,"
-    " Tensor out, Tensor weight, Tensor before, Tensor before_norm, str features)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-)
-def _backward(dout, q, k, v, mask, key_scale, top, rest, out, weight, before, before_norm, features):
+def _backward(dout, q, k, v, mask, key_scale, top, rest, out, weight, before, before_norm, features, epsilon):
     from .backward import gradient_states, key_gradients, query_gradients
 
     p = plan(q, v, rest is not None)
     dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
-    dq, dk, dv, drest = _gradients(q, k, v, p)
+    dq, dk, dv, dtop, drest = _gradients(q, k, v, p)
     has_mask = mask is not None
     flags = as_flags(mask) if has_mask else q
     key_scale, top, rest = (_rows(x, weight) for x in (key_scale, top, rest))
@@ -248,65 +233,69 @@ def _backward(dout, q, k, v, mask, key_scale, top, rest, out, weight, before, be
     counts = p.B * p.H, p.H, p.L, p.n
     delta, parts = torch.empty_like(weight), _parts(p, q)
     t = p.state_tiles()
-    gradient_states[p.state_programs(p.n)](
+    launch(
+        gradient_states, p.state_programs(p.n),
         q, out, dout, top, rest, weight, delta, parts, *strides(q), *strides(out), *strides(dout), *counts,
         ROWS=t.queries, PART=parts.shape[-1], **p.shape("states"), **options, **t.launch(),
     )  # fmt: skip
-    after, after_norm = running(p, parts, top, before.dtype, reverse=True) if p.n > 1 else (before, before_norm)
+    after, after_norm = torch.empty_like(before), torch.empty_like(before_norm)
+    if p.n > 1:
+        running(p, parts, top, after, after_norm, reverse=True)
     if p.wide:
         _wide_gradients(
             p, q, k, v, flags, key_scale, top, rest, before, before_norm, after, after_norm, dout, weight, delta,
-            dq, dk, dv, drest, {"HAS_MASK": has_mask, "BF16": p.half, "PRECISION": precision(q)},
+            dq, dk, dv, dtop, drest, {"HAS_MASK": has_mask, "BF16": p.half, "PRECISION": precision(q)},
         )  # fmt: skip
-        return dq, dk, dv, drest
+        return dq, dk, dv, dtop, drest
     options |= {"HAS_MASK": has_mask, "CARRIED": p.n > 1}
     t = p.tiles("query gradients")
-    query_gradients[(ceil_div(p.L, t.queries) * p.B * p.H,)](
-        q, k, v, flags, key_scale, top, before, before_norm, dout, weight, delta, dq, drest,
+    launch(
+        query_gradients, (ceil_div(p.L, t.queries) * p.B * p.H,),
+        q, k, v, flags, key_scale, top, rest, before, before_norm, dout, weight, delta, dq, dtop, drest,
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq), *counts,
         BQ=t.queries, BK=t.keys, **p.shape("query gradients"), **options, **t.launch(),
     )  # fmt: skip
     t = p.tiles("key gradients")
-    key_gradients[(ceil_div(p.L, t.keys) * p.B * p.H,)](
+    launch(
+        key_gradients, (ceil_div(p.L, t.keys) * p.B * p.H,),
         q, k, v, flags, key_scale, top, rest, after, after_norm, dout, weight, delta, dk, dv,
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk), *strides(dv), *counts,
         BQ=t.queries, BK=t.keys, **p.shape("key gradients"), **options, **t.launch(),
     )  # fmt: skip
-    return dq, dk, dv, drest
+    return dq, dk, dv, dtop, drest
 
 
 def _wide_gradients(
     p, q, k, v, flags, key_scale, top, rest, before, before_norm, after, after_norm, dout, weight, delta,
-    dq, dk, dv, drest, common,
+    dq, dk, dv, dtop, drest, common,
 ):  # fmt: skip
     from .wide import key_gradients, query_gradients, value_gradients
 
     counts = p.B * p.H, p.H, p.L, p.n
     programs, cut = p.wide_launch("query gradients")
-    query_gradients[programs](
-        k, v, flags, key_scale, top, before, before_norm, dout, weight, delta, dq, drest,
+    launch(
+        query_gradients, programs,
+        k, v, flags, key_scale, top, rest, before, before_norm, dout, weight, delta, dq, dtop, drest,
         *strides(k), *strides(v), *strides(dout), *strides(dq), *counts, **cut, **common,
     )  # fmt: skip
     programs, cut = p.wide_launch("key gradients")
-    key_gradients[programs](
+    launch(
+        key_gradients, programs,
         q, v, flags, key_scale, top, after, after_norm, dout, weight, delta, dk,
         *strides(q), *strides(v), *strides(dout), *strides(dk), *counts, **cut, **common,
     )  # fmt: skip
     programs, cut = p.wide_launch("value gradients")
-    value_gradients[programs](
+    launch(
+        value_gradients, programs,
         q, k, flags, key_scale, top, rest, after, dout, weight, dv,
         *strides(q), *strides(k), *strides(dout), *strides(dv), *counts, **cut, **common,
     )  # fmt: skip
 
 
-@_backward.register_fake
-def _(dout, q, k, v, mask, key_scale, top, rest, out, weight, before, before_norm, features):
-    return _gradients(q, k, v, plan(q, v, rest is not None))
-
-
-def _gradients(q: Tensor, k: Tensor, v: Tensor, p: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty_like(rows_contiguous(x)) for x in (q, k, v))
-    return dq, dk, dv, q.new_empty(p.B, p.H, p.L if p.scaled else 0, dtype=torch.float32)
+def _gradients(q: Tensor, k: Tensor, v: Tensor, p: Plan) -> tuple[Tensor, ...]:
+    """Of q, k, v, top and rest; the last two are empty in the plain form."""
+    rows = (q.new_empty(p.B, p.H, p.L if p.scaled else 0, dtype=torch.float32) for _ in range(2))
+    return *(empty_rows(x) for x in (q, k, v)), *rows
 
 
 def _parts(p: Plan, q: Tensor) -> Tensor:
@@ -319,24 +308,19 @@ def _rows(x: Tensor | None, stand_in: Tensor) -> Tensor:
     return stand_in if x is None else x.float().contiguous()
 
 
-def _save(ctx, inputs, output):
-    *tensors, ctx.features, _ = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.set_materialize_grads(False)
-
-
-def _grad(ctx, dout, *unused):
-    if dout is None:
-        return (None,) * 9
-    saved = ctx.saved_tensors  # read once: checkpointing unpacks them only once
-    rest = saved[6]
-    dq, dk, dv, drest = torch.ops.weft.linear_scan_backward(dout, *saved, ctx.features)
-    if rest is None:
-        return dq, dk, dv, *(None,) * 6
-    return dq, dk, dv, None, None, rest * drest, drest.to(rest.dtype), None, None
-
-
-_forward.register_autograd(_grad, setup_context=_save)
+_operator = Operator(
+    "linear_scan",
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_scale, Tensor? top, Tensor? rest, str features,"
+    " float epsilon",
+    _forward,
+    lambda q, k, v, mask, key_scale, top, rest, *options: _outputs(q, v, plan(q, v, rest is not None)),
+    _backward,
+    outputs=4,
+    gradients=(0, 1, 2, 5, 6),
+    fake_backward=lambda q, k, v, mask, key_scale, top, rest, *options: _gradients(
+        q, k, v, plan(q, v, rest is not None)
+    ),
+)
 
 
 def check(

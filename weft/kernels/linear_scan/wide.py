@@ -80,7 +80,7 @@ def outputs(
 
 @triton.jit
 def query_gradients(
-    K, V, MASK, KEY_SCALE, TOP, BEFORE, BEFORE_NORM, DOUT, WEIGHT, DELTA, DQ, DREST,
+    K, V, MASK, KEY_SCALE, TOP, REST, BEFORE, BEFORE_NORM, DOUT, WEIGHT, DELTA, DQ, DTOP, DREST,
     k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dq_b, dq_h, dq_l,
     BH, H, L, n,
     F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, ROWS: tl.constexpr,
@@ -121,6 +121,7 @@ def query_gradients(
         drest += far * weight
         weight *= fade(chunk_end(TOP + bh.to(tl.int64) * L, c - 1, L, CHUNK) - top)
     tl.store(DREST + row_at + i, drest, mask=i < end)
+    tl.store(DTOP + row_at + i, drest * tl.load(REST + row_at + i, mask=i < end, other=0.0), mask=i < end)
     for f0 in range(0, F, BF):
         f = f0 + tl.arange(0, BF)
         dq = tl.zeros([ROWS, BF], tl.float32)

@@ -11,8 +11,9 @@ imported anywhere.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ from ...core.tiles import (
     rows_contiguous,
     strides,
 )
+from ..launch import launch
+from ..operator import Operator
 
 LEAST_LENGTH = 256  # grid Combiners with pooling: the shortest length measured; the kernels are faster from here on
 Axis = Literal["row", "column"]
@@ -95,85 +98,63 @@ def line_attention(
     Source 0 is k, v (B, H, L, D) and mask (B, L); sources 1, 2, .. are `spans`: keys and values (B, H, cells, D) and
     which of them have any token, (B or 1, cells).
     """
-    kbars, vbars, some = ([span[x] for span in spans] for x in range(3))
-    q, k, v, *bars = autocast(q, k, v, *kbars, *vbars)
-    kbars, vbars = bars[: len(spans)], bars[len(spans) :]
-    some = [cast(Tensor, for_operator(x)) for x in some]
-    return torch.ops.weft.line_attention(q, k, v, for_operator(mask), kbars, vbars, some, encode(parts), width)[0]
+    q, k, v = autocast(q, k, v)
+    sources = [q, k, v, for_operator(mask)]
+    for keys, values, some in spans:
+        sources += [*autocast(keys, values), for_operator(some)]
+    return _operators[len(spans)](*sources, encode(parts), width)
 
 
-@torch.library.custom_op(
-    "weft::line_attention",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor[] kbars, Tensor[] vbars, Tensor[] some,"
-    " int[] parts, int width) -> (Tensor, Tensor)",
-)
-def _forward(q, k, v, mask, kbars, vbars, some, parts, width):
-    check(q, [k, *kbars], [v, *vbars])
-    out, lse = empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+def _forward(q, k, v, mask, *rest):
+    *spans, parts, width = rest
+    sources = _sources(k, v, mask, *spans)
+    check(q, sources)
+    out, lse = _outputs(q)
     q = rows_contiguous(q)
     n = grid_rows(q, k, width)
-    sources = _sources(k, v, mask, kbars, vbars, some)
     for number, part in enumerate(decode(parts)):
         lines = Lines.of(part.axis, n, width)
         attend_lines(q, *sources[part.source], out, lse, lines, part.rule, more=number > 0)
     return out, lse
 
 
-@_forward.register_fake
-def _(q, k, v, mask, kbars, vbars, some, parts, width):
+def _outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op(
-    "weft::line_attention_backward",
-    mutates_args=(),
-    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor[] kbars, Tensor[] vbars, Tensor[] some,"
-    " Tensor out, Tensor lse, int[] parts, int width) -> (Tensor, Tensor[], Tensor[])",
-)
-def _backward(dout, q, k, v, mask, kbars, vbars, some, out, lse, parts, width):
+def _backward(dout, q, k, v, mask, *rest):
+    *spans, out, lse, parts, width = rest
     dq, delta = empty_rows(q), torch.empty_like(lse)
-    dks, dvs = ([empty_rows(x) for x in xs] for xs in ([k, *kbars], [v, *vbars]))
+    gradients = [(empty_rows(keys), empty_rows(values)) for keys, values, _ in _threes(k, v, mask, *spans)]
     q, dout = rows_contiguous(q), rows_contiguous(dout)
     n = grid_rows(q, k, width)
-    sources = _sources(k, v, mask, kbars, vbars, some)
+    sources = _sources(k, v, mask, *spans)
     begun = set()
     for number, part in enumerate(decode(parts)):
         keys, lines = sources[part.source], Lines.of(part.axis, n, width)
         line_query_gradients(q, *keys, out, dout, lse, delta, dq, lines, part.rule, more=number > 0)
-        gradients = dks[part.source], dvs[part.source]
-        line_key_gradients(q, *keys, dout, lse, delta, *gradients, lines, part.rule, more=part.source in begun)
+        line_key_gradients(
+            q, *keys, dout, lse, delta, *gradients[part.source], lines, part.rule, more=part.source in begun
+        )
         begun.add(part.source)
-    return dq, dks, dvs
+    return dq, *(x for pair in gradients for x in pair)
 
 
-@_backward.register_fake
-def _(dout, q, k, v, mask, kbars, vbars, some, out, lse, parts, width):
-    dks, dvs = ([empty_rows(x) for x in xs] for xs in ([k, *kbars], [v, *vbars]))
-    return empty_rows(q), dks, dvs
-
-
-def _save(ctx, inputs, output):
-    q, k, v, mask, kbars, vbars, some, parts, width = inputs
-    ctx.save_for_backward(q, k, v, mask, *kbars, *vbars, *some, *output)
-    ctx.spans, ctx.options = len(kbars), (parts, width)
-    ctx.set_materialize_grads(False)
-
-
-def _grad(ctx, dout, *unused):
-    S = ctx.spans
-    none = [None] * S
-    if dout is None:
-        return None, None, None, None, none, none, none, None, None
-    q, k, v, mask, *rest = ctx.saved_tensors
-    kbars, vbars, some, (out, lse) = rest[:S], rest[S : 2 * S], rest[2 * S : 3 * S], rest[3 * S :]
-    dq, dks, dvs = torch.ops.weft.line_attention_backward(
-        dout, q, k, v, mask, kbars, vbars, some, out, lse, *ctx.options
+def _operator(spans: int) -> Operator:
+    """The operator for a number of spans; `_operators` has one for each number that a Combiner uses."""
+    more = "".join(f"Tensor kbar{i}, Tensor vbar{i}, Tensor some{i}, " for i in range(spans))
+    return Operator(
+        f"line_attention_{spans}",
+        f"Tensor q, Tensor k, Tensor v, Tensor? mask, {more}int[] parts, int width",
+        _forward,
+        _outputs,
+        _backward,
+        outputs=2,
+        gradients=(0, *(x for i in range(spans + 1) for x in (1 + 3 * i, 2 + 3 * i))),
     )
-    return dq, dks[0], dvs[0], None, list(dks[1:]), list(dvs[1:]), none, None, None
 
 
-_forward.register_autograd(_grad, setup_context=_save)
+_operators = [_operator(spans) for spans in range(5)]
 
 
 # Launches. `flags` (B or 1, cells): which keys are allowed; None: all. k, v and flags belong to one source.
@@ -188,7 +169,8 @@ def attend_lines(
 
     t = tiles(TILES, "attend", lines.cells, q)
     common, options = _common(q, k, flags, lines, rule)
-    attend[_programs(q, lines, t.queries)](
+    launch(
+        attend, _programs(q, lines, t.queries),
         q, k, v, _pointer(flags, q), out, lse, *strides(q), *strides(k), *strides(v), *strides(out), *common,
         scales(q)[0], BQ=t.queries, BK=t.keys, MORE=more, **options, **t.launch(),
     )  # fmt: skip
@@ -203,7 +185,8 @@ def line_query_gradients(
 
     t = tiles(TILES, "query gradients", lines.cells, q)
     common, options = _common(q, k, flags, lines, rule)
-    query_gradients[_programs(q, lines, t.queries)](
+    launch(
+        query_gradients, _programs(q, lines, t.queries),
         q, k, v, _pointer(flags, q), out, dout, lse, delta, dq,
         *strides(q), *strides(k), *strides(v), *strides(out), *strides(dout), *strides(dq), *common,
         *scales(q), BQ=t.queries, BK=t.keys, MORE=more, **options, **t.launch(),
@@ -219,7 +202,8 @@ def line_key_gradients(
 
     t = tiles(TILES, "key gradients", lines.cells, q)
     common, options = _common(q, k, flags, lines, rule)
-    key_gradients[_programs(q, lines, t.keys)](
+    launch(
+        key_gradients, _programs(q, lines, t.keys),
         q, k, v, _pointer(flags, q), dout, lse, delta, dk, dv, lse if products is None else products,
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk), *strides(dv), *common,
         *scales(q), BQ=t.queries, BK=t.keys, MORE=more, KEEP=products is not None, **options, **t.launch(),
@@ -242,13 +226,16 @@ def _pointer(flags: Tensor | None, q: Tensor) -> Tensor:
     return q if flags is None else flags
 
 
-def _sources(
-    k: Tensor, v: Tensor, mask: Tensor | None, kbars: list[Tensor], vbars: list[Tensor], some: list[Tensor]
-) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+def _sources(*sources: Any) -> list[tuple[Tensor, Tensor, Tensor | None]]:
     return [
         (rows_contiguous(keys), rows_contiguous(values), None if which is None else as_flags(which))
-        for keys, values, which in zip([k, *kbars], [v, *vbars], [mask, *some], strict=True)
+        for keys, values, which in _threes(*sources)
     ]
+
+
+def _threes(*sources: Any) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """Keys, values and flags of each source."""
+    return zip(sources[::3], sources[1::3], sources[2::3], strict=True)
 
 
 def scales(q: Tensor) -> tuple[float, float]:
@@ -260,18 +247,18 @@ def grid_rows(q: Tensor, k: Tensor, width: int) -> int:
     return ceil_div(max(q.shape[2], k.shape[2]), width)
 
 
-def encode(parts: list[LinePart]) -> list[int]:
+def encode(parts: list[LinePart]) -> tuple[int, ...]:
     """Encode each part as three numbers: operator schemas support only plain types."""
-    return [x for part in parts for x in (part.source, AXES.index(part.axis), RULES.index(part.rule))]
+    return tuple(x for part in parts for x in (part.source, AXES.index(part.axis), RULES.index(part.rule)))
 
 
-def decode(numbers: list[int]) -> list[LinePart]:
+def decode(numbers: Sequence[int]) -> list[LinePart]:
     return [LinePart(s, AXES[a], RULES[r]) for s, a, r in zip(*(numbers[i::3] for i in range(3)), strict=True)]
 
 
-def check(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> None:
+def check(q: Tensor, sources: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> None:
     B, H, _, D = q.shape
-    for k, v in zip(keys, values, strict=True):
+    for k, v, _ in sources:
         if k.shape != v.shape or (*k.shape[:2], k.shape[3]) != (B, H, D):
             raise ValueError(
                 f"the kernel needs keys and values of one shape that matches q {tuple(q.shape)}, got {tuple(k.shape)} "
@@ -279,7 +266,7 @@ def check(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> None:
             )
     if D > LARGEST_HEAD:
         raise ValueError(f"the kernel supports head_dim up to {LARGEST_HEAD}, got {D}; use backend='torch'")
-    if q.dtype not in DTYPES or any(x.dtype != q.dtype for x in (*keys, *values)):
+    if q.dtype not in DTYPES or any(x.dtype != q.dtype for k, v, _ in sources for x in (k, v)):
         raise ValueError(f"the kernel needs one dtype for all tensors, float32, float16 or bfloat16, got {q.dtype}")
 
 

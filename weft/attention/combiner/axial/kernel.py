@@ -19,6 +19,7 @@ from torch import Tensor
 from ....core.blocks import ceil_div
 from ....core.precision import autocast
 from ....core.tiles import Tiles, as_flags, block_width, for_operator, precision, rows_contiguous, strides
+from ....kernels.launch import launch
 from ....kernels.lines.kernel import (
     Lines,
     Rule,
@@ -30,6 +31,7 @@ from ....kernels.lines.kernel import (
     scales,
     tiles,
 )
+from ....kernels.operator import Operator
 
 LEAST_LENGTH = 256  # the shortest measured; the kernels beat the plain version from here on: docs/kernels.md
 
@@ -53,19 +55,13 @@ TILES: dict[tuple[str, int, int], Tiles] = {
 def combiner_axial(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, block_size: int, causal: bool) -> Tensor:
     """Run the mechanism on q, k, v (B, H, L, D), zero at masked tokens, and mask (B, L)."""
     q, k, v = autocast(q, k, v)
-    return torch.ops.weft.combiner_axial(q, k, v, for_operator(mask), block_size, causal)[0]
+    return _operator(q, k, v, for_operator(mask), block_size, causal)
 
 
-@torch.library.custom_op(
-    "weft::combiner_axial",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, int block_size, bool causal)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
 def _forward(q, k, v, mask, block_size, causal):
     from .forward import summarise
 
-    check(q, [k], [v])
+    check(q, [(k, v, mask)])
     B, H, L, D = q.shape
     m, n = block_size, ceil_div(L, block_size)
     out, lse, kbar, vbar, local = _outputs(q, m)
@@ -75,18 +71,14 @@ def _forward(q, k, v, mask, block_size, causal):
         attend_lines(q, k, v, flags, out, lse, *_row(m, causal), more=False)
         return out, lse, kbar, vbar, local
     t = tiles(TILES, "summarise", m, q)
-    summarise[(n * ceil_div(m, t.queries) * B * H,)](
+    launch(
+        summarise, (n * ceil_div(m, t.queries) * B * H,),
         q, k, v, q if mask is None else as_flags(mask), kbar, vbar, local, out, lse,
         *strides(q), *strides(k), *strides(v), *strides(kbar), *strides(out), B * H, H, L, n, m, scales(q)[0],
         BQ=t.queries, BK=t.keys, **_options(q, mask, causal), **t.launch(),
     )  # fmt: skip
     attend_lines(q, kbar, vbar, _rows_with_tokens(mask, n, m), out, lse, *_columns(n, m, causal), more=True)
     return out, lse, kbar, vbar, local
-
-
-@_forward.register_fake
-def _(q, k, v, mask, block_size, causal):
-    return _outputs(q, block_size)
 
 
 def _outputs(q: Tensor, m: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -104,12 +96,6 @@ def _outputs(q: Tensor, m: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
     )
 
 
-@torch.library.custom_op(
-    "weft::combiner_axial_backward",
-    mutates_args=(),
-    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, Tensor kbar,"
-    " Tensor vbar, Tensor local, int block_size, bool causal) -> (Tensor, Tensor, Tensor)",
-)
 def _backward(dout, q, k, v, mask, out, lse, kbar, vbar, local, block_size, causal):
     from .backward import row_key_gradients, row_query_gradients
 
@@ -131,38 +117,28 @@ def _backward(dout, q, k, v, mask, out, lse, kbar, vbar, local, block_size, caus
     given = q, k, v, q if flags is None else flags, dout, dkbar, dvbar, local, products, lse, delta
     given_strides = *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dkbar)
     t = tiles(TILES, "row query gradients", m, q)
-    row_query_gradients[(n * ceil_div(m, t.queries) * B * H,)](
+    launch(
+        row_query_gradients, (n * ceil_div(m, t.queries) * B * H,),
         *given, dq, *given_strides, *strides(dq), B * H, H, L, n, m, *scales(q),
         BQ=t.queries, BK=t.keys, **_options(q, mask, causal), **t.launch(),
     )  # fmt: skip
     t = tiles(TILES, "row key gradients", m, q)
-    row_key_gradients[(n * ceil_div(m, t.keys) * B * H,)](
+    launch(
+        row_key_gradients, (n * ceil_div(m, t.keys) * B * H,),
         *given, dk, dv, *given_strides, *strides(dk), *strides(dv), B * H, H, L, n, m, *scales(q),
         BQ=t.queries, BK=t.keys, **_options(q, mask, causal), **t.launch(),
     )  # fmt: skip
     return dq, dk, dv
 
 
-@_backward.register_fake
-def _(dout, q, k, v, mask, out, lse, kbar, vbar, local, block_size, causal):
-    return empty_rows(q), empty_rows(k), empty_rows(v)
-
-
-def _save(ctx, inputs, output):
-    q, k, v, mask, *options = inputs
-    ctx.save_for_backward(q, k, v, mask, *output)
-    ctx.options = options
-    ctx.set_materialize_grads(False)
-
-
-def _grad(ctx, dout, *unused):
-    if dout is None:
-        return (None,) * 6
-    dq, dk, dv = torch.ops.weft.combiner_axial_backward(dout, *ctx.saved_tensors, *ctx.options)
-    return dq, dk, dv, None, None, None
-
-
-_forward.register_autograd(_grad, setup_context=_save)
+_operator = Operator(
+    "combiner_axial",
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, int block_size, bool causal",
+    _forward,
+    lambda q, k, v, mask, block_size, causal: _outputs(q, block_size),
+    _backward,
+    outputs=5,
+)
 
 
 def _options(q: Tensor, mask: Tensor | None, causal: bool) -> dict[str, int | str]:

@@ -30,6 +30,8 @@ from ....core.tiles import (
     rows_contiguous,
     strides,
 )
+from ....kernels.launch import launch
+from ....kernels.operator import Operator
 
 POOLS = ("max", "mean", "sum")
 LEAST_LENGTH = 256  # measured: the kernels are faster than the plain version from here on; docs/kernels.md
@@ -70,15 +72,9 @@ def combiner_fixed(
     """Run the mechanism on q, k, v (B, H, L, D) and mask (B, L) with the kernels."""
     q, k, v = autocast(q, k, v)
     keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return torch.ops.weft.combiner_fixed(q, k, v, for_operator(mask), block_size, pool, causal, keep)[0]
+    return _operator(q, k, v, for_operator(mask), block_size, pool, causal, keep)
 
 
-@torch.library.custom_op(
-    "weft::combiner_fixed",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, int block_size, str pool, bool causal, bool keep)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
 def _forward(q, k, v, mask, block_size, pool, causal, keep):
     """`keep` stores the block statistics for the backward."""
     from .forward import attend, summarise
@@ -94,23 +90,20 @@ def _forward(q, k, v, mask, block_size, pool, causal, keep):
     flags = as_flags(mask) if has_mask else q
     if n > 1:
         t = tiles("summarise and keep" if keep else "summarise", block_size, q)
-        summarise[(n * B * H,)](
+        launch(
+            summarise, (n * B * H,),
             q, k, v, flags, kbar, vbar, local, stats, *strides(q), *strides(k), *strides(v), B * H, H, L, n, scale,
             m=block_size, D=D, BLOCK_D=width, ROWS=t.queries, POOL=pool, HAS_MASK=has_mask, KEEP=keep,
             STAGES=t.stages, **t.launch(),
         )  # fmt: skip
     t = tiles("attend", block_size, q)
-    attend[(n * ceil_div(block_size, t.queries) * B * H,)](
+    launch(
+        attend, (n * ceil_div(block_size, t.queries) * B * H,),
         q, k, v, flags, kbar, vbar, local, out, lse, *strides(q), *strides(k), *strides(v), *strides(out),
         B * H, H, L, n, scale, m=block_size, D=D, BLOCK_D=width, BQ=t.queries, BK=t.keys, SPANS=n > 1,
         CAUSAL=causal, HAS_MASK=has_mask, PRECISION=precision(q), **t.launch(),
     )  # fmt: skip
     return out, lse, kbar, vbar, local, stats
-
-
-@_forward.register_fake
-def _(q, k, v, mask, block_size, pool, causal, keep):
-    return _outputs(q, block_size, keep)
 
 
 def _outputs(q: Tensor, block_size: int, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -127,16 +120,12 @@ def _outputs(q: Tensor, block_size: int, keep: bool) -> tuple[Tensor, Tensor, Te
     )
 
 
-@torch.library.custom_op(
-    "weft::combiner_fixed_backward",
-    mutates_args=(),
-    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, Tensor kbar,"
-    " Tensor vbar, Tensor local, Tensor stats, int block_size, str pool, bool causal) -> (Tensor, Tensor, Tensor)",
-)
-def _backward(dout, q, k, v, mask, out, lse, kbar, vbar, local, stats, block_size, pool, causal):
+def _backward(dout, q, k, v, mask, out, lse, kbar, vbar, local, stats, block_size, pool, causal, keep):
     from ....kernels.rows import row_products
     from .backward import collect, key_gradients, query_gradients, span_gradients
 
+    if not keep:
+        raise RuntimeError("weft::combiner_fixed was called with keep=False; the backward requires keep=True")
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
     B, H, L, D = q.shape
@@ -148,9 +137,10 @@ def _backward(dout, q, k, v, mask, out, lse, kbar, vbar, local, stats, block_siz
     shape = {"m": block_size, "D": D, "BLOCK_D": width, "CAUSAL": causal}
     options = {**shape, "HAS_MASK": has_mask, "PRECISION": precision(q)}
     delta = torch.empty_like(lse)
-    row_products[(ceil_div(L, 64) * BH,)](
+    launch(
+        row_products, (ceil_div(L, 64) * BH,),
         out, dout, delta, *strides(out), *strides(dout), BH, H, L, D=D, BLOCK_D=width, ROWS=64, num_warps=4
-    )
+    )  # fmt: skip
     by_keys, by_queries = tiles("key gradients", block_size, q), tiles("query gradients", block_size, q)
     key_tiles = ceil_div(block_size, by_keys.keys)
     dkbar = dvbar = mean_dalpha = weighted = lse  # not read if there is only one block
@@ -159,24 +149,28 @@ def _backward(dout, q, k, v, mask, out, lse, kbar, vbar, local, stats, block_siz
         part_k = q.new_empty(B, H, chunks, n, D, dtype=torch.float32)
         part_v = torch.empty_like(part_k)
         t = tiles("span gradients", n, q)
-        span_gradients[(ceil_div(n, t.keys) * chunks * BH,)](
+        launch(
+            span_gradients, (ceil_div(n, t.keys) * chunks * BH,),
             q, dout, kbar, vbar, local, lse, delta, part_k, part_v, *strides(q), *strides(dout),
             BH, H, L, n, chunk, scale, logit_scale, BQ=t.queries, BS=t.keys, **options, **t.launch(),
         )  # fmt: skip
         dkbar, dvbar = part_k.new_empty(B, H, n, D), part_k.new_empty(B, H, n, D)
         mean_dalpha = part_k.new_empty(B, H, n)
         weighted = part_k.new_empty(B, H, n, key_tiles, D)
-        collect[(ceil_div(n, 16) * BH,)](
+        launch(
+            collect, (ceil_div(n, 16) * BH,),
             part_k, part_v, vbar, stats, dkbar, dvbar, mean_dalpha, BH, n, chunk, chunks, ROWS=16, **shape, num_warps=4
-        )
+        )  # fmt: skip
     t = by_keys
-    key_gradients[(n * key_tiles * BH,)](
+    launch(
+        key_gradients, (n * key_tiles * BH,),
         q, k, v, flags, dout, stats, kbar, local, lse, delta, dkbar, dvbar, mean_dalpha, weighted, dk, dv,
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk), *strides(dv),
         BH, H, L, n, scale, logit_scale, BQ=t.queries, BK=t.keys, SPANS=n > 1, POOL=pool, **options, **t.launch(),
     )  # fmt: skip
     t = by_queries
-    query_gradients[(n * ceil_div(block_size, t.queries) * BH,)](
+    launch(
+        query_gradients, (n * ceil_div(block_size, t.queries) * BH,),
         q, k, v, flags, dout, stats, kbar, vbar, local, lse, delta, mean_dalpha, weighted, dq,
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq),
         BH, H, L, n, scale, logit_scale, BQ=t.queries, BK=t.keys, PARTS=key_tiles,
@@ -185,28 +179,14 @@ def _backward(dout, q, k, v, mask, out, lse, kbar, vbar, local, stats, block_siz
     return dq, dk, dv
 
 
-@_backward.register_fake
-def _(dout, q, k, v, mask, out, lse, kbar, vbar, local, stats, block_size, pool, causal):
-    return empty_rows(q), empty_rows(k), empty_rows(v)
-
-
-def _save(ctx, inputs, output):
-    q, k, v, mask, *options, keep = inputs
-    ctx.save_for_backward(q, k, v, mask, *output)
-    ctx.options, ctx.keep = options, keep
-    ctx.set_materialize_grads(False)
-
-
-def _grad(ctx, dout, *unused):
-    if dout is None:
-        return (None,) * 8
-    if not ctx.keep:
-        raise RuntimeError("weft::combiner_fixed was called with keep=False; the backward requires keep=True")
-    dq, dk, dv = torch.ops.weft.combiner_fixed_backward(dout, *ctx.saved_tensors, *ctx.options)
-    return dq, dk, dv, None, None, None, None, None
-
-
-_forward.register_autograd(_grad, setup_context=_save)
+_operator = Operator(
+    "combiner_fixed",
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, int block_size, str pool, bool causal, bool keep",
+    _forward,
+    lambda q, k, v, mask, block_size, pool, causal, keep: _outputs(q, block_size, keep),
+    _backward,
+    outputs=6,
+)
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, block_size: int, pool: str) -> None:

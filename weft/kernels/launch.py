@@ -1,0 +1,249 @@
+"""Launch Triton kernels without their host cost: record the launches of a function once, then replay them.
+
+Triton's launcher inspects every argument on every call, which takes longer than many of our kernels run. A function
+that only allocates memory and launches kernels does the same for every call with the same shapes, strides, dtypes and
+options. So `Taped` records it: the compiled kernels, their grids and numbers, and where each pointer comes from. A
+replay allocates the outputs and one block of scratch memory, and launches. A function that does anything else, such as
+copy a tensor, runs as it is.
+
+Kernels take their pointers first. `launch` is the only way to start one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Function = Callable[[Sequence[Any], tuple], Sequence[Tensor]]  # (tensors, options) -> outputs
+ALIGNMENT = 256  # bytes, of every tensor in a block of memory
+REMEMBERED = 1024  # tapes per function; more are forgotten all at once
+NOTICE = 5.0  # seconds of compiling after which to say so
+
+_log = logging.getLogger("weft")
+_current = threading.local()
+_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_compiling = 0.0  # seconds so far, negative once reported
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """`kernel[grid](*args, **options)`, recorded if a `Taped` function is recording."""
+    recorder: _Recorder | None = getattr(_current, "recorder", None)
+    if recorder is None:
+        _timed(kernel, grid, args, options)
+        return
+    recorder.resting = True  # Triton's interpreter runs PyTorch operators
+    try:
+        recorder.launched(kernel, grid, args, options, _timed(kernel, grid, args, options))
+    finally:
+        recorder.resting = False
+
+
+def _timed(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> Any:
+    global _compiling
+    began = time.perf_counter()
+    compiled = kernel[grid](*args, **options)
+    took = time.perf_counter() - began
+    if took > 0.5 and compiled is not None and _compiling >= 0:
+        _compiling += took
+        if _compiling > NOTICE:
+            _log.warning(
+                "compiled Triton kernels for %.0f s so far; they are cached on disk, so the next start is faster",
+                _compiling,
+            )
+            _compiling = -1.0
+    return compiled
+
+
+class Tape:
+    """The launches of one call. `play` repeats them on other tensors of the same shapes, strides and dtypes."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        made: list[tuple],  # shape, strides and dtype of the outputs, then of the blocks of memory
+        outputs: int,  # the rest of `made` is scratch memory
+        layout: list[tuple],  # offset in bytes, shape, strides and dtype of the outputs that share a block
+        held: list[Tensor],  # tensors that belong to the function, such as tables
+        steps: list[tuple],
+    ):
+        self.device, self.made, self.outputs, self.layout = device, made, outputs, layout
+        self.held, self.steps = held, steps
+
+    def play(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return the outputs; those of the layout as one block of bytes."""
+        device = self.device
+        made = [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in self.made]
+        if device.type == "cpu":
+            self._interpret([*tensors, *made, *self.held])
+            return made[: self.outputs]
+        pointers = [0 if x is None else x.data_ptr() for x in (*tensors, *made, *self.held)]
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        for run, (x, y, z), function, metadata, slots, rest in self.steps:
+            places = [pointers[base] + offset for base, offset, _ in slots]
+            run(x, y, z, stream, function, metadata, None, None, None, *places, *rest)  # no hooks: see _watched
+        return made[: self.outputs]
+
+    def _interpret(self, bases: list[Tensor | None]) -> None:
+        for kernel, grid, options, _, slots, rest in self.steps:
+            kernel[grid](*(_view(bases[base], offset, dtype) for base, offset, dtype in slots), *rest, **options)
+
+    def unpack(self, block: Tensor) -> list[Tensor]:
+        """The outputs of the layout, as views of their block."""
+        return [_view(block, at, dtype).as_strided(shape, strides) for at, shape, strides, dtype in self.layout]
+
+
+class Taped:
+    """`function(tensors, options) -> outputs`, recorded when it sees the same shapes and options again."""
+
+    def __init__(self, function: Function):
+        self.function = function
+        self.tapes: dict[Any, Tape | bool] = {}  # True: seen once; False: cannot be recorded
+
+    def __call__(
+        self, tensors: Sequence[Tensor | None], options: tuple, fresh: int | None = None
+    ) -> tuple[Sequence[Tensor], Tape | None]:
+        """Return the outputs, and the tape if one was played. In that case the outputs from number `fresh` on share a
+        block of memory, and the block is returned in their place."""
+        index = -1 if tensors[0] is None else tensors[0].get_device()
+        if index >= 0 and index != torch._C._cuda_getDevice():
+            with torch.cuda.device(index):
+                return self(tensors, options, fresh)
+        about = [
+            None if x is None else (x.get_device(), x.dtype, x.shape, x.stride(), x.data_ptr() % 16) for x in tensors
+        ]
+        key = options, fresh, *about
+        tape = self.tapes.get(key)
+        if isinstance(tape, Tape) and not _watched():
+            return tape.play(tensors), tape
+        if tape is True:
+            outputs, self.tapes[key] = self._record(tensors, options, fresh)
+            return outputs, None
+        if tape is None:
+            if len(self.tapes) >= REMEMBERED:
+                self.tapes.clear()
+            self.tapes[key] = True
+        return self.function(tensors, options), None
+
+    def _record(
+        self, tensors: Sequence[Tensor | None], options: tuple, fresh: int | None
+    ) -> tuple[Sequence[Tensor], Tape | bool]:
+        given = [id(x) for x in tensors if x is not None]
+        if len({*given}) < len(given):  # one tensor twice: which argument a kernel reads cannot be told
+            return self.function(tensors, options), True
+        recorder = _Recorder(tensors)
+        _current.recorder = recorder
+        try:
+            with recorder:
+                outputs = self.function(tensors, options)
+        finally:
+            _current.recorder = None
+        return outputs, recorder.tape(outputs, len(outputs) if fresh is None else fresh) or False
+
+
+class _Recorder(TorchDispatchMode):
+    """Follows every tensor to the argument or the allocation that its memory belongs to."""
+
+    def __init__(self, tensors: Sequence[Tensor | None]):
+        super().__init__()
+        self.device = next(x.device for x in tensors if x is not None)
+        self.given = len(tensors)
+        self.origin: dict[int, tuple[str, int, int]] = {}  # id of a tensor: what it belongs to, and the offset in bytes
+        self.alive: list[Tensor] = []  # ids are unique among living tensors
+        self.allocated: list[Tensor] = []
+        self.held: list[Tensor] = []
+        self.launches: list[tuple] = []
+        self.whole, self.resting = True, False
+        for number, x in enumerate(tensors):
+            if x is not None:
+                self._follow(x, "given", number)
+
+    def _follow(self, x: Tensor, kind: str, number: int, offset: int = 0) -> None:
+        self.origin[id(x)] = kind, number, offset
+        self.alive.append(x)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if self.resting:
+            return out
+        if func.overloadpacket.__name__ in _ALLOCATIONS:
+            self._follow(out, "allocated", len(self.allocated))
+            self.allocated.append(out)
+        elif func.is_view and id(args[0]) in self.origin:
+            kind, number, offset = self.origin[id(args[0])]
+            for x in out if isinstance(out, list | tuple) else [out]:
+                self._follow(x, kind, number, offset + x.data_ptr() - args[0].data_ptr())
+        else:
+            self.whole = False
+        return out
+
+    def launched(self, kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any], compiled: Any) -> None:
+        count = next((n for n, x in enumerate(args) if not isinstance(x, Tensor)), len(args))
+        pointers, rest = args[:count], args[count:]
+        for x in pointers:
+            if id(x) not in self.origin:
+                self._follow(x, "held", len(self.held))
+                self.held.append(x)
+        places = [(*self.origin[id(x)], x.dtype) for x in pointers]
+        grid = (*grid, 1, 1)[:3]
+        try:
+            if compiled is None:  # Triton's interpreter
+                self.launches.append((kernel, grid, options, None, places, rest))
+            else:
+                rest += tuple(options[name] for name in [*kernel.signature.parameters][len(args) :])
+                self.launches.append((compiled.run, grid, compiled.function, compiled.packed_metadata, places, rest))
+        except (AttributeError, KeyError):  # an unknown version of Triton, or an argument left to its default
+            self.whole = False
+        self.whole &= not any(isinstance(x, Tensor) for x in rest) and not getattr(kernel, "pre_run_hooks", None)
+
+    def tape(self, outputs: Sequence[Tensor], fresh: int) -> Tape | None:
+        """Decide where each allocation lives: an output of its own, the block of kept outputs, or scratch memory."""
+        sources = [self.origin.get(id(x), ("", 0, 0)) for x in outputs]
+        kept = [number for _, number, _ in sources]
+        if not self.whole or len({*kept}) < len(kept):
+            return None
+        for x, (kind, number, offset) in zip(outputs, sources, strict=True):
+            if kind != "allocated" or offset or x.numel() != self.allocated[number].numel():
+                return None
+        made: list[tuple] = [(x.shape, x.stride(), x.dtype) for x in outputs[:fresh]]
+        place = {number: (n, 0) for n, number in enumerate(kept[:fresh])}
+        scratch = [n for n in range(len(self.allocated)) if n not in kept]
+        for numbers in (kept[fresh:], scratch):
+            size = 0
+            for number in numbers:
+                place[number] = len(made), size
+                size += -(-self.allocated[number].nbytes // ALIGNMENT) * ALIGNMENT
+            if numbers:
+                made.append(((size,), (1,), torch.uint8))
+        later = zip(kept[fresh:], outputs[fresh:], strict=True)
+        layout = [(place[number][1], x.shape, x.stride(), x.dtype) for number, x in later]
+
+        def slot(kind: str, number: int, offset: int, dtype: torch.dtype) -> tuple[int, int, torch.dtype]:
+            if kind == "allocated":
+                n, start = place[number]
+                return self.given + n, start + offset, dtype
+            return number if kind == "given" else self.given + len(made) + number, offset, dtype
+
+        steps = [(*launch[:4], [slot(*x) for x in launch[4]], launch[5]) for launch in self.launches]
+        return Tape(self.device, made, fresh + (len(kept) > fresh), layout, self.held, steps)
+
+
+def _view(x: Any, offset: int, dtype: torch.dtype) -> Any:
+    """The memory of x from `offset` bytes on, as elements of `dtype`. An offset needs a block of bytes."""
+    if x is None or x.dtype == dtype:
+        return x if offset == 0 else x[offset:]
+    return (x[offset:] if offset else x).view(dtype)
+
+
+def _watched() -> bool:
+    """Whether someone counts Triton's launches, as profilers do. Replays would hide from them."""
+    from triton import knobs
+
+    hook = knobs.runtime.launch_enter_hook
+    return bool(getattr(hook, "calls", hook))

@@ -1,0 +1,183 @@
+"""One operator for PyTorch from the Python functions that launch its kernels: forward, backward and their shapes.
+
+Eager code runs the functions directly, inside an autograd.Function, and replays their launches (`launch.py`). Compilers
+and everything else that looks at operators (torch.compile, export, fake tensors, dispatch modes, functorch) get an
+opaque operator of the same functions: calling one costs more host time than most kernels take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
+
+from ..core.tiles import empty_rows
+from .launch import Tape, Taped
+
+LIBRARY = torch.library.Library("weft", "FRAGMENT")
+
+
+class Operator:
+    """`operator(*tensors, *options)` returns the first `returned` outputs of `forward`.
+
+        forward(*tensors, *options) -> outputs          a tuple of `outputs` new tensors
+        fake(*tensors, *options) -> outputs             empty ones, for compilers
+        backward(*douts, *tensors, *outputs, *options)  the gradients of the arguments number `gradients`
+        fake_backward(*tensors, *options)               by default, empty tensors like these arguments
+
+    `arguments` is the schema: tensors first, then options. A tensor may be optional; if it is None, its gradient (for
+    which `backward` returns any tensor) is dropped. `douts` are the gradients of the outputs number `differentiable`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arguments: str,
+        forward: Callable[..., Sequence[Tensor]],
+        fake: Callable[..., Sequence[Tensor]],
+        backward: Callable[..., Sequence[Tensor]],
+        *,
+        outputs: int,
+        returned: int = 1,
+        differentiable: tuple[int, ...] = (0,),
+        gradients: tuple[int, ...] = (0, 1, 2),
+        fake_backward: Callable[..., Sequence[Tensor]] | None = None,
+    ):
+        words = [word.strip() for word in arguments.split(",")]
+        n = self.tensors = sum(word.startswith("Tensor") for word in words)
+        self.returned, self.differentiable, self.gradients = returned, differentiable, gradients
+        self.forward = Taped(lambda tensors, options: forward(*tensors, *options))
+        # The first option is the tape that packed the outputs, or None.
+        self.backward = Taped(lambda tensors, options: backward(*self._unpacked(tensors, options[0]), *options[1:]))
+
+        given = ", ".join([f"Tensor dout{i}" for i in differentiable] + words[:n])
+        saved = ", ".join([f"Tensor output{i}" for i in range(outputs)] + words[n:])
+        _define(name, arguments, outputs, self._run, fake)
+        first, after = len(differentiable), len(differentiable) + n + outputs
+        like = fake_backward or self._like
+        _define(
+            f"{name}_backward", f"{given}, {saved}", len(gradients), self._run_backward,
+            lambda *all: like(*all[first : first + n], *all[after:]),
+        )  # fmt: skip
+        self.operator = getattr(torch.ops.weft, name).default
+        self.backward_operator = getattr(torch.ops.weft, f"{name}_backward").default
+        torch.library.register_autograd(f"weft::{name}", self._traced_backward, setup_context=self._save, lib=LIBRARY)
+
+    def __call__(self, *arguments: Any) -> Any:
+        if torch.compiler.is_compiling() or _looked_at(arguments[0]):
+            found = self.operator(*arguments)
+            return found[0] if self.returned == 1 else found[: self.returned]
+        tensors, options = arguments[: self.tensors], arguments[self.tensors :]
+        if torch.is_grad_enabled():
+            for x in tensors:
+                if x is not None and x.requires_grad:
+                    return _Eager.apply(self, options, *tensors)
+        outputs, _ = self.forward(tensors, options, self.returned)
+        return outputs[0] if self.returned == 1 else tuple(outputs[: self.returned])
+
+    def spread(self, tensors: Sequence[Tensor | None], gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """One gradient for each tensor argument."""
+        found: list[Tensor | None] = [None] * self.tensors
+        for i, gradient in zip(self.gradients, gradients, strict=True):
+            if tensors[i] is not None:
+                found[i] = gradient
+        return found
+
+    def _unpacked(self, tensors: Sequence[Any], tape: Tape | None) -> Sequence[Any]:
+        return tensors if tape is None or not tape.layout else [*tensors[:-1], *tape.unpack(tensors[-1])]
+
+    def _like(self, *arguments: Any) -> list[Tensor]:
+        return [empty_rows(arguments[i]) for i in self.gradients]
+
+    # The opaque operator.
+
+    def _run(self, *arguments: Any) -> tuple[Tensor, ...]:
+        return tuple(self.forward(arguments[: self.tensors], _hashable(arguments[self.tensors :]))[0])
+
+    def _run_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
+        count = sum(x is None or isinstance(x, Tensor) for x in arguments)
+        return tuple(self.backward(arguments[:count], (None, *_hashable(arguments[count:])))[0])
+
+    def _save(self, ctx: Any, inputs: tuple, output: Sequence[Tensor]) -> None:
+        ctx.save_for_backward(*inputs[: self.tensors], *output)
+        ctx.options = inputs[self.tensors :]
+        ctx.set_materialize_grads(False)
+
+    def _traced_backward(self, ctx: Any, *douts: Tensor | None) -> tuple:
+        saved = ctx.saved_tensors  # read once: checkpointing unpacks them only once
+        given = self.wanted(douts, saved[self.tensors :])
+        nothing = (None,) * len(ctx.options)
+        if given is None:
+            return *(None,) * self.tensors, *nothing
+        gradients = self.backward_operator(*given, *saved, *ctx.options)
+        return *self.spread(saved, gradients), *nothing
+
+    def wanted(self, douts: Sequence[Tensor | None], outputs: Sequence[Tensor]) -> list[Tensor] | None:
+        """The gradients that `backward` takes; zeros for a missing one; None if all are missing."""
+        given = [douts[i] for i in self.differentiable]
+        if all(x is None for x in given):
+            return None
+        wanted = zip(self.differentiable, given, strict=True)
+        return [torch.zeros_like(outputs[i]) if x is None else x for i, x in wanted]
+
+
+class _Eager(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, operator: Operator, options: tuple, *tensors: Tensor | None) -> Any:
+        outputs, tape = operator.forward(tensors, options, operator.returned)
+        ctx.operator, ctx.options, ctx.tape = operator, options, tape
+        ctx.save_for_backward(*tensors, *outputs)
+        ctx.set_materialize_grads(False)
+        if operator.returned == 1:
+            return outputs[0]
+        returned = tuple(outputs[: operator.returned])
+        ctx.mark_non_differentiable(*(x for i, x in enumerate(returned) if i not in operator.differentiable))
+        return returned
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Tensor | None) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True
+            return _refuse_second(ctx, *douts)
+        return _gradients(ctx, *douts)
+
+
+def _gradients(ctx: Any, *douts: Tensor | None) -> tuple:
+    operator, tape, saved = ctx.operator, ctx.tape, ctx.saved_tensors
+    n = operator.tensors
+    given = operator.wanted(douts, saved[n:])
+    if given is None:
+        return (None,) * (2 + n)
+    if torch.compiler.is_compiling() or _looked_at(given[0]):
+        gradients = operator.backward_operator(*operator._unpacked((*given, *saved), tape), *ctx.options)
+    else:
+        gradients, _ = operator.backward((*given, *saved), (tape, *ctx.options))
+    return None, None, *operator.spread(saved, gradients)
+
+
+_refuse_second = once_differentiable(_gradients)
+
+
+def _looked_at(x: Any) -> bool:
+    """Whether something other than plain eager code handles this tensor: a subclass, a mode, functorch, a tracer."""
+    return (
+        type(x) not in (Tensor, Parameter)
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def _define(name: str, arguments: str, outputs: int, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    returns = ", ".join(["Tensor"] * outputs)
+    tags = torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag
+    LIBRARY.define(f"{name}({arguments}) -> ({returns})", tags=tags)
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"weft::{name}", lambda *all: tuple(fake(*all)), lib=LIBRARY)
+
+
+def _hashable(options: Sequence[Any]) -> tuple:
+    return tuple(tuple(x) if isinstance(x, list) else x for x in options)
