@@ -24,7 +24,8 @@ def test_running_sums():
         top = torch.randn(1, 2, L).cumsum(-1).cummax(-1).values
         ends = top[..., [min((c + 1) * chunk, L) - 1 for c in range(n)]].double()
         for reverse in (False, True):
-            sums, norms = running(p, parts, top, torch.float32, reverse=reverse)
+            sums, norms = torch.empty(1, 2, n, p.rows, D), torch.empty(1, 2, n, p.rows)
+            running(p, parts, top, sums, norms, reverse=reverse)
             mine = torch.cat([sums.flatten(3), norms], -1)
             total, expected = torch.zeros_like(parts[:, :, 0]).double(), [None] * n
             last = torch.arange(p.rows * (D + 1)) // D == F
@@ -46,6 +47,18 @@ def test_running_maximum():
     running_top[(2,)](largest, top, 147, SPAN=16)
     expected = largest.cummax(-1).values
     assert torch.equal(top, expected.masked_fill(expected.isinf(), 0))
+
+
+def test_gradient_of_the_running_maximum():
+    torch.manual_seed(0)
+    from weft.attention.performer.backward import top_gradients
+    largest = torch.randn(2, 147).round()  # with ties
+    largest[0, :40], largest[1, 60:] = float("-inf"), float("-inf")
+    dtop, mine = torch.randn(2, 147), torch.empty(2, 147)
+    top, index = largest.cummax(-1)
+    top_gradients[(2,)](largest, top.masked_fill(top.isinf(), 0), dtop, mine, 147, SPAN=16)
+    expected = torch.zeros(2, 147).scatter_add(-1, index, dtop)
+    torch.testing.assert_close(mine, expected.masked_fill(largest.isinf(), 0), rtol=1e-5, atol=1e-5)
 
 
 def test_one_token():

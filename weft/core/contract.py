@@ -26,7 +26,7 @@ from . import sharding
 from .decoding import Decoding
 from .dispatch import Kernel, check_backend, plain, use_kernel
 from .packing import packed, packed_weights
-from .precision import autocast, without_autocast
+from .precision import autocast, autocasts, without_autocast
 from .segments import Segments
 
 PositionBias = Callable[[Tensor, Tensor], Tensor]
@@ -92,10 +92,17 @@ class Attention(Decoding, nn.Module):
             return packed(self, q, k, v, mask, bias, segments, inputs)
         self.check(q, k, v, mask, bias)
         q, k, v = self.clean(q, k, v, mask)
+        if not autocasts(q):
+            return self._attend(q, k, v, mask, bias, **inputs)
         with without_autocast(q):
-            if self.fused is not None and use_kernel(self, q, k, v, bias):
-                return self.fused.run(self, q, k, v, mask, bias)
-            return self.attend(q, k, v, mask, bias, **inputs)
+            return self._attend(q, k, v, mask, bias, **inputs)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None, **inputs: Any
+    ) -> Tensor:
+        if self.fused is not None and use_kernel(self, q, k, v, bias):
+            return self.fused.run(self, q, k, v, mask, bias)
+        return self.attend(q, k, v, mask, bias, **inputs)
 
     def clean(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Tensor]:
         """Cast q, k and v to the autocast dtype and zero the masked tokens, so that NaN in padding cannot spread.

@@ -79,9 +79,15 @@ def joined(total, stops, more, more_stops):
 
 
 @triton.jit
+def reaches(LARGEST, TOP, i, live):
+    return live & (tl.load(LARGEST + i, mask=live, other=0.0) == tl.load(TOP + i, mask=live, other=0.0))
+
+
+@triton.jit
 def top_gradients(LARGEST, TOP, DTOP, OUT, L, SPAN: tl.constexpr):
     """For each key of one head, the sum of dtop over the queries whose running maximum is its product: those from the
-    key to the next one that reaches the maximum. Sums backwards in a fixed order, so the gradient is deterministic."""
+    key to the next one that reaches the maximum. Zero for a key below the maximum. Sums backwards in a fixed order, so
+    the gradient is deterministic."""
     first = tl.program_id(0).to(tl.int64) * L
     LARGEST += first
     TOP += first
@@ -92,10 +98,8 @@ def top_gradients(LARGEST, TOP, DTOP, OUT, L, SPAN: tl.constexpr):
     for start in range(0, L, SPAN):
         i = L - 1 - start - p
         dtop = tl.load(DTOP + i, mask=i >= 0, other=0.0)
-        next_known = (i >= 0) & (i + 1 < L)
-        largest = tl.load(LARGEST + i + 1, mask=next_known, other=0.0)
-        stops = (next_known & (largest == tl.load(TOP + i + 1, mask=next_known, other=1.0))).to(tl.int32)
+        stops = reaches(LARGEST, TOP, i + 1, (i >= 0) & (i + 1 < L)).to(tl.int32)
         total, stopped = tl.associative_scan((dtop, stops), 0, joined)
         total += tl.where(stopped != 0, 0.0, carried)
-        tl.store(OUT + i, total, mask=i >= 0)
+        tl.store(OUT + i, tl.where(reaches(LARGEST, TOP, i, i >= 0), total, 0.0), mask=i >= 0)
         carried = tl.sum(tl.where(p == SPAN - 1, total, 0.0), 0)
