@@ -52,6 +52,7 @@ def test_running_maximum():
 def test_gradient_of_the_running_maximum():
     torch.manual_seed(0)
     from weft.attention.performer.backward import top_gradients
+
     largest = torch.randn(2, 147).round()  # with ties
     largest[0, :40], largest[1, 60:] = float("-inf"), float("-inf")
     dtop, mine = torch.randn(2, 147), torch.empty(2, 147)

@@ -93,11 +93,11 @@ class Attention(Decoding, nn.Module):
         self.check(q, k, v, mask, bias)
         q, k, v = self.clean(q, k, v, mask)
         if not autocasts(q):
-            return self._attend(q, k, v, mask, bias, **inputs)
+            return self._dispatch(q, k, v, mask, bias, **inputs)
         with without_autocast(q):
-            return self._attend(q, k, v, mask, bias, **inputs)
+            return self._dispatch(q, k, v, mask, bias, **inputs)
 
-    def _attend(
+    def _dispatch(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None, **inputs: Any
     ) -> Tensor:
         if self.fused is not None and use_kernel(self, q, k, v, bias):

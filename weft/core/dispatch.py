@@ -1,27 +1,33 @@
 """Backend selection: `backend="auto" | "torch" | "triton"`.
 
 "torch" runs the plain version, `attend`. "triton" runs the fused kernel, or raises a ValueError with the reason.
-"auto" runs the kernel where it has been tested and is faster, and the plain version otherwise. Decoding always runs
-the plain version.
+"auto" runs the kernel on NVIDIA GPUs of compute capability 8.0 or newer from the length on where it is faster, and the
+plain version otherwise. Where the kernels were never tested, "auto" first compares a small call of the kernel with the
+plain version, once per process (`self_test.py`). Decoding always runs the plain version.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 BACKENDS = ("auto", "torch", "triton")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST_HEAD = 128
+OLDEST = (8, 0)  # compute capability from which on "auto" uses the kernels
 TESTED = (9, 0)  # compute capability on which the kernels were tested and tuned
 
+_log = logging.getLogger("weft")
 _INSTALLED = importlib.util.find_spec("triton") is not None
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: kernels run on the CPU, for tests
 
@@ -55,7 +61,7 @@ def use_kernel(attn: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any) -> bool:
         return False
     if not q.shape[0]:  # an empty batch has nothing to launch
         return False
-    if attn.backend == "auto" and not (q.is_cuda and q.shape[2] >= kernel.least_length):
+    if attn.backend == "auto" and (q.device.type in ("cpu", "meta") or q.shape[2] < kernel.least_length):
         return False
     reason = kernel.lacks(attn, q, k, v) or _cannot(q, v)
     if bias is not None and not kernel.bias(bias):
@@ -64,7 +70,13 @@ def use_kernel(attn: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any) -> bool:
         reason = "the kernel does not support dropout"
     if attn.backend == "triton" and reason:
         raise refuse_triton(attn.name, reason)
-    return not reason and (attn.backend == "triton" or _capability(q.device.index or 0) == TESTED)
+    if reason or attn.backend == "triton":
+        return not reason
+    index = q.device.index or 0
+    if _capability(index) == TESTED:
+        return True
+    options = tuple((attn.options or {}).items())
+    return _passes(index, attn.name, q.shape[3], attn.causal, attn.max_length, options, q.dtype)
 
 
 def _cannot(q: Tensor, v: Tensor) -> str:
@@ -72,7 +84,9 @@ def _cannot(q: Tensor, v: Tensor) -> str:
     if not _INSTALLED:
         return "Triton is not installed"
     if not q.is_cuda and not _INTERPRETED:
-        return f"the kernels run on CUDA, but q is on {q.device.type}"
+        return _not_nvidia(q.device.type)
+    if torch.version.hip is not None:
+        return _not_nvidia("hip")
     if q.dtype not in DTYPES:
         return f"the kernels support float32, float16 and bfloat16, got {q.dtype}"
     if q.shape[3] > LARGEST_HEAD:
@@ -82,12 +96,39 @@ def _cannot(q: Tensor, v: Tensor) -> str:
     return ""
 
 
+def constant(function: Function) -> Function:
+    """Same as torch.compiler.assume_constant_result, without importing the compiler, which takes seconds."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+_capabilities: dict[int, tuple[int, int]] = {}
+_noted: set[str] = set()
+
+
+@constant
 def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
+    if index not in _capabilities:
+        _capabilities[index] = torch.cuda.get_device_capability(index)
+    return _capabilities[index]
 
 
-# Same as torch.compiler.assume_constant_result, without importing the compiler, which takes seconds.
-_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+@constant
+def _not_nvidia(device: str) -> str:
+    if device != "cpu" and device not in _noted:
+        _noted.add(device)
+        _log.warning("weft's kernels need an NVIDIA GPU; on %s the plain PyTorch versions run instead", device)
+    return f"the kernels run on NVIDIA GPUs (CUDA), but q is on {device}"
+
+
+@constant
+def _passes(index: int, name: str, head_dim: int, causal: bool, max_length: int | None, options: tuple, dtype) -> bool:
+    """Whether "auto" may use a kernel on a GPU where it was never tested."""
+    from .self_test import passes
+
+    if _capability(index) < OLDEST:
+        return False
+    return passes(name, head_dim, causal, max_length, options, dtype, index)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Function = Callable[[Sequence[Any], tuple], Sequence[Tensor]]  # (tensors, options) -> outputs
 ALIGNMENT = 256  # bytes, of every tensor in a block of memory
+RECORDED = 2  # the call with the same shapes and options that is recorded: recording costs a few calls
 REMEMBERED = 1024  # tapes per function; more are forgotten all at once
 NOTICE = 5.0  # seconds of compiling after which to say so
 
@@ -48,7 +49,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 def _timed(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> Any:
     global _compiling
     began = time.perf_counter()
-    compiled = kernel[grid](*args, **options)
+    compiled = _fitting(kernel, grid, args, options)
     took = time.perf_counter() - began
     if took > 0.5 and compiled is not None and _compiling >= 0:
         _compiling += took
@@ -61,23 +62,36 @@ def _timed(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, A
     return compiled
 
 
+def _fitting(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> Any:
+    """Launch with fewer pipeline stages if the GPU has too little shared memory. `options` get the number that fits."""
+    from triton.runtime.errors import OutOfResources
+
+    while True:
+        try:
+            return kernel[grid](*args, **options)
+        except OutOfResources:
+            stages = options.get("num_stages") or 3
+            if stages == 1:
+                raise
+            options["num_stages"] = stages - 1
+            if "STAGES" in options:
+                options["STAGES"] = stages - 1
+
+
 class Tape:
     """The launches of one call. `play` repeats them on other tensors of the same shapes, strides and dtypes."""
 
     def __init__(
         self,
         device: torch.device,
-        made: list[tuple],  # shape, strides and dtype of the outputs, then of the blocks of memory
-        outputs: int,  # the rest of `made` is scratch memory
-        layout: list[tuple],  # offset in bytes, shape, strides and dtype of the outputs that share a block
+        made: list[tuple],  # shape, strides and dtype of the outputs, then of the block of scratch memory
+        outputs: int,
         held: list[Tensor],  # tensors that belong to the function, such as tables
         steps: list[tuple],
     ):
-        self.device, self.made, self.outputs, self.layout = device, made, outputs, layout
-        self.held, self.steps = held, steps
+        self.device, self.made, self.outputs, self.held, self.steps = device, made, outputs, held, steps
 
     def play(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return the outputs; those of the layout as one block of bytes."""
         device = self.device
         made = [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in self.made]
         if device.type == "cpu":
@@ -94,49 +108,39 @@ class Tape:
         for kernel, grid, options, _, slots, rest in self.steps:
             kernel[grid](*(_view(bases[base], offset, dtype) for base, offset, dtype in slots), *rest, **options)
 
-    def unpack(self, block: Tensor) -> list[Tensor]:
-        """The outputs of the layout, as views of their block."""
-        return [_view(block, at, dtype).as_strided(shape, strides) for at, shape, strides, dtype in self.layout]
-
 
 class Taped:
     """`function(tensors, options) -> outputs`, recorded when it sees the same shapes and options again."""
 
     def __init__(self, function: Function):
         self.function = function
-        self.tapes: dict[Any, Tape | bool] = {}  # True: seen once; False: cannot be recorded
+        self.tapes: dict[Any, Tape | int | None] = {}  # a number: of the next such call; None: cannot be recorded
 
-    def __call__(
-        self, tensors: Sequence[Tensor | None], options: tuple, fresh: int | None = None
-    ) -> tuple[Sequence[Tensor], Tape | None]:
-        """Return the outputs, and the tape if one was played. In that case the outputs from number `fresh` on share a
-        block of memory, and the block is returned in their place."""
+    def __call__(self, tensors: Sequence[Tensor | None], options: tuple) -> Sequence[Tensor]:
         index = -1 if tensors[0] is None else tensors[0].get_device()
         if index >= 0 and index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):
-                return self(tensors, options, fresh)
+                return self(tensors, options)
         about = [
             None if x is None else (x.get_device(), x.dtype, x.shape, x.stride(), x.data_ptr() % 16) for x in tensors
         ]
-        key = options, fresh, *about
-        tape = self.tapes.get(key)
+        key = options, *about
+        tape = self.tapes.get(key, 1)
         if isinstance(tape, Tape) and not _watched():
-            return tape.play(tensors), tape
-        if tape is True:
-            outputs, self.tapes[key] = self._record(tensors, options, fresh)
-            return outputs, None
-        if tape is None:
+            return tape.play(tensors)
+        if isinstance(tape, int):
             if len(self.tapes) >= REMEMBERED:
                 self.tapes.clear()
-            self.tapes[key] = True
-        return self.function(tensors, options), None
+            if tape >= RECORDED:
+                outputs, self.tapes[key] = self._record(tensors, options)
+                return outputs
+            self.tapes[key] = tape + 1
+        return self.function(tensors, options)
 
-    def _record(
-        self, tensors: Sequence[Tensor | None], options: tuple, fresh: int | None
-    ) -> tuple[Sequence[Tensor], Tape | bool]:
+    def _record(self, tensors: Sequence[Tensor | None], options: tuple) -> tuple[Sequence[Tensor], Tape | int | None]:
         given = [id(x) for x in tensors if x is not None]
         if len({*given}) < len(given):  # one tensor twice: which argument a kernel reads cannot be told
-            return self.function(tensors, options), True
+            return self.function(tensors, options), RECORDED
         recorder = _Recorder(tensors)
         _current.recorder = recorder
         try:
@@ -144,7 +148,7 @@ class Taped:
                 outputs = self.function(tensors, options)
         finally:
             _current.recorder = None
-        return outputs, recorder.tape(outputs, len(outputs) if fresh is None else fresh) or False
+        return outputs, recorder.tape(outputs)
 
 
 class _Recorder(TorchDispatchMode):
@@ -202,27 +206,23 @@ class _Recorder(TorchDispatchMode):
             self.whole = False
         self.whole &= not any(isinstance(x, Tensor) for x in rest) and not getattr(kernel, "pre_run_hooks", None)
 
-    def tape(self, outputs: Sequence[Tensor], fresh: int) -> Tape | None:
-        """Decide where each allocation lives: an output of its own, the block of kept outputs, or scratch memory."""
+    def tape(self, outputs: Sequence[Tensor]) -> Tape | None:
+        """None if the launches are not all that happened. Allocations that are no outputs share a block of memory."""
         sources = [self.origin.get(id(x), ("", 0, 0)) for x in outputs]
-        kept = [number for _, number, _ in sources]
-        if not self.whole or len({*kept}) < len(kept):
+        place = {number: (n, 0) for n, (_, number, _) in enumerate(sources)}
+        if not self.whole or len(place) < len(outputs):
             return None
         for x, (kind, number, offset) in zip(outputs, sources, strict=True):
             if kind != "allocated" or offset or x.numel() != self.allocated[number].numel():
                 return None
-        made: list[tuple] = [(x.shape, x.stride(), x.dtype) for x in outputs[:fresh]]
-        place = {number: (n, 0) for n, number in enumerate(kept[:fresh])}
-        scratch = [n for n in range(len(self.allocated)) if n not in kept]
-        for numbers in (kept[fresh:], scratch):
-            size = 0
-            for number in numbers:
-                place[number] = len(made), size
-                size += -(-self.allocated[number].nbytes // ALIGNMENT) * ALIGNMENT
-            if numbers:
-                made.append(((size,), (1,), torch.uint8))
-        later = zip(kept[fresh:], outputs[fresh:], strict=True)
-        layout = [(place[number][1], x.shape, x.stride(), x.dtype) for number, x in later]
+        made: list[tuple] = [(x.shape, x.stride(), x.dtype) for x in outputs]
+        size = 0
+        for number, x in enumerate(self.allocated):
+            if number not in place:
+                place[number] = len(outputs), size
+                size += -(-x.nbytes // ALIGNMENT) * ALIGNMENT
+        if size:
+            made.append(((size,), (1,), torch.uint8))
 
         def slot(kind: str, number: int, offset: int, dtype: torch.dtype) -> tuple[int, int, torch.dtype]:
             if kind == "allocated":
@@ -231,7 +231,7 @@ class _Recorder(TorchDispatchMode):
             return number if kind == "given" else self.given + len(made) + number, offset, dtype
 
         steps = [(*launch[:4], [slot(*x) for x in launch[4]], launch[5]) for launch in self.launches]
-        return Tape(self.device, made, fresh + (len(kept) > fresh), layout, self.held, steps)
+        return Tape(self.device, made, len(outputs), self.held, steps)
 
 
 def _view(x: Any, offset: int, dtype: torch.dtype) -> Any:

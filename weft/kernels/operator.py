@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
 from ..core.tiles import empty_rows
-from .launch import Tape, Taped
+from .launch import Taped
 
 LIBRARY = torch.library.Library("weft", "FRAGMENT")
 
@@ -51,8 +51,7 @@ class Operator:
         n = self.tensors = sum(word.startswith("Tensor") for word in words)
         self.returned, self.differentiable, self.gradients = returned, differentiable, gradients
         self.forward = Taped(lambda tensors, options: forward(*tensors, *options))
-        # The first option is the tape that packed the outputs, or None.
-        self.backward = Taped(lambda tensors, options: backward(*self._unpacked(tensors, options[0]), *options[1:]))
+        self.backward = Taped(lambda tensors, options: backward(*tensors, *options))
 
         given = ", ".join([f"Tensor dout{i}" for i in differentiable] + words[:n])
         saved = ", ".join([f"Tensor output{i}" for i in range(outputs)] + words[n:])
@@ -76,7 +75,7 @@ class Operator:
             for x in tensors:
                 if x is not None and x.requires_grad:
                     return _Eager.apply(self, options, *tensors)
-        outputs, _ = self.forward(tensors, options, self.returned)
+        outputs = self.forward(tensors, options)
         return outputs[0] if self.returned == 1 else tuple(outputs[: self.returned])
 
     def spread(self, tensors: Sequence[Tensor | None], gradients: Sequence[Tensor]) -> list[Tensor | None]:
@@ -87,20 +86,17 @@ class Operator:
                 found[i] = gradient
         return found
 
-    def _unpacked(self, tensors: Sequence[Any], tape: Tape | None) -> Sequence[Any]:
-        return tensors if tape is None or not tape.layout else [*tensors[:-1], *tape.unpack(tensors[-1])]
-
     def _like(self, *arguments: Any) -> list[Tensor]:
         return [empty_rows(arguments[i]) for i in self.gradients]
 
     # The opaque operator.
 
     def _run(self, *arguments: Any) -> tuple[Tensor, ...]:
-        return tuple(self.forward(arguments[: self.tensors], _hashable(arguments[self.tensors :]))[0])
+        return tuple(self.forward(arguments[: self.tensors], _hashable(arguments[self.tensors :])))
 
     def _run_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
         count = sum(x is None or isinstance(x, Tensor) for x in arguments)
-        return tuple(self.backward(arguments[:count], (None, *_hashable(arguments[count:])))[0])
+        return tuple(self.backward(arguments[:count], _hashable(arguments[count:])))
 
     def _save(self, ctx: Any, inputs: tuple, output: Sequence[Tensor]) -> None:
         ctx.save_for_backward(*inputs[: self.tensors], *output)
@@ -128,8 +124,8 @@ class Operator:
 class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operator: Operator, options: tuple, *tensors: Tensor | None) -> Any:
-        outputs, tape = operator.forward(tensors, options, operator.returned)
-        ctx.operator, ctx.options, ctx.tape = operator, options, tape
+        outputs = operator.forward(tensors, options)
+        ctx.operator, ctx.options = operator, options
         ctx.save_for_backward(*tensors, *outputs)
         ctx.set_materialize_grads(False)
         if operator.returned == 1:
@@ -146,15 +142,15 @@ class _Eager(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, *douts: Tensor | None) -> tuple:
-    operator, tape, saved = ctx.operator, ctx.tape, ctx.saved_tensors
+    operator, saved = ctx.operator, ctx.saved_tensors
     n = operator.tensors
     given = operator.wanted(douts, saved[n:])
     if given is None:
         return (None,) * (2 + n)
     if torch.compiler.is_compiling() or _looked_at(given[0]):
-        gradients = operator.backward_operator(*operator._unpacked((*given, *saved), tape), *ctx.options)
+        gradients = operator.backward_operator(*given, *saved, *ctx.options)
     else:
-        gradients, _ = operator.backward((*given, *saved), (tape, *ctx.options))
+        gradients = operator.backward((*given, *saved), ctx.options)
     return None, None, *operator.spread(saved, gradients)
 
 

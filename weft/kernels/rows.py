@@ -39,6 +39,13 @@ def valid_rows(MASK, position, live, HAS_MASK: tl.constexpr):
 
 
 @triton.jit
+def clear(X, count, COLUMNS: tl.constexpr):
+    """Set `count` adjacent elements to 0."""
+    at = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    tl.store(X + at, tl.zeros([COLUMNS], X.dtype.element_ty), mask=at < count)
+
+
+@triton.jit
 def row_products(
     OUT, DOUT, DELTA,
     o_b, o_h, o_l, g_b, g_h, g_l,

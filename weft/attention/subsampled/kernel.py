@@ -139,13 +139,17 @@ def _outputs(q: Tensor, sources: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _backward(
     dout, q, k, v, sources, targets, nearest, out, lse, first, size, causal, alibi, stand_in, once
 ):  # fmt: skip
+    from ...kernels.rows import clear
     from .backward import collect, key_gradients, query_gradients
 
     once = once and not stand_in
     dq = empty_rows(q)
     B, H, L, D = q.shape
     _, W, S = sources.shape
-    dk, dv = (empty_rows(x).zero_() if once and W * S < L else empty_rows(x) for x in (k, v))
+    dk, dv = empty_rows(k), empty_rows(v)
+    if once and W * S < L:  # the kernels write only the sampled tokens
+        for x in (dk, dv):
+            launch(clear, (ceil_div(x.numel(), 4096),), x, x.numel(), COLUMNS=4096, num_warps=8)
     dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
     BH, width = B * H, block_width(D)
     logit_scale = 1 / math.sqrt(D)

@@ -1,0 +1,156 @@
+"""Replayed launches: the same results as the first call, on other data, for every kernel and every way to call it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from agree import Call, poisoned_memory
+from promises import DEVICE
+
+import weft
+from weft.core import self_test
+from weft.kernels import launch
+from weft.kernels.operator import Operator
+
+pytest.importorskip("triton")
+
+CALLS = (
+    Call("combiner-axial", 7, H=1, options={"block_size": 4}),
+    Call("combiner-axial-horizontal", 4, H=1, options={"block_size": 2}),
+    Call("combiner-axial-vertical", 4, H=1, causal=False, options={"block_size": 2}, mask="random"),
+    Call("combiner-fixed", 20, H=1, options={"block_size": 16}, mask="ends"),
+    Call("linear", 20, H=1),
+    Call("local", 20, H=1, options={"block_size": 16}, mask="random"),
+    Call("longformer", 20, H=1, options={"window": 4, "global_tokens": 2}, causal=False),
+    Call("performer", 20, H=1, mask="ends"),
+    Call("sparse", 20, H=1, options={"block_size": 8, "columns": 2}),
+    Call("sparse", 20, H=1, options={"block_size": 3, "pattern": "strided"}),
+    Call("subsampled", 20, H=1, options={"windows": 2}, bias="alibi"),
+)
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """The tapes that were played, in order. Calls are recorded at once, to save time."""
+    monkeypatch.setattr(launch, "RECORDED", 1)
+    tapes: list[launch.Tape] = []
+    play = launch.Tape.play
+    monkeypatch.setattr(launch.Tape, "play", lambda tape, tensors: (tapes.append(tape), play(tape, tensors))[1])
+    return tapes
+
+
+def run(attn, tensors, bias=None) -> list[torch.Tensor]:
+    q, k, v, dout, mask = tensors
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    torch.manual_seed(1)  # what samples draws the same sample each time
+    with poisoned_memory():
+        out = attn(*inputs, mask, bias)
+        return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+
+
+def forget(monkeypatch) -> None:
+    monkeypatch.setattr(launch.Taped, "__call__", lambda self, tensors, options: self.function(tensors, options))
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_replays_equal_the_first_call(call, played, monkeypatch):
+    torch.manual_seed(0)
+    attn, bias = call.make("triton", DEVICE), call.position_bias(DEVICE)
+    first, second = call.tensors(DEVICE), call.tensors(DEVICE)
+    run(attn, first, bias)
+    assert not played
+    replayed = run(attn, second, bias)
+    assert len(played) >= 2
+    forget(monkeypatch)
+    assert all(torch.equal(a, b) for a, b in zip(replayed, run(attn, second, bias), strict=True))
+
+
+def test_every_mechanism_with_a_kernel_is_replayed():
+    names = {name for name in weft.attentions() if weft.attention_info(name).kernel}
+    assert names - {call.name for call in CALLS} <= {"combiner-mixture"}  # made of the others
+
+
+def local(**options) -> torch.nn.Module:
+    return weft.make_attention(
+        "local", heads=1, head_dim=16, block_size=4, causal=True, backend="triton", **options
+    ).to(DEVICE)
+
+
+def test_one_tensor_as_three_does_not_mix_up_later_calls(played):
+    torch.manual_seed(0)
+    attn, x, y, z = local(), *torch.randn(3, 1, 1, 8, 16, device=DEVICE).unbind()
+    attn(x, x, x)
+    expected = attn(x, y, z)
+    assert not played and torch.equal(attn(x, y, z), expected) and played
+    assert torch.equal(attn(x, x, x), attn(x, x.clone(), x.clone()))
+
+
+def test_second_derivatives_are_refused():
+    x = torch.randn(1, 1, 8, 16, device=DEVICE, requires_grad=True)
+    (dx,) = torch.autograd.grad(local()(x, x, x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiat"):
+        dx.sum().backward()
+
+
+def test_an_expanded_gradient_is_copied_every_time(played):
+    """out.sum() sends a gradient without memory of its own, so the backward cannot be recorded."""
+    torch.manual_seed(0)
+    attn = local()
+    x = torch.randn(3, 1, 1, 8, 16, device=DEVICE)
+    found = []
+    for _ in range(3):
+        inputs = [t.requires_grad_() for t in x.clone().unbind()]
+        found.append(torch.autograd.grad(attn(*inputs).sum(), inputs))
+    assert all(torch.equal(a, b) for grads in found[1:] for a, b in zip(grads, found[0], strict=True))
+    assert played and all(tape.outputs == 2 for tape in played)  # forwards only
+
+
+def test_saved_tensors_may_change_their_layout(played):
+    torch.manual_seed(0)
+    attn, x = local(), torch.randn(3, 1, 8, 1, 16, device=DEVICE).transpose(2, 3)
+    found = []
+    for offload in (False, True, True, False, True):
+        inputs = [t.detach().requires_grad_() for t in x.unbind()]
+        with torch.autograd.graph.save_on_cpu() if offload else torch.enable_grad():
+            out = attn(*inputs)
+        found.append(torch.autograd.grad(out, inputs, x[0]))
+    assert played and all(torch.equal(a, b) for grads in found[1:] for a, b in zip(grads, found[0], strict=True))
+
+
+def test_profilers_see_every_launch(played, monkeypatch):
+    attn, x = local(), torch.randn(1, 1, 8, 16, device=DEVICE)
+    monkeypatch.setattr(launch, "_watched", lambda: True)
+    for _ in range(2):
+        attn(x, x.clone(), x.clone())
+    assert not played
+
+
+def test_fewer_stages_where_memory_is_short():
+    from triton.runtime.errors import OutOfResources
+
+    tried = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            def run(**options):
+                tried.append((options["num_stages"], options["STAGES"]))
+                if options["num_stages"] > 1:
+                    raise OutOfResources(200_000, 100_000, "shared memory")
+
+            return run
+
+    launch.launch(Kernel(), (1,), num_stages=3, STAGES=3)
+    assert tried == [(3, 3), (2, 2), (1, 1)]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="in Triton's interpreter")
+def test_auto_tests_itself_where_the_kernels_were_never_tested(monkeypatch, caplog):
+    what = ("local", 16, True, 20, (("block_size", 16),), torch.float32, "cpu")
+    monkeypatch.setattr(self_test, "_results", {})
+    assert self_test.passes(*what)
+    monkeypatch.setattr(self_test, "_results", {})
+    broken = Operator.__call__
+    monkeypatch.setattr(Operator, "__call__", lambda self, *arguments: broken(self, *arguments) * 1.1)
+    assert not self_test.passes(*what) and "local uses its plain" in caplog.text
+    monkeypatch.setenv("WEFT_SELF_TEST", "0")
+    assert self_test.passes(*what)
