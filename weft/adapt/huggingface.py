@@ -6,7 +6,8 @@
 
 Every mechanism without learned state is registered: its attention function and, under the same name, its mask function
 (see `masks.py`), because transformers passes no mask to names without one. `generate()` gives the same tokens with and
-without a cache (see `past.py`).
+without a cache. It keeps the mechanism's decoding state in the cache (see `decoding.py`), or for mechanisms without one
+the earlier queries (see `past.py`).
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..attention import Attention, attention_info, attentions, make_attention
+from ..core.precision import autocast
 from .biases import PairBias, WindowBias, in_window, total
-from .core import learns, masked_full, one_dtype, rescaled, rows_are_independent, seeded
+from .core import learns, masked_full, rescaled, rows_are_independent, seeded
+from .decoding import begin, note_recording, plain_keys, state_layer
 from .guard import called, guard, install
 from .masks import fits, mask_function_of, read, says_causal, window_of
 from .past import all_queries, is_cross_attention, layer_state, remember
@@ -171,17 +174,33 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """(B, Lq, H, D), and the effective matrix (B, H, Lq, Lk) if requested."""
     called()
+    state = state_layer(key)
+    length = key.shape[2] if state is None else state.length
     said, window = says_causal(mask), window_of(mask)
-    mask = _unpacked(choice.shown, module, mask, key.shape[2])
+    mask = _unpacked(choice.shown, module, mask, length)
     special = {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
     special = {name: value for name, value in special.items() if value is not None and choice.name == "full"}
-    _refuse(choice, module, key, mask, window, kwargs, special)
-    groups = query.shape[1] // key.shape[1]
-    k, v = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
-    q, k, v = one_dtype(rescaled(query, scaling), k, v)
+    _refuse(choice, module, length, mask, window, kwargs, special)
     causal = _is_causal(choice.shown, module, said, is_causal)
+    if choice.name == "longformer" and causal:
+        window = window or kwargs.get("sliding_window")  # the same window before the sequence outgrows it
+    groups = query.shape[1] // key.shape[1]
+    k, v = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (plain_keys(key), value))
+    q, k, v = autocast(rescaled(query, scaling), k, v)
+    dropout = dropout if module.training else 0.0
     of_matrix = mask is not None and mask.dim() == 4
     over_cache = causal and q.shape[2] != k.shape[2]
+    if state is not None:
+        state.refuse_other(choice.shown, choice.options)
+        pairs = of_matrix or position_bias is not None
+        state.refuse(output_attentions=output_attentions, pairwise_masks=pairs, dropout=dropout)
+        return _heads_last(state.attend(q, k, v, mask, _near(state.attn, window))), None
+    if causal and choice.name != "full" and not (of_matrix or output_attentions or dropout) and position_bias is None:
+        attn = _instance(choice, module, q, causal, window)
+        if not _moves(attn):
+            began = begin(module, attn, choice.shown, choice.options, key, q, k, v, mask, _near(attn, window))
+            if began is not None:
+                return _heads_last(began), None
     if choice.name == "full" and (of_matrix or special or over_cache or window or position_bias is not None):
         # No earlier queries are needed, so any cache works.
         run = _full(q, k, mask, position_bias, causal, window, special)
@@ -191,11 +210,15 @@ def _attend(
     else:
         bias, mask = _bias(choice, mask, position_bias, causal, over_cache)
         run = _mechanism(choice, module, q, k, mask, causal, window, bias)
-    out = run(v, dropout if module.training else 0.0).transpose(1, 2).contiguous()
+    out = _heads_last(run(v, dropout))
     if not output_attentions:
         return out, None
     with torch.no_grad():
         return out, run(torch.eye(k.shape[2], dtype=v.dtype, device=v.device).expand(*k.shape[:2], -1, -1), 0.0)
+
+
+def _heads_last(out: Tensor) -> Tensor:
+    return out.transpose(1, 2).contiguous()
 
 
 def _full(
@@ -266,13 +289,18 @@ def _mechanism(
         q = all_queries(module, name, q, Lk)
     elif causal and choice.name != "full":
         remember(module, q)
-    near = WindowBias(window, causal) if window and getattr(attn, "window", None) is None else None
+    near = _near(attn, window)
 
     def run(v: Tensor, dropout: float) -> Tensor:
         attn.dropout = dropout
         return attn(q, k, v, mask, total(bias, near))[:, :, -Lq:]
 
     return run
+
+
+def _near(attn: Attention, window: int | None) -> WindowBias | None:
+    """The model's sliding window as a bias, for mechanisms that do not have it built in."""
+    return WindowBias(window, attn.causal) if window and getattr(attn, "window", None) is None else None
 
 
 def _split(pairs: Tensor, position_bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -335,7 +363,7 @@ def _is_causal(name: str, module: nn.Module, said: bool | None, is_causal: bool 
 def _refuse(
     choice: Choice,
     module: nn.Module,
-    key: Tensor,
+    length: int,
     mask: Tensor | None,
     window: int | None,
     kwargs: dict[str, Any],
@@ -345,7 +373,7 @@ def _refuse(
     told = kwargs.get("sliding_window")
     sinks = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else getattr(module, "sinks", None)
     of_matrix = mask is not None and mask.dim() == 4
-    unseen = told if told and not window and not of_matrix and not fits(key.shape[2], told) else None
+    unseen = told if told and not window and not of_matrix and not fits(length, told) else None
     if window and (not attention_info(choice.name).bias or choice.options.get("global_tokens")):
         unseen = window
     asked = {
@@ -385,3 +413,4 @@ def _moves(attn: Attention) -> str:
 
 
 install()
+note_recording()

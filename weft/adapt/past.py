@@ -1,4 +1,4 @@
-"""Earlier queries of causal transformers layers, for decoding with a key-value cache.
+"""Earlier queries of causal transformers layers, for mechanisms that have no decoding state (see `decoding.py`).
 
 The cache keeps keys and values, but a mechanism that pools queries (combiner), hashes them (reformer) or sorts them
 needs the earlier queries too. They are stored on the cache layer, so they live as long as the cache, are copied with
@@ -68,8 +68,8 @@ def remember(module: nn.Module, q: Tensor) -> None:
     state = layer_state(module)
     if state.hook is None:
         state.hook = module.register_forward_pre_hook(note_cache, with_kwargs=True)
-        state.cache = _cache_of_this_call(module)
-    layer = _cache_layer(module, state.cache)
+        state.cache = cache_of_this_call(module)
+    layer = _appending(module, state.cache)
     state.cache = state.cached_keys = None
     if layer is not None and not torch.is_grad_enabled():
         layer.weft_past = Past(q, layer.keys)
@@ -78,7 +78,7 @@ def remember(module: nn.Module, q: Tensor) -> None:
 def all_queries(module: nn.Module, name: str, q: Tensor, total: int) -> Tensor:
     """The queries of all `total` positions, ending with `q`; stored for the next call."""
     state = layer_state(module)
-    layer = _cache_layer(module, state.cache)
+    layer = _appending(module, state.cache)
     if torch.is_grad_enabled():
         raise ValueError(f"decoding with {name} and a cache needs torch.no_grad()")
     known = getattr(layer, "weft_past", None)
@@ -103,7 +103,7 @@ def note_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         return
     state = layer_state(module)
     state.cache = next((a for a in (*args, *kwargs.values()) if isinstance(a, Cache)), None)
-    layer = _cache_layer(module, state.cache)
+    layer = _appending(module, state.cache)
     state.cached_keys = None if layer is None else layer.keys
 
 
@@ -120,7 +120,7 @@ def is_cross_attention(module: nn.Module) -> bool:
     return state.cross
 
 
-def _cache_of_this_call(module: nn.Module) -> Any:
+def cache_of_this_call(module: nn.Module) -> Any:
     """The cache of a layer's first call, which the hook was too late for."""
     return next((v for v in _forward_locals(module).values() if isinstance(v, Cache)), None)
 
@@ -133,12 +133,15 @@ def _forward_locals(module: nn.Module) -> dict[str, Any]:
     return {} if frame is None else frame.f_locals
 
 
-def _cache_layer(module: nn.Module, cache: Any) -> Any:
-    """The cache layer that grows by appending; None if there is none, or if it is of another kind."""
+def cache_layer(module: nn.Module, cache: Any) -> Any:
+    """The part of the cache that belongs to this layer, or None."""
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     index = getattr(module, "layer_idx", None)
-    if cache is None or index is None or index >= len(cache.layers):
-        return None
-    layer = cache.layers[index]
+    return None if cache is None or index is None or index >= len(cache.layers) else cache.layers[index]
+
+
+def _appending(module: nn.Module, cache: Any) -> Any:
+    """The cache layer that grows by appending; None if there is none, or if it is of another kind."""
+    layer = cache_layer(module, cache)
     return layer if isinstance(layer, DynamicLayer) and layer.keys is not None and layer.keys.dim() == 4 else None
