@@ -12,20 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from ..attention import Attention
 from ..core.contract import PositionBias
 from .masks import HARMLESS
-from .past import cache_layer, cache_of_this_call
+from .past import cache_layer, cache_of_this_call, own_cache
 
-HISTORY = 64  # tokens that `crop` can drop, if the cache records its past: assisted generation drafts fewer
+HISTORY = 64  # tokens that `crop` can drop if the cache records its past; assisted generation drafts fewer
 
 
 class NewKeys(Tensor):
     """The keys of the new tokens, without those before. Only weft's attention functions can read them."""
-
-    weft_layer: StateLayer
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -40,27 +38,33 @@ class NewKeys(Tensor):
 class StateLayer(CacheLayerMixin):
     """A cache layer with the decoding state of a mechanism. `begin` gives this class to an ordinary cache layer."""
 
+    ordinary: type[CacheLayerMixin]
     attn: Attention
-    name: str  # the mechanism, as weft:<name>
+    name: str  # "weft:" and the mechanism
     options: dict[str, Any]
     state: Any
-    length: int
-    unread: bool  # the tokens of the last update have not reached attention
+    length: Any  # tokens so far; a tensor in static caches
+    unread: bool  # attention has not read the tokens of the last update
+    checks: bool  # one layer of a cache checks its padding mask
     padding: Tensor | None  # (B, length), False for padding; None without padding
-    ordinary: type[CacheLayerMixin]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         pass
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self.unread:
-            raise ValueError(f"a call of the model did not finish and left this cache of {self.name} incomplete")
+            raise ValueError(f"this cache of {self.name} is incomplete, because an earlier call did not finish")
         self.unread = True
         self.length += key_states.shape[2]
         if not torch.compiler.is_compiling():
             key_states = key_states.as_subclass(NewKeys)
         key_states.weft_layer = self  # type: ignore[attr-defined]
         return key_states, value_states
+
+    @property
+    def columns(self) -> int:
+        """The number of columns in the mask of the current call."""
+        return self.length
 
     def refuse_other(self, name: str, options: dict[str, Any]) -> None:
         if (name, options) != (self.name, self.options):
@@ -78,14 +82,14 @@ class StateLayer(CacheLayerMixin):
                     "set use_cache=False"
                 )
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None = None) -> Tensor:
-        """The outputs of the new tokens (B, H, n, D); `mask` (B, length) covers all tokens."""
-        n = q.shape[2]
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        """The outputs of the new tokens (B, H, n, D); `mask` (B, columns) covers all tokens."""
         if torch.is_grad_enabled():
             raise ValueError(f"decoding with {self.name} and a cache needs torch.no_grad()")
-        self._check_padding(mask, self.length - n)
-        self.padding = mask
-        new = None if mask is None else mask[:, -n:]
+        n = q.shape[2]
+        if self.checks and not torch.compiler.is_compiling():
+            self._check_padding(mask, n)
+        new = None if mask is None else self._last(mask, n)
         if n == 1:
             out, self.state = self.attn.step(q, k, v, self.state, None if new is None else new[:, 0], bias)
         else:
@@ -93,20 +97,25 @@ class StateLayer(CacheLayerMixin):
         self.unread = False
         return out
 
-    def _check_padding(self, mask: Tensor | None, past: int) -> None:
+    def _last(self, mask: Tensor, n: int) -> Tensor:
+        return mask[:, -n:]
+
+    def _check_padding(self, mask: Tensor | None, n: int) -> None:
         """The state cannot change which of the earlier tokens were padding."""
-        if mask is None and self.padding is None or torch.compiler.is_compiling():
-            return
-        before, now = self.padding, None if mask is None else mask[:, :past]
-        same = bool(now.all()) if before is None else now is not None and torch.equal(before, now)  # type: ignore[union-attr]
+        past = None if mask is None else mask[:, :-n]
+        if self.padding is None:
+            same = past is None or bool(past.all())
+        else:
+            same = past is not None and torch.equal(past, self.padding)
         if not same:
             raise ValueError(
-                f"the attention_mask marks other padding in the {past} cached tokens than when they were processed, "
-                f"and {self.name} cannot change its state: pass the same mask, extended by the new tokens, or "
+                "the attention_mask marks other padding in the cached tokens than when they were processed, and "
+                f"{self.name} cannot change its state: pass the same mask, extended by the new tokens, or set "
                 "use_cache=False"
             )
+        self.padding = mask
 
-    def get_seq_length(self) -> int:
+    def get_seq_length(self) -> Any:
         return self.length
 
     def get_max_length(self) -> int:
@@ -139,7 +148,7 @@ class StateLayer(CacheLayerMixin):
                 f"the prompt, and remove at most {HISTORY} at once; or use weft:full"
             ) from error
         self.length -= n
-        self.padding = None if self.padding is None else self.padding[:, : self.length]
+        self.padding = None if self.padding is None else self.padding[:, :-n]
 
     def offload(self) -> None:
         """States are small and stay on the device."""
@@ -149,9 +158,10 @@ class StateLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Become an ordinary cache layer again, for any model."""
-        for name in ("attn", "name", "options", "state", "length", "unread", "padding", "is_sliding"):
+        for name in StateLayer.__annotations__.keys() - {"ordinary"}:
             delattr(self, name)
         self.__class__ = self.ordinary  # type: ignore[assignment]
+        self.is_initialized = False
         self.reset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateLayer:
@@ -159,6 +169,26 @@ class StateLayer(CacheLayerMixin):
         made = type(self).__new__(type(self))
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return made
+
+
+class StaticStateLayer(StateLayer):
+    """A state that is allocated once, with its length in a tensor, so that steps can be compiled."""
+
+    is_compileable = True
+    max_cache_len: int
+
+    @property
+    def columns(self) -> int:
+        return self.max_cache_len
+
+    def get_max_length(self) -> int:
+        return self.max_cache_len
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.max_cache_len, 0
+
+    def _last(self, mask: Tensor, n: int) -> Tensor:
+        return mask.index_select(1, self.length - n + torch.arange(n, device=mask.device))
 
 
 def state_layer(key: Tensor) -> StateLayer | None:
@@ -182,34 +212,45 @@ def begin(
     mask: Tensor | None,
     bias: PositionBias | None,
 ) -> Tensor | None:
-    """Process a prompt and keep the mechanism's state in the cache of this call, instead of its keys and values.
+    """Process a prompt and keep the mechanism's state in the cache of this call, instead of keys and values.
 
-    None, without effect, if there is no cache of a kind that can hold it.
+    None, without effect, if there is no cache of a kind that can hold it. `key` are the keys as the layer passes them.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not attn.info.steps or v.shape != k.shape:
         return None
-    cache = cache_of_this_call(module)
+    cache, n = own_cache(cache_of_this_call(module)), q.shape[2]
     layer = cache_layer(module, cache)
-    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or layer.get_seq_length() != q.shape[2]:
+    kind = KINDS.get(type(layer))
+    if kind is None or int(layer.get_seq_length()) != n:
         return None
     if getattr(getattr(module, "config", None), "num_kv_shared_layers", None):
         return None  # other layers read these keys
-    own = layer.keys.untyped_storage().data_ptr() == key.untyped_storage().data_ptr()
-    if not own and not cache.offloading:
-        return None  # the layer changes the keys after the cache
+    if key.untyped_storage().data_ptr() != layer.keys.untyped_storage().data_ptr() and not cache.offloading:
+        return None  # the model changes the keys after the cache
+    static = kind is StaticStateLayer
     records = getattr(cache, "weft_records", False) or getattr(layer, "record_past", False)
-    out, state = attn.prefill(q, k, v, mask, bias, state=attn.start(q.shape[0], history=HISTORY if records else 0))
+    room = min(layer.max_cache_len, attn.max_length or layer.max_cache_len) if static else None
+    state = attn.start(q.shape[0], max_length=room, history=HISTORY if records else 0)
+    mask = None if mask is None else mask[:, :n]
+    out, state = attn.prefill(q, k[:, :, :n], v[:, :, :n], mask, bias, state=state)
+    checks = not static and not any(isinstance(other, StateLayer) for other in cache.layers)
     layer.ordinary, layer.is_sliding = type(layer), layer.is_sliding
-    layer.__class__ = StateLayer
-    layer.keys = layer.values = None
-    layer.attn, layer.name, layer.options = attn, name, options
-    layer.state, layer.length = state, q.shape[2]
-    layer.unread, layer.padding = False, mask
+    layer.length = layer.cumulative_length if static else n
+    layer.__class__, layer.keys, layer.values = kind, None, None
+    layer.attn, layer.name, layer.options, layer.state = attn, name, options, state
+    layer.unread, layer.checks, layer.padding = False, checks, mask if checks else None
     return out
 
 
+KINDS: dict[type, type[StateLayer]] = {
+    DynamicLayer: StateLayer,
+    DynamicSlidingWindowLayer: StateLayer,
+    StaticLayer: StaticStateLayer,
+}
+
+
 def note_recording() -> None:
-    """Note on a cache that it must be able to `crop`: ordinary layers can always, and have no such setting."""
+    """Note on a cache that it must be able to `crop`: ordinary layers always are, and have no such setting."""
     original = Cache.activate_past_recording
     if hasattr(original, "weft"):
         return

@@ -84,7 +84,7 @@ def register(name: str | None = None, *, as_: str | None = None, **options: Any)
     make_attention(name, heads=2, head_dim=8, causal=not info.bidirectional, **options)  # check the options now
     choice = Choice(name, options)
     AttentionInterface.register(key, attention_function(choice))
-    AttentionMaskInterface.register(key, mask_function_of(key, takes_matrix=name == "full"))
+    AttentionMaskInterface.register(key, mask_function_of(key, name == "full", info.steps and name != "full"))
     guard(key)
     return [key]
 
@@ -175,7 +175,7 @@ def _attend(
     """(B, Lq, H, D), and the effective matrix (B, H, Lq, Lk) if requested."""
     called()
     state = state_layer(key)
-    length = key.shape[2] if state is None else state.length
+    length = key.shape[2] if state is None else state.columns
     said, window = says_causal(mask), window_of(mask)
     mask = _unpacked(choice.shown, module, mask, length)
     special = {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}

@@ -73,6 +73,8 @@ class WeftMask(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.contiguous and issubclass(cls, (CausalMask, BidirectionalMask)):
+            return args[0]  # stay expanded
         if func in HARMLESS or getattr(func, "__name__", "") == "__get__":
             return super().__torch_function__(func, types, args, kwargs or {})
         if func in ADDITIONS and issubclass(cls, WeftBias):
@@ -181,8 +183,11 @@ def fits(length: int, window: int) -> bool:
     return max(length, longest or 0) <= window
 
 
-def mask_function_of(name: str, takes_matrix: bool) -> Callable[..., Tensor]:
-    """The mask function that transformers calls for implementation `name`."""
+def mask_function_of(name: str, takes_matrix: bool, decodes: bool = False) -> Callable[..., Tensor]:
+    """The mask function that transformers calls for implementation `name`.
+
+    `decodes`: its mechanism has a decoding state, which can be kept in a static cache (see `decoding.py`).
+    """
 
     def make_mask(
         batch_size: int,
@@ -216,7 +221,8 @@ def mask_function_of(name: str, takes_matrix: bool) -> Callable[..., Tensor]:
             window = local_size if causal else 2 * local_size + 1
             parts -= SLIDING
         beyond = [MEANING.get(part, "the model's own mask") for part in sorted(parts - PLAIN)]
-        if causal and (isinstance(q_offset, Tensor) or kv_length + kv_offset != q_offset + q_length):
+        static = causal and (isinstance(q_offset, Tensor) or kv_length + kv_offset != q_offset + q_length)
+        if static and not decodes:
             beyond.append("a static cache")
         if beyond and window is not None:
             beyond.append(MEANING["sliding_window_overlay"])
@@ -243,8 +249,10 @@ def mask_function_of(name: str, takes_matrix: bool) -> Callable[..., Tensor]:
             return _marked(matrix, WeftMask)
         if attention_mask is not None:
             short = kv_length + kv_offset - attention_mask.shape[-1]
-            padding = F.pad(attention_mask.bool(), (0, max(0, short)))[:, kv_offset : kv_offset + kv_length]
-            if torch.compiler.is_compiling() or not bool(padding.all()):
+            padding = F.pad(attention_mask.bool(), (0, max(0, short)), value=static)
+            padding = padding[:, kv_offset : kv_offset + kv_length]
+            unread = torch.compiler.is_compiling() or isinstance(q_offset, Tensor)  # reading it would wait for the GPU
+            if unread or not bool(padding.all()):
                 padding = padding[:, None, None].expand(batch_size, 1, q_length, kv_length)
                 return _marked(padding, CausalMask if causal else BidirectionalMask, window)
         everything = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length)

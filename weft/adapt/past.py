@@ -133,10 +133,14 @@ def _forward_locals(module: nn.Module) -> dict[str, Any]:
     return {} if frame is None else frame.f_locals
 
 
+def own_cache(cache: Any) -> Any:
+    """The cache of self-attention."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
 def cache_layer(module: nn.Module, cache: Any) -> Any:
     """The part of the cache that belongs to this layer, or None."""
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
+    cache = own_cache(cache)
     index = getattr(module, "layer_idx", None)
     return None if cache is None or index is None or index >= len(cache.layers) else cache.layers[index]
 
