@@ -66,6 +66,10 @@ class StateLayer(CacheLayerMixin):
         """The number of columns in the mask of the current call."""
         return self.length
 
+    def padding_of(self, mask: Tensor | None) -> Tensor | None:
+        """The padding mask (B, columns); a matrix of pairs is rejected later."""
+        return mask
+
     def refuse_other(self, name: str, options: dict[str, Any]) -> None:
         if (name, options) != (self.name, self.options):
             raise ValueError(
@@ -180,6 +184,10 @@ class StaticStateLayer(StateLayer):
     @property
     def columns(self) -> int:
         return self.max_cache_len
+
+    def padding_of(self, mask: Tensor | None) -> Tensor | None:
+        # torch.compile does not see that the mask is marked as ours.
+        return mask[:, 0, 0] if mask is not None and mask.dim() == 4 and torch.compiler.is_compiling() else mask
 
     def get_max_length(self) -> int:
         return self.max_cache_len

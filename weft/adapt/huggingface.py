@@ -178,6 +178,8 @@ def _attend(
     length = key.shape[2] if state is None else state.columns
     said, window = says_causal(mask), window_of(mask)
     mask = _unpacked(choice.shown, module, mask, length)
+    if state is not None:
+        mask = state.padding_of(mask)
     special = {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
     special = {name: value for name, value in special.items() if value is not None and choice.name == "full"}
     _refuse(choice, module, length, mask, window, kwargs, special)

@@ -128,7 +128,8 @@ def read(mask: Tensor) -> Tensor | None:
     if issubclass(kind, (UnpaddedCausalMask, UnpaddedBidirectionalMask)):
         return None
     with torch._C.DisableTorchFunctionSubclass():
-        return mask[:, 0, 0] if issubclass(kind, (CausalMask, BidirectionalMask)) else mask[:]
+        flat = issubclass(kind, (CausalMask, BidirectionalMask)) or hasattr(mask, "weft_static")
+        return mask[:, 0, 0] if flat else mask[:]
 
 
 def _marked(mask: Tensor, kind: type[WeftMask], window: int | None = None) -> Tensor:
@@ -251,8 +252,12 @@ def mask_function_of(name: str, takes_matrix: bool, decodes: bool = False) -> Ca
             short = kv_length + kv_offset - attention_mask.shape[-1]
             padding = F.pad(attention_mask.bool(), (0, max(0, short)), value=static)
             padding = padding[:, kv_offset : kv_offset + kv_length]
-            unread = torch.compiler.is_compiling() or isinstance(q_offset, Tensor)  # reading it would wait for the GPU
-            if unread or not bool(padding.all()):
+            if static and isinstance(q_offset, Tensor):
+                # A plain tensor, because torch.compile takes no WeftMask as input. Only a StateLayer accepts it.
+                padding = padding[:, None, None].contiguous()
+                padding.weft_static = True  # type: ignore[attr-defined]
+                return padding
+            if torch.compiler.is_compiling() or not bool(padding.all()):
                 padding = padding[:, None, None].expand(batch_size, 1, q_length, kv_length)
                 return _marked(padding, CausalMask if causal else BidirectionalMask, window)
         everything = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length)
