@@ -1,0 +1,190 @@
+"""`generate()` of transformers with decoding states in its caches. tests/test_adapt_huggingface.py compares its tokens
+with and without a cache for every mechanism."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from on_cpu import on_cpu  # noqa: F401
+
+import weft
+
+transformers = pytest.importorskip("transformers")
+
+from test_adapt_huggingface import bart, generate, gpt2, hf, llama, mistral, padding, registered, tokens  # noqa: E402
+from transformers import DynamicCache  # noqa: E402
+
+from weft.adapt.decoding import HISTORY, StateLayer  # noqa: E402
+from weft.core.decoding import tree_bytes  # noqa: E402
+
+DECODES = [n for n in hf.available() if weft.attention_info(n).steps and n != "full"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def everything_registered():
+    hf.register()
+
+
+def keeps_states(cache) -> bool:
+    layers = getattr(cache, "self_attention_cache", cache).layers
+    return all(isinstance(layer, StateLayer) and layer.keys is None for layer in layers)
+
+
+def without_a_cache(model, ids, new: int = 8) -> torch.Tensor:
+    return generate(model, ids, torch.ones_like(ids), use_cache=False, new=new).sequences
+
+
+@pytest.mark.parametrize("name", DECODES)
+def test_beams_samples_and_drafts(name):
+    """Reordered, sampled, and cropped after drafts of another model and of the prompt itself."""
+    model, ids, mask = llama(registered(name), num_hidden_layers=1), tokens(2), padding("left", 2)
+    first, second = (generate(model, ids, mask, use_cache=c, beams=3, new=6) for c in (True, False))
+    assert keeps_states(first.past_key_values)
+    assert torch.equal(first.sequences, second.sequences)
+    sampled = []
+    for use_cache in (True, False):
+        torch.manual_seed(3)
+        sampled.append(model.generate(ids, attention_mask=mask, do_sample=True, max_new_tokens=6, use_cache=use_cache))
+    assert torch.equal(*sampled)
+    ids = tokens(1)
+    expected, assistant = without_a_cache(model, ids), llama(registered(name), num_hidden_layers=1)
+    with torch.no_grad():
+        assistant.lm_head.weight += 0.1 * torch.randn(
+            assistant.lm_head.weight.shape, generator=torch.Generator().manual_seed(0)
+        )
+    for drafts in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}):
+        drafted = model.generate(ids, max_new_tokens=8, do_sample=False, return_dict_in_generate=True, **drafts)
+        assert keeps_states(drafted.past_key_values)
+        assert torch.equal(drafted.sequences, expected)
+
+
+@pytest.mark.parametrize("name", DECODES)
+def test_static_caches_hold_states(name):
+    model, ids, mask = gpt2(registered(name), n_layer=1), tokens(2), padding("left", 2)
+    expected = generate(model, ids, mask, use_cache=False, new=6).sequences
+    static = {"cache_implementation": "static", "disable_compile": True}
+    found = generate(model, ids, mask, use_cache=True, new=6, **static)
+    assert keeps_states(found.past_key_values)
+    assert torch.equal(found.sequences, expected)
+
+
+def test_static_caches_compile():
+    torch._dynamo.reset()
+    model, ids, mask = llama("weft:linear", num_hidden_layers=1), tokens(2), padding("left", 2)
+    how = transformers.CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    how._compile_all_devices = True
+    found = generate(model, ids, mask, use_cache=True, cache_implementation="static", compile_config=how)
+    assert torch.equal(found.sequences, generate(model, ids, mask, use_cache=False).sequences)
+
+
+def test_states_are_small():
+    """And do not depend on what created the cache."""
+    model, ids = llama("weft:linear"), tokens(1, 60)
+    with torch.no_grad():
+        caches = [model(ids, use_cache=True).past_key_values, DynamicCache()]
+        model(ids, past_key_values=caches[1])
+        plain = llama("sdpa")(ids, use_cache=True).past_key_values
+    for cache in caches:
+        assert keeps_states(cache) and cache.get_seq_length() == 60
+        assert sum(tree_bytes(x.state.inner) for x in cache.layers) < sum(2 * x.keys.nbytes for x in plain.layers) / 3
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_long_prompts_in_chunks(chunk):
+    model, ids = llama(registered("combiner-fixed")), tokens(2)
+    found = model.generate(ids, max_new_tokens=6, do_sample=False, prefill_chunk_size=chunk)
+    assert torch.equal(found, without_a_cache(model, ids, new=6))
+
+
+@pytest.mark.parametrize("name", ["linear", "combiner-fixed", "longformer"])
+def test_caches_may_be_copied_cropped_selected_and_reset(name):
+    model, a = llama(registered(name)), tokens(3, 9)
+    with torch.no_grad():
+        expected = model(a, use_cache=False).logits
+        cache = DynamicCache()
+        cache.activate_past_recording()
+        model(a[:, :7], past_key_values=cache)
+        copied = copy.deepcopy(cache)
+        chunk = model(a[:, 7:], past_key_values=cache).logits
+        torch.testing.assert_close(chunk, expected[:, 7:], atol=1e-5, rtol=1e-5)
+        cache.crop(-3)
+        cache.batch_select_indices(torch.tensor([True, False, True]))
+        cache.batch_repeat_interleave(2)
+        chunk = model(a[[0, 0, 2, 2], 6:], past_key_values=cache).logits
+        torch.testing.assert_close(chunk, expected[[0, 0, 2, 2], 6:], atol=1e-5, rtol=1e-5)
+        step = model(a[:, 7:8], past_key_values=copied).logits
+        torch.testing.assert_close(step, expected[:, 7:8], atol=1e-5, rtol=1e-5)
+        copied.reset()
+        plain = llama("sdpa")
+        torch.testing.assert_close(plain(a, past_key_values=copied).logits, plain(a).logits)
+
+
+def test_a_changed_part_of_a_model():
+    """The other layers run full attention over their keys."""
+    model, ids, mask = llama("sdpa"), tokens(), padding("left")
+    weft.swap(model, to="linear", where="model.layers.1.*")
+    first, second = (generate(model, ids, mask, use_cache=c) for c in (True, False))
+    kinds = [isinstance(layer, StateLayer) for layer in first.past_key_values.layers]
+    assert kinds == [False, True]
+    assert torch.equal(first.sequences, second.sequences)
+
+
+def test_encoder_decoder_models():
+    first, second = (generate(bart("weft:linear"), tokens(), padding("right"), use_cache=c) for c in (True, False))
+    assert keeps_states(first.past_key_values)
+    assert torch.equal(first.sequences, second.sequences)
+
+
+@pytest.mark.parametrize("name, window", [("longformer", 14), ("local", 14), ("linear", 64)])
+def test_sliding_windows_are_outgrown(name, window):
+    """A prompt of 11 tokens fits into the model's window, and the result does not."""
+    model = mistral(f"weft:{name}", window)
+    first, second = (generate(model, tokens(), padding("left"), use_cache=c, new=12) for c in (True, False))
+    assert keeps_states(first.past_key_values)
+    assert torch.equal(first.sequences, second.sequences)
+
+
+def test_what_a_state_cannot_do_is_refused():
+    model, ids, mask = llama("weft:linear"), tokens(), padding("left")
+
+    def cache(**more):
+        with torch.no_grad():
+            return model(ids, use_cache=True, **more).past_key_values
+
+    one = ids[:, :1]
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="another attention reads it"):
+            llama("sdpa")(one, past_key_values=cache())
+        with pytest.raises(ValueError, match="was filled by weft:linear"):
+            llama("weft:local")(one, past_key_values=cache())
+        with pytest.raises(ValueError, match="output_attentions"):
+            model(one, past_key_values=cache(), output_attentions=True)
+        with pytest.raises(ValueError, match="other padding"):
+            model(one, past_key_values=cache(attention_mask=mask))
+        late = torch.cat([mask, mask[:, -1:]], 1)
+        with pytest.raises(ValueError, match="other padding"):
+            model(one, past_key_values=cache(), attention_mask=late)
+        with pytest.raises(ValueError, match=f"activate_past_recording.* at most {HISTORY}"):
+            cache().crop(-1)
+        pairs = torch.ones(3, 1, 1, 12, dtype=torch.bool)
+        with pytest.raises(ValueError, match="pairwise"):
+            model(one, past_key_values=cache(), attention_mask=pairs)
+        broken = cache()
+        broken.update(*torch.zeros(2, 3, 2, 1, 6), 0)
+        with pytest.raises(ValueError, match="did not finish"):
+            model(one, past_key_values=broken)
+    with pytest.raises(ValueError, match="no_grad"):
+        model(one, past_key_values=cache())
+
+
+def test_training_keeps_no_state():
+    """Calls with gradients or dropout work as without a cache."""
+    model = llama("weft:full", attention_dropout=0.5)
+    model.set_attn_implementation("weft:local")
+    loss = model(tokens(), labels=tokens()).loss
+    loss.backward()
+    with torch.no_grad():
+        cache = model.train()(tokens(), use_cache=True).past_key_values
+    assert not any(isinstance(layer, StateLayer) for layer in cache.layers)
