@@ -120,7 +120,7 @@ def main() -> None:
             rows.append({"length": length, "attention": name, "ms_per_token": ms, "speedup": reference / ms})
             rows[-1] |= {"cache_bytes": run.bytes, "cache_share": run.bytes / sdpa.bytes, "prompt_s": run.prompt_s}
             print(
-                f"{length:>7} {name:<20} {ms:8.2f} ms/token  {reference / ms:6.2f} x sdpa  cache {run.bytes / 2**20:.2f} "
+                f"{length:>7} {name:<20} {ms:8.2f} ms/token  {reference / ms:6.2f} x  cache {run.bytes / 2**20:7.2f} "
                 f"MiB, {100 * run.bytes / sdpa.bytes:6.2f} % of sdpa's  prompt {run.prompt_s:.1f} s",
                 flush=True,
             )
