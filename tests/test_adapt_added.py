@@ -9,6 +9,7 @@ from on_cpu import on_cpu  # noqa: F401
 from torch import nn
 
 import weft
+from weft.adapt.added import LAYERS
 
 
 class CausalSelfAttention(nn.Module):
@@ -31,8 +32,10 @@ def reader(layer, attend, x):
     return layer.c_proj(attend(q, k, v, causal=True).transpose(1, 2).flatten(2))
 
 
-def test_a_layer_of_ones_own():
+@pytest.mark.parametrize("reader", [reader, None], ids=["reader", "its own forward"])
+def test_a_layer_of_ones_own(reader):
     torch.manual_seed(0)
+    LAYERS.clear()
     model, x = nn.Sequential(CausalSelfAttention(), CausalSelfAttention()), torch.randn(2, 9, 24)
     before = model(x)
     with pytest.warns(UserWarning, match="weft does not know"):
@@ -57,7 +60,56 @@ def test_a_layer_of_ones_own():
     assert type(model[0]) is CausalSelfAttention and torch.equal(model(x), before)
     assert "does not support that" in weft.swap(model, "bigbird").refused["0"]
     with pytest.raises(TypeError, match="a subclass of nn.Module"):
-        weft.adapt.add_layer(reader, reader, shape=lambda layer: (1, 1))
+        weft.adapt.add_layer(noise, shape=lambda layer: (1, 1))
+
+
+def noise(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+def test_a_layer_without_the_call_is_refused():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.proj = nn.Linear(8, 8)
+
+        def forward(self, q, times):
+            for _ in range(times):
+                q = F.scaled_dot_product_attention(q, q, q, scale=0.7, enable_gqa=True)
+            return q
+
+    layer, q = Twice(), noise(1, 2, 5, 8)
+    expected = layer(q, 1)
+    weft.adapt.add_layer(Twice, shape=lambda layer: (2, 8))
+    weft.swap(layer, "full")
+    torch.testing.assert_close(layer(q, 1), expected)
+    for times in (0, 2):
+        with pytest.raises(ValueError, match=f"Twice called scaled_dot_product_attention {times} times"):
+            layer(q, times)
+
+
+def test_a_pairwise_mask_and_dropout_reach_the_mechanism():
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.proj, self.p = nn.Linear(8, 8), 0.5
+
+        def forward(self, q, mask):
+            return F.scaled_dot_product_attention(q, q, q, mask, dropout_p=self.p if self.training else 0.0)
+
+    layer, q = Plain(), noise(1, 2, 5, 8)
+    weft.adapt.add_layer(Plain, shape=lambda layer: (2, 8), bias=True)
+    mask = noise(5, 5) > -0.5
+    mask |= torch.eye(5, dtype=torch.bool)
+    layer.eval()
+    padding = torch.arange(5)[None, None, None] < 3
+    for given in (mask, noise(2, 5, 5)[None], padding):
+        expected = layer(q, given)
+        for to in ("full", "longformer"):
+            report = weft.swap(layer, to)
+            torch.testing.assert_close(layer(q, given)[:, :, :3], expected[:, :, :3])
+            assert not torch.allclose(layer.train()(q, given), expected, atol=1e-2)
+            layer.eval(), report.undo()
 
 
 class Named(nn.MultiheadAttention):
@@ -70,6 +122,11 @@ class Scaled(nn.MultiheadAttention):
         return super().forward(2 * query, *args, **kwargs)
 
 
+class Own(Scaled):
+    def forward(self, query, key, value):
+        return F.multi_head_attention_forward(query, key, value, 24, 4, self.in_proj_weight)
+
+
 def test_subclasses_of_multihead_attention():
     layer, x = Named(24, 4, batch_first=True), torch.randn(2, 9, 24)
     before = layer(x, x, x)[0]
@@ -79,5 +136,12 @@ def test_subclasses_of_multihead_attention():
     weft.swap(layer, "linear").undo()
     report.undo()
     assert type(layer) is Named
-    with pytest.warns(UserWarning, match="overrides forward"):
-        assert not weft.swap(Scaled(24, 4), "linear").replaced
+    layer = Scaled(24, 4, batch_first=True)
+    before = layer(x, x, x)[0]
+    report = weft.swap(layer, "full")
+    torch.testing.assert_close(layer(x, x, x)[0], before)
+    report.undo()
+    weft.swap(layer, "linear")
+    assert not torch.allclose(layer(x, x, x)[0], before, atol=1e-4)
+    with pytest.warns(UserWarning, match="Own overrides forward"):
+        assert not weft.swap(Own(24, 4), "linear").replaced

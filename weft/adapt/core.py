@@ -1,7 +1,7 @@
 """A mechanism inside a layer of another library.
 
 The layer keeps its projections and passes q, k and v to `Core`, which runs the causal or bidirectional mechanism. Masks
-and biases (B, H, Lq, Lk) need a matrix of logits, so only `full` supports them.
+and biases (B, H, Lq, Lk) change single logits, so only mechanisms with a position bias support them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from ..attention import Attention, attention_info, make_attention
 from ..core.contract import PositionBias, hide
 from ..core.precision import autocast
 from ..core.softmax import softmax_attention
+from .biases import PairBias, total
 
 
 class Core(nn.Module):
@@ -71,21 +73,37 @@ class Core(nn.Module):
         bias: PositionBias | None = None,
         allowed: Tensor | None = None,
         added: Tensor | None = None,
+        dropout: float | None = None,
     ) -> Tensor:
+        if isinstance(q, Proxy):
+            return as_leaf(self, q, k, v, mask, causal=causal, allowed=allowed, added=added, dropout=dropout)
         q, k, v = one_dtype(q, k, v)
+        if dropout is not None and dropout != self.dropout:
+            self.dropout = dropout
+            for form in self.forms.values():
+                form.dropout = dropout
         if allowed is None and added is None:
             return self.form(causal)(q, k, v, mask, bias)
-        if self.name != "full":
+        if not self.info.bias:
             raise ValueError(
                 f"{self.name} has no matrix of logits and does not support masks or biases of shape (Lq, Lk): use "
                 "'full', or a padding mask (B, Lk) and causality, which every mechanism supports"
             )
+        if self.name != "full":
+            pairs = [PairBias(t[(None,) * (4 - t.dim())]) for t in (allowed, added) if t is not None]
+            return self.form(causal)(q, k, v, mask, total(bias, *pairs))
         return masked_full(
             q, k, v, mask, causal=causal, allowed=allowed, added=added, dropout=self.dropout if self.training else 0.0
         )
 
     def extra_repr(self) -> str:
         return f"name={self.name!r}"
+
+
+def as_leaf(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Record a call of `module` as one node of the FX graph that is being traced."""
+    tracer = next(arg for arg in args if isinstance(arg, Proxy)).tracer
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), args, kwargs)
 
 
 def masked_full(

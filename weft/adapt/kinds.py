@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from ..layers.mssa import MSSA
 from ..layers.multihead import MultiheadAttention
 from ..models.pvt import SpatialReductionAttention
 from .added import LAYERS
-from .torch_nn import TorchMultiheadAttention
+from .torch_nn import bypasses
 
 
 @dataclass
@@ -68,9 +69,14 @@ def find_layers(model: nn.Module) -> list[Layer]:
 def _recognise(layer: Layer, model: nn.Module) -> bool:
     module = layer.module
     layer.config = getattr(module, "config", None)
+    library = type(module).__module__.partition(".")[0]
+    if library in ("timm", "torchvision") and "attention" in type(module).__name__.lower():
+        importlib.import_module(f".{library}_layers", __package__)
     if type(module) in LAYERS:
         added = LAYERS[type(module)]
-        layer.kind, layer.causal, layer.needs = "added", added.causal, {"cross"} if added.cross else set()
+        layer.kind, layer.causal, layer.needs = "added", added.causal, added.needs(module)
+        if type(module).__module__ == "timm.models.beit" and getattr(model, "rel_pos_bias", None) is not None:
+            layer.needs.add("bias")  # shared by all layers
     elif isinstance(module, (MSSA, MultiheadAttention)):
         layer.kind, layer.causal = "weft", module.causal
     elif isinstance(module, SpatialReductionAttention):
@@ -93,8 +99,10 @@ def _recognise(layer: Layer, model: nn.Module) -> bool:
 
 def _recognise_torch(layer: Layer, module: Any) -> None:
     layer.kind, layer.causal = "torch", None
-    if type(module).forward not in (nn.MultiheadAttention.forward, TorchMultiheadAttention.forward):
-        layer.trouble = f"{type(module).__name__} overrides forward: register it with weft.adapt.add_layer"
+    if bypasses(type(module)):
+        layer.trouble = (
+            f"{bypasses(type(module))} overrides forward without super().forward: register it with weft.adapt.add_layer"
+        )
     elif module.bias_k is not None or module.add_zero_attn:
         layer.trouble = "it adds extra keys (add_bias_kv, add_zero_attn)"
     if layer.role == "decoder multihead_attn":

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..attention import attention_info
+from .added import pairs
 from .core import Core
 from .saved import apply, describe
 
@@ -56,7 +57,7 @@ class TimmAttention(timm.layers.Attention):
             raise ValueError("prefix moves tokens, so it does not support masks and causality: use prefix=0")
         if self.prefix:
             q, k, v = (t.roll(-self.prefix, 2) for t in (q, k, v))
-        out = self.weft(q, k, v, causal=causal, **_mask(mask, k))
+        out = self.weft(q, k, v, causal=causal, **({} if mask is None else pairs(mask, k.shape[0])))
         return out.roll(self.prefix, 2) if self.prefix else out
 
 
@@ -139,14 +140,3 @@ def load(folder: str | Path, **model_args: Any) -> Any:
     apply(model, config["weft"])
     model.load_state_dict(load_file(Path(folder) / "model.safetensors"))
     return model
-
-
-def _mask(mask: Tensor | None, k: Tensor) -> dict[str, Any]:
-    """timm's mask, as for scaled_dot_product_attention: boolean, True to attend, or added to the logits."""
-    if mask is None:
-        return {}
-    if mask.dtype != torch.bool:
-        return {"added": mask}
-    if mask.dim() == 4 and mask.shape[1:3] == (1, 1):
-        return {"mask": mask[:, 0, 0].expand(k.shape[0], -1)}
-    return {"allowed": mask}

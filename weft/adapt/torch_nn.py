@@ -7,8 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
 
-from .core import Core
+from .core import Core, as_leaf
 
 
 class TorchMultiheadAttention(nn.MultiheadAttention):
@@ -34,6 +35,9 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
+        if isinstance(query, Proxy):
+            given = {"need_weights": need_weights, "attn_mask": attn_mask, "is_causal": is_causal}
+            return as_leaf(self, query, key, value, key_padding_mask, **given)
         if query.is_nested:
             raise ValueError("nested tensors are not supported: use nn.TransformerEncoder(enable_nested_tensor=False)")
         alone = query.dim() == 2
@@ -96,12 +100,22 @@ _COMBINED: dict[type, type] = {nn.MultiheadAttention: TorchMultiheadAttention}
 
 
 def swapped_class(cls: type) -> type:
-    """The swapped class of a layer of class `cls`; a subclass keeps its own methods."""
+    """The swapped class of a layer of class `cls`. A subclass keeps its own methods; `super().forward` is ours."""
     if issubclass(cls, TorchMultiheadAttention):
         return cls
     if cls not in _COMBINED:
-        _COMBINED[cls] = type(f"Torch{cls.__name__}", (TorchMultiheadAttention, cls), {"__module__": cls.__module__})
+        _COMBINED[cls] = type(f"Torch{cls.__name__}", (cls, TorchMultiheadAttention), {"__module__": cls.__module__})
     return _COMBINED[cls]
+
+
+def bypasses(cls: type) -> str:
+    """The name of the class whose forward does not call `super().forward`, so that it would ignore a mechanism."""
+    for each in cls.__mro__[: cls.__mro__.index(nn.MultiheadAttention)]:
+        code = getattr(vars(each).get("forward"), "__code__", None)
+        if code is not None and each is not TorchMultiheadAttention:
+            if "__class__" not in code.co_freevars or "forward" not in code.co_names:
+                return each.__name__
+    return ""
 
 
 def _attended(mask: Tensor, name: str) -> Tensor:

@@ -1,0 +1,87 @@
+"""More attention layers of timm for `weft.swap`: EVA, DINOv3, BEiT, Swin V2, MaxViT, CoAtNet, Hiera and MViT v2."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers.attention import AttentionRope
+from timm.models.beit import Attention as BeitAttention
+from timm.models.eva import EvaAttention
+from timm.models.hiera import MaskUnitAttention
+from timm.models.maxxvit import Attention2d, AttentionCl
+from timm.models.mvitv2 import MultiScaleAttention, cal_rel_pos_type, reshape_post_pool, reshape_pre_pool
+from timm.models.swin_transformer_v2 import WindowAttention as CosineAttention
+from torch import Tensor
+
+from .added import add_layer
+
+for _cls in (EvaAttention, AttentionRope):
+    add_layer(_cls, shape=lambda layer: (layer.num_heads, layer.head_dim))
+for _cls in (Attention2d, AttentionCl):
+    add_layer(_cls, shape=lambda layer: (layer.num_heads, layer.dim_head), bias=lambda layer: layer.rel_pos is not None)
+add_layer(
+    BeitAttention,
+    shape=lambda layer: (layer.num_heads, layer.proj.in_features // layer.num_heads),
+    bias=lambda layer: layer.relative_position_bias_table is not None,
+)
+add_layer(MaskUnitAttention, shape=lambda layer: (layer.heads, layer.head_dim), cross=lambda layer: layer.q_stride > 1)
+
+
+def cosine_attention(layer: Any, attend: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Swin V2: logits are cosines of q and k, times a learned factor per head."""
+    bias = None if layer.q_bias is None else torch.cat((layer.q_bias, layer.k_bias, layer.v_bias))
+    qkv = F.linear(x, layer.qkv.weight, bias).unflatten(-1, (3, layer.num_heads, -1))
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    factor = layer.logit_scale.clamp(max=math.log(100)).exp() * q.shape[-1] ** 0.5  # attend divides by √D
+    table = layer.cpb_mlp(layer.relative_coords_table).view(-1, layer.num_heads)
+    added = 16 * table[layer.relative_position_index].permute(2, 0, 1).sigmoid()[None]
+    if mask is not None:  # of shifted windows: one per window of an image
+        added = added + mask.repeat(x.shape[0] // mask.shape[0], 1, 1)[:, None]
+    out = attend(F.normalize(q, dim=-1) * factor, F.normalize(k, dim=-1), v, added=added, dropout=layer.attn_drop.p)
+    return layer.proj_drop(layer.proj(out.transpose(1, 2).flatten(2)))
+
+
+add_layer(
+    CosineAttention,
+    cosine_attention,
+    shape=lambda layer: (layer.num_heads, layer.dim // layer.num_heads),
+    bias=True,
+)
+
+
+def multiscale_attention(layer: Any, attend: Any, x: Tensor, feat_size: list[int]) -> tuple[Tensor, list[int]]:
+    """MViT v2: pooled queries, keys and values, and a bias that depends on the query."""
+    parts = layer.qkv(x).unflatten(-1, (3, layer.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    pooled, sizes = [], []
+    for name, part in zip("qkv", parts, strict=True):
+        pool, norm, size = getattr(layer, f"pool_{name}"), getattr(layer, f"norm_{name}"), feat_size
+        if pool is not None:
+            part, cls_token = reshape_pre_pool(part, feat_size, layer.has_cls_token)
+            part, size = reshape_post_pool(pool(part), layer.num_heads, cls_token)
+        pooled.append(part if norm is None else norm(part))
+        sizes.append(size)
+    q, k, v = pooled
+    added = None
+    if layer.rel_pos_type == "spatial":
+        zeros = q.new_zeros(*q.shape[:3], k.shape[2])
+        rel_pos = (layer.rel_pos_h, layer.rel_pos_w)
+        added = cal_rel_pos_type(zeros, q, layer.has_cls_token, sizes[0], sizes[1], *rel_pos)
+    out = attend(q, k, v, added=added)
+    out = out + q if layer.residual_pooling else out
+    return layer.proj(out.transpose(1, 2).flatten(2)), sizes[0]
+
+
+def _strides(pool: Any) -> Any:
+    return (1, 1) if pool is None else pool.stride
+
+
+add_layer(
+    MultiScaleAttention,
+    multiscale_attention,
+    shape=lambda layer: (layer.num_heads, layer.head_dim),
+    cross=lambda layer: _strides(layer.pool_q) != _strides(layer.pool_k),
+    bias=lambda layer: layer.rel_pos_type == "spatial",
+)
