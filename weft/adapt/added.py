@@ -15,6 +15,7 @@ weft.adapt.add_layer(CausalSelfAttention, reader, shape=..., causal=True)
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
+
+from .leaf import fx_leaf
 
 LAYERS: dict[type, Added] = {}  # both the original class and its swapped subclass
 Condition = bool | Callable[[Any], bool]  # of a layer
@@ -64,6 +67,7 @@ def add_layer(
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise TypeError(f"add_layer needs a subclass of nn.Module, got {cls!r}")
 
+    @fx_leaf
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if reader is not None:
             return reader(self, self.weft, *args, **kwargs)
@@ -76,8 +80,25 @@ def add_layer(
             )
         return out
 
-    swapped = type(f"Weft{cls.__name__}", (cls,), {"forward": forward, "__module__": cls.__module__})
+    methods = {"forward": forward, "__reduce__": lambda self: (_blank, (cls,), self.__getstate__())}
+    swapped = type(f"Weft{cls.__name__}", (cls,), {**methods, "__module__": cls.__module__})
     LAYERS[cls] = LAYERS[swapped] = Added(swapped, shape, causal, cross, bias)
+
+
+def known(cls: type) -> Added | None:
+    """What was registered for this class, by `add_layer` or by weft for timm and torchvision."""
+    library = cls.__module__.partition(".")[0]
+    if library in ("timm", "torchvision") and "attention" in cls.__name__.lower():
+        importlib.import_module(f".{library}_layers", __package__)
+    return LAYERS.get(cls)
+
+
+def _blank(cls: type) -> Any:
+    """A swapped layer without attributes, for pickle."""
+    added = known(cls)
+    if added is None:
+        raise ValueError(f"register {cls.__name__} with weft.adapt.add_layer before you load this file")
+    return added.swapped.__new__(added.swapped)
 
 
 class Replacing(TorchFunctionMode):

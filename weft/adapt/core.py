@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Proxy
 
 from ..attention import Attention, attention_info, make_attention
 from ..core.contract import PositionBias, hide
@@ -75,8 +74,6 @@ class Core(nn.Module):
         added: Tensor | None = None,
         dropout: float | None = None,
     ) -> Tensor:
-        if isinstance(q, Proxy):
-            return as_leaf(self, q, k, v, mask, causal=causal, allowed=allowed, added=added, dropout=dropout)
         q, k, v = one_dtype(q, k, v)
         if dropout is not None and dropout != self.dropout:
             self.dropout = dropout
@@ -98,12 +95,6 @@ class Core(nn.Module):
 
     def extra_repr(self) -> str:
         return f"name={self.name!r}"
-
-
-def as_leaf(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Record a call of `module` as one node of the FX graph that is being traced."""
-    tracer = next(arg for arg in args if isinstance(arg, Proxy)).tracer
-    return tracer.create_proxy("call_module", tracer.path_of_module(module), args, kwargs)
 
 
 def masked_full(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +12,7 @@ from ..attention import Attention
 from ..layers.mssa import MSSA
 from ..layers.multihead import MultiheadAttention
 from ..models.pvt import SpatialReductionAttention
-from .added import LAYERS
+from .added import known
 from .torch_nn import bypasses
 
 
@@ -69,11 +68,8 @@ def find_layers(model: nn.Module) -> list[Layer]:
 def _recognise(layer: Layer, model: nn.Module) -> bool:
     module = layer.module
     layer.config = getattr(module, "config", None)
-    library = type(module).__module__.partition(".")[0]
-    if library in ("timm", "torchvision") and "attention" in type(module).__name__.lower():
-        importlib.import_module(f".{library}_layers", __package__)
-    if type(module) in LAYERS:
-        added = LAYERS[type(module)]
+    added = known(type(module))
+    if added is not None:
         layer.kind, layer.causal, layer.needs = "added", added.causal, added.needs(module)
         if type(module).__module__ == "timm.models.beit" and getattr(model, "rel_pos_bias", None) is not None:
             layer.needs.add("bias")  # shared by all layers

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ..models.pvt import SpatialReductionAttention
 from .core import Core
+from .leaf import fx_leaf
 
 
 class ReducedAttention(SpatialReductionAttention):
@@ -13,6 +14,7 @@ class ReducedAttention(SpatialReductionAttention):
 
     weft: Core
 
+    @fx_leaf
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
         q = self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         source = x

@@ -23,6 +23,7 @@ from torch import Tensor
 from ..attention import attention_info
 from .added import pairs
 from .core import Core
+from .leaf import fx_leaf
 from .saved import apply, describe
 
 
@@ -43,6 +44,7 @@ class TimmAttention(timm.layers.Attention):
         core = Core(heads=self.num_heads, head_dim=self.head_dim, dropout=self.attn_drop.p, **settings)
         self.weft = core.to(device=self.qkv.weight.device, dtype=self.qkv.weight.dtype)
 
+    @fx_leaf
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         gate = getattr(self, "gate", None)
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4).unbind(0)
@@ -67,6 +69,7 @@ class TimmWindowAttention(timm.models.swin_transformer.WindowAttention):
     weft: Core
     relative_position_index: Tensor
 
+    @fx_leaf
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         table, index, H = self.relative_position_bias_table, self.relative_position_index, self.num_heads
@@ -92,6 +95,7 @@ class TimmReducedAttention(timm.models.pvt_v2.Attention):
 
     weft: Core
 
+    @fx_leaf
     def forward(self, x: Tensor, feat_size: list[int]) -> Tensor:
         q = self.q(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         source = x

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import Proxy
 
-from .core import Core, as_leaf
+from .core import Core
+from .leaf import fx_leaf
 
 
 class TorchMultiheadAttention(nn.MultiheadAttention):
@@ -24,6 +24,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
     # projections disable it, so report them here.
     _qkv_same_embed_dim = property(lambda self: False, lambda self, value: None)  # type: ignore[assignment]
 
+    @fx_leaf
     def forward(  # type: ignore[override]
         self,
         query: Tensor,
@@ -35,9 +36,6 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        if isinstance(query, Proxy):
-            given = {"need_weights": need_weights, "attn_mask": attn_mask, "is_causal": is_causal}
-            return as_leaf(self, query, key, value, key_padding_mask, **given)
         if query.is_nested:
             raise ValueError("nested tensors are not supported: use nn.TransformerEncoder(enable_nested_tensor=False)")
         alone = query.dim() == 2
@@ -104,8 +102,14 @@ def swapped_class(cls: type) -> type:
     if issubclass(cls, TorchMultiheadAttention):
         return cls
     if cls not in _COMBINED:
-        _COMBINED[cls] = type(f"Torch{cls.__name__}", (cls, TorchMultiheadAttention), {"__module__": cls.__module__})
+        reduce = {"__reduce__": lambda self: (_blank, (cls,), self.__getstate__())}  # for pickle
+        _COMBINED[cls] = type(f"Torch{cls.__name__}", (cls, TorchMultiheadAttention), reduce)
     return _COMBINED[cls]
+
+
+def _blank(cls: type) -> Any:
+    swapped: Any = swapped_class(cls)
+    return swapped.__new__(swapped)
 
 
 def bypasses(cls: type) -> str:
