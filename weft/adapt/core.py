@@ -78,7 +78,7 @@ class Core(nn.Module):
         if dropout is not None and dropout != self.dropout:
             self.dropout = dropout
             for form in self.forms.values():
-                form.dropout = dropout
+                form.dropout = dropout  # type: ignore[assignment]
         if allowed is None and added is None:
             return self.form(causal)(q, k, v, mask, bias)
         if not self.info.bias:

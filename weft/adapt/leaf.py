@@ -16,7 +16,8 @@ def fx_leaf(forward: Callable) -> Callable:
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         for arg in (*args, *kwargs.values()):
             if isinstance(arg, Proxy):
-                return arg.tracer.create_proxy("call_module", arg.tracer.path_of_module(self), args, kwargs)
+                tracer: Any = arg.tracer
+                return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
         return forward(self, *args, **kwargs)
 
     return wrapped

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from .added import add_layer
 
-for _cls in (EvaAttention, AttentionRope):
-    add_layer(_cls, shape=lambda layer: (layer.num_heads, layer.head_dim))
+for _rotary in (EvaAttention, AttentionRope):
+    add_layer(_rotary, shape=lambda layer: (layer.num_heads, layer.head_dim))
 for _cls in (Attention2d, AttentionCl):
     add_layer(_cls, shape=lambda layer: (layer.num_heads, layer.dim_head), bias=lambda layer: layer.rel_pos is not None)
 add_layer(
