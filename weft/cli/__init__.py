@@ -9,6 +9,7 @@ from ..lab.bench.commands import bench_app
 from ..lab.errors import Commands
 from .attentions import show_attentions
 from .demo import demo
+from .generate import generate
 from .inspect import inspect
 from .size import size
 
@@ -24,6 +25,7 @@ def main() -> None:
 
 app.command("attentions")(show_attentions)
 app.command()(demo)
+app.command()(generate)
 app.command()(inspect)
 app.command()(size)
 app.command("train")(lab.train_command())

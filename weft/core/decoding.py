@@ -487,6 +487,12 @@ def _token(q, k, v, mask, bias, inputs, t: int) -> tuple[Any, ...]:
     return q[:, :, at].clone(), k[:, :, at].clone(), v[:, :, at].clone(), row, bias, x
 
 
+def next_positions(state: DecodingState | None, n: int, device: torch.device) -> Tensor:
+    """The positions (n,) of the next n tokens."""
+    start = 0 if state is None else state.count if state.place is None else state.place
+    return start + torch.arange(n, device=device)
+
+
 def tree_map(function: Callable[..., Tensor], tree: Any, *others: Any) -> Any:
     """Apply a function to every tensor of nested dataclasses, lists, tuples and dicts; `others` have the same form."""
     if isinstance(tree, Tensor):

@@ -51,5 +51,38 @@ class EncoderBlock(nn.Module):
             found = documents_of(segments, x)
             x, documents = quiet_padding(x, found.mask), {"segments": found}
         x = quiet_padding(x, mask)
-        x = x + self.dropout(self.attention(self.attention_norm(x), mask, bias, **documents))
+        return self._finish(x, self.attention(self.attention_norm(x), mask, bias, **documents))
+
+    def prefill(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        bias: PositionBias | None = None,
+        state: Any = None,
+        max_length: int | None = None,
+    ) -> tuple[Tensor, Any]:
+        """Process a prompt x (B, L, dim), or the next L tokens after `state`; returns its output and the next state."""
+        x, attention = quiet_padding(x, mask), decoding_layer(self.attention)
+        y, state = attention.prefill(self.attention_norm(x), mask, bias, state, max_length)
+        return self._finish(x, y), state
+
+    def step(
+        self, x: Tensor, state: Any, mask: Tensor | None = None, bias: PositionBias | None = None
+    ) -> tuple[Tensor, Any]:
+        """Decode one token x (B, 1, dim); returns its output and the next state."""
+        y, state = decoding_layer(self.attention).step(self.attention_norm(x), state, mask, bias)
+        return self._finish(x, y), state
+
+    def _finish(self, x: Tensor, y: Tensor) -> Tensor:
+        x = x + self.dropout(y)
         return x + self.dropout(self.feedforward(self.feedforward_norm(x)))
+
+
+def decoding_layer(layer: nn.Module) -> Any:
+    """The layer, if it can decode."""
+    if not hasattr(layer, "prefill"):
+        raise ValueError(
+            f"{type(layer).__name__} has no prefill() and step(), so this model cannot generate; use a "
+            "weft.MultiheadAttention, a MixedAttention or a CachedAttention"
+        )
+    return layer

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..attention import attention_info
 from ..core.contract import PositionBias
+from ..core.decoding import DecodingState
 from ..core.segments import Segments
 from .multihead import MultiheadAttention
 
@@ -74,10 +76,50 @@ class MixedAttention(nn.Module):
         *,
         segments: Tensor | Segments | None = None,
     ) -> Tensor:
+        pairs = zip(self.blocks, self._shares(bias), strict=True)
+        return sum(block(x, mask, share, segments=segments) for block, share in pairs) / len(self.blocks)
+
+    def _shares(self, bias: PositionBias | None) -> list[PositionBias | None]:
         n = len(self.blocks)
-        shares = [None if bias is None else _Share(bias, self.heads, m, n) for m in range(n)]
-        total = sum(block(x, mask, share, segments=segments) for block, share in zip(self.blocks, shares, strict=True))
-        return total / len(self.blocks)
+        return [None if bias is None else _Share(bias, self.heads, m, n) for m in range(n)]
+
+    def start(self, batch: int, *, max_length: int | None = None, history: int = 0) -> list[DecodingState]:
+        """The states before the first token, one per mechanism; see `Attention.start`."""
+        return [block.start(batch, max_length=max_length, history=history) for block in self._each()]
+
+    def prefill(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        bias: PositionBias | None = None,
+        state: list[DecodingState] | None = None,
+        max_length: int | None = None,
+    ) -> tuple[Tensor, list[DecodingState]]:
+        """Process a prompt x (B, L, dim), or the next L tokens after `state`; returns its output and the next state."""
+        states: list[Any] = [None] * len(self.blocks) if state is None else state
+        parts = zip(self._each(), self._shares(bias), states, strict=True)
+        return self._mean([block.prefill(x, mask, share, inner, max_length) for block, share, inner in parts])
+
+    def step(
+        self, x: Tensor, state: list[DecodingState], mask: Tensor | None = None, bias: PositionBias | None = None
+    ) -> tuple[Tensor, list[DecodingState]]:
+        """Decode one token x (B, 1, dim); returns its output and the next state."""
+        parts = zip(self._each(), self._shares(bias), state, strict=True)
+        return self._mean([block.step(x, inner, mask, share) for block, share, inner in parts])
+
+    def reorder(self, state: list[DecodingState], rows: Tensor) -> list[DecodingState]:
+        """The state with its rows in another order; see `Attention.reorder`."""
+        return [block.reorder(inner, rows) for block, inner in zip(self._each(), state, strict=True)]
+
+    def crop(self, state: list[DecodingState], n: int) -> list[DecodingState]:
+        """The state without its last n tokens; see `Attention.crop`."""
+        return [block.crop(inner, n) for block, inner in zip(self._each(), state, strict=True)]
+
+    def _each(self) -> list[Any]:
+        return list(self.blocks)
+
+    def _mean(self, results: list[tuple[Tensor, DecodingState]]) -> tuple[Tensor, list[DecodingState]]:
+        return torch.stack([out for out, _ in results]).mean(0), [state for _, state in results]
 
 
 class _Share:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..attention import make_attention
 from ..core.contract import PositionBias, quiet_padding
+from ..core.decoding import DecodingState
 from ..core.segments import Segments, documents_of
 
 
@@ -110,16 +111,40 @@ class MSSA(nn.Module):
         self._check(x)
         return self.attention.weights(*self.project(x), mask, bias)
 
-    def start(self, batch: int) -> Any:
-        """The state before the first token, for `step`."""
-        return self.attention.start(batch, device=self.subspaces.weight.device)
+    def start(self, batch: int, *, max_length: int | None = None, history: int = 0) -> DecodingState:
+        """The state before the first token; see `Attention.start`."""
+        place = self.subspaces.weight.device
+        return self.attention.start(batch, max_length=max_length, history=history, device=place)
+
+    def prefill(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        bias: PositionBias | None = None,
+        state: DecodingState | None = None,
+        max_length: int | None = None,
+    ) -> tuple[Tensor, DecodingState]:
+        """Process a prompt x (B, L, dim), or the next L tokens after `state`; returns its output and the next state."""
+        self._check(x)
+        q, k, v = self.project(quiet_padding(x, mask))
+        out, state = self.attention.prefill(q, k, v, mask, bias, state, max_length)
+        return self.merge(out), state
 
     def step(
-        self, x: Tensor, state: Any, mask: Tensor | None = None, bias: PositionBias | None = None
-    ) -> tuple[Tensor, Any]:
+        self, x: Tensor, state: DecodingState, mask: Tensor | None = None, bias: PositionBias | None = None
+    ) -> tuple[Tensor, DecodingState]:
         """Decode one token x (B, 1, dim); returns its output and the next state."""
-        out, state = self.attention.step(*self.project(x), state, mask, bias)
+        q, k, v = self.project(x)
+        out, state = self.attention.step(q, k, v, state, mask, bias)
         return self.merge(out), state
+
+    def reorder(self, state: DecodingState, rows: Tensor) -> DecodingState:
+        """The state with its rows in another order; see `Attention.reorder`."""
+        return self.attention.reorder(state, rows)
+
+    def crop(self, state: DecodingState, n: int) -> DecodingState:
+        """The state without its last n tokens; see `Attention.crop`."""
+        return self.attention.crop(state, n)
 
     def _check(self, x: Tensor) -> None:
         if x.dim() != 3 or x.shape[-1] != self.dim:

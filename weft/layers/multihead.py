@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..attention import Attention, make_attention
 from ..core.contract import PositionBias, quiet_padding
+from ..core.decoding import DecodingState, next_positions
 from ..core.positions import Rotary
 from ..core.segments import Segments, documents_of
 from ..core.sharding import first_position
@@ -167,18 +168,50 @@ class MultiheadAttention(nn.Module):
         self._check(x, context)
         return self.attention.weights(*self.project(x, context), mask, bias, **self.input(x))
 
-    def start(self, batch: int) -> Any:
-        """The state before the first token, for `step`."""
-        return self.attention.start(batch, device=self.v.weight.device), 0
+    def start(self, batch: int, *, max_length: int | None = None, history: int = 0) -> DecodingState:
+        """The state before the first token; see `Attention.start`."""
+        return self.attention.start(batch, max_length=max_length, history=history, device=self.v.weight.device)
+
+    def prefill(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        bias: PositionBias | None = None,
+        state: DecodingState | None = None,
+        max_length: int | None = None,
+    ) -> tuple[Tensor, DecodingState]:
+        """Process a prompt x (B, L, dim), or the next L tokens after `state`; returns its output and the next state."""
+        heads, state = self.prefill_heads(x, mask, bias, state, max_length)
+        return self.merge(heads), state
 
     def step(
-        self, x: Tensor, state: Any, mask: Tensor | None = None, bias: PositionBias | None = None
-    ) -> tuple[Tensor, Any]:
+        self, x: Tensor, state: DecodingState, mask: Tensor | None = None, bias: PositionBias | None = None
+    ) -> tuple[Tensor, DecodingState]:
         """Decode one token x (B, 1, dim); returns its output and the next state."""
-        inner, position = state
-        q, k, v = self.project(x, start=position)
-        out, inner = self.attention.step(q, k, v, inner, mask, bias, **self.input(x))
-        return self.merge(out), (inner, position + 1)
+        heads, state = self.step_heads(x, state, mask, bias)
+        return self.merge(heads), state
+
+    def prefill_heads(self, x, mask=None, bias=None, state=None, max_length=None) -> tuple[Tensor, DecodingState]:
+        """`prefill` before the output projection, (B, H, L, D)."""
+        self._check(x, None)
+        x = quiet_padding(x, mask)
+        q, k, v = self.project(x, positions=self._positions(state, x))
+        return self.attention.prefill(q, k, v, mask, bias, state, max_length, **self.input(x))
+
+    def step_heads(self, x, state, mask=None, bias=None) -> tuple[Tensor, DecodingState]:
+        q, k, v = self.project(x, positions=self._positions(state, x))
+        return self.attention.step(q, k, v, state, mask, bias, **self.input(x))
+
+    def _positions(self, state: DecodingState | None, x: Tensor) -> Tensor | None:
+        return None if self.rope is None else next_positions(state, x.shape[1], x.device)
+
+    def reorder(self, state: DecodingState, rows: Tensor) -> DecodingState:
+        """The state with its rows in another order; see `Attention.reorder`."""
+        return self.attention.reorder(state, rows)
+
+    def crop(self, state: DecodingState, n: int) -> DecodingState:
+        """The state without its last n tokens; see `Attention.crop`."""
+        return self.attention.crop(state, n)
 
     def input(self, x: Tensor) -> dict[str, Tensor]:
         """x, for the few mechanisms that read the layer's input in addition to q, k and v."""

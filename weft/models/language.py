@@ -7,18 +7,21 @@ logits = LN(x) · W
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from ..core.decoding import next_positions
 from ..core.positions import Constant
 from ..core.segments import Segments, documents_of
 from ..core.sharding import first_position
 from ..layers import ALiBi, sinusoids
-from ..layers.encoder import NORM_EPS
+from ..layers.encoder import NORM_EPS, decoding_layer
 from .build import AttentionChoice, encoder_blocks
+from .generate import generate
 
 
 class LanguageModel(nn.Module):
@@ -92,13 +95,96 @@ class LanguageModel(nn.Module):
             raise ValueError(
                 f"{length} tokens exceed max_length={self.max_length}: create the model with a larger max_length"
             )
-        x = self.embed(ids)
-        table = self.positions if self.table is None else self.table(x.device)
-        if table is not None:
-            first = first_position(x)
-            at = slice(first, first + length) if documents is None else documents.positions
-            x = x + table[at].to(x.dtype)
-        x = self.dropout(x)
+        if documents is None:
+            first = first_position(ids)
+            at: Any = slice(first, first + length)
+        else:
+            at = documents.positions
+        x = self._embedded(ids, at)
         for block in self.blocks:
             x = block(x, mask, self.bias, segments=documents)
         return self.scores(self.norm(x))
+
+    def _embedded(self, ids: Tensor, at: Any) -> Tensor:
+        """Tokens with the positions `at`, an index into the table of positions."""
+        x = self.embed(ids)
+        table = self.positions if self.table is None else self.table(x.device)
+        return self.dropout(x if table is None else x + table[at].to(x.dtype))
+
+    # Generation: the state is a list with the state of every block.
+
+    def start(self, batch: int, *, max_length: int | None = None, history: int = 0) -> list[Any]:
+        """The state before the first token; see `Attention.start`."""
+        self._check_causal()
+        return [layer.start(batch, max_length=max_length, history=history) for layer in self._layers()]
+
+    def prefill(
+        self, ids: Tensor, mask: Tensor | None = None, state: list[Any] | None = None, max_length: int | None = None
+    ) -> tuple[Tensor, list[Any]]:
+        """Process prompts ids (B, L), or the next L tokens after `state`; returns logits (B, L, vocab) and the next
+        state. Padding, where `mask` (B, L) is False, belongs on the left."""
+        x, state = self._prefilled(ids, mask, state, max_length)
+        return self.scores(self.norm(x)), state
+
+    def _prefilled(
+        self, ids: Tensor, mask: Tensor | None, state: list[Any] | None, max_length: int | None = None
+    ) -> tuple[Tensor, list[Any]]:
+        state = self.start(ids.shape[0], max_length=max_length) if state is None else state
+        x, states = self._embedded(ids, self._next(state, ids.shape[1])), []
+        for block, inner in zip(self.blocks, state, strict=True):
+            x, inner = block.prefill(x, mask, self.bias, inner)  # type: ignore[operator]
+            states.append(inner)
+        return x, states
+
+    def step(self, ids: Tensor, state: list[Any], mask: Tensor | None = None) -> tuple[Tensor, list[Any]]:
+        """Process one token per row, ids (B, 1); returns logits (B, 1, vocab) and the next state."""
+        x, states = self._embedded(ids, self._next(state, 1)), []
+        for block, inner in zip(self.blocks, state, strict=True):
+            x, inner = block.step(x, inner, mask, self.bias)  # type: ignore[operator]
+            states.append(inner)
+        return self.scores(self.norm(x)), states
+
+    def reorder(self, state: list[Any], rows: Tensor) -> list[Any]:
+        """The state with its rows in another order, for beam search; see `Attention.reorder`."""
+        return [layer.reorder(inner, rows) for layer, inner in zip(self._layers(), state, strict=True)]
+
+    def crop(self, state: list[Any], n: int) -> list[Any]:
+        """The state without its last n tokens; see `Attention.crop`."""
+        return [layer.crop(inner, n) for layer, inner in zip(self._layers(), state, strict=True)]
+
+    def generate(
+        self,
+        ids: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop: int | Sequence[int] | None = None,
+        stream: Callable[[Tensor], Any] | None = None,
+        *,
+        mask: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        seed: int | None = None,
+    ) -> Tensor:
+        """Continue the prompts ids (B, L); returns ids (B, L + new). See `weft.models.generate.generate`."""
+        chosen = (temperature, top_k, top_p, stop, stream)
+        return generate(self, ids, max_new_tokens, *chosen, mask=mask, generator=generator, seed=seed)
+
+    def _layers(self) -> list[Any]:
+        return [decoding_layer(block.attention) for block in self.blocks]  # type: ignore[arg-type]
+
+    def _next(self, state: list[Any], n: int) -> Tensor:
+        first = state[0] if state else None
+        while isinstance(first, list):  # mixed attention
+            first = first[0]
+        at = next_positions(first, n, self.embed.weight.device)
+        if first is not None and first.place is None and first.count + n > self.max_length:
+            raise ValueError(
+                f"{first.count + n} tokens exceed max_length={self.max_length}: create the model with a larger "
+                "max_length, or use generate(), which drops the oldest tokens"
+            )
+        return at
+
+    def _check_causal(self) -> None:
+        if not self.causal:
+            raise ValueError("a model with causal=False cannot generate: train one with causal=True")

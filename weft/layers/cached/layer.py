@@ -251,17 +251,34 @@ class CachedAttention(nn.Module):
         """Clear the whole cache, or only the streams where `rows` (B,) is True."""
         self.cache.reset(rows)
 
-    def start(self, batch: int) -> Any:
-        """The state before the first token, for `step`."""
-        return self._stepping().start(batch)
+    def start(self, batch: int, *, max_length: int | None = None, history: int = 0) -> Any:
+        """The state before the first token, for `step`; see `Attention.start`."""
+        return self._stepping().start(batch, max_length=max_length, history=history)
+
+    def prefill(
+        self, x: Tensor, mask: Tensor | None = None, bias: Any = None, state: Any = None, max_length: int | None = None
+    ) -> tuple[Tensor, Any]:
+        """Process a prompt x (B, L, dim), or the next L tokens after `state`; returns its output and the next state.
+        Reads the cache without writing it."""
+        own, state = self._stepping().prefill_heads(x, mask, bias, state, max_length)
+        return self._with_memory(quiet_padding(x, mask), own), state
 
     def step(self, x: Tensor, state: Any, mask: Tensor | None = None, bias: Any = None) -> tuple[Tensor, Any]:
         """Decode one token x (B, 1, dim); returns its output and the next state. Reads the cache without writing it."""
-        inner = self._stepping()
-        within, position = state
-        own, within = inner.attention.step(*inner.project(x, start=position), within, mask, bias, **inner.input(x))
+        own, state = self._stepping().step_heads(x, state, mask, bias)
+        return self._with_memory(x, own), state
+
+    def _with_memory(self, x: Tensor, own: Tensor) -> Tensor:
         memory = self.memory(x[..., : self.width], self.cache.frozen(x), self.grid)
-        return inner.merge(self._mixed(own.transpose(1, 2), memory).transpose(1, 2)), (within, position + 1)
+        return self._stepping().merge(self._mixed(own.transpose(1, 2), memory).transpose(1, 2))
+
+    def reorder(self, state: Any, rows: Tensor) -> Any:
+        """The state with its rows in another order; see `Attention.reorder`."""
+        return self._stepping().reorder(state, rows)
+
+    def crop(self, state: Any, n: int) -> Any:
+        """The state without its last n tokens; see `Attention.crop`."""
+        return self._stepping().crop(state, n)
 
     def _own(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None, Any]:
         """The inner branch by heads, (B, T, H, d); its output if the cache is written from it; other return values."""

@@ -1,0 +1,123 @@
+"""The command `weft generate RUN`: continue a prompt with a language model of the lab."""
+
+from __future__ import annotations
+
+import codecs
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ..tasks import TaskData
+
+
+def generate(
+    run: Annotated[Path, typer.Argument(help="the folder of a run")],
+    prompt: Annotated[str | None, typer.Option(help="text to continue; default: --file, or standard input")] = None,
+    file: Annotated[Path | None, typer.Option(help="read the prompt from this file; - for standard input")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="how many tokens to generate")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="sample from the k most likely tokens")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="sample from the most likely tokens with this probability")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="of the samples")] = None,
+    which: Annotated[str, typer.Option(help="weights to use: best, last or average")] = "best",
+    data_at: Annotated[str, typer.Option("--data", help="data folder, if it has moved since the run")] = "",
+    device: Annotated[str, typer.Option(help="cpu or cuda; default: cuda if available")] = "",
+) -> None:
+    """Continue a prompt with a trained language model. Prints the text as it is generated, and tokens/s at the end."""
+    import torch
+
+    from ..lab import load_run
+    from ..models.language import LanguageModel
+    from ..tasks.registry import task_of
+    from ..tasks.text import Bytes
+
+    if which not in ("best", "last", "average"):
+        raise typer.BadParameter(f"--which must be best, last or average, got {which!r}")
+    text = _prompt(prompt, file)
+    model, config, data = load_run(run, which, data=data_at)
+    if not isinstance(model, LanguageModel) or not isinstance(task_of(config), Bytes) or not model.causal:
+        raise typer.BadParameter(
+            f"{run} has a {type(model).__name__} trained on {config.task!r}, which does not predict the next token; "
+            "weft generate needs a run of a causal language model, such as `weft train text`"
+        )
+    encode, writer = code_of(data)
+    ids = encode(text)
+    if not ids:
+        raise typer.BadParameter("the prompt is empty: give at least one token with --prompt or --file")
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    write = writer()
+
+    def show(new: Any) -> None:
+        print(write(int(new[0])), end="", flush=True)
+
+    print(text, end="", flush=True)
+    begin = time.perf_counter()
+    model.to(place).generate(
+        torch.tensor([ids], device=place), tokens, temperature, top_k, top_p, stream=show, seed=seed
+    )
+    seconds = time.perf_counter() - begin
+    print(flush=True)
+    attention = config.attention
+    print(
+        f"{tokens} tokens in {seconds:.1f} s: {tokens / seconds:.1f} tokens/s ({attention}, {place})", file=sys.stderr
+    )
+
+
+def _prompt(prompt: str | None, file: Path | None) -> str:
+    if prompt is not None and file is not None:
+        raise typer.BadParameter("give --prompt or --file, not both")
+    if prompt is not None:
+        return prompt
+    if file is not None and str(file) != "-":
+        if not file.is_file():
+            raise typer.BadParameter(f"{file} does not exist")
+        return file.read_text(encoding="utf-8", errors="replace")
+    if file is None and sys.stdin.isatty():
+        raise typer.BadParameter("no prompt: give --prompt TEXT, --file PATH, or pipe a text")
+    return sys.stdin.read()
+
+
+def code_of(data: TaskData) -> tuple[Callable[[str], list[int]], Callable[[], Callable[[int], str]]]:
+    """How the run encodes text, and a function from each new id to the text it completes."""
+    if data.tokenizer is not None:
+        from tokenizers import Tokenizer
+
+        bpe = Tokenizer.from_str(data.tokenizer)
+
+        def pieces() -> Callable[[int], str]:
+            seen: list[int] = []
+            shown = 0
+
+            def write(new: int) -> str:
+                nonlocal shown
+                seen.append(new)
+                text = bpe.decode(seen)
+                if text.endswith("\ufffd"):  # in the middle of a character
+                    return ""
+                fresh, shown = text[shown:], len(text)
+                return fresh
+
+            return write
+
+        return lambda text: bpe.encode(text).ids, pieces
+    if data.vocabulary is not None:
+        words = data.vocabulary
+        number = {word: i for i, word in enumerate(words)}
+        unknown = number["<unk>"]
+        return (
+            lambda text: [number.get(word, unknown) for word in text.replace("\n", " <eos> ").split()],
+            lambda: lambda new: "\n" if words[new] == "<eos>" else f" {words[new]}",
+        )
+
+    def characters() -> Callable[[int], str]:
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        return lambda new: decoder.decode(bytes([new]))
+
+    return lambda text: list(text.encode()), characters
