@@ -5,6 +5,7 @@ import torch
 from promises import cases, noise
 
 import weft
+from weft.attention.combiner.base import combiner_naive
 from weft.attention.combiner.summaries import max_of_others, running_max
 
 H, D = 2, 4
@@ -284,3 +285,22 @@ def test_refusals():
         make("combiner-mixture", True, factorisations=["combiner-fixed"], mixture="joint")
     with pytest.raises(ValueError, match="single positions"):
         make("combiner-fixed", True)(*qkv(5), bias=weft.ALiBi(H))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_routing_has_whole_clusters_by_default(causal):
+    """Equations 11 and 12: the own cluster directly and every other one as a span, however large they are."""
+    torch.manual_seed(0)
+    L, options = 90, {"heads": 2, "head_dim": 8, "causal": causal, "clusters": 2}
+    attn = weft.make_attention("combiner-routing", **options).double().eval()
+    q, k, v = torch.randn(3, 1, 2, L, 8, dtype=torch.float64)
+    group = (k @ attn.clusters.centroids.mT).argmax(-1)[:, :, :, None]
+    own = group == group.mT  # (1, 2, L, L)
+    other = (~own)[:, :, :, None]  # with two clusters, one span
+    expected = combiner_naive(attn, q, k, v, None, own, other)
+    assert own.sum(-1).max() > attn.clusters.size(2000) / 2  # larger than the runs of the capped form would allow
+    torch.testing.assert_close(attn(q, k, v), expected, rtol=0, atol=1e-12)
+    capped = weft.make_attention("combiner-routing", **options, capacity=32).double().eval()
+    capped.load_state_dict(attn.state_dict())
+    assert (capped(q, k, v) - expected).abs().max() > 0.01
+    assert attn.clusters.size(1024) == 1024 and attn.clusters.size(4096) == 128

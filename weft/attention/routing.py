@@ -61,6 +61,7 @@ class Clusters(nn.Module):
         capacity: int | None,
         decay: float,
         max_length: int | None,
+        whole_up_to: int = 0,
     ):
         super().__init__()
         if clusters is None:
@@ -72,6 +73,7 @@ class Clusters(nn.Module):
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"decay must be in [0, 1], got {decay}")
         self.clusters, self.capacity, self.decay, self.max_length = clusters, capacity, decay, max_length
+        self.whole_up_to = whole_up_to
         self.frozen = False
         self.register_buffer("centroids", F.normalize(torch.randn(heads, clusters, head_dim), dim=-1))
         self.register_buffer("drawn", torch.zeros(heads, clusters, head_dim))  # sum of the unit keys of the last batch
@@ -107,8 +109,11 @@ class Clusters(nn.Module):
             self.centroids = before
 
     def size(self, length: int) -> int:
-        """Maximum number of tokens in a run."""
-        return self.capacity or power_of_two(2 * (self.max_length or length) ** 0.5, least=32)
+        """Maximum number of tokens in a run. Without `capacity`, clusters stay whole up to `whole_up_to` tokens."""
+        length = self.max_length or length
+        if self.capacity is None and length <= self.whole_up_to:
+            return max(1, length)
+        return self.capacity or power_of_two(2 * length**0.5, least=32)
 
     @torch.no_grad()
     def assign(self, k: Tensor, mask: Tensor | None) -> Tensor:

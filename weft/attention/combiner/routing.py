@@ -1,10 +1,16 @@
 """Combiner-Routing: a token's own cluster directly, every other cluster as a span.
 
 Combiner, https://arxiv.org/abs/2107.05768, section 4.5, which defines only the sets. The clusters are those of the
-sparse parent, `routing`, split into runs G_1, G_2, ... of bounded size:
+sparse parent, `routing`:
 
-    causal           direct G_{g_i} ∩ {0..i}      spans G_g ∩ {0..i} for every other run g
-    bidirectional    direct G_{g_i}               spans G_g for every other run g
+    causal           direct G_{g_i} ∩ {0..i}      spans G_g ∩ {0..i} for every other cluster g          (equation 11)
+    bidirectional    direct G_{g_i}               spans G_g for every other cluster g                   (equation 12)
+
+Clusters may have any size, so this costs up to L². By default it is computed as it stands up to `WHOLE` tokens
+(`max_length`, if given). For longer sequences, and whenever `capacity` is given, each cluster is split into runs of at
+most `capacity` tokens, in order of position, and "cluster" means "run" in the sets above. That bounds the cost for any
+data, at L · (capacity + clusters + L / capacity), but changes the result: tokens of earlier runs of the own cluster
+are read through a summary.
 
 If causal, a span grows with i, so every token j has a summary: that of its run up to j. At i, the newest run of a
 cluster is represented by the summary at its last token up to i. Older runs are closed and represented as a whole.
@@ -32,6 +38,8 @@ from ...core.softmax import softmax_attention
 from ..routing import Clusters, RunLayout, run_part
 from .base import Combiner, Seen, combiner_naive, line_summaries
 
+WHOLE = 1024
+
 
 def naive(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
@@ -45,7 +53,8 @@ def naive(
 
 
 class CombinerRouting(Combiner):
-    """`clusters`: centroids per head. `capacity`: maximum run length. `decay`: of the centroids' moving average."""
+    """`clusters`: centroids per head. `capacity`: maximum run length; None: whole clusters up to 1,024 tokens, then
+    runs of about 2·√L. `decay`: of the centroids' moving average."""
 
     def __init__(
         self,
@@ -57,9 +66,11 @@ class CombinerRouting(Combiner):
         **contract: Any,
     ):
         super().__init__(summary=summary, **contract)
-        self.clusters = Clusters(self.heads, self.head_dim, clusters, capacity, decay, self.max_length)
+        self.clusters = Clusters(self.heads, self.head_dim, clusters, capacity, decay, self.max_length, WHOLE)
 
     def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
+        if k.shape[2] <= min(WHOLE, self.clusters.size(k.shape[2])):  # no cluster can exceed a run
+            return self._whole_clusters(q, k, v, mask)
         runs = self.clusters.runs(k, mask)
         direct = run_part(runs, k, v, mask, self.causal)
         real = take_mask(mask, runs.token, k.shape[2])
@@ -77,6 +88,36 @@ class CombinerRouting(Combiner):
         others = ~torch.eye(R, dtype=torch.bool, device=k.device)[:, None] & (count > 0)[:, :, None, None]
         each_k, each_v = (t[:, :, None].expand(-1, -1, R, -1, -1) for t in (kbar, vbar))
         return [direct, Part(direct.layout, each_k, each_v, others)]
+
+    def _whole_clusters(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
+        """`parts` without runs: L x L logits with a mask of the clusters."""
+        L, s, G = k.shape[2], self.summary, self.clusters.clusters
+        group = self.clusters.assign(k, mask)
+        member = group[:, :, None] == torch.arange(G, device=k.device)[:, None]  # (B, H, G, L)
+        own = same(group) if mask is None else same(group) & mask[:, None, None]
+        lifted_q, lifted_k = (
+            lifted[:, :, None].expand(-1, -1, G, -1, -1).masked_fill(~member[..., None], s.neutral)
+            for lifted in (s.lift_queries(q, None), s.lift_keys(k, None))
+        )
+        layout = Rows(L)
+        if not self.causal:
+            count = member.sum(-1)
+            qbar, kbar = (s.finish(s.reduce(f, 3), count, k.dtype) for f in (lifted_q, lifted_k))
+            vbar = softmax_attention(qbar, k, v, allowed=member)
+            others = ~member.mT & (count > 0)[:, :, None]
+            return [_part(layout, k, v, own), _part(layout, kbar, vbar, others)]
+        at = torch.arange(L, device=k.device)
+        past = own & (at <= at[:, None])
+        place = group.clamp(max=G - 1)[:, :, None, :, None].expand(-1, -1, 1, -1, k.shape[-1])
+        qbar, kbar = (
+            s.finish(s.up_to(f).gather(2, place)[:, :, 0], past.sum(-1), k.dtype) for f in (lifted_q, lifted_k)
+        )
+        vbar = softmax_attention(qbar, k, v, allowed=past, may_be_empty=mask is not None)
+        until = torch.where(own & (at > at[:, None]), at, L).amin(-1)  # the cluster's next token
+        stands = (at <= at[:, None]) & (at[:, None] < until[:, :, None]) & ~same(group)
+        if mask is not None:
+            stands = stands & mask[:, None, None]
+        return [_part(layout, k, v, past), _part(layout, kbar, vbar, stands)]
 
     def pattern_for(self, length: int) -> Hashable:
         return self.clusters.size(length)
@@ -210,6 +251,11 @@ class RoutingState:
     closed_k: Tensor  # (B, H, runs, D): the summaries of the closed runs; their tokens are dropped
     closed_v: Tensor
     closed: Tensor  # (B, H): how many there are
+
+
+def _part(layout: Rows, k: Tensor, v: Tensor, allowed: Tensor) -> Part:
+    """Keys that all queries share."""
+    return Part(layout, k[:, :, None], v[:, :, None], allowed[:, :, None])
 
 
 def _growing_spans(runs: Runs, kbar: Tensor, vbar: Tensor, real: Tensor, groups: int) -> Part:
