@@ -33,6 +33,7 @@ def median_ms(fn: Callable[[], Any], budget_ms: float = 150.0) -> float:
 
 def median_of(fn: Callable[[], Any], budget_ms: float) -> float:
     """Median time of a call; where the CPU is the slower one, the time it needs to queue it."""
+
     def timed(repeats: int) -> list[float]:
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
         marks[0].record()

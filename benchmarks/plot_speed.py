@@ -1,6 +1,6 @@
 """Draw docs/speed.svg from benchmarks/results/gpu_attention.json: forward and backward time against length.
 
-    python benchmarks/plot_speed.py
+python benchmarks/plot_speed.py
 """
 
 from __future__ import annotations

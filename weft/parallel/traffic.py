@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -36,11 +37,12 @@ def traffic(
     batch: int = 1,
     dtype: torch.dtype = torch.bfloat16,
     masked: bool = False,
+    only: Sequence[int] | None = None,
 ) -> list[int]:
-    """Bytes that each rank sends in the forward pass of one call with `length` tokens split over `ranks`."""
+    """Bytes that each rank (or those of `only`) sends in the forward pass of one call with `length` tokens."""
     sent = []
     empty = copy.deepcopy(attn).to("meta")
-    for rank in range(ranks):
+    for rank in range(ranks) if only is None else only:
         context = _Counting(rank, ranks, length)
         shape = batch, attn.heads, context.stop - context.start, attn.head_dim
         q, k, v = (torch.empty(shape, dtype=dtype, device="meta") for _ in range(3))
