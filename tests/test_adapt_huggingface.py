@@ -327,16 +327,6 @@ def test_sliding_windows():
     assert torch.equal(*(generate(roomy, ids, mask, use_cache=c).sequences for c in (True, False)))
 
 
-def test_packed_sequences():
-    ids = tokens(1, 10)
-    positions = torch.cat([torch.arange(4), torch.arange(6)])[None]
-    packed = {"position_ids": positions, "use_cache": False}
-    ours, theirs = (llama(i)(ids, **packed).logits for i in ("weft:full", "sdpa"))
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-    with pytest.raises(ValueError, match="packed sequences"):
-        llama("weft:linear")(ids, **packed)
-
-
 def test_static_caches():
     ids, mask = tokens(), padding("left")
     static = {"cache_implementation": "static", "disable_compile": True}

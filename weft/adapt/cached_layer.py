@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from ..layers.cached import CachedAttention
 from ..layers.cached.inputs import refuse_one_way
 from .kinds import Layer
-from .masks import WeftMask, read, says_causal
+from .masks import WeftMask, packed_numbers, read, says_causal
 
 QUERIES = ("q_proj", "query", "q", "q_lin", "to_q", "linear_q", "q_a_proj", "qkv", "c_attn", "Wqkv", "query_key_value")
 
@@ -64,6 +64,11 @@ class CachedLayer(nn.Module):
             if says_causal(mask) and not self.cached.options.delayed:
                 raise ValueError(
                     "the layer is causal, and a cache of the current segment would leak the future: give delayed=True"
+                )
+            if self._writes and packed_numbers(mask) is not None:
+                raise ValueError(
+                    "cached attention in a transformers model writes one sample per row, and this row has several "
+                    "packed documents: pass one document per row"
                 )
             mask = read(mask)
             if mask is None:

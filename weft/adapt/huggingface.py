@@ -24,12 +24,15 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..attention import Attention, attention_info, attentions, make_attention
+from ..core.blocks import both
 from ..core.precision import autocast
+from ..core.segments import Segments
 from .biases import PairBias, WindowBias, in_window, total
 from .core import learns, masked_full, rescaled, rows_are_independent, seeded
 from .decoding import begin, note_recording, plain_keys, state_layer
 from .guard import called, guard, install
 from .masks import fits, mask_function_of, read, says_causal, window_of
+from .packed import documents
 from .past import all_queries, is_cross_attention, layer_state, remember
 from .saved import apply
 
@@ -177,6 +180,7 @@ def _attend(
     state = state_layer(key)
     length = key.shape[2] if state is None else state.columns
     said, window = says_causal(mask), window_of(mask)
+    packed = None if state is not None else documents(module, choice.shown, mask, query, length, kwargs)
     mask = _unpacked(choice.shown, module, mask, length)
     if state is not None:
         mask = state.padding_of(mask)
@@ -197,7 +201,8 @@ def _attend(
         pairs = of_matrix or position_bias is not None
         state.refuse(output_attentions=output_attentions, pairwise_masks=pairs, dropout=dropout)
         return _heads_last(state.attend(q, k, v, mask, _near(state.attn, window))), None
-    if causal and choice.name != "full" and not (of_matrix or output_attentions or dropout) and position_bias is None:
+    alone = not (of_matrix or output_attentions or dropout or position_bias is not None or packed is not None)
+    if causal and choice.name != "full" and alone:
         attn = _instance(choice, module, q, causal, window)
         if not _moves(attn):
             began = begin(module, attn, choice.shown, choice.options, key, q, k, v, mask, _near(attn, window))
@@ -205,13 +210,15 @@ def _attend(
                 return _heads_last(began), None
     if choice.name == "full" and (of_matrix or special or over_cache or window or position_bias is not None):
         # No earlier queries are needed, so any cache works.
-        run = _full(q, k, mask, position_bias, causal, window, special)
+        run = _full(q, k, mask, position_bias, causal, window, special, packed)
     elif choice.name == "longformer" and window and over_cache and position_bias is None:
         window = min(window, choice.options.get("window", window))
         run = _full(q, k, mask, None, causal, window, special)  # the cache holds little more than the window
     else:
         bias, mask = _bias(choice, mask, position_bias, causal, over_cache)
-        run = _mechanism(choice, module, q, k, mask, causal, window, bias)
+        if packed is not None and bias is not None:
+            raise ValueError(f"{choice.shown} does not support a pairwise bias of packed sequences: use weft:full")
+        run = _mechanism(choice, module, q, k, mask, causal, window, bias, packed)
     out = _heads_last(run(v, dropout))
     if not output_attentions:
         return out, None
@@ -231,6 +238,7 @@ def _full(
     causal: bool,
     window: int | None,
     special: dict[str, Any],
+    packed: Segments | None = None,
 ) -> Run:
     """Full attention, with the features that only it supports."""
     if mask is not None and mask.dim() == 4:  # the matrix contains causality and padding
@@ -240,6 +248,9 @@ def _full(
     if window:
         j = torch.arange(k.shape[2], device=q.device)
         near = in_window(j[k.shape[2] - q.shape[2] :, None], j, window, causal)[None, None]
+    if packed is not None:
+        numbers = packed.numbers[:, None]
+        near = both(near, (numbers[..., None] == numbers[..., None, :]) & (numbers > 0)[..., None, :])
     return lambda v, p: masked_full(
         q, k, v, mask, causal=causal, allowed=near, added=position_bias, dropout=p, **special
     )
@@ -277,6 +288,7 @@ def _mechanism(
     causal: bool,
     window: int | None = None,
     bias: PairBias | None = None,
+    packed: Segments | None = None,
 ) -> Run:
     """The mechanism over all positions; returns the last Lq rows."""
     name, Lq, Lk = choice.shown, q.shape[2], k.shape[2]
@@ -289,13 +301,13 @@ def _mechanism(
     if causal and Lq != Lk:
         _refuse_if_length_matters(name, attn)
         q = all_queries(module, name, q, Lk)
-    elif causal and choice.name != "full":
+    elif causal and choice.name != "full" and packed is None:
         remember(module, q)
     near = _near(attn, window)
 
     def run(v: Tensor, dropout: float) -> Tensor:
         attn.dropout = dropout
-        return attn(q, k, v, mask, total(bias, near))[:, :, -Lq:]
+        return attn(q, k, v, mask, total(bias, near), packed)[:, :, -Lq:]
 
     return run
 
@@ -382,7 +394,6 @@ def _refuse(
         "a soft cap on the logits": None if "softcap" in special else kwargs.get("softcap"),
         "attention sinks": None if "sinks" in special else sinks,
         "a paged cache": kwargs.get("cache") if "cache" in kwargs else kwargs.get("block_table"),
-        "packed sequences": kwargs.get("cu_seq_lens_q"),
         "a bias on the logits": kwargs.get("attention_bias"),
         f"a sliding window of {unseen} tokens": unseen,
     }

@@ -2,7 +2,8 @@
 
 A model requests its mask once, with a function that says which query may see which key. Plain causal or bidirectional
 attention needs only the padding mask (B, Lk), and so does a sliding window, whose size is part of the mask's type.
-Anything else (packed sequences, chunks, a static cache) is a matrix, which only `full` supports.
+Packed sequences are segments (see `packed.py`). Anything else (chunks, a static cache) is a matrix, which only `full`
+supports.
 
 Some models request a mask and then compute attention themselves. A boolean mask, or None, would silently show them the
 future and the padding. So every mask is a `WeftMask`: a tensor that raises an error in any computation outside weft's
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
+PACKED = {"packed_sequence_mask_function"}
 PLAIN = {"causal_mask_function", "bidirectional_mask_function"}
 SLIDING = {"sliding_window_overlay", "sliding_window_bidirectional_overlay"}
 WINDOWS = {*SLIDING, "chunked_overlay"}
@@ -29,7 +31,7 @@ MEANING = {
     "sliding_window_overlay": "a sliding window",
     "sliding_window_bidirectional_overlay": "a sliding window",
     "chunked_overlay": "chunked attention",
-    "packed_sequence_mask_function": "packed sequences (position_ids that restart)",
+    "packed_sequence_mask_function": "packed sequences with other masks",
     "blockwise_overlay": "blocks of tokens with bidirectional attention",
     "compiled window": "a sliding window or chunks in a compiled model",
     "compiled": "sequences that may be packed (a compiled model cannot tell: pass an attention_mask)",
@@ -96,6 +98,10 @@ class BidirectionalMask(WeftMask):
     """Padding alone."""
 
 
+class PackedMask(CausalMask):
+    """For causal attention within packed documents: the numbers of the documents, from 1, in place of True."""
+
+
 class UnpaddedCausalMask(CausalMask):
     """Every token is real."""
 
@@ -125,11 +131,27 @@ def says_causal(mask: Tensor | None) -> bool | None:
 def read(mask: Tensor) -> Tensor | None:
     """The padding mask (B, Lk), None without padding, or a matrix (B, 1, Lq, Lk)."""
     kind = _kind(mask)
-    if issubclass(kind, (UnpaddedCausalMask, UnpaddedBidirectionalMask)):
+    if issubclass(kind, (PackedMask, UnpaddedCausalMask, UnpaddedBidirectionalMask)):
         return None
     with torch._C.DisableTorchFunctionSubclass():
         flat = issubclass(kind, (CausalMask, BidirectionalMask)) or hasattr(mask, "weft_static")
         return mask[:, 0, 0] if flat else mask[:]
+
+
+def is_unpadded(mask: Any) -> bool:
+    """Whether this is one of our masks, without padding, for causal attention."""
+    return issubclass(_kind(mask), UnpaddedCausalMask)
+
+
+def packed_numbers(mask: Any) -> Tensor | None:
+    """The numbers (B, L) of packed documents, or None. The same tensor for all layers, so that it is read only once."""
+    if not issubclass(_kind(mask), PackedMask):
+        return None
+    numbers = getattr(mask, "weft_numbers", None)
+    if numbers is None or numbers.shape != (mask.shape[0], mask.shape[-1]):  # a part of the mask
+        with torch._C.DisableTorchFunctionSubclass():
+            numbers = mask[:, 0, 0].as_subclass(Tensor)
+    return numbers
 
 
 def _marked(mask: Tensor, kind: type[WeftMask], window: int | None = None) -> Tensor:
@@ -217,6 +239,10 @@ def mask_function_of(name: str, takes_matrix: bool, decodes: bool = False) -> Ca
         if local_size is not None and fits(kv_length + kv_offset, local_size):
             parts -= WINDOWS  # a window that covers the whole sequence hides nothing
         causal = "causal_mask_function" in parts
+        packed = None
+        if PACKED <= parts <= SLIDING | PACKED | {"causal_mask_function"} and q_length == kv_length:
+            packed = _packed_in(mask_function)
+            parts -= PACKED
         window = None
         if local_size is not None and parts & SLIDING:
             window = local_size if causal else 2 * local_size + 1
@@ -248,6 +274,11 @@ def mask_function_of(name: str, takes_matrix: bool, decodes: bool = False) -> Ca
             )
             assert matrix is not None  # nothing may be skipped
             return _marked(matrix, WeftMask)
+        if packed is not None:
+            numbers = packed.expand(batch_size, -1) + 1
+            mask = _marked(numbers[:, None, None].expand(-1, 1, q_length, -1), PackedMask, window)
+            mask.weft_numbers = numbers  # type: ignore[attr-defined]
+            return mask
         if attention_mask is not None:
             short = kv_length + kv_offset - attention_mask.shape[-1]
             padding = F.pad(attention_mask.bool(), (0, max(0, short)), value=static)
@@ -268,10 +299,20 @@ def mask_function_of(name: str, takes_matrix: bool, decodes: bool = False) -> Ca
 
 def _parts(function: Callable) -> set[str]:
     """The names of the mask functions that this one combines."""
-    found: set[str] = set()
-    inner = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    for content in inner:
+    found = {name for item in _inside(function) for name in _parts(item)}
+    return found or {getattr(function, "__qualname__", "unknown").split(".")[0]}
+
+
+def _packed_in(function: Callable) -> Tensor:
+    """The numbers of the documents (B or 1, L), from 0, that transformers found."""
+    if _parts(function) == PACKED and not list(_inside(function)):
+        return next(cell.cell_contents for cell in function.__closure__ if isinstance(cell.cell_contents, Tensor))
+    return _packed_in(next(item for item in _inside(function) if PACKED <= _parts(item)))
+
+
+def _inside(function: Callable) -> Iterator[Callable]:
+    for cell in getattr(function, "__closure__", None) or ():
+        content = cell.cell_contents
         for item in content if isinstance(content, (tuple, list)) else (content,):
             if callable(item) and hasattr(item, "__qualname__"):
-                found |= _parts(item)
-    return found or {getattr(function, "__qualname__", "unknown").split(".")[0]}
+                yield item
