@@ -44,7 +44,7 @@ class StateLayer(CacheLayerMixin):
     options: dict[str, Any]
     state: Any
     length: Any  # tokens so far; a tensor in static caches
-    unread: bool  # attention has not read the tokens of the last update
+    new_keys: Tensor | None  # of the current call, until attention has read them
     checks: bool  # one layer of a cache checks its padding mask
     padding: Tensor | None  # (B, length), False for padding; None without padding
 
@@ -52,10 +52,10 @@ class StateLayer(CacheLayerMixin):
         pass
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if self.unread:
+        if self.new_keys is not None:
             raise ValueError(f"this cache of {self.name} is incomplete, because an earlier call did not finish")
-        self.unread = True
         self.length += key_states.shape[2]
+        self.new_keys = key_states
         if not torch.compiler.is_compiling():
             key_states = key_states.as_subclass(NewKeys)
         key_states.weft_layer = self  # type: ignore[attr-defined]
@@ -67,7 +67,8 @@ class StateLayer(CacheLayerMixin):
         return self.length
 
     def padding_of(self, mask: Tensor | None) -> Tensor | None:
-        """The padding mask (B, columns); a matrix of pairs is rejected later."""
+        """The padding mask (B, columns)."""
+        self.refuse(pairwise_masks=mask is not None and mask.dim() == 4)
         return mask
 
     def refuse_other(self, name: str, options: dict[str, Any]) -> None:
@@ -98,7 +99,7 @@ class StateLayer(CacheLayerMixin):
             out, self.state = self.attn.step(q, k, v, self.state, None if new is None else new[:, 0], bias)
         else:
             out, self.state = self.attn.prefill(q, k, v, new, bias, state=self.state)
-        self.unread = False
+        self.new_keys = None
         return out
 
     def _last(self, mask: Tensor, n: int) -> Tensor:
@@ -186,8 +187,9 @@ class StaticStateLayer(StateLayer):
         return self.max_cache_len
 
     def padding_of(self, mask: Tensor | None) -> Tensor | None:
-        # torch.compile does not see that the mask is marked as ours.
-        return mask[:, 0, 0] if mask is not None and mask.dim() == 4 and torch.compiler.is_compiling() else mask
+        if mask is not None and mask.dim() == 4 and torch.compiler.is_compiling():
+            return mask[:, 0, 0]  # it does not see that the mask is marked as ours
+        return super().padding_of(mask)
 
     def get_max_length(self) -> int:
         return self.max_cache_len
@@ -202,10 +204,6 @@ class StaticStateLayer(StateLayer):
 def state_layer(key: Tensor) -> StateLayer | None:
     """The cache layer that `key` comes from, if it keeps a decoding state."""
     return getattr(key, "weft_layer", None)
-
-
-def plain_keys(key: Tensor) -> Tensor:
-    return key.as_subclass(Tensor) if isinstance(key, NewKeys) else key
 
 
 def begin(
@@ -246,7 +244,7 @@ def begin(
     layer.length = layer.cumulative_length if static else n
     layer.__class__, layer.keys, layer.values = kind, None, None
     layer.attn, layer.name, layer.options, layer.state = attn, name, options, state
-    layer.unread, layer.checks, layer.padding = False, checks, mask if checks else None
+    layer.new_keys, layer.checks, layer.padding = None, checks, mask if checks else None
     return out
 
 

@@ -29,7 +29,7 @@ from ..core.precision import autocast
 from ..core.segments import Segments
 from .biases import PairBias, WindowBias, in_window, total
 from .core import learns, masked_full, rescaled, rows_are_independent, seeded
-from .decoding import begin, note_recording, plain_keys, state_layer
+from .decoding import StateLayer, begin, note_recording, state_layer
 from .guard import called, guard, install
 from .masks import fits, mask_function_of, read, says_causal, window_of
 from .packed import documents
@@ -177,30 +177,25 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """(B, Lq, H, D), and the effective matrix (B, H, Lq, Lk) if requested."""
     called()
+    dropout = dropout if module.training else 0.0
     state = state_layer(key)
-    length = key.shape[2] if state is None else state.columns
-    said, window = says_causal(mask), window_of(mask)
-    packed = None if state is not None else documents(module, choice.shown, mask, query, length, kwargs)
-    mask = _unpacked(choice.shown, module, mask, length)
     if state is not None:
-        mask = state.padding_of(mask)
+        state.refuse(output_attentions=output_attentions, position_bias=position_bias is not None, dropout=dropout)
+        return _attend_next(choice, module, state, rescaled(query, scaling), value, mask, kwargs), None
+    said, window = says_causal(mask), window_of(mask)
+    packed = documents(module, choice.shown, mask, query, key.shape[2], kwargs)
+    mask = _unpacked(choice.shown, module, mask, key.shape[2])
     special = {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
     special = {name: value for name, value in special.items() if value is not None and choice.name == "full"}
-    _refuse(choice, module, length, mask, window, kwargs, special)
+    _refuse(choice, module, key.shape[2], mask, window, kwargs, special)
     causal = _is_causal(choice.shown, module, said, is_causal)
     if choice.name == "longformer" and causal:
         window = window or kwargs.get("sliding_window")  # the same window before the sequence outgrows it
     groups = query.shape[1] // key.shape[1]
-    k, v = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (plain_keys(key), value))
+    k, v = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
     q, k, v = autocast(rescaled(query, scaling), k, v)
-    dropout = dropout if module.training else 0.0
     of_matrix = mask is not None and mask.dim() == 4
     over_cache = causal and q.shape[2] != k.shape[2]
-    if state is not None:
-        state.refuse_other(choice.shown, choice.options)
-        pairs = of_matrix or position_bias is not None
-        state.refuse(output_attentions=output_attentions, pairwise_masks=pairs, dropout=dropout)
-        return _heads_last(state.attend(q, k, v, mask, _near(state.attn, window))), None
     alone = not (of_matrix or output_attentions or dropout or position_bias is not None or packed is not None)
     if causal and choice.name != "full" and alone:
         attn = _instance(choice, module, q, causal, window)
@@ -224,6 +219,30 @@ def _attend(
         return out, None
     with torch.no_grad():
         return out, run(torch.eye(k.shape[2], dtype=v.dtype, device=v.device).expand(*k.shape[:2], -1, -1), 0.0)
+
+
+def _attend_next(
+    choice: Choice,
+    module: nn.Module,
+    state: StateLayer,
+    q: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """The new tokens of a cache with a decoding state; what the model needs was checked in the prompt."""
+    state.refuse_other(choice.shown, choice.options)
+    window = window_of(mask)
+    if window or kwargs.get("sliding_window"):
+        _refuse(choice, module, state.columns, None, window, kwargs, {})
+    padding = state.padding_of(_unpacked(choice.shown, module, mask, state.columns))
+    k = state.new_keys
+    assert k is not None
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    q, k, v = autocast(q, k, v)
+    return _heads_last(state.attend(q, k, v, padding, _near(state.attn, window)))
 
 
 def _heads_last(out: Tensor) -> Tensor:
@@ -357,9 +376,11 @@ def _unpacked(name: str, module: nn.Module, mask: Tensor | None, keys: int) -> T
     """The padding mask (B, Lk), or a matrix (B, ., Lq, Lk)."""
     if mask is None:
         return None
-    if mask.dim() != 4 or mask.shape[-1] != keys:
+    with torch._C.DisableTorchFunctionSubclass():
+        shape = tuple(mask.shape)
+    if len(shape) != 4 or shape[-1] != keys:
         raise ValueError(
-            f"{type(module).__name__} passes a mask of shape {tuple(mask.shape)} to {name}, expected (batch, 1, "
+            f"{type(module).__name__} passes a mask of shape {shape} to {name}, expected (batch, 1, "
             f"queries, {keys} keys): this model prepares its own masks; use attn_implementation='eager'"
         )
     return read(mask)
