@@ -142,7 +142,7 @@ class StateLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -`tokens_to_remove` tokens. Up to transformers 5.17, a positive number is the new length."""
-        n = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.length - tokens_to_remove)
+        n = int(-tokens_to_remove if tokens_to_remove <= 0 else max(0, self.length - tokens_to_remove))
         if n == 0:
             return
         try:
