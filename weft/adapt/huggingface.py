@@ -180,7 +180,9 @@ def _attend(
     dropout = dropout if module.training else 0.0
     state = state_layer(key)
     if state is not None:
-        state.refuse(output_attentions=output_attentions, position_bias=position_bias is not None, dropout=dropout)
+        packing = kwargs.get("cu_seq_lens_q") is not None
+        biased = position_bias is not None
+        state.refuse(output_attentions=output_attentions, position_bias=biased, dropout=dropout, packing=packing)
         return _attend_next(choice, module, state, rescaled(query, scaling), value, mask, kwargs), None
     said, window = says_causal(mask), window_of(mask)
     packed = documents(module, choice.shown, mask, query, key.shape[2], kwargs)
