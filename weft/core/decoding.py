@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .precision import autocast, without_autocast
+from .softmax import without_cudnn
 
 
 @dataclass
@@ -93,6 +94,12 @@ class Place:
     def filled(self, count: Any, slots: int) -> tuple[int, Tensor | None]:
         """How many slots to read if `count` of `slots` are filled, and which of them count (None: all)."""
         return (count, None) if isinstance(count, int) else (slots, self.first(slots) < count)
+
+    def allowed(self, valid: Tensor, some: Tensor | None) -> Tensor | None:
+        """Which slots count: the valid ones of those filled. None if all do: fused attention is faster without mask."""
+        if some is not None:
+            return valid & some
+        return None if self.whole else valid
 
     def put(self, buffer: Tensor, new: Tensor, slot: Any, dim: int = 2) -> Tensor:
         """Write `new`, of size 1 in `dim`, to a slot of the buffer."""
@@ -242,7 +249,7 @@ class Decoding:
         state.whole = state.whole and mask is None
         self._allocate(state, k, 1)
         at = self._place(state, bool(self._differentiable(q, k, v, bias, state.inner)))
-        with without_autocast(q):
+        with without_autocast(q), without_cudnn(q):
             out, inner = self.attend_next(q, k, v, state.inner, mask, bias, at, **inputs)
         state.inner = inner
         if state.place is not None:

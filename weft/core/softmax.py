@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -65,6 +67,19 @@ def fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     if q.is_cuda and not torch.compiler.is_compiling():
         q, k, v = aligned(q), aligned(k), aligned(v)
     return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+@contextmanager
+def without_cudnn(x: Tensor) -> Iterator[None]:
+    """Within this block, fused attention does not use cuDNN, which takes 60 ms for every new number of keys."""
+    if not x.is_cuda or torch.compiler.is_compiling() or not torch.backends.cuda.cudnn_sdp_enabled():
+        yield
+        return
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 def aligned(x: Tensor) -> Tensor:

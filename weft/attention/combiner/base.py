@@ -28,7 +28,7 @@ from ...core.joint import Part, joint_attention
 from ...core.softmax import softmax_attention
 from .summaries import Summary
 
-Seen = tuple[Tensor, Tensor, Tensor]  # keys and values (B, H, K, D), and which count, (B, K) or (B, H, K)
+Seen = tuple[Tensor, Tensor, Tensor | None]  # keys and values (B, H, K, D); which count, (B, K) or (B, H, K)
 
 
 def combiner_naive(
@@ -95,7 +95,7 @@ class Combiner(Attention):
             mask = torch.ones(q.shape[0], dtype=torch.bool, device=q.device)
         q, k, v = (self._widen(t) for t in (q, k, v))
         (keys, values, valid), state = self.advance(q, k, v, mask, state, at)
-        allowed = valid[:, None, None] if valid.dim() == 2 else valid[:, :, None]
+        allowed = None if valid is None else valid[:, None, None] if valid.dim() == 2 else valid[:, :, None]
         return softmax_attention(q, keys, values, allowed=allowed).to(dtype), state
 
     def state_after(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, capacity: int) -> Any:
@@ -112,7 +112,9 @@ class Combiner(Attention):
 
 
 def join_seen(seen: list[Seen]) -> Seen:
-    return torch.cat([s[0] for s in seen], 2), torch.cat([s[1] for s in seen], 2), torch.cat([s[2] for s in seen], 1)
+    valid = [s[2] for s in seen if s[2] is not None]  # None in all, or in none
+    keys, values = torch.cat([s[0] for s in seen], 2), torch.cat([s[1] for s in seen], 2)
+    return keys, values, torch.cat(valid, 1) if valid else None
 
 
 def line_summaries(

@@ -39,7 +39,9 @@ class GridState:
     key_features: Tensor
     above: KeyValues  # the vertical spans of the open row, one per column
     count: Tensor  # (B, m): tokens in them
-    rows: list[Seen]  # the horizontal spans (B, H, m, R, D) and (B, m, R): one per column for every full row
+    rows: list[
+        tuple[Tensor, Tensor, Tensor]
+    ]  # the horizontal spans (B, H, m, R, D) and (B, m, R): one per column for every full row
 
 
 class GridCombiner(Combiner):
@@ -175,7 +177,7 @@ class GridCombiner(Combiner):
         direct, allowed = row_and_column(at, m)
         direct = direct.minimum(at.tensor)
         keys, values = cache.k.index_select(2, direct), cache.v.index_select(2, direct)
-        seen = [(keys, values, cache.valid.index_select(1, direct) & allowed)]
+        seen: list[Seen] = [(keys, values, cache.valid.index_select(1, direct) & allowed)]
         if self.columns_as_spans and (not at.known or r):
             above = state.above
             seen.append((above.k, above.v, above.valid & (at.first(m) != c)))

@@ -236,11 +236,11 @@ class CombinerAxial(Attention):
         queries, row = at.put(state.q, q, c), state.row.put(at, k, v, mask, c)
         inputs = None if x is None or state.x is None else at.put(state.x, x, c, 1)
         n, some = at.filled(r, spans.valid.shape[1])
-        earlier = spans.valid[:, :n] if some is None else spans.valid[:, :n] & some
+        earlier = at.allowed(spans.valid[:, :n], some)
         column = (t[:, :, c] if at.known else t.index_select(2, c.view(1))[:, :, 0] for t in (spans.k, spans.v))
         seen: Seen = (*(t[:, :, :n] for t in column), earlier)  # type: ignore[assignment]
         k_seen, v_seen, valid = join_seen([row.read(at, c + 1), seen])
-        out = softmax_attention(q, k_seen, v_seen, allowed=valid[:, None, None])
+        out = softmax_attention(q, k_seen, v_seen, allowed=None if valid is None else valid[:, None, None])
         # Where the position is a tensor, an open row is summarised in every step; nobody reads that until it is full.
         if not at.known or c == m - 1:
             line = queries[:, :, None], row.k[:, :, None], row.v[:, :, None]

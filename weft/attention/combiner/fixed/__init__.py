@@ -244,7 +244,7 @@ class CombinerFixed(Combiner):
         slots[:top] = [slot % m for slot in slots[:top]]
         levels[0] = levels[0].put(at, k, v, real, slots[0])
         seen = join_seen([x.read(at, slots[d] + (d == 0)) for d, x in enumerate(levels)])
-        flag = real[:, None, None]
+        flag = None if at.whole else real[:, None, None]
         new = Pooled(s.lift_queries(q, flag)[:, :, 0], s.lift_keys(k, flag)[:, :, 0], real.long())
         for depth in range(top):
             new = pooled[depth].join(s, new, slots[depth] == 0, at)
