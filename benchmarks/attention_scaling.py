@@ -1,8 +1,8 @@
-"""How time and memory of the Combiners grow with the length, causal: `weft bench scaling` with their names.
+"""Time and memory of causal Combiners over length: `weft bench scaling` with their names.
 
     python benchmarks/attention_scaling.py --plot scaling.png
 
-All options of `weft bench scaling` can be given.
+Takes all options of `weft bench scaling`.
 """
 
 import sys

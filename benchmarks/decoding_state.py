@@ -1,8 +1,8 @@
-"""How much a decoding state holds, beside the keys and values of all tokens.
+"""Size of decoding states, relative to the keys and values of all tokens.
 
     python benchmarks/decoding_state.py [--lengths 1024 4096 16384]
 
-Feeds L random tokens one by one through `step` and prints the largest state seen, in numbers over 2·L·D.
+Feeds L random tokens one by one through `step` and prints the number of values in the largest state / 2·L·D.
 """
 
 from __future__ import annotations

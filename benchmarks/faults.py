@@ -1,14 +1,15 @@
-"""Do to real runs what machines and people do, and compare them with a run that nobody touched: to the last bit.
+"""Disturb real runs (kills, full disks, damaged files, …) and compare them bit by bit with an undisturbed run.
 
     python benchmarks/faults.py                         every fault once, about a minute on two cores
-    python benchmarks/faults.py --hours 2 --workers 16  random kills until the time is over, then every fault once
-    python benchmarks/faults.py --kills 200             as many random kills, then every fault once
+    python benchmarks/faults.py --hours 2 --workers 16  random kills for two hours, then every fault once
+    python benchmarks/faults.py --kills 200             200 random kills, then every fault once
     python benchmarks/faults.py --only sigterm,disk     some of them
     python benchmarks/faults.py --task "text --data=README.md --max-length=16" --skip ray     on another task
 
-Each fault starts the real command, disturbs it, lets it go on with --resume, and compares every line of the log, every
-tensor of the last checkpoint and the result with the undisturbed run's; or it damages a file of a complete run and
-wants the same figure or a sentence, never a traceback and never another figure. Ends with 1 if one was not survived.
+Each fault starts the real command, disturbs it, continues it with --resume, and compares every line of the log, every
+tensor of the last checkpoint and the result with the undisturbed run. Or it damages a file of a complete run and
+expects the same metric or an error message, never a traceback and never another metric. Exits with 1 if any fault
+fails.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ SAVED, CANNOT_SAVE = 75, 74
 
 
 class Failed(Exception):
-    """A fault was not survived."""
+    """A fault changed the result."""
 
 
 @dataclass
@@ -84,7 +85,7 @@ def _weft(args: list[str], log: str, limit: int, humble: bool) -> None:
     os.dup2(handle, 2)
     if limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    if humble:  # root may write anywhere: without its capabilities it is a user like others
+    if humble:  # root may write anywhere: drop its capabilities
         version_3, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
         ctypes.CDLL(None).capset(version_3, none)
     sys.argv = ["weft", *args]
@@ -94,7 +95,7 @@ def _weft(args: list[str], log: str, limit: int, humble: bool) -> None:
 
 
 class Forked:
-    """The same command in a process that is forked from one which has imported everything: starts in no time."""
+    """The same command, forked from a process with all imports done, so that it starts quickly."""
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["weft.cli", "weft.lab.loop", "lightning.fabric", "sklearn.datasets"])
@@ -140,7 +141,7 @@ def train(out: Path, **how: int) -> Forked:
 
 
 def end(process: Forked | subprocess.Popen[str], *codes: int, says: str = "") -> str:
-    """Wait for it; its output, if it ended as it should."""
+    """Wait for the process and return its output if the exit code is as expected."""
     text, _ = process.communicate(timeout=300)
     if "Traceback" in text:
         raise Failed(f"a traceback: {text.strip().splitlines()[-1]}")
@@ -151,7 +152,7 @@ def end(process: Forked | subprocess.Popen[str], *codes: int, says: str = "") ->
 
 
 def same(out: Path, whole: Path) -> str:
-    """Compare all that a run leaves; what was compared, in words."""
+    """Compare log, tensors and results of two runs, and return a summary."""
     ours, theirs = (lines(folder) for folder in (out, whole))
     if ours != theirs:
         at = next(
@@ -210,14 +211,14 @@ def kill_in_a_step(bench: Bench) -> str:
 
 @fault
 def kill_in_a_checkpoint(bench: Bench) -> str:
-    """While the temporary file of a checkpoint is there."""
+    """While the temporary file of a checkpoint exists."""
     writing = lambda out: any((out / "checkpoints").glob(".step-*.tmp"))  # noqa: E731
     return signalled(bench, "checkpoint", signal.SIGKILL, writing, -signal.SIGKILL)
 
 
 @fault
 def kill_in_an_evaluation(bench: Bench) -> str:
-    """The checkpoint of an evaluated step is there, its evaluation is not in the log yet."""
+    """After the checkpoint of an evaluated step, before its evaluation is logged."""
     ready = lambda out: (out / "checkpoints" / "step-00000022.safetensors").exists()  # noqa: E731
     return signalled(bench, "evaluation", signal.SIGKILL, ready, -signal.SIGKILL)
 
@@ -245,7 +246,7 @@ def closed_pipe(bench: Bench) -> str:
 
 @fault
 def disk_full(bench: Bench) -> str:
-    """No file may grow beyond what a checkpoint takes, then none beyond half a log."""
+    """Limit the file size, first to half a checkpoint, then to half a log."""
     out, limits = bench.new("full"), (size(Checkpoints(bench.whole / "checkpoints").path(STEPS)) // 2, 4000)
     for limit in limits:
         end(train(out, limit=limit), CANNOT_SAVE)
@@ -260,7 +261,7 @@ def disk_full(bench: Bench) -> str:
 
 @fault
 def read_only(bench: Bench) -> str:
-    """A run that may only be read is evaluated; going on with it is refused."""
+    """A read-only run can be evaluated but not continued."""
     out = bench.copy("readonly")
     (out / "result.json").unlink()
     found = [out, *out.rglob("*")]
@@ -287,7 +288,7 @@ def two_processes(bench: Bench) -> str:
     out = bench.new("two")
     first = train(out)
     until(first, lambda: size(out / "metrics.jsonl") > 500)
-    first.send_signal(signal.SIGSTOP)  # it stays in the middle of its work
+    first.send_signal(signal.SIGSTOP)  # paused in the middle of its work
     try:
         end(train(out), 2, says=f"in use by process {first.pid}")
     finally:
@@ -298,7 +299,7 @@ def two_processes(bench: Bench) -> str:
 
 @fault
 def readers_beside(bench: Bench) -> str:
-    """Reading again and again beside a run that writes."""
+    """Read checkpoints repeatedly while a run writes."""
     out, reads = bench.new("readers"), 0
     process = train(out)
     while process.poll() is None:
@@ -311,7 +312,7 @@ def readers_beside(bench: Bench) -> str:
 
 @fault
 def damaged_bytes(bench: Bench) -> str:
-    """Some bytes of each kind of file: the figure of `weft eval` stays, or there is a sentence."""
+    """Damage bytes of each kind of file: `weft eval` gives the same metric or an error message."""
     rng, told = random.Random(bench.seed), Counter[str]()
     out = bench.copy("damaged")
     files = [p for p in sorted(out.rglob("*")) if p.is_file() and p.name not in (".lock", "log.txt")]
@@ -344,7 +345,7 @@ def damaged_bytes(bench: Bench) -> str:
 
 @fault
 def damaged_checkpoint(bench: Bench) -> str:
-    """The newest checkpoint is cut: the one before it is taken."""
+    """Truncate the newest checkpoint: the run continues from the one before it."""
     out = bench.new("cut")
     process = train(out)
     until(process, lambda: size(out / "metrics.jsonl") > 3000)
@@ -352,14 +353,14 @@ def damaged_checkpoint(bench: Bench) -> str:
     process.communicate()
     newest = Checkpoints(out / "checkpoints").path(Checkpoints(out / "checkpoints").steps()[-1])
     content = newest.read_bytes()
-    newest.unlink()  # the best may be the same file under another name
+    newest.unlink()  # the best checkpoint may be a hard link to it
     newest.write_bytes(content[: len(content) // 2])
     end(train(out), says="trying the one before it")
     return same(out, bench.whole)
 
 
 def killed_rank(bench: Bench, strategy: str) -> str:
-    """One of two processes is killed; the run ends, and goes on in one process with its checkpoint."""
+    """Kill one of two processes: the run ends, and one process continues it."""
     out = bench.new(strategy)
     process = start(*settings(out, devices=2, batch_size=4, strategy=strategy))
     until(process, lambda: size(out / "metrics.jsonl") > 1500)
@@ -368,14 +369,14 @@ def killed_rank(bench: Bench, strategy: str) -> str:
         os.kill(int(child), signal.SIGKILL)
     process.communicate(timeout=120)
     if process.returncode == 0:
-        raise Failed("it was over before the kill")
+        raise Failed("the run ended before the kill")
     saved = Checkpoints(out / "checkpoints").steps()[-1]
     end(train(out))
     text = end(Forked(bench.folder, "eval", out, "--accelerator=cpu"))
     mine = json.loads((out / "result.json").read_text())["test"]["loss"]
     if f"loss {mine:.4f}" not in text:
-        raise Failed("result.json is not what weft eval says")
-    return f"went on after step {saved}; the result is what weft eval says"
+        raise Failed("result.json differs from weft eval")
+    return f"continued after step {saved}; the result equals weft eval"
 
 
 @fault
@@ -417,7 +418,7 @@ def ray_with_a_killed_worker(bench: Bench) -> str:
 
 
 def random_kills(bench: Bench, worker: int, enough: Callable[[int], bool]) -> dict[str, Any]:
-    """Kill runs at random moments, again and again, until it is enough; compare each when it is complete."""
+    """Kill runs at random moments until `enough`, and compare each complete run."""
     rng, codes, runs, kills = random.Random(f"{bench.seed}/{worker}"), Counter[int](), 0, 0
     while not enough(kills):
         out = bench.new(f"random-{worker}-{runs}")
@@ -435,7 +436,7 @@ def random_kills(bench: Bench, worker: int, enough: Callable[[int], bool]) -> di
             codes[process.returncode] += 1
             kills += 1
             if process.returncode not in (0, SAVED, *(-number for number in (1, 9, 15))):
-                raise Failed(f"it ended by itself with {process.returncode}")
+                raise Failed(f"unexpected exit code {process.returncode}")
             if enough(kills):
                 break
         end(train(out))
@@ -456,12 +457,12 @@ def attempt(name: str, act: Callable[[], Any]) -> tuple[str, bool, str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help=f"names joined by commas: {', '.join(FAULTS)}")
-    parser.add_argument("--skip", default="", help="names joined by commas")
-    parser.add_argument("--task", default="digits", help="with its options, as `weft train` takes them")
-    parser.add_argument("--kills", type=int, default=0, help="random kills before the others")
-    parser.add_argument("--hours", type=float, default=0.0, help="random kills for this long")
-    parser.add_argument("--workers", type=int, default=2, help="faults side by side, each on one core")
+    parser.add_argument("--only", default="", help=f"comma-separated names: {', '.join(FAULTS)}")
+    parser.add_argument("--skip", default="", help="comma-separated names")
+    parser.add_argument("--task", default="digits", help="with its options, as for `weft train`")
+    parser.add_argument("--kills", type=int, default=0, help="number of random kills before the other faults")
+    parser.add_argument("--hours", type=float, default=0.0, help="hours of random kills before the other faults")
+    parser.add_argument("--workers", type=int, default=2, help="number of faults at the same time, each on one core")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="", help="also write the outcome as JSON")
     args = parser.parse_args()

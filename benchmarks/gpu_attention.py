@@ -1,12 +1,12 @@
-"""Milliseconds and memory of attention on the GPU, one run, the same tensors for all, medians.
+"""Time and memory of attention on the GPU: medians, with the same tensors for all mechanisms.
 
     python3 -m benchmarks.gpu_attention [--out FILE.json] [--lengths 256 16384 ...] [--only NAME ...] [--profile]
 
 bfloat16, 16 heads of 64, causal and in both directions, 16,384 tokens per batch (one sequence where L is longer), every
-mechanism that has a kernel, against PyTorch's cuDNN attention and FlashAttention. "eager" is what a user's plain call
-costs, "host" the time the CPU needs to queue a forward and a backward, "graph" the replay of a CUDA graph, which is the
-kernels' own time. --profile prints each kernel's time; --plain adds the plain versions at up to 4,096 tokens. Kernels
-are compiled first, in a process per mechanism.
+mechanism that has a kernel, against PyTorch's cuDNN attention and FlashAttention. "eager" is the time of a plain call,
+"host" the time the CPU needs to queue a forward and a backward, "graph" the replay of a CUDA graph, which is the time
+of the kernels. --profile prints each kernel's time; --plain adds the plain versions at up to 4,096 tokens. Kernels are
+compiled first, in a process per mechanism.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def compare(lengths: list[int], causal: bool, only: list[str], with_plain: bool)
         for name, make in contestants(L, causal, only, with_plain).items():
             try:
                 row: dict[str, Any] = {"L": L, "causal": causal, "name": name, **measure(make(), L)}
-            except Exception as error:  # one that cannot run must not hide the others
+            except Exception as error:  # continue with the other mechanisms
                 print(f"{L:>6} {name:<34} {type(error).__name__}: {str(error)[:160]}", flush=True)
                 torch.cuda.synchronize()
                 continue
@@ -127,7 +127,7 @@ def run_once(lengths: list[int], only: list[str]) -> None:
     for causal in (True, False):
         for L in lengths:
             for make in list(contestants(L, causal, only, False).values())[2:]:
-                with contextlib.suppress(Exception):  # the real run will say what is wrong
+                with contextlib.suppress(Exception):  # the real run reports the error
                     inputs, dout = tensors(L)
                     fn = make()
                     with torch.no_grad():
@@ -191,12 +191,12 @@ def profile(name: str, L: int) -> dict[str, float]:
 def main() -> None:
     with_kernels = [name for name in weft.attentions() if "triton" in weft.attention_info(name).backends]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=None, help="write the numbers here as JSON")
+    parser.add_argument("--out", type=Path, default=None, help="write the results to this JSON file")
     parser.add_argument("--lengths", type=int, nargs="*", default=list(LENGTHS))
     parser.add_argument("--only", nargs="*", default=with_kernels, help="these mechanisms")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--plain", action="store_true")
-    parser.add_argument("--commit", default=None, help="the commit to write down, where git is not at hand")
+    parser.add_argument("--commit", default=None, help="commit to record, if git is not available")
     parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.once:

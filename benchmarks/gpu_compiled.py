@@ -1,13 +1,13 @@
-"""Whether torch.compile gives the model it was given: a ListOps classifier of every mechanism, compiled for training
-and then for evaluation, against itself.
+"""Compare compiled and eager mode: a ListOps classifier with every mechanism, compiled for training and then for
+evaluation.
 
     python3 -m benchmarks.gpu_compiled [--only NAME ...] [--workers N] [--heads 48] [--batch 8] [--no-padding]
 
-One layer, 2,000 tokens and a CLS token, padding at the end, bfloat16 autocast, no dropout. Printed: how far logits and
-gradients are off, as a part of what differs between examples (logits) or of the gradient; and beside it how far
-bfloat16 itself is off float32. What is several times as far off was compiled wrongly; the exit code is their number and
-that of the models that could not be compiled at all.
---no-padding leaves Inductor's padding of strides out, to find out whether that is the cause.
+One layer, 2,000 tokens and a CLS token, padding at the end, bfloat16 autocast, no dropout. Prints the
+error of logits (relative to the differences between examples) and of gradients (relative to their norm), next to the
+error of bfloat16 against float32. A much larger error means that the model was miscompiled. The exit code is the number
+of models that were miscompiled or could not be compiled. --no-padding disables Inductor's padding of strides, to test
+whether it is the cause.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import weft  # noqa: E402
 from weft.models.presets import lra  # noqa: E402
 
 LENGTH = 2000
-WORSE = 3.0  # times what bfloat16 itself is off
+WORSE = 3.0  # times the error of bfloat16
 
 Examples = tuple[Tensor, Tensor, Tensor]
 
@@ -69,7 +69,7 @@ def off(mine: Tensor, theirs: Tensor) -> float:
 
 
 def check(name: str, heads: int, batch: int, padding: bool) -> tuple[str, list[float], str]:
-    """logits and gradients: compiled against the model, and the model in bfloat16 against float32."""
+    """Errors of logits and gradients: compiled against eager, and bfloat16 against float32."""
     import torch._inductor.config as inductor
 
     torch.set_num_threads(1)
@@ -77,7 +77,7 @@ def check(name: str, heads: int, batch: int, padding: bool) -> tuple[str, list[f
     try:
         torch.manual_seed(0)
         model = lra("listops", name, 1, heads, attention_dropout=0.0, dropout=0.0).cuda()
-        with torch.no_grad():  # as after some training: what attention finds must matter
+        with torch.no_grad():  # as after some training, so that attention affects the output
             for p in model.parameters():
                 if p.dim() > 1:
                     p.mul_(2.0)

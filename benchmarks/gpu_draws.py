@@ -1,10 +1,11 @@
-"""What a sample of subsampled attention costs on the GPU.
+"""The cost of drawing a sample of subsampled attention on the GPU.
 
     python3 -m benchmarks.gpu_draws [--layers 16] [--lengths 1024 4096 16384] [--host]
 
-For each length one draw as a fused forward uses it: milliseconds until the CPU goes on, milliseconds on the GPU, and
-kernels and copies. Then eager forwards of a stack of attention layers, bfloat16, causal, 4 windows, with PyTorch told
-to raise an error if anything waits. The plain versions also run in a CUDA graph. --host: the CPU's part, without GPU.
+For each length one draw as a fused forward uses it: milliseconds until the call returns, milliseconds on the GPU, and
+the number of kernels and copies. Then eager forwards of a stack of attention layers (bfloat16, causal, 4 windows),
+where PyTorch raises an error on any synchronisation. The plain versions also run in a CUDA graph. --host: only the CPU
+part, without a GPU.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ def no_waiting() -> Iterator[None]:
 
 
 def host_and_device_ms(fn: Callable[[], Any], repeats: int = 30) -> tuple[float, float]:
-    """Medians, of calls that find the GPU idle: until the CPU goes on, and from the GPU's first to its last kernel."""
+    """Medians of calls on an idle GPU: until the call returns, and from the first to the last kernel on the GPU."""
     for _ in range(5):
         fn()
     host, device = [], []
     for _ in range(repeats):
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
-        torch.cuda._sleep(2_000_000)  # a millisecond or so in which everything is queued, so that no gap is timed
+        torch.cuda._sleep(2_000_000)  # keeps the GPU busy while everything is queued, so that no gap is timed
         first.record()
         began = time.perf_counter()
         fn()
@@ -97,7 +98,7 @@ def draws(lengths: list[int]) -> None:
             for _ in range(3):
                 draw()
         host, device = host_and_device_ms(draw)
-        print(f"L {L:>6} causal {causal!s:<5} {host:.3f} ms until the CPU goes on, {device:.3f} ms on the GPU, "
+        print(f"L {L:>6} causal {causal!s:<5} {host:.3f} ms until the call returns, {device:.3f} ms on the GPU, "
               f"{launches(draw)} kernels and copies", flush=True)  # fmt: skip
 
 
@@ -142,7 +143,7 @@ def captured(L: int = 2048) -> None:
         with torch.cuda.graph(graph), torch.no_grad():
             out = attn(q, k, v)
         torch.manual_seed(1)
-        another_forward(attn, q, k, v)  # whatever else is drawn in between, the graph replays its own sample
+        another_forward(attn, q, k, v)  # the graph replays its own sample, independent of other draws
         graph.replay()
         graph.replay()
         if name == "subsampled":
@@ -154,7 +155,7 @@ def captured(L: int = 2048) -> None:
 
 
 def another_forward(attn: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Another forward, which must not disturb what a graph holds."""
+    """Another forward, which must not change the tensors of a graph."""
     kept = getattr(attn, "last_indices", None)
     with torch.no_grad():
         attn(q, k, v)

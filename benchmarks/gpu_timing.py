@@ -1,4 +1,4 @@
-"""How the GPU benchmarks time: the same tensors for all, medians of calls and CUDA graph replays, and memory."""
+"""Timing for the GPU benchmarks: shared tensors, medians of calls and CUDA graph replays, and memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS, H, D = 16384, 16, 64
 
 
 def median_ms(fn: Callable[[], Any], budget_ms: float = 150.0) -> float:
-    """Median time of a CUDA graph's replays: no launch gaps in it."""
+    """Median time of CUDA graph replays, without launch gaps."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -32,7 +32,7 @@ def median_ms(fn: Callable[[], Any], budget_ms: float = 150.0) -> float:
 
 
 def median_of(fn: Callable[[], Any], budget_ms: float) -> float:
-    """Median time of a call; where the CPU is the slower one, the time it needs to queue it."""
+    """Median time of a call; if the CPU is slower than the GPU, the time to queue it."""
 
     def timed(repeats: int) -> list[float]:
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
@@ -60,7 +60,7 @@ def host_ms(fn: Callable[[], Any], calls: int = 50) -> float:
 
 
 def peak_mib(fn: Callable[[], Any]) -> float:
-    """What one eager call adds to the memory in use, at most."""
+    """Peak memory that one eager call adds."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -70,7 +70,7 @@ def peak_mib(fn: Callable[[], Any]) -> float:
 
 
 def tensors(L: int) -> tuple[list[Tensor], Tensor]:
-    """q, k, v as a projection leaves them, (B, L, H, D) in memory, and a gradient for the output."""
+    """q, k, v in the layout of a projection, (B, L, H, D) in memory, and a gradient for the output."""
     B = max(1, TOKENS // L)
     made = [torch.randn(B, L, H, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(4)]
     return [x.requires_grad_() for x in made[:3]], made[3]

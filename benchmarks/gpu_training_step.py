@@ -3,9 +3,9 @@
     python3 -m benchmarks.gpu_training_step [--out FILE.json] [--limit SECONDS]
 
 A 12-layer, 768-wide decoder over bytes, 12 heads of 64, rotary positions; float32 weights, bfloat16 autocast, fused
-AdamW, every block compiled. `full` is held to cuDNN's attention; `combiner-fixed` is held to its kernels. The speeds
-are of 32,768 tokens per step; the longest sequence is found by doubling, one sequence per step, first as above and
-then with every block recomputed in the backward. Each attention runs in a process of its own.
+AdamW, every block compiled. `full` must use cuDNN's attention and `combiner-fixed` its kernels. Speeds are for 32,768
+tokens per step; the longest sequence is found by doubling, one sequence per step, first as above and
+then with every block recomputed in the backward. Each attention runs in its own process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ATTENTIONS: dict[str, dict[str, Any]] = {"full": {}, "combiner-fixed": {"backend
 
 
 class Recomputed(nn.Module):
-    """A block whose activations are computed again in the backward."""
+    """A block whose activations are recomputed in the backward."""
 
     def __init__(self, block: nn.Module):
         super().__init__()
@@ -100,7 +100,7 @@ def train(attention: str, L: int, *, recompute: bool = False, steps: int = 8, wa
 
 
 def worker(attention: str, part: str, limit: float) -> None:
-    """Prints one line of JSON per result as it comes, so that a time limit loses only what was not done."""
+    """Prints one line of JSON per result, so that results before a time limit are kept."""
     began = time.time()
     if attention == "full":
         only_cudnn()
@@ -153,10 +153,10 @@ def show(row: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=None, help="write the numbers here as JSON")
+    parser.add_argument("--out", type=Path, default=None, help="write the results to this JSON file")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for each process")
     parser.add_argument("--parts", nargs="*", default=["speed", "longest"], choices=["speed", "longest", "recompute"])
-    parser.add_argument("--commit", default="", help="the commit to write down")
+    parser.add_argument("--commit", default="", help="commit to record")
     parser.add_argument("--worker", nargs=2, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:

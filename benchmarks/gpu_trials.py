@@ -1,4 +1,4 @@
-"""The tile sizes worth trying, by kernel. What won is in the TILES table of each kernel's module."""
+"""Tile sizes to try, by kernel. The best ones are in the TILES table of each kernel's module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.core.tiles import Tiles
 @dataclass(frozen=True, eq=False)
 class Trial:
     mechanism: str
-    folder: str  # of weft; its kernel.py holds the TILES
+    folder: str  # module in weft; its kernel.py has the TILES
     key: tuple[str, int, int]  # in TILES
     backward: bool  # whether it runs in the backward
     lengths: tuple[int, ...]

@@ -1,9 +1,9 @@
-"""Which tiles are fastest: every kernel with every trial, at the lengths that matter.
+"""Find the fastest tile sizes: every kernel with every trial, at common lengths.
 
     python3 -m benchmarks.gpu_tune [--out FILE.json] [--only NAME ...] [--lengths L ...]
 
-bfloat16, 16 heads of 64, causal. Times the whole forward or, for a kernel of the backward, both, with
-one kernel's tiles changed. Trials are compiled first, in many processes.
+bfloat16, 16 heads of 64, causal. Times the whole forward (and the backward, for its kernels) with the tiles of one
+kernel changed. Trials are compiled first, in many processes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def runs(args: argparse.Namespace) -> Iterator[tuple[Trial, int, Any]]:
 
 
 def tune(args: argparse.Namespace, part: tuple[int, int] | None = None) -> list[dict[str, Any]]:
-    """Time every trial; with `part`, only run the share i of n once, to fill Triton's cache from many processes."""
+    """Time every trial; with `part` (i, n), only run part i of n once, to fill Triton's cache from many processes."""
     results = []
     made: dict[tuple[int, int], Callable[[], Any]] = {}
     for number, (trial, L, tiles) in enumerate(runs(args)):
@@ -93,7 +93,7 @@ def compile_in_parallel() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=None, help="write the numbers here as JSON")
+    parser.add_argument("--out", type=Path, default=None, help="write the results to this JSON file")
     parser.add_argument("--only", nargs="*", default=None, help="these mechanisms")
     parser.add_argument("--lengths", type=int, nargs="*", default=None, help="these lengths")
     parser.add_argument("--part", type=int, nargs=2, default=None, help=argparse.SUPPRESS)

@@ -1,16 +1,16 @@
-"""Causal linear attention in the chunked form flash-linear-attention publishes, written anew, to time ours against.
+"""Causal linear attention in the chunked form of flash-linear-attention, reimplemented as a reference for timing.
 
 https://github.com/fla-org/flash-linear-attention; Yang et al., Gated Linear Attention, https://arxiv.org/abs/2312.06635
 
-What is kept of it: features, scan and normaliser are separate steps, the features and the normaliser plain PyTorch;
-chunks of 64; one kernel walks over the chunks of a head in order and leaves the state before each in memory (in the
-inputs' dtype; float32, computed again, in the backward); a second takes every chunk's outputs at once from that state
-and the chunk itself; the backward walks from the end in the same way, then takes dq and dk together and dv apart.
+Features, scan and normaliser are separate steps; features and normaliser are plain PyTorch. Chunks of 64. One kernel
+loops over the chunks of a head and stores the state before each (in the inputs' dtype; recomputed in float32 in the
+backward). A second kernel computes the outputs of all chunks from that state and the chunk. The backward loops from the
+end in the same way, then computes dq and dk together and dv separately.
 
     python3 -m benchmarks.linear_reference [--lengths 16384 65536]
 
-times ours, this, and this without its features and normaliser (the scan alone). The walk's tiles are the best of four.
-Whole chunks, heads of a power of two.
+times ours, the reference, and only its scan (without features and normaliser), with the best of four tile sizes. Needs
+whole chunks and head sizes that are powers of two.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def chunked_scan(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The scan alone, on features."""
     D = q.shape[3]
     if q.shape[2] % CHUNK or D & (D - 1) or D < 16:
-        raise ValueError(f"the reference takes whole chunks of {CHUNK} and heads of a power of two, got {q.shape}")
+        raise ValueError(f"the reference needs whole chunks of {CHUNK} and heads of a power of two, got {q.shape}")
     return ChunkedScan.apply(q, k, v)
 
 

@@ -1,15 +1,15 @@
-"""Tokens per second of the training loop, beside the same model written plainly and compiled.
+"""Tokens per second of the training loop, compared with the same model in plain compiled PyTorch.
 
     python benchmarks/train_throughput.py --steps 60 --out throughput.json
 
-The wide-attention study's deep model on ListOps: 6 layers x 8 heads, length 2,000, batch 32, bf16. The twin below is
-one short file of PyTorch with `scaled_dot_product_attention`, a boolean key mask, the same dropout, Adam fused, the
-batch already on the device. Ours goes through everything `weft train` does: the loop, the data, the log, the
-mechanism with its checks. `--attentions all` also times every other mechanism that takes this task.
+The wide-attention study's deep model on ListOps: 6 layers x 8 heads, length 2,000, batch 32, bf16. The baseline
+is plain PyTorch with `scaled_dot_product_attention`, a boolean key mask, the same dropout, fused Adam, and the batch
+already on the device. Ours runs everything `weft train` does: the loop, data, log, and the mechanism with its checks.
+`--attentions all` also times every other mechanism that supports this task.
 
-The twin and the first mechanism take turns, `--rounds` times, and the best of each counts; the others are timed once.
-One that fails, or for which no time is left (`--seconds`), is a line in the table; the JSON file is written after
-every one. A tiny form for a look on the CPU:
+The baseline and the first mechanism alternate `--rounds` times, and the best of each counts; the others are timed once.
+Failures, and mechanisms for which no time is left (`--seconds`), are lines in the table. The JSON file is written after
+every measurement. A tiny run on the CPU:
 
     python benchmarks/train_throughput.py --attentions all --device cpu --precision 32-true --no-compile --rounds 1 \
         --steps 2 --warmup 1 --batch 2 --length 200 --layers 1 --heads 2 --head-dim 8 --dim 32 --mlp-dim 32
@@ -112,7 +112,7 @@ def time_weft(config, args, how: How) -> dict[str, float]:
 
 
 def measure(step, args, how: How) -> dict[str, float]:
-    """Tokens per second, GiB at the peak, and seconds of the first step, compilation included."""
+    """Tokens per second, peak GiB, and seconds of the first step, including compilation."""
     if args.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     begin = time.perf_counter()
@@ -148,11 +148,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mlp-dim", type=int, default=2048)
     parser.add_argument("--precision", default="bf16-mixed", choices=("32-true", "bf16-mixed"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--attentions", default="full", help="names joined by commas, or all: full first")
+    parser.add_argument("--attentions", default="full", help="comma-separated names, or all: full first")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
-    parser.add_argument("--rounds", type=int, default=2, help="of the twin and the first mechanism")
-    parser.add_argument("--seconds", type=float, default=0.0, help="begin no further mechanism after this time; 0: all")
-    parser.add_argument("--out", default="", help="also write the figures as JSON")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds of the baseline and the first mechanism")
+    parser.add_argument("--seconds", type=float, default=0.0, help="start no further mechanism after this time; 0: all")
+    parser.add_argument("--out", default="", help="also write the results to this JSON file")
     return parser.parse_args()
 
 
@@ -176,14 +176,14 @@ def main() -> None:
         rows = listops.ListOps().load(config("full", 0)).train
 
         def timed(name: str, number: int = 0) -> dict[str, Any]:
-            """The figures of one, or why there are none."""
+            """The results of one measurement, or its error."""
             try:
                 forget(how)
                 if name == TWIN:
                     entry = {"attention": name, **time_twin(config("full", number), rows, args, how)}
                 else:
                     entry = {"attention": name, **time_weft(config(name, number), args, how)}
-            except Exception as error:  # one mechanism that cannot is a line in the table, not the end of it
+            except Exception as error:  # show failures in the table
                 entry = {"attention": name, "error": reason(error)}
             said = entry.get("error") or f"{entry['tokens_per_s']:,.0f} tokens/s"
             print(f"[{time.perf_counter() - begin:.0f} s] {name}: {said}", flush=True)
@@ -212,7 +212,7 @@ def main() -> None:
         share = "-" if not twin else f"{100 * entry['tokens_per_s'] / twin:.1f} %"
         figures = [cell(entry["tokens_per_s"], 0), share, cell(entry["peak_gib"], 2), cell(entry["first_step_s"])]
         table.rows.append([entry["attention"] + star, *figures])
-    report.finish([table], ["* not of the study: its own defaults"], markdown=False)
+    report.finish([table], ["* not in the study: the mechanism's defaults"], markdown=False)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""The order in which the papers' tables are filled, for GPU time that comes in portions.
+"""Run the papers' tables in order of priority, within a limited amount of GPU time.
 
-    python -m experiments.queue --list                              # what is done, what is next, the minutes it takes
-    python -m experiments.queue --minutes 28 --data data --out runs # run what fits, first things first
+    python -m experiments.queue --list                              # what is done, what is next, and its minutes
+    python -m experiments.queue --minutes 28 --data data --out runs # run what fits, in order
 
-`minutes` is what a run takes alone on one H200. Runs that share a card take turns on it, so a portion holds the cells
-whose minutes add up to it. A cell is done when its table's `*.results.json` has the complete run of its config and
-seed. Runs are those of `weft sweep`: one that was cut goes on from its checkpoint if `--out` still has it. At the end
-the results of every table that was touched are written back beside its file.
+`minutes` is the time of a run alone on one H200. Runs on the same GPU alternate, so the minutes of the chosen cells add
+up. A cell is done when its table's `*.results.json` has a complete run with its config and seed. Runs are those of
+`weft sweep`: an interrupted run continues from its checkpoint if `--out` still has it. At the end, the results of all
+changed tables are written next to their files.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Entry:
-    table: str  # a sweep's file, without the .py
-    cell: str  # ROW/COLUMN, as `weft sweep --only` takes it
+    table: str  # sweep file without .py
+    cell: str  # ROW/COLUMN, as for `weft sweep --only`
     minutes: float
     seed: int = 0
 
@@ -54,7 +54,7 @@ def job_of(entry: Entry, data: str, out: Path | None) -> Job:
 
 
 def is_done(job: Job) -> bool:
-    """Whether the table's results hold the complete run of this config and seed."""
+    """Whether the table's results have a complete run with this config and seed."""
     return any(
         record.state == "complete"
         and (record.cell, record.seed) == (job.cell.slug, job.config.seed)
@@ -65,7 +65,7 @@ def is_done(job: Job) -> bool:
 
 
 def pick(waiting: Sequence[tuple[Entry, Job]], minutes: float) -> list[tuple[Entry, Job]]:
-    """In order, every run that still fits: a long one that does not fit lets shorter ones pass."""
+    """All runs that fit, in order; runs that are too long are skipped."""
     chosen, left = [], minutes
     for entry, job in waiting:
         if entry.minutes <= left:
@@ -76,11 +76,11 @@ def pick(waiting: Sequence[tuple[Entry, Job]], minutes: float) -> list[tuple[Ent
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=28, help="how long this portion is")
+    parser.add_argument("--minutes", type=float, default=28, help="available minutes")
     parser.add_argument("--jobs", type=int, default=4, help="runs at a time, all on the same device")
-    parser.add_argument("--data", default="", help="where the data is, if not where the configs say")
-    parser.add_argument("--out", type=Path, help="for the runs; not given: runs/ beside each table")
-    parser.add_argument("--list", action="store_true", help="show the queue and start nothing")
+    parser.add_argument("--data", default="", help="folder of the data, if different from the configs")
+    parser.add_argument("--out", type=Path, help="folder of the runs; default: runs/ next to each table")
+    parser.add_argument("--list", action="store_true", help="show the queue without starting anything")
     given = parser.parse_args()
     jobs = [(entry, job_of(entry, given.data, given.out)) for entry in queue()]
     waiting = [(entry, job) for entry, job in jobs if not is_done(job)]

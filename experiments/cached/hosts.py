@@ -1,10 +1,10 @@
-"""The paper's image models on ImageNet, plain and with a cache around every attention: what the tables share.
+"""The paper's image models on ImageNet, plain and with a cache around every attention; shared by the tables.
 
-224 pixels, 300 epochs, ratio 0.5, as many slots as tokens, weight decay 0.05, cosine; batch and rate are the hosts'
-(1,024 and 1e-3 here). As the paper says, cached layers add a positional encoding (a 3 x 3 convolution, as in its
-code), and in PVT and Swin the caches of the first two stages are pooled by 4 and 2. Pictures in
-data/imagenet/{train,val}/CLASS (image-net.org, after registration). The paper augments as timm does, this recipe only
-crops and mirrors: compare plain with cached, not with the paper's figures.
+224 pixels, 300 epochs, ratio 0.5, as many slots as tokens, weight decay 0.05, cosine; batch size and learning rate are
+those of the original models (here 1,024 and 1e-3). As in the paper, cached layers add a positional encoding (a 3 x 3
+convolution, as in its code), and in PVT and Swin the caches of the first two stages are pooled by 4 and 2. Images in
+data/imagenet/{train,val}/CLASS (image-net.org, after registration). The paper augments like timm, this recipe only
+crops and flips: compare plain with cached, not with the paper.
 """
 
 import json
@@ -25,18 +25,18 @@ HOSTS = {
 }
 
 
-PYRAMIDS = ("PVT-", "Swin")  # whose first two stages pool their caches; PVTv2 reduces them as it reduces its tokens
+PYRAMIDS = ("PVT-", "Swin")  # their first two stages pool the caches; PVTv2 reduces them like its tokens
 
 
 def caches(name: str) -> dict[str, Any]:
-    """Options of the caches of a host."""
+    """Options of the caches of a model."""
     if name.startswith(PYRAMIDS):
         return {"position": "conv", "pool": [4, 2]}
     return {"position": "conv", "memory_attention": "same", **({"prefix": 1} if name.startswith("ViT") else {})}
 
 
 def host(name: str, ratio: float = 0.0, *, task: str = "imagenet", epochs: int = 300, **given: Any) -> TrainConfig:
-    """`ratio` of the channels cached; 0 for the plain model."""
+    """`ratio` of the channels is cached; 0 for the plain model."""
     recipe: dict[str, Any] = dict(
         model=HOSTS[name], cache=ratio, cache_options=json.dumps(caches(name)) if ratio else "",
         steps=epochs * PICTURES // 1024, batch_size=1024, optimizer="adamw", learning_rate=1e-3, weight_decay=0.05,

@@ -5,7 +5,7 @@
 
 Cached Transformers, https://arxiv.org/abs/2312.12742: width 512, MLP 1,024, 8 heads, 6 layers; ratio 0.5, as many
 slots as tokens; 5,000 steps of 32, base rate 0.05 with 1,000 steps of warm-up, weight decay 0.1 (decoupled, as in the
-code of the Long Range Arena, whose settings the inner attentions have). Ours: bfloat16, and an evaluation every 250
+code of the Long Range Arena, whose settings the inner attentions use). Ours: bfloat16, and an evaluation every 250
 steps.
 """
 
@@ -15,7 +15,7 @@ from weft.tasks import make_config
 TITLE = "ListOps, plain and cached"
 METRIC = "accuracy"
 SCALE, UNIT = 100, "%"
-SEEDS = (0, 1, 2)  # how many runs the paper's figures stand for is not said
+SEEDS = (0, 1, 2)  # the paper does not give its number of runs
 
 PAPER = {"full": (36.23, 37.40), "bigbird": (36.06, 37.45), "reformer": (37.27, 37.85)}
 OPTIONS = {"reformer": '{"chunk": 10, "buckets": 10, "hashes": 1}'}

@@ -1,4 +1,4 @@
-"""Table 10: PVT-Tiny by the ratio of channels that is cached.
+"""Table 10: PVT-Tiny by the ratio of cached channels.
 
     weft sweep experiments/cached/table10.py
 

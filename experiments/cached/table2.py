@@ -2,8 +2,8 @@
 
     weft sweep experiments/cached/table2.py --only "PVT-Tiny/*"
 
-Cached Transformers, https://arxiv.org/abs/2312.12742; data and recipe are in hosts.py. How the paper pairs samples in
-the attention-based cache is not said: here row by row of consecutive batches, and without a cache in evaluation.
+Cached Transformers, https://arxiv.org/abs/2312.12742; data and recipe are in hosts.py. The paper does not say
+how the attention-based cache pairs samples: here row by row in consecutive batches, without a cache in evaluation.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ PAPER = {"ViT-S": (79.9, 80.0, 81.3), "PVT-Tiny": (75.1, 74.8, 78.4), "PVT-Small
 
 
 class PreviousStep(nn.Module):
-    """An attention-based cache: in training, keys and values also from what the layer was fed a step before.
+    """An attention-based cache: in training, the layer also attends to its inputs of the previous step.
 
-    For ViT the tokens are joined, for PVT the reduced tokens; rows of the batch are paired as they come. It keeps what
-    every forward in training saw, so it does not go with activation checkpointing. The first step after a resume has
-    no step before it.
+    Concatenates the tokens (ViT) or the reduced tokens (PVT); rows are paired by their index in the batch. Stores the
+    input of every training forward, so it does not support activation checkpointing. The first step after a resume has
+    no previous step.
     """
 
     def __init__(self, inner: nn.Module):
@@ -39,7 +39,7 @@ class PreviousStep(nn.Module):
 
     def forward(self, x: Tensor, *size: Any, **masks: Any) -> Tensor:
         if any(isinstance(mask, Tensor) for mask in masks.values()):
-            raise ValueError("pictures have no padding: the cache takes no mask")
+            raise ValueError("images have no padding: the cache does not support masks")
         if not self.training:
             return self.inner(x, *size)
         before, self.previous = self.previous, x.detach()
@@ -66,13 +66,13 @@ def both_steps(inner: Any, x: Tensor, before: Tensor, size: Any = None) -> Tenso
 
 
 class AttentionCached(StoredImages):
-    """ImageNet by a host whose every attention has the cache of the step before."""
+    """ImageNet with the attention-based cache in every attention layer."""
 
     defaults = {**StoredImages.defaults, "model": "pvt-tiny"}
 
     def check(self, config: TrainConfig) -> None:
         if not config.model.startswith(("pvt-", "timm:vit")):
-            raise ValueError(f"{self.name} takes --model pvt-SIZE or timm:vit…; got {config.model!r}")
+            raise ValueError(f"{self.name} supports --model pvt-SIZE or timm:vit…; got {config.model!r}")
 
     def host(self, config: TrainConfig, size: int, classes: int) -> nn.Module:
         model: Any = super().host(config, size, classes)

@@ -1,13 +1,13 @@
 """Tables 3 and 7: COCO detection with a PVT backbone, plain and cached, in Mask R-CNN and RetinaNet.
 
-    weft sweep experiments/cached/table1.py --only "PVT-Tiny/*"              the backbones, which the cells start from
+    weft sweep experiments/cached/table1.py --only "PVT-Tiny/*"              the backbones that the cells start from
     weft sweep experiments/cached/table3.py --only "* tiny/*"
 
 Cached Transformers, https://arxiv.org/abs/2312.12742: a backbone pre-trained on ImageNet, its caches emptied, 12 epochs
-of 16 pictures, AdamW 1e-4, decay 0.05, shorter side 800, longer at most 1,333; the rate falls tenfold after 8 and 11
-epochs. The detectors are torchvision's. COCO 2017 (cocodataset.org) as DATA/coco/{train2017,val2017}/*.jpg and
-DATA/coco/annotations/instances_{train,val}2017.json; a hundredth of the training pictures validates. AP needs: pip
-install 'weft[detection]'
+of 16 images, AdamW 1e-4, decay 0.05, shorter side 800, longer at most 1,333; learning rate / 10 after 8 and 11 epochs.
+The detectors are torchvision's. COCO 2017 (cocodataset.org) as DATA/coco/{train2017,val2017}/*.jpg and
+DATA/coco/annotations/instances_{train,val}2017.json; a hundredth of the training images is validation data. AP needs:
+pip install 'weft[detection]'
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PICTURES = 117_266 * 99 // 100
 
 
 class Backbone(nn.Module):
-    """The pyramid's four maps through a feature pyramid; its class token and head are left out."""
+    """A feature pyramid on the four maps of PVT, without its class token and head."""
 
     out_channels = 256
 
@@ -91,7 +91,7 @@ def detector(kind: str, body: nn.Module, **options: Any) -> nn.Module:
 
 
 class Part:
-    """Pictures of one of COCO's parts and what is on them; row `number` of the task's data is `pictures[number]`."""
+    """The images of one part of COCO and their annotations; row `number` of the task's data is `pictures[number]`."""
 
     def __init__(self, folder: Path, part: str):
         self.folder, self.truth = folder / part, folder / "annotations" / f"instances_{part}.json"
@@ -129,7 +129,7 @@ def outline(polygons: Any, height: int, width: int) -> np.ndarray:
 
 
 def padded(arrays: list[np.ndarray]) -> Tensor:
-    """Arrays of like dimensions side by side, filled up with zeros."""
+    """Arrays of the same number of dimensions, padded with zeros and stacked."""
     sizes = [max(sides) for sides in zip(*(a.shape for a in arrays), strict=True)]
     found = np.zeros((len(arrays), *sizes), arrays[0].dtype)
     for row, array in zip(found, arrays, strict=True):
@@ -138,7 +138,7 @@ def padded(arrays: list[np.ndarray]) -> Tensor:
 
 
 class Detection(Task):
-    """A row is the number of a picture (from the test part: counted on); pictures are read when they are needed."""
+    """A row is the number of an image (test images follow the training images); images are read on demand."""
 
     metric = "box_ap"
     models = ("pvt-tiny", "pvt-small", "pvt-medium", "pvt-large")
@@ -156,7 +156,7 @@ class Detection(Task):
     def check(self, config: TrainConfig) -> None:
         super().check(config)
         if config.compile:
-            raise ValueError("detectors take pictures of any size: leave --compile out")
+            raise ValueError("detectors use images of any size: remove --compile")
 
     def load(self, config: TrainConfig) -> TaskData:
         folder = find(config.data, ("coco",), "put COCO 2017 there (cocodataset.org)")
@@ -177,7 +177,7 @@ class Detection(Task):
         return detector(self.kind, body, **config.options("model_options"))
 
     def begin(self, model: nn.Module, weights: Columns) -> bool:
-        """The backbone of an image classifier, its caches empty."""
+        """Load the backbone of an image classifier, with empty caches."""
         body: Any = model.backbone.body  # type: ignore[union-attr]
         theirs = {k.removeprefix("model."): v for k, v in weights.items() if not k.startswith("model.head.")}
         body.load_state_dict({**{k: v for k, v in body.state_dict().items() if k.startswith("head.")}, **theirs})
@@ -218,7 +218,7 @@ class Detection(Task):
         return torch.stack(list(model(images, targets).values())).sum()
 
     def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
-        """What is found is kept until `summary`: average precision is no sum over pictures."""
+        """Detections are kept until `summary`: average precision is not a sum over images."""
         answers = model(self.pictures(batch))
         for number, answer in zip(batch["number"].tolist(), answers, strict=True):
             part, place = self.where(number)
@@ -235,7 +235,7 @@ class Detection(Task):
 
 
 def entries(answer: Mapping[str, Tensor], picture: int, masks: bool) -> list[dict[str, Any]]:
-    """A picture's boxes and masks in COCO's format."""
+    """An image's boxes and masks in COCO's format."""
     answer = {key: value.float().cpu() for key, value in answer.items()}
     boxes = answer["boxes"].clone()
     boxes[:, 2:] -= boxes[:, :2]

@@ -3,12 +3,13 @@
     weft sweep experiments/cached/table4.py --only "IWSLT14 De-En/*"
     weft sweep experiments/cached/table4.py --only "Multi30k De-En/*" --steps 6000
 
-Cached Transformers, https://arxiv.org/abs/2312.12742: pre-norm, 6 + 6 layers, rate 1.5e-3 with inverse-root decay,
-ratio 0.5, 64 slots, caches in the encoder only, valid tokens only, the last ten checkpoints averaged. What the paper
-leaves open is fairseq's IWSLT recipe: width 512, MLP 1,024, 4 heads, dropout 0.3, smoothing 0.1, a joint BPE of 10,000
-pieces; 128 pairs a step where fairseq has 4,096 tokens. Greedy decoding here: compare the two columns with each other.
-BPE and BLEU need: pip install 'weft[translation]'. IWSLT (wit3.fbk.eu) as DATA/iwslt14.de-en/train.de, train.en,
-valid.de, …; Multi30k, which is not in the paper, as DATA/multi30k.parquet with columns split, de, en.
+Cached Transformers, https://arxiv.org/abs/2312.12742: pre-norm, 6 + 6 layers, learning rate 1.5e-3 with inverse-root
+decay, ratio 0.5, 64 slots, caches in the encoder only, valid tokens only, the last ten checkpoints averaged. Settings
+that the paper does not give follow fairseq's IWSLT recipe: width 512, MLP 1,024, 4 heads, dropout 0.3, smoothing 0.1, a
+joint BPE of 10,000 pieces; 128 pairs per step instead of fairseq's 4,096 tokens. We decode greedily: compare the two
+columns with each other. BPE and BLEU need: pip install 'weft[translation]'. IWSLT (wit3.fbk.eu) as
+DATA/iwslt14.de-en/train.de, train.en, valid.de, …; Multi30k, which is not in the paper, as DATA/multi30k.parquet with
+columns split, de, en.
 """
 
 from __future__ import annotations
@@ -71,14 +72,14 @@ class Translator(nn.Module):
         return x @ self.embed.weight.T
 
     def forward(self, source: Tensor, target: Tensor | None = None) -> Tensor:
-        """Scores of every next piece of the target; without a target, a translation (B, pieces)."""
+        """Logits of every next piece of the target; without a target, a translation (B, pieces)."""
         if target is None:
             return self.translate(source, longest=int(1.5 * source.shape[1]) + 10)
         return self.write(self.read(source), source, target)
 
     @torch.no_grad()
     def translate(self, source: Tensor, longest: int) -> Tensor:
-        """Greedy; every step decodes the whole prefix again."""
+        """Greedy decoding; every step processes the whole prefix again."""
         memory = self.read(source)
         found = source.new_full((source.shape[0], 1), BEGIN)
         ended = torch.zeros_like(found[:, 0], dtype=torch.bool)
@@ -124,7 +125,7 @@ def as_rows(ids: list[list[int]], longest: int) -> Tensor:
 
 
 def cut(ids: Tensor) -> Tensor:
-    """Without the columns in which every row is padding."""
+    """Remove columns that are padding in every row."""
     return ids[:, : int((ids != PAD).sum(1).max())].long()
 
 
@@ -149,7 +150,7 @@ class Translation(Task):
         return self._load(config, known)
 
     def _load(self, config: TrainConfig, known: Known | None) -> TaskData:
-        from sacrebleu.metrics import BLEU  # asked for now, not after hours of training
+        from sacrebleu.metrics import BLEU  # fail now, not after hours of training
 
         self.bleu, self.longest = BLEU(), config.max_length
         how = f"put train.{self.source}, train.{self.target}, valid.{self.source}, … there"
@@ -190,7 +191,7 @@ class Translation(Task):
         return F.cross_entropy(logits.transpose(1, 2), target, ignore_index=PAD, label_smoothing=smoothing)
 
     def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
-        """What BLEU is made of: matching and all n-grams, and the lengths."""
+        """The statistics of BLEU: matching and total n-grams, and lengths."""
         found = []
         for number, ids in zip(batch["number"].tolist(), model(batch["source"]).tolist(), strict=True):
             text = self.tokenizer.decode([t for t in ids if t not in (PAD, BEGIN, END)])

@@ -1,16 +1,16 @@
-"""Table 5: Transformer-XL on WikiText-103, its memory in place or replaced by others.
+"""Table 5: Transformer-XL on WikiText-103, with its own memory or a replacement.
 
     weft sweep experiments/cached/table5.py --only "base/*"
     weft sweep experiments/cached/table5.py --only "base/GRC" --data data/ptb --steps 5000
 
 Cached Transformers, https://arxiv.org/abs/2312.12742; test perplexity. Kinds: `baseline` (the last M tokens of every
-layer), `MT` (learned memory tokens in front, beside that memory), `RMT` (memory tokens that are written and read on,
-in its place, gradients over two segments), `GRC` (a gated recurrent cache in its place, one per stream, delayed so
-that no token sees its future). The paper gives no settings but "default configurations": base 16 layers, width 410, 10
+layer), `MT` (learned memory tokens in front, in addition to that memory), `RMT` (instead, memory tokens that each
+segment reads and writes, with gradients over two segments), `GRC` (instead, a gated recurrent cache per stream, delayed
+so that no token sees its future). The paper only mentions "default configurations": base 16 layers, width 410, 10
 heads, MLP 2,100, segments and memory of 150, dropout 0.1; large 18, 1,024, 16, 4,096, 384, dropout 0.2; Adam 2.5e-4
-with cosine. Words by adaptive softmax (20,000, 40,000, 200,000); input and output tables are not tied here. Text as
+with cosine. Words with adaptive softmax (20,000, 40,000, 200,000); input and output embeddings are not tied. Text as
 DATA/wikitext-103/{train,valid,test}.txt (huggingface.co/datasets/Salesforce/wikitext), or any folder with such files,
-such as the Penn Treebank for a quick try.
+such as the Penn Treebank for a short run.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Block(nn.Module):
 
 
 class XL(nn.Module):
-    """`model(ids, targets)`: the negative log-likelihood of every target (B, L); segment follows on segment.
+    """`model(ids, targets)`: the negative log-likelihood of every target (B, L); segments are consecutive.
 
-    What is remembered, (layers, B, M, dim), or (1, B, TOKENS, dim) for RMT, is state of the model and saved with it.
+    The memory, (layers, B, M, dim), or (1, B, TOKENS, dim) for RMT, is state of the model and saved with it.
     """
 
     remembers = True
@@ -103,7 +103,7 @@ class XL(nn.Module):
             return -self.head(found.float().flatten(0, 1), targets.flatten()).output.view_as(targets)
 
     def read(self, ids: Tensor) -> Tensor:
-        """The vectors of one segment, (B, L, dim); what is remembered moves on."""
+        """The vectors of one segment, (B, L, dim). Updates the memory."""
         x = self.dropout(self.embed(ids) * math.sqrt(self.embed.embedding_dim))
         (B, L), front = ids.shape, 0
         if self.tokens is not None:
@@ -129,7 +129,7 @@ class XL(nn.Module):
 
 class TransformerXL(Streams, Likelihoods):
     def __init__(self, kind: str):
-        self.kind, self.segments = kind, 2 if kind == "RMT" else 1  # what RMT writes is only read a segment later
+        self.kind, self.segments = kind, 2 if kind == "RMT" else 1  # the next segment reads what RMT writes
         super().__init__(f"transformer-xl-{kind.lower()}", "wikitext-103", length=150 * self.segments, pieces=0)
         self.defaults = {
             **SIZES["base"], "max_length": self.length, "cache": 0.5 if kind == "GRC" else 0.0, "clip": 0.25,

@@ -1,11 +1,11 @@
 """Table 8: Swin-T pre-trained on ImageNet-22k, then fine-tuned on ImageNet-1k, plain and cached.
 
-    weft sweep experiments/cached/table8.py          pictures in data/imagenet22k and data/imagenet
+    weft sweep experiments/cached/table8.py          images in data/imagenet22k and data/imagenet
 
-Cached Transformers, https://arxiv.org/abs/2312.12742, by Swin's settings: 90 epochs at 1e-3, then 30 at 2e-5 (batch
+Cached Transformers, https://arxiv.org/abs/2312.12742, with Swin's settings: 90 epochs at 1e-3, then 30 at 2e-5 (batch
 1,024). The paper does not say whether the cache is kept between the two; here it is emptied, as for detection.
-ImageNet-22k (image-net.org, after registration) is 1.3 TB; whoever has it needs as much again for the decoded
-pictures.
+ImageNet-22k (image-net.org, after registration) is 1.3 TB; the decoded images need as much
+again.
 """
 
 from hosts import host

@@ -4,8 +4,8 @@
     weft sweep experiments/combiner/cifar10_grey.py
 
 Combiner, https://arxiv.org/abs/2107.05768, with the Long Range Arena's model and recipe (3 layers, width 64, 4 heads,
-35,000 steps of 256). Each printed figure is the better of the two poolings, and the arena's own for the baselines.
-With mean pooling the 1,024 tokens make the picture's 32 x 32 grid; a CLS token shifts it by one. Ours: bfloat16.
+35,000 steps of 256). The paper's values are the better of two poolings; those of the baselines are the arena's. With
+mean pooling the 1,024 tokens form the 32 x 32 grid of the image; a CLS token shifts it by one. Ours: bfloat16.
 """
 
 from weft.lab.sweep import Cell
@@ -34,7 +34,7 @@ def cells() -> list[Cell]:
                 compile=True,
             ),
             paper=figure,
-            note="the paper's is the better of the two poolings",
+            note="the paper has the better of the two poolings",
         )
         for attention, figure in PAPER.items()
         for pooling in ("mean", "cls")

@@ -1,14 +1,14 @@
-"""The three papers that touch language models, side by side on enwik8 at a scale that minutes can tell something about.
+"""Combiner, subsampled and cached attention on enwik8, at a scale where runs of a minute are informative.
 
     weft data get enwik8
     weft sweep experiments/combiner/enwik8.py
     weft eval experiments/combiner/runs/enwik8/subsampled-sall-l4-54-s-s0 --ensemble 10
 
-12 layers of width 512, rotary positions, 4,096 bytes of context, 16 streams, AdamW 1e-3 with 5 % of warm-up and a
-cosine. Each model takes the steps that fitted into the same 54 seconds of one H200 (enwik8.json): the cheaper the
-attention, the more of them. Subsampled attention (https://arxiv.org/abs/2306.01705) ends with 18 % dense steps; the
-cache (https://arxiv.org/abs/2312.12742) has 512 slots a layer; Combiner: https://arxiv.org/abs/2107.05768. None of the
-papers has these runs.
+12 layers of width 512, rotary positions, 4,096 bytes of context, 16 streams, AdamW 1e-3 with 5 % warm-up and cosine
+decay. Each model trains for the number of steps that fitted into 54 seconds on one H200 (enwik8.json): cheaper
+attention gets more steps. Subsampled attention (https://arxiv.org/abs/2306.01705) ends with 18 % dense steps; the cache
+(https://arxiv.org/abs/2312.12742) has 512 slots per layer; Combiner: https://arxiv.org/abs/2107.05768. The papers do
+not have these runs.
 """
 
 from typing import Any

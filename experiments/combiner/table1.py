@@ -1,12 +1,12 @@
-"""Table 1: bits per dimension of CIFAR-10 and ImageNet-64, each sparse attention beside its Combiner.
+"""Table 1: bits per dimension of CIFAR-10 and ImageNet-64, each sparse attention next to its Combiner.
 
     weft data get cifar10
     weft sweep experiments/combiner/table1.py --only "*/CIFAR-10"
 
-Combiner, https://arxiv.org/abs/2107.05768: 6 or 12 layers, 8 heads, width 512, batch 32, 3,072 or 12,288 bytes a
-picture, learned positions, rate 1e-3 and cosine, no dropout here. 400,000 steps (its appendix; the main text has
-500,000). Blocks are as long as a row of the picture. ImageNet-64 (image-net.org, "Imagenet64") as its makers' .npz
-files in data/imagenet64.
+Combiner, https://arxiv.org/abs/2107.05768: 6 or 12 layers, 8 heads, width 512, batch 32, 3,072 or 12,288 bytes per
+image, learned positions, learning rate 1e-3 with cosine decay, no dropout. 400,000 steps (from its appendix; the main
+text says 500,000). A block is one row of the image. Put the .npz files of ImageNet-64 (image-net.org, "Imagenet64")
+into data/imagenet64.
 """
 
 from weft.lab.sweep import Cell

@@ -1,12 +1,12 @@
-"""Tables 2 and 3: language modelling of Wiki-40B in English, sparse attentions beside their Combiners, and poolings.
+"""Tables 2 and 3: language modelling of Wiki-40B in English, sparse attentions next to their Combiners, and poolings.
 
     weft sweep experiments/combiner/table2.py --only "Combiner-Fixed/2k" --set batch_size=8 --set accumulate=16
 
-Combiner, https://arxiv.org/abs/2107.05768: width 768, 12 heads, 12 layers, 2,048 or 8,192 tokens, 125,000 steps of
-128, 10,000 of warm-up to 3e-4, cosine, clipping at 1. The text (tensorflow.org/datasets/catalog/wiki40b, config en) is
-expected as data/wiki40b/{train,valid,test}.txt. The paper's 32 K SentencePiece vocabulary is not published; a BPE of
-that size is trained here, so perplexities compare between rows and not with the paper's. Table 3 is Combiner-Fixed by
-the summary of a span, at 8k.
+Combiner, https://arxiv.org/abs/2107.05768: width 768, 12 heads, 12 layers, 2,048 or 8,192 tokens, 125,000 steps of 128,
+10,000 steps of warm-up to 3e-4, cosine decay, clipping at 1. The text (tensorflow.org/datasets/catalog/wiki40b, config
+en) is read from data/wiki40b/{train,valid,test}.txt. The paper's 32 K SentencePiece vocabulary is not published; we
+train a BPE of that size, so perplexities can be compared between rows but not with the paper. Table 3 is Combiner-Fixed
+with different summaries of a span, at 8k.
 """
 
 from recipe import language

@@ -3,11 +3,11 @@
     weft data make listops && weft data make pathfinder32-medium && weft data get imdb && weft data get cifar10
     weft sweep experiments/combiner/table5.py --only "Combiner*/ListOps" "Transformer/ListOps"
 
-Combiner, https://arxiv.org/abs/2107.05768, with the arena's sizes and recipes: figures of the baselines are the
-arena's (https://arxiv.org/abs/2011.04006), but for Pathfinder, which the paper ran again ("Pathfinder-32-inter"). Its
-pictures here are drawn by our generator, like the arena's and not equal to them. CLS pooling; the paper has the better
-of CLS and mean (`cifar10_grey.py` has both). Retrieval needs the arena's new_aan_pairs.*.tsv in data/aan
-(lra_release.gz of github.com/google-research/long-range-arena, 7.7 GB).
+Combiner, https://arxiv.org/abs/2107.05768, with the arena's sizes and recipes. The values of the baselines are the
+arena's (https://arxiv.org/abs/2011.04006), except for Pathfinder, which the paper ran again ("Pathfinder-32-inter").
+Our generator draws images that are similar to the arena's, not equal. CLS pooling; the paper has the better of CLS and
+mean (`cifar10_grey.py` has both). Retrieval needs the arena's new_aan_pairs.*.tsv in data/aan (lra_release.gz of
+github.com/google-research/long-range-arena, 7.7 GB).
 """
 
 from typing import Any

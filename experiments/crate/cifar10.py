@@ -5,9 +5,9 @@
     weft inspect experiments/crate/runs/cifar10/crate-62-s-s0
 
 White-Box Transformers via Sparse Rate Reduction, https://arxiv.org/abs/2306.01129, which trains on ImageNet first and
-has no such table. A CRATE of width 384 and a ViT of half that width, which has 12 d² weights a layer where a CRATE has
-3 d²; each for the steps that a minute of one H200 gave it. Both are trained alike: Lion 2.4e-4, decay 0.5, smoothing
-0.1, crops and mirrorings, batch 512, 5 % of warm-up, cosine, bfloat16; the last weights are tested.
+has no such table. A CRATE of width 384 (3 d² weights per layer) and a ViT of half that width (12 d²), each for the
+number of steps that fits into a minute on one H200. Both use the same recipe: Lion 2.4e-4, decay 0.5, smoothing 0.1,
+crops and flips, batch 512, 5 % warm-up, cosine decay, bfloat16; the last weights are tested.
 """
 
 from typing import Any

@@ -1,13 +1,13 @@
-"""CRATE as a masked autoencoder on CIFAR-10, then what its encoder knows: a linear probe and fine-tuning.
+"""CRATE as a masked autoencoder on CIFAR-10, then a linear probe and fine-tuning of its encoder.
 
     weft data get cifar10
     weft sweep experiments/crate/mae.py
 
-Of the authors' code, not of the paper (White-Box Transformers via Sparse Rate Reduction,
+From the authors' code, not the paper (White-Box Transformers via Sparse Rate Reduction,
 https://arxiv.org/abs/2306.01129). Pre-training hides three quarters of the patches (AdamW, no labels). The probe
 trains one linear layer on the frozen encoder; fine-tuning trains all of it as published (AdamW, learning rate 5e-5,
-decay 0.01, crops, mirrorings and RandAugment with n = 2, m = 14), but at 32 pixels. Both start from the pre-trained
-run; 10,000 and 2,500 steps of 512 are ours.
+decay 0.01, crops, flips and RandAugment with n = 2, m = 14), but at 32 pixels. Both start from the pre-trained
+run; the 10,000 and 2,500 steps of 512 are our choice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from weft.tasks.cifar import CIFAR10
 TITLE = "CRATE as a masked autoencoder on CIFAR-10"
 METRIC = "accuracy"
 
-CHUNKS = 32  # parts of a batch that get their own draw of RandAugment
+CHUNKS = 32  # parts of a batch with their own RandAugment draw
 
 
 def autoencoder(config: TrainConfig, data: TaskData) -> CRATEMAE:
@@ -41,7 +41,7 @@ SIZE: dict[str, Any] = dict(model="crate", layers=12, heads=6, head_dim=64, dim=
 
 
 class Losses(nn.Module):
-    """The autoencoder's loss of every picture (B,)."""
+    """The autoencoder's loss of every image (B,)."""
 
     def __init__(self, mae: CRATEMAE):
         super().__init__()
@@ -54,10 +54,10 @@ class Losses(nn.Module):
 
 
 class Pretraining(CIFAR10):
-    """Rebuild hidden patches; no label is read."""
+    """Reconstruct hidden patches, without labels."""
 
     defaults = {**CIFAR10.defaults, **SIZE}
-    name, about = "cifar10-mae", "rebuild hidden patches of CIFAR-10 by CRATE's masked autoencoder"
+    name, about = "cifar10-mae", "reconstruct hidden patches of CIFAR-10 with CRATE's masked autoencoder"
     metric, higher_is_better = "loss", False
 
     def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
@@ -75,7 +75,7 @@ class Pretraining(CIFAR10):
 
 
 class Classifier(CIFAR10):
-    """The encoder of a pre-trained run with a head of its own: a linear probe, or all of it fine-tuned."""
+    """The encoder of a pre-trained run with a new head: a linear probe, or full fine-tuning."""
 
     defaults = {**CIFAR10.defaults, **SIZE}
 
@@ -93,14 +93,14 @@ class Classifier(CIFAR10):
         encoder = {k.replace("model.mae.", "model."): v for k, v in weights.items() if k.startswith("model.mae.")}
         own = model.state_dict()
         model.load_state_dict({**own, **{k: v for k, v in encoder.items() if k in own and "norm" not in k.split(".")}})
-        return bool(encoder)  # else it is a run of this very model
+        return bool(encoder)  # otherwise it is a run of the same model
 
     def batch(self, rows: Columns, config: TrainConfig, generator: torch.Generator, training: bool) -> Columns:
         found = super().batch(rows, config, generator, training)
         if training and not self.probe:
             from torchvision.transforms.v2 import RandAugment
 
-            draw = RandAugment(num_ops=2, magnitude=14)  # one draw for each part, on the device
+            draw = RandAugment(num_ops=2, magnitude=14)  # one draw per part, on the device
             found["image"] = torch.cat([draw(part) for part in found["image"].chunk(CHUNKS)])
         return found
 

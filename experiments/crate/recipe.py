@@ -1,10 +1,10 @@
-"""CRATE's recipes on ImageNet and for what is fine-tuned from it."""
+"""CRATE's recipes for ImageNet and for fine-tuning."""
 
 from typing import Any
 
 from weft.tasks import TrainConfig, make_config
 
-# for training, without those held out for validation
+# training images, without those held out for validation
 PICTURES = {"imagenet": 1_271_167, "cifar10": 45_000, "cifar100": 45_000, "flowers102": 1938, "pets": 3496}
 HOW: dict[str, Any] = dict(
     precision="bf16-mixed", compile=True, eval_every=1250, checkpoint_every=1250, schedule="cosine", clip=0.0,

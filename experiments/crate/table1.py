@@ -1,14 +1,14 @@
 """Table 1: CRATE and ViT trained on ImageNet-1k, then fine-tuned on smaller sets.
 
     weft sweep experiments/crate/table1.py --only "CRATE-T/ImageNet" --set batch_size=256 --set accumulate=8
-    weft sweep experiments/crate/table1.py --only "CRATE-T/*"                 also what starts from it
+    weft sweep experiments/crate/table1.py --only "CRATE-T/*"                 and the runs that start from it
 
 White-Box Transformers via Sparse Rate Reduction, https://arxiv.org/abs/2306.01129: Lion 2.4e-4, decay 0.5, batch
-2,048, 150 epochs, 5 of warm-up, smoothing 0.1, crops and mirrorings, 224 pixels; fine-tuned by AdamW 5e-5, decay 0.01,
-batch 512 (here 50 epochs, and without the paper's RandAugment). Pictures as {train,val}/CLASS in data/imagenet
+2,048, 150 epochs, 5 of warm-up, smoothing 0.1, crops and flips, 224 pixels; fine-tuned with AdamW 5e-5, decay 0.01,
+batch 512 (here 50 epochs, and without the paper's RandAugment). Images as {train,val}/CLASS in data/imagenet
 (image-net.org, after registration), data/flowers102 (robots.ox.ac.uk/~vgg/data/flowers/102), data/pets
-(robots.ox.ac.uk/~vgg/data/pets); CIFAR as `weft data get` has it. The ImageNet ReaL column (other labels for the same
-pictures) is not here. From scratch on CIFAR-10 in a minute: `cifar10.py`.
+(robots.ox.ac.uk/~vgg/data/pets); CIFAR from `weft data get`. The ImageNet ReaL column (other labels for the same
+images) is missing. From scratch on CIFAR-10 in a minute: `cifar10.py`.
 """
 
 from recipe import FINETUNE, PICTURES, pretraining

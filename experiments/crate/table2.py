@@ -3,8 +3,8 @@
     weft sweep experiments/crate/table2.py --only "MSSA*"
 
 White-Box Transformers via Sparse Rate Reduction, https://arxiv.org/abs/2306.01129; data and recipe as in Table 1.
-Where Table 3 needs constants that the paper does not give: γ = 1 for equations 11 and 12, and for equation 92 the ε
-with which α is 1 at 197 tokens.
+Constants of Table 3 that the paper does not give: γ = 1 for equations 11 and 12, and for equation 92 the ε that makes
+α = 1 at 197 tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weft.models.crate import SIZES
 TITLE = "Tables 2 and 3: CRATE-B, hyper-parameters and variants"
 METRIC = "accuracy"
 
-# row -> options of the model, changes of the recipe, the paper's accuracy
+# row -> options of the model, changes to the recipe, the paper's accuracy
 PAPER: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "default": ({}, {}, 70.8),
     "eta 0.02": ({"ista": {"step": 0.02}}, {}, 70.7),

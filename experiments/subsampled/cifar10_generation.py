@@ -1,14 +1,15 @@
-"""CIFAR-10 as a density: a decoder over 32 x 32 pixels of three tokens, its sources sampled from rows above by a
+"""CIFAR-10 density estimation: a decoder over 32 x 32 pixels of three tokens, its sources sampled from rows above by a
 two-dimensional shuffle.
 
     weft data get cifar10
     weft sweep experiments/subsampled/cifar10_generation.py
 
-The Information Pathways Hypothesis, https://arxiv.org/abs/2306.01705 (a table of its body that we have not seen; its
-best figure, by other listings, is 2.774 bits per dimension). 16 layers, 2-D relative bias, 4 windows of 8 rows, σ =
-0.25 of the side, 100,000 steps of 128, rate 2e-3 after 4,000 of warm-up, cosine, no dropout, distribution augmentation
-(`cifar10-density-augmented`). The width is not given; Table 7 fixes it: a forward pass over 3,072 tokens in 16 layers
-of width 1,024 costs 23.8 exaFLOP for 100,000 steps of 128. The dense finish takes the last 18 % of the steps.
+The Information Pathways Hypothesis, https://arxiv.org/abs/2306.01705 (a table that we could not access; other listings
+give 2.774 bits per dimension as its best value). 16 layers, 2-D relative bias, 4 windows of 8 rows, σ = 0.25 of the
+side, 100,000 steps of 128, learning rate 2e-3 after 4,000 steps of warm-up, cosine decay, no dropout, distribution
+augmentation (`cifar10-density-augmented`). The width is not given; Table 7 fixes it: a forward pass over 3,072 tokens
+in 16 layers of width 1,024 costs 23.8 exaFLOP for 100,000 steps of 128. The dense finish takes the last 18 % of the
+steps.
 """
 
 from __future__ import annotations
@@ -56,5 +57,5 @@ def cells() -> list[Cell]:
         "S16-L4": sampled,
         "S16-L4 +FT": {**sampled, "finetune_dense_at": 0.82},
     }
-    note = "the paper's best, by other listings: 2.774"
+    note = "best value of the paper, from other listings: 2.774"
     return [Cell(row, "CIFAR-10", make_config("cifar10-pixels-2d", **how), note=note) for row, how in rows.items()]

@@ -1,11 +1,11 @@
 """Train on random pathways, finish dense, predict with the ensemble: a small byte-level language model.
 
-    weft sweep experiments/subsampled/demo.py --data enwik8                  any file; on a CPU some minutes
+    weft sweep experiments/subsampled/demo.py --data enwik8                  any file; minutes on a CPU
     weft eval experiments/subsampled/runs/demo/sall-l4-256-bytes-s0 --ensemble 10
 
 The Information Pathways Hypothesis, https://arxiv.org/abs/2306.01705, which has no such table. Three models of width
-128, 4 layers, with ALiBi see the same windows of 256 bytes for the same number of steps: dense; Sall-L4 (4 windows in
-every layer); Sall-L4 with a dense finish. Larger: --set max_length=1024 --set dim=512 --steps 4000.
+128, 4 layers, with ALiBi train on the same windows of 256 bytes for the same number of steps: dense; Sall-L4 (4 windows
+in every layer); Sall-L4 with a dense finish. Larger: --set max_length=1024 --set dim=512 --steps 4000.
 """
 
 from typing import Any

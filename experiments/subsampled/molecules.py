@@ -1,15 +1,15 @@
-"""PCQM4Mv2, QM9 and MoleculeNet: properties of molecules by EGT-Simple, source nodes dropped in training in place of
-attention dropout.
+"""PCQM4Mv2, QM9 and MoleculeNet: properties of molecules with EGT-Simple, with source dropout instead of attention
+dropout.
 
     weft sweep experiments/subsampled/molecules.py --only "*/PCQM4Mv2"          data/pcqm4m-v2/raw/data.csv.gz
     weft sweep experiments/subsampled/molecules.py --only "*/QM9 gap"           data/qm9.parquet
     weft eval experiments/subsampled/runs/molecules/0.1-dropped-qm9-gap-s0 --ensemble 10
 
-The Information Pathways Hypothesis, https://arxiv.org/abs/2306.01705 (a table of its body that we have not seen; by
-other listings validation MAE 0.0876 eV, and 0.0865 with the ensemble), EGT-Simple with 6 layers, 11 M parameters, no
-3-D coordinates. The other columns are not in the paper; MoleculeNet's best graph models, on random splits
+The Information Pathways Hypothesis, https://arxiv.org/abs/2306.01705 (a table that we could not access; other
+listings give a validation MAE of 0.0876 eV, and 0.0865 with the ensemble). EGT-Simple has 6 layers, 11 M parameters and
+no 3-D coordinates. The other columns are not in the paper; the best graph models of MoleculeNet, on random splits
 (https://arxiv.org/abs/1703.00564), have RMSE 0.58 on ESOL, 1.15 on FreeSolv (both MPNN) and 0.655 on lipophilicity
-(graph convolutions). Atoms and bonds are read by RDKit: pip install 'weft[graphs]'
+(graph convolutions). RDKit reads atoms and bonds: pip install 'weft[graphs]'
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TITLE = "Molecules: source nodes dropped in training"
 METRIC = "mae"
 
 COLUMNS = {  # task, steps, batch, note
-    "PCQM4Mv2": ("pcqm4mv2", 1_000_000, 512, "the paper's, by other listings: 0.0876 eV, 0.0865 with the ensemble"),
+    "PCQM4Mv2": ("pcqm4mv2", 1_000_000, 512, "the paper, from other listings: 0.0876 eV, 0.0865 with the ensemble"),
     "QM9 gap": ("qm9-gap", 100_000, 128, ""),
     "ESOL": ("esol", 5000, 64, "MoleculeNet's best: RMSE 0.58"),
     "FreeSolv": ("freesolv", 3000, 64, "MoleculeNet's best: RMSE 1.15"),

@@ -1,12 +1,12 @@
-"""Tables 2 and 9: Swin-T on ImageNet-1k, its 14 x 14 windows sampled down to a quarter in training.
+"""Tables 2 and 9: Swin-T on ImageNet-1k, with 14 x 14 windows of which a quarter is sampled in training.
 
     weft sweep experiments/subsampled/swin.py --only "10 layers*"
 
-The Information Pathways Hypothesis, https://arxiv.org/abs/2306.01705. Ten or six of the twelve layers sampled (the
-last stage's 7 x 7 maps are never), σ = 0.75 windows; the unbiased form keeps a random quarter of each window. The
-dense finish takes the last 18 % of the steps, as in the paper's language models; it does not say. Pictures in
+The Information Pathways Hypothesis, https://arxiv.org/abs/2306.01705. Ten or six of the twelve layers are sampled
+(never the 7 x 7 maps of the last stage), σ = 0.75 windows; the unbiased form keeps a random quarter of each window. The
+dense finish takes the last 18 % of the steps, as in the paper's language models; the paper does not say. Images in
 data/imagenet/{train,val}/CLASS (image-net.org, after registration), 300 epochs of 1,024, AdamW 1e-3, decay 0.05. Swin
-augments more richly than crops and mirrorings: compare rows with each other, not with the paper's figures.
+uses more augmentation than our crops and flips: compare rows with each other, not with the paper.
 """
 
 from __future__ import annotations
@@ -94,13 +94,13 @@ class Swin(nn.Module):
 
 
 class SampledSwin(StoredImages):
-    """ImageNet by the Swin above; the layers sampled, and whether with local bias, are the model's options."""
+    """ImageNet by the Swin above; the number of sampled layers and the local bias are model options."""
 
     defaults = {**StoredImages.defaults, "model": "swin", "model_options": '{"sampled": 10, "biased": true}'}
 
     def check(self, config: TrainConfig) -> None:
         if config.model != "swin":
-            raise ValueError(f"{self.name} takes --model swin; got {config.model!r}")
+            raise ValueError(f"{self.name} supports --model swin; got {config.model!r}")
 
     def host(self, config: TrainConfig, size: int, classes: int) -> nn.Module:
         return Swin(size, classes, **config.options("model_options"))
@@ -112,7 +112,7 @@ TASKS = [SampledSwin("imagenet-swin", "ImageNet-1k (image-net.org)", "imagenet")
 def cells() -> list[Cell]:
     found = []
     for (sampled, biased, finish), figure in PAPER.items():
-        # The name of the mechanism tells the lab that there is something to make dense.
+        # The lab makes mechanisms of this name dense at the end.
         dense_finish = {"attention": "subsampled", "finetune_dense_at": 0.82} if finish else {}
         config = make_config(
             "imagenet-swin",

@@ -4,11 +4,11 @@
     weft eval experiments/subsampled/runs/wikitext103/s16-l6-biased-s0 --ensemble 50           Table 10
 
 The Information Pathways Hypothesis, https://arxiv.org/abs/2306.01705: 16 layers, width 1,024, 8 heads, ALiBi, 3,072
-words, adaptive input and softmax (cutoffs 20,000 and 60,000), 64,000 steps of 64, rate 1e-3 after 16,000 of warm-up,
-cosine; σ from 0.2 to 0.35 with depth; the dense finish from step 52,500 on. The text
-(huggingface.co/datasets/Salesforce/wikitext, wikitext-103-v1) as data/wikitext-103/{train,valid,test}.txt. Perplexity
-of segments that do not overlap; the paper's is lower, probably by a sliding window. The input and output tables are
-not tied here.
+words, adaptive input and softmax (cutoffs 20,000 and 60,000), 64,000 steps of 64, learning rate 1e-3 after 16,000
+steps of warm-up, cosine decay; σ from 0.2 to 0.35 with depth; the dense finish from step 52,500 on. The text
+(huggingface.co/datasets/Salesforce/wikitext, wikitext-103-v1) as data/wikitext-103/{train,valid,test}.txt. We
+report the perplexity of non-overlapping segments; the paper's is lower, probably because of a sliding window. Input
+and output embeddings are not tied.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class WordModel(nn.Module):
 
 
 class Words(Likelihoods):
-    """WikiText's words through the adaptive model."""
+    """WikiText-103 words with the adaptive model."""
 
     defaults = RECIPE
 

@@ -1,4 +1,4 @@
-"""A cell of the study's tables: its settings are the tasks' own (weft/models/presets.py), ours only how it is run."""
+"""A cell of the study's tables, with the settings of weft/models/presets.py."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from weft.lab.sweep import Cell
 from weft.tasks import make_config
 
-SEEDS = (0, 1, 2)  # the paper has three runs
+SEEDS = (0, 1, 2)  # as in the paper
 COLUMN = {"imdb-token": "token", "imdb-byte": "byte", "listops": "ListOps", "matching": "matching"}
 
 
@@ -14,8 +14,8 @@ SHAPES = {"deep 6x8": (6, 8), "wide 1x48": (1, 48)}
 
 
 def deep_and_wide(task: str, paper: dict[str, tuple[float | None, float | None]]) -> list[Cell]:
-    """The outer columns of a table, for some of its attentions. `combiner-fixed`, which the paper does not have, goes
-    without dropout of its probabilities, which its kernel does not have."""
+    """The outer columns of a table, for some of its attentions. `combiner-fixed`, which is not in the paper, has
+    no attention dropout, because its kernel does not support it."""
     return [
         replace(
             cell(task, attention, *shape, figure, attention_dropout=0.0 if attention == "combiner-fixed" else None),
@@ -27,7 +27,7 @@ def deep_and_wide(task: str, paper: dict[str, tuple[float | None, float | None]]
 
 
 def cell(task: str, attention: str, layers: int, heads: int, paper: float | None, row: str = "", **given: Any) -> Cell:
-    """bfloat16, compiled, and fewer evaluations than the published code's one in 200 steps."""
+    """bfloat16, compiled, and fewer evaluations than the published code (every 200 steps)."""
     every = 1000 if task.startswith("imdb") else 500
     config = make_config(
         task,

@@ -1,4 +1,4 @@
-"""Table 11: is it the width? One layer with the deep model's few heads, against the deepest and the widest model.
+"""Table 11: is it the width? One layer with the deep model's number of heads, against the deepest and the widest model.
 
     weft sweep experiments/wide/table11.py --only "ListOps*"
 

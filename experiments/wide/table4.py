@@ -4,7 +4,7 @@
     weft sweep experiments/wide/table4.py --only "ListOps*" --seeds 0
 
 Wide Attention Is The Way Forward For Transformers?, https://arxiv.org/abs/2210.00640. Its outer columns are the rest
-of Table 2; `listops.py` is a shorter part of it. Matching needs the Long Range Arena's new_aan_pairs.*.tsv
+of Table 2; `listops.py` runs part of it. Matching needs the Long Range Arena's new_aan_pairs.*.tsv
 (lra_release.gz of github.com/google-research/long-range-arena, 7.7 GB) in data/aan.
 """
 

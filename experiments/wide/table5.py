@@ -4,8 +4,8 @@
     weft sweep experiments/wide/table5.py
 
 Wide Attention Is The Way Forward For Transformers?, https://arxiv.org/abs/2210.00640. The models are timm's. The paper
-gives no recipe and no image size, and not the channels of Wide-V2 (12.6 M parameters): here 224 pixels from scratch,
-AdamW 1e-3, decay 0.05, 100 epochs, crops and mirrorings; and channels (80, 160, 400, 640), which have 12.0 M.
+gives no recipe, image size or channels of Wide-V2 (12.6 M parameters): here 224 pixels from scratch, AdamW 1e-3, decay
+0.05, 100 epochs, crops and flips, and channels (80, 160, 400, 640), which have 12.0 M parameters.
 """
 
 import json

@@ -1,7 +1,7 @@
 """The command `weft demo`: a deep and a wide model on handwritten digits, one of them killed and resumed.
 
-Three runs of the lab go on at once, each its own process: a wide model, a deep one, and the deep one again, which is
-killed (SIGKILL) in the middle and started anew. It must come out the same to the last bit as the one left in peace.
+Three runs train at the same time, each in its own process: a wide model, a deep one, and the deep one again, which is
+killed (SIGKILL) halfway and resumed. Its losses must be bit-identical to those of the uninterrupted run.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PRESETS = {"deep": "deep", "deep, killed": "deep", "wide": "wide"}
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="where the runs and the page go; emptied first")] = Path("runs/demo"),
-    steps: Annotated[int, typer.Option(min=20, help="updates of each model")] = 300,
-    seed: Annotated[int, typer.Option(help="of the weights and the order of the images")] = 0,
+    out: Annotated[Path, typer.Option(help="output folder; an earlier demo in it is removed")] = Path("runs/demo"),
+    steps: Annotated[int, typer.Option(min=20, help="training steps of each model")] = 300,
+    seed: Annotated[int, typer.Option(help="seed of weights and data order")] = 0,
 ) -> None:
-    """Train a deep and a wide model on handwritten digits, kill and resume one of them, compare, write a page."""
+    """Train a deep and a wide model on handwritten digits, kill and resume one of them, and compare the results."""
     from rich.console import Console
     from rich.table import Table
 
@@ -38,14 +38,14 @@ def demo(
     console = Console()
     began = time.perf_counter()
     _empty(out)
-    console.print(f"[bold]weft demo[/]: three runs of {steps} steps, side by side")
+    console.print(f"[bold]weft demo[/]: three runs of {steps} steps at the same time")
     folders = {name: out / name.replace(", ", "-") for name in PRESETS}
     processes = {name: _start(folder, PRESETS[name], steps, seed) for name, folder in folders.items()}
     victim = folders["deep, killed"]
     killed_at = _kill_half_way(processes["deep, killed"], victim, steps)
     resumed_at = max(Checkpoints(victim / "checkpoints").steps(), default=0)
     console.print(
-        f"killed the second deep run after step {killed_at}; it resumes from its checkpoint of step {resumed_at}"
+        f"killed the second deep run after step {killed_at}; resuming from its checkpoint of step {resumed_at}"
     )
     processes["deep, killed"] = _start(victim, "deep", steps, seed)
     for name, process in processes.items():
@@ -60,8 +60,8 @@ def demo(
         table.add_row(*row.values())
     console.print(table)
     verdict = (
-        f"Killed after step {killed_at} and resumed from step {resumed_at}: {equal} of {len(whole)} losses are equal, "
-        "to the last bit, to those of the run left in peace."
+        f"Killed after step {killed_at} and resumed from step {resumed_at}: {equal} of {len(whole)} losses are "
+        "bit-identical to those of the uninterrupted run."
     )
     console.print(verdict)
 
@@ -71,17 +71,17 @@ def demo(
     charts.append(chart([Curve(n, run["val"]) for n, run in runs.items()], "validation accuracy by step"))
     footer = origin(runs["deep"]["environment"])
     (out / "report.html").write_text(
-        page("weft demo: deep, wide, and killed in between", verdict, rows, charts, footer)
+        page("weft demo: deep, wide, and killed and resumed", verdict, rows, charts, footer)
     )
-    say(f"The page: {out / 'report.html'}   ({time.perf_counter() - began:.0f} s in all)")
+    say(f"report: {out / 'report.html'}   ({time.perf_counter() - began:.0f} s in total)")
     if equal != len(whole):
         raise typer.Exit(1)
 
 
 def _empty(out: Path) -> None:
-    """Remove an earlier demo, and nothing else."""
+    """Remove an earlier demo; any other content raises an error."""
     if out.exists() and any(out.iterdir()) and not (out / "deep").exists():
-        raise typer.BadParameter(f"{out} holds something that is no earlier demo: choose another --out")
+        raise typer.BadParameter(f"{out} contains files that are not from an earlier demo: choose another --out")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
 
@@ -89,14 +89,14 @@ def _empty(out: Path) -> None:
 def _start(folder: Path, preset: str, steps: int, seed: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "weft.cli", "train", "digits", "--resume", f"--preset={preset}", f"--out={folder}"]
     options = [f"--steps={steps}", f"--seed={seed}", "--accelerator=cpu", "--log-every=5", "--checkpoint-every=20"]
-    # One thread each: the models are too small to share, and the three have two cores between them.
+    # One thread each: the models are too small to benefit from more.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with open(folder.with_suffix(".log"), "ab") as log:
         return subprocess.Popen([*command, *options], stdout=log, stderr=log, env=environment)
 
 
 def _kill_half_way(process: subprocess.Popen[bytes], folder: Path, steps: int) -> int:
-    """SIGKILL as soon as half of the steps are in the log; the step it came after."""
+    """Kill the process when half of the steps are in the log, and return the number of logged steps."""
     while process.poll() is None and _steps_done(folder) < steps // 2:
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)

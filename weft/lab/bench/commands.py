@@ -120,7 +120,7 @@ def size(
             if cached:
                 bench.measure_cached(report, line)
         notes = [
-            "counted as there: MiB rounded up, including parameters that only the study's code has (see `weft size`)",
+            "counted as in the paper: MiB rounded up, with parameters that only the study's code has (see `weft size`)",
             "papers: arXiv 2210.00640, Table 8; arXiv 2312.12742, Table 9.",
         ]
         report.finish(bench.tables(report.records), notes, markdown)
@@ -176,7 +176,7 @@ def scaling(
         notes = [
             f"{'causal' if causal else 'bidirectional'}, {'forward and backward' if backward else 'forward'}, batch "
             f"{batch}, {heads} heads of {head_dim}, {how.precision}"
-            + (", processor seconds" if cpu_time else "")
+            + (", CPU seconds" if cpu_time else "")
             + "; medians of rounds in which all alternate.",
             "paper: Combiner (arXiv 2107.05768), Figure 3: batch 16 on TPU v3-16, 1,024 to 16,384 tokens.",
         ]

@@ -1,4 +1,4 @@
-"""What a bench says: a line while it measures, a table at the end, and a JSON file that is whole after every row."""
+"""The output of a benchmark: a progress line, a table at the end, and a JSON file that is valid after every row."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Table:
     rows: list[Sequence[str]] = field(default_factory=list)
 
     def markdown(self) -> str:
-        """As text; the first column is left-aligned, the others are figures."""
+        """As Markdown; the first column is left-aligned, the others right-aligned."""
         lines = [self.title, "", _line(self.headings), _line(["---", *["---:"] * (len(self.headings) - 1)])]
         return "\n".join([*lines, *(_line(row) for row in self.rows)])
 
@@ -46,12 +46,12 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def cell(value: float | None, digits: int = 1) -> str:
-    """A figure, or a dash where there is none."""
+    """A formatted number, or a dash if there is none."""
     return "-" if value is None or value != value else f"{value:,.{digits}f}"
 
 
 class Report:
-    """Collects the records of one bench."""
+    """The records of one benchmark."""
 
     def __init__(self, bench: str, how: How | None, settings: dict[str, Any], out: Path | None = None):
         self.bench, self.out = bench, out
@@ -89,7 +89,7 @@ class Report:
 
 
 def machine(how: How | None = None) -> dict[str, Any]:
-    """What it was measured on, and with which code."""
+    """Hardware and software versions of the measurement."""
     from ... import __version__
 
     script = Path(sys.argv[0]).name
@@ -115,7 +115,7 @@ def _processor() -> str:
 
 
 class Line:
-    """What is being measured now, on the error stream: a line that moves on a terminal, plain lines elsewhere."""
+    """Shows the current measurement on stderr: a status line on a terminal, plain lines elsewhere."""
 
     def __init__(self, total: int):
         self.total, self.done, self.begin = total, 0, time.perf_counter()

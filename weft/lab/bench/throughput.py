@@ -2,8 +2,8 @@
 
 Cached Transformers: Improving Transformers with Differentiable Memory Cache, https://arxiv.org/abs/2312.12742
 
-The pyramid (PVT) is weft's own; the paper's other hosts come from timm and get their cache by `weft.cache`. The plain
-and the cached model take turns, a training step (AdamW) or an evaluation of one batch each.
+PVT is weft's own; the paper's other models come from timm and get their cache from `weft.cache`. Plain and cached
+models alternate, with one training step (AdamW) or one evaluation batch each.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import nn
 from .report import Line, Report, Table, cell
 from .timing import Call, How, forget, ratio, reason, take_turns
 
-# Table 9, images per second of one V100: plain and cached in training, plain and cached at test.
+# Table 9, images per second of one V100: plain and cached in training, plain and cached in evaluation.
 TABLE_9 = {
     "pvt-tiny": ((313, 257), (930, 768)),
     "pvt-small": ((181, 146), (689, 561)),
     "pvt-medium": ((101, 84), (393, 319)),
 }
-TIMM = {  # hosts of the paper's Table 1, whose speed it does not print
+TIMM = {  # other models of Table 1; the paper does not print their speed
     "vit-small": "vit_small_patch16_224",
     "swin-tiny": "swin_tiny_patch4_window7_224",
     "pvtv2-b2": "pvt_v2_b2",
@@ -35,7 +35,7 @@ MODELS = (*TABLE_9, *TIMM)
 
 
 def build(name: str, cached: bool, share: float = 0.5) -> nn.Module:
-    """A host with 1,000 classes for images of 224 x 224; `share` of the channels is cached."""
+    """A model with 1,000 classes for images of 224 x 224; the fraction `share` of its channels is cached."""
     if name in TABLE_9:
         from ...models.pvt import pvt
 
@@ -43,7 +43,7 @@ def build(name: str, cached: bool, share: float = 0.5) -> nn.Module:
     try:
         import timm
     except ImportError as error:
-        raise ImportError(f"{name} comes from timm: pip install 'weft[timm]'") from error
+        raise ImportError(f"{name} needs timm: pip install 'weft[timm]'") from error
     model = timm.create_model(TIMM[name])
     if cached:
         from ...adapt.surgery import cache
@@ -59,7 +59,7 @@ def batch_of(model: nn.Module, train: bool, how: How, batch: int) -> Call:
     if not train:
         model.train()
         with torch.no_grad():
-            run(images)  # a cache is written in training; an evaluation only reads it
+            run(images)  # write the cache once; an evaluation only reads it
         model.eval()
 
         def evaluate() -> None:
@@ -79,7 +79,7 @@ def batch_of(model: nn.Module, train: bool, how: How, batch: int) -> Call:
 
 
 def measure(models: Sequence[str], how: How, report: Report, *, batch: int) -> None:
-    """Add one record for every model."""
+    """Add one record per model."""
     with Line(2 * len(models)) as line:
         for name in models:
             record: dict[str, Any] = {"model": name, "batch": batch}
@@ -99,7 +99,7 @@ def _compare(name: str, train: bool, how: How, batch: int) -> dict[str, Any]:
         with torch.device(how.device):
             nets = {"plain": build(name, False), "cached": build(name, True)}
         found = take_turns({key: batch_of(net, train, how, batch) for key, net in nets.items()}, how)
-    except Exception as error:  # a host that cannot be built is a line in the table
+    except Exception as error:  # show failures in the table
         return {"error": reason(error)}
     rates: dict[str, Any] = {}
     for key, timing in found.items():
