@@ -8,12 +8,13 @@ from dataclasses import fields
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 pytest.importorskip("lightning")
 
+import runs
+from runs import weft
+
 from weft.attention import attention_info, attentions
-from weft.cli import app
 from weft.lab import TrainConfig, compiled, evaluate_run, load_run, loop, make_config, train
 from weft.lab.build import build_model
 from weft.lab.compiled import disagreement, rounding
@@ -24,14 +25,11 @@ from weft.lab.run import Run
 from weft.tasks import get_task
 from weft.tasks.config import FREE_ON_RESUME, field_help, from_json, to_json
 
-TINY = dict(
-    layers=1, heads=2, head_dim=8, dim=16, mlp_dim=16, steps=6, batch_size=8, eval_every=3, checkpoint_every=2,
-    log_every=1, warmup=2, eval_batches=2, accelerator="cpu",
-)  # fmt: skip
+TINY = {**runs.TINY, "steps": 6, "eval_every": 3}
 
 
 def tiny(out, task="digits", **changes):
-    return make_config(task, out=str(out), **{**TINY, **changes})
+    return runs.tiny(out, task, **{"steps": 6, "eval_every": 3, **changes})
 
 
 def stub(score):
@@ -49,7 +47,7 @@ def test_every_field_is_explained_and_on_the_command_line():
     names = {field.name for field in fields(TrainConfig)}
     assert set(field_help()) == names and all(len(text) > 8 for text in field_help().values())
     assert names >= FREE_ON_RESUME
-    shown = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
+    shown = weft("train", "--help")
     assert shown.exit_code == 0
     for name in names - {"task"}:
         assert "--" + name.replace("_", "-") in shown.output, name
@@ -211,11 +209,10 @@ def test_a_miscompiled_model_is_detected_and_the_run_continues_without_compilati
     monkeypatch.setattr(torch, "compile", lambda model: Careless(model, wrong=False))
     assert train(tiny(tmp_path / "right", compile=True)).test == plain.test
     monkeypatch.setattr(torch, "compile", Careless)
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
-    command = ["train", "digits", "--out", str(tmp_path / "wrong"), *options]
-    stopped = CliRunner().invoke(app, [*command, "--compile"])
+    command = ["train", "digits", "--out", tmp_path / "wrong", *runs.options(**TINY)]
+    stopped = weft(*command, "--compile")
     assert stopped.exit_code == 71 and "--no-compile" in stopped.output
-    assert CliRunner().invoke(app, [*command, "--resume", "--no-compile"]).exit_code == 0
+    assert weft(*command, "--resume", "--no-compile").exit_code == 0
     assert losses(tmp_path / "wrong") == losses(tmp_path / "plain")
 
 
@@ -227,11 +224,10 @@ def test_compiler_errors_suggest_no_compile(tmp_path, monkeypatch):
             raise BackendCompilerFailed(max, TypeError("cannot split"), None)
 
     monkeypatch.setattr(torch, "compile", lambda model: Stuck())
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
-    command = ["train", "digits", "--out", str(tmp_path / "run"), *options]
-    stopped = CliRunner().invoke(app, [*command, "--compile"])
+    command = ["train", "digits", "--out", tmp_path / "run", *runs.options(**TINY)]
+    stopped = weft(*command, "--compile")
     assert stopped.exit_code == 71 and "cannot split" in stopped.output and "--no-compile" in stopped.output
-    assert CliRunner().invoke(app, [*command, "--resume", "--no-compile"]).exit_code == 0
+    assert weft(*command, "--resume", "--no-compile").exit_code == 0
 
 
 def test_differences_within_autocast_rounding_are_tolerated(tmp_path, monkeypatch, capsys):
@@ -279,19 +275,17 @@ def test_disagreement_of_compiled_losses(compiled, plain, low, high):
 
 
 def test_the_command_line_trains_evaluates_and_refuses(tmp_path):
-    runner = CliRunner()
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
-    out = str(tmp_path / "run")
-    first = runner.invoke(app, ["train", "digits", "--out", out, "--attention", "linear", "--seed", "3", *options])
+    out, options = tmp_path / "run", runs.options(**TINY)
+    first = weft("train", "digits", "--out", out, "--attention", "linear", "--seed", "3", *options)
     assert first.exit_code == 0, first.output
-    assert Run(tmp_path / "run").config().attention == "linear"
-    assert "accuracy" in runner.invoke(app, ["eval", out, "--split", "val"]).output
-    assert runner.invoke(app, ["train", "digits", "--out", out, *options]).exit_code == 2
-    assert runner.invoke(app, ["train", "listops", "--data", str(tmp_path), "--out", out + "2"]).exit_code == 66
-    assert runner.invoke(app, ["train", "digits", "--nonsense", "1"]).exit_code == 2
-    shown = runner.invoke(app, ["list"], env={"COLUMNS": "200"}).output
+    assert Run(out).config().attention == "linear"
+    assert "accuracy" in weft("eval", out, "--split", "val").output
+    assert weft("train", "digits", "--out", out, *options).exit_code == 2
+    assert weft("train", "listops", "--data", tmp_path, "--out", tmp_path / "other").exit_code == 66
+    assert weft("train", "digits", "--nonsense", "1").exit_code == 2
+    shown = weft("list").output
     assert "listops" in shown and "pathfinder128-hard" in shown and "linformer" in shown
-    assert "weft data make listops" in runner.invoke(app, ["data", "list"], env={"COLUMNS": "200"}).output
+    assert "weft data make listops" in weft("data", "list").output
 
 
 @pytest.mark.parametrize(
@@ -312,21 +306,10 @@ def test_resume_restores_module_state(tmp_path, monkeypatch, changes):
         pytest.importorskip("timm")
     changes = {"dropout": 0.1, **changes}
     train(tiny(tmp_path / "whole", **changes))
-    update = loop.Training._update
-
-    def dying(self, number):
-        if number == 6:
-            raise KeyError("killed")
-        update(self, number)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop.Training, "_update", dying)
-        with pytest.raises(KeyError):
-            train(tiny(tmp_path / "killed", **changes))
+    runs.killed_run(monkeypatch, tiny(tmp_path / "killed", **changes), 6)
     train(tiny(tmp_path / "killed", **changes), resume=True)
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-    results = [json.loads((tmp_path / run / "result.json").read_text())["test"] for run in ("killed", "whole")]
-    assert results[0] == results[1]
+    assert Run(tmp_path / "killed").result()["test"] == Run(tmp_path / "whole").result()["test"]
 
 
 def test_dense_finish_changes_the_losses_from_its_step_on(tmp_path):

@@ -14,22 +14,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 pytest.importorskip("lightning")
 pytest.importorskip("pyarrow")
 
 from PIL import Image
+from runs import weft
 
-from weft.cli import app
 from weft.lab import make_config
 from weft.lab.kept import describe, fingerprint
 from weft.tasks import DataMissing, files, get_task
 from weft.tasks.registry import task_of
-
-
-def weft(*args):
-    return CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "200"})
 
 
 def load(task, data):

@@ -1,4 +1,4 @@
-"""Wrong data, damaged files, two processes, full disks, signals: a sentence, an exit code, never a wrong figure."""
+"""Wrong data, damaged files, two processes, full disks and signals give an error message and exit code."""
 
 import errno
 import json
@@ -13,41 +13,24 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 pytest.importorskip("lightning")
 pytest.importorskip("pyarrow")
 
-from weft.cli import app
+from runs import before_step, options, tiny, weft
+
 from weft.lab import Interrupted, evaluate_run, load_run, loop, make_config, train
 from weft.lab import evaluate as evaluate_
-from weft.lab.checkpoint import CannotSave, Checkpoints, read
+from weft.lab.checkpoint import CannotSave, Checkpoints
 from weft.lab.kept import EditedConfig, OtherData, read_kept
 from weft.lab.lock import InUse
 from weft.lab.run import Run, RunExists
 from weft.lab.say import plain
 from weft.tasks import get_task
 
-TINY = dict(
-    layers=1, heads=2, head_dim=8, dim=16, mlp_dim=16, steps=12, batch_size=8, eval_every=4, checkpoint_every=2,
-    log_every=1, warmup=2, eval_batches=2, accelerator="cpu",
-)  # fmt: skip
-
-
-def tiny(out, task="digits", **changes):
-    return make_config(task, out=str(out), **{**TINY, **changes})
-
-
-def weft(*args):
-    return CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "200"})
-
-
-def options(**changes):
-    return [f"--{name.replace('_', '-')}={value}" for name, value in {**TINY, **changes}.items()]
-
 
 def reviews(folder: Path, changed: bool = False) -> Path:
-    """Reviews whose label is told by one word; the vocabulary of the changed ones begins with another word."""
+    """Reviews whose label depends on one word; `changed` adds a word to the vocabulary."""
     folder.mkdir(parents=True, exist_ok=True)
     words = ["dull", "fine"]
     rows = [(f"{words[i % 2]} {words[i % 2]} film number {i % 7}", i % 2, part) for part in ("train", "test")
@@ -85,7 +68,7 @@ def words(tmp_path_factory) -> Path:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder, to see that nothing was written; the lock file says who came last."""
+    """Every file of a folder except the lock, to check that nothing was written."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
 
 
@@ -115,11 +98,11 @@ def test_changed_data_in_the_same_place_is_refused(words, tmp_path):
     config = json.loads((base / "run" / "config.json").read_text())
     (base / "run" / "config.json").write_text(json.dumps(config | {"data": str(reviews(base / "data", changed=True))}))
     for command in (["eval", base / "run"], ["inspect", base / "run"]):
-        said = weft(*command)
-        assert said.exit_code == 66 and "give its folder with --data" in said.output
+        done = weft(*command)
+        assert done.exit_code == 66 and "give its folder with --data" in done.output
 
 
-def test_meaning_that_differs_is_refused(tmp_path):
+def test_different_classes_are_refused(tmp_path):
     from PIL import Image
 
     def pictures(folder, names):
@@ -134,11 +117,11 @@ def test_meaning_that_differs_is_refused(tmp_path):
     own, other = pictures(tmp_path / "own", "ab"), pictures(tmp_path / "other", "ac")
     train(tiny(tmp_path / "run", "imagefolder", data=str(own), **settings))
     assert read_kept(tmp_path / "run").known.classes == ["a", "b"]
-    said = weft("eval", tmp_path / "run", "--data", other)
-    assert said.exit_code == 66 and "classes that are not in train/: c" in said.output
+    done = weft("eval", tmp_path / "run", "--data", other)
+    assert done.exit_code == 66 and "classes that are not in train/: c" in done.output
     (own / "val" / "new").mkdir()
-    said = weft("train", "imagefolder", "--data", own, "--out", tmp_path / "second", *options(**settings))
-    assert said.exit_code == 66 and "new" in said.output and not (tmp_path / "second").exists()
+    done = weft("train", "imagefolder", "--data", own, "--out", tmp_path / "second", *options(**settings))
+    assert done.exit_code == 66 and "new" in done.output and not (tmp_path / "second").exists()
 
 
 @pytest.mark.parametrize("field, value", [("seed", 5), ("heads", 1), ("dropout", 0.5)])
@@ -165,7 +148,7 @@ def test_reading_a_run_writes_nothing(run):
     assert content(run) == before
 
 
-def test_only_temporaries_of_the_dead_are_removed(run):
+def test_only_temporary_files_of_dead_processes_are_removed(run):
     dead = subprocess.Popen(["true"])
     dead.wait()
     for owner in (dead.pid, os.getppid()):
@@ -175,38 +158,36 @@ def test_only_temporaries_of_the_dead_are_removed(run):
 
 
 def test_two_processes_on_one_folder(tmp_path, monkeypatch):
-    update, refused = loop.Training._update, []
+    refused = []
 
-    def beside(self, number):
-        if number == 7 and not refused:
-            for resume in (True, False):
-                refused.append("")
-                with pytest.raises(InUse, match=f"in use by process {os.getpid()}"):
-                    train(tiny(tmp_path / "run"), resume=resume)
-        update(self, number)
+    def start_another(training):
+        for resume in (True, False):
+            with pytest.raises(InUse, match=f"in use by process {os.getpid()}"):
+                train(tiny(tmp_path / "run"), resume=resume)
+            refused.append(resume)
 
-    monkeypatch.setattr(loop.Training, "_update", beside)
-    train(tiny(tmp_path / "run"))
+    with monkeypatch.context() as patch:
+        before_step(patch, 7, start_another)
+        train(tiny(tmp_path / "run"))
     assert len(refused) == 2
-    train(tiny(tmp_path / "run"), resume=True)  # the lock went with its holder
+    train(tiny(tmp_path / "run"), resume=True)  # the lock was released
 
 
 def test_two_processes_that_start_together(tmp_path, monkeypatch):
-    """The folder is not there yet: the one whose first step comes later is refused."""
-    update, inner = loop.Training._update, []
+    """The folder does not exist yet: the process whose first step comes later is refused."""
+    inner = []
 
-    def beside(self, number):
+    def start_another(training):
         if not inner:
             inner.append(1)
             train(tiny(tmp_path / "run"))
-        update(self, number)
 
-    monkeypatch.setattr(loop.Training, "_update", beside)
+    before_step(monkeypatch, None, start_another)
     with pytest.raises(RunExists, match="already contains a run"):
         train(tiny(tmp_path / "run"))
 
 
-def test_a_damaged_best_checkpoint_is_said_in_the_result(tmp_path, monkeypatch):
+def test_a_damaged_best_checkpoint_is_noted_in_the_result(tmp_path, monkeypatch):
     scores = iter([0.9, 0.1, 0.2])
 
     def fake(fabric, model, task, rows, config, batches=0, stop=None):
@@ -237,7 +218,7 @@ def test_a_damaged_best_checkpoint_is_said_in_the_result(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("during", ["validation", "test"])
-def test_a_signal_during_an_evaluation_stops_it_at_once_and_loses_nothing(tmp_path, monkeypatch, done, during):
+def test_a_signal_stops_an_evaluation_at_once(tmp_path, monkeypatch, done, during):
     torch.set_num_threads(1)
     score, calls = type(get_task("digits")).score, []
 
@@ -263,13 +244,6 @@ def test_a_signal_during_an_evaluation_stops_it_at_once_and_loses_nothing(tmp_pa
     assert {**Run(tmp_path / "run").result(), "tokens_per_s": 0} == {**Run(done).result(), "tokens_per_s": 0}
 
 
-def test_a_closed_pipe_does_not_end_training(tmp_path):
-    command = [sys.executable, "-m", "weft.cli", "train", "digits", f"--out={tmp_path / 'run'}", *options()]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    process.stdout.close()
-    assert process.wait(timeout=120) == 0 and Run(tmp_path / "run").result() is not None
-
-
 def test_a_full_disk_under_the_log(tmp_path, monkeypatch):
     write = os.write
 
@@ -284,17 +258,17 @@ def test_a_full_disk_under_the_log(tmp_path, monkeypatch):
         with pytest.raises(CannotSave, match="No space left"):
             train(tiny(tmp_path / "run"))
         shutil.rmtree(tmp_path / "run")
-        said = weft("train", "digits", "--out", tmp_path / "run", *options())
-        assert said.exit_code == 74 and "metrics.jsonl" in said.output
+        done = weft("train", "digits", "--out", tmp_path / "run", *options())
+        assert done.exit_code == 74 and "metrics.jsonl" in done.output
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes().endswith(b"}\n")
     assert train(tiny(tmp_path / "run"), resume=True).steps == 12
 
 
-def test_a_start_that_fails_leaves_no_folder(tmp_path, monkeypatch):
+def test_a_failed_start_leaves_no_folder(tmp_path, monkeypatch):
     (tmp_path / "t.txt").write_bytes(b"0123456789" * 300)
     given = ["train", "text", "--data", tmp_path / "t.txt", "--out", tmp_path / "run", *options(max_length=8)]
-    said = weft(*given, "--attention", "linear")
-    assert said.exit_code == 2 and not (tmp_path / "run").exists()
+    done = weft(*given, "--attention", "linear")
+    assert done.exit_code == 2 and not (tmp_path / "run").exists()
     with monkeypatch.context() as patch:
         patch.setattr(loop.Training, "_update", lambda self, number: [][1])
         assert weft(*given).exit_code == 1 and not (tmp_path / "run").exists()
@@ -302,7 +276,7 @@ def test_a_start_that_fails_leaves_no_folder(tmp_path, monkeypatch):
     assert make_config("digits", model="crate").folder() != make_config("digits").folder()
 
 
-def test_provenance_is_never_fatal(run):
+def test_a_damaged_environment_is_not_fatal(run):
     (run / "environment.json").write_text("{")
     (run / "result.json").write_text("")
     with open(run / "metrics.jsonl", "a") as metrics:
@@ -325,48 +299,48 @@ def test_provenance_is_never_fatal(run):
     ],
 )
 @pytest.mark.parametrize("command", ["eval", "resume", "inspect"])
-def test_damaged_files_are_named(run, command, name, text, says):
+def test_damaged_files_are_named_in_the_error(run, command, name, text, says):
     (run / name).write_bytes(text)
     (run / "result.json").unlink()
-    said = weft(command, run)
-    assert said.exit_code == 2 and says in said.output and str(run) in said.output.replace("\n", "")
+    done = weft(command, run)
+    assert done.exit_code == 2 and says in done.output and str(run) in done.output.replace("\n", "")
 
 
 @pytest.mark.parametrize("field", ["rows", "sha256", "facts", "length", "classes", "vocabulary"])
-def test_an_edited_data_file_is_a_sentence(run, field):
+def test_an_edited_data_file_is_an_error(run, field):
     record = json.loads((run / "data.json").read_text())
     for edited in ({**record, field: 1.5}, {name: value for name, value in record.items() if name != field}):
         (run / "data.json").write_text(json.dumps(edited))
-        said = weft("eval", run)
-        assert said.exit_code == 2 and "data.json cannot be read" in said.output and field in said.output
+        done = weft("eval", run)
+        assert done.exit_code == 2 and "data.json cannot be read" in done.output and field in done.output
 
 
-def test_files_where_folders_belong(run, tmp_path):
+def test_a_file_instead_of_a_folder_is_an_error(run, tmp_path):
     (tmp_path / "file").touch()
     for given in (["eval", tmp_path / "file"], ["report", run, "--out", tmp_path]):
-        said = weft(*given)
-        assert said.exit_code == 2 and "Give another path" in said.output and "disk" not in said.output
+        done = weft(*given)
+        assert done.exit_code == 2 and "Give another path" in done.output and "disk" not in done.output
 
 
 @pytest.mark.parametrize("command", [["eval"], ["inspect"]])
-def test_a_damaged_checkpoint_is_a_sentence(run, command):
+def test_a_damaged_checkpoint_is_an_error(run, command):
     best = run / "checkpoints" / "best.safetensors"
     content = bytearray(best.read_bytes())
     best.unlink()
     best.write_bytes(content[:-9])
-    said = weft(*command, run)
-    assert said.exit_code == 66 and "--which last" in said.output
+    done = weft(*command, run)
+    assert done.exit_code == 66 and "--which last" in done.output
     assert weft(*command, run, "--which", "last").exit_code == 0
 
 
-def test_a_checkpoint_of_another_width_is_a_sentence(run, tmp_path):
+def test_a_checkpoint_of_another_width_is_an_error(run, tmp_path):
     train(tiny(tmp_path / "wide", dim=32, steps=2))
     for name in ("best.safetensors",):
         shutil.copy(tmp_path / "wide" / "checkpoints" / name, run / "checkpoints" / name)
-    said = weft("eval", run)
-    assert said.exit_code == 2 and "dim: 32 -> 16" in said.output
-    said = weft("train", "digits", "--init-from", tmp_path / "wide", "--out", tmp_path / "x", *options())
-    assert said.exit_code == 2 and "in the checkpoint and" in said.output
+    done = weft("eval", run)
+    assert done.exit_code == 2 and "dim: 32 -> 16" in done.output
+    done = weft("train", "digits", "--init-from", tmp_path / "wide", "--out", tmp_path / "x", *options())
+    assert done.exit_code == 2 and "in the checkpoint and" in done.output
 
 
 @pytest.mark.parametrize(
@@ -384,23 +358,23 @@ def test_a_checkpoint_of_another_width_is_a_sentence(run, tmp_path):
         (["--image-size=8"], "has no effect"),
     ],
 )
-def test_requests_that_cannot_be_met(tmp_path, given, says):
-    said = weft("train", "digits", "--out", tmp_path / "run", *options(), *given)
-    assert said.exit_code == 2 and says in said.output and not (tmp_path / "run").exists()
+def test_invalid_options_are_refused(tmp_path, given, says):
+    done = weft("train", "digits", "--out", tmp_path / "run", *options(), *given)
+    assert done.exit_code == 2 and says in done.output and not (tmp_path / "run").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_device_that_is_not_there(tmp_path):
-    said = weft("train", "digits", "--out", tmp_path / "run", *options(accelerator="cuda"))
-    assert said.exit_code == 2 and "use --accelerator cpu" in said.output
+def test_a_missing_device_is_refused(tmp_path):
+    done = weft("train", "digits", "--out", tmp_path / "run", *options(accelerator="cuda"))
+    assert done.exit_code == 2 and "use --accelerator cpu" in done.output
 
 
-def test_what_cannot_fit_is_refused_before_it_is_tried(tmp_path, monkeypatch):
+def test_a_step_that_cannot_fit_into_memory_is_refused(tmp_path, monkeypatch):
     from weft.lab import memory
 
     monkeypatch.setattr(memory, "free_memory", lambda: 2**20)
-    said = weft("train", "digits", "--out", tmp_path / "run", *options(batch_size=512))
-    assert said.exit_code == 73 and "--accumulate" in said.output and not (tmp_path / "run").exists()
+    done = weft("train", "digits", "--out", tmp_path / "run", *options(batch_size=512))
+    assert done.exit_code == 73 and "--accumulate" in done.output and not (tmp_path / "run").exists()
     assert weft("train", "digits", "--out", tmp_path / "run", *options(batch_size=1)).exit_code == 0
     monkeypatch.setattr(memory, "kept_for_backward", lambda *given, **more: 2**12)
     config, model = tiny(tmp_path, batch_size=10**12), torch.nn.Linear(1, 1)  # refused at once, not after counting
@@ -410,46 +384,29 @@ def test_what_cannot_fit_is_refused_before_it_is_tried(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), MemoryError()])
-def test_out_of_memory_names_the_ways_out(tmp_path, monkeypatch, error):
-    def full(self, number):
+def test_out_of_memory_suggests_options(tmp_path, monkeypatch, error):
+    def full(training):
         raise error
 
-    monkeypatch.setattr(loop.Training, "_update", full)
-    said = weft("train", "digits", "--out", tmp_path / "run", *options())
-    assert said.exit_code == 73 and "--batch-size" in said.output and "--checkpoint-activations" in said.output
+    before_step(monkeypatch, 1, full)
+    done = weft("train", "digits", "--out", tmp_path / "run", *options())
+    assert done.exit_code == 73 and "--batch-size" in done.output and "--checkpoint-activations" in done.output
 
 
-def test_the_traceback_is_there_for_those_who_ask(tmp_path, monkeypatch):
+def test_weft_debug_shows_the_traceback(tmp_path, monkeypatch):
     monkeypatch.setenv("WEFT_DEBUG", "1")
-    said = weft("eval", tmp_path)
-    assert said.exit_code == 2 and "Traceback" in said.output
+    done = weft("eval", tmp_path)
+    assert done.exit_code == 2 and "Traceback" in done.output
 
 
-def test_control_codes_and_markup_are_shown_as_they_are(tmp_path):
+def test_control_codes_are_escaped_and_markup_is_literal(tmp_path):
     assert plain("a\x1b[31mb\x9bc\nd") == "a\\x1b[31mb\\x9bc\nd"
-    said = weft("eval", tmp_path / "\x1b[31mred[/x]")
-    assert "\x1b" not in said.output and "\\x1b[31mred[/x]" in said.output
+    done = weft("eval", tmp_path / "\x1b[31mred[/x]")
+    assert "\x1b" not in done.output and "\\x1b[31mred[/x]" in done.output
     assert "pip install 'weft[lab]'" in weft("data", "list").output
 
 
-def test_signals_stop_a_real_process_within_seconds(tmp_path):
-    """SIGHUP, as a closed terminal sends it."""
-    command = [sys.executable, "-m", "weft.cli", "train", "digits", f"--out={tmp_path / 'run'}",
-               *options(steps=100_000, eval_every=0, checkpoint_every=50_000, schedule="constant")]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
-        time.sleep(0.01)
-    process.send_signal(signal.SIGHUP)
-    try:
-        assert process.wait(timeout=30) == 75
-    finally:
-        process.kill()  # a run that ignores the signal must not outlive the test
-    steps = Checkpoints(tmp_path / "run" / "checkpoints").steps()
-    assert steps and read(Checkpoints(tmp_path / "run" / "checkpoints").path(steps[-1]))
-
-
-def test_ctrl_c_while_importing_is_no_traceback():
+def test_ctrl_c_during_imports_shows_no_traceback():
     process = subprocess.Popen(
         [sys.executable, "-m", "weft.cli", "list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

@@ -1,12 +1,9 @@
-"""A run that is killed, stopped, damaged or starved of disk goes on as if nothing had happened."""
+"""Killed, stopped and damaged runs resume with the same results. benchmarks/faults.py does this to real processes."""
 
 import errno
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,50 +11,30 @@ import torch
 
 pytest.importorskip("lightning")
 
+import runs
+from runs import Killed, before_step, kill, killed_run
 from safetensors import safe_open
 
-from weft.lab import Diverged, Interrupted, checkpoint, loop, make_config, train
+from weft.lab import Diverged, Interrupted, checkpoint, loop, train
 from weft.lab.checkpoint import CannotSave, Checkpoints, DamagedCheckpoint, read, write
 from weft.lab.run import Run, RunExists
 
-TINY = dict(
-    layers=1, heads=2, head_dim=8, dim=16, mlp_dim=16, steps=12, batch_size=8, eval_every=5, checkpoint_every=3,
-    log_every=4, warmup=2, eval_batches=2, accelerator="cpu", dropout=0.2, clip=1.0,
-)  # fmt: skip
-
-
-class Killed(BaseException):
-    """Stands for a kill inside one process: nothing catches it, nothing is cleaned up by the loop."""
+SETTINGS = dict(eval_every=5, checkpoint_every=3, log_every=4, dropout=0.2, clip=1.0)
 
 
 def tiny(out: Path, **changes):
-    return make_config("digits", out=str(out), **{**TINY, **changes})
+    return runs.tiny(out, **{**SETTINGS, **changes})
 
 
 def losses(out: Path) -> list[tuple]:
-    """Everything that must not differ: every loss, rate and metric, to the last bit."""
+    """Every loss, learning rate and metric; all must be bit-identical."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [tuple((k, v) for k, v in line.items() if k != "tokens_per_s") for line in lines]
 
 
-def size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-def kill_at(monkeypatch, step: int) -> None:
-    update = loop.Training._update
-
-    def dying(self, number):
-        if number == step:
-            raise Killed
-        update(self, number)
-
-    monkeypatch.setattr(loop.Training, "_update", dying)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """To the last bit means: added up in the same order, however many threads the machine has to spare just now."""
+    """Bit-identical sums need the same order of additions, so use one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -66,34 +43,20 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """A run that nobody disturbed."""
+    """An undisturbed run."""
     out = tmp_path_factory.mktemp("whole") / "run"
     train(tiny(out))
     return out
 
 
-@pytest.mark.parametrize("step", [1, 4, 6, 11])
+@pytest.mark.parametrize("step", [1, 4, 6, 8, 11])
 def test_a_killed_run_resumes_to_the_last_bit(tmp_path, monkeypatch, whole, step):
     out = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        kill_at(patch, step)
-        with pytest.raises(Killed):
-            train(tiny(out))
+    killed_run(monkeypatch, tiny(out), step)
     assert not (out / "result.json").exists()
     train(tiny(out), resume=True)
     assert losses(out) == losses(whole)
-    assert (
-        json.loads((out / "result.json").read_text())["test"] == json.loads((whole / "result.json").read_text())["test"]
-    )
-
-
-def test_all_weights_and_optimizer_state_are_equal_after_a_kill(tmp_path, monkeypatch, whole):
-    out = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        kill_at(patch, 8)
-        with pytest.raises(Killed):
-            train(tiny(out))
-    train(tiny(out), resume=True)
+    assert Run(out).result()["test"] == Run(whole).result()["test"]
     ours, numbers = read(Checkpoints(out / "checkpoints").path(12))
     theirs, expected = read(Checkpoints(whole / "checkpoints").path(12))
     assert numbers == expected
@@ -101,14 +64,11 @@ def test_all_weights_and_optimizer_state_are_equal_after_a_kill(tmp_path, monkey
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_a_kill_between_the_checkpoint_and_its_best_link_is_mended(tmp_path, monkeypatch, whole):
+def test_a_kill_before_the_best_checkpoint_is_linked(tmp_path, monkeypatch, whole):
     out = tmp_path / "run"
 
-    def dying(self, step):
-        raise Killed
-
     with monkeypatch.context() as patch:
-        patch.setattr(Checkpoints, "mark_best", dying)
+        patch.setattr(Checkpoints, "mark_best", lambda self, step: kill(self))
         with pytest.raises(Killed):
             train(tiny(out))
     train(tiny(out), resume=True)
@@ -116,12 +76,9 @@ def test_a_kill_between_the_checkpoint_and_its_best_link_is_mended(tmp_path, mon
     assert read(out / "checkpoints" / "best.safetensors")[1] == read(whole / "checkpoints" / "best.safetensors")[1]
 
 
-def test_a_line_cut_by_a_kill_is_written_again(tmp_path, monkeypatch, whole):
+def test_a_truncated_log_line_is_written_again(tmp_path, monkeypatch, whole):
     out = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        kill_at(patch, 11)
-        with pytest.raises(Killed):
-            train(tiny(out))
+    killed_run(monkeypatch, tiny(out), 11)
     with open(out / "metrics.jsonl", "a") as metrics:
         metrics.write('{"kind": "train", "step": 11, "lo')
     train(tiny(out), resume=True)
@@ -129,12 +86,9 @@ def test_a_line_cut_by_a_kill_is_written_again(tmp_path, monkeypatch, whole):
 
 
 @pytest.mark.parametrize("damage", ["cut", "bit", "empty", "header"])
-def test_a_damaged_checkpoint_is_passed_over(tmp_path, monkeypatch, whole, damage, capsys):
+def test_a_damaged_checkpoint_is_skipped(tmp_path, monkeypatch, whole, damage, capsys):
     out = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        kill_at(patch, 11)
-        with pytest.raises(Killed):
-            train(tiny(out))
+    killed_run(monkeypatch, tiny(out), 11)
     kept = Checkpoints(out / "checkpoints")
     newest = kept.path(kept.steps()[-1])
     content = bytearray(newest.read_bytes())
@@ -155,15 +109,8 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, monkeypatch, whole, damag
 
 def test_sigterm_saves_and_stops(tmp_path, monkeypatch, whole):
     out = tmp_path / "run"
-    update = loop.Training._update
-
-    def signalled(self, number):
-        if number == 7:
-            os.kill(os.getpid(), signal.SIGTERM)
-        update(self, number)
-
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Training, "_update", signalled)
+        before_step(patch, 7, lambda training: os.kill(os.getpid(), signal.SIGTERM))
         with pytest.raises(Interrupted):
             train(tiny(out))
     assert Checkpoints(out / "checkpoints").steps()[-1] == 7
@@ -192,37 +139,26 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch, whole):
     assert losses(out) == losses(whole)
 
 
-def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("step", "value", "says", "kept"),
+    [(8, float("nan"), "step 6, is kept", [5, 6]), (6, float("inf"), "the loss of step 6", [3, 5])],
+)
+def test_a_model_that_is_not_finite_stops_the_run_and_is_not_saved(tmp_path, monkeypatch, step, value, says, kept):
     out = tmp_path / "run"
-    update = loop.Training._update
-
-    def poisoned(self, number):
-        if number == 8:
-            next(self.raw.parameters()).data.fill_(float("nan"))
-        update(self, number)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop.Training, "_update", poisoned)
-        with pytest.raises(Diverged, match="step 6, is kept"):
-            train(tiny(out))
-    tensors, _ = read(Checkpoints(out / "checkpoints").path(6))
-    assert all(torch.isfinite(t).all() for t in tensors.values())
+    before_step(monkeypatch, step, lambda training: next(training.raw.parameters()).data.fill_(value))
+    with pytest.raises(Diverged, match=says):
+        train(tiny(out))
+    checkpoints = Checkpoints(out / "checkpoints")
+    assert checkpoints.steps() == kept
+    assert all(torch.isfinite(t).all() for t in read(checkpoints.path(kept[-1]))[0].values())
 
 
-def test_poisoned_weights_are_never_saved(tmp_path, monkeypatch):
-    out = tmp_path / "run"
-    update = loop.Training._update
-
-    def poisoned(self, number):
-        update(self, number)
-        if number == 6:  # after a loss that was fine, right before a checkpoint
-            next(self.raw.parameters()).data.fill_(float("inf"))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop.Training, "_update", poisoned)
-        with pytest.raises(Diverged, match="weights after step 6"):
-            train(tiny(out))
-    assert Checkpoints(out / "checkpoints").steps() == [3, 5]
+def test_weights_that_are_not_finite_are_never_saved(tmp_path, monkeypatch):
+    """After a finite loss, right before a checkpoint."""
+    monkeypatch.setattr(loop, "finite", lambda model: False)
+    with pytest.raises(Diverged, match="weights after step 3"):
+        train(tiny(tmp_path / "run"))
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == []
 
 
 def test_a_diverging_loss_stops_the_run(tmp_path):
@@ -266,20 +202,3 @@ def test_a_pickle_under_a_checkpoints_name_is_refused(tmp_path):
     torch.save({"a": torch.zeros(2)}, tmp_path / "x.safetensors")
     with pytest.raises(DamagedCheckpoint):
         read(tmp_path / "x.safetensors")
-
-
-def test_a_real_sigkill_and_a_real_sigterm(tmp_path, whole):
-    """The whole command, killed from outside; the soak script does this many more times."""
-    out = tmp_path / "run"
-    options = [f"--{k.replace('_', '-')}={v}" for k, v in TINY.items()]
-    command = [sys.executable, "-m", "weft.cli", "train", "digits", f"--out={out}", "--resume", *options]
-    alone = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # as `one_thread` has it here
-    for number, wanted in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 75)):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=alone)
-        seen = size(out / "metrics.jsonl")
-        while process.poll() is None and size(out / "metrics.jsonl") <= seen:
-            time.sleep(0.002)
-        process.send_signal(number)
-        assert process.wait(timeout=120) in (wanted, 0)
-    train(tiny(out), resume=True)
-    assert losses(out) == losses(whole)

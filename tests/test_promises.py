@@ -1,4 +1,4 @@
-"""What weft promises of every mechanism, proven over the whole registry."""
+"""The guarantees of weft, tested for every registered mechanism."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from promises import DEVICE, HEADS, LENGTHS, MAX_LENGTH, masks, noise, qkv, sweep
+from promises import DEVICE, HEAD_DIM, HEADS, LENGTHS, MAX_LENGTH, masks, noise, qkv, sweep
 
 import weft
 
@@ -23,7 +23,7 @@ def test_attend_equals_naive(case):
         every = torch.stack([*(mask[0] for mask in masks(L).values()), torch.ones(L, dtype=torch.bool)])
         for mask in (None, every):
             compare_with_naive(case, attn.eval(), L, mask)
-            compare_with_naive(case, attn.train(), L, mask, biased=True)  # those that sample do so
+            compare_with_naive(case, attn.train(), L, mask, biased=True)  # with sampling, if the mechanism samples
 
 
 @sweep(more=True)
@@ -36,10 +36,10 @@ def test_attend_equals_naive_with_other_options(case):
 
 @sweep(first_setting=True)
 def test_attend_equals_naive_over_many_blocks(case):
-    """Longer than any chunk or block that tokens are worked on in, and than two of them."""
+    """Longer than two chunks or blocks of any mechanism, with heads of width 1."""
     L = 150
     changes = {"max_length": L} if case.info.needs_max_length else {}
-    attn = case.make(heads=1, head_dim=2, **changes).train()
+    attn = case.make(heads=1, head_dim=1, **changes).train()
     for mask in (None, torch.arange(L)[None] % 7 != 3):
         compare_with_naive(case, attn, L, mask, B=1)
 
@@ -52,9 +52,14 @@ def compare_with_naive(case, attn, L, mask, *, B=5, biased=False):
     for version in (attn, functools.partial(case.info.naive, attn)):
         torch.manual_seed(L)  # both draw the same sample
         out = version(q, k, v, mask, bias)
-        if mask is not None:  # padded queries may give anything, but zeros where there is no token at all
+        if mask is not None:  # outputs of padded queries are unspecified, but zero in rows without tokens
             out = out.where((mask | ~mask.any(1, keepdim=True))[:, None, :, None], 0)
         found.append((out, *torch.autograd.grad(out, inputs, noise(*out.shape), materialize_grads=True)))
+    if not attn.training:
+        with torch.no_grad():  # may run other code
+            real = slice(None) if mask is None else mask
+            again = attn(q, k, v, mask, bias)
+        torch.testing.assert_close(again.transpose(1, 2)[real], found[0][0].transpose(1, 2)[real], atol=1e-9, rtol=1e-9)
     for mine, specified in zip(*found, strict=True):
         torch.testing.assert_close(mine, specified, atol=1e-9, rtol=1e-9)
 
@@ -72,31 +77,26 @@ def test_any_length_and_weights(case, L):
 
 
 @sweep()
-@pytest.mark.parametrize("L", (1, 5, 8, 13, 17))
-def test_masked_tokens_do_not_exist(case, L):
-    """Whatever stands in a masked token, NaN included, no real position's output or gradient can tell."""
+@pytest.mark.parametrize("L", (1, 8, 17))
+@pytest.mark.parametrize("bad", (float("nan"), float("inf")), ids=str)
+def test_masked_tokens_have_no_effect(case, bad, L):
+    """NaN and infinity in masked q, k and v change no output and no gradient of real tokens. All outputs stay finite,
+    so that a loss may exclude the masked ones by multiplication."""
     attn = case.make()
     for kind, mask in masks(L).items():
-        q, k, v = qkv(L, grad=True)
-        probe = noise(*q.shape, seed=1)
-        real = mask[:, None, :, None]
-        (attn(q, k, v, mask) * probe * real).sum().backward()
-        q2, k2, v2 = (
-            torch.where(real, x, torch.full_like(x, 1e4 if x is q else float("nan"))).detach().requires_grad_()
-            for x in (q, k, v)
-        )
-        out = attn(q2, k2, v2, mask)
-        (out.where(real, 0) * probe).sum().backward()
-        torch.testing.assert_close(
-            out.where(real, 0), attn(q, k, v, mask).where(real, 0), msg=lambda m, kind=kind: f"{kind}: {m}", **EXACT
-        )
-        for x, y in ((q, q2), (k, k2), (v, v2)):
-            if x.grad is None:  # a mechanism that does not read it
-                assert y.grad is None
-                continue
-            assert y.grad.isfinite().all(), kind
-            assert (y.grad.where(~real, 0) == 0).all(), f"{kind}: a masked token got a gradient"
-            torch.testing.assert_close(x.grad, y.grad, **EXACT)
+        real, found = mask[:, None, :, None], []
+        probe = noise(2, HEADS, L, HEAD_DIM, seed=1)
+        for fill in (0.5, bad):
+            inputs = [torch.where(real, x, fill).requires_grad_() for x in qkv(L)]
+            attn.zero_grad()
+            out = attn(*inputs, mask)
+            assert out.isfinite().all(), f"{kind}: the output at a masked query is not finite"
+            (out * real * probe).sum().backward()
+            assert all(x.grad is None or (x.grad.where(~real, 0) == 0).all() for x in inputs), kind
+            grads = [x.grad for x in (*inputs, *attn.parameters()) if x.grad is not None]
+            found.append([out * real, *grads])
+        for mine, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(mine, theirs, msg=lambda s, k=kind: f"{k}: {s}", **EXACT)
 
 
 @sweep()
@@ -113,10 +113,10 @@ def test_fully_masked_rows_are_zero(case, B):
 
 
 @sweep(causal=True)
-@pytest.mark.parametrize("L", (2, 5, 9, 16, 17))
+@pytest.mark.parametrize("L", (2, 9, 17))
 @pytest.mark.parametrize("train", (False, True))
-def test_causal_means_causal(case, L, train):
-    """The future has no gradient and, being changed out of recognition, changes not one bit of the past."""
+def test_the_future_has_no_effect(case, L, train):
+    """The future has no gradient, and changing it does not change the past."""
     for i in {0, L // 2, L - 2}:
         attn = case.make(seed=i).train(train)
         q, k, v = qkv(L, grad=True)
@@ -149,28 +149,6 @@ def test_padding_on_the_right_changes_nothing(case, L):
 
 
 @sweep()
-def test_gradients_agree_with_finite_differences(case):
-    attn = case.make()
-    q, k, v = qkv(9, B=1, grad=True)
-    mask = torch.ones(1, 9, dtype=torch.bool)
-    mask[0, 3] = False
-    for m in (None, mask):
-        assert torch.autograd.gradcheck(lambda *x, m=m: attn(*x, m), (q, k, v), fast_mode=True, atol=1e-6)
-    for p in attn.parameters():
-        out = attn(q, k, v, mask).square().sum()
-        (grad,) = torch.autograd.grad(out, p, allow_unused=True)
-        direction = torch.randn_like(p)
-        with torch.no_grad():
-            p.add_(direction, alpha=1e-6)
-            up = attn(q, k, v, mask).square().sum()
-            p.add_(direction, alpha=-2e-6)
-            down = attn(q, k, v, mask).square().sum()
-            p.add_(direction, alpha=1e-6)
-        slope = 0.0 if grad is None else (grad * direction).sum().item()
-        assert slope == pytest.approx((up - down).item() / 2e-6, rel=1e-4, abs=1e-6)
-
-
-@sweep()
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 def test_dtype_in_is_dtype_out(case, dtype):
     exact = case.make()
@@ -185,18 +163,6 @@ def test_dtype_in_is_dtype_out(case, dtype):
     assert (out.double() - reference).norm() / reference.norm() < tolerance
 
 
-@sweep()
-def test_results_do_not_depend_on_batch_mates(case):
-    attn = case.make()
-    q, k, v = qkv(13, B=3)
-    mask = torch.ones(3, 13, dtype=torch.bool)
-    mask[0, 8:], mask[1, :5] = False, False
-    together = attn(q, k, v, mask)
-    for b in range(3):
-        alone = attn(q[b : b + 1], k[b : b + 1], v[b : b + 1], mask[b : b + 1])
-        torch.testing.assert_close(alone[0], together[b], **EXACT)
-
-
 @sweep(first_setting=True)
 def test_can_be_pickled(case):
     attn, tensors = case.make(), qkv(9)
@@ -205,8 +171,8 @@ def test_can_be_pickled(case):
 
 @sweep(first_setting=True)
 def test_compiles_in_one_graph(case):
-    """Forward and backward give what they give without the compiler: causal in training with a mask, bidirectional in
-    evaluation under autocast."""
+    """Compiled forward and backward equal eager mode: causal in training with a mask, bidirectional in evaluation under
+    autocast."""
     cast = not case.causal
     dtype = torch.float32 if cast else torch.float64
     attn = case.make(dtype=dtype).train(not cast)
@@ -233,35 +199,16 @@ def test_cross_attention(case):
     mask = masks(11)["inner"]
     out = attn(q, k, v, mask)
     torch.testing.assert_close(attn.weights(q, k, v, mask) @ v, out, **EXACT)
-    if case.name != "synthesizer":  # its logits belong to query positions
+    if case.name != "synthesizer":  # its logits depend on query positions
         torch.testing.assert_close(attn(q.flip(2), k, v, mask).flip(2), out, **EXACT)
 
 
 @sweep(cross=False)
-def test_self_attention_only_is_said(case):
+def test_cross_attention_is_refused_if_not_supported(case):
     q, _, _ = qkv(5)
     _, k, v = qkv(11)
     with pytest.raises(ValueError, match="full"):
         case.make()(q, k, v)
-
-
-@sweep(bias=True)
-@pytest.mark.parametrize("L", (1, 9, 17))
-def test_position_biases_are_exact(case, L):
-    """Adding -|i - j| · slope to the logits of each legal pair, wherever the mechanism has put the pair."""
-    attn = case.make()
-    q, k, v = qkv(L)
-    mask = masks(L)["inner"]
-    bias = weft.RelativeBias(HEADS, 6).double()
-    plain, biased = attn.weights(q, k, v, mask), attn.weights(q, k, v, mask, bias)
-    i = torch.arange(L)
-    shift = bias(i.view(1, 1, L, 1), i.view(1, 1, 1, L)).detach()
-    if case.name == "reformer":  # several rounds, each normalised for itself: check one
-        attn = case.make(hashes=1)
-        plain, biased = attn.weights(q, k, v, mask), attn.weights(q, k, v, mask, bias)
-    expected = plain * shift.exp()
-    expected = expected / expected.sum(-1, keepdim=True).clamp(min=1e-300)
-    torch.testing.assert_close(biased, expected, atol=1e-9, rtol=1e-7)
 
 
 @sweep(causal=True, steps=True)
@@ -289,7 +236,7 @@ def test_steps_equal_the_parallel_form(case, L):
 
 
 @sweep()
-def test_dropout_is_for_training_only_and_keeps_the_mean(case):
+def test_dropout_acts_in_training_only(case):
     q, k, v = qkv(9, B=1)
     plain, dropping = case.make(), case.make(dropout=0.3)
     torch.testing.assert_close(dropping(q, k, v), plain(q, k, v), **EXACT)
@@ -317,7 +264,7 @@ def test_subquadratic_never_builds_a_square(name, causal):
 
 
 class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-    """Remembers the largest tensor any operator made."""
+    """Records the largest tensor that any operator creates."""
 
     numel, what = 0, ""
 
@@ -333,8 +280,8 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", weft.attentions())
-def test_single_precision_is_close_to_double_where_the_first_tokens_are_masked(name, causal):
-    """Padding on the left leaves causal queries without keys; what these send back must not drown the others."""
+def test_single_precision_is_close_to_double_with_left_padding(name, causal):
+    """Left padding leaves causal queries without keys, whose gradients must not dominate the others."""
     if causal and not weft.attention_info(name).causal:
         pytest.skip("not causal")
     L = 150  # longer than any chunk or block
@@ -355,9 +302,9 @@ def test_single_precision_is_close_to_double_where_the_first_tokens_are_masked(n
 
 
 @sweep()
-def test_autocast_rounds_and_does_no_more(case):
-    """Under autocast the answer, and the gradients, are those of the rounded input, but for rounding (gradients more:
-    a ReLU may fall to the other side)."""
+def test_autocast_only_rounds(case):
+    """Outputs and gradients under autocast equal those of the rounded input, up to rounding. Gradients are less exact,
+    because a ReLU may switch."""
     attn = case.make().float()
     exact = copy.deepcopy(attn).double()
     mask = torch.arange(40) < torch.tensor([[40], [31]])
@@ -384,20 +331,19 @@ LONG_SUMS = {"linear": [{}], "performer": [{}, {"kernel": "relu"}], "combiner-fi
 @pytest.mark.parametrize("causal", (False, True))
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
 @pytest.mark.parametrize(("name", "options"), [(name, o) for name, each in LONG_SUMS.items() for o in each])
-def test_long_sums_outgrow_no_autocast(name, options, causal, dtype):
-    """Sums over a thousand tokens leave float16's range, and all but eight bits of bfloat16: they stay in float32. Step
-    by step as well."""
+def test_long_sums_stay_in_float32_under_autocast(name, options, causal, dtype):
+    """Sums over a thousand tokens overflow float16 and lose precision in bfloat16. In parallel and step by step."""
     torch.manual_seed(0)
     attn = weft.make_attention(name, heads=2, head_dim=16, causal=causal, max_length=1024, **options)
     assert attn.long_sums
     q, k, v = (torch.randn(1, 2, 1000, 16).to(dtype) for _ in range(3))
     if name in ("linear", "performer"):
         k, v = k + 1, v + 250
-    else:  # here it is the keys that are added up
+    else:  # this one sums keys
         q, k, v = q / 1000, k + 1500, v + 250
     expected = attn.double()(q.double(), k.double(), v.double())
     attn.float()
-    ulp = torch.finfo(dtype).eps * 256  # of the output: what differs between tokens is small beside 250
+    ulp = torch.finfo(dtype).eps * 256  # relative to outputs near 250
     with torch.autocast(DEVICE, dtype):
         out = attn(q, k, v)
         if causal:

@@ -1,0 +1,52 @@
+"""Tiny training runs, shared by the tests of the lab."""
+
+import pytest
+from typer.testing import CliRunner
+
+from weft.cli import app
+from weft.lab import loop, make_config
+
+TINY = dict(
+    layers=1, heads=2, head_dim=8, dim=16, mlp_dim=16, steps=12, batch_size=8, eval_every=4, checkpoint_every=2,
+    log_every=1, warmup=2, eval_batches=2, accelerator="cpu",
+)  # fmt: skip
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing catches it, and the loop cleans up nothing."""
+
+
+def tiny(out, task="digits", **changes):
+    return make_config(task, out=str(out), **{**TINY, **changes})
+
+
+def options(**changes):
+    return [f"--{name.replace('_', '-')}={value}" for name, value in {**TINY, **changes}.items()]
+
+
+def weft(*args):
+    return CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "200"})
+
+
+def before_step(monkeypatch, step, act):
+    """Call `act(training)` before this step (or before every step, if None)."""
+    update = loop.Training._update
+
+    def patched(self, number):
+        if step in (None, number):
+            act(self)
+        update(self, number)
+
+    monkeypatch.setattr(loop.Training, "_update", patched)
+
+
+def kill(training):
+    raise Killed
+
+
+def killed_run(monkeypatch, config, step):
+    """Train until a kill before this step."""
+    with monkeypatch.context() as patch:
+        before_step(patch, step, kill)
+        with pytest.raises(Killed):
+            loop.train(config)
