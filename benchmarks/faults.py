@@ -123,6 +123,10 @@ class Forked:
         if self.process.is_alive():
             os.kill(self.pid, number)
 
+    def wait(self, timeout: float | None = None) -> int | None:
+        self.process.join(timeout)
+        return self.returncode
+
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
         self.process.join(timeout)
         if self.process.is_alive():
