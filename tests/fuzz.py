@@ -1,10 +1,10 @@
-"""Random calls of every mechanism, held to what weft promises. Every case follows from its seed.
+"""Random calls of every mechanism, checked against the guarantees of weft. A case depends only on its seed.
 
-    python tests/fuzz.py --minutes 120 --seed 7                                  # until the time is over
-    python tests/fuzz.py --check masked --mechanism routing --case 1234          # one case again
+    python tests/fuzz.py --minutes 120 --seed 7                                  # for two hours
+    python tests/fuzz.py --check masked --mechanism routing --case 1234          # repeat one case
     WEFT_TEST_DEVICE=cuda python tests/fuzz.py --minutes 5                       # on a GPU, its kernels included
 
-tests/test_fuzz.py runs a fixed few in the suite.
+tests/test_fuzz.py runs a small fixed set in the suite.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import weft
 
 
 def run_case(check: str, mechanism: str, case: int) -> str | None:
-    """Run one case: what was called, or None where the mechanism has no such thing."""
+    """Run one case and return a description of the call, or None if the check does not apply to the mechanism."""
     r = random.Random(f"{check} {mechanism} {case}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

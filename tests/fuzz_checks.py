@@ -1,4 +1,4 @@
-"""What a mechanism must keep, whatever it is called with. Each check draws a call and compares two ways to make it."""
+"""Guarantees of the mechanisms. Each check draws a random call and compares two ways to compute it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CHECKS: dict[str, Check] = {}
 
 
 class Skip(Exception):
-    """The mechanism has no such thing."""
+    """The check does not apply to the mechanism."""
 
 
 def check(function: Check) -> Check:
@@ -47,7 +47,7 @@ def no_change(attn: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def compare_gradients(found: Found, expected: Found, tolerance: float, words: str, scale: Tensor | float) -> None:
-    """All of them, against their common size; `scale` is a norm below which none is asked for."""
+    """Compare all gradients, relative to their common norm or `scale`, whichever is larger."""
     sizes = [g.norm() for g in expected.grads if g is not None]
     scale = max(float(scale), 0.3 * torch.stack(sizes).norm().item()) if sizes else scale
     for mine, theirs in zip(found.grads, expected.grads, strict=True):
@@ -107,7 +107,7 @@ def precision(r: Random, name: str) -> str:
 
 @check
 def modes(r: Random, name: str) -> str:
-    """Recording a graph changes no output; nor does looking at the weights change anything."""
+    """Neither recording a graph nor calling `weights` changes the output or the state."""
     m = Mechanism.draw(r, name, dropout=r.choice((0.0, 0.0, 0.3)))
     call = Call.draw(r, m)
     train = r.random() < 0.5
@@ -133,7 +133,7 @@ def modes(r: Random, name: str) -> str:
 
 @check
 def weights(r: Random, name: str) -> str:
-    """weights @ v is the output, and no weight is where none may be."""
+    """weights @ v is the output, and illegal pairs have no weight."""
     m = Mechanism.draw(r, name)
     call = Call.draw(r, m)
     inputs = [call.q, call.k, call.v]
@@ -168,7 +168,7 @@ POISON = (float("nan"), float("inf"), float("-inf"), 1e30, 1e4)
 
 @check
 def masked(r: Random, name: str) -> str:
-    """What stands in a masked token, NaN included, reaches no output and no gradient of a real one."""
+    """The values of masked tokens, including NaN, do not affect outputs and gradients of real ones."""
     m = Mechanism.draw(r, name, dropout=r.choice((0.0, 0.0, 0.2)))
     call = Call.draw(r, m, masked=True)
     poison, train = [r.choice(POISON) for _ in range(3)], r.random() < 0.4
@@ -235,7 +235,7 @@ def causal(r: Random, name: str) -> str:
 
 @check
 def gradient(r: Random, name: str) -> str:
-    """Gradients are those of the forward, by finite differences in a random direction, at heads of a real size."""
+    """Gradients equal finite differences in a random direction, with heads of realistic size."""
     m = Mechanism.draw(r, name, wide=True)
     call = Call.draw(r, m, longest=20, may_be_empty=False, scale=r.choice((0.5, 1.0, 1.5, 2.0)))
     train = r.random() < 0.3
@@ -320,7 +320,7 @@ def biases(r: Random, name: str) -> str:
 
 @check
 def decoding(r: Random, name: str) -> str:
-    """Step by step as in parallel, from buffers that are used again for every token, in any mode."""
+    """Decoding equals the parallel form, with input buffers that are reused for every token, in any mode."""
     info = weft.attention_info(name)
     if not info.steps:
         raise Skip
@@ -392,7 +392,7 @@ def decoding(r: Random, name: str) -> str:
 
 
 class Specification(torch.nn.Module):
-    """A mechanism by its naive function."""
+    """A mechanism that computes its naive function."""
 
     def __init__(self, attn: weft.Attention):
         super().__init__()
@@ -421,7 +421,7 @@ def reference(r: Random, name: str) -> str:
 
 @check
 def large(r: Random, name: str) -> str:
-    """Numbers near the end of float16's range, in and out finite."""
+    """Inputs near the end of float16's range give finite outputs."""
     m = Mechanism.draw(r, name)
     call = Call.draw(r, m, bias="none", longest=150)
     keys = r.choice((100.0, 1500.0, 10000.0))

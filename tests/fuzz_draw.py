@@ -1,4 +1,4 @@
-"""Random calls of the registry: everything in a draw follows from one `random.Random`, on every device the same."""
+"""Random calls of registered mechanisms. A draw depends only on one `random.Random` and is the same on every device."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Mechanism:
         wide: bool = False,
         fixed: bool = False,
     ) -> Mechanism:
-        """`bounded`: with a max_length; `wide`: heads of a real size; `fixed`: no default follows the length."""
+        """`bounded`: with a max_length; `wide`: realistic head sizes; `fixed`: no default depends on the length."""
         info = weft.attention_info(name)
         directions = [c for c in (False, True) if (info.causal if c else info.bidirectional) and causal in (None, c)]
         heads, head_dim = r.choice((1, 2, 2, 3, 4)), r.choice((16, 32, 64) if wide else (1, 2, 4, 5, 6, 8, 8, 16))
@@ -112,7 +112,7 @@ class Mechanism:
 
     @property
     def sorts(self) -> bool:
-        """Whether single bits of q or k can move a token elsewhere."""
+        """Whether rounding of q or k can move a token to another bucket or cluster."""
         members = [entry if isinstance(entry, str) else entry[0] for entry in self.options.get("factorisations", ())]
         return any(name in LEARNED_PLACES for name in (self.name, *members))
 
@@ -167,7 +167,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 
 
 def draw_mask(r: Random, B: int, L: int, must: bool = False) -> Tensor | None:
-    """None, right, left, scattered or total padding, in odd layouts as well."""
+    """None, right, left, scattered or total padding, also in unusual memory layouts."""
     kind = r.choice(
         ("right", "left", "scattered", "nothing") if must else ("none", "none", "right", "left", "scattered")
     )
@@ -192,7 +192,7 @@ def draw_mask(r: Random, B: int, L: int, must: bool = False) -> Tensor | None:
 
 
 class Table(nn.Module):
-    """A bias for each pair of positions of a sequence, with -inf at some: it has no others, and says so."""
+    """A bias for each pair of positions, possibly -inf; other positions raise an error."""
 
     def __init__(self, values: Tensor):
         super().__init__()
@@ -209,7 +209,7 @@ class Table(nn.Module):
 
 
 class Root(nn.Module):
-    """w_h · √(key position): not a number below position 0, nor is the gradient."""
+    """w_h · √(key position): value and gradient are NaN below position 0."""
 
     def __init__(self, heads: int):
         super().__init__()
@@ -224,7 +224,7 @@ BIASES = ("alibi", "relative", "table", "root", "holes", "closed rows")
 
 
 def draw_bias(r: Random, mechanism: Mechanism, L: int, kind: str | None = None) -> nn.Module | None:
-    """A position bias, where the mechanism takes one; "holes" has -inf for some pairs, "closed rows" for all of some
+    """A position bias, if the mechanism supports one; "holes" has -inf for some pairs, "closed rows" for all of some
     queries."""
     if not mechanism.info.bias:
         return None
@@ -252,7 +252,7 @@ def draw_bias(r: Random, mechanism: Mechanism, L: int, kind: str | None = None) 
 
 @dataclass
 class Call:
-    """A mechanism and what it is called with, in float64; `args` gives it in another dtype."""
+    """A mechanism and its arguments in float64."""
 
     mechanism: Mechanism
     q: Tensor
@@ -320,7 +320,7 @@ def run(
     seed: int = 0,
     context: Any = None,
 ) -> Found:
-    """The output, with the gradients of `probe` where one is given, through real queries only."""
+    """The output and, if `probe` is given, the gradients for it, through real queries only."""
     parameters = [*attn.parameters(), *(bias.parameters() if bias is not None else ())]
     torch.manual_seed(seed)  # what samples must draw the same sample
     if context is None:
@@ -348,7 +348,7 @@ def leaf(x: Tensor, grad: bool = True) -> Tensor:
 
 
 def assert_close(found: Tensor, expected: Tensor, tolerance: float, what: str, scale: Tensor | float = 0.0) -> None:
-    """Within a relative error of the whole tensor; `scale` is a norm below which none is asked for."""
+    """Compare by the relative error of the whole tensor, relative to its norm or `scale`, whichever is larger."""
     assert found.shape == expected.shape, f"{what}: {tuple(found.shape)} instead of {tuple(expected.shape)}"
     if not found.numel():
         return

@@ -1,4 +1,4 @@
-"""What layers and models around a mechanism must keep: padding, checkpointing, surgery, meta devices, compositions."""
+"""Guarantees of layers and models: padding, checkpointing, surgery, meta devices, compositions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def layer(r: Random, m: Mechanism, **changes: Any) -> weft.MultiheadAttention:
 
 
 def cached(r: Random, m: Mechanism, inner: weft.MultiheadAttention) -> nn.Module:
-    """Cached attention around the layer, in a random arrangement; refused ones are drawn again."""
+    """Cached attention around the layer with random options; invalid options are drawn again."""
     for _ in range(10):
         options: dict[str, Any] = {"ratio": r.choice((0.5, 1.0)), "length": r.choice((None, 3, 8))}
         options["preset"] = r.choice(("paper", "paper", "authors"))
@@ -67,7 +67,7 @@ def length(r: Random, m: Mechanism, longest: int = 20) -> int:
 
 @check
 def padded_layers(r: Random, name: str) -> str:
-    """NaN in padded x reaches no output, no weight's gradient and no state, with or without autocast."""
+    """NaN in padded x does not affect outputs, gradients of weights or state."""
     m = Mechanism.draw(r, name)
     attn: nn.Module = layer(r, m)
     wrapped = r.random() < 0.3
@@ -106,7 +106,7 @@ def padded_layers(r: Random, name: str) -> str:
 
 @check
 def layer_decoding(r: Random, name: str) -> str:
-    """Layers with their projections, rotary positions and caches decode as they compute in parallel."""
+    """Layers with projections, rotary positions and caches decode like the parallel form."""
     info = weft.attention_info(name)
     if not (info.causal and info.steps):
         raise Skip
@@ -203,7 +203,7 @@ def checkpointing(r: Random, name: str) -> str:
 
 @check
 def surgery(r: Random, name: str) -> str:
-    """A model is after swap and undo what it would be without them, whatever was done to it meanwhile."""
+    """After swap and undo, a model equals one that was never swapped, with the same changes in between."""
     torch.manual_seed(0)
     heads, dim, dropout = r.choice((1, 2, 4)), 8, r.choice((0.0, 0.3))
     model: Any
@@ -240,7 +240,7 @@ def surgery(r: Random, name: str) -> str:
 
 @check
 def meta(r: Random, name: str) -> str:
-    """Made on the meta device, given memory and the weights, a model gives what it gave."""
+    """A model created on the meta device and loaded with weights gives the same outputs."""
     m = Mechanism.draw(r, name)
     if isinstance(m.options.get("layout"), tuple):
         raise Skip
@@ -294,7 +294,7 @@ def meta(r: Random, name: str) -> str:
 
 
 def _made_on_meta(make: Any) -> nn.Module:
-    """`layer` moves what it makes to DEVICE, which a meta tensor cannot do: let it stay where it is."""
+    """`layer` moves its result to DEVICE, which meta tensors do not support: skip the move."""
     to = nn.Module.to
 
     def stay(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -310,7 +310,7 @@ def _made_on_meta(make: Any) -> nn.Module:
 
 @check
 def compositions(r: Random, name: str) -> str:
-    """Models, mixed and cached layers and memories over any mechanism run, or are refused when they are made."""
+    """Models, mixed and cached layers and memories run with any mechanism, or raise an error at construction."""
     m = Mechanism.draw(r, name)
     if isinstance(m.options.get("layout"), tuple):
         m.options = {}
@@ -372,7 +372,7 @@ def compositions(r: Random, name: str) -> str:
 
 
 def raised_by_weft(error: BaseException) -> bool:
-    """Whether a line of weft raised it on purpose, with a message."""
+    """Whether weft raised it explicitly, with a message."""
     tb = error.__traceback__
     assert tb is not None
     while tb.tb_next is not None:
@@ -383,7 +383,7 @@ def raised_by_weft(error: BaseException) -> bool:
 
 
 def refused(error: Exception, words: str) -> str:
-    """That weft refused; where something else did, the error."""
+    """Return a note if weft raised the error; otherwise raise it again."""
     if not raised_by_weft(error):
         raise error
     return f"refused: {words}"

@@ -1,4 +1,4 @@
-"""Wrong calls: each must be refused by weft, with a sentence; never by torch, and never answered."""
+"""Invalid calls: weft must raise an error with a message; torch must not, and no call may succeed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _other(r: Random, n: int) -> int:
 
 
 def _spoil(r: Random, x: torch.Tensor) -> tuple[str, torch.Tensor]:
-    """A tensor with one thing wrong, and which."""
+    """A tensor with one wrong property, and the name of the property."""
     B, H, L, D = x.shape
     kind = r.choice(("heads", "head_dim", "batch", "length", "dimensions", "dtype", "kind"))
     if kind == "heads":
@@ -39,7 +39,7 @@ def _spoil(r: Random, x: torch.Tensor) -> tuple[str, torch.Tensor]:
 
 @check
 def wrong_calls(r: Random, name: str) -> str:
-    """One of q, k, v, mask and bias does not fit."""
+    """One of q, k, v, mask and bias is invalid."""
     m = Mechanism.draw(r, name)
     call = Call.draw(r, m, may_be_empty=False, cross=False)
     attn = m.make().train(r.random() < 0.3)
@@ -77,7 +77,7 @@ def wrong_calls(r: Random, name: str) -> str:
 
 @check
 def wrong_steps(r: Random, name: str) -> str:
-    """A step that does not fit the mechanism, its state or start(batch)."""
+    """A step that does not match the mechanism, its state or start(batch)."""
     info = weft.attention_info(name)
     if not (info.causal and info.steps):
         raise Skip
@@ -123,7 +123,7 @@ def wrong_steps(r: Random, name: str) -> str:
 
 @check
 def wrong_options(r: Random, name: str) -> str:
-    """An option with a value that makes no sense."""
+    """An option with an invalid value."""
     info = weft.attention_info(name)
     causal = not info.bidirectional or (info.causal and r.random() < 0.5)
     sizes: dict[str, Any] = {"heads": 2, "head_dim": 4, "causal": causal, "max_length": 16}

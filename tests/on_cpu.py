@@ -1,4 +1,4 @@
-"""Tests against other libraries stay on the CPU, whatever device the other tests are asked to run on."""
+"""Run tests against other libraries on the CPU, whatever the device of the other tests."""
 
 import pytest
 import torch
@@ -7,6 +7,6 @@ import torch
 @pytest.fixture(autouse=True)
 def on_cpu():
     default = torch.get_default_device()
-    torch.set_default_device(None)  # no device mode at all: it would stand in the way of torch.compile
+    torch.set_default_device(None)  # no device mode at all: torch.compile would trace it
     yield
     torch.set_default_device(default)

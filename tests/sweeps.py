@@ -1,4 +1,4 @@
-"""A small sweep, and a stand-in for its runs, shared by the tests of sweeps and of their reports."""
+"""A small sweep and a stand-in for its runs, shared by tests."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Layers of one's own in weft.swap, and subclasses of PyTorch's."""
+"""Custom layers in weft.swap, and subclasses of PyTorch's layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.adapt.added import LAYERS
 
 
 class CausalSelfAttention(nn.Module):
-    """As nanoGPT writes it."""
+    """As in nanoGPT."""
 
     def __init__(self, n_embd: int = 24, n_head: int = 4):
         super().__init__()
@@ -33,7 +33,7 @@ def reader(layer, attend, x):
 
 
 @pytest.mark.parametrize("reader", [reader, None], ids=["reader", "its own forward"])
-def test_a_layer_of_ones_own(reader):
+def test_custom_layers(reader):
     torch.manual_seed(0)
     LAYERS.clear()
     model, x = nn.Sequential(CausalSelfAttention(), CausalSelfAttention()), torch.randn(2, 9, 24)

@@ -1,4 +1,4 @@
-"""weft.cache: cached attention around the attention layers of models that exist."""
+"""weft.cache on existing models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CACHEABLE = [name for name in MODELS if name != "nn.TransformerEncoder, seq firs
 
 @pytest.fixture(autouse=True)
 def quiet():
-    """An untrained cache says so when it is read."""
+    """An untrained cache warns when it is read."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -49,7 +49,7 @@ def test_every_layer_is_cached_and_undone(model):
 
 
 def test_the_memory_is_in_the_output():
-    """Two caches of different pasts answer the same input differently, by the cached branch alone."""
+    """Two caches with different histories give different outputs for the same input."""
     subject, x = encoder(), noise(2, 9, 24)
     weft.cache(subject, ratio=1.0)
     outs = []
@@ -78,7 +78,7 @@ def test_padded_tokens_do_not_enter_the_cache():
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_causal_mask_of_pytorch_is_refused_or_delayed(padded):
-    """Whatever is said of it: `is_causal=False` beside a causal mask is a hint, and a wrong one."""
+    """Also if the hint `is_causal` is wrong."""
     x, causal = noise(2, 9, 24), torch.nn.Transformer.generate_square_subsequent_mask(9)
     masks = {"src_key_padding_mask": torch.arange(9) >= torch.tensor([[9], [7]])} if padded else {}
     subject = encoder()
@@ -114,7 +114,7 @@ def test_a_causal_mask_of_pytorch_is_refused_or_delayed(padded):
     assert torch.equal(*states)
 
 
-def test_masks_given_by_place_are_read_by_their_names():
+def test_positional_masks():
     inner = torch.nn.MultiheadAttention(24, 4, batch_first=True)
     cached = weft.CachedAttention(inner, length=4)
     x, padding = noise(2, 9, 24), torch.arange(9) >= torch.tensor([[9], [5]])
@@ -131,7 +131,7 @@ def test_masks_given_by_place_are_read_by_their_names():
         cached(torch.nested.nested_tensor([x[0], x[1, :5]]))
 
 
-def test_options_where_and_what_is_left():
+def test_options_where_and_skipped_layers():
     subject = encoder()
     report = weft.cache(subject, ratio=0.25, where="layers.1.*", length=9, lambda_init=-1.0)
     assert report.left == {"layers.0.self_attn": "not chosen"}

@@ -94,7 +94,7 @@ def caches(model: nn.Module) -> list[weft.CachedAttention]:
 
 @pytest.fixture(autouse=True)
 def quiet():
-    """An untrained cache says so when it is read."""
+    """An untrained cache warns when it is read."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -103,7 +103,7 @@ def quiet():
 @pytest.mark.parametrize("padding", [None, "right", "left"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_closed_gate_is_the_model_as_it_was_and_undo_restores_it(name, implementation, padding):
+def test_a_closed_gate_changes_nothing_and_undo_restores(name, implementation, padding):
     model, given = make(name, implementation), inputs(name, padding=padding)
     with torch.no_grad():
         before = result(model, given)
@@ -123,7 +123,7 @@ def test_a_closed_gate_is_the_model_as_it_was_and_undo_restores_it(name, impleme
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_cache_trains_is_read_and_comes_back_from_a_checkpoint(name, tmp_path):
+def test_the_cache_is_trained_read_and_restored_from_a_checkpoint(name, tmp_path):
     model, given = make(name), inputs(name)
     before = result(model, given)
     weft.cache(model)
@@ -179,7 +179,7 @@ def test_padded_tokens_never_enter_the_cache(name, padding, implementation):
 
 @pytest.mark.parametrize("name", CAUSAL)
 @pytest.mark.parametrize("options", [{}, {"scope": "stream"}])
-def test_causal_models_carry_the_cache_from_segment_to_segment_and_do_not_leak(name, options):
+def test_causal_models_carry_the_cache_between_segments_without_leaks(name, options):
     ids = words(2, 12)
     start = make(name)
     weft.cache(start, length=4, **options)
@@ -265,7 +265,7 @@ def test_gradient_checkpointing_writes_once_and_changes_no_gradient(name, reentr
 
 
 def test_windows_of_an_image():
-    """Swin's layers get windows, several to a sample, and a mask for each window of an image."""
+    """Swin's layers get several windows per sample, and a mask for each window of an image."""
     sizes = {"image_size": 32, "patch_size": 4, "embed_dim": 12, "depths": [2, 2], "num_heads": [2, 2]}
     torch.manual_seed(0)
     model = transformers.SwinModel(transformers.SwinConfig(**sizes, window_size=4)).eval()
@@ -280,7 +280,7 @@ def test_windows_of_an_image():
     assert torch.equal(model.eval()(pixels).last_hidden_state, before)
 
 
-def test_what_is_left_and_why():
+def test_skipped_layers_and_reasons():
     report = weft.cache(make("t5"))
     assert [path for path in report.replaced] == [f"encoder.block.{i}.layer.0.SelfAttention" for i in (0, 1)]
     assert "another sequence" in report.left["decoder.block.0.layer.1.EncDecAttention"]

@@ -67,7 +67,7 @@ def test_exact_or_refused(sweep_case):
 
 
 def outcome(model: str, to: str) -> str:
-    """ "exact" or "refused"; AssertionError where it is neither."""
+    """ "exact" or "refused"; AssertionError otherwise."""
     plain, inputs = zoo.reference(model)
     try:
         with warnings.catch_warnings():
@@ -108,7 +108,7 @@ def is_a_refusal(error: BaseException | None) -> bool:
     return False
 
 
-def test_the_error_names_the_model_the_reason_and_the_way_out():
+def test_errors_name_the_model_the_reason_and_an_alternative():
     with pytest.raises(ValueError, match="BloomForCausalLM .* BloomAttention does not use .*'eager'"):
         zoo.build("bloom/BloomForCausalLM", "weft:linear")
     with pytest.raises(ValueError, match="MambaModel .* none of its layers calls"):
@@ -132,7 +132,7 @@ def test_models_that_exist_are_checked_too():
         model(zoo.tokens())
 
 
-def test_checks_are_gone_after_the_first_forward():
+def test_checks_are_removed_after_the_first_forward():
     model = zoo.build("llama/LlamaForCausalLM", "weft:linear")
     hooks = lambda m: [h for part in m.modules() for h in (*part._forward_hooks.values(),)]  # noqa: E731
     assert hooks(model)
@@ -143,7 +143,7 @@ def test_checks_are_gone_after_the_first_forward():
     assert not hooks(again)
 
 
-def test_a_mask_travels_but_is_not_read():
+def test_a_mask_that_is_passed_but_not_read():
     from weft.adapt.masks import mask_function_of, read, says_causal
 
     padding = torch.arange(5) < torch.tensor([[5], [3]])
@@ -180,7 +180,7 @@ def test_gradient_checkpointing(reentrant):
 
 
 def test_layers_on_another_device_get_the_mask():
-    """What accelerate's hooks do for device_map: they move every argument of a layer."""
+    """Like accelerate's hooks for device_map, which move every argument of a layer."""
     accelerate = pytest.importorskip("accelerate")
     model, plain = (zoo.build("llama/LlamaForCausalLM", "weft:linear") for _ in range(2))
     mask = torch.ones(2, zoo.L, dtype=torch.long)
@@ -203,7 +203,7 @@ SWAPPED += ["paligemma/PaliGemmaModel", "siglip/SiglipModel"]
 
 @pytest.mark.parametrize("model", SWAPPED)
 def test_what_swap_reports_as_replaced_works(model):
-    """Whatever is swapped runs, follows masks as the model does, and layers that were refused compute what they did."""
+    """Swapped layers run and follow masks like the model; skipped layers are unchanged."""
     plain, inputs = zoo.reference(model)
     ours = zoo.build(model, "eager")
     with warnings.catch_warnings():

@@ -110,14 +110,14 @@ def everything_registered():
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 @pytest.mark.parametrize("library", ["sdpa", "eager"])
 @pytest.mark.parametrize("build", [llama, gpt2])
-def test_full_is_the_library_in_decoders(build, library, side):
+def test_full_equals_the_library_in_decoders(build, library, side):
     ids, mask = tokens(), padding(side)
     ours, theirs = (build(i)(ids, attention_mask=mask).logits[mask.bool()] for i in ("weft:full", library))
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("side", ["none", "left", "right"])
-def test_full_is_the_library_in_encoders(side):
+def test_full_equals_the_library_in_encoders(side):
     ids, mask = tokens(), padding(side)
     ours, theirs = (bert(i)(ids, attention_mask=mask).last_hidden_state[mask.bool()] for i in ("weft:full", "sdpa"))
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
@@ -128,7 +128,7 @@ def test_full_is_the_library_in_encoders(side):
 
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 @pytest.mark.parametrize("build", [bart, t5])
-def test_full_is_the_library_between_encoder_and_decoder(build, side):
+def test_full_equals_the_library_in_cross_attention(build, side):
     ids, mask, target = tokens(), padding(side), tokens(length=7)
     arguments = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": target}
     ours, theirs = (build(i)(**arguments).logits for i in ("weft:full", "eager"))
@@ -183,7 +183,7 @@ def generate(model, ids, mask, *, use_cache: bool, beams: int = 1, new: int = 8,
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", [n for n in CAUSAL if n != "routing"])
 @pytest.mark.parametrize("build", [llama, gpt2])
-def test_generate_with_a_cache_gives_what_it_gives_without(build, name, side):
+def test_generate_is_the_same_with_and_without_a_cache(build, name, side):
     model, ids, mask = build(registered(name)), tokens(), padding(side)
     with_cache, without = (generate(model, ids, mask, use_cache=c) for c in (True, False))
     assert torch.equal(with_cache.sequences, without.sequences)
@@ -198,7 +198,7 @@ def test_beam_search_reorders_what_is_remembered(name):
 
 
 def test_the_beams_really_were_reordered():
-    """The test above would prove nothing if every beam stayed where it was."""
+    """Otherwise the test above would prove nothing."""
     out = generate(llama("weft:full"), tokens(), padding("left"), use_cache=True, beams=3)
     identity = torch.arange(9) % 3
     assert any(not torch.equal(step % 3, identity) for step in out.beam_indices.T[:-1])
@@ -231,14 +231,14 @@ def test_a_cache_that_was_filled_elsewhere_is_refused():
 
 @pytest.mark.parametrize("name", [name for name in CAUSAL if weft.attention_info(name).length_dependent])
 def test_sizes_that_follow_the_length_hold_still_in_a_decoder(name):
-    """They are those for the model's longest sequence, so that generate() works with what is registered by default."""
+    """They follow the model's longest sequence, so that generate() works with default options."""
     model, ids, mask = llama(f"weft:{name}"), tokens(), padding("left")
     with_cache, without = (generate(model, ids, mask, use_cache=c) for c in (True, False))
     assert torch.equal(with_cache.sequences, without.sequences)
 
 
 def test_a_pattern_that_follows_the_length_cannot_be_cached():
-    """Where the model does not say how long it gets."""
+    """If the model does not define a maximum length."""
     model = llama("weft:sparse")
     model.config.__dict__["max_position_embeddings"] = None
     with pytest.raises(ValueError, match="use_cache=False"):
@@ -268,13 +268,13 @@ def test_linear_attention_reads_an_encoder():
 
 
 def test_cross_attention_is_known_by_more_than_its_lengths():
-    """As many keys as queries do not make self-attention of it."""
+    """Also with as many keys as queries."""
     ids = tokens()
     with pytest.raises(ValueError, match="does not support cross attention"):
         bart(registered("local"))(input_ids=ids, decoder_input_ids=ids)
 
 
-def test_effective_attention_is_given_when_asked_for():
+def test_output_attentions():
     ids, mask = tokens(), padding("left")
     ours, theirs = (bert(i)(ids, attention_mask=mask, output_attentions=True) for i in ("weft:full", "eager"))
     for a, b in zip(ours.attentions, theirs.attentions, strict=True):
@@ -292,7 +292,7 @@ def test_dropout_acts_in_training_only():
 
 @pytest.mark.parametrize("name", ["weft:full", "weft:linear"])
 def test_autocast(name):
-    """Rotary positions leave q and k in single precision beside a v in half."""
+    """Rotary positions give q and k in single precision, with v in half."""
     model, ids = llama(name), tokens()
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         half, cached = model(ids).logits, model(ids[:, :6], use_cache=True).past_key_values
@@ -336,7 +336,7 @@ def test_static_caches():
         generate(llama("weft:reformer"), ids, mask, use_cache=True, **static)
 
 
-def test_what_no_mechanism_does_is_refused():
+def test_unsupported_features_are_refused():
     settings = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     settings |= {"num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 64, **DECODER}
     gemma = transformers.Gemma2Config(**settings, attn_logit_softcapping=5.0)
@@ -394,7 +394,7 @@ def test_importing_weft_imports_no_other_library():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_the_state_dict_is_the_librarys():
+def test_the_state_dict_is_unchanged():
     model, plain = llama("weft:performer"), llama("sdpa")
     model(tokens())
     assert model.state_dict().keys() == plain.state_dict().keys()

@@ -27,7 +27,7 @@ def noise(*shape: int) -> torch.Tensor:
 
 
 def train(model: nn.Module, *inputs: torch.Tensor) -> None:
-    """So that caches are filled, and parameters are no longer those that a seed gives."""
+    """Fills caches, and changes the initial parameters."""
     model.train()
     out = model(*inputs)
     out = getattr(out, "logits", out)
@@ -36,7 +36,7 @@ def train(model: nn.Module, *inputs: torch.Tensor) -> None:
     model.eval()
 
 
-def test_a_description_does_the_same_again():
+def test_a_description_can_be_applied_again():
     model, x = encoder(), noise(2, 9, 24)
     assert weft.describe(model) == {}
     weft.swap(model, "linformer", where="layers.0.*", max_length=12, rank=4)
@@ -113,7 +113,7 @@ def test_transformers_in_a_fresh_process(tmp_path):
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
 
 
-def test_undo_takes_the_description_away(tmp_path):
+def test_undo_removes_the_description(tmp_path):
     pytest.importorskip("transformers")
     import zoo
 

@@ -1,4 +1,4 @@
-"""Surgery: other mechanisms in models that exist, and all of it undone."""
+"""weft.swap on existing models, and undo."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def vit():
 
 
 def swin():
-    """64 x 64 pixels in windows of 4 x 4 patches: shifted ones included, so the shift's mask is in play."""
+    """64 x 64 pixels in windows of 4 x 4 patches: with shifted windows, so that their mask is tested."""
     sizes = {"img_size": 64, "window_size": 4, "embed_dim": 24, "depths": (2, 2), "num_heads": (2, 2)}
     model = timm_model("swin_tiny_patch4_window7_224", **sizes)
     for name, parameter in model.named_parameters():
@@ -125,7 +125,7 @@ def test_full_changes_nothing_and_undo_restores(model):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_another_mechanism_is_really_there(model):
+def test_another_mechanism_changes_the_output(model):
     build, inputs = MODELS[model]
     subject, x = build(), inputs()
     with torch.no_grad():
@@ -139,7 +139,7 @@ def test_another_mechanism_is_really_there(model):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_training_after_undo_is_training_without(model):
+def test_training_after_undo_equals_training_without_swap(model):
     """The same weights, the same random numbers, the same gradients."""
 
     def steps(operate: bool) -> list[torch.Tensor]:
@@ -174,7 +174,7 @@ def test_weights_trained_while_swapped_stay():
 
 
 @pytest.mark.parametrize("to", weft.attentions())
-def test_every_mechanism_is_put_in_or_left_with_a_reason(to):
+def test_every_mechanism_is_swapped_in_or_skipped_with_a_reason(to):
     info = weft.attention_info(to)
     for model, (build, inputs) in MODELS.items():
         subject, x = build(), inputs()
@@ -194,7 +194,7 @@ def test_every_mechanism_is_put_in_or_left_with_a_reason(to):
         report.undo()
 
 
-def test_undo_goes_backwards():
+def test_undo_in_reverse_order():
     subject, x = encoder(), noise(2, 9, 24)
     before = subject(x)
     first = weft.swap(subject, "full")
@@ -212,7 +212,7 @@ def test_undo_goes_backwards():
 
 
 def test_layers_of_one_encoder_swapped_one_by_one():
-    """What they share (nested tensors) comes back with the last of them, in whatever order."""
+    """Shared settings (nested tensors) are restored with the last layer."""
     subject = encoder()
     first = weft.swap(subject, "linear", where="layers.0.*")
     second = weft.swap(subject, "linear", where="layers.1.*")
@@ -237,7 +237,7 @@ def test_where_and_the_report():
         weft.swap(subject, "linear", where="blocks.*")
 
 
-def test_what_cannot_be_done_is_left_with_the_reason():
+def test_unsupported_layers_are_skipped_with_a_reason():
     left = weft.swap(swin(), "linear").left
     assert len(left) == 4 and all("position bias" in why for why in left.values())
     report = weft.swap(pvt(), "local")
@@ -254,7 +254,7 @@ def test_what_cannot_be_done_is_left_with_the_reason():
         weft.swap(encoder(), "linformer")
 
 
-def test_unknown_layers_are_named():
+def test_unknown_layers_are_reported():
     class StrangeAttention(nn.Module):
         def __init__(self):
             super().__init__()
@@ -266,7 +266,7 @@ def test_unknown_layers_are_named():
 
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("kind", ["bool", "float"])
-def test_pytorch_masks_mean_what_they_mean_there(batch_first, kind):
+def test_pytorch_masks_keep_their_meaning(batch_first, kind):
     subject = encoder(batch_first=batch_first)
     padding = torch.zeros(2, 9, dtype=torch.bool)
     padding[1, 6:] = True  # True: ignored
@@ -345,7 +345,7 @@ def test_weights_of_multihead_attention():
         report.undo()
 
 
-def test_learned_mechanisms_bring_their_parameters():
+def test_learned_mechanisms_add_parameters():
     subject, x = encoder(), noise(2, 9, 24)
     plain = copy.deepcopy(subject.state_dict())
     report = weft.swap(subject, "linformer", max_length=12, rank=4)
@@ -437,7 +437,7 @@ def test_compiled():
     torch.testing.assert_close(out[~padding], expected[~padding], **CLOSE)
 
 
-def test_the_examples_of_the_document_run(capsys):
+def test_the_examples_in_the_docs_run(capsys):
     pytest.importorskip("timm"), pytest.importorskip("transformers")
     page = (Path(__file__).parent.parent / "docs" / "adapt.md").read_text()
     for code in re.findall(r"```python\n(.*?)```", page, re.S):

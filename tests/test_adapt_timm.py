@@ -56,7 +56,7 @@ def test_every_mechanism_loads_plain_weights(name):
     torch.testing.assert_close(again(images()), out, **CLOSE)
 
 
-def test_a_checkpoint_that_lacks_a_part_is_refused():
+def test_an_incomplete_checkpoint_is_refused():
     ours = vit(attn_layer=weft.timm.layer("linformer", max_length=17))
     state = ours.state_dict()
     mine = [key for key in state if ".weft." in key]
@@ -104,7 +104,7 @@ def test_masks_and_causality():
         weft.timm.layer("full", prefix=1)(48, num_heads=4)(x, is_causal=True)
 
 
-def test_dropout_is_the_librarys():
+def test_dropout_matches_the_library():
     model = vit(attn_layer=weft.timm.layer("full"), attn_drop_rate=0.5)
     assert torch.equal(model(images()), model(images()))
     model.train()
@@ -112,7 +112,7 @@ def test_dropout_is_the_librarys():
 
 
 def test_autocast():
-    """Norms of q and k leave them in single precision beside a v in half."""
+    """Norms give q and k in single precision, with v in half."""
     plain = vit(qk_norm=True)
     ours = like_plain(plain, attn_layer=weft.timm.layer("full"), qk_norm=True)
     linear = like_plain(plain, attn_layer=weft.timm.layer("linear"), qk_norm=True)

@@ -1,4 +1,4 @@
-"""Which backend a mechanism takes, and its error where the kernel cannot run."""
+"""The choice of the backend, and errors if the kernel cannot run."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def by_hand(c: CachedAttention, x: Tensor, cache: Tensor) -> tuple[Tensor, Tenso
 
 
 @pytest.mark.parametrize(("ratio", "length", "T"), [(0.5, 7, 7), (0.5, 5, 11), (0.25, 13, 6), (1.0, 3, 1)])
-def test_is_the_papers_equations(ratio: float, length: int, T: int) -> None:
+def test_equals_the_papers_equations(ratio: float, length: int, T: int) -> None:
     c = layer(ratio=ratio, length=length)
     c.lam.data = tokens(4, seed=5)
     cache = torch.zeros(length, c.width, dtype=torch.float64)
@@ -91,7 +91,7 @@ def test_the_papers_worked_example() -> None:
     torch.testing.assert_close(c.eval()(x), torch.tensor(second, dtype=torch.float64), **near)
 
 
-def test_lambda_at_its_ends() -> None:
+def test_extreme_values_of_lambda() -> None:
     x = tokens(2, 6, 16)
     c = layer()
     c.lam.data.fill_(-torch.inf)
@@ -103,7 +103,7 @@ def test_lambda_at_its_ends() -> None:
 
 
 @pytest.mark.parametrize("gate", [-1e3, 1e3])
-def test_the_update_gate_at_its_ends(gate: float) -> None:
+def test_extreme_values_of_the_update_gate(gate: float) -> None:
     c = layer(gate_bias=True, length=6)
     c.cache.cache = tokens(1, 6, 8, seed=3)
     before = c.cache.cache.clone()
@@ -156,7 +156,7 @@ def test_channels_are_rounded_to_whole_heads() -> None:
 
 @pytest.mark.parametrize("how", ["nearest", "linear", "area"])
 @pytest.mark.parametrize(("T", "n"), [(7, 7), (9, 4), (4, 9), (1, 5), (13, 1)])
-def test_resampling_is_pytorchs(how: str, T: int, n: int) -> None:
+def test_resampling_equals_pytorch(how: str, T: int, n: int) -> None:
     x = tokens(2, T, 3)
     expected = F.interpolate(x.transpose(1, 2), size=n, mode=how).transpose(1, 2)
     torch.testing.assert_close(resample(x, n, None, how)[0], expected)
@@ -189,7 +189,7 @@ def test_images_may_be_resampled_as_images() -> None:
 
 
 def test_padding_never_enters_the_cache() -> None:
-    """A padded batch writes what its samples, cut to their real tokens, write one by one."""
+    """A padded batch writes the same as its samples one by one, without padding."""
     x, lengths = tokens(4, 9, 16), (9, 4, 1, 0)
     valid = torch.arange(9) < torch.tensor(lengths)[:, None]
     start = tokens(1, 5, 8, seed=7)
@@ -231,7 +231,7 @@ def test_evaluation_reads_and_never_writes() -> None:
     assert torch.equal(c.cache.cache, frozen) and c.cache.updates == count
 
 
-def test_a_cache_that_was_never_written_is_zeros_and_says_so() -> None:
+def test_an_unwritten_cache_is_zero_and_warns() -> None:
     c = layer().eval()
     x = tokens(2, 6, 16)
     with pytest.warns(UserWarning, match="never written"):
@@ -370,7 +370,7 @@ def test_a_layer_that_skips_its_projection_is_refused() -> None:
         CachedAttention(Skips(), mix="heads")(torch.randn(2, 6, 16))
 
 
-def test_refuses_what_it_would_have_to_guess() -> None:
+def test_ambiguous_layers_are_refused() -> None:
     inner = MultiheadAttention(16, 4)
     with pytest.raises(TypeError, match="no option 'lenght'"):
         CachedAttention(inner, lenght=3)
@@ -411,7 +411,7 @@ def test_half_precision_keeps_the_cache_exact(dtype: torch.dtype) -> None:
     assert c.cache.update_gate.weight.grad.isfinite().all()
 
 
-def test_the_documents_example_runs() -> None:
+def test_the_example_in_the_docs_runs() -> None:
     page = Path(__file__).parent.parent / "docs" / "cached.md"
     for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
         exec(compile(code, "cached.md", "exec"), {})

@@ -1,4 +1,4 @@
-"""Causal layers and language models: a token never reads what its own segment's future has written."""
+"""Causal layers and language models: a token never reads the future of its own segment."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ KINDS = [{}, {"scope": "stream"}, {"update_from": "output"}, {"relative": True},
 
 
 @pytest.mark.parametrize("options", KINDS)
-def test_a_changed_token_leaves_the_past_untouched(options: dict) -> None:
-    """Bit by bit, in every row, whichever token changes: rows of a batch share a cache, and time is common to them."""
+def test_a_changed_token_does_not_change_the_past(options: dict) -> None:
+    """Bit-identical in every row, for every changed token, because the rows of a batch share a cache."""
     ids = text()
     reference = read(LanguageModel(**options), ids)
     carried = False
@@ -81,7 +81,7 @@ def test_the_gates_learn(options: dict) -> None:
 
 
 def test_the_update_is_delayed_and_otherwise_the_same() -> None:
-    """What step t reads in delayed mode is what step t - 1 has written in the plain one."""
+    """Step t in delayed mode reads what step t - 1 wrote in plain mode."""
     torch.manual_seed(0)
     plain = CachedAttention(MultiheadAttention(16, 4).double(), length=4)
     delayed = CachedAttention(MultiheadAttention(16, 4).double(), length=4, delayed=True)
@@ -95,7 +95,7 @@ def test_the_update_is_delayed_and_otherwise_the_same() -> None:
         written = plain.cache.cache
 
 
-def test_streams_can_be_carried_through_evaluation_and_reset() -> None:
+def test_streams_continue_in_evaluation_and_can_be_reset() -> None:
     model, ids = LanguageModel(scope="stream", eval_update=True).eval(), text()
     with torch.no_grad():
         together = read(model, ids)
@@ -129,7 +129,7 @@ def test_streams_can_be_carried_through_evaluation_and_reset() -> None:
     assert torch.equal(frozen.layers[0].cache.cache, before)
 
 
-def test_decoding_step_by_step_is_the_parallel_form() -> None:
+def test_decoding_equals_the_parallel_form() -> None:
     torch.manual_seed(0)
     layer = CachedAttention(MultiheadAttention(16, 4, causal=True, rope=True).double(), length=5, delayed=True)
     x = torch.randn(2, 9, 16, dtype=torch.float64)
@@ -144,7 +144,7 @@ def test_decoding_step_by_step_is_the_parallel_form() -> None:
     torch.testing.assert_close(torch.cat(steps, 1), layer(x))
 
 
-def test_refuses_to_leak() -> None:
+def test_leaks_are_refused() -> None:
     causal = MultiheadAttention(16, 4, causal=True)
     with pytest.raises(ValueError, match="delayed=True"):
         CachedAttention(causal)

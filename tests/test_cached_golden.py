@@ -63,7 +63,7 @@ def renamed(name: str) -> str:
 
 
 def cached(inner: nn.Module, w: dict[str, Tensor], prefix: str, length: int) -> CachedAttention:
-    """Our layer with the shape that the weights at `prefix` tell."""
+    """Our layer with the shape of the weights at `prefix`."""
     heads, dim = w[prefix + "lam"].shape[0], inner.dim if hasattr(inner, "dim") else 0
     width = w[prefix + "memory.q.weight"].shape[0]
     return CachedAttention(
@@ -136,7 +136,7 @@ def layer_cases() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("file", "name"), layer_cases())
-def test_as_the_authors_code(file: str, name: str) -> None:
+def test_equals_the_authors_code(file: str, name: str) -> None:
     case = golden.case(file, name)
     if "img" in case:
         return whole_net(case)

@@ -29,7 +29,7 @@ def tokens(*shape: int, seed: int = 1) -> Tensor:
 @pytest.mark.parametrize(
     "options", [{"length": 6}, {}, {"scope": "stream"}, {"delayed": True}, {"delayed": True, "scope": "stream"}]
 )
-def test_checkpoints_come_back_in_a_fresh_model(options: dict, tmp_path: Path) -> None:
+def test_checkpoints_restore_a_new_model(options: dict, tmp_path: Path) -> None:
     trained = layer(**options)
     for step in range(3):
         trained(tokens(3, 6, 16, seed=step))
@@ -42,7 +42,7 @@ def test_checkpoints_come_back_in_a_fresh_model(options: dict, tmp_path: Path) -
     assert torch.equal(fresh.eval()(x), trained.eval()(x))
 
 
-def test_state_is_there_from_the_start_and_a_wrong_length_is_refused() -> None:
+def test_state_exists_from_the_start_and_a_wrong_length_is_refused() -> None:
     c = layer(length=6)
     assert {"cache.cache", "cache.updates", "lam"} <= set(c.state_dict())
     other = layer(length=5)
@@ -51,7 +51,7 @@ def test_state_is_there_from_the_start_and_a_wrong_length_is_refused() -> None:
     assert "cache.cache" in layer().state_dict()
 
 
-def test_reset_forgets() -> None:
+def test_reset_clears_the_cache() -> None:
     c, x = layer(), tokens(2, 6, 16)
     first = c(x)
     c(x)
@@ -83,7 +83,7 @@ def test_checkpointing_reads_the_same_cache_and_writes_once(reentrant: bool, opt
         torch.testing.assert_close(b.grad, a.grad, msg=name)
 
 
-def test_checkpointing_refuses_what_it_cannot_remember() -> None:
+def test_checkpointing_refuses_too_many_forwards_in_flight() -> None:
     c, x = layer(length=6), tokens(2, 6, 16).requires_grad_()
     losses = [checkpoint(c, x, use_reentrant=True).square().sum() for _ in range(65)]
     with pytest.raises(RuntimeError, match="at most 64"):
@@ -91,7 +91,7 @@ def test_checkpointing_refuses_what_it_cannot_remember() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"delayed": True, "scope": "stream", "candidate": "ln_gelu"}])
-def test_compiles_whole_in_training_and_evaluation(options: dict) -> None:
+def test_compiles_in_one_graph_in_training_and_evaluation(options: dict) -> None:
     torch._dynamo.reset()
     eager, made = layer(**options), layer(**options)
     compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
@@ -130,7 +130,7 @@ class Net(nn.Module):
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Four samples; the second half holds fewer real tokens, and one sample without any."""
+    """Four samples; the second half has fewer real tokens, and one sample has none."""
     return tokens(4, 7, 16), torch.arange(7) < torch.tensor([7, 5, 3, 0])[:, None]
 
 
@@ -171,7 +171,7 @@ def caches(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict]:
-    """What each of two processes found, for every kind of cache."""
+    """The results of two processes, for every kind of cache."""
     with tempfile.TemporaryDirectory() as folder:
         context = mp.spawn(rank, (folder,), nprocs=2, join=False)
         deadline = time.monotonic() + 120

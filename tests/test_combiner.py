@@ -163,7 +163,7 @@ def test_mixtures_with_shared_computation(summary, causal):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sum_in_half_precision_stays_finite(dtype):
-    """A sum over a long span leaves the range of half precision, where its logit would be infinite."""
+    """A sum over a long span would overflow half precision."""
     q, k, v = (20 * t for t in qkv(600, dtype=dtype))
     for name in ("combiner-fixed", "combiner-axial-vertical"):
         attn = weft.make_attention(name, heads=H, head_dim=D, summary="sum")

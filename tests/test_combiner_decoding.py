@@ -1,4 +1,4 @@
-"""Step by step equals all at once, for every causal Combiner."""
+"""Decoding equals the parallel form, for every causal Combiner."""
 
 import pytest
 import torch
@@ -78,8 +78,8 @@ def test_steps_can_be_differentiated():
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
-def test_fixed_forgets_what_is_summarised():
-    """A state of m tokens and L / m summaries, where a full cache holds L tokens."""
+def test_fixed_drops_summarised_tokens():
+    """The state has m tokens and L / m summaries, instead of the L tokens of a full cache."""
     L, m = 256, 16
     q, k, v = (x[:1] for x in inputs(L)[:3])
     attn = weft.make_attention("combiner-fixed", heads=H, head_dim=D, causal=True, block_size=m)
@@ -92,7 +92,7 @@ def test_fixed_forgets_what_is_summarised():
     assert largest <= (m + L // m + 2) * keys_and_values < L * keys_and_values / 7
 
 
-def test_decoding_needs_to_know_its_sizes():
+def test_decoding_needs_max_length():
     for name, wanted in (
         ("combiner-fixed", "block_size"),
         ("combiner-axial", "block_size"),

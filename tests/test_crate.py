@@ -189,7 +189,7 @@ def test_published_sizes(size, count):
         assert sum(p.numel() for p in tied.parameters()) == 15_708_904
 
 
-def test_size_command_puts_the_papers_figures_beside_ours():
+def test_size_command_prints_the_papers_values():
     from typer.testing import CliRunner
 
     from weft.cli import app
@@ -228,7 +228,7 @@ def text_model(name: str, **options) -> CRATEText:
 
 @pytest.mark.parametrize("name", mechanisms())
 def test_text_model_with_every_mechanism_keeps_masks(name):
-    """Padded ids change no score, whatever they are, and every parameter that is read gets a finite gradient."""
+    """Padded ids do not affect the scores, and all gradients are finite."""
     model = text_model(name).double()
     ids = torch.randint(1, 23, (2, 17))
     ids[1, 9:] = 0
@@ -322,7 +322,7 @@ def test_masked_autoencoder_looks_at_hidden_patches_only():
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_autoencoder_gives_its_encoder_to_a_classifier():
+def test_autoencoder_encoder_in_a_classifier():
     model = CRATEMAE(dim=16, heads=2, layers=1, image_size=8, patch=4).double()
     images = torch.randn(2, 3, 8, 8).double()
     classifier = model.classifier(5)
@@ -350,7 +350,7 @@ def test_autoencoder_gives_its_encoder_to_a_classifier():
         (lambda: CRATEMAE(dim=8, heads=2, layers=1, ratio=1.0), "between 0 and 1"),
     ],
 )
-def test_refusals_say_what_to_do(make, says):
+def test_errors_say_what_to_do(make, says):
     with pytest.raises(ValueError, match=says):
         make()
 
@@ -362,8 +362,8 @@ def test_layers_of_a_random_mechanism_draw_differently():
         assert len(set(seeds)) == 2, name
 
 
-def test_surgery_knows_the_white_box_transformer():
-    """One line puts a Combiner, a sample or a cache into every layer, and takes it out again."""
+def test_swap_cache_and_subsample_crate():
+    """Swap, subsample and cache every layer with one call, and undo it."""
     torch.manual_seed(0)
     model = CRATE(dim=16, heads=2, layers=3, classes=3, image_size=16, patch=4).eval()
     images = torch.randn(2, 3, 16, 16)

@@ -1,4 +1,4 @@
-"""The theorems CRATE rests on, each as a test that would fail were it false. Tokens are rows throughout."""
+"""The theorems behind CRATE. Tokens are rows."""
 
 from __future__ import annotations
 

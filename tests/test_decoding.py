@@ -1,4 +1,4 @@
-"""Decoding states: they own what they keep, and refuse what does not fit them. Sweeps the registry."""
+"""Decoding states own their data and reject invalid inputs, for every registered mechanism."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_masked_tokens_may_be_nan(case):
 
 @sweep(causal=True, steps=True)
 def test_decoding_may_branch(case):
-    """An earlier state stays valid, or says that it is not; a deep copy always does, and so does a saved one."""
+    """An earlier state stays valid or raises an error; deep copies and saved states are always valid."""
     attn, tokens = made(case), split(12)
     other = split(12, seed=7)
     with torch.no_grad():
@@ -91,7 +91,7 @@ def test_decoding_may_branch(case):
 
 
 @sweep(causal=True, steps=True)
-def test_two_branches_grow_side_by_side(case):
+def test_two_branches_of_one_state(case):
     attn, tokens, other = made(case), split(10), split(10, seed=7)
     with torch.no_grad():
         _, state = decode(attn, tokens[:4])
@@ -108,7 +108,7 @@ def test_two_branches_grow_side_by_side(case):
 
 @sweep(causal=True, steps=True)
 @pytest.mark.parametrize("first", [True, False])
-def test_tokens_that_do_not_fit_are_refused(case, first):
+def test_invalid_tokens_are_refused(case, first):
     attn = made(case)
     token = q, k, v = split(1, B=3)[0]
     state = attn.start(3) if first else attn.step(*token, attn.start(3))[1]
@@ -180,7 +180,7 @@ def test_a_step_refuses_a_bias_that_it_cannot_use(case):
 
 
 class Undeclared:
-    """A bias of the user's own, which does not tell its heads."""
+    """A custom bias without the attribute `heads`."""
 
     def __init__(self, heads: int):
         self.inner = weft.ALiBi(heads)
@@ -206,7 +206,7 @@ def test_a_bias_needs_exactly_the_heads_of_the_mechanism(case, heads, given):
 
 
 @sweep(bias=True)
-def test_one_bias_for_all_heads_must_say_so(case):
+def test_a_bias_for_all_heads_must_have_one_head(case):
     attn, (q, k, v) = case.make(), qkv(7)
 
     class Shared:

@@ -1,4 +1,4 @@
-"""The documents keep to the truth: tables agree with the registry, files that are named exist, examples run."""
+"""The docs: tables agree with the registry, links are valid, examples run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("experim
 
 
 @pytest.mark.parametrize(("page", "columns"), [("README.md", SHORT), ("docs/mechanisms.md", COLUMNS)])
-def test_the_tables_list_every_mechanism_as_it_is(page, columns):
+def test_the_tables_list_every_mechanism(page, columns):
     text = (ROOT / page).read_text()
     missing = [line for line in markdown(columns).splitlines() if line not in text]
     assert not missing, f"{page} lacks these rows (`weft attentions --markdown`):\n" + "\n".join(missing)
@@ -26,7 +26,7 @@ def test_the_tables_list_every_mechanism_as_it_is(page, columns):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
+def test_links_are_valid(page):
     for target in re.findall(r"\]\(([^)#:\s]+)\)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
@@ -60,7 +60,7 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files],
 
 
 def test_the_mechanism_of_contributing_passes_the_sweep():
-    """Register the example, then run the real sweeps on it alone."""
+    """Register the example and run the real sweeps on it."""
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", SWEEP], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 

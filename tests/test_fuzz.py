@@ -1,4 +1,4 @@
-"""A fixed few of the random calls of tests/fuzz.py, and those that once failed."""
+"""A small fixed set of random calls of tests/fuzz.py, and earlier failures."""
 
 from __future__ import annotations
 
@@ -60,5 +60,5 @@ def test_random_calls(check, mechanism):
 
 
 @pytest.mark.parametrize(("check", "mechanism", "case"), FAILED)
-def test_what_once_failed(check, mechanism, case):
+def test_earlier_failures(check, mechanism, case):
     run(check, mechanism, case)

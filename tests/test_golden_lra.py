@@ -39,7 +39,7 @@ Case = dict[str, np.ndarray]
 
 
 class PublishedSinkhorn(Attention):
-    """What the published Sinkhorn computes: own block, plus the sum of all blocks; filled-up slots count as real."""
+    """The published Sinkhorn: own block plus the sum of all blocks; padding counts as real."""
 
     def __init__(self, block: int, columns: int, **contract):
         super().__init__(**contract)
@@ -190,7 +190,7 @@ def test_same_logits_as_the_published_code(name):
 
 
 @pytest.mark.parametrize("name", PUBLISHED_SINKHORN)
-def test_published_sinkhorn_differs_in_its_bugs_alone(name):
+def test_published_sinkhorn_differs_only_in_its_bugs(name):
     case = golden.case(FILE, name)
     model, (ids,) = build(name, case)
     with torch.no_grad():

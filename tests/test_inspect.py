@@ -1,4 +1,4 @@
-"""Measurements, attention views and figures: what is shown is what the model does."""
+"""Measurements, attention views and figures agree with the model."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def padded_ids() -> torch.Tensor:
     return ids
 
 
-def test_measure_is_the_definition_on_real_tokens():
-    """By hand on one padded example without its padding, in any batching."""
+def test_measurements_follow_their_definitions_on_real_tokens():
+    """Computed by hand on one example without padding; independent of the batch size."""
     model, ids = crate_text(), padded_ids()
     found = inspect.measure(model, [ids])
     assert {name: tuple(v.shape) for name, v in found.items()} == dict.fromkeys(
@@ -55,7 +55,7 @@ def test_measure_is_the_definition_on_real_tokens():
             torch.testing.assert_close(found["nonzero"][i, 1], (x != 0).double().mean())
 
 
-def test_measuring_leaves_no_trace():
+def test_measuring_does_not_change_the_model():
     model, ids = crate_text(dropout=0.1).train(), padded_ids()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     inspect.measure(model, [ids])
@@ -67,7 +67,7 @@ def test_measuring_leaves_no_trace():
         inspect.measure(torch.nn.Linear(2, 2), [torch.randn(1, 2)])
 
 
-def test_buffers_written_in_evaluation_are_put_back():
+def test_buffers_written_in_evaluation_are_restored():
     class Counting(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -85,7 +85,7 @@ def test_buffers_written_in_evaluation_are_put_back():
     assert model.calls == 0 and model.last is None
 
 
-def test_a_diverged_model_is_named_as_such():
+def test_a_diverged_model_is_an_error():
     model = TextClassifier(19, 2, max_length=12, dim=16, heads=2, head_dim=4, layers=2, mlp_dim=8)
     model.encoder.blocks[1].feedforward_norm.weight.data.fill_(float("nan"))
     with pytest.raises(ValueError, match="layer 2 returns NaN or infinity"):
@@ -100,7 +100,7 @@ def test_nonzero_counts_exact_zeros_of_real_tokens():
 
 
 @pytest.mark.parametrize("name", weft.attentions())
-def test_views_are_the_effective_attention_of_every_mechanism(name):
+def test_views_equal_the_effective_attention_of_every_mechanism(name):
     """Map times values is the output; one row alone, by the gradient, is that row of the map."""
     info = weft.attention_info(name)
     layer = weft.MultiheadAttention(12, 3, attention=name, causal=not info.bidirectional, max_length=10).double().eval()

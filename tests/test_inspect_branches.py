@@ -50,7 +50,7 @@ def unit(values: torch.Tensor) -> torch.Tensor:
 
 
 def test_text_views_are_the_real_tokens():
-    """By hand from the layer's own branches; as if the padding were not there."""
+    """Computed by hand from the layer's branches, without padding."""
     model, ids = text_model()
     views, windows = inspect.branch_views(model, [ids[1:]])
     alone, _ = inspect.branch_views(model, [ids[1:, :6]])
@@ -69,7 +69,7 @@ def test_text_views_are_the_real_tokens():
     torch.testing.assert_close(views[0].share, torch.full((2,), 0.5).double())
 
 
-def test_image_views_leave_the_class_token_out():
+def test_image_views_exclude_the_class_token():
     model, images = vit()
     with torch.no_grad():  # a class token far from all patches must not wash the picture out
         model.cls_token += 100
@@ -93,7 +93,7 @@ def test_a_pyramid_has_an_image_per_stage_and_pixels_a_grid():
     assert [tuple(v.memory.shape) for v in views] == [(3, 3), (3, 3)]
 
 
-def test_windows_are_named_and_left_out():
+def test_window_layers_are_listed_and_excluded():
     timm = pytest.importorskip("timm")
     model = timm.create_model(
         "swin_tiny_patch4_window7_224", img_size=56, embed_dim=8, depths=(1, 1), num_heads=(2, 2), num_classes=3
@@ -129,7 +129,7 @@ def test_report_on_cached_text(tmp_path, attention):
     assert memory["examples"][0]["row"]["shape"][1] == 10 and memory["examples"][0]["tokens"] is None
 
 
-def test_report_says_what_has_no_maps(tmp_path):
+def test_report_lists_layers_without_maps(tmp_path):
     plain = TextClassifier(19, 2, max_length=12, dim=16, heads=2, head_dim=4, layers=1, mlp_dim=8)
     ids = torch.randint(1, 19, (1, 9))
     data = payload(inspect.report(plain, ids, out=tmp_path / "plain.html").read_text("utf-8"))

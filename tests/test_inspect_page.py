@@ -79,7 +79,7 @@ def test_nothing_from_data_becomes_markup(text_page):
     assert html.escape(EVIL[0]) in page.split("<style>")[0]
 
 
-def test_page_asks_for_nothing_outside_itself(text_page, crate_page):
+def test_page_loads_nothing(text_page, crate_page):
     for path in (text_page, crate_page):
         page = path.read_text("utf-8")
         assert "default-src 'none'" in page
@@ -91,7 +91,7 @@ def test_page_asks_for_nothing_outside_itself(text_page, crate_page):
         assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|innerHTML|fetch\(|import\(|XMLHttp", script)
 
 
-def test_padding_is_left_out(text_page):
+def test_padding_is_excluded(text_page):
     data = payload(text_page.read_text("utf-8"))
     layer = data["attention"]["layers"][0]
     assert layer["examples"][0]["row"]["shape"] == [48, 10]
@@ -100,7 +100,7 @@ def test_padding_is_left_out(text_page):
     assert data["attention"]["examples"][1]["tokens"] == ["[CLS]", *WORDS[:6]]
 
 
-def test_packed_numbers_are_close_to_the_numbers():
+def test_packed_numbers_are_close_to_the_originals():
     values = torch.randn(3, 7) * torch.tensor([[1.0], [1e-3], [0.0]])
     packed = pack(values)
     q = torch.tensor(struct.unpack("21b", base64.b64decode(packed["bytes"]))).view(3, 7) / 127
@@ -118,7 +118,7 @@ def test_names_of_layers():
 
 
 def run_browser(tmp_path, page, script: str) -> str:
-    """The page's document after its own script and the given one have run; what goes wrong lands in data-error."""
+    """The document after the page's script and the given one have run; errors are in data-error."""
     catch = "<script>addEventListener('error', e => document.documentElement.dataset.error = e.message)</script>"
     text = page.read_text("utf-8")
     edited = tmp_path / "edited.html"
@@ -217,7 +217,7 @@ def test_command_on_a_run(tmp_path):
         ("digits", [[1, 2]], None),
     ],
 )
-def test_ids_as_people_read_them(task, ids, expected):
+def test_ids_in_readable_form(task, ids, expected):
     data = TaskData({}, {}, {}, length=3)
     assert words(task, [torch.tensor(ids)], data) == expected
     data.vocabulary = ["<pad>", "a", "b"]
@@ -236,7 +236,7 @@ def test_examples_of_the_documentation_run(tmp_path, monkeypatch):
 
 
 def test_a_single_layer_and_a_timm_model(tmp_path):
-    """What has no list of blocks shows its attention; timm's sequence of blocks is a list of blocks."""
+    """A model without a list of blocks shows its attention; timm's sequential blocks count as a list."""
     page = inspect.report(weft.MultiheadAttention(8, 2), torch.randn(1, 5, 8), out=tmp_path / "layer.html")
     data = payload(page.read_text("utf-8"))
     assert data["curves"]["charts"] == [] and len(data["attention"]["layers"]) == 1

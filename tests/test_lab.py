@@ -131,7 +131,7 @@ def test_overlapping_rows_are_not_expanded():
 
 
 def test_evaluation_counts_every_row_once(tmp_path):
-    """Whatever the batch size, the last ragged batch included: 300 test rows, batches of 7 and 300."""
+    """For any batch size, including an incomplete last batch: 300 test rows, batches of 7 and 300."""
     train(tiny(tmp_path / "run"))
     found, step = evaluate_run(tmp_path / "run", batch_size=7)
     again, _ = evaluate_run(tmp_path / "run", batch_size=300)

@@ -1,4 +1,4 @@
-"""`weft bench`: turns, medians and errors are what they say, the papers' figures are copied right, files are whole."""
+"""`weft bench`: alternating calls, medians, errors, the papers' values, and valid files."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def test_the_budget_ends_the_rounds_but_not_the_first():
     assert found["slow"].median >= 0.02
 
 
-def test_processor_time_leaves_out_waiting():
+def test_cpu_time_excludes_waiting():
     found = take_turns({"asleep": lambda: time.sleep(0.05)}, How(repeats=1, memory=False, cpu_time=True))
     assert found["asleep"].median < 0.03
 
 
-def test_one_that_fails_does_not_hide_the_others():
+def test_a_failing_call_does_not_stop_the_others():
     def fails() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried …\nand more")
 
@@ -54,7 +54,7 @@ def test_one_that_fails_does_not_hide_the_others():
     assert found["good"].record()["rounds"] == 2
 
 
-def test_peak_memory_is_the_worst_moment_not_the_sum():
+def test_peak_memory_is_not_a_sum():
     def call() -> None:
         for _ in range(3):
             torch.zeros(1000, 1000)
@@ -72,13 +72,13 @@ def test_peak_memory_is_the_worst_moment_not_the_sum():
         ({"budget": 0.0}, "positive"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(given, says):
+def test_invalid_measurements_are_refused(given, says):
     with pytest.raises(ValueError, match=says):
         How(**given)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_missing_gpu_is_said():
+def test_a_missing_gpu_is_an_error():
     found = invoke("latency", "--device", "cuda")
     assert found.exit_code == 2 and "no CUDA device is available" in found.output
 
@@ -87,7 +87,7 @@ def means(table: dict, names: list[str], by: int) -> list[tuple[float, float]]:
     return [tuple(sum(table[name][task][side] for name in names) / by for side in (0, 1)) for task in range(4)]
 
 
-def test_the_papers_latencies_are_copied_right():
+def test_the_papers_latencies_match_its_averages():
     """Their own averages: Table 10's divide the sum over nine attentions by ten."""
     assert set(latency.TABLE_9) == set(latency.TABLE_10) == set(STUDY_ATTENTIONS)
     nine = means(latency.TABLE_9, list(STUDY_ATTENTIONS), 10)
@@ -100,7 +100,7 @@ def test_the_papers_latencies_are_copied_right():
         assert abs(deep - their_deep) <= 1 and abs(wide - their_wide) <= 1
 
 
-def test_the_papers_figure_stands_only_beside_the_same_thing():
+def test_the_papers_value_is_shown_only_for_the_same_setting():
     assert latency.printed("listops", "bigbird", "cpu", batch=1, length=0) == (103, 30)
     assert latency.printed("matching", "full", "cuda", batch=32, length=0) == (289, 289)
     assert latency.printed("listops", "bigbird", "cpu", batch=32, length=0) is None
@@ -123,7 +123,7 @@ def test_latency_measures_deep_and_wide(tmp_path):
     assert "| linear |" in found.output and "| attention | deep 4x4, ms | wide 1x16, ms |" in found.output
 
 
-def test_the_mean_row_takes_the_same_rows_of_both():
+def test_the_mean_uses_the_same_rows_of_both():
     def record(name: str, deep: float, wide: float) -> dict:
         theirs = latency.TABLE_10[name][2]
         paper = {"deep_ms": theirs[0], "wide_ms": theirs[1], "ratio": theirs[0] / theirs[1]}
@@ -135,7 +135,7 @@ def test_the_mean_row_takes_the_same_rows_of_both():
     assert table.rows[-1] == ["mean of 2", "20.0", "10.0", "2.00", f"{(76 + 86) / (32 + 40):.2f}"]
 
 
-def test_sizes_counted_as_there_are_the_papers():
+def test_sizes_match_the_paper():
     report = Report("size", None, {})
     with Line(4) as line:
         size.measure_study(list(TASKS), STUDY_ATTENTIONS, report, line)
@@ -155,7 +155,7 @@ def test_exponents_and_crossovers():
     assert scaling.crossover(records[:3], "linear") == "never"
 
 
-def test_scaling_goes_on_without_those_that_cannot(tmp_path):
+def test_scaling_continues_without_failing_mechanisms(tmp_path):
     out = tmp_path / "scaling.json"
     words = "scaling --device cpu --causal --attentions full,bigbird,combiner-fixed,sparse --lengths 33,70 --heads 2"
     found = invoke(*words.split(), "--head-dim", "4", "--repeats", "2", "--out", str(out))
@@ -168,7 +168,7 @@ def test_scaling_goes_on_without_those_that_cannot(tmp_path):
     assert "combiner-fixed / sparse" in found.output
 
 
-def test_a_mechanism_over_the_limit_is_not_made_longer():
+def test_a_mechanism_over_the_limit_is_skipped_at_longer_lengths():
     report = Report("scaling", QUICK, {})
     scaling.measure(["full", "linear"], [8, 16], QUICK, report, batch=1, heads=1, head_dim=2, limit=0.0)
     assert [("error" in record) for record in report.records] == [False, False, True, True]
@@ -194,7 +194,7 @@ def test_counted_multiply_adds():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_share_of_pairs_is_counted_as_they_are(causal):
+def test_the_share_of_pairs(causal):
     L, W = 24, 4
     attn = weft.make_attention("subsampled", heads=1, head_dim=2, causal=causal, windows=W).train()
     attn(*torch.randn(3, 1, 1, L, 2))
@@ -218,7 +218,7 @@ def test_cost_compares_schedules_with_the_dense_model(tmp_path):
 
 
 class Patches(nn.Module):
-    """16 tokens of an image, as an attention with a cache takes them."""
+    """16 tokens of an image."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,8 +230,8 @@ class Patches(nn.Module):
         return self.out(self.cached(nn.functional.pad(tokens, (0, 1))).mean(1))
 
 
-def test_throughput_reads_a_cache_that_was_written():
-    """Reading one that was not would be faster than what is measured, and warns."""
+def test_throughput_reads_a_written_cache():
+    """Reading an unwritten cache would be faster, and warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         throughput.batch_of(Patches(), False, QUICK, 2)()
@@ -239,7 +239,7 @@ def test_throughput_reads_a_cache_that_was_written():
         Patches().eval()(torch.zeros(1, 3, 8, 8))
 
 
-def test_throughput_is_cached_over_plain(monkeypatch):
+def test_throughput_is_the_ratio_of_cached_and_plain(monkeypatch):
     def build(name: str, cached: bool) -> nn.Module:
         if name == "vit-small":
             raise ImportError("vit-small comes from timm: pip install 'weft[timm]'")
@@ -270,7 +270,7 @@ def test_generation_compares_with_a_cache(tmp_path):
     assert "reformer" not in generation.decoding() and "routing" not in generation.decoding()
 
 
-def test_the_file_is_whole_after_every_row(tmp_path):
+def test_the_file_is_valid_after_every_row(tmp_path):
     out = tmp_path / "rows.json"
     report = Report("latency", QUICK, {}, out)
     report.add({"a": Timing(seconds=[0.1, 0.3, 0.2]).record()})
@@ -281,7 +281,7 @@ def test_the_file_is_whole_after_every_row(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]
 
 
-def test_pathfinder_says_its_rate_and_is_the_same_for_any_number_of_workers(tmp_path, monkeypatch):
+def test_pathfinder_does_not_depend_on_the_number_of_workers(tmp_path, monkeypatch):
     monkeypatch.setattr(pathfinder, "CHUNK", 24)
     words = ["data", "make", "pathfinder32-easy", "--count", "30", "--data"]
     for workers in ("1", "3"):

@@ -1,4 +1,4 @@
-"""Data that cannot be used is refused with its name, what was expected and a way out, and never half used."""
+"""Invalid data is refused with its name, what was expected and what to do."""
 
 import gzip
 import io
@@ -45,7 +45,7 @@ def png(side: int) -> bytes:
 
 
 def corpus(folder, first):
-    """Its training text begins with other words each time; the other parts stay as they are."""
+    """The training text changes with each call; the other parts stay the same."""
     folder.mkdir(parents=True)
     (folder / "train.txt").write_text(f"{first} " * (270 // len(first)) + "\n" + "one two three four\n" * 40)
     for part in ("valid", "test"):
@@ -95,8 +95,8 @@ PLUGINS = Path(__file__).parent.parent / "experiments"
         ("pcqm4mv2", molecules, {}),
     ],
 )  # fmt: skip
-def test_a_run_reads_other_data_with_its_own_words(tmp_path, monkeypatch, task, make, settings):
-    """Other training data, the same tests: to the run, the tests stay what they were."""
+def test_a_run_reads_other_data_with_its_own_vocabulary(tmp_path, monkeypatch, task, make, settings):
+    """With other training data, the run still reads the test data in the same way."""
     pytest.importorskip("rdkit" if make is molecules else "tokenizers")
     for name in ("sacrebleu", "sacrebleu.metrics"):  # nothing is scored here
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(BLEU=object))
@@ -115,7 +115,7 @@ def test_a_run_reads_other_data_with_its_own_words(tmp_path, monkeypatch, task, 
         assert fingerprint(task_of(config).load(config).test) != fingerprint(own.test)  # with its own words
 
 
-def test_pictures_keep_the_numbers_of_their_classes(tmp_path):
+def test_class_indices_stay_the_same(tmp_path):
     pictures(tmp_path / "own", "z")
     config = make_config("pets", data=str(tmp_path / "own"), image_size=8)
     own = get_task("pets").load(config)
@@ -139,7 +139,7 @@ def test_pictures_keep_the_numbers_of_their_classes(tmp_path):
     [("text", "it is empty"), ("masked", "it is empty"), ("imdb-byte", "neither a Parquet file nor the folder"),
      ("imagefolder", "not a folder with train/"), ("wiki40b", "is a file"), ("matching", "is missing")],
 )  # fmt: skip
-def test_an_empty_file_in_place_of_the_data(tmp_path, task, says):
+def test_an_empty_file_instead_of_the_data(tmp_path, task, says):
     (tmp_path / "given").touch()
     with pytest.raises(DataMissing, match=f"given.*{says}"):
         load(task, tmp_path / "given")
@@ -177,7 +177,7 @@ def test_reviews(tmp_path, label, text, says):
     assert "Remove it" not in str(refused.value) and "imdb.parquet" in str(refused.value)
 
 
-def test_text_in_another_encoding_is_refused_by_file_and_line(tmp_path):
+def test_text_in_another_encoding_is_refused_with_file_and_line(tmp_path):
     for split in ("train", "test"):
         for kind in ("neg", "pos"):
             (tmp_path / "aclImdb" / split / kind).mkdir(parents=True)
@@ -197,7 +197,7 @@ def test_text_in_another_encoding_is_refused_by_file_and_line(tmp_path):
         (png(32), -1, "the label of row 0 is -1"),
     ],
 )
-def test_pictures_of_cifar(tmp_path, image, label, says):
+def test_invalid_cifar_images(tmp_path, image, label, says):
     cells = [image or png(32)] * 2 if image else [None, png(32)]
     parquet(tmp_path / "cifar10.parquet", image=cells, label=[label] * 2, split=["train", "test"])
     with pytest.raises(DataMissing, match=says):
@@ -205,7 +205,7 @@ def test_pictures_of_cifar(tmp_path, image, label, says):
 
 
 def bomb() -> bytes:
-    """A small file that says it is a picture of 10^10 pixels."""
+    """A small file whose header claims 10^10 pixels."""
     content = bytearray(png(4))
     content[16:24] = (100_000).to_bytes(4, "big") * 2
     return bytes(content)
@@ -218,7 +218,7 @@ def cut() -> bytes:
 
 
 @pytest.mark.parametrize("content", [bomb(), cut(), b"", b"GIF89a", png(4)[:40]])
-def test_pictures_that_cannot_be_decoded(tmp_path, content):
+def test_images_that_cannot_be_decoded(tmp_path, content):
     for part in ("train", "val"):
         for kind in ("a", "b"):
             (tmp_path / part / kind).mkdir(parents=True)
@@ -247,14 +247,14 @@ def test_archives(tmp_path, monkeypatch):
         load("text", path)
 
 
-def test_numbers_of_examples_that_cannot_be(tmp_path):
+def test_invalid_numbers_of_examples(tmp_path):
     for name, count in (("listops", -5), ("pathfinder32-easy", -5), ("pathfinder32-easy", 3)):
         said = weft("data", "make", name, "--data", tmp_path, "--count", count)
         assert said.exit_code == 2 and str(count) in said.output and not list(tmp_path.iterdir())
 
 
 def test_a_killed_generator_leaves_nothing_behind(tmp_path):
-    """After SIGTERM at once; after SIGKILL, when the next one begins."""
+    """After SIGTERM at once; after SIGKILL when the next one starts."""
     command = [sys.executable, "-m", "weft.cli", "data", "make", "pathfinder128-hard", "--data", str(tmp_path)]
     for number, left in ((signal.SIGTERM, 0), (signal.SIGKILL, 1)):
         process = subprocess.Popen([*command, "--workers", "1"], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)

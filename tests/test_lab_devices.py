@@ -55,7 +55,7 @@ def alone(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_equal_one_with_the_doubled_batch(tmp_path, alone, strategy):
+def test_two_processes_equal_one_with_twice_the_batch(tmp_path, alone, strategy):
     out = tmp_path / "run"
     (tmp_path / "script.py").write_text(SCRIPT)
     given = json.dumps({**SETTINGS, "out": str(out), "batch_size": 8, "strategy": strategy})

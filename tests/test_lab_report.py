@@ -1,4 +1,4 @@
-"""Reports of sweeps: means over seeds beside the paper's figures, and nothing put together that does not belong."""
+"""Reports of sweeps: means over seeds next to the paper's values, without mixing different runs."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ def sweep(tmp_path):
 
 
 def put(job, accuracy, *, step=None, commit="1111111aaaa", failed="", torch="2.11", gpu="NVIDIA H200"):
-    """A run's folder as the lab leaves it: complete, or cut after `step`."""
+    """The folder of a run: complete, or interrupted after `step`."""
     run, steps = Run(job.folder), step or job.config.steps
     config = dataclasses.replace(job.config, accelerator="auto")
     run.write("config.json", to_json(config))
@@ -51,7 +51,7 @@ def cell(made, row, column):
     return line[made.head.index(column)]
 
 
-def test_mean_and_sample_deviation_beside_the_papers_figure(sweep):
+def test_mean_and_sample_deviation_next_to_the_papers_value(sweep):
     for job, accuracy in zip(jobs_of(sweep, only=["full/1×2"], seeds=[0, 1, 2]), (0.5, 0.52, 0.57), strict=True):
         put(job, accuracy)
     (made,) = tables(sweep, gather(sweep))
@@ -61,7 +61,7 @@ def test_mean_and_sample_deviation_beside_the_papers_figure(sweep):
     assert made.notes == ["All runs: commit 1111111, NVIDIA H200, torch 2.11."]
 
 
-def test_a_run_that_was_cut_says_at_which_step_and_is_in_no_mean(sweep):
+def test_interrupted_runs_show_their_step_and_are_not_averaged(sweep):
     jobs = jobs_of(sweep, only=["full/1×2"], seeds=[0, 1, 2, 3])
     put(jobs[0], 0.5)
     put(jobs[1], 0.6)
@@ -73,14 +73,14 @@ def test_a_run_that_was_cut_says_at_which_step_and_is_in_no_mean(sweep):
     )
 
 
-def test_a_failed_run_says_why(sweep):
+def test_failed_runs_show_the_reason(sweep):
     put(jobs_of(sweep)[0], 0.5, step=7, failed="the loss of step 7 is nan (exit code 70)")
     (made,) = tables(sweep, gather(sweep))
     assert cell(made, "full", "1×2") == "failed at step 7 of 12"
     assert made.notes[0] == "full, 1×2, seed 0 failed at step 7 of 12: the loss of step 7 is nan (exit code 70)"
 
 
-def test_runs_of_another_config_are_left_out_and_named(sweep):
+def test_runs_of_another_config_are_excluded_and_listed(sweep):
     jobs = jobs_of(sweep, only=["full/1×2"])
     put(jobs[0], 0.5)
     put(dataclasses.replace(jobs[1], config=dataclasses.replace(jobs[1].config, dim=24)), 0.9)
@@ -91,7 +91,7 @@ def test_runs_of_another_config_are_left_out_and_named(sweep):
     )
 
 
-def test_what_was_overridden_stands_in_a_table_of_its_own(sweep):
+def test_overridden_runs_get_their_own_table(sweep):
     put(jobs_of(sweep)[0], 0.5)
     short = jobs_of(sweep, overrides={"steps": 6})[0]
     put(short, 0.3)
@@ -101,7 +101,7 @@ def test_what_was_overridden_stands_in_a_table_of_its_own(sweep):
     assert other.head[0] == "accuracy (%), with steps=6"
 
 
-def test_different_commits_and_devices_are_told_apart(sweep):
+def test_different_commits_and_devices_are_marked(sweep):
     jobs = jobs_of(sweep, seeds=[0, 1])
     put(jobs[0], 0.5)
     put(jobs[4], 0.6, commit="2222222bbbb+changes")  # the same cell
@@ -129,7 +129,7 @@ def test_tables_can_be_made_again_without_the_runs(sweep):
     assert len(kept) < 20_000 and len(kept.splitlines()) == 8 + 3
 
 
-def test_written_results_are_read_back_as_they_were(sweep, tmp_path):
+def test_results_round_trip(sweep, tmp_path):
     put(jobs_of(sweep)[0], 0.5)
     put(jobs_of(sweep)[1], float("nan"), step=9)
     records = gather(sweep)
@@ -145,7 +145,7 @@ def test_written_results_are_read_back_as_they_were(sweep, tmp_path):
         read_results(tmp_path / "x.json")
 
 
-def test_a_short_try_does_not_replace_what_was_written_down(sweep):
+def test_a_short_run_does_not_replace_saved_results(sweep):
     job = jobs_of(sweep)[0]
     put(job, 0.5)
     write_results(results_file(sweep), sweep, gather(sweep))
@@ -168,7 +168,7 @@ def test_curves_are_thinned_by_means():
     assert thin([(1.0, 2.0), (2.0, float("nan"))]) == [(1.0, 2.0)]
 
 
-def test_the_page_is_whole_and_loads_nothing(sweep):
+def test_the_page_is_valid_and_loads_nothing(sweep):
     sweep.file.write_text(FILE.replace('"Digits, small"', '"Digits <script>alert(1)</script> & more"'))
     for job in jobs_of(sweep):
         put(job, 0.5)
@@ -220,14 +220,14 @@ def test_folders_of_folders_and_single_files(sweep, tmp_path):
     assert nothing.exit_code == 2 and "contains no run" in nothing.output
 
 
-def test_runs_that_lie_elsewhere(sweep, tmp_path):
+def test_runs_in_another_folder(sweep, tmp_path):
     put(jobs_of(sweep, out=tmp_path / "far")[0], 0.5)
     assert len(gather(sweep, tmp_path / "far")) == 1 and not gather(sweep)
     namesake = write_sweep(tmp_path / "papers" / "two")  # of the same name, in another folder
     assert not gather(namesake, tmp_path / "far")
 
 
-def test_a_report_does_not_run_the_file_where_its_cells_are_kept(sweep, capsys):
+def test_a_report_does_not_run_the_file_if_its_cells_are_saved(sweep, capsys):
     put(jobs_of(sweep)[0], 0.5)
     text = report_sweeps([sweep.file], sweep.file.parent / "report")
     assert "running" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Sweeps: the file, the folders, and a runner that skips, goes on, outlives failures and never mixes runs."""
+"""Sweeps: files, folders, and a runner that skips complete runs, continues others and survives failures."""
 
 import dataclasses
 import io
@@ -66,13 +66,13 @@ def test_two_folders_may_each_have_a_common_file(sweep, tmp_path):
         ("Cell(row=row", "dict(row=row", ValueError, "list of Cell"),
     ],
 )
-def test_a_file_that_is_no_sweep_is_refused(sweep, old, new, error, says):
+def test_invalid_sweep_files_are_refused(sweep, old, new, error, says):
     sweep.file.write_text(FILE.replace(old, new))
     with pytest.raises(error, match=says):
         load_sweep(sweep.file)
 
 
-def test_sweeps_are_known_without_running_them(sweep, tmp_path):
+def test_sweeps_are_recognised_without_running_them(sweep, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit('this was run')\nTITLE = METRIC = ''\n")
     assert is_sweep(sweep.file) and not is_sweep(script) and not is_sweep(sweep.file.with_name("common.py"))
@@ -97,7 +97,7 @@ def test_only_some_cells(sweep, only, count):
     assert len(jobs_of(sweep, seeds=[0], only=only)) == count
 
 
-def test_what_is_overridden_is_another_config(sweep, tmp_path):
+def test_overrides_change_the_folder(sweep, tmp_path):
     job = jobs_of(sweep, overrides={"steps": 100, "data": "elsewhere"})[0]
     assert job.folder == sweep.runs() / "small+steps=100" / "full-1x2-s0" and job.variant == "steps=100"
     assert (job.config.steps, job.config.data) == (100, "elsewhere")
@@ -106,7 +106,7 @@ def test_what_is_overridden_is_another_config(sweep, tmp_path):
     assert jobs_of(sweep, out=tmp_path / "far")[0].folder == tmp_path / "far" / "one" / "small" / "full-1x2-s0"
 
 
-def test_refusals_of_a_plan(sweep):
+def test_invalid_selections_are_refused(sweep):
     with pytest.raises(ValueError, match="its cells: full/1×2"):
         jobs_of(sweep, only=["fulll"])
     with pytest.raises(ValueError, match="use --seeds"):
@@ -126,7 +126,7 @@ def test_overrides_have_the_types_of_their_fields():
             parse_override(wrong)
 
 
-def test_what_makes_two_runs_the_same():
+def test_settings_that_may_differ_between_runs():
     config = make_config("digits", batch_size=32)
     free = dataclasses.replace(config, data="x", out="y", compile=True, batch_size=8, accumulate=4)
     assert changed(config, free) == []
@@ -146,7 +146,7 @@ def test_a_folder_with_another_run_is_refused(sweep, command):
     assert json.loads((job.folder / "config.json").read_text())["dim"] == 24
 
 
-def test_a_run_may_be_made_longer_only_where_the_schedule_allows(sweep):
+def test_a_run_may_be_extended_only_if_the_schedule_allows(sweep):
     job = jobs_of(sweep)[0]
     shorter = dataclasses.replace(job.config, steps=6)
     Run(job.folder).write("config.json", to_json(shorter))
@@ -161,7 +161,7 @@ def test_a_run_may_be_made_longer_only_where_the_schedule_allows(sweep):
         check_folder(constant)
 
 
-def test_a_failing_run_is_outlived_and_tried_again(sweep, command, capsys):
+def test_a_failed_run_does_not_stop_the_sweep_and_is_tried_again(sweep, command, capsys):
     jobs = jobs_of(sweep, seeds=[0])
     broken = jobs[2].folder
     broken.mkdir(parents=True)
@@ -183,7 +183,7 @@ def test_a_failing_run_is_outlived_and_tried_again(sweep, command, capsys):
     assert not (broken / "outcome.json").exists()
 
 
-def test_no_more_than_so_many_at_a_time(sweep, command):
+def test_the_number_of_parallel_runs_is_limited(sweep, command):
     most = []
     run_jobs(
         jobs_of(sweep), Local(3, command), pause=0.01,
@@ -192,7 +192,7 @@ def test_no_more_than_so_many_at_a_time(sweep, command):
     assert max(most) == 3
 
 
-def test_a_budget_of_minutes_stops_and_a_second_sweep_goes_on(sweep, command):
+def test_minutes_stop_a_sweep_and_a_second_one_continues(sweep, command):
     jobs = jobs_of(sweep, seeds=[0], overrides={"steps": 500})
     states = run_jobs(jobs, Local(2, command), minutes=0.6 / 60, pause=0.01)
     assert len(names(states, STOPPED)) == 2 and len(names(states, WAITING)) == 2
@@ -206,7 +206,7 @@ def test_a_budget_of_minutes_stops_and_a_second_sweep_goes_on(sweep, command):
     assert steps == list(range(1, states[0].step + 1)) and states[0].step > step
 
 
-def test_two_sweeps_do_not_work_in_one_folder(sweep, command):
+def test_two_sweeps_do_not_share_a_folder(sweep, command):
     job = jobs_of(sweep, overrides={"steps": 500})[0]
     Run(job.folder).write("config.json", to_json(job.config))
     first = Process(job.folder, command)
@@ -236,7 +236,7 @@ def test_a_killed_sweep_lets_its_runs_save(sweep, command):
     until(lambda: list(job.folder.glob("checkpoints/step-*")))
 
 
-def test_a_title_with_markup_is_shown_as_it_is(sweep, command):
+def test_markup_in_a_title_is_literal(sweep, command):
     sweep.file.write_text(FILE.replace("Digits, small", "a [/x] [bold]b"))
     states = survey(jobs_of(load_sweep(sweep.file)))
     found = io.StringIO()
@@ -251,7 +251,7 @@ def test_a_title_with_markup_is_shown_as_it_is(sweep, command):
     [("--jobs=-1", "--jobs -1"), ("--minutes=-1", "--minutes -1"), ("--cpus=0", "--cpus 0"), ("--gpus=-7", "--gpus -7"),
      ("--on=here", "local, ray or slurm"), ("--seeds=x", "whole numbers such as 0,1,2; got 'x'")],
 )  # fmt: skip
-def test_options_that_cannot_be_met_start_nothing(sweep, given, says):
+def test_invalid_options_start_nothing(sweep, given, says):
     said = CliRunner().invoke(app, ["sweep", str(sweep.file), given])
     assert said.exit_code == 2 and says in said.output and not (sweep.file.parent / "runs").exists()
 
@@ -272,8 +272,8 @@ def test_the_live_table(sweep, command):
     assert line(states[0]).endswith("step 12/12, loss 0.0833, 52.00 k tokens/s, 1:02:05 left")
 
 
-def test_a_signal_stops_a_real_run_and_it_goes_on(sweep):
-    """The whole thing with `weft resume`: stopped from outside once it has made some steps, then gone on with."""
+def test_a_real_run_is_stopped_by_a_signal_and_continued(sweep):
+    """With the real `weft resume`: stopped by a signal after some steps, then continued."""
     longer = {"steps": 250, "eval_every": 250, "checkpoint_every": 250}
     job = jobs_of(sweep, seeds=[0], only=["full/1×2"], overrides=longer)[0]
     sent = []
@@ -320,7 +320,7 @@ def test_exit_codes(sweep, command, monkeypatch):
 
 
 def short_and_long(sweep):
-    """Runs of 12, 5,000 and 5,000 steps, and a view that sends SIGTERM when the second is at work."""
+    """Runs of 12, 5,000 and 5,000 steps, and a view that sends SIGTERM while the second one runs."""
     long = jobs_of(sweep, seeds=[0], overrides={"steps": 5000})
     seen = []
 
@@ -333,8 +333,7 @@ def short_and_long(sweep):
 
 
 def test_on_a_ray_cluster(sweep, command):
-    """Each run fills the cluster: one is done; then, in whichever order Ray takes them, one of two is stopped at work
-    and the other in the queue."""
+    """Each run fills the cluster: one completes; of two others, one is stopped while running and one in the queue."""
     ray = pytest.importorskip("ray")
     from weft.lab.sweep.remote import RayEngine
 

@@ -1,4 +1,4 @@
-"""What single mechanisms promise beyond their formula, which tests/test_promises.py checks."""
+"""Properties of single mechanisms beyond the sweeps of tests/test_promises.py."""
 
 from __future__ import annotations
 

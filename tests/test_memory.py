@@ -83,7 +83,7 @@ def test_transformer_xl_is_causal() -> None:
 
 
 class Stack(nn.Module):
-    """Two layers that hand mask and bias to full attention."""
+    """Two layers that pass mask and bias to full attention."""
 
     def __init__(self, dim: int = 8, heads: int = 2):
         super().__init__()

@@ -102,7 +102,7 @@ def test_padding_and_batch_mates_do_not_change_logits(choice, pooling):
 
 @pytest.mark.parametrize("choice", ALL, ids=label)
 def test_what_padding_holds_does_not_matter(choice):
-    """Also for mechanisms whose pattern follows the length: other tokens under the mask, same logits."""
+    """Also for mechanisms whose pattern depends on the length."""
     model = classifier(attention=choice, pooling="mean")
     ids = documents(11, 19)
     noise = torch.where(ids > 0, ids, documents(*[ids.shape[1]] * len(ids), seed=5))
@@ -135,7 +135,7 @@ def test_cls_is_masked_with_the_first_token():
     assert mask.tolist() == [[False, False, True, True], [True, True, True, False]]
 
 
-def test_refusals_say_what_to_do():
+def test_errors_say_what_to_do():
     model = classifier(max_length=10)
     model(documents(9))
     with pytest.raises(ValueError, match="and the CLS token exceed max_length=10: truncate the documents to 9"):
@@ -379,7 +379,7 @@ def test_study_models_have_the_studys_parts():
 
 @pytest.mark.parametrize("attention", [*STUDY_ATTENTIONS, "mixed"])
 def test_every_study_model_runs(attention):
-    """Padding does not change the scores, where the pattern does not follow the length."""
+    """Padding does not change the scores if the pattern does not depend on the length."""
     torch.manual_seed(0)
     small = dict(dim=16, head_dim=4, mlp_dim=16, dtype=torch.float64)
     for task in TASKS:

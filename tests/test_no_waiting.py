@@ -18,7 +18,7 @@ SENT = {"weft.send"}  # from page-locked memory
 
 
 class Crossings(TorchDispatchMode):
-    """Notes every operator that takes something from one device to another. To Python nothing gets from a stand-in."""
+    """Records every operator that copies from one device to another."""
 
     def __init__(self):
         super().__init__()

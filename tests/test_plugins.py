@@ -1,4 +1,4 @@
-"""Tasks from outside: a file, an entry point, a call; what they may do that weft's own do not."""
+"""Custom tasks: from a file, an entry point or a call."""
 
 from __future__ import annotations
 

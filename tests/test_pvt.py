@@ -1,4 +1,4 @@
-"""The pyramid: exact counts, multiply-adds beside the paper's, sizes, caches in every attention."""
+"""PVT: exact parameter counts, multiply-adds compared with the paper, sizes, caches in every attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing of layers with state: gradients equal those without it, whatever is in flight."""
+"""Activation checkpointing of layers with state does not change gradients."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def replays(model: nn.Module) -> Replays:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_what_is_kept_is_released(name):
+def test_replays_are_released(name):
     model = behind_a_norm(LAYERS[name]()).train()
     for step in range(5):
         model(noise(2, 9, DIM, seed=step)).square().sum().backward()

@@ -1,4 +1,4 @@
-"""Refuse rather than guess: bad input gets a sentence that says what to do."""
+"""Invalid input raises an error that says what to do."""
 
 from __future__ import annotations
 

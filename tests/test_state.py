@@ -125,7 +125,7 @@ def test_language_models_with_mixed_attention(attention, positions):
 
 
 def test_mixed_attention_shares_out_the_heads_of_a_bias():
-    """Side by side with an only mechanism twice, it is that mechanism with all heads."""
+    """Mixing a mechanism with itself equals that mechanism with all heads."""
     torch.manual_seed(0)
     mixed = MixedAttention(16, 4, ["full", "full"])
     whole = weft.MultiheadAttention(16, 4)

@@ -1,4 +1,4 @@
-"""Swin's sub-windows and graphs: recorded vectors, dense evaluation, and sources that stay where they may go."""
+"""Swin's sub-windows and graphs: recorded vectors, dense evaluation, and legal sources."""
 
 import math
 
@@ -55,7 +55,7 @@ def by_definition(layer, x, legal):
 @pytest.mark.parametrize("shift", [0, 2])
 @pytest.mark.parametrize("size", [(8, 8), (7, 5), (3, 9)])
 def test_eval_is_dense_window_attention(size, shift, gate):
-    """Windows smaller at the borders are what a cyclic roll with a mask computes."""
+    """Smaller windows at the borders equal a cyclic roll with a mask."""
     torch.manual_seed(0)
     layer = SubsampledWindowAttention(6, 2, window=4, shift=shift, gate=gate).double().eval()
     x = torch.randn(2, *size, 6, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Subsampled attention in two data-parallel processes: each draws its own samples, or all the same ones when asked."""
+"""Subsampled attention in two data-parallel processes: each draws its own samples, or all the same with an option."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def noise(*shape: int) -> Tensor:
 
 
 def forwards() -> dict[tuple[str, bool], list[Tensor]]:
-    """Two training forwards of every kind, drawn alone and drawn alike; one seed, one input, one set of weights."""
+    """Two training forwards of every kind, with separate and with shared samples; same seed, input and weights."""
     found = {}
     for kind, (build, options) in KINDS.items():
         for alike in (False, True):

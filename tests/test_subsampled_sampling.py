@@ -1,4 +1,4 @@
-"""The laws of the samplers, against recorded statistics, exact enumeration, and what σ should do."""
+"""The distributions of the samplers, compared with recorded statistics and exact enumeration."""
 
 import itertools
 import math
@@ -112,7 +112,7 @@ def test_thinning_keeps_a_random_part_of_each_window():
 
 
 def orders_by_argsort(noise, lengths, sigma):
-    """The definition, without a thought for time."""
+    """The definition, without optimisation."""
     parts = []
     for part in noise.double().split(lengths):
         home = 0 if sigma is None else torch.arange(len(part))
@@ -135,7 +135,7 @@ def test_shuffles_are_the_argsort_of_their_noise(sigma):
 @pytest.mark.parametrize("sigma", [None, 0.0, 0.2, 1e6])
 @pytest.mark.parametrize("noise", ["random", "all alike", "as far as it goes"])
 def test_no_two_keys_are_alike_and_no_sequence_reaches_the_next(sigma, noise):
-    """So that every sort finds the one order there is."""
+    """So that every sorting algorithm gives the same order."""
     lengths = (1, 700, 5, 3000, 3000)
     values = {
         "random": torch.randn(sum(lengths)),
@@ -200,7 +200,7 @@ def test_chain_against_enumeration(height, width, sigma):
 
 
 def test_draws_against_enumeration():
-    """What the mechanism draws: a chain of the pool, moved on."""
+    """The mechanism advances a chain of the pool."""
     draws = [sample_placement(torch.tensor([key]), 3, 1, 1.0, 1.0, 3, 0, 0, False) for key in range(500)]
     exact, found = exact_law(3, 1, (1.0, 1.0)), frequencies(torch.stack(draws).numpy())
     assert max(abs(p - found.get(order, 0)) for order, p in exact.items()) < 0.07
@@ -245,7 +245,7 @@ def test_window_table():
 
 
 def test_keys_are_what_a_generator_tells_apart():
-    """A CPU generator reads 32 bits of its seed; more would only look like more samples."""
+    """A CPU generator uses only 32 bits of its seed."""
     a, b = (torch.rand(1, generator=torch.Generator().manual_seed(seed)) for seed in (5, 5 + KEYS))
     assert a == b
 
