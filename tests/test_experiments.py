@@ -227,6 +227,8 @@ def shrunk(cell: Cell, data: Path):
         place = data / "text"
     if config.task.startswith(("listops", "imdb", "matching", "wiki", "c4", "iwslt", "multi30k", "text")):
         changes["max_length"] = 64 if config.task == "imdb-token" else 32
+    if config.eval_stride:
+        changes["eval_stride"] = 8
     if config.task.startswith("transformer-xl"):
         changes["max_length"] = 8
     if config.subsample:

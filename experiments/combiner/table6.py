@@ -3,9 +3,9 @@
     weft sweep experiments/combiner/table6.py --only "Combiner-Fixed/2k" --set batch_size=8 --set accumulate=16
 
 Combiner, https://arxiv.org/abs/2107.05768: 15 % of the tokens hidden, the model and recipe of Table 2. The text
-(huggingface.co/datasets/allenai/c4, en; 300 GB, a part is enough) is read from data/c4/{train,valid,test}.txt. Windows
-cross document boundaries; the paper has at most two segments each. The vocabulary is our own BPE of 32 K pieces, so
-perplexities can be compared between rows but not with the paper.
+(huggingface.co/datasets/allenai/c4, en; 300 GB, a part is enough) is read from data/c4/{train,valid,test}.txt, with an
+empty line between documents. A sequence has at most two segments, as in the paper. The vocabulary is our own BPE of
+32 K pieces, so perplexities can be compared between rows but not with the paper.
 """
 
 from recipe import language

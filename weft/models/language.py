@@ -188,3 +188,21 @@ class LanguageModel(nn.Module):
     def _check_causal(self) -> None:
         if not self.causal:
             raise ValueError("a model with causal=False cannot generate: train one with causal=True")
+
+
+class TwoSegments(LanguageModel):
+    """`model(ids, kinds)`: bidirectional, with an embedding for each of two segments.
+
+    `kinds` (B, L) is 1 or 2, and 0 for padding. Both segments attend to each other, and positions run through both.
+    """
+
+    def __init__(self, vocab: int, **options: Any):
+        super().__init__(vocab, causal=False, **options)
+        self.kind = nn.Embedding(3, self.embed.embedding_dim, padding_idx=0)
+        nn.init.normal_(self.kind.weight, std=0.02)
+
+    def forward(self, ids: Tensor, kinds: Tensor) -> Tensor:  # type: ignore[override]
+        x = self._embedded(ids, slice(0, ids.shape[1])) + self.kind(kinds)
+        for block in self.blocks:
+            x = block(x, kinds > 0, self.bias)
+        return self.scores(self.norm(x))

@@ -180,8 +180,8 @@ class StudyTask(Classification):
             ).items()
             if value not in ("", None, {})
         }
-        pooling = options.get("pooling", "mean" if config.attention == "sinkhorn" else "cls")
-        options["max_length"] = data.length + (pooling == "cls" and data.documents == 1)
+        default = "mean" if config.attention == "sinkhorn" else "cls" if data.documents == 1 else "first"
+        options["max_length"] = data.length + (options.get("pooling", default) == "cls")
         for name in ("dim", "head_dim", "mlp_dim", "dropout"):
             options[name] = getattr(config, name)
         return lra(

@@ -51,6 +51,7 @@ class TrainConfig:
     pooling: str = ""  # cls, mean or first; empty: the model's default
     image_size: int = 0  # side of the images, image classification only; 0: the task's default
     patch: int = 4  # side of a patch, image classification only
+    eval_stride: int = 0  # score only the last tokens of overlapping evaluation windows, so many; 0: no overlap
     mask_rate: float = 0.15  # fraction of masked tokens, masked language modelling only
     augment: bool = True  # random crops and flips, image classification only
 
@@ -150,7 +151,7 @@ class TrainConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in (
             "eval_every", "eval_batches", "warmup", "clip", "diverge_at", "learning_rate", "weight_decay",
-            "final_learning_rate", "max_length", "image_size", "sigma", "sigma_last", "eps",
+            "final_learning_rate", "max_length", "eval_stride", "image_size", "sigma", "sigma_last", "eps",
         ):  # fmt: skip
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a number that is not negative, got {getattr(self, name)}")
@@ -181,7 +182,7 @@ class TrainConfig:
 
 
 # Fields that only some tasks read; see `Task.reads`.
-OPTIONAL = ("max_length", "pooling", "image_size", "patch", "mask_rate", "augment")
+OPTIONAL = ("max_length", "eval_stride", "pooling", "image_size", "patch", "mask_rate", "augment")
 
 # Fields that may change on resume, because they do not affect the computation.
 FREE_ON_RESUME = frozenset(

@@ -184,30 +184,42 @@ class Masked(Bytes):
 
     def batch(self, rows: Columns, config: TrainConfig, generator: torch.Generator, training: bool) -> Columns:
         """Hide the same number of bytes in every row, so that a mean over rows is a mean over bytes."""
-        target = rows["bytes"].long()
+        return self.hide(rows["bytes"].long(), None, config.mask_rate, generator)
+
+    def hide(self, target: Tensor, real: Tensor | None, rate: float, generator: torch.Generator) -> Columns:
+        """Hide tokens of target (B, L), only where `real` is True; of short rows, in proportion fewer count."""
         B, L = target.shape
-        count = max(1, round(config.mask_rate * L))
+        count = max(1, round(rate * L))
         draw: dict[str, Any] = {"generator": generator, "device": target.device}
-        chosen = torch.rand(B, L, **draw).argsort(1)[:, :count]
+        order = torch.rand(B, L, **draw)
+        chosen = (order if real is None else order.masked_fill(~real, 2.0)).argsort(1)[:, :count]
         fate = torch.rand(B, count, **draw)
         other = torch.randint(0, self.mask, (B, count), **draw)
         true = target.gather(1, chosen)
         shown = torch.where(fate < 0.8, self.mask, torch.where(fate < 0.9, other, true))
-        return {"ids": target.scatter(1, chosen, shown), "chosen": chosen, "target": true}
+        if real is None:
+            return {"ids": target.scatter(1, chosen, shown), "chosen": chosen, "target": true}
+        few = (rate * real.sum(1, keepdim=True)).round().clamp(min=1)
+        counts = torch.arange(count, device=target.device) < few
+        shown = torch.where(counts, shown, true)
+        return {"ids": target.scatter(1, chosen, shown), "chosen": chosen, "target": true, "counts": counts}
 
     def inputs(self, batch: Columns) -> tuple[Tensor, ...]:
         return (batch["ids"],)
 
     def loss(self, model: nn.Module, batch: Columns, config: TrainConfig) -> Tensor:
-        return F.cross_entropy(
-            self._hidden(model, batch).flatten(0, 1), batch["target"].flatten(), label_smoothing=config.label_smoothing
-        )
+        logits, target = self._hidden(model, batch).flatten(0, 1), batch["target"].flatten()
+        if "counts" not in batch:
+            return F.cross_entropy(logits, target, label_smoothing=config.label_smoothing)
+        each = F.cross_entropy(logits, target, label_smoothing=config.label_smoothing, reduction="none")
+        return (each * batch["counts"].flatten()).sum() / batch["counts"].sum()
 
     def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
         logits, target = self._hidden(model, batch), batch["target"]
         loss = F.cross_entropy(logits.transpose(1, 2), target, reduction="none")
-        correct = (logits.argmax(-1) == target).sum(1)
-        return {"loss": loss.sum(1), "correct": correct, "count": torch.full_like(correct, target.shape[1])}
+        counts = batch.get("counts", torch.ones_like(target, dtype=torch.bool))
+        correct = ((logits.argmax(-1) == target) & counts).sum(1)
+        return {"loss": (loss * counts).sum(1), "correct": correct, "count": counts.sum(1)}
 
     def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
         return {**super().summary(sums), "accuracy": sums["correct"] / sums["count"]}

@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Columns, DataMissing, Known, TaskData
+from .base import Columns, DataMissing, Known, TaskData, block_options
 from .config import TrainConfig
 from .files import DamagedData, alone, atomic, find, sha256
 from .registry import add_task
@@ -180,19 +181,27 @@ def _as_array(ids: Iterator[Iterable[int]]) -> np.ndarray:
     return np.fromiter((i for row in ids for i in row), np.int32)
 
 
-def windows(ids: np.ndarray, length: int, extra: int) -> Tensor:
+def windows(ids: np.ndarray, length: int, extra: int, stride: int = 0) -> Tensor:
+    """(n, length + extra): windows that start every `stride` tokens, by default without overlap."""
     if len(ids) < length + extra:
         raise DataMissing(
             f"a part of the corpus has {len(ids)} tokens, but one window needs {length + extra}: lower --max-length or "
             "give a longer text"
         )
-    return torch.from_numpy(ids).unfold(0, length + extra, length)
+    return torch.from_numpy(ids).unfold(0, length + extra, stride or length)
+
+
+def unseen(count: int, length: int, stride: int) -> Tensor:
+    """(count, length): the targets of each window that no earlier window has: all of the first, the last of others."""
+    new = torch.arange(length) >= length - (stride or length)
+    return torch.cat([torch.ones(1, length, dtype=torch.bool), new.expand(count - 1, -1)])
 
 
 class Tokens(Bytes):
     """Predict the next token; metric perplexity."""
 
     metric = "perplexity"
+    reads = frozenset({"max_length", "eval_stride"})
 
     def __init__(self, name: str, corpus: str, *, length: int, pieces: int = 32_000):
         self.name, self.corpus, self.length, self.pieces = name, corpus, length, pieces  # type: ignore[misc]
@@ -217,13 +226,41 @@ class Tokens(Bytes):
     def _load(self, config: TrainConfig, known: Known | None) -> TaskData:
         length = config.max_length or self.length
         ids, code = self.ids(config, known)
-        train, val, test = ({"bytes": windows(ids[part], length, self.overlap)} for part in PARTS)
+        train = {"bytes": windows(ids["train"], length, self.overlap)}
+        val, test = (self._scored(ids[part], length, config.eval_stride) for part in PARTS[1:])
         facts = {"vocab": len(code)}
         return TaskData(train, val, test, length, facts, code.vocabulary, tokenizer=code.tokenizer)
+
+    def check(self, config: TrainConfig) -> None:
+        super().check(config)
+        if config.eval_stride > (config.max_length or self.length):
+            raise ValueError(
+                f"eval_stride={config.eval_stride} would leave tokens out: at most max_length, "
+                f"{config.max_length or self.length}"
+            )
+
+    def _scored(self, ids: np.ndarray, length: int, stride: int) -> Columns:
+        """Windows for evaluation, and with overlap which of their targets count."""
+        rows = windows(ids, length, self.overlap, stride)
+        return {"bytes": rows} if not stride else {"bytes": rows, "counts": unseen(len(rows), length, stride)}
+
+    def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
+        if "counts" not in batch:
+            return super().score(model, batch)
+        return counted(self.losses(model, batch), batch["counts"])
+
+    def losses(self, model: nn.Module, batch: Columns) -> Tensor:
+        """The loss of every target, (B, L)."""
+        logits = model(*self.inputs(batch)).float()
+        return F.cross_entropy(logits.transpose(1, 2), batch["bytes"][:, 1:].long(), reduction="none")
 
     def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
         loss = sums["loss"] / sums["count"]
         return {"loss": loss, "perplexity": math.exp(min(loss, 50.0))}
+
+
+def counted(losses: Tensor, counts: Tensor) -> dict[str, Tensor]:
+    return {"loss": (losses * counts).sum(1), "count": counts.sum(1).to(losses.dtype)}
 
 
 class Likelihoods(Tokens):
@@ -238,20 +275,75 @@ class Likelihoods(Tokens):
         return model(*self.inputs(batch)).mean()
 
     def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
-        loss = model(*self.inputs(batch))
-        return {"loss": loss.sum(1), "count": torch.full_like(loss[:, 0], loss.shape[1])}
+        losses = model(*self.inputs(batch))
+        return counted(losses, batch.get("counts", torch.ones_like(losses, dtype=torch.bool)))
 
 
 class MaskedTokens(Tokens, Masked):
-    """Predict masked tokens; the mask is the id after the last token."""
+    """Predict masked tokens of sequences with at most two segments; the mask is the id after the last token.
+
+    Documents are separated by empty lines. A sequence has the rest of one document and the beginning of the next, each
+    with its own embedding, and is padded if both end before it is full.
+    """
 
     overlap = 0
+    reads = frozenset({"max_length", "mask_rate"})
 
     def _load(self, config: TrainConfig, known: Known | None) -> TaskData:
-        found = super()._load(config, known)
-        self.mask = found.facts["vocab"]
-        found.facts = {"vocab": self.mask + 1}
-        return found
+        length = config.max_length or self.length
+        ids, code = self.ids(config, known)
+        self.mask = len(code)
+        train, val, test = (two_segments(ids[part], newline(code), length) for part in PARTS)
+        facts = {"vocab": self.mask + 1}
+        return TaskData(train, val, test, length, facts, code.vocabulary, tokenizer=code.tokenizer)
+
+    def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
+        from ..models.language import TwoSegments
+
+        return TwoSegments(
+            data.facts["vocab"],
+            max_length=data.length,
+            positions=config.positions or "learned",
+            **block_options(config),
+        )
+
+    def batch(self, rows: Columns, config: TrainConfig, generator: torch.Generator, training: bool) -> Columns:
+        return self.hide(rows["bytes"].long(), rows["segment"] > 0, config.mask_rate, generator) | {
+            "segment": rows["segment"].long()
+        }
+
+    def inputs(self, batch: Columns) -> tuple[Tensor, ...]:
+        return batch["ids"], batch["segment"]
+
+    def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
+        return Masked.score(self, model, batch)
+
+
+def newline(code: Code) -> int:
+    """The id of a line break."""
+    found = next(iter(code.encode(iter(["\n"]))))
+    return int(list(found)[0])
+
+
+def two_segments(ids: np.ndarray, newline: int, length: int) -> Columns:
+    """Rows of consecutive tokens from at most two documents: ids, 0 at padding, and segments, 1 or 2, 0 at padding."""
+    ids = np.asarray(ids)
+    ends = np.flatnonzero((ids[1:] == newline) & (ids[:-1] == newline)) + 2  # after an empty line
+    borders = np.append(ends[ends < len(ids)], len(ids))
+    rows, kinds, at = [], [], 0
+    while at < len(ids):
+        first = int(np.searchsorted(borders, at, side="right"))  # the end of the current document
+        cut = int(borders[first])
+        stop = min(at + length, int(borders[min(first + 1, len(borders) - 1)]))
+        row, kind = np.zeros(length, ids.dtype), np.zeros(length, np.uint8)
+        row[: stop - at] = ids[at:stop]
+        kind[: stop - at] = 1 + (np.arange(at, stop) >= cut)
+        rows.append(row)
+        kinds.append(kind)
+        at = stop
+    if not rows:
+        raise DataMissing("a part of the corpus is empty: give a longer text")
+    return {"bytes": torch.from_numpy(np.stack(rows)), "segment": torch.from_numpy(np.stack(kinds))}
 
 
 add_task(Tokens("wiki40b", "wiki40b", length=2048))

@@ -1,0 +1,112 @@
+"""Large vocabularies, overlapping windows, and sequences of two segments."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from weft.models.language import TwoSegments
+from weft.models.words import AdaptiveWords, WordModel
+from weft.tasks import get_task, make_config
+from weft.tasks.registry import load_tasks
+from weft.tasks.tokens import two_segments, unseen, windows
+
+SMALL = dict(dim=16, heads=2, head_dim=8, layers=1, mlp_dim=16, dropout=0.0)
+
+
+def test_adaptive_softmax_is_a_distribution_with_tied_tables() -> None:
+    torch.manual_seed(0)
+    words = AdaptiveWords(50, 32, (10, 30)).double()
+    x = torch.randn(4, 32, dtype=torch.float64)
+    every = torch.arange(50).expand(4, -1)
+    p = torch.exp(-words.nll(x[:, None].expand(-1, 50, -1), every))
+    torch.testing.assert_close(p.sum(1), torch.ones(4, dtype=torch.float64))
+    head = torch.cat([x @ words.tables[0].weight.T, x @ words.bands.weight.T], 1).softmax(1)
+    inside = (x @ words.widen[2].weight @ words.tables[2].weight.T).softmax(1)  # the input's table and projection
+    torch.testing.assert_close(p[:, 30:], head[:, 11:12] * inside)
+    expected = math.sqrt(32) * words.tables[1].weight[5] @ words.widen[1].weight.T
+    torch.testing.assert_close(words(torch.tensor([15]))[0], expected)
+
+
+def test_the_paper_model_for_wikitext_103_has_its_size() -> None:
+    """246.9 M parameters: tied tables and projections, and no norm after the last block."""
+    options = dict(dim=1024, heads=8, head_dim=128, layers=16, mlp_dim=4096, attention="full", attention_dropout=0.1)
+    with torch.device("meta"):
+        model = WordModel(267_744, 3072, dropout=0.3, **options)
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == 246.9
+
+
+def test_overlapping_windows_score_every_target_once_with_more_context() -> None:
+    ids = np.arange(100)
+    rows, counts = windows(ids, 16, 1, 4), unseen(len(windows(ids, 16, 1, 4)), 16, 4)
+    scored = rows[:, 1:][counts].tolist()
+    assert scored == list(range(1, len(scored) + 1)) and len(scored) == 16 + 4 * (len(rows) - 1)
+    assert counts[0].all() and counts[1:].sum(1).unique().tolist() == [4]
+
+
+@pytest.mark.parametrize("task", ["wiki40b", "wikitext103"])
+def test_an_evaluation_with_overlap_is_the_loss_of_those_targets(tmp_path, task: str) -> None:
+    pytest.importorskip("tokenizers")
+    load_tasks("experiments/subsampled/wikitext103.py")
+    folder = tmp_path / {"wiki40b": "wiki40b", "wikitext103": "wikitext-103"}[task]
+    folder.mkdir()
+    for part in ("train", "valid", "test"):
+        (folder / f"{part}.txt").write_text("one two three four five six seven \n" * 12)
+    settings = dict(**SMALL, max_length=8, eval_stride=3, eval_batches=0, batch_size=4)
+    config = make_config(task, data=str(tmp_path), **settings)
+    found, kind = get_task(task).load(config), get_task(task)
+    torch.manual_seed(0)
+    model = kind.model(config, found).eval()
+    sums = kind.score(model, found.test)
+    rows = found.test["bytes"].long()
+    if task == "wiki40b":
+        losses = F.cross_entropy(model(rows[:, :-1]).transpose(1, 2), rows[:, 1:], reduction="none")
+    else:
+        losses = model(rows[:, :-1], rows[:, 1:])
+    torch.testing.assert_close(sums["loss"].sum(), losses[0].sum() + losses[1:, -3:].sum())
+    assert sums["count"].tolist() == [8, *[3] * (len(rows) - 1)]
+    with pytest.raises(ValueError, match="at most max_length, 8"):
+        make_config(task, **{**settings, "eval_stride": 9})
+
+
+def test_sequences_have_at_most_two_segments() -> None:
+    """0 is the line break here: documents of 5, 2, 9 and 4 tokens with the empty line that ends them."""
+    ids = np.array([5, 6, 7, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 0, 0, 8, 9, 0, 0])
+    documents = [5, 7, 16, 20]
+    rows = two_segments(ids, 0, 8)
+    real = rows["segment"] > 0
+    assert rows["bytes"][real].tolist() == ids.tolist()  # nothing is lost or repeated
+    at = 0
+    for kind, count in zip(rows["segment"].tolist(), real.sum(1).tolist(), strict=True):
+        owner = [sum(place >= end for end in documents) for place in range(at, at + count)]
+        assert len(set(owner)) <= 2 and kind[:count] == [1 + (o != owner[0]) for o in owner]
+        at += count
+    assert two_segments(np.arange(1, 18), 0, 8)["segment"].tolist() == [[1] * 8, [1] * 8, [1] + [0] * 7]
+
+
+def test_masked_segments_hide_real_tokens_in_proportion(tmp_path) -> None:
+    pytest.importorskip("tokenizers")
+    (tmp_path / "c4").mkdir()
+    text = "a few words\n\n" + "some longer text with many words\n" * 9 + "\n"
+    for part in ("train", "valid", "test"):
+        (tmp_path / "c4" / f"{part}.txt").write_text(text * 3)
+    config = make_config("c4-masked", data=str(tmp_path), max_length=40, **SMALL)
+    task = get_task("c4-masked")
+    data = task.load(config)
+    assert set(data.train["segment"].unique().tolist()) <= {0, 1, 2} and (data.train["segment"] == 2).any()
+    batch = task.batch(data.train, config, torch.Generator().manual_seed(0), training=True)
+    real = data.train["segment"] > 0
+    hidden = real.gather(1, batch["chosen"])[batch["counts"]]
+    assert hidden.all() and batch["counts"].sum(1).tolist() == [max(1, round(0.15 * n)) for n in real.sum(1).tolist()]
+    assert (batch["ids"] != data.train["bytes"]).sum() <= batch["counts"].sum()
+    model = task.model(config, data)
+    assert isinstance(model, TwoSegments)
+    loss = task.loss(model, batch, config)
+    loss.backward()
+    assert loss.isfinite() and model.kind.weight.grad[2].abs().max() > 0
+    other = {**batch, "segment": batch["segment"].clamp(max=1)}
+    assert not torch.equal(model(*task.inputs(other)), model(*task.inputs(batch)))
