@@ -79,8 +79,10 @@ class Core(nn.Module):
             self.dropout = dropout
             for form in self.forms.values():
                 form.dropout = dropout  # type: ignore[assignment]
+        attn = self.form(causal)
+        v = connected(attn, q, k, v)
         if allowed is None and added is None:
-            return self.form(causal)(q, k, v, mask, bias)
+            return attn(q, k, v, mask, bias)
         if not self.info.bias:
             raise ValueError(
                 f"{self.name} has no matrix of logits and does not support masks or biases of shape (Lq, Lk): use "
@@ -88,13 +90,33 @@ class Core(nn.Module):
             )
         if self.name != "full":
             pairs = [PairBias(t[(None,) * (4 - t.dim())]) for t in (allowed, added) if t is not None]
-            return self.form(causal)(q, k, v, mask, total(bias, *pairs))
+            return attn(q, k, v, mask, total(bias, *pairs))
         return masked_full(
             q, k, v, mask, causal=causal, allowed=allowed, added=added, dropout=self.dropout if self.training else 0.0
         )
 
     def extra_repr(self) -> str:
         return f"name={self.name!r}"
+
+
+class _Connected(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, v: Tensor, *unread: Tensor) -> Tensor:
+        ctx.unread = [(t.shape, t.dtype) for t in unread]
+        return v.view_as(v)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return gradient, *[gradient.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.unread]
+
+
+def connected(attn: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """v, connected to inputs that the mechanism does not read, so that their projections get zero gradients.
+
+    DistributedDataParallel requires a gradient for every parameter.
+    """
+    unread = [t for t, read in ((q, attn.reads_q), (k, attn.reads_k)) if not read and t.requires_grad]
+    return _Connected.apply(v, *unread) if unread else v
 
 
 def masked_full(

@@ -28,7 +28,7 @@ from ..core.blocks import both
 from ..core.precision import autocast
 from ..core.segments import Segments
 from .biases import PairBias, WindowBias, in_window, total
-from .core import learns, masked_full, rescaled, rows_are_independent, seeded
+from .core import connected, learns, masked_full, rescaled, rows_are_independent, seeded
 from .decoding import StateLayer, begin, note_recording, state_layer
 from .guard import called, guard, install
 from .masks import fits, mask_function_of, read, says_causal, window_of
@@ -316,7 +316,8 @@ def _mechanism(
     if not causal and (Lq != Lk or is_cross_attention(module)):
         if not attention_info(choice.name).cross:
             raise ValueError(f"{name} does not support cross attention, which {type(module).__name__} needs")
-        if not rows_are_independent(choice.name, choice.options):
+        # Compiled models have been called once before: see `_instance`.
+        if not torch.compiler.is_compiling() and not rows_are_independent(choice.name, choice.options):
             raise ValueError(f"{name} mixes the queries of different positions, which would leak a decoder's future")
     attn = _instance(choice, module, q, causal, window)
     if causal and Lq != Lk:
@@ -328,7 +329,7 @@ def _mechanism(
 
     def run(v: Tensor, dropout: float) -> Tensor:
         attn.dropout = dropout
-        return attn(q, k, v, mask, total(bias, near), packed)[:, :, -Lq:]
+        return attn(q, k, connected(attn, q, k, v), mask, total(bias, near), packed)[:, :, -Lq:]
 
     return run
 
@@ -355,6 +356,10 @@ def _instance(choice: Choice, module: nn.Module, q: Tensor, causal: bool, window
         options = {**choice.options, "window": min(window, choice.options.get("window", window))}
         choice = Choice(choice.name, options, choice.number)
     if key not in kept:
+        if torch.compiler.is_dynamo_compiling():
+            raise ValueError(
+                f"{choice.shown} creates its mechanisms in the first call of a model: call it once before torch.compile"
+            )
         longest = getattr(getattr(module, "config", None), "max_position_embeddings", None)
         made = _made(choice, module, q, causal)
         if causal and isinstance(longest, int) and _moves(made):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -44,9 +45,29 @@ def _given(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _core(module: nn.Module, info: AttentionInfo, causal: bool, settings: dict[str, Any], **shape: Any) -> Core:
-    like = next(module.parameters())
+    device, dtype = home(module)
     core = Core(info.name, causal=causal, **shape, **settings)
-    return core.to(device=like.device, dtype=like.dtype).train(module.training)
+    return core.to(device=device, dtype=dtype).train(module.training)
+
+
+def home(module: nn.Module) -> tuple[Any, Any]:
+    """Device and dtype for new tensors of a layer. accelerate leaves offloaded layers on the meta device."""
+    like = next(p for p in module.parameters() if p.is_floating_point())
+    if like.is_meta:
+        hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
+        device = next((d for d in (getattr(hook, "execution_device", None) for hook in hooks) if d is not None), "meta")
+        return device, like.dtype
+    return like.device, like.dtype
+
+
+def behind_hooks(layer: Layer, patches: list[Patch]) -> list[Patch] | str:
+    """Patches for a layer whose instance has its own `forward`, which would hide the one of the new class."""
+    new = next((patch.new for patch in patches if patch.owner is layer.module and patch.name == "__class__"), None)
+    if new is None or "forward" not in vars(layer.module):
+        return patches
+    if "_old_forward" not in vars(layer.module):  # accelerate's hooks call this one
+        return "its forward was replaced on the instance, so a swap would have no effect: swap before that"
+    return [*patches, Patch(layer.module, "_old_forward", MethodType(new.forward, layer.module))]
 
 
 def _plan_weft(layer: Layer, info: AttentionInfo, settings: dict, causal: bool | None, prefix: int) -> Any:

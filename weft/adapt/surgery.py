@@ -21,7 +21,7 @@ from torch import nn
 from ..attention import attention_info
 from .core import seeded
 from .kinds import Layer, find_layers
-from .plans import PLANS, unfit
+from .plans import PLANS, behind_hooks, home, unfit
 from .report import Patch, Report, Row
 from .saved import RECORD, describe
 from .torch_nn import TorchMultiheadAttention
@@ -63,6 +63,7 @@ def swap(
             return why
         with seeded(seed):
             planned = PLANS[layer.kind](layer, info, settings, causal, prefix)
+        planned = planned if isinstance(planned, str) else behind_hooks(layer, planned)
         return planned if isinstance(planned, str) else [*planned, Patch(layer.module, RECORD, record)]
 
     def finish(chosen: list[Layer], layers: list[Layer]) -> list[Patch]:
@@ -131,8 +132,9 @@ def cache(model: nn.Module, ratio: float = 0.5, where: Where = None, **options: 
             wrap, why = CachedLayer, uncacheable(layer)
             if why:
                 return why
+        device, dtype = home(layer.module)
         with seeded(seed):
-            made = wrap(layer.module, ratio, **settings(layer)).train(layer.module.training)
+            made = wrap(layer.module, ratio, device=device, dtype=dtype, **settings(layer)).train(layer.module.training)
         made.__dict__[RECORD] = {"ratio": ratio, **settings(layer)}
         if layer.kind == "torch":  # what nn.TransformerEncoderLayer reads; without a bias it takes no fast path
             made.batch_first, made.in_proj_bias = True, None  # type: ignore[assignment]

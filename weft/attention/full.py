@@ -29,6 +29,8 @@ def naive(
 
 
 class FullAttention(KeepsAll):
+    exports_any_length = True
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         if self.causal and mask is None and bias is None:

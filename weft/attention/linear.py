@@ -38,6 +38,7 @@ def naive(
 
 class LinearAttention(Attention):
     long_sums = True
+    exports_any_length = property(lambda self: not self.causal)  # type: ignore[assignment]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         v = drop_values(v, self.dropout if self.training else 0.0)

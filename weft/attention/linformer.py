@@ -30,6 +30,8 @@ def naive(
 
 
 class LinformerAttention(Attention):
+    exports_any_length = True
+
     def __init__(self, *, rank: int = 16, **contract):
         super().__init__(**contract)
         if rank < 1:

@@ -42,6 +42,7 @@ class Attention(Decoding, nn.Module):
     fused: Kernel | None = None  # set by the registry: the kernel, used according to `backend`
     reads_q = True  # False if the output does not depend on q; layers can then skip the projection
     reads_k = True
+    exports_any_length = False  # whether torch.export supports a dynamic length; otherwise sizes depend on it
     long_sums = False  # True if sums over the sequence are computed in float32 for every dtype
 
     def __init__(
@@ -197,6 +198,12 @@ class Attention(Decoding, nn.Module):
                 raise ValueError(
                     f"causal attention needs Lq = Lk, got {Lq} and {Lk}; to decode with a cache, use attn.step"
                 )
+        if torch.compiler.is_exporting() and isinstance(Lk, torch.SymInt) and not self.exports_any_length:
+            raise ValueError(
+                f"{name} with causal={self.causal} cannot be exported with a dynamic length: its sizes are "
+                "computed from the length. Export it with a fixed length, or use one of: full, subsampled; without "
+                "causality also linear, performer, linformer"
+            )
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
                 kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__

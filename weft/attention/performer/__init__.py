@@ -55,6 +55,7 @@ def naive(
 
 class PerformerAttention(Attention):
     long_sums = True
+    exports_any_length = property(lambda self: not self.causal)  # type: ignore[assignment]
     projection: Tensor
 
     def __init__(

@@ -80,6 +80,8 @@ class Subsampling:
 
 
 class SubsampledAttention(Subsampling, FullAttention):
+    exports_any_length = True
+
     def __init__(
         self,
         *,

@@ -13,7 +13,9 @@ The mean is over the samples of all ranks, so N ranks with B samples have the sa
 
 from __future__ import annotations
 
+import copy
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,7 @@ from ...core.recomputing import Replays, once, recomputing
 from .resample import resample
 
 State = tuple[Tensor, Tensor, Tensor]
+_copies: WeakKeyDictionary[RecurrentCache, WeakSet[RecurrentCache]] = WeakKeyDictionary()
 
 
 class RecurrentCache(nn.Module):
@@ -79,12 +82,30 @@ class RecurrentCache(nn.Module):
         if delayed:
             self.pending, self.pending_alive = empty, torch.zeros(0, dtype=torch.bool, device=device)
         self.replays = Replays()
+        self.follows = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RecurrentCache:
+        new = memo[id(self)] = self.__class__.__new__(self.__class__)
+        new.__dict__ = copy.deepcopy(self.__dict__, memo)
+        new.follows = True
+        _copies.setdefault(self, WeakSet()).add(new)
+        return new
+
+    def _resize_copies(self) -> None:
+        """Give the tensors of copies that were never trained our sizes: averages of weights need equal shapes."""
+        for other in _copies.get(self, ()):
+            for name in {"cache", *self.rows} if other.follows else ():
+                here, there = getattr(self, name), getattr(other, name)
+                if here.shape != there.shape:
+                    setattr(other, name, here.detach().to(there.device, there.dtype, copy=True))
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """x (B, T, width); `valid` (B, T) is True for real tokens."""
         if not (self.training or self.eval_update):
             return self.frozen(x)
         again = recomputing()
+        if self.follows:
+            self.follows = False
         state = self.replays.recall(x) if again else self._begin(x)
         cache, pending, pending_alive = state
         tokens, alive = resample(x, cache.shape[1], valid, self.resampling)
@@ -100,6 +121,8 @@ class RecurrentCache(nn.Module):
             if self.delayed:
                 everyone = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
                 self.pending, self.pending_alive = tokens.detach(), everyone if alive is None else alive
+            if not torch.compiler.is_compiling():
+                self._resize_copies()
         return read
 
     def frozen(self, x: Tensor) -> Tensor:
