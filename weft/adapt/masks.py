@@ -306,7 +306,7 @@ def _parts(function: Callable) -> set[str]:
 def _packed_in(function: Callable) -> Tensor:
     """The numbers of the documents (B or 1, L), from 0, that transformers found."""
     if _parts(function) == PACKED and not list(_inside(function)):
-        return next(cell.cell_contents for cell in function.__closure__ if isinstance(cell.cell_contents, Tensor))
+        return next(cell.cell_contents for cell in function.__closure__ or () if isinstance(cell.cell_contents, Tensor))
     return _packed_in(next(item for item in _inside(function) if PACKED <= _parts(item)))
 
 
