@@ -70,13 +70,19 @@ def test_static_caches_hold_states(name):
     assert torch.equal(found.sequences, expected)
 
 
-def test_static_caches_compile():
+@pytest.mark.parametrize("name", ["linear", "combiner-fixed"])
+def test_static_caches_compile(name):
+    """Once for all steps and calls."""
     torch._dynamo.reset()
-    model, ids, mask = llama("weft:linear", num_hidden_layers=1), tokens(2), padding("left", 2)
+    torch._dynamo.utils.counters.clear()
+    model, ids, mask = llama(registered(name), num_hidden_layers=1), tokens(2), padding("left", 2)
     how = transformers.CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
     how._compile_all_devices = True
-    found = generate(model, ids, mask, use_cache=True, cache_implementation="static", compile_config=how)
-    assert torch.equal(found.sequences, generate(model, ids, mask, use_cache=False).sequences)
+    expected = generate(model, ids, mask, use_cache=False).sequences
+    for _ in range(2):
+        found = generate(model, ids, mask, use_cache=True, cache_implementation="static", compile_config=how)
+        assert torch.equal(found.sequences, expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_states_are_small():
@@ -125,10 +131,11 @@ def test_a_changed_part_of_a_model():
     """The other layers run full attention over their keys."""
     model, ids, mask = llama("sdpa"), tokens(), padding("left")
     weft.swap(model, to="linear", where="model.layers.1.*")
-    first, second = (generate(model, ids, mask, use_cache=c) for c in (True, False))
-    kinds = [isinstance(layer, StateLayer) for layer in first.past_key_values.layers]
-    assert kinds == [False, True]
-    assert torch.equal(first.sequences, second.sequences)
+    expected = generate(model, ids, mask, use_cache=False).sequences
+    for more in ({}, {"cache_implementation": "static", "disable_compile": True}):
+        found = generate(model, ids, mask, use_cache=True, **more)
+        assert [isinstance(layer, StateLayer) for layer in found.past_key_values.layers] == [False, True]
+        assert torch.equal(found.sequences, expected)
 
 
 def test_encoder_decoder_models():

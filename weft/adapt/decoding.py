@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 
 from ..attention import Attention
 from ..core.contract import PositionBias
+from ..core.decoding import tree_map
 from .masks import HARMLESS
 from .past import cache_layer, cache_of_this_call, own_cache
 
@@ -188,7 +189,7 @@ class StaticStateLayer(StateLayer):
 
     def padding_of(self, mask: Tensor | None) -> Tensor | None:
         if mask is not None and mask.dim() == 4 and torch.compiler.is_compiling():
-            return mask[:, 0, 0]  # it does not see that the mask is marked as ours
+            return mask[:, 0, -1]  # it does not see that the mask is marked as ours
         return super().padding_of(mask)
 
     def get_max_length(self) -> int:
@@ -239,6 +240,8 @@ def begin(
     state = attn.start(q.shape[0], max_length=room, history=HISTORY if records else 0)
     mask = None if mask is None else mask[:, :n]
     out, state = attn.prefill(q, k[:, :, :n], v[:, :, :n], mask, bias, state=state)
+    if static:  # CUDA graphs may write to these tensors
+        tree_map(_fixed, (state.inner, state.place))
     checks = not static and not any(isinstance(other, StateLayer) for other in cache.layers)
     layer.ordinary, layer.is_sliding = type(layer), layer.is_sliding
     layer.length = layer.cumulative_length if static else n
@@ -246,6 +249,11 @@ def begin(
     layer.attn, layer.name, layer.options, layer.state = attn, name, options, state
     layer.new_keys, layer.checks, layer.padding = None, checks, mask if checks else None
     return out
+
+
+def _fixed(tensor: Tensor) -> Tensor:
+    torch._dynamo.mark_static_address(tensor)
+    return tensor
 
 
 KINDS: dict[type, type[StateLayer]] = {

@@ -31,7 +31,7 @@ from .biases import PairBias, WindowBias, in_window, total
 from .core import connected, learns, masked_full, rescaled, rows_are_independent, seeded
 from .decoding import StateLayer, begin, note_recording, state_layer
 from .guard import called, guard, install
-from .masks import fits, mask_function_of, read, says_causal, window_of
+from .masks import fits, last_row, mask_function_of, read, says_causal, window_of
 from .packed import documents
 from .past import all_queries, is_cross_attention, layer_state, remember
 from .saved import apply
@@ -186,7 +186,8 @@ def _attend(
         return _attend_next(choice, module, state, rescaled(query, scaling), value, mask, kwargs), None
     said, window = says_causal(mask), window_of(mask)
     packed = documents(module, choice.shown, mask, query, key.shape[2], kwargs)
-    mask = _unpacked(choice.shown, module, mask, key.shape[2])
+    row = last_row(mask) if attention_info(choice.name).steps and choice.name != "full" else None
+    mask = _unpacked(choice.shown, module, mask, key.shape[2]) if row is None else row
     special = {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
     special = {name: value for name, value in special.items() if value is not None and choice.name == "full"}
     _refuse(choice, module, key.shape[2], mask, window, kwargs, special)
@@ -237,7 +238,8 @@ def _attend_next(
     window = window_of(mask)
     if window or kwargs.get("sliding_window"):
         _refuse(choice, module, state.columns, None, window, kwargs, {})
-    padding = state.padding_of(_unpacked(choice.shown, module, mask, state.columns))
+    row = last_row(mask)
+    padding = state.padding_of(_unpacked(choice.shown, module, mask, state.columns) if row is None else row)
     k = state.new_keys
     assert k is not None
     groups = q.shape[1] // k.shape[1]

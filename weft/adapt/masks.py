@@ -90,6 +90,10 @@ class WeftBias(WeftMask):
     """A bias on the logits that a model has added to an empty mask, as BEiT does."""
 
 
+class StaticMask(WeftMask):
+    """A matrix for causal attention over a static cache."""
+
+
 class CausalMask(WeftMask):
     """Padding mask for causal attention."""
 
@@ -134,8 +138,15 @@ def read(mask: Tensor) -> Tensor | None:
     if issubclass(kind, (PackedMask, UnpaddedCausalMask, UnpaddedBidirectionalMask)):
         return None
     with torch._C.DisableTorchFunctionSubclass():
-        flat = issubclass(kind, (CausalMask, BidirectionalMask)) or hasattr(mask, "weft_static")
-        return mask[:, 0, 0] if flat else mask[:]
+        return mask[:, 0, 0] if issubclass(kind, (CausalMask, BidirectionalMask)) else mask[:]
+
+
+def last_row(mask: Tensor | None) -> Tensor | None:
+    """The padding mask (B, Lk) of a static cache: what its last token may see. None for other masks."""
+    if mask is None or not (issubclass(_kind(mask), StaticMask) or hasattr(mask, "weft_static")):
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        return mask[:, 0, -1]
 
 
 def is_unpadded(mask: Any) -> bool:
@@ -152,6 +163,13 @@ def packed_numbers(mask: Any) -> Tensor | None:
         with torch._C.DisableTorchFunctionSubclass():
             numbers = mask[:, 0, 0].as_subclass(Tensor)
     return numbers
+
+
+def _static_step(mask: Tensor) -> Tensor:
+    """A plain tensor, because torch.compile takes no WeftMask as input; the prompt has shown who reads the masks."""
+    mask = mask.contiguous()
+    mask.weft_static = True  # type: ignore[attr-defined]
+    return mask
 
 
 def _marked(mask: Tensor, kind: type[WeftMask], window: int | None = None) -> Tensor:
@@ -273,6 +291,8 @@ def mask_function_of(name: str, takes_matrix: bool, decodes: bool = False) -> Ca
                 **{key: more[key] for key in ("use_vmap",) if key in more},
             )
             assert matrix is not None  # nothing may be skipped
+            if beyond == ["a static cache"]:
+                return _static_step(matrix) if isinstance(q_offset, Tensor) else _marked(matrix, StaticMask)
             return _marked(matrix, WeftMask)
         if packed is not None:
             numbers = packed.expand(batch_size, -1) + 1
@@ -284,10 +304,7 @@ def mask_function_of(name: str, takes_matrix: bool, decodes: bool = False) -> Ca
             padding = F.pad(attention_mask.bool(), (0, max(0, short)), value=static)
             padding = padding[:, kv_offset : kv_offset + kv_length]
             if static and isinstance(q_offset, Tensor):
-                # A plain tensor, because torch.compile takes no WeftMask as input. Only a StateLayer accepts it.
-                padding = padding[:, None, None].contiguous()
-                padding.weft_static = True  # type: ignore[attr-defined]
-                return padding
+                return _static_step(padding[:, None, None])
             if torch.compiler.is_compiling() or not bool(padding.all()):
                 padding = padding[:, None, None].expand(batch_size, 1, q_length, kv_length)
                 return _marked(padding, CausalMask if causal else BidirectionalMask, window)
