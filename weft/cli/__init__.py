@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from ..lab import commands as lab
@@ -11,6 +13,7 @@ from .attentions import show_attentions
 from .demo import demo
 from .generate import generate
 from .inspect import inspect
+from .predict import export, predict
 from .size import size
 
 app = typer.Typer(
@@ -18,8 +21,20 @@ app = typer.Typer(
 )
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        from .. import __version__
+
+        print(f"weft {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version and exit")
+    ] = False,
+) -> None:
     """Efficient, cached and interpretable attention layers for PyTorch."""
 
 
@@ -27,6 +42,8 @@ app.command("attentions")(show_attentions)
 app.command()(demo)
 app.command()(generate)
 app.command()(inspect)
+app.command()(predict)
+app.command()(export)
 app.command()(size)
 app.command("train")(lab.train_command())
 app.command("resume")(lab.resume_run)

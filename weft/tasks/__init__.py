@@ -10,6 +10,7 @@ from . import (  # noqa: F401  each registers its tasks
     listops,
     matching,
     molecules,
+    own,
     pathfinder,
     streams,
     text,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -99,6 +99,10 @@ class Task:
     def inputs(self, batch: Columns) -> tuple[Tensor, ...]:
         """The model's arguments."""
         raise NotImplementedError
+
+    def encode(self, examples: Sequence[Any], known: Known) -> Columns:
+        """Examples of the user, such as texts, as rows for `inputs`, without labels."""
+        raise ValueError(f"the task {self.name} does not support predictions on your own examples")
 
     def begin(self, model: nn.Module, weights: Columns) -> bool:
         """Initialise from another run's weights, for tasks whose model may differ from that run's.

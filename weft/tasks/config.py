@@ -54,6 +54,10 @@ class TrainConfig:
     eval_stride: int = 0  # score only the last tokens of overlapping evaluation windows, so many; 0: no overlap
     mask_rate: float = 0.15  # fraction of masked tokens, masked language modelling only
     augment: bool = True  # random crops and flips, image classification only
+    tokenizer: str = ""  # bytes, words, bpe:SIZE or a tokenizer.json; your own texts only
+    text_column: str = ""  # column of the texts, your own tables only; empty: the one named text
+    label_column: str = ""  # column of the labels, your own tables only; empty: the one named label
+    skip_unlabelled: bool = False  # leave out rows without a label, your own tables only
 
     # optimisation
     steps: int = 10_000  # number of weight updates
@@ -182,7 +186,10 @@ class TrainConfig:
 
 
 # Fields that only some tasks read; see `Task.reads`.
-OPTIONAL = ("max_length", "eval_stride", "pooling", "image_size", "patch", "mask_rate", "augment")
+OPTIONAL = (
+    "max_length", "eval_stride", "pooling", "image_size", "patch", "mask_rate", "augment", "tokenizer", "text_column",
+    "label_column", "skip_unlabelled",
+)  # fmt: skip
 
 # Fields that may change on resume, because they do not affect the computation.
 FREE_ON_RESUME = frozenset(

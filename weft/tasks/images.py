@@ -10,7 +10,7 @@ randomly cropped and flipped. Images are decoded once, to bytes in memory.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,10 @@ class ImageClassification(Classification):
 
     def inputs(self, batch: Columns) -> tuple[Tensor, ...]:
         return (batch["image"],)
+
+    def encode(self, examples: Sequence[Any], known: Known) -> Columns:
+        """The files of images, as `imagefolder` reads them."""
+        return {"image": read_pictures([Path(p) for p in examples], known.facts["size"])}
 
     def check(self, config: TrainConfig) -> None:
         if not re.fullmatch(MODELS, config.model):
@@ -204,21 +208,26 @@ def refuse_strange(folder: Path, names: list[str], classes: list[str]) -> None:
 
 def read_folder(folder: Path, classes: list[str], size: int) -> Columns:
     """All images of a folder, resized (shorter side) and centre-cropped to `size`."""
-    from PIL import Image, ImageOps
-
     refuse_strange(folder, sorted(p.name for p in folder.glob("*") if p.is_dir()), classes)
     files = [(p, i) for i, name in enumerate(classes) for p in sorted((folder / name).rglob("*"))]
     files = [(p, i) for p, i in files if p.suffix.lower() in PICTURES]
     if not files:
         raise DamagedData(folder, "it has no images")
 
-    def picture(entry: tuple[Path, int]) -> np.ndarray:
-        return np.asarray(ImageOps.fit(decoded(entry[0], entry[0], "RGB"), (size, size), Image.Resampling.BICUBIC))
+    labels = torch.tensor([i for _, i in files], dtype=torch.int16)
+    return {"image": read_pictures([p for p, _ in files], size), "label": labels}
+
+
+def read_pictures(files: Sequence[Path], size: int) -> Tensor:
+    """(n, 3, size, size), bytes."""
+    from PIL import Image, ImageOps
+
+    def picture(path: Path) -> np.ndarray:
+        return np.asarray(ImageOps.fit(decoded(path, path, "RGB"), (size, size), Image.Resampling.BICUBIC))
 
     with ThreadPoolExecutor() as pool:
         images = np.stack(list(pool.map(picture, files)))
-    labels = torch.tensor([i for _, i in files], dtype=torch.int16)
-    return {"image": torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2))), "label": labels}
+    return torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
 
 
 add_task(ImageFolder())

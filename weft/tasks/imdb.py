@@ -11,12 +11,14 @@ vocabulary size in the wide-attention study. Byte b has id b + 1.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from .base import Known, StudyTask, TaskData
+from .base import Columns, Known, StudyTask, TaskData
 from .config import TrainConfig
 from .files import DamagedData, as_ids, as_labels, find, pad_rows, read_parquet, read_text, split_off
 from .registry import add_task
@@ -75,9 +77,9 @@ class IMDb(StudyTask):
         length = config.max_length or self.length
         vocabulary = vocabulary or self.vocabulary(train)
         stay, held_out = split_off(len(train), len(train) // 10)
-        ids, labels = self.encode([text for text, _ in train], vocabulary, length), np.array([y for _, y in train])
+        ids, labels = self.rows([text for text, _ in train], vocabulary, length), np.array([y for _, y in train])
         splits = [(ids[stay], labels[stay]), (ids[held_out], labels[held_out])]
-        splits.append((self.encode([text for text, _ in test], vocabulary, length), np.array([y for _, y in test])))
+        splits.append((self.rows([text for text, _ in test], vocabulary, length), np.array([y for _, y in test])))
         train_part, val_part, test_part = (
             {"ids": torch.from_numpy(rows), "label": torch.from_numpy(label.astype(np.uint8))} for rows, label in splits
         )
@@ -87,7 +89,10 @@ class IMDb(StudyTask):
     def vocabulary(self, train: Reviews) -> list[str] | None:
         return None
 
-    def encode(self, texts: list[str], vocabulary: list[str] | None, length: int) -> np.ndarray:
+    def encode(self, examples: Sequence[Any], known: Known) -> Columns:
+        return {"ids": torch.from_numpy(self.rows(list(examples), known.vocabulary, known.length))}
+
+    def rows(self, texts: list[str], vocabulary: list[str] | None, length: int) -> np.ndarray:
         return pad_rows([as_ids(text.encode(), length) for text in texts], length)
 
 
@@ -104,7 +109,7 @@ class IMDbTokens(IMDb):
         words = {word for text, _ in train for word in WORD.findall(text)}
         return ["<pad>", "<unknown>", *sorted(words)]
 
-    def encode(self, texts: list[str], vocabulary: list[str] | None, length: int) -> np.ndarray:
+    def rows(self, texts: list[str], vocabulary: list[str] | None, length: int) -> np.ndarray:
         assert vocabulary is not None
         number = {word: i for i, word in enumerate(vocabulary)}
         rows = [np.array([number.get(w, 1) for w in WORD.findall(text)[:length]], np.int32) for text in texts]

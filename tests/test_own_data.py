@@ -1,0 +1,162 @@
+"""Your own data: tables and texts in, a trained model out that predicts without them."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+import torch
+
+import weft
+from weft.tasks import DataMissing, get_task, make_config
+from weft.tasks.tables import read_table
+
+pytest.importorskip("lightning")
+TINY = dict(
+    layers=1, heads=2, dim=16, head_dim=8, mlp_dim=16, steps=3, warmup=1, eval_every=3, batch_size=8, max_length=24,
+    accelerator="cpu",
+)  # fmt: skip
+
+
+def reviews(count: int = 40) -> list[tuple[str, str]]:
+    kinds = {"good": 'lovely, "warm"\nand short', "bad": "dull; long"}
+    return [(f"{kinds[kind]} {i}", kind) for i in range(count // 2) for kind in kinds]
+
+
+@pytest.fixture
+def table(tmp_path):
+    with open(tmp_path / "reviews.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["id", "text", "label"])
+        writer.writerows((i, *row) for i, row in enumerate(reviews()))
+    return tmp_path / "reviews.csv"
+
+
+def load(task, path, **options):
+    return get_task(task).load(make_config(task, data=str(path), **options))
+
+
+def test_a_run_predicts_without_its_data_and_survives_export(table, tmp_path):
+    from weft.lab import train
+
+    config = make_config("classify", data=str(table), out=str(tmp_path / "run"), tokenizer="words", **TINY)
+    train(config)
+    texts = [text for text, _ in reviews(6)]
+    table.unlink()
+    model = weft.load(tmp_path / "run")
+    answers = model.predict(texts, batch_size=4)
+    assert model.classes == ["bad", "good"] and not model.training
+    assert all(a["answer"] in model.classes and 0 < a["probability"] <= 1 for a in answers) and len(answers) == 6
+    again = weft.load(model.export(tmp_path / "exported"))
+    assert again.predict(texts) == answers
+    assert (
+        "24" in str(again.kept.record["length"])
+        and "Classes: bad, good" in (tmp_path / "exported/README.md").read_text()
+    )
+    with pytest.raises(TypeError, match="put a single text in a list"):
+        model.predict("one text")
+    with pytest.raises(TypeError, match="takes a list of texts"):
+        model.predict([3])
+    with pytest.raises(FileNotFoundError, match="neither a run nor an exported model"):
+        weft.load(tmp_path)
+
+
+def test_the_commands_predict_and_export(table, tmp_path):
+    from typer.testing import CliRunner
+
+    from weft.cli import app
+    from weft.lab import train
+
+    train(make_config("regress", data=str(numbered(table)), out=str(tmp_path / "run"), **TINY))
+    done = CliRunner().invoke(app, ["predict", str(tmp_path / "run"), str(table), "--out", str(tmp_path / "out.csv")])
+    assert done.exit_code == 0, done.output
+    with open(tmp_path / "out.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert (
+        len(rows) == 40 and rows[0]["text"] == reviews()[0][0] and float(rows[0]["answer"]) == float(rows[0]["answer"])
+    )
+    assert CliRunner().invoke(app, ["export", str(tmp_path / "run"), str(tmp_path / "e")]).exit_code == 0
+    assert CliRunner().invoke(app, ["--version"]).output == f"weft {weft.__version__}\n"
+
+
+def numbered(table):
+    path = table.with_name("numbers.jsonl")
+    path.write_text("".join(json.dumps({"text": text, "label": i / 7}) + "\n" for i, (text, _) in enumerate(reviews())))
+    return path
+
+
+def test_rows_are_split_once_and_by_a_column(table, tmp_path):
+    data = load("classify", table)
+    assert [data.rows(split) for split in ("train", "val", "test")] == [33, 3, 4]
+    again = load("classify", table)
+    assert torch.equal(data.test["ids"], again.test["ids"])
+    path = tmp_path / "split.jsonl"
+    splits = ["train"] * 30 + ["validation"] * 6 + ["test"] * 4
+    path.write_text(
+        "".join(
+            json.dumps({"text": t, "label": y, "split": s}) + "\n" for (t, y), s in zip(reviews(), splits, strict=True)
+        )
+    )
+    assert [load("classify", path).rows(split) for split in ("train", "val", "test")] == [30, 6, 4]
+
+
+def test_parquet_and_folders_are_read(table, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    rows = [{"sentence": text, "category": kind} for text, kind in reviews()]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "train.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(rows[:4]), folder / "test.parquet")
+    data = load("classify", folder, tokenizer="bpe:300")
+    assert data.rows("test") == 4 and data.rows("train") == 36 and data.tokenizer
+
+
+def test_errors_name_the_file_the_line_and_the_column(table, tmp_path):
+    content = table.read_text()
+    cases = {
+        "missing.csv": (
+            content + '99,"no label",\n',
+            r"missing.csv, line 62: column 'label' is empty.*--skip-unlabelled",
+        ),
+        "ragged.csv": (content + "99,a,b,c\n", r"ragged.csv.*line 62 has 4 values, but there are 3 columns"),
+        "quotes.csv": (content + '99,"open,good\n', r"quotes.csv.*line 62"),
+        "broken.jsonl": ('{"text": "a", "label": 1}\n{"text":\n', r"broken.jsonl.*line 2 is not valid JSON"),
+        "columns.csv": ("a,b\n1,2\n", r"columns.csv.*no column is named 'text'.*--text-column: a, b"),
+        "one.csv": ("text,label\n" + "a,x\n" * 40, "1 class"),
+        "table.xlsx": ("text,label\n", r"table.xlsx.*not one of .csv"),
+    }
+    for name, (text, message) in cases.items():
+        path = tmp_path / name
+        path.write_text(text)
+        with pytest.raises(DataMissing, match=message):
+            load("classify", path)
+        assert path.exists()
+    assert load("classify", tmp_path / "missing.csv", skip_unlabelled=True).rows("train") == 33
+    with pytest.raises(DataMissing, match="line 2: the label must be a number, got 'good'"):
+        load("regress", table)
+    with pytest.raises(DataMissing, match="does not exist"):
+        load("classify", tmp_path / "nothing.csv")
+    with pytest.raises(ValueError, match="--tokenizer must be bytes, words, bpe:SIZE or a tokenizer.json"):
+        load("classify", table, tokenizer="sentencepiece")
+
+
+def test_tables_with_semicolons_and_a_byte_order_mark(tmp_path):
+    path = tmp_path / "excel.csv"
+    path.write_text('\ufefftext;label\n"a; b";x\n', encoding="utf-8")
+    assert read_table(path).rows == [{"text": "a; b", "label": "x"}]
+
+
+def test_a_language_model_of_a_french_text(tmp_path):
+    path = tmp_path / "livre.txt"
+    path.write_text("Longtemps, je me suis couché de bonne heure. Où êtes-vous ? " * 80, encoding="utf-8")
+    bytes_ = load("lm", path, max_length=32)
+    pieces = load("lm", path, max_length=16, tokenizer="bpe:300")
+    assert bytes_.facts["vocab"] == 256 and pieces.facts["vocab"] == 300
+    assert pieces.train["bytes"].shape[1] == 17
+    from tokenizers import Tokenizer
+
+    text = Tokenizer.from_str(pieces.tokenizer).decode(pieces.train["bytes"][:3].flatten().tolist())
+    assert "couché de bonne" in text

@@ -1,0 +1,82 @@
+"""The commands `weft predict` and `weft export`: use a trained model on your own examples, or take it elsewhere."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def predict(
+    run: Annotated[Path, typer.Argument(help="the folder of a run or of an exported model")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="a table (.csv, .jsonl, .parquet), a text with one example per line, or a folder of images"
+        ),
+    ],
+    out: Annotated[Path | None, typer.Option(help="write a CSV file; default: standard output")] = None,
+    text_column: Annotated[str, typer.Option(help="column of the texts; default: the one named text")] = "",
+    which: Annotated[str, typer.Option(help="weights of a run: best, last or average")] = "",
+    batch_size: Annotated[int, typer.Option(min=1, help="examples at a time")] = 32,
+    device: Annotated[str, typer.Option(help="cpu or cuda; default: cuda if available")] = "",
+) -> None:
+    """Predict the answers for the examples of a file. The columns of a table are kept, and the answers added."""
+    import torch
+
+    from ..lab.trained import load
+
+    rows, examples = read_examples(file, text_column)
+    model = load(run, which, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    answers = model.predict(examples, batch_size)
+    table = [{**row, **answer} for row, answer in zip(rows, answers, strict=True)]
+    if out is None:
+        _write(table, sys.stdout)
+        return
+    with open(out, "w", newline="", encoding="utf-8") as target:
+        _write(table, target)
+    print(f"{len(table)} predictions in {out}")
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="the folder of a run")],
+    folder: Annotated[Path, typer.Argument(help="a new folder")],
+    which: Annotated[str, typer.Option(help="weights: best, last or average; default: the run's test_on")] = "",
+) -> None:
+    """Write the model of a run to a folder that `weft.load` and `weft predict` open anywhere."""
+    from ..lab.trained import load
+
+    load(run, which).export(folder)
+    print(f'{folder}: open it with weft.load("{folder}") or weft predict {folder} FILE')
+
+
+def read_examples(file: Path, text_column: str) -> tuple[list[dict[str, Any]], list[Any]]:
+    from ..tasks.files import DamagedData, read_text
+    from ..tasks.images import PICTURES
+    from ..tasks.tables import ENDINGS, TEXT, read_table
+
+    if not file.exists():
+        raise typer.BadParameter(f"{file} does not exist")
+    if file.is_dir() or file.suffix.lower() in PICTURES:
+        files = [file] if file.is_file() else sorted(p for p in file.rglob("*") if p.suffix.lower() in PICTURES)
+        if not files:
+            raise DamagedData(file, "it has no images")
+        return [{"file": str(p)} for p in files], files
+    if file.suffix.lower() in ENDINGS:
+        table = read_table(file)
+        column = table.column(text_column, TEXT, "text", "--text-column")
+        for row, place in zip(table.rows, table.places, strict=True):
+            if not isinstance(row[column], str):
+                raise DamagedData(file, f"{place}: column {column!r} must be text, got {row[column]!r}")
+        return table.rows, [row[column] for row in table.rows]
+    lines = [line for line in read_text(file).splitlines() if line.strip()]
+    return [{"text": line} for line in lines], lines
+
+
+def _write(table: list[dict[str, Any]], target: Any) -> None:
+    writer = csv.DictWriter(target, list(table[0]) if table else ["answer"])
+    writer.writeheader()
+    writer.writerows(table)

@@ -1,0 +1,147 @@
+"""Use a trained model: `weft.load(run)`, its predictions, and its export to a folder that needs nothing else.
+
+    model = weft.load("runs/classify-…")              # or an exported folder; no training data needed
+    model.predict(["Lovely.", "Dull."])               # [{"answer": "pos", "probability": 0.93}, …]
+    model.export("sentiment")                         # config, meaning of ids and labels, weights, model card
+
+An exported folder has config.json, data.json, the vocabulary or tokenizer, model.safetensors and README.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ..tasks import TaskData
+from ..tasks.base import Classification, Known, Task
+from ..tasks.config import TrainConfig, from_json, to_json
+from ..tasks.files import new_folder
+from ..tasks.registry import task_of
+from .build import build_model
+from .evaluate import saved_weights
+from .kept import Kept, read_kept
+from .run import Run, commit
+from .state import restore_model
+
+WEIGHTS = "model.safetensors"
+
+
+class Trained(nn.Module):
+    """The model of a run in eval mode, with the meaning of its ids and labels."""
+
+    def __init__(self, model: nn.Module, config: TrainConfig, kept: Kept, step: int, test: dict[str, float]):
+        super().__init__()
+        self.model, self.config, self.kept, self.step, self.test = model, config, kept, step, test
+        self.eval()
+
+    @property
+    def task(self) -> Task:
+        return task_of(self.config)
+
+    @property
+    def known(self) -> Known:
+        return self.kept.known
+
+    @property
+    def classes(self) -> list[str] | None:
+        return self.known.classes
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.model(*inputs)
+
+    @torch.no_grad()
+    def predict(self, examples: Sequence[Any], batch_size: int = 32) -> list[dict[str, Any]]:
+        """The answer for every example: texts, or the files of images, or rows of ids (a tensor).
+
+        Classes have an "answer" (its name) and a "probability", numbers have an "answer".
+        """
+        if isinstance(examples, str) or not isinstance(examples, Iterable):
+            raise TypeError("predict() takes a list of examples; put a single text in a list: predict([text])")
+        device = next(self.parameters()).device
+        found: list[dict[str, Any]] = []
+        for start in range(0, len(examples), batch_size):
+            part = examples[start : start + batch_size]
+            rows = {"ids": part} if isinstance(part, Tensor) else self.task.encode(part, self.known)
+            rows = {name: column.to(device) for name, column in rows.items()}
+            out = self.model(*self.task.inputs(rows)).float()
+            if self.task.answers == "values":
+                found += [{"answer": value} for value in out[:, 0].tolist()]
+            elif isinstance(self.task, Classification):
+                probability, label = out.softmax(-1).max(-1)
+                names = self.classes or [str(i) for i in range(out.shape[-1])]
+                pairs = zip(label.tolist(), probability.tolist(), strict=True)
+                found += [{"answer": names[i], "probability": p} for i, p in pairs]
+            else:
+                raise ValueError(f"{self.task.name} is not a classifier; use `weft generate` for language models")
+        return found
+
+    def export(self, folder: str | Path) -> Path:
+        """Write a folder that `weft.load` opens elsewhere. It must not exist yet."""
+        target = Path(folder)
+        with new_folder(target) as temporary:
+            for name, text in self.kept.files().items():
+                (temporary / name).write_text(text, encoding="utf-8")
+            (temporary / "config.json").write_text(to_json(self.config))
+            (temporary / "README.md").write_text(self._card(target.name), encoding="utf-8")
+            state = {k: v.detach().cpu().contiguous().clone() for k, v in self.model.state_dict().items()}
+            facts = {"step": self.step, "test": self.test, "commit": commit()}
+            save_file(state, temporary / WEIGHTS, metadata={"weft": json.dumps(facts)})
+        return target
+
+    def _card(self, name: str) -> str:
+        config, rows = self.config, self.kept.record["rows"]
+        lines = [
+            f"# {name}",
+            "",
+            f"{config.model} with `{config.attention}` attention, {config.layers} layers of {config.heads} heads. "
+            f"Trained with weft on the task `{config.task}` for {self.step:,} steps (seed {config.seed}, commit "
+            f"{commit()[:12] or 'unknown'}).",
+            "",
+            f"- Data: {Path(config.data).name}; {rows['train']:,} training, {rows['val']:,} validation and "
+            f"{rows['test']:,} test examples",
+            f"- Test: {', '.join(f'{k} {v:.4g}' for k, v in self.test.items()) or 'not tested'}",
+        ]
+        if self.classes:
+            shown = ", ".join(self.classes[:20]) + (" …" if len(self.classes) > 20 else "")
+            lines.append(f"- Classes: {shown}")
+        return "\n".join([*lines, "", "```python", f'model = weft.load("{name}")', "```", ""])
+
+
+def load(folder: str | Path, which: str = "", device: str | torch.device | None = None) -> Trained:
+    """The trained model of a run or of an exported folder, ready for `predict`. Training data is not needed.
+
+    which: the weights of a run: best, last or average; default: the run's `test_on`.
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} is neither a run nor an exported model: it has no config.json")
+    kept = read_kept(folder)
+    if kept is None:
+        raise ValueError(f"{folder} has no data.json (written by an older version): train it again to use it")
+    exported = folder / WEIGHTS
+    if exported.exists():
+        config = from_json((folder / "config.json").read_text())
+        with safe_open(str(exported), framework="pt", device="cpu") as file:
+            facts = json.loads((file.metadata() or {}).get("weft", "{}"))
+            tensors = {f"model/{name}": file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        extra, step, test = {}, int(facts.get("step", 0)), facts.get("test", {})
+    else:
+        run = Run(folder)
+        config = run.config()
+        tensors, numbers = saved_weights(run, which or config.test_on)
+        extra, step, test = numbers.get("extra", {}), int(numbers["step"]), (run.result() or {}).get("test", {})
+    config.check()
+    known = kept.known
+    data = TaskData(
+        {}, {}, {}, known.length, known.facts, known.vocabulary, classes=known.classes, tokenizer=known.tokenizer
+    )
+    model = build_model(config, data)
+    restore_model(model, tensors, extra)
+    return Trained(model, config, kept, step, test).to(device or "cpu")

@@ -1,0 +1,262 @@
+"""Your own data: classify or rate the texts of a table, or model a text.
+
+    weft train classify --data reviews.csv        columns text and label; also .jsonl, .parquet, a folder with train.csv
+    weft train regress --data reviews.csv         labels are numbers
+    weft train lm --data book.txt                 a text, or a folder of texts
+
+`--tokenizer` is bytes, words, bpe:SIZE (trained on the training texts), or the file of a tokenizer. Without a column
+`split` and without separate files, a fixed tenth of the rows is validation data, and another tenth test data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .base import Columns, DataMissing, Known, TaskData, TextClassification
+from .config import TrainConfig
+from .files import DamagedData, as_ids, pad_rows, split_off
+from .imdb import WORD
+from .registry import add_task
+from .tables import LABEL, SPLITS, TEXT, Table, read_tables
+from .text import Bytes
+from .tokens import Pieces, windows
+
+Encode = Callable[[str], np.ndarray]
+
+
+def make_tokenizer(kind: str, texts: Sequence[str]) -> tuple[list[str] | None, str | None]:
+    """(vocabulary, tokenizer) as a run stores them, for a value of --tokenizer."""
+    if kind in ("", "bytes"):
+        return None, None
+    if kind == "words":
+        words = Counter(word for text in texts for word in WORD.findall(text))
+        return ["<pad>", "<unk>", *sorted(words)], None
+    if kind == "bpe" or kind.startswith("bpe:"):
+        size = kind.partition(":")[2] or "8000"
+        if not size.isdigit() or int(size) < 300:
+            raise ValueError(f"--tokenizer bpe:SIZE needs a size of at least 300, got {kind!r}")
+        return None, Pieces.of(texts, int(size)).tokenizer
+    path = Path(kind)
+    if not path.is_file():
+        raise ValueError(f"--tokenizer must be bytes, words, bpe:SIZE or a tokenizer.json, got {kind!r}")
+    try:
+        return None, Pieces(path.read_text(encoding="utf-8")).tokenizer
+    except Exception as error:  # tokenizers raises plain Exception
+        raise ValueError(f"{path} is not a file of a tokenizer ({error})") from None
+
+
+def encoder(vocabulary: list[str] | None, tokenizer: str | None, length: int) -> tuple[Encode, int]:
+    """From a text to ids without 0, which is padding, and the number of ids with it."""
+    if tokenizer is not None:
+        pieces = Pieces(tokenizer)
+        return lambda text: np.array(pieces.bpe.encode(text).ids[:length], np.int32) + 1, len(pieces) + 1
+    if vocabulary is not None:
+        number = {word: i for i, word in enumerate(vocabulary)}
+        return lambda text: np.array([number.get(w, 1) for w in WORD.findall(text)[:length]], np.int32), len(number)
+    return lambda text: as_ids(text.encode()[:length], length), 257
+
+
+class TextTable(TextClassification):
+    """Texts of a table in, one answer each out."""
+
+    length = 512
+    reads = frozenset({"max_length", "pooling", "text_column", "label_column", "tokenizer", "skip_unlabelled"})
+    defaults = dict(
+        layers=2, heads=8, dim=256, head_dim=32, mlp_dim=512, dropout=0.1, steps=2000, batch_size=32,
+        optimizer="adamw", learning_rate=5e-4, weight_decay=0.01, beta2=0.999, eps=1e-8, schedule="cosine",
+        warmup=200, clip=1.0, eval_every=200, pooling="mean",
+    )  # fmt: skip
+
+    def load(self, config: TrainConfig) -> TaskData:
+        return self._load(config, None)
+
+    def load_again(self, config: TrainConfig, known: Known) -> TaskData:
+        return self._load(config, known)
+
+    def _load(self, config: TrainConfig, known: Known | None) -> TaskData:
+        found = {split: self._examples(table, config) for split, table in read_tables(config.data).items()}
+        parts = self._split(found)
+        train = parts["train"]
+        length = known.length if known else config.max_length or self.length
+        texts = [text for text, _, _ in train]
+        meaning = (known.vocabulary, known.tokenizer) if known else make_tokenizer(config.tokenizer, texts)
+        encode, vocab = encoder(*meaning, length)
+        names = known.classes if known else self.names([label for _, label, _ in train])
+        train_part, val_part, test_part = (
+            {
+                "ids": torch.from_numpy(pad_rows([encode(text) for text, _, _ in part], length, np.int32)),
+                "label": self.labels([(label, where) for _, label, where in part], names),
+            }
+            for part in (parts["train"], parts["val"], parts["test"])
+        )
+        facts = {"vocab": vocab, "classes": len(names) if names else 1}
+        return TaskData(train_part, val_part, test_part, length, facts, meaning[0], classes=names, tokenizer=meaning[1])
+
+    def _examples(self, table: Table, config: TrainConfig) -> list[tuple[str, str, str, str]]:
+        """(text, label, where, split) of every row."""
+        text = table.column(config.text_column, TEXT, "text", "--text-column")
+        label = table.column(config.label_column, LABEL, "label", "--label-column")
+        rows = []
+        for row, place in zip(table.rows, table.places, strict=True):
+            where = f"{table.path}, {place}"
+            if not isinstance(row[text], str):
+                raise DataMissing(f"{where}: column {text!r} must be text, got {row[text]!r}")
+            if row[label] is None or str(row[label]).strip() == "":
+                if config.skip_unlabelled:
+                    continue
+                raise DataMissing(
+                    f"{where}: column {label!r} is empty; fill it in, or leave out such rows with --skip-unlabelled"
+                )
+            split = str(row.get("split") or "").lower()
+            if "split" in table.columns and split not in SPLITS:
+                raise DataMissing(f"{where}: column 'split' must be train, validation or test, got {row['split']!r}")
+            rows.append((row[text], str(row[label]).strip(), where, SPLITS.get(split, "")))
+        if not rows:
+            raise DamagedData(table.path, "it has no rows")
+        return rows
+
+    def _split(self, found: dict[str, list[tuple[str, str, str, str]]]) -> dict[str, list[tuple[str, str, str]]]:
+        parts: dict[str, list[tuple[str, str, str]]] = {"train": [], "val": [], "test": []}
+        for split, rows in found.items():
+            for text, label, where, own in rows:
+                parts[split or own or "train"].append((text, label, where))
+        for name in ("test", "val"):  # held out of the training rows, always the same ones
+            if not parts[name]:
+                rows3 = parts["train"]
+                if len(rows3) < 10:
+                    raise DataMissing(
+                        f"{len(rows3)} training rows are too few to hold out a tenth for {name}: add rows"
+                    )
+                stay, out = split_off(len(rows3), max(1, len(rows3) // 10), seed=1 if name == "test" else 2)
+                parts[name], parts["train"] = [rows3[i] for i in sorted(out)], [rows3[i] for i in sorted(stay)]
+        return parts
+
+    def names(self, labels: Sequence[str]) -> list[str] | None:
+        raise NotImplementedError
+
+    def labels(self, found: Sequence[tuple[str, str]], names: list[str] | None) -> Tensor:
+        raise NotImplementedError
+
+    def encode(self, examples: Sequence[Any], known: Known) -> Columns:
+        encode, _ = encoder(known.vocabulary, known.tokenizer, known.length)
+        for text in examples:
+            if not isinstance(text, str):
+                raise TypeError(f"predict() takes a list of texts, got an entry of type {type(text).__name__}")
+        return {"ids": torch.from_numpy(pad_rows([encode(text) for text in examples], known.length, np.int32))}
+
+
+class Classify(TextTable):
+    name = "classify"
+    about = "classes of your own texts: --data FILE.csv (.jsonl, .parquet, a folder)"
+
+    def names(self, labels: Sequence[str]) -> list[str]:
+        found = set(labels)
+        if len(found) < 2:
+            raise DataMissing(f"the training rows have {len(found)} class ({', '.join(found)}); at least 2 are needed")
+        if len(found) > max(20, len(labels) // 2):
+            raise DataMissing(
+                f"the {len(labels)} training rows have {len(found)} different labels: choose another column with "
+                "--label-column, or train numbers with `weft train regress`"
+            )
+        numbers = all(label.lstrip("-").isdigit() for label in found)
+        return sorted(found, key=int if numbers else None)  # type: ignore[arg-type]
+
+    def labels(self, found: Sequence[tuple[str, str]], names: list[str] | None) -> Tensor:
+        assert names is not None
+        number = {name: i for i, name in enumerate(names)}
+        for label, where in found:
+            if label not in number:
+                raise DataMissing(f"{where}: the class {label!r} is not among the training rows")
+        return torch.tensor([number[label] for label, _ in found], dtype=torch.int32)
+
+
+class Regress(TextTable):
+    name = "regress"
+    about = "numbers from your own texts: --data FILE.csv (.jsonl, .parquet, a folder)"
+    metric, higher_is_better, answers = "mae", False, "values"
+
+    def names(self, labels: Sequence[str]) -> None:
+        return None
+
+    def labels(self, found: Sequence[tuple[str, str]], names: list[str] | None) -> Tensor:
+        values = []
+        for label, where in found:
+            try:
+                values.append(float(label))
+            except ValueError:
+                raise DataMissing(f"{where}: the label must be a number, got {label!r}") from None
+            if not math.isfinite(values[-1]):
+                raise DataMissing(f"{where}: the label must be a finite number, got {label!r}")
+        return torch.tensor(values, dtype=torch.float32)
+
+    def loss(self, model: nn.Module, batch: Columns, config: TrainConfig) -> Tensor:
+        return F.mse_loss(model(*self.inputs(batch)).float()[:, 0], batch["label"])
+
+    def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
+        error = model(*self.inputs(batch)).float()[:, 0] - batch["label"]
+        return {"loss": error.square(), "absolute": error.abs(), "count": torch.ones_like(error)}
+
+    def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
+        mse = sums["loss"] / sums["count"]
+        return {"loss": mse, "mae": sums["absolute"] / sums["count"], "rmse": math.sqrt(mse)}
+
+
+class TextModel(Bytes):
+    name = "lm"
+    about = "a language model of your own text: --data FILE or folder, --tokenizer bytes or bpe:SIZE"
+    metric = "perplexity"
+    reads = frozenset({"max_length", "tokenizer"})
+    defaults = {
+        **Bytes.defaults,
+        "layers": 4,
+        "dim": 256,
+        "head_dim": 32,
+        "mlp_dim": 1024,
+        "steps": 2000,
+        "warmup": 200,
+    }
+    length = 512
+
+    def load(self, config: TrainConfig) -> TaskData:
+        return self._load(config, None)
+
+    def load_again(self, config: TrainConfig, known: Known) -> TaskData:
+        return self._load(config, known)
+
+    def _load(self, config: TrainConfig, known: Known | None) -> TaskData:
+        length = config.max_length or self.length
+        parts = self.parts(self.content(config))
+        if config.tokenizer in ("", "bytes"):
+            arrays = [np.frombuffer(part, np.uint8).astype(np.int32) for part in parts]
+            vocab, tokenizer = 256, None
+        else:
+            if config.tokenizer == "words":
+                raise ValueError(
+                    "--tokenizer words is for classify and regress; use bytes, bpe:SIZE or a tokenizer.json"
+                )
+            texts = [part.decode("utf-8", errors="replace") for part in parts]
+            tokenizer = known.tokenizer if known else make_tokenizer(config.tokenizer, texts[0].splitlines())[1]
+            assert tokenizer is not None
+            pieces = Pieces(tokenizer)
+            arrays = [np.array(pieces.bpe.encode(text).ids, np.int32) for text in texts]
+            vocab = len(pieces)
+        train, val, test = ({"bytes": windows(array, length, self.overlap)} for array in arrays)
+        return TaskData(train, val, test, length, {"vocab": vocab}, tokenizer=tokenizer)
+
+    def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
+        loss = sums["loss"] / sums["count"]
+        return {"loss": loss, "perplexity": math.exp(min(loss, 50.0))}
+
+
+add_task(Classify())
+add_task(Regress())
+add_task(TextModel())

@@ -1,0 +1,178 @@
+"""Tables of your own: CSV, JSON lines, Parquet, or a folder saved by `datasets`. Errors name the file and the line."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .base import DataMissing
+from .files import DamagedData, read_text
+
+TEXT = ("text", "sentence", "review", "document", "content", "body", "message", "comment")
+LABEL = ("label", "labels", "class", "category", "target", "sentiment", "y")
+SPLITS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val",
+          "test": "test"}  # fmt: skip
+ENDINGS = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
+
+
+@dataclass
+class Table:
+    """Rows of named columns; `places` says where each row stands in its file."""
+
+    path: Path
+    columns: list[str]
+    rows: list[dict[str, Any]]
+    places: list[str]
+
+    def column(self, given: str, known: Sequence[str], what: str, option: str) -> str:
+        """The name of a column: given, or one of the usual names."""
+        if given:
+            if given not in self.columns:
+                raise DamagedData(self.path, f"it has no column {given!r}", f"Its columns: {', '.join(self.columns)}.")
+            return given
+        found = [name for name in self.columns if name.strip().lower() in known]
+        if len(found) != 1:
+            which = (
+                f"several columns may hold the {what} ({', '.join(found)})"
+                if found
+                else f"no column is named {known[0]!r}"
+            )
+            raise DamagedData(self.path, which, f"Choose with {option}: {', '.join(self.columns)}.")
+        return found[0]
+
+
+def read_table(path: Path) -> Table:
+    if not path.exists():
+        raise DataMissing(f"{path} does not exist: give a {', '.join(ENDINGS)} file with --data")
+    ending = path.suffix.lower()
+    if ending in (".csv", ".tsv"):
+        return _csv(path, "\t" if ending == ".tsv" else None)
+    if ending in (".jsonl", ".json"):
+        return _json_lines(path)
+    if ending == ".parquet":
+        return _parquet(path)
+    raise DamagedData(path, f"it is not one of {', '.join(ENDINGS)}", "Convert it, or rename it if it is one of them.")
+
+
+def read_tables(data: str) -> dict[str, Table]:
+    """The tables of a file or folder by split; "" for a table that has all rows."""
+    path = Path(data)
+    if path.is_dir():
+        if (path / "dataset_dict.json").exists() or (path / "dataset_info.json").exists():
+            return _saved_by_datasets(path)
+        found = {SPLITS[p.stem.lower()]: p for p in sorted(path.iterdir())
+                 if p.suffix.lower() in ENDINGS and p.stem.lower() in SPLITS}  # fmt: skip
+        if "train" not in found:
+            raise DataMissing(
+                f"{path} has no train.csv (or {', '.join(ENDINGS[1:])}): put train.csv there, and optionally "
+                "validation.csv and test.csv, or give a single file with --data"
+            )
+        return {split: read_table(file) for split, file in found.items()}
+    if path.exists() or path.suffix.lower() in ENDINGS:
+        return {"": read_table(path)}
+    return _from_hub(data)
+
+
+def _csv(path: Path, delimiter: str | None) -> Table:
+    text = read_text(path).removeprefix("\ufeff")
+    if delimiter is None:
+        first = text.split("\n", 1)[0]
+        delimiter = ";" if first.count(";") > first.count(",") else ","
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    rows, places, begin = [], [], 1
+    try:
+        columns = next(reader, [])
+        if not any(columns):
+            raise DamagedData(path, "it is empty; the first line must name the columns")
+        begin = reader.line_num + 1
+        for values in reader:
+            line, begin = begin, reader.line_num + 1
+            if not values:
+                continue
+            if len(values) != len(columns):
+                raise DamagedData(path, f"line {line} has {len(values)} values, but there are {len(columns)} columns",
+                                  "Put quotes around values with a delimiter or a line break.")  # fmt: skip
+            rows.append(dict(zip(columns, values, strict=True)))
+            places.append(f"line {line}")
+    except csv.Error as error:
+        raise DamagedData(path, f"line {begin}: {error}", "Check the quotes around that line.") from None
+    return Table(path, columns, rows, places)
+
+
+def _json_lines(path: Path) -> Table:
+    text = read_text(path)
+    try:
+        whole = json.loads(text) if text.lstrip().startswith("[") else None
+    except ValueError as error:
+        raise DamagedData(path, f"it is not valid JSON ({error})") from None
+    found: list[tuple[str, Any]] = [(f"entry {n}", row) for n, row in enumerate(whole or [], 1)]
+    if whole is None:
+        for number, line in enumerate(text.splitlines(), 1):
+            if line.strip():
+                try:
+                    found.append((f"line {number}", json.loads(line)))
+                except ValueError as error:
+                    raise DamagedData(path, f"line {number} is not valid JSON ({error})") from None
+    for place, row in found:
+        if not isinstance(row, dict):
+            raise DamagedData(path, f'{place} must be an object such as {{"text": "…", "label": "…"}}, got {row!r:.40}')
+    columns = list(dict.fromkeys(name for _, row in found for name in row))
+    return Table(path, columns, [{name: row.get(name) for name in columns} for _, row in found], [p for p, _ in found])
+
+
+def _parquet(path: Path) -> Table:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise DataMissing("reading Parquet files needs pyarrow: pip install 'weft[lab]'") from error
+    try:
+        table = parquet.read_table(path)
+    except Exception as error:  # pyarrow raises many kinds
+        raise DamagedData(path, f"it cannot be read ({error})") from error
+    return Table(path, table.column_names, table.to_pylist(), [f"row {n}" for n in range(table.num_rows)])
+
+
+def _datasets() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataMissing("this needs Hugging Face datasets: pip install datasets") from error
+    return datasets
+
+
+def _saved_by_datasets(path: Path) -> dict[str, Table]:
+    found = _datasets().load_from_disk(str(path))
+    return _by_split(found if hasattr(found, "keys") else {"": found}, path)
+
+
+def _from_hub(name: str) -> dict[str, Table]:
+    if name.count("/") > 1 or name.startswith((".", "/")):
+        raise DataMissing(f"{name} does not exist: give a {', '.join(ENDINGS)} file, or a folder, with --data")
+    try:
+        return _by_split(_datasets().load_dataset(name), Path(name))
+    except DataMissing:
+        raise
+    except Exception as error:
+        raise DataMissing(f"{name} is neither a file nor a data set that can be loaded ({error})") from error
+
+
+def _by_split(found: Any, path: Path) -> dict[str, Table]:
+    tables = {}
+    for split, rows in found.items():
+        if split in SPLITS or split == "":
+            names = {column: feature.names for column, feature in rows.features.items() if hasattr(feature, "names")}
+            listed = [
+                {**row, **{c: names[c][row[c]] for c in names if isinstance(row[c], int) and row[c] >= 0}}
+                for row in rows
+            ]
+            tables[SPLITS.get(split, "")] = Table(
+                path, rows.column_names, listed, [f"row {n}" for n in range(len(listed))]
+            )
+    if not tables:
+        raise DamagedData(path, f"its splits are {', '.join(found)}; one must be named train")
+    return tables
