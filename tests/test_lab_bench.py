@@ -267,6 +267,8 @@ def test_generation_compares_with_a_cache(tmp_path):
     assert rows["linear"]["state_bytes"] == 2 * 8 * 9 * 4
     assert all(row["ms"] > 0 and row["prefill_tokens_per_s"] > 0 for row in rows.values())
     assert plot.read_text().startswith("<?xml")
+    assert generation.predicted({1000: 1.0}, 3000) == 9.0
+    assert generation.predicted({1000: 1.0, 2000: 2.0}, 6000) == pytest.approx(6.0)
     assert "reformer" not in generation.decoding() and "routing" not in generation.decoding()
 
 

@@ -153,9 +153,9 @@ def measure(
     head_dim: int,
     limit: float = 20.0,
 ) -> None:
-    """Add one record per length and mechanism. A prompt is skipped once a shorter one shows that it takes over `limit`
-    seconds."""
-    slow: dict[str, str] = {}
+    """Add one record per length and mechanism. A prompt is skipped if the shorter ones predict that it takes over
+    `limit` seconds."""
+    taken: dict[str, dict[int, float]] = {}  # seconds per prompt
     with Line(len(lengths) * len(names)) as line:
         for L in lengths:
             torch.manual_seed(0)
@@ -167,7 +167,7 @@ def measure(
                 try:
                     sizes = {"heads": heads, "head_dim": head_dim, "causal": True, "max_length": L}
                     attn = make_attention(name, **sizes).eval().to(how.device, how.dtype)  # type: ignore[arg-type]
-                    record |= _prompt(attn, qkv, how, slow, limit)
+                    record |= _prompt(attn, qkv, how, taken, limit)
                     pair = {name: mechanism_steps(attn, qkv, how), BASELINE: cache_steps(qkv, how)}
                     mine, cache = (_milliseconds(t) for t in take_turns(pair, replace(how, memory=False)).values())
                     record |= {"ms": mine, "cache_ms": cache, "of_cache": ratio(mine, cache)}
@@ -180,17 +180,33 @@ def measure(
                 forget(how)
 
 
-def _prompt(attn: Attention, qkv: QKV, how: How, slow: dict[str, str], limit: float) -> dict[str, Any]:
-    L = qkv[0].shape[2]
-    calls = {name: call for name, call in prompts(attn, qkv).items() if name not in slow}
-    found = take_turns(calls, replace(how, memory=False))
-    for name, timing in found.items():
+def _prompt(attn: Attention, qkv: QKV, how: How, taken: dict[str, dict[int, float]], limit: float) -> dict[str, Any]:
+    L, tokens = qkv[0].shape[2], qkv[0].shape[0] * qkv[0].shape[2]
+    calls = {}
+    for name, call in prompts(attn, qkv).items():
+        # The cache is the same for all mechanisms: measure its prompt once per length.
+        if L not in taken.setdefault(name, {}) and predicted(taken[name], L) <= limit:
+            calls[name] = call
+    for name, timing in take_turns(calls, replace(how, memory=False)).items():
         if timing.error:
             raise RuntimeError(timing.error)
-        if 4 * timing.median > limit:  # the next length is twice as long, and some are quadratic
-            slow[name] = f"over {limit:g} s"
-    rates = {name: L * qkv[0].shape[0] / timing.median for name, timing in found.items()}
-    return {"prefill_tokens_per_s": rates.get(attn.name), "cache_prefill_tokens_per_s": rates.get(BASELINE)}
+        taken[name][L] = timing.median
+    mine, cache = (taken[name].get(L) for name in (attn.name, BASELINE))
+    return {
+        "prefill_tokens_per_s": None if mine is None else tokens / mine,
+        "cache_prefill_tokens_per_s": None if cache is None else tokens / cache,
+    }
+
+
+def predicted(taken: dict[int, float], length: int) -> float:
+    """Seconds at a length, from the power law through the two longest shorter ones; from one alone, quadratic."""
+    known = sorted(L for L in taken if L < length)
+    if not known:
+        return 0.0
+    last, slope = known[-1], 2.0
+    if len(known) > 1:
+        slope = math.log(taken[last] / taken[known[-2]]) / math.log(last / known[-2])
+    return taken[last] * (length / last) ** slope
 
 
 def _milliseconds(timing: Timing) -> float:
