@@ -57,11 +57,12 @@ def test_prefill_then_steps_with_the_batch_reordered_in_the_middle(case, n):
 
 
 @sweep(causal=True, steps=True)
+@pytest.mark.parametrize("max_length", (None, 20))
 @torch.no_grad()
-def test_a_prompt_in_two_parts(case):
+def test_a_prompt_in_two_parts(case, max_length):
     attn, tokens, mask = made(case), qkv(20), left_padding(20, 5, 0)
     wanted = attn(*tokens, mask)
-    _, state = attn.prefill(*(x[:, :, :7] for x in tokens), mask[:, :7])
+    _, state = attn.prefill(*(x[:, :, :7] for x in tokens), mask[:, :7], max_length=max_length)
     out, state = attn.prefill(*(x[:, :, 7:15] for x in tokens), mask[:, 7:15], state=state)
     assert_same(out, wanted[:, :, 7:15])
     assert state.position == 15
@@ -148,8 +149,9 @@ def test_a_compiled_step_serves_every_position(name):
 @sweep(causal=True, steps=True, first_setting=True)
 def test_gradients_through_a_state(case):
     attn, tokens = made(case), qkv(15, grad=True)
-    out, state = attn.prefill(*(x[:, :, :9] for x in tokens))
-    more, _ = steps(attn, tokens, state, 9, 15)
+    out, state = attn.prefill(*(x[:, :, :5] for x in tokens))
+    second, state = attn.prefill(*(x[:, :, 5:9] for x in tokens), state=state)
+    out, (more, _) = torch.cat([out, second], 2), steps(attn, tokens, state, 9, 15)
     wanted = attn(*tokens)
     probe = torch.linspace(-1, 1, wanted.numel(), dtype=wanted.dtype).view_as(wanted)
     got = torch.autograd.grad(torch.cat([out, more], 2), tokens, probe, allow_unused=True)

@@ -44,6 +44,15 @@ class FullAttention(KeepsAll):
         values = None if bias is None else bias(i[None, None], j[None, None])
         return softmax_attention(q, k, v, allowed=allowed, bias=values, dropout=dropout)
 
+    def attend_more(self, q, k, v, state: KeyValues, mask, bias, at: Place):
+        state = state.put(at, k, v, mask, at.i)
+        end = at.i + k.shape[2]
+        i, j = torch.arange(at.i, end, device=q.device)[:, None], at.first(end)[None]
+        keys, values, valid = state.read(at, end)
+        allowed = (j <= i)[None, None] if valid is None else (j <= i)[None, None] & valid[:, None, None]
+        logits = None if bias is None else bias(i[None, None], j[None, None])
+        return softmax_attention(q, keys, values, allowed=allowed, bias=logits), state
+
     def attend_next(self, q, k, v, state: KeyValues, mask, bias, at: Place):
         state = state.put(at, k, v, mask, at.i)
         return state.attend(q, at, at.i + 1, bias, lambda slots: slots), state

@@ -102,13 +102,13 @@ class Place:
         return None if self.whole else valid
 
     def put(self, buffer: Tensor, new: Tensor, slot: Any, dim: int = 2) -> Tensor:
-        """Write `new`, of size 1 in `dim`, to a slot of the buffer."""
+        """Write `new` to the buffer, from a slot on; of size 1 in `dim` if the slot is a tensor."""
         new = new.to(buffer.dtype)
         if isinstance(slot, int):
             if self.in_place:
-                buffer.narrow(dim, slot, 1).copy_(new)
+                buffer.narrow(dim, slot, new.shape[dim]).copy_(new)
                 return buffer
-            return torch.slice_scatter(buffer, new, dim, slot, slot + 1)
+            return torch.slice_scatter(buffer, new, dim, slot, slot + new.shape[dim])
         return (buffer.index_copy_ if self.in_place else buffer.index_copy)(dim, slot.view(1), new)
 
     def set(self, buffer: Tensor, new: Tensor) -> Tensor:
@@ -146,6 +146,12 @@ class Decoding:
     def attend_next(
         self, q: Tensor, k: Tensor, v: Tensor, state: Any, mask: Tensor | None, bias: Any, at: Place
     ) -> tuple[Tensor, Any]:
+        raise NotImplementedError
+
+    def attend_more(
+        self, q: Tensor, k: Tensor, v: Tensor, state: Any, mask: Tensor | None, bias: Any, at: Place
+    ) -> tuple[Tensor, Any]:
+        """`attend_next` for several tokens, the first at the known position `at.i`. Optional: steps replace it."""
         raise NotImplementedError
 
     def start(
@@ -198,7 +204,7 @@ class Decoding:
         """Process a prompt (B, H, L, D), or the next L tokens after `state`; return its output and the next state.
 
         `mask` (B, L) is False for padding, which may be on the left. Padding counts as positions, as in the parallel
-        form with the same mask. A prompt after earlier tokens is processed step by step.
+        form with the same mask. Tokens after earlier ones are processed step by step by most mechanisms.
         """
         self._check_decodes()
         self.check(q, k, v, mask, bias)
@@ -208,8 +214,10 @@ class Decoding:
             raise ValueError(f"the state has max_length={state.max_length}, got max_length={max_length}; give only one")
         L = q.shape[2]
         self._check_tokens(q, k, v, state, bias, L)
-        if state.position:
+        if state.position and (state.history or type(self).attend_more is Decoding.attend_more):
             return self._steps(q, k, v, mask, bias, state, inputs)
+        if state.position:
+            return self._more(q, k, v, mask, bias, state)
         out = self(q, k, v, mask, bias, **inputs)
         state = self._own(state, q)
         state.whole = mask is None
@@ -337,6 +345,24 @@ class Decoding:
         """Bytes of a state with room for `length` tokens."""
         self._check_decodes()
         return tree_bytes(self._shapes(batch, length, dtype))
+
+    def _more(self, q, k, v, mask, bias, state):
+        state, first, L = self._own(state, q), state.position, q.shape[2]
+        q, k, v = self.clean(q, k, v, mask)
+        state.whole = state.whole and mask is None
+        self._allocate(state, k, L)
+        in_place = not self._differentiable(q, k, v, bias, state.inner)
+        at = Place(first, state.capacity, q.device, in_place, state.whole)
+        with without_autocast(q):
+            out, state.inner = self.attend_more(q, k, v, state.inner, mask, bias, at)
+        if state.place is not None:
+            state.place.add_(L)
+        state.count += L
+        if in_place and state.place is None:
+            state.newest[0] = state.count
+        else:
+            state.newest = [state.count]
+        return out, state
 
     def _steps(self, q, k, v, mask, bias, state, inputs):
         outs = []

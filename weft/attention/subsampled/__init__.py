@@ -212,6 +212,10 @@ class SubsampledAttention(Subsampling, FullAttention):
         self._dense_now()
         return super().attend_next(q, k, v, state, mask, bias, at)
 
+    def attend_more(self, q, k, v, state, mask, bias, at: Place):
+        self._dense_now()
+        return super().attend_more(q, k, v, state, mask, bias, at)
+
     def _dense_now(self) -> None:
         if self.samples_now:
             raise ValueError(
