@@ -140,6 +140,22 @@ SMALL: dict[str, tuple[Call, ...]] = {
         Call("performer", 66, H=1, D=64, causal=False, options={"features": 70}, dtype=torch.float16),
         Call("performer", 70, H=1, causal=False, options={"kernel": "relu"}, mask="random"),
     ),
+    "reformer": (
+        Call("reformer", 70, H=1, options={"chunk": 10, "buckets": 4}),
+        Call("reformer", 40, B=2, H=1, D=20, causal=False, options={"chunk": 3, "buckets": 8}, mask="random"),
+        Call("reformer", 35, B=2, H=1, options={"hashes": 3}, mask="ends", layout="BHLD"),
+        Call("reformer", 20, B=2, H=1, causal=False, options={"chunk": 1}, mask="all"),
+        Call("reformer", 100, H=1, D=64, causal=False, options={"buckets": 2, "hashes": 1}, dtype=torch.float16),
+        Call("reformer", 1, H=1, D=128),
+    ),
+    "routing": (
+        Call("routing", 100, H=1, options={"clusters": 3, "capacity": 20}),
+        Call("routing", 70, B=2, H=1, D=20, causal=False, options={"clusters": 5, "capacity": 7}, mask="random"),
+        Call("routing", 40, B=2, H=1, options={"clusters": 2}, mask="ends", layout="BHLD"),
+        Call("routing", 40, B=2, H=1, causal=False, options={"clusters": 30}, mask="all"),
+        Call("routing", 150, H=1, D=64, options={"clusters": 2}, dtype=torch.float16),
+        Call("routing", 1, H=1, D=128, causal=False),
+    ),
     "sinkhorn": (
         Call("sinkhorn", 45, H=1, causal=False, options={"max_length": 50, "block_size": 10}),
         Call("sinkhorn", 43, B=2, H=1, D=20, causal=False, options={"max_length": 43}, mask="random"),
@@ -315,6 +331,18 @@ REAL: dict[str, tuple[Call, ...]] = {
         Call("performer", 129, D=64, B=2, H=2, causal=False, mask="all", layout="BHLD"),
         Call("performer", 777, D=128, B=1, H=2, causal=False),
         Call("performer", 1000, D=64, B=2, H=4, causal=False, options={"kernel": "relu"}, mask="random"),
+    ),
+    "reformer": (
+        Call("reformer", 2000, D=64, B=2, H=4),
+        Call("reformer", 2000, D=64, B=2, H=4, causal=False, mask="random"),
+        Call("reformer", 777, D=128, H=2, options={"hashes": 4, "buckets": 8}, layout="BHLD"),
+        Call("reformer", 300, D=20, B=2, H=2, options={"chunk": 20}, causal=False, mask="all"),
+    ),
+    "routing": (
+        Call("routing", 2000, D=64, B=2, H=4),
+        Call("routing", 4099, D=64, B=2, H=4, causal=False, mask="random", options={"clusters": 64}),
+        Call("routing", 777, D=128, H=2, options={"capacity": 100}, mask="ends", layout="BHLD"),
+        Call("routing", 300, D=20, B=2, H=2, options={"clusters": 3}, causal=False, mask="all"),
     ),
     "sinkhorn": (
         Call("sinkhorn", 1000, D=64, B=2, H=4, causal=False, options={"max_length": 2001}),

@@ -29,12 +29,15 @@ from torch import Tensor, nn
 from ..core.blocks import power_of_two
 from ..core.contract import Attention, PositionBias, hide
 from ..core.dense import dense_attention, runs_of, same
+from ..core.dispatch import Kernel
 from ..core.joint import Part, joint_attention
 from ..core.partitions import own_block
 from ..core.precision import autocast
 from ..core.recomputing import Replays, once, recomputing
 from ..core.registry import register
 from ..core.runs import Runs, gather_runs, take_mask, take_rows
+from ..kernels.band.kernel import too_long
+from ..kernels.intervals.kernel import LEAST_LENGTH, Orders, interval_attention
 
 
 def naive(
@@ -204,6 +207,12 @@ class RoutingAttention(Attention):
         return self.clusters.size(length)
 
 
+def run_kernel(attn: RoutingAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
+    clusters = attn.clusters
+    orders = Orders.of(clusters.assign(k, mask)[None], clusters.clusters)
+    return interval_attention(q, k, v, orders, size=clusters.size(k.shape[2]), causal=attn.causal)
+
+
 register(
     "routing",
     RoutingAttention,
@@ -212,4 +221,5 @@ register(
     cost="L*sqrt(L)",
     bias=True,
     length_dependent="without max_length the default capacity depends on the length; set capacity to fix it",
+    kernel=Kernel(run_kernel, too_long, LEAST_LENGTH),
 )

@@ -1,0 +1,1 @@
+"""Attention within runs of a permuted sequence: `routing`, `reformer`."""
