@@ -95,7 +95,9 @@ def errors(call: Call, device: str) -> dict[str, float]:
         with poisoned_memory():
             out = attn(*inputs, mask, bias)
             grads = torch.autograd.grad(out, inputs, dout.to(out.dtype), allow_unused=True)
-            results.append((out, *(torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs, strict=True))))
+            results.append(
+                (out, *(torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs, strict=True)))
+            )
     assert results[1][0].dtype == call.dtype and results[1][0].shape == q.shape
     names = ("out", "dq", "dk", "dv")
     return {name: relative_error(mine, theirs) for name, theirs, mine in zip(names, *results, strict=True)}

@@ -14,6 +14,13 @@ SMALL: dict[str, tuple[Call, ...]] = {
         Call("axial", 20, B=2, H=1, causal=False, options={"block_size": 64}, mask="all"),
         Call("axial", 70, H=1, D=64, causal=False, options={"block_size": 24}, dtype=torch.float16),
     ),
+    "bigbird": (
+        Call("bigbird", 60, H=1, causal=False, options={"block_size": 10}),
+        Call("bigbird", 50, D=20, causal=False, options={"block_size": 7, "random_blocks": 1}, mask="random"),
+        Call("bigbird", 45, B=2, H=1, causal=False, options={"block_size": 20}, mask="all", layout="BHLD"),
+        Call("bigbird", 6, H=1, causal=False, options={"block_size": 1}, mask="ends"),
+        Call("bigbird", 100, H=1, D=64, causal=False, options={"block_size": 80}, dtype=torch.float16),
+    ),
     "combiner-axial": (
         Call("combiner-axial", 50, H=1, options={"block_size": 36}),
         Call("combiner-axial", 50, H=1, D=64, causal=False, options={"block_size": 36}, dtype=torch.float16),
@@ -234,6 +241,12 @@ REAL: dict[str, tuple[Call, ...]] = {
         Call("axial", 1000, D=64, B=2, H=4, causal=False, mask="random"),
         Call("axial", 1025, D=128, B=2, H=2, options={"block_size": 100}, mask="ends"),
         Call("axial", 777, D=20, B=2, H=2, options={"block_size": 32}, causal=False, mask="all", layout="BHLD"),
+    ),
+    "bigbird": (
+        Call("bigbird", 2048, D=64, B=2, H=4, causal=False),
+        Call("bigbird", 2000, D=64, B=2, H=4, causal=False, mask="random"),
+        Call("bigbird", 777, D=128, H=2, causal=False, options={"block_size": 50}, mask="ends", layout="BHLD"),
+        Call("bigbird", 300, D=20, B=2, H=2, causal=False, options={"block_size": 130, "seed": 3}, mask="all"),
     ),
     "combiner-axial": (
         Call("combiner-axial", 2048, D=64, H=4, options={"block_size": 128}),

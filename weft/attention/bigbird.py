@@ -22,9 +22,12 @@ from torch import Tensor
 from ..core.blocks import ceil_div, from_blocks, to_blocks
 from ..core.contract import Attention, PositionBias
 from ..core.dense import dense_attention, positions
+from ..core.dispatch import Kernel
 from ..core.registry import register
 from ..core.softmax import softmax_attention
-from ..core.staging import send
+from ..core.staging import operator, send
+from ..kernels.band.kernel import too_long
+from ..kernels.block_lists.kernel import LEAST_LENGTH, block_list_attention, tables
 
 PLAN_TOKENS = 1024  # the published code draws random blocks from the first 1,024 tokens only
 
@@ -140,6 +143,54 @@ def _(length: int, block_size: int, random_blocks: int, heads: int, seed: int) -
     return torch.empty(heads, ceil_div(length, block_size) - 2, 5 + random_blocks, dtype=torch.long, device="cpu")
 
 
+def run_kernel(attn: BigBirdAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
+    m = min(attn.block_size, q.shape[2])
+    table = block_table(q.detach(), m, attn.random_blocks, attn.seed)
+    return block_list_attention(q, k, v, mask, table, block_size=m)
+
+
+def _room(n: int, random_blocks: int) -> int:
+    """Most pairs of blocks: two query blocks attend to all, the others to a band, both ends and random blocks."""
+    return min(2, n) * n + max(n - 2, 0) * (5 + random_blocks)
+
+
+@operator(
+    "weft::bigbird_table",
+    "(Tensor q, int block_size, int random_blocks, int seed) -> Tensor",
+    lambda q, m, r, seed: q.new_empty(
+        2, q.shape[1], ceil_div(q.shape[2], m) + 1 + _room(ceil_div(q.shape[2], m), r), dtype=torch.int32
+    ),
+)
+def block_table(q: Tensor, block_size: int, random_blocks: int, seed: int) -> Tensor:
+    """The block lists for `block_list_attention`, on the device of q."""
+    key = (q.shape[1], q.shape[2], block_size, random_blocks, seed)
+    if q.is_cuda and torch.cuda.is_current_stream_capturing() and (key, q.device) not in _tables:
+        return send(_block_table(*key), q.device)  # memory of a CUDA graph: not to be kept
+    if (key, q.device) not in _tables:
+        if len(_tables) == 64:
+            _tables.clear()
+        _tables[key, q.device] = send(_block_table(*key), q.device)
+    return _tables[key, q.device]
+
+
+_tables: dict[Any, Tensor] = {}
+
+
+def _block_table(heads: int, length: int, block_size: int, random_blocks: int, seed: int) -> Tensor:
+    n = ceil_div(length, block_size)
+    b, every = np.arange(n), np.ones(n, int)
+    band = [(b, b), (b[1:], b[:-1]), (b[:-1], b[1:])]
+    band += [pair for end in (0, n - 1) for pair in ((b, end * every), (end * every, b))]
+    plan = random_plan(length, block_size, random_blocks, heads, seed)
+    fixed = np.concatenate([i * n + j for i, j in band])
+    pairs = []
+    for drawn in plan:
+        i = np.broadcast_to(np.arange(1, len(drawn) + 1)[:, None], drawn.shape)
+        each = np.unique(np.concatenate([fixed, (i * n + drawn)[drawn >= 0]]))
+        pairs.append(np.stack([each // n, each % n], 1))
+    return tables(pairs, n, _room(n, random_blocks))
+
+
 register(
     "bigbird",
     BigBirdAttention,
@@ -150,4 +201,5 @@ register(
     causal=False,
     not_causal="its global blocks attend to all tokens; use 'longformer' with global_tokens, or 'combiner-fixed'",
     length_dependent="the last block is global and the random blocks are drawn for the whole length, padding included",
+    kernel=Kernel(run_kernel, too_long, LEAST_LENGTH),
 )

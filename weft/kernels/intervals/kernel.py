@@ -60,7 +60,15 @@ class Orders:
 
 
 def interval_attention(
-    q: Tensor, k: Tensor, v: Tensor, orders: Orders, *, size: int, causal: bool, back: bool = False, others: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    orders: Orders,
+    *,
+    size: int,
+    causal: bool,
+    back: bool = False,
+    others: bool = False,
 ) -> Tensor:
     """q, k and v (B, H, L, D) -> (B, H, L, D)."""
     q, k, v = autocast(q, k, v)

@@ -1,0 +1,1 @@
+"""Attention of blocks of queries to lists of key blocks: `bigbird`."""

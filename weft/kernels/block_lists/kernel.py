@@ -1,0 +1,163 @@
+"""Fused kernels for attention of query blocks to lists of key blocks: `bigbird`.
+
+    out_i = Σ_j softmax_j(q_i · k_j / √D) v_j          over the unmasked j in the blocks listed for the block of i
+
+`tables` makes the lists, and the transposed lists for the gradients of keys and values. The plain versions in
+`weft/attention/` are the reference. Triton is imported only when a kernel runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...core.blocks import ceil_div
+from ...core.precision import autocast
+from ...core.tiles import (
+    Tiles,
+    as_flags,
+    block_width,
+    empty_rows,
+    for_operator,
+    next_power_of_two,
+    precision,
+    rows_contiguous,
+    strides,
+)
+from ..band.kernel import check
+from ..lines.kernel import scales
+
+LEAST_LENGTH = 256
+
+# Keys: kernel, maximum head_dim, bytes per element.
+TILES: dict[tuple[str, int, int], Tiles] = {
+    ("attend", 64, 2): Tiles(64, 64, 4, 3),
+    ("attend", 128, 2): Tiles(64, 32, 4, 2),
+    ("attend", 64, 4): Tiles(64, 32, 4, 2),
+    ("attend", 128, 4): Tiles(32, 32, 4, 1),
+    ("query gradients", 64, 2): Tiles(64, 64, 4, 2),
+    ("query gradients", 128, 2): Tiles(64, 32, 4, 2),
+    ("query gradients", 64, 4): Tiles(32, 32, 4, 2),
+    ("query gradients", 128, 4): Tiles(32, 32, 4, 1),
+    ("key gradients", 64, 2): Tiles(32, 64, 4, 3),
+    ("key gradients", 128, 2): Tiles(32, 64, 4, 2),
+    ("key gradients", 64, 4): Tiles(32, 32, 4, 1),
+    ("key gradients", 128, 4): Tiles(32, 32, 4, 1),
+}
+
+
+def tables(pairs: list[np.ndarray], n: int, room: int) -> Tensor:
+    """(2, heads, n + 1 + room) integers: for each head, n + 1 offsets into the lists of key blocks, and the lists; then
+    the same for the query blocks that attend to each key block. `pairs` has one array (P, 2) of query and key blocks
+    per head, P ≤ room."""
+    table = np.zeros((2, len(pairs), n + 1 + room), np.int32)
+    for h, both in enumerate(pairs):
+        for way, (row, column) in enumerate((both.T, both.T[::-1])):
+            table[way, h, : n + 1] = np.searchsorted(np.sort(row), np.arange(n + 1))
+            table[way, h, n + 1 : n + 1 + len(both)] = column[np.lexsort((column, row))]
+    return torch.from_numpy(table)
+
+
+def block_list_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, table: Tensor, *, block_size: int
+) -> Tensor:
+    """q, k and v (B, H, L, D), mask (B, L), table from `tables` -> (B, H, L, D)."""
+    q, k, v = autocast(q, k, v)
+    return torch.ops.weft.block_lists(q, k, v, for_operator(mask), table, block_size)[0]
+
+
+@torch.library.custom_op(
+    "weft::block_lists",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor table, int block_size) -> (Tensor, Tensor)",
+)
+def _forward(q, k, v, mask, table, block_size):
+    from .forward import attend
+
+    check(q, k, v, "none")
+    out, lse = _outputs(q)
+    q, k, v = (rows_contiguous(x) for x in (q, k, v))
+    programs, sizes, options = launch("attend", q, mask, table, block_size)
+    attend[programs](
+        q, k, v, _flags(q, mask), table[0], out, lse, *strides(q), *strides(k), *strides(v), *strides(out),
+        *sizes, scales(q)[0], **options,
+    )  # fmt: skip
+    return out, lse
+
+
+@_forward.register_fake
+def _(q, k, v, mask, table, block_size):
+    return _outputs(q)
+
+
+def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
+    return empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "weft::block_lists_backward",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor table, Tensor out, Tensor lse,"
+    " int block_size) -> (Tensor, Tensor, Tensor)",
+)
+def _backward(dout, q, k, v, mask, table, out, lse, block_size):
+    from .backward import key_gradients, query_gradients
+
+    dq, dk, dv, delta = empty_rows(q), empty_rows(k), empty_rows(v), torch.empty_like(lse)
+    dout, q, k, v, out = (rows_contiguous(x) for x in (dout, q, k, v, out))
+    given, flags = (*strides(q), *strides(k), *strides(v)), _flags(q, mask)
+    programs, sizes, options = launch("query gradients", q, mask, table, block_size)
+    query_gradients[programs](
+        q, k, v, flags, table[0], out, dout, lse, delta, dq, *given, *strides(out), *strides(dout), *strides(dq),
+        *sizes, *scales(q), **options,
+    )  # fmt: skip
+    programs, sizes, options = launch("key gradients", q, mask, table, block_size)
+    key_gradients[programs](
+        q, k, v, flags, table[1], dout, lse, delta, dk, dv, *given, *strides(dout), *strides(dk), *strides(dv),
+        *sizes, *scales(q), **options,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+@_backward.register_fake
+def _(dout, q, k, v, mask, table, out, lse, block_size):
+    return empty_rows(q), empty_rows(k), empty_rows(v)
+
+
+def launch(
+    kernel: str, q: Tensor, mask: Tensor | None, table: Tensor, block_size: int
+) -> tuple[tuple[int], tuple[int, ...], dict[str, Any]]:
+    """Number of programs, sizes and options of a kernel."""
+    B, H, L, D = q.shape
+    m = min(block_size, L)
+    n = ceil_div(L, m)
+    t, most = TILES[kernel, max(64, block_width(D)), q.element_size()], max(16, next_power_of_two(m))
+    t = replace(t, queries=min(t.queries, most), keys=min(t.keys, most))
+    rows = t.keys if kernel == "key gradients" else t.queries
+    options = {"D": D, "BLOCK_D": block_width(D), "BQ": t.queries, "BK": t.keys, "PRECISION": precision(q)}
+    sizes = (B * H, H, L, n, m, table.shape[2])
+    return (n * ceil_div(m, rows) * B * H,), sizes, {**options, "HAS_MASK": mask is not None, **t.launch()}
+
+
+def _flags(q: Tensor, mask: Tensor | None) -> Tensor:
+    return q if mask is None else as_flags(mask)
+
+
+def _save(ctx, inputs, output):
+    *tensors, ctx.block_size = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _grad(ctx, dout, _):
+    if dout is None:
+        return (None,) * 6
+    gradients = torch.ops.weft.block_lists_backward(dout, *ctx.saved_tensors, ctx.block_size)
+    return *gradients, None, None, None
+
+
+_forward.register_autograd(_grad, setup_context=_save)
