@@ -190,7 +190,6 @@ def run_kernel(attn: PerformerAttention, q: Tensor, k: Tensor, v: Tensor, mask: 
     if attn.kernel == "relu":
         return fused(q, k, v, mask, features="relu").to(q.dtype)
     a, b, key_scale, top, rest = random_features.random_features(q, k, mask, attn.projection, attn.epsilon)
-    top = top if attn.causal else top[..., -1]  # the largest product of all keys
     return fused(a, b, v, mask, features="given", key_scale=key_scale, top=top, rest=rest).to(q.dtype)
 
 

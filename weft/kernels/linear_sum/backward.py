@@ -7,7 +7,8 @@ With w_i = 1 / denominator and delta_i = Σ_d dout_id out_id:
     dφ(k_j) = A v_j + a,  dv_j = Aᵀ φ(k_j)                                                     `key_gradients`
 
 With SCALED, φ(k_j) and dφ(k_j) are multiplied by e^{m_j - G}; drest_i = w_i (dout_i · Σ_j v_j - delta_i Σ_j 1), and
-one more row of A and a holds the same sums with rest_i for φ(q_i).
+one more row of A and a holds the same sums with rest_i for φ(q_i). One more number holds Σ_i rest_i drest_i, the
+gradient of G.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ def query_gradients(
     norm = tl.zeros([BF], tl.float32)
     rest_state = tl.zeros([BLOCK_D], tl.float32)
     rest_norm = tl.sum(tl.zeros([ROWS], tl.float32), 0)
+    dtop = rest_norm
     for start in range(0, end, ROWS):
         i = start + tl.arange(0, ROWS)
         live = i < end
@@ -74,11 +76,12 @@ def query_gradients(
         dphi = (dphi - delta[:, None] * z[None, :]) * weight[:, None]
         store_rows(DQ, through_map(dphi, x, FEATURES), i, f, dq_l, live, F, WHOLE)
         if SCALED:
-            if f0 == 0:
-                v_sum = tl.load(SUMS + F * D + d, mask=d < D, other=0.0)
-                drest = tl.sum(dout.to(tl.float32) * v_sum[None, :], 1) - delta * tl.load(SUMS + R * D + F)
-                tl.store(DREST + at + i, drest * weight, mask=live)
+            v_sum = tl.load(SUMS + F * D + d, mask=d < D, other=0.0)
+            drest = tl.sum(dout.to(tl.float32) * v_sum[None, :], 1) - delta * tl.load(SUMS + R * D + F)
             rest = tl.load(REST + at + i, mask=live, other=0.0) * weight
+            dtop += tl.sum(rest * drest, 0)
+            if f0 == 0:
+                tl.store(DREST + at + i, drest * weight, mask=live)
             rest_state += tl.sum(rest[:, None] * dout.to(tl.float32), 0)
             rest_norm -= tl.sum(rest * delta, 0)
         q = operand(feature_map(x, live, f < F, FEATURES) * weight[:, None], BF16)
@@ -92,11 +95,12 @@ def query_gradients(
         if f0 == 0:
             tl.store(PARTS + F * D + d, rest_state, mask=d < D)
             tl.store(PARTS + R * D + F, rest_norm)
+            tl.store(PARTS + R * D + R, dtop)
 
 
 @triton.jit
 def key_gradients(
-    K, V, MASK, KEY_SCALE, TOP, SUMS, DK, DV,
+    K, V, MASK, KEY_SCALE, TOP, SUMS, DK, DV, DTOP,
     k_b, k_h, k_l, v_b, v_h, v_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
     BH, H, L,
     F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr,
@@ -117,8 +121,10 @@ def key_gradients(
     dv = tl.zeros([ROWS, BLOCK_D], tl.float32)
     scale = live.to(tl.float32)
     if SCALED:
-        key_scale = tl.load(KEY_SCALE + bh.to(tl.int64) * L + first + j, mask=live, other=0.0)
-        scale = tl.where(live, fade(key_scale - tl.load(TOP + bh)), 0.0)
+        at = bh.to(tl.int64) * L
+        key_scale = tl.load(KEY_SCALE + at + first + j, mask=live, other=0.0)
+        scale = tl.where(live, fade(key_scale - tl.load(TOP + at + L - 1)), 0.0)
+        tl.store(DTOP + at + first + j, tl.where(first + j == L - 1, tl.load(SUMS + R * D + R), 0.0), mask=inside)
         dv += tl.where(live[:, None], tl.load(SUMS + F * D + d, mask=d < D, other=0.0)[None, :], 0.0)
     for f0 in range(0, F, BF):
         f = f0 + tl.arange(0, BF)

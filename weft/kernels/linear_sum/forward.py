@@ -42,7 +42,7 @@ def key_sums(
     MASK += b * L + first
     if SCALED:
         KEY_SCALE += bh.to(tl.int64) * L + first
-        top = tl.load(TOP + bh)
+        top = tl.load(TOP + bh.to(tl.int64) * L + L - 1)
 
     state = tl.zeros([BF, BLOCK_D], tl.float32)
     norm = tl.zeros([BF], tl.float32)

@@ -4,7 +4,7 @@
                                                    p_ij = φ(q_i)·φ(k_j) e^{m_j - G} + rest_i    scaled
 
 over the unmasked keys; zeros if there are none. The forms and features are those of `linear_scan`, except that G, the
-scale of all keys, is one number per head. Its gradient is Σ_i rest_i drest_i.
+scale of all keys, is one number per head: the last of `top`. Its gradient is Σ_i rest_i drest_i.
 
 Every token is read twice: once for the sums over the sequence, in chunks that are then added in order, and once for
 its own row. Triton is imported only when a kernel runs.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...core.blocks import ceil_div
 from ...core.precision import autocast
-from ...core.tiles import Tiles, as_flags, block_width, for_operator, precision, rows_contiguous, strides
+from ...core.tiles import Tiles, as_flags, block_width, empty_rows, for_operator, precision, rows_contiguous, strides
 from ..linear_scan.kernel import check
 
 # Keys: kernel, maximum head_dim, bytes per multiplied element (float16 is multiplied as tf32: 4). Rows, features.
@@ -57,8 +57,8 @@ def linear_sum(
     top: Tensor | None = None,
     rest: Tensor | None = None,
 ) -> Tensor:
-    """q and k (B, H, L, F), v (B, H, L, D), mask (B, L) -> (B, H, L, D). The scaled form needs `key_scale` (m) and
-    `rest`, both (B, H, L), and `top` (G), (B, H)."""
+    """q and k (B, H, L, F), v (B, H, L, D), mask (B, L) -> (B, H, L, D). The scaled form needs `key_scale` (m),
+    `top` (of which the last is G) and `rest`, all (B, H, L)."""
     q, k, v = autocast(q, k, v)
     return torch.ops.weft.linear_sum(q, k, v, for_operator(mask), key_scale, top, rest, features, epsilon)[0]
 
@@ -100,21 +100,21 @@ def _outputs(q: Tensor, v: Tensor, scaled: bool) -> tuple[Tensor, Tensor, Tensor
     """out, 1 / denominators, and the sums S and z."""
     B, H, L = q.shape[:3]
     weight = q.new_empty(B, H, L, dtype=torch.float32)
-    return torch.empty_like(rows_contiguous(v)), weight, weight.new_empty(B, H, part_size(q, v, scaled))
+    return empty_rows(v), weight, weight.new_empty(B, H, part_size(q, v, scaled))
 
 
 @torch.library.custom_op(
     "weft::linear_sum_backward",
     mutates_args=(),
     schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_scale, Tensor? top, Tensor? rest,"
-    " Tensor out, Tensor weight, Tensor sums, str features) -> (Tensor, Tensor, Tensor, Tensor)",
+    " Tensor out, Tensor weight, Tensor sums, str features) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward(dout, q, k, v, mask, key_scale, top, rest, out, weight, sums, features):
     from .backward import key_gradients, query_gradients
 
     scaled = rest is not None
     dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
-    dq, dk, dv, drest = _gradients(q, k, v, scaled)
+    dq, dk, dv, dtop, drest = _gradients(q, k, v, scaled)
     key_scale, top, rest = (_numbers(x, weight) for x in (key_scale, top, rest))
     B, H, L = q.shape[:3]
     chunk, n = chunks(L)
@@ -126,10 +126,10 @@ def _backward(dout, q, k, v, mask, key_scale, top, rest, out, weight, sums, feat
     )  # fmt: skip
     grid, options = launch("key gradients", q, v, features, scaled)
     key_gradients[grid](
-        k, v, _flags(q, mask), key_scale, top, total(parts), dk, dv,
+        k, v, _flags(q, mask), key_scale, top, total(parts), dk, dv, dtop,
         *strides(k), *strides(v), *strides(dk), *strides(dv), B * H, H, L, HAS_MASK=mask is not None, **options,
     )  # fmt: skip
-    return dq, dk, dv, drest
+    return dq, dk, dv, dtop, drest
 
 
 @_backward.register_fake
@@ -137,9 +137,10 @@ def _(dout, q, k, v, mask, key_scale, top, rest, out, weight, sums, features):
     return _gradients(q, k, v, rest is not None)
 
 
-def _gradients(q: Tensor, k: Tensor, v: Tensor, scaled: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty_like(rows_contiguous(x)) for x in (q, k, v))
-    return dq, dk, dv, q.new_empty(*q.shape[:2], q.shape[2] if scaled else 0, dtype=torch.float32)
+def _gradients(q: Tensor, k: Tensor, v: Tensor, scaled: bool) -> tuple[Tensor, ...]:
+    """Of q, k, v, top and rest; the last two are empty in the plain form."""
+    rows = (q.new_empty(*q.shape[:2], q.shape[2] if scaled else 0, dtype=torch.float32) for _ in range(2))
+    return *(empty_rows(x) for x in (q, k, v)), *rows
 
 
 def total(parts: Tensor) -> Tensor:
@@ -176,8 +177,8 @@ def chunks(L: int) -> tuple[int, int]:
 
 
 def part_size(q: Tensor, v: Tensor, scaled: bool) -> int:
-    """The rows of S, then z. A multiple of 16 elements, for alignment."""
-    return ceil_div((q.shape[3] + scaled) * (v.shape[3] + 1), 16) * 16
+    """The rows of S, then z, then the gradient of G. A multiple of 16 elements, for alignment."""
+    return ceil_div((q.shape[3] + scaled) * (v.shape[3] + 1) + scaled, 16) * 16
 
 
 def _numbers(x: Tensor | None, stand_in: Tensor) -> Tensor:
@@ -200,10 +201,10 @@ def _grad(ctx, dout, *unused):
         return (None,) * 9
     saved = ctx.saved_tensors  # read once: checkpointing unpacks them only once
     rest = saved[6]
-    dq, dk, dv, drest = torch.ops.weft.linear_sum_backward(dout, *saved, ctx.features)
+    dq, dk, dv, dtop, drest = torch.ops.weft.linear_sum_backward(dout, *saved, ctx.features)
     if rest is None:
         return dq, dk, dv, *(None,) * 6
-    return dq, dk, dv, None, None, (rest * drest).sum(-1), drest.to(rest.dtype), None, None
+    return dq, dk, dv, None, None, dtop, drest, None, None
 
 
 _forward.register_autograd(_grad, setup_context=_save)
