@@ -134,6 +134,14 @@ SMALL: dict[str, tuple[Call, ...]] = {
         Call("linear", 66, H=1, D=64, causal=False, dtype=torch.float16),
         Call("linear", 33, H=1, D=128, causal=False, mask="ends"),
     ),
+    "logsparse": (
+        Call("logsparse", 200, H=1),
+        Call("logsparse", 150, B=2, H=1, D=20, mask="random"),
+        Call("logsparse", 150, B=2, H=1, causal=False, mask="ends", layout="BHLD"),
+        Call("logsparse", 100, H=2, D=64, causal=False, dtype=torch.float16),
+        Call("logsparse", 70, B=2, H=1, causal=False, mask="all"),
+        Call("logsparse", 1, H=1, D=128),
+    ),
     "performer": (
         Call("performer", 150, H=1, mask="ends"),
         Call("performer", 130, H=1, D=20, options={"features": 70}, dtype=torch.float16),
@@ -327,6 +335,12 @@ REAL: dict[str, tuple[Call, ...]] = {
         Call("linear", 17001, D=64, B=2, H=3, causal=False, mask="ends", layout="BHLD"),
         Call("linear", 777, D=128, B=2, H=2, causal=False, mask="all"),
         Call("linear", 301, D=20, B=2, H=2, causal=False),
+    ),
+    "logsparse": (
+        Call("logsparse", 2048, D=64, B=2, H=4),
+        Call("logsparse", 2001, D=64, B=2, H=4, causal=False, mask="random"),
+        Call("logsparse", 1027, D=128, H=2, mask="ends", layout="BHLD"),
+        Call("logsparse", 300, D=20, B=2, H=2, causal=False, mask="all"),
     ),
     "performer": (
         Call("performer", 1000, D=64, B=2, H=4),

@@ -21,10 +21,12 @@ from torch import Tensor
 from ..core.contract import PositionBias
 from ..core.decoding import Place
 from ..core.dense import dense_attention, positions
+from ..core.dispatch import Kernel
 from ..core.joint import BackwardRows, Layout, Part, Rows, joint_attention, token_positions, valid_in
 from ..core.partitions import LogSpans
 from ..core.registry import register
 from ..core.state import KeepsAll, KeyValues, attend_to
+from ..kernels.log_spans import kernel
 
 BLOCK = 16  # tokens processed together; the result does not depend on it
 
@@ -134,6 +136,14 @@ def _powers(
     return out.masked_fill(~alive, 0).to(q.dtype)
 
 
+def run_kernel(attn: LogSparseAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
+    return kernel.last_token_attention(q, k, v, mask, causal=attn.causal)
+
+
+def lacks(attn: LogSparseAttention, *qkv: Tensor) -> str:
+    return "only offsets='spans' has a kernel" if attn.offsets == "powers" else kernel.lacks(attn, *qkv)
+
+
 register(
     "logsparse",
     LogSparseAttention,
@@ -142,4 +152,5 @@ register(
     cost="L*log(L)",
     bias=True,
     length_dependent="bidirectional spans after a token are counted from the end of the sequence",
+    kernel=Kernel(run_kernel, lacks, kernel.LEAST_LENGTH),
 )

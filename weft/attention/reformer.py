@@ -26,7 +26,7 @@ from ..core.precision import precise, without_autocast
 from ..core.registry import register
 from ..core.runs import gather_runs, take_mask, take_tokens
 from ..kernels.band.kernel import too_long
-from ..kernels.intervals.kernel import LEAST_LENGTH, Orders, interval_attention
+from ..kernels.intervals.kernel import LEAST_LENGTH, Orders, interval_attention, nearest
 
 
 def naive(
@@ -61,25 +61,19 @@ class ReformerAttention(Attention):
         self.register_buffer("rotations", torch.randn(hashes, self.heads, self.head_dim, buckets // 2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
-        rounds = [self._round(q, v, mask, bias, bucket) for bucket in self.hash(q, mask)]
+        rounds = [self._round(q, v, mask, bias, rotation) for rotation in self.rotations]
         outs, normalisers = (torch.stack(x) for x in zip(*rounds, strict=True))
         share = normalisers.softmax(0)  # -inf in every round only for tokens without keys; their outs are zero
         return (torch.where(normalisers.isfinite(), share, 0)[..., None] * outs).sum(0).to(q.dtype)
 
-    @torch.no_grad()
-    def hash(self, q: Tensor, mask: Tensor | None) -> Tensor:
-        """(rounds, B, H, L): the bucket of every token in every round."""
-        q = precise(q)
-        rotations = self.rotations.to(q.dtype).permute(1, 2, 0, 3).flatten(2)  # (H, D, rounds * buckets / 2)
-        with without_autocast(q):  # rounding would change buckets
-            turned = torch.unflatten(q @ rotations, -1, (self.hashes, -1))
-        bucket = torch.cat([turned, -turned], -1).argmax(-1).movedim(-1, 0)
-        # Padding gets its own bucket, so it moves no other token.
-        return bucket if mask is None else bucket.masked_fill(~mask[:, None], self.buckets)
-
-    def _round(self, q, v, mask, bias, bucket) -> tuple[Tensor, Tensor]:
+    def _round(self, q, v, mask, bias, rotation) -> tuple[Tensor, Tensor]:
         """One round of hashing: outputs (B, H, L, D) and log-normalisers (B, H, L)."""
         L, D = q.shape[2:]
+        with without_autocast(q):  # rounding would change buckets
+            turned = precise(q.detach()) @ rotation.to(precise(q).dtype)
+        bucket = torch.cat([turned, -turned], -1).argmax(-1)
+        if mask is not None:  # padding gets its own bucket, so it moves no other token
+            bucket = bucket.masked_fill(~mask[:, None], self.buckets)
         runs = gather_runs(bucket, self.buckets + 1, min(self.chunk, L))
         at, real = runs.token, take_mask(mask, runs.token, L)
 
@@ -117,9 +111,9 @@ class ReformerAttention(Attention):
 
 
 def run_kernel(attn: ReformerAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
-    orders = Orders.of(attn.hash(q, mask), attn.buckets)
-    k = F.normalize(precise(q), dim=-1).to(q.dtype)
-    return interval_attention(q, k, v, orders, size=attn.chunk, causal=attn.causal, back=True, others=True)
+    bucket, inv = nearest(q, attn.rotations.mT, mask, groups=attn.buckets, signed=True)
+    runs = {"size": attn.chunk, "causal": attn.causal, "back": True, "others": True}
+    return interval_attention(q, None, v, Orders.of(bucket, attn.buckets), **runs, inv=inv)
 
 
 register(

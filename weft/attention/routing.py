@@ -37,7 +37,7 @@ from ..core.recomputing import Replays, once, recomputing
 from ..core.registry import register
 from ..core.runs import Runs, gather_runs, take_mask, take_rows
 from ..kernels.band.kernel import too_long
-from ..kernels.intervals.kernel import LEAST_LENGTH, Orders, interval_attention
+from ..kernels.intervals.kernel import LEAST_LENGTH, Orders, group_dtype, interval_attention
 
 
 def naive(
@@ -209,7 +209,8 @@ class RoutingAttention(Attention):
 
 def run_kernel(attn: RoutingAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
     clusters = attn.clusters
-    orders = Orders.of(clusters.assign(k, mask)[None], clusters.clusters)
+    group = clusters.assign(k, mask)[None].to(group_dtype(clusters.clusters))
+    orders = Orders.of(group, clusters.clusters)
     return interval_attention(q, k, v, orders, size=clusters.size(k.shape[2]), causal=attn.causal)
 
 

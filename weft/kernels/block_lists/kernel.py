@@ -29,7 +29,9 @@ from ...core.tiles import (
     strides,
 )
 from ..band.kernel import check
+from ..launch import launch
 from ..lines.kernel import scales
+from ..operator import Operator
 
 LEAST_LENGTH = 256
 
@@ -67,68 +69,50 @@ def block_list_attention(
 ) -> Tensor:
     """q, k and v (B, H, L, D), mask (B, L), table from `tables` -> (B, H, L, D)."""
     q, k, v = autocast(q, k, v)
-    return torch.ops.weft.block_lists(q, k, v, for_operator(mask), table, block_size)[0]
+    return _operator(q, k, v, for_operator(mask), table, block_size)
 
 
-@torch.library.custom_op(
-    "weft::block_lists",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor table, int block_size) -> (Tensor, Tensor)",
-)
 def _forward(q, k, v, mask, table, block_size):
     from .forward import attend
 
     check(q, k, v, "none")
     out, lse = _outputs(q)
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
-    programs, sizes, options = launch("attend", q, mask, table, block_size)
-    attend[programs](
+    programs, sizes, options = _launch("attend", q, mask, table, block_size)
+    launch(
+        attend, programs,
         q, k, v, _flags(q, mask), table[0], out, lse, *strides(q), *strides(k), *strides(v), *strides(out),
         *sizes, scales(q)[0], **options,
     )  # fmt: skip
     return out, lse
 
 
-@_forward.register_fake
-def _(q, k, v, mask, table, block_size):
-    return _outputs(q)
-
-
 def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
     return empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op(
-    "weft::block_lists_backward",
-    mutates_args=(),
-    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor table, Tensor out, Tensor lse,"
-    " int block_size) -> (Tensor, Tensor, Tensor)",
-)
 def _backward(dout, q, k, v, mask, table, out, lse, block_size):
     from .backward import key_gradients, query_gradients
 
     dq, dk, dv, delta = empty_rows(q), empty_rows(k), empty_rows(v), torch.empty_like(lse)
     dout, q, k, v, out = (rows_contiguous(x) for x in (dout, q, k, v, out))
     given, flags = (*strides(q), *strides(k), *strides(v)), _flags(q, mask)
-    programs, sizes, options = launch("query gradients", q, mask, table, block_size)
-    query_gradients[programs](
+    programs, sizes, options = _launch("query gradients", q, mask, table, block_size)
+    launch(
+        query_gradients, programs,
         q, k, v, flags, table[0], out, dout, lse, delta, dq, *given, *strides(out), *strides(dout), *strides(dq),
         *sizes, *scales(q), **options,
     )  # fmt: skip
-    programs, sizes, options = launch("key gradients", q, mask, table, block_size)
-    key_gradients[programs](
+    programs, sizes, options = _launch("key gradients", q, mask, table, block_size)
+    launch(
+        key_gradients, programs,
         q, k, v, flags, table[1], dout, lse, delta, dk, dv, *given, *strides(dout), *strides(dk), *strides(dv),
         *sizes, *scales(q), **options,
     )  # fmt: skip
     return dq, dk, dv
 
 
-@_backward.register_fake
-def _(dout, q, k, v, mask, table, out, lse, block_size):
-    return empty_rows(q), empty_rows(k), empty_rows(v)
-
-
-def launch(
+def _launch(
     kernel: str, q: Tensor, mask: Tensor | None, table: Tensor, block_size: int
 ) -> tuple[tuple[int], tuple[int, ...], dict[str, Any]]:
     """Number of programs, sizes and options of a kernel."""
@@ -147,17 +131,11 @@ def _flags(q: Tensor, mask: Tensor | None) -> Tensor:
     return q if mask is None else as_flags(mask)
 
 
-def _save(ctx, inputs, output):
-    *tensors, ctx.block_size = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.set_materialize_grads(False)
-
-
-def _grad(ctx, dout, _):
-    if dout is None:
-        return (None,) * 6
-    gradients = torch.ops.weft.block_lists_backward(dout, *ctx.saved_tensors, ctx.block_size)
-    return *gradients, None, None, None
-
-
-_forward.register_autograd(_grad, setup_context=_save)
+_operator = Operator(
+    "block_lists",
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor table, int block_size",
+    _forward,
+    lambda q, *rest: _outputs(q),
+    _backward,
+    outputs=2,
+)

@@ -3,7 +3,10 @@
     delta_i = Σ_d dout_id out_id        p_ij = exp2(s_ij − lse_i)        ds_ij = p_ij (dout_i · v_j − delta_i)
     dq_i = Σ_j ds_ij k_j / √D           dk_j = Σ_i ds_ij q_i / √D        dv_j = Σ_i p_ij dout_i
 
-With MORE, gradients are added to those of an earlier order.
+With MORE, gradients are added to those of an earlier order. With SHARED, k_j = q_j / |q_j|, and the gradient of q_j as a
+key is added to its gradient as a query:
+
+    dq_j += (dk_j − k_j (k_j · dk_j)) / |q_j|
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ from .forward import asking_slots, bounds, seen_slots, sees
 
 @triton.jit
 def query_gradients(
-    Q, K, V, ORDER, GROUP, START, OUT, DOUT, LSE, DELTA, DQ,
+    Q, K, V, INV, ORDER, GROUP, START, OUT, DOUT, LSE, DELTA, DQ,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l, g_b, g_h, g_l, dq_b, dq_h, dq_l,
     H, L, groups, size, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-    BACK: tl.constexpr, CAUSAL: tl.constexpr, OTHERS: tl.constexpr, MORE: tl.constexpr, PRECISION: tl.constexpr,
+    BACK: tl.constexpr, CAUSAL: tl.constexpr, OTHERS: tl.constexpr, SHARED: tl.constexpr, MORE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq, and DELTA unless MORE."""
     tiles = (L + BQ - 1) // BQ
@@ -57,19 +61,25 @@ def query_gradients(
         v = load_rows(V, key, d, v_l, j < stop, D, BLOCK_D)
         allowed = sees(s[:, None], low[:, None], high[:, None], j[None, :], OTHERS)
         x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if SHARED:
+            inv = tl.load(INV + bh * L + key, mask=j < stop, other=0.0)[None, :]
+            x *= inv
         p = tl.where(allowed, tl.exp2(x * scale - lse[:, None]), 0.0)
         ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+        if SHARED:
+            ds *= inv
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     store_rows(DQ, dq * logit_scale, token, d, dq_l, live, D, BLOCK_D)
 
 
 @triton.jit
 def key_gradients(
-    Q, K, V, ORDER, GROUP, START, DOUT, LSE, DELTA, DK, DV,
+    Q, K, V, INV, ORDER, GROUP, START, DOUT, LSE, DELTA, DK, DV,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
     H, L, groups, size, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-    BACK: tl.constexpr, CAUSAL: tl.constexpr, OTHERS: tl.constexpr, MORE: tl.constexpr, PRECISION: tl.constexpr,
+    BACK: tl.constexpr, CAUSAL: tl.constexpr, OTHERS: tl.constexpr, SHARED: tl.constexpr, MORE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles = (L + BK - 1) // BK
     bh = (tl.program_id(0) // tiles).to(tl.int64)
@@ -90,12 +100,9 @@ def key_gradients(
     first, last = asking_slots(j, live, GROUP, START, groups, size, BACK, CAUSAL)
     k = load_rows(K + b * k_b + h * k_h, token, d, k_l, live, D, BLOCK_D)
     v = load_rows(V + b * v_b + h * v_h, token, d, v_l, live, D, BLOCK_D)
-    if MORE:
-        dk = load_rows(DK, token, d, dk_l, live, D, BLOCK_D).to(tl.float32) / logit_scale
-        dv = load_rows(DV, token, d, dv_l, live, D, BLOCK_D).to(tl.float32)
-    else:
-        dk = tl.zeros([BK, BLOCK_D], tl.float32)
-        dv = tl.zeros([BK, BLOCK_D], tl.float32)
+    dk = tl.zeros([BK, BLOCK_D], tl.float32)
+    dv = tl.zeros([BK, BLOCK_D], tl.float32)
+    inv = tl.load(INV + bh * L + token, mask=live, other=0.0) if SHARED else tl.zeros([BK], tl.float32)
     start, stop = bounds(first, last)
     for begin in range(start, stop, BQ):
         s = begin + tl.arange(0, BQ)
@@ -107,9 +114,19 @@ def key_gradients(
         delta = tl.load(DELTA + asking, mask=s < stop, other=0.0)
         allowed = sees(s[None, :], low[None, :], high[None, :], j[:, None], OTHERS)
         x = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        if SHARED:
+            x *= inv[:, None]
         p = tl.where(allowed, tl.exp2(x * scale - lse[None, :]), 0.0)
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
         ds = p * (tl.dot(v, tl.trans(dout), input_precision=PRECISION) - delta[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    store_rows(DK, dk * logit_scale, token, d, dk_l, live, D, BLOCK_D)
+    dk *= logit_scale
+    if SHARED:
+        unit = load_rows(K + b * k_b + h * k_h, token, d, k_l, live, D, BLOCK_D).to(tl.float32) * inv[:, None]
+        dk = (dk - unit * tl.sum(unit * dk, 1)[:, None]) * inv[:, None]
+    if SHARED or MORE:
+        dk += load_rows(DK, token, d, dk_l, live, D, BLOCK_D).to(tl.float32)
+    if MORE:
+        dv += load_rows(DV, token, d, dv_l, live, D, BLOCK_D).to(tl.float32)
+    store_rows(DK, dk, token, d, dk_l, live, D, BLOCK_D)
     store_rows(DV, dv, token, d, dv_l, live, D, BLOCK_D)

@@ -3,7 +3,8 @@
 A slot is a place in the sorted order; ORDER is the token in each slot, GROUP its group, and START the first slot of
 each group. A group is cut into runs of `size` slots. The query in slot s attends to an interval of slots [low, high):
 its own run and, with BACK, the run before it in the same group; up to s if causal. With OTHERS it attends to itself
-only if there is nobody else. Tokens of the group `groups` attend to nothing.
+only if there is nobody else. Tokens of the group `groups` attend to nothing. With SHARED, keys are the normalised
+queries: K is Q, and INV holds 1 / |q|.
 
 Both ends of the interval grow with s, so a tile of queries needs one range of keys, and a tile of keys one range of
 queries. `attend` continues the softmax that an earlier order stored in OUT and LSE (MORE). Logarithms are to base 2.
@@ -58,16 +59,18 @@ def sees(s, low, high, j, OTHERS: tl.constexpr):
 @triton.jit
 def bounds(low, high):
     """The smallest range that contains all [low, high) that are not empty."""
-    return tl.min(tl.where(low < high, low, 2147483647), 0), tl.max(high, 0)
+    stop = tl.max(high, 0)
+    return tl.min(tl.where(low < high, low, stop), 0), stop
 
 
 @triton.jit
 def attend(
-    Q, K, V, ORDER, GROUP, START, OUT, LSE,
+    Q, K, V, INV, ORDER, GROUP, START, OUT, LSE,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l,
     H, L, groups, size, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-    BACK: tl.constexpr, CAUSAL: tl.constexpr, OTHERS: tl.constexpr, MORE: tl.constexpr, PRECISION: tl.constexpr,
+    BACK: tl.constexpr, CAUSAL: tl.constexpr, OTHERS: tl.constexpr, SHARED: tl.constexpr, MORE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles = (L + BQ - 1) // BQ
     bh = (tl.program_id(0) // tiles).to(tl.int64)  # tiles first: neighbours share keys
@@ -77,6 +80,7 @@ def attend(
     V += b * v_b + h * v_h
     OUT += b * o_b + h * o_h
     LSE += bh * L
+    INV += bh * L
     ORDER += bh * L
     GROUP += bh * L
     START += bh * (groups + 1)
@@ -102,6 +106,8 @@ def attend(
         v = load_rows(V, key, d, v_l, j < stop, D, BLOCK_D)
         allowed = sees(s[:, None], low[:, None], high[:, None], j[None, :], OTHERS)
         x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if SHARED:
+            x *= tl.load(INV + key, mask=j < stop, other=0.0)[None, :]
         p, old, top, total = weigh(x, allowed, top, total, scale)
         acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
     out = acc / tl.where(total > 0.0, total, 1.0)[:, None]

@@ -18,9 +18,21 @@ from torch import Tensor
 
 from ...core.blocks import ceil_div
 from ...core.precision import autocast
-from ...core.tiles import Tiles, block_width, empty_rows, precision, rows_contiguous, strides
+from ...core.tiles import (
+    Tiles,
+    as_flags,
+    block_width,
+    empty_rows,
+    for_operator,
+    next_power_of_two,
+    precision,
+    rows_contiguous,
+    strides,
+)
 from ..band.kernel import check
+from ..launch import launch
 from ..lines.kernel import scales
+from ..operator import Operator
 
 LEAST_LENGTH = 256
 
@@ -52,16 +64,64 @@ class Orders:
     @classmethod
     def of(cls, group: Tensor, groups: int) -> Orders:
         """`group` is (R, B, H, L) with values in [0, groups]. The sort is stable: a group is in order of position."""
-        narrow = group.to(torch.int16 if groups < 2**15 else torch.int32).contiguous()  # faster to sort
-        ordered, token = torch.sort(narrow, dim=-1, stable=True)
-        edges = torch.arange(groups + 1, dtype=ordered.dtype, device=group.device)
+        ordered, token = torch.sort(group, dim=-1, stable=True)
+        edges = torch.arange(groups + 1, dtype=group.dtype, device=group.device)
         start = torch.searchsorted(ordered, edges.expand(*group.shape[:-1], -1).contiguous(), out_int32=True)
         return cls(token.to(torch.int32), ordered.to(torch.int32), start)
 
 
+def group_dtype(groups: int) -> torch.dtype:
+    """The narrowest is the fastest to sort."""
+    return torch.int16 if groups < 2**15 else torch.int32
+
+
+def nearest(
+    x: Tensor, directions: Tensor, mask: Tensor | None, *, groups: int, signed: bool = False
+) -> tuple[Tensor, Tensor]:
+    """x (B, H, L, D), directions (R, H, C, D) -> (R, B, H, L): for each token the direction with the largest product,
+    `groups` if masked. `signed`: of [directions; -directions]; then also 1 / |x|, (B, H, L)."""
+    (x,) = autocast(x)
+    return _nearest(x.detach(), directions.detach(), for_operator(mask), groups, signed)
+
+
+def _assign(x, directions, mask, groups, signed):
+    from .assign import nearest
+
+    group, inv = _groups(x, directions, mask, groups, signed)
+    x = rows_contiguous(x)
+    B, H, L, D = x.shape
+    R, _, C, _ = directions.shape
+    flags = x if mask is None else as_flags(mask)
+    launch(
+        nearest, (ceil_div(L, 64) * B * H, R), x, flags, directions, group, inv, *strides(x), *directions.stride(),
+        B * H, H, L, C, groups, D=D, BLOCK_D=block_width(D), ROWS=64, BC=min(64, max(16, next_power_of_two(C))),
+        SIGNED=signed, HAS_MASK=mask is not None, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return group, inv
+
+
+def _groups(x: Tensor, directions: Tensor, mask: Tensor | None, groups: int, signed: bool) -> tuple[Tensor, Tensor]:
+    B, H, L, _ = x.shape
+    group = x.new_empty(directions.shape[0], B, H, L, dtype=group_dtype(groups))
+    return group, x.new_empty(B, H, L if signed else 0, dtype=torch.float32)
+
+
+_nearest = Operator(
+    "nearest",
+    "Tensor x, Tensor directions, Tensor? mask, int groups, bool signed",
+    _assign,
+    _groups,
+    lambda *arguments: (),  # a group has no gradient
+    outputs=2,
+    returned=2,
+    differentiable=(),
+    gradients=(),
+)
+
+
 def interval_attention(
     q: Tensor,
-    k: Tensor,
+    k: Tensor | None,
     v: Tensor,
     orders: Orders,
     *,
@@ -69,97 +129,92 @@ def interval_attention(
     causal: bool,
     back: bool = False,
     others: bool = False,
+    inv: Tensor | None = None,
 ) -> Tensor:
-    """q, k and v (B, H, L, D) -> (B, H, L, D)."""
-    q, k, v = autocast(q, k, v)
+    """q, k and v (B, H, L, D) -> (B, H, L, D). Without k, the keys are the queries times `inv` = 1 / |q|, (B, H, L)."""
+    q, v = autocast(q, v)
+    k = None if k is None else autocast(k)[0]
     tables = orders.token, orders.group, orders.start
-    return torch.ops.weft.interval_attention(q, k, v, *tables, size, causal, back, others)[0]
+    return _operator(q, k, v, inv, *tables, size, causal, back, others)
 
 
-@torch.library.custom_op(
-    "weft::interval_attention",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor token, Tensor group, Tensor start, int size, bool causal, bool back,"
-    " bool others) -> (Tensor, Tensor)",
-)
-def _forward(q, k, v, token, group, start, size, causal, back, others):
+def _forward(q, k, v, inv, token, group, start, size, causal, back, others):
     from .forward import attend
 
-    check(q, k, v, "none")
     out, lse = _outputs(q)
-    q, k, v = (rows_contiguous(x) for x in (q, k, v))
-    t, programs, sizes, options = launch("attend", q, start, size, causal, back, others)
-    for number, tables in enumerate(zip(token, group, start, strict=True)):
-        attend[programs](
-            q, k, v, *tables, out, lse, *strides(q), *strides(k), *strides(v), *strides(out), *sizes, scales(q)[0],
-            MORE=number > 0, **options, **t.launch(),
+    check(q, q if k is None else k, v, "none")
+    options, sizes = _options(q, k, start, size, causal, back, others)
+    q, v = rows_contiguous(q), rows_contiguous(v)
+    k, inv = (q, inv) if k is None else (rows_contiguous(k), lse)
+    t, programs, tile = _launch("attend", q)
+    for number in range(len(token)):
+        launch(
+            attend, programs,
+            q, k, v, inv, token[number], group[number], start[number], out, lse,
+            *strides(q), *strides(k), *strides(v), *strides(out), *sizes, scales(q)[0],
+            MORE=number > 0, **options, **tile, **t.launch(),
         )  # fmt: skip
     return out, lse
-
-
-@_forward.register_fake
-def _(q, k, v, token, group, start, size, causal, back, others):
-    return _outputs(q)
 
 
 def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
     return empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op(
-    "weft::interval_attention_backward",
-    mutates_args=(),
-    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor token, Tensor group, Tensor start, Tensor out,"
-    " Tensor lse, int size, bool causal, bool back, bool others) -> (Tensor, Tensor, Tensor)",
-)
-def _backward(dout, q, k, v, token, group, start, out, lse, size, causal, back, others):
+def _backward(dout, q, k, v, inv, token, group, start, out, lse, size, causal, back, others):
     from .backward import key_gradients, query_gradients
 
-    dq, dk, dv, delta = empty_rows(q), empty_rows(k), empty_rows(v), torch.empty_like(lse)
-    dout, q, k, v, out = (rows_contiguous(x) for x in (dout, q, k, v, out))
+    dq, dk, dv = _gradients(q, k, v)
+    delta = torch.empty_like(lse)
+    options, sizes = _options(q, k, start, size, causal, back, others)
+    dout, q, v, out = (rows_contiguous(x) for x in (dout, q, v, out))
+    k, inv, to_keys = (q, inv, dq) if k is None else (rows_contiguous(k), lse, dk)
     given = (*strides(q), *strides(k), *strides(v))
-    for number, tables in enumerate(zip(token, group, start, strict=True)):
-        t, programs, sizes, options = launch("query gradients", q, start, size, causal, back, others)
-        query_gradients[programs](
-            q, k, v, *tables, out, dout, lse, delta, dq, *given, *strides(out), *strides(dout), *strides(dq),
-            *sizes, *scales(q), MORE=number > 0, **options, **t.launch(),
+    for number in range(len(token)):
+        tables = token[number], group[number], start[number]
+        t, programs, tile = _launch("query gradients", q)
+        launch(
+            query_gradients, programs,
+            q, k, v, inv, *tables, out, dout, lse, delta, dq, *given, *strides(out), *strides(dout), *strides(dq),
+            *sizes, *scales(q), MORE=number > 0, **options, **tile, **t.launch(),
         )  # fmt: skip
-        t, programs, sizes, options = launch("key gradients", q, start, size, causal, back, others)
-        key_gradients[programs](
-            q, k, v, *tables, dout, lse, delta, dk, dv, *given, *strides(dout), *strides(dk), *strides(dv),
-            *sizes, *scales(q), MORE=number > 0, **options, **t.launch(),
+        t, programs, tile = _launch("key gradients", q)
+        launch(
+            key_gradients, programs,
+            q, k, v, inv, *tables, dout, lse, delta, to_keys, dv, *given,
+            *strides(dout), *strides(to_keys), *strides(dv), *sizes, *scales(q),
+            MORE=number > 0, **options, **tile, **t.launch(),
         )  # fmt: skip
     return dq, dk, dv
 
 
-@_backward.register_fake
-def _(dout, q, k, v, token, group, start, out, lse, size, causal, back, others):
-    return empty_rows(q), empty_rows(k), empty_rows(v)
+def _gradients(q: Tensor, k: Tensor | None, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_rows(q), q.new_empty(0) if k is None else empty_rows(k), empty_rows(v)
 
 
-def launch(
-    kernel: str, q: Tensor, start: Tensor, size: int, causal: bool, back: bool, others: bool
-) -> tuple[Tiles, tuple[int], tuple[int, ...], dict[str, Any]]:
-    """Tiles, number of programs, sizes and options of a kernel."""
+def _options(
+    q: Tensor, k: Tensor | None, start: Tensor, size: int, causal: bool, back: bool, others: bool
+) -> tuple[dict[str, Any], tuple[int, ...]]:
+    _, H, L, D = q.shape
+    options = {"D": D, "BLOCK_D": block_width(D), "PRECISION": precision(q), "SHARED": k is None}
+    return options | {"BACK": back, "CAUSAL": causal, "OTHERS": others}, (H, L, start.shape[-1] - 1, min(size, L))
+
+
+def _launch(kernel: str, q: Tensor) -> tuple[Tiles, tuple[int], dict[str, int]]:
+    """Tiles and number of programs of a kernel."""
     B, H, L, D = q.shape
     t = TILES[kernel, max(64, block_width(D)), q.element_size()]
     rows = t.keys if kernel == "key gradients" else t.queries
-    options = {"D": D, "BLOCK_D": block_width(D), "BQ": t.queries, "BK": t.keys, "PRECISION": precision(q)}
-    options |= {"BACK": back, "CAUSAL": causal, "OTHERS": others}
-    return t, (ceil_div(L, rows) * B * H,), (H, L, start.shape[-1] - 1, min(size, L)), options
+    return t, (ceil_div(L, rows) * B * H,), {"BQ": t.queries, "BK": t.keys}
 
 
-def _save(ctx, inputs, output):
-    *tensors, ctx.size, ctx.causal, ctx.back, ctx.others = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.set_materialize_grads(False)
-
-
-def _grad(ctx, dout, _):
-    if dout is None:
-        return (None,) * 10
-    options = ctx.size, ctx.causal, ctx.back, ctx.others
-    return *torch.ops.weft.interval_attention_backward(dout, *ctx.saved_tensors, *options), *(None,) * 7
-
-
-_forward.register_autograd(_grad, setup_context=_save)
+_operator = Operator(
+    "interval_attention",
+    "Tensor q, Tensor? k, Tensor v, Tensor? inv, Tensor token, Tensor group, Tensor start, int size, bool causal,"
+    " bool back, bool others",
+    _forward,
+    lambda q, *rest: _outputs(q),
+    _backward,
+    outputs=2,
+    fake_backward=_gradients,
+)

@@ -20,7 +20,9 @@ from torch import Tensor
 from ...core.blocks import ceil_div
 from ...core.precision import autocast
 from ...core.tiles import Tiles, as_flags, block_width, empty_rows, for_operator, precision, rows_contiguous, strides
+from ..launch import launch
 from ..linear_scan.kernel import check
+from ..operator import Operator
 
 # Keys: kernel, maximum head_dim, bytes per multiplied element (float16 is multiplied as tf32: 4). Rows, features.
 TILES: dict[tuple[str, int, int], Tiles] = {
@@ -43,6 +45,7 @@ TILES: dict[tuple[str, int, int], Tiles] = {
 }
 SHORTEST, CHUNKS = 512, 32  # tokens per chunk, and about the largest number of chunks
 COLUMNS = 512  # of the sums, per program of `collect`
+STEPS = 4  # tiles of rows per program of `outputs` and `key_gradients`, which load the sums once
 
 
 def linear_sum(
@@ -60,40 +63,30 @@ def linear_sum(
     """q and k (B, H, L, F), v (B, H, L, D), mask (B, L) -> (B, H, L, D). The scaled form needs `key_scale` (m),
     `top` (of which the last is G) and `rest`, all (B, H, L)."""
     q, k, v = autocast(q, k, v)
-    return torch.ops.weft.linear_sum(q, k, v, for_operator(mask), key_scale, top, rest, features, epsilon)[0]
+    return _operator(q, k, v, for_operator(mask), key_scale, top, rest, features, epsilon)
 
 
-@torch.library.custom_op(
-    "weft::linear_sum",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_scale, Tensor? top, Tensor? rest, str features,"
-    " float epsilon) -> (Tensor, Tensor, Tensor)",
-)
 def _forward(q, k, v, mask, key_scale, top, rest, features, epsilon):
     from .forward import key_sums, outputs
 
     check(q, k, v, key_scale, top, rest, features)
     scaled = rest is not None
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
-    out, weight, _ = _outputs(q, v, scaled)
+    out, weight, sums = _outputs(q, v, scaled)
     key_scale, top, rest = (_numbers(x, weight) for x in (key_scale, top, rest))
     B, H, L = q.shape[:3]
     chunk, n = chunks(L)
     parts = q.new_empty(B, H, n, part_size(q, v, scaled), dtype=torch.float32)
-    grid, options = launch("key sums", q, v, features, scaled, n)
-    key_sums[grid](
+    grid, options = _launch("key sums", q, v, features, scaled, n)
+    launch(
+        key_sums, grid,
         k, v, _flags(q, mask), key_scale, top, parts, *strides(k), *strides(v), B * H, H, L, n, chunk,
         HAS_MASK=mask is not None, **options,
     )  # fmt: skip
-    sums = total(parts)
-    grid, options = launch("outputs", q, v, features, scaled)
-    outputs[grid](q, rest, sums, out, weight, *strides(q), *strides(out), B * H, H, L, epsilon, **options)
+    total(parts, sums)
+    grid, options = _launch("outputs", q, v, features, scaled)
+    launch(outputs, grid, q, rest, sums, out, weight, *strides(q), *strides(out), B * H, H, L, epsilon, **options)
     return out, weight, sums
-
-
-@_forward.register_fake
-def _(q, k, v, mask, key_scale, top, rest, features, epsilon):
-    return _outputs(q, v, rest is not None)
 
 
 def _outputs(q: Tensor, v: Tensor, scaled: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,13 +96,7 @@ def _outputs(q: Tensor, v: Tensor, scaled: bool) -> tuple[Tensor, Tensor, Tensor
     return empty_rows(v), weight, weight.new_empty(B, H, part_size(q, v, scaled))
 
 
-@torch.library.custom_op(
-    "weft::linear_sum_backward",
-    mutates_args=(),
-    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_scale, Tensor? top, Tensor? rest,"
-    " Tensor out, Tensor weight, Tensor sums, str features) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _backward(dout, q, k, v, mask, key_scale, top, rest, out, weight, sums, features):
+def _backward(dout, q, k, v, mask, key_scale, top, rest, out, weight, sums, features, epsilon):
     from .backward import key_gradients, query_gradients
 
     scaled = rest is not None
@@ -119,22 +106,21 @@ def _backward(dout, q, k, v, mask, key_scale, top, rest, out, weight, sums, feat
     B, H, L = q.shape[:3]
     chunk, n = chunks(L)
     parts = weight.new_empty(B, H, n, sums.shape[-1])
-    grid, options = launch("query gradients", q, v, features, scaled, n)
-    query_gradients[grid](
+    grid, options = _launch("query gradients", q, v, features, scaled, n)
+    launch(
+        query_gradients, grid,
         q, out, dout, rest, weight, sums, dq, drest, parts,
         *strides(q), *strides(out), *strides(dout), *strides(dq), B * H, H, L, n, chunk, **options,
     )  # fmt: skip
-    grid, options = launch("key gradients", q, v, features, scaled)
-    key_gradients[grid](
-        k, v, _flags(q, mask), key_scale, top, total(parts), dk, dv, dtop,
+    sent = torch.empty_like(sums)
+    total(parts, sent)
+    grid, options = _launch("key gradients", q, v, features, scaled)
+    launch(
+        key_gradients, grid,
+        k, v, _flags(q, mask), key_scale, top, sent, dk, dv, dtop,
         *strides(k), *strides(v), *strides(dk), *strides(dv), B * H, H, L, HAS_MASK=mask is not None, **options,
     )  # fmt: skip
     return dq, dk, dv, dtop, drest
-
-
-@_backward.register_fake
-def _(dout, q, k, v, mask, key_scale, top, rest, out, weight, sums, features):
-    return _gradients(q, k, v, rest is not None)
 
 
 def _gradients(q: Tensor, k: Tensor, v: Tensor, scaled: bool) -> tuple[Tensor, ...]:
@@ -143,29 +129,30 @@ def _gradients(q: Tensor, k: Tensor, v: Tensor, scaled: bool) -> tuple[Tensor, .
     return *(empty_rows(x) for x in (q, k, v)), *rows
 
 
-def total(parts: Tensor) -> Tensor:
-    """(B, H, n, PART) -> (B, H, PART)"""
+def total(parts: Tensor, sums: Tensor) -> None:
+    """Write the sum of parts (B, H, n, PART) to sums (B, H, PART)."""
     from .forward import collect
 
     B, H, n, size = parts.shape
-    if n == 1:
-        return parts.view(B, H, size)
-    sums = parts.new_empty(B, H, size)
-    collect[(ceil_div(size, COLUMNS) * B * H,)](parts, sums, B * H, n, PART=size, COLUMNS=COLUMNS, num_warps=4)
-    return sums
+    grid = (ceil_div(size, COLUMNS) * B * H,)
+    launch(collect, grid, parts, sums, B * H, n, PART=size, COLUMNS=COLUMNS, num_warps=4)
 
 
-def launch(
+def _launch(
     kernel: str, q: Tensor, v: Tensor, features: str, scaled: bool, n: int = 0
 ) -> tuple[tuple[int], dict[str, Any]]:
-    """Programs and options: one program per chunk and tile of features, or per tile of rows if n is 0."""
+    """Programs and options: one program per chunk and tile of features, or per STEPS tiles of rows if n is 0."""
     B, H, L, F = q.shape
     D, half = v.shape[3], q.dtype == torch.bfloat16
     t = TILES[kernel, max(64, block_width(D)), 2 if half else 4]
     BF = min(t.keys, block_width(F))
     options: dict[str, Any] = {"F": F, "D": D, "BLOCK_D": block_width(D), "BF": BF, "ROWS": t.queries}
     options |= {"PART": part_size(q, v, scaled), "FEATURES": features, "SCALED": scaled, "BF16": half}
-    programs = n * ceil_div(F, BF) if n else ceil_div(L, t.queries)
+    if n:
+        programs = n * ceil_div(F, BF)
+    else:
+        options["STEPS"] = STEPS
+        programs = ceil_div(L, t.queries * STEPS)
     return (programs * B * H,), {**options, "PRECISION": precision(q), **t.launch()}
 
 
@@ -190,21 +177,14 @@ def _flags(q: Tensor, mask: Tensor | None) -> Tensor:
     return q if mask is None else as_flags(mask)
 
 
-def _save(ctx, inputs, output):
-    *tensors, ctx.features, _ = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.set_materialize_grads(False)
-
-
-def _grad(ctx, dout, *unused):
-    if dout is None:
-        return (None,) * 9
-    saved = ctx.saved_tensors  # read once: checkpointing unpacks them only once
-    rest = saved[6]
-    dq, dk, dv, dtop, drest = torch.ops.weft.linear_sum_backward(dout, *saved, ctx.features)
-    if rest is None:
-        return dq, dk, dv, *(None,) * 6
-    return dq, dk, dv, None, None, dtop, drest, None, None
-
-
-_forward.register_autograd(_grad, setup_context=_save)
+_operator = Operator(
+    "linear_sum",
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_scale, Tensor? top, Tensor? rest, str features,"
+    " float epsilon",
+    _forward,
+    lambda q, k, v, mask, key_scale, top, rest, *options: _outputs(q, v, rest is not None),
+    _backward,
+    outputs=3,
+    gradients=(0, 1, 2, 5, 6),
+    fake_backward=lambda q, k, v, mask, key_scale, top, rest, *options: _gradients(q, k, v, rest is not None),
+)

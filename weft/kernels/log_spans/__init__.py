@@ -1,0 +1,1 @@
+"""Attention to the token itself and to the dyadic spans before it: `logsparse`."""
