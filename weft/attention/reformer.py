@@ -112,8 +112,10 @@ class ReformerAttention(Attention):
 
 def run_kernel(attn: ReformerAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
     bucket, inv = nearest(q, attn.rotations.mT, mask, groups=attn.buckets, signed=True)
-    runs = {"size": attn.chunk, "causal": attn.causal, "back": True, "others": True}
-    return interval_attention(q, None, v, Orders.of(bucket, attn.buckets), **runs, inv=inv)
+    orders = Orders.of(bucket, attn.buckets)
+    return interval_attention(
+        q, None, v, orders, size=attn.chunk, causal=attn.causal, back=True, others=True, inv=inv
+    )  # fmt: skip
 
 
 register(

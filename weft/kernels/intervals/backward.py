@@ -3,8 +3,8 @@
     delta_i = Σ_d dout_id out_id        p_ij = exp2(s_ij − lse_i)        ds_ij = p_ij (dout_i · v_j − delta_i)
     dq_i = Σ_j ds_ij k_j / √D           dk_j = Σ_i ds_ij q_i / √D        dv_j = Σ_i p_ij dout_i
 
-With MORE, gradients are added to those of an earlier order. With SHARED, k_j = q_j / |q_j|, and the gradient of q_j as a
-key is added to its gradient as a query:
+With MORE, gradients are added to those of an earlier order. With SHARED, k_j = q_j / |q_j|, and the gradient of q_j as
+a key is added to its gradient as a query:
 
     dq_j += (dk_j − k_j (k_j · dk_j)) / |q_j|
 """

@@ -105,7 +105,8 @@ def key_gradients(
     k_b, k_h, k_l, v_b, v_h, v_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
     BH, H, L,
     F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
-    PART: tl.constexpr, FEATURES: tl.constexpr, SCALED: tl.constexpr, HAS_MASK: tl.constexpr, BF16: tl.constexpr, PRECISION: tl.constexpr,
+    PART: tl.constexpr, FEATURES: tl.constexpr, SCALED: tl.constexpr, HAS_MASK: tl.constexpr, BF16: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     WHOLE: tl.constexpr = F // BF * BF
     R: tl.constexpr = F + 1 if SCALED else F

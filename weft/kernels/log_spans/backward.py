@@ -18,23 +18,22 @@ from .forward import far_spans, near_spans, rows_of
 
 @triton.jit
 def gradients(
-    Q, K, V, MASK, NK, NV, SOME, OUT, DOUT, LSE, DELTA, DQ, DK, DV, DNK, DNV, PARTS,
-    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, nk_b, nk_h, nk_l, nv_b, nv_h, nv_l, o_b, o_h, o_l, g_b, g_h, g_l,
+    Q, K, V, MASK, OUT, DOUT, LSE, DELTA, DQ, DK, DV, PARTS,
+    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l, g_b, g_h, g_l,
     dq_b, dq_h, dq_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
     BH, H, L, n, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr, U: tl.constexpr, REVERSE: tl.constexpr,
-    HAS_MASK: tl.constexpr, MORE: tl.constexpr, SAME: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_MASK: tl.constexpr, MORE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """With SAME, the spans are tokens: their gradients are added to those of the tokens. DNK and DNV have the strides of
-    DK and DV. PARTS is (B·H, n, 2, U, D), float32."""
+    """PARTS is (B·H, n, 2, U, D), float32. With MORE, add to DQ, DK and DV."""
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
-    NK += b * nk_b + h * nk_h
-    NV += b * nv_b + h * nv_h
+    K += b * k_b + h * k_h
+    V += b * v_b + h * v_h
     DQ += b * dq_b + h * dq_h
-    DNK += b * dk_b + h * dk_h
-    DNV += b * dv_b + h * dv_h
-    SOME += b * L
+    DK += b * dk_b + h * dk_h
+    DV += b * dv_b + h * dv_h
+    MASK += b * L
     DELTA += bh.to(tl.int64) * L
     d = tl.arange(0, BLOCK_D)
     p = tile * T + tl.arange(0, T)
@@ -52,43 +51,34 @@ def gradients(
         tl.store(DELTA + row, delta, mask=live)
         dq = tl.zeros([T, BLOCK_D], tl.float32)
 
-    some = valid_rows(SOME, row, live, HAS_MASK)
-    k = load_rows(NK, row, d, nk_l, some, D, BLOCK_D)
-    v = load_rows(NV, row, d, nv_l, some, D, BLOCK_D)
+    real = valid_rows(MASK, row, live, HAS_MASK)
+    k = load_rows(K, row, d, k_l, real, D, BLOCK_D)
+    v = load_rows(V, row, d, v_l, real, D, BLOCK_D)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale - lse[:, None]
-    w = tl.where(near_spans(T) & some[None, :], tl.exp2(s), 0.0)
+    w = tl.where(near_spans(T) & real[None, :], tl.exp2(s), 0.0)
     dv = tl.dot(tl.trans(w.to(dout.dtype)), dout, input_precision=PRECISION)
     ds = (w * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None])).to(q.dtype)
     dq = tl.dot(ds, k, dq, input_precision=PRECISION)
     dk = tl.dot(tl.trans(ds), q, input_precision=PRECISION) * logit_scale
-    if MORE and SAME:
-        dk += load_rows(DNK, row, d, dk_l, live, D, BLOCK_D).to(tl.float32)
-        dv += load_rows(DNV, row, d, dv_l, live, D, BLOCK_D).to(tl.float32)
-    if not MORE:
-        real = valid_rows(MASK + b * L, row, live, HAS_MASK)
-        own_k = load_rows(K + b * k_b + h * k_h, row, d, k_l, real, D, BLOCK_D).to(tl.float32)
-        own_v = load_rows(V + b * v_b + h * v_h, row, d, v_l, real, D, BLOCK_D).to(tl.float32)
-        x = tl.sum(q.to(tl.float32) * own_k, 1) * scale - lse
+    if MORE:
+        dk += load_rows(DK, row, d, dk_l, live, D, BLOCK_D).to(tl.float32)
+        dv += load_rows(DV, row, d, dv_l, live, D, BLOCK_D).to(tl.float32)
+    else:  # the token itself
+        x = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale - lse
         own = tl.where(real, tl.exp2(x), 0.0)
-        dx = own * (tl.sum(dout.to(tl.float32) * own_v, 1) - delta)
-        dq += dx[:, None] * own_k
-        own_dk = (dx * logit_scale)[:, None] * q.to(tl.float32)
-        own_dv = own[:, None] * dout.to(tl.float32)
-        if SAME:
-            dk += own_dk
-            dv += own_dv
-        else:
-            store_rows(DK + b * dk_b + h * dk_h, own_dk, row, d, dk_l, live, D, BLOCK_D)
-            store_rows(DV + b * dv_b + h * dv_h, own_dv, row, d, dv_l, live, D, BLOCK_D)
-    store_rows(DNK, dk, row, d, dk_l, live, D, BLOCK_D)
-    store_rows(DNV, dv, row, d, dv_l, live, D, BLOCK_D)
+        dx = own * (tl.sum(dout.to(tl.float32) * v.to(tl.float32), 1) - delta)
+        dq += dx[:, None] * k.to(tl.float32)
+        dk += (dx * logit_scale)[:, None] * q.to(tl.float32)
+        dv += own[:, None] * dout.to(tl.float32)
+    store_rows(DK, dk, row, d, dk_l, live, D, BLOCK_D)
+    store_rows(DV, dv, row, d, dv_l, live, D, BLOCK_D)
 
     far, exist = far_spans(tile, L, T, U, REVERSE)
-    some = valid_rows(SOME, far, exist, HAS_MASK)
-    k = load_rows(NK, far, d, nk_l, some, D, BLOCK_D)
-    v = load_rows(NV, far, d, nv_l, some, D, BLOCK_D)
+    real = valid_rows(MASK, far, exist, HAS_MASK)
+    k = load_rows(K, far, d, k_l, real, D, BLOCK_D)
+    v = load_rows(V, far, d, v_l, real, D, BLOCK_D)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale - lse[:, None]
-    w = tl.where(some[None, :], tl.exp2(s), 0.0)
+    w = tl.where(real[None, :], tl.exp2(s), 0.0)
     dv = tl.dot(tl.trans(w.to(dout.dtype)), dout, input_precision=PRECISION)
     ds = (w * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None])).to(q.dtype)
     dq = tl.dot(ds, k, dq, input_precision=PRECISION)
@@ -102,7 +92,7 @@ def gradients(
 
 @triton.jit
 def collect(
-    PARTS, DNK, DNV,
+    PARTS, DK, DV,
     dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
     BH, H, L, n,
     D: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr, U: tl.constexpr, ROWS: tl.constexpr,
@@ -125,9 +115,9 @@ def collect(
         dv += tl.sum(load_rows(PARTS + U * D, t, d, 2 * U * D, t < count, D, BLOCK_D), 0)
     row = rows_of(end * T - 1, L, REVERSE)
     keep = d < D
-    DNK += b * dk_b + h * dk_h + row * dk_l + d
-    DNV += b * dv_b + h * dv_h + row * dv_l + d
-    dk += tl.load(DNK, mask=keep, other=0.0).to(tl.float32)
-    dv += tl.load(DNV, mask=keep, other=0.0).to(tl.float32)
-    tl.store(DNK, dk.to(DNK.dtype.element_ty), mask=keep)
-    tl.store(DNV, dv.to(DNV.dtype.element_ty), mask=keep)
+    DK += b * dk_b + h * dk_h + row * dk_l + d
+    DV += b * dv_b + h * dv_h + row * dv_l + d
+    dk += tl.load(DK, mask=keep, other=0.0).to(tl.float32)
+    dv += tl.load(DV, mask=keep, other=0.0).to(tl.float32)
+    tl.store(DK, dk.to(DK.dtype.element_ty), mask=keep)
+    tl.store(DV, dv.to(DV.dtype.element_ty), mask=keep)

@@ -1,10 +1,9 @@
 """Fused kernels for attention to the token itself and to the dyadic spans before it: `logsparse`.
 
-    out_i = ( e^{q_i·k_i/√D} v_i + Σ_Ω e^{q_i·nk_Ω/√D} nv_Ω ) / Z_i          over the spans Ω before i (partitions.py)
+    out_i = Σ_j softmax_j(q_i · k_j / √D) v_j          over i and the last token of every span before i (partitions.py)
 
-The key and value of a span are in the row of its last token. Without separate spans they are those of that token. The
-bidirectional form adds the spans after i, counted from the end of the sequence, with the key and value in the row of
-their first token. The plain versions in `weft/attention/` are the reference. Triton is imported only when a kernel runs.
+The bidirectional form adds the first token of every span after i, counted from the end of the sequence. The plain
+version in `weft/attention/logsparse.py` is the reference. Triton is imported only when a kernel runs.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ def _forward(q, k, v, mask, causal):
     for reverse in (False,) if causal else (False, True):
         launch(
             attend, (ceil_div(q.shape[2], options["T"]) * sizes[0],),
-            q, k, v, flags, k, v, flags, out, lse,
-            *strides(q), *strides(k), *strides(v), *strides(k), *strides(v), *strides(out), *sizes, scales(q)[0],
+            q, k, v, flags, out, lse, *strides(q), *strides(k), *strides(v), *strides(out), *sizes, scales(q)[0],
             REVERSE=reverse, MORE=reverse, **options, num_warps=4, num_stages=1,
         )  # fmt: skip
     return out, lse
@@ -74,10 +72,10 @@ def _backward(dout, q, k, v, mask, out, lse, causal):
     for reverse in (False,) if causal else (False, True):
         launch(
             gradients, (n * sizes[0],),
-            q, k, v, flags, k, v, flags, out, dout, lse, delta, dq, dk, dv, dk, dv, parts,
-            *strides(q), *strides(k), *strides(v), *strides(k), *strides(v), *strides(out), *strides(dout),
+            q, k, v, flags, out, dout, lse, delta, dq, dk, dv, parts,
+            *strides(q), *strides(k), *strides(v), *strides(out), *strides(dout),
             *strides(dq), *strides(dk), *strides(dv), *sizes, n, *scales(q),
-            REVERSE=reverse, MORE=reverse, SAME=True, **options, num_warps=8 if q.shape[3] > 64 else 4, num_stages=1,
+            REVERSE=reverse, MORE=reverse, **options, num_warps=8 if q.shape[3] > 64 else 4, num_stages=1,
         )  # fmt: skip
         if n > 1:
             launch(
