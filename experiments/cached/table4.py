@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from weft.lab.sweep import Cell
 from weft.layers import sinusoids
 from weft.tasks import Known, Task, TaskData, TrainConfig, make_config
-from weft.tasks.base import Columns
+from weft.tasks.base import BuiltFromData, Columns
 from weft.tasks.files import find, read_parquet
 
 TITLE = "Table 4: translation, plain and cached"
@@ -129,7 +129,7 @@ def cut(ids: Tensor) -> Tensor:
     return ids[:, : int((ids != PAD).sum(1).max())].long()
 
 
-class Translation(Task):
+class Translation(BuiltFromData, Task):
     metric = "bleu"
     defaults = dict(
         layers=6, heads=4, dim=512, mlp_dim=1024, dropout=0.3, steps=50_000, batch_size=128, learning_rate=0.095,
@@ -143,13 +143,7 @@ class Translation(Task):
         self.name, self.about = f"{corpus}-{pair}", f"translation, {row}"  # type: ignore[misc]
         self.places = (f"{corpus}.{pair}", f"{corpus}.parquet")
 
-    def load(self, config: TrainConfig) -> TaskData:
-        return self._load(config, None)
-
-    def load_again(self, config: TrainConfig, known: Known) -> TaskData:
-        return self._load(config, known)
-
-    def _load(self, config: TrainConfig, known: Known | None) -> TaskData:
+    def read(self, config: TrainConfig, known: Known | None) -> TaskData:
         from sacrebleu.metrics import BLEU  # fail now, not after hours of training
 
         self.bleu, self.longest = BLEU(), config.max_length

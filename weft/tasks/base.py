@@ -74,7 +74,7 @@ class Task:
 
     def load_again(self, config: TrainConfig, known: Known) -> TaskData:
         """Load data for an existing run, with its vocabulary, classes and tokenizer instead of new ones. Tasks that
-        build any of these from the data override it."""
+        build any of these from the data derive from `BuiltFromData`."""
         return self.load(config)
 
     def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
@@ -117,6 +117,20 @@ class Task:
     def evaluating(self, model: nn.Module) -> AbstractContextManager[None]:
         """Context manager around an evaluation, to preserve state such as memories."""
         return nullcontext()
+
+
+class BuiltFromData:
+    """Mixin for tasks that build their vocabulary, classes or tokenizer from the data: they define `read`."""
+
+    def read(self, config: TrainConfig, known: Known | None) -> TaskData:
+        """Load the data; with `known`, use its meaning of ids and labels."""
+        raise NotImplementedError
+
+    def load(self, config: TrainConfig) -> TaskData:
+        return self.read(config, None)
+
+    def load_again(self, config: TrainConfig, known: Known) -> TaskData:
+        return self.read(config, known)
 
 
 class Classification(Task):

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .base import Columns, Known, TaskData
+from .base import BuiltFromData, Columns, Known, TaskData
 from .config import TrainConfig
 from .files import DamagedData, alone, atomic, decoded, find
 from .images import PICTURES, ImageClassification, refuse_strange
@@ -25,24 +25,18 @@ from .registry import add_task
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
-class StoredImages(ImageClassification):
+class StoredImages(BuiltFromData, ImageClassification):
     size = 224
 
     def __init__(self, name: str, where: str, folder: str = ""):
         self.name, self.about = name, f"images of {where}"  # type: ignore[misc]
         self.where, self.folder = where, folder or name
 
-    def load(self, config: TrainConfig) -> TaskData:
-        return self._load(config, None)
-
-    def load_again(self, config: TrainConfig, known: Known) -> TaskData:
-        return self._load(config, known.classes)
-
-    def _load(self, config: TrainConfig, classes: list[str] | None) -> TaskData:
+    def read(self, config: TrainConfig, known: Known | None) -> TaskData:
         size = config.image_size or self.size
         how = f"download the images of {self.where} and put them there as train/CLASS/… and val/CLASS/…"
         folder = find(config.data, (self.folder,), how)
-        classes = classes or folders(folder / "train")
+        classes = (known and known.classes) or folders(folder / "train")
         if len(classes) < 2:
             raise DamagedData(folder, "train/ needs a sub-folder for each of at least two classes")
         train, test = (stored(folder, part, classes, size) for part in ("train", "val"))

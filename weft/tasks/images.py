@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers import CachedAttention
-from .base import Classification, Columns, Known, TaskData, block_options, crate_options
+from .base import BuiltFromData, Classification, Columns, Known, TaskData, block_options, crate_options
 from .config import TrainConfig
 from .files import DamagedData, decoded, find, split_off
 from .registry import add_task
@@ -170,24 +170,18 @@ def crop_and_flip(image: Tensor, generator: torch.Generator) -> Tensor:
     return padded.permute(0, 2, 3, 1)[rows, y[:, :, None], x[:, None, :]].permute(0, 3, 1, 2)
 
 
-class ImageFolder(ImageClassification):
+class ImageFolder(BuiltFromData, ImageClassification):
     name = "imagefolder"
     about = "any images: train/CLASS/*.jpg and val/CLASS/*.jpg"
     size = 64
 
-    def load(self, config: TrainConfig) -> TaskData:
-        return self._load(config, None)
-
-    def load_again(self, config: TrainConfig, known: Known) -> TaskData:
-        return self._load(config, known.classes)
-
-    def _load(self, config: TrainConfig, classes: list[str] | None) -> TaskData:
+    def read(self, config: TrainConfig, known: Known | None) -> TaskData:
         folder = Path(config.data)
         if not (folder / "train").is_dir():
             folder = find(config.data, ("imagefolder",), "give a folder with train/CLASS/… and val/CLASS/… with --data")
         if not (folder / "train").is_dir():
             raise DamagedData(folder, "it is not a folder with train/ and val/")
-        classes = classes or sorted(p.name for p in (folder / "train").glob("*") if p.is_dir())
+        classes = (known and known.classes) or sorted(p.name for p in (folder / "train").glob("*") if p.is_dir())
         if len(classes) < 2:
             raise DamagedData(folder, "train/ needs a sub-folder for each of at least two classes")
         size = config.image_size or self.size

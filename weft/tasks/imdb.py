@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .base import Columns, Known, StudyTask, TaskData
+from .base import BuiltFromData, Columns, Known, StudyTask, TaskData
 from .config import TrainConfig
 from .files import DamagedData, as_ids, as_labels, find, pad_rows, read_parquet, read_text, split_off
 from .registry import add_task
@@ -65,17 +65,11 @@ def _read_folder(path: Path) -> tuple[Reviews, Reviews]:
     return part("train"), part("test")
 
 
-class IMDb(StudyTask):
-    def load(self, config: TrainConfig) -> TaskData:
-        return self._load(config, None)
-
-    def load_again(self, config: TrainConfig, known: Known) -> TaskData:
-        return self._load(config, known.vocabulary)
-
-    def _load(self, config: TrainConfig, vocabulary: list[str] | None) -> TaskData:
+class IMDb(BuiltFromData, StudyTask):
+    def read(self, config: TrainConfig, known: Known | None) -> TaskData:
         train, test = read(config.data)
         length = config.max_length or self.length
-        vocabulary = vocabulary or self.vocabulary(train)
+        vocabulary = (known and known.vocabulary) or self.vocabulary(train)
         stay, held_out = split_off(len(train), len(train) // 10)
         ids, labels = self.rows([text for text, _ in train], vocabulary, length), np.array([y for _, y in train])
         splits = [(ids[stay], labels[stay]), (ids[held_out], labels[held_out])]

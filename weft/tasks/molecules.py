@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .base import Columns, Known, Task, TaskData
+from .base import BuiltFromData, Columns, Known, Task, TaskData
 from .config import TrainConfig
 from .files import DamagedData, find, read_parquet
 from .graphs import ATOM_SIZES, BOND_SIZES, FAR, graphs, pair_features, scaffold
@@ -42,7 +42,7 @@ QM9 = {
 SPLITS = ("random", "scaffold")
 
 
-class Molecules(Task):
+class Molecules(BuiltFromData, Task):
     metric, higher_is_better, answers = "mae", False, "values"
     reads = frozenset()
     models = ("egt",)
@@ -67,13 +67,7 @@ class Molecules(Task):
         if config.dim % config.heads:
             raise ValueError(f"dim={config.dim} must be divisible by heads={config.heads}")
 
-    def load(self, config: TrainConfig) -> TaskData:
-        return self._load(config, None)
-
-    def load_again(self, config: TrainConfig, known: Known) -> TaskData:
-        return self._load(config, known)
-
-    def _load(self, config: TrainConfig, known: Known | None) -> TaskData:
+    def read(self, config: TrainConfig, known: Known | None) -> TaskData:
         path = find(config.data, self.places, f"put a table of molecules there, with columns smiles and {self.target}")
         smiles, targets = read_table(path, self.target)
         stored = graphs(path, smiles)

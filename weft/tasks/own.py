@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Columns, DataMissing, Known, TaskData, TextClassification
+from .base import BuiltFromData, Columns, DataMissing, Known, TaskData, TextClassification
 from .config import TrainConfig
 from .files import DamagedData, as_ids, pad_rows, split_off
 from .imdb import WORD
@@ -65,7 +65,7 @@ def encoder(vocabulary: list[str] | None, tokenizer: str | None, length: int) ->
     return lambda text: as_ids(text.encode()[:length], length), 257
 
 
-class TextTable(TextClassification):
+class TextTable(BuiltFromData, TextClassification):
     """Texts of a table in, one answer each out."""
 
     length = 512
@@ -76,13 +76,7 @@ class TextTable(TextClassification):
         warmup=200, clip=1.0, eval_every=200, pooling="mean",
     )  # fmt: skip
 
-    def load(self, config: TrainConfig) -> TaskData:
-        return self._load(config, None)
-
-    def load_again(self, config: TrainConfig, known: Known) -> TaskData:
-        return self._load(config, known)
-
-    def _load(self, config: TrainConfig, known: Known | None) -> TaskData:
+    def read(self, config: TrainConfig, known: Known | None) -> TaskData:
         found = {split: self._examples(table, config) for split, table in read_tables(config.data).items()}
         parts = self._split(found)
         train = parts["train"]
@@ -210,7 +204,7 @@ class Regress(TextTable):
         return {"loss": mse, "mae": sums["absolute"] / sums["count"], "rmse": math.sqrt(mse)}
 
 
-class TextModel(Bytes):
+class TextModel(BuiltFromData, Bytes):
     name = "lm"
     about = "a language model of your own text: --data FILE or folder, --tokenizer bytes or bpe:SIZE"
     metric = "perplexity"
@@ -226,13 +220,7 @@ class TextModel(Bytes):
     }
     length = 512
 
-    def load(self, config: TrainConfig) -> TaskData:
-        return self._load(config, None)
-
-    def load_again(self, config: TrainConfig, known: Known) -> TaskData:
-        return self._load(config, known)
-
-    def _load(self, config: TrainConfig, known: Known | None) -> TaskData:
+    def read(self, config: TrainConfig, known: Known | None) -> TaskData:
         length = config.max_length or self.length
         parts = self.parts(self.content(config))
         if config.tokenizer in ("", "bytes"):

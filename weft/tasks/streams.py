@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.cached import RecurrentCache
-from .base import DataMissing, Known, TaskData
+from .base import BuiltFromData, DataMissing, Known, TaskData
 from .config import TrainConfig
 from .registry import add_task
 from .text import Bytes, Enwik8
@@ -31,7 +31,7 @@ def in_streams(ids: np.ndarray, streams: int, length: int) -> Tensor:
     return torch.from_numpy(ids[starts.reshape(-1, 1) + np.arange(length + 1)])
 
 
-class Streams(Bytes):
+class Streams(BuiltFromData, Bytes):
     """A task of `Bytes` whose rows are pieces of streams."""
 
     streams = True
@@ -46,13 +46,7 @@ class Streams(Bytes):
         parts = self.parts(self.content(config))
         return [np.frombuffer(part, np.uint8) for part in parts], {"facts": {"vocab": self.vocab}}
 
-    def load(self, config: TrainConfig) -> TaskData:
-        return self._load(config, None)
-
-    def load_again(self, config: TrainConfig, known: Known) -> TaskData:
-        return self._load(config, known)
-
-    def _load(self, config: TrainConfig, known: Known | None) -> TaskData:
+    def read(self, config: TrainConfig, known: Known | None) -> TaskData:
         length = config.max_length or self.length
         parts, meaning = self.texts(config, known)
         train, val, test = ({"bytes": in_streams(part, config.batch_size, length)} for part in parts)

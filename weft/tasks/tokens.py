@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Columns, DataMissing, Known, TaskData, block_options
+from .base import BuiltFromData, Columns, DataMissing, Known, TaskData, block_options
 from .config import TrainConfig
 from .files import DamagedData, alone, atomic, find, sha256
 from .registry import add_task
@@ -197,7 +197,7 @@ def unseen(count: int, length: int, stride: int) -> Tensor:
     return torch.cat([torch.ones(1, length, dtype=torch.bool), new.expand(count - 1, -1)])
 
 
-class Tokens(Bytes):
+class Tokens(BuiltFromData, Bytes):
     """Predict the next token; metric perplexity."""
 
     metric = "perplexity"
@@ -217,13 +217,7 @@ class Tokens(Bytes):
                 raise DataMissing(f"{folder} is a file: give the folder of the corpus with --data, and {how}")
         return encoded(folder, self.pieces, known)
 
-    def load(self, config: TrainConfig) -> TaskData:
-        return self._load(config, None)
-
-    def load_again(self, config: TrainConfig, known: Known) -> TaskData:
-        return self._load(config, known)
-
-    def _load(self, config: TrainConfig, known: Known | None) -> TaskData:
+    def read(self, config: TrainConfig, known: Known | None) -> TaskData:
         length = config.max_length or self.length
         ids, code = self.ids(config, known)
         train = {"bytes": windows(ids["train"], length, self.overlap)}
@@ -289,7 +283,7 @@ class MaskedTokens(Tokens, Masked):
     overlap = 0
     reads = frozenset({"max_length", "mask_rate"})
 
-    def _load(self, config: TrainConfig, known: Known | None) -> TaskData:
+    def read(self, config: TrainConfig, known: Known | None) -> TaskData:
         length = config.max_length or self.length
         ids, code = self.ids(config, known)
         self.mask = len(code)
