@@ -43,4 +43,4 @@ def device(request):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--every-model", action="store_true", help="sweep every architecture of transformers and timm")
+    parser.addoption("--every-model", action="store_true", help="sweep every architecture of transformers")

@@ -30,7 +30,7 @@ def train(model: nn.Module, *inputs: torch.Tensor) -> None:
     """Fills caches, and changes the initial parameters."""
     model.train()
     out = model(*inputs)
-    out = getattr(out, "logits", out)
+    out = getattr(out, "logits", getattr(out, "last_hidden_state", out))
     out.square().mean().backward()
     torch.optim.SGD(model.parameters(), 0.1).step()
     model.eval()
@@ -95,6 +95,37 @@ def test_transformers(name, change, tmp_path):
     assert weft.describe(again) == weft.describe(model)
 
 
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize(
+    "name, to",
+    [("bert/BertModel", "linformer"), ("llama/LlamaForCausalLM", "synthesizer"), ("bert/BertModel", "routing")],
+)
+def test_learned_mechanisms_in_transformers(name, to, cached, tmp_path):
+    """They belong to the layers: created like them, trained, saved and restored."""
+    pytest.importorskip("transformers")
+    import zoo
+
+    model, ids = zoo.build(name, "sdpa").to(torch.float64), zoo.tokens()
+    plain, keys = zoo.outputs(model, {"input_ids": ids}), model.state_dict().keys()
+    options = {} if to == "routing" else {"max_length": 16}
+    report = weft.swap(model, to, **options)
+    assert report.replaced and not report.left
+    mine = {key: p for key, p in model.named_parameters() if ".weft." in key}
+    assert all(p.dtype == torch.float64 for p in mine.values()) and (mine or to == "routing")
+    if cached:
+        second = weft.cache(model, 0.5)
+    train(model, ids)
+    assert all(p.grad is not None and p.grad.any() for p in mine.values())
+    expected = zoo.outputs(model, {"input_ids": ids})
+    model.save_pretrained(tmp_path)
+    again = weft.huggingface.load(tmp_path, dtype=torch.float64).eval()
+    torch.testing.assert_close(zoo.outputs(again, {"input_ids": ids}), expected, **CLOSE)
+    if cached:
+        second.undo()
+    report.undo()
+    assert model.state_dict().keys() == keys and zoo.outputs(model, {"input_ids": ids}).shape == plain.shape
+
+
 def test_transformers_in_a_fresh_process(tmp_path):
     pytest.importorskip("transformers")
     import zoo
@@ -106,7 +137,12 @@ def test_transformers_in_a_fresh_process(tmp_path):
     model.eval().save_pretrained(tmp_path)
     torch.save({"ids": ids, "logits": zoo.outputs(model, {"input_ids": ids})}, tmp_path / "expected.pt")
     code = (
-        "import sys, torch, weft; model = weft.huggingface.load(sys.argv[1]).eval();"
+        "import sys, warnings, weft; assert 'transformers' not in sys.modules;"
+        "from transformers import LlamaForCausalLM; warnings.simplefilter('error', UserWarning)\n"
+        "try: LlamaForCausalLM.from_pretrained(sys.argv[1])\n"
+        "except UserWarning as warning: assert 'weft.huggingface.load' in str(warning)\n"
+        "else: raise AssertionError('no warning')\n"
+        "import torch; model = weft.huggingface.load(sys.argv[1]).eval();"
         "kept = torch.load(sys.argv[1] + '/expected.pt');"
         "torch.testing.assert_close(model(kept['ids']).logits.detach(), kept['logits'])"
     )

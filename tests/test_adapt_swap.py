@@ -421,8 +421,6 @@ def test_one_layer_of_a_transformers_model():
     assert torch.equal(*tokens)
     second.undo(), first.undo()
     assert torch.equal(subject(ids).logits, before)
-    report = weft.swap(subject, "synthesizer", max_length=16)
-    assert all("no place to store" in why for why in report.left.values())
 
 
 def test_compiled():

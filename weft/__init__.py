@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import _interrupt  # noqa: F401
+from . import _interrupt, _loading  # noqa: F401
 from .attention import Attention, AttentionInfo, attention_info, attentions, make_attention, register
 from .core.positions import ALiBi, RelativeBias, RelativeBias2d, Rotary
 from .core.segments import Segments

@@ -42,7 +42,7 @@ def guard(name: str) -> None:
 
 
 def install() -> None:
-    """Check models when they are built, and warn if a config describes a changed model."""
+    """Check models when they are built."""
     if not hasattr(PreTrainedModel.get_correct_attn_implementation, "weft"):
         _wrap("get_correct_attn_implementation", after=_check_and_watch)
         _wrap("set_attn_implementation", before=_check_parts)
@@ -66,12 +66,6 @@ def _wrap(method: str, *, before: Callable | None = None, after: Callable | None
 
 
 def _check_and_watch(model: PreTrainedModel, implementation: Any) -> None:
-    if isinstance(vars(model.config).get("weft"), dict) and not model._modules:  # under construction
-        warnings.warn(
-            f"the config of {type(model).__name__} describes changes by weft.swap or weft.cache, but the model is "
-            "built without them: use weft.huggingface.load(folder) to restore them",
-            stacklevel=2,
-        )
     if isinstance(implementation, str) and implementation in NAMES:
         _refuse_if_by_hand(model, implementation)
         if _begin not in model._forward_pre_hooks.values():

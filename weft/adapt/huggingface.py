@@ -102,26 +102,27 @@ def load(folder: str | Path, **options: Any) -> Any:
     if description is None:
         raise ValueError(f"{folder}/config.json describes no swap or cache: use from_pretrained")
     cls = getattr(transformers, config.architectures[0])
-    if "cached" not in description:
+    swapped, cached = description.get("swapped", {}), description.get("cached", {})
+    if not cached and not any(learns(settings["to"]) for settings in swapped.values()):
         model = cls.from_pretrained(folder, config=config, **options)
         apply(model, description)
         return model
     plain, own = {}, {}
     for key, value in _tensors(Path(folder)).items():
-        path = next((path for path in description["cached"] if key.startswith(path + ".cached.")), None)
+        path = next((path for path in cached if key.startswith(path + ".cached.")), None)
         inner = f"{path}.cached.inner."
-        if path is None:
-            plain[key] = value
-        elif key.startswith(inner):
-            plain[path + "." + key.removeprefix(inner)] = value
+        name = key if path is None else path + "." + key.removeprefix(inner)
+        if (path is None or key.startswith(inner)) and not any(name.startswith(path + ".weft.") for path in swapped):
+            plain[name] = value
         else:
             own[key] = value
     model = cls.from_pretrained(None, config=config, state_dict=plain, **options)
     apply(model, description)
     unknown = model.load_state_dict(own, strict=False).unexpected_keys
-    lost = [key for key in model.state_dict() if ".cached." in key and ".cached.inner." not in key and key not in own]
+    ours = [key for key in model.state_dict() if ".weft." in key or (".cached." in key and ".cached.inner." not in key)]
+    lost = [key for key in ours if key not in own]
     if unknown or lost:
-        raise ValueError(f"{folder} does not have the caches that its config.json describes: {[*unknown, *lost]}")
+        raise ValueError(f"{folder} does not have the tensors that its config.json describes: {[*unknown, *lost]}")
     return model
 
 
@@ -351,7 +352,13 @@ def _split(pairs: Tensor, position_bias: Tensor | None) -> tuple[Tensor, Tensor 
 
 
 def _instance(choice: Choice, module: nn.Module, q: Tensor, causal: bool, window: int | None = None) -> Attention:
-    """The layer's mechanism instance. It is not a submodule, so that the state dict does not change."""
+    """The layer's mechanism instance. Only learned ones are submodules, so that the state dict does not change."""
+    if "weft" in module._modules:
+        core: Any = module.weft
+        shape = (core.settings["heads"], core.settings["head_dim"])
+        if shape != (q.shape[1], q.shape[3]):
+            raise ValueError(f"{choice.shown} was made for (heads, head size) {shape}, but q is {tuple(q.shape)}")
+        return core.form(causal)
     kept = layer_state(module).mechanisms
     key = (choice.number, q.shape[1], q.shape[3], causal, window)
     if window and choice.name == "longformer":  # the model's window, or a smaller one

@@ -35,8 +35,6 @@ def unfit(layer: Layer, info: AttentionInfo, settings: dict[str, Any], causal: b
         return f"the layer changes the logits (a soft cap or sinks), which {info.name} does not have"
     if "rows" in layer.needs and not rows_are_independent(info.name, _given(settings)):
         return f"{info.name} mixes the queries of different positions, which would leak a decoder's future"
-    if layer.kind == "transformers" and learns(info.name):
-        return f"{info.name} has learned state, and transformers has no place to store it"
     return ""
 
 
@@ -130,10 +128,20 @@ def _plan_timm(layer: Layer, info: AttentionInfo, settings: dict, causal: bool |
 def _plan_transformers(
     layer: Layer, info: AttentionInfo, settings: dict, causal: bool | None, prefix: int
 ) -> list[Patch]:
+    from .cached_layer import width_and_heads
     from .huggingface import Choice
     from .past import layer_state
 
-    return [Patch(layer_state(layer.module), "choice", Choice(info.name, _given(settings)))]
+    patches = [Patch(layer_state(layer.module), "choice", Choice(info.name, _given(settings)))]
+    if learns(info.name):  # part of the layer, so that it is trained, moved and saved with the model
+        module: Any = layer.module
+        dim, heads = width_and_heads(module)
+        own = getattr(module, "head_dim", None) or getattr(layer.config, "head_dim", None)
+        longest = getattr(layer.config, "max_position_embeddings", None) if layer.causal else None
+        settings = {**settings, "max_length": settings["max_length"] or longest}
+        core = _core(module, info, bool(layer.causal), settings, heads=heads, head_dim=own or dim // heads)
+        patches.append(Patch(module, "weft", core))
+    return patches
 
 
 PLANS: dict[str, Callable[..., list[Patch] | str]] = {
