@@ -66,24 +66,14 @@ def size(
 
 def show(title: str, rows: list[SizeRow]) -> None:
     """Print the rows as a table."""
-    from rich.console import Console
-    from rich.table import Table
-
+    from ..lab.bench.report import Table
     from ..models.sizes import checkpoint_size
 
-    table = Table(title=title, title_justify="left")
-    for heading in ("model", "layers x heads"):
-        table.add_column(heading)
-    for heading in ("parameters", "ours, MiB", "published, MiB", "paper, MiB"):
-        table.add_column(heading, justify="right")
-    previous = None
+    table = Table(title, ("model", "layers x heads", "parameters", "ours, MiB", "published, MiB", "paper, MiB"))
     for row in rows:
-        if previous is not None and row.model != previous:
-            table.add_section()
-        previous = row.model
         ours, theirs = checkpoint_size(row.parameters), checkpoint_size(row.published)
-        table.add_row(row.model, row.shape, f"{row.parameters:,}", ours, theirs, row.printed or "-")
-    Console().print(table)
+        table.rows.append((row.model, row.shape, f"{row.parameters:,}", ours, theirs, row.printed or "-"))
+    table.show()
 
 
 CRATE_PRINTED = {"tiny": 6.09, "small": 13.12, "base": 22.80, "large": 77.64}  # M, arXiv 2306.01129, Table 1
@@ -92,21 +82,18 @@ CRATE_PRINTED = {"tiny": 6.09, "small": 13.12, "base": 22.80, "large": 77.64}  #
 def show_crate() -> None:
     """Print the published sizes of CRATE as a table."""
     import torch
-    from rich.console import Console
-    from rich.table import Table
 
+    from ..lab.bench.report import Table
     from ..models.crate import SIZES, crate
     from ..models.sizes import parameters
 
-    table = Table(title="CRATE, images of 224 x 224, 1,000 classes", title_justify="left")
-    for heading in ("model", "layers x heads"):
-        table.add_column(heading)
-    for heading in ("width", "parameters", "ours, M", "paper, M"):
-        table.add_column(heading, justify="right")
+    headings = ("model", "layers x heads", "width", "parameters", "ours, M", "paper, M")
+    table = Table("CRATE, images of 224 x 224, 1,000 classes", headings)
     for name, shape in SIZES.items():
         with torch.device("meta"):
             count = parameters(crate(name))
         counts = f"{count:,}", f"{count / 1e6:.2f}", f"{CRATE_PRINTED[name]:.2f}"
-        table.add_row(f"CRATE-{name.capitalize()}", f"{shape['layers']}x{shape['heads']}", str(shape["dim"]), *counts)
-    Console().print(table)
+        shown = f"{shape['layers']}x{shape['heads']}", str(shape["dim"])
+        table.rows.append((f"CRATE-{name.capitalize()}", *shown, *counts))
+    table.show()
     typer.echo("paper: White-Box Transformers via Sparse Rate Reduction (arXiv 2306.01129), Table 1.")

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ...models.pvt import pvt
 from ...models.sizes import parameters
+from .report import Table
 
 # Zhang et al., Cached Transformers (2312.12742): Table 9, plain and cached, and Table 10, by caching ratio; G.
 PRINTED = {"tiny": (1.90, 2.15), "small": (3.80, 4.29), "medium": (6.70, 7.61)}
@@ -96,23 +97,17 @@ def timm_sizes(names: Iterable[str] = TIMM_MODELS) -> list[CostRow]:
 
 def show_costs(rows: Iterable[CostRow]) -> None:
     """Print the rows as a table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="one image of 224 x 224, training", title_justify="left")
-    table.add_column("model", no_wrap=True)
-    for heading in ("cache", "r", "parameters, M", "mult-adds, G", "less products", "paper", "differs"):
-        table.add_column(heading, justify="right")
+    headings = ("model", "cache", "r", "parameters, M", "mult-adds, G", "less products", "paper", "differs")
+    table = Table("one image of 224 x 224, training", headings)
     for row in rows:
         cached = ("-", "-") if row.ratio is None else (row.preset, f"{row.ratio:g}")
         beside = ("-", "-")
         if row.printed is not None:
             beside = f"{row.printed:.2f}", f"{row.as_printed / row.printed - 1:+.1%}"
         counts = f"{row.parameters / 1e6:.3f}", f"{row.multiply_adds / 1e9:.3f}", f"{row.as_printed:.3f}"
-        table.add_row(row.model, *cached, *counts, *beside)
-    console = Console()
-    console.print(table)
-    console.print(
+        table.rows.append((row.model, *cached, *counts, *beside))
+    table.show()
+    print(
         "less products: without the cached branch's scores and values, which is close to the paper's values\n"
         "(Cached Transformers, arXiv 2312.12742, Tables 9 and 10). The last column compares these."
     )
