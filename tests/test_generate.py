@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import weft
-import weft.lab
+import weft.lab.trained
 from weft.cli import app
 from weft.layers import MSSA, MixedAttention
 from weft.models import LanguageModel
@@ -181,16 +183,18 @@ def test_models_that_cannot_generate_say_why():
         model("routing").generate(prompts(), 4)
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
+@pytest.fixture(scope="module", params=["bytes", "bpe:300"])
+def run(request, tmp_path_factory):
     from weft.lab import train
 
     pytest.importorskip("lightning")
     folder = tmp_path_factory.mktemp("generate")
-    (folder / "text").write_text("abc äöü. " * 300)
+    letters = random.Random(0)
+    (folder / "text").write_text("".join(letters.choice("abcdefgh äöü.\n") for _ in range(6000)))
     small = dict(layers=1, heads=2, head_dim=4, dim=8, mlp_dim=8, steps=2, batch_size=2, max_length=32, eval_every=2)
+    small |= dict(accelerator="cpu", tokenizer=request.param)
     out = folder / "run"
-    train(make_config("text", data=str(folder / "text"), out=str(out), attention="full", eval_batches=1, **small))
+    train(make_config("lm", data=str(folder / "text"), out=str(out), attention="full", eval_batches=1, **small))
     return out
 
 
@@ -215,5 +219,7 @@ def test_the_command_refuses(run, tmp_path, monkeypatch):
     assert "not both" in refusal(str(run), "--prompt", "a", "--file", "b")
     assert "does not exist" in refusal(str(run), "--file", str(tmp_path / "none"))
     assert str(tmp_path) in refusal(str(tmp_path), "--prompt", "a")
-    monkeypatch.setattr(weft.lab, "load_run", lambda *a, **b: (nn.Linear(1, 1), make_config("digits"), None))
+    trained = weft.load(run)
+    trained.model, trained.config = nn.Linear(1, 1), make_config("digits")
+    monkeypatch.setattr(weft.lab.trained, "load", lambda *given: trained)
     assert "has a Linear trained on 'digits'" in refusal(str(run), "--prompt", "a")

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from ..tasks import TaskData
+    from ..tasks.base import Known
 
 
 def generate(
-    run: Annotated[Path, typer.Argument(help="the folder of a run")],
+    run: Annotated[Path, typer.Argument(help="the folder of a run, or an exported model")],
     prompt: Annotated[str | None, typer.Option(help="text to continue; default: --file, or standard input")] = None,
     file: Annotated[Path | None, typer.Option(help="read the prompt from this file; - for standard input")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="how many tokens to generate")] = 200,
@@ -26,28 +26,27 @@ def generate(
         float | None, typer.Option(help="sample from the most likely tokens with this probability")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="of the samples")] = None,
-    which: Annotated[str, typer.Option(help="weights to use: best, last or average")] = "best",
-    data_at: Annotated[str, typer.Option("--data", help="data folder, if it has moved since the run")] = "",
+    which: Annotated[str, typer.Option(help="weights to use: best, last or average; default: the tested ones")] = "",
     device: Annotated[str, typer.Option(help="cpu or cuda; default: cuda if available")] = "",
 ) -> None:
     """Continue a prompt with a trained language model. Prints the text as it is generated, and tokens/s at the end."""
     import torch
 
-    from ..lab import load_run
+    from ..lab.trained import load
     from ..models.language import LanguageModel
-    from ..tasks.registry import task_of
     from ..tasks.text import Bytes
 
-    if which not in ("best", "last", "average"):
+    if which not in ("", "best", "last", "average"):
         raise typer.BadParameter(f"--which must be best, last or average, got {which!r}")
     text = _prompt(prompt, file)
-    model, config, data = load_run(run, which, data=data_at)
-    if not isinstance(model, LanguageModel) or not isinstance(task_of(config), Bytes) or not model.causal:
+    trained = load(run, which)
+    model, config = trained.model, trained.config
+    if not isinstance(model, LanguageModel) or not isinstance(trained.task, Bytes) or not model.causal:
         raise typer.BadParameter(
             f"{run} has a {type(model).__name__} trained on {config.task!r}, which does not predict the next token; "
-            "weft generate needs a run of a causal language model, such as `weft train text`"
+            "weft generate needs a run of a causal language model, such as `weft train lm`"
         )
-    encode, writer = code_of(data)
+    encode, writer = code_of(trained.known)
     ids = encode(text)
     if not ids:
         raise typer.BadParameter("the prompt is empty: give at least one token with --prompt or --file")
@@ -84,7 +83,7 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     return sys.stdin.read()
 
 
-def code_of(data: TaskData) -> tuple[Callable[[str], list[int]], Callable[[], Callable[[int], str]]]:
+def code_of(data: Known) -> tuple[Callable[[str], list[int]], Callable[[], Callable[[int], str]]]:
     """How the run encodes text, and a function from each new id to the text it completes."""
     if data.tokenizer is not None:
         from tokenizers import Tokenizer
