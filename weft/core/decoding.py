@@ -165,7 +165,7 @@ class Decoding:
     ) -> DecodingState:
         """Return the state before the first token. `device` and `dtype` default to those of the first token.
 
-        With `max_length` the state is allocated once, for so many tokens, and every call updates it in place.
+        With `max_length` the state is allocated once, for that many tokens, and every call updates it in place.
         `history` is the number of tokens that `crop` must be able to drop; mechanisms that keep all tokens can drop any
         number without it.
         """

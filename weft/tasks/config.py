@@ -51,7 +51,7 @@ class TrainConfig:
     pooling: str = ""  # cls, mean or first; empty: the model's default
     image_size: int = 0  # side of the images, image classification only; 0: the task's default
     patch: int = 4  # side of a patch, image classification only
-    eval_stride: int = 0  # score only the last tokens of overlapping evaluation windows, so many; 0: no overlap
+    eval_stride: int = 0  # overlap evaluation windows and score only this many last tokens of each; 0: no overlap
     mask_rate: float = 0.15  # fraction of masked tokens, masked language modelling only
     augment: bool = True  # random crops and flips, image classification only
     tokenizer: str = ""  # bytes, words, bpe:SIZE or a tokenizer.json; your own texts only

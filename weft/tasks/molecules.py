@@ -115,7 +115,7 @@ class Molecules(BuiltFromData, Task):
 
 
 class Rescaled(nn.Module):
-    """A model of values with mean 0 and deviation 1, in the target's own unit."""
+    """Converts normalised predictions (mean 0, deviation 1) to the unit of the target."""
 
     def __init__(self, model: nn.Module, mean: float, deviation: float):
         super().__init__()

@@ -22,7 +22,7 @@ ENDINGS = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 
 @dataclass
 class Table:
-    """Rows of named columns; `places` says where each row stands in its file."""
+    """Rows of named columns; `places` are their positions in the file, for error messages."""
 
     path: Path
     columns: list[str]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...attention import Attention, attention_info, attentions, make_attention
 from ...core.decoding import DecodingState
-from .report import Line, Report, Table, cell
+from .report import Line, Report, Table, cell, log_plot
 from .scaling import costs
 from .timing import Call, How, Timing, forget, ratio, reason, take_turns
 
@@ -243,26 +243,14 @@ def _middle(values: Sequence[float | None]) -> float | None:
 
 
 def plot(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Plot step time and state memory over the context, with logarithmic axes."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'weft[lab]'") from error
-    figure, axes = plt.subplots(1, 2, figsize=(12, 5), constrained_layout=True)
-    panels = (("ms per token", "ms", "cache_ms", 1.0), ("state, MiB", "state_bytes", "cache_bytes", 2.0**-20))
-    for axis, (title, what, cache, scale) in zip(axes, panels, strict=True):
-        lengths = sorted({record["length"] for record in records})
-        reference = [_middle([r.get(cache) for r in records if r["length"] == L]) or math.nan for L in lengths]
-        axis.loglog(lengths, [scale * y for y in reference], "k--", marker="o", label=BASELINE, base=2)
-        for name, row in costs(records, what).items():
-            points = {L: scale * value for L, value in row.items() if value}
-            axis.loglog(list(points), list(points.values()), marker="o", label=name, base=2)
-        axis.set_xlabel("tokens of context")
-        axis.set_title(title)
-        axis.grid(True, which="both", alpha=0.3)
-    axes[0].legend(fontsize=8)
-    figure.savefig(path)
-    plt.close(figure)
+    """Plot step time and state memory over the context."""
+    lengths = sorted({record["length"] for record in records})
+    panels = {}
+    for title, what, cache, scale in (
+        ("ms per token", "ms", "cache_ms", 1.0),
+        ("state, MiB", "state_bytes", "cache_bytes", 2.0**-20),
+    ):
+        reference = {L: _middle([r.get(cache) for r in records if r["length"] == L]) for L in lengths}
+        rows = {BASELINE: reference, **costs(records, what)}
+        panels[title] = {name: {L: scale * y for L, y in row.items() if y} for name, row in rows.items()}
+    log_plot(path, panels, "tokens of context", BASELINE, lambda name, points: name)

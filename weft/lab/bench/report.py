@@ -6,7 +6,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,34 @@ def _line(cells: Sequence[str]) -> str:
 def cell(value: float | None, digits: int = 1) -> str:
     """A formatted number, or a dash if there is none."""
     return "-" if value is None or value != value else f"{value:,.{digits}f}"
+
+
+Curves = Mapping[str, Mapping[int, float | None]]  # name -> length -> value
+Label = Callable[[str, dict[int, float]], str]  # of a curve, from its name and points
+
+
+def log_plot(path: Path, panels: Mapping[str, Curves], xlabel: str, reference: str, label: Label) -> None:
+    """Plot values over length with logarithmic axes, one panel per title; `reference` is the dashed curve."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'weft[lab]'") from error
+    panels = {title: rows for title, rows in panels.items() if any(any(row.values()) for row in rows.values())}
+    figure, axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), 5), constrained_layout=True, squeeze=False)
+    for axis, (title, rows) in zip(axes[0], panels.items(), strict=True):
+        for name, row in rows.items():
+            points = {L: value for L, value in row.items() if value}
+            style = {"color": "black", "linestyle": "--"} if name == reference else {}
+            axis.loglog(list(points), list(points.values()), marker="o", label=label(name, points), base=2, **style)
+        axis.set_xlabel(xlabel)
+        axis.set_title(title)
+        axis.grid(True, which="both", alpha=0.3)
+        axis.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
 
 
 class Report:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...attention import make_attention
-from .report import Line, Report, Table, cell
+from .report import Line, Report, Table, cell, log_plot
 from .timing import Call, How, Timing, forget, reason, take_turns
 
 FIGURE_3 = (
@@ -174,30 +174,11 @@ def _share(a: float | None, b: float | None) -> str:
 
 
 def plot(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Plot time and memory over length, with logarithmic axes."""
-    try:
-        import matplotlib
+    """Plot time and memory over length."""
+    panels = {"milliseconds": costs(records, "ms"), "MiB beyond the inputs": costs(records, "peak_mib")}
 
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'weft[lab]'") from error
-    panels = [(title, rows) for title, rows in _panels(records) if any(any(row.values()) for row in rows.values())]
-    figure, axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), 5), constrained_layout=True, squeeze=False)
-    for axis, (title, rows) in zip(axes[0], panels, strict=True):
-        for name, row in rows.items():
-            points = {L: value for L, value in row.items() if value}
-            slope = exponent(list(points), list(points.values()))
-            label = name if slope is None else f"{name} (L^{slope:.2f})"
-            style = {"color": "black", "linestyle": "--"} if name == "full" else {}
-            axis.loglog(list(points), list(points.values()), marker="o", label=label, base=2, **style)
-        axis.set_xlabel("length L")
-        axis.set_title(title)
-        axis.grid(True, which="both", alpha=0.3)
-        axis.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    def label(name: str, points: dict[int, float]) -> str:
+        slope = exponent(list(points), list(points.values()))
+        return name if slope is None else f"{name} (L^{slope:.2f})"
 
-
-def _panels(records: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, dict[int, float | None]]]]:
-    return [("milliseconds", costs(records, "ms")), ("MiB beyond the inputs", costs(records, "peak_mib"))]
+    log_plot(path, panels, "length L", "full", label)

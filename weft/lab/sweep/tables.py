@@ -46,7 +46,7 @@ def sweep_folders(paths: Sequence[Path]) -> dict[Path, list[Path]]:
 
 
 def report_sweeps(files: Sequence[Path], out: Path, runs: Path | None = None) -> str:
-    """Write OUT.md, OUT.html and beside them a `NAME.results.json` per sweep; the Markdown is returned."""
+    """Write OUT.md, OUT.html and, next to them, `NAME.results.json` per sweep. Returns the Markdown."""
     folder = files[0].resolve().parent
     title = f"{folder.parent.name}/{folder.name}"
     texts, parts = [f"# {title}\n"], [f"<h1>{html.escape(title)}</h1>"]
