@@ -292,3 +292,27 @@ def test_pathfinder_does_not_depend_on_the_number_of_workers(tmp_path, monkeypat
         assert "30 examples in" in found.output and "per second" in found.output
     one, three = (tmp_path / n / "pathfinder32-easy" / "images.npy" for n in ("1", "3"))
     assert one.read_bytes() == three.read_bytes()
+
+
+def test_advice_measures_and_recommends_with_reasons():
+    from typer.testing import CliRunner
+
+    import weft
+    from weft.cli import app
+
+    advice = weft.advise(
+        96, causal=True, heads=2, head_dim=8, only=["linear", "combiner-fixed", "local"], budget=0.2, device="cpu"
+    )
+    rows = {row.name: row for row in advice.rows}
+    assert set(rows) == {"full", "linear", "combiner-fixed", "local"}
+    assert all(row.ms > 0 and row.step_ms > 0 and row.state_mib > 0 and not row.error for row in rows.values())
+    assert rows["linear"].state_mib < rows["full"].state_mib
+    assert advice.recommended and advice.recommended[0] in rows and advice.recommended[0] in advice.reasons[0]
+    sees_all = {name for name, row in rows.items() if row.sees_all}
+    assert sees_all == {"full", "linear", "combiner-fixed"}
+    with pytest.raises(ValueError, match="length must be at least 1"):
+        weft.advise(0)
+    shown = CliRunner().invoke(
+        app, ["advise", "--length", "64", "--heads", "2", "--head-dim", "8", "--only", "combiner-fixed"]
+    )
+    assert shown.exit_code == 0 and "combiner-fixed" in shown.output and "- " in shown.output

@@ -54,7 +54,7 @@ __all__ = [
 _MODULES = {"parallel": "parallel", "inspect": "inspect", "layers": "layers", "models": "models"}
 _MODULES |= {"adapt": "adapt", "huggingface": "adapt.huggingface", "timm": "adapt.timm"}  # these need their library
 _NAMES = {"cache": "adapt.surgery", "swap": "adapt.surgery", "ensemble": "adapt.ensemble"}
-_NAMES |= {"load": "lab.trained"}
+_NAMES |= {"load": "lab.trained", "advise": "lab.bench.advise"}
 _NAMES |= {"apply": "adapt.saved", "describe": "adapt.saved"}
 _NAMES |= dict.fromkeys(("make_dense", "subsample", "subsampling"), "adapt.subsample")
 

@@ -9,6 +9,7 @@ import typer
 from ..lab import commands as lab
 from ..lab.bench.commands import bench_app
 from ..lab.errors import Commands
+from .advise import advise
 from .attentions import show_attentions
 from .demo import demo
 from .generate import generate
@@ -38,6 +39,7 @@ def main(
     """Efficient, cached and interpretable attention layers for PyTorch."""
 
 
+app.command()(advise)
 app.command("attentions")(show_attentions)
 app.command()(demo)
 app.command()(generate)
