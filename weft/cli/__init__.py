@@ -16,6 +16,7 @@ from .generate import generate
 from .inspect import inspect
 from .predict import export, predict
 from .size import size
+from .translate import translate
 
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
@@ -47,6 +48,7 @@ app.command()(inspect)
 app.command()(predict)
 app.command()(export)
 app.command()(size)
+app.command()(translate)
 app.command("train")(lab.train_command())
 app.command("resume")(lab.resume_run)
 app.command("eval")(lab.eval_run)

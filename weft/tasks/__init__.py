@@ -15,6 +15,7 @@ from . import (  # noqa: F401  each registers its tasks
     streams,
     text,
     tokens,
+    translation,
 )
 from .base import DataMissing, Known, Task, TaskData
 from .config import TrainConfig, make_config

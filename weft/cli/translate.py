@@ -1,0 +1,40 @@
+"""The command `weft translate RUN`: translate lines of text with a translation model of the lab."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def translate(
+    run: Annotated[Path, typer.Argument(help="the folder of a run of a translation task")],
+    file: Annotated[Path | None, typer.Option(help="one sentence per line; default: standard input")] = None,
+    beam: Annotated[int, typer.Option(min=0, help="translations kept while searching; 0: the model's")] = 0,
+    length_penalty: Annotated[
+        float | None, typer.Option(help="divide the score of n tokens by n to this power; default: the model's")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="sentences translated together")] = 32,
+    which: Annotated[str, typer.Option(help="weights: best, last or average; default: the run's test_on")] = "",
+    data_at: Annotated[str, typer.Option("--data", help="data folder, if it has moved since the run")] = "",
+    device: Annotated[str, typer.Option(help="cpu or cuda; default: cuda if available")] = "",
+) -> None:
+    """Translate text line by line; prints one translation per line."""
+    import torch
+
+    from ..lab import load_run
+    from ..models.translation import Translator
+    from ..tasks.translation import as_rows, as_text, cut, load_tokenizer
+
+    model, config, data = load_run(run, which, data=data_at)
+    if not isinstance(model, Translator) or data.tokenizer is None:
+        raise typer.BadParameter(f"{run} was trained on {config.task!r}: weft translate needs a translation task")
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model, tokenizer = model.to(place).eval(), load_tokenizer(data.tokenizer)
+    lines = (file.read_text("utf-8") if file else sys.stdin.read()).splitlines()
+    for start in range(0, len(lines), batch):
+        rows = as_rows([found.ids for found in tokenizer.encode_batch(lines[start : start + batch])], config.max_length)
+        for ids in model.translate(cut(rows).to(place), beam, length_penalty).tolist():
+            print(as_text(tokenizer, ids), flush=True)
