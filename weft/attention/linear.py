@@ -57,12 +57,12 @@ class LinearAttention(Attention):
     def attend_more(self, q, k, v, memory: Tensor, mask, bias, at: Place):
         a, b, v1 = features(q), hide(features(k), mask), with_ones(v)
         total = causal_sum(a, b, v1) + a @ memory
-        memory = at.set(memory, memory + b.transpose(-1, -2) @ v1)
+        memory = at.add_product(memory, b.transpose(-1, -2), v1)
         return (total[..., :-1] / (total[..., -1:] + EPSILON)).to(q.dtype), memory
 
     def attend_next(self, q, k, v, memory: Tensor, mask, bias, at: Place):
         b = hide(features(k), None if mask is None else mask[:, None])
-        memory = at.set(memory, memory + b.transpose(-1, -2) @ with_ones(v))
+        memory = at.add_product(memory, b.transpose(-1, -2), with_ones(v))
         total = features(q) @ memory
         return (total[..., :-1] / (total[..., -1:] + EPSILON)).to(q.dtype), memory
 

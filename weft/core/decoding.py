@@ -115,6 +115,11 @@ class Place:
         """Replace the whole buffer."""
         return buffer.copy_(new) if self.in_place else new.to(buffer.dtype)
 
+    def add_product(self, buffer: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """buffer (B, H, X, Y) + a @ b, in one operation."""
+        a, b, flat = a.flatten(0, 1), b.flatten(0, 1), buffer.flatten(0, 1)
+        return (flat.baddbmm_(a, b) if self.in_place else torch.baddbmm(flat, a, b)).view(buffer.shape)
+
     def choose(self, condition: Any, a: Tensor, b: Tensor) -> Tensor:
         return (a if condition else b) if isinstance(condition, bool) else torch.where(condition, a, b)
 

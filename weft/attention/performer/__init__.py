@@ -150,7 +150,7 @@ class PerformerAttention(Attention):
         stabiliser = torch.where(new_top.isfinite(), new_top, 0)
         scale = stabiliser.detach()
         kept, added = (top.detach() - scale).exp()[..., None], (g.detach() - scale).exp()[..., None]
-        memory = at.set(memory, memory * kept + (b * added).transpose(-1, -2) @ v1)
+        memory = at.add_product(at.set(memory, memory * kept), (b * added).transpose(-1, -2), v1)
         plain = at.set(plain, plain + v1)
         total = a @ memory
         if self.kernel == "softmax":
