@@ -213,6 +213,11 @@ def learns(name: str) -> bool:
         return any(not torch.equal(value, before[key]) for key, value in attn.state_dict().items())
 
 
+def trains(name: str, causal: bool, options: dict[str, Any]) -> bool:
+    """Whether the mechanism has parameters with these options."""
+    return any(True for _ in make_attention(name, heads=2, head_dim=8, causal=causal, **options).parameters())
+
+
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Use a fixed seed on the CPU, and restore the caller's random state."""

@@ -13,6 +13,7 @@ the earlier queries (see `past.py`).
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,7 @@ from ..core.blocks import both
 from ..core.precision import autocast
 from ..core.segments import Segments
 from .biases import PairBias, WindowBias, in_window, total
-from .core import connected, learns, masked_full, rescaled, rows_are_independent, seeded
+from .core import Core, connected, learns, masked_full, rescaled, rows_are_independent, seeded, trains
 from .decoding import StateLayer, begin, note_recording, state_layer
 from .guard import called, guard, install
 from .masks import fits, last_row, mask_function_of, read, says_causal, window_of
@@ -77,14 +78,18 @@ def register(name: str | None = None, *, as_: str | None = None, **options: Any)
     info = attention_info(name)
     if learns(name):
         raise ValueError(
-            f"{name} has learned state, and transformers gives attention functions no place to store it; "
-            f"available: {', '.join(available())}"
+            f"{name} has learned state, and transformers gives attention functions no place to store it: use "
+            f"weft.swap(model, to={name!r}); available by name: {', '.join(available())}"
         )
     key = PREFIX + name if as_ is None else as_
     clash = next((p for p in PATTERNS if p in key), None)
     if clash is not None or (key in AttentionInterface._global_mapping and not key.startswith(PREFIX)):
         raise ValueError(f"{key!r} has a special meaning in transformers: choose a name like {PREFIX}{name}-2")
-    make_attention(name, heads=2, head_dim=8, causal=not info.bidirectional, **options)  # check the options now
+    if trains(name, not info.bidirectional, options):  # also checks the options
+        raise ValueError(
+            f"{name} has parameters with {options}, and transformers gives attention functions no place to store them: "
+            f"use weft.swap(model, to={name!r}, ...)"
+        )
     choice = Choice(name, options)
     AttentionInterface.register(key, attention_function(choice))
     AttentionMaskInterface.register(key, mask_function_of(key, name == "full", info.steps and name != "full"))
@@ -102,28 +107,45 @@ def load(folder: str | Path, **options: Any) -> Any:
     if description is None:
         raise ValueError(f"{folder}/config.json describes no swap or cache: use from_pretrained")
     cls = getattr(transformers, config.architectures[0])
-    swapped, cached = description.get("swapped", {}), description.get("cached", {})
-    if not cached and not any(learns(settings["to"]) for settings in swapped.values()):
+    plain: dict[str, Tensor] = {}
+    own: dict[str, Tensor] = {}
+    for key, value in _tensors(Path(folder)).items():
+        path = next((path for path in description.get("cached", {}) if key.startswith(path + ".cached.")), None)
+        inner = f"{path}.cached.inner."
+        name = key if path is None else key.replace(inner, f"{path}.", 1)
+        if _is_own(name):
+            own[key] = value
+        else:
+            plain[name] = value
+    if not own:
         model = cls.from_pretrained(folder, config=config, **options)
         apply(model, description)
         return model
-    plain, own = {}, {}
-    for key, value in _tensors(Path(folder)).items():
-        path = next((path for path in cached if key.startswith(path + ".cached.")), None)
-        inner = f"{path}.cached.inner."
-        name = key if path is None else path + "." + key.removeprefix(inner)
-        if (path is None or key.startswith(inner)) and not any(name.startswith(path + ".weft.") for path in swapped):
-            plain[name] = value
-        else:
-            own[key] = value
     model = cls.from_pretrained(None, config=config, state_dict=plain, **options)
     apply(model, description)
+    own = _renamed(own, [key for key in model.state_dict() if _is_own(key)])
     unknown = model.load_state_dict(own, strict=False).unexpected_keys
-    ours = [key for key in model.state_dict() if ".weft." in key or (".cached." in key and ".cached.inner." not in key)]
-    lost = [key for key in ours if key not in own]
+    lost = [key for key in model.state_dict() if _is_own(key) and key not in own]
     if unknown or lost:
         raise ValueError(f"{folder} does not have the tensors that its config.json describes: {[*unknown, *lost]}")
     return model
+
+
+def _renamed(tensors: dict[str, Tensor], wanted: list[str]) -> dict[str, Tensor]:
+    """save_pretrained may write other words in the path of a layer, but its numbers stay."""
+
+    def short(key: str) -> tuple[Any, ...]:
+        path, _, name = key.rpartition(".weft.")
+        return tuple(re.findall(r"\d+", path)), name
+
+    ambiguous = len({short(key) for key in wanted}) < len(wanted)
+    names = {} if ambiguous else {short(key): key for key in wanted}
+    return {key if key in wanted else names.get(short(key), key): value for key, value in tensors.items()}
+
+
+def _is_own(key: str) -> bool:
+    """Whether a tensor belongs to a cache or to a mechanism, and not to the plain model."""
+    return ".weft." in key or (".cached." in key and ".cached.inner." not in key)
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
@@ -353,13 +375,13 @@ def _split(pairs: Tensor, position_bias: Tensor | None) -> tuple[Tensor, Tensor 
 
 def _instance(choice: Choice, module: nn.Module, q: Tensor, causal: bool, window: int | None = None) -> Attention:
     """The layer's mechanism instance. Only learned ones are submodules, so that the state dict does not change."""
-    if "weft" in module._modules:
-        core: Any = module.weft
+    kept = layer_state(module).mechanisms
+    core = module._modules.get("weft")
+    if isinstance(core, Core) and choice is layer_state(module).choice:
         shape = (core.settings["heads"], core.settings["head_dim"])
         if shape != (q.shape[1], q.shape[3]):
             raise ValueError(f"{choice.shown} was made for (heads, head size) {shape}, but q is {tuple(q.shape)}")
         return core.form(causal)
-    kept = layer_state(module).mechanisms
     key = (choice.number, q.shape[1], q.shape[3], causal, window)
     if window and choice.name == "longformer":  # the model's window, or a smaller one
         options = {**choice.options, "window": min(window, choice.options.get("window", window))}

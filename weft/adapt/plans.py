@@ -12,9 +12,9 @@ from ..attention import AttentionInfo, make_attention
 from ..layers.mssa import MSSA
 from ..layers.multihead import MultiheadAttention
 from .added import LAYERS
-from .core import Core, learns, rows_are_independent
+from .core import Core, learns, rows_are_independent, trains
 from .kinds import Layer
-from .report import Patch
+from .report import Missing, Patch
 from .torch_nn import swapped_class
 
 
@@ -132,15 +132,19 @@ def _plan_transformers(
     from .huggingface import Choice
     from .past import layer_state
 
-    patches = [Patch(layer_state(layer.module), "choice", Choice(info.name, _given(settings)))]
-    if learns(info.name):  # part of the layer, so that it is trained, moved and saved with the model
-        module: Any = layer.module
+    module: Any = layer.module
+    given = _given(settings)
+    patches = [Patch(layer_state(module), "choice", Choice(info.name, given))]
+    if learns(info.name) or trains(info.name, bool(layer.causal), given):
+        # Part of the layer, so that it is trained, moved and saved with the model.
         dim, heads = width_and_heads(module)
         own = getattr(module, "head_dim", None) or getattr(layer.config, "head_dim", None)
         longest = getattr(layer.config, "max_position_embeddings", None) if layer.causal else None
         settings = {**settings, "max_length": settings["max_length"] or longest}
         core = _core(module, info, bool(layer.causal), settings, heads=heads, head_dim=own or dim // heads)
         patches.append(Patch(module, "weft", core))
+    elif "weft" in module._modules:  # of an earlier swap
+        patches.append(Patch(module, "weft", Missing))
     return patches
 
 
