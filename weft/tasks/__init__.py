@@ -3,6 +3,7 @@
 from . import (  # noqa: F401  each registers its tasks
     cifar,
     density,
+    detection,
     digits,
     imagenet,
     images,

@@ -1,0 +1,104 @@
+"""Detection: COCO's files, what the detector is given, and average precision."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from weft.tasks import DataMissing, get_task, make_config
+from weft.tasks.detection import average_precision, entries, outline
+
+BOXES = [[4, 6, 20, 10], [30, 8, 12, 24]]
+
+
+@pytest.fixture()
+def coco(tmp_path):
+    """Three pictures of 48 x 40, each with two rectangles, in COCO's layout."""
+    from PIL import Image
+
+    (tmp_path / "coco" / "annotations").mkdir(parents=True)
+    for part in ("train2017", "val2017"):
+        (tmp_path / "coco" / part).mkdir()
+        images, objects = [], []
+        for i in range(3):
+            pixels = np.zeros((40, 48, 3), np.uint8)
+            for number, (x, y, w, h) in enumerate(BOXES):
+                pixels[y : y + h, x : x + w] = 90 + 100 * number
+                corners = [x, y, x + w - 1, y, x + w - 1, y + h - 1, x, y + h - 1]
+                what = {"bbox": [x, y, w, h], "category_id": 1 + 2 * number, "area": w * h, "segmentation": [corners]}
+                objects.append({"id": len(objects) + 1, "image_id": 10 + i, "iscrowd": 0, **what})
+            Image.fromarray(pixels).save(tmp_path / "coco" / part / f"{i}.png")
+            images.append({"id": 10 + i, "file_name": f"{i}.png", "width": 48, "height": 40})
+        kinds = [{"id": 1, "name": "grey"}, {"id": 3, "name": "white"}]
+        about = {"images": images, "annotations": objects, "categories": kinds, "info": {}}
+        (tmp_path / "coco" / "annotations" / f"instances_{part}.json").write_text(json.dumps(about))
+    return tmp_path
+
+
+class Seen(nn.Module):
+    def forward(self, images, targets=None):
+        self.images, self.targets = images, targets
+        return {"loss": images[0].sum()}
+
+
+def test_boxes_and_masks_follow_the_picture_when_it_is_flipped(coco) -> None:
+    task, config = get_task("coco-mask-rcnn"), make_config("coco-mask-rcnn", data=str(coco))
+    data = task.load(config)
+    assert (data.rows("train"), data.rows("val"), data.rows("test")) == (2, 1, 3)
+    batch = task.batch(data.train, config, torch.Generator().manual_seed(0), training=True)
+    batch["flip"] = torch.tensor([False, True])
+    model = Seen()
+    task.loss(model, batch, config)
+    for image, target in zip(model.images, model.targets, strict=True):
+        assert image.shape == (3, 40, 48) and target["labels"].tolist() == [1, 3]
+        for box, mask, value in zip(target["boxes"].int().tolist(), target["masks"], (90, 190), strict=True):
+            inside = image[0] == value / 255  # the rectangle by its colour
+            rows, columns = torch.nonzero(inside.any(1))[:, 0], torch.nonzero(inside.any(0))[:, 0]
+            assert box == [columns[0], rows[0], columns[-1] + 1, rows[-1] + 1]
+            assert torch.equal(mask.bool(), inside)
+    assert model.targets[0]["boxes"][0].tolist() == [4, 6, 24, 16]
+    assert model.targets[1]["boxes"][0].tolist() == [24, 6, 44, 16]
+
+
+def test_the_truth_has_an_average_precision_of_one(coco) -> None:
+    pytest.importorskip("pycocotools")
+    task = get_task("coco-mask-rcnn")
+    task.load(make_config("coco-mask-rcnn", data=str(coco)))
+    boxes = torch.tensor([[x, y, x + w, y + h] for x, y, w, h in BOXES]).float()
+    corners = [[x, y, x + w - 1, y, x + w - 1, y + h - 1, x, y + h - 1] for x, y, w, h in BOXES]
+    masks = torch.from_numpy(np.stack([outline([c], 40, 48) for c in corners]))[:, None].float()
+    answer = {"boxes": boxes, "labels": torch.tensor([1, 3]), "scores": torch.ones(2), "masks": masks}
+    found = {3 + i: entries(answer, 10 + i, masks=True) for i in range(3)}
+    result = average_precision(found, task.where, masks=True)
+    assert result["box_ap"] == result["box_ap50"] == pytest.approx(1) and result["mask_ap50"] == pytest.approx(1)
+    wrong = {**answer, "labels": torch.tensor([3, 1])}
+    assert average_precision({3: entries(wrong, 10, masks=True)}, task.where, masks=True)["box_ap"] == 0
+
+
+def test_bad_annotations_are_named(coco) -> None:
+    truth = coco / "coco" / "annotations" / "instances_val2017.json"
+    truth.write_text('{"images": []}')
+    with pytest.raises(DataMissing, match=r"instances_val2017.json .*'annotations'"):
+        get_task("coco-retinanet").load(make_config("coco-retinanet", data=str(coco)))
+
+
+def test_an_untrained_detector_answers_in_the_pictures_coordinates(coco) -> None:
+    for package in ("torchvision", "pycocotools"):
+        pytest.importorskip(package)
+    small = dict(model_options='{"min_size": 64, "max_size": 64}', image_size=32, cache=0.5, batch_size=2)
+    task, config = get_task("coco-retinanet"), make_config("coco-retinanet", data=str(coco), **small)
+    data = task.load(config)
+    torch.manual_seed(0)
+    model = task.model(config, data)
+    batch = task.batch(data.train, config, torch.Generator(), training=True)
+    loss = task.loss(model.train(), batch, config)
+    loss.backward()
+    assert loss.isfinite() and model.backbone.body.block1[0].attn.lam.grad is not None
+    with torch.no_grad():
+        task.score(model.eval(), task.batch(data.test, config, torch.Generator(), training=False))
+    assert set(task.found) == {3, 4, 5}
+    assert 0 <= task.summary({})["box_ap"] < 0.5

@@ -1,0 +1,224 @@
+"""Object detection and instance segmentation in COCO's layout: average precision of boxes and masks.
+
+    DATA/coco/{train2017,val2017}/*.jpg and DATA/coco/annotations/instances_{train,val}2017.json (cocodataset.org)
+
+Tests are on val2017, and a hundredth of the training images is validation data. The recipe is the 1x schedule of the
+paper (https://arxiv.org/abs/2312.12742): 12 epochs of 16 images, shorter side 800, longer at most 1,333. A run may
+start from an image classifier with `--init-from`; its caches are emptied. `--model-options '{"min_size": 400}'` sets
+options of torchvision's detector. Needs: pip install 'weft[detection]'
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..layers import CachedAttention
+from .base import Columns, DataMissing, Task, TaskData
+from .config import TrainConfig
+from .files import DamagedData, decoded, find
+from .registry import add_task
+
+PICTURES = 117_266 * 99 // 100
+
+
+class Part:
+    """The images of one part of COCO and their annotations; row `number` of the task's data is `pictures[number]`."""
+
+    def __init__(self, folder: Path, part: str):
+        self.folder, self.truth = folder / part, folder / "annotations" / f"instances_{part}.json"
+        try:
+            about = json.loads(self.truth.read_text())
+            about["images"], about["annotations"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DamagedData(self.truth, f"it is not a file of COCO's annotations ({error!r})") from error
+        self.objects: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        for found in about["annotations"]:
+            if not found.get("iscrowd") and min(found["bbox"][2:]) >= 1:
+                self.objects[found["image_id"]].append(found)
+        self.pictures = [i for i in about["images"] if self.objects[i["id"]] or part.startswith("val")]
+
+    def read(self, number: int, masks: bool) -> dict[str, np.ndarray]:
+        picture = self.pictures[number]
+        path = self.folder / picture["file_name"]
+        pixels = np.asarray(decoded(path, path, "RGB"))
+        objects = self.objects[picture["id"]]
+        boxes = np.array([o["bbox"] for o in objects], np.float32).reshape(-1, 4)
+        boxes[:, 2:] += boxes[:, :2]
+        found = {"image": pixels.transpose(2, 0, 1), "boxes": boxes}
+        found["labels"] = np.array([o["category_id"] for o in objects], np.int64)
+        if masks:
+            shapes = [outline(o["segmentation"], *pixels.shape[:2]) for o in objects]
+            found["masks"] = np.stack(shapes) if shapes else np.zeros((0, *pixels.shape[:2]), np.uint8)
+        return {**found, "size": np.array(pixels.shape[:2])}
+
+
+def outline(polygons: Any, height: int, width: int) -> np.ndarray:
+    from PIL import Image, ImageDraw
+
+    canvas = Image.new("L", (width, height))
+    for polygon in polygons:
+        if len(polygon) >= 6:
+            ImageDraw.Draw(canvas).polygon(polygon, fill=1)
+    return np.asarray(canvas, np.uint8).copy()
+
+
+def padded(arrays: list[np.ndarray]) -> Tensor:
+    """Arrays of the same number of dimensions, padded with zeros and stacked."""
+    sizes = [max(sides) for sides in zip(*(a.shape for a in arrays), strict=True)]
+    found = np.zeros((len(arrays), *sizes), arrays[0].dtype)
+    for row, array in zip(found, arrays, strict=True):
+        row[tuple(slice(side) for side in array.shape)] = array
+    return torch.from_numpy(found)
+
+
+class Detection(Task):
+    """A row is the number of an image (test images follow the training images); images are read on demand."""
+
+    metric = "box_ap"
+    models = ("pvt-tiny", "pvt-small", "pvt-medium", "pvt-large")
+    defaults = dict(
+        model="pvt-tiny", steps=12 * PICTURES // 16, batch_size=16, optimizer="adamw", learning_rate=1e-4, beta2=0.999,
+        eps=1e-8, weight_decay=0.05, schedule="steps", warmup=500, clip=1.0, test_on="last", eval_every=5000,
+        eval_batches=20, checkpoint_every=1000,
+    )  # fmt: skip
+
+    def __init__(self, kind: str):
+        self.name, self.about, self.kind = f"coco-{kind}", f"COCO by {kind}", kind  # type: ignore[misc]
+        self.masks = kind == "mask-rcnn"
+        self.found: dict[int, list[dict[str, Any]]] = {}
+
+    def check(self, config: TrainConfig) -> None:
+        super().check(config)
+        if config.compile:
+            raise ValueError("detectors use images of any size: remove --compile")
+
+    def load(self, config: TrainConfig) -> TaskData:
+        folder = find(config.data, ("coco",), "put COCO 2017 there (cocodataset.org)")
+        self.train, self.test = (Part(folder, part) for part in ("train2017", "val2017"))
+        count, total = len(self.train.pictures), len(self.train.pictures) + len(self.test.pictures)
+        cut = count - max(1, count // 100)
+        train, val, test = ({"number": torch.arange(a, b)} for a, b in ((0, cut), (cut, count), (count, total)))
+        return TaskData(train, val, test, length=1)
+
+    def where(self, number: int) -> tuple[Part, int]:
+        count = len(self.train.pictures)
+        return (self.train, number) if number < count else (self.test, number - count)
+
+    def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
+        from ..models.detector import detector
+        from ..models.pvt import pvt
+
+        size, cache = config.model.removeprefix("pvt-"), config.options("cache_options") if config.cache else None
+        ratio, side = config.cache or 0.5, config.image_size or 224
+        body = pvt(size, cached=bool(config.cache), ratio=ratio, cache=cache, image_size=side)
+        return detector(self.kind, body, **config.options("model_options"))
+
+    def begin(self, model: nn.Module, weights: Columns) -> bool:
+        """Load the backbone of an image classifier, with empty caches."""
+        body: Any = model.backbone.body  # type: ignore[union-attr]
+        theirs = {k.removeprefix("model."): v for k, v in weights.items() if not k.startswith("model.head.")}
+        body.load_state_dict({**{k: v for k, v in body.state_dict().items() if k.startswith("head.")}, **theirs})
+        for layer in body.modules():
+            if isinstance(layer, CachedAttention):
+                layer.reset()
+        return True
+
+    def batch(self, rows: Columns, config: TrainConfig, generator: torch.Generator, training: bool) -> Columns:
+        numbers, device = rows["number"].tolist(), rows["number"].device
+        places = [self.where(number) for number in numbers]
+        with ThreadPoolExecutor(8) as pool:
+            read = list(pool.map(lambda place: place[0].read(place[1], self.masks and training), places))
+        batch = {name: padded([one[name] for one in read]).to(device) for name in read[0]}
+        flip = torch.rand(len(numbers), generator=generator, device=device) < (0.5 if training else 0.0)
+        return {**rows, **batch, "flip": flip}
+
+    def pictures(self, batch: Columns) -> list[Tensor]:
+        return [x[:, :h, :w].float() / 255 for x, (h, w) in zip(batch["image"], batch["size"].tolist(), strict=True)]
+
+    def inputs(self, batch: Columns) -> tuple[Any, ...]:
+        return (self.pictures(batch),)
+
+    def loss(self, model: nn.Module, batch: Columns, config: TrainConfig) -> Tensor:
+        images, targets = self.pictures(batch), []
+        for i, flip in enumerate(batch["flip"].tolist()):
+            kept = batch["labels"][i] > 0
+            height, width = images[i].shape[1:]
+            boxes = batch["boxes"][i, kept]
+            masks = batch["masks"][i, kept, :height, :width] if self.masks else None
+            if flip:
+                images[i] = images[i].flip(2)
+                boxes = torch.stack([width - boxes[:, 2], boxes[:, 1], width - boxes[:, 0], boxes[:, 3]], 1)
+                masks = masks.flip(2) if masks is not None else None
+            targets.append({"boxes": boxes, "labels": batch["labels"][i, kept]})
+            if masks is not None:
+                targets[-1]["masks"] = masks
+        return torch.stack(list(model(images, targets).values())).sum()
+
+    def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
+        """Detections are kept until `summary`: average precision is not a sum over images."""
+        answers = model(self.pictures(batch))
+        for number, answer in zip(batch["number"].tolist(), answers, strict=True):
+            part, place = self.where(number)
+            self.found[number] = entries(answer, part.pictures[place]["id"], self.masks)
+        return {"count": torch.ones_like(batch["number"])}
+
+    def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
+        if torch.distributed.is_initialized():
+            everywhere: list[Any] = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(everywhere, self.found)
+            self.found = {number: entry for found in everywhere for number, entry in found.items()}
+        found, self.found = self.found, {}
+        return average_precision(found, self.where, self.masks)
+
+
+def entries(answer: Mapping[str, Tensor], picture: int, masks: bool) -> list[dict[str, Any]]:
+    """An image's boxes and masks in COCO's format."""
+    answer = {key: value.float().cpu() for key, value in answer.items()}
+    boxes = answer["boxes"].clone()
+    boxes[:, 2:] -= boxes[:, :2]
+    found = []
+    for i, box in enumerate(boxes.tolist()):
+        entry = {"image_id": picture, "category_id": int(answer["labels"][i]), "bbox": box}
+        entry["score"] = float(answer["scores"][i])
+        if masks:
+            from pycocotools import mask as coding
+
+            code = coding.encode(np.asfortranarray((answer["masks"][i, 0] > 0.5).numpy().astype(np.uint8)))
+            entry["segmentation"] = {**code, "counts": code["counts"].decode()}
+        found.append(entry)
+    return found
+
+
+def average_precision(found: dict[int, list[dict[str, Any]]], where: Any, masks: bool) -> dict[str, float]:
+    try:
+        from pycocotools.coco import COCO
+        from pycocotools.cocoeval import COCOeval
+    except ImportError as error:
+        raise DataMissing("average precision needs pycocotools: pip install 'weft[detection]'") from error
+
+    part = where(next(iter(found)))[0]
+    truth, everything = COCO(str(part.truth)), [entry for entries in found.values() for entry in entries]
+    kinds = {"box": "bbox", "mask": "segm"} if masks else {"box": "bbox"}
+    result = {f"{kind}_{name}": 0.0 for kind in kinds for name in ("ap", "ap50", "ap75")}
+    if not everything:
+        return result
+    for kind, theirs in kinds.items():
+        judge = COCOeval(truth, truth.loadRes(everything), theirs)
+        judge.params.imgIds = sorted({part.pictures[where(number)[1]]["id"] for number in found})
+        judge.evaluate(), judge.accumulate(), judge.summarize()
+        names = (f"{kind}_ap", f"{kind}_ap50", f"{kind}_ap75")
+        result |= {name: max(0.0, float(v)) for name, v in zip(names, judge.stats[:3], strict=True)}
+    return result
+
+
+add_task(Detection("mask-rcnn"))
+add_task(Detection("retinanet"))
