@@ -52,7 +52,8 @@ class KeyValues:
 
     def put(self, at: Place, k: Tensor, v: Tensor, mask: Tensor | None, slot: Any) -> KeyValues:
         """Write the token (B, H, 1, D) with its mask (B,) to a slot, or several with (B, L) from a slot on."""
-        real = k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool) if mask is None else mask.view(k.shape[0], -1)
+        B, L = k.shape[0], k.shape[2]
+        real = k.new_ones(B, L, dtype=torch.bool) if mask is None else mask.view(B, L)
         return KeyValues(at.put(self.k, k, slot), at.put(self.v, v, slot), at.put(self.valid, real, slot, 1))
 
     def read(self, at: Place, count: Any) -> tuple[Tensor, Tensor, Tensor | None]:
