@@ -124,6 +124,7 @@ def _graph_steps(step: Callable[[], Any], place: Tensor, at: Callable[[], int]) 
         for _ in range(STEPS):
             graph.replay()
 
+    call.step = step  # type: ignore[attr-defined]  # keeps the tensors that the graph uses
     return call
 
 
