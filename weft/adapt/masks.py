@@ -13,6 +13,7 @@ attention functions.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 PACKED = {"packed_sequence_mask_function"}
@@ -217,6 +218,39 @@ def modules_on_the_stack() -> list[nn.Module]:
     return found
 
 
+def _refuse_if_by_hand(name: str) -> None:
+    """Reject a mask for a model, or a part of one, in which no layer can call an attention function."""
+    model = next((module for module in modules_on_the_stack() if isinstance(module, PreTrainedModel)), None)
+    if model is None or any(_mentions_interface(type(module)) for module in model.modules()):
+        return
+    own = next((type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()), None)
+    if own is not None:
+        raise ValueError(
+            f"{type(model).__name__} cannot use attn_implementation={name!r}: {own} does not use transformers' "
+            "attention interface and computes with the attention mask itself. Use attn_implementation='eager' for "
+            "this model, or for this part of it"
+        )
+
+
+@functools.cache
+def _mentions_interface(cls: type) -> bool:
+    """Whether some method of this class, or a function that it calls, uses transformers' attention interface."""
+
+    def mentions(function: Any, depth: int = 1) -> bool:
+        function = inspect.unwrap(function) if callable(function) else function
+        code = getattr(function, "__code__", None)
+        if code is None:
+            return False
+        used = [function.__globals__.get(name) for name in code.co_names]
+        if "ALL_ATTENTION_FUNCTIONS" in code.co_names or any(isinstance(x, AttentionInterface) for x in used):
+            return True
+        return depth > 0 and any(mentions(other, depth - 1) for other in used if inspect.isfunction(other))
+
+    own = [each for each in cls.__mro__ if each not in PreTrainedModel.__mro__]  # that one checks names
+    ours = cls.__module__.startswith("weft.")
+    return ours or any(mentions(value) for each in own for value in vars(each).values())
+
+
 longest: int | None = None  # during a probe: the length that sliding windows must cover
 
 
@@ -246,6 +280,8 @@ def mask_function_of(name: str, takes_matrix: bool, decodes: bool = False) -> Ca
     ) -> Tensor:
         if isinstance(attention_mask, WeftMask):
             return attention_mask  # created by an outer model
+        if isinstance(q_offset, int) and q_offset == 0 and not torch.compiler.is_compiling():
+            _refuse_if_by_hand(name)
         mask_function = causal_mask_function if mask_function is None else mask_function
         if mask_function is causal_mask_function or mask_function is bidirectional_mask_function:
             parts = {"causal_mask_function" if mask_function is causal_mask_function else "bidirectional_mask_function"}
