@@ -221,9 +221,10 @@ def modules_on_the_stack() -> list[nn.Module]:
 def _refuse_if_by_hand(name: str) -> None:
     """Reject a mask for a model, or a part of one, in which no layer can call an attention function."""
     model = next((module for module in modules_on_the_stack() if isinstance(module, PreTrainedModel)), None)
-    if model is None or any(_mentions_interface(type(module)) for module in model.modules()):
+    kinds: list[Any] = [] if model is None else [type(module) for module in model.modules()]
+    if model is None or any(map(_mentions_interface, kinds)):
         return
-    own = next((type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()), None)
+    own = next((kind.__name__ for kind in kinds if "attention" in kind.__name__.lower()), None)
     if own is not None:
         raise ValueError(
             f"{type(model).__name__} cannot use attn_implementation={name!r}: {own} does not use transformers' "
