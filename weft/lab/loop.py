@@ -373,6 +373,7 @@ class Training:
             self.folder.write("result.json", json.dumps(done, indent=2) + "\n")
         which = f"best checkpoint: step {self.best['step']}" if self.config.test_on == "best" else self.config.test_on
         self._say(f"test {self.task.metric} {found[self.task.metric]:.4f} ({which})")
+        self._say(f"saved in {self.folder.folder}; next: {self.task.next_command(self.folder.folder)}")
         self.fabric.barrier()
         return Result(self.folder.folder, self.step, self.best["val"], found, self.parameters, seconds, rate)
 

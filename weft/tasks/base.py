@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -103,6 +104,10 @@ class Task:
     def encode(self, examples: Sequence[Any], known: Known) -> Columns:
         """Examples of the user, such as texts, as rows for `inputs`, without labels."""
         raise ValueError(f"the task {self.name} does not support predictions on your own examples")
+
+    def next_command(self, run: Path) -> str:
+        """What to do with a finished run."""
+        return f"weft inspect {run}"
 
     def begin(self, model: nn.Module, weights: Columns) -> bool:
         """Initialise from another run's weights, for tasks whose model may differ from that run's.

@@ -140,6 +140,9 @@ class TextTable(BuiltFromData, TextClassification):
     def labels(self, found: Sequence[tuple[str, str]], names: list[str] | None) -> Tensor:
         raise NotImplementedError
 
+    def next_command(self, run: Path) -> str:
+        return f"weft predict {run} FILE"
+
     def encode(self, examples: Sequence[Any], known: Known) -> Columns:
         encode, _ = encoder(known.vocabulary, known.tokenizer, known.length)
         for text in examples:
@@ -239,6 +242,9 @@ class TextModel(BuiltFromData, Bytes):
             vocab = len(pieces)
         train, val, test = ({"bytes": windows(array, length, self.overlap)} for array in arrays)
         return TaskData(train, val, test, length, {"vocab": vocab}, tokenizer=tokenizer)
+
+    def next_command(self, run: Path) -> str:
+        return f'weft generate {run} --prompt "…"'
 
     def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
         loss = sums["loss"] / sums["count"]
