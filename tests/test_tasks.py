@@ -435,3 +435,23 @@ def test_distribution_augmentation_names_the_transformation_in_the_start_token()
         for order in itertools.permutations(range(3))
     }
     assert set(seen.values()) == turned and seen[256] == plain.tobytes()
+
+
+@pytest.mark.parametrize("attention", ["full", "combiner-fixed", "linear"])
+def test_images_are_sampled_with_the_decoding_form(attention):
+    """At temperature 0, every byte is the most likely one after the bytes before it."""
+    from weft.models import LanguageModel
+
+    torch.manual_seed(0)
+    sizes = dict(dim=16, heads=2, head_dim=8, layers=2, mlp_dim=16, dropout=0.0)
+    model = LanguageModel(257, max_length=12, positions="learned", attention=attention, **sizes).double().eval()
+    model.scores.weight.data *= 50
+    images = density.draw(model, 2, 3, 0.0)
+    assert images.shape == (3, 2, 2, 3) and torch.equal(images[0], images[1])
+    content = images[:1].view(1, 12).long()
+    logits = model(torch.cat([torch.full((1, 1), density.START), content[:, :-1]], 1))
+    assert torch.equal(logits[..., :256].argmax(-1), content)
+    varied = density.draw(model, 2, 40, 1.0, torch.Generator().manual_seed(0))
+    assert len({bytes(image.numpy()) for image in varied}) > 5
+    page = np.asarray(density.sheet(images))
+    assert page.shape == (7, 7, 3) and np.array_equal(page[1:3, 4:6], images[1].numpy()) and (page[4:, 4:] == 255).all()

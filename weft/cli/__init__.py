@@ -15,6 +15,7 @@ from .demo import demo
 from .generate import generate
 from .inspect import inspect
 from .predict import export, predict
+from .sample import sample
 from .size import size
 from .translate import translate
 
@@ -47,6 +48,7 @@ app.command()(generate)
 app.command()(inspect)
 app.command()(predict)
 app.command()(export)
+app.command()(sample)
 app.command()(size)
 app.command()(translate)
 app.command("train")(lab.train_command())

@@ -14,6 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,6 +64,35 @@ class Density(Bytes):
     def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
         loss = sums["loss"] / sums["count"]
         return {"loss": loss, "bits_per_dimension": loss / math.log(2)}
+
+
+@torch.no_grad()
+def draw(model: Any, side: int, count: int, temperature: float, generator: torch.Generator | None = None) -> Tensor:
+    """Sample images (count, side, side, 3) byte by byte, with the decoding form of the model's attention."""
+    from ..models.generate import sample
+
+    device = next(model.parameters()).device
+    token = torch.full((count, 1), START, device=device)
+    state, found = model.start(count, max_length=3 * side * side), []
+    for _ in range(3 * side * side):
+        logits, state = model.step(token, state)
+        token = sample(logits[:, 0, :START], temperature, None, None, generator)[:, None]  # a start is not a byte
+        found.append(token)
+    return torch.cat(found, 1).view(count, side, side, 3).to(torch.uint8)
+
+
+def sheet(images: Tensor) -> Any:
+    """Images (n, side, side, 3) side by side in a square, with a border of one pixel, as a PIL image."""
+    from PIL import Image
+
+    n, side = images.shape[:2]
+    across = math.ceil(n**0.5)
+    down, step = math.ceil(n / across), side + 1
+    canvas = np.full((down * step + 1, across * step + 1, 3), 255, np.uint8)
+    for i, image in enumerate(images.cpu().numpy()):
+        y, x = i // across * step + 1, i % across * step + 1
+        canvas[y : y + side, x : x + side] = image
+    return Image.fromarray(canvas)
 
 
 def as_rows(pictures: np.ndarray) -> Tensor:

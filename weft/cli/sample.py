@@ -1,0 +1,41 @@
+"""The command `weft sample RUN`: draw images from a density model of the lab."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def sample(
+    run: Annotated[Path, typer.Argument(help="the folder of a run of cifar10-density or imagenet64-density")],
+    out: Annotated[Path | None, typer.Option(help="PNG file; default: samples.png in the run's folder")] = None,
+    count: Annotated[int, typer.Option(min=1, help="how many images")] = 16,
+    temperature: Annotated[float, typer.Option(min=0, help="below 1: closer to the most likely bytes")] = 1.0,
+    seed: Annotated[int, typer.Option(help="of the samples")] = 0,
+    which: Annotated[str, typer.Option(help="weights: best, last or average; default: the run's test_on")] = "",
+    data_at: Annotated[str, typer.Option("--data", help="data folder, if it has moved since the run")] = "",
+    device: Annotated[str, typer.Option(help="cpu or cuda; default: cuda if available")] = "",
+) -> None:
+    """Sample images byte by byte, with the decoding form of the attention, and write them as one sheet."""
+    import torch
+
+    from ..lab import load_run
+    from ..models.language import LanguageModel
+    from ..tasks.density import Density, draw, sheet
+    from ..tasks.registry import task_of
+
+    model, config, _ = load_run(run, which, data=data_at)
+    task = task_of(config)
+    if not isinstance(task, Density) or not isinstance(model, LanguageModel):
+        raise typer.BadParameter(f"{run} was trained on {config.task!r}: weft sample needs a density of images")
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    start = time.perf_counter()
+    generator = torch.Generator(place).manual_seed(seed)
+    images = draw(model.to(place).eval(), task.side, count, temperature, generator)
+    target = out or run / "samples.png"
+    sheet(images).save(target)
+    took = time.perf_counter() - start
+    print(f"wrote {target}: {count} images in {took:.1f} s, {images[0].numel() * count / took:,.0f} bytes/s")
