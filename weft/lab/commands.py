@@ -303,3 +303,15 @@ def data_get(
     from ..tasks.fetch import get
 
     say(f"fetched {get(name, data)}")
+
+
+@data_app.command("convert")
+def data_convert(
+    name: Annotated[str, typer.Argument(help="wikitext-103, wiki40b, c4, iwslt, aan, flowers, pets, imagenet, …")],
+    source: Annotated[Path, typer.Argument(help="file or folder as its makers distribute it")],
+    data: DataFolder = Path("data"),
+) -> None:
+    """Convert a data set from its makers' layout to the one that the tasks read."""
+    from ..tasks.convert import convert
+
+    say(f"converted to {convert(name, source, data)}")

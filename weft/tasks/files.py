@@ -116,7 +116,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        for path in temporary.iterdir():
+        for path in filter(Path.is_file, temporary.iterdir()):
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
         os.rename(temporary, folder)

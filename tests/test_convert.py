@@ -1,0 +1,171 @@
+"""Converters: a small file in each maker's layout becomes what the task reads; bad input names file and line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zipfile
+
+import numpy as np
+import pytest
+
+from weft.tasks import DataMissing, get_task, make_config
+from weft.tasks.convert import CONVERTERS, convert
+
+
+def picture(path) -> None:
+    from PIL import Image
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (8, 8), (90, 0, 0)).save(path)
+
+
+def parquet(path, texts) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow.parquet import write_table
+
+    write_table(arrow.table({"text": texts}), path)
+
+
+def wikitext(source) -> str:
+    for part in ("train", "valid", "test"):
+        (source / f"wiki.{part}.tokens").write_text(" = A title = \n some words \n")
+    return "wikitext-103/valid.txt"
+
+
+def wiki40b(source) -> str:
+    for part in ("train", "validation", "test"):
+        article = "\n_START_ARTICLE_\nName\n_START_PARAGRAPH_\nOne._NEWLINE_Two."
+        parquet(source / f"{part}-00000-of-00001.parquet", [article, article])
+    return "wiki40b/train.txt"
+
+
+def c4(source) -> str:
+    for part, count in (("train", 3), ("validation", 11)):
+        with gzip.open(source / f"c4-{part}.00000-of-00001.json.gz", "wt") as file:
+            file.writelines(json.dumps({"text": f"document {i}\nwith two lines"}) + "\n" for i in range(count))
+    return "c4/test.txt"
+
+
+def iwslt(source) -> str:
+    for side, text in (("de", "Hallo"), ("en", "Hello")):
+        (source / f"train.tags.de-en.{side}").write_text(f"<url>x</url>\n{text} one\n{text} two\n")
+        for name in ("dev2010", "tst2010", "tst2011"):
+            segments = f"<mteval><srcset><doc><seg id='1'> {text} {name} </seg></doc></srcset></mteval>"
+            (source / f"IWSLT14.TED.{name}.de-en.{side}.xml").write_text(segments)
+    return "iwslt14.de-en/test.en"
+
+
+def aan(source) -> str:
+    (source / "lra_release").mkdir()
+    for part in ("train", "eval", "test"):
+        (source / "lra_release" / f"new_aan_pairs.{part}.tsv").write_text("1.0\ta\tb\tb'one'\tb'two'\n")
+    return "aan/new_aan_pairs.eval.tsv"
+
+
+def flowers(source) -> str:
+    io = pytest.importorskip("scipy.io")
+    for i in range(1, 7):
+        picture(source / "jpg" / f"image_{i:05d}.jpg")
+    io.savemat(source / "imagelabels.mat", {"labels": np.array([[1, 1, 2, 2, 1, 2]])})
+    split = {"trnid": np.array([[1, 3]]), "valid": np.array([[2]]), "tstid": np.array([[4, 5, 6]])}
+    io.savemat(source / "setid.mat", split)
+    return "flowers102/val/002/image_00006.jpg"
+
+
+def pets(source) -> str:
+    (source / "annotations").mkdir()
+    for name, lines in (("trainval", ["Maine_Coon_1 1 1 1", "pug_1 2 2 1"]), ("test", ["pug_2 2 2 1"])):
+        (source / "annotations" / f"{name}.txt").write_text("#Image CLASS-ID\n" + "\n".join(lines) + "\n")
+    for name in ("Maine_Coon_1", "pug_1", "pug_2"):
+        picture(source / "images" / f"{name}.jpg")
+    return "pets/train/Maine_Coon/Maine_Coon_1.jpg"
+
+
+def imagenet(source) -> str:
+    for kind in ("n01", "n02"):
+        picture(source / "train" / kind / f"{kind}_1.JPEG")
+    picture(source / "val" / "ILSVRC2012_val_00000001.JPEG")
+    rows = "ImageId,PredictionString\nILSVRC2012_val_00000001,n02 1 2 3 4 \n"
+    (source / "LOC_val_solution.csv").write_text(rows)
+    return "imagenet/val/n02/ILSVRC2012_val_00000001.JPEG"
+
+
+def pcqm4mv2(source) -> str:
+    with zipfile.ZipFile(source / "pcqm4m-v2.zip", "w") as archive:
+        archive.writestr("pcqm4m-v2/raw/data.csv.gz", gzip.compress(b"idx,smiles,homolumogap\n0,CO,5.5\n"))
+    return "pcqm4m-v2/raw/data.csv.gz"
+
+
+def coco(source) -> str:
+    for part in ("train2017", "val2017"):
+        picture(source / part / "1.jpg")
+        truth = {"images": [{"id": 1, "file_name": "1.jpg"}], "annotations": [], "categories": []}
+        (source / "annotations").mkdir(exist_ok=True)
+        (source / "annotations" / f"instances_{part}.json").write_text(json.dumps(truth))
+    with zipfile.ZipFile(source / "val2017.zip", "w") as archive:
+        archive.write(source / "val2017" / "1.jpg", "val2017/1.jpg")
+    return "coco/val2017/1.jpg"
+
+
+MAKERS = {make.__name__: make for make in (wiki40b, c4, iwslt, aan, flowers, pets, imagenet, pcqm4mv2, coco)}
+MAKERS["wikitext-103"] = wikitext
+
+
+@pytest.mark.parametrize("name", CONVERTERS)
+def test_the_makers_layout_becomes_ours(tmp_path, name: str) -> None:
+    source, data = tmp_path / "source", tmp_path / "data"
+    source.mkdir()
+    there = MAKERS[name](source)
+    made = convert(name, source / "pcqm4m-v2.zip" if name == "pcqm4mv2" else source, data)
+    assert (data / there).is_file() and made == data / there.split("/")[0]
+    with pytest.raises(DataMissing, match="already exists"):
+        convert(name, source / "pcqm4m-v2.zip" if name == "pcqm4mv2" else source, data)
+
+
+def test_contents(tmp_path) -> None:
+    for name in ("wiki40b", "c4", "iwslt"):
+        (tmp_path / name).mkdir()
+        MAKERS[name](tmp_path / name)
+        convert(name, tmp_path / name, tmp_path / "data")
+    assert (tmp_path / "data/wiki40b/valid.txt").read_text() == "Name\nOne.\nTwo.\n\n" * 2
+    assert (tmp_path / "data/c4/test.txt").read_text() == "document 10\nwith two lines\n\n"
+    assert (tmp_path / "data/iwslt14.de-en/train.de").read_text() == "Hallo one\nHallo two\n"
+    assert (tmp_path / "data/iwslt14.de-en/test.en").read_text() == "Hello tst2010\nHello tst2011\n"
+
+
+def test_the_task_reads_what_was_converted(tmp_path) -> None:
+    (tmp_path / "pets").mkdir()
+    pets(tmp_path / "pets")
+    convert("pets", tmp_path / "pets", tmp_path / "data")
+    found = get_task("pets").load(make_config("pets", data=str(tmp_path / "data"), image_size=8))
+    assert found.classes == ["Maine_Coon", "pug"] and found.rows("test") == 1
+
+
+BAD = {
+    "c4": ("c4-train.00000-of-00001.json.gz", gzip.compress(b'{"text": "a"}\n{"no": 1}\n'), "line 2 .*JSON"),
+    "aan": ("lra_release/new_aan_pairs.eval.tsv", b"1.0\ta\tb\tc\td\n1.0\ta\n", "line 2 has 2 columns, not 5"),
+    "pets": ("annotations/test.txt", b"pug_2 two 2 1\n", "line 1 must be NAME CLASS"),
+    "imagenet": ("LOC_val_solution.csv", b"ImageId,PredictionString\na,\n", "line 2 must have ImageId"),
+    "iwslt": ("IWSLT14.TED.dev2010.de-en.de.xml", b"<a>\n<b>\n</a>", "line 3 is not XML"),
+    "coco": ("annotations/instances_val2017.json", b'{"images": [{"file_name": "2.jpg"}]}', "val2017/2.jpg is missing"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_names_the_file_and_the_line_and_leaves_nothing(tmp_path, name: str) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    MAKERS[name](source)
+    place, content, says = BAD[name]
+    (source / place).write_bytes(content)
+    with pytest.raises(DataMissing, match=says):
+        convert(name, source, tmp_path / "data")
+    assert not list((tmp_path / "data").glob("*"))
+
+
+def test_unknown_names(tmp_path) -> None:
+    with pytest.raises(DataMissing, match="wikitext-103, wiki40b"):
+        convert("ptb", tmp_path, tmp_path)
+    with pytest.raises(DataMissing, match="does not exist"):
+        convert("c4", tmp_path / "none", tmp_path)
