@@ -5,8 +5,8 @@
 bfloat16, 16 heads of 64, causal and in both directions, 16,384 tokens per batch (one sequence where L is longer), every
 mechanism that has a kernel, against PyTorch's cuDNN attention and FlashAttention. "eager" is the time of a plain call,
 "host" the time the CPU needs to queue a forward and a backward, "graph" the replay of a CUDA graph, which is the time
-of the kernels. --profile prints each kernel's time; --plain adds the plain versions at up to 4,096 tokens. Kernels are
-compiled first, in a process per mechanism.
+of the kernels. --compiled adds the same call in torch.compile, --profile prints each kernel's time, and --plain adds
+the plain versions at up to 4,096 tokens. Kernels are compiled first, in a process per mechanism.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ def reference(name: str) -> Callable[..., Tensor]:
     return getattr(linear_reference, name)
 
 
-def compare(lengths: list[int], causal: bool, only: list[str], with_plain: bool) -> list[dict[str, Any]]:
+def compare(
+    lengths: list[int], causal: bool, only: list[str], with_plain: bool, with_compiled: bool
+) -> list[dict[str, Any]]:
     rows = []
     print(f"{'causal' if causal else 'both directions'}")
     print(f"{'':41} {'eager':>18} {'x cuDNN':>17} {'host':>9} {'graph':>18}")
@@ -91,7 +93,11 @@ def compare(lengths: list[int], causal: bool, only: list[str], with_plain: bool)
         base: dict[str, float] = {}
         for name, make in contestants(L, causal, only, with_plain).items():
             try:
-                row: dict[str, Any] = {"L": L, "causal": causal, "name": name, **measure(make(), L)}
+                fn = make()
+                row: dict[str, Any] = {"L": L, "causal": causal, "name": name, **measure(fn, L)}
+                if with_compiled and isinstance(fn, torch.nn.Module):
+                    torch.compiler.reset()
+                    row |= in_compiled(torch.compile(fn, dynamic=False), L)
             except Exception as error:  # continue with the other mechanisms
                 print(f"{L:>6} {name:<34} {type(error).__name__}: {str(error)[:160]}", flush=True)
                 torch.cuda.synchronize()
@@ -103,7 +109,8 @@ def compare(lengths: list[int], causal: bool, only: list[str], with_plain: bool)
             print(
                 f"{L:>6} {name:<34} {row['eager_forward_ms']:9.4f} {row['eager_both_ms']:9.4f} "
                 f"{ratio[0]:8.2f} {ratio[1]:8.2f} {row['host_ms']:9.4f} "
-                f"{row['forward_ms']:9.4f} {row['both_ms']:9.4f} {row['peak_mib']:9.0f}",
+                f"{row['forward_ms']:9.4f} {row['both_ms']:9.4f} {row['peak_mib']:9.0f} "
+                + " ".join(f"{row[key]:9.4f}" for key in row if key.startswith("compiled")),
                 flush=True,
             )
     return rows
@@ -155,6 +162,15 @@ def measure(fn: Callable[..., Tensor], L: int) -> dict[str, float]:
     }
 
 
+def in_compiled(fn: Callable[..., Tensor], L: int) -> dict[str, float]:
+    inputs, dout = tensors(L)
+
+    def both() -> Any:
+        return torch.autograd.grad(fn(*inputs), inputs, dout, allow_unused=True)
+
+    return {"compiled_both_ms": median_of(both, 100), "compiled_host_ms": host_ms(both)}
+
+
 def crossovers(rows: list[dict[str, Any]], only: list[str]) -> dict[str, dict[str, int | None]]:
     """By mechanism, the shortest length from which its eager call beats both full attentions at every longer length."""
     found: dict[str, dict[str, int | None]] = {}
@@ -196,6 +212,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=with_kernels, help="these mechanisms")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--commit", default=None, help="commit to record, if git is not available")
     parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -208,9 +225,10 @@ def main() -> None:
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "commit": args.commit or commit(),
+        "command": " ".join(["python3 -m benchmarks.gpu_attention", *sys.argv[1:]]),
     }
-    rows = compare(args.lengths, True, args.only, args.plain)
-    rows += compare([L for L in args.lengths if L >= 4096], False, args.only, args.plain)
+    rows = compare(args.lengths, True, args.only, args.plain, args.compiled)
+    rows += compare([L for L in args.lengths if L >= 4096], False, args.only, args.plain, args.compiled)
     report["rows"] = rows
     if args.profile:
         names = [name for name in args.only if name in with_kernels]

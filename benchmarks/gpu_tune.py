@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import weft  # noqa: E402
 from benchmarks.gpu_timing import ROOT, D, H, median_ms, tensors  # noqa: E402
 from benchmarks.gpu_trials import TRIALS, Trial  # noqa: E402
+from weft.kernels.launch import forget  # noqa: E402
 
 
 def call(trial: Trial, L: int) -> Callable[[], Any]:
@@ -62,6 +63,7 @@ def tune(args: argparse.Namespace, part: tuple[int, int] | None = None) -> list[
         table = importlib.import_module(f"weft.{trial.folder}.kernel").TILES
         usual = table[trial.key]
         table[trial.key] = tiles
+        forget()
         try:
             key = (id(trial), L)
             if key not in made:

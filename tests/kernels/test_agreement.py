@@ -15,6 +15,7 @@ from calls import REAL, SMALL
 from promises import DEVICE
 
 import weft
+from weft.kernels import launch
 
 pytest.importorskip("triton")
 
@@ -51,12 +52,14 @@ def test_the_scans_tiles_of_bfloat16_are_right_in_single_precision(call, monkeyp
     from weft.attention.performer import kernel as random_features
     from weft.kernels.linear_scan import kernel as linear_scan
 
+    launch.forget()
     for table in (linear_scan.TILES, random_features.TILES):  # float16 has the tiles of float32
         for kernel, width, size in list(table):
             if size == 4:
                 monkeypatch.setitem(table, (kernel, width, size), table[kernel, width, 2])
     torch.manual_seed(0)
     check(call)
+    launch.forget()
 
 
 @pytest.mark.parametrize("name", NAMES)

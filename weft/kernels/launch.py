@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -109,12 +110,16 @@ class Tape:
             kernel[grid](*(_view(bases[base], offset, dtype) for base, offset, dtype in slots), *rest, **options)
 
 
+_taped: weakref.WeakSet[Taped] = weakref.WeakSet()
+
+
 class Taped:
     """`function(tensors, options) -> outputs`, recorded when it sees the same shapes and options again."""
 
     def __init__(self, function: Function):
         self.function = function
         self.tapes: dict[Any, Tape | int | None] = {}  # a number: of the next such call; None: cannot be recorded
+        _taped.add(self)
 
     def __call__(self, tensors: Sequence[Tensor | None], options: tuple) -> Sequence[Tensor]:
         index = -1 if tensors[0] is None else tensors[0].get_device()
@@ -149,6 +154,12 @@ class Taped:
         finally:
             _current.recorder = None
         return outputs, recorder.tape(outputs)
+
+
+def forget() -> None:
+    """Forget all tapes, after a change of something that their functions read, such as tile sizes."""
+    for function in _taped:
+        function.tapes.clear()
 
 
 class _Recorder(TorchDispatchMode):
