@@ -36,7 +36,7 @@ def played(monkeypatch):
     monkeypatch.setattr(launch, "RECORDED", 1)
     tapes: list[launch.Tape] = []
     play = launch.Tape.play
-    monkeypatch.setattr(launch.Tape, "play", lambda tape, tensors: (tapes.append(tape), play(tape, tensors))[1])
+    monkeypatch.setattr(launch.Tape, "play", lambda tape, *given: (tapes.append(tape), play(tape, *given))[1])
     return tapes
 
 

@@ -23,7 +23,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 BACKENDS = ("auto", "torch", "triton")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-LARGEST_HEAD = 128
+LARGEST_HEAD = 256
 OLDEST = (8, 0)  # compute capability from which on "auto" uses the kernels
 TESTED = (9, 0)  # compute capability on which the kernels were tested and tuned
 
@@ -41,6 +41,7 @@ class Kernel:
     least_length: int = 256  # "auto" uses the kernel from this length on; the shortest measured: docs/kernels.md
     bias: Callable[[Any], bool] = lambda bias: False  # whether it supports this position bias
     dropout: bool = False  # whether it supports dropout
+    largest_head: int = 128  # head_dim
     applies: Callable[[Any], bool] = lambda attn: True  # False: no fused version for these options, use `attend`
 
 
@@ -63,7 +64,7 @@ def use_kernel(attn: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any) -> bool:
         return False
     if attn.backend == "auto" and (q.device.type in ("cpu", "meta") or q.shape[2] < kernel.least_length):
         return False
-    reason = kernel.lacks(attn, q, k, v) or _cannot(q, v)
+    reason = kernel.lacks(attn, q, k, v) or _cannot(q, v, kernel.largest_head)
     if bias is not None and not kernel.bias(bias):
         reason = f"the kernel does not support a position bias of type {type(bias).__name__}"
     if attn.dropout and attn.training and not kernel.dropout:
@@ -79,7 +80,7 @@ def use_kernel(attn: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any) -> bool:
     return _passes(index, attn.name, q.shape[3], attn.causal, attn.max_length, options, q.dtype)
 
 
-def _cannot(q: Tensor, v: Tensor) -> str:
+def _cannot(q: Tensor, v: Tensor, largest_head: int) -> str:
     """Return why no kernel can run on these tensors, or "" if one can."""
     if not _INSTALLED:
         return "Triton is not installed"
@@ -89,8 +90,8 @@ def _cannot(q: Tensor, v: Tensor) -> str:
         return _not_nvidia("hip")
     if q.dtype not in DTYPES:
         return f"the kernels support float32, float16 and bfloat16, got {q.dtype}"
-    if q.shape[3] > LARGEST_HEAD:
-        return f"the kernels support head_dim up to {LARGEST_HEAD}, got {q.shape[3]}"
+    if q.shape[3] > largest_head:
+        return f"the kernel supports head_dim up to {largest_head}, got {q.shape[3]}"
     if v.shape != q.shape:
         return f"the kernels need q and v of the same shape, got {tuple(q.shape)} and {tuple(v.shape)}"
     return ""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from .blocks import ceil_div
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,37 @@ class Tiles:
 
     def launch(self) -> dict[str, int | None]:
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
+
+
+def tiles_for(table: dict[tuple[str, int, int], Tiles], kernel: str, head_dim: int, size: int) -> Tiles:
+    """Entry of a table with the keys (kernel, maximum head_dim, bytes per element). Heads wider than 128, where nothing
+    was measured, get half the tile of 128 and one pipeline stage."""
+    width = max(64, block_width(head_dim))
+    if width <= 128:
+        return table[kernel, width, size]
+    t = table[kernel, 128, size]
+    return Tiles(max(16, t.queries // 2), max(16, t.keys // 2), 8, 1)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Shapes and dtypes of tensors that share a block of memory: one allocation, and one tensor to save."""
+
+    parts: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+    def empty(self, x: Tensor) -> Tensor:
+        """The block, in bytes, on the device of x."""
+        return x.new_empty(sum(self._room()), dtype=torch.uint8)
+
+    def split(self, block: Tensor) -> list[Tensor]:
+        found, at = [], 0
+        for (shape, dtype), room in zip(self.parts, self._room(), strict=True):
+            found.append(block[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
+            at += room
+        return found
+
+    def _room(self) -> list[int]:
+        return [ceil_div(math.prod(shape) * dtype.itemsize, 256) * 256 for shape, dtype in self.parts]
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:

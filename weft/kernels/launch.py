@@ -31,6 +31,7 @@ NOTICE = 5.0  # seconds of compiling after which to say so
 _log = logging.getLogger("weft")
 _current = threading.local()
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_knobs: Any = None  # Triton's settings
 _compiling = 0.0  # seconds so far, negative once reported
 
 
@@ -91,14 +92,16 @@ class Tape:
         steps: list[tuple],
     ):
         self.device, self.made, self.outputs, self.held, self.steps = device, made, outputs, held, steps
+        self.held_pointers = [x.data_ptr() for x in held]
 
-    def play(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    def play(self, tensors: Sequence[Tensor | None], pointers: list[int]) -> list[Tensor]:
+        """Return the outputs. `pointers` are those of the tensors."""
         device = self.device
         made = [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in self.made]
         if device.type == "cpu":
             self._interpret([*tensors, *made, *self.held])
             return made[: self.outputs]
-        pointers = [0 if x is None else x.data_ptr() for x in (*tensors, *made, *self.held)]
+        pointers = pointers + [x.data_ptr() for x in made] + self.held_pointers
         stream = torch._C._cuda_getCurrentRawStream(device.index)
         for run, (x, y, z), function, metadata, slots, rest in self.steps:
             places = [pointers[base] + offset for base, offset, _ in slots]
@@ -126,13 +129,12 @@ class Taped:
         if index >= 0 and index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):
                 return self(tensors, options)
-        about = [
-            None if x is None else (x.get_device(), x.dtype, x.shape, x.stride(), x.data_ptr() % 16) for x in tensors
-        ]
-        key = options, *about
+        pointers = [0 if x is None else x.data_ptr() for x in tensors]
+        about = [None if x is None else (x.get_device(), x.dtype, x.shape, x.stride()) for x in tensors]
+        key = options, *about, *[pointer % 16 for pointer in pointers]
         tape = self.tapes.get(key, 1)
-        if isinstance(tape, Tape) and not _watched():
-            return tape.play(tensors)
+        if type(tape) is Tape and not _watched():
+            return tape.play(tensors, pointers)
         if isinstance(tape, int):
             if len(self.tapes) >= REMEMBERED:
                 self.tapes.clear()
@@ -254,7 +256,10 @@ def _view(x: Any, offset: int, dtype: torch.dtype) -> Any:
 
 def _watched() -> bool:
     """Whether someone counts Triton's launches, as profilers do. Replays would hide from them."""
-    from triton import knobs
+    global _knobs
+    if _knobs is None:
+        from triton import knobs
 
-    hook = knobs.runtime.launch_enter_hook
+        _knobs = knobs.runtime
+    hook = _knobs.launch_enter_hook
     return bool(getattr(hook, "calls", hook))

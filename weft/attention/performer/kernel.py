@@ -22,6 +22,7 @@ from torch import Tensor
 from ...core.blocks import ceil_div
 from ...core.precision import autocast
 from ...core.tiles import (
+    Block,
     Tiles,
     as_flags,
     block_width,
@@ -63,7 +64,8 @@ def _forward(q, k, mask, projection, epsilon):
     from .forward import features, running_top, split
 
     outputs = _outputs(q, projection)
-    a, b, key_scale, top, rest, q_largest, k_largest, directions = outputs
+    a, b, key_scale, top, rest, block = outputs
+    q_largest, k_largest, directions = _kept(q, projection).split(block)
     B, H, L, D = q.shape
     M = projection.shape[0]
     launch(
@@ -83,19 +85,26 @@ def _forward(q, k, mask, projection, epsilon):
 
 
 def _outputs(q: Tensor, projection: Tensor) -> tuple[Tensor, ...]:
-    """φ(q), φ(k), key_scale, top, rest, largest of the queries and of the keys, and the directions from `split`."""
+    """φ(q), φ(k), key_scale, top, rest, and what only the backward reads."""
     B, H, L, D = q.shape
-    half = q.dtype == torch.bfloat16
     phis = (q.new_empty(B, H, L, width(projection.shape[0])) for _ in range(2))
-    numbers = (q.new_empty(B, H, L, dtype=torch.float32) for _ in range(5))
-    split = q.new_empty(1 + half, *projection.shape, dtype=torch.bfloat16 if half else torch.float32)
-    return *phis, *numbers, split
+    numbers = (q.new_empty(B, H, L, dtype=torch.float32) for _ in range(3))
+    return *phis, *numbers, _kept(q, projection).empty(q)
+
+
+def _kept(q: Tensor, projection: Tensor) -> Block:
+    """The largest products of the queries and of the keys, and the directions from `split`."""
+    half, numbers = q.dtype == torch.bfloat16, (tuple(q.shape[:3]), torch.float32)
+    directions = (1 + half, *projection.shape), torch.bfloat16 if half else torch.float32
+    return Block((numbers, numbers, directions))
 
 
 def _backward(
-    da, db, dtop, drest, q, k, mask, projection, a, b, key_scale, top, rest, q_largest, k_largest, directions, epsilon
+    da, db, dtop, drest, q, k, mask, projection, a, b, key_scale, top, rest, block, epsilon
 ):  # fmt: skip
     from .backward import feature_gradients, top_gradients
+
+    q_largest, k_largest, directions = _kept(q, projection).split(block)
 
     B, H, L, D = q.shape
     dq, dk = empty_rows(q), empty_rows(k)
@@ -143,7 +152,7 @@ _operator = Operator(
     _forward,
     lambda q, k, mask, projection, epsilon: _outputs(q, projection),
     _backward,
-    outputs=8,
+    outputs=6,
     returned=5,
     differentiable=(0, 1, 3, 4),
     gradients=(0, 1),

@@ -21,7 +21,17 @@ from ...core.blocks import ceil_div
 from ...core.dispatch import DTYPES, LARGEST_HEAD
 from ...core.precision import autocast
 from ...core.staging import operator, send
-from ...core.tiles import Tiles, block_width, empty_rows, next_power_of_two, precision, rows_contiguous, strides
+from ...core.tiles import (
+    Block,
+    Tiles,
+    block_width,
+    empty_rows,
+    next_power_of_two,
+    precision,
+    rows_contiguous,
+    strides,
+    tiles_for,
+)
 from ...kernels.launch import launch
 from ...kernels.operator import Operator
 
@@ -109,7 +119,8 @@ def _forward(q, k, v, sources, targets, nearest, size, causal, alibi, stand_in, 
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
     B, H, L, D = q.shape
     _, W, S = sources.shape
-    out, lse, first = _outputs(q, sources)
+    out, block = outputs = _outputs(q, sources)
+    lse, first = _kept(q, sources).split(block)
     launch(
         count_before, (sources.shape[0] * W, ceil_div(L + 1, 256)),
         sources, first, L, S, STEPS=S.bit_length(), ROWS=256, num_warps=4
@@ -123,26 +134,26 @@ def _forward(q, k, v, sources, targets, nearest, size, causal, alibi, stand_in, 
         BK=t.keys, CAUSAL=causal, HAS_MASK=nearest is not None, ALIBI=alibi, STAND_IN=stand_in,
         GRID=targets is not None, PRECISION=precision(q), **t.launch(),
     )  # fmt: skip
-    return out, lse, first
+    return outputs
 
 
-def _outputs(q: Tensor, sources: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """out; its log2 normalisers, infinite for targets without a sampled source; and the number of sources of each
+def _outputs(q: Tensor, sources: Tensor) -> tuple[Tensor, Tensor]:
+    return empty_rows(q), _kept(q, sources).empty(q)
+
+
+def _kept(q: Tensor, sources: Tensor) -> Block:
+    """The log2 normalisers of out, infinite for targets without a sampled source; and the number of sources of each
     window before each position."""
-    return (
-        empty_rows(q),
-        q.new_empty(q.shape[:3], dtype=torch.float32),
-        sources.new_empty(*sources.shape[:2], q.shape[2] + 1),
-    )
+    B, H, L, _ = q.shape
+    return Block((((B, H, L), torch.float32), ((*sources.shape[:2], L + 1), torch.int32)))
 
 
-def _backward(
-    dout, q, k, v, sources, targets, nearest, out, lse, first, size, causal, alibi, stand_in, once
-):  # fmt: skip
+def _backward(dout, q, k, v, sources, targets, nearest, out, block, size, causal, alibi, stand_in, once):
     from ...kernels.rows import clear
     from .backward import collect, key_gradients, query_gradients
 
     once = once and not stand_in
+    lse, first = _kept(q, sources).split(block)
     dq = empty_rows(q)
     B, H, L, D = q.shape
     _, W, S = sources.shape
@@ -193,7 +204,7 @@ _operator = Operator(
     _forward,
     lambda q, k, v, sources, *rest: _outputs(q, sources),
     _backward,
-    outputs=3,
+    outputs=2,
 )
 
 
@@ -231,9 +242,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, sources: Tensor) -> None:
 def tiles(kernel: str, size: int, samples: int, q: Tensor) -> Tiles:
     """Entry of the table, limited to the targets and sources of a window. A tile has at least 16 rows, the minimum of a
     matrix unit."""
-    shape = max(64, block_width(q.shape[3])), q.element_size()
-    t = TILES[kernel, *shape]
+    t = tiles_for(TILES, kernel, q.shape[3], q.element_size())
     if samples >= MANY:
-        t = TILES.get((f"{kernel} of many", *shape), t)
+        t = TILES.get((f"{kernel} of many", max(64, block_width(q.shape[3])), q.element_size()), t)
     queries, keys = (max(16, next_power_of_two(x)) for x in (size, samples))
     return replace(t, queries=min(t.queries, queries), keys=min(t.keys, keys))

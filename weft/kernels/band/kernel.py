@@ -34,6 +34,7 @@ from ...core.tiles import (
     precision,
     rows_contiguous,
     strides,
+    tiles_for,
 )
 from ..launch import launch
 from ..operator import Operator
@@ -247,7 +248,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, extras: str) -> None:
 
 def tiles(kernel: str, most: int, q: Tensor) -> Tiles:
     """Entry of the table, limited to the tokens in a block, and at least 16, the minimum of a matrix unit."""
-    t = TILES[kernel, max(64, block_width(q.shape[3])), q.element_size()]
+    t = tiles_for(TILES, kernel, q.shape[3], q.element_size())
     most = max(16, next_power_of_two(most))
     return replace(t, queries=min(t.queries, most), keys=min(t.keys, most))
 

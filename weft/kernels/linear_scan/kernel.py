@@ -22,12 +22,23 @@ import torch
 from torch import Tensor
 
 from ...core.blocks import ceil_div
-from ...core.dispatch import DTYPES, LARGEST_HEAD
+from ...core.dispatch import DTYPES
 from ...core.precision import autocast
-from ...core.tiles import Tiles, as_flags, block_width, empty_rows, for_operator, precision, rows_contiguous, strides
+from ...core.tiles import (
+    Block,
+    Tiles,
+    as_flags,
+    block_width,
+    empty_rows,
+    for_operator,
+    precision,
+    rows_contiguous,
+    strides,
+)
 from ..launch import launch
 from ..operator import Operator
 
+LARGEST_HEAD = 128  # the states of wider heads do not fit into registers
 FEATURES = ("elu", "relu", "given")
 LEAST_LENGTH = 256  # the shortest length measured; the kernels are faster from here on: docs/kernels.md
 
@@ -179,7 +190,8 @@ def _forward(q, k, v, mask, key_scale, top, rest, features, epsilon):
     check(q, k, v, key_scale, top, rest, features)
     p = plan(q, v, rest is not None)
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
-    out, weight, before, before_norm = _outputs(q, v, p)
+    out, block = found = _outputs(q, v, p)
+    weight, before, before_norm = _kept(p).split(block)
     has_mask = mask is not None
     flags = as_flags(mask) if has_mask else q
     key_scale, top, rest = (_rows(x, weight) for x in (key_scale, top, rest))
@@ -199,31 +211,32 @@ def _forward(q, k, v, mask, key_scale, top, rest, features, epsilon):
     if p.wide:
         programs, cut = p.wide_launch("outputs")
         launch(wide.outputs, programs, *given, *sizes, **cut, **common)
-        return out, weight, before, before_norm
+        return found
     t = p.tiles("outputs")
     launch(
         outputs, (ceil_div(p.L, t.queries) * p.B * p.H,),
         *given, *sizes,
         BQ=t.queries, BK=t.keys, CARRIED=p.n > 1, **p.shape("outputs"), **options, **t.launch(),
     )  # fmt: skip
-    return out, weight, before, before_norm
+    return found
 
 
-def _outputs(q: Tensor, v: Tensor, p: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out, 1 / denominators, and the sums before each chunk: of φ(k) vᵀ, and of φ(k)."""
+def _outputs(q: Tensor, v: Tensor, p: Plan) -> tuple[Tensor, Tensor]:
+    return empty_rows(v), _kept(p).empty(v)
+
+
+def _kept(p: Plan) -> Block:
+    """1 / denominators, and the sums before each chunk: of φ(k) vᵀ, and of φ(k)."""
     n = p.n if p.n > 1 else 0
-    return (
-        empty_rows(v),
-        q.new_empty(p.B, p.H, p.L, dtype=torch.float32),
-        q.new_empty(p.B, p.H, n, p.rows, p.D, dtype=torch.bfloat16 if p.half else torch.float32),
-        q.new_empty(p.B, p.H, n, p.rows, dtype=torch.float32),
-    )
+    sums = (p.B, p.H, n, p.rows, p.D), torch.bfloat16 if p.half else torch.float32
+    return Block((((p.B, p.H, p.L), torch.float32), sums, ((p.B, p.H, n, p.rows), torch.float32)))
 
 
-def _backward(dout, q, k, v, mask, key_scale, top, rest, out, weight, before, before_norm, features, epsilon):
+def _backward(dout, q, k, v, mask, key_scale, top, rest, out, block, features, epsilon):
     from .backward import gradient_states, key_gradients, query_gradients
 
     p = plan(q, v, rest is not None)
+    weight, before, before_norm = _kept(p).split(block)
     dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
     dq, dk, dv, dtop, drest = _gradients(q, k, v, p)
     has_mask = mask is not None
@@ -315,7 +328,7 @@ _operator = Operator(
     _forward,
     lambda q, k, v, mask, key_scale, top, rest, *options: _outputs(q, v, plan(q, v, rest is not None)),
     _backward,
-    outputs=4,
+    outputs=2,
     gradients=(0, 1, 2, 5, 6),
     fake_backward=lambda q, k, v, mask, key_scale, top, rest, *options: _gradients(
         q, k, v, plan(q, v, rest is not None)

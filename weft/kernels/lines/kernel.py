@@ -31,6 +31,7 @@ from ...core.tiles import (
     precision,
     rows_contiguous,
     strides,
+    tiles_for,
 )
 from ..launch import launch
 from ..operator import Operator
@@ -272,6 +273,6 @@ def check(q: Tensor, sources: Sequence[tuple[Tensor, Tensor, Tensor | None]]) ->
 
 def tiles(table: dict[tuple[str, int, int], Tiles], kernel: str, cells: int, q: Tensor) -> Tiles:
     """Entry of the table, limited to the cells of a line, and at least 16, the minimum of a matrix unit."""
-    t = table[kernel, max(64, block_width(q.shape[3])), q.element_size()]
+    t = tiles_for(table, kernel, q.shape[3], q.element_size())
     most = max(16, next_power_of_two(cells))
     return replace(t, queries=min(t.queries, most), keys=min(t.keys, most))

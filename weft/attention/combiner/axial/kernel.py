@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ....core.blocks import ceil_div
 from ....core.precision import autocast
-from ....core.tiles import Tiles, as_flags, block_width, for_operator, precision, rows_contiguous, strides
+from ....core.tiles import Block, Tiles, as_flags, block_width, for_operator, precision, rows_contiguous, strides
 from ....kernels.launch import launch
 from ....kernels.lines.kernel import (
     Lines,
@@ -64,12 +64,13 @@ def _forward(q, k, v, mask, block_size, causal):
     check(q, [(k, v, mask)])
     B, H, L, D = q.shape
     m, n = block_size, ceil_div(L, block_size)
-    out, lse, kbar, vbar, local = _outputs(q, m)
+    out, block = outputs = _outputs(q, m)
+    lse, kbar, vbar, local = _split(q, m, block)
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
     if n == 1:  # nothing to summarise
         flags = None if mask is None else as_flags(mask)
         attend_lines(q, k, v, flags, out, lse, *_row(m, causal), more=False)
-        return out, lse, kbar, vbar, local
+        return outputs
     t = tiles(TILES, "summarise", m, q)
     launch(
         summarise, (n * ceil_div(m, t.queries) * B * H,),
@@ -78,27 +79,31 @@ def _forward(q, k, v, mask, block_size, causal):
         BQ=t.queries, BK=t.keys, **_options(q, mask, causal), **t.launch(),
     )  # fmt: skip
     attend_lines(q, kbar, vbar, _rows_with_tokens(mask, n, m), out, lse, *_columns(n, m, causal), more=True)
-    return out, lse, kbar, vbar, local
+    return outputs
 
 
-def _outputs(q: Tensor, m: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """out, its log2 normalisers, and for each cell the summary key, summary value and the row's log2 normaliser. There
-    are no cells if there is only one row."""
+def _outputs(q: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    return empty_rows(q), _kept(q, m).empty(q)
+
+
+def _kept(q: Tensor, m: int) -> Block:
+    """The log2 normalisers of out, and for each cell the summary key, summary value and the row's log2 normaliser.
+    There are no cells if there is only one row."""
     B, H, L, D = q.shape
     cells = ceil_div(L, m) * m if L > m else 0
-    kbar, vbar = (q.new_empty(B, cells, H, D).transpose(1, 2) for _ in range(2))
-    return (
-        empty_rows(q),
-        q.new_empty(B, H, L, dtype=torch.float32),
-        kbar,
-        vbar,
-        q.new_empty(B, H, cells, dtype=torch.float32),
-    )
+    bars, numbers = ((B, cells, H, D), q.dtype), ((B, H, cells), torch.float32)
+    return Block((((B, H, L), torch.float32), bars, bars, numbers))
 
 
-def _backward(dout, q, k, v, mask, out, lse, kbar, vbar, local, block_size, causal):
+def _split(q: Tensor, m: int, block: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    lse, kbar, vbar, local = _kept(q, m).split(block)
+    return lse, kbar.transpose(1, 2), vbar.transpose(1, 2), local
+
+
+def _backward(dout, q, k, v, mask, out, block, block_size, causal):
     from .backward import row_key_gradients, row_query_gradients
 
+    lse, kbar, vbar, local = _split(q, block_size, block)
     dq, dk, dv, delta = empty_rows(q), empty_rows(k), empty_rows(v), torch.empty_like(lse)
     dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
     B, H, L, D = q.shape
@@ -137,7 +142,7 @@ _operator = Operator(
     _forward,
     lambda q, k, v, mask, block_size, causal: _outputs(q, block_size),
     _backward,
-    outputs=5,
+    outputs=2,
 )
 
 

@@ -20,6 +20,7 @@ from ....core.blocks import ceil_div
 from ....core.dispatch import DTYPES, LARGEST_HEAD
 from ....core.precision import autocast
 from ....core.tiles import (
+    Block,
     Tiles,
     as_flags,
     block_width,
@@ -29,6 +30,7 @@ from ....core.tiles import (
     precision,
     rows_contiguous,
     strides,
+    tiles_for,
 )
 from ....kernels.launch import launch
 from ....kernels.operator import Operator
@@ -83,7 +85,8 @@ def _forward(q, k, v, mask, block_size, pool, causal, keep):
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
     B, H, L, D = q.shape
     n = ceil_div(L, block_size)
-    out, lse, kbar, vbar, local, stats = _outputs(q, block_size, keep)
+    out, block = outputs = _outputs(q, block_size, keep)
+    lse, kbar, vbar, local, stats = _kept(q, block_size, keep).split(block)
     width = block_width(D)
     scale = math.log2(math.e) / math.sqrt(D)
     has_mask = mask is not None
@@ -103,29 +106,35 @@ def _forward(q, k, v, mask, block_size, pool, causal, keep):
         B * H, H, L, n, scale, m=block_size, D=D, BLOCK_D=width, BQ=t.queries, BK=t.keys, SPANS=n > 1,
         CAUSAL=causal, HAS_MASK=has_mask, PRECISION=precision(q), **t.launch(),
     )  # fmt: skip
-    return out, lse, kbar, vbar, local, stats
+    return outputs
 
 
-def _outputs(q: Tensor, block_size: int, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """out, its log2 normalisers, and for each block the summary key and value, local log2 normaliser, statistics."""
+def _outputs(q: Tensor, block_size: int, keep: bool) -> tuple[Tensor, Tensor]:
+    return empty_rows(q), _kept(q, block_size, keep).empty(q)
+
+
+def _kept(q: Tensor, block_size: int, keep: bool) -> Block:
+    """The log2 normalisers of out, and for each block the summary key and value, local log2 normaliser, statistics."""
     B, H, L, D = q.shape
     n = ceil_div(L, block_size)
-    return (
-        empty_rows(q),
-        q.new_empty(B, H, L, dtype=torch.float32),
-        q.new_empty(B, H, n, D),
-        q.new_empty(B, H, n, D),
-        q.new_empty(B, H, n, dtype=torch.float32),
-        q.new_empty(B, H, n if keep else 0, 4, D, dtype=torch.float32),
+    return Block(
+        (
+            ((B, H, L), torch.float32),
+            ((B, H, n, D), q.dtype),
+            ((B, H, n, D), q.dtype),
+            ((B, H, n), torch.float32),
+            ((B, H, n if keep else 0, 4, D), torch.float32),
+        )
     )
 
 
-def _backward(dout, q, k, v, mask, out, lse, kbar, vbar, local, stats, block_size, pool, causal, keep):
+def _backward(dout, q, k, v, mask, out, block, block_size, pool, causal, keep):
     from ....kernels.rows import row_products
     from .backward import collect, key_gradients, query_gradients, span_gradients
 
     if not keep:
         raise RuntimeError("weft::combiner_fixed was called with keep=False; the backward requires keep=True")
+    lse, kbar, vbar, local, stats = _kept(q, block_size, keep).split(block)
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
     B, H, L, D = q.shape
@@ -185,7 +194,7 @@ _operator = Operator(
     _forward,
     lambda q, k, v, mask, block_size, pool, causal, keep: _outputs(q, block_size, keep),
     _backward,
-    outputs=6,
+    outputs=2,
 )
 
 
@@ -208,7 +217,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, block_size: int, pool: str) -> None:
 def tiles(kernel: str, most: int, q: Tensor) -> Tiles:
     """Entry of the table, limited to `most`: the number of tokens in a block, or of summaries if query tiles cross
     blocks. A tile has at least 16 rows, the minimum of a matrix unit."""
-    t = TILES[kernel, max(64, block_width(q.shape[3])), q.element_size()]
+    t = tiles_for(TILES, kernel, q.shape[3], q.element_size())
     most = max(16, next_power_of_two(most))
     queries = t.queries if kernel == "span gradients" else min(t.queries, most)
     return replace(t, queries=queries, keys=min(t.keys, most))
