@@ -99,7 +99,7 @@ def test_triton_that_cannot_run_says_why(monkeypatch):
     ("q", "v", "reason"),
     [
         (torch.ones(1, 2, 4, 8, dtype=torch.float64), torch.ones(1, 2, 4, 8, dtype=torch.float64), "float64"),
-        (torch.ones(1, 2, 4, 160), torch.ones(1, 2, 4, 160), "up to 128"),
+        (torch.ones(1, 2, 4, 264), torch.ones(1, 2, 4, 264), "up to 256"),
         (torch.ones(1, 2, 4, 8), torch.ones(1, 2, 4, 4), "same shape"),
     ],
 )

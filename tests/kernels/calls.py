@@ -22,6 +22,7 @@ SMALL: dict[str, tuple[Call, ...]] = {
         Call("bigbird", 100, H=1, D=64, causal=False, options={"block_size": 80}, dtype=torch.float16),
     ),
     "combiner-axial": (
+        Call("combiner-axial", 7, H=1, D=160, options={"block_size": 4}),
         Call("combiner-axial", 50, H=1, options={"block_size": 36}),
         Call("combiner-axial", 50, H=1, D=64, causal=False, options={"block_size": 36}, dtype=torch.float16),
         Call("combiner-axial", 37, H=1, options={"block_size": 1}, layout="BHLD"),
@@ -72,6 +73,7 @@ SMALL: dict[str, tuple[Call, ...]] = {
         Call("combiner-axial-vertical", 1, H=1, D=128, causal=False, options={"block_size": 2}),
     ),
     "combiner-fixed": (
+        Call("combiner-fixed", 20, H=1, D=160, options={"block_size": 16}, mask="random"),
         Call("combiner-fixed", 37, H=1, D=8, options={"block_size": 16}, mask="random"),
         Call(
             "combiner-fixed",
@@ -180,6 +182,7 @@ SMALL: dict[str, tuple[Call, ...]] = {
         Call("sinkhorn", 60, H=1, D=64, causal=False, options={"max_length": 60}, dtype=torch.float16),
     ),
     "subsampled": (
+        Call("subsampled", 20, H=1, D=160, options={"windows": 2}),
         Call("subsampled", 37, B=2, options={"windows": 3}, H=1, bias="alibi", mask="random"),
         Call("subsampled", 33, B=2, H=1, causal=False, options={"windows": 4}, mask="ends"),
         Call("subsampled", 48, H=2, causal=False, options={"windows": 2}, bias="alibi", layout="BHLD"),
@@ -192,6 +195,7 @@ SMALL: dict[str, tuple[Call, ...]] = {
         Call("subsampled", 35, H=1, options={"layout": (5, 7), "windows": 3}),
     ),
     "local": (
+        Call("local", 20, H=1, D=160, options={"block_size": 16}, mask="random"),
         Call("local", 37, H=1, options={"block_size": 16}),
         Call("local", 70, B=2, H=1, causal=False, options={"block_size": 50}, mask="random"),
         Call("local", 45, B=2, H=1, D=20, options={"block_size": 20}, mask="all", layout="BHLD"),
@@ -201,6 +205,7 @@ SMALL: dict[str, tuple[Call, ...]] = {
         Call("local", 1, H=1),
     ),
     "longformer": (
+        Call("longformer", 20, H=1, D=256, options={"window": 8}, dtype=torch.float16),
         Call("longformer", 230, H=1, options={"window": 150}),
         Call("longformer", 270, H=1, D=64, causal=False, options={"window": 240}, dtype=torch.float16),
         Call("longformer", 90, B=2, H=1, D=20, causal=False, options={"window": 41}, mask="random"),
@@ -258,6 +263,7 @@ REAL: dict[str, tuple[Call, ...]] = {
     ),
     "combiner-axial": (
         Call("combiner-axial", 2048, D=64, H=4, options={"block_size": 128}),
+        Call("combiner-axial", 1000, D=256, B=1, H=2, mask="ends"),
         Call("combiner-axial", 1000, D=64, B=2, H=4),
         Call("combiner-axial", 2100, D=64, B=2, H=2, options={"block_size": 128}, causal=False, mask="random"),
         Call("combiner-axial", 1025, D=128, B=2, H=2, options={"block_size": 100}, mask="ends"),
@@ -287,6 +293,7 @@ REAL: dict[str, tuple[Call, ...]] = {
     ),
     "combiner-fixed": (
         Call("combiner-fixed", 1000, D=64, B=2, H=4, options={"block_size": 128, "summary": "sum"}, mask="random"),
+        Call("combiner-fixed", 1000, D=256, B=1, H=2, mask="ends"),
         Call("combiner-fixed", 1000, D=64, B=2, H=4, options={"block_size": 128}, causal=False, mask="ends"),
         Call("combiner-fixed", 1024, D=64, B=2, H=4, options={"block_size": 128}),
         Call("combiner-fixed", 1000, D=64, B=2, H=4, causal=False, options={"block_size": 128}, mask="random"),
@@ -379,6 +386,7 @@ REAL: dict[str, tuple[Call, ...]] = {
     ),
     "subsampled": (
         Call("subsampled", 1000, D=64, B=2, H=4, options={"windows": 4}),
+        Call("subsampled", 1100, D=192, B=1, H=2, options={"windows": 3}, mask="ends"),
         Call("subsampled", 1000, D=64, B=2, H=4, options={"windows": 4}, bias="alibi", mask="random"),
         Call("subsampled", 2048, D=64, B=2, H=4, causal=False, options={"windows": 4}),
         Call("subsampled", 2047, D=64, B=2, H=3, causal=False, options={"windows": 4}, bias="alibi", mask="ends"),
@@ -394,6 +402,7 @@ REAL: dict[str, tuple[Call, ...]] = {
     ),
     "local": (
         Call("local", 1000, D=64, B=2, H=4),
+        Call("local", 1000, D=256, B=1, H=2, options={"block_size": 128}, mask="ends"),
         Call("local", 1000, D=64, B=2, H=4, causal=False, options={"block_size": 128}, mask="random"),
         Call("local", 777, D=128, B=1, H=3, options={"block_size": 64}, mask="ends", layout="BHLD"),
         Call("local", 777, D=64, B=2, H=2, options={"block_size": 100}, mask="random"),
@@ -403,6 +412,7 @@ REAL: dict[str, tuple[Call, ...]] = {
     ),
     "longformer": (
         Call("longformer", 2047, D=64, B=2, H=3),
+        Call("longformer", 700, D=256, B=1, H=2, options={"window": 200}, mask="random"),
         Call("longformer", 1000, D=64, B=2, H=4, causal=False, options={"window": 129}, mask="random"),
         Call(
             "longformer", 1500, D=64, B=2, H=2, causal=False, options={"window": 256, "global_tokens": 5}, mask="ends"

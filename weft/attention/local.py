@@ -77,5 +77,5 @@ register(
     paper="Parmar et al. 2018, Image Transformer (1802.05751)",
     cost="L*block",
     bias=True,
-    kernel=Kernel(run_kernel, kernel.too_long, kernel.LEAST_LENGTH),
+    kernel=Kernel(run_kernel, kernel.too_long, kernel.LEAST_LENGTH, largest_head=256),
 )

@@ -122,5 +122,5 @@ register(
     paper="Beltagy et al. 2020, Longformer (2004.05150)",
     cost="L*window",
     bias=True,
-    kernel=Kernel(run_kernel, kernel.too_long, kernel.LEAST_LENGTH),
+    kernel=Kernel(run_kernel, kernel.too_long, kernel.LEAST_LENGTH, largest_head=256),
 )

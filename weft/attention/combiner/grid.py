@@ -225,4 +225,4 @@ class GridCombiner(Combiner):
         return KeyValues(kbar, vbar, state.count > 0)
 
 
-KERNEL = Kernel(GridCombiner.run_kernel, least_length=kernel.LEAST_LENGTH)
+KERNEL = Kernel(GridCombiner.run_kernel, least_length=kernel.LEAST_LENGTH, largest_head=256)

@@ -375,6 +375,7 @@ register(
         lacks,
         kernel.LEAST_LENGTH,
         bias=lambda bias: type(bias) is ALiBi,
+        largest_head=256,
         applies=lambda attn: attn.samples_now,
     ),
 )

@@ -38,13 +38,14 @@ def ask_keys(dq, q, k, v, dout, lse, delta, allowed, scale, WHOLE: tl.constexpr,
 
 @triton.jit
 def query_gradients(
-    Q, K, V, MASK, DOUT, LSE, DELTA, DQ,
-    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dq_b, dq_h, dq_l,
+    Q, K, V, MASK, OUT, DOUT, LSE, DELTA, DQ,
+    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, o_b, o_h, o_l, dq_b, dq_h, dq_l,
     BH, H, L, m, n, left, right, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     EXTRAS: tl.constexpr, LEADING: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """dq, and delta_i = Σ_d dout_id out_id for the other kernels."""
     bh = tl.program_id(0) % BH
     tiles = (m + BQ - 1) // BQ
     tile = tl.program_id(0) // BH
@@ -67,7 +68,9 @@ def query_gradients(
     q = load_rows(Q, i, d, q_l, i < end, D, BLOCK_D)
     dout = load_rows(DOUT, i, d, g_l, i < end, D, BLOCK_D)
     lse = tl.load(LSE + bh.to(tl.int64) * L + first + i, mask=i < end, other=0.0)
-    delta = tl.load(DELTA + bh.to(tl.int64) * L + first + i, mask=i < end, other=0.0)
+    OUT += b * o_b + h * o_h + first.to(tl.int64) * o_l
+    delta = tl.sum(load_rows(OUT, i, d, o_l, i < end, D, BLOCK_D).to(tl.float32) * dout.to(tl.float32), 1)
+    tl.store(DELTA + bh.to(tl.int64) * L + first + i, delta, mask=i < end)
     dq = tl.zeros([BQ, BLOCK_D], tl.float32)
     low, high, extras = seen_range(q_first, block, end, n, left, right, BQ, C, EXTRAS, CAUSAL)
     row_low, row_high = row_bounds(i, end, left, right, C, EXTRAS, CAUSAL)

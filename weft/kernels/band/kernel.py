@@ -131,7 +131,6 @@ def near_gradients(
     left: int, right: int, causal: bool, extras: str = "none", count: int = 0, leading: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, and delta. Short blocks do not need delta and return lse instead."""
-    from ..rows import row_products
     from .backward import extra_gradients, key_gradients, query_gradients
     from .short_blocks import block_gradients
 
@@ -154,9 +153,11 @@ def near_gradients(
         )  # fmt: skip
         return dq, dk, dv, lse
     delta = torch.empty_like(lse)
+    t = tiles("query gradients", m, q)
     launch(
-        row_products, (ceil_div(L, 64) * BH,),
-        out, dout, delta, *strides(out), *strides(dout), BH, H, L, D=D, BLOCK_D=block_width(D), ROWS=64, num_warps=4
+        query_gradients, (n * ceil_div(m, t.queries) * BH,),
+        q, k, v, flags, out, dout, lse, delta, dq, *given, *strides(out), *strides(dq),
+        BH, H, L, m, n, left, right, scale, logit_scale, BQ=t.queries, BK=t.keys, **options, **t.launch(),
     )  # fmt: skip
     extra_k = extra_v = lse  # not read if there are no extras
     total, chunks = n * count if extras == "columns" else count, 1
@@ -176,12 +177,6 @@ def near_gradients(
         key_gradients, (n * ceil_div(m, t.keys) * BH,),
         q, k, v, flags, dout, lse, delta, extra_k, extra_v, dk, dv, *given, *strides(dk), *strides(dv),
         BH, H, L, m, left, right, total, chunks, scale, logit_scale,
-        BQ=t.queries, BK=t.keys, **options, **t.launch(),
-    )  # fmt: skip
-    t = tiles("query gradients", m, q)
-    launch(
-        query_gradients, (n * ceil_div(m, t.queries) * BH,),
-        q, k, v, flags, dout, lse, delta, dq, *given, *strides(dq), BH, H, L, m, n, left, right, scale, logit_scale,
         BQ=t.queries, BK=t.keys, **options, **t.launch(),
     )  # fmt: skip
     return dq, dk, dv, delta

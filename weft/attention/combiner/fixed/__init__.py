@@ -321,5 +321,5 @@ register(
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
     length_dependent="without max_length the default block size depends on the length; set block_size to fix it",
-    kernel=Kernel(run_kernel, lacks, kernel.LEAST_LENGTH),
+    kernel=Kernel(run_kernel, lacks, kernel.LEAST_LENGTH, largest_head=256),
 )

@@ -4,10 +4,10 @@
     p_ij = exp2(s_ij - lse_i)            ds_ij = p_ij (dout_i · v_j - delta_i)
     α_j = exp2(qbar·k_j - local)         dα_j = dvbar · v_j          Σ_j α_j dα_j = dvbar · vbar
 
-`row_products` computes delta. `span_gradients` computes the gradients of the summary keys and values, in chunks of
-queries, so that every multiprocessor has work; `collect` adds the chunks. `key_gradients` loops over the queries of the
-block for a tile of keys: dk, dv, and its part of the gradient of the pooled query. `query_gradients` loops over the
-same keys and summaries as the forward for a tile of queries: dq.
+`span_gradients` computes delta and the gradients of the summary keys and values, in chunks of queries, so that every
+multiprocessor has work; `collect` adds the chunks. If there is only one block, `row_products` computes delta.
+`key_gradients` loops over the queries of the block for a tile of keys: dk, dv, and its part of the gradient of the
+pooled query. `query_gradients` loops over the same keys and summaries as the forward for a tile of queries: dq.
 
 Max pooling splits its gradient equally among the entries equal to the maximum, as torch.amax does. The accumulators
 start from the gradients through the pooling and the local softmax.
@@ -24,13 +24,14 @@ from .forward import seen_tile, seen_tiles
 
 @triton.jit
 def span_gradients(
-    Q, DOUT, KBAR, VBAR, LOCAL, LSE, DELTA, PART_K, PART_V,
-    q_b, q_h, q_l, g_b, g_h, g_l,
+    Q, OUT, DOUT, KBAR, VBAR, LOCAL, LSE, DELTA, PART_K, PART_V,
+    q_b, q_h, q_l, o_b, o_h, o_l, g_b, g_h, g_l,
     BH, H, L, n, chunk, scale, logit_scale,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of BS summaries from the queries of one chunk; PART_K and PART_V are (B·H, chunks, n, D), float32."""
+    """Gradients of BS summaries from the queries of one chunk; PART_K and PART_V are (B·H, chunks, n, D), float32. The
+    programs of the first summaries also store delta, of all queries."""
     bh = tl.program_id(0) % BH
     span_tiles = (n + BS - 1) // BS
     rest = tl.program_id(0) // BH
@@ -39,7 +40,7 @@ def span_gradients(
     start = 0
     if CAUSAL:  # the first query that attends to the first of these summaries starts the next block
         start = tl.maximum((s_first + 1) * m - q_first, 0)
-        if start >= chunk:  # the whole chunk is too early; `collect` skips it
+        if (start >= chunk) & (s_first > 0):  # the whole chunk is too early; `collect` skips it
             return
         start = start // BQ * BQ
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
@@ -48,9 +49,17 @@ def span_gradients(
     real = s < n
     q_end = tl.minimum(q_first + chunk, L)
     Q += b * q_b + h * q_h + q_first.to(tl.int64) * q_l
+    OUT += b * o_b + h * o_h + q_first.to(tl.int64) * o_l
     DOUT += b * g_b + h * g_h + q_first.to(tl.int64) * g_l
     LSE += bh.to(tl.int64) * L + q_first
     DELTA += bh.to(tl.int64) * L + q_first
+    if CAUSAL:  # queries that attend to no summary
+        for begin in range(0, tl.where(s_first == 0, tl.minimum(start, q_end - q_first), 0), BQ):
+            i = begin + tl.arange(0, BQ)
+            live = i < q_end - q_first
+            out = load_rows(OUT, i, d, o_l, live, D, BLOCK_D).to(tl.float32)
+            dout = load_rows(DOUT, i, d, g_l, live, D, BLOCK_D).to(tl.float32)
+            tl.store(DELTA + i, tl.sum(out * dout, 1), mask=live)
     kbar = load_rows(KBAR + bh.to(tl.int64) * n * D, s, d, D, real, D, BLOCK_D)
     vbar = load_rows(VBAR + bh.to(tl.int64) * n * D, s, d, D, real, D, BLOCK_D)
     if HAS_MASK:
@@ -64,7 +73,10 @@ def span_gradients(
         q = load_rows(Q, i, d, q_l, live, D, BLOCK_D)
         dout = load_rows(DOUT, i, d, g_l, live, D, BLOCK_D)
         lse = tl.load(LSE + i, mask=live, other=0.0)
-        delta = tl.load(DELTA + i, mask=live, other=0.0)
+        out = load_rows(OUT, i, d, o_l, live, D, BLOCK_D)
+        delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+        if s_first == 0:
+            tl.store(DELTA + i, delta, mask=live)
         block = (q_first + i) // m
         allowed = real[:, None] & ((s[:, None] < block[None, :]) if CAUSAL else (s[:, None] != block[None, :]))
         logit = tl.dot(kbar, tl.trans(q), input_precision=PRECISION)

@@ -146,10 +146,6 @@ def _backward(dout, q, k, v, mask, out, block, block_size, pool, causal, keep):
     shape = {"m": block_size, "D": D, "BLOCK_D": width, "CAUSAL": causal}
     options = {**shape, "HAS_MASK": has_mask, "PRECISION": precision(q)}
     delta = torch.empty_like(lse)
-    launch(
-        row_products, (ceil_div(L, 64) * BH,),
-        out, dout, delta, *strides(out), *strides(dout), BH, H, L, D=D, BLOCK_D=width, ROWS=64, num_warps=4
-    )  # fmt: skip
     by_keys, by_queries = tiles("key gradients", block_size, q), tiles("query gradients", block_size, q)
     key_tiles = ceil_div(block_size, by_keys.keys)
     dkbar = dvbar = mean_dalpha = weighted = lse  # not read if there is only one block
@@ -160,7 +156,7 @@ def _backward(dout, q, k, v, mask, out, block, block_size, pool, causal, keep):
         t = tiles("span gradients", n, q)
         launch(
             span_gradients, (ceil_div(n, t.keys) * chunks * BH,),
-            q, dout, kbar, vbar, local, lse, delta, part_k, part_v, *strides(q), *strides(dout),
+            q, out, dout, kbar, vbar, local, lse, delta, part_k, part_v, *strides(q), *strides(out), *strides(dout),
             BH, H, L, n, chunk, scale, logit_scale, BQ=t.queries, BS=t.keys, **options, **t.launch(),
         )  # fmt: skip
         dkbar, dvbar = part_k.new_empty(B, H, n, D), part_k.new_empty(B, H, n, D)
@@ -169,6 +165,11 @@ def _backward(dout, q, k, v, mask, out, block, block_size, pool, causal, keep):
         launch(
             collect, (ceil_div(n, 16) * BH,),
             part_k, part_v, vbar, stats, dkbar, dvbar, mean_dalpha, BH, n, chunk, chunks, ROWS=16, **shape, num_warps=4
+        )  # fmt: skip
+    else:
+        launch(
+            row_products, (ceil_div(L, 64) * BH,),
+            out, dout, delta, *strides(out), *strides(dout), BH, H, L, D=D, BLOCK_D=width, ROWS=64, num_warps=4
         )  # fmt: skip
     t = by_keys
     launch(
