@@ -112,13 +112,16 @@ class Operator:
         gradients = self.backward_operator(*given, *saved, *ctx.options)
         return *self.spread(saved, gradients), *nothing
 
-    def wanted(self, douts: Sequence[Tensor | None], outputs: Sequence[Tensor]) -> list[Tensor] | None:
+    def wanted(self, douts: Sequence[Tensor | None], outputs: Sequence[Tensor]) -> list[Any] | None:
         """The gradients that `backward` takes; zeros for a missing one; None if all are missing."""
         given = [douts[i] for i in self.differentiable]
-        if all(x is None for x in given):
+        missing = sum(x is None for x in given)
+        if missing == len(given):
             return None
-        wanted = zip(self.differentiable, given, strict=True)
-        return [torch.zeros_like(outputs[i]) if x is None else x for i, x in wanted]
+        if missing:
+            wanted = zip(self.differentiable, given, strict=True)
+            given = [torch.zeros_like(outputs[i]) if x is None else x for i, x in wanted]
+        return given
 
 
 class _Eager(torch.autograd.Function):
