@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+import weft
+
 pytestmark = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: set WEFT_TEST_DEVICE=cuda")
 
 
@@ -71,9 +73,15 @@ class Manners:
         for way in (torch.compile(fn), torch.compile(fn), fn):
             torch.compiler.reset()
             torch.manual_seed(1)
-            with torch.no_grad():
+            with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
                 outs.append(way(q, k, v, mask))
         return same(outs[:1], outs[2:], 1e-2) or same(outs[1:2], outs[2:], 1e-2)
+
+    def compiled_plain(self) -> str:
+        """The plain version, which Inductor compiles itself; in both directions if the mechanism allows it."""
+        causal = not weft.attention_info(self.call.name).bidirectional
+        self.attn = replace(self.call, causal=causal).make("torch", "cuda")
+        return self.compiled_for_inference()
 
     def checkpointed(self) -> str:
         inputs, dout = self.leaves()

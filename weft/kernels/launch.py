@@ -195,7 +195,8 @@ class _Recorder(TorchDispatchMode):
         elif func.is_view and id(args[0]) in self.origin:
             kind, number, offset = self.origin[id(args[0])]
             for x in out if isinstance(out, list | tuple) else [out]:
-                self._follow(x, kind, number, offset + x.data_ptr() - args[0].data_ptr())
+                moved = x.data_ptr() - args[0].data_ptr() if x.numel() else 0  # an empty tensor has no address
+                self._follow(x, kind, number, offset + moved)
         else:
             self.whole = False
         return out
@@ -248,10 +249,12 @@ class _Recorder(TorchDispatchMode):
 
 
 def _view(x: Any, offset: int, dtype: torch.dtype) -> Any:
-    """The memory of x from `offset` bytes on, as elements of `dtype`. An offset needs a block of bytes."""
-    if x is None or x.dtype == dtype:
-        return x if offset == 0 else x[offset:]
-    return (x[offset:] if offset else x).view(dtype)
+    """The memory of x from `offset` bytes on, as elements of `dtype`. For Triton's interpreter, which takes tensors."""
+    if offset == 0 and x.dtype == dtype:
+        return x
+    memory, start = x.untyped_storage(), x.storage_offset() * x.element_size() + offset
+    count = (memory.nbytes() - start) // dtype.itemsize
+    return torch.empty(0, dtype=dtype, device=x.device).set_(memory, start // dtype.itemsize, (count,), (1,))
 
 
 def _watched() -> bool:
