@@ -195,7 +195,7 @@ def test_the_best_checkpoint_is_tested(tmp_path, monkeypatch):
 class Careless(torch.nn.Module):
     """A miscompiled model: correct in training, wrong in evaluation."""
 
-    def __init__(self, model, wrong=True):
+    def __init__(self, model, wrong=True, options=None):
         super().__init__()
         self.model, self.wrong = model, wrong
 
@@ -206,7 +206,7 @@ class Careless(torch.nn.Module):
 
 def test_a_miscompiled_model_is_detected_and_the_run_continues_without_compilation(tmp_path, monkeypatch):
     plain = train(tiny(tmp_path / "plain"))
-    monkeypatch.setattr(torch, "compile", lambda model: Careless(model, wrong=False))
+    monkeypatch.setattr(torch, "compile", lambda model, **options: Careless(model, wrong=False))
     assert train(tiny(tmp_path / "right", compile=True)).test == plain.test
     monkeypatch.setattr(torch, "compile", Careless)
     command = ["train", "digits", "--out", tmp_path / "wrong", *runs.options(**TINY)]
@@ -223,7 +223,7 @@ def test_compiler_errors_suggest_no_compile(tmp_path, monkeypatch):
         def forward(self, *inputs):
             raise BackendCompilerFailed(max, TypeError("cannot split"), None)
 
-    monkeypatch.setattr(torch, "compile", lambda model: Stuck())
+    monkeypatch.setattr(torch, "compile", lambda model, **options: Stuck())
     command = ["train", "digits", "--out", tmp_path / "run", *runs.options(**TINY)]
     stopped = weft(*command, "--compile")
     assert stopped.exit_code == 71 and "cannot split" in stopped.output and "--no-compile" in stopped.output

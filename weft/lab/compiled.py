@@ -20,6 +20,12 @@ class Miscompiled(Exception):
     """Compilation failed, or compiled results differ from eager mode; the run can continue without compilation."""
 
 
+def compile_model(model: nn.Module) -> Any:
+    """torch.compile without padded strides. Inductor of torch 2.11 pads the strides of large tensors, and then computes
+    wrong results: `performer` with 48 heads, 2,001 tokens and a batch of 32 had a relative error of 1.2."""
+    return torch.compile(model, options={"comprehensive_padding": False})
+
+
 def check_compiled(
     fabric: Any, compiled: nn.Module, eager: nn.Module, task: Task, rows: Rows, config: TrainConfig
 ) -> str:

@@ -25,7 +25,7 @@ from ..tasks.config import TrainConfig
 from ..tasks.registry import task_of
 from .build import build_model
 from .checkpoint import Checkpoints, DamagedCheckpoint
-from .compiled import Miscompiled, check_compiled, compiler_error
+from .compiled import Miscompiled, check_compiled, compile_model, compiler_error
 from .data import Order, Rows, seed_everything, seed_of
 from .divergence import Diverged, LossMonitor
 from .evaluate import Stopped, evaluate, saved_weights
@@ -89,7 +89,7 @@ class Training:
         check_memory(self.fabric, self.raw, self.task, few, config)
         if config.checkpoint_activations:
             checkpoint_activations(self.raw)
-        self.model = self.fabric.setup_module(torch.compile(self.raw) if config.compile else self.raw)
+        self.model = self.fabric.setup_module(compile_model(self.raw) if config.compile else self.raw)
         # Created after the model is on its device: sharding replaces parameters.
         self.inner_optimizer = make_optimizer(self.raw, config)
         self.optimizer = self.fabric.setup_optimizers(self.inner_optimizer)

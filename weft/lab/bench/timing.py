@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from ...attention import attention_info, attentions
+from ..compiled import compile_model
 
 PRECISIONS = ("32-true", "tf32", "bf16-mixed", "bf16-true")
 WARMUP = {"cpu": 1, "cuda": 2}  # warm-up calls
@@ -62,7 +63,7 @@ class How:
     def place(self, model: nn.Module) -> Any:
         """The model on its device, compiled if requested."""
         model = model.to(device=self.device, dtype=self.dtype)
-        return torch.compile(model) if self.compile else model
+        return compile_model(model) if self.compile else model
 
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
