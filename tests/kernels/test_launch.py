@@ -98,6 +98,19 @@ def test_one_tensor_as_three_does_not_mix_up_later_calls(played):
     assert torch.equal(attn(x, x, x), attn(x, x.clone(), x.clone()))
 
 
+def test_inference_is_replayed(played):
+    """Without gradients, combiner-fixed keeps no statistics: an empty part of its block of memory."""
+    torch.manual_seed(0)
+    call = Call("combiner-fixed", 20, H=1, options={"block_size": 16})
+    attn, (q, k, v, *_) = call.make("triton", DEVICE), call.tensors(DEVICE)
+    with torch.no_grad():
+        expected = attn(q, k, v)
+        assert torch.equal(attn(q, k, v), expected)
+    for tape in played:  # a pointer is an address and an offset into it
+        assert all(offset >= 0 for *_, slots, _ in tape.steps for _, offset, _ in slots)
+    assert played
+
+
 def test_second_derivatives_are_refused():
     x = torch.randn(1, 1, 8, 16, device=DEVICE, requires_grad=True)
     (dx,) = torch.autograd.grad(local()(x, x, x).square().sum(), x, create_graph=True)
