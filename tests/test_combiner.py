@@ -219,3 +219,38 @@ def test_routing_has_whole_clusters_by_default(causal):
     capped.load_state_dict(attn.state_dict())
     assert (capped(q, k, v) - expected).abs().max() > 0.01
     assert attn.clusters.size(1024) == 1024 and attn.clusters.size(4096) == 128
+
+
+PARENTS = {  # Combiner -> its sparse parent with the same sets, and whether the direct set alone contains its support
+    "combiner-fixed": ("sparse", {"block_size": 4}, {"block_size": 4, "columns": 0}, True),
+    "combiner-axial-vertical": ("axial", {"block_size": 4}, {"block_size": 4}, True),
+    "combiner-axial-horizontal": ("axial", {"block_size": 4}, {"block_size": 4}, True),
+    "combiner-axial": ("axial", {"block_size": 4}, {"block_size": 4}, False),
+    "combiner-logsparse": ("logsparse", {}, {}, False),
+    "combiner-routing": ("routing", {"clusters": 3}, {"clusters": 3, "capacity": 4}, True),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", PARENTS)
+def test_the_precondition_of_proposition_1(name, causal):
+    """The support of the sparse parent lies in the direct set and the spans, which together are all legal tokens."""
+    parent, options, theirs, direct = PARENTS[name]
+    torch.manual_seed(0)
+    size = {"heads": 2, "head_dim": 8, "causal": causal}
+    combiner = weft.make_attention(name, **size, **options).double().eval()
+    sparse = weft.make_attention(parent, **size, **theirs).double().eval()
+    if name == "combiner-routing":
+        sparse.clusters.load_state_dict(combiner.clusters.state_dict())
+    q, k, v = torch.randn(3, 1, 2, 21, 8, dtype=torch.float64)
+    ours, its = combiner.weights(q, k, v) > 0, sparse.weights(q, k, v) > 0
+    legal = torch.ones(21, 21, dtype=torch.bool).tril() if causal else torch.ones(21, 21, dtype=torch.bool)
+    assert (ours == legal).all() and not (its & ~ours).any()
+    assert its.diagonal(dim1=-2, dim2=-1).all()
+    if direct:
+        # A direct weight follows the logit of its own pair: it grows without bound when the key follows the query.
+        i, j = torch.nonzero(its[0, 0])[-1].tolist()
+        aligned = k.clone()
+        aligned[0, 0, j] = 60 * q[0, 0, i] / q[0, 0, i].norm()
+        if name != "combiner-routing":  # there, another key may be in another cluster
+            assert combiner.weights(q, aligned, v)[0, 0, i, j] > 0.99

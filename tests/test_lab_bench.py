@@ -316,3 +316,12 @@ def test_advice_measures_and_recommends_with_reasons():
         app, ["advise", "--length", "64", "--heads", "2", "--head-dim", "8", "--only", "combiner-fixed"]
     )
     assert shown.exit_code == 0 and "combiner-fixed" in shown.output and "- " in shown.output
+
+
+def test_exaflop_of_table_7():
+    """Counted on the model, within 3 % of the figures that the subsampled paper prints with two digits."""
+    from weft.lab.bench.exaflop import table_7
+
+    found = {name: (ours, paper) for name, ours, paper in table_7()}
+    assert set(found) == {"WikiText-103", "Enwik8", "CIFAR-10"}
+    assert all(abs(ours - paper) < 0.03 * paper + 0.05 for ours, paper in found.values())

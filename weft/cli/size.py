@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def size(
     task: Annotated[
-        str | None, typer.Argument(help="imdb-token, imdb-byte, listops, matching; pvt, timm, crate")
+        str | None, typer.Argument(help="imdb-token, imdb-byte, listops, matching; pvt, timm, crate, pathways")
     ] = None,
     attention: Annotated[str | None, typer.Option(help="one mechanism, or 'mixed'; default: the study's ten")] = None,
     layers: Annotated[int | None, typer.Option(help="a custom shape, together with --heads")] = None,
@@ -24,13 +24,19 @@ def size(
     """Parameters and checkpoint sizes of the wide-attention study's models, compared with the paper's Table 8.
 
     `pvt`: PVT plain and cached, with multiply-adds, compared with the cache paper. `timm`: that paper's other models.
-    `crate`: the four published sizes of CRATE.
+    `crate`: the four published sizes of CRATE. `pathways`: exaFLOP of training, as in the subsampled paper's Table 7.
     """
-    if task in ("pvt", "timm", "crate"):
+    if task in ("pvt", "timm", "crate", "pathways"):
         if attention is not None or layers is not None or heads is not None or every:
             raise typer.BadParameter(f"--attention, --layers, --heads and --all have no effect on {task}: remove them")
         if task == "crate":
             show_crate()
+            return
+        if task == "pathways":
+            from ..lab.bench.exaflop import table_7
+
+            for name, ours, paper in table_7():
+                typer.echo(f"{name:14} {ours:6.2f} exaFLOP, paper {paper}")
             return
         from ..lab.bench.pvt_sizes import pvt_sizes, show_costs, timm_sizes
 
@@ -40,7 +46,7 @@ def size(
     from ..models.sizes import PUBLISHED_EXTRAS, study_rows
 
     if task is not None and task not in TASKS:
-        raise typer.BadParameter(f"unknown task {task!r}; available: {', '.join(TASKS)}, pvt, timm, crate")
+        raise typer.BadParameter(f"unknown task {task!r}; available: {', '.join(TASKS)}, pvt, timm, crate, pathways")
     if (layers is None) != (heads is None):
         raise typer.BadParameter("give both --layers and --heads, or neither")
     names = STUDY_ATTENTIONS if attention is None else (attention,)

@@ -7,12 +7,22 @@ Its figures are those of the forward pass, two operations per multiply-add, with
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+
+from ...models.language import LanguageModel
+
+# data set -> tokens per example, size of the softmax (0: the adaptive one is not counted), steps x batch, the paper's
+TABLE_7 = {
+    "WikiText-103": (3072, 0, 64_000 * 64, 7.6),
+    "Enwik8": (4096, 256, 10_000 * 64, 1.7),
+    "CIFAR-10": (3072, 256, 100_000 * 128, 23.8),
+}
 
 
 def exaflop(model: nn.Module, inputs: tuple[Any, ...], examples: int) -> float:
@@ -23,3 +33,14 @@ def exaflop(model: nn.Module, inputs: tuple[Any, ...], examples: int) -> float:
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(*inputs)
     return counter.get_total_flops() * examples / 1e18
+
+
+def table_7() -> Iterator[tuple[str, float, float]]:
+    """Data set, exaFLOP of the paper's decoder (16 layers, width 1,024), and the paper's figure."""
+    for name, (length, vocab, examples, paper) in TABLE_7.items():
+        with torch.device("meta"):
+            model = LanguageModel(
+                max(1, vocab), max_length=length, dim=1024, heads=8, head_dim=128, layers=16, mlp_dim=4096
+            )
+            ids = torch.zeros(1, length, dtype=torch.long)
+            yield name, exaflop(model.eval(), (ids,), examples), paper
