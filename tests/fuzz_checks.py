@@ -333,7 +333,8 @@ def decoding(r: Random, name: str) -> str:
     lower = r.choice((None, None, torch.bfloat16)) if dtype == torch.float32 else None
     mode = r.choice(("no_grad", "no_grad", "inference", "grad", "backward"))
     layout, branch = r.choice(LAYOUTS), r.choice((None, None, r.randrange(24)))
-    words = f"{call} {dtype} autocast {lower} {mode} {layout} branch at {branch}"
+    prompt, room = r.choice((0, 0, r.randrange(24))), r.choice((None, None, 24))
+    words = f"{call} {dtype} autocast {lower} {mode} {layout} branch at {branch} prompt {prompt} max_length {room}"
     attn = m.make().to(torch.float32 if lower else dtype)
     inputs = [laid_out(x.to(lower or dtype).to(dtype), layout) for x in (call.q, call.k, call.v)]
     bias = twin(call.bias, torch.float32 if lower else dtype)
@@ -352,8 +353,15 @@ def decoding(r: Random, name: str) -> str:
         if "one" in layout:
             buffers = [x.contiguous() for x in buffers]
         row = torch.ones(B, dtype=torch.bool)
-        state = attn.start(B)
-        for t in range(L):
+        prompt = min(prompt, L)
+        if room is not None:  # all steps return the same state
+            room, branch = min(room, attn.max_length or room), None
+        state = attn.start(B, max_length=room)
+        if prompt:
+            given = None if call.mask is None else call.mask[:, :prompt]
+            out, state = attn.prefill(*(x[:, :, :prompt] for x in inputs), given, bias, state=state)
+            outs.append(out)
+        for t in range(prompt, L):
             tokens = [x[:, :, t : t + 1] for x in inputs]
             if not backward:
                 for buffer, token in zip(buffers, tokens, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from promises import HEAD_DIM, HEADS, Case, qkv, sweep
+from promises import DEVICE, HEAD_DIM, HEADS, Case, qkv, sweep
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
@@ -131,6 +131,32 @@ def test_a_step_where_the_position_is_a_tensor(case, monkeypatch):
     assert_same(out, attn(*tokens, mask)[:, :, 2:], mask[:, 2:])
 
 
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+@sweep(causal=True, steps=True)
+@torch.no_grad()
+def test_a_cuda_graph_serves_every_position(case):
+    attn, tokens, mask = made(case), qkv(26), left_padding(26, 3, 0)
+    wanted = attn(*tokens, mask)
+    _, state = attn.prefill(*(x[:, :, :2] for x in tokens), mask[:, :2], max_length=26)
+    token, row = [x[:, :, 2:3].clone() for x in tokens], mask[:, 2].clone()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # the first steps, outside the graph
+        for t in (2, 3):
+            attn.step(*(x[:, :, t : t + 1] for x in tokens), state, mask[:, t])
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = attn.step(*token, state, row)
+    for t in range(4, 26):
+        for buffer, x in zip(token, tokens, strict=True):
+            buffer.copy_(x[:, :, t : t + 1])
+        row.copy_(mask[:, t])
+        graph.replay()
+        assert_same(out, wanted[:, :, t : t + 1], mask[:, t : t + 1])
+    assert state.position == 26
+
+
 @pytest.mark.parametrize("name", ("full", "linear", "combiner-fixed"))
 @torch.no_grad()
 def test_a_compiled_step_serves_every_position(name):
@@ -207,6 +233,16 @@ def test_states_that_do_not_fit_are_refused(case):
         attn.reorder(state, torch.tensor([0, 2], device="cpu"))
     with pytest.raises(ValueError, match="0 … 5"):
         attn.crop(state, 6)
+
+
+@sweep(causal=True, steps=True, first_setting=True)
+@torch.no_grad()
+def test_no_rows(case):
+    attn, tokens, mask = made(case), qkv(9, B=0), torch.ones(0, 9, dtype=torch.bool)
+    for given in (None, mask):
+        out, state = attn.prefill(*(x[:, :, :6] for x in tokens), None if given is None else given[:, :6])
+        assert out.shape == (0, HEADS, 6, HEAD_DIM)
+        assert steps(attn, tokens, state, 6, 9, given)[0].shape == (0, HEADS, 3, HEAD_DIM)
 
 
 @sweep(causal=True, steps=False)

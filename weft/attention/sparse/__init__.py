@@ -30,7 +30,6 @@ from ...core.joint import Columns, Part, Rows, join_allowed, joint_attention, to
 from ...core.partitions import fixed_columns, other_blocks, own_block
 from ...core.registry import register
 from ...core.softmax import softmax_attention
-from ...core.staging import send
 from ...core.state import KeepsAll, KeyValues, attend_to
 from ...kernels.band import kernel as band
 from ..axial import decoding_block
@@ -124,10 +123,7 @@ class SparseAttention(KeepsAll):
         n = blocks_k.shape[2]
         real = valid_in(layout, mask, L, m, device)
         own = own_block(m, causal, device).view(1, 1, 1, m, m)
-        # `fixed_columns`, computed on the device: a copy from the CPU would block and break CUDA graphs.
-        seen = torch.arange(max(m - self.columns, 0), m, device=device)
-        if self.leading_column and self.columns < m:
-            seen = F.pad(seen, (1, 0))
+        seen = self._columns(m, device)
         c = len(seen)
         others = other_blocks(n, causal, device).repeat_interleave(c, 1).view(1, 1, n, 1, n * c)
         if real is not None:
@@ -165,6 +161,11 @@ class SparseAttention(KeepsAll):
             parts.append(Part(layout, keys, values, allowed, None if bias is None else bias(i, j)))
         return parts
 
+    def _columns(self, m: int, device: torch.device) -> Tensor:
+        """`fixed_columns`, computed on the device: a copy from the CPU would block and break CUDA graphs."""
+        columns = torch.arange(max(m - self.columns, 0), m, device=device)
+        return F.pad(columns, (1, 0)) if self.leading_column and self.columns < m else columns
+
     @property
     def _dropout(self) -> float:
         return self.dropout if self.training else 0.0
@@ -184,8 +185,7 @@ class SparseAttention(KeepsAll):
         blocks = at.first(i // m if at.known else ceil_div(at.capacity, m))
         if self.pattern == "fixed":
             row = i - i % m
-            offsets = fixed_columns(m, self.columns, self.leading_column)
-            columns = send(torch.tensor(offsets, dtype=torch.long), q.device)
+            columns = self._columns(m, q.device)
             far, near = (m * blocks[:, None] + columns).flatten(), row + at.first(m)
             exists = far < row
         else:
