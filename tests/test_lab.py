@@ -428,3 +428,16 @@ def test_a_model_without_cacheable_layers_is_refused(monkeypatch):
     config = make_config("digits", cache=0.5)
     with pytest.raises(ValueError, match="remove --cache"):
         build_model(config, task.load(config))
+
+
+@pytest.mark.parametrize("command", [["attentions"], ["list"], ["data", "list"]], ids=" ".join)
+def test_tables_cut_no_name_and_no_command_on_a_narrow_terminal(command):
+    from typer.testing import CliRunner
+
+    import weft
+    from weft.cli import app
+    from weft.tasks.fetch import SOURCES
+
+    shown = CliRunner(env={"COLUMNS": "60"}).invoke(app, command).output
+    wanted = [source.how for source in SOURCES] if command[0] == "data" else weft.attentions()
+    assert "…" not in shown and all(f" {text} " in shown for text in wanted)

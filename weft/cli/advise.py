@@ -20,10 +20,8 @@ def advise(
     """Measure the attention mechanisms at your length on this machine, and recommend some."""
     import math
 
-    from rich.table import Table
-
     from ..lab.bench.advise import advise as measure
-    from ..lab.say import console, say
+    from ..lab.say import say, show_table
 
     names = [name.strip() for name in only.split(",") if name.strip()]
     sizes = {"heads": heads, "head_dim": head_dim, "batch": batch}
@@ -33,13 +31,11 @@ def advise(
         return "" if math.isnan(x) else f"{x:,.3g}" if x < 100 else f"{x:,.0f}"
 
     columns = ["attention", "ms", "MiB", *(["step ms", "state MiB"] if causal else []), "abilities"]
-    table = Table(*columns)
+    rows = []
     for row in advice.rows:
         figures = [row.ms, row.mib, *([row.step_ms, row.state_mib] if causal else [])]
-        table.add_row(row.name, *map(number, figures), row.error or row.abilities)
-    for column in table.columns:
-        column.no_wrap = column.header != "abilities"
-    console().print(table)
+        rows.append((row.name, *map(number, figures), row.error or row.abilities))
+    show_table(columns, rows, wrap=("abilities",))
     say("ms and MiB: one forward and backward of attention alone")
     for text in advice.reasons:
         say(f"- {text}")

@@ -36,10 +36,7 @@ def show_attentions(
     if as_markdown:
         print(markdown())
         return
-    from rich.console import Console
-    from rich.table import Table
+    from ..lab.say import show_table
 
-    table = Table(*COLUMNS, title="Attention mechanisms in weft")
-    for name in attentions():
-        table.add_row(*row(attention_info(name)))
-    Console().print(table)
+    rows = [row(attention_info(name)) for name in attentions()]
+    show_table(COLUMNS, rows, "Attention mechanisms in weft", wrap=("paper",))

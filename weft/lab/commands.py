@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from .errors import CANNOT_SAVE, DIVERGED, INTERRUPTED, MISCOMPILED, NO_DATA, NO_MEMORY
-from .say import console, plain, say
+from .say import console, plain, say, show_table
 
 
 def train_command() -> Callable[..., None]:
@@ -107,23 +107,19 @@ def eval_run(
 
 def list_all() -> None:
     """List the tasks with their presets, and the attention mechanisms."""
-    from rich.table import Table
-
     from ..attention import attention_info, attentions
     from ..tasks import get_task, tasks
 
-    screen = console()
-    table = Table("task", "what", "metric", "presets", title="tasks")
-    for name in tasks():
-        task = get_task(name)
-        table.add_row(name, task.about, task.metric, " ".join(task.presets))
-    screen.print(table)
-    table = Table("attention", "cost", "causal", "bidirectional", "steps", "options", title="attention")
+    entries = [get_task(name) for name in tasks()]
+    rows = [(task.name, task.about, task.metric, " ".join(task.presets)) for task in entries]
+    show_table(("task", "what", "metric", "presets"), rows, "tasks", wrap=("what", "presets"))
+    found = []
     for name in attentions():
         info = attention_info(name)
         yes = ["yes" if flag else "" for flag in (info.causal, info.bidirectional, info.steps)]
-        table.add_row(name, info.cost, *yes, " ".join(f"{k}={v}" for k, v in info.options.items()))
-    screen.print(table)
+        found.append((name, info.cost, *yes, " ".join(f"{k}={v}" for k, v in info.options.items())))
+    columns = ("attention", "cost", "causal", "bidirectional", "steps", "options")
+    show_table(columns, found, "attention", wrap=("options",))
 
 
 def sweep_files(
@@ -247,16 +243,15 @@ DataFolder = Annotated[Path, typer.Option(help="folder of the data sets")]
 @data_app.command("list")
 def data_list(data: DataFolder = Path("data")) -> None:
     """List the data sets in the data folder, and how to get the others."""
-    from rich.table import Table
 
     from ..tasks.fetch import SOURCES, present
 
-    table = Table("data set", "here", "how to get it", "checksum of the original archive")
+    rows = []
     for source in SOURCES:
         path = present(source, data)
-        table.add_row(source.name, plain(path) if path else "no", source.how, source.checksum)
-    table.add_row("digits", "in scikit-learn", "pip install 'weft[lab]'", "")
-    console().print(table)
+        rows.append((source.name, plain(path) if path else "no", source.how, source.checksum))
+    rows.append(("digits", "in scikit-learn", "pip install 'weft[lab]'", ""))
+    show_table(("data set", "here", "how to get it", "checksum of the original archive"), rows)
 
 
 @data_app.command("make")

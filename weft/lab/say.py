@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 # Characters that move the cursor, change colours or hide text; line breaks and tabs are allowed.
@@ -37,8 +38,32 @@ def mute(stream: Any) -> None:
         os.close(nowhere)
 
 
-def console() -> Any:
+def console(width: int | None = None) -> Any:
     """A rich console that prints text literally, without markup or emoji."""
     from rich.console import Console
 
-    return Console(markup=False, emoji=False, highlight=False)
+    return Console(markup=False, emoji=False, highlight=False, width=width)
+
+
+def show_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], title: str = "", wrap: Sequence[str] = ()
+) -> None:
+    """Print a table that cuts nothing: only the columns in `wrap` take several lines, between words.
+
+    If the terminal is too narrow for that, the table is as wide as it needs to be.
+    """
+    from rich.cells import cell_len
+    from rich.table import Table
+
+    cells = [[plain(value) for value in row] for row in rows]
+    table = Table(title=title or None, title_justify="left")
+    total = 1
+    for number, column in enumerate(columns):
+        words = [part for row in cells for part in (row[number].split() if column in wrap else [row[number]])]
+        width = max(map(cell_len, [*words, *(column.split() if column in wrap else [column])]), default=0)
+        width = max(width, 30) if column in wrap else width
+        table.add_column(column, no_wrap=column not in wrap, min_width=width)
+        total += width + 3
+    for row in cells:
+        table.add_row(*row)
+    console(max(console().width, total)).print(table)
