@@ -455,3 +455,35 @@ def test_images_are_sampled_with_the_decoding_form(attention):
     assert len({bytes(image.numpy()) for image in varied}) > 5
     page = np.asarray(density.sheet(images))
     assert page.shape == (7, 7, 3) and np.array_equal(page[1:3, 4:6], images[1].numpy()) and (page[4:, 4:] == 255).all()
+
+
+def test_tiny_imagenet_from_parquet(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    from PIL import Image
+    from pyarrow.parquet import write_table
+
+    def jpeg(shade, side=64):
+        file = io.BytesIO()
+        Image.new("RGB", (side, side), (shade,) * 3).save(file, "JPEG")
+        return file.getvalue()
+
+    columns = {
+        "image": [jpeg(5 * i) for i in range(24)],
+        "label": [i % 3 for i in range(24)],
+        "split": ["train"] * 20 + ["val"] * 4,
+    }
+    table = arrow.table(columns).replace_schema_metadata({"classes": json.dumps(["a", "b", "c"] + ["x"] * 47)})
+    path = tmp_path / "tiny-imagenet-50.parquet"
+    write_table(table, path)
+    config = make_config("tiny-imagenet-50", data=str(tmp_path), **SMALL)
+    data = get_task("tiny-imagenet-50").load(config)
+    assert [data.rows(part) for part in ("train", "val", "test")] == [19, 1, 4]
+    assert data.classes[:3] == ["a", "b", "c"] and data.test["label"].tolist() == [2, 0, 1, 2]
+    shade = data.test["image"].float().mean((1, 2, 3))
+    assert torch.allclose(shade, torch.tensor([100.0, 105, 110, 115]), atol=3)
+    both = torch.cat([data.train["image"], data.val["image"]]).float().mean((1, 2, 3)).div(5).round().sort().values
+    assert both.tolist() == list(range(20))
+    columns["image"][3] = jpeg(9, side=32)
+    write_table(arrow.table(columns), path)
+    with pytest.raises(DataMissing, match="row 3 has 32 x 32 pixels"):
+        get_task("tiny-imagenet-50").load(config)

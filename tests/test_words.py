@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -51,7 +52,7 @@ def test_overlapping_windows_score_every_target_once_with_more_context() -> None
 @pytest.mark.parametrize("task", ["wiki40b", "wikitext103"])
 def test_an_evaluation_with_overlap_is_the_loss_of_those_targets(tmp_path, task: str) -> None:
     pytest.importorskip("tokenizers")
-    load_tasks("experiments/subsampled/wikitext103.py")
+    load_tasks(Path(__file__).parent.parent / "experiments" / "subsampled" / "wikitext103.py")
     folder = tmp_path / {"wiki40b": "wiki40b", "wikitext103": "wikitext-103"}[task]
     folder.mkdir()
     for part in ("train", "valid", "test"):

@@ -15,6 +15,7 @@ from . import (  # noqa: F401  each registers its tasks
     pathfinder,
     streams,
     text,
+    tiny_imagenet,
     tokens,
     translation,
 )
