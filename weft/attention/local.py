@@ -18,6 +18,7 @@ from ..core.decoding import Place
 from ..core.dense import dense_attention, positions
 from ..core.dispatch import Kernel
 from ..core.registry import register
+from ..core.segments import Segments
 from ..core.softmax import softmax_attention
 from ..core.state import KeyValues
 from ..kernels.band import kernel
@@ -70,6 +71,15 @@ def run_kernel(attn: LocalAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tens
     return kernel.blocks(q, k, v, mask, block_size=attn.block_size, causal=attn.causal)
 
 
+def run_packed(
+    attn: LocalAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, documents: Segments
+) -> Tensor | None:
+    m = min(attn.block_size, documents.longest)
+    if not kernel.one_tile(m, q):
+        return None
+    return kernel.blocks(q, k, v, mask, block_size=m, causal=attn.causal, table=documents.table(m))
+
+
 register(
     "local",
     LocalAttention,
@@ -77,5 +87,5 @@ register(
     paper="Parmar et al. 2018, Image Transformer (1802.05751)",
     cost="L*block",
     bias=True,
-    kernel=Kernel(run_kernel, kernel.too_long, kernel.LEAST_LENGTH, largest_head=256),
+    kernel=Kernel(run_kernel, kernel.too_long, kernel.LEAST_LENGTH, largest_head=256, packed=run_packed),
 )

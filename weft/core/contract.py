@@ -151,11 +151,14 @@ class Attention(Decoding, nn.Module):
         """Raise an error for unsupported calls. The message names an alternative."""
         self.check_tensors(q, k, v, mask)
         length = max(q.shape[2], k.shape[2])
+        self.check_length(length)
+        self.check_bias(bias, q.shape[0], length, q.device)
+
+    def check_length(self, length: int) -> None:
         if self.max_length is not None and length > self.max_length:
             raise ValueError(
                 f"length {length} is over max_length={self.max_length}; create {self.name} with a larger one"
             )
-        self.check_bias(bias, q.shape[0], length, q.device)
 
     def check_tensors(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
         """Check types and shapes, but not the length: a packed row may be longer than its documents."""

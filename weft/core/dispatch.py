@@ -43,6 +43,9 @@ class Kernel:
     dropout: bool = False  # whether it supports dropout
     largest_head: int = 128  # head_dim
     applies: Callable[[Any], bool] = lambda attn: True  # False: no fused version for these options, use `attend`
+    # packed(attn, q, k, v, mask, documents): packed documents in place. Without it, or if it returns None, they are
+    # gathered into rows.
+    packed: Callable[..., Tensor | None] | None = None
 
 
 def check_backend(backend: str) -> str:

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .dispatch import use_kernel
+from .precision import without_autocast
 from .segments import Plan, Segments, documents_of
 
 if TYPE_CHECKING:
@@ -58,6 +60,9 @@ def _packed(attn, q, k, v, mask, bias, segments, inputs) -> Tensor:
     documents = checked(attn, q, k, v, mask, bias, segments)
     if not len(documents):
         return torch.where(torch.zeros((), dtype=torch.bool, device=v.device), v, 0)
+    out = _in_place(attn, q, k, v, mask, bias, documents)
+    if out is not None:
+        return out
     block = attn.separate_blocks if bias is None else None  # a bias needs the positions in the document
     plan = documents.plan(attn.pattern_for, block)
     masks = _masks(attn, documents, plan, mask)
@@ -70,6 +75,21 @@ def _packed(attn, q, k, v, mask, bias, segments, inputs) -> Tensor:
             out = attn.forward(*(x.transpose(1, 2) for x in group), real, bias, **own)
             outs.append(out.transpose(1, 2))
     return plan.repack(outs, documents.shape).transpose(1, 2)
+
+
+def _in_place(attn, q, k, v, mask, bias, documents: Segments) -> Tensor | None:
+    """The mechanism's kernel on the tokens where they are; None if it has none for packed documents."""
+    kernel = attn.fused
+    if kernel is None or kernel.packed is None or bias is not None or not use_kernel(attn, q, k, v, bias):
+        return None
+    attn.check_length(documents.longest)
+    # The kernel writes neither outputs nor gradients of padding.
+    q, k, v = attn.clean(q, k, v, documents.real(mask))
+    with without_autocast(q):
+        out = kernel.packed(attn, q, k, v, mask, documents)
+    if out is None or documents.mask is None:
+        return out
+    return torch.where(documents.mask[:, None, :, None], out, 0)
 
 
 def packed_weights(

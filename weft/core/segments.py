@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .staging import send
 
 # A group with this many padded tokens costs about as much as one more group: kernel launches against arithmetic.
-PADDING = {"cpu": 256, "cuda": 4096}
+PADDING = {"cpu": 256, "cuda": 8192}
 ALIGNED = 1.25  # how much longer a row may get if every document starts a new block
 
 _known = WeakTensorKeyDictionary()  # segment tensor -> (its version, Segments)
@@ -35,6 +35,7 @@ class Segments:
         self.rows, self.starts, self.lengths = (np.asarray(x, np.int64) for x in (rows, starts, lengths))
         self.device = torch.empty(0, device=device).device
         self.plans: dict[Hashable, Plan] = {}
+        self.tables: dict[int, Tensor] = {}
 
     @classmethod
     def from_lengths(
@@ -122,6 +123,21 @@ class Segments:
     def real(self, mask: Tensor | None) -> Tensor | None:
         """The tokens of documents that `mask` (B, L) does not hide."""
         return mask if self.mask is None else self.mask if mask is None else self.mask & mask
+
+    def table(self, block: int) -> Tensor:
+        """(blocks, 3), for kernels: the batch row, first token and number of tokens of every block of up to `block`
+        tokens; each document starts a new block. On a GPU, empty blocks fill it up to a multiple of 16, so that similar
+        batches have equal shapes: launches are recorded by shape."""
+        if block not in self.tables:
+            counts = -(-self.lengths // block)
+            document = np.repeat(np.arange(len(self)), counts)
+            offset = _ranges(np.zeros_like(counts), counts) * block
+            tokens = np.minimum(self.lengths[document] - offset, block)
+            listed = np.stack([self.rows[document], self.starts[document] + offset, tokens], 1)
+            empty = -len(listed) % 16 if self.device.type == "cuda" else 0
+            rows = np.concatenate([listed, np.zeros((empty, 3), np.int64)]).astype(np.int32)
+            self.tables[block] = send(torch.from_numpy(rows), self.device)
+        return self.tables[block]
 
     def with_first(self) -> tuple[Segments, Tensor]:
         """All documents in one row, each after a free token such as CLS; and the token of the flattened batch that each

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..rows import load_rows, store_rows
+from ..rows import load_rows, place, store_rows
 
 NOWHERE = tl.constexpr(1 << 30)
 
@@ -143,12 +143,12 @@ def add_keys(acc, top, total, q, k, v, allowed, scale, WHOLE: tl.constexpr, PREC
 
 @triton.jit
 def attend(
-    Q, K, V, MASK, OUT, LSE,
+    Q, K, V, MASK, TABLE, OUT, LSE,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l,
     BH, H, L, m, n, left, right, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     EXTRAS: tl.constexpr, LEADING: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     bh = tl.program_id(0) % BH
     tiles = (m + BQ - 1) // BQ  # in a block
@@ -156,15 +156,13 @@ def attend(
     if CAUSAL and EXTRAS == "columns":
         tile = n * tiles - 1 - tile  # the last blocks have the most keys: start them first
     block = tile // tiles
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    b, h, bh, first, end = place(TABLE, bh, block, H, L, m, PACKED)
     d = tl.arange(0, BLOCK_D)
-    first = block * m
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
     K += b * k_b + h * k_h + first.to(tl.int64) * k_l
     V += b * v_b + h * v_h + first.to(tl.int64) * v_l
     OUT += b * o_b + h * o_h + first.to(tl.int64) * o_l
     MASK += b * L + first
-    end = tl.minimum(m, L - first)
 
     q_first = (tile % tiles) * BQ
     i = q_first + tl.arange(0, BQ)
@@ -197,4 +195,4 @@ def attend(
     total = tl.where(empty, 1.0, total)
     store_rows(OUT, acc / total[:, None], i, d, o_l, i < end, D, BLOCK_D)
     lse = tl.where(empty, float("-inf"), top + tl.log2(total))  # the backward masks rows without keys
-    tl.store(LSE + bh.to(tl.int64) * L + first + i, lse, mask=i < end)
+    tl.store(LSE + bh * L + first + i, lse, mask=i < end)

@@ -74,9 +74,17 @@ def too_long(attn: Any, *qkv: Tensor) -> str:
     return ""
 
 
-def blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, block_size: int, causal: bool) -> Tensor:
-    """`local`."""
-    return _band(q, k, v, mask, block_size, block_size, 0 if causal else block_size, causal, "none", 0, False)
+def blocks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, block_size: int, causal: bool, table: Tensor | None = None
+) -> Tensor:
+    """`local`. Packed documents need the `table` of their blocks, which must fit into one tile (`one_tile`)."""
+    right = 0 if causal else block_size
+    return _band(q, k, v, mask, block_size, block_size, right, causal, "none", 0, False, table=table)
+
+
+def one_tile(block_size: int, q: Tensor) -> bool:
+    """Whether `short_blocks.py` computes the gradients of these blocks."""
+    return block_size <= tiles("block gradients", block_size, q).queries
 
 
 def window(
@@ -96,14 +104,16 @@ def block_and_columns(
     return _band(q, k, v, mask, block_size, block_size, right, causal, extras, len(columns), leading)
 
 
-def _band(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *options: Any) -> Tensor:
+def _band(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *options: Any, table: Tensor | None = None
+) -> Tensor:
     q, k, v = autocast(q, k, v)
-    return _operator(q, k, v, for_operator(mask), *options)
+    return _operator(q, k, v, for_operator(mask), table, *options)
 
 
 def attend_near(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, block_size: int, left: int, right: int, causal: bool,
-    extras: str = "none", count: int = 0, leading: bool = False,
+    extras: str = "none", count: int = 0, leading: bool = False, table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out and its log2 normalisers, -inf for queries without keys."""
     from .forward import attend
@@ -112,12 +122,17 @@ def attend_near(
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
     B, H, L, D = q.shape
     m, n, extras, count = _blocks(L, block_size, extras, count)
+    BH = B * H
+    if table is not None:
+        n, BH = table.shape[0], H
     t = tiles("attend", m, q)
     launch(
-        attend, (n * ceil_div(m, t.queries) * B * H,),
-        q, k, v, _flags(q, mask), out, lse, *strides(q), *strides(k), *strides(v), *strides(out),
-        B * H, H, L, m, n, left, right, math.log2(math.e) / math.sqrt(D),
-        BQ=t.queries, BK=t.keys, **_options(q, mask, causal, extras, count, leading), **t.launch(),
+        attend, (n * ceil_div(m, t.queries) * BH,),
+        q, k, v, _flags(q, mask), q if table is None else table, out, lse,
+        *strides(q), *strides(k), *strides(v), *strides(out),
+        BH, H, L, m, n, left, right, math.log2(math.e) / math.sqrt(D),
+        BQ=t.queries, BK=t.keys, **_options(q, mask, causal, extras, count, leading), PACKED=table is not None,
+        **t.launch(),
     )  # fmt: skip
     return out, lse
 
@@ -129,6 +144,7 @@ def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
 def near_gradients(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, block_size: int,
     left: int, right: int, causal: bool, extras: str = "none", count: int = 0, leading: bool = False,
+    table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, and delta. Short blocks do not need delta and return lse instead."""
     from .backward import extra_gradients, key_gradients, query_gradients
@@ -146,10 +162,13 @@ def near_gradients(
     t = tiles("block gradients", m, q)
     if block_size and extras == "none" and m <= t.queries:
         shape = {key: options[key] for key in ("D", "BLOCK_D", "CAUSAL", "HAS_MASK", "PRECISION")}
+        if table is not None:
+            n, BH = table.shape[0], H
         launch(
             block_gradients, (n * BH,),
-            q, k, v, flags, out, dout, lse, dq, dk, dv, *given, *strides(out), *strides(dq), *strides(dk), *strides(dv),
-            BH, H, L, m, scale, logit_scale, ROWS=t.queries, **shape, **t.launch(),
+            q, k, v, flags, q if table is None else table, out, dout, lse, dq, dk, dv,
+            *given, *strides(out), *strides(dq), *strides(dk), *strides(dv),
+            BH, H, L, m, scale, logit_scale, ROWS=t.queries, **shape, PACKED=table is not None, **t.launch(),
         )  # fmt: skip
         return dq, dk, dv, lse
     delta = torch.empty_like(lse)
@@ -182,19 +201,24 @@ def near_gradients(
     return dq, dk, dv, delta
 
 
-def _forward(q, k, v, mask, block_size, left, right, causal, extras, count, leading):
+def _forward(q, k, v, mask, table, block_size, left, right, causal, extras, count, leading):
     """block_size 0: the whole sequence; count: the first tokens, or the columns of a block."""
     check(q, k, v, extras)
-    return attend_near(q, k, v, mask, block_size, left, right, causal, extras, count, leading)
+    return attend_near(q, k, v, mask, block_size, left, right, causal, extras, count, leading, table)
+
+
+def _backward(dout, q, k, v, mask, table, out, lse, block_size, left, right, causal, extras, count, leading):
+    options = block_size, left, right, causal, extras, count, leading, table
+    return near_gradients(dout, q, k, v, mask, out, lse, *options)[:3]
 
 
 _operator = Operator(
     "band",
-    "Tensor q, Tensor k, Tensor v, Tensor? mask, int block_size, int left, int right, bool causal, str extras,"
-    " int count, bool leading",
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? table, int block_size, int left, int right, bool causal,"
+    " str extras, int count, bool leading",
     _forward,
     lambda q, *rest: _outputs(q),
-    lambda *arguments: near_gradients(*arguments)[:3],
+    _backward,
     outputs=2,
 )
 

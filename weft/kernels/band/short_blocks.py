@@ -11,31 +11,30 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..rows import load_rows, store_rows, valid_rows
+from ..rows import load_rows, place, store_rows, valid_rows
 
 
 @triton.jit
 def block_gradients(
-    Q, K, V, MASK, OUT, DOUT, LSE, DQ, DK, DV,
+    Q, K, V, MASK, TABLE, OUT, DOUT, LSE, DQ, DK, DV,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, o_b, o_h, o_l,
     dq_b, dq_h, dq_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
     BH, H, L, m, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    bh = tl.program_id(0) % BH
-    first = tl.program_id(0) // BH * m
-    b, h, at = (bh // H).to(tl.int64), (bh % H).to(tl.int64), first.to(tl.int64)
+    b, h, bh, first, end = place(TABLE, tl.program_id(0) % BH, tl.program_id(0) // BH, H, L, m, PACKED)
+    at = first.to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     row = tl.arange(0, ROWS)
-    live = row < tl.minimum(m, L - first)
+    live = row < end
     real = valid_rows(MASK + b * L + first, row, live, HAS_MASK)
     q = load_rows(Q + b * q_b + h * q_h + at * q_l, row, d, q_l, live, D, BLOCK_D)
     k = load_rows(K + b * k_b + h * k_h + at * k_l, row, d, k_l, real, D, BLOCK_D)
     v = load_rows(V + b * v_b + h * v_h + at * v_l, row, d, v_l, real, D, BLOCK_D)
     dout = load_rows(DOUT + b * g_b + h * g_h + at * g_l, row, d, g_l, live, D, BLOCK_D)
     out = load_rows(OUT + b * o_b + h * o_h + at * o_l, row, d, o_l, live, D, BLOCK_D)
-    lse = tl.load(LSE + bh.to(tl.int64) * L + first + row, mask=live, other=float("inf"))  # no query: no probability
+    lse = tl.load(LSE + bh * L + first + row, mask=live, other=float("inf"))  # no query: no probability
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     allowed = real[None, :]
     if CAUSAL:

@@ -1,0 +1,47 @@
+"""Kernels that compute packed documents in place, held to the plain version on each group of documents."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from agree import TOLERANCE, poisoned_memory
+from conftest import DEVICE
+
+import weft
+
+H = 2 if DEVICE == "cuda" else 1
+DTYPES = (torch.float32, torch.bfloat16, torch.float16) if DEVICE == "cuda" else (torch.float32,)
+# Documents in two rows, with padding at the end of the second. One has a single token.
+SHORT = [[13, 1, 6], [7]]
+CASES = [  # options, lengths, causal, masked
+    ("local", {"block_size": 5}, SHORT, False, True),
+    ("local", {"block_size": 5}, SHORT, True, False),
+]
+MANY = [[300, 1, 513], [700], [40] * 20]  # on a GPU: more documents and blocks than a tile has
+if DEVICE == "cuda":
+    CASES += [("local", {"block_size": m}, MANY, m == 50, masked) for m in (5, 50) for masked in (False, True)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "options", "lengths", "causal", "masked"), CASES, ids=str)
+def test_packed_kernels_equal_the_plain_version(name, options, lengths, causal, masked, dtype):
+    torch.manual_seed(0)
+    fused = weft.make_attention(name, heads=H, head_dim=16, causal=causal, backend="triton", **options).to(DEVICE)
+    plain = weft.make_attention(name, heads=H, head_dim=16, causal=causal, backend="torch", **options)
+    plain = plain.to(DEVICE, torch.float64)
+    documents = weft.Segments.from_lengths(lengths, device=DEVICE)
+    B, L = documents.shape
+    *tensors, dout = torch.randn(4, B, L, H, 16, device=DEVICE).to(dtype).transpose(2, 3)
+    mask = torch.rand(B, L, device=DEVICE) > 0.3 if masked else None
+    found = []
+    for attn, kind in ((fused, dtype), (plain, torch.float64)):
+        inputs = [x.detach().to(kind).requires_grad_() for x in tensors]
+        with poisoned_memory():
+            out = attn(*inputs, mask, segments=documents)
+            seen = documents.real(mask)[:, None, :, None]
+            grads = torch.autograd.grad(out, inputs, dout.to(kind) * seen)
+        assert (out * (documents.numbers == 0)[:, None, :, None] == 0).all()
+        found.append([out * seen, *grads])
+        assert bool(documents.plans) == (attn is plain)  # the kernel gathers nothing
+    for mine, exact in zip(*found, strict=True):
+        assert (mine.double() - exact).norm() <= TOLERANCE[dtype] * exact.norm() + 1e-7
