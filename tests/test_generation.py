@@ -24,11 +24,11 @@ def left_padding(L: int, *rows: int) -> Tensor:
     return torch.arange(L) >= torch.tensor(rows)[:, None]
 
 
-def steps(attn, tokens, state, first: int, last: int, mask=None) -> tuple[Tensor, object]:
+def steps(attn, tokens, state, first: int, last: int, mask=None, bias=None) -> tuple[Tensor, object]:
     outs = []
     for t in range(first, last):
         row = None if mask is None else mask[:, t]
-        out, state = attn.step(*(x[:, :, t : t + 1] for x in tokens), state, row)
+        out, state = attn.step(*(x[:, :, t : t + 1] for x in tokens), state, row, bias)
         outs.append(out)
     return torch.cat(outs, 2), state
 
@@ -125,10 +125,11 @@ def tensors(tree: object) -> list[Tensor]:
 def test_a_step_where_the_position_is_a_tensor(case, monkeypatch):
     """As in a CUDA graph and in compiled code: nothing may depend on the value of the position."""
     attn, tokens, mask = made(case), qkv(26), left_padding(26, 3, 0)
-    _, state = attn.prefill(*(x[:, :, :2] for x in tokens), mask[:, :2], max_length=26)
+    bias = weft.RelativeBias2d(HEADS, 5, 6).double() if case.info.bias else None  # has no position after 30
+    _, state = attn.prefill(*(x[:, :, :2] for x in tokens), mask[:, :2], bias, max_length=26)
     monkeypatch.setattr(attn, "_place", lambda state, _: Place(state.place, 26, state.device, in_place=True))
-    out, _ = steps(attn, tokens, state, 2, 26, mask)
-    assert_same(out, attn(*tokens, mask)[:, :, 2:], mask[:, 2:])
+    out, _ = steps(attn, tokens, state, 2, 26, mask, bias)
+    assert_same(out, attn(*tokens, mask, bias)[:, :, 2:], mask[:, 2:])
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
@@ -223,6 +224,9 @@ def test_states_that_do_not_fit_are_refused(case):
     for call in (lambda: other.prefill(*tokens, state=state), lambda: other.crop(state, 1)):
         with pytest.raises(ValueError, match=f"made for {case.name}"):
             call()
+    longer = case.make(max_length=LONGEST + 1)
+    with pytest.raises(ValueError, match=f"max_length={LONGEST}.* this is .*max_length={LONGEST + 1}"):
+        longer.step(*qkv(1), state)
     with pytest.raises(ValueError, match="2 rows"):
         attn.prefill(*qkv(5, B=3), state=state)
     with pytest.raises(TypeError, match="float64"):

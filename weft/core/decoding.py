@@ -31,7 +31,7 @@ from .softmax import without_cudnn
 class DecodingState:
     """The mechanism's own state, and the properties that the next token must match."""
 
-    made_for: tuple[str, int, int]  # name, heads, head_dim
+    made_for: dict[str, Any]  # name, heads, head_dim, max_length and options of the mechanism
     batch: int
     device: torch.device | None  # None until the first token
     dtype: torch.dtype | None
@@ -132,6 +132,7 @@ class Decoding:
     head_dim: int
     causal: bool
     max_length: int | None
+    options: dict[str, Any] | None
     dropout: float
     training: bool
     check: Callable[..., None]
@@ -188,8 +189,7 @@ class Decoding:
             raise ValueError(f"history must be at least 0, got {history}")
         self._shapes(batch, 1, torch.float32)  # raises an error if the block size is unknown
         place = None if device is None else torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
-        made_for = (self.name, self.heads, self.head_dim)
-        state = DecodingState(made_for, batch, place, dtype, max_length=max_length)
+        state = DecodingState(self._settings(), batch, place, dtype, max_length=max_length)
         state.history = 0 if self.crops else history
         if max_length is not None and place is not None and dtype is not None:
             self._allocate(state, torch.empty(batch, self.heads, 0, self.head_dim, device=place, dtype=dtype), 1)
@@ -460,12 +460,21 @@ class Decoding:
             raise TypeError(
                 f"state must come from start(), prefill() or from the previous step, got {type(state).__name__}"
             )
-        name, heads, head_dim = state.made_for
-        if state.made_for != (self.name, self.heads, self.head_dim):
+        theirs, mine = state.made_for, self._settings()
+        if theirs != mine:
+            differ = {key for key in {**theirs, **mine} if theirs.get(key) != mine.get(key)} | {"heads", "head_dim"}
+
+            def words(x: dict[str, Any]) -> str:
+                return f"{x['name']} with " + ", ".join(f"{k}={x[k]!r}" for k in x if k in differ and k != "name")
+
             raise ValueError(
-                f"the state was made for {name} with heads={heads}, head_dim={head_dim}, but this is {self.name} with "
-                f"heads={self.heads}, head_dim={self.head_dim}; call start() on this module to get its state"
+                f"the state was made for {words(theirs)}, but this is {words(mine)}; call start() on this module to "
+                "get its state"
             )
+
+    def _settings(self) -> dict[str, Any]:
+        sizes = {"name": self.name, "heads": self.heads, "head_dim": self.head_dim, "max_length": self.max_length}
+        return {**(self.options or {}), **sizes}
 
     def _check_newest(self, state: DecodingState) -> None:
         if state.inner is not None and state.place is None and state.newest[0] != state.count:
