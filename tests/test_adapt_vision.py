@@ -111,3 +111,18 @@ def test_cosine_attention_is_refused_by_name_where_it_does_not_fit():
     model, _ = built("SwinV2")
     with pytest.warns(UserWarning, match=r"layers.0.blocks.0.attn: the layer uses a position bias, which linear"):
         weft.swap(model, "linear")
+
+
+CACHED = ["EVA", "DINOv3", "BEiT", "BEiT, shared bias", "SwinV2"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_caches_are_put_around_layers_of_tokens(name):
+    model, x = built(name)
+    if name not in CACHED:
+        with pytest.warns(UserWarning, match="does not map tokens"):
+            assert not weft.cache(model, 0.5).replaced
+        return
+    assert not weft.cache(model, 0.5).left
+    model.train()(x).square().mean().backward()
+    assert all(p.grad is not None for p in model.parameters())

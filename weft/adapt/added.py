@@ -38,6 +38,7 @@ class Added:
     causal: bool | None
     cross: Condition
     bias: Condition
+    tokens: bool
 
     def needs(self, layer: nn.Module) -> set[str]:
         asked = {"cross": self.cross, "bias": self.bias}
@@ -52,6 +53,7 @@ def add_layer(
     causal: bool | None = False,
     cross: Condition = False,
     bias: Condition = False,
+    tokens: bool = True,
 ) -> None:
     """Let `weft.swap` change layers of class `cls`.
 
@@ -62,7 +64,7 @@ def add_layer(
 
     `shape(layer)` returns heads and head size. `causal` says whether its attention is causal (None: both occur).
     `cross` means that keys come from another sequence, `bias` that it uses `allowed` or `added`; both can be functions
-    of the layer.
+    of the layer. `tokens=False` means that it does not map x (B, L, dim) to the same shape, as `weft.cache` needs.
     """
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise TypeError(f"add_layer needs a subclass of nn.Module, got {cls!r}")
@@ -82,7 +84,7 @@ def add_layer(
 
     methods = {"forward": forward, "__reduce__": lambda self: (_blank, (cls,), self.__getstate__())}
     swapped = type(f"Weft{cls.__name__}", (cls,), {**methods, "__module__": cls.__module__})
-    LAYERS[cls] = LAYERS[swapped] = Added(swapped, shape, causal, cross, bias)
+    LAYERS[cls] = LAYERS[swapped] = Added(swapped, shape, causal, cross, bias, tokens)
 
 
 def known(cls: type) -> Added | None:

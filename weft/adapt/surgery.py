@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ..attention import attention_info
+from .added import LAYERS
 from .core import seeded
 from .kinds import Layer, find_layers
 from .plans import PLANS, behind_hooks, home, unfit
@@ -115,6 +116,8 @@ def cache(model: nn.Module, ratio: float = 0.5, where: Where = None, **options: 
             return layer.trouble
         if not layer.places:
             raise ValueError("the model itself is an attention layer: use weft.CachedAttention(layer)")
+        if layer.kind == "added" and not LAYERS[type(layer.module)].tokens:
+            return "it does not map tokens (B, L, dim) to as many tokens, which a cache needs"
         if any(isinstance(parent, CachedAttention) for parent, _ in layer.places):
             return "it already has a cache"
         if "cross" in layer.needs and layer.kind in ("torch", "transformers"):

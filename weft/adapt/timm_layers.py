@@ -21,13 +21,23 @@ from .added import add_layer
 for _rotary in (EvaAttention, AttentionRope):
     add_layer(_rotary, shape=lambda layer: (layer.num_heads, layer.head_dim))
 for _cls in (Attention2d, AttentionCl):
-    add_layer(_cls, shape=lambda layer: (layer.num_heads, layer.dim_head), bias=lambda layer: layer.rel_pos is not None)
+    add_layer(
+        _cls,
+        shape=lambda layer: (layer.num_heads, layer.dim_head),
+        bias=lambda layer: layer.rel_pos is not None,
+        tokens=False,
+    )
 add_layer(
     BeitAttention,
     shape=lambda layer: (layer.num_heads, layer.proj.in_features // layer.num_heads),
     bias=lambda layer: layer.relative_position_bias_table is not None,
 )
-add_layer(MaskUnitAttention, shape=lambda layer: (layer.heads, layer.head_dim), cross=lambda layer: layer.q_stride > 1)
+add_layer(
+    MaskUnitAttention,
+    shape=lambda layer: (layer.heads, layer.head_dim),
+    cross=lambda layer: layer.q_stride > 1,
+    tokens=False,
+)
 
 
 def cosine_attention(layer: Any, attend: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -84,4 +94,5 @@ add_layer(
     shape=lambda layer: (layer.num_heads, layer.head_dim),
     cross=lambda layer: _strides(layer.pool_q) != _strides(layer.pool_k),
     bias=lambda layer: layer.rel_pos_type == "spatial",
+    tokens=False,
 )

@@ -56,4 +56,5 @@ for _cls in (ShiftedWindowAttention, ShiftedWindowAttentionV2):
         shifted_windows,
         shape=lambda layer: (layer.num_heads, layer.proj.in_features // layer.num_heads),
         bias=True,
+        tokens=False,
     )
