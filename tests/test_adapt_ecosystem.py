@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 
@@ -70,6 +71,21 @@ def test_averages_of_cached_models(kind, delayed):
         average.train()(noise(4, 3, 64, 64))
         model.train()(noise(2, 3, 64, 64))
     assert not torch.equal(average.eval()(x), model.eval()(x))
+
+
+def test_copies_of_cached_models_are_independent():
+    """A copy from before the first step trains like the original would alone, and a later copy keeps its state."""
+    model, alone = vit(), vit()
+    for each in (model, alone):
+        weft.cache(each, 0.5, delayed=True)
+    copied = copy.deepcopy(model)
+    model.train()(noise(2, 3, 64, 64))
+    for rows in (3, 4):
+        torch.testing.assert_close(copied.train()(noise(rows, 3, 64, 64)), alone.train()(noise(rows, 3, 64, 64)))
+    snapshot = copy.deepcopy(model)
+    expected = {key: value.clone() for key, value in snapshot.state_dict().items()}
+    model(noise(5, 3, 64, 64))
+    assert all(torch.equal(value, expected[key]) for key, value in snapshot.state_dict().items())
 
 
 class Hooked:

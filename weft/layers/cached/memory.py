@@ -87,17 +87,28 @@ class RecurrentCache(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> RecurrentCache:
         new = memo[id(self)] = self.__class__.__new__(self.__class__)
         new.__dict__ = copy.deepcopy(self.__dict__, memo)
-        new.follows = True
-        _copies.setdefault(self, WeakSet()).add(new)
+        new.follows = not self.updates.is_meta and int(self.updates) == 0
+        if new.follows:
+            _copies.setdefault(self, WeakSet()).add(new)
         return new
 
     def _resize_copies(self) -> None:
-        """Give the tensors of copies that were never trained our sizes: averages of weights need equal shapes."""
+        """Give copies from before the first step our sizes, without content: averages of weights need equal shapes."""
         for other in _copies.get(self, ()):
             for name in {"cache", *self.rows} if other.follows else ():
                 here, there = getattr(self, name), getattr(other, name)
                 if here.shape != there.shape:
-                    setattr(other, name, here.detach().to(there.device, there.dtype, copy=True))
+                    setattr(other, name, there.new_zeros(here.shape))
+
+    def _stop_following(self) -> None:
+        """Before the first training step of a copy: forget sizes that came from the original."""
+        self.follows = False
+        if int(self.updates) == 0:
+            rows = 0 if self.scope == "stream" else 1
+            self.cache = self.cache.new_zeros(rows, self.length or 0, self.width)
+            if self.delayed:
+                self.pending = self.pending.new_zeros(0, self.length or 0, self.width)
+                self.pending_alive = self.pending_alive[:0].clone()
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """x (B, T, width); `valid` (B, T) is True for real tokens."""
@@ -105,7 +116,7 @@ class RecurrentCache(nn.Module):
             return self.frozen(x)
         again = recomputing()
         if self.follows:
-            self.follows = False
+            self._stop_following()
         state = self.replays.recall(x) if again else self._begin(x)
         cache, pending, pending_alive = state
         tokens, alive = resample(x, cache.shape[1], valid, self.resampling)
