@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: env demo test test-oldest
+.PHONY: env demo test test-oldest docs wheel
 
 env: $(VENV)/.ready
 
@@ -38,3 +38,22 @@ test-oldest: $(OLDEST)/.ready
 
 demo: env
 	$(BIN)/weft demo
+
+# The documentation site, in build/site; warnings are errors.
+docs: .venv-docs/.ready
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
+.venv-docs/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet "mkdocs-material>=9.5" "mkdocstrings[python]>=0.26"
+	touch $@
+
+# Wheel and sdist in dist/, checked and imported in an environment of their own.
+wheel:
+	$(PYTHON) -m venv --clear build/wheel
+	build/wheel/bin/pip install --quiet build twine
+	rm -rf dist && build/wheel/bin/python -m build --outdir dist
+	build/wheel/bin/twine check --strict dist/*
+	build/wheel/bin/pip install --quiet dist/*.whl
+	cd build && wheel/bin/python -c "import weft; print(weft.__version__, len(weft.attentions()), 'mechanisms')"
+	build/wheel/bin/weft --version

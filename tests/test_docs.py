@@ -71,3 +71,9 @@ def test_importing_weft_is_light():
     code = f"import sys, weft; print([m for m in {heavy} if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert found.stdout.strip() == "[]"
+
+
+def test_every_page_is_in_the_navigation_of_the_site():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert {name for name in pages if f": {name}\n" not in navigation} == set()
