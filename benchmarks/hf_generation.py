@@ -63,8 +63,10 @@ class Run:
         )  # fmt: skip
         torch.manual_seed(0)
         dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-        model = transformers.LlamaForCausalLM._from_config(config, attn_implementation=name, dtype=dtype)
-        self.model = model.to(options.device).eval()
+        with torch.device(options.device):
+            self.model = transformers.LlamaForCausalLM._from_config(
+                config, attn_implementation=name, dtype=dtype
+            ).eval()
         self.ids = torch.randint(2, VOCABULARY, (1, length), device=options.device)
         self.cache: Cache = StaticCache(config, room) if options.static else DynamicCache(config=config)
         start = time.perf_counter()
