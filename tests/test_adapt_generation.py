@@ -70,12 +70,11 @@ def test_static_caches_hold_states(name):
     assert torch.equal(found.sequences, expected)
 
 
-@pytest.mark.parametrize("name", ["linear", "combiner-fixed"])
-def test_static_caches_compile(name):
+def test_static_caches_compile():
     """Once for all steps and calls."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model, ids, mask = llama(registered(name), num_hidden_layers=1), tokens(2), padding("left", 2)
+    model, ids, mask = llama(registered("combiner-fixed"), num_hidden_layers=1), tokens(2), padding("left", 2)
     how = transformers.CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
     how._compile_all_devices = True
     expected = generate(model, ids, mask, use_cache=False).sequences
@@ -125,6 +124,15 @@ def test_caches_may_be_copied_cropped_selected_and_reset(name):
         copied.reset()
         plain = llama("sdpa")
         torch.testing.assert_close(plain(a, past_key_values=copied).logits, plain(a).logits)
+
+
+def test_a_returned_cache_can_be_continued():
+    model, ids = llama(registered("combiner-fixed")), tokens(2)
+    expected = without_a_cache(model, ids)
+    first = generate(model, ids, torch.ones_like(ids), use_cache=True, new=4)
+    mask = torch.ones_like(first.sequences)
+    second = generate(model, first.sequences, mask, use_cache=True, new=4, past_key_values=first.past_key_values)
+    assert torch.equal(second.sequences, expected)
 
 
 def test_a_changed_part_of_a_model():
