@@ -37,7 +37,7 @@ from ..core.recomputing import Replays, once, recomputing
 from ..core.registry import register
 from ..core.runs import Runs, gather_runs, take_mask, take_rows
 from ..kernels.band.kernel import too_long
-from ..kernels.intervals.kernel import LEAST_LENGTH, Orders, group_dtype, interval_attention
+from ..kernels.intervals.kernel import LEAST_LENGTH, Orders, group_sums, interval_attention, nearest
 
 
 def naive(
@@ -121,19 +121,35 @@ class Clusters(nn.Module):
     @torch.no_grad()
     def assign(self, k: Tensor, mask: Tensor | None) -> Tensor:
         """Return the cluster of every key, (B, H, L). Masked tokens get their own cluster, number `clusters`."""
-        learning = self.training and not self.frozen
-        if learning and recomputing():
-            group, learning = _nearest(k, self.replays.recall(k)), False
-        else:
-            if learning:
-                self._fold()
-                self.replays.remember(k, self.centroids.clone(), k)
-            group = self.nearest(k)
+        centroids, learning = self.begin(k)
+        group = _nearest(k, centroids)
         if mask is not None:
             group = group.masked_fill(~mask[:, None], self.clusters)
         if learning:
             self._remember(F.normalize(k.to(self.centroids.dtype), dim=-1), group)
         return group
+
+    @torch.no_grad()
+    def assign_orders(self, k: Tensor, mask: Tensor | None) -> Orders:
+        """`assign` with the kernels; the tokens sorted by cluster."""
+        centroids, learning = self.begin(k)
+        group, _ = nearest(k, centroids[None], mask, groups=self.clusters)
+        orders = Orders.of(group, self.clusters)
+        if learning and torch.compiler.is_compiling():  # Inductor of torch 2.11 needs tables that one operator reads
+            self._remember(F.normalize(k.to(self.centroids.dtype), dim=-1), group[0].long())
+        elif learning:
+            self.learn(*group_sums(k, orders, self.drawn.dtype))
+        return orders
+
+    def begin(self, k: Tensor) -> tuple[Tensor, bool]:
+        """The centroids for a call with these keys, and whether it must `learn` from them."""
+        learning = self.training and not self.frozen
+        if learning and recomputing():
+            return self.replays.recall(k), False
+        if learning:
+            self._fold()
+            self.replays.remember(k, self.centroids.clone(), k)
+        return self.centroids, learning
 
     @torch.no_grad()
     def nearest(self, k: Tensor) -> Tensor:
@@ -151,8 +167,11 @@ class Clusters(nn.Module):
     def _remember(self, unit: Tensor, group: Tensor) -> None:
         """Sum the unit keys of every cluster. Matrix products give the same sums in every run; scatter_add does not."""
         member = (group[..., None] == torch.arange(self.clusters, device=group.device)).to(unit.dtype)  # (B, H, L, C)
-        self.drawn.copy_((member.mT @ unit).sum(0))
-        count = member.sum((0, 2))
+        self.learn((member.mT @ unit).sum(0), member.sum((0, 2)))
+
+    def learn(self, total: Tensor, count: Tensor) -> None:
+        """Keep the sum of the unit keys of each cluster, and their number, for the next training call."""
+        self.drawn.copy_(total)
         self.count.copy_(once(count) if torch.compiler.is_compiling() else count)
 
 
@@ -208,10 +227,8 @@ class RoutingAttention(Attention):
 
 
 def run_kernel(attn: RoutingAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
-    clusters = attn.clusters
-    group = clusters.assign(k, mask)[None].to(group_dtype(clusters.clusters))
-    orders = Orders.of(group, clusters.clusters)
-    return interval_attention(q, k, v, orders, size=clusters.size(k.shape[2]), causal=attn.causal)
+    orders = attn.clusters.assign_orders(k, mask)
+    return interval_attention(q, k, v, orders, size=attn.clusters.size(k.shape[2]), causal=attn.causal)
 
 
 register(

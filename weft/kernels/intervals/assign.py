@@ -50,3 +50,35 @@ def nearest(
             tl.store(INV + bh.to(tl.int64) * L + i, 1.0 / tl.maximum(size, 1e-12), mask=live)
     group = tl.where(valid_rows(MASK + b * L, i, live, HAS_MASK), group, groups)
     tl.store(GROUP + (r * BH + bh) * L + i, group.to(GROUP.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def group_sums(
+    X, ORDER, START, TOTAL, COUNT,
+    x_b, x_h, x_l,
+    B, H, L, groups,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """TOTAL (H, groups, D): the sum of x / |x| over the members of a group in all sequences; COUNT (H, groups)."""
+    g, h = tl.program_id(0) % groups, (tl.program_id(0) // groups).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    X += h * x_h
+    ORDER += h * L
+    START += h * (groups + 1) + g
+    total = tl.zeros([BLOCK_D], tl.float32)
+    count = tl.sum(tl.zeros([ROWS], tl.int32), 0)
+    for _ in range(0, B):
+        first, last = tl.load(START), tl.load(START + 1)
+        count += last - first
+        for begin in range(first, last, ROWS):
+            s = begin + tl.arange(0, ROWS)
+            token = tl.load(ORDER + s, mask=s < last, other=0)
+            rows = load_rows(X, token, d, x_l, s < last, D, BLOCK_D).to(tl.float32)
+            size = tl.maximum(tl.sqrt(tl.sum(rows * rows, 1)), 1e-12)
+            total += tl.sum(rows / size[:, None], 0)
+        X += x_b
+        ORDER += H * L
+        START += H * (groups + 1)
+    at = h * groups + g
+    tl.store(TOTAL + at * D + d, total.to(TOTAL.dtype.element_ty), mask=d < D)
+    tl.store(COUNT + at, count.to(COUNT.dtype.element_ty))

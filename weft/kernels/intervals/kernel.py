@@ -119,6 +119,46 @@ _nearest = Operator(
 )
 
 
+def group_sums(x: Tensor, orders: Orders, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x (B, H, L, D) -> for each head and group of the first order, the sum of x / |x| over the batch, (H, groups, D),
+    and the number of tokens, (H, groups)."""
+    (x,) = autocast(x)
+    return _group_sums(x.detach(), orders.token, orders.start, str(dtype).removeprefix("torch."))
+
+
+def _sum_groups(x, token, start, dtype):
+    from .assign import group_sums
+
+    total, count = _sums(x, token, start, dtype)
+    x = rows_contiguous(x)
+    B, H, L, D = x.shape
+    groups = start.shape[-1] - 1
+    launch(
+        group_sums, (groups * H,), x, token[0], start[0], total, count, *strides(x), B, H, L, groups,
+        D=D, BLOCK_D=block_width(D), ROWS=32, num_warps=4,
+    )  # fmt: skip
+    return total, count
+
+
+def _sums(x: Tensor, token: Tensor, start: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
+    H, groups = x.shape[1], start.shape[-1] - 1
+    total = x.new_empty(H, groups, x.shape[3], dtype=getattr(torch, dtype))
+    return total, total.new_empty(H, groups)
+
+
+_group_sums = Operator(
+    "group_sums",
+    "Tensor x, Tensor token, Tensor start, str dtype",
+    _sum_groups,
+    _sums,
+    lambda *arguments: (),  # no gradient reaches a centroid
+    outputs=2,
+    returned=2,
+    differentiable=(),
+    gradients=(),
+)
+
+
 def interval_attention(
     q: Tensor,
     k: Tensor | None,
