@@ -43,6 +43,7 @@ class Kernel:
     dropout: bool = False  # whether it supports dropout
     largest_head: int = 128  # head_dim
     applies: Callable[[Any], bool] = lambda attn: True  # False: no fused version for these options, use `attend`
+    auto: Callable[[Any], bool] = lambda attn: True  # False: "auto" never uses it, as nobody tested it on a GPU yet
     # packed(attn, q, k, v, mask, documents): packed documents in place. Without it, or if it returns None, they are
     # gathered into rows.
     packed: Callable[..., Tensor | None] | None = None
@@ -65,7 +66,9 @@ def use_kernel(attn: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any) -> bool:
         return False
     if not q.shape[0]:  # an empty batch has nothing to launch
         return False
-    if attn.backend == "auto" and (q.device.type in ("cpu", "meta") or q.shape[2] < kernel.least_length):
+    if attn.backend == "auto" and (
+        q.device.type in ("cpu", "meta") or q.shape[2] < kernel.least_length or not kernel.auto(attn)
+    ):
         return False
     reason = kernel.lacks(attn, q, k, v) or _cannot(q, v, kernel.largest_head)
     if bias is not None and not kernel.bias(bias):

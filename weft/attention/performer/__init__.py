@@ -201,5 +201,5 @@ register(
     cost="L",
     cross=True,
     dropout="keys",
-    kernel=Kernel(run_kernel, least_length=random_features.LEAST_LENGTH, dropout=True),
+    kernel=Kernel(run_kernel, least_length=random_features.LEAST_LENGTH, dropout=True, auto=lambda attn: attn.causal),
 )

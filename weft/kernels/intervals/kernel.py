@@ -34,8 +34,6 @@ from ..launch import launch
 from ..lines.kernel import scales
 from ..operator import Operator
 
-LEAST_LENGTH = 1 << 30  # not yet measured
-
 # Keys: kernel, maximum head_dim, bytes per element.
 TILES: dict[tuple[str, int, int], Tiles] = {
     ("attend", 64, 2): Tiles(64, 64, 4, 2),

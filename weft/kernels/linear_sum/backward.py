@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ..linear_scan.forward import fade, feature_map, operand
 from ..rows import load_rows, store_rows, valid_rows
-from .forward import load_sums, times_sums
+from .forward import product_operand
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def query_gradients(
     DQ += b * dq_b + h * dq_h + first.to(tl.int64) * dq_l
     SUMS += bh.to(tl.int64) * PART
     at = bh.to(tl.int64) * L + first
-    sums, error = load_sums(SUMS, f, d, F, D, BLOCK_D, BF16)
+    sums = product_operand(load_rows(SUMS, f, d, D, f < F, D, BLOCK_D), FEATURES, BF16)
     z = tl.load(SUMS + R * D + f, mask=f < F, other=0.0)
 
     state = tl.zeros([BF, BLOCK_D], tl.float32)
@@ -72,8 +72,7 @@ def query_gradients(
         out = load_rows(OUT, i, d, o_l, live, D, BLOCK_D).to(tl.float32)
         weight = tl.load(WEIGHT + at + i, mask=live, other=0.0)
         delta = tl.sum(out * dout.to(tl.float32), 1)
-        dphi = tl.zeros([ROWS, BF], tl.float32)
-        dphi = times_sums(operand(dout, BF16), tl.trans(sums), tl.trans(error), dphi, FEATURES, BF16, PRECISION)
+        dphi = tl.dot(product_operand(dout, FEATURES, BF16), tl.trans(sums), input_precision=PRECISION)
         dphi = (dphi - delta[:, None] * z[None, :]) * weight[:, None]
         store_rows(DQ, through_map(dphi, x, FEATURES), i, f, dq_l, live, F, WHOLE)
         if SCALED:
@@ -104,50 +103,38 @@ def key_gradients(
     K, V, MASK, KEY_SCALE, TOP, SUMS, DK, DV, DTOP,
     k_b, k_h, k_l, v_b, v_h, v_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
     BH, H, L,
-    F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
-    PART: tl.constexpr, FEATURES: tl.constexpr, SCALED: tl.constexpr, HAS_MASK: tl.constexpr, BF16: tl.constexpr,
-    PRECISION: tl.constexpr,
+    F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr,
+    FEATURES: tl.constexpr, SCALED: tl.constexpr, HAS_MASK: tl.constexpr, BF16: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     WHOLE: tl.constexpr = F // BF * BF
     R: tl.constexpr = F + 1 if SCALED else F
-    bh, start = tl.program_id(0) % BH, tl.program_id(0) // BH * ROWS * STEPS
+    bh, first = tl.program_id(0) % BH, tl.program_id(0) // BH * ROWS
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
-    d = tl.arange(0, BLOCK_D)
-    K += b * k_b + h * k_h + start.to(tl.int64) * k_l
-    V += b * v_b + h * v_h + start.to(tl.int64) * v_l
-    DK += b * dk_b + h * dk_h + start.to(tl.int64) * dk_l
-    DV += b * dv_b + h * dv_h + start.to(tl.int64) * dv_l
-    MASK += b * L + start
+    j, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    inside = j < L - first
+    live = valid_rows(MASK + b * L + first, j, inside, HAS_MASK)
+    K += b * k_b + h * k_h + first.to(tl.int64) * k_l
+    DK += b * dk_b + h * dk_h + first.to(tl.int64) * dk_l
     SUMS += bh.to(tl.int64) * PART
-    f = tl.arange(0, BF)
-    sums, error = load_sums(SUMS, f, d, F, D, BLOCK_D, BF16)
-    z = tl.load(SUMS + R * D + f, mask=f < F, other=0.0)
-    for first in range(0, tl.minimum(ROWS * STEPS, L - start), ROWS):
-        j = first + tl.arange(0, ROWS)
-        inside = j < L - start
-        live = valid_rows(MASK, j, inside, HAS_MASK)
-        v = operand(load_rows(V, j, d, v_l, live, D, BLOCK_D), BF16)
-        dv = tl.zeros([ROWS, BLOCK_D], tl.float32)
-        scale = live.to(tl.float32)
+    v = load_rows(V + b * v_b + h * v_h + first.to(tl.int64) * v_l, j, d, v_l, live, D, BLOCK_D)
+    v = product_operand(v, FEATURES, BF16)
+    dv = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    scale = live.to(tl.float32)
+    if SCALED:
+        at = bh.to(tl.int64) * L
+        key_scale = tl.load(KEY_SCALE + at + first + j, mask=live, other=0.0)
+        scale = tl.where(live, fade(key_scale - tl.load(TOP + at + L - 1)), 0.0)
+        tl.store(DTOP + at + first + j, tl.where(first + j == L - 1, tl.load(SUMS + R * D + R), 0.0), mask=inside)
+        dv += tl.where(live[:, None], tl.load(SUMS + F * D + d, mask=d < D, other=0.0)[None, :], 0.0)
+    for f0 in range(0, F, BF):
+        f = f0 + tl.arange(0, BF)
+        x = load_rows(K, j, f, k_l, live, F, WHOLE)
+        state = product_operand(load_rows(SUMS, f, d, D, f < F, D, BLOCK_D), FEATURES, BF16)
+        norm = tl.load(SUMS + R * D + f, mask=f < F, other=0.0)
+        dphi = (tl.dot(v, tl.trans(state), input_precision=PRECISION) + norm[None, :]) * scale[:, None]
+        store_rows(DK, through_map(dphi, x, FEATURES), j, f, dk_l, inside, F, WHOLE)
+        k = feature_map(x, live, f < F, FEATURES)
         if SCALED:
-            at = bh.to(tl.int64) * L
-            key_scale = tl.load(KEY_SCALE + at + start + j, mask=live, other=0.0)
-            scale = tl.where(live, fade(key_scale - tl.load(TOP + at + L - 1)), 0.0)
-            dtop = tl.where(start + j == L - 1, tl.load(SUMS + R * D + R), 0.0)
-            tl.store(DTOP + at + start + j, dtop, mask=inside)
-            dv += tl.where(live[:, None], tl.load(SUMS + F * D + d, mask=d < D, other=0.0)[None, :], 0.0)
-        for f0 in range(0, F, BF):
-            f = f0 + tl.arange(0, BF)
-            if F > BF:
-                sums, error = load_sums(SUMS, f, d, F, D, BLOCK_D, BF16)
-                z = tl.load(SUMS + R * D + f, mask=f < F, other=0.0)
-            x = load_rows(K, j, f, k_l, live, F, WHOLE)
-            dphi = tl.zeros([ROWS, BF], tl.float32)
-            dphi = times_sums(v, tl.trans(sums), tl.trans(error), dphi, FEATURES, BF16, PRECISION)
-            dphi = (dphi + z[None, :]) * scale[:, None]
-            store_rows(DK, through_map(dphi, x, FEATURES), j, f, dk_l, inside, F, WHOLE)
-            k = feature_map(x, live, f < F, FEATURES)
-            if SCALED:
-                k *= scale[:, None]
-            dv = times_sums(operand(k, BF16), sums, error, dv, FEATURES, BF16, PRECISION)
-        store_rows(DV, dv, j, d, dv_l, inside, D, BLOCK_D)
+            k *= scale[:, None]
+        dv = tl.dot(product_operand(k, FEATURES, BF16), state, dv, input_precision=PRECISION)
+    store_rows(DV + b * dv_b + h * dv_h + first.to(tl.int64) * dv_l, dv, j, d, dv_l, inside, D, BLOCK_D)

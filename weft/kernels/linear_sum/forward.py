@@ -6,8 +6,8 @@
 With SCALED, key j is weighted by e^{m_j - G}, and rest_i is added to φ(q_i)·φ(k_j) for every pair (see `kernel.py`).
 The sums of v and of 1 over the keys, which `rest` needs, are one more row of S and of z.
 
-Sums are float32. If the features are computed here, S is multiplied as the sum of two bfloat16 numbers: rounding it to
-one would lose the part in which long sequences differ. Features are processed in tiles of BF.
+Sums are float32. Products with S use tf32 if the features are computed here: rounding S to bfloat16 would lose the
+part in which long sequences differ. Features are processed in tiles of BF.
 """
 
 from __future__ import annotations
@@ -83,20 +83,9 @@ def collect(PARTS, SUMS, BH, n, PART: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def load_sums(SUMS, f, d, F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF16: tl.constexpr):
-    """Rows f of S as an operand, and the rounding error."""
-    x = load_rows(SUMS, f, d, D, f < F, D, BLOCK_D)
-    rounded = operand(x, BF16)
-    return rounded, operand(x - rounded.to(tl.float32), BF16)
-
-
-@triton.jit
-def times_sums(x, sums, error, acc, FEATURES: tl.constexpr, BF16: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + x times sums over the sequence."""
-    acc = tl.dot(x, sums, acc, input_precision=PRECISION)
-    if BF16 and FEATURES != "given":
-        acc = tl.dot(x, error, acc)
-    return acc
+def product_operand(x, FEATURES: tl.constexpr, BF16: tl.constexpr):
+    """Operand of a product with sums over the sequence."""
+    return operand(x, BF16 and FEATURES == "given")
 
 
 @triton.jit
@@ -104,39 +93,32 @@ def outputs(
     Q, REST, SUMS, OUT, WEIGHT,
     q_b, q_h, q_l, o_b, o_h, o_l,
     BH, H, L, epsilon,
-    F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
-    PART: tl.constexpr, FEATURES: tl.constexpr, SCALED: tl.constexpr, BF16: tl.constexpr, PRECISION: tl.constexpr,
+    F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr,
+    FEATURES: tl.constexpr, SCALED: tl.constexpr, BF16: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """WEIGHT is 1 / denominator, 0 without keys."""
     WHOLE: tl.constexpr = F // BF * BF
     R: tl.constexpr = F + 1 if SCALED else F
-    bh, start = tl.program_id(0) % BH, tl.program_id(0) // BH * ROWS * STEPS
+    bh, first = tl.program_id(0) % BH, tl.program_id(0) // BH * ROWS
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
-    d = tl.arange(0, BLOCK_D)
-    Q += b * q_b + h * q_h + start.to(tl.int64) * q_l
-    OUT += b * o_b + h * o_h + start.to(tl.int64) * o_l
+    i, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    live = i < L - first
+    Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
+    OUT += b * o_b + h * o_h + first.to(tl.int64) * o_l
     SUMS += bh.to(tl.int64) * PART
-    at = bh.to(tl.int64) * L + start
-    f = tl.arange(0, BF)
-    sums, error = load_sums(SUMS, f, d, F, D, BLOCK_D, BF16)
-    z = tl.load(SUMS + R * D + f, mask=f < F, other=0.0)
-    for first in range(0, tl.minimum(ROWS * STEPS, L - start), ROWS):
-        i = first + tl.arange(0, ROWS)
-        live = i < L - start
-        acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        if SCALED:
-            rest = tl.load(REST + at + i, mask=live, other=0.0)
-            acc += rest[:, None] * tl.load(SUMS + F * D + d, mask=d < D, other=0.0)[None, :]
-            total += rest * tl.load(SUMS + R * D + F)
-        for f0 in range(0, F, BF):
-            f = f0 + tl.arange(0, BF)
-            if F > BF:
-                sums, error = load_sums(SUMS, f, d, F, D, BLOCK_D, BF16)
-                z = tl.load(SUMS + R * D + f, mask=f < F, other=0.0)
-            q = operand(feature_map(load_rows(Q, i, f, q_l, live, F, WHOLE), live, f < F, FEATURES), BF16)
-            acc = times_sums(q, sums, error, acc, FEATURES, BF16, PRECISION)
-            total += tl.sum(q.to(tl.float32) * z[None, :], 1)
-        weight = tl.where(total > 0, 1.0 / (total + epsilon), 0.0)
-        store_rows(OUT, acc * weight[:, None], i, d, o_l, live, D, BLOCK_D)
-        tl.store(WEIGHT + at + i, weight, mask=live)
+    at = bh.to(tl.int64) * L + first
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if SCALED:
+        rest = tl.load(REST + at + i, mask=live, other=0.0)
+        acc += rest[:, None] * tl.load(SUMS + F * D + d, mask=d < D, other=0.0)[None, :]
+        total += rest * tl.load(SUMS + R * D + F)
+    for f0 in range(0, F, BF):
+        f = f0 + tl.arange(0, BF)
+        q = feature_map(load_rows(Q, i, f, q_l, live, F, WHOLE), live, f < F, FEATURES)
+        state = product_operand(load_rows(SUMS, f, d, D, f < F, D, BLOCK_D), FEATURES, BF16)
+        acc = tl.dot(product_operand(q, FEATURES, BF16), state, acc, input_precision=PRECISION)
+        total += tl.sum(q * tl.load(SUMS + R * D + f, mask=f < F, other=0.0)[None, :], 1)
+    weight = tl.where(total > 0, 1.0 / (total + epsilon), 0.0)
+    store_rows(OUT, acc * weight[:, None], i, d, o_l, live, D, BLOCK_D)
+    tl.store(WEIGHT + at + i, weight, mask=live)

@@ -45,7 +45,6 @@ TILES: dict[tuple[str, int, int], Tiles] = {
 }
 SHORTEST, CHUNKS = 512, 32  # tokens per chunk, and about the largest number of chunks
 COLUMNS = 512  # of the sums, per program of `collect`
-STEPS = 4  # tiles of rows per program of `outputs` and `key_gradients`, which load the sums once
 
 
 def linear_sum(
@@ -141,18 +140,14 @@ def total(parts: Tensor, sums: Tensor) -> None:
 def _launch(
     kernel: str, q: Tensor, v: Tensor, features: str, scaled: bool, n: int = 0
 ) -> tuple[tuple[int], dict[str, Any]]:
-    """Programs and options: one program per chunk and tile of features, or per STEPS tiles of rows if n is 0."""
+    """Programs and options: one program per chunk and tile of features, or per tile of rows if n is 0."""
     B, H, L, F = q.shape
     D, half = v.shape[3], q.dtype == torch.bfloat16
     t = TILES[kernel, max(64, block_width(D)), 2 if half else 4]
     BF = min(t.keys, block_width(F))
     options: dict[str, Any] = {"F": F, "D": D, "BLOCK_D": block_width(D), "BF": BF, "ROWS": t.queries}
     options |= {"PART": part_size(q, v, scaled), "FEATURES": features, "SCALED": scaled, "BF16": half}
-    if n:
-        programs = n * ceil_div(F, BF)
-    else:
-        options["STEPS"] = STEPS
-        programs = ceil_div(L, t.queries * STEPS)
+    programs = n * ceil_div(F, BF) if n else ceil_div(L, t.queries)
     return (programs * B * H,), {**options, "PRECISION": precision(q), **t.launch()}
 
 

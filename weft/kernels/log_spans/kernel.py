@@ -21,7 +21,6 @@ from ..launch import launch
 from ..lines.kernel import scales
 from ..operator import Operator
 
-LEAST_LENGTH = 1 << 30  # not yet measured
 T, WIDE_T = 64, 32  # positions per tile, in half precision and in float32
 U = 16  # the most spans in earlier tiles
 LONGEST = WIDE_T << U
