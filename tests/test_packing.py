@@ -307,3 +307,23 @@ def test_matchers_pair_documents():
         torch.testing.assert_close(logits, torch.stack(alone), atol=1e-9, rtol=1e-9)
         with pytest.raises(ValueError, match="same number of documents, got 2 and 1"):
             model(first, second, first_segments=a)
+
+
+def test_language_model_tasks_predict_within_documents():
+    from weft.lab import make_config
+    from weft.tasks.text import Bytes
+
+    torch.manual_seed(0)
+    model = weft.models.LanguageModel(256, max_length=17, dim=8, heads=2, head_dim=4, layers=1, mlp_dim=16).eval()
+    task, config, rows = Bytes(), make_config("text"), torch.randint(256, PACKED.shape).to(torch.uint8)
+    with torch.no_grad():
+        loss = task.loss(model, {"bytes": rows, "segments": PACKED}, config)
+        scores = task.score(model, {"bytes": rows, "segments": PACKED})
+        alone = [
+            task.score(model, {"bytes": rows[row : row + 1, at]})
+            for row, at in documents(PACKED)
+            if at.stop - at.start > 1
+        ]
+    for name in ("loss", "count"):
+        torch.testing.assert_close(scores[name].sum(), sum(score[name].sum() for score in alone))
+    torch.testing.assert_close(loss, scores["loss"].sum() / scores["count"].sum())

@@ -29,6 +29,7 @@ from .config import TrainConfig
 from .files import DamagedData, find, must_fit
 from .registry import add_task
 
+NOTHING = -100  # a target that cross_entropy ignores
 ENWIK8_MD5 = "a1fa5ffddb56f4953e226637dabbb36a"
 
 
@@ -129,19 +130,26 @@ class Bytes(Task):
             **block_options(config),
         )
 
-    def inputs(self, batch: Columns) -> tuple[Tensor, ...]:
-        return (batch["bytes"][:, :-1].long(),)
+    def inputs(self, batch: Columns) -> tuple[Any, ...]:
+        ids = batch["bytes"][:, :-1].long()
+        return (ids, None, batch["segments"][:, :-1]) if "segments" in batch else (ids,)
 
     def loss(self, model: nn.Module, batch: Columns, config: TrainConfig) -> Tensor:
-        logits = model(*self.inputs(batch)).float()
-        target = batch["bytes"][:, 1:].long()
+        logits, target = model(*self.inputs(batch)).float(), self._targets(batch)
         return F.cross_entropy(logits.flatten(0, 1), target.flatten(), label_smoothing=config.label_smoothing)
 
     def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
-        logits = model(*self.inputs(batch)).float()
-        target = batch["bytes"][:, 1:].long()
+        logits, target = model(*self.inputs(batch)).float(), self._targets(batch)
         loss = F.cross_entropy(logits.transpose(1, 2), target, reduction="none")
-        return {"loss": loss.sum(1), "count": torch.full_like(loss[:, 0], loss.shape[1])}
+        return {"loss": loss.sum(1), "count": (target != NOTHING).sum(1).to(loss.dtype)}
+
+    def _targets(self, batch: Columns) -> Tensor:
+        """The next byte; NOTHING at padding and at the last byte of a packed document."""
+        target = batch["bytes"][:, 1:].long()
+        if "segments" not in batch:
+            return target
+        here, there = batch["segments"][:, :-1], batch["segments"][:, 1:]
+        return target.masked_fill((here != there) | (here == 0), NOTHING)
 
     def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
         loss = sums["loss"] / sums["count"]
