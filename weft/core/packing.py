@@ -67,14 +67,13 @@ def _packed(attn, q, k, v, mask, bias, segments, inputs) -> Tensor:
     plan = documents.plan(attn.pattern_for, block)
     masks = _masks(attn, documents, plan, mask)
     with one_call(attn, k, documents.real(mask)):
-        heads = zip(*(plan.unpack(x.transpose(1, 2)) for x in (q, k, v)), strict=True)
+        heads = zip(*(plan.unpack(x, by_head=True) for x in (q, k, v)), strict=True)
         more = {name: plan.unpack(x) for name, x in inputs.items()}
         outs = []
         for number, (group, real) in enumerate(zip(heads, masks, strict=True)):
             own = {name: x[number] for name, x in more.items()}
-            out = attn.forward(*(x.transpose(1, 2) for x in group), real, bias, **own)
-            outs.append(out.transpose(1, 2))
-    return plan.repack(outs, documents.shape).transpose(1, 2)
+            outs.append(attn.forward(*group, real, bias, **own))
+    return plan.repack(outs, documents.shape, by_head=True)
 
 
 def _in_place(attn, q, k, v, mask, bias, documents: Segments) -> Tensor | None:
@@ -108,14 +107,14 @@ def packed_weights(
     whole = q.new_zeros(B * L, B * L, H)
     if len(documents):
         plan = documents.plan(attn.pattern_for, None)
-        heads = zip(*(plan.unpack(x.transpose(1, 2)) for x in (q, k, v)), strict=True)
+        heads = zip(*(plan.unpack(x, by_head=True) for x in (q, k, v)), strict=True)
         more = {name: plan.unpack(x) for name, x in inputs.items()}
         at = plan.split(plan.index)
         filled = plan.split(torch.ones_like(plan.index, dtype=torch.bool) if plan.filled is None else plan.filled)
         for number, (group, real) in enumerate(zip(heads, _masks(attn, documents, plan, mask), strict=True)):
             own = {name: x[number] for name, x in more.items()}
             weights: Any = attn.weights  # a mechanism may have more inputs
-            found = weights(*(x.transpose(1, 2) for x in group), real, bias, **own).permute(0, 2, 3, 1)
+            found = weights(*group, real, bias, **own).permute(0, 2, 3, 1)
             pairs = filled[number][:, :, None] & filled[number][:, None]
             i, j = torch.broadcast_tensors(at[number][:, :, None], at[number][:, None])
             whole[i[pairs], j[pairs]] = found[pairs].to(whole.dtype)

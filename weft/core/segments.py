@@ -245,33 +245,69 @@ class Plan:
         parts = slots.split([rows * length for rows, length in self.shapes])
         return [torch.unflatten(part, 0, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
-    def unpack(self, x: Tensor) -> list[Tensor]:
-        """x (B, L, ...) -> (rows, length, ...) for each group. Padding is finite where x is, and gets no gradient."""
-        slots = _Take.apply(x.reshape(x.shape[0] * x.shape[1], -1), self.index, None, self.inverse, self.inside)
-        return [part.view(*part.shape[:2], *x.shape[2:]) for part in self.split(slots)]
+    def unpack(self, x: Tensor, by_head: bool = False) -> tuple[Tensor, ...]:
+        """x (B, L, ...) -> (rows, length, ...) for each group; `by_head`, (B, H, L, D) -> (rows, H, length, D).
 
-    def repack(self, outs: list[Tensor], shape: tuple[int, int]) -> Tensor:
-        """(rows, length, ...) of each group -> (B, L, ...), zeros for padding."""
-        flat = [out.reshape(out.shape[0] * out.shape[1], -1) for out in outs]
-        slots = flat[0] if len(flat) == 1 else torch.cat(flat)
-        whole = _Take.apply(slots, self.inverse, self.inside, self.index, self.filled)
-        return whole.view(*shape, *outs[0].shape[2:])
+        Padding is finite where x is, and gets no gradient."""
+        return _Unpack.apply(x, self, by_head)
+
+    def repack(self, outs: Sequence[Tensor], shape: tuple[int, int], by_head: bool = False) -> Tensor:
+        """(rows, length, ...) of each group -> (B, L, ...), zeros for padding; or by head."""
+        return _Repack.apply(self, shape, by_head, *outs)
+
+    def to_slots(self, x: Tensor, by_head: bool, keep: Tensor | None) -> tuple[Tensor, ...]:
+        x = x.transpose(1, 2) if by_head else x
+        parts = self.split(_take(x.reshape(x.shape[0] * x.shape[1], -1), self.index, keep))
+        groups = (part.view(*part.shape[:2], *x.shape[2:]) for part in parts)
+        return tuple(group.transpose(1, 2) if by_head else group for group in groups)
+
+    def to_tokens(self, groups: Sequence[Tensor], shape: tuple[int, int], by_head: bool) -> Tensor:
+        groups = [group.transpose(1, 2) for group in groups] if by_head else groups
+        flat = [group.reshape(group.shape[0] * group.shape[1], -1) for group in groups]
+        whole = _take(flat[0] if len(flat) == 1 else torch.cat(flat), self.inverse, self.inside)
+        whole = whole.view(*shape, *groups[0].shape[2:])
+        return whole.transpose(1, 2) if by_head else whole
 
 
-class _Take(torch.autograd.Function):
-    """Rows of x by `index`, zeros where `keep` is False. Every token is in one slot, so the gradient is a take too; the
-    backward of index_select adds atomically."""
+def _take(x: Tensor, index: Tensor, keep: Tensor | None) -> Tensor:
+    taken = x.index_select(0, index)
+    return taken if keep is None else torch.where(keep[:, None], taken, 0).to(x.dtype)
+
+
+# Every token is in one slot, so the gradient of one direction is the other direction. With plain operators, the
+# backward of index_select would add atomically, and every view would be a node of the graph.
+
+
+class _Unpack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: Plan, by_head: bool) -> tuple[Tensor, ...]:
+        ctx.plan, ctx.by_head, ctx.shape = plan, by_head, (x.shape[0], x.shape[2 if by_head else 1])
+        ctx.set_materialize_grads(False)
+        groups = plan.to_slots(x, by_head, None)
+        ctx.like = [(group.shape, group.dtype) for group in groups]
+        return groups
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, keep: Tensor | None, back: Tensor, keep_back: Tensor | None):
-        ctx.save_for_backward(index, keep, back, keep_back)
-        taken = x.index_select(0, index)
-        return taken if keep is None else torch.where(keep[:, None], taken, 0)
+    def backward(ctx: Any, *grads: Tensor | None):  # type: ignore[override]
+        some = next((grad for grad in grads if grad is not None), None)
+        if some is None:
+            return None, None, None
+        each = [
+            some.new_zeros(shape, dtype=dtype) if grad is None else grad
+            for grad, (shape, dtype) in zip(grads, ctx.like, strict=True)
+        ]
+        return ctx.plan.to_tokens(each, ctx.shape, ctx.by_head), None, None
+
+
+class _Repack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, shape: tuple[int, int], by_head: bool, *groups: Tensor) -> Tensor:
+        ctx.plan, ctx.by_head = plan, by_head
+        return plan.to_tokens(groups, shape, by_head)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
-        index, keep, back, keep_back = ctx.saved_tensors
-        return _Take.apply(grad, back, keep_back, index, keep), None, None, None, None
+        return None, None, None, *ctx.plan.to_slots(grad, ctx.by_head, ctx.plan.filled)
 
 
 def documents_of(segments: Tensor | Segments, x: Tensor) -> Segments:
