@@ -8,6 +8,7 @@ import pytest
 import torch
 from promises import DEVICE, noise, qkv, sweep
 from test_promises import Largest
+from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft.models.crate import CRATELayer
@@ -124,6 +125,26 @@ def test_a_batch_without_documents_is_zero():
     out = attn(q, k, v, segments=torch.zeros(2, 5, dtype=torch.long))
     out.sum().backward()
     assert (out == 0).all() and (v.grad == 0).all()
+
+
+def test_routing_learns_once_and_again_under_checkpointing():
+    """Several groups are one training call, and a repeated call uses the centroids of the first."""
+    found = []
+    for repeated in (False, True):
+        torch.manual_seed(0)
+        attn = weft.make_attention("routing", heads=1, head_dim=6, causal=True, clusters=3).double().train()
+        for step in range(3):
+            q, k, v = qkv(29, B=3, H=1, seed=step, grad=True)
+            if repeated:
+                out = checkpoint(attn, q, k, v, segments=PACKED, use_reentrant=False)
+            else:
+                out = attn(q, k, v, segments=PACKED)
+            found.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
+        found.append((attn.clusters.centroids, attn.clusters.count))
+    assert found[3][1].sum() == (PACKED > 0).sum()
+    for once, again in zip(found[:4], found[4:], strict=True):
+        for a, b in zip(once, again, strict=True):
+            torch.testing.assert_close(a, b)
 
 
 def test_nan_in_padding_has_no_effect():

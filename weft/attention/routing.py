@@ -99,10 +99,10 @@ class Clusters(nn.Module):
         if not self.training or self.frozen:
             yield
             return
-        (k,) = autocast(k)
+        k = hide(autocast(k)[0], real)
         before, recalled = self.centroids, self.replays.recall(k) if recomputing() else None
         if recalled is None:
-            self.assign(hide(k, real), real)
+            self.assign(k, real)
         else:
             self.centroids = recalled
         try:
