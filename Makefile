@@ -11,7 +11,7 @@ env: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet -e ".[all,test]"
+	$(BIN)/pip install --quiet -e ".[all,graphs,test]"
 	touch $@
 
 test: env

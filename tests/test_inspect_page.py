@@ -204,7 +204,7 @@ def test_command_on_a_run(tmp_path):
     assert example["grid"] == [8, 8] and example["picture"]["width"] == 8
     assert example["tokens"][:2] == ["[CLS]", "row 1, column 1"] and example["target"].startswith("class ")
     missing = CliRunner().invoke(app, ["inspect", str(tmp_path)])
-    assert missing.exit_code == 2 and "there is no config.json" in re.sub(r"[\s│]+", " ", missing.output)
+    assert missing.exit_code == 2 and "it has no config.json" in re.sub(r"[\s│]+", " ", missing.output)
 
 
 @pytest.mark.parametrize(

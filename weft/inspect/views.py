@@ -87,22 +87,24 @@ def _view(
     v: Tensor,
     mask: Tensor | None = None,
     bias: Any = None,
+    segments: Any = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     mask = None if mask is None else mask.detach()
+    packed = {} if segments is None else {"segments": segments}
     if max(q.shape[2], k.shape[2]) <= map_up_to:
-        full = attn.weights(q, k, v, mask, bias).float().cpu()
+        full = attn.weights(q, k, v, mask, bias, **packed).float().cpu()
         return full[:, :, row], full, None if mask is None else mask.cpu()
-    one = attention_row(attn, q, k, mask, bias, row=row)
+    one = attention_row(attn, q, k, mask, bias, row=row, **packed)
     return one.float().cpu(), None, None if mask is None else mask.cpu()
 
 
 def attention_row(
-    attn: Attention, q: Tensor, k: Tensor, mask: Tensor | None = None, bias: Any = None, *, row: int = 0
+    attn: Attention, q: Tensor, k: Tensor, mask: Tensor | None = None, bias: Any = None, *, row: int = 0, **packed: Any
 ) -> Tensor:
     """One row of `attn.weights`, (B, H, Lk), at the cost of one call and its backward pass."""
     with torch.enable_grad():
         v = torch.zeros(*k.shape[:3], 1, dtype=k.dtype, device=k.device, requires_grad=True)
-        out = attn(q.detach(), k.detach(), v, mask, bias)
+        out = attn(q.detach(), k.detach(), v, mask, bias, **packed)
         (gradient,) = torch.autograd.grad(out[:, :, row].sum(), v)
     return gradient[..., 0]
 

@@ -104,9 +104,7 @@ def block_and_columns(
     return _band(q, k, v, mask, block_size, block_size, right, causal, extras, len(columns), leading)
 
 
-def _band(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *options: Any, table: Tensor | None = None
-) -> Tensor:
+def _band(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *options: Any, table: Tensor | None = None) -> Tensor:
     q, k, v = autocast(q, k, v)
     return _operator(q, k, v, for_operator(mask), table, *options)
 
