@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import weft  # noqa: E402
 from weft.adapt.decoding import StateLayer  # noqa: E402
-from weft.core.decoding import tree_bytes  # noqa: E402
+from weft.core.decoding_state import tree_bytes  # noqa: E402
 
 NAMES = ("linear", "longformer", "local", "combiner-fixed", "combiner-axial")
 VOCABULARY, LAYERS = 1000, 4

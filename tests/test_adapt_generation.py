@@ -17,7 +17,7 @@ from test_adapt_huggingface import bart, generate, gpt2, hf, llama, mistral, pad
 from transformers import DynamicCache  # noqa: E402
 
 from weft.adapt.decoding import HISTORY, StateLayer  # noqa: E402
-from weft.core.decoding import tree_bytes  # noqa: E402
+from weft.core.decoding_state import tree_bytes  # noqa: E402
 
 DECODES = [n for n in hf.available() if weft.attention_info(n).steps and n != "full"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import weft
-from weft.core.decoding import Place, tree_map
+from weft.core.decoding_state import Place, tree_map
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 LONGEST = 80

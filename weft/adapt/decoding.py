@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 
 from ..attention import Attention
 from ..core.contract import PositionBias
-from ..core.decoding import tree_map
+from ..core.decoding_state import tree_map
 from .masks import HARMLESS
 from .past import cache_layer, cache_of_this_call, own_cache
 

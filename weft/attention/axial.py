@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..core.blocks import both, ceil_div
 from ..core.contract import Attention, PositionBias
-from ..core.decoding import Place
+from ..core.decoding_state import Place
 from ..core.dense import dense_attention, positions
 from ..core.dispatch import Kernel
 from ..core.joint import Columns, Layout, Part, Rows, joint_attention, token_positions, valid_in

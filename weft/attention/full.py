@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.contract import PositionBias
-from ..core.decoding import Place
+from ..core.decoding_state import Place
 from ..core.dense import dense_logits, dense_softmax, legal
 from ..core.registry import register
 from ..core.softmax import fused, softmax_attention

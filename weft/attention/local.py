@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..core.blocks import both, from_blocks, to_blocks, valid_keys
 from ..core.contract import Attention, PositionBias
-from ..core.decoding import Place
+from ..core.decoding_state import Place
 from ..core.dense import dense_attention, positions
 from ..core.dispatch import Kernel
 from ..core.registry import register

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.contract import PositionBias
-from ..core.decoding import Place
+from ..core.decoding_state import Place
 from ..core.dense import dense_attention, positions
 from ..core.dispatch import Kernel
 from ..core.joint import BackwardRows, Layout, Part, Rows, joint_attention, token_positions, valid_in

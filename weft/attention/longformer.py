@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..core.blocks import both, ceil_div, from_blocks, power_of_two, to_blocks
 from ..core.contract import Attention, PositionBias
-from ..core.decoding import Place
+from ..core.decoding_state import Place
 from ..core.dense import dense_attention, positions
 from ..core.dispatch import Kernel
 from ..core.registry import register

@@ -16,112 +16,16 @@ graph. Otherwise the buffers grow by an eighth when they are full.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .decoding_state import DecodingState, Log, Place, tree_bytes, tree_map
 from .precision import autocast, without_autocast
 from .softmax import without_cudnn
-
-
-@dataclass
-class DecodingState:
-    """The mechanism's own state, and the properties that the next token must match."""
-
-    made_for: dict[str, Any]  # name, heads, head_dim, max_length and options of the mechanism
-    batch: int
-    device: torch.device | None  # None until the first token
-    dtype: torch.dtype | None
-    inner: Any = None  # None until the first token
-    max_length: int | None = None  # None: the buffers grow
-    capacity: int = 0  # tokens for which the buffers have room
-    count: int = 0  # tokens so far, without those of CUDA graphs and compiled steps
-    whole: bool = True  # no token was masked
-    place: Tensor | None = None  # with max_length: tokens so far, on the device
-    newest: list[int] = field(default_factory=lambda: [0])  # shared: the count of the state that owns the buffers
-    history: int = 0  # how many tokens `crop` can drop if the mechanism cannot drop any number
-    log: Log | None = None
-
-    @property
-    def position(self) -> int:
-        """Tokens so far. With `max_length` on a GPU, reading it waits for the GPU."""
-        return self.count if self.place is None else int(self.place)
-
-
-@dataclass
-class Log:
-    """Two earlier states and all tokens since the first of them, to decode again after `crop`."""
-
-    marks: list[tuple[int, Any]]  # (position, inner), oldest first
-    tokens: list[tuple[Any, ...]]  # q, k, v, mask, bias and inputs of every token since marks[0]
-
-    def add(self, token: tuple[Any, ...], history: int, position: int, inner: Any) -> Log:
-        marks, tokens = self.marks, [*self.tokens, token]
-        if position - marks[-1][0] >= history:
-            marks = [*marks, (position, tree_map(torch.clone, inner))]
-        if len(marks) > 2:
-            tokens, marks = tokens[marks[1][0] - marks[0][0] :], marks[1:]
-        return Log(marks, tokens)
-
-
-@dataclass
-class Place:
-    """Where the next token goes, and how to write there.
-
-    `i` is its position: a number, or a tensor if the code must run unchanged for every position, as in a CUDA graph.
-    """
-
-    i: Any
-    capacity: int
-    device: torch.device
-    in_place: bool  # False if gradients need the earlier buffers
-    whole: bool = False  # no token was masked
-
-    @property
-    def known(self) -> bool:
-        return isinstance(self.i, int)
-
-    @property
-    def tensor(self) -> Tensor:
-        return torch.full((), self.i, device=self.device) if self.known else self.i
-
-    def first(self, n: int) -> Tensor:
-        return torch.arange(n, device=self.device)
-
-    def filled(self, count: Any, slots: int) -> tuple[int, Tensor | None]:
-        """How many slots to read if `count` of `slots` are filled, and which of them count (None: all)."""
-        return (count, None) if isinstance(count, int) else (slots, self.first(slots) < count)
-
-    def allowed(self, valid: Tensor, some: Tensor | None) -> Tensor | None:
-        """Which slots count: the valid ones of those filled. None if all do: fused attention is faster without mask."""
-        if some is not None:
-            return valid & some
-        return None if self.whole else valid
-
-    def put(self, buffer: Tensor, new: Tensor, slot: Any, dim: int = 2) -> Tensor:
-        """Write `new` to the buffer, from a slot on; of size 1 in `dim` if the slot is a tensor."""
-        new = new.to(buffer.dtype)
-        if isinstance(slot, int):
-            if self.in_place:
-                buffer.narrow(dim, slot, new.shape[dim]).copy_(new)
-                return buffer
-            return torch.slice_scatter(buffer, new, dim, slot, slot + new.shape[dim])
-        return (buffer.index_copy_ if self.in_place else buffer.index_copy)(dim, slot.view(1), new)
-
-    def set(self, buffer: Tensor, new: Tensor) -> Tensor:
-        """Replace the whole buffer."""
-        return buffer.copy_(new) if self.in_place else new.to(buffer.dtype)
-
-    def add_product(self, buffer: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """buffer (B, H, X, Y) + a @ b, in one operation."""
-        a, b, flat = a.flatten(0, 1), b.flatten(0, 1), buffer.flatten(0, 1)
-        return (flat.baddbmm_(a, b) if self.in_place else torch.baddbmm(flat, a, b)).view(buffer.shape)
-
-    def choose(self, condition: Any, a: Tensor, b: Tensor) -> Tensor:
-        return (a if condition else b) if isinstance(condition, bool) else torch.where(condition, a, b)
 
 
 class Decoding:
@@ -532,30 +436,3 @@ def _token(q, k, v, mask, bias, inputs, t: int) -> tuple[Any, ...]:
     x = {name: value[:, at].clone() for name, value in inputs.items()}
     row = None if mask is None else mask[:, at].clone()
     return q[:, :, at].clone(), k[:, :, at].clone(), v[:, :, at].clone(), row, bias, x
-
-
-def next_positions(state: DecodingState | None, n: int, device: torch.device) -> Tensor:
-    """The positions (n,) of the next n tokens."""
-    start = 0 if state is None else state.count if state.place is None else state.place
-    return start + torch.arange(n, device=device)
-
-
-def tree_map(function: Callable[..., Tensor], tree: Any, *others: Any) -> Any:
-    """Apply a function to every tensor of nested dataclasses, lists, tuples and dicts; `others` have the same form."""
-    if isinstance(tree, Tensor):
-        return function(tree, *others)
-    if is_dataclass(tree) and not isinstance(tree, type):
-        names = [f.name for f in fields(tree)]
-        parts = {n: tree_map(function, getattr(tree, n), *(getattr(o, n) for o in others)) for n in names}
-        return replace(tree, **parts)
-    if isinstance(tree, list | tuple):
-        return type(tree)(tree_map(function, *parts) for parts in zip(tree, *others, strict=True))
-    if isinstance(tree, dict):
-        return {key: tree_map(function, value, *(o[key] for o in others)) for key, value in tree.items()}
-    return tree
-
-
-def tree_bytes(tree: Any) -> int:
-    sizes: list[int] = []
-    tree_map(lambda x: sizes.append(x.numel() * x.element_size()) or x, tree)  # type: ignore[func-returns-value]
-    return sum(sizes)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .contract import Attention
-from .decoding import Place
+from .decoding_state import Place
 from .softmax import softmax_attention
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..attention import attention_info
 from ..core.contract import PositionBias
-from ..core.decoding import DecodingState
+from ..core.decoding_state import DecodingState
 from ..core.segments import Segments
 from .multihead import MultiheadAttention
 

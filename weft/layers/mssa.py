@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..attention import make_attention
 from ..core.contract import PositionBias, quiet_padding
-from ..core.decoding import DecodingState
+from ..core.decoding_state import DecodingState
 from ..core.segments import Segments, documents_of
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..attention import Attention, make_attention
 from ..core.contract import PositionBias, quiet_padding
-from ..core.decoding import DecodingState, next_positions
+from ..core.decoding_state import DecodingState, next_positions
 from ..core.positions import Rotary
 from ..core.segments import Segments, documents_of
 from ..core.sharding import first_position

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..core.decoding import next_positions
+from ..core.decoding_state import next_positions
 from ..core.positions import Constant
 from ..core.segments import Segments, documents_of
 from ..core.sharding import first_position

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...core.contract import Attention, PositionBias
-from ...core.decoding import Place
+from ...core.decoding_state import Place
 from ...core.dense import dense_softmax, legal
 from ...core.joint import Part, joint_attention
 from ...core.softmax import softmax_attention

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...core.blocks import ceil_div
 from ...core.contract import PositionBias
-from ...core.decoding import Place, tree_map
+from ...core.decoding_state import Place, tree_map
 from ...core.dispatch import Kernel
 from ...core.joint import Columns, Rows, valid_in
 from ...core.partitions import default_block

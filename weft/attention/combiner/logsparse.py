@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...core.contract import PositionBias
-from ...core.decoding import Place
+from ...core.decoding_state import Place
 from ...core.dense import positions
 from ...core.joint import BackwardRows, Layout, Part, Rows, valid_in
 from ...core.partitions import LogSpans, log_spans

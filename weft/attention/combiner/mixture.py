@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ...core.blocks import ceil_div
 from ...core.contract import Attention, PositionBias
-from ...core.decoding import Place
+from ...core.decoding_state import Place
 from ...core.dense import positions
 from ...core.dispatch import Kernel, check_backend
 from ...core.joint import Part, Rows, mean_attention

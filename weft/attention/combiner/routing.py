@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ...core.blocks import ceil_div
 from ...core.contract import PositionBias
-from ...core.decoding import Place
+from ...core.decoding_state import Place
 from ...core.dense import runs_of, same
 from ...core.joint import Part, Rows, token_positions
 from ...core.partitions import default_block

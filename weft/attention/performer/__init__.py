@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...core.contract import Attention, PositionBias, hide
-from ...core.decoding import Place
+from ...core.decoding_state import Place
 from ...core.dense import legal
 from ...core.dispatch import Kernel
 from ...core.precision import precise

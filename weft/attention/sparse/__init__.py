@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...core.blocks import ceil_div, power_of_two
 from ...core.contract import PositionBias
-from ...core.decoding import Place
+from ...core.decoding_state import Place
 from ...core.dense import dense_attention, positions
 from ...core.dispatch import Kernel
 from ...core.joint import Columns, Part, Rows, join_allowed, joint_attention, token_positions, valid_in

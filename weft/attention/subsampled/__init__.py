@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ...core.blocks import ceil_div
 from ...core.contract import PositionBias
-from ...core.decoding import Place
+from ...core.decoding_state import Place
 from ...core.dense import dense_attention, legal, positions
 from ...core.dispatch import Kernel
 from ...core.positions import ALiBi

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...attention import Attention, attention_info, attentions, make_attention
-from ...core.decoding import DecodingState
+from ...core.decoding_state import DecodingState
 from .report import Line, Report, Table, cell, log_plot
 from .scaling import costs
 from .timing import Call, How, Timing, forget, ratio, reason, take_turns

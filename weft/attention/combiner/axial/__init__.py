@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ....core.blocks import ceil_div
 from ....core.contract import Attention, PositionBias, hide
-from ....core.decoding import Place
+from ....core.decoding_state import Place
 from ....core.dense import dense_softmax, legal, positions, real_tokens
 from ....core.dispatch import Kernel
 from ....core.joint import Columns, Part, Rows, joint_attention

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ....core.blocks import ceil_div
 from ....core.contract import PositionBias
-from ....core.decoding import Place
+from ....core.decoding_state import Place
 from ....core.dense import dense_softmax, legal, positions, real_tokens
 from ....core.dispatch import Kernel
 from ....core.joint import Part, Rows, valid_in
