@@ -33,7 +33,7 @@ def combiner_fixed(
     layout = Rows(m)
     real = None
     if mask is not None or not causal:
-        real = valid_in(layout, flags_around(context, "", reach, mask, q.shape[0], q), hi - lo, m, device)
+        real = valid_in(layout, flags_around(context, reach, mask, q), hi - lo, m, device)
     blocks_q, blocks_k, blocks_v = (layout.arrange(t) for t in near)
     own = own_block(m, causal, device).view(1, 1, 1, m, m)
     parts = [Part(layout, blocks_k, blocks_v, own if real is None else own & real[:, :, :, None])]
@@ -67,7 +67,7 @@ def combiner_axial(
     refuse_dropout(attn)
     if attn.needs_input:
         raise ValueError(f"context parallelism does not support key_summary={attn.key_summary!r}; use 'wsum' or 'none'")
-    L, B, device = context.length, q.shape[0], q.device
+    L, device = context.length, q.device
     m = attn.block_size or default_block(L, attn.max_length)
     rows = ceil_div(L, m)
     reach = whole_blocks(m, False, L)
@@ -77,7 +77,7 @@ def combiner_axial(
     near_q = F.pad(q, (0, 0, first, near_k.shape[2] - first - n))
     flags = None
     if mask is not None or not attn.causal:
-        flags = flags_around(context, "", reach, mask, B, q)
+        flags = flags_around(context, reach, mask, q)
     grid = Grid.of(near_k, near_v, flags, m, attn.causal)
     own = row_part(grid)
     lines = Rows(m)

@@ -7,7 +7,8 @@
 
 Inside the region, q, k, v and the mask hold this rank's contiguous part of the sequence. A mechanism exchanges with the
 other ranks only what it needs: `linear` one state, `combiner-fixed` block summaries, `local` a neighbouring block.
-Parts may differ in length, but every rank needs at least one token. All ranks must make the same calls.
+Parts may differ in length, but every rank needs at least one token. All ranks must make the same calls, either all
+with a mask or all without one.
 """
 
 from __future__ import annotations

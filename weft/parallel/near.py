@@ -29,10 +29,11 @@ def around(context: Context, name: str, reach: Reach, *tensors: Tensor) -> list[
     return context.move(plan, *tensors)
 
 
-def flags_around(context: Context, name: str, reach: Reach, mask: Tensor | None, batch: int, like: Tensor) -> Tensor:
+def flags_around(context: Context, reach: Reach, mask: Tensor | None, q: Tensor) -> Tensor:
+    """The mask (B, reach); all True without one."""
     lo, hi = reach(context.start, context.stop)
     if mask is None:
-        return torch.ones(batch, hi - lo, dtype=torch.bool, device=like.device)
+        return torch.ones(q.shape[0], hi - lo, dtype=torch.bool, device=q.device)
     return context.everywhere(mask)[:, lo:hi]
 
 
@@ -57,13 +58,11 @@ def local(
     reach = whole_blocks(m, attn.causal, context.length)
     lo, hi = reach(context.start, context.stop)
     k, v = around(context, f"blocks {m} {attn.causal}", reach, k, v)
-    mask = None if mask is None else flags_around(context, "", reach, mask, q.shape[0], q)
-    return _own(context, attn, q, k, v, mask, bias, torch.arange(lo, hi, device=q.device), context.start - lo)
+    mask = None if mask is None else flags_around(context, reach, mask, q)
+    return _own(attn, q, k, v, mask, bias, torch.arange(lo, hi, device=q.device), context.start - lo)
 
 
-def _own(
-    context: Context, attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Any, at: Tensor, first: int
-) -> Tensor:
+def _own(attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Any, at: Tensor, first: int) -> Tensor:
     """Run the mechanism on the tokens at positions `at`; the queries of this rank start at number `first`."""
     n = q.shape[2]
     q = F.pad(q, (0, 0, first, k.shape[2] - first - n))
