@@ -9,7 +9,7 @@ import typer
 from ..core.registry import AttentionInfo, attention_info, attentions
 
 SHORT = ("name", "cost", "causal", "kernel")
-COLUMNS = ("name", "cost", "causal", "cross", "position bias", "learned", "steps", "kernel", "paper")
+COLUMNS = ("name", "cost", "causal", "cross", "position bias", "learned", "steps", "kernel", "faster from", "paper")
 
 
 def row(info: AttentionInfo) -> tuple[str, ...]:
@@ -17,7 +17,8 @@ def row(info: AttentionInfo) -> tuple[str, ...]:
     mark = {True: "yes", False: "–"}
     learned = "yes, per position" if info.needs_max_length else mark[info.learned]
     able = (directions, mark[info.cross], mark[info.bias], learned, mark[info.steps], mark["triton" in info.backends])
-    return (info.name, info.cost, *able, info.paper)
+    faster = "–" if info.faster_from is None else f"{info.faster_from:,}"
+    return (info.name, info.cost, *able, faster, info.paper)
 
 
 def markdown(columns: tuple[str, ...] = COLUMNS) -> str:

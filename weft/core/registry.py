@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from .contract import Attention
+from .crossovers import FASTER_FROM
 from .decoding import Decoding
 from .dispatch import Kernel, refuse_triton
 
@@ -38,6 +39,12 @@ class AttentionInfo:
     slower: str = ""  # where eager training is slower than fused full attention, as measured; "" if nowhere at 16,384
     dropout: str = "probabilities"  # what dropout acts on: attention "probabilities", or whole "keys" if there are none
     kernel: Kernel | None = None  # the fused version for GPUs
+
+    @property
+    def faster_from(self) -> int | None:
+        """The length from which on eager training was faster than cuDNN's full attention on an H200 (16 heads of 64);
+        None if at no measured length (up to 65,536), or if it was not measured."""
+        return FASTER_FROM.get(self.name)
 
     @property
     def backends(self) -> tuple[str, ...]:
