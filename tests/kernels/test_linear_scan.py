@@ -121,7 +121,7 @@ def test_cross_attention_has_no_kernel(name):
     assert attn.backend == "auto" and weft.attention_info(name).backends == ("torch", "triton")
     plain = weft.make_attention(name, heads=2, head_dim=8, backend="torch")
     plain.load_state_dict(attn.state_dict())
-    assert torch.equal(attn(q, k, v), plain(q, k, v))
+    assert torch.equal(attn(q[:, :, :7], k, v), plain(q[:, :, :7], k, v))
 
 
 @pytest.mark.parametrize("name", ["linear", "performer"])

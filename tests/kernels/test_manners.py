@@ -114,20 +114,22 @@ class Manners:
         with torch.cuda.graph(graph):
             out = self.attention(*inputs)
             grads = torch.autograd.grad(out, inputs, dout, allow_unused=True)
-            captured = [out, *(x for x in grads if x is not None)]
+            captured = [out, *(torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs, strict=True))]
         fresh, fresh_dout = self.leaves()
         with torch.no_grad():
             for old, new in zip((*inputs, dout), (*fresh, fresh_dout), strict=True):
                 old.copy_(new)
         torch.manual_seed(1)
         graph.replay()
-        return same(captured, self.run(self.attention, fresh, fresh_dout)[: len(captured)])
+        return same(captured, self.run(self.attention, fresh, fresh_dout))
 
     def batch_mates(self) -> str:
         inputs, dout = self.leaves()
         alone = [x.detach()[:1].clone().requires_grad_() for x in inputs]
         mine = self.run(self.attention, alone, dout[:1].contiguous())
-        return same(mine, [x[:1] for x in self.run(self.attention, inputs, dout)])
+        # Outside the kernel, Sinkhorn multiplies matrices with cuBLAS, whose order of sums depends on the batch size.
+        tolerance = 1e-4 if self.call.name == "sinkhorn" else 0.0
+        return same(mine, [x[:1] for x in self.run(self.attention, inputs, dout)], tolerance)
 
     def operators(self) -> str:
         """PyTorch's own checks of every operator of ours that a forward and a backward run."""
