@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: env demo test test-oldest docs wheel
+.PHONY: env demo test test-oldest docs check-pages wheel
 
 env: $(VENV)/.ready
 
@@ -47,6 +47,15 @@ docs: .venv-docs/.ready
 	$(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/pip install --quiet "mkdocs-material>=9.5" "mkdocstrings[python]>=0.26"
 	touch $@
+
+# The HTML pages in Chromium, at two widths and in both colour schemes, with an accessibility check (needs npm).
+CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
+check-pages: env build/browser/node_modules
+	$(BIN)/python tests/example_pages.py build/browser/pages
+	cd build/browser && node ../../tests/check_pages.mjs $(CHROMIUM) pages/*.html
+
+build/browser/node_modules:
+	npm install --silent --no-audit --no-fund --prefix build/browser playwright-core@1 axe-core@4
 
 # Wheel and sdist in dist/, checked and imported in an environment of their own.
 wheel:

@@ -6,13 +6,12 @@ import base64
 import html
 import json
 import re
-import shutil
 import struct
-import subprocess
 
 import golden
 import pytest
 import torch
+from browser import browser, payload, run_browser
 
 import weft
 from weft import inspect
@@ -23,14 +22,6 @@ from weft.tasks import TaskData
 
 EVIL = ["</script><script>document.title='taken'</script>", "<img src=x onerror=\"document.title='taken'\">", "{{js}}"]
 WORDS = ["a", "terrible", *EVIL, "film & more", "\u2028", "'quoted\"", "é"]
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
-
-
-def payload(page: str) -> dict:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
-    assert found
-    return json.loads(found[1])
 
 
 @pytest.fixture(scope="module")
@@ -117,23 +108,6 @@ def test_names_of_layers():
     assert layer_name("encoder.blocks.0.attention (call 2)", 3) == "layer 1 · call 2"
 
 
-def run_browser(tmp_path, page, script: str) -> str:
-    """The document after the page's script and the given one have run; errors are in data-error."""
-    catch = "<script>addEventListener('error', e => document.documentElement.dataset.error = e.message)</script>"
-    text = page.read_text("utf-8")
-    edited = tmp_path / "edited.html"
-    edited.write_text(
-        text.replace("<title>", catch + "<title>", 1).replace("</body>", f"<script>{script}</script></body>")
-    )
-    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-    flags += " --disable-component-update --disable-sync --virtual-time-budget=3000 --dump-dom"
-    command = [CHROMIUM, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", edited.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert "</html>" in done.stdout, done.stderr[-2000:]
-    assert "data-error" not in done.stdout, re.search(r'data-error="([^"]*)', done.stdout)[1]
-    return done.stdout
-
-
 @browser
 def test_text_page_in_a_browser(tmp_path, text_page):
     dom = run_browser(
@@ -172,8 +146,10 @@ def test_crate_page_in_a_browser(tmp_path, crate_page):
     dom = run_browser(tmp_path, crate_page, "")
     for heading in ("Attention", "Layer by layer", "Tokens", "Subspaces", "Cache"):
         assert f"<h2>{heading}</h2>" in dom
-    assert dom.count("<polyline") == 4 * 4  # four measurements, two checkpoints, two splits
-    assert "step 1, validation" in dom and "σ(λ) = 0.731" in dom
+    assert (
+        len(re.findall('<polyline(?![^>]*class="band")', dom)) == 4 * 4
+    )  # four measurements, two checkpoints, two splits
+    assert "step 1, validation" in dom and "Weight of the cache, by head. σ(λ)" in dom
     assert len(re.findall(r"\d % non-zero</figcaption>", dom)) == 3
 
 

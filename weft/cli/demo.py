@@ -32,8 +32,10 @@ def demo(
     from rich.table import Table
 
     from ..lab.checkpoint import Checkpoints
-    from ..lab.report import Curve, chart, origin, page, read_run, smooth
+    from ..lab.report import origin, read_run, smooth
     from ..lab.say import say
+    from ..pages import Curve, chart, page
+    from ..pages import table as page_table
 
     console = Console()
     began = time.perf_counter()
@@ -67,12 +69,14 @@ def demo(
 
     curves = [Curve(name, smooth(run["losses"])) for name, run in runs.items()]
     curves[1].marks = [(killed_at, "killed")]
-    charts = [chart(curves, "training loss by step")]
-    charts.append(chart([Curve(n, run["val"]) for n, run in runs.items()], "validation accuracy by step"))
-    footer = origin(runs["deep"]["environment"])
-    (out / "report.html").write_text(
-        page("weft demo: deep, wide, and killed and resumed", verdict, rows, charts, footer)
-    )
+    scores = [Curve(name, [(x, 100 * y) for x, y in run["val"]]) for name, run in runs.items()]
+    parts = [
+        page_table(list(rows[0]), [list(row.values()) for row in rows], "Results"),
+        chart("Training loss", curves, y="loss"),
+        chart("Validation accuracy", scores, y="accuracy, %"),
+    ]
+    title, footer = "weft demo: deep, wide, and killed and resumed", origin(runs["deep"]["environment"])
+    (out / "report.html").write_text(page(title, parts, lead=verdict, footer=footer), encoding="utf-8")
     say(f"report: {out / 'report.html'}   ({time.perf_counter() - began:.0f} s in total)")
     if equal != len(whole):
         raise typer.Exit(1)

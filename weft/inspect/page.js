@@ -1,34 +1,3 @@
-"use strict";
-const data = JSON.parse(document.getElementById("data").textContent);
-
-// All content is created with these helpers: text is inserted as text, never as markup.
-function el(tag, properties = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [key, value] of Object.entries(properties)) {
-    if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
-    else if (key in node && key !== "style") node[key] = value;
-    else node.setAttribute(key, value);
-  }
-  node.append(...children.filter(c => c !== null));
-  return node;
-}
-function svg(tag, attributes = {}, ...children) {
-  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
-  node.append(...children);
-  return node;
-}
-const section = (title, text, ...children) =>
-  document.body.append(el("section", {}, el("h2", {}, title), el("p", {className: "soft"}, text), ...children));
-
-function choice(label, options, chosen, change) {
-  const buttons = options.map((name, i) => el("button", {type: "button", onclick: () => pick(i)}, name));
-  const mark = i => buttons.forEach((b, j) => b.setAttribute("aria-pressed", i === j));
-  const pick = i => { mark(i); change(i); };
-  mark(chosen);
-  return el("div", {className: "choice", role: "group", ariaLabel: label}, el("span", {}, label), ...buttons);
-}
-
 // Packed numbers: byte q of part i means max[i] · sign(q) · (q/127)².
 const decoded = new WeakMap();
 function part(packed, i) {
@@ -45,7 +14,6 @@ const proportion = (columns, rows) => String(Math.min(4, Math.max(.5, columns / 
 const largest = values => values.reduce((a, b) => Math.max(a, Math.abs(b)), 0);
 // The value of full colour: the largest weight, but at least four times uniform, so that uniform rows look uniform.
 const fullStrength = values => Math.max(largest(values), 4 * values.reduce((a, b) => a + Math.abs(b), 0) / values.length);
-const number = x => x === 0 ? "0" : Math.abs(x) >= 100 ? x.toFixed(0) : Math.abs(x) >= .001 ? x.toPrecision(3) : x.toExponential(1);
 
 // The opacity of one colour is the value (warm above zero, cool below), so it works in light and dark mode.
 const probe = el("i", {hidden: true});
@@ -55,7 +23,8 @@ function ink(name) {
   return getComputedStyle(probe).color.match(/[\d.]+/g).slice(0, 3).map(Number);
 }
 let warm, cool;
-const repaint = [];  // redraw callbacks for theme changes
+const inks = () => { warm = ink("--warm"); cool = ink("--cool"); };
+repaint.push(inks);
 function paint(canvas, values, columns, top) {
   const draw = () => {
     const rows = Math.ceil(values.length / columns);
@@ -71,20 +40,6 @@ function paint(canvas, values, columns, top) {
   return draw;
 }
 const shade = (v, top) => `rgb(${(v < 0 ? cool : warm).join(" ")} / ${Math.min(1, .9 * Math.abs(v) / (top || 1)).toFixed(3)})`;
-
-function header() {
-  const themes = ["light", "dark"];
-  let dark = matchMedia("(prefers-color-scheme: dark)").matches;
-  const button = el("button", {type: "button", onclick: () => { dark = !dark; apply(); repaint.forEach(f => f()); }});
-  const apply = () => {
-    document.documentElement.style.colorScheme = themes[+dark];
-    button.textContent = dark ? "☀ light" : "☾ dark";
-    warm = ink("--warm"); cool = ink("--cool");
-  };
-  apply();
-  const facts = data.facts.flatMap(([name, value]) => [el("div", {}, el("dt", {}, name), el("dd", {}, value))]);
-  document.body.append(el("header", {}, el("div", {}, el("h1", {}, data.title), el("dl", {}, ...facts)), button));
-}
 
 function attention() {
   const {examples, layers} = data.attention;
@@ -249,75 +204,20 @@ function picture({width, height, bytes}) {
   return canvas;
 }
 
-const W = 460, H = 230, LEFT = 46, BOTTOM = 30, TOP = 10;
-function axes(names, low, high, step, inset = 0) {
-  const x = i => LEFT + inset + (W - LEFT - 16 - 2 * inset) * (names.length > 1 ? i / (names.length - 1) : .5);
-  const y = v => TOP + (H - TOP - BOTTOM) * (1 - (v - low) / (high - low || 1));
-  const node = svg("svg", {viewBox: `0 0 ${W} ${H}`, role: "img"});
-  for (let v = Math.ceil(low / step - 1e-9) * step; v <= high + step * 1e-6; v += step) {
-    node.append(svg("line", {class: "axis", x1: LEFT, x2: W - 8, y1: y(v), y2: y(v)}));
-    const label = svg("text", {x: LEFT - 6, y: y(v) + 4, "text-anchor": "end"});
-    label.textContent = Number(v.toPrecision(6));
-    node.append(label);
-  }
-  const every = Math.ceil(names.length / 12);
-  names.forEach((name, i) => {
-    if (i % every) return;
-    const label = svg("text", {x: x(i), y: H - 10, "text-anchor": "middle"});
-    label.textContent = names.length > 4 ? name.replace(/^layer /, "") : name;
-    node.append(label);
-  });
-  return {node, x, y};
-}
-function nice(span) {
-  const power = 10 ** Math.floor(Math.log10(span || 1));
-  return [1, 2, 5, 10].map(m => m * power / 2).find(s => span / s <= 6) ?? power;
-}
-function mark(node, x, y, text, attributes) {
-  const dot = svg("circle", {cx: x, cy: y, r: 4, ...attributes}), title = svg("title");
-  title.textContent = text;
-  dot.append(title);
-  node.append(dot);
-}
-
 function curves() {
   const {charts, counts, layers} = data.curves;
   if (!charts.length) return;
   const checkpoints = [...new Set(charts[0].series.map(s => s.checkpoint))], splits = Object.keys(counts);
-  // Later checkpoints have stronger colours; without checkpoints, each split has its own. Later splits are dashed.
-  const look = s => {
-    const at = checkpoints.indexOf(s.checkpoint), split = splits.indexOf(s.split);
-    const several = checkpoints.length > 1;
-    const strength = several ? 25 + 75 * at / (checkpoints.length - 1) : 100;
-    return {color: `color-mix(in oklab, var(${several || split === 0 ? "--warm" : "--cool"}) ${strength}%, var(--line))`,
-      dash: several && split > 0 ? "5 4" : ""};
-  };
-  const cards = charts.map(({title, note, series}) => {
-    const values = series.flatMap(s => s.mean);
-    let low = Math.min(...values), high = Math.max(...values);
-    const pad = (high - low) * .08 || Math.abs(high) * .05 || .5, step = nice(high - low + 2 * pad);
-    low = Math.max(low - pad, low >= 0 ? 0 : -Infinity); high += pad;
-    const names = layers.slice(0, series[0].mean.length), {node, x, y} = axes(names, low, high, step);
-    for (const s of series) {
-      const {color, dash} = look(s);
-      const line = svg("polyline", {points: s.mean.map((v, i) => `${x(i)},${y(v)}`).join(" "), fill: "none", "stroke-width": 2.2,
-        "stroke-dasharray": dash});
-      line.style.stroke = color;
-      node.append(line);
-      s.mean.forEach((v, i) => {
-        const text = `${[s.checkpoint, s.split].filter(Boolean).join(", ")}, ${names[i]}: ${number(v)}` + (s.std.length ? ` ± ${number(s.std[i])}` : "");
-        mark(node, x(i), y(v), text, {style: `fill: ${color}`, r: 3.5});
-      });
-    }
-    const legend = el("div", {className: "legend"}, ...series.map(s => {
-      const {color, dash} = look(s), key = el("i");
-      key.style.borderTopColor = color; if (dash) key.style.borderTopStyle = "dashed";
-      return el("span", {}, key, [s.checkpoint, s.split].filter(Boolean).join(", "));
-    }));
-    return el("div", {className: "card"}, el("h3", {}, title), el("p", {className: "soft"}, note), node, legend);
-  });
+  // Each split has its colour, dash and marker; later checkpoints are stronger.
+  const cards = charts.map(({title, note, series}) => chart({title, note, y: {}, x: {names: layers.slice(0, series[0].mean.length)},
+    series: series.map(s => {
+      const split = splits.indexOf(s.split), at = checkpoints.indexOf(s.checkpoint);
+      return {name: [s.checkpoint, s.split].filter(Boolean).join(", "), colour: split, dash: split,
+        strength: checkpoints.length > 1 ? .35 + .65 * at / (checkpoints.length - 1) : 1,
+        points: s.mean.map((v, i) => [i, v, undefined, s.std[i]])};
+    })}));
   const sizes = Object.entries(counts).map(([split, n]) => `${split} (${n})`).join(", ");
-  section("Layer by layer", `Means over ${sizes}; hover over a dot for its value and standard deviation.`, el("div", {className: "charts"}, ...cards));
+  section("Layer by layer", `Means over ${sizes}; point at a chart for values and standard deviations.`, el("div", {className: "charts"}, ...cards));
 }
 
 function heatmaps() {
@@ -364,15 +264,14 @@ function coherence() {
 
 function cache() {
   if (!data.cache.length) return;
-  const {node, x, y} = axes(data.cache.map(l => l.name), 0, 1, .25, 30);
-  const half = svg("line", {x1: LEFT, x2: W - 8, y1: y(.5), y2: y(.5), "stroke-dasharray": "4 4"});
-  half.style.stroke = "var(--soft)";
-  node.append(half);
-  data.cache.forEach((layer, i) => layer.values.forEach((v, h) =>
-    mark(node, x(i) + (h - (layer.values.length - 1) / 2) * Math.min(5, 60 / layer.values.length), y(v), `${layer.name}, head ${h + 1}: σ(λ) = ${number(v)}`,
-      {style: `fill: var(${v > .5 ? "--warm" : "--cool"}); fill-opacity: .75`, r: 4})));
+  // The heads of a layer stand side by side.
+  const points = data.cache.flatMap((layer, i) => layer.values.map((v, h) =>
+    [i + (h + .5 - layer.values.length / 2) * Math.min(.1, .8 / layer.values.length), v, `head ${h + 1}`]));
+  const dots = (name, colour, chosen) => ({name, colour, dash: colour, dots: true, points: points.filter(chosen)});
+  const figure = chart({title: "Weight of the cache, by head", x: {names: data.cache.map(l => l.name)}, y: {label: "σ(λ)", zero: true}, reference: .5,
+    series: [dots("the cache outweighs the input", 0, p => p[1] > .5), dots("the input outweighs the cache", 1, p => p[1] <= .5)]});
   section("Cache", "σ(λ) of each head: the weight of the cache in its output. Above one half, the cache outweighs the input.",
-    el("div", {className: "charts"}, el("div", {className: "card"}, node)));
+    el("div", {className: "charts"}, figure));
 }
 
 // The two branches of each cached layer: images in their shape, other inputs as a strip.
@@ -408,4 +307,6 @@ function branches() {
     `(Cached Transformers, arXiv 2312.12742, Figure 4). ${missing}`, el("div", {className: "bar"}, pages), grid);
 }
 
-header(); attention(); curves(); heatmaps(); coherence(); cache(); branches();
+header(data.title, data.facts);
+inks();
+attention(); curves(); heatmaps(); coherence(); cache(); branches();

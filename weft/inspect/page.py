@@ -1,13 +1,7 @@
-"""A self-contained HTML report about a model: no network, no libraries, opens from disk.
-
-The data is JSON inside the page, with every `<` escaped, and the script inserts it only as text, so data can never
-become markup. The page's content security policy forbids loading anything.
-"""
+"""A self-contained HTML report about a model, in the design of `weft.pages`: no network, no libraries."""
 
 from __future__ import annotations
 
-import html
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -15,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .. import pages
 from . import gather
 
 
@@ -76,14 +71,5 @@ def report(
 
 def render(data: Mapping[str, Any]) -> str:
     """The report as HTML text."""
-    parts = {name: (resources.files(__package__) / f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
-    # "</script" anywhere in the JSON would end the script element, so escape every "<".
-    payload = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
-    page = parts["html"]
-    filled = {"title": html.escape(data["title"]), "css": parts["css"], "js": parts["js"], "data": payload}
-    before, *rest = page.split("{{")
-    pieces = [before]
-    for piece in rest:  # fill each placeholder once, so that data that looks like a placeholder stays data
-        name, _, after = piece.partition("}}")
-        pieces += [filled[name], after]
-    return "".join(pieces)
+    own = resources.files(__package__)
+    return pages.render(data, js=(own / "page.js").read_text("utf-8"), css=(own / "page.css").read_text("utf-8"))

@@ -7,14 +7,14 @@ value says from which.
 
 from __future__ import annotations
 
-import html
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ... import pages
+from ...pages import Curve, Part
 from ...tasks.files import atomic
-from ..report import Curve, chart, document
 from ..say import say
 from .cells import Cell, Sweep, is_sweep, kept_sweep, load_sweep
 from .results import Record, gather, results_file, write_results
@@ -49,7 +49,7 @@ def report_sweeps(files: Sequence[Path], out: Path, runs: Path | None = None) ->
     """Write OUT.md, OUT.html and, next to them, `NAME.results.json` per sweep. Returns the Markdown."""
     folder = files[0].resolve().parent
     title = f"{folder.parent.name}/{folder.name}"
-    texts, parts = [f"# {title}\n"], [f"<h1>{html.escape(title)}</h1>"]
+    texts, parts = [f"# {title}\n"], []
     for file in files:
         sweep = kept_sweep(file, runs)
         if sweep is None:
@@ -60,12 +60,11 @@ def report_sweeps(files: Sequence[Path], out: Path, runs: Path | None = None) ->
             write_results(results_file(sweep, out.parent), sweep, records)
         made = tables(sweep, records)
         texts.append(markdown(sweep, made))
-        parts.append(page_part(sweep, made, records))
+        parts += page_parts(sweep, made, records)
     text = "\n".join([*texts, f"{LEGEND}\n"])
-    parts.append(f"<p><small>{html.escape(LEGEND)}</small></p>")
-    for ending, content in (("md", text), ("html", document(title, "".join(parts)))):
+    for ending, content in (("md", text), ("html", pages.page(title, parts, footer=LEGEND))):
         with atomic(out.with_name(f"{out.name}.{ending}")) as temporary:
-            temporary.write_text(content)
+            temporary.write_text(content, encoding="utf-8")
     return text
 
 
@@ -211,16 +210,14 @@ def markdown(sweep: Sweep, made: Sequence[Table]) -> str:
     return "\n".join(parts)
 
 
-def page_part(sweep: Sweep, made: Sequence[Table], records: Sequence[Record]) -> str:
+def page_parts(sweep: Sweep, made: Sequence[Table], records: Sequence[Record]) -> list[Part]:
     """Tables and curves of one sweep: a chart per column, a colour per row, a line per seed."""
-    out = [f"<h2>{html.escape(sweep.title)}</h2><p><code>{html.escape(sweep.file.name)}</code>"]
-    out.append(f": {html.escape(_first(sweep.about))}</p>" if sweep.about else "</p>")
+    out = [pages.heading(sweep.title)]
+    out.append(pages.text(sweep.file.name + (f": {_first(sweep.about)}" if sweep.about else ""), soft=True))
     for table in made:
-        head = "".join(f"<th>{html.escape(text)}</th>" for text in table.head)
-        body = "".join("<tr>" + "".join(f"<td>{html.escape(t)}</td>" for t in row) + "</tr>" for row in table.rows)
-        out.append(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+        out.append(pages.table(table.head, table.rows, f"{table.title}: {table.head[0]}"))
         if table.notes:
-            out.append("<ul>" + "".join(f"<li>{html.escape(note)}</li>" for note in table.notes) + "</ul>")
+            out.append(pages.notes(table.notes))
     cells = {cell.slug: cell for cell in sweep.cells}
     metric = sweep.metric.replace("_", " ")
     for variant in dict.fromkeys(record.variant for record in records):
@@ -233,11 +230,11 @@ def page_part(sweep: Sweep, made: Sequence[Table], records: Sequence[Record]) ->
             ]
             more = f" ({variant})" if variant else ""
             scores = [Curve(row, [(x, y * sweep.scale) for x, y in record.curve]) for row, record in here]
-            out.append(chart(scores, f"{column}{more}: validation {metric} by step"))
-            out.append(
-                chart([Curve(row, record.loss) for row, record in here], f"{column}{more}: training loss by step")
-            )
-    return "".join(out)
+            unit = f", {sweep.unit}" if sweep.unit else ""
+            out.append(pages.chart(f"{column}{more}: validation {metric}", scores, y=metric + unit))
+            losses = [Curve(row, record.loss) for row, record in here]
+            out.append(pages.chart(f"{column}{more}: training loss", losses, y="loss"))
+    return out
 
 
 def _first(text: str) -> str:
