@@ -121,6 +121,12 @@ def test_text_page_in_a_browser(tmp_path, text_page):
         report.words = words.map(w => w.textContent);
         words[3].click();
         report.asked = document.querySelector('.text .query').textContent;
+        const press = key => document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true}));
+        document.querySelector('.text').focus(); press('End'); press('ArrowLeft');
+        report.moved = [document.querySelector('.text .query').textContent, document.activeElement.role,
+          document.getElementById(document.activeElement.getAttribute('aria-activedescendant')).ariaSelected];
+        report.unnamed = [...document.querySelectorAll('canvas, svg')].filter(c =>
+          !c.ariaLabel && c.getAttribute('aria-hidden') !== 'true').length;
         [...document.querySelectorAll('button')].find(b => b.textContent === 'whole maps').click();
         report.map = document.querySelector('[data-head="20"] canvas').height;
         [...document.querySelectorAll('button')].find(b => b.textContent === '2').click();
@@ -138,6 +144,7 @@ def test_text_page_in_a_browser(tmp_path, text_page):
     assert found["large"] == "head 21, full"
     assert found["words"] == ["[CLS]", *WORDS]
     assert found["asked"] == WORDS[2] and found["map"] == 10 and found["second"] == 7
+    assert found["moved"] == [WORDS[-2], "listbox", "true"] and found["unnamed"] == 0
     assert found["verdict"].endswith(f"true {EVIL[0]}")
 
 
@@ -178,7 +185,7 @@ def test_command_on_a_run(tmp_path):
     ]
     example = data["attention"]["examples"][1]
     assert example["grid"] == [8, 8] and example["picture"]["width"] == 8
-    assert example["tokens"][:2] == ["[CLS]", "row 1, column 1"] and example["target"].startswith("class ")
+    assert example["tokens"][:2] == ["[CLS]", "row 1, column 1"] and example["target"].isdigit()
     missing = CliRunner().invoke(app, ["inspect", str(tmp_path)])
     assert missing.exit_code == 2 and "it has no config.json" in re.sub(r"[\s│]+", " ", missing.output)
 
@@ -189,6 +196,8 @@ def test_command_on_a_run(tmp_path):
         ("imdb-byte", [[73, 34, 0]], [["H", "!", "▒"]]),
         ("text", [[72, 33, 0]], [["H", "!", "\x00"]]),
         ("masked", [[72, 256]], [["H", "▒"]]),
+        ("imdb-byte", [[*(b + 1 for b in "é·".encode()), 0xE9 + 1, 73]], [["é", "‿", "·", "‿", "�", "H"]]),
+        ("text", [[0xE2, 0x82]], [["�", "�"]]),
         ("listops", [[0]], [["<pad>"]]),
         ("digits", [[1, 2]], None),
     ],

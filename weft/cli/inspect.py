@@ -45,6 +45,7 @@ def inspect(
         batch = task.batch(rows, config, generator, training=False)
         splits[title], labels = task.inputs(batch), batch.get("label")
     shown = [t[:examples].cpu() for t in splits["validation"]]
+    names = data.classes or list(task.class_names)
     page = report(
         model.to(device),
         splits["validation"],
@@ -52,7 +53,8 @@ def inspect(
         title=run.resolve().name,
         tokens=words(config.task, shown, data),
         pictures=pictures(config.task, shown[0]),
-        targets=None if labels is None else [f"class {i}" for i in labels[:examples].tolist()],
+        targets=None if labels is None else [_target(i, names) for i in labels[:examples].tolist()],
+        classes=names or None,
         splits=splits,
         checkpoints=_checkpoints(run),
         facts=[("task", config.task), ("seed", str(config.seed))],
@@ -61,23 +63,57 @@ def inspect(
     typer.echo(f"wrote {page}: open it in a browser")
 
 
+def _target(label: float, names: list[str]) -> str:
+    if names:
+        return names[int(label)]
+    return f"class {label}" if isinstance(label, int) else f"{label:.4g}"
+
+
+def characters(values: list[int]) -> list[str]:
+    """Bytes as text, one string per byte: a character of several bytes stands at its first one, and ‿ at the others.
+
+    Values that are not bytes, such as padding, are ▒; bytes that are not UTF-8 are �.
+    """
+    out: list[str] = []
+    while len(out) < len(values):
+        rest = values[len(out) : len(out) + 4]
+        if not 0 <= rest[0] < 256:
+            out.append("▒")
+            continue
+        size = 1 + sum(rest[0] >= lead for lead in (0xC0, 0xE0, 0xF0))
+        try:
+            out += [bytes(rest[:size]).decode("utf-8"), *"‿" * (size - 1)]
+        except ValueError:  # includes parts that are not bytes
+            out.append("�")
+    return out
+
+
 def words(task: str, inputs: list[Tensor], data: TaskData) -> list[Any] | None:
     """The documents of each example in readable form: words, or characters if the ids are bytes."""
     if inputs[0].dim() != 2 or task.startswith(PIXEL_TASKS):
         return None
+    from ..tasks.registry import get_task
+    from ..tasks.text import Bytes
+
     vocabulary = data.vocabulary
     if task == "listops":
         from ..tasks.listops import VOCABULARY
 
         vocabulary = list(VOCABULARY)
-    first = 0 if task in ("text", "enwik8", "masked") else 1  # the id of byte 0; in other tasks, 0 is padding
+    if data.tokenizer is not None:
+        from ..tasks.tokens import Pieces
 
-    def word(i: int) -> str:
+        bpe, shift = Pieces(data.tokenizer).bpe, 0 if isinstance(get_task(task), Bytes) else 1
+        pieces = [bpe.decode([i]) for i in range(bpe.get_vocab_size())]
+        vocabulary = ["<pad>"] * shift + pieces
+    first = 0 if isinstance(get_task(task), Bytes) else 1  # the id of byte 0; in other tasks, 0 is padding
+
+    def texts(ids: list[int]) -> list[str]:
         if vocabulary is not None:
-            return vocabulary[i] if i < len(vocabulary) else str(i)
-        return chr(i - first) if first <= i < first + 256 else "▒"
+            return [vocabulary[i] if i < len(vocabulary) else str(i) for i in ids]
+        return characters([i - first for i in ids])
 
-    documents = [[[word(int(i)) for i in row] for row in t.tolist()] for t in inputs if t.dim() == 2]
+    documents = [[texts([int(i) for i in row]) for row in t.tolist()] for t in inputs if t.dim() == 2]
     return list(zip(*documents, strict=True)) if len(documents) > 1 else documents[0]
 
 

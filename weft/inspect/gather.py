@@ -289,6 +289,8 @@ def _picture(image: Tensor) -> dict[str, Any]:
 def _prediction(output: Any, classes: Sequence[str] | None) -> str:
     if not isinstance(output, Tensor) or output.dim() != 2:
         return ""
+    if output.shape[1] == 1:  # a number
+        return f"{output.item():.4g}"
     share, best = output.float().softmax(-1)[0].max(-1)
     name = classes[int(best)] if classes else f"class {int(best)}"
     return f"{name} ({share.item():.0%})"

@@ -77,6 +77,7 @@ function attention() {
     return [values, columns];
   }
   const visible = token => /^\s+$/.test(token ?? "") ? "␣" : token ?? "";
+  const spoken = token => ({" ": "space", "\n": "line break", "\t": "tab", "": "nothing", "‿": "rest of the character"})[token] ?? token;
   const focus = values => {
     const total = values.reduce((a, b) => a + Math.abs(b), 0) || 1;
     return values.reduce((a, b) => { const p = Math.abs(b) / total; return p > 0 ? a - p * Math.log(p) : a; }, 0);
@@ -91,7 +92,7 @@ function attention() {
     }
     const labels = tokens(), several = new Set(kinds).size > 1;
     grid.replaceChildren(...[-1, ...order].map(h => {
-      const values = row(h), canvas = el("canvas");
+      const values = row(h), canvas = el("canvas", {ariaHidden: "true"});
       if (state.maps && view.map) {
         const m = map(h), [, rows, columns] = view.map.shape;
         paint(canvas, m, columns, fullStrength(m));
@@ -110,23 +111,33 @@ function attention() {
   function show() {
     const view = seen(), values = row(state.head), labels = tokens(), top = fullStrength(values);
     const kind = state.head < 0 ? "mean of all heads" : `head ${state.head + 1}, ${layers[state.layer].mechanisms[state.head]}`;
-    const readout = el("div", {className: "readout"});
+    const readout = el("div", {className: "readout", role: "status"});
     const say = text => readout.textContent = text;
     const single = labels.filter(t => t.length === 1).length > labels.length * .8;
     const asked = !view.slots && queries() === labels.length ? query() : -1;
-    const text = el("div", {className: "text" + (single ? " bytes" : "") + (asked >= 0 ? " pick" : "")},
+    const pick = i => {
+      const from = document.activeElement?.dataset.choose;  // the control is drawn again: keep the focus on it
+      state.query = Math.max(0, Math.min(queries() - 1, i)); heads(); show();
+      if (from) large.querySelector(`[data-choose="${from}"]`)?.focus({preventScroll: true});
+    };
+    const keys = {ArrowLeft: -1, ArrowRight: 1, ArrowUp: -10, ArrowDown: 10, Home: -Infinity, End: Infinity};
+    const list = asked >= 0 ? {role: "listbox", "data-choose": "text", "aria-activedescendant": `token-${asked}`,
+      onkeydown: e => { if (e.key in keys) { e.preventDefault(); pick(asked + keys[e.key]); } }} : {role: "region"};
+    const text = el("div", {className: "text" + (single ? " bytes" : "") + (asked >= 0 ? " pick" : ""), tabIndex: 0,
+      ariaLabel: asked >= 0 ? "Tokens: choose the query" : "Tokens", ...list},
       ...labels.flatMap((t, i) => {
-        const span = el("span", {className: i === asked ? "query" : "", title: number(values[i] ?? 0),
-          onclick: () => { if (asked >= 0) { state.query = i; heads(); show(); } }}, t);
+        const span = el("span", {className: i === asked ? "query" : "", title: `${spoken(t)}: ${number(values[i] ?? 0)}`,
+          ...(asked >= 0 ? {role: "option", id: `token-${i}`, ariaSelected: String(i === asked), ariaLabel: `${spoken(t)}, ${number(values[i] ?? 0)}`,
+            onclick: () => pick(i)} : {})}, t);
         span.style.background = shade(values[i] ?? 0, top);
         return single ? [span] : [span, " "];
       }));
     const example = examples[state.example], parts = [];
     const image = cells();
     if (image) {
-      const [patch, columns] = shape(values), over = el("canvas");
+      const [patch, columns] = shape(values), over = art(`attention of ${kind} over the image`);
       paint(over, patch, columns, fullStrength(patch));
-      const under = example.picture && !view.slots ? picture(example.picture) : el("canvas");
+      const under = example.picture && !view.slots ? picture(example.picture) : el("canvas", {ariaHidden: "true"});
       under.style.filter = "grayscale(1)"; under.style.opacity = .55;
       const frame = el("div", {className: "frame"}, under, over);
       frame.style.aspectRatio = `${image[1]} / ${image[0]}`;
@@ -137,7 +148,7 @@ function attention() {
         return Math.min(image[0] * image[1] - 1, Math.max(0, y * image[1] + x)) + labels.length - image[0] * image[1];
       };
       frame.onmousemove = e => say(`${labels[at(e)]}: ${number(values[at(e)])}`);
-      if (asked >= 0) frame.onclick = e => { state.query = at(e); heads(); show(); };
+      if (asked >= 0) frame.onclick = e => pick(at(e));
       if (example.picture) {
         const original = el("div", {className: "frame"}, picture(example.picture));
         original.style.aspectRatio = frame.style.aspectRatio;
@@ -146,12 +157,12 @@ function attention() {
       parts.push(frame);
     }
     if (view.map) {
-      const [, rows, columns] = view.map.shape, canvas = el("canvas"), m = map(state.head);
+      const [, rows, columns] = view.map.shape, canvas = art(`attention map of ${kind}, ${rows} queries by ${columns} keys`), m = map(state.head);
       paint(canvas, m, columns, fullStrength(m));
       const frame = el("div", {className: "frame"}, canvas);
       frame.style.aspectRatio = proportion(columns, rows);
       frame.style.cursor = "pointer";
-      frame.onclick = e => { state.query = at(e)[0]; heads(); show(); };
+      frame.onclick = e => pick(at(e)[0]);
       const at = e => {
         const box = frame.getBoundingClientRect();
         return [Math.min(rows - 1, Math.max(0, Math.floor((e.clientY - box.top) / box.height * rows))),
@@ -161,14 +172,16 @@ function attention() {
         say(`${asking().length === rows ? asking()[i] : "query " + (i + 1)} → ${labels[j] ?? j + 1}: ${number(m[i * columns + j])}`); };
       parts.push(el("div", {}, frame, el("small", {}, `full map: queries down, ${view.slots ? "slots" : "keys"} across`)));
     }
+    if (view.map && (image || asked < 0)) parts.push(el("label", {className: "soft"}, "query ", el("input", {type: "range", min: 0, max: queries() - 1,
+      value: query(), "data-choose": "slider", "aria-valuetext": asking()[query()] ?? `query ${query() + 1}`, onchange: e => pick(Number(e.target.value))})));
     const images = el("div", {className: "pictures"}, ...parts);
     const from = view.map || seen().query === 0 ? asking()[query()] ?? `query ${query() + 1}` : "the last token";
     const aside = image && !view.slots ? values.slice(0, values.length - image[0] * image[1]) : [];
     const cls = aside.length ? `${number(aside[0])} of it on ${labels[0]}, the rest on the image. ` : "";
     const line = el("p", {}, el("b", {}, kind), ` — attention of “${from}”${view.slots ? " over the slots of the cache" : ""}. ${cls}`,
-      el("small", {}, asked >= 0 ? "Click a token to select the query." : view.map ? "Click a row of the map to select the query." : "The input is long: only this row is available, not the full map."));
+      el("small", {}, asked >= 0 ? image ? "Click a cell to select the query, or use the slider." : "Click a token to select the query, or move with the arrow keys." : view.map ? "Click a row of the map to select the query, or use the slider." : "The input is long: only this row is available, not the full map."));
     large.replaceChildren(el("div", {className: "card"}, line, image ? images
-      : el("div", {className: "large"}, text, images), readout));
+      : el("div", {className: "large"}, text, images), labels.includes("‿") ? el("small", {}, "‿ is another byte of the character before it. ") : null, readout));
   }
 
   const verdict = el("div", {className: "soft", id: "verdict"});
@@ -195,8 +208,10 @@ function attention() {
   all();
 }
 
+const art = name => el("canvas", {role: "img", ariaLabel: name});
+
 function picture({width, height, bytes}) {
-  const canvas = el("canvas", {width, height}), raw = atob(bytes);
+  const canvas = el("canvas", {width, height, role: "img", ariaLabel: "the image"}), raw = atob(bytes);
   const context = canvas.getContext("2d"), image = context.createImageData(width, height);
   for (let i = 0; i < width * height; i++)
     for (let c = 0; c < 4; c++) image.data[4 * i + c] = c < 3 ? raw.charCodeAt(3 * i + c) : 255;
@@ -232,7 +247,7 @@ function heatmaps() {
     const all = Float32Array.from(names.flatMap((_, i) => [...part(layers, i)].map(Math.abs))).sort();
     const top = signed ? all[Math.floor(.99 * (all.length - 1))] : 2;
     grid.replaceChildren(...names.slice(0, layers.shape[0]).map((name, i) => {
-      const values = part(layers, i), canvas = el("canvas", {ariaLabel: `tokens of ${name}`});
+      const values = part(layers, i), canvas = art(`tokens of ${name}`);
       paint(canvas, values, columns, top);
       canvas.onmousemove = e => {
         const box = canvas.getBoundingClientRect();
@@ -252,7 +267,7 @@ function heatmaps() {
 function coherence() {
   if (!data.coherence.length) return;
   const figures = data.coherence.map(layer => {
-    const canvas = el("canvas", {ariaLabel: `coherence of ${layer.name}`}), values = part(layer.matrix, 0);
+    const canvas = art(`coherence of ${layer.name}`), values = part(layer.matrix, 0);
     repaint.push(paint(canvas, values, layer.matrix.shape[2], 1));
     return el("figure", {}, canvas, el("figcaption", {}, el("b", {}, layer.name),
       `, mean ${number(layer.mean)}, max ${number(layer.max)} (chance ${number(layer.chance)})`));
@@ -284,7 +299,7 @@ function branches() {
     const {picture: image, tokens} = data.attention.examples[current];
     const one = (layer, i) => {
       const values = part(layer.maps, i), columns = layer.grid ? layer.grid[1] : values.length, rows = layer.grid ? layer.grid[0] : 1;
-      const name = i ? "cache" : "self", canvas = el("canvas", {ariaLabel: `${name} branch of ${layer.name}`});
+      const name = i ? "cache" : "self", canvas = art(`${name} branch of ${layer.name}`);
       paint(canvas, values, columns, 1);
       canvas.style.aspectRatio = layer.grid ? `${columns} / ${rows}` : "auto";
       canvas.onmousemove = e => {

@@ -51,7 +51,7 @@ class Trained(nn.Module):
 
     @property
     def classes(self) -> list[str] | None:
-        return self.known.classes
+        return self.known.classes or list(self.task.class_names) or None
 
     def forward(self, *inputs: Tensor) -> Any:
         return self.model(*inputs)

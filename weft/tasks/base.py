@@ -62,6 +62,7 @@ class Task:
     models: ClassVar[tuple[str, ...]] = ("transformer",)  # allowed values of config.model
     streams: ClassVar[bool] = False  # rows are consecutive pieces of parallel texts, used in order
     answers: ClassVar[str] = "logits"  # what the model returns: logits, values, or nll (of each target); for ensembles
+    class_names: ClassVar[Sequence[str]] = ()  # the names of the classes, if they do not come from the data
     # The task-specific config fields that this task reads; others raise an error.
     reads: frozenset[str] = frozenset({"max_length", "pooling", "image_size", "patch", "mask_rate", "augment"})
 

@@ -99,9 +99,13 @@ def grey(images: np.ndarray) -> np.ndarray:
     return np.floor(value * (255.5 / 255)).clip(0, 255).astype(np.uint8).reshape(len(images), -1)
 
 
+CIFAR10_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
+
 class CIFAR10Pixels(TextClassification):
     name = "cifar10-pixels"
     about = "CIFAR-10 as a sequence of 1,024 grey pixels (Long Range Arena)"
+    class_names = CIFAR10_NAMES
     reads = frozenset({"max_length", "pooling"})
     defaults = dict(
         layers=3, heads=4, dim=64, head_dim=16, mlp_dim=128, dropout=0.2, steps=35_000, batch_size=256, warmup=175,
@@ -140,6 +144,7 @@ class CIFAR(ImageClassification):
 
 class CIFAR10(CIFAR):
     name, about, classes = "cifar10", "CIFAR-10 images, 10 classes", 10
+    class_names = CIFAR10_NAMES
 
 
 class CIFAR100(CIFAR):

@@ -66,6 +66,8 @@ def _read_folder(path: Path) -> tuple[Reviews, Reviews]:
 
 
 class IMDb(BuiltFromData, StudyTask):
+    class_names = ("negative", "positive")
+
     def read(self, config: TrainConfig, known: Known | None) -> TaskData:
         train, test = read(config.data)
         length = config.max_length or self.length

@@ -213,6 +213,7 @@ def read_tsv(path: Path, length: int) -> Columns:
 class ListOps(StudyTask):
     name = "listops"
     about = "nested MIN, MAX, MEDIAN, SUM over digits, up to 2k tokens; generated: weft data make listops"
+    class_names = tuple("0123456789")
 
     def load(self, config: TrainConfig) -> TaskData:
         length = config.max_length or self.length
