@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -85,8 +86,9 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def checkpoint_activations(model: nn.Module) -> None:
-    """Store only the input of each block, and recompute the rest in the backward pass."""
+def checkpoint_activations(model: nn.Module, offload: bool = False) -> None:
+    """Store only the input of each block, with `offload` in CPU memory, and recompute the rest in the backward pass."""
+    from torch.autograd.graph import save_on_cpu
     from torch.utils.checkpoint import checkpoint
 
     inner = blocks(model)
@@ -95,9 +97,10 @@ def checkpoint_activations(model: nn.Module) -> None:
     for block in inner:
 
         def forward(*args: Any, _inner: Any = block.forward, _block: nn.Module = block, **kwargs: Any) -> Any:
-            if _block.training and torch.is_grad_enabled():
+            if not _block.training or not torch.is_grad_enabled():
+                return _inner(*args, **kwargs)
+            with save_on_cpu(pin_memory=args[0].is_cuda) if offload else nullcontext():
                 return checkpoint(_inner, *args, use_reentrant=False, **kwargs)
-            return _inner(*args, **kwargs)
 
         block.forward = forward  # type: ignore[method-assign]
 

@@ -12,10 +12,13 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..core.decoding_state import next_positions
 from ..core.positions import Constant
+from ..core.precision import precise
 from ..core.segments import Segments, documents_of
 from ..core.sharding import first_position
 from ..layers import ALiBi, sinusoids
@@ -23,9 +26,12 @@ from ..layers.encoder import NORM_EPS, decoding_layer
 from .build import AttentionChoice, encoder_blocks
 from .generate import generate
 
+CHUNK = 8192  # tokens whose logits exist at the same time, if `targets` are given
+
 
 class LanguageModel(nn.Module):
-    """`model(ids, mask=None)`: ids (B, L) to logits (B, L, vocab).
+    """`model(ids, mask=None)`: ids (B, L) to logits (B, L, vocab). With `targets` (B, L), the cross-entropy (B, L) of
+    each target, 0 where it is -100, without storing the logits of a long sequence.
 
     `positions`: "alibi" adds a bias to the attention logits and "rope" rotates queries and keys, if the mechanism
     supports it; "learned" and "sinusoid" are added to the embeddings; "none" relies on causality alone. `segments`
@@ -86,7 +92,15 @@ class LanguageModel(nn.Module):
         nn.init.normal_(self.scores.weight, std=0.02)
         nn.init.zeros_(self.scores.bias)
 
-    def forward(self, ids: Tensor, mask: Tensor | None = None, segments: Tensor | Segments | None = None) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        mask: Tensor | None = None,
+        segments: Tensor | Segments | None = None,
+        *,
+        targets: Tensor | None = None,
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
         if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
             raise ValueError(f"ids must be integers (B, L), got {ids.dtype} {tuple(ids.shape)}")
         documents = None if segments is None else documents_of(segments, ids)
@@ -103,7 +117,23 @@ class LanguageModel(nn.Module):
         x = self._embedded(ids, at)
         for block in self.blocks:
             x = block(x, mask, self.bias, segments=documents)
-        return self.scores(self.norm(x))
+        x = self.norm(x)
+        return self.scores(x) if targets is None else self._losses(x, targets, label_smoothing)
+
+    def _losses(self, x: Tensor, targets: Tensor, label_smoothing: float) -> Tensor:
+        """Cross-entropy (B, L), CHUNK tokens of each row at a time; the backward pass computes the logits again."""
+
+        def losses(x: Tensor, targets: Tensor) -> Tensor:
+            logits, wanted = precise(self.scores(x)).flatten(0, 1), targets.flatten()
+            each = F.cross_entropy(logits, wanted, reduction="none", label_smoothing=label_smoothing)
+            return each.view_as(targets)
+
+        if targets.shape != x.shape[:2]:
+            raise ValueError(f"targets must be (B, L) = {tuple(x.shape[:2])} like ids, got {tuple(targets.shape)}")
+        if x.shape[1] <= CHUNK:
+            return losses(x, targets)
+        parts = zip(x.split(CHUNK, 1), targets.split(CHUNK, 1), strict=True)
+        return torch.cat([checkpoint(losses, *part, use_reentrant=False) for part in parts], 1)
 
     def _embedded(self, ids: Tensor, at: Any) -> Tensor:
         """Tokens with the positions `at`, an index into the table of positions."""
