@@ -39,7 +39,18 @@ def difference(expected: list[Tensor], found: list[Tensor]) -> float:
     return everywhere.item()
 
 
-def mechanism(case: Case, mesh, length: int, masked: bool) -> float:
+def packed(length: int) -> Tensor:
+    """Two rows of documents, some of one token, with padding in between."""
+    rows = []
+    for row in range(2):
+        rng = random.Random(2 * length + row)
+        ends = sorted(rng.sample(range(1, length), min(4, length - 1)))
+        numbers = torch.bucketize(torch.arange(length), torch.tensor(ends), right=True) + 1
+        rows.append(torch.where(numbers == 3, 0, numbers))
+    return torch.stack(rows)
+
+
+def mechanism(case: Case, mesh, length: int, masked: bool, segments: Tensor | None = None) -> float:
     """All ranks draw the same inputs; each keeps its part."""
     attn = case.make(max_length=200)
     torch.manual_seed(length)
@@ -48,12 +59,13 @@ def mechanism(case: Case, mesh, length: int, masked: bool) -> float:
     bias = weft.ALiBi(HEADS).double() if masked and case.info.bias else None
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
     weights = list(attn.parameters())
-    out = attn(*whole, mask, bias)
+    out = attn(*whole, mask, bias, segments)
     expected = [out, *torch.autograd.grad(out, [*whole, *weights], dout, materialize_grads=True)]
     at = here(mesh, length)
     parts = [x[:, :, at].clone().requires_grad_() for x in (q, k, v)]
     with weft.parallel.context(mesh):
-        out = attn(*parts, None if mask is None else mask[:, at], bias)
+        own = None if segments is None else segments[:, at].clone()
+        out = attn(*parts, None if mask is None else mask[:, at], bias, own)
     found = [out, *torch.autograd.grad(out, [*parts, *weights], dout[:, :, at], materialize_grads=True)]
     for gradient in found[4:]:
         dist.all_reduce(gradient)
@@ -128,6 +140,8 @@ def main(file: str, what: str) -> None:
         for length in LENGTHS:
             for masked in (False, True):
                 results[f"{case} {length}{' masked' if masked else ''}"] = mechanism(case, mesh, length, masked)
+            results[f"{case} {length} packed"] = mechanism(case, mesh, length, False, packed(length))
+        results[f"{case} 130 packed masked"] = mechanism(case, mesh, 130, True, packed(130))
     for attention, positions in (("combiner-fixed", "rope"), ("linear", "sinusoid"), ("full", "alibi")):
         results[f"model {attention} {positions}"] = language_model(mesh, attention, positions)
     traffic = {f"{name} {causal}": sent(mesh, name, causal) for name in SHARDED for causal in (False, True)}

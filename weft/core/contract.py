@@ -27,6 +27,7 @@ from .decoding import Decoding
 from .dispatch import Kernel, check_backend, plain, use_kernel
 from .packing import packed, packed_weights
 from .precision import autocast, autocasts, without_autocast
+from .recomputing import recomputing
 from .segments import Segments
 
 PositionBias = Callable[[Tensor, Tensor], Tensor]
@@ -43,6 +44,7 @@ class Attention(Decoding, nn.Module):
     reads_q = True  # False if the output does not depend on q; layers can then skip the projection
     reads_k = True
     exports_any_length = False  # whether torch.export supports a dynamic length; otherwise sizes depend on it
+    was_split = False  # whether the last call was on a part of a sequence (context parallelism)
     long_sums = False  # True if sums over the sequence are computed in float32 for every dtype
 
     def __init__(
@@ -86,9 +88,10 @@ class Attention(Decoding, nn.Module):
         **inputs: Any,
     ) -> Tensor:
         if (context := sharding.current()) is not None:
-            if segments is not None:
-                raise ValueError("context parallelism does not support packed documents; pass one document per row")
-            return context.attend(self, q, k, v, mask, bias, **inputs)
+            self.was_split = True
+            return context.attend(self, q, k, v, mask, bias, segments, **inputs)
+        if self.was_split:
+            self._check_region()
         if segments is not None:
             return packed(self, q, k, v, mask, bias, segments, inputs)
         self.check(q, k, v, mask, bias)
@@ -97,6 +100,15 @@ class Attention(Decoding, nn.Module):
             return self._dispatch(q, k, v, mask, bias, **inputs)
         with without_autocast(q):
             return self._dispatch(q, k, v, mask, bias, **inputs)
+
+    def _check_region(self) -> None:
+        """After a call on a part of a sequence: its recomputation must know that, too."""
+        if recomputing():
+            raise RuntimeError(
+                f"activation checkpointing recomputes {self.name} outside of weft.parallel.context: call backward() "
+                "inside the block"
+            )
+        self.was_split = False
 
     def _dispatch(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None, **inputs: Any

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from . import sharding
 from .staging import send
 
 # A group with this many padded tokens costs about as much as one more group: kernel launches against arithmetic.
@@ -75,7 +76,8 @@ class Segments:
         kept = _known.get(segments)
         if kept is not None and version is not None and kept[0] == version:
             return kept[1]
-        found = cls((segments.shape[0], segments.shape[1]), *_runs(_on_host(segments)), segments.device)
+        documents = distinct(*runs(on_host(segments)))
+        found = cls((segments.shape[0], segments.shape[1]), *documents, segments.device)
         if version is not None:
             _known[segments] = version, found
         return found
@@ -98,7 +100,7 @@ class Segments:
     @cached_property
     def places(self) -> np.ndarray:
         """Each document's tokens in the flattened batch, one document after the other."""
-        return _ranges(self.rows * self.shape[1] + self.starts, self.lengths)
+        return ranges(self.rows * self.shape[1] + self.starts, self.lengths)
 
     @cached_property
     def numbers(self) -> Tensor:
@@ -108,7 +110,7 @@ class Segments:
     @cached_property
     def positions(self) -> Tensor:
         """(B, L): positions that start at 0 in each document; 0 for padding."""
-        return self._spread(_ranges(np.zeros_like(self.lengths), self.lengths))
+        return self._spread(ranges(np.zeros_like(self.lengths), self.lengths))
 
     @cached_property
     def first(self) -> Tensor:
@@ -131,7 +133,7 @@ class Segments:
         if block not in self.tables:
             counts = -(-self.lengths // block)
             document = np.repeat(np.arange(len(self)), counts)
-            offset = _ranges(np.zeros_like(counts), counts) * block
+            offset = ranges(np.zeros_like(counts), counts) * block
             tokens = np.minimum(self.lengths[document] - offset, block)
             listed = np.stack([self.rows[document], self.starts[document] + offset, tokens], 1)
             empty = -len(listed) % 16 if self.device.type == "cuda" else 0
@@ -143,7 +145,7 @@ class Segments:
         """All documents in one row, each after a free token such as CLS; and the token of the flattened batch that each
         token of the row comes from. The free token comes from its document's first."""
         lengths, first = self.lengths + 1, self.rows * self.shape[1] + self.starts
-        source = np.maximum(_ranges(first - 1, lengths), np.repeat(first, lengths))
+        source = np.maximum(ranges(first - 1, lengths), np.repeat(first, lengths))
         return Segments.from_lengths(lengths.tolist(), device=self.device), send(torch.from_numpy(source), self.device)
 
     @cached_property
@@ -220,7 +222,7 @@ class Plan:
         order = np.concatenate(groups) if groups else np.zeros(0, np.int64)
         room, length = rooms[order], segments.lengths[order]
         first = segments.rows[order] * segments.shape[1] + segments.starts[order]
-        within = _ranges(np.zeros_like(room), room)
+        within = ranges(np.zeros_like(room), room)
         index = np.repeat(first, room) + np.minimum(within, np.repeat(length - 1, room))
         filled = within < np.repeat(length, room)
         total = segments.shape[0] * segments.shape[1]
@@ -312,6 +314,8 @@ class _Repack(torch.autograd.Function):
 
 def documents_of(segments: Tensor | Segments, x: Tensor) -> Segments:
     """The documents of the tokens x (B, L, ...)."""
+    if (context := sharding.current()) is not None:
+        return context.documents(segments, x)
     found = segments if isinstance(segments, Segments) else Segments.from_tensor(segments)
     if found.shape != x.shape[:2]:
         raise ValueError(f"segments must be (B, L) = {tuple(x.shape[:2])} like the tokens, got {tuple(found.shape)}")
@@ -320,13 +324,13 @@ def documents_of(segments: Tensor | Segments, x: Tensor) -> Segments:
     return found
 
 
-def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """start, start + 1, ... for each start and length, concatenated."""
     ends = lengths.cumsum()
     return np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
 
 
-def _on_host(segments: Tensor) -> np.ndarray:
+def on_host(segments: Tensor) -> np.ndarray:
     try:
         return segments.detach().cpu().numpy()
     except (RuntimeError, NotImplementedError, TypeError) as error:
@@ -336,8 +340,11 @@ def _on_host(segments: Tensor) -> np.ndarray:
         ) from error
 
 
-def _runs(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Row, start and length of every document."""
+Runs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+def runs(numbers: np.ndarray) -> Runs:
+    """Row, start, length and number of every document in (B, L)."""
     if numbers.size and numbers.min() < 0:
         raise ValueError(f"segments must be 0 (padding) or positive, got {numbers.min()}")
     B, L = numbers.shape
@@ -346,13 +353,19 @@ def _runs(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     at = np.flatnonzero(begins)
     value, length = numbers.reshape(-1)[at], np.diff(at, append=B * L)
     real = value != 0
-    rows, starts, value, length = at[real] // L, at[real] % L, value[real], length[real]
-    order = np.lexsort((value, rows))
-    again = (np.diff(rows[order]) == 0) & (np.diff(value[order].astype(np.int64)) == 0)
+    return at[real] // L, at[real] % L, length[real], value[real]
+
+
+def distinct(
+    rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, numbers: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Row, start and length of documents, after a check that no number occurs twice in a row."""
+    order = np.lexsort((numbers, rows))
+    again = (np.diff(rows[order]) == 0) & (np.diff(numbers[order].astype(np.int64)) == 0)
     if again.any():
         bad = order[1:][again][0]
         raise ValueError(
-            f"the tokens of a document must be side by side: segment {value[bad]} occurs twice in row {rows[bad]}, "
+            f"the tokens of a document must be side by side: segment {numbers[bad]} occurs twice in row {rows[bad]}, "
             f"again at token {starts[bad]}; give each document of a row its own number"
         )
-    return rows, starts, length
+    return rows, starts, lengths

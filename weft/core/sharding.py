@@ -33,3 +33,9 @@ def first_position(x: Tensor) -> int:
         return 0
     _current.agree(x.shape[1], x.device)
     return _current.start
+
+
+def refuse(what: str) -> None:
+    """Raise an error inside a context-parallel region."""
+    if _current is not None:
+        raise ValueError(f"{what} does not support context parallelism: it needs the whole sequence on one rank")

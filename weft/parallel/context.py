@@ -15,15 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core import sharding
 from ..core.contract import Attention, PositionBias
 from ..core.precision import without_autocast
+from ..core.segments import Segments
+from .documents import Documents, documents_in
 from .exchange import Exchange, Numbers, all_to_all, exchange_rows
 
 Sharded = Callable[..., Tensor]  # (context, attn, q, k, v, mask, bias) -> out
@@ -76,9 +79,7 @@ class Context:
         if min(sizes) < 1:
             raise ValueError(f"every rank needs at least one token, but the parts have {sizes} tokens")
         self._plans.clear()
-        self.bounds = [0]
-        for size in sizes:
-            self.bounds.append(self.bounds[-1] + size)
+        self.bounds = [0, *accumulate(sizes)]
         self.length = self.bounds[-1]
 
     def agree(self, tokens: int, device: torch.device) -> None:
@@ -98,12 +99,15 @@ class Context:
     def all_to_all(self, parts: list[Tensor], counts: list[int]) -> list[Tensor]:
         self.bytes += sum(p.numel() * p.element_size() for r, p in enumerate(parts) if r != self.rank)
         try:
-            return all_to_all(parts, counts, self.group)
+            return self._send(parts, counts)
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self.rank} lost contact with another rank of its context-parallel group of {self.ranks}; look "
                 "for the first error among the other ranks"
             ) from error
+
+    def _send(self, parts: list[Tensor], counts: list[int]) -> list[Tensor]:
+        return all_to_all(parts, counts, self.group)
 
     def plan(self, key: Any, held: Callable[[int], Numbers], wanted: Callable[[int], Numbers]) -> Exchange:
         """The exchange named `key`, computed once for the current parts."""
@@ -131,9 +135,19 @@ class Context:
         """The whole of a mask (B, part) -> (B, L)."""
         return self.move_flags(self.plan("everywhere", self.tokens, lambda r: range(self.length)), flags)
 
+    def each(self, x: Tensor) -> Tensor:
+        """x (B, X) of every rank: (B, ranks, X)."""
+        plan = self.plan("each part", lambda r: range(r, r + 1), lambda r: range(self.ranks))
+        return self.move(plan, x[:, None, None])[0][:, 0]
+
+    def documents(self, segments: Tensor | Segments, x: Tensor) -> Documents:
+        """The packed documents of this rank's tokens x (B, part, ...)."""
+        self.agree(x.shape[1], x.device)
+        return documents_in(self, segments, x)
+
     def attend(
         self, attn: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None,
-        **inputs: Any,
+        segments: Tensor | Segments | None = None, **inputs: Any,
     ) -> Tensor:  # fmt: skip
         function = SHARDED.get(attn.name)
         if function is None:
@@ -142,16 +156,53 @@ class Context:
             )
         if any(x is not None for x in inputs.values()):
             raise ValueError(f"context parallelism does not support {', '.join(inputs)}= of {attn.name}")
-        attn.check(q, k, v, mask, None)
+        attn.check_tensors(q, k, v, mask)
         if q.shape[2] != k.shape[2]:
             raise ValueError("context parallelism supports only self-attention (Lq = Lk)")
-        self.agree(q.shape[2], q.device)
-        if attn.max_length is not None and self.length > attn.max_length:
-            raise ValueError(f"length {self.length} is over max_length={attn.max_length}; create a larger {attn.name}")
-        attn.check_bias(bias, q.shape[0], self.length, q.device)
-        q, k, v = attn.clean(q, k, v, mask)
+        documents = None if segments is None else self.documents(segments, q[:, 0])
+        if documents is None:
+            self.agree(q.shape[2], q.device)
+        length = self.length if documents is None else documents.longest
+        attn.check_length(length)
+        attn.check_bias(bias, q.shape[0], length, q.device)
+        q, k, v = attn.clean(q, k, v, mask if documents is None else documents.real(mask))
         with sharding.use(None), without_autocast(q):
-            return function(self, attn, q, k, v, mask, bias)
+            if documents is None:
+                return function(self, attn, q, k, v, mask, bias)
+            out = attn(q, k, v, mask, bias, documents.inside).clone()
+            for i, row, at, sizes in documents.crossing():
+                if i not in documents.members:
+                    documents.members[i] = Members(self, sizes)
+                rows, members = slice(row, row + 1), documents.members[i]
+                part = [x[rows, :, at] for x in (q, k, v)]
+                out[rows, :, at] = function(members, attn, *part, None if mask is None else mask[rows, at], bias)
+            return out
+
+
+class Members(Context):
+    """Those ranks that hold a document, and how many of its tokens each of them has."""
+
+    def __init__(self, outer: Context, sizes: dict[int, int]):
+        self.outer, self.peers = outer, [dist.get_global_rank(outer.group, r) for r in sizes]
+        self.rank, self.ranks = list(sizes).index(outer.rank), len(sizes)
+        self.length, self.bounds, self.bytes = 0, [0], 0
+        self._plans, self._given = {}, sum(sizes.values())
+        self._set(list(sizes.values()))
+
+    def _send(self, parts: list[Tensor], counts: list[int]) -> list[Tensor]:
+        """Directly from rank to rank, because the other ranks of the group do not take part."""
+        self.outer.bytes += sum(p.numel() * p.element_size() for r, p in enumerate(parts) if r != self.rank)
+        received = [parts[0].new_empty(n, *parts[0].shape[1:]) for n in counts]
+        received[self.rank].copy_(parts[self.rank])
+        messages = []
+        for r, peer in enumerate(self.peers):
+            if r != self.rank and len(parts[r]):
+                messages.append(dist.P2POp(dist.isend, parts[r].contiguous(), peer, self.outer.group))
+            if r != self.rank and counts[r]:
+                messages.append(dist.P2POp(dist.irecv, received[r], peer, self.outer.group))
+        for work in dist.batch_isend_irecv(messages) if messages else ():
+            work.wait()
+        return received
 
 
 def refuse_dropout(attn: Attention) -> None:
@@ -179,12 +230,17 @@ def split_sizes(length: int, ranks: int) -> list[int]:
     return [length // ranks + (r < length % ranks) for r in range(ranks)]
 
 
-def shard(x: Tensor, mesh: Any, dim: int = 1) -> Tensor:
+Sequence = TypeVar("Sequence", Tensor, Segments)
+
+
+def shard(x: Sequence, mesh: Any, dim: int = 1) -> Sequence:
     """This rank's part of x, which all ranks hold, along the sequence dimension."""
-    ranks = mesh.size()
-    if x.shape[dim] < ranks:
-        raise ValueError(f"cannot split {x.shape[dim]} tokens over {ranks} ranks: every rank needs one")
-    return x.split(split_sizes(x.shape[dim], ranks), dim)[mesh.get_local_rank()]
+    ranks, length = mesh.size(), x.shape[dim]
+    if length < ranks:
+        raise ValueError(f"cannot split {length} tokens over {ranks} ranks: every rank needs one")
+    if isinstance(x, Segments):
+        return Documents(x, [0, *accumulate(split_sizes(length, ranks))], mesh.get_local_rank(), x.device)
+    return x.split(split_sizes(length, ranks), dim)[mesh.get_local_rank()]
 
 
 def unshard(x: Tensor, mesh: Any, dim: int = 1) -> Tensor:
@@ -193,3 +249,30 @@ def unshard(x: Tensor, mesh: Any, dim: int = 1) -> Tensor:
     made.agree(x.shape[dim], x.device)
     plan = Exchange([made.tokens(r) for r in range(made.ranks)], [range(made.length)] * made.ranks, made.rank)
     return exchange_rows(x.movedim(dim, 0).contiguous(), plan.on(x.device), made).movedim(0, dim)
+
+
+def shard_sequence(model: nn.Module, mesh: Any) -> nn.Module:
+    """From now on, `model(...)` takes whole sequences on every rank, and returns the output of this rank's part.
+
+    It splits the arguments whose second dimension is as long as the first one's: ids, masks, segments, targets. With
+    activation checkpointing, also call backward() inside `weft.parallel.context`.
+    """
+    inner, contexts = model.forward, dict[int, Context]()
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, (Tensor, Segments)) and len(x.shape) > 1]
+        if not given:
+            raise ValueError("shard_sequence: the model was called without a tensor (B, L, ...)")
+        length = given[0].shape[1]
+        if length not in contexts:
+            contexts.clear()
+            contexts[length] = Context(mesh, length)
+
+        def part(x: Any) -> Any:
+            return shard(x, mesh) if any(x is y for y in given) and x.shape[1] == length else x
+
+        with sharding.use(contexts[length]):
+            return inner(*map(part, args), **{name: part(x) for name, x in kwargs.items()})
+
+    model.forward = forward  # type: ignore[method-assign]
+    return model
