@@ -14,7 +14,7 @@ import time
 import torch
 import torch.distributed as dist
 from promises import HEAD_DIM, HEADS, Case, cases
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import weft
@@ -72,21 +72,20 @@ def mechanism(case: Case, mesh, length: int, masked: bool, segments: Tensor | No
     return difference([x[:, :, at] for x in expected[:4]] + expected[4:], found)
 
 
-def language_model(mesh, attention: str, positions: str) -> float:
+def language_model(mesh, attention: str, positions: str, segments: Tensor | None = None) -> float:
     """A training step: the loss of every token, and the gradient of every weight."""
     torch.manual_seed(0)
     model = weft.models.LanguageModel(
         vocab=11, max_length=64, dim=16, heads=2, layers=2, attention=attention, positions=positions, dropout=0.0
     ).double()
     ids = torch.randint(11, (2, 33))
+    inputs, targets = ids[:, :-1], ids[:, 1:]
     losses = []
     for sharded in (False, True):
         model.zero_grad()
-        at = here(mesh, 32, even=True) if sharded else slice(0, 32)
-        inputs, targets = ids[:, :-1][:, at], ids[:, 1:][:, at]
-        with weft.parallel.context(mesh, length=32) if sharded else torch.enable_grad():
-            logits = model(inputs)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        if sharded:
+            weft.parallel.shard_sequence(model, mesh)
+        loss = model(inputs, segments=segments, targets=targets).sum()
         loss.backward()
         found = [loss.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
         if sharded:
@@ -94,6 +93,49 @@ def language_model(mesh, attention: str, positions: str) -> float:
                 dist.all_reduce(x)
         losses.append(found)
     return difference(*losses)
+
+
+def cache(mesh, how: str, delayed: bool, masked: bool) -> float:
+    """Two training steps of a cached layer: outputs, the cache, and gradients."""
+    torch.manual_seed(0)
+    inner = weft.MultiheadAttention(12, 2, attention="linear", causal=delayed)
+    layer = weft.CachedAttention(inner, ratio=0.5, length=5, resample=how, delayed=delayed).double()
+    xs, douts = torch.randn(2, 3, 37, 12, dtype=torch.float64), torch.randn(2, 3, 37, 12, dtype=torch.float64)
+    mask = (torch.rand(3, 37) > 0.3) & (torch.arange(3) < 2)[:, None] if masked else None
+    found = []
+    for sharded in (False, True):
+        layer.zero_grad()
+        layer.reset()
+        at = here(mesh, 37) if sharded else slice(0, 37)
+        results: list[Tensor] = []
+        for x, dout in zip(xs, douts, strict=True):
+            part = x[:, at].clone().requires_grad_()
+            with weft.parallel.context(mesh) if sharded else torch.enable_grad():
+                y = layer(part, None if mask is None else mask[:, at])
+            y.backward(dout[:, at] if mask is None else dout[:, at] * mask[:, at, None])
+            real = 1.0 if mask is None else mask[:, at, None]
+            results += [y.detach() * real, part.grad]
+        results = [x if sharded else x[:, here(mesh, 37)] for x in results]
+        weights = [p.grad.clone() for p in layer.parameters()]
+        if sharded:
+            for x in weights:
+                dist.all_reduce(x)
+        found.append([*results, *weights, layer.cache.cache.clone()])
+    return difference(*found)
+
+
+def repeated(mesh, name: str) -> bool:
+    """Whether two runs give the same bits."""
+    attn = weft.make_attention(name, heads=2, head_dim=8, causal=True)
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 2, 131, 8)[:, :, here(mesh, 131)] for _ in range(4))
+    runs = []
+    for _ in range(2):
+        parts = [x.clone().requires_grad_() for x in (q, k, v)]
+        with weft.parallel.context(mesh):
+            out = attn(*parts)
+        runs.append([out, *torch.autograd.grad(out, parts, dout)])
+    return all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 def sent(mesh, name: str, causal: bool) -> int:
@@ -144,10 +186,17 @@ def main(file: str, what: str) -> None:
         results[f"{case} 130 packed masked"] = mechanism(case, mesh, 130, True, packed(130))
     for attention, positions in (("combiner-fixed", "rope"), ("linear", "sinusoid"), ("full", "alibi")):
         results[f"model {attention} {positions}"] = language_model(mesh, attention, positions)
+    results["model packed"] = language_model(mesh, "combiner-fixed", "rope", packed(32))
+    results["model packed learned"] = language_model(mesh, "longformer", "learned", packed(32))
+    for how in ("nearest", "linear", "area"):
+        for delayed in (False, True):
+            results[f"cache {how} {delayed}"] = cache(mesh, how, delayed, masked=False)
+            results[f"cache {how} {delayed} masked"] = cache(mesh, how, delayed, masked=True)
+    same = {name: repeated(mesh, name) for name in SHARDED}
     traffic = {f"{name} {causal}": sent(mesh, name, causal) for name in SHARDED for causal in (False, True)}
     if dist.get_rank() == 0:
         with open(file, "w") as out:
-            json.dump({"differences": results, "sent": traffic}, out)
+            json.dump({"differences": results, "sent": traffic, "same": same}, out)
     dist.destroy_process_group()
 
 

@@ -47,7 +47,7 @@ def results(request, tmp_path_factory):
     return {"ranks": request.param, **launch(request.param, tmp_path_factory.mktemp("ranks"), "everything")}
 
 
-@pytest.mark.parametrize("name", [*SHARDED, "model"])
+@pytest.mark.parametrize("name", [*SHARDED, "model", "cache"])
 def test_parts_equal_the_whole(name, results):
     """Outputs and gradients in float64, uneven parts, with and without masks and position biases."""
     mine = {
@@ -57,6 +57,10 @@ def test_parts_equal_the_whole(name, results):
     }
     assert len(mine) >= 3
     assert all(x < 1e-9 for x in mine.values()), mine
+
+
+def test_results_are_the_same_in_every_run(results):
+    assert results["same"] == dict.fromkeys(SHARDED, True)
 
 
 def test_traffic_is_what_is_really_sent(results):
@@ -104,5 +108,22 @@ def test_what_is_not_supported_is_refused(monkeypatch):
         attn = weft.make_attention(name, heads=2, head_dim=8, **options)
         with sharding.use(_Counting(0, 2, 20)), pytest.raises(ValueError, match=message):
             attn(q, q, q)
+    with sharding.use(_Counting(0, 2, 20)), pytest.raises(ValueError, match="AttentionCache does not support context"):
+        weft.layers.AttentionCache(weft.MultiheadAttention(8, 2))(torch.randn(1, 10, 8))
     with sharding.use(_Counting(0, 2, 30)), pytest.raises(ValueError, match="should hold 15 of 30 tokens, got 10"):
         weft.make_attention("local", heads=2, head_dim=8)(q, q, q)
+
+
+def test_recomputing_outside_of_the_block_is_refused():
+    """It would treat the part as a whole sequence."""
+    from torch.utils.checkpoint import checkpoint
+
+    from weft.core import sharding
+    from weft.parallel.traffic import _Counting
+
+    attn = weft.make_attention("linear", heads=2, head_dim=8, causal=True)
+    q = torch.randn(1, 2, 10, 8, requires_grad=True)
+    with sharding.use(_Counting(0, 2, 20)):
+        out = checkpoint(attn, q, q, q, use_reentrant=False)
+    with pytest.raises(RuntimeError, match=r"outside of weft.parallel.context: call backward\(\) inside"):
+        out.sum().backward()

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..core.sharding import refuse
+
 
 class MemoryTokens(nn.Module):
     """`layer(x, mask)`: prepends `tokens` learned vectors to the sequence and removes them from the output.
@@ -29,6 +31,7 @@ class MemoryTokens(nn.Module):
         nn.init.normal_(self.memory, std=0.02)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        refuse("MemoryTokens")
         m = self.memory.shape[0]
         joined = torch.cat([self.memory.to(x.dtype).expand(x.shape[0], -1, -1), x], 1)
         mask = None if mask is None else F.pad(mask, (m, 0), value=True)
@@ -71,6 +74,7 @@ class RecurrentMemory(nn.Module):
         nn.init.normal_(self.memory, std=0.02)
 
     def forward(self, x: Tensor, memory: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        refuse("RecurrentMemory")
         m, L = self.memory.shape[0], x.shape[1]
         if memory is None:
             memory = self.memory.to(x.dtype).expand(x.shape[0], -1, -1)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.positions import sinusoids
+from ..core.sharding import refuse
 from ..core.softmax import softmax_attention
 
 
@@ -54,6 +55,7 @@ class TransformerXLAttention(nn.Module):
 
     def per_head(self, x: Tensor, memory: SegmentMemory | None = None, mask: Tensor | None = None) -> Tensor:
         """The heads before the output projection, (B, H, L, head_dim)."""
+        refuse("TransformerXLAttention")
         seen, valid = _joined(x, memory, mask)
         L, M = x.shape[1], seen.shape[1] - x.shape[1]
         x = seen[:, M:]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..core.positions import sinusoids
 from ..core.segments import Segments, documents_of
+from ..core.sharding import refuse
 from .crate import crate_layers
 
 
@@ -57,6 +58,7 @@ class CRATEText(nn.Module):
     def forward(self, ids: Tensor, mask: Tensor | None = None, segments: Tensor | Segments | None = None) -> Tensor:
         if ids.dim() != 2 or ids.is_floating_point():
             raise ValueError(f"ids must be integers (B, L), got {ids.dtype} {tuple(ids.shape)}")
+        refuse("CRATEText")
         mask = ids != self.padding if mask is None else mask
         if segments is not None:
             return self._per_document(ids, mask, documents_of(segments, ids))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..core.positions import Constant
 from ..core.segments import Segments, documents_of
-from ..core.sharding import current, first_position
+from ..core.sharding import current, first_position, refuse
 from ..layers import sinusoids
 from ..layers.encoder import NORM_EPS
 from .build import AttentionChoice, encoder_blocks
@@ -111,6 +111,7 @@ class TextEncoder(nn.Module):
         """All tokens (B, N, dim) and their mask (B, N), before pooling; N = S + 1 with a CLS token. Packed documents
         get their own rows, (documents, N, dim)."""
         if segments is not None:
+            refuse("TextEncoder with segments")
             return self._per_document(ids, mask, documents_of(segments, ids))
         mask = self._check(ids, mask)
         x = self.embed(ids)

@@ -25,7 +25,7 @@ from ...attention import Attention
 from ...core.blocks import both
 from ...core.contract import quiet_padding
 from ...core.segments import Segments, documents_of
-from ...core.sharding import current
+from ...core.sharding import current, use
 from ..multihead import MultiheadAttention
 from .inputs import (
     grid_of,
@@ -180,7 +180,7 @@ class CachedAttention(nn.Module):
         **kwargs: Any,
     ) -> Any:
         if current() is not None:
-            raise ValueError("the cache does not support context parallelism: its update reads the whole sequence")
+            self._check_region(segments)
         if x.is_nested:
             raise ValueError("cached attention does not support nested tensors: pad them and pass a mask")
         if x.dim() != 3 or x.shape[-1] != self.dim:
@@ -190,6 +190,16 @@ class CachedAttention(nn.Module):
             documents = documents_of(segments, x)
             return self._per_document(x, documents, valid, *args, **kwargs)
         return self._forward(x, args, kwargs, valid, grid)
+
+    def _check_region(self, segments: Any) -> None:
+        """Context parallelism: each rank adds its tokens to the slots of the whole sequence."""
+        if not isinstance(self.inner, MultiheadAttention) or self.options.resample == "2d" or self.memory.reads_image:
+            raise ValueError(
+                "the cache supports context parallelism only around a weft.MultiheadAttention, and without "
+                f"resample='2d' or pooled images; got {type(self.inner).__name__}"
+            )
+        if segments is not None or self.position is not None:
+            raise ValueError("the cache with segments or position='conv' does not support context parallelism")
 
     def _per_document(
         self, x: Tensor, documents: Segments, valid: Tensor | None, mask: Tensor | None = None, bias: Any = None
@@ -361,7 +371,8 @@ class CachedAttention(nn.Module):
         where = self.grid
         if self.memory.reads_image and where is None:
             where = self._square(memory.shape[1], grid if x.shape[1] == memory.shape[1] else None)
-        return self.memory(queries, memory, where)
+        with use(None):  # every rank has all slots
+            return self.memory(queries, memory, where)
 
     def _mixed(self, own: Tensor, memory: Tensor) -> Tensor:
         share = self.lam.sigmoid().to(own.dtype)[:, None]

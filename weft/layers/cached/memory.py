@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ...core.precision import autocasts
 from ...core.recomputing import Replays, once, recomputing
+from ...core.sharding import current
 from .resample import resample
 
 State = tuple[Tensor, Tensor, Tensor]
@@ -139,6 +140,9 @@ class RecurrentCache(nn.Module):
     def frozen(self, x: Tensor) -> Tensor:
         """The current cache, (1 or B, length, width); zeros before the first training step."""
         B, T = x.shape[:2]
+        if (context := current()) is not None:
+            context.agree(T, x.device)
+            T = context.length
         rows, length = self.cache.shape[:2]
         if length == 0:
             length = self.length or (self._agree_on(T, x.device) if self.training else T)

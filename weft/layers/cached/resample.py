@@ -11,40 +11,75 @@ For a sample with L real tokens, slot i of n is the real token
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from ...core.sharding import current
 
 RESAMPLINGS = ("nearest", "linear", "area", "2d")
 
 
 def resample(x: Tensor, n: int, valid: Tensor | None = None, how: str = "nearest") -> tuple[Tensor, Tensor | None]:
-    """x (B, T, D) -> (B, n, D), and a mask (B,) of samples with real tokens, or None if all have some."""
-    B, T, _ = x.shape
-    slot = torch.arange(n, device=x.device)
+    """x (B, T, D) -> (B, n, D), and a mask (B,) of samples with real tokens, or None if all have some.
+
+    Under context parallelism, x is this rank's part, and all ranks get the slots of the whole sequence.
+    """
+    context = current()
     if valid is None:
         alive, order = None, None
-        L = torch.full((), T, device=x.device)
-        if T == n:
+        here = torch.full((), x.shape[1], device=x.device)
+        if context is None and x.shape[1] == n:
             return x, None
     else:
-        L = valid.sum(-1, keepdim=True)
-        alive = L[:, 0] > 0
+        here = valid.sum(-1, keepdim=True)
         # Real tokens first, in order: slots then index only real tokens, without a loop over samples.
         order = torch.argsort(~valid, dim=-1, stable=True)
         x = x.masked_fill(~valid[..., None], 0)
+    before, L = here, here
+    if context is not None:  # real tokens before x, and of the whole sequence
+        context.agree(x.shape[1], x.device)
+        if valid is None:
+            before, L = torch.full_like(here, context.start), torch.full_like(here, context.length)
+        else:
+            counts = context.each(here)
+            before, L = counts[:, : context.rank].sum(1), counts.sum(1)
+    if valid is not None:
+        alive = L[:, 0] > 0
+    slots = _slots(x, n, how, order, L, None if context is None else (before, here))
+    if context is not None:
+        slots = torch.unflatten(context.each(slots.flatten(1)).sum(1), 1, slots.shape[1:])
+    return slots, alive
+
+
+def _slots(
+    x: Tensor, n: int, how: str, order: Tensor | None, L: Tensor, part: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """The slots of sequences with L real tokens. If x is only a part of them, with (real tokens before it, real tokens
+    in it), what it contributes: 0 to slots of other parts."""
+    slot = torch.arange(n, device=x.device)
+
+    def token(at: Tensor) -> Tensor:
+        if part is None:
+            return _take(x, at, order)
+        before, here = part
+        at = at - before
+        inside = (at >= 0) & (at < here)
+        return _take(x, torch.where(inside, at, 0), order).masked_fill(~inside[..., None], 0)
+
     if how == "nearest":
-        return _take(x, slot * L // n, order), alive
+        return token(slot * L // n)
     if how == "linear":
         halves = ((2 * slot + 1) * L - n).clamp(min=0)  # the position, in units of 1 / (2 n) token
         low = halves // (2 * n)
         weight = (halves - low * 2 * n).to(x.dtype)[..., None] / (2 * n)
-        high = (low + 1).minimum((L - 1).clamp(min=0))
-        return torch.lerp(_take(x, low, order), _take(x, high, order), weight), alive
+        return torch.lerp(token(low), token((low + 1).minimum((L - 1).clamp(min=0))), weight)
     first, end = slot * L // n, ((slot + 1) * L + n - 1) // n
-    every = torch.arange(T, device=x.device)
-    sums = _take(x, every, order).cumsum(1)
-    before = _take(sums, (first - 1).clamp(min=0), None).masked_fill((first == 0)[..., None], 0)
     count = (end - first).clamp(min=1).to(x.dtype)
-    return (_take(sums, (end - 1).clamp(min=0), None) - before) / count[..., None], alive
+    every = torch.arange(x.shape[1], device=x.device)
+    sums = F.pad(_take(x, every, order).cumsum(1), (0, 0, 1, 0))  # of the first 0, 1, ... tokens
+    if part is not None:
+        first, end = ((at - part[0]).clamp(min=0).minimum(part[1]) for at in (first, end))
+    return (_take(sums, end, None) - _take(sums, first, None)) / count[..., None]
 
 
 def resample_grid(x: Tensor, source: tuple[int, int], target: tuple[int, int], prefix: int = 0) -> Tensor:
