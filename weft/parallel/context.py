@@ -235,7 +235,8 @@ Sequence = TypeVar("Sequence", Tensor, Segments)
 
 def shard(x: Sequence, mesh: Any, dim: int = 1) -> Sequence:
     """This rank's part of x, which all ranks hold, along the sequence dimension."""
-    ranks, length = mesh.size(), x.shape[dim]
+    ranks: int = mesh.size()
+    length: int = x.shape[dim]
     if length < ranks:
         raise ValueError(f"cannot split {length} tokens over {ranks} ranks: every rank needs one")
     if isinstance(x, Segments):
