@@ -48,7 +48,7 @@ class TestMechanisms:
         with pytest.raises(ValueError, match="backend must be"):
             self.make(name, options, backend="cuda")
 
-    def test_weights_look_inside(self, name, options):
+    def test_weights_of_the_kernel(self, name, options):
         q, k, v = qkv()
         attn = self.make(name, options, backend="triton")
         expected = self.make(name, options, backend="torch")(q, k, v)

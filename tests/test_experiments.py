@@ -83,7 +83,7 @@ def kinds() -> dict[tuple, tuple[Path, Cell]]:
     return found
 
 
-def test_every_file_is_a_sweep_or_shared_by_sweeps_and_every_readme_names_it():
+def test_every_experiment_file_is_used_and_documented():
     for file in FILES:
         text = (file.parent / "README.md").read_text()
         assert file.name in text, f"{file.parent.name}/README.md does not name {file.name}"
@@ -95,7 +95,7 @@ def test_every_file_is_a_sweep_or_shared_by_sweeps_and_every_readme_names_it():
 
 
 @pytest.mark.parametrize("file", SWEEPS, ids=lambda p: f"{p.parent.name}/{p.stem}")
-def test_sweeps_name_their_cells_and_can_be_built(file):
+def test_every_cell_of_every_sweep_builds_a_model(file):
     sweep = sweep_of(file)
     names = [(cell.row, cell.column) for cell in sweep.cells]
     assert len(set(names)) == len(names)
@@ -118,7 +118,7 @@ def test_sweeps_name_their_cells_and_can_be_built(file):
         build_model(small, TaskData({}, {}, {}, 64, {"vocab": 257, "classes": 10}, documents=documents))
 
 
-def test_the_listops_sweep_is_the_papers():
+def test_listops_sweep_matches_the_paper():
     sweep = load_sweep(ROOT / "wide/listops.py")
     cell = next(c for c in sweep.cells if (c.row, c.column) == ("full", "wide 1x48"))
     c = cell.config
@@ -130,7 +130,7 @@ def test_the_listops_sweep_is_the_papers():
     assert all(c.paper in (None, figures.get((c.row, c.config.layers))) for c in sweep.cells)
 
 
-def test_the_density_model_costs_what_table_7_says():
+def test_density_model_has_the_cost_of_table_7():
     """Table 7 of the subsampled paper: 23.8 exaFLOP for the dense model, 100,000 steps of 128 images."""
     sweep = sweep_of(ROOT / "subsampled/cifar10_generation.py")
     config = next(cell.config for cell in sweep.cells if cell.row == "S16-L4")
@@ -276,7 +276,7 @@ def run(data, tmp_path_factory):
 
 
 @pytest.mark.parametrize("key", kinds(), ids=lambda key: "-".join(str(part) for part in key))
-def test_one_step_of_every_kind_of_cell(run, key):
+def test_every_kind_of_cell_trains_one_step(run, key):
     file, cell = kinds()[key]
     for prefixes, package in NEEDED.items():
         if any(text.startswith(prefixes) for text in (cell.config.model, cell.config.task, cell.config.optimizer)):
@@ -288,7 +288,7 @@ def test_one_step_of_every_kind_of_cell(run, key):
     assert math.isfinite(loss)
 
 
-def test_fine_tuning_starts_from_the_weights_of_the_other_run(run):
+def test_fine_tuning_starts_from_pretrained_weights(run):
     pytest.importorskip("timm")
     from weft.lab.evaluate import saved_weights
 
@@ -315,7 +315,7 @@ def test_wide_pvt_has_the_papers_size():
     assert sizes["baseline"] == 13_501_130 and sizes["wide"] == 7_718_858
 
 
-def test_crate_and_vit_are_of_one_size():
+def test_crate_and_vit_have_equal_size():
     pytest.importorskip("timm")
     facts = {"size": 32, "classes": 10, "mean": [0.5] * 3, "std": [0.5] * 3}
     with torch.device("meta"):
@@ -326,7 +326,7 @@ def test_crate_and_vit_are_of_one_size():
     assert sizes == [5_381_098, 5_362_762]
 
 
-def test_the_attention_based_cache_sees_the_step_before():
+def test_attention_cache_reads_the_previous_step():
     models = module("cached/table2")
     from weft.models.pvt import SpatialReductionAttention
 
@@ -356,7 +356,7 @@ def test_swin_samples_the_last_layers_of_its_first_stages():
     assert 28.2e6 < sum(p.numel() for p in whole.parameters()) < 28.6e6
 
 
-def test_streams_read_on_where_they_stopped():
+def test_streams_resume_at_their_position():
     rows = in_streams(np.arange(100), streams=3, length=8)
     assert rows.shape == (12, 9)
     first, second = rows[:3], rows[3:6]
@@ -364,7 +364,7 @@ def test_streams_read_on_where_they_stopped():
 
 
 @pytest.mark.parametrize("kind", ["baseline", "RMT", "GRC"])
-def test_transformer_xl_carries_its_memory_and_evaluation_leaves_it(kind):
+def test_transformer_xl_memory_survives_evaluation(kind):
     file = ROOT / "cached/table5.py"
     table = module("cached/table5")
     cell = next(c for c in sweep_of(file).cells if c.column == kind)
@@ -391,7 +391,7 @@ def test_transformer_xl_carries_its_memory_and_evaluation_leaves_it(kind):
         assert model.tokens.grad.abs().sum() > 0
 
 
-def test_a_model_that_remembers_goes_on_as_if_it_had_not_stopped(data, tmp_path):
+def test_stateful_models_resume_exactly(data, tmp_path):
     """Its memory is saved with it, and an evaluation in between leaves no trace."""
     cell = next(c for c in sweep_of(ROOT / "cached/table5.py").cells if c.column == "baseline")
     small = dataclasses.replace(shrunk(cell, data), schedule="constant", dropout=0.1)
@@ -415,7 +415,7 @@ def test_a_picture_is_predicted_from_a_start_token(data):
     assert np.array_equal(picture, raw.reshape(3, 32, 32).transpose(1, 2, 0))
 
 
-def test_sheets_of_pictures(tmp_path):
+def test_image_grids(tmp_path):
     Image = pytest.importorskip("PIL.Image")
     from weft.tasks import cifar
 
@@ -431,7 +431,7 @@ def test_sheets_of_pictures(tmp_path):
     assert np.array_equal(labels, np.arange(40))
 
 
-def test_a_folder_of_pictures_is_decoded_once(data):
+def test_image_folders_are_decoded_once(data):
     found = get_task("pets").load(make_config("pets", data=str(data), image_size=16))
     assert found.facts["classes"] == 2 and (found.rows("train"), found.rows("val"), found.rows("test")) == (5, 1, 2)
     for split in (found.train, found.val, found.test):

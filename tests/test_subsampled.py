@@ -145,7 +145,7 @@ def test_limits(causal):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_no_target_is_left_without_a_source(causal):
+def test_every_target_has_a_source(causal):
     """Any length, mask, seed, thinning: finite forward and backward; zeros only where nothing is legal."""
     for seed in range(60):
         torch.manual_seed(seed)
@@ -250,7 +250,7 @@ def test_tiles_equal_the_plain_version(L, W, dtype):
         assert a.dtype == dtype and (a - b).abs().max() < tolerance * max(1, b.abs().max().item())
 
 
-def test_tiles_are_used_and_take_any_strides(monkeypatch):
+def test_tiles_support_any_strides(monkeypatch):
     tiled = Mock(wraps=causal_tiles)
     monkeypatch.setattr("weft.attention.subsampled.causal_tiles", tiled)
     attn = make(True, windows=2)

@@ -58,7 +58,7 @@ def test_listops_values_lengths_and_depth(expressions):
     assert set(labels.tolist()) == set(range(10))
 
 
-def test_listops_has_the_arenas_distribution():
+def test_listops_has_the_distribution_of_long_range_arena():
     """A plain recursive generator after the arena's definition, against ours: lengths and operators agree."""
     rng = np.random.default_rng(0)
 
@@ -80,7 +80,7 @@ def test_listops_has_the_arenas_distribution():
         assert abs(np.log(a / b)) < 0.45, (q, a, b)
 
 
-def test_listops_is_a_function_of_the_seed(expressions):
+def test_listops_depends_only_on_the_seed(expressions):
     again, labels = listops.generate(300, seed=5, workers=2)
     assert np.array_equal(again, expressions[0]) and np.array_equal(labels, expressions[1])
     assert not np.array_equal(listops.generate(20, seed=6)[0], expressions[0][:20])
@@ -101,7 +101,7 @@ def test_listops_reads_the_official_files(tmp_path):
         get_task("listops").load(make_config("listops", data=str(tmp_path)))
 
 
-def test_generated_data_is_checked_when_read(tmp_path):
+def test_damaged_generated_data_is_rejected(tmp_path):
     folder = listops.make(tmp_path, sizes={"train": 6, "val": 2, "test": 2})
     config = make_config("listops", data=str(tmp_path))
     data = get_task("listops").load(config)
@@ -116,7 +116,7 @@ def test_generated_data_is_checked_when_read(tmp_path):
         listops.make(tmp_path, sizes={"train": 6, "val": 2, "test": 2})
 
 
-def test_a_data_set_that_was_never_finished_is_not_there(tmp_path):
+def test_an_incomplete_data_set_is_not_used(tmp_path):
     with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "listops") as temporary:
         (temporary / "train_ids.npy").write_bytes(b"half")
         raise KeyboardInterrupt
@@ -299,7 +299,7 @@ def test_cifar100_and_parquet(tmp_path):
     assert np.array_equal(again, images_) and np.array_equal(same, labels)
 
 
-def test_crop_and_flip_moves_whole_pictures():
+def test_crop_and_flip_transforms_whole_images():
     picture = torch.arange(8 * 8).view(1, 1, 8, 8).expand(64, 3, 8, 8).to(torch.uint8) + 1
     moved = images.crop_and_flip(picture, torch.Generator().manual_seed(0))
     seen = set()
@@ -356,13 +356,13 @@ def test_compressed_text_is_read(tmp_path, kind):
     assert text.read_bytes(path) == content
 
 
-def test_a_wrong_enwik8_is_refused(tmp_path):
+def test_a_modified_enwik8_is_rejected(tmp_path):
     (tmp_path / "enwik8").write_bytes(b"x" * 1000)
     with pytest.raises(DataMissing, match="1,000 bytes, enwik8 has 100,000,000"):
         get_task("enwik8").load(make_config("enwik8", data=str(tmp_path)))
 
 
-def test_masking_hides_what_it_says():
+def test_masking_hides_the_chosen_tokens():
     task = get_task("masked")
     config = make_config("masked", mask_rate=0.25)
     rows = {"bytes": torch.randint(0, 256, (400, 40)).to(torch.uint8)}
@@ -396,7 +396,7 @@ def test_fetching_from_the_hub(tmp_path, monkeypatch):
         fetch.make("imdb", tmp_path)
 
 
-def test_every_task_has_a_config_and_a_message_without_data(tmp_path):
+def test_every_task_has_a_config_and_an_error_without_data(tmp_path):
     for name in (name for name in tasks() if not file_of(name)):  # other tests may have loaded files
         task = get_task(name)
         for preset in ["", *task.presets]:
@@ -413,7 +413,7 @@ def test_every_task_has_a_config_and_a_message_without_data(tmp_path):
         make_config("digits", preset="tall")
 
 
-def test_distribution_augmentation_names_the_transformation_in_the_start_token():
+def test_distribution_augmentation_sets_the_start_token():
     """Jun et al. 2020: p(f(x) | f) in training, f = identity in evaluation."""
     task = get_task("cifar10-density-augmented")
     image = np.random.default_rng(0).integers(0, 256, (1, 3, 32, 32)).astype(np.uint8)

@@ -48,7 +48,7 @@ def test_backends_agree(call):
 
 
 @pytest.mark.parametrize("call", [Call("performer", 145, H=1, D=64, mask="random"), Call("linear", 150, H=1, D=64)])
-def test_the_scans_tiles_of_bfloat16_are_right_in_single_precision(call, monkeypatch):
+def test_bfloat16_scan_tiles_are_correct_in_float32(call, monkeypatch):
     from weft.attention.performer import kernel as random_features
     from weft.kernels.linear_scan import kernel as linear_scan
 
@@ -78,7 +78,7 @@ def test_queries_keys_and_values_may_be_one_tensor(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_an_operator_reads_of_a_mask_nothing_else_reads_when_compiled(name):
+def test_compiled_operators_share_no_mask_with_other_nodes(name):
     """Of a tensor that an operator and others read, Inductor of torch 2.11 writes the rows with one stride and reads
     them with another, once they are over 1,024 long: nothing fails, answers are wrong."""
     from torch._dynamo.backends.common import aot_autograd
@@ -105,6 +105,6 @@ def test_what_an_operator_reads_of_a_mask_nothing_else_reads_when_compiled(name)
     assert masks and all(len(x.users) == 1 for x in masks)
 
 
-def test_every_kernel_is_held_to_its_plain_version():
+def test_every_kernel_is_compared_to_its_plain_version():
     with_kernels = {name for name in weft.attentions() if "triton" in weft.attention_info(name).backends}
     assert with_kernels == set(SMALL) == set(REAL)

@@ -13,7 +13,7 @@ import weft
 pytest.importorskip("triton")
 
 
-def test_centroids_learn_the_same():
+def test_centroids_are_updated_equally():
     torch.manual_seed(0)
     fused = weft.make_attention("routing", heads=2, head_dim=8, backend="triton", clusters=3, capacity=8)
     plain = copy.deepcopy(fused)

@@ -89,7 +89,7 @@ def local(**options) -> torch.nn.Module:
     ).to(DEVICE)
 
 
-def test_one_tensor_as_three_does_not_mix_up_later_calls(played):
+def test_shared_inputs_do_not_affect_later_calls(played):
     torch.manual_seed(0)
     attn, x, y, z = local(), *torch.randn(3, 1, 1, 8, 16, device=DEVICE).unbind()
     attn(x, x, x)
@@ -151,7 +151,7 @@ def test_profilers_see_every_launch(played, monkeypatch):
     assert not played
 
 
-def test_fewer_stages_where_memory_is_short():
+def test_fewer_stages_when_shared_memory_is_small():
     from triton.runtime.errors import OutOfResources
 
     tried = []
@@ -170,7 +170,7 @@ def test_fewer_stages_where_memory_is_short():
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="in Triton's interpreter")
-def test_auto_tests_itself_where_the_kernels_were_never_tested(monkeypatch, caplog):
+def test_auto_checks_kernels_on_untested_gpus(monkeypatch, caplog):
     what = ("local", 16, True, 20, (("block_size", 16),), torch.float32, "cpu")
     monkeypatch.setattr(self_test, "_results", {})
     assert self_test.passes(*what)

@@ -7,7 +7,7 @@ from agree import poisoned_memory
 from promises import DEVICE  # noqa: F401  sets the default device
 
 
-def test_equals_the_summaries_and_shares_ties_as_they_do():
+def test_matches_the_summaries_including_ties():
     torch.manual_seed(0)
     from weft.attention.combiner.base import line_summaries
     from weft.attention.combiner.summaries import Summary
@@ -37,7 +37,7 @@ def test_equals_the_summaries_and_shares_ties_as_they_do():
         torch.testing.assert_close(mine.double(), gradient, rtol=1e-5, atol=1e-5, msg=f"{axis} {which} {pool}")
 
 
-def test_the_operator_is_registered_whole():
+def test_the_operator_passes_opcheck():
     q, k = (torch.randn(1, 3, 1, 4).transpose(1, 2).requires_grad_() for _ in range(2))
     mask = torch.tensor([[True, False, True]])
     torch.library.opcheck(torch.ops.weft.line_pool, (q, k, mask, "column", "before", "max", 2))

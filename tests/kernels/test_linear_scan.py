@@ -125,7 +125,7 @@ def test_cross_attention_has_no_kernel(name):
 
 
 @pytest.mark.parametrize("name", ["linear", "performer"])
-def test_weights_look_inside(name):
+def test_weights_of_the_kernel(name):
     attn = weft.make_attention(name, heads=2, head_dim=8, causal=True, backend="triton")
     q, k, v = torch.randn(3, 1, 2, 20, 8).unbind()
     seen = attn.weights(q, k, v)

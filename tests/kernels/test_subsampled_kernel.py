@@ -38,7 +38,7 @@ def make(**options):
     return weft.make_attention("subsampled", heads=2, head_dim=8, backend="triton", **options)
 
 
-def test_what_has_no_kernel_says_so(monkeypatch):
+def test_unsupported_calls_raise_an_error(monkeypatch):
     monkeypatch.setattr(dispatch, "_INSTALLED", True)
     monkeypatch.setattr(dispatch, "_INTERPRETED", True)  # so that a CPU tensor is no reason
     q, k, v = torch.randn(3, 1, 2, 12, 8).unbind()
