@@ -179,3 +179,20 @@ def test_sinusoids():
     assert table[5, 2].item() == pytest.approx(math.sin(5 * 10000 ** (-2 / 6)))
     assert table[5, 3].item() == pytest.approx(math.cos(5 * 10000 ** (-2 / 6)))
     assert sinusoids(3, 5).shape == (3, 5)
+
+
+@pytest.mark.parametrize("name", ["full", "linear", "reformer"])
+def test_qk_norm_bounds_the_logits_and_keeps_the_contract(name):
+    layer = weft.MultiheadAttention(12, 2, attention=name, causal=True, qk_norm=True, rope=name == "full").double()
+    x = noise(2, 9, 12)
+    q, k, _ = layer.project(1e6 * x)
+    torch.testing.assert_close(q.norm(dim=-1), q.new_full(q.shape[:3], 6**0.5))  # √D, whatever the scale of x
+    if layer.k_norm is not None:
+        torch.testing.assert_close(k.norm(dim=-1), k.new_full(k.shape[:3], 6**0.5))
+    if weft.attention_info(name).steps:
+        out, state = layer.prefill(x[:, :5])
+        rest = []
+        for t in range(5, 9):
+            y, state = layer.step(x[:, t : t + 1], state)
+            rest.append(y)
+        torch.testing.assert_close(torch.cat([out, *rest], 1), layer(x))

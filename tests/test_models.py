@@ -156,7 +156,7 @@ def test_errors_say_what_to_do():
         model(documents(5), torch.ones(1, 6, dtype=torch.bool))
     for options, error, match in (
         ({"pooling": "max"}, ValueError, "pooling must be"),
-        ({"positions": "rope"}, ValueError, "positions must be"),
+        ({"positions": "alibi"}, ValueError, "positions must be"),
         ({"attention": "fulll"}, ValueError, "did you mean 'full'"),
         ({"attention_options": {"width": 3}}, TypeError, "no option 'width'"),
         ({"atention": "full"}, TypeError, "atention"),
@@ -180,6 +180,18 @@ def test_learned_positions():
     model(documents(9)).sum().backward()
     used = table.grad.abs().sum(1) > 0
     assert used[:10].all() and not used[10:].any()  # nine tokens and CLS
+
+
+@pytest.mark.parametrize("positions", ["rope", "none"])
+def test_modern_encoder_reads_positions_only_in_attention(positions):
+    model = classifier(positions=positions, norm="rms", qk_norm=True, pooling="mean", attention="full")
+    assert isinstance(model.encoder.norm, nn.RMSNorm) and model.encoder.blocks[0].attention.q_norm is not None
+    ids = documents(9, 6)
+    turned = torch.stack([ids[0].flip(0), torch.cat([ids[1, :6].flip(0), ids[1, 6:]])])
+    assert torch.allclose(model(ids), model(turned)) == (positions == "none")  # without positions: a bag of words
+    packed = torch.cat([ids[0], ids[1, :6]])[None]
+    segments = torch.tensor([[1] * 9 + [2] * 6])
+    torch.testing.assert_close(model(packed, segments=segments), model(ids))
 
 
 def test_start_values():

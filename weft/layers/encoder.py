@@ -1,7 +1,7 @@
 """A pre-norm Transformer block around any attention layer.
 
-x ← x + dropout(Attn(LN(x), mask))
-x ← x + dropout(FFN(LN(x)))
+x ← x + dropout(Attn(Norm(x), mask))
+x ← x + dropout(FFN(Norm(x)))
 """
 
 from __future__ import annotations
@@ -18,8 +18,17 @@ from .feedforward import FeedForward
 NORM_EPS = 1e-6
 
 
+def make_norm(kind: str, dim: int, **place: Any) -> nn.Module:
+    if kind not in ("layer", "rms"):
+        raise ValueError(f"norm must be 'layer' or 'rms', got {kind!r}")
+    return (nn.LayerNorm if kind == "layer" else nn.RMSNorm)(dim, eps=NORM_EPS, **place)
+
+
 class EncoderBlock(nn.Module):
-    """`block(x, mask=None, bias=None, segments=None)`, x (B, L, dim). `attention` takes the same arguments."""
+    """`block(x, mask=None, bias=None, segments=None)`, x (B, L, dim). `attention` takes the same arguments.
+
+    `norm` is "layer" or "rms".
+    """
 
     def __init__(
         self,
@@ -28,13 +37,14 @@ class EncoderBlock(nn.Module):
         *,
         mlp_dim: int,
         dropout: float = 0.0,
+        norm: str = "layer",
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self.attention_norm = nn.LayerNorm(dim, eps=NORM_EPS, device=device, dtype=dtype)
+        self.attention_norm = make_norm(norm, dim, device=device, dtype=dtype)
         self.attention = attention
-        self.feedforward_norm = nn.LayerNorm(dim, eps=NORM_EPS, device=device, dtype=dtype)
+        self.feedforward_norm = make_norm(norm, dim, device=device, dtype=dtype)
         self.feedforward = FeedForward(dim, mlp_dim, dropout=dropout, device=device, dtype=dtype)
         self.dropout = nn.Dropout(dropout)
 

@@ -19,10 +19,11 @@ class MultiheadAttention(nn.Module):
     """Projections around a mechanism: `layer(x, mask=None, bias=None)`, x (B, L, dim), mask (B, L).
 
     `head_dim` does not have to be dim / heads, so the heads may be wider than dim in total. `kv_heads` < `heads` shares
-    each key and value head among several query heads. `rope=True` rotates queries and keys by position. Calling with
-    `context=` gives cross attention; the mask is then the context's. `attention` is a registered name, with its
-    options as further keyword arguments, or a mechanism instance. `segments=` (B, L) numbers packed documents, 0 for
-    padding: attention stays within each, and positions start again.
+    each key and value head among several query heads. `rope=True` rotates queries and keys by position. `qk_norm=True`
+    normalises them first (RMSNorm over a head, with a learned scale), which bounds the logits. Calling with `context=`
+    gives cross attention; the mask is then the context's. `attention` is a registered name, with its options as further
+    keyword arguments, or a mechanism instance. `segments=` (B, L) numbers packed documents, 0 for padding: attention
+    stays within each, and positions start again.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class MultiheadAttention(nn.Module):
         max_length: int | None = None,
         dropout: float = 0.0,
         rope: bool | float = False,
+        qk_norm: bool = False,
         qkv_bias: bool = False,
         out_bias: bool = False,
         context_dim: int | None = None,
@@ -87,6 +89,8 @@ class MultiheadAttention(nn.Module):
         self.out = nn.Linear(heads * head_dim, dim, bias=out_bias, **place)
         if rope and not (attention.reads_q and attention.reads_k):
             raise ValueError(f"{attention.name} does not read both q and k, so rope=True has no effect: use rope=False")
+        self.q_norm = nn.RMSNorm(head_dim, **place) if qk_norm and attention.reads_q else None
+        self.k_norm = nn.RMSNorm(head_dim, **place) if qk_norm and attention.reads_k else None
         base = 10000.0 if rope is True else float(rope)
         self.rope = Rotary(head_dim, base).to(device=device) if rope else None
         for linear in (self.q, self.k, self.v, self.out):
@@ -109,6 +113,10 @@ class MultiheadAttention(nn.Module):
         v = self._split(self.v(source), self.kv_heads)
         q = self._split(self.q(x), self.heads) if self.q is not None else None
         k = self._split(self.k(source), self.kv_heads) if self.k is not None else None
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
         if self.rope is not None and q is not None and k is not None:
             if context is not None:
                 raise ValueError("rotary positions do not support cross attention: create the layer with rope=False")

@@ -32,7 +32,7 @@ def attention_layer(
     elif isinstance(choice, Attention):
         raise TypeError("blocks cannot share one mechanism instance: give a function of the block number")
     if isinstance(choice, Attention):
-        kept = {name: common[name] for name in ("head_dim", "causal", "device", "dtype")}
+        kept = {name: common[name] for name in ("head_dim", "causal", "device", "dtype", "qk_norm") if name in common}
         return MultiheadAttention(dim, heads, attention=choice, **kept)
     if _is_named(choice):
         name, own = _seeded(choice, layer, options or {})
@@ -53,6 +53,7 @@ def encoder_blocks(
     attention_dropout: float | None,
     options: dict[str, Any] | None,
     place: dict[str, Any],
+    norm: str = "layer",
     **common: Any,
 ) -> nn.ModuleList:
     """A model's stack of pre-norm blocks. `attention_dropout` defaults to `dropout`; `place` is device and dtype."""
@@ -60,7 +61,7 @@ def encoder_blocks(
     inside = dropout if attention_dropout is None else attention_dropout
     for layer in range(layers):
         inner = attention_layer(attention, layer, dim, heads, options=options, dropout=inside, **common, **place)
-        blocks.append(EncoderBlock(dim, inner, mlp_dim=mlp_dim, dropout=dropout, **place))
+        blocks.append(EncoderBlock(dim, inner, mlp_dim=mlp_dim, dropout=dropout, norm=norm, **place))
     return blocks
 
 

@@ -20,7 +20,7 @@ from ..core.positions import Constant
 from ..core.segments import Segments, documents_of
 from ..core.sharding import current, first_position, refuse
 from ..layers import sinusoids
-from ..layers.encoder import NORM_EPS
+from ..layers.encoder import make_norm
 from .build import AttentionChoice, encoder_blocks
 
 
@@ -46,9 +46,11 @@ class TextEncoder(nn.Module):
         attention: AttentionChoice = "full",
         attention_options: dict[str, Any] | None = None,
         pooling: Literal["cls", "first", "mean"] = "cls",
-        positions: Literal["sinusoid", "learned"] = "sinusoid",
+        positions: Literal["sinusoid", "learned", "rope", "none"] = "sinusoid",
         dropout: float = 0.1,
         attention_dropout: float | None = None,  # defaults to `dropout`
+        norm: str = "layer",  # or "rms"
+        qk_norm: bool = False,  # see MultiheadAttention
         causal: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
@@ -61,8 +63,8 @@ class TextEncoder(nn.Module):
             )
         if pooling not in ("cls", "first", "mean"):
             raise ValueError(f"pooling must be 'cls', 'first' or 'mean', got {pooling!r}")
-        if positions not in ("sinusoid", "learned"):
-            raise ValueError(f"positions must be 'sinusoid' or 'learned', got {positions!r}")
+        if positions not in ("sinusoid", "learned", "rope", "none"):
+            raise ValueError(f"positions must be sinusoid, learned, rope or none, got {positions!r}")
         if causal and pooling != "mean":
             raise ValueError("the first token of a causal encoder sees only itself: use pooling='mean'")
         self.vocab, self.dim, self.max_length, self.pooling = vocab, dim, max_length, pooling
@@ -86,12 +88,15 @@ class TextEncoder(nn.Module):
             head_dim=head_dim,
             causal=causal,
             max_length=max_length,
+            rope=positions == "rope",
             mlp_dim=mlp_dim,
             dropout=dropout,
             attention_dropout=attention_dropout,
+            norm=norm,
+            qk_norm=qk_norm,
             place=place,
         )
-        self.norm = nn.LayerNorm(dim, eps=NORM_EPS, **place)
+        self.norm = make_norm(norm, dim, **place)
 
     def forward(self, ids: Tensor, mask: Tensor | None = None, segments: Tensor | Segments | None = None) -> Tensor:
         if current() is not None:
@@ -121,7 +126,7 @@ class TextEncoder(nn.Module):
             x = torch.cat([self.cls.expand(x.shape[0], 1, -1), x], 1)
             mask = torch.cat([mask[:, :1], mask], 1)  # CLS is real if the document's first token is
         first = first_position(x)
-        x = self.dropout(x + self._table(x)[first : first + x.shape[1]])
+        x = self._placed(x, slice(first, first + x.shape[1]))
         for block in self.blocks:
             x = block(x, mask)
         return self.norm(x), mask
@@ -135,15 +140,15 @@ class TextEncoder(nn.Module):
             documents, source = documents.with_first()
             first = documents.positions[..., None] == 0
             x, mask = torch.where(first, self.cls, x.flatten(0, 1)[source][None]), mask.flatten()[source][None]
-        x = self.dropout(x + self._table(x)[documents.positions])
+        x = self._placed(x, documents.positions)
         for block in self.blocks:
             x = block(x, mask, segments=documents)
         return documents.as_rows(self.norm(x)), documents.as_rows(mask)
 
-    def _table(self, x: Tensor) -> Tensor:
+    def _placed(self, x: Tensor, at: Any) -> Tensor:
+        """x with the positions `at`, an index into the table of positions."""
         table = self.positions if self.table is None else self.table(x.device)
-        assert table is not None
-        return table.to(x.dtype)
+        return self.dropout(x if table is None else x + table.to(x.dtype)[at])
 
     def _check(self, ids: Tensor, mask: Tensor | None, longest: int | None = None) -> Tensor:
         if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:

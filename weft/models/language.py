@@ -22,7 +22,7 @@ from ..core.precision import precise
 from ..core.segments import Segments, documents_of
 from ..core.sharding import first_position
 from ..layers import ALiBi, sinusoids
-from ..layers.encoder import NORM_EPS, decoding_layer
+from ..layers.encoder import decoding_layer, make_norm
 from .build import AttentionChoice, encoder_blocks
 from .generate import generate
 
@@ -54,6 +54,8 @@ class LanguageModel(nn.Module):
         positions: Literal["alibi", "rope", "learned", "sinusoid", "none"] = "alibi",
         dropout: float = 0.1,
         attention_dropout: float | None = None,  # defaults to `dropout`
+        norm: str = "layer",  # or "rms"
+        qk_norm: bool = False,  # see MultiheadAttention
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
@@ -85,9 +87,11 @@ class LanguageModel(nn.Module):
             mlp_dim=mlp_dim,
             dropout=dropout,
             attention_dropout=attention_dropout,
+            norm=norm,
+            qk_norm=qk_norm,
             place=place,
         )
-        self.norm = nn.LayerNorm(dim, eps=NORM_EPS, **place)
+        self.norm = make_norm(norm, dim, **place)
         self.scores = nn.Linear(dim, vocab, **place)
         nn.init.normal_(self.scores.weight, std=0.02)
         nn.init.zeros_(self.scores.bias)

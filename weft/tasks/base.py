@@ -165,7 +165,7 @@ class StudyTask(Classification):
     """
 
     models = ("transformer", "crate")
-    reads = frozenset({"max_length", "pooling"})
+    reads = frozenset({"max_length", "pooling", "norm", "qk_norm"})
 
     def __init__(self) -> None:
         from ..models.presets import TASKS
@@ -181,6 +181,11 @@ class StudyTask(Classification):
         self.presets = {f"{n}x{h}": {"layers": n, "heads": h} for n, h in study.shapes}
         # The published code, which differs from the paper: decoupled weight decay.
         self.presets["code"] = {"optimizer": "adamw", "weight_decay": 0.1}
+        self.presets["stable"] = {"clip": 1.0, "qk_norm": True}
+        self.presets["modern"] = dict(
+            positions="rope", norm="rms", qk_norm=True, optimizer="adamw", weight_decay=0.05, beta2=0.98, clip=1.0,
+            learning_rate=1e-3, schedule="cosine", batch_size=64,
+        )  # fmt: skip
 
     def inputs(self, batch: Columns) -> tuple[Tensor, ...]:
         return (batch["ids"].long(),)
@@ -190,8 +195,6 @@ class StudyTask(Classification):
 
         if config.model == "crate":
             return crate_text(config, data)
-        if config.positions not in ("", "sinusoid", "learned"):
-            raise ValueError(f"positions must be 'sinusoid' or 'learned' for {config.task}, got {config.positions!r}")
         if isinstance(config.mechanisms(), list):
             raise ValueError(f"{config.task} does not support lists of mechanisms: use --attention mixed")
         options: dict[str, Any] = {
@@ -201,6 +204,7 @@ class StudyTask(Classification):
                 positions=config.positions,
                 attention_dropout=config.attention_dropout,
                 attention_options=config.options(),
+                **norm_options(config),
             ).items()
             if value not in ("", None, {})
         }
@@ -232,8 +236,6 @@ class TextClassification(Classification):
 
         if config.model == "crate":
             return crate_text(config, data)
-        if config.positions not in ("", "sinusoid", "learned"):
-            raise ValueError(f"positions must be 'sinusoid' or 'learned' for {config.task}, got {config.positions!r}")
         pooling = config.pooling or "cls"
         return TextClassifier(
             data.facts["vocab"],
@@ -266,8 +268,8 @@ def crate_options(config: TrainConfig) -> dict[str, Any]:
     attention = config.mechanisms()
     if not isinstance(attention, str) or attention == "mixed":
         raise ValueError("--model crate supports a single mechanism, not a mixture: query, key and value are the same")
-    if config.positions:
-        raise ValueError("--model crate has its own positions: remove --positions")
+    if config.positions or norm_options(config):
+        raise ValueError("--model crate has its own positions and norms: remove --positions, --norm and --qk-norm")
     options = dict(dim=config.dim, heads=config.heads, head_dim=config.head_dim, layers=config.layers)
     return {**options, "dropout": config.dropout, "attention": attention, **config.options()}
 
@@ -286,4 +288,11 @@ def block_options(config: TrainConfig) -> dict[str, Any]:
         attention_options=config.options() or None,
         dropout=config.dropout,
         attention_dropout=config.attention_dropout,
+        **norm_options(config),
     )
+
+
+def norm_options(config: TrainConfig) -> dict[str, Any]:
+    """Options that not every model has, if they are set."""
+    given = {"norm": config.norm, "qk_norm": config.qk_norm}
+    return {name: value for name, value in given.items() if value != getattr(TrainConfig, name)}

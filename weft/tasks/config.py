@@ -47,7 +47,9 @@ class TrainConfig:
     max_length: int = 0  # tokens per example; 0: the task's default
     dropout: float = 0.1  # dropout of embeddings, sub-layer outputs and hidden layers
     attention_dropout: float | None = None  # dropout of attention probabilities; default: same as dropout
-    positions: str = ""  # sinusoid or learned; language models also rope, alibi, none; empty: the model's default
+    positions: str = ""  # sinusoid, learned, rope or none; language models also alibi; empty: the model's default
+    norm: str = "layer"  # layer or rms: the normalisation of a block's inputs
+    qk_norm: bool = False  # normalise queries and keys, which bounds the attention logits
     pooling: str = ""  # cls, mean or first; empty: the model's default
     image_size: int = 0  # side of the images, image classification only; 0: the task's default
     patch: int = 4  # side of a patch, image classification only
@@ -173,6 +175,7 @@ class TrainConfig:
         _one_of("precision", self.precision, ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"))
         _one_of("accelerator", self.accelerator, ("auto", "cpu", "cuda", "mps", "gpu"))
         _one_of("positions", self.positions, ("", "sinusoid", "learned", "rope", "alibi", "none"))
+        _one_of("norm", self.norm, ("layer", "rms"))
         _one_of("pooling", self.pooling, ("", "cls", "mean", "first"))
         for name in ("attention_options", "model_options", "cache_options"):
             self.options(name)
@@ -188,7 +191,7 @@ class TrainConfig:
 # Fields that only some tasks read; see `Task.reads`.
 OPTIONAL = (
     "max_length", "eval_stride", "pooling", "image_size", "patch", "mask_rate", "augment", "tokenizer", "text_column",
-    "label_column", "skip_unlabelled",
+    "label_column", "skip_unlabelled", "norm", "qk_norm",
 )  # fmt: skip
 
 # Fields that may change on resume, because they do not affect the computation.

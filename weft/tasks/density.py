@@ -117,7 +117,7 @@ class AugmentedDensity(Density):
     """
 
     vocab = START + 48
-    reads = frozenset({"max_length", "augment"})
+    reads = frozenset({"max_length", "augment", "norm", "qk_norm"})
 
     def batch(self, rows: Columns, config: TrainConfig, generator: torch.Generator, training: bool) -> Columns:
         content = rows["bytes"].long()

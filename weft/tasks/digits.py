@@ -19,8 +19,8 @@ TRAIN, VAL = 1297, 200
 class Digits(TextClassification):
     name = "digits"
     about = "handwritten digits, 8 x 8 pixels as 64 tokens; included in scikit-learn"
-    reads = frozenset({"pooling"})
     class_names = tuple("0123456789")
+    reads = frozenset({"pooling", "norm", "qk_norm"})
     defaults = dict(
         layers=2, heads=4, head_dim=8, dim=32, mlp_dim=64, pooling="mean", dropout=0.0, steps=300, batch_size=64,
         optimizer="adamw", learning_rate=8e-3, weight_decay=0.01, schedule="cosine", warmup=60, beta2=0.98, clip=1.0,

@@ -69,7 +69,9 @@ class TextTable(BuiltFromData, TextClassification):
     """Texts of a table in, one answer each out."""
 
     length = 512
-    reads = frozenset({"max_length", "pooling", "text_column", "label_column", "tokenizer", "skip_unlabelled"})
+    reads = frozenset(
+        {"max_length", "pooling", "text_column", "label_column", "tokenizer", "skip_unlabelled", "norm", "qk_norm"}
+    )
     defaults = dict(
         layers=2, heads=8, dim=256, head_dim=32, mlp_dim=512, dropout=0.1, steps=2000, batch_size=32,
         optimizer="adamw", learning_rate=5e-4, weight_decay=0.01, beta2=0.999, eps=1e-8, schedule="cosine",
@@ -211,7 +213,7 @@ class TextModel(BuiltFromData, Bytes):
     name = "lm"
     about = "a language model of your own text: --data FILE or folder, --tokenizer bytes or bpe:SIZE"
     metric = "perplexity"
-    reads = frozenset({"max_length", "tokenizer"})
+    reads = frozenset({"max_length", "tokenizer", "norm", "qk_norm"})
     defaults = {
         **Bytes.defaults,
         "layers": 4,

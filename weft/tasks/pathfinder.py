@@ -277,7 +277,7 @@ def read_official(folder: Path, size: int) -> tuple[np.ndarray, np.ndarray]:
 
 class Pathfinder(TextClassification):
     class_names = ("not connected", "connected")
-    reads = frozenset({"max_length", "pooling"})
+    reads = frozenset({"max_length", "pooling", "norm", "qk_norm"})
     defaults: Mapping[str, Any] = dict(
         layers=4, heads=8, dim=128, head_dim=16, mlp_dim=128, dropout=0.1, steps=62_500, batch_size=256,
         learning_rate=1e-3, schedule="cosine", warmup=2000, optimizer="adam", beta2=0.98, eps=1e-9, eval_every=1000,

@@ -87,7 +87,7 @@ class Bytes(Task):
     about = "predict the next byte of any text: --data FILE"
     metric, higher_is_better = "bits_per_byte", False
     length, overlap, vocab = 1024, 1, 256
-    reads = frozenset({"max_length"})
+    reads = frozenset({"max_length", "norm", "qk_norm"})
     defaults: Mapping[str, Any] = dict(
         layers=6, heads=8, dim=512, head_dim=64, mlp_dim=2048, dropout=0.1, steps=10_000, batch_size=16,
         optimizer="adam", learning_rate=1e-3, schedule="cosine", warmup=1000, beta2=0.999, eps=1e-8, clip=1.0,
