@@ -32,3 +32,18 @@ def test_the_results_page_is_up_to_date():
     for file, content in page().items():
         if file.suffix == ".md":
             assert file.read_bytes() == content, "run python -m experiments.results"
+
+def test_stability_reads_every_checkpoint(tmp_path):
+    from experiments.stability import checkpoints
+    from weft.lab.loop import train
+    from weft.tasks import make_config
+
+    config = make_config(
+        "digits", steps=2, layers=2, heads=1, head_dim=4, dim=8, mlp_dim=8, checkpoint_every=1, eval_every=0,
+        accelerator="cpu", out=str(tmp_path / "run"),
+    )  # fmt: skip
+    train(config)
+    rows = checkpoints(tmp_path / "run", "", 3, "cpu")
+    assert [row["step"] for row in rows] == [1, 2] and len(rows[0]["layers"]) == 2
+    for layer in rows[1]["layers"]:
+        assert 0 < layer["entropy"] <= 1 and layer["largest_logit"] > 0 and layer["gradient"] > 0

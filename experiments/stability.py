@@ -1,0 +1,101 @@
+"""What happens inside a run: loss, gradients, logits and attention of every layer at every kept checkpoint.
+
+    weft train listops --layers 6 --heads 8 --steps 2000 --checkpoint-every 100 --keep 99 --out runs/deep
+    python -m experiments.stability runs/deep --data data --out stability.json
+
+For each checkpoint, on the same training examples without dropout: the loss, its gradient norm, and per layer the norm
+of the attention gradients, the largest |logit|, the entropy of the softmax over its maximum log(keys), and the norm of
+the attention's output over that of the residual stream. For `full` attention in weft's own encoder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft import MultiheadAttention
+from weft.lab.checkpoint import Checkpoints, read
+from weft.lab.evaluate import load_run
+from weft.lab.run import Run
+from weft.lab.state import restore_model
+from weft.tasks.config import TrainConfig
+from weft.tasks.registry import task_of
+
+
+def look(model: nn.Module, config: TrainConfig, batch: dict[str, Tensor]) -> dict[str, Any]:
+    """The measurements of one checkpoint."""
+    layers = [module for module in model.modules() if isinstance(module, MultiheadAttention)]
+    seen: list[dict[str, float]] = []
+
+    def watch(layer: Any, inputs: tuple[Tensor, Tensor], out: Tensor) -> None:
+        x, mask = inputs[:2]
+        q, k, _ = layer.project(x)
+        logits = (q @ k.mT / layer.head_dim**0.5).float()
+        hidden = ~mask[:, None, None]
+        entropy = torch.special.entr(logits.masked_fill(hidden, -math.inf).softmax(-1)).sum(-1)
+        entropy = entropy / mask.sum(1).clamp(min=2).log()[:, None, None]
+        real = mask[:, None].expand(entropy.shape)
+        seen.append(
+            {
+                "largest_logit": logits.masked_fill(hidden, 0).abs().amax().item(),
+                "entropy": entropy[real].mean().item(),
+                "update": (out[mask].norm() / x[mask].norm()).item(),
+            }
+        )
+
+    handles = [layer.register_forward_hook(watch) for layer in layers]
+    try:
+        with torch.enable_grad():
+            loss = task_of(config).loss(model, batch, config)
+    finally:
+        for handle in handles:
+            handle.remove()
+    model.zero_grad()
+    loss.backward()
+    norms = [[p.grad.norm() for p in layer.parameters() if p.grad is not None] for layer in layers]
+    whole = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+    for row, parts in zip(seen, norms, strict=True):
+        row["gradient"] = torch.stack(parts).norm().item()
+    return {"loss": loss.item(), "gradient": torch.stack(whole).norm().item(), "layers": seen}
+
+
+def checkpoints(folder: Path, data: str, examples: int, device: str) -> list[dict[str, Any]]:
+    model, config, found = load_run(folder, "last", data=data)
+    config.label_smoothing = 0.0
+    model = model.to(device).eval()
+    batch = {name: column[:examples].to(device) for name, column in found.train.items()}
+    run, rows = Run(folder), []
+    kept = Checkpoints(run.checkpoints)
+    for step in kept.steps():
+        tensors, numbers = read(kept.path(step))
+        restore_model(model, tensors, numbers.get("extra", {}))
+        rows.append({"step": step, **look(model, config, batch)})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("--data", default="", help="folder of the data, if it has moved")
+    parser.add_argument("--examples", type=int, default=8)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, help="JSON file for the measurements of all runs")
+    given = parser.parse_args()
+    result = {}
+    for folder in given.runs:
+        result[folder.name] = rows = checkpoints(folder, given.data, given.examples, given.device)
+        for row in rows:
+            each = " ".join(f"{x['entropy']:.2f}/{x['largest_logit']:.0f}" for x in row["layers"])
+            print(f"{folder.name} {row['step']:6} loss {row['loss']:.3f} gradient {row['gradient']:.2f}  {each}")
+    if given.out:
+        given.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
