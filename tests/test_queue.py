@@ -33,6 +33,7 @@ def test_the_results_page_is_up_to_date():
         if file.suffix == ".md":
             assert file.read_bytes() == content, "run python -m experiments.results"
 
+
 def test_stability_reads_every_checkpoint(tmp_path):
     from experiments.stability import checkpoints
     from weft.lab.loop import train
