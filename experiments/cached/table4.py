@@ -14,8 +14,6 @@ DATA/multi30k.parquet with columns split, de, en.
 
 from __future__ import annotations
 
-from typing import Any
-
 from weft.lab.sweep import Cell
 from weft.tasks import make_config
 
@@ -33,11 +31,6 @@ PAPER = {  # BLEU, plain and cached
     "Multi30k De-En": (None, None),
     "Multi30k En-De": (None, None),
 }
-# Multi30k is small: 29,000 captions.
-SMALL: dict[str, Any] = dict(
-    layers=3, dim=256, mlp_dim=512, steps=6000, learning_rate=0.06, warmup=1000, eval_every=1000, checkpoint_every=250,
-    max_length=64,
-)  # fmt: skip
 ENCODER = '{"where": "encoder.*", "length": 64}'
 
 
@@ -48,10 +41,10 @@ def cells() -> list[Cell]:
             column,
             make_config(
                 row.lower().replace(" ", "-"),
+                preset="small" if row.startswith("Multi30k") else "",  # it has 29,000 captions
                 cache=ratio,
                 cache_options=options,
                 precision="bf16-mixed",
-                **(SMALL if row.startswith("Multi30k") else {}),
             ),
             figure,
         )

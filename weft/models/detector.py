@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 DIMS = (64, 128, 320, 512)
@@ -48,8 +49,19 @@ def detector(kind: str, body: nn.Module, **options: Any) -> nn.Module:
     options = {"min_size": 800, "max_size": 1333, "size_divisible": 32, **options}
     if kind == "retinanet":
         sizes = tuple((x, int(x * 2 ** (1 / 3)), int(x * 2 ** (2 / 3))) for x in (32, 64, 128, 256, 512))
-        return RetinaNet(backbone, 91, anchor_generator=AnchorGenerator(sizes, ((0.5, 1.0, 2.0),) * 5), **options)
+        made = RetinaNet(backbone, 91, anchor_generator=AnchorGenerator(sizes, ((0.5, 1.0, 2.0),) * 5), **options)
+        made.register_forward_pre_hook(as_floats)
+        return made
     anchors = AnchorGenerator(((32,), (64,), (128,), (256,), (512,)), ((0.5, 1.0, 2.0),) * 5)
     names = [str(i) for i in range(4)]
     pools = {"box_roi_pool": MultiScaleRoIAlign(names, 7, 2), "mask_roi_pool": MultiScaleRoIAlign(names, 14, 2)}
-    return MaskRCNN(backbone, 91, rpn_anchor_generator=anchors, **pools, **options)
+    made = MaskRCNN(backbone, 91, rpn_anchor_generator=anchors, **pools, **options)
+    made.register_forward_pre_hook(as_floats)
+    return made
+
+
+def as_floats(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Images come as bytes and boxes as the bits of float32: mixed precision rounds every float on its way in."""
+    images, *targets = args
+    given = [[{**t, "boxes": t["boxes"].view(torch.float32)} for t in ts] for ts in targets if ts is not None]
+    return [x.float() / 255 for x in images], *given

@@ -73,7 +73,8 @@ class EGT(nn.Module):
         for i, (attention, feedforward) in enumerate(zip(self.attention, self.feedforward, strict=True)):
             x = x + self.dropout(attention(self.norms[2 * i](x), e, mask))
             x = x + self.dropout(feedforward(self.norms[2 * i + 1](x)))
-        return self.out(self.norms[-1](x[:, :V]).flatten(1))[:, 0]
+        with torch.autocast(x.device.type, enabled=False):  # bfloat16 would round the values to three digits
+            return self.out(self.norms[-1](x[:, :V].to(self.norms[-1].weight.dtype)).flatten(1))[:, 0]  # type: ignore
 
     def _with_virtual(self, e: Tensor) -> Tensor:
         """Edges (B, N, N, d) -> (B, V + N, V + N, d): every virtual node has one edge feature for all its edges."""

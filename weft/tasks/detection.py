@@ -10,10 +10,12 @@ options of torchvision's detector. Needs: pip install 'weft[detection]'
 
 from __future__ import annotations
 
+import io
 import json
 from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,7 @@ class Detection(Task):
 
     metric = "box_ap"
     models = ("pvt-tiny", "pvt-small", "pvt-medium", "pvt-large")
+    reads = frozenset({"image_size", "augment"})
     defaults = dict(
         model="pvt-tiny", steps=12 * PICTURES // 16, batch_size=16, optimizer="adamw", learning_rate=1e-4, beta2=0.999,
         eps=1e-8, weight_decay=0.05, schedule="steps", warmup=500, clip=1.0, test_on="last", eval_every=5000,
@@ -138,11 +141,12 @@ class Detection(Task):
         with ThreadPoolExecutor(8) as pool:
             read = list(pool.map(lambda place: place[0].read(place[1], self.masks and training), places))
         batch = {name: padded([one[name] for one in read]).to(device) for name in read[0]}
-        flip = torch.rand(len(numbers), generator=generator, device=device) < (0.5 if training else 0.0)
+        share = 0.5 if training and config.augment else 0.0
+        flip = torch.rand(len(numbers), generator=generator, device=device) < share
         return {**rows, **batch, "flip": flip}
 
     def pictures(self, batch: Columns) -> list[Tensor]:
-        return [x[:, :h, :w].float() / 255 for x, (h, w) in zip(batch["image"], batch["size"].tolist(), strict=True)]
+        return [x[:, :h, :w] for x, (h, w) in zip(batch["image"], batch["size"].tolist(), strict=True)]
 
     def inputs(self, batch: Columns) -> tuple[Any, ...]:
         return (self.pictures(batch),)
@@ -158,7 +162,7 @@ class Detection(Task):
                 images[i] = images[i].flip(2)
                 boxes = torch.stack([width - boxes[:, 2], boxes[:, 1], width - boxes[:, 0], boxes[:, 3]], 1)
                 masks = masks.flip(2) if masks is not None else None
-            targets.append({"boxes": boxes, "labels": batch["labels"][i, kept]})
+            targets.append({"boxes": boxes.view(torch.int32), "labels": batch["labels"][i, kept]})
             if masks is not None:
                 targets[-1]["masks"] = masks
         return torch.stack(list(model(images, targets).values())).sum()
@@ -206,15 +210,19 @@ def average_precision(found: dict[int, list[dict[str, Any]]], where: Any, masks:
         raise DataMissing("average precision needs pycocotools: pip install 'weft[detection]'") from error
 
     part = where(next(iter(found)))[0]
-    truth, everything = COCO(str(part.truth)), [entry for entries in found.values() for entry in entries]
+    everything = [entry for entries in found.values() for entry in entries]
     kinds = {"box": "bbox", "mask": "segm"} if masks else {"box": "bbox"}
     result = {f"{kind}_{name}": 0.0 for kind in kinds for name in ("ap", "ap50", "ap75")}
     if not everything:
         return result
+    with redirect_stdout(io.StringIO()):
+        truth = COCO(str(part.truth))
+        answers = truth.loadRes(everything)
     for kind, theirs in kinds.items():
-        judge = COCOeval(truth, truth.loadRes(everything), theirs)
-        judge.params.imgIds = sorted({part.pictures[where(number)[1]]["id"] for number in found})
-        judge.evaluate(), judge.accumulate(), judge.summarize()
+        with redirect_stdout(io.StringIO()):
+            judge = COCOeval(truth, answers, theirs)
+            judge.params.imgIds = sorted({part.pictures[where(number)[1]]["id"] for number in found})
+            judge.evaluate(), judge.accumulate(), judge.summarize()
         names = (f"{kind}_ap", f"{kind}_ap50", f"{kind}_ap75")
         result |= {name: max(0.0, float(v)) for name, v in zip(names, judge.stats[:3], strict=True)}
     return result

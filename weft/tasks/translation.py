@@ -45,8 +45,8 @@ class Translation(Task):
     )  # fmt: skip  # 0.095 / sqrt(4000) = 1.5e-3
     presets = {
         "small": dict(
-            layers=3, dim=256, mlp_dim=512, steps=6000, learning_rate=0.06, warmup=1000, eval_every=1000,
-            checkpoint_every=250, max_length=64,
+            layers=3, dim=256, mlp_dim=512, steps=3500, batch_size=256, learning_rate=0.056, warmup=800, eval_every=500,
+            checkpoint_every=175, keep=5, max_length=64,
         )
     }  # fmt: skip
 
