@@ -1,7 +1,7 @@
-"""COCO-128: detectors that learn 128 images by heart, plain and cached.
+"""COCO-128: Mask R-CNN learns 128 images by heart, plain and cached.
 
     weft sweep experiments/cached/coco128.py                                  data/coco, see below
-    weft inspect experiments/cached/runs/coco128/mask-rcnn-plain-s0           images with their boxes
+    weft inspect experiments/cached/runs/coco128/mask-r-cnn-plain-s0          images with their boxes
 
 Not in the paper (Cached Transformers, https://arxiv.org/abs/2312.12742): a test of data, detector and AP together.
 DATA/coco has the layout of COCO with the same 128 images (of 400 pixels) as train2017 and val2017, so the test figure
@@ -27,14 +27,13 @@ SIZE = json.dumps({"min_size": 640, "max_size": 1067})
 def cells() -> list[Cell]:
     return [
         Cell(
-            kind,
+            "Mask R-CNN",
             column,
             make_config(
-                f"coco-{kind}", model="pvt-tiny", cache=ratio, cache_options=options,
+                "coco-mask-rcnn", model="pvt-tiny", cache=ratio, cache_options=options,
                 model_options=SIZE, steps=1200, learning_rate=2e-4, schedule="cosine", warmup=100, augment=False,
                 eval_every=0, checkpoint_every=1200, keep=1, precision="bf16-mixed",
             ),
         )
-        for kind in ("mask-rcnn", "retinanet")
         for column, ratio, options in (("plain", 0.0, ""), ("cached", 0.5, json.dumps(caches("PVT-"))))
     ]  # fmt: skip

@@ -3,8 +3,8 @@
 224 pixels, 300 epochs, ratio 0.5, as many slots as tokens, weight decay 0.05, cosine; batch size and learning rate are
 those of the original models (here 1,024 and 1e-3). As in the paper, cached layers add a positional encoding (a 3 x 3
 convolution, as in its code), and in PVT and Swin the caches of the first two stages are pooled by 4 and 2. Images in
-data/imagenet/{train,val}/CLASS (image-net.org, after registration). The paper augments like timm, this recipe only
-crops and flips: compare plain with cached, not with the paper.
+data/imagenet/{train,val}/CLASS (image-net.org, after registration), augmented by timm: random resized crops, flips and
+colour jitter, as the paper says.
 """
 
 import json
@@ -41,6 +41,6 @@ def host(name: str, ratio: float = 0.0, *, task: str = "imagenet", epochs: int =
         model=HOSTS[name], cache=ratio, cache_options=json.dumps(caches(name)) if ratio else "",
         steps=epochs * PICTURES // 1024, batch_size=1024, optimizer="adamw", learning_rate=1e-3, weight_decay=0.05,
         schedule="cosine", warmup=6250, label_smoothing=0.0, clip=0.0, precision="bf16-mixed", compile=True,
-        eval_every=1250, checkpoint_every=1250,
+        eval_every=1250, checkpoint_every=1250, augmentation="color",
     )  # fmt: skip
     return make_config(task, **{**recipe, **given})

@@ -10,9 +10,7 @@ HOW: dict[str, Any] = dict(
     precision="bf16-mixed", compile=True, eval_every=1250, checkpoint_every=1250, schedule="cosine", clip=0.0,
     label_smoothing=0.1,
 )  # fmt: skip
-FINETUNE: dict[str, Any] = dict(
-    batch_size=512, optimizer="adamw", learning_rate=5e-5, weight_decay=0.01, warmup=0, **HOW
-)
+FINETUNE: dict[str, Any] = dict(preset="finetune", **HOW)
 
 
 def pretraining(model: str, epochs: int = 150, **given: Any) -> TrainConfig:

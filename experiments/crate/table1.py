@@ -5,10 +5,10 @@
 
 White-Box Transformers via Sparse Rate Reduction, https://arxiv.org/abs/2306.01129: Lion 2.4e-4, decay 0.5, batch
 2,048, 150 epochs, 5 of warm-up, smoothing 0.1, crops and flips, 224 pixels; fine-tuned with AdamW 5e-5, decay 0.01,
-batch 512 (here 50 epochs, and without the paper's RandAugment). Images as {train,val}/CLASS in data/imagenet
-(image-net.org, after registration), data/flowers102 (robots.ox.ac.uk/~vgg/data/flowers/102), data/pets
-(robots.ox.ac.uk/~vgg/data/pets); CIFAR from `weft data get`. The ImageNet ReaL column (other labels for the same
-images) is missing. From scratch on CIFAR-10 in a minute: `cifar10.py`.
+batch 512, RandAugment (here 50 epochs). Images as {train,val}/CLASS in data/imagenet (image-net.org, after
+registration), data/flowers102 (robots.ox.ac.uk/~vgg/data/flowers/102), data/pets (robots.ox.ac.uk/~vgg/data/pets);
+CIFAR from `weft data get`. The column ImageNet ReaL (74.0, 76.0, 76.5, 77.4 for CRATE, 78.3, 78.4 for ViT) is the
+figure `real` of the ImageNet runs (weft/tasks/imagenet.py). From scratch on CIFAR-10 in a minute: `cifar10.py`.
 """
 
 from recipe import FINETUNE, PICTURES, pretraining
@@ -44,6 +44,6 @@ def cells() -> list[Cell]:
                 found.append(Cell(row, column, pretraining(model), figure))
                 continue
             steps = 50 * PICTURES[task] // 512
-            config = make_config(task, model=model, image_size=224, steps=steps, **FINETUNE)
+            config = make_config(task, model=model, steps=steps, **FINETUNE)
             found.append(Cell(row, column, config, figure, start=f"{row.lower()}-imagenet"))
     return found

@@ -20,7 +20,7 @@ from .data import Rows, seed_everything, seed_of
 from .kept import check_data, check_numbers, load_kept
 from .run import Run
 from .say import say
-from .state import restore_model
+from .state import restore_model, with_average
 
 
 class Stopped(Exception):
@@ -125,11 +125,13 @@ def _load(run: Run, config: TrainConfig, which: str, other: bool) -> tuple[nn.Mo
 
 
 def saved_weights(run: Run, which: str = "best") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and numbers of a run's best or last checkpoint; with "average", the mean weights of those kept."""
+    """The tensors and numbers of a run's best or last checkpoint; with "average", the mean weights of those kept. The
+    weights are the moving average if the run has one."""
     kept = checkpoint.Checkpoints(run.checkpoints, say=run.say)
     if which == "best" and kept.best.exists():
         try:
-            return checkpoint.read(kept.best)
+            tensors, numbers = checkpoint.read(kept.best)
+            return with_average(tensors), numbers
         except checkpoint.DamagedCheckpoint as error:
             raise checkpoint.DamagedCheckpoint(f"{error}. Use --which last for the newest valid one") from None
     newest = kept.newest()
@@ -143,4 +145,4 @@ def saved_weights(run: Run, which: str = "best") -> tuple[dict[str, Tensor], dic
         for name in (f"model/{name}" for name in averaged):
             total = sum((other[name].double() for other in others), tensors[name].double())
             tensors[name] = (total / (1 + len(others))).to(tensors[name].dtype)
-    return tensors, numbers
+    return with_average(tensors), numbers

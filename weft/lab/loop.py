@@ -33,13 +33,13 @@ from .fabric import checkpoint_activations, make_fabric
 from .kept import OtherData
 from .memory import check_memory
 from .metrics import Metrics
-from .optim import learning_rate, make_optimizer, set_learning_rate
+from .optim import averaged, learning_rate, make_average, make_optimizer, set_learning_rate
 from .processes import Processes
 from .progress import Progress
 from .run import Run
 from .signals import Signals
 from .start import claim, load_data, newest_checkpoint, start_from
-from .state import collect, finite, restore, restore_model
+from .state import AVERAGE, collect, finite, restore, restore_model, with_average
 
 
 class Interrupted(Exception):
@@ -93,6 +93,7 @@ class Training:
         # Created after the model is on its device: sharding replaces parameters.
         self.inner_optimizer = make_optimizer(self.raw, config)
         self.optimizer = self.fabric.setup_optimizers(self.inner_optimizer)
+        self.average = make_average(self.raw, config)
         device = self.fabric.device
         self.rows = Rows(self.data.train, device)
         self.val, self.test = Rows(self.data.val, device), Rows(self.data.test, device)
@@ -218,6 +219,8 @@ class Training:
             self.fabric.clip_gradients(self.model, self.optimizer, max_norm=config.clip, error_if_nonfinite=False)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.average is not None:
+            self.average.update(self.raw, step)
         assert total is not None
         self.pending.append(total)
 
@@ -270,7 +273,8 @@ class Training:
         def stop() -> bool:
             return self.processes.any(self.signals.count > 0)
 
-        return evaluate(self.fabric, self.model, self.task, rows, self.config, batches=batches, stop=stop)
+        with averaged(self.raw, self.average):
+            return evaluate(self.fabric, self.model, self.task, rows, self.config, batches=batches, stop=stop)
 
     def _new_best(self, found: dict[str, float]) -> None:
         self.best = {"step": self.step, "value": found[self.task.metric], "val": found}
@@ -299,6 +303,8 @@ class Training:
         if self.processes.any(not finite(self.raw)):
             self._diverged(f"the weights after step {self.step} are not finite")
         tensors, extra = collect(self.raw, self.inner_optimizer)  # on every rank
+        if self.average is not None:
+            tensors |= {f"{AVERAGE}{name}": p for name, p in self.average.module.named_parameters()}
         if self.main:
             self.folder.sync()
             scaler = getattr(self.fabric.strategy.precision, "scaler", None)
@@ -327,6 +333,8 @@ class Training:
         if numbers["dense"]:
             self._turn_dense()
         restore(self.raw, self.inner_optimizer, tensors, numbers["extra"])
+        if self.average is not None:
+            restore_model(self.average.module, with_average(tensors), numbers["extra"])
         scaler = getattr(self.fabric.strategy.precision, "scaler", None)
         if scaler is not None and numbers["scaler"]:
             scaler.load_state_dict(numbers["scaler"])
@@ -355,6 +363,7 @@ class Training:
             self._new_best(self._score(self.val, self.config.eval_batches))
         elif tensors is not None:
             restore_model(self.raw, tensors, numbers["extra"])
+            self.average = None  # it belongs to the last step
         assert self.best is not None
         found = self._score(self.test)
         self._log([{"kind": "test", "step": self.step, **found}])

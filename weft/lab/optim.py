@@ -1,24 +1,33 @@
-"""Optimizers and schedules."""
+"""Optimizers, schedules and averages of weights."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ..models.image import Normalised
 from ..tasks.config import TrainConfig
+from .fabric import blocks
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """Applies weight decay to matrices only, not to norms, biases and mixing weights."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    groups: list[dict[str, Any]]
+    if config.layer_decay < 1:
+        groups = layer_groups(model, config)
+    else:
+        groups = [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        groups = [group for group in groups if group["params"]]
     betas = (config.beta1, config.beta2)
     if config.optimizer == "lion":
         try:
@@ -29,6 +38,57 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.optimizer]
     fused = all(p.device.type == "cuda" for p in parameters)
     return kind(groups, lr=config.learning_rate, betas=betas, eps=config.eps, fused=fused)
+
+
+def layer_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
+    """timm's groups for layer decay. Models without timm's `group_matcher` have one group per attention block, one for
+    the parameters before the first block and one for those after the last."""
+    try:
+        from timm.optim import param_groups_layer_decay
+    except ImportError as error:
+        raise ImportError("layer_decay needs timm: pip install 'weft[timm]'") from error
+    host: Any = model.model if isinstance(model, Normalised) else model
+    if not hasattr(host, "group_matcher"):
+        number = {p: i for i, block in enumerate(blocks(host), 1) for p in block.parameters()}
+        if not number:
+            raise ValueError("layer_decay: this model has no list of attention blocks; remove --layer-decay")
+        last, reached, layer = max(number.values()), 0, {}
+        for name, p in host.named_parameters():
+            reached = max(reached, number.get(p, 0))
+            layer[name] = number.get(p, last + 1 if reached == last else reached)
+        host = SimpleNamespace(named_parameters=host.named_parameters, group_matcher=lambda coarse: layer.__getitem__)
+    return param_groups_layer_decay(host, config.weight_decay, layer_decay=config.layer_decay)
+
+
+def make_average(model: nn.Module, config: TrainConfig) -> Any:
+    """timm's moving average of the weights, or None. Buffers, such as caches, are copied."""
+    if not config.ema:
+        return None
+    try:
+        from timm.utils import ModelEmaV3
+    except ImportError as error:
+        raise ImportError("ema needs timm: pip install 'weft[timm]'") from error
+    return ModelEmaV3(model, decay=config.ema, exclude_buffers=True)
+
+
+@contextmanager
+def averaged(model: nn.Module, average: Any) -> Iterator[None]:
+    """The model has the weights of its average (if any) inside, and its own again afterwards."""
+    if average is None:
+        yield
+        return
+    own = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        _copy(model.parameters(), average.module.parameters())
+        try:
+            yield
+        finally:
+            _copy(model.parameters(), own)
+
+
+def _copy(to: Iterable[Tensor], source: Iterable[Tensor]) -> None:
+    for mine, value in zip(to, source, strict=True):
+        mine.copy_(value)
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -56,4 +116,4 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("lr_scale", 1.0)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+AVERAGE = "average/"  # prefix of the moving average of the weights, if a run has one
+
 
 def collect(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(tensors, extra). Call it on every rank, because all ranks gather sharded tensors together.
@@ -80,6 +82,12 @@ def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], extra: Mappin
         if not other:
             raise
         raise ValueError(f"the checkpoint belongs to another model: {'; '.join(other[:3])}") from error
+
+
+def with_average(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint with the average in place of the weights, if it has one."""
+    found = {f"model/{name.removeprefix(AVERAGE)}": t for name, t in tensors.items() if name.startswith(AVERAGE)}
+    return {**{name: t for name, t in tensors.items() if not name.startswith(AVERAGE)}, **found}
 
 
 def finite(model: nn.Module) -> bool:

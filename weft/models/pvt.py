@@ -10,7 +10,8 @@ Parameter names are those of the published models, so their weights load.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -185,6 +186,18 @@ class PVT(nn.Module):
         image = torch.unflatten(table[:, prefix:].transpose(1, 2), 2, (side, side))
         resized = F.interpolate(image, size=size, mode="bilinear").flatten(2).transpose(1, 2)
         return torch.cat([table[:, :prefix], resized], 1)
+
+    def group_matcher(self, coarse: bool = False) -> Callable[[str], tuple[int, int]]:
+        """Order of a parameter's layer, for timm's layer decay: the first patches, the blocks, then the head."""
+
+        def order(name: str) -> tuple[int, int]:
+            found = re.match(r"(block|patch_embed|pos_embed)(\d)(\.\d+)?", name)
+            if not found:
+                return (5, 0)
+            kind, stage, block = found[1], int(found[2]), int((found[3] or ".0")[1:])
+            return (0, 0) if stage == 1 and kind != "block" else (stage, block if kind == "block" else 0)
+
+        return order
 
     def no_weight_decay(self) -> set[str]:
         """Parameters without weight decay: positions, the class token, and λ (decay would pull σ(λ) to ½)."""

@@ -55,7 +55,11 @@ class TrainConfig:
     patch: int = 4  # side of a patch, image classification only
     eval_stride: int = 0  # overlap evaluation windows and score only this many last tokens of each; 0: no overlap
     mask_rate: float = 0.15  # fraction of masked tokens, masked language modelling only
-    augment: bool = True  # random crops and flips, image classification only
+    augment: bool = True  # random crops and flips, images only
+    augmentation: str = ""  # timm's transforms instead: color, or a name such as rand-m9-mstd0.5-inc1, images only
+    mixup: float = 0.0  # alpha of timm's mixup, image classification only; 0: none
+    cutmix: float = 0.0  # alpha of timm's CutMix, image classification only; 0: none
+    drop_path: float = 0.0  # rate of dropped branches in the last block, linear from 0, image classification only
     tokenizer: str = ""  # bytes, words, bpe:SIZE or a tokenizer.json; your own texts only
     text_column: str = ""  # column of the texts, your own tables only; empty: the one named text
     label_column: str = ""  # column of the labels, your own tables only; empty: the one named label
@@ -76,6 +80,8 @@ class TrainConfig:
     weight_decay: float = 0.0  # on matrices only; decoupled for adamw and lion
     clip: float = 0.0  # maximum gradient norm; 0: no clipping
     label_smoothing: float = 0.0  # fraction of the target spread over all classes
+    layer_decay: float = 1.0  # learning rate of each layer as a multiple of that of the next, by timm
+    ema: float = 0.0  # decay of timm's moving average of the weights, which is then evaluated and tested; 0: none
     finetune_dense_at: float = 0.0  # fraction of the steps after which subsampled attention becomes dense; 0: never
 
     # logging and checkpoints
@@ -158,11 +164,13 @@ class TrainConfig:
         for name in (
             "eval_every", "eval_batches", "warmup", "clip", "diverge_at", "learning_rate", "weight_decay",
             "final_learning_rate", "max_length", "eval_stride", "image_size", "sigma", "sigma_last", "eps",
+            "mixup", "cutmix",
         ):  # fmt: skip
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a number that is not negative, got {getattr(self, name)}")
         for name in (
             "dropout", "attention_dropout", "label_smoothing", "finetune_dense_at", "mask_rate", "beta1", "beta2",
+            "ema", "drop_path",
         ):  # fmt: skip
             if not 0.0 <= (getattr(self, name) or 0.0) < 1.0:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
@@ -181,6 +189,10 @@ class TrainConfig:
             self.options(name)
         self._check_options()
         self._check_read()
+        if not 0.0 < self.layer_decay <= 1.0:
+            raise ValueError(f"layer_decay must be in (0, 1], got {self.layer_decay}")
+        if self.ema and (self.strategy == "fsdp" or self.test_on == "average"):
+            raise ValueError("ema does not support --strategy fsdp or --test-on average: remove one of them")
         if not 0.0 <= self.cache <= 1.0:
             raise ValueError(f"cache must be a ratio in [0, 1], got {self.cache}")
         if self.finetune_dense_at and not self.subsample and "subsampled" not in self.attention:
@@ -190,8 +202,8 @@ class TrainConfig:
 
 # Fields that only some tasks read; see `Task.reads`.
 OPTIONAL = (
-    "max_length", "eval_stride", "pooling", "image_size", "patch", "mask_rate", "augment", "tokenizer", "text_column",
-    "label_column", "skip_unlabelled", "norm", "qk_norm",
+    "max_length", "eval_stride", "pooling", "image_size", "patch", "mask_rate", "augment", "augmentation", "mixup",
+    "cutmix", "drop_path", "tokenizer", "text_column", "label_column", "skip_unlabelled", "norm", "qk_norm",
 )  # fmt: skip
 
 # Fields that may change on resume, because they do not affect the computation.

@@ -4,17 +4,23 @@ DATA/<name>/{train,val}/CLASS/* (the layout of ImageNet) is decoded once, resize
 the image size, into memory-mapped files next to the folder: 193 GB for ImageNet at 224 pixels. The papers test on
 ImageNet's validation images, so these are the test part here, and a twentieth of the training images, at most 10,000,
 is the validation part. Training images are padded by an eighth, randomly cropped and flipped.
+
+If DATA/imagenet/real.json is there (github.com/google-research/reassessed-imagenet), tests also give `real`: the share
+of images whose predicted class is in their set of re-assessed labels (https://arxiv.org/abs/2006.07159). Images with an
+empty set do not count.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from .base import BuiltFromData, Columns, Known, TaskData
 from .config import TrainConfig
@@ -42,8 +48,43 @@ class StoredImages(BuiltFromData, ImageClassification):
         train, test = (stored(folder, part, classes, size) for part in ("train", "val"))
         cut = len(train["label"]) - max(1, min(10_000, len(train["label"]) // 20))
         kept, val = ({key: column[part] for key, column in train.items()} for part in (slice(cut), slice(cut, None)))
+        if (folder / "real.json").exists():
+            test["real"] = real_labels(folder / "real.json", folder / "val")
         facts = {"classes": len(classes), "size": size, "mean": MEAN, "std": STD}
         return TaskData(kept, val, test, length=(size // config.patch) ** 2, facts=facts, classes=classes)
+
+    def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
+        seen: list[Tensor] = []
+
+        def answers(*inputs: Tensor) -> Tensor:
+            seen.append(model(*inputs))
+            return seen[-1]
+
+        found = super().score(answers, batch)  # type: ignore[arg-type]
+        if "real" in batch:
+            found["real"] = (batch["real"] == seen[0].argmax(-1)[:, None]).any(1)
+            found["real_count"] = (batch["real"] >= 0).any(1)
+        return found
+
+    def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
+        found = super().summary(sums)
+        return {**found, "real": sums["real"] / max(1.0, sums["real_count"])} if "real" in sums else found
+
+
+def real_labels(path: Path, images: Path) -> Tensor:
+    """(n, most labels of an image), −1 for none, in the order of `stored`. Set i belongs to ILSVRC2012_val_{i + 1}."""
+    files = [file.stem for file, _ in listing(images, folders(images))]
+    try:
+        sets = [[int(label) for label in labels] for labels in json.loads(path.read_text())]
+        numbers = [int(name.rpartition("_")[2]) - 1 for name in files]
+    except (OSError, ValueError, TypeError) as error:
+        raise DamagedData(path, f"it is not a list of label sets for the images in {images.name}/ ({error})") from error
+    if len(sets) <= max(numbers):
+        raise DamagedData(path, f"it has {len(sets)} label sets, but there is an image {max(numbers) + 1}")
+    found = torch.full((len(files), max(1, *map(len, sets))), -1, dtype=torch.int16)
+    for row, number in zip(found, numbers, strict=True):
+        row[: len(sets[number])] = torch.tensor(sets[number])
+    return found
 
 
 def folders(place: Path) -> list[str]:
@@ -84,14 +125,19 @@ def _read(target: Path, about: Path, state: dict[str, int]) -> tuple[np.ndarray,
         return None
 
 
-def decode(folder: Path, state: dict[str, int], size: int, target: Path, about: Path) -> None:
-    from PIL import Image, ImageOps
-
-    files = [(p, i) for i, name in enumerate(state) for p in sorted((folder / name).rglob("*"))]
+def listing(folder: Path, names: Iterable[str]) -> list[tuple[Path, int]]:
+    """The images of these classes and the number of their class, in the order in which they are stored."""
+    files = [(p, i) for i, name in enumerate(names) for p in sorted((folder / name).rglob("*"))]
     files = [(p, i) for p, i in files if p.suffix.lower() in PICTURES]
     if not files:
         raise DamagedData(folder, "it has no images")
-    files = [files[i] for i in np.random.Generator(np.random.PCG64(0)).permutation(len(files))]
+    return [files[i] for i in np.random.Generator(np.random.PCG64(0)).permutation(len(files))]
+
+
+def decode(folder: Path, state: dict[str, int], size: int, target: Path, about: Path) -> None:
+    from PIL import Image, ImageOps
+
+    files = listing(folder, state)
     about.unlink(missing_ok=True)
     with atomic(target) as temporary:
         images = np.lib.format.open_memmap(temporary, "w+", np.uint8, (len(files), 3, size, size))

@@ -4,7 +4,8 @@ Models: transformer and crate, with sizes from the config; crate-SIZE and pvt-SI
 
 Reads train/CLASS/image and val/CLASS/image, the layout of torchvision's ImageFolder, and test/ if it exists. Without
 test/, val is the test part and a fixed twentieth of train is validation data. Training images are padded by an eighth,
-randomly cropped and flipped. Images are decoded once, to bytes in memory.
+randomly cropped and flipped, or go through timm's transforms (`--augmentation`). Images are decoded once, to bytes in
+memory.
 """
 
 from __future__ import annotations
@@ -21,18 +22,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers import CachedAttention
+from .augment import augmented, mixed
 from .base import BuiltFromData, Classification, Columns, Known, TaskData, block_options, crate_options
 from .config import TrainConfig
 from .files import DamagedData, decoded, find, split_off
 from .registry import add_task
 
 MODELS = r"transformer|crate(-tiny|-small|-base|-large)?|pvt-(tiny|small|medium|large)|timm:[\w.]+"
+AUGMENTATIONS = r"color|rand(-\w[\w.]*)+|augmix(-\w[\w.]*)*|(original|v0)r?(-mstd[\d.]+)?|3a"
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm")
 
 
 class ImageClassification(Classification):
     size: int
-    reads = frozenset({"pooling", "image_size", "patch", "augment"})
+    reads = frozenset({"pooling", "image_size", "patch", "augment", "augmentation", "mixup", "cutmix", "drop_path"})
     defaults = dict(
         layers=6, heads=8, dim=256, head_dim=32, mlp_dim=512, dropout=0.0, steps=20_000, batch_size=128,
         optimizer="adamw", learning_rate=1e-3, weight_decay=0.05, beta2=0.999, eps=1e-8, schedule="cosine",
@@ -41,7 +44,17 @@ class ImageClassification(Classification):
     presets = {
         # CRATE's pre-training recipe, in steps of this task's batch
         "lion": dict(optimizer="lion", learning_rate=2.4e-4, weight_decay=0.5, beta1=0.9, beta2=0.99),
-    }
+        # CRATE's transfer to CIFAR, Flowers and Pets, with --init-from; RandAugment's 14 of 30 is 5 of timm's 10
+        "finetune": dict(
+            image_size=224, batch_size=512, steps=4400, warmup=0, learning_rate=5e-5, weight_decay=0.01,
+            augmentation="rand-m5-n2-p1",
+        ),
+        # DeiT's recipe (https://arxiv.org/abs/2012.12877), which PVT and Swin follow
+        "deit": dict(
+            batch_size=1024, learning_rate=1e-3, weight_decay=0.05, augmentation="rand-m9-mstd0.5-inc1", mixup=0.8,
+            cutmix=1.0, drop_path=0.1,
+        ),
+    }  # fmt: skip
 
     def data(
         self,
@@ -69,9 +82,24 @@ class ImageClassification(Classification):
         if config.image_size and image.shape[-1] != config.image_size:
             size = (config.image_size, config.image_size)
             image = F.interpolate(image.float(), size=size, mode="bilinear", antialias=True).round().to(torch.uint8)
-        if training and config.augment:
+        if training and config.augmentation:
+            image = augmented(image, config.augmentation, generator)
+        elif training and config.augment:
             image = crop_and_flip(image, generator)
-        return {**rows, "image": image}
+        batch = {**rows, "image": image}
+        if training and (config.mixup or config.cutmix):
+            batch = mixed(batch, config.mixup, config.cutmix, generator)
+        return batch
+
+    def loss(self, model: nn.Module, batch: Columns, config: TrainConfig) -> Tensor:
+        if "share" not in batch:
+            return super().loss(model, batch, config)
+        logits, smoothing = model(*self.inputs(batch)).float(), config.label_smoothing
+        own, other = (
+            F.cross_entropy(logits, batch[name].long(), label_smoothing=smoothing, reduction="none")
+            for name in ("label", "other")
+        )
+        return (batch["share"] * own + (1 - batch["share"]) * other).mean()
 
     def inputs(self, batch: Columns) -> tuple[Tensor, ...]:
         return (batch["image"],)
@@ -86,6 +114,17 @@ class ImageClassification(Classification):
                 f"{self.name} supports --model transformer, crate, crate-tiny (-small, -base, -large), pvt-tiny ("
                 f"-small, -medium, -large) or timm:NAME; got {config.model!r}"
             )
+        if (config.mixup or config.cutmix) and config.batch_size % 2:
+            raise ValueError(f"mixup needs an even batch_size, got {config.batch_size}")
+        if config.drop_path and config.model.startswith("crate"):
+            raise ValueError("CRATE's layers have no branch to drop: remove --drop-path")
+        if not config.augment and config.augmentation:
+            raise ValueError("augmentation and no-augment exclude each other: remove one of them")
+        if config.augmentation and not re.fullmatch(AUGMENTATIONS, config.augmentation):
+            raise ValueError(
+                "augmentation must be color or a name of timm's, such as rand-m9-mstd0.5-inc1, augmix-m5-w4-d2 or v0; "
+                f"got {config.augmentation!r}"
+            )
 
     def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
         from ..models.image import ImageClassifier, Normalised
@@ -93,7 +132,7 @@ class ImageClassification(Classification):
         size, classes = data.facts["size"], data.facts["classes"]
         if config.model != "transformer":
             return Normalised(self.host(config, size, classes), data.facts["mean"], data.facts["std"])
-        return ImageClassifier(
+        model = ImageClassifier(
             size,
             classes,
             patch=config.patch,
@@ -103,6 +142,13 @@ class ImageClassification(Classification):
             positions=config.positions or "learned",  # type: ignore[arg-type]
             **block_options(config),
         )
+        if config.drop_path:
+            from timm.layers import DropPath, calculate_drop_path_rates
+
+            rates = calculate_drop_path_rates(config.drop_path, len(model.blocks))
+            for block, rate in zip(model.blocks, rates, strict=True):
+                block.dropout = nn.Sequential(block.dropout, DropPath(rate))  # type: ignore[arg-type]
+        return model
 
     def host(self, config: TrainConfig, size: int, classes: int) -> nn.Module:
         """The model by its name, with normalisation of the images."""
@@ -112,10 +158,13 @@ class ImageClassification(Classification):
         kind, _, name = config.model.replace(":", "-", 1).partition("-")
         options: dict[str, Any] = config.options("model_options")
         if kind == "timm":
+            if config.drop_path:
+                options = {"drop_path_rate": config.drop_path, **options}
             return timm_model(name, size, num_classes=classes, **options)
         options |= {"image_size": size, "classes": classes}
         if kind == "pvt":
             cache = config.options("cache_options") if config.cache else None
+            options["drop_path"] = config.drop_path
             return pvt(name, cached=bool(config.cache), ratio=config.cache or 0.5, cache=cache, **options)
         if name:
             return crate(name, **options)

@@ -1,0 +1,119 @@
+"""timm's image augmentation: `create_transform` (random crops, flips, colour jitter, RandAugment), mixup and CutMix.
+
+timm's transforms take single images and global random numbers. Every image gets its own seed from the step's generator,
+so the result does not depend on the number of worker processes, which are used for large batches.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .base import Columns
+
+IN_PROCESS = 64  # images; starting workers takes seconds
+SEEDS = 2**31
+
+
+def augmented(image: Tensor, recipe: str, generator: torch.Generator) -> Tensor:
+    """Images (B, 3, side, side), bytes, through timm's training transform.
+
+    recipe: "color" for colour jitter, or timm's name of an auto-augmentation, such as rand-m9-mstd0.5-inc1.
+    """
+    seeds = torch.randint(SEEDS, (len(image),), generator=generator, device=image.device).tolist()
+    pixels = image.cpu().numpy()
+    if len(pixels) < IN_PROCESS or (count := cpus() - 1) < 1:
+        found = transformed(pixels, seeds, recipe)
+    else:
+        parts = [slice(i, i + 16) for i in range(0, len(pixels), 16)]
+        jobs = [workers(count).submit(transformed, pixels[part], seeds[part], recipe) for part in parts]
+        found = np.concatenate([job.result() for job in jobs])
+    return torch.from_numpy(found).to(image.device)
+
+
+def transformed(images: np.ndarray, seeds: list[int], recipe: str) -> np.ndarray:
+    from PIL import Image
+
+    transform, found = timm_transform(recipe, images.shape[-1]), []
+    with own_random_numbers() as seed:
+        for image, number in zip(images, seeds, strict=True):
+            seed(number)
+            found.append(np.asarray(transform(Image.fromarray(image.transpose(1, 2, 0)))))
+    return np.stack(found)
+
+
+@functools.cache
+def timm_transform(recipe: str, side: int) -> Callable[[Any], Any]:
+    """From an image to bytes (3, side, side)."""
+    try:
+        from timm.data import create_transform
+    except ImportError as error:
+        raise ImportError("--augmentation needs timm: pip install 'weft[timm]'") from error
+    named = None if recipe == "color" else recipe
+    size = (3, side, side)
+    return create_transform(size, is_training=True, auto_augment=named, interpolation="bicubic", normalize=False)
+
+
+def mixed(batch: Columns, mixup: float, cutmix: float, generator: torch.Generator) -> Columns:
+    """timm's mixup and CutMix of a batch: image i is share · image i + (1 − share) · image B − 1 − i, whose label is
+    "other". Images become floats in [0, 1]."""
+    from timm.data import Mixup
+
+    label, B = batch["label"], len(batch["label"])
+    mixer = Mixup(mixup, cutmix, label_smoothing=0.0, num_classes=B)
+    with own_random_numbers() as seed:
+        seed(int(torch.randint(SEEDS, (1,), generator=generator, device=label.device)))
+        # The numbers of the images in place of their classes: timm's targets are then the shares.
+        image, shares = mixer(batch["image"].float() / 255, torch.arange(B, device=label.device))
+    return {**batch, "image": image, "other": label.flip(0), "share": shares.diagonal().float()}
+
+
+@contextmanager
+def own_random_numbers() -> Iterator[Callable[[int], None]]:
+    """Gives a function that seeds the global generators on the CPU, and restores them at the end."""
+    kept = random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+    def seed(number: int) -> None:
+        random.seed(number)
+        np.random.seed(number)
+        torch.default_generator.manual_seed(number)
+
+    try:
+        yield seed
+    finally:
+        random.setstate(kept[0])
+        np.random.set_state(kept[1])
+        torch.set_rng_state(kept[2])
+
+
+def cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.cache
+def workers(count: int) -> ProcessPoolExecutor:
+    # Not forked: this process has threads, and perhaps a GPU.
+    return ProcessPoolExecutor(min(count, 16), get_context("spawn"), _begin, (os.getpid(),))
+
+
+def _begin(parent: int) -> None:
+    torch.set_num_threads(1)
+
+    def end_with_the_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=end_with_the_parent, daemon=True).start()
