@@ -185,6 +185,18 @@ def test_gradients_through_a_state(case):
     torch.testing.assert_close(got, torch.autograd.grad(wanted, tokens, probe, allow_unused=True), **EXACT)
 
 
+def test_equal_keys_share_the_gradient_of_the_performers_scale_as_in_parallel():
+    attn = weft.make_attention("performer", heads=HEADS, head_dim=HEAD_DIM, causal=True, features=5).double()
+    q, k, v = qkv(8, grad=True)
+    tokens = q, k.detach()[:, :, :4].repeat(1, 1, 2, 1).requires_grad_(), v
+    out, state = attn.prefill(*(x[:, :, :5] for x in tokens))
+    out = torch.cat([out, steps(attn, tokens, state, 5, 8)[0]], 2)
+    wanted = attn(*tokens)
+    probe = torch.linspace(-1, 1, wanted.numel(), dtype=wanted.dtype).view_as(wanted)
+    got = torch.autograd.grad(out, tokens, probe)
+    torch.testing.assert_close(got, torch.autograd.grad(wanted, tokens, probe), **EXACT)
+
+
 def test_a_state_of_summaries_is_a_hundredth_of_a_cache():
     L, sizes = 65_536, {"heads": 8, "head_dim": 64, "causal": True}
     cache = weft.make_attention("full", **sizes).state_size(1, L, torch.bfloat16)

@@ -130,7 +130,7 @@ class PerformerAttention(Attention):
 
     def state_after(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, capacity: int) -> tuple[Tensor, ...]:
         b, g, v1 = self._decoded(k, v, mask)
-        top = g.amax(-1, keepdim=True)
+        top = g.cummax(-1).values[..., -1:]  # of equal keys the last gets the gradient, as in `attend`
         scale = torch.where(top.isfinite(), top, 0).detach()
         memory = (b * (g.detach() - scale).exp()[..., None]).transpose(-1, -2) @ v1
         return memory, top, v1.sum(2, keepdim=True)
@@ -146,7 +146,7 @@ class PerformerAttention(Attention):
         memory, top, plain = state
         b, g, v1 = self._decoded(k, v, None if mask is None else mask[:, None])
         a = precise(q).relu() + 1e-3 if self.kernel == "relu" else self._queries(q)
-        new_top = torch.maximum(top, g)
+        new_top = torch.where(g >= top, g, top)
         stabiliser = torch.where(new_top.isfinite(), new_top, 0)
         scale = stabiliser.detach()
         kept, added = (top.detach() - scale).exp()[..., None], (g.detach() - scale).exp()[..., None]
