@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .adapt.saved import apply, describe
     from .adapt.subsample import make_dense, subsample, subsampling
     from .adapt.surgery import cache, swap
+    from .lab.conversion import convert
 
 __version__ = "0.1.0"
 
@@ -36,6 +37,7 @@ __all__ = [
     "attention_info",
     "attentions",
     "cache",
+    "convert",
     "describe",
     "ensemble",
     "inspect",
@@ -54,7 +56,7 @@ __all__ = [
 _MODULES = {"parallel": "parallel", "inspect": "inspect", "layers": "layers", "models": "models"}
 _MODULES |= {"adapt": "adapt", "huggingface": "adapt.huggingface", "timm": "adapt.timm"}  # these need their library
 _NAMES = {"cache": "adapt.surgery", "swap": "adapt.surgery", "ensemble": "adapt.ensemble"}
-_NAMES |= {"load": "lab.trained", "advise": "lab.bench.advise"}
+_NAMES |= {"load": "lab.trained", "advise": "lab.bench.advise", "convert": "lab.conversion"}
 _NAMES |= {"apply": "adapt.saved", "describe": "adapt.saved"}
 _NAMES |= dict.fromkeys(("make_dense", "subsample", "subsampling"), "adapt.subsample")
 

@@ -182,12 +182,12 @@ def _operate(
             f"{type(model).__name__} has no attention layer that weft knows, and no module with 'attention' in its "
             "class name: register your own layer with weft.adapt.add_layer(cls, reader)"
         )
-    if not any(_chosen(where, layer) for layer in layers):
+    if not any(is_chosen(where, layer) for layer in layers):
         raise ValueError(f"where={where!r} matches none of the layers: {', '.join(layer.path for layer in layers)}")
     rows, patches, chosen = [], [], []
     for number, layer in enumerate(layers):
         why = NOT_CHOSEN
-        if _chosen(where, layer):
+        if is_chosen(where, layer):
             try:
                 planned = plan(layer, (torch.initial_seed() + number) % 2**63)
             except ValueError as error:
@@ -230,7 +230,7 @@ def _warn(model: nn.Module, report: Report) -> None:
         )
 
 
-def _chosen(where: Where, layer: Layer) -> bool:
+def is_chosen(where: Where, layer: Layer) -> bool:
     if where is None:
         return True
     return fnmatch.fnmatchcase(layer.path, where) if isinstance(where, str) else bool(where(layer.path, layer.module))

@@ -1,0 +1,234 @@
+"""`weft.convert`: the teacher is the original layer, transfer and fine-tuning help, and a killed conversion continues
+to the same weights."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from on_cpu import on_cpu  # noqa: F401
+from torch import nn
+
+import weft
+from weft.lab.checkpoint import Checkpoints
+from weft.lab.conversion.convert import language_model_loss
+from weft.lab.conversion.transfer import Transfer, originals, teacher_of
+from weft.lab.divergence import Diverged
+
+QUIET = {"progress": False, "batch_size": 4, "validation_batches": 2}
+
+
+def stream(n: int = 4000) -> torch.Tensor:
+    """Tokens that repeat with a period of 12."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 40, (12,), generator=generator).repeat(n // 12)
+    return torch.where(torch.rand(len(ids), generator=generator) < 0.1, 1, ids)
+
+
+def llama(**config):
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**small, vocab_size=48, max_position_embeddings=64, num_key_value_heads=2, **config)
+    )
+
+
+def language_model():
+    torch.manual_seed(0)
+    sizes = {"dim": 32, "heads": 4, "head_dim": 8, "layers": 2, "mlp_dim": 48}
+    return weft.models.LanguageModel(48, max_length=64, positions="rope", dropout=0.0, **sizes)
+
+
+def trained(model, length: int = 32, steps: int = 60):
+    optimizer, data = torch.optim.AdamW(model.parameters(), 5e-3), stream()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        at = torch.randint(len(data) - length, (8, 1), generator=generator)
+        language_model_loss(model, {"input_ids": data[at + torch.arange(length)]}).backward()
+        optimizer.step(), optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("build", [llama, language_model])
+def test_transfer_and_fine_tuning_recover_the_loss(build):
+    model = trained(build())
+    report = weft.convert(
+        model, "linear", stream(), steps=40, length=48, transfer_length=32, transfer_learning_rate=3e-3, **QUIET
+    )
+    losses, errors = report.losses, report.errors
+    assert list(losses) == ["before", "after swap", "after transfer", "after fine-tuning"]
+    assert losses["after swap"] > losses["before"] + 0.1, losses
+    assert losses["after fine-tuning"] < (losses["before"] + losses["after swap"]) / 2, losses
+    assert len(errors) == 2 and all(after < 0.9 * before for before, after in errors.values()), errors
+    assert set(report.speed) == set(report.memory) == {"before", "after"} and min(report.memory.values()) > 0
+    assert report.tokens == {"transfer": 20 * 4 * 32, "fine-tuning": 40 * 4 * 48}
+    assert json.loads(json.dumps(report.as_dict()))["losses"] == losses
+    assert "2 layers replaced" in str(report) and "loss after fine-tuning" in str(report)
+    assert weft.describe(model)["swapped"] and model.training
+
+
+TEACHERS = ["llama/LlamaForCausalLM", "mistral/MistralForCausalLM", "gemma2/Gemma2ForCausalLM", "bert/BertModel"]
+TEACHERS += [
+    "gpt2/GPT2LMHeadModel",
+    "bloom/BloomForCausalLM",
+    "gpt_oss/GptOssForCausalLM",
+    "modernbert/ModernBertModel",
+]
+
+
+@pytest.mark.parametrize("name", TEACHERS)
+def test_the_teacher_is_the_original_layer(name):
+    """With its windows, biases, caps and sinks: the swapped model computes the original's output during transfer."""
+    pytest.importorskip("transformers")
+    import zoo
+
+    model = zoo.build(name, "eager")
+    mask = torch.ones(2, zoo.L, dtype=torch.long)
+    mask[1, -3:] = 0
+    inputs = {"input_ids": zoo.tokens(), "attention_mask": mask}
+    expected = zoo.outputs(model, inputs)
+    copies = originals(model, None)
+    report = weft.swap(model, "full" if name.startswith(("gemma2", "gpt_oss")) else "longformer", probe=False)
+    layers = dict(zip(report.replaced, report.layers, strict=True))
+    assert layers
+    transfer = Transfer(layers, {path: teacher_of(layer, copies[layer]) for path, layer in layers.items()})
+    with transfer.on(mask, learn=False):
+        out = zoo.outputs(model, inputs)
+    real = mask.bool()
+    torch.testing.assert_close(out[real], expected[real], atol=1e-4, rtol=1e-3)
+    assert set(transfer.errors) == set(layers)
+
+
+@pytest.mark.parametrize("kind", ["torch", "timm"])
+def test_teachers_in_other_libraries(kind):
+    if kind == "timm":
+        timm = pytest.importorskip("timm")
+        model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, embed_dim=48, num_heads=4).eval()
+        x = torch.randn(2, 3, 64, 64)
+    else:
+        layer = nn.TransformerEncoderLayer(24, 4, 32, batch_first=True)
+        model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(2, 9, 24)
+    expected = model(x)
+    copies = originals(model, None)
+    report = weft.swap(model, "linear")
+    layers = dict(zip(report.replaced, report.layers, strict=True))
+    transfer = Transfer(layers, {path: teacher_of(layer, copies[layer]) for path, layer in layers.items()})
+    with transfer.on(None, learn=True):
+        torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=1e-4)
+    gradients = [p.grad for layer in layers.values() for p in layer.parameters()]
+    assert all(g is not None for g in gradients) and transfer.mean > 1e-4
+    assert not torch.allclose(model(x), expected, atol=1e-3)  # the layers are themselves again
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("kill_after", [4, 6, 10])
+def test_a_killed_conversion_continues_to_the_same_weights(kill_after, tmp_path, monkeypatch):
+    """In transfer, between the stages, and in fine-tuning; `routing` also has centroids that follow the keys."""
+    settings = {"steps": 6, "transfer_steps": 6, "length": 32, "save_every": 2, **QUIET}
+
+    def save_and_die(self, step, *rest):
+        save(self, step, *rest)
+        if step == kill_after:
+            raise Killed
+
+    save = Checkpoints.save
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Checkpoints, "save", save_and_die)
+        weft.convert(language_model(), "routing", stream(), folder=tmp_path, **settings)
+    again, straight = language_model(), language_model()
+    continued = weft.convert(again, "routing", stream(), folder=tmp_path, **settings)
+    report = weft.convert(straight, "routing", stream(), **settings)
+    for name, value in straight.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+    assert continued.losses == report.losses and continued.errors == report.errors
+    assert continued.tokens == report.tokens
+    done = weft.convert(language_model(), "routing", stream(), folder=tmp_path, **settings)  # nothing left to do
+    assert done.losses == report.losses
+    with pytest.raises(ValueError, match="other settings .*'steps': 6"):
+        weft.convert(language_model(), "routing", stream(), folder=tmp_path, **{**settings, "steps": 7})
+    with pytest.raises(ValueError, match="other weights"):
+        weft.convert(again, "routing", stream(), folder=tmp_path, **settings)
+
+
+def test_rows_and_batches(tmp_path):
+    """Padded rows as dicts, or a tensor of rows; the mask keeps padding out of the errors."""
+    rows = stream()[: 20 * 24].view(20, 24)
+    report = weft.convert(llama(), "linear", rows, steps=2, **QUIET)
+    assert report.settings["length"] == 24 and report.tokens["fine-tuning"] == 2 * 4 * 24
+    mask = torch.ones_like(rows)
+    mask[:, 20:] = 0
+    first = [{"input_ids": rows[i : i + 4], "attention_mask": mask[i : i + 4]} for i in range(0, 20, 4)]
+    second = [{**batch, "input_ids": batch["input_ids"] * batch["attention_mask"]} for batch in first]
+    reports = [weft.convert(llama(), "local", batches, steps=4, block_size=4, **QUIET) for batches in (first, second)]
+    for stage in reports[0].losses:
+        torch.testing.assert_close(reports[0].losses[stage], reports[1].losses[stage], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(list(reports[0].errors.values()), list(reports[1].errors.values()), atol=1e-3, rtol=1e-2)
+
+
+def test_other_models_need_their_loss():
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=1, embed_dim=48, num_heads=4, num_classes=3)
+    batches = [{"x": torch.randn(2, 3, 64, 64), "y": torch.tensor([0, 2])} for _ in range(4)]
+    with pytest.raises(ValueError, match="takes x, .* but a batch has x, y"):
+        weft.convert(model, "linear", batches, steps=2, **QUIET)
+    report = weft.convert(
+        model, "linear", batches, steps=2, loss=lambda m, b: nn.functional.cross_entropy(m(b["x"]), b["y"]), **QUIET
+    )
+    assert report.replaced == ["blocks.0.attn"] and report.losses["after fine-tuning"] > 0
+
+
+def test_only_adapters_are_trained(tmp_path):
+    pytest.importorskip("peft")
+    model = trained(llama())
+    before = copy.deepcopy(model.state_dict())
+    settings = {"steps": 8, "transfer_steps": 0, "length": 32, "lora": 4, "learning_rate": 3e-3, **QUIET}
+    report = weft.convert(model, "linear", stream(), folder=tmp_path / "run", save_every=4, **settings)
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert len(changed) == 8 and all("self_attn" in name for name in changed)
+    assert report.losses["after fine-tuning"] < report.losses["after swap"]
+    assert all(p.requires_grad for p in model.parameters())
+    model.save_pretrained(tmp_path / "model")
+    again = weft.huggingface.load(tmp_path / "model")
+    ids = stream()[None, :32]
+    torch.testing.assert_close(again.eval()(ids).logits, model.eval()(ids).logits)
+
+
+def test_bad_input(tmp_path):
+    data = stream()
+    for error, match, changes in [
+        (ValueError, "no attention mechanism|unknown", {"to": "nothing"}),
+        (ValueError, "steps must be an integer of at least 0, got -1", {"steps": -1}),
+        (ValueError, "batch_size", {"batch_size": 0}),
+        (ValueError, "precision must be one of", {"precision": "half"}),
+        (TypeError, "integer tokens", {"data": torch.randn(9)}),
+        (TypeError, "data must be a tensor", {"data": "text.txt"}),
+        (ValueError, "fewer than one sequence", {"data": data[:20]}),
+        (ValueError, "need 32 each", {"data": data[:40]}),
+        (ValueError, "no batches", {"data": []}),
+        (TypeError, "no option", {"block": 3}),
+        (ValueError, "no layer of LlamaForCausalLM can use bigbird", {"to": "bigbird"}),
+        (ValueError, "matches none", {"where": "blocks.*"}),
+    ]:
+        model = llama()
+        before = model.state_dict()
+        arguments = {"to": "linear", "data": data, "steps": 2, "length": 32, **QUIET, **changes}
+        with pytest.raises(error, match=match), pytest.warns(UserWarning) if "bigbird" in match else _nothing():
+            weft.convert(model, **arguments)
+        assert not weft.describe(model) and all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    frozen = llama().requires_grad_(False)
+    with pytest.raises(ValueError, match="all parameters are frozen"):
+        weft.convert(frozen, "linear", data, steps=2, length=32, **QUIET)
+    with pytest.raises(Diverged, match="lower learning_rate"):
+        weft.convert(llama(), "linear", data, steps=10, transfer_steps=0, learning_rate=1e30, length=32, **QUIET)
+
+
+def _nothing():
+    import contextlib
+
+    return contextlib.nullcontext()
