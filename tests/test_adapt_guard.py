@@ -73,7 +73,7 @@ def outcome(model: str, to: str) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            ours = zoo.build(model, f"weft:{to}")
+            ours = zoo.build(model, f"weft:{to}").to(zoo.DEVICE)
             calls = guard._calls
             out = zoo.outputs(ours, inputs)
     except Exception as error:
@@ -206,7 +206,7 @@ SWAPPED += ["paligemma/PaliGemmaModel", "siglip/SiglipModel"]
 def test_what_swap_reports_as_replaced_works(model):
     """Swapped layers run and follow masks like the model; skipped layers are unchanged."""
     plain, inputs = zoo.reference(model)
-    ours = zoo.build(model, "eager")
+    ours = zoo.build(model, "eager").to(zoo.DEVICE)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from weft.lab.conversion.convert import language_model_loss
 from weft.lab.conversion.transfer import Transfer, originals, teacher_of
 from weft.lab.divergence import Diverged
 
+DEVICE = os.environ.get("WEFT_TEST_DEVICE", "cpu")
 QUIET = {"progress": False, "batch_size": 4, "validation_batches": 2}
 
 
@@ -47,14 +49,15 @@ def trained(model, length: int = 32, steps: int = 60):
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
         at = torch.randint(len(data) - length, (8, 1), generator=generator)
-        language_model_loss(model, {"input_ids": data[at + torch.arange(length)]}).backward()
+        ids = data[at + torch.arange(length)].to(next(model.parameters()).device)
+        language_model_loss(model, {"input_ids": ids}).backward()
         optimizer.step(), optimizer.zero_grad()
     return model
 
 
 @pytest.mark.parametrize("build", [llama, language_model])
 def test_transfer_and_fine_tuning_recover_the_loss(build):
-    model = trained(build())
+    model = trained(build().to(DEVICE))
     report = weft.convert(
         model, "linear", stream(), steps=40, length=48, transfer_length=32, transfer_learning_rate=3e-3, **QUIET
     )

@@ -15,6 +15,7 @@ import transformers
 from transformers.models.auto import configuration_auto, modeling_auto
 
 L = 11
+DEVICE = os.environ.get("WEFT_TEST_DEVICE", "cpu")  # of the models in the sweeps
 LARGEST = 30e6  # parameters; what does not shrink below is left out
 
 # Names of a config's integers -> their tiny value. The first rule whose word is in the name decides; None: as it is.
@@ -175,12 +176,13 @@ def _candidates(model: Any) -> Iterator[dict[str, torch.Tensor]]:
 def outputs(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """Its logits, hidden states or whatever comes first, without gradients and with fixed random numbers."""
     torch.manual_seed(0)
+    device = next(model.parameters()).device
     with torch.no_grad():
-        found = model(**inputs)
+        found = model(**{name: value.to(device) for name, value in inputs.items()})
     for name in ("logits", "last_hidden_state"):
         if getattr(found, name, None) is not None:
-            return getattr(found, name)
-    return next(v for v in found.values() if isinstance(v, torch.Tensor) and v.is_floating_point())
+            return getattr(found, name).cpu()
+    return next(v for v in found.values() if isinstance(v, torch.Tensor) and v.is_floating_point()).cpu()
 
 
 def perturbed(inputs: dict[str, torch.Tensor]) -> Iterator[tuple[str, dict, dict, Any]]:
@@ -207,7 +209,7 @@ def _changed(ids: torch.Tensor, where: slice, rows: slice = slice(None)) -> torc
 def reference(model: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """The model with eager attention and inputs that it takes; ValueError or MemoryError where there are none."""
     try:
-        made = build(model, "eager")
+        made = build(model, "eager").to(DEVICE)
     except MemoryError:
         raise
     except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ class Tokens:
                 f"the data has {len(self.ids):,} tokens, and training and validation need {self.length:,} each: lower "
                 "length, or pass validation="
             )
-        return tuple(Tokens(part, self.rows, self.length, self.seed) for part in self.ids.split([len(self.ids) - held, held]))  # type: ignore[return-value]  # fmt: skip
+        training, rest = self.ids[:-held], self.ids[-held:]
+        return Tokens(training, self.rows, self.length, self.seed), Tokens(rest, self.rows, self.length, self.seed)
 
     def batch(self, step: int, length: int | None = None) -> Batch:
         """Shorter sequences make batches of more rows."""
@@ -79,10 +80,9 @@ class Batches:
     def __init__(self, source: Any, skip: int = 0):
         self.source, self.skip = source, skip
         self.length = None
-        self._at, self._iterator = 0, iter(())  # type: int, Iterator[Any]
+        self._at, self._iterator, self._last = 0, iter(()), None  # type: int, Any, Any
 
     def batch(self, step: int, length: int | None = None) -> Batch:
-        found: Any = None
         while self._at < step:  # also skips the batches before a restart
             found = next(self._iterator, None)
             if found is None:
@@ -93,8 +93,8 @@ class Batches:
                         f"data has no batches left after {self._at} steps and {self.skip} validation batches: pass an "
                         "iterable that can be repeated, such as a DataLoader, or more data"
                     )
-            self._at += 1
-        return cropped(as_batch(found), length)
+            self._at, self._last = self._at + 1, found
+        return cropped(as_batch(self._last), length)
 
     def some(self, count: int) -> list[Batch]:
         return [as_batch(found) for found in itertools.islice(self.source, count)]

@@ -85,8 +85,10 @@ def convert(
     """
     transfer_steps = steps // 2 if transfer_steps is None else transfer_steps
     attention_info(to)
-    for name, value, least in (("steps", steps, 0), ("transfer_steps", transfer_steps, 0), ("batch_size", batch_size, 1),
-                               ("validation_batches", validation_batches, 1), ("save_every", save_every, 1)):  # fmt: skip
+    counts = {"steps": steps, "transfer_steps": transfer_steps, "batch_size": batch_size,
+              "validation_batches": validation_batches, "save_every": save_every}  # fmt: skip
+    for name, value in counts.items():
+        least = 0 if "steps" in name else 1
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
     parameter = next(model.parameters(), None)
@@ -284,7 +286,8 @@ class _Job:
                 value, now = float(loss), time.perf_counter()
                 if not math.isfinite(value) or not math.isfinite(float(norm)):
                     name = "learning_rate" if stage == "fine-tuning" else "transfer_learning_rate"
-                    raise Diverged(f"{stage}: loss {value}, gradient norm {float(norm)} at step {step}: lower {name}={peak}")  # fmt: skip
+                    found = f"loss {value}, gradient norm {float(norm)} at step {step}"
+                    raise Diverged(f"{stage}: {found}: lower {name}, which is {peak}")
                 self.progress.metric = f"  {stage}"
                 self.progress.update(step, value, (read - seen[1]) / max(1e-9, now - seen[0]))
                 seen = now, read

@@ -52,7 +52,7 @@ def teacher_of(module: nn.Module, original: nn.Module) -> nn.Module:
 
 
 class Transfer:
-    """Within `with transfer.on(mask, learn=True)`, a forward pass computes the losses of the layers and their gradients."""
+    """Within `with transfer.on(mask, learn=True)`, a forward pass computes the losses and gradients of the layers."""
 
     def __init__(self, layers: dict[str, nn.Module], teachers: dict[str, nn.Module]):
         self.layers, self.teachers = layers, teachers
@@ -72,7 +72,7 @@ class Transfer:
             for path, layer in self.layers.items():
                 del layer.forward
                 if before[path] is not None:
-                    layer.forward = before[path]  # type: ignore[method-assign]
+                    vars(layer)["forward"] = before[path]
 
     def _forward(self, path: str, student: Any, teacher: nn.Module, learn: bool) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
