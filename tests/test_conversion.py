@@ -202,6 +202,24 @@ def test_only_adapters_are_trained(tmp_path):
     torch.testing.assert_close(again.eval()(ids).logits, model.eval()(ids).logits)
 
 
+def test_the_command(tmp_path):
+    from typer.testing import CliRunner
+
+    from weft.cli import app
+
+    llama().save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_bytes(bytes(stream().tolist()))
+    command = ["convert", tmp_path / "model", "--to", "local", "--option", "block_size=8", "--data"]
+    command += [tmp_path / "text.txt", "--out", tmp_path / "out", "--steps", 2, "--length", 32, "--device", "cpu"]
+    refused = CliRunner().invoke(app, [str(each) for each in command])
+    assert refused.exit_code == 2 and "no tokenizer" in refused.output and "--bytes" in refused.output
+    done = CliRunner().invoke(app, [str(each) for each in [*command, "--bytes"]])
+    assert done.exit_code == 0, done.output
+    assert "2 layers replaced" in done.output and (tmp_path / "out" / "conversion.json").exists()
+    model = weft.huggingface.load(tmp_path / "out")
+    assert weft.describe(model)["swapped"]["model.layers.0.self_attn"]["block_size"] == 8
+
+
 def test_bad_input(tmp_path):
     data = stream()
     for error, match, changes in [

@@ -11,6 +11,7 @@ from ..lab.bench.commands import bench_app
 from ..lab.errors import Commands
 from .advise import advise
 from .attentions import show_attentions
+from .convert import convert
 from .demo import demo
 from .generate import generate
 from .inspect import inspect
@@ -43,6 +44,7 @@ def main(
 
 app.command()(advise)
 app.command("attentions")(show_attentions)
+app.command()(convert)
 app.command()(demo)
 app.command()(generate)
 app.command()(inspect)

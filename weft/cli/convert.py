@@ -1,0 +1,94 @@
+"""The command `weft convert MODEL --to linear`: another attention mechanism for a trained transformers model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def convert(
+    model: Annotated[str, typer.Argument(help="a folder of save_pretrained with a causal language model, or its name")],
+    to: Annotated[str, typer.Option(help="the mechanism: weft attentions")],
+    data: Annotated[Path, typer.Option(help="a text file to train on")],
+    out: Annotated[Path, typer.Option(help="folder of the converted model, its report and checkpoints")],
+    steps: Annotated[int, typer.Option(min=0, help="steps of fine-tuning")] = 1000,
+    transfer_steps: Annotated[
+        int | None, typer.Option(min=0, help="steps of transfer; default: half of --steps")
+    ] = None,
+    length: Annotated[int | None, typer.Option(min=2, help="tokens per sequence; default: the model's maximum")] = None,
+    transfer_length: Annotated[int | None, typer.Option(min=2, help="tokens per sequence in transfer")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="sequences per step")] = 8,
+    learning_rate: Annotated[float, typer.Option(help="of fine-tuning")] = 3e-4,
+    transfer_learning_rate: Annotated[float, typer.Option(help="of transfer")] = 1e-3,
+    lora: Annotated[int | None, typer.Option(min=1, help="fine-tune adapters of this rank only (needs peft)")] = None,
+    option: Annotated[list[str], typer.Option(help="of the mechanism, as in block_size=64; repeat for more")] = [],  # noqa: B006
+    as_bytes: Annotated[
+        bool, typer.Option("--bytes", help="the model's tokens are bytes, without a tokenizer")
+    ] = False,
+    precision: Annotated[str, typer.Option(help="32-true, tf32 or bf16-mixed; default by device")] = "",
+    device: Annotated[str, typer.Option(help="cpu or cuda; default: cuda if available")] = "",
+    seed: Annotated[int, typer.Option(help="of the order of the data")] = 0,
+) -> None:
+    """Convert a trained model to another attention: swap, attention transfer, fine-tuning.
+
+    The same command continues after an interruption. Load the result with weft.huggingface.load.
+    """
+    import torch
+
+    from ..lab.conversion import convert as run
+    from ..lab.say import say
+
+    options = dict(_option(text) for text in option)
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise ImportError("weft convert needs transformers: pip install 'weft[huggingface]'") from error
+    content = data.read_bytes()
+    tokenizer = None
+    if as_bytes:
+        tokens = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    else:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(model)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{model} has no tokenizer: for a model of bytes, add --bytes") from error
+        tokens = torch.tensor(tokenizer(content.decode(), verbose=False)["input_ids"])
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    place: Any = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    report = run(
+        loaded.to(place),
+        to,
+        tokens,
+        steps=steps,
+        transfer_steps=transfer_steps,
+        length=length,
+        transfer_length=transfer_length,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        transfer_learning_rate=transfer_learning_rate,
+        lora=lora,
+        precision=precision,
+        seed=seed,
+        folder=out / "checkpoints",
+        **options,
+    )
+    loaded.save_pretrained(out)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(out)
+    report.save(out / "conversion.json")
+    say(report)
+    say(f"load it with weft.huggingface.load({str(out)!r})")
+
+
+def _option(text: str) -> tuple[str, Any]:
+    import json
+
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise typer.BadParameter(f"--option must be NAME=VALUE, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
