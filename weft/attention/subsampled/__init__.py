@@ -18,7 +18,7 @@ parameters. Layouts:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +37,7 @@ from ...core.staging import send
 from ...core.state import KeyValues
 from ..full import FullAttention
 from . import kernel
+from .device import can_draw, draw_device_key, sample_windows_on_device
 from .gather import nearest_legal, sampled_attention
 from .sampling import CPU, draw_key, sample_noise, sample_slots, sample_windows
 from .sampling_2d import sample_placement, window_table
@@ -54,7 +55,7 @@ def naive(
     if attn.layout == "graph":
         kept = drop_sources(mask, q.shape[0], L, 1 - attn.keep, q.device, per_rank=not attn.same_on_all_ranks)
         return dense_attention(attn, q, k, v, kept, bias, able)
-    sources = (attn.draw(L) if attn._fixed is None else attn._given(L)).to(q.device)
+    sources = attn._sources(L, q.device).to(q.device)
     if attn.layout == "1d":
         window = i // ceil_div(L, attn.windows)
     else:
@@ -116,7 +117,7 @@ class SubsampledAttention(Subsampling, FullAttention):
         if self.layout == "graph":
             kept = drop_sources(mask, B, L, 1 - self.keep, q.device, per_rank=not self.same_on_all_ranks)
             return super().attend(q, k, v, kept, bias)
-        sources, dropout = self._sources(L), self.dropout if self.training else 0.0
+        sources, dropout = self._sources(L, q.device), self.dropout if self.training else 0.0
         if self._tiles(q, v, sources, mask, bias, dropout):
             return causal_tiles(q, k, v, sources)
         targets = self.targets(L, q.device)
@@ -124,15 +125,25 @@ class SubsampledAttention(Subsampling, FullAttention):
             q, k, v, sources, targets=targets, causal=self.causal, mask=mask, bias=bias, dropout=dropout
         )
 
-    def _sources(self, length: int) -> Tensor:
-        sources = self._given(length) if self._fixed is not None else self.draw(length)
+    def _sources(self, length: int, device: torch.device) -> Tensor:
+        """The given sample, or a random one. The device draws it if it can; otherwise it is on the CPU."""
+        size, windows, _ = self._cut(length)
+        spread = None if isinstance(self.layout, tuple) else self._spread(length, size)
+        if self._fixed is not None:
+            sources = self._given(length)
+        elif self.layout == "1d" and self.keep == 1 and can_draw(device, length, spread):
+            gaussian, per_rank = self.noise == "gaussian" and self.biased, not self.same_on_all_ranks
+            key = self._key(0, lambda: draw_device_key(device))
+            sources = sample_windows_on_device(key, windows, size, spread, gaussian, self.causal, per_rank)
+        else:
+            sources = self.draw(length)
         if not torch.compiler.is_compiling():
             self.last_indices = sources
         return sources
 
     def run_kernel(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         L, given = q.shape[2], self._fixed is not None
-        sources = self._sources(L)
+        sources = self._sources(L, q.device)
         size, _, padded = self._cut(L)
         runs = not isinstance(self.layout, tuple) or self._rectangle()[1] == self.layout[1]
         return kernel.subsampled(
@@ -160,7 +171,7 @@ class SubsampledAttention(Subsampling, FullAttention):
             raise ValueError("layout='graph' has no windows to draw, because it drops single sources")
         per_rank = not self.same_on_all_ranks
         size, windows, _ = self._cut(length)
-        key = self._key(0, generator)
+        key = self._key(0, lambda: draw_key(generator))
         if isinstance(self.layout, tuple) and self.biased:
             sources = self._placed(key, per_rank)
         else:
@@ -171,7 +182,8 @@ class SubsampledAttention(Subsampling, FullAttention):
         n = max(1, round(self.keep * size))
         if windows == 1:
             return sources[:, :n]
-        return sources.gather(1, sample_slots(self._key(1, generator), windows, size, per_rank)[:, :n])
+        slots = sample_slots(self._key(1, lambda: draw_key(generator)), windows, size, per_rank)
+        return sources.gather(1, slots[:, :n])
 
     def targets(self, length: int, device: torch.device | str = "cpu") -> Tensor | None:
         """The targets of each window, (W, P); None if windows are consecutive runs of tokens."""
@@ -234,11 +246,11 @@ class SubsampledAttention(Subsampling, FullAttention):
                 + (", or set channels=3 for the colours of an image" if q.shape[2] == 3 * cells else "")
             )
 
-    def _key(self, number: int, generator: torch.Generator | None) -> Tensor:
+    def _key(self, number: int, draw: Callable[[], Tensor]) -> Tensor:
         if self._keys is None:
-            return draw_key(generator)
+            return draw()
         if number == len(self._keys):
-            self._keys.append(draw_key(generator))
+            self._keys.append(draw())
         return self._keys[number]
 
     def _cut(self, length: int) -> tuple[int, int, int]:

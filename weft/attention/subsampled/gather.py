@@ -41,7 +41,7 @@ def sampled_attention(
     """
     L = q.shape[2]
     W = sources.shape[0]
-    sources = send(sources, q.device)
+    sources = send(sources, q.device).long()
     if targets is None:
         size = ceil_div(L, W)
         windows = torch.unflatten(pad_length(q, W * size), 2, (W, size))

@@ -79,7 +79,8 @@ def subsampled(
     that there is no such target; once=True asserts that no source appears twice.
     """
     q, k, v = autocast(q, k, v)
-    sources = place_indices(sources, q.device, mask is None)  # with a mask, `seen_through` sorts them
+    if sources.dtype != torch.int32:  # not drawn on the device
+        sources = place_indices(sources, q.device, mask is None)  # with a mask, `seen_through` sorts them
     if targets is not None:
         targets = place_indices(targets, q.device, False)
     sources = sources[None]

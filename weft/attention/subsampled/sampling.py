@@ -40,10 +40,12 @@ def draw_key(generator: torch.Generator | None = None) -> Tensor:
 
 def generator_of(key: Tensor, per_rank: bool) -> torch.Generator:
     """Return the generator for a key; with `per_rank`, a different one on every data-parallel rank."""
-    rank = 0
-    if per_rank and torch.distributed.is_available() and torch.distributed.is_initialized():
-        rank = torch.distributed.get_rank()
-    return torch.Generator("cpu").manual_seed((int(key) + rank * 0x9E3779B1) % KEYS)
+    return torch.Generator("cpu").manual_seed((int(key) + rank_of(per_rank) * 0x9E3779B1) % KEYS)
+
+
+def rank_of(per_rank: bool) -> int:
+    distributed = per_rank and torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if distributed else 0
 
 
 @operator(

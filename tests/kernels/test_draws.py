@@ -1,0 +1,93 @@
+"""Samples of subsampled attention that the GPU draws: sorted order statistics of the right noise, reproducible."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from counters import mixed, normals, random_words, words
+from promises import DEVICE
+
+import weft
+from weft.attention.subsampled import device
+from weft.attention.subsampled.sampling import causal_noise, sample_windows
+
+pytest.importorskip("triton")
+
+
+def draw(seed, windows, size, sigma, gaussian, causal, rank=0):
+    key = torch.tensor([seed])
+    return device._sample((key,), (windows, size, sigma, gaussian, causal, rank))[0].cpu().numpy()
+
+
+def expected(seed, windows, size, sigma, gaussian, causal, rank=0):
+    """The same, sorted by NumPy."""
+    low, high = words(seed)
+    high = high ^ mixed(np.uint32(rank))
+    at = np.arange(causal_noise(windows, size) if causal else windows * size)
+    noise = normals(at, low, high) if gaussian else random_words(at, low, high) / 2**32
+    found, start = [], 0
+    for w in range(windows):
+        n = (w + 1) * size if causal else windows * size
+        value = noise[start : start + n] + (0 if sigma is None else np.arange(n) / sigma)
+        order = np.argsort(value, kind="stable")
+        found.append(np.sort(order[w * size : (w + 1) * size]))
+        start += n if causal else 0
+    return np.stack(found)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("windows", "size", "sigma", "gaussian"),
+    [(4, 10, 8.0, True), (3, 7, None, False), (3, 7, 7.0, False), (2, 1, 0.5, True), (5, 9, 9.0, True)],
+)
+def test_samples_are_order_statistics(windows, size, sigma, gaussian, causal):
+    same = 0
+    for seed, rank in ((0, 0), (1, 1), (2**61 + 12345, 2)):
+        mine = draw(seed, windows, size, sigma, gaussian, causal, rank)
+        truth = expected(seed, windows, size, sigma, gaussian, causal, rank)
+        assert (np.diff(mine, axis=1) > 0).all()
+        if not causal:
+            assert (np.sort(mine.ravel()) == np.arange(windows * size)).all()
+        same += (mine == truth).all()
+    assert same >= 2  # fixed point and float32 may exchange two neighbours at the edge of a window
+
+
+def test_samples_follow_the_law_of_the_cpu():
+    """How often each source is in each window, by `expected`, against the CPU's sampler."""
+    windows, size, n = 3, 4, 400
+    for causal, sigma in ((True, 3.0), (False, 3.0), (True, None)):
+        counts = np.zeros((2, windows, windows * size))
+        for seed in range(n):
+            mine = expected(seed * 7919 + 1, windows, size, sigma, sigma is not None, causal)
+            theirs = sample_windows(torch.tensor([seed]), windows, size, sigma, sigma is not None, causal, False).numpy()
+            for side, sample in enumerate((mine, theirs)):
+                for w in range(windows):
+                    counts[side, w, sample[w]] += 1
+        p = counts.sum(0) / (2 * n)
+        z = np.abs(counts[0] - counts[1]) / n / np.sqrt(2 * p * (1 - p) / n + 1e-9)
+        assert z.max() < 4.5, (causal, sigma)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the GPU's generator")
+def test_the_gpu_draws_for_both_backends():
+    attn = weft.make_attention("subsampled", heads=1, head_dim=16, causal=True, backend="torch")
+    q = torch.randn(1, 1, 1024, 16)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        samples = []
+        for seed, backend in ((0, "torch"), (0, "triton"), (1, "triton")):
+            torch.manual_seed(seed)
+            attn.backend = backend
+            attn(q, q, q)
+            samples.append(attn.last_indices)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert samples[0].is_cuda and torch.equal(samples[0], samples[1]) and not torch.equal(samples[1], samples[2])
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        attn(q, q, q)
+    graph.replay()
+    first = attn.last_indices.clone()
+    graph.replay()
+    assert not torch.equal(first, attn.last_indices)

@@ -1,0 +1,76 @@
+"""Triton kernels: the keys of a random order, and the sources of each window between two of its order statistics."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...kernels.random import load_key, mixed, normals, random_words
+
+
+@triton.jit
+def sort_keys(
+    KEY, KEYS, count, P, spread, low_bits, rank,
+    CAUSAL: tl.constexpr, BIASED: tl.constexpr, GAUSSIAN: tl.constexpr, FRACTION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Distinct integers: s + σ ε_s in fixed point, then s. If causal, those of the prefixes P, 2P, ... one after the
+    other. `spread` is σ in fixed point."""
+    low, high = load_key(KEY)
+    high = high ^ mixed((low * 0 + rank).to(tl.uint32))  # 0 for rank 0
+    e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    s = e
+    if CAUSAL:  # prefix w begins at P w (w + 1) / 2
+        step = (e // P).to(tl.float32)
+        w = ((tl.sqrt(8.0 * step + 1.0) - 1.0) * 0.5).to(tl.int32)
+        w = tl.where(w * (w + 1) // 2 > e // P, w - 1, w)
+        w = tl.where((w + 1) * (w + 2) // 2 <= e // P, w + 1, w)
+        s = e - P * (w * (w + 1) // 2)
+    if BIASED:
+        if GAUSSIAN:
+            noise = (normals(e, low, high) * 8388608.0).to(tl.int64)
+        else:
+            noise = (random_words(e, low, high) >> 9).to(tl.int64)
+        value = (s.to(tl.int64) << FRACTION) + ((noise * spread) >> 23) + tl.full([1], 6, tl.int64) * spread
+    else:
+        value = random_words(e, low, high).to(tl.int64)
+    tl.store(KEYS + e, (value << low_bits) | s, mask=e < count)
+
+
+@triton.jit
+def order_statistic(KEYS, n, rank, bits, BLOCK: tl.constexpr):
+    """The key with exactly `rank` smaller ones: four bits at a time, from the highest."""
+    found = tl.zeros([1], tl.int64)
+    digit = tl.arange(0, 16).to(tl.int64)
+    for step in range(0, bits, 4):
+        shift = bits - 4 - step
+        trial = found + (digit << shift)
+        smaller = tl.zeros([16], tl.int32)
+        for first in range(0, n, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            key = tl.load(KEYS + at, mask=at < n, other=1 << 62)
+            smaller += tl.sum((key[None, :] < trial[:, None]).to(tl.int32), 1)
+        found += (tl.sum((smaller <= rank).to(tl.int64), 0) - 1) << shift
+    return found
+
+
+@triton.jit
+def choose(KEYS, SOURCES, W, P, bits, low_bits, CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
+    """The sources of window w: the last P of its prefix if causal, otherwise those from wP on; by position."""
+    w = tl.program_id(0)
+    n = W * P
+    if CAUSAL:
+        n = (w + 1) * P
+        KEYS += (P * (w * (w + 1) // 2)).to(tl.int64)
+    least = order_statistic(KEYS, n, w * P, bits, BLOCK)
+    end = tl.full([1], 1 << 62, tl.int64)
+    if not CAUSAL:
+        if w + 1 < W:
+            end = order_statistic(KEYS, n, (w + 1) * P, bits, BLOCK)
+    placed = 0
+    for first in range(0, n, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        key = tl.load(KEYS + at, mask=at < n, other=1 << 62)
+        mine = (key >= least) & (key < end)
+        slot = placed + tl.cumsum(mine.to(tl.int32), 0) - 1
+        tl.store(SOURCES + w * P + slot, at, mask=mine)
+        placed += tl.sum(mine.to(tl.int32), 0)
