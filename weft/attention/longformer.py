@@ -22,6 +22,7 @@ from ..core.contract import Attention, PositionBias
 from ..core.decoding_state import Place
 from ..core.dense import dense_attention, positions
 from ..core.dispatch import Kernel
+from ..core.dropout import dropout_key
 from ..core.registry import register
 from ..core.softmax import softmax_attention
 from ..core.state import KeyValues
@@ -112,7 +113,8 @@ class LongformerAttention(Attention):
 
 def run_kernel(attn: LongformerAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
     sizes = {"left": attn.left, "right": attn.right, "first": attn.global_tokens}
-    return kernel.window(q, k, v, mask, **sizes, causal=attn.causal)
+    key, threshold = dropout_key(attn, q)
+    return kernel.window(q, k, v, mask, **sizes, causal=attn.causal, key=key, threshold=threshold)
 
 
 register(
@@ -122,5 +124,5 @@ register(
     paper="Beltagy et al. 2020, Longformer (2004.05150)",
     cost="L*window",
     bias=True,
-    kernel=Kernel(run_kernel, kernel.too_long, kernel.LEAST_LENGTH, largest_head=256),
+    kernel=Kernel(run_kernel, kernel.too_long, kernel.LEAST_LENGTH, dropout=True, largest_head=256),
 )

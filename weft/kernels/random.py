@@ -37,3 +37,22 @@ def normals(position, low, high):
     first, second = random_words(2 * position, low, high), random_words(2 * position + 1, low, high)
     radius = tl.sqrt(-2.0 * tl.log(((first >> 8).to(tl.float32) + 0.5) * (1.0 / 16777216)))
     return radius * tl.cos((second >> 8).to(tl.float32) * (6.283185307179586 / 16777216))
+
+
+@triton.jit
+def row_words(KEY, bh, i, DROPOUT: tl.constexpr):
+    """A random word for each query i of head bh, for `kept`. KEY is not read without DROPOUT."""
+    if DROPOUT:
+        low, high = load_key(KEY)
+        return mixed(mixed(i.to(tl.uint32) ^ low) ^ high ^ mixed(bh.to(tl.uint32)))
+    return i
+
+
+@triton.jit
+def kept(word, j, threshold, DROPOUT: tl.constexpr):
+    """Dropout's factors of the probabilities of keys j, for queries with these words: 1/(1 − p), or 0 with probability
+    p = threshold / 2**24."""
+    if DROPOUT:
+        drawn = (mixed(word ^ (j.to(tl.uint32) * 0x9E3779B1)) >> 8).to(tl.int32)
+        return tl.where(drawn >= threshold, 16777216.0 / (16777216 - threshold), 0.0)
+    return 1.0

@@ -26,6 +26,7 @@ from ...core.contract import PositionBias
 from ...core.decoding_state import Place
 from ...core.dense import dense_attention, positions
 from ...core.dispatch import Kernel
+from ...core.dropout import dropout_key
 from ...core.joint import Columns, Part, Rows, join_allowed, joint_attention, token_positions, valid_in
 from ...core.partitions import fixed_columns, other_blocks, own_block
 from ...core.registry import register
@@ -220,10 +221,14 @@ def run_kernel(attn: SparseAttention, q: Tensor, k: Tensor, v: Tensor, mask: Ten
     if attn.pattern == "strided":
         return strided_kernel.strided(q, k, v, mask, block_size=m, causal=causal)
     columns = fixed_columns(m, attn.columns, attn.leading_column)
-    return band.block_and_columns(q, k, v, mask, block_size=m, columns=columns, causal=causal)
+    key, threshold = dropout_key(attn, q)
+    options = {"block_size": m, "columns": columns, "causal": causal}
+    return band.block_and_columns(q, k, v, mask, **options, key=key, threshold=threshold)
 
 
 def lacks(attn: SparseAttention, *qkv: Tensor) -> str:
+    if qkv and attn.pattern == "strided" and attn._dropout:
+        return "the kernel of pattern='strided' does not support dropout"
     return "the kernel does not support cls=True" if attn.cls else band.too_long(attn, *qkv)
 
 
@@ -235,5 +240,5 @@ register(
     cost="L*sqrt(L)",
     bias=True,
     length_dependent="without max_length the default block size depends on the length; set block_size to fix it",
-    kernel=Kernel(run_kernel, lacks, band.LEAST_LENGTH, largest_head=256),
+    kernel=Kernel(run_kernel, lacks, band.LEAST_LENGTH, dropout=True, largest_head=256),
 )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..random import kept, row_words
 from ..rows import load_rows, store_rows, valid_rows
 from .forward import (
     NOWHERE,
@@ -27,23 +28,23 @@ from .forward import (
 
 
 @triton.jit
-def ask_keys(dq, q, k, v, dout, lse, delta, allowed, scale, WHOLE: tl.constexpr, PRECISION: tl.constexpr):
+def ask_keys(dq, q, k, v, dout, lse, delta, allowed, factor, scale, WHOLE: tl.constexpr, PRECISION: tl.constexpr):
     """Add one tile of keys to dq (without its 1/√D) of a tile of queries."""
     p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale - lse[:, None])
     if not WHOLE:
         p = tl.where(allowed, p, 0.0)
-    ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+    ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) * factor - delta[:, None])
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
 @triton.jit
 def query_gradients(
-    Q, K, V, MASK, OUT, DOUT, LSE, DELTA, DQ,
+    Q, K, V, MASK, KEY, OUT, DOUT, LSE, DELTA, DQ,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, o_b, o_h, o_l, dq_b, dq_h, dq_l,
-    BH, H, L, m, n, left, right, scale, logit_scale,
+    BH, H, L, m, n, left, right, threshold, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     EXTRAS: tl.constexpr, LEADING: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """dq, and delta_i = Σ_d dout_id out_id for the other kernels."""
     bh = tl.program_id(0) % BH
@@ -72,6 +73,7 @@ def query_gradients(
     delta = tl.sum(load_rows(OUT, i, d, o_l, i < end, D, BLOCK_D).to(tl.float32) * dout.to(tl.float32), 1)
     tl.store(DELTA + bh.to(tl.int64) * L + first + i, delta, mask=i < end)
     dq = tl.zeros([BQ, BLOCK_D], tl.float32)
+    word = row_words(KEY, bh, first + i, DROPOUT)
     low, high, extras = seen_range(q_first, block, end, n, left, right, BQ, C, EXTRAS, CAUSAL)
     row_low, row_high = row_bounds(i, end, left, right, C, EXTRAS, CAUSAL)
     near_tiles = (high - low + BK - 1) // BK
@@ -84,37 +86,40 @@ def query_gradients(
             j = whole_tile(t, start, stop - start, low, first, m, BK, C, EXTRAS, LEADING)
             k = load_rows(K, j, d, k_l, None, D, BLOCK_D)
             v = load_rows(V, j, d, v_l, None, D, BLOCK_D)
-            dq = ask_keys(dq, q, k, v, dout, lse, delta, None, scale, True, PRECISION)
+            factor = kept(word[:, None], (first + j)[None, :], threshold, DROPOUT)
+            dq = ask_keys(dq, q, k, v, dout, lse, delta, None, factor, scale, True, PRECISION)
     for u in range(0, near_tiles + (extras + BK - 1) // BK - whole):
         t = other_tile(u, start, stop, near_tiles, extra)
         j, live, allowed = seen_tile(t, near_tiles, low, high, extras, i, row_low, row_high, block, first, m, L, MASK,
                                      BK, C, EXTRAS, LEADING, CAUSAL, HAS_MASK)  # fmt: skip
         k = load_rows(K, j, d, k_l, live, D, BLOCK_D)
         v = load_rows(V, j, d, v_l, live, D, BLOCK_D)
-        dq = ask_keys(dq, q, k, v, dout, lse, delta, allowed, scale, False, PRECISION)
+        factor = kept(word[:, None], (first + j)[None, :], threshold, DROPOUT)
+        dq = ask_keys(dq, q, k, v, dout, lse, delta, allowed, factor, scale, False, PRECISION)
     store_rows(DQ, dq * logit_scale, i, d, dq_l, i < end, D, BLOCK_D)
 
 
 @triton.jit
-def add_queries(dk, dv, k, v, q, dout, lse, delta, allowed, scale, WHOLE: tl.constexpr, PRECISION: tl.constexpr):
+def add_queries(dk, dv, k, v, q, dout, lse, delta, allowed, factor, scale,
+                WHOLE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Add one tile of queries to dk (without its 1/√D) and dv of a tile of keys; `allowed` is (key, query)."""
     p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale - lse[None, :])
     if not WHOLE:
         p = tl.where(allowed, p, 0.0)
-    dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-    dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+    dv = tl.dot((p * factor).to(dout.dtype), dout, dv, input_precision=PRECISION)
+    dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION) * factor
     ds = p * (dp - delta[None, :])
     return tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION), dv
 
 
 @triton.jit
 def extra_gradients(
-    Q, K, V, MASK, DOUT, LSE, DELTA, EXTRA_K, EXTRA_V,
+    Q, K, V, MASK, KEY, DOUT, LSE, DELTA, EXTRA_K, EXTRA_V,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l,
-    BH, H, L, m, count, chunk, scale,
+    BH, H, L, m, count, chunk, threshold, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     EXTRAS: tl.constexpr, LEADING: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Gradients of BK extras from the queries of one chunk; EXTRA_K, EXTRA_V are (B·H, chunks, count, D), float32."""
     bh = tl.program_id(0) % BH
@@ -152,7 +157,9 @@ def extra_gradients(
             allowed = allowed & ((own < asking) if CAUSAL else (own != asking))
         elif CAUSAL:
             allowed = allowed & (x[:, None] <= i[None, :])
-        dk, dv = add_queries(dk, dv, k, v, q, dout, lse, delta, allowed, scale, False, PRECISION)
+        word = row_words(KEY, bh, i, DROPOUT)
+        factor = kept(word[None, :], x[:, None], threshold, DROPOUT)
+        dk, dv = add_queries(dk, dv, k, v, q, dout, lse, delta, allowed, factor, scale, False, PRECISION)
     at = (bh.to(tl.int64) * ((L + chunk - 1) // chunk) + c) * count * D
     store_rows(EXTRA_K + at, dk, e, d, D, e < count, D, BLOCK_D)
     store_rows(EXTRA_V + at, dv, e, d, D, e < count, D, BLOCK_D)
@@ -160,12 +167,12 @@ def extra_gradients(
 
 @triton.jit
 def key_gradients(
-    Q, K, V, MASK, DOUT, LSE, DELTA, EXTRA_K, EXTRA_V, DK, DV,
+    Q, K, V, MASK, KEY, DOUT, LSE, DELTA, EXTRA_K, EXTRA_V, DK, DV,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
-    BH, H, L, m, left, right, count, chunks, scale, logit_scale,
+    BH, H, L, m, left, right, count, chunks, threshold, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     EXTRAS: tl.constexpr, LEADING: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
     tiles = (m + BK - 1) // BK
@@ -218,7 +225,9 @@ def key_gradients(
             q = load_rows(Q, i, d, q_l, None, D, BLOCK_D)
             dout = load_rows(DOUT, i, d, g_l, None, D, BLOCK_D)
             lse, delta = tl.load(LSE + i), tl.load(DELTA + i)
-            dk, dv = add_queries(dk, dv, k, v, q, dout, lse, delta, None, scale, True, PRECISION)
+            word = row_words(KEY, bh, first + i, DROPOUT)
+            factor = kept(word[None, :], (first + j)[:, None], threshold, DROPOUT)
+            dk, dv = add_queries(dk, dv, k, v, q, dout, lse, delta, None, factor, scale, True, PRECISION)
     at_key = tl.where(real, j, NOWHERE)  # outside every window
     for u in range(0, near_tiles + far_tiles - (stop - start)):
         t = other_tile(u, start, stop, near_tiles, 0)
@@ -235,6 +244,8 @@ def key_gradients(
         allowed = (at_key[:, None] >= (i - left)[None, :]) & (at_key[:, None] <= (i + right)[None, :])
         if EXTRAS == "first" and not CAUSAL:
             allowed = allowed | (real[:, None] & (i < C)[None, :])
-        dk, dv = add_queries(dk, dv, k, v, q, dout, lse, delta, allowed, scale, False, PRECISION)
+        word = row_words(KEY, bh, first + i, DROPOUT)
+        factor = kept(word[None, :], (first + j)[:, None], threshold, DROPOUT)
+        dk, dv = add_queries(dk, dv, k, v, q, dout, lse, delta, allowed, factor, scale, False, PRECISION)
     store_rows(DK, dk * logit_scale, j, d, dk_l, j < end, D, BLOCK_D)
     store_rows(DV, dv, j, d, dv_l, j < end, D, BLOCK_D)

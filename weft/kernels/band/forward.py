@@ -19,6 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..random import kept, row_words
 from ..rows import load_rows, place, store_rows
 
 NOWHERE = tl.constexpr(1 << 30)
@@ -126,8 +127,9 @@ def seen_tile(t, near_tiles, low, high, extras, i, row_low, row_high, block, fir
 
 
 @triton.jit
-def add_keys(acc, top, total, q, k, v, allowed, scale, WHOLE: tl.constexpr, PRECISION: tl.constexpr):
-    """Add one tile of keys to the running softmax. WHOLE: all pairs are allowed, `allowed` is not read."""
+def add_keys(acc, top, total, q, k, v, allowed, factor, scale, WHOLE: tl.constexpr, PRECISION: tl.constexpr):
+    """Add one tile of keys to the running softmax. WHOLE: all pairs are allowed, `allowed` is not read. `factor` is that
+    of dropout."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if not WHOLE:
         s = tl.where(allowed, s, float("-inf"))
@@ -137,18 +139,18 @@ def add_keys(acc, top, total, q, k, v, allowed, scale, WHOLE: tl.constexpr, PREC
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
     p = tl.exp2(s * scale - shift[:, None])
     old = tl.exp2(top - shift)
-    acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
+    acc = tl.dot((p * factor).to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
     return acc, new_top, total * old + tl.sum(p, 1)
 
 
 @triton.jit
 def attend(
-    Q, K, V, MASK, TABLE, OUT, LSE,
+    Q, K, V, MASK, TABLE, KEY, OUT, LSE,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l,
-    BH, H, L, m, n, left, right, scale,
+    BH, H, L, m, n, left, right, threshold, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     EXTRAS: tl.constexpr, LEADING: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    PRECISION: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     bh = tl.program_id(0) % BH
     tiles = (m + BQ - 1) // BQ  # in a block
@@ -170,6 +172,7 @@ def attend(
     acc = tl.zeros([BQ, BLOCK_D], tl.float32)
     top = tl.full([BQ], float("-inf"), tl.float32)
     total = tl.zeros([BQ], tl.float32)
+    word = row_words(KEY, bh, first + i, DROPOUT)
     low, high, extras = seen_range(q_first, block, end, n, left, right, BQ, C, EXTRAS, CAUSAL)
     row_low, row_high = row_bounds(i, end, left, right, C, EXTRAS, CAUSAL)
     near_tiles = (high - low + BK - 1) // BK
@@ -182,14 +185,16 @@ def attend(
             j = whole_tile(t, start, stop - start, low, first, m, BK, C, EXTRAS, LEADING)
             k = load_rows(K, j, d, k_l, None, D, BLOCK_D)
             v = load_rows(V, j, d, v_l, None, D, BLOCK_D)
-            acc, top, total = add_keys(acc, top, total, q, k, v, None, scale, True, PRECISION)
+            factor = kept(word[:, None], (first + j)[None, :], threshold, DROPOUT)
+            acc, top, total = add_keys(acc, top, total, q, k, v, None, factor, scale, True, PRECISION)
     for u in range(0, near_tiles + (extras + BK - 1) // BK - whole):
         t = other_tile(u, start, stop, near_tiles, extra)
         j, live, allowed = seen_tile(t, near_tiles, low, high, extras, i, row_low, row_high, block, first, m, L, MASK,
                                      BK, C, EXTRAS, LEADING, CAUSAL, HAS_MASK)  # fmt: skip
         k = load_rows(K, j, d, k_l, live, D, BLOCK_D)
         v = load_rows(V, j, d, v_l, live, D, BLOCK_D)
-        acc, top, total = add_keys(acc, top, total, q, k, v, allowed, scale, False, PRECISION)
+        factor = kept(word[:, None], (first + j)[None, :], threshold, DROPOUT)
+        acc, top, total = add_keys(acc, top, total, q, k, v, allowed, factor, scale, False, PRECISION)
 
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)

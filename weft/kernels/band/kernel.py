@@ -75,11 +75,12 @@ def too_long(attn: Any, *qkv: Tensor) -> str:
 
 
 def blocks(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, block_size: int, causal: bool, table: Tensor | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, block_size: int, causal: bool,
+    table: Tensor | None = None, key: Tensor | None = None, threshold: int = 0,
+) -> Tensor:  # fmt: skip
     """`local`. Packed documents need the `table` of their blocks, which must fit into one tile (`one_tile`)."""
     right = 0 if causal else block_size
-    return _band(q, k, v, mask, block_size, block_size, right, causal, "none", 0, False, table=table)
+    return _band(q, k, v, mask, table, key, block_size, block_size, right, causal, "none", 0, False, threshold)
 
 
 def one_tile(block_size: int, q: Tensor) -> bool:
@@ -88,30 +89,35 @@ def one_tile(block_size: int, q: Tensor) -> bool:
 
 
 def window(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, left: int, right: int, first: int, causal: bool
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, left: int, right: int, first: int, causal: bool,
+    key: Tensor | None = None, threshold: int = 0,
+) -> Tensor:  # fmt: skip
     """`longformer`: the sequence is one block."""
-    return _band(q, k, v, mask, 0, left, right, causal, "first" if first else "none", first, False)
+    extras = "first" if first else "none"
+    return _band(q, k, v, mask, None, key, 0, left, right, causal, extras, first, False, threshold)
 
 
 def block_and_columns(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, block_size: int, columns: list[int], causal: bool
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, block_size: int, columns: list[int], causal: bool,
+    key: Tensor | None = None, threshold: int = 0,
+) -> Tensor:  # fmt: skip
     """`sparse`, fixed; `columns` from `fixed_columns`: the last offsets of a block, and optionally the first."""
     leading = len(columns) < block_size and columns[:1] == [0]
     extras = "columns" if columns else "none"
     right = 0 if causal else block_size
-    return _band(q, k, v, mask, block_size, block_size, right, causal, extras, len(columns), leading)
+    options = block_size, block_size, right, causal, extras, len(columns), leading, threshold
+    return _band(q, k, v, mask, None, key, *options)
 
 
-def _band(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *options: Any, table: Tensor | None = None) -> Tensor:
+def _band(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *given: Any) -> Tensor:
     q, k, v = autocast(q, k, v)
-    return _operator(q, k, v, for_operator(mask), table, *options)
+    return _operator(q, k, v, for_operator(mask), *given)
 
 
 def attend_near(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, block_size: int, left: int, right: int, causal: bool,
-    extras: str = "none", count: int = 0, leading: bool = False, table: Tensor | None = None,
+    extras: str = "none", count: int = 0, leading: bool = False, threshold: int = 0, table: Tensor | None = None,
+    key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out and its log2 normalisers, -inf for queries without keys."""
     from .forward import attend
@@ -126,10 +132,10 @@ def attend_near(
     t = tiles("attend", m, q)
     launch(
         attend, (n * ceil_div(m, t.queries) * BH,),
-        q, k, v, _flags(q, mask), q if table is None else table, out, lse,
+        q, k, v, _flags(q, mask), q if table is None else table, q if key is None else key, out, lse,
         *strides(q), *strides(k), *strides(v), *strides(out),
-        BH, H, L, m, n, left, right, math.log2(math.e) / math.sqrt(D),
-        BQ=t.queries, BK=t.keys, **_options(q, mask, causal, extras, count, leading), PACKED=table is not None,
+        BH, H, L, m, n, left, right, threshold, math.log2(math.e) / math.sqrt(D),
+        BQ=t.queries, BK=t.keys, **_options(q, mask, key, causal, extras, count, leading), PACKED=table is not None,
         **t.launch(),
     )  # fmt: skip
     return out, lse
@@ -142,7 +148,7 @@ def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
 def near_gradients(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, block_size: int,
     left: int, right: int, causal: bool, extras: str = "none", count: int = 0, leading: bool = False,
-    table: Tensor | None = None,
+    threshold: int = 0, table: Tensor | None = None, key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, and delta. Short blocks do not need delta and return lse instead."""
     from .backward import extra_gradients, key_gradients, query_gradients
@@ -153,28 +159,29 @@ def near_gradients(
     B, H, L, D = q.shape
     BH = B * H
     m, n, extras, count = _blocks(L, block_size, extras, count)
-    flags, options = _flags(q, mask), _options(q, mask, causal, extras, count, leading)
+    flags, options = _flags(q, mask), _options(q, mask, key, causal, extras, count, leading)
+    key = q if key is None else key
     logit_scale = 1 / math.sqrt(D)
     scale = math.log2(math.e) * logit_scale
     given = (*strides(q), *strides(k), *strides(v), *strides(dout))
     t = tiles("block gradients", m, q)
     if block_size and extras == "none" and m <= t.queries:
-        shape = {key: options[key] for key in ("D", "BLOCK_D", "CAUSAL", "HAS_MASK", "PRECISION")}
+        shape = {key: options[key] for key in ("D", "BLOCK_D", "CAUSAL", "HAS_MASK", "PRECISION", "DROPOUT")}
         if table is not None:
             n, BH = table.shape[0], H
         launch(
             block_gradients, (n * BH,),
-            q, k, v, flags, q if table is None else table, out, dout, lse, dq, dk, dv,
+            q, k, v, flags, q if table is None else table, key, out, dout, lse, dq, dk, dv,
             *given, *strides(out), *strides(dq), *strides(dk), *strides(dv),
-            BH, H, L, m, scale, logit_scale, ROWS=t.queries, **shape, PACKED=table is not None, **t.launch(),
+            BH, H, L, m, threshold, scale, logit_scale, ROWS=t.queries, **shape, PACKED=table is not None, **t.launch(),
         )  # fmt: skip
         return dq, dk, dv, lse
     delta = torch.empty_like(lse)
     t = tiles("query gradients", m, q)
     launch(
         query_gradients, (n * ceil_div(m, t.queries) * BH,),
-        q, k, v, flags, out, dout, lse, delta, dq, *given, *strides(out), *strides(dq),
-        BH, H, L, m, n, left, right, scale, logit_scale, BQ=t.queries, BK=t.keys, **options, **t.launch(),
+        q, k, v, flags, key, out, dout, lse, delta, dq, *given, *strides(out), *strides(dq),
+        BH, H, L, m, n, left, right, threshold, scale, logit_scale, BQ=t.queries, BK=t.keys, **options, **t.launch(),
     )  # fmt: skip
     extra_k = extra_v = lse  # not read if there are no extras
     total, chunks = n * count if extras == "columns" else count, 1
@@ -186,34 +193,34 @@ def near_gradients(
         extra_v = torch.empty_like(extra_k)
         launch(
             extra_gradients, (extra_tiles * chunks * BH,),
-            q, k, v, flags, dout, lse, delta, extra_k, extra_v, *given, BH, H, L, m, total, chunk, scale,
-            BQ=t.queries, BK=t.keys, **options, **t.launch(),
+            q, k, v, flags, key, dout, lse, delta, extra_k, extra_v, *given,
+            BH, H, L, m, total, chunk, threshold, scale, BQ=t.queries, BK=t.keys, **options, **t.launch(),
         )  # fmt: skip
     t = tiles("key gradients", m, q)
     launch(
         key_gradients, (n * ceil_div(m, t.keys) * BH,),
-        q, k, v, flags, dout, lse, delta, extra_k, extra_v, dk, dv, *given, *strides(dk), *strides(dv),
-        BH, H, L, m, left, right, total, chunks, scale, logit_scale,
+        q, k, v, flags, key, dout, lse, delta, extra_k, extra_v, dk, dv, *given, *strides(dk), *strides(dv),
+        BH, H, L, m, left, right, total, chunks, threshold, scale, logit_scale,
         BQ=t.queries, BK=t.keys, **options, **t.launch(),
     )  # fmt: skip
     return dq, dk, dv, delta
 
 
-def _forward(q, k, v, mask, table, block_size, left, right, causal, extras, count, leading):
+def _forward(q, k, v, mask, table, key, block_size, left, right, causal, extras, count, leading, threshold):
     """block_size 0: the whole sequence; count: the first tokens, or the columns of a block."""
     check(q, k, v, extras)
-    return attend_near(q, k, v, mask, block_size, left, right, causal, extras, count, leading, table)
+    options = block_size, left, right, causal, extras, count, leading, threshold
+    return attend_near(q, k, v, mask, *options, table, key)
 
 
-def _backward(dout, q, k, v, mask, table, out, lse, block_size, left, right, causal, extras, count, leading):
-    options = block_size, left, right, causal, extras, count, leading, table
-    return near_gradients(dout, q, k, v, mask, out, lse, *options)[:3]
+def _backward(dout, q, k, v, mask, table, key, out, lse, *options):
+    return near_gradients(dout, q, k, v, mask, out, lse, *options, table, key)[:3]
 
 
 _operator = Operator(
     "band",
-    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? table, int block_size, int left, int right, bool causal,"
-    " str extras, int count, bool leading",
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? table, Tensor? key, int block_size, int left, int right,"
+    " bool causal, str extras, int count, bool leading, int threshold",
     _forward,
     lambda q, *rest: _outputs(q),
     _backward,
@@ -234,7 +241,9 @@ def _flags(q: Tensor, mask: Tensor | None) -> Tensor:
     return q if mask is None else as_flags(mask)
 
 
-def _options(q: Tensor, mask: Tensor | None, causal: bool, extras: str, count: int, leading: bool) -> dict[str, Any]:
+def _options(
+    q: Tensor, mask: Tensor | None, key: Tensor | None, causal: bool, extras: str, count: int, leading: bool
+) -> dict[str, Any]:
     D = q.shape[3]
     return {
         "D": D,
@@ -245,6 +254,7 @@ def _options(q: Tensor, mask: Tensor | None, causal: bool, extras: str, count: i
         "CAUSAL": causal,
         "HAS_MASK": mask is not None,
         "PRECISION": precision(q),
+        "DROPOUT": key is not None,
     }
 
 

@@ -11,17 +11,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..random import kept, row_words
 from ..rows import load_rows, place, store_rows, valid_rows
 
 
 @triton.jit
 def block_gradients(
-    Q, K, V, MASK, TABLE, OUT, DOUT, LSE, DQ, DK, DV,
+    Q, K, V, MASK, TABLE, KEY, OUT, DOUT, LSE, DQ, DK, DV,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, o_b, o_h, o_l,
     dq_b, dq_h, dq_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
-    BH, H, L, m, scale, logit_scale,
+    BH, H, L, m, threshold, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    PRECISION: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     b, h, bh, first, end = place(TABLE, tl.program_id(0) % BH, tl.program_id(0) // BH, H, L, m, PACKED)
     at = first.to(tl.int64)
@@ -40,9 +41,10 @@ def block_gradients(
     if CAUSAL:
         allowed = allowed & (row[None, :] <= row[:, None])
     p = tl.where(allowed, tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale - lse[:, None]), 0.0)
-    dv = tl.dot(tl.trans(p.to(dout.dtype)), dout, input_precision=PRECISION)
+    factor = kept(row_words(KEY, bh, first + row, DROPOUT)[:, None], (first + row)[None, :], threshold, DROPOUT)
+    dv = tl.dot(tl.trans((p * factor).to(dout.dtype)), dout, input_precision=PRECISION)
     store_rows(DV + b * dv_b + h * dv_h + at * dv_l, dv, row, d, dv_l, live, D, BLOCK_D)
-    dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+    dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION) * factor
     ds = (p * (dp - delta[:, None])).to(q.dtype)
     dq = tl.dot(ds, k, input_precision=PRECISION) * logit_scale
     store_rows(DQ + b * dq_b + h * dq_h + at * dq_l, dq, row, d, dq_l, live, D, BLOCK_D)

@@ -10,7 +10,8 @@ multiprocessor has work; `collect` adds the chunks. If there is only one block, 
 pooled query. `query_gradients` loops over the same keys and summaries as the forward for a tile of queries: dq.
 
 Max pooling splits its gradient equally among the entries equal to the maximum, as torch.amax does. The accumulators
-start from the gradients through the pooling and the local softmax.
+start from the gradients through the pooling and the local softmax. Dropout multiplies p in out and dv, and dout · v in
+ds, by the forward's factors; summary s counts as key L + s.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ....kernels.random import kept, row_words
 from ....kernels.rows import load_rows, store_rows, valid_rows
 from .forward import seen_tile, seen_tiles
 
 
 @triton.jit
 def span_gradients(
-    Q, OUT, DOUT, KBAR, VBAR, LOCAL, LSE, DELTA, PART_K, PART_V,
+    Q, OUT, DOUT, KBAR, VBAR, LOCAL, LSE, KEY, DELTA, PART_K, PART_V,
     q_b, q_h, q_l, o_b, o_h, o_l, g_b, g_h, g_l,
-    BH, H, L, n, chunk, scale, logit_scale,
+    BH, H, L, n, chunk, threshold, scale, logit_scale,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Gradients of BS summaries from the queries of one chunk; PART_K and PART_V are (B·H, chunks, n, D), float32. The
     programs of the first summaries also store delta, of all queries."""
@@ -81,9 +83,11 @@ def span_gradients(
         allowed = real[:, None] & ((s[:, None] < block[None, :]) if CAUSAL else (s[:, None] != block[None, :]))
         logit = tl.dot(kbar, tl.trans(q), input_precision=PRECISION)
         p = tl.where(allowed, tl.exp2(logit * scale - lse[None, :]), 0.0)
-        dvbar = tl.dot(p.to(dout.dtype), dout, dvbar, input_precision=PRECISION)
+        word = row_words(KEY, bh, q_first + i, DROPOUT)
+        factor = kept(word[None, :], (L + s)[:, None], threshold, DROPOUT)
+        dvbar = tl.dot((p * factor).to(dout.dtype), dout, dvbar, input_precision=PRECISION)
         dp = tl.dot(vbar, tl.trans(dout), input_precision=PRECISION)
-        ds = p * (dp - delta[None, :])
+        ds = p * (dp * factor - delta[None, :])
         dkbar = tl.dot(ds.to(q.dtype), q, dkbar, input_precision=PRECISION)
     at = (bh.to(tl.int64) * ((L + chunk - 1) // chunk) + c) * n * D
     store_rows(PART_K + at, dkbar * logit_scale, s, d, D, s < n, D, BLOCK_D)
@@ -120,11 +124,12 @@ def collect(
 
 @triton.jit
 def key_gradients(
-    Q, K, V, MASK, DOUT, STATS, KBAR, LOCAL, LSE, DELTA, DKBAR, DVBAR, MEAN_DALPHA, WEIGHTED, DK, DV,
+    Q, K, V, MASK, DOUT, STATS, KBAR, LOCAL, LSE, DELTA, KEY, DKBAR, DVBAR, MEAN_DALPHA, WEIGHTED, DK, DV,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
-    BH, H, L, n, scale, logit_scale,
+    BH, H, L, n, threshold, scale, logit_scale,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     SPANS: tl.constexpr, POOL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (m + BK - 1) // BK
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
@@ -179,9 +184,11 @@ def key_gradients(
             p = tl.where((j[:, None] <= i[None, :]), p, 0.0)
         if HAS_MASK or not CAUSAL:
             p = tl.where(real[:, None], p, 0.0)
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+        word = row_words(KEY, bh, first + i, DROPOUT)
+        factor = kept(word[None, :], (first + j)[:, None], threshold, DROPOUT)
+        dv = tl.dot((p * factor).to(dout.dtype), dout, dv, input_precision=PRECISION)
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
-        ds = p * (dp - delta[None, :])
+        ds = p * (dp * factor - delta[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     store_rows(DK, dk * logit_scale, j, d, dk_l, j < end, D, BLOCK_D)
     store_rows(DV, dv, j, d, dv_l, j < end, D, BLOCK_D)
@@ -189,12 +196,13 @@ def key_gradients(
 
 @triton.jit
 def query_gradients(
-    Q, K, V, MASK, DOUT, STATS, KBAR, VBAR, LOCAL, LSE, DELTA, MEAN_DALPHA, WEIGHTED, DQ,
+    Q, K, V, MASK, DOUT, STATS, KBAR, VBAR, LOCAL, LSE, DELTA, KEY, MEAN_DALPHA, WEIGHTED, DQ,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dq_b, dq_h, dq_l,
-    BH, H, L, n, scale, logit_scale,
+    BH, H, L, n, threshold, scale, logit_scale,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     PARTS: tl.constexpr, PART_ROWS: tl.constexpr,
     SPANS: tl.constexpr, POOL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (m + BQ - 1) // BQ
     bh = tl.program_id(0) % BH
@@ -234,6 +242,7 @@ def query_gradients(
             shares = shares & (q.to(tl.float32) == tl.load(STATS + d, mask=d < D, other=0.0)[None, :])
         dq += tl.where(shares, dqbar[None, :], 0.0)
 
+    word = row_words(KEY, bh, first + i, DROPOUT)
     own_tiles, tiles, spans = seen_tiles(q_first, end, block, n, BQ, BK, SPANS, CAUSAL)
     for t in range(0, tiles):
         own, row, live, allowed = seen_tile(t, own_tiles, i, end, block, spans, MASK, LOCAL, BK, CAUSAL, HAS_MASK)
@@ -241,7 +250,8 @@ def query_gradients(
         v = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), live, D, BLOCK_D)
         logit = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         p = tl.where(allowed, tl.exp2(logit * scale - lse[:, None]), 0.0)
-        dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+        factor = kept(word[:, None], (row + tl.where(own, first, L))[None, :], threshold, DROPOUT)
+        dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION) * factor
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     store_rows(DQ, dq * logit_scale, i, d, dq_l, i < end, D, BLOCK_D)

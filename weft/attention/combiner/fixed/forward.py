@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ....kernels.random import kept, row_words
 from ....kernels.rows import load_rows, store_rows, valid_rows
 
 
@@ -145,9 +146,10 @@ def seen_tile(t, own_tiles, i, end, block, spans, MASK, LOCAL, BK: tl.constexpr,
 
 
 @triton.jit
-def add_tile(acc, top, total, q, k, v, allowed, scale,
+def add_tile(acc, top, total, q, k, v, allowed, factor, scale,
              ALL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Add one tile of keys to the running softmax. ALL: all pairs are allowed, `allowed` is not read."""
+    """Add one tile of keys to the running softmax. ALL: all pairs are allowed, `allowed` is not read. `factor` is that
+    of dropout."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if not ALL:
         s = tl.where(allowed, s, float("-inf"))
@@ -157,17 +159,17 @@ def add_tile(acc, top, total, q, k, v, allowed, scale,
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
     p = tl.exp2(s * scale - shift[:, None])
     old = tl.exp2(top - shift)
-    acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
+    acc = tl.dot((p * factor).to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
     return acc, new_top, total * old + tl.sum(p, 1)
 
 
 @triton.jit
 def attend(
-    Q, K, V, MASK, KBAR, VBAR, LOCAL, OUT, LSE,
+    Q, K, V, MASK, KBAR, VBAR, LOCAL, KEY, OUT, LSE,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l,
-    BH, H, L, n, scale,
+    BH, H, L, n, threshold, scale,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-    SPANS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+    SPANS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (m + BQ - 1) // BQ  # tiles of queries in a block
     bh = tl.program_id(0) % BH
@@ -192,6 +194,7 @@ def attend(
     acc = tl.zeros([BQ, BLOCK_D], tl.float32)
     top = tl.full([BQ], float("-inf"), tl.float32)
     total = tl.zeros([BQ], tl.float32)
+    word = row_words(KEY, bh, first + i, DROPOUT)
     own_tiles, tiles, spans = seen_tiles(q_first, end, block, n, BQ, BK, SPANS, CAUSAL)
     own_whole, span_whole = 0, 0
     if CAUSAL and not HAS_MASK:  # first the tiles in which all pairs are allowed, without checks
@@ -201,14 +204,16 @@ def attend(
             row = (t - tl.where(own, 0, own_whole)) * BK + tl.arange(0, BK)
             k = load_rows(tl.where(own, K, KBAR), row, d, tl.where(own, k_l, D), None, D, BLOCK_D)
             v = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), None, D, BLOCK_D)
-            acc, top, total = add_tile(acc, top, total, q, k, v, None, scale, True, HAS_MASK, PRECISION)
+            factor = kept(word[:, None], (row + tl.where(own, first, L))[None, :], threshold, DROPOUT)
+            acc, top, total = add_tile(acc, top, total, q, k, v, None, factor, scale, True, HAS_MASK, PRECISION)
     edge = own_tiles - own_whole
     for t in range(0, tiles - own_whole - span_whole):
         t += tl.where(t < edge, own_whole, own_whole + span_whole)
         own, row, live, allowed = seen_tile(t, own_tiles, i, end, block, spans, MASK, LOCAL, BK, CAUSAL, HAS_MASK)
         k = load_rows(tl.where(own, K, KBAR), row, d, tl.where(own, k_l, D), live, D, BLOCK_D)
         v = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), live, D, BLOCK_D)
-        acc, top, total = add_tile(acc, top, total, q, k, v, allowed, scale, False, HAS_MASK, PRECISION)
+        factor = kept(word[:, None], (row + tl.where(own, first, L))[None, :], threshold, DROPOUT)
+        acc, top, total = add_tile(acc, top, total, q, k, v, allowed, factor, scale, False, HAS_MASK, PRECISION)
 
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)

@@ -69,15 +69,17 @@ TILES: dict[tuple[str, int, int], Tiles] = {
 
 
 def combiner_fixed(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, block_size: int, pool: str, causal: bool
-) -> Tensor:
-    """Run the mechanism on q, k, v (B, H, L, D) and mask (B, L) with the kernels."""
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, block_size: int, pool: str, causal: bool,
+    key: Tensor | None = None, threshold: int = 0,
+) -> Tensor:  # fmt: skip
+    """Run the mechanism on q, k, v (B, H, L, D) and mask (B, L) with the kernels; `key` and `threshold` are those of
+    `dropout_key`."""
     q, k, v = autocast(q, k, v)
     keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return _operator(q, k, v, for_operator(mask), block_size, pool, causal, keep)
+    return _operator(q, k, v, for_operator(mask), key, block_size, pool, causal, keep, threshold)
 
 
-def _forward(q, k, v, mask, block_size, pool, causal, keep):
+def _forward(q, k, v, mask, key, block_size, pool, causal, keep, threshold):
     """`keep` stores the block statistics for the backward."""
     from .forward import attend, summarise
 
@@ -102,9 +104,10 @@ def _forward(q, k, v, mask, block_size, pool, causal, keep):
     t = tiles("attend", block_size, q)
     launch(
         attend, (n * ceil_div(block_size, t.queries) * B * H,),
-        q, k, v, flags, kbar, vbar, local, out, lse, *strides(q), *strides(k), *strides(v), *strides(out),
-        B * H, H, L, n, scale, m=block_size, D=D, BLOCK_D=width, BQ=t.queries, BK=t.keys, SPANS=n > 1,
-        CAUSAL=causal, HAS_MASK=has_mask, PRECISION=precision(q), **t.launch(),
+        q, k, v, flags, kbar, vbar, local, q if key is None else key, out, lse,
+        *strides(q), *strides(k), *strides(v), *strides(out),
+        B * H, H, L, n, threshold, scale, m=block_size, D=D, BLOCK_D=width, BQ=t.queries, BK=t.keys, SPANS=n > 1,
+        CAUSAL=causal, HAS_MASK=has_mask, PRECISION=precision(q), DROPOUT=key is not None, **t.launch(),
     )  # fmt: skip
     return outputs
 
@@ -128,7 +131,7 @@ def _kept(q: Tensor, block_size: int, keep: bool) -> Block:
     )
 
 
-def _backward(dout, q, k, v, mask, out, block, block_size, pool, causal, keep):
+def _backward(dout, q, k, v, mask, key, out, block, block_size, pool, causal, keep, threshold):
     from ....kernels.rows import row_products
     from .backward import collect, key_gradients, query_gradients, span_gradients
 
@@ -144,7 +147,8 @@ def _backward(dout, q, k, v, mask, out, block, block_size, pool, causal, keep):
     has_mask = mask is not None
     flags = as_flags(mask) if has_mask else q
     shape = {"m": block_size, "D": D, "BLOCK_D": width, "CAUSAL": causal}
-    options = {**shape, "HAS_MASK": has_mask, "PRECISION": precision(q)}
+    options = {**shape, "HAS_MASK": has_mask, "PRECISION": precision(q), "DROPOUT": key is not None}
+    key = q if key is None else key
     delta = torch.empty_like(lse)
     by_keys, by_queries = tiles("key gradients", block_size, q), tiles("query gradients", block_size, q)
     key_tiles = ceil_div(block_size, by_keys.keys)
@@ -156,8 +160,8 @@ def _backward(dout, q, k, v, mask, out, block, block_size, pool, causal, keep):
         t = tiles("span gradients", n, q)
         launch(
             span_gradients, (ceil_div(n, t.keys) * chunks * BH,),
-            q, out, dout, kbar, vbar, local, lse, delta, part_k, part_v, *strides(q), *strides(out), *strides(dout),
-            BH, H, L, n, chunk, scale, logit_scale, BQ=t.queries, BS=t.keys, **options, **t.launch(),
+            q, out, dout, kbar, vbar, local, lse, key, delta, part_k, part_v,
+            *strides(q), *strides(out), *strides(dout), BH, H, L, n, chunk, threshold, scale, logit_scale, BQ=t.queries, BS=t.keys, **options, **t.launch(),
         )  # fmt: skip
         dkbar, dvbar = part_k.new_empty(B, H, n, D), part_k.new_empty(B, H, n, D)
         mean_dalpha = part_k.new_empty(B, H, n)
@@ -174,16 +178,16 @@ def _backward(dout, q, k, v, mask, out, block, block_size, pool, causal, keep):
     t = by_keys
     launch(
         key_gradients, (n * key_tiles * BH,),
-        q, k, v, flags, dout, stats, kbar, local, lse, delta, dkbar, dvbar, mean_dalpha, weighted, dk, dv,
+        q, k, v, flags, dout, stats, kbar, local, lse, delta, key, dkbar, dvbar, mean_dalpha, weighted, dk, dv,
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk), *strides(dv),
-        BH, H, L, n, scale, logit_scale, BQ=t.queries, BK=t.keys, SPANS=n > 1, POOL=pool, **options, **t.launch(),
+        BH, H, L, n, threshold, scale, logit_scale, BQ=t.queries, BK=t.keys, SPANS=n > 1, POOL=pool, **options, **t.launch(),
     )  # fmt: skip
     t = by_queries
     launch(
         query_gradients, (n * ceil_div(block_size, t.queries) * BH,),
-        q, k, v, flags, dout, stats, kbar, vbar, local, lse, delta, mean_dalpha, weighted, dq,
+        q, k, v, flags, dout, stats, kbar, vbar, local, lse, delta, key, mean_dalpha, weighted, dq,
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq),
-        BH, H, L, n, scale, logit_scale, BQ=t.queries, BK=t.keys, PARTS=key_tiles,
+        BH, H, L, n, threshold, scale, logit_scale, BQ=t.queries, BK=t.keys, PARTS=key_tiles,
         PART_ROWS=next_power_of_two(key_tiles), SPANS=n > 1, POOL=pool, **options, **t.launch(),
     )  # fmt: skip
     return dq, dk, dv
@@ -191,9 +195,9 @@ def _backward(dout, q, k, v, mask, out, block, block_size, pool, causal, keep):
 
 _operator = Operator(
     "combiner_fixed",
-    "Tensor q, Tensor k, Tensor v, Tensor? mask, int block_size, str pool, bool causal, bool keep",
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key, int block_size, str pool, bool causal, bool keep, int threshold",
     _forward,
-    lambda q, k, v, mask, block_size, pool, causal, keep: _outputs(q, block_size, keep),
+    lambda q, k, v, mask, key, block_size, pool, causal, keep, threshold: _outputs(q, block_size, keep),
     _backward,
     outputs=2,
 )

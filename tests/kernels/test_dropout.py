@@ -1,0 +1,86 @@
+"""Dropout inside the kernels: outputs and gradients equal the plain version with the same probabilities dropped."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from counters import mixed, words
+from promises import DEVICE
+
+import weft
+
+pytest.importorskip("triton")
+
+P, KEY = 0.3, 2**61 + 98765
+CALLS = {
+    "combiner-fixed": ({"block_size": 16}, {"block_size": 20}),
+    "local": ({"block_size": 9}, {"block_size": 40}),
+    "longformer": ({"window": 8}, {"window": 7, "global_tokens": 3}),
+    "sparse": ({"block_size": 8, "columns": 2}, {"block_size": 17, "columns": 3, "leading_column": True}),
+}
+
+
+def factors(B, H, L, column) -> torch.Tensor:
+    """(B, H, L, L): 1/(1 − p), or 0 for what the kernels drop; `column` (L, L) is the number of a query's key."""
+    low, high = words(KEY)
+    heads = mixed(np.arange(B * H)).reshape(B, H, 1, 1)
+    word = mixed(mixed(np.arange(L).astype(np.uint32)[:, None] ^ low) ^ high ^ heads)
+    with np.errstate(over="ignore"):
+        drawn = mixed(word ^ column.astype(np.uint32) * np.uint32(0x9E3779B1)) >> np.uint32(8)
+    threshold = round(P * 2**24)
+    return torch.tensor((drawn.astype(np.int64) >= threshold) * (2**24 / (2**24 - threshold)))
+
+
+def test_every_kernel_with_dropout_is_tested():
+    infos = [weft.attention_info(name) for name in weft.attentions()]
+    able = {x.name for x in infos if x.kernel is not None and x.kernel.dropout and x.dropout == "probabilities"}
+    assert able == set(CALLS)
+
+
+# All combinations on a GPU; two of each mechanism in Triton's interpreter, which is slow.
+EVERY = [(name, i, causal, masked) for name in CALLS for i in (0, 1) for causal in (True, False) for masked in (0, 1)]
+FEW = [(name, i, i == 0, i) for name in CALLS for i in (0, 1)]
+
+
+@pytest.mark.parametrize(("name", "which", "causal", "masked"), FEW if DEVICE == "cpu" else EVERY)
+def test_kernels_drop_the_same_probabilities_forward_and_backward(name, which, causal, masked, monkeypatch):
+    torch.manual_seed(0)
+    options = CALLS[name][which]
+    B, H, L, D = (2, 1, 25, 16) if DEVICE == "cpu" else (2, 3, 300, 64)
+    attn = weft.make_attention(name, heads=H, head_dim=D, causal=causal, dropout=P, backend="triton", **options)
+    monkeypatch.setattr(torch, "randint", lambda *_, device: torch.tensor([KEY], device=device))
+    tensors = [torch.randn(B, L, H, D).transpose(1, 2) for _ in range(4)]
+    mask = torch.rand(B, L) > 0.2 if masked else None
+    i, j = np.arange(L)[:, None], np.arange(L)[None, :]
+    column = np.broadcast_to(j, (L, L))
+    if name == "combiner-fixed":  # a summary is dropped as a whole
+        m = options["block_size"]
+        column = np.where(i // m == j // m, j, L + j // m)
+    drop = factors(B, H, L, column).to(tensors[0].device)
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        *qkv, dout = (x.to(dtype).requires_grad_() for x in tensors)
+        if dtype == torch.float64:
+            q, k, v = attn.clean(*qkv, mask)
+            attn.eval()
+            weights = attn.info.naive(attn, q, k, torch.eye(L, dtype=dtype).expand(B, H, L, L), mask)
+            out = (weights * drop) @ v
+        else:
+            out = attn.train()(*qkv, mask)
+        if mask is not None:
+            out = out * mask[:, None, :, None]
+        results.append((out, *torch.autograd.grad(out, qkv, dout)))
+    for truth, mine in zip(*results, strict=True):
+        assert (truth - mine).norm() < 1e-4 * truth.norm()
+
+
+def test_dropout_is_repeated_from_the_seed_and_gone_in_eval():
+    attn = weft.make_attention("local", heads=2, head_dim=16, dropout=0.5, backend="triton")
+    q = torch.randn(1, 2, 40, 16)
+    found = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        found.append(attn(q, q, q))
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+    torch.testing.assert_close(attn.eval()(q, q, q), weft.attention_info("local").naive(attn, q, q, q))
