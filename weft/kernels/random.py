@@ -42,17 +42,19 @@ def normals(position, low, high):
 @triton.jit
 def row_words(KEY, bh, i, DROPOUT: tl.constexpr):
     """A random word for each query i of head bh, for `kept`. KEY is not read without DROPOUT."""
+    word = i
     if DROPOUT:
         low, high = load_key(KEY)
-        return mixed(mixed(i.to(tl.uint32) ^ low) ^ high ^ mixed(bh.to(tl.uint32)))
-    return i
+        word = mixed(mixed(i.to(tl.uint32) ^ low) ^ high ^ mixed(bh.to(tl.uint32)))
+    return word
 
 
 @triton.jit
 def kept(word, j, threshold, DROPOUT: tl.constexpr):
     """Dropout's factors of the probabilities of keys j, for queries with these words: 1/(1 − p), or 0 with probability
     p = threshold / 2**24."""
+    factor = 1.0
     if DROPOUT:
         drawn = (mixed(word ^ (j.to(tl.uint32) * 0x9E3779B1)) >> 8).to(tl.int32)
-        return tl.where(drawn >= threshold, 16777216.0 / (16777216 - threshold), 0.0)
-    return 1.0
+        factor = tl.where(drawn >= threshold, 16777216.0 / (16777216 - threshold), 0.0)
+    return factor
