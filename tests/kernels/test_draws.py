@@ -60,7 +60,8 @@ def test_samples_follow_the_law_of_the_cpu():
         counts = np.zeros((2, windows, windows * size))
         for seed in range(n):
             mine = expected(seed * 7919 + 1, windows, size, sigma, sigma is not None, causal)
-            theirs = sample_windows(torch.tensor([seed]), windows, size, sigma, sigma is not None, causal, False).numpy()
+            key = torch.tensor([seed])
+            theirs = sample_windows(key, windows, size, sigma, sigma is not None, causal, False).numpy()
             for side, sample in enumerate((mine, theirs)):
                 for w in range(windows):
                     counts[side, w, sample[w]] += 1

@@ -17,7 +17,7 @@ from ..core.contract import Attention, PositionBias
 from ..core.decoding_state import Place
 from ..core.dense import dense_attention, positions
 from ..core.dispatch import Kernel
-from ..core.dropout import dropout_key
+from ..core.dropout import dropout_key, untested
 from ..core.registry import register
 from ..core.segments import Segments
 from ..core.softmax import softmax_attention
@@ -70,7 +70,7 @@ class LocalAttention(Attention):
 
 def run_kernel(attn: LocalAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
     key, threshold = dropout_key(attn, q)
-    options = {"block_size": attn.block_size, "causal": attn.causal}
+    options: dict[str, Any] = {"block_size": attn.block_size, "causal": attn.causal}
     return kernel.blocks(q, k, v, mask, **options, key=key, threshold=threshold)
 
 
@@ -81,7 +81,7 @@ def run_packed(
     if not kernel.one_tile(m, q):
         return None
     key, threshold = dropout_key(attn, q)
-    options = {"block_size": m, "causal": attn.causal, "table": documents.table(m)}
+    options: dict[str, Any] = {"block_size": m, "causal": attn.causal, "table": documents.table(m)}
     return kernel.blocks(q, k, v, mask, **options, key=key, threshold=threshold)
 
 
@@ -92,5 +92,13 @@ register(
     paper="Parmar et al. 2018, Image Transformer (1802.05751)",
     cost="L*block",
     bias=True,
-    kernel=Kernel(run_kernel, kernel.too_long, kernel.LEAST_LENGTH, dropout=True, largest_head=256, packed=run_packed),
+    kernel=Kernel(
+        run_kernel,
+        kernel.too_long,
+        kernel.LEAST_LENGTH,
+        dropout=True,
+        auto=untested,
+        largest_head=256,
+        packed=run_packed,
+    ),
 )

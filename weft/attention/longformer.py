@@ -22,7 +22,7 @@ from ..core.contract import Attention, PositionBias
 from ..core.decoding_state import Place
 from ..core.dense import dense_attention, positions
 from ..core.dispatch import Kernel
-from ..core.dropout import dropout_key
+from ..core.dropout import dropout_key, untested
 from ..core.registry import register
 from ..core.softmax import softmax_attention
 from ..core.state import KeyValues
@@ -124,5 +124,5 @@ register(
     paper="Beltagy et al. 2020, Longformer (2004.05150)",
     cost="L*window",
     bias=True,
-    kernel=Kernel(run_kernel, kernel.too_long, kernel.LEAST_LENGTH, dropout=True, largest_head=256),
+    kernel=Kernel(run_kernel, kernel.too_long, kernel.LEAST_LENGTH, dropout=True, auto=untested, largest_head=256),
 )

@@ -1,4 +1,4 @@
-"""Dropout inside kernels. Which probabilities are dropped is a hash of a key, the head, the query and the key's position
+"""Dropout inside kernels. Which probabilities are dropped is a hash of a key, the head, the query and its key
 (`weft/kernels/random.py`): nothing is stored, and the backward computes it again."""
 
 from __future__ import annotations
@@ -17,3 +17,8 @@ def dropout_key(attn: Any, q: Tensor) -> tuple[Tensor | None, int]:
     if not attn.training or not attn.dropout:
         return None, 0
     return torch.randint(2**62, (1,), device=q.device), min(round(attn.dropout * STEPS), STEPS - 1)
+
+
+def untested(attn: Any) -> bool:
+    """`Kernel.auto`: no GPU has confirmed dropout inside the kernels yet."""
+    return not (attn.training and attn.dropout)

@@ -1,5 +1,5 @@
-"""Triton helpers: counter-based random numbers. A number is a hash of a 64-bit key and a position, so it can be computed
-again anywhere, in any order, and nothing is stored."""
+"""Triton helpers: counter-based random numbers. A number is a hash of a 64-bit key and a position, so it can be
+computed again anywhere, in any order, and nothing is stored."""
 
 from __future__ import annotations
 

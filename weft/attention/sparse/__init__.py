@@ -26,7 +26,7 @@ from ...core.contract import PositionBias
 from ...core.decoding_state import Place
 from ...core.dense import dense_attention, positions
 from ...core.dispatch import Kernel
-from ...core.dropout import dropout_key
+from ...core.dropout import dropout_key, untested
 from ...core.joint import Columns, Part, Rows, join_allowed, joint_attention, token_positions, valid_in
 from ...core.partitions import fixed_columns, other_blocks, own_block
 from ...core.registry import register
@@ -222,7 +222,7 @@ def run_kernel(attn: SparseAttention, q: Tensor, k: Tensor, v: Tensor, mask: Ten
         return strided_kernel.strided(q, k, v, mask, block_size=m, causal=causal)
     columns = fixed_columns(m, attn.columns, attn.leading_column)
     key, threshold = dropout_key(attn, q)
-    options = {"block_size": m, "columns": columns, "causal": causal}
+    options: dict[str, Any] = {"block_size": m, "columns": columns, "causal": causal}
     return band.block_and_columns(q, k, v, mask, **options, key=key, threshold=threshold)
 
 
@@ -240,5 +240,5 @@ register(
     cost="L*sqrt(L)",
     bias=True,
     length_dependent="without max_length the default block size depends on the length; set block_size to fix it",
-    kernel=Kernel(run_kernel, lacks, band.LEAST_LENGTH, dropout=True, largest_head=256),
+    kernel=Kernel(run_kernel, lacks, band.LEAST_LENGTH, dropout=True, auto=untested, largest_head=256),
 )

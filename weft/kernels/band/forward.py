@@ -128,8 +128,8 @@ def seen_tile(t, near_tiles, low, high, extras, i, row_low, row_high, block, fir
 
 @triton.jit
 def add_keys(acc, top, total, q, k, v, allowed, factor, scale, WHOLE: tl.constexpr, PRECISION: tl.constexpr):
-    """Add one tile of keys to the running softmax. WHOLE: all pairs are allowed, `allowed` is not read. `factor` is that
-    of dropout."""
+    """Add one tile of keys to the running softmax. WHOLE: all pairs are allowed, `allowed` is not read. `factor` is
+    that of dropout."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if not WHOLE:
         s = tl.where(allowed, s, float("-inf"))

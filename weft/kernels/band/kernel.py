@@ -214,7 +214,8 @@ def _forward(q, k, v, mask, table, key, block_size, left, right, causal, extras,
 
 
 def _backward(dout, q, k, v, mask, table, key, out, lse, *options):
-    return near_gradients(dout, q, k, v, mask, out, lse, *options, table, key)[:3]
+    given: Any = (*options, table, key)
+    return near_gradients(dout, q, k, v, mask, out, lse, *given)[:3]
 
 
 _operator = Operator(

@@ -28,7 +28,7 @@ from ....core.contract import PositionBias
 from ....core.decoding_state import Place
 from ....core.dense import dense_softmax, legal, positions, real_tokens
 from ....core.dispatch import Kernel
-from ....core.dropout import dropout_key
+from ....core.dropout import dropout_key, untested
 from ....core.joint import Part, Rows, valid_in
 from ....core.partitions import default_block, own_block
 from ....core.registry import register
@@ -305,7 +305,7 @@ def run_kernel(attn: CombinerFixed, q: Tensor, k: Tensor, v: Tensor, mask: Tenso
     dtype, m = q.dtype, attn.block_size or default_block(q.shape[2], attn.max_length)
     q, k, v = (attn._widen(t) for t in (q, k, v))
     key, threshold = dropout_key(attn, q)
-    options = {"block_size": m, "pool": attn.summary.pool, "causal": attn.causal}
+    options: dict[str, Any] = {"block_size": m, "pool": attn.summary.pool, "causal": attn.causal}
     return kernel.combiner_fixed(q, k, v, mask, **options, key=key, threshold=threshold).to(dtype)
 
 
@@ -324,5 +324,5 @@ register(
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
     length_dependent="without max_length the default block size depends on the length; set block_size to fix it",
-    kernel=Kernel(run_kernel, lacks, kernel.LEAST_LENGTH, dropout=True, largest_head=256),
+    kernel=Kernel(run_kernel, lacks, kernel.LEAST_LENGTH, dropout=True, auto=untested, largest_head=256),
 )

@@ -161,7 +161,8 @@ def _backward(dout, q, k, v, mask, key, out, block, block_size, pool, causal, ke
         launch(
             span_gradients, (ceil_div(n, t.keys) * chunks * BH,),
             q, out, dout, kbar, vbar, local, lse, key, delta, part_k, part_v,
-            *strides(q), *strides(out), *strides(dout), BH, H, L, n, chunk, threshold, scale, logit_scale, BQ=t.queries, BS=t.keys, **options, **t.launch(),
+            *strides(q), *strides(out), *strides(dout), BH, H, L, n, chunk, threshold, scale,
+            logit_scale, BQ=t.queries, BS=t.keys, **options, **t.launch(),
         )  # fmt: skip
         dkbar, dvbar = part_k.new_empty(B, H, n, D), part_k.new_empty(B, H, n, D)
         mean_dalpha = part_k.new_empty(B, H, n)
@@ -180,7 +181,8 @@ def _backward(dout, q, k, v, mask, key, out, block, block_size, pool, causal, ke
         key_gradients, (n * key_tiles * BH,),
         q, k, v, flags, dout, stats, kbar, local, lse, delta, key, dkbar, dvbar, mean_dalpha, weighted, dk, dv,
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk), *strides(dv),
-        BH, H, L, n, threshold, scale, logit_scale, BQ=t.queries, BK=t.keys, SPANS=n > 1, POOL=pool, **options, **t.launch(),
+        BH, H, L, n, threshold, scale, logit_scale, BQ=t.queries, BK=t.keys, SPANS=n > 1, POOL=pool, **options,
+        **t.launch(),
     )  # fmt: skip
     t = by_queries
     launch(
@@ -195,7 +197,8 @@ def _backward(dout, q, k, v, mask, key, out, block, block_size, pool, causal, ke
 
 _operator = Operator(
     "combiner_fixed",
-    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key, int block_size, str pool, bool causal, bool keep, int threshold",
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key, int block_size, str pool, bool causal,"
+    " bool keep, int threshold",
     _forward,
     lambda q, k, v, mask, key, block_size, pool, causal, keep, threshold: _outputs(q, block_size, keep),
     _backward,
