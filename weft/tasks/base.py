@@ -181,11 +181,6 @@ class StudyTask(Classification):
         self.presets = {f"{n}x{h}": {"layers": n, "heads": h} for n, h in study.shapes}
         # The published code, which differs from the paper: decoupled weight decay.
         self.presets["code"] = {"optimizer": "adamw", "weight_decay": 0.1}
-        self.presets["stable"] = {"clip": 1.0, "qk_norm": True}
-        self.presets["modern"] = dict(
-            positions="rope", norm="rms", qk_norm=True, optimizer="adamw", weight_decay=0.05, beta2=0.98, clip=1.0,
-            learning_rate=1e-3, schedule="cosine", batch_size=64,
-        )  # fmt: skip
 
     def inputs(self, batch: Columns) -> tuple[Tensor, ...]:
         return (batch["ids"].long(),)

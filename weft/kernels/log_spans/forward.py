@@ -25,9 +25,10 @@ def rows_of(position, L, REVERSE: tl.constexpr):
 
 @triton.jit
 def near_spans(T: tl.constexpr):
-    """(T, T): which rows of its own tile a position attends to."""
-    i, end = tl.arange(0, T)[:, None], tl.arange(0, T)[None, :] + 1
-    return (i & -(end & -end)) == end
+    """(T, T): which rows j of its own tile a position i attends to: i is in the block after the span that ends with j,
+    and as long. Triton 3.6 compiles the same condition as `i & -(end & -end) == end` wrongly for 64 rows."""
+    i, j = tl.arange(0, T)[:, None], tl.arange(0, T)[None, :]
+    return (j < i) & (i <= (j | (j + 1)))
 
 
 @triton.jit
