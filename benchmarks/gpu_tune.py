@@ -49,7 +49,7 @@ def runs(args: argparse.Namespace) -> Iterator[tuple[Trial, int, Any]]:
         if args.only is None or trial.mechanism in args.only:
             for L in trial.lengths:
                 if args.lengths is None or L in args.lengths:
-                    for tiles in trial.tiles:
+                    for tiles in trial.choices():
                         yield trial, L, tiles
 
 
