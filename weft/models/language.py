@@ -236,7 +236,26 @@ class TwoSegments(LanguageModel):
         nn.init.normal_(self.kind.weight, std=0.02)
 
     def forward(self, ids: Tensor, kinds: Tensor) -> Tensor:  # type: ignore[override]
+        return self.scores(self.tokens(ids, kinds))
+
+    def tokens(self, ids: Tensor, kinds: Tensor) -> Tensor:
+        """The tokens after the last block, (B, L, dim)."""
         x = self._embedded(ids, slice(0, ids.shape[1])) + self.kind(kinds)
         for block in self.blocks:
             x = block(x, kinds > 0, self.bias)
-        return self.scores(self.norm(x))
+        return self.norm(x)
+
+
+class SegmentClassifier(nn.Module):
+    """`model(ids, kinds)` -> logits (B, classes): the mean of the real tokens of `TwoSegments`, then a linear layer."""
+
+    def __init__(self, vocab: int, classes: int, *, dropout: float = 0.1, **options: Any):
+        super().__init__()
+        self.encoder = TwoSegments(vocab, dropout=dropout, **options)
+        del self.encoder.scores
+        self.dropout, self.head = nn.Dropout(dropout), nn.Linear(self.encoder.embed.embedding_dim, classes)
+
+    def forward(self, ids: Tensor, kinds: Tensor) -> Tensor:
+        real = (kinds > 0)[..., None]
+        x = self.encoder.tokens(ids, kinds).masked_fill(~real, 0)
+        return self.head(self.dropout(x.sum(1) / real.sum(1).clamp(min=1)))

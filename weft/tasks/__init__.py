@@ -5,6 +5,7 @@ from . import (  # noqa: F401  each registers its tasks
     density,
     detection,
     digits,
+    glue,
     imagenet,
     images,
     imdb,

@@ -51,9 +51,7 @@ def resample(x: Tensor, n: int, valid: Tensor | None = None, how: str = "nearest
     return slots, alive
 
 
-def _slots(
-    x: Tensor, n: int, how: str, order: Tensor | None, L: Tensor, part: tuple[Tensor, Tensor] | None
-) -> Tensor:
+def _slots(x: Tensor, n: int, how: str, order: Tensor | None, L: Tensor, part: tuple[Tensor, Tensor] | None) -> Tensor:
     """The slots of sequences with L real tokens. If x is only a part of them, with (real tokens before it, real tokens
     in it), what it contributes: 0 to slots of other parts."""
     slot = torch.arange(n, device=x.device)

@@ -1,0 +1,71 @@
+"""GLUE's files, and a classifier that starts from a masked language model."""
+
+import pytest
+import torch
+from runs import tiny
+
+import weft
+from weft.lab import train
+from weft.tasks import DataMissing, get_task, make_config
+from weft.tasks.glue import examples, pairs
+from weft.tasks.tokens import Pieces
+
+LAYOUTS = {  # heading, a line, its texts and label
+    "SST-2": ("sentence\tlabel", 'a "fine" film \t1', ('a "fine" film ',), "1"),
+    "CoLA": (None, "gj04\t0\t*\tThey drank the pub.", ("They drank the pub.",), "0"),
+    "MRPC": ("Quality\t#1 ID\t#2 ID\t#1 String\t#2 String", '1\t7\t8\tHe "no\tShe', ('He "no', "She"), "1"),
+    "QQP": ("id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate", "0\t1\t2\tWhy?\tHow?\t0", ("Why?", "How?"), "0"),
+    "QNLI": ("index\tquestion\tsentence\tlabel", "0\tWhen?\tIn May.\tentailment", ("When?", "In May."), "entailment"),
+    "MNLI": ("index\tsentence1\tsentence2\tlabel1\tgold_label", "0\tA\tB\tneutral\tneutral", ("A", "B"), "neutral"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_makers_layouts_are_read(tmp_path, name):
+    heading, line, texts, label = LAYOUTS[name]
+    path = tmp_path / "train.tsv"
+    path.write_text("\n".join([heading, line] if heading else [line]) + "\n")
+    assert examples(path) == [(texts, label)]
+    path.write_text("\n".join([heading or "no\tsuch", line, "short"]) + "\n")
+    with pytest.raises(DataMissing, match="train.tsv.*line (1 names|3 has 1 values)"):
+        examples(path)
+
+
+def test_the_longer_text_is_cut_and_each_has_its_kind():
+    code = Pieces.of(["a b c d e f g h"], 300)
+    rows = pairs(code, [("a b c d e f", "g h"), ("a",)], 6)
+    assert rows["kinds"].tolist()[1][1:] == [0] * 5 and rows["kinds"][1, 0] == 1
+    kinds = rows["kinds"][0].tolist()
+    assert kinds == [1, 1, 1, 1, 2, 2]  # "g" and " h" stay whole
+    assert code.bpe.decode(rows["ids"][0, 4:].tolist()) == "g h"
+
+
+def test_a_masked_model_is_fine_tuned_and_predicts(tmp_path):
+    (tmp_path / "c4").mkdir()
+    for part in ("train", "valid", "test"):
+        text = "\n\n".join(f"good film {i}\nbad film {i}" for i in range(60))
+        (tmp_path / "c4" / f"{part}.txt").write_text(text)
+    mlm = tmp_path / "mlm"
+    train(tiny(mlm, "c4-masked", data=str(tmp_path), max_length=24, steps=2, learning_rate=1e-3))
+    folder = tmp_path / "RTE"
+    folder.mkdir()
+    for part in ("train", "dev"):
+        rows = [f"{i}\t{word} film {i}\tfilm\t{word}" for i in range(30) for word in ("good", "bad")]
+        (folder / f"{part}.tsv").write_text("\n".join(["index\tsentence1\tsentence2\tlabel", *rows]))
+    settings = dict(data=str(folder), init_from=str(mlm), max_length=16, steps=80, learning_rate=5e-3, eval_every=40)
+    config = tiny(tmp_path / "fine", "glue", **settings)
+    task = get_task("glue")
+    data = task.load(config)
+    model = task.model(config, data)
+    from weft.lab.evaluate import saved_weights
+    from weft.lab.run import Run
+
+    weights = {k.removeprefix("model/"): v for k, v in saved_weights(Run(mlm), "last")[0].items()}
+    assert task.begin(model, {k: v for k, v in weights.items() if not k.startswith("optimizer")})
+    assert torch.equal(model.encoder.embed.weight, weights["embed.weight"])
+    assert torch.equal(model.encoder.positions, weights["positions"][:16])
+    assert train(config).test["accuracy"] > 0.9
+    found = weft.load(tmp_path / "fine").predict([("good film 99", "film"), "bad film 98"])
+    assert [one["answer"] for one in found] == ["good", "bad"]
+    with pytest.raises(ValueError, match=r"has another model; give --layers 1 --heads 2 --head-dim 8 --dim 16"):
+        make_config("glue", data=str(folder), init_from=str(mlm))
