@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from weft.inspect import report
 from weft.lab.fabric import make_fabric
 from weft.models.detector import as_floats
 from weft.tasks import DataMissing, get_task, make_config
@@ -106,3 +107,27 @@ def test_an_untrained_detector_answers_in_the_pictures_coordinates(coco) -> None
         task.score(model.eval(), task.batch(data.test, config, torch.Generator(), training=False))
     assert set(task.found) == {3, 4, 5}
     assert 0 <= task.summary({})["box_ap"] < 0.5
+
+
+def test_the_page_shows_images_with_true_and_found_boxes(coco, tmp_path) -> None:
+    class Sure(nn.Module):
+        """Finds the first object, and has doubts about another."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1))
+
+        def forward(self, images):
+            boxes = torch.tensor([[4.0, 6, 24, 16], [0, 0, 5, 5]])
+            return [{"boxes": boxes, "labels": torch.tensor([1, 3]), "scores": torch.tensor([0.9, 0.2])}] * len(images)
+
+    task, config = get_task("coco-mask-rcnn"), make_config("coco-mask-rcnn", data=str(coco))
+    data = task.load(config)
+    model = Sure()
+    (gallery,) = task.galleries(model, data, config)
+    assert [caption for _, caption in gallery.images] == ["1 of 2 objects"] * 3
+    image = gallery.images[0][0]
+    assert image.shape == (40, 48, 3) and image[16, 10].tolist() == [230, 110, 20]  # the found box
+    assert image[32, 35].tolist() == [255] * 3 and image[2, 2].tolist() == [0] * 3  # a missed one; a doubtful one
+    page = report(model, [], out=tmp_path / "page.html", galleries=[gallery]).read_text("utf-8")
+    assert '"caption": "1 of 2 objects"' in page and '"title": "Detected objects"' in page

@@ -186,8 +186,42 @@ def test_command_on_a_run(tmp_path):
     example = data["attention"]["examples"][1]
     assert example["grid"] == [8, 8] and example["picture"]["width"] == 8
     assert example["tokens"][:2] == ["[CLS]", "row 1, column 1"] and example["target"].isdigit()
+    refused = CliRunner().invoke(app, ["inspect", str(tmp_path / "run"), "--image", "a.png"], env={"COLUMNS": "200"})
+    assert refused.exit_code == 2 and "give --text TEXT" in re.sub(r"[\s│]+", " ", refused.output)
     missing = CliRunner().invoke(app, ["inspect", str(tmp_path)])
     assert missing.exit_code == 2 and "it has no config.json" in re.sub(r"[\s│]+", " ", missing.output)
+
+
+def test_your_own_text_and_image(tmp_path):
+    """Runs of a language model and of an image classifier, on examples that are not in their data."""
+    pytest.importorskip("lightning")
+    from PIL import Image
+    from runs import tiny, weft
+
+    from weft.lab import train
+
+    book = tmp_path / "book.txt"
+    book.write_text("the cat sat on the mat. " * 200)
+    train(tiny(tmp_path / "lm", "lm", data=str(book), max_length=32, steps=2))
+    book.unlink()  # not needed
+    done = weft("inspect", tmp_path / "lm", "--text", "a big cat")
+    assert done.exit_code == 0, done.output
+    data = payload((tmp_path / "lm/inspect.html").read_text("utf-8"))
+    assert data["attention"]["examples"][0]["tokens"] == list("a big cat")
+    assert data["curves"]["counts"] == {"these examples": 1}
+    for part in ("train", "val"):
+        for colour in ("red", "blue"):
+            (tmp_path / "images" / part / colour).mkdir(parents=True)
+            for i in range(10):
+                Image.new("RGB", (16, 16), colour).save(tmp_path / "images" / part / colour / f"{i}.png")
+    train(tiny(tmp_path / "run", "imagefolder", data=str(tmp_path / "images"), image_size=16, patch=4, steps=2))
+    Image.new("RGB", (40, 30), "blue").save(tmp_path / "mine.png")
+    done = weft("inspect", tmp_path / "run", "--image", tmp_path / "mine.png")
+    assert done.exit_code == 0, done.output
+    example = payload((tmp_path / "run/inspect.html").read_text("utf-8"))["attention"]["examples"][0]
+    assert example["picture"]["width"] == 16 and example["prediction"].split()[0] in ("red", "blue")
+    refused = weft("inspect", tmp_path / "run", "--text", "red")
+    assert refused.exit_code == 2 and "give --image FILE" in refused.output
 
 
 @pytest.mark.parametrize(

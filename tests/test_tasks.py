@@ -14,7 +14,20 @@ import pytest
 import torch
 
 from weft.lab import make_config
-from weft.tasks import DataMissing, cifar, density, fetch, get_task, images, imdb, listops, pathfinder, tasks, text
+from weft.tasks import (
+    DataMissing,
+    TaskData,
+    cifar,
+    density,
+    fetch,
+    get_task,
+    images,
+    imdb,
+    listops,
+    pathfinder,
+    tasks,
+    text,
+)
 from weft.tasks.files import new_folder
 from weft.tasks.registry import file_of
 
@@ -455,6 +468,10 @@ def test_images_are_sampled_with_the_decoding_form(attention):
     assert len({bytes(image.numpy()) for image in varied}) > 5
     page = np.asarray(density.sheet(images))
     assert page.shape == (7, 7, 3) and np.array_equal(page[1:3, 4:6], images[1].numpy()) and (page[4:, 4:] == 255).all()
+    data = TaskData({}, {}, {"bytes": content.to(torch.uint8).expand(20, -1)}, 12)
+    (gallery,) = density.Density("tiny", "", 2).galleries(model, data, make_config("cifar10-density"))
+    (samples, _), (real, _) = gallery.images
+    assert samples.shape == real.shape == (13, 13, 3) and torch.equal(real[1:3, 4:6], images[0])
 
 
 def test_tiny_imagenet_from_parquet(tmp_path):

@@ -85,6 +85,11 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
 
 def code_of(data: Known) -> tuple[Callable[[str], list[int]], Callable[[], Callable[[int], str]]]:
     """How the run encodes text, and a function from each new id to the text it completes."""
+    from ..tasks.text import ids_of
+
+    def encode(text: str) -> list[int]:
+        return ids_of(text, data)
+
     if data.tokenizer is not None:
         from tokenizers import Tokenizer
 
@@ -105,18 +110,13 @@ def code_of(data: Known) -> tuple[Callable[[str], list[int]], Callable[[], Calla
 
             return write
 
-        return lambda text: bpe.encode(text).ids, pieces
+        return encode, pieces
     if data.vocabulary is not None:
         words = data.vocabulary
-        number = {word: i for i, word in enumerate(words)}
-        unknown = number["<unk>"]
-        return (
-            lambda text: [number.get(word, unknown) for word in text.replace("\n", " <eos> ").split()],
-            lambda: lambda new: "\n" if words[new] == "<eos>" else f" {words[new]}",
-        )
+        return encode, lambda: lambda new: "\n" if words[new] == "<eos>" else f" {words[new]}"
 
     def characters() -> Callable[[int], str]:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         return lambda new: decoder.decode(bytes([new]))
 
-    return lambda text: list(text.encode()), characters
+    return encode, characters

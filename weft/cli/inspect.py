@@ -11,7 +11,8 @@ import typer
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ..tasks import TaskData
+    from ..tasks import Known, TaskData
+    from ..tasks.config import TrainConfig
 
 PIXEL_TASKS = ("digits", "cifar10-pixels", "pathfinder")  # ids are the row-major pixels of a square image
 
@@ -22,9 +23,12 @@ def inspect(
     examples: Annotated[int, typer.Option(min=1, help="number of validation examples to show")] = 3,
     count: Annotated[int, typer.Option(min=1, help="number of examples per split to measure")] = 200,
     which: Annotated[str, typer.Option(help="weights to use: best, last or average")] = "best",
+    text: Annotated[list[str] | None, typer.Option(help="show this text instead of validation examples")] = None,
+    image: Annotated[list[Path] | None, typer.Option(help="show this image file instead; may be repeated")] = None,
     data_at: Annotated[str, typer.Option("--data", help="data folder, if it has moved since the run")] = "",
 ) -> None:
-    """Inspect a trained model: write a self-contained HTML page with every head, layer and subspace."""
+    """Inspect a trained model: write a self-contained HTML page with every head, layer and subspace, detected objects,
+    or sampled images."""
     import torch
 
     from ..inspect.page import report
@@ -33,34 +37,66 @@ def inspect(
 
     if which not in ("best", "last", "average"):
         raise typer.BadParameter(f"--which must be best, last or average, got {which!r}")
-    model, config, data = load_run(run, which, data=data_at)
     if out is None:  # for a read-only run, write to the current folder
         out = run / "inspect.html" if os.access(run, os.W_OK) else Path(f"{run.resolve().name}-inspect.html")
-    task = task_of(config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    splits, labels = {}, None
-    for split, title in (("train", "train"), ("val", "validation")):
-        rows = {name: column[:count].to(device) for name, column in getattr(data, split).items()}
-        generator = torch.Generator(device).manual_seed(config.seed)
-        batch = task.batch(rows, config, generator, training=False)
-        splits[title], labels = task.inputs(batch), batch.get("label")
-    shown = [t[:examples].cpu() for t in splits["validation"]]
-    names = data.classes or list(task.class_names)
-    page = report(
-        model.to(device),
-        splits["validation"],
-        out=out,
-        title=run.resolve().name,
-        tokens=words(config.task, shown, data),
-        pictures=pictures(config.task, shown[0]),
-        targets=None if labels is None else [_target(i, names) for i in labels[:examples].tolist()],
-        classes=names or None,
-        splits=splits,
-        checkpoints=_checkpoints(run),
-        facts=[("task", config.task), ("seed", str(config.seed))],
-        examples=examples,
-    )
+    splits: dict[str, Any] = {}
+    labels = data = None
+    known: Known | TaskData
+    if text or image:
+        model, config, known, inputs = _own_examples(run, which, text, image)
+        inputs, examples = [t.to(device) for t in inputs], len(inputs[0])
+        task = task_of(config)
+    else:
+        model, config, data = load_run(run, which, data=data_at)
+        task, known = task_of(config), data
+        for split, title in (("train", "train"), ("val", "validation")):
+            rows = {name: column[:count].to(device) for name, column in getattr(data, split).items()}
+            generator = torch.Generator(device).manual_seed(config.seed)
+            batch = task.batch(rows, config, generator, training=False)
+            splits[title], labels = task.inputs(batch), batch.get("label")
+        inputs = splits["validation"]
+    model = model.to(device)
+    galleries = [] if data is None else task.galleries(model, data, config)
+    about = dict(out=out, title=run.resolve().name, facts=[("task", config.task), ("seed", str(config.seed))])
+    if not all(isinstance(t, torch.Tensor) for t in inputs):  # images of many sizes: only what the model finds in them
+        page = report(model, [], galleries=galleries, **about)  # type: ignore[arg-type]
+    else:
+        shown = [t[:examples].cpu() for t in inputs]
+        names = known.classes or list(task.class_names)
+        page = report(
+            model,
+            inputs,
+            tokens=words(config.task, shown, known),
+            pictures=pictures(config.task, shown[0]),
+            targets=None if labels is None else [_target(i, names) for i in labels[:examples].tolist()],
+            classes=names or None,
+            splits=splits or None,
+            checkpoints=_checkpoints(run),
+            examples=examples,
+            galleries=galleries,
+            **about,  # type: ignore[arg-type]
+        )
     typer.echo(f"wrote {page}: open it in a browser")
+
+
+def _own_examples(
+    run: Path, which: str, text: list[str] | None, image: list[Path] | None
+) -> tuple[nn.Module, TrainConfig, Known, list[Tensor]]:
+    """The model of a run and its inputs for your own texts or images; the data of the run is not needed."""
+    from ..lab.trained import load
+    from ..tasks.images import ImageClassification
+
+    trained = load(run, which)
+    task, reads_images = trained.task, isinstance(trained.task, ImageClassification)
+    if (text and image) or bool(image) != reads_images:
+        wanted = "--image FILE" if reads_images else "--text TEXT"
+        raise typer.BadParameter(f"{run} was trained on {trained.config.task!r}: give {wanted}, and nothing else")
+    missing = [str(path) for path in image or [] if not path.is_file()]
+    if missing:
+        raise typer.BadParameter(f"{missing[0]} does not exist")
+    rows = task.encode(list(text or image or []), trained.known)
+    return trained.model, trained.config, trained.known, list(task.inputs(rows))
 
 
 def _target(label: float, names: list[str]) -> str:
@@ -88,7 +124,7 @@ def characters(values: list[int]) -> list[str]:
     return out
 
 
-def words(task: str, inputs: list[Tensor], data: TaskData) -> list[Any] | None:
+def words(task: str, inputs: list[Tensor], data: TaskData | Known) -> list[Any] | None:
     """The documents of each example in readable form: words, or characters if the ids are bytes."""
     if inputs[0].dim() != 2 or task.startswith(PIXEL_TASKS):
         return None
@@ -130,14 +166,14 @@ def _checkpoints(run: Path) -> list[tuple[str, Any]]:
     from ..lab.checkpoint import Checkpoints, DamagedCheckpoint, read
     from ..lab.run import Run
     from ..lab.say import say
-    from ..lab.state import restore_model
+    from ..lab.state import restore_model, with_average
 
     kept = Checkpoints(Run(run).checkpoints)
 
     def loader(path: Path) -> Any:
         def load(model: nn.Module) -> None:
             tensors, numbers = read(path)
-            restore_model(model, tensors, numbers.get("extra", {}))
+            restore_model(model, with_average(tensors), numbers.get("extra", {}))
 
         return load
 

@@ -183,6 +183,18 @@ def facts(model: nn.Module) -> list[list[str]]:
     ]
 
 
+def galleries(found: Iterable[Any]) -> list[dict[str, Any]]:
+    """Galleries of images with captions."""
+    return [
+        {
+            "title": gallery.title,
+            "note": gallery.note,
+            "images": [{**_rgb(image.cpu()), "caption": caption} for image, caption in gallery.images],
+        }
+        for gallery in found
+    ]
+
+
 def layer_name(path: str, index: int) -> str:
     """'encoder.blocks.3.attention' is layer 4, 'stages.0.blocks.1' layer 1.2; paths without a number use `index`."""
     numbers = re.findall(r"(?:^|\.)([^.\d]*)(\d+)(?=\.|$)", path.split(" (call")[0])
@@ -282,8 +294,13 @@ def _picture(image: Tensor) -> dict[str, Any]:
     image = image.expand(3, -1, -1) if image.shape[0] == 1 else image[:3]
     low, high = image.min(), image.max()
     pixels = ((image - low) / (high - low).clamp(min=1e-12) * 255).round().to(torch.uint8)
-    raw = pixels.permute(1, 2, 0).contiguous().numpy().tobytes()
-    return {"height": image.shape[1], "width": image.shape[2], "bytes": base64.b64encode(raw).decode("ascii")}
+    return _rgb(pixels.permute(1, 2, 0))
+
+
+def _rgb(pixels: Tensor) -> dict[str, Any]:
+    """(height, width, 3), bytes."""
+    raw = base64.b64encode(pixels.contiguous().numpy().tobytes()).decode("ascii")
+    return {"height": pixels.shape[0], "width": pixels.shape[1], "bytes": raw}
 
 
 def _prediction(output: Any, classes: Sequence[str] | None) -> str:

@@ -219,6 +219,11 @@ function picture({width, height, bytes}) {
   return canvas;
 }
 
+function galleries() {
+  for (const {title, note, images} of data.galleries ?? []) section(title, note, el("div", {className: "gallery"},
+    ...images.map(image => el("figure", {}, picture(image), el("figcaption", {}, image.caption)))));
+}
+
 function curves() {
   const {charts, counts, layers} = data.curves;
   if (!charts.length) return;
@@ -324,4 +329,4 @@ function branches() {
 
 header(data.title, data.facts);
 inks();
-attention(); curves(); heatmaps(); coherence(); cache(); branches();
+galleries(); attention(); curves(); heatmaps(); coherence(); cache(); branches();

@@ -29,6 +29,7 @@ def report(
     examples: int = 3,
     map_up_to: int = 256,
     heatmap: int = 50,
+    galleries: Sequence[Any] = (),
 ) -> Path:
     """Write the report about `model` and return its path.
 
@@ -36,8 +37,26 @@ def report(
     or one list per document), `pictures` and `targets` if given; `classes` are the class names. `splits` are the inputs
     to measure on, {"train": …, "validation": …}. `checkpoints` are pairs of a label and a state dict, or a function
     that loads one into the model. They are measured in turn; afterwards the model has its original weights.
+    `galleries` (see `weft.tasks.base.Gallery`) are shown first. Without `inputs`, the page has only them and the
+    weights of caches.
     """
     inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    data: dict[str, Any] = {
+        "title": title or type(model).__name__,
+        "facts": gather.facts(model) + [list(pair) for pair in facts],
+        "galleries": gather.galleries(galleries),
+        "attention": {"examples": [], "layers": []},
+        "curves": {"charts": []},
+        "heatmaps": {"examples": []},
+        "coherence": gather.coherences(model),
+        "cache": gather.cache_dots(model),
+        "branches": {"examples": [], "missing": ""},
+    }
+    out = Path(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if not inputs:
+        out.write_text(render(data), encoding="utf-8")
+        return out
     examples = min(examples, len(inputs[0]))
     if pictures is None and inputs[0].dim() == 4:
         pictures = inputs[0]
@@ -53,18 +72,12 @@ def report(
         examples=examples,
         map_up_to=map_up_to,
     )
-    data = {
-        "title": title or type(model).__name__,
-        "facts": gather.facts(model) + [list(pair) for pair in facts],
+    data |= {
         "attention": attention,
         "curves": curves,
         "heatmaps": gather.heatmaps(model, inputs, examples=measured, size=heatmap),
-        "coherence": gather.coherences(model),
-        "cache": gather.cache_dots(model),
         "branches": gather.branches(model, inputs, [example["grid"] for example in attention["examples"]]),
     }
-    out = Path(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(render(data), encoding="utf-8")
     return out
 

@@ -50,6 +50,15 @@ class Known:
     length: int = 0
 
 
+@dataclass
+class Gallery:
+    """Images for the page of `weft inspect`: (height, width, 3) bytes with a caption each."""
+
+    title: str
+    note: str
+    images: list[tuple[Tensor, str]]
+
+
 class Task:
     """Base class of all tasks. `batch` and `loss` get rows that are already on the device."""
 
@@ -105,6 +114,10 @@ class Task:
     def encode(self, examples: Sequence[Any], known: Known) -> Columns:
         """Examples of the user, such as texts, as rows for `inputs`, without labels."""
         raise ValueError(f"the task {self.name} does not support predictions on your own examples")
+
+    def galleries(self, model: nn.Module, data: TaskData, config: TrainConfig) -> list[Gallery]:
+        """Images that show what the model does, for the page of `weft inspect`."""
+        return []
 
     def next_command(self, run: Path) -> str:
         """What to do with a finished run."""

@@ -18,20 +18,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import cifar
-from .base import Columns, TaskData
+from .base import Columns, Gallery, Task, TaskData
 from .config import TrainConfig
 from .files import DamagedData, find
 from .registry import add_task
 from .text import Bytes
 
+SHOWN = 16  # samples on the page
 START = 256  # the token before the first byte
 
 
 class Density(Bytes):
     metric, vocab = "bits_per_dimension", 257
+    encode = Task.encode  # an image is not a text
     defaults = {**Bytes.defaults, "positions": "learned"}
 
     def __init__(self, name: str, about: str, side: int):
@@ -64,6 +66,14 @@ class Density(Bytes):
     def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
         loss = sums["loss"] / sums["count"]
         return {"loss": loss, "bits_per_dimension": loss / math.log(2)}
+
+    def galleries(self, model: nn.Module, data: TaskData, config: TrainConfig) -> list[Gallery]:
+        device = next(model.parameters()).device
+        samples = draw(model, self.side, SHOWN, 1.0, torch.Generator(device).manual_seed(config.seed))
+        real = data.test["bytes"][:SHOWN].view(-1, self.side, self.side, 3)
+        sheets = [(sheet(samples), "samples"), (sheet(real), "test images")]
+        images = [(torch.from_numpy(np.array(image)), caption) for image, caption in sheets]
+        return [Gallery("Samples", "Drawn byte by byte from the model, at temperature 1, next to real images.", images)]
 
 
 @torch.no_grad()

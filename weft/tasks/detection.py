@@ -24,12 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import CachedAttention
-from .base import Columns, DataMissing, Task, TaskData
+from .base import Columns, DataMissing, Gallery, Task, TaskData
 from .config import TrainConfig
 from .files import DamagedData, decoded, find
 from .registry import add_task
 
 PICTURES = 117_266 * 99 // 100
+KEPT = 512  # images of a set that is kept in memory
+SHOWN, SURE = 8, 0.5  # images on the page of `weft inspect`, and the score from which an object is drawn
 
 
 class Part:
@@ -42,13 +44,23 @@ class Part:
             about["images"], about["annotations"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DamagedData(self.truth, f"it is not a file of COCO's annotations ({error!r})") from error
+        self.names = {kind["id"]: kind["name"] for kind in about.get("categories", [])}
         self.objects: dict[int, list[dict[str, Any]]] = defaultdict(list)
         for found in about["annotations"]:
             if not found.get("iscrowd") and min(found["bbox"][2:]) >= 1:
                 self.objects[found["image_id"]].append(found)
+        self.kept: dict[tuple[int, bool], dict[str, np.ndarray]] = {}
         self.pictures = [i for i in about["images"] if self.objects[i["id"]] or part.startswith("val")]
 
     def read(self, number: int, masks: bool) -> dict[str, np.ndarray]:
+        """Small sets are decoded once."""
+        if len(self.pictures) > KEPT:
+            return self._decode(number, masks)
+        if (number, masks) not in self.kept:
+            self.kept[number, masks] = self._decode(number, masks)
+        return self.kept[number, masks]
+
+    def _decode(self, number: int, masks: bool) -> dict[str, np.ndarray]:
         picture = self.pictures[number]
         path = self.folder / picture["file_name"]
         pixels = np.asarray(decoded(path, path, "RGB"))
@@ -71,6 +83,25 @@ def outline(polygons: Any, height: int, width: int) -> np.ndarray:
         if len(polygon) >= 6:
             ImageDraw.Draw(canvas).polygon(polygon, fill=1)
     return np.asarray(canvas, np.uint8).copy()
+
+
+def with_boxes(
+    image: Tensor, truth: Tensor, boxes: Tensor, labels: Tensor, scores: Tensor, names: Mapping[int, str]
+) -> Tensor:
+    """An image (3, height, width) with true and found boxes drawn into it, (height, width, 3)."""
+    from PIL import Image, ImageDraw
+
+    canvas = Image.fromarray(np.ascontiguousarray(image.cpu().numpy().transpose(1, 2, 0)))
+    pen = ImageDraw.Draw(canvas)
+    for box in truth.tolist():
+        pen.rectangle(box, outline="white", width=1)
+    for box, label, score in zip(boxes.tolist(), labels.tolist(), scores.tolist(), strict=True):
+        pen.rectangle(box, outline=(230, 110, 20), width=2)
+        what = f"{names.get(label, label)} {score:.2f}"
+        place = (box[0] + 3, max(0.0, box[1] - 12))
+        pen.rectangle(pen.textbbox(place, what), fill=(230, 110, 20))
+        pen.text(place, what, fill="white")
+    return torch.from_numpy(np.array(canvas))
 
 
 def padded(arrays: list[np.ndarray]) -> Tensor:
@@ -174,6 +205,23 @@ class Detection(Task):
             part, place = self.where(number)
             self.found[number] = entries(answer, part.pictures[place]["id"], self.masks)
         return {"count": torch.ones_like(batch["number"])}
+
+    @torch.no_grad()
+    def galleries(self, model: nn.Module, data: TaskData, config: TrainConfig) -> list[Gallery]:
+        rows = {"number": data.test["number"][:SHOWN]}
+        batch = self.batch(rows, config, torch.Generator(), training=False)
+        device = next(model.parameters()).device
+        pictures = self.pictures(batch)
+        answers = model.eval()([picture.to(device) for picture in pictures])
+        images = []
+        for i, (picture, answer) in enumerate(zip(pictures, answers, strict=True)):
+            sure = answer["scores"] >= SURE
+            boxes, labels, scores = (answer[key][sure].cpu() for key in ("boxes", "labels", "scores"))
+            true = batch["labels"][i] > 0
+            drawn = with_boxes(picture, batch["boxes"][i, true], boxes, labels, scores, self.test.names)
+            images.append((drawn, f"{int(sure.sum())} of {int(true.sum())} objects"))
+        note = f"Test images. White: the truth. Orange: objects with a score of at least {SURE}, and their scores."
+        return [Gallery("Detected objects", note, images)]
 
     def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
         if torch.distributed.is_initialized():

@@ -11,14 +11,16 @@ Tay et al., Long Range Arena, https://arxiv.org/abs/2011.04006; Nangia & Bowman,
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from .base import Columns, StudyTask, TaskData
+from .base import Columns, Known, StudyTask, TaskData
 from .config import TrainConfig
-from .files import DamagedData, find, new_folder, processes, read_array, read_manifest, write_manifest
+from .files import DamagedData, find, new_folder, pad_rows, processes, read_array, read_manifest, write_manifest
 from .registry import add_task
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
@@ -225,6 +227,10 @@ class ListOps(StudyTask):
             read_manifest(folder)
             train, val, test = (self._read(folder, split, length) for split in SIZES)
         return TaskData(train, val, test, length=length, facts={"vocab": len(VOCABULARY), "classes": 10})
+
+    def encode(self, examples: Sequence[Any], known: Known) -> Columns:
+        rows = [np.array(encode(text), np.int16) for text in examples]
+        return {"ids": torch.from_numpy(pad_rows(rows, known.length))}
 
     def _read(self, folder: Path, split: str, length: int) -> Columns:
         ids = np.ascontiguousarray(read_array(folder, f"{split}_ids")[:, :length])

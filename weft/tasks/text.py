@@ -14,7 +14,7 @@ import lzma
 import math
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import attention_info
-from .base import Columns, DataMissing, Task, TaskData, block_options
+from .base import Columns, DataMissing, Known, Task, TaskData, block_options
 from .config import TrainConfig
 from .files import DamagedData, find, must_fit
 from .registry import add_task
@@ -82,6 +82,18 @@ def windows(content: bytes, length: int, extra: int) -> Tensor:
     return whole.unfold(0, length + extra, length)
 
 
+def ids_of(text: str, known: Known) -> list[int]:
+    """The tokens of a text in a run's code: pieces, words or bytes."""
+    if known.tokenizer is not None:
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_str(known.tokenizer).encode(text).ids
+    if known.vocabulary is not None:
+        number = {word: i for i, word in enumerate(known.vocabulary)}
+        return [number.get(word, number["<unk>"]) for word in text.replace("\n", " <eos> ").split()]
+    return list(text.encode())
+
+
 class Bytes(Task):
     name = "text"
     about = "predict the next byte of any text: --data FILE"
@@ -133,6 +145,18 @@ class Bytes(Task):
     def inputs(self, batch: Columns) -> tuple[Any, ...]:
         ids = batch["bytes"][:, :-1].long()
         return (ids, None, batch["segments"][:, :-1]) if "segments" in batch else (ids,)
+
+    def encode(self, examples: Sequence[Any], known: Known) -> Columns:
+        """Texts of the same number of tokens; of a long one, the end."""
+        rows = [ids_of(text, known)[-known.length :] for text in examples]
+        if len({len(row) for row in rows}) > 1:
+            raise ValueError(f"{self.name} takes one text at a time, or texts with the same number of tokens")
+        if not rows[0]:
+            raise ValueError("the text is empty: give at least one token")
+        return self.as_inputs(torch.tensor(rows))
+
+    def as_inputs(self, ids: Tensor) -> Columns:
+        return {"bytes": F.pad(ids, (0, 1))}  # the last token is only a target
 
     def loss(self, model: nn.Module, batch: Columns, config: TrainConfig) -> Tensor:
         logits, target = model(*self.inputs(batch)).float(), self._targets(batch)
@@ -214,6 +238,9 @@ class Masked(Bytes):
 
     def inputs(self, batch: Columns) -> tuple[Tensor, ...]:
         return (batch["ids"],)
+
+    def as_inputs(self, ids: Tensor) -> Columns:
+        return {"ids": ids}
 
     def loss(self, model: nn.Module, batch: Columns, config: TrainConfig) -> Tensor:
         logits, target = self._hidden(model, batch).flatten(0, 1), batch["target"].flatten()

@@ -309,6 +309,9 @@ class MaskedTokens(Tokens, Masked):
     def inputs(self, batch: Columns) -> tuple[Tensor, ...]:
         return batch["ids"], batch["segment"]
 
+    def as_inputs(self, ids: Tensor) -> Columns:
+        return {"ids": ids, "segment": torch.ones_like(ids)}
+
     def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
         return Masked.score(self, model, batch)
 

@@ -45,8 +45,8 @@ class Translation(Task):
     )  # fmt: skip  # 0.095 / sqrt(4000) = 1.5e-3
     presets = {
         "small": dict(
-            layers=3, dim=256, mlp_dim=512, steps=3500, batch_size=256, learning_rate=0.056, warmup=800, eval_every=500,
-            checkpoint_every=175, keep=5, max_length=64,
+            layers=3, dim=256, mlp_dim=512, steps=3000, batch_size=256, learning_rate=0.05, warmup=1000, eval_every=0,
+            checkpoint_every=150, keep=5, max_length=64,
         )
     }  # fmt: skip
 
