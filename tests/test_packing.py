@@ -12,6 +12,7 @@ from test_promises import Largest
 from torch.utils.checkpoint import checkpoint
 
 import weft
+from weft.core.segments import PADDING
 from weft.models.crate import CRATELayer
 
 # One token; equal lengths; padding before, between and after documents; a row of padding.
@@ -117,7 +118,7 @@ def test_cost_follows_the_tokens(name):
         attn(q, k, v, segments=segments).sum().backward()
     assert largest.numel < 400 * L
     for plan in segments.plans.values():
-        assert len(plan.index) < 1.25 * L
+        assert len(plan.index) - L < max(L / 4, PADDING[DEVICE])  # on a GPU, fewer groups are worth more padding
 
 
 def test_a_batch_without_documents_is_zero():
