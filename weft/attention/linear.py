@@ -24,6 +24,7 @@ from ..core.registry import register
 from ..core.scan import causal_sum
 from ..kernels.linear_scan import kernel
 from ..kernels.linear_sum.kernel import linear_sum
+from ..kernels.steps.kernel import sums_step
 
 EPSILON = 1e-6
 
@@ -73,6 +74,10 @@ def run_kernel(attn: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Ten
     return fused(q, k, v, mask, features="elu", epsilon=EPSILON).to(q.dtype)
 
 
+def run_step(attn: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, memory: Tensor, at: Place):
+    return sums_step(q, k, v, mask, memory, "elu", EPSILON)
+
+
 def features(x: Tensor) -> Tensor:
     return F.elu(precise(x)) + 1
 
@@ -101,5 +106,5 @@ register(
     cost="L",
     cross=True,
     dropout="keys",
-    kernel=Kernel(run_kernel, least_length=kernel.LEAST_LENGTH, dropout=True),
+    kernel=Kernel(run_kernel, least_length=kernel.LEAST_LENGTH, dropout=True, step=run_step),
 )

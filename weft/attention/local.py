@@ -23,6 +23,7 @@ from ..core.segments import Segments
 from ..core.softmax import softmax_attention
 from ..core.state import KeyValues
 from ..kernels.band import kernel
+from ..kernels.steps.kernel import slots_step
 
 
 def naive(
@@ -85,6 +86,10 @@ def run_packed(
     return kernel.blocks(q, k, v, mask, **options, key=key, threshold=threshold)
 
 
+def run_step(attn: LocalAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: KeyValues, at: Place):
+    return slots_step(q, k, v, mask, at, state, "block", attn.block_size)
+
+
 register(
     "local",
     LocalAttention,
@@ -100,5 +105,6 @@ register(
         auto=untested,
         largest_head=256,
         packed=run_packed,
+        step=run_step,
     ),
 )

@@ -27,6 +27,7 @@ from ..core.registry import register
 from ..core.softmax import softmax_attention
 from ..core.state import KeyValues
 from ..kernels.band import kernel
+from ..kernels.steps.kernel import slots_step
 
 
 def naive(
@@ -117,6 +118,12 @@ def run_kernel(attn: LongformerAttention, q: Tensor, k: Tensor, v: Tensor, mask:
     return kernel.window(q, k, v, mask, **sizes, causal=attn.causal, key=key, threshold=threshold)
 
 
+def run_step(
+    attn: LongformerAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: KeyValues, at: Place
+):
+    return slots_step(q, k, v, mask, at, state, "ring", attn.window, ahead=attn.global_tokens)
+
+
 register(
     "longformer",
     LongformerAttention,
@@ -124,5 +131,7 @@ register(
     paper="Beltagy et al. 2020, Longformer (2004.05150)",
     cost="L*window",
     bias=True,
-    kernel=Kernel(run_kernel, kernel.too_long, kernel.LEAST_LENGTH, dropout=True, auto=untested, largest_head=256),
+    kernel=Kernel(
+        run_kernel, kernel.too_long, kernel.LEAST_LENGTH, dropout=True, auto=untested, largest_head=256, step=run_step
+    ),
 )

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .decoding_state import DecodingState, Log, Place, tree_bytes, tree_map
+from .dispatch import step_with_kernel
 from .precision import autocast, without_autocast
 from .softmax import without_cudnn
 
@@ -161,14 +162,17 @@ class Decoding:
         self.check_step(q, k, v, state, mask, bias)
         state = self._own(state, q)
         q, k, v = autocast(q, k, v)
-        if mask is not None:
-            q, k, v = (torch.where(mask[:, None, None, None], t, 0) for t in (q, k, v))
         state.whole = state.whole and mask is None
         self._allocate(state, k, 1)
         at = self._place(state, bool(self._differentiable(q, k, v, bias, state.inner)))
-        with without_autocast(q), without_cudnn(q):
-            out, inner = self.attend_next(q, k, v, state.inner, mask, bias, at, **inputs)
-        state.inner = inner
+        out = None
+        if bias is None and not inputs and not state.history:
+            out = step_with_kernel(self, q, k, v, mask, state.inner, at)
+        if out is None:
+            if mask is not None:
+                q, k, v = (torch.where(mask[:, None, None, None], t, 0) for t in (q, k, v))
+            with without_autocast(q), without_cudnn(q):
+                out, state.inner = self.attend_next(q, k, v, state.inner, mask, bias, at, **inputs)
         if state.place is not None:
             state.place.add_(1)
         if state.place is None or not torch.compiler.is_compiling():
@@ -180,7 +184,7 @@ class Decoding:
             if state.history:
                 token = _token(q, k, v, None if mask is None else mask[:, None], bias, inputs, 0)
                 log = state.log or Log([(0, self._after(q, k, v, None, inputs, 0, state.capacity))], [])
-                state.log = log.add(token, state.history, state.count, inner)
+                state.log = log.add(token, state.history, state.count, state.inner)
         return out, state
 
     def reorder(self, state: DecodingState, rows: Tensor) -> DecodingState:

@@ -3,7 +3,8 @@
 "torch" runs the plain version, `attend`. "triton" runs the fused kernel, or raises a ValueError with the reason.
 "auto" runs the kernel on NVIDIA GPUs of compute capability 8.0 or newer from the length on where it is faster, and the
 plain version otherwise. Where the kernels were never tested, "auto" first compares a small call of the kernel with the
-plain version, once per process (`self_test.py`). Decoding always runs the plain version.
+plain version, once per process (`self_test.py`). A step of decoding runs its kernel with "triton", and with "auto" on
+such a GPU; where there is none, or it lacks something, both run the plain version.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ class Kernel:
     # packed(attn, q, k, v, mask, documents): packed documents in place. Without it, or if it returns None, they are
     # gathered into rows.
     packed: Callable[..., Tensor | None] | None = None
+    # step(attn, q, k, v, mask, state, at): one token of decoding, with the buffers of the state updated in place.
+    # Without it, or if it returns None, `attend_next` runs.
+    step: Callable[..., Tensor | None] | None = None
 
 
 def check_backend(backend: str) -> str:
@@ -79,6 +83,25 @@ def use_kernel(attn: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any) -> bool:
         raise refuse_triton(attn.name, reason)
     if reason or attn.backend == "triton":
         return not reason
+    return _trusted(attn, q)
+
+
+def step_with_kernel(attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: Any, at: Any):
+    """The output of one token, or None if `attend_next` must run."""
+    kernel: Kernel | None = attn.fused
+    if kernel is None or kernel.step is None or attn.backend == "torch" or not at.in_place or not q.shape[0]:
+        return None
+    if attn.backend == "auto" and q.device.type in ("cpu", "meta") or at.known and torch.compiler.is_compiling():
+        return None
+    if not kernel.applies(attn) or kernel.lacks(attn) or _cannot(q, v, kernel.largest_head):
+        return None
+    if attn.backend == "auto" and not _trusted(attn, q):
+        return None
+    return kernel.step(attn, q, k, v, mask, state, at)
+
+
+def _trusted(attn: Any, q: Tensor) -> bool:
+    """Whether "auto" may use the kernels on this GPU."""
     index = q.device.index or 0
     if _capability(index) == TESTED:
         return True

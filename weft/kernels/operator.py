@@ -19,6 +19,7 @@ from ..core.tiles import empty_rows
 from .launch import Taped
 
 LIBRARY = torch.library.Library("weft", "FRAGMENT")
+TAGS = torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag
 
 
 class Operator:
@@ -124,6 +125,25 @@ class Operator:
         return given
 
 
+class InPlace:
+    """`operator(*tensors, *options)` returns one new tensor and changes the tensors marked "Tensor(a!)" in the schema.
+    It has no gradients. `run` returns its output as a tuple, like the functions of `Operator`; `fake` returns one
+    tensor."""
+
+    def __init__(self, name: str, arguments: str, run: Callable[..., Sequence[Tensor]], fake: Callable[..., Tensor]):
+        n = self.tensors = sum(word.strip().startswith("Tensor") for word in arguments.split(","))
+        self.run = Taped(lambda tensors, options: run(*tensors, *options))
+        LIBRARY.define(f"{name}({arguments}) -> Tensor", tags=TAGS)
+        LIBRARY.impl(name, lambda *all: self.run(all[:n], all[n:])[0], "CompositeExplicitAutograd")
+        torch.library.register_fake(f"weft::{name}", fake, lib=LIBRARY)
+        self.operator = getattr(torch.ops.weft, name).default
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        if torch.compiler.is_compiling() or _looked_at(arguments[0]):
+            return self.operator(*arguments)
+        return self.run(arguments[: self.tensors], arguments[self.tensors :])[0]
+
+
 class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operator: Operator, options: tuple, *tensors: Tensor | None) -> Any:
@@ -172,8 +192,7 @@ def _looked_at(x: Any) -> bool:
 
 def _define(name: str, arguments: str, outputs: int, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
     returns = ", ".join(["Tensor"] * outputs)
-    tags = torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag
-    LIBRARY.define(f"{name}({arguments}) -> ({returns})", tags=tags)
+    LIBRARY.define(f"{name}({arguments}) -> ({returns})", tags=TAGS)
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"weft::{name}", lambda *all: tuple(fake(*all)), lib=LIBRARY)
 

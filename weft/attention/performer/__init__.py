@@ -29,6 +29,7 @@ from ...core.registry import register
 from ...core.scan import causal_sum
 from ...kernels.linear_scan import kernel as linear_scan
 from ...kernels.linear_sum.kernel import linear_sum
+from ...kernels.steps.kernel import sums_step
 from ..linear import drop_values, with_ones
 from . import kernel as random_features
 
@@ -193,6 +194,14 @@ def run_kernel(attn: PerformerAttention, q: Tensor, k: Tensor, v: Tensor, mask: 
     return fused(a, b, v, mask, features="given", key_scale=key_scale, top=top, rest=rest).to(q.dtype)
 
 
+def run_step(attn: PerformerAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: Any, at: Place):
+    memory, top, plain = state
+    sums = {"top": top, "plain": plain}
+    if attn.kernel == "relu":
+        return sums_step(q, k, v, mask, memory, "relu", **sums)
+    return sums_step(q, k, v, mask, memory, "softmax", attn.epsilon, projection=attn.projection, **sums)
+
+
 register(
     "performer",
     PerformerAttention,
@@ -201,5 +210,11 @@ register(
     cost="L",
     cross=True,
     dropout="keys",
-    kernel=Kernel(run_kernel, least_length=random_features.LEAST_LENGTH, dropout=True, auto=lambda attn: attn.causal),
+    kernel=Kernel(
+        run_kernel,
+        least_length=random_features.LEAST_LENGTH,
+        dropout=True,
+        auto=lambda attn: attn.causal,
+        step=run_step,
+    ),
 )

@@ -37,6 +37,7 @@ from ....core.registry import register
 from ....core.segments import Segments
 from ....core.softmax import softmax_attention
 from ....core.state import KeyValues
+from ....kernels.steps.kernel import slots_step
 from ...axial import Grid, decoding_block, row_part
 from ..base import Seen, dense_combiner, join_seen
 from . import kernel
@@ -270,6 +271,14 @@ def run_kernel(attn: CombinerAxial, q: Tensor, k: Tensor, v: Tensor, mask: Tenso
     return kernel.combiner_axial(q, k, v, mask, block_size=m, causal=attn.causal)
 
 
+def run_step(
+    attn: CombinerAxial, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: RowState, at: Place
+) -> Tensor | None:
+    return slots_step(
+        q, k, v, mask, at, state.row, "axial", decoding_block(attn), far=state.spans, queries=state.q
+    )  # fmt: skip
+
+
 def lacks(attn: CombinerAxial, *qkv: Tensor) -> str:
     if attn.key_summary != "wsum":
         return f"the kernel supports only key_summary='wsum', got {attn.key_summary!r}"
@@ -283,5 +292,5 @@ register(
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
     length_dependent="without max_length the default block size depends on the length; set block_size to fix it",
-    kernel=Kernel(run_kernel, lacks, kernel.LEAST_LENGTH, largest_head=256),
+    kernel=Kernel(run_kernel, lacks, kernel.LEAST_LENGTH, largest_head=256, step=run_step),
 )

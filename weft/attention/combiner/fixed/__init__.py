@@ -34,6 +34,7 @@ from ....core.partitions import default_block, own_block
 from ....core.registry import register
 from ....core.softmax import softmax_attention
 from ....core.state import KeyValues
+from ....kernels.steps.kernel import slots_step
 from ...axial import decoding_block
 from ..base import Combiner, Seen, combiner_naive, dense_combiner, dense_pool, join_seen
 from ..summaries import Summary
@@ -309,6 +310,17 @@ def run_kernel(attn: CombinerFixed, q: Tensor, k: Tensor, v: Tensor, mask: Tenso
     return kernel.combiner_fixed(q, k, v, mask, **options, key=key, threshold=threshold).to(dtype)
 
 
+def run_step(
+    attn: CombinerFixed, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: FixedState, at: Place
+) -> Tensor | None:
+    tokens, blocks = state.levels
+    block = state.pooled[0]
+    return slots_step(
+        q, k, v, mask, at, tokens, "fixed", decoding_block(attn), far=blocks, queries=block.query_features,
+        key_features=block.key_features, count=block.count, pool=attn.summary.pool,
+    )  # fmt: skip
+
+
 def lacks(attn: CombinerFixed, *qkv: Tensor) -> str:
     if attn.levels > 2 or attn.own_span:
         return "the kernel supports neither levels > 2 nor own_span=True"
@@ -324,5 +336,5 @@ register(
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
     length_dependent="without max_length the default block size depends on the length; set block_size to fix it",
-    kernel=Kernel(run_kernel, lacks, kernel.LEAST_LENGTH, dropout=True, auto=untested, largest_head=256),
+    kernel=Kernel(run_kernel, lacks, kernel.LEAST_LENGTH, dropout=True, auto=untested, largest_head=256, step=run_step),
 )

@@ -1,0 +1,1 @@
+"""One token of decoding in one launch, with the state updated in place: running sums, or attention to slots."""

@@ -1,0 +1,158 @@
+"""One token of decoding in one launch: `slots_step` (slots.py) and `sums_step` (sums.py).
+
+Both change the buffers of a state in place, have no gradients, and read the position from a tensor. Triton is imported
+only when a kernel runs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.decoding_state import Place
+from ...core.state import KeyValues
+from ...core.tiles import as_flags, block_width, for_operator, next_power_of_two, precision, rows_contiguous
+from ..launch import launch
+from ..operator import InPlace
+
+TILE = 16384  # elements of a tile, processed by WARPS
+WARPS = 8
+MOST_SLOTS = 4096  # one program per head reads them all; from here on, plain attention splits them over more programs
+MOST_FEATURES = 4096
+
+
+def slots_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    at: Place,
+    tokens: KeyValues,
+    form: str,
+    m: int,
+    *,
+    ahead: int = 0,
+    far: KeyValues | None = None,
+    queries: Tensor | None = None,
+    key_features: Tensor | None = None,
+    count: Tensor | None = None,
+    pool: str = "",
+) -> Tensor | None:
+    """The output for a token q, k, v (B, H, 1, D) with its mask (B,). The tensors of the state are those of
+    `token_to_slots`. None if the plain version must run."""
+    slots = tokens.slots if far is None else max(tokens.slots, far.k.shape[-2])
+    summaries = (None, None, None) if far is None else (far.k, far.v, far.valid)
+    buffers = tokens.k, tokens.v, tokens.valid, *summaries, queries, key_features, count
+    if slots > MOST_SLOTS or not in_order(*buffers):
+        return None
+    return _slots(q, k, v, for_operator(mask), position(at), *buffers, form, m, ahead, pool)
+
+
+def sums_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    memory: Tensor,
+    features: str,
+    epsilon: float = 0.0,
+    *,
+    top: Tensor | None = None,
+    plain: Tensor | None = None,
+    projection: Tensor | None = None,
+) -> Tensor | None:
+    """The output for a token q, k, v (B, H, 1, D) with its mask (B,). The tensors of the state are those of
+    `token_to_sums`. None if the plain version must run."""
+    if memory.shape[2] > MOST_FEATURES or not in_order(memory, top, plain, projection):
+        return None
+    return _sums(q, k, v, for_operator(mask), memory, top, plain, projection, features, epsilon)
+
+
+def in_order(*buffers: Tensor | None) -> bool:
+    return all(x is None or x.is_contiguous() for x in buffers)
+
+
+_counted: dict[torch.device, Tensor] = {}  # 0, 1, 2, ...
+
+
+def position(at: Place) -> Tensor:
+    """The position as a tensor on the device. A known one is a view of a table, which needs no copy and no launch."""
+    if not at.known:
+        return at.i
+    table = _counted.get(at.device)
+    if table is None or len(table) <= at.i:
+        with torch.inference_mode(False):
+            table = _counted[at.device] = torch.arange(max(65536, next_power_of_two(at.i + 1)), device=at.device)
+    return table[at.i]
+
+
+def _run_slots(
+    q, k, v, mask, place, keys, values, valid, far_keys, far_values, far_valid, queries, key_features, count,
+    form, m, ahead, pool,
+):  # fmt: skip
+    from .slots import token_to_slots
+
+    B, H, _, D = q.shape
+    q, k, v = (rows_contiguous(x) for x in (q, k, v))
+    out = _like(q)
+    far = 0 if far_keys is None else far_keys.shape[-2]
+    flags = [as_flags(x) if x is not None else out for x in (valid, far_valid)]
+    others = [out if x is None else x for x in (far_keys, far_values, queries, key_features, count)]
+    width = block_width(D)
+    options: dict[str, Any] = {"FORM": form, "POOL": pool, "HAS_MASK": mask is not None, "D": D}
+    options |= {"BLOCK_D": width, "SLOTS": min(TILE // width, max(16, next_power_of_two(max(keys.shape[2], far))))}
+    options |= {"TILE": min(64, TILE // 4 // width), "PRECISION": precision(keys)}
+    launch(
+        token_to_slots, (B * H,),
+        q, k, v, out if mask is None else as_flags(mask), place,
+        keys, values, flags[0], *others[:2], flags[1], *others[2:], out,
+        *_strides(q), *_strides(k), *_strides(v),
+        H, keys.shape[2], far, m, ahead, math.log2(math.e) / math.sqrt(D), **options, num_warps=WARPS,
+    )  # fmt: skip
+    return (out,)
+
+
+def _run_sums(q, k, v, mask, memory, top, plain, projection, features, epsilon):
+    from .sums import token_to_sums
+
+    B, H, _, D = q.shape
+    q, k, v = (rows_contiguous(x) for x in (q, k, v))
+    out, F = _like(q), memory.shape[2]
+    others = [out if x is None else x for x in (top, plain, projection)]
+    width = block_width(F)
+    options: dict[str, Any] = {"FEATURES": features, "HAS_MASK": mask is not None, "SHRINK": D**-0.25, "D": D, "F": F}
+    options |= {"BLOCK_F": width, "COLUMNS": min(block_width(D), max(4, TILE // 2 // width))}
+    launch(
+        token_to_sums, (B * H,),
+        q, k, v, out if mask is None else as_flags(mask), memory, *others, out,
+        *_strides(q), *_strides(k), *_strides(v), H, epsilon, **options, num_warps=WARPS,
+    )  # fmt: skip
+    return (out,)
+
+
+def _strides(x: Tensor) -> tuple[int, int]:
+    return x.stride(0), x.stride(1)
+
+
+def _like(q: Tensor) -> Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+_slots = InPlace(
+    "slots_step",
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor place, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) valid,"
+    " Tensor(d!)? far_keys, Tensor(e!)? far_values, Tensor(f!)? far_valid, Tensor(g!)? queries,"
+    " Tensor(h!)? key_features, Tensor(i!)? count, str form, int m, int ahead, str pool",
+    _run_slots,
+    lambda q, *rest: _like(q),
+)
+_sums = InPlace(
+    "sums_step",
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor(a!) memory, Tensor(b!)? top, Tensor(c!)? plain,"
+    " Tensor? projection, str features, float epsilon",
+    _run_sums,
+    lambda q, *rest: _like(q),
+)
