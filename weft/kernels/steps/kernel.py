@@ -79,14 +79,15 @@ _counted: dict[torch.device, Tensor] = {}  # 0, 1, 2, ...
 
 
 def position(at: Place) -> Tensor:
-    """The position as a tensor on the device. A known one is a view of a table, which needs no copy and no launch."""
+    """The position as a tensor on the device. A known one is a view of a table, which needs no copy and no launch. Its
+    entries are 16 bytes apart, because Triton compiles kernels for aligned pointers separately."""
     if not at.known:
         return at.i
     table = _counted.get(at.device)
-    if table is None or len(table) <= at.i:
-        with torch.inference_mode(False):
-            table = _counted[at.device] = torch.arange(max(65536, next_power_of_two(at.i + 1)), device=at.device)
-    return table[at.i]
+    if table is None or len(table) <= 2 * at.i:
+        count = max(65536, next_power_of_two(at.i + 1))
+        table = _counted[at.device] = torch.arange(2 * count, device=at.device) // 2
+    return table[2 * at.i]
 
 
 def _run_slots(
@@ -104,13 +105,14 @@ def _run_slots(
     width = block_width(D)
     options: dict[str, Any] = {"FORM": form, "POOL": pool, "HAS_MASK": mask is not None, "D": D}
     options |= {"BLOCK_D": width, "SLOTS": min(TILE // width, max(16, next_power_of_two(max(keys.shape[2], far))))}
-    options |= {"TILE": min(64, TILE // 4 // width), "PRECISION": precision(keys)}
+    options |= {"TILE": max(16, min(64, TILE // 2 // width // keys.element_size())), "PRECISION": precision(keys)}
     launch(
         token_to_slots, (B * H,),
         q, k, v, out if mask is None else as_flags(mask), place,
         keys, values, flags[0], *others[:2], flags[1], *others[2:], out,
         *_strides(q), *_strides(k), *_strides(v),
-        H, keys.shape[2], far, m, ahead, math.log2(math.e) / math.sqrt(D), **options, num_warps=WARPS,
+        H, keys.shape[2], far, m, ahead, math.log2(math.e) / math.sqrt(D), **options,
+        num_warps=WARPS, num_stages=1,
     )  # fmt: skip
     return (out,)
 
@@ -128,7 +130,8 @@ def _run_sums(q, k, v, mask, memory, top, plain, projection, features, epsilon):
     launch(
         token_to_sums, (B * H,),
         q, k, v, out if mask is None else as_flags(mask), memory, *others, out,
-        *_strides(q), *_strides(k), *_strides(v), H, epsilon, **options, num_warps=WARPS,
+        *_strides(q), *_strides(k), *_strides(v), H, epsilon, **options,
+        num_warps=WARPS, num_stages=1,
     )  # fmt: skip
     return (out,)
 

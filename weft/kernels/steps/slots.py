@@ -146,7 +146,8 @@ def token_to_slots(
     tl.store(OUT + bh * D + d, divided(acc, total).to(OUT.dtype.element_ty), mask=d < D)
 
     within = slot < slots  # a CUDA graph may be replayed past the end of the state
-    kind, width = KEYS.dtype.element_ty, tl.where(within, D, 0)
+    kind = KEYS.dtype.element_ty
+    width = tl.where(within, D, 0)
     tl.store(KEYS + slot * D + d, k.to(kind), mask=d < width)
     tl.store(VALUES + slot * D + d, v.to(kind), mask=d < width)
     tl.store(VALID + slot, tl.where(real, 1, 0).to(tl.int8), mask=within & (h == 0))

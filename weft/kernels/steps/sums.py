@@ -20,7 +20,7 @@ def random_features(X, PROJECTION, here, f, D: tl.constexpr, F: tl.constexpr, BL
     """p_m · t - |t|²/2 for every feature, and the largest p_m · t, with t = x · SHRINK."""
     projected = tl.zeros([BLOCK_F], tl.float32)
     square = 0.0
-    for first in tl.static_range(0, D, COLUMNS):
+    for first in range(0, D, COLUMNS):
         d = first + tl.arange(0, COLUMNS)
         t = tl.load(X + d, mask=d < here, other=0.0).to(tl.float32) * SHRINK
         inside = (f < F)[:, None] & (d < D)[None, :]
@@ -94,7 +94,7 @@ def token_to_sums(
         tl.store(PLAIN + D, seen)
         denominator += rest * seen
         denominator = tl.where(denominator == 0, 1.0, denominator)  # no key: zeros
-    for first in tl.static_range(0, D, COLUMNS):
+    for first in range(0, D, COLUMNS):
         d = first + tl.arange(0, COLUMNS)
         v = tl.load(V + d, mask=d < here, other=0.0).to(tl.float32)
         at = MEMORY + f[:, None] * (D + 1) + d[None, :]
