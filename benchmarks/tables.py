@@ -2,7 +2,7 @@
 
     python -m benchmarks.tables
 
-In README.md and docs/kernels.md, a table stands between `<!-- table NAME -->` and `<!-- end -->`. In
+In README.md and docs/, a table stands between `<!-- table NAME -->` and `<!-- end -->`. In
 weft/core/crossovers.py, which `attention_info` reads, it is between `# table NAME` and `# end`.
 """
 
@@ -13,8 +13,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from . import generation_tables
+
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/kernels.md", "weft/core/crossovers.py")
+PAGES = ("README.md", "docs/kernels.md", "docs/generation.md", "docs/adapt.md", "weft/core/crossovers.py")
 MARKED = re.compile(r"(<!-- table (\S+) -->\n|# table (\S+)\n)(.*?)(<!-- end -->|# end)", re.S)
 SHORT = ("combiner-fixed", "linear", "local", "longformer")
 GRAPH = {
@@ -170,6 +172,8 @@ TABLES = {
     "graph": lambda: graph(GRAPH),
     "graph-more": lambda: graph(MORE_GRAPH),
     "graph-speedups": speedups,
+    "generation-cpu": lambda: markdown(generation_tables.steps("generation_cpu")),
+    "hf-generation": lambda: markdown(generation_tables.transformers("hf_generation")),
 }
 
 
