@@ -1,6 +1,6 @@
 """Milliseconds per token of transformers' `generate()`, and the memory of its cache, with each attention.
 
-    python benchmarks/hf_generation.py [--lengths 8192 65536] [--only linear ...] [--device cuda] [--static]
+    python benchmarks/hf_generation.py [--lengths 8192 65536] [--only linear ...] [--device cuda] [--static] [--batch 4]
 
 Four random layers of Llama, with 8 heads of 32 on the CPU and 32 heads of 128 on the GPU (bfloat16), continue a context
 of the given length by greedy decoding. weft's mechanisms process a random prompt; the cache of sdpa is filled with
@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import weft  # noqa: E402
 from weft.adapt.decoding import StateLayer  # noqa: E402
 from weft.core.decoding_state import tree_bytes  # noqa: E402
+from weft.lab.run import commit  # noqa: E402
 
 NAMES = ("linear", "longformer", "local", "combiner-fixed", "combiner-axial")
 VOCABULARY, LAYERS = 1000, 4
@@ -67,12 +68,12 @@ class Run:
             self.model = transformers.LlamaForCausalLM._from_config(
                 config, attn_implementation=name, dtype=dtype
             ).eval()
-        self.ids = torch.randint(2, VOCABULARY, (1, length), device=options.device)
+        self.ids = torch.randint(2, VOCABULARY, (options.batch, length), device=options.device)
         self.cache: Cache = StaticCache(config, room) if options.static else DynamicCache(config=config)
         start = time.perf_counter()
         if name == "sdpa":
             for layer in range(LAYERS):
-                past = torch.randn(2, 1, heads, length, head_dim, device=options.device, dtype=dtype)
+                past = torch.randn(2, options.batch, heads, length, head_dim, device=options.device, dtype=dtype)
                 self.cache.update(past[0], past[1], layer)
         else:
             with torch.no_grad():
@@ -105,6 +106,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=NAMES)
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--static", action="store_true", help="static caches")
     parser.add_argument("--out", type=Path)
@@ -129,9 +131,9 @@ def main() -> None:
                 flush=True,
             )
     if options.out:
-        options.out.write_text(
-            json.dumps({"torch": torch.__version__, "device": options.device, "rows": rows}, indent=1)
-        )
+        gpu = torch.cuda.get_device_name() if options.device == "cuda" else None
+        about = {"torch": torch.__version__, "device": gpu or "cpu", "commit": commit(), "batch": options.batch}
+        options.out.write_text(json.dumps({**about, "static": options.static, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
