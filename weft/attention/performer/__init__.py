@@ -131,7 +131,7 @@ class PerformerAttention(Attention):
 
     def state_after(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, capacity: int) -> tuple[Tensor, ...]:
         b, g, v1 = self._decoded(k, v, mask)
-        top = g.cummax(-1).values[..., -1:]  # of equal keys the last gets the gradient, as in `attend`
+        top = g.cummax(-1).values[..., -1:].contiguous()  # of equal keys the last gets the gradient, as in `attend`
         scale = torch.where(top.isfinite(), top, 0).detach()
         memory = (b * (g.detach() - scale).exp()[..., None]).transpose(-1, -2) @ v1
         return memory, top, v1.sum(2, keepdim=True)
