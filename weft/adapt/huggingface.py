@@ -26,6 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..attention import Attention, attention_info, attentions, make_attention
 from ..core.blocks import both
+from ..core.heads import spread
 from ..core.precision import autocast
 from ..core.segments import Segments
 from .biases import PairBias, WindowBias, in_window, total
@@ -217,8 +218,7 @@ def _attend(
     causal = _is_causal(choice.shown, module, said, is_causal)
     if choice.name == "longformer" and causal:
         window = window or kwargs.get("sliding_window")  # the same window before the sequence outgrows it
-    groups = query.shape[1] // key.shape[1]
-    k, v = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
+    k, v = (key, value) if choice.name != "full" else spread(query, key, value)
     q, k, v = autocast(rescaled(query, scaling), k, v)
     of_matrix = mask is not None and mask.dim() == 4
     over_cache = causal and q.shape[2] != k.shape[2]
@@ -226,7 +226,8 @@ def _attend(
     if causal and choice.name != "full" and alone:
         attn = _instance(choice, module, q, causal, window)
         if not _moves(attn):
-            began = begin(module, attn, choice.shown, choice.options, key, q, k, v, mask, _near(attn, window))
+            every = spread(q, k, v)
+            began = begin(module, attn, choice.shown, choice.options, key, q, *every, mask, _near(attn, window))
             if began is not None:
                 return _heads_last(began), None
     if choice.name == "full" and (of_matrix or special or over_cache or window or position_bias is not None):
@@ -234,6 +235,7 @@ def _attend(
         run = _full(q, k, mask, position_bias, causal, window, special, packed)
     elif choice.name == "longformer" and window and over_cache and position_bias is None:
         window = min(window, choice.options.get("window", window))
+        k, v = spread(q, k, v)
         run = _full(q, k, mask, None, causal, window, special)  # the cache holds little more than the window
     else:
         bias, mask = _bias(choice, mask, position_bias, causal, over_cache)
@@ -244,7 +246,7 @@ def _attend(
     if not output_attentions:
         return out, None
     with torch.no_grad():
-        return out, run(torch.eye(k.shape[2], dtype=v.dtype, device=v.device).expand(*k.shape[:2], -1, -1), 0.0)
+        return out, run(torch.eye(k.shape[2], dtype=v.dtype, device=v.device).expand(*q.shape[:2], -1, -1), 0.0)
 
 
 def _attend_next(
@@ -265,10 +267,7 @@ def _attend_next(
     padding = state.padding_of(_unpacked(choice.shown, module, mask, state.columns) if row is None else row)
     k = state.new_keys
     assert k is not None
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    q, k, v = autocast(q, k, v)
+    q, k, v = autocast(q, *spread(q, k, v))
     return _heads_last(state.attend(q, k, v, padding, _near(state.attn, window)))
 
 
@@ -354,7 +353,8 @@ def _mechanism(
 
     def run(v: Tensor, dropout: float) -> Tensor:
         attn.dropout = dropout
-        return attn(q, k, connected(attn, q, k, v), mask, total(bias, near), packed)[:, :, -Lq:]
+        keys = k if k.shape[1] == v.shape[1] else spread(q, k, k)[0]  # v may be one matrix per head of q
+        return attn(q, keys, connected(attn, q, keys, v), mask, total(bias, near), packed)[:, :, -Lq:]
 
     return run
 

@@ -102,6 +102,7 @@ register(
         kernel.too_long,
         kernel.LEAST_LENGTH,
         dropout=True,
+        grouped=lambda attn: True,
         auto=untested,
         largest_head=256,
         packed=run_packed,

@@ -132,6 +132,13 @@ register(
     cost="L*window",
     bias=True,
     kernel=Kernel(
-        run_kernel, kernel.too_long, kernel.LEAST_LENGTH, dropout=True, auto=untested, largest_head=256, step=run_step
+        run_kernel,
+        kernel.too_long,
+        kernel.LEAST_LENGTH,
+        dropout=True,
+        grouped=lambda attn: True,
+        auto=untested,
+        largest_head=256,
+        step=run_step,
     ),
 )

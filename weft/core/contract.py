@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from . import sharding
 from .decoding import Decoding
 from .dispatch import Kernel, check_backend, plain, use_kernel
+from .heads import spread
 from .packing import packed, packed_weights
 from .precision import autocast, autocasts, without_autocast
 from .recomputing import recomputing
@@ -89,11 +90,11 @@ class Attention(Decoding, nn.Module):
     ) -> Tensor:
         if (context := sharding.current()) is not None:
             self.was_split = True
-            return context.attend(self, q, k, v, mask, bias, segments, **inputs)
+            return context.attend(self, q, *spread(q, k, v), mask, bias, segments, **inputs)
         if self.was_split:
             self._check_region()
         if segments is not None:
-            return packed(self, q, k, v, mask, bias, segments, inputs)
+            return packed(self, q, *spread(q, k, v), mask, bias, segments, inputs)
         self.check(q, k, v, mask, bias)
         q, k, v = self.clean(q, k, v, mask)
         if not autocasts(q):
@@ -114,7 +115,11 @@ class Attention(Decoding, nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None, **inputs: Any
     ) -> Tensor:
         if self.fused is not None and use_kernel(self, q, k, v, bias):
+            if k.shape[1] != q.shape[1] and not self.fused.grouped(self):
+                k, v = spread(q, k, v)
             return self.fused.run(self, q, k, v, mask, bias)
+        if k.shape[1] != q.shape[1]:
+            k, v = spread(q, k, v)
         return self.attend(q, k, v, mask, bias, **inputs)
 
     def clean(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Tensor]:
@@ -144,6 +149,7 @@ class Attention(Decoding, nn.Module):
         segments: Tensor | Segments | None = None,
     ) -> Tensor:
         """Effective matrix (B, H, Lq, Lk) with `weights @ v == attn(q, k, v)`. Quadratic in L: use it for small L."""
+        k, v = spread(q, k, v)
         if segments is not None:
             return packed_weights(self, q, k, v, mask, bias, segments, {})
         B, H, Lk, _ = k.shape
@@ -191,9 +197,10 @@ class Attention(Decoding, nn.Module):
                 f"{name} was made for heads={self.heads}, head_dim={self.head_dim}, but q has shape "
                 f"(B, H, L, D) = {tuple(q.shape)}"
             )
-        if k.shape != (B, H, Lk, D):
+        if k.shape != (B, k.shape[1], Lk, D) or not k.shape[1] or H % k.shape[1]:
             raise ValueError(
-                f"k {tuple(k.shape)} does not match q {tuple(q.shape)}: batch, heads and head_dim must be equal"
+                f"k {tuple(k.shape)} does not match q {tuple(q.shape)}: batch and head_dim must be equal, and heads "
+                "equal or, for grouped keys and values, a divisor"
             )
         if v.shape[:3] != k.shape[:3]:
             raise ValueError(

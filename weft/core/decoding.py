@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from .decoding_state import DecodingState, Log, Place, tree_bytes, tree_map
 from .dispatch import step_with_kernel
+from .heads import spread
 from .precision import autocast, without_autocast
 from .softmax import without_cudnn
 
@@ -116,6 +117,7 @@ class Decoding:
         `mask` (B, L) is False for padding, which may be on the left. Padding counts as positions, as in the parallel
         form with the same mask. Tokens after earlier ones are processed step by step by most mechanisms.
         """
+        k, v = spread(q, k, v)
         self._check_decodes()
         self.check(q, k, v, mask, bias)
         if state is None:
@@ -159,6 +161,7 @@ class Decoding:
         **inputs: Any,
     ) -> tuple[Tensor, DecodingState]:
         """Process one token (B, H, 1, D); return its output and the next state. `mask` (B,) is False for padding."""
+        k, v = spread(q, k, v)
         self.check_step(q, k, v, state, mask, bias)
         state = self._own(state, q)
         q, k, v = autocast(q, k, v)

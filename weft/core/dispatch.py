@@ -42,6 +42,7 @@ class Kernel:
     least_length: int = 256  # "auto" uses the kernel from this length on; the shortest measured: docs/kernels.md
     bias: Callable[[Any], bool] = lambda bias: False  # whether it supports this position bias
     dropout: bool = False  # whether it supports dropout
+    grouped: Callable[[Any], bool] = lambda attn: False  # whether it reads k and v with fewer heads than q in place
     largest_head: int = 128  # head_dim
     applies: Callable[[Any], bool] = lambda attn: True  # False: no fused version for these options, use `attend`
     auto: Callable[[Any], bool] = lambda attn: True  # False: "auto" never uses it, as nobody tested it on a GPU yet
@@ -121,7 +122,7 @@ def _cannot(q: Tensor, v: Tensor, largest_head: int) -> str:
         return f"the kernels support float32, float16 and bfloat16, got {q.dtype}"
     if q.shape[3] > largest_head:
         return f"the kernel supports head_dim up to {largest_head}, got {q.shape[3]}"
-    if v.shape != q.shape:
+    if (v.shape[0], *v.shape[2:]) != (q.shape[0], *q.shape[2:]):
         return f"the kernels need q and v of the same shape, got {tuple(q.shape)} and {tuple(v.shape)}"
     return ""
 

@@ -59,6 +59,27 @@ def clear(X, count, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def sum_groups(
+    X, OUT,
+    x_b, x_h, x_l, o_b, o_h, o_l,
+    BH, H, L,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """OUT (B, H, L, D): the sums of X (B, H · GROUP, L, D) over each group of heads."""
+    bh = tl.program_id(0) % BH
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    first = tl.program_id(0) // BH * ROWS
+    row = tl.arange(0, ROWS)
+    live = row < L - first
+    X += b * x_b + h * GROUP * x_h + first.to(tl.int64) * x_l
+    total = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for g in range(GROUP):
+        total += load_rows(X + g * x_h, row, d, x_l, live, D, BLOCK_D).to(tl.float32)
+    store_rows(OUT + b * o_b + h * o_h + first.to(tl.int64) * o_l, total, row, d, o_l, live, D, BLOCK_D)
+
+
+@triton.jit
 def row_products(
     OUT, DOUT, DELTA,
     o_b, o_h, o_l, g_b, g_h, g_l,

@@ -102,8 +102,8 @@ class MultiheadAttention(nn.Module):
     def project(
         self, x: Tensor, context: Tensor | None = None, start: int = 0, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v of shape (B, heads, L, head_dim), rotated if the layer has rotary positions: those of `positions`
-        (B, L), or `start`, `start` + 1, ..."""
+        """q of shape (B, heads, L, head_dim) and k, v with kv_heads; rotated if the layer has rotary positions: those
+        of `positions` (B, L), or `start`, `start` + 1, ..."""
         source = x if context is None else context
         if source.shape[-1] != self.v.in_features:
             raise ValueError(
@@ -123,10 +123,6 @@ class MultiheadAttention(nn.Module):
             start = start + first_position(x)
             at = torch.arange(start, start + x.shape[1], device=x.device) if positions is None else positions
             q, k = self.rope(q, at), self.rope(k, at)
-        group = self.heads // self.kv_heads
-        if group > 1:
-            v = v.repeat_interleave(group, 1)
-            k = k.repeat_interleave(group, 1) if k is not None else None
         q = v.new_zeros(x.shape[0], self.heads, x.shape[1], self.head_dim) if q is None else q
         k = (q if q.shape == v.shape else torch.zeros_like(v)) if k is None else k
         return q, k, v

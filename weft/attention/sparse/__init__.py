@@ -240,5 +240,13 @@ register(
     cost="L*sqrt(L)",
     bias=True,
     length_dependent="without max_length the default block size depends on the length; set block_size to fix it",
-    kernel=Kernel(run_kernel, lacks, band.LEAST_LENGTH, dropout=True, auto=untested, largest_head=256),
+    kernel=Kernel(
+        run_kernel,
+        lacks,
+        band.LEAST_LENGTH,
+        dropout=True,
+        auto=untested,
+        grouped=lambda attn: attn.pattern == "fixed",
+        largest_head=256,
+    ),
 )

@@ -44,7 +44,7 @@ def query_gradients(
     BH, H, L, m, n, left, right, threshold, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     EXTRAS: tl.constexpr, LEADING: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr, DROPOUT: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """dq, and delta_i = Σ_d dout_id out_id for the other kernels."""
     bh = tl.program_id(0) % BH
@@ -57,8 +57,8 @@ def query_gradients(
     d = tl.arange(0, BLOCK_D)
     first = block * m
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
-    K += b * k_b + h * k_h + first.to(tl.int64) * k_l
-    V += b * v_b + h * v_h + first.to(tl.int64) * v_l
+    K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
+    V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
     DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
     DQ += b * dq_b + h * dq_h + first.to(tl.int64) * dq_l
     MASK += b * L + first
@@ -119,7 +119,7 @@ def extra_gradients(
     BH, H, L, m, count, chunk, threshold, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     EXTRAS: tl.constexpr, LEADING: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr, DROPOUT: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Gradients of BK extras from the queries of one chunk; EXTRA_K, EXTRA_V are (B·H, chunks, count, D), float32."""
     bh = tl.program_id(0) % BH
@@ -129,8 +129,8 @@ def extra_gradients(
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     Q += b * q_b + h * q_h
-    K += b * k_b + h * k_h
-    V += b * v_b + h * v_h
+    K += b * k_b + h // GROUP * k_h
+    V += b * v_b + h // GROUP * v_h
     DOUT += b * g_b + h * g_h
     LSE += bh.to(tl.int64) * L
     DELTA += bh.to(tl.int64) * L
@@ -172,7 +172,7 @@ def key_gradients(
     BH, H, L, m, left, right, count, chunks, threshold, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     EXTRAS: tl.constexpr, LEADING: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr, DROPOUT: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
     tiles = (m + BK - 1) // BK
@@ -181,8 +181,8 @@ def key_gradients(
     d = tl.arange(0, BLOCK_D)
     first = block * m
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
-    K += b * k_b + h * k_h + first.to(tl.int64) * k_l
-    V += b * v_b + h * v_h + first.to(tl.int64) * v_l
+    K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
+    V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
     DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
     DK += b * dk_b + h * dk_h + first.to(tl.int64) * dk_l
     DV += b * dv_b + h * dv_h + first.to(tl.int64) * dv_l

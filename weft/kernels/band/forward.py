@@ -150,7 +150,7 @@ def attend(
     BH, H, L, m, n, left, right, threshold, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     EXTRAS: tl.constexpr, LEADING: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    PRECISION: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr, DROPOUT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     bh = tl.program_id(0) % BH
     tiles = (m + BQ - 1) // BQ  # in a block
@@ -161,8 +161,8 @@ def attend(
     b, h, bh, first, end = place(TABLE, bh, block, H, L, m, PACKED)
     d = tl.arange(0, BLOCK_D)
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
-    K += b * k_b + h * k_h + first.to(tl.int64) * k_l
-    V += b * v_b + h * v_h + first.to(tl.int64) * v_l
+    K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
+    V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
     OUT += b * o_b + h * o_h + first.to(tl.int64) * o_l
     MASK += b * L + first
 

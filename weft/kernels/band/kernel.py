@@ -36,6 +36,7 @@ from ...core.tiles import (
     strides,
     tiles_for,
 )
+from ..grouped import fits, gradients, sum_to_groups
 from ..launch import launch
 from ..operator import Operator
 
@@ -135,7 +136,7 @@ def attend_near(
         q, k, v, _flags(q, mask), q if table is None else table, q if key is None else key, out, lse,
         *strides(q), *strides(k), *strides(v), *strides(out),
         BH, H, L, m, n, left, right, threshold, math.log2(math.e) / math.sqrt(D),
-        BQ=t.queries, BK=t.keys, **_options(q, mask, key, causal, extras, count, leading), PACKED=table is not None,
+        BQ=t.queries, BK=t.keys, **_options(q, k, mask, key, causal, extras, count, leading), PACKED=table is not None,
         **t.launch(),
     )  # fmt: skip
     return out, lse
@@ -154,27 +155,29 @@ def near_gradients(
     from .backward import extra_gradients, key_gradients, query_gradients
     from .short_blocks import block_gradients
 
-    dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
+    dq, (dk, by_head_k), (dv, by_head_v) = empty_rows(q), gradients(k, q), gradients(v, q)
     dout, q, k, v, out = (rows_contiguous(x) for x in (dout, q, k, v, out))
     B, H, L, D = q.shape
     BH = B * H
     m, n, extras, count = _blocks(L, block_size, extras, count)
-    flags, options = _flags(q, mask), _options(q, mask, key, causal, extras, count, leading)
+    flags, options = _flags(q, mask), _options(q, k, mask, key, causal, extras, count, leading)
     key = q if key is None else key
     logit_scale = 1 / math.sqrt(D)
     scale = math.log2(math.e) * logit_scale
     given = (*strides(q), *strides(k), *strides(v), *strides(dout))
     t = tiles("block gradients", m, q)
     if block_size and extras == "none" and m <= t.queries:
-        shape = {key: options[key] for key in ("D", "BLOCK_D", "CAUSAL", "HAS_MASK", "PRECISION", "DROPOUT")}
+        shape = {key: options[key] for key in ("D", "BLOCK_D", "CAUSAL", "HAS_MASK", "PRECISION", "DROPOUT", "GROUP")}
         if table is not None:
             n, BH = table.shape[0], H
         launch(
             block_gradients, (n * BH,),
-            q, k, v, flags, q if table is None else table, key, out, dout, lse, dq, dk, dv,
-            *given, *strides(out), *strides(dq), *strides(dk), *strides(dv),
+            q, k, v, flags, q if table is None else table, key, out, dout, lse, dq, by_head_k, by_head_v,
+            *given, *strides(out), *strides(dq), *strides(by_head_k), *strides(by_head_v),
             BH, H, L, m, threshold, scale, logit_scale, ROWS=t.queries, **shape, PACKED=table is not None, **t.launch(),
         )  # fmt: skip
+        sum_to_groups(by_head_k, dk)
+        sum_to_groups(by_head_v, dv)
         return dq, dk, dv, lse
     delta = torch.empty_like(lse)
     t = tiles("query gradients", m, q)
@@ -199,10 +202,13 @@ def near_gradients(
     t = tiles("key gradients", m, q)
     launch(
         key_gradients, (n * ceil_div(m, t.keys) * BH,),
-        q, k, v, flags, key, dout, lse, delta, extra_k, extra_v, dk, dv, *given, *strides(dk), *strides(dv),
+        q, k, v, flags, key, dout, lse, delta, extra_k, extra_v, by_head_k, by_head_v,
+        *given, *strides(by_head_k), *strides(by_head_v),
         BH, H, L, m, left, right, total, chunks, threshold, scale, logit_scale,
         BQ=t.queries, BK=t.keys, **options, **t.launch(),
     )  # fmt: skip
+    sum_to_groups(by_head_k, dk)
+    sum_to_groups(by_head_v, dv)
     return dq, dk, dv, delta
 
 
@@ -243,7 +249,7 @@ def _flags(q: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _options(
-    q: Tensor, mask: Tensor | None, key: Tensor | None, causal: bool, extras: str, count: int, leading: bool
+    q: Tensor, k: Tensor, mask: Tensor | None, key: Tensor | None, causal: bool, extras: str, count: int, leading: bool
 ) -> dict[str, Any]:
     D = q.shape[3]
     return {
@@ -256,11 +262,12 @@ def _options(
         "HAS_MASK": mask is not None,
         "PRECISION": precision(q),
         "DROPOUT": key is not None,
+        "GROUP": q.shape[1] // k.shape[1],
     }
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, extras: str) -> None:
-    if q.dim() != 4 or k.shape != q.shape or v.shape != q.shape:
+    if q.dim() != 4 or not fits(k, q) or not fits(v, q):
         raise ValueError(
             f"the kernel needs q, k and v of the same shape (B, H, L, D), got {tuple(q.shape)}, {tuple(k.shape)} "
             f"and {tuple(v.shape)}; use backend='torch'"

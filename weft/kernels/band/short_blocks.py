@@ -22,7 +22,7 @@ def block_gradients(
     dq_b, dq_h, dq_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
     BH, H, L, m, threshold, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    PRECISION: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr, DROPOUT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     b, h, bh, first, end = place(TABLE, tl.program_id(0) % BH, tl.program_id(0) // BH, H, L, m, PACKED)
     at = first.to(tl.int64)
@@ -31,8 +31,8 @@ def block_gradients(
     live = row < end
     real = valid_rows(MASK + b * L + first, row, live, HAS_MASK)
     q = load_rows(Q + b * q_b + h * q_h + at * q_l, row, d, q_l, live, D, BLOCK_D)
-    k = load_rows(K + b * k_b + h * k_h + at * k_l, row, d, k_l, real, D, BLOCK_D)
-    v = load_rows(V + b * v_b + h * v_h + at * v_l, row, d, v_l, real, D, BLOCK_D)
+    k = load_rows(K + b * k_b + h // GROUP * k_h + at * k_l, row, d, k_l, real, D, BLOCK_D)
+    v = load_rows(V + b * v_b + h // GROUP * v_h + at * v_l, row, d, v_l, real, D, BLOCK_D)
     dout = load_rows(DOUT + b * g_b + h * g_h + at * g_l, row, d, g_l, live, D, BLOCK_D)
     out = load_rows(OUT + b * o_b + h * o_h + at * o_l, row, d, o_l, live, D, BLOCK_D)
     lse = tl.load(LSE + bh * L + first + row, mask=live, other=float("inf"))  # no query: no probability

@@ -29,6 +29,7 @@ from ....core.contract import Attention, PositionBias, hide
 from ....core.decoding_state import Place
 from ....core.dense import dense_softmax, legal, positions, real_tokens
 from ....core.dispatch import Kernel
+from ....core.heads import spread
 from ....core.joint import Columns, Part, Rows, joint_attention
 from ....core.packing import packed_weights
 from ....core.partitions import default_block, other_blocks
@@ -134,6 +135,7 @@ class CombinerAxial(Attention):
         x: Tensor | None = None,
     ) -> Tensor:
         """The keys of `proj` spans depend on v, so they are computed from v before the identity replaces v."""
+        k, v = spread(q, k, v)
         if segments is not None:
             return packed_weights(self, q, k, v, mask, bias, segments, {} if x is None else {"x": x})
         self.check(q, k, v, mask, bias)

@@ -336,5 +336,14 @@ register(
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
     length_dependent="without max_length the default block size depends on the length; set block_size to fix it",
-    kernel=Kernel(run_kernel, lacks, kernel.LEAST_LENGTH, dropout=True, auto=untested, largest_head=256, step=run_step),
+    kernel=Kernel(
+        run_kernel,
+        lacks,
+        kernel.LEAST_LENGTH,
+        dropout=True,
+        grouped=lambda attn: True,
+        auto=untested,
+        largest_head=256,
+        step=run_step,
+    ),
 )

@@ -129,7 +129,7 @@ def key_gradients(
     BH, H, L, n, threshold, scale, logit_scale,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     SPANS: tl.constexpr, POOL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
-    DROPOUT: tl.constexpr,
+    DROPOUT: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (m + BK - 1) // BK
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
@@ -138,8 +138,8 @@ def key_gradients(
     d = tl.arange(0, BLOCK_D)
     first = block * m
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
-    K += b * k_b + h * k_h + first.to(tl.int64) * k_l
-    V += b * v_b + h * v_h + first.to(tl.int64) * v_l
+    K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
+    V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
     DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
     DK += b * dk_b + h * dk_h + first.to(tl.int64) * dk_l
     DV += b * dv_b + h * dv_h + first.to(tl.int64) * dv_l
@@ -202,7 +202,7 @@ def query_gradients(
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     PARTS: tl.constexpr, PART_ROWS: tl.constexpr,
     SPANS: tl.constexpr, POOL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
-    DROPOUT: tl.constexpr,
+    DROPOUT: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (m + BQ - 1) // BQ
     bh = tl.program_id(0) % BH
@@ -212,8 +212,8 @@ def query_gradients(
     d = tl.arange(0, BLOCK_D)
     first = block * m
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
-    K += b * k_b + h * k_h + first.to(tl.int64) * k_l
-    V += b * v_b + h * v_h + first.to(tl.int64) * v_l
+    K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
+    V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
     DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
     DQ += b * dq_b + h * dq_h + first.to(tl.int64) * dq_l
     MASK += b * L + first

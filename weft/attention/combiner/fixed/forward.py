@@ -53,6 +53,7 @@ def summarise(
     BH, H, L, n, scale,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
     POOL: tl.constexpr, HAS_MASK: tl.constexpr, KEEP: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     bh, block = tl.program_id(0) % BH, tl.program_id(0) // BH
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
@@ -60,8 +61,8 @@ def summarise(
     rows = tl.arange(0, ROWS)
     first = block * m
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
-    K += b * k_b + h * k_h + first.to(tl.int64) * k_l
-    V += b * v_b + h * v_h + first.to(tl.int64) * v_l
+    K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
+    V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
     MASK += b * L + first
     end = tl.minimum(m, L - first)
 
@@ -170,6 +171,7 @@ def attend(
     BH, H, L, n, threshold, scale,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     SPANS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (m + BQ - 1) // BQ  # tiles of queries in a block
     bh = tl.program_id(0) % BH
@@ -179,8 +181,8 @@ def attend(
     d = tl.arange(0, BLOCK_D)
     first = block * m
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
-    K += b * k_b + h * k_h + first.to(tl.int64) * k_l
-    V += b * v_b + h * v_h + first.to(tl.int64) * v_l
+    K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
+    V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
     OUT += b * o_b + h * o_h + first.to(tl.int64) * o_l
     MASK += b * L + first
     KBAR += bh.to(tl.int64) * n * D

@@ -32,6 +32,7 @@ from ....core.tiles import (
     strides,
     tiles_for,
 )
+from ....kernels.grouped import fits, gradients, sum_to_groups
 from ....kernels.launch import launch
 from ....kernels.operator import Operator
 
@@ -99,7 +100,7 @@ def _forward(q, k, v, mask, key, block_size, pool, causal, keep, threshold):
             summarise, (n * B * H,),
             q, k, v, flags, kbar, vbar, local, stats, *strides(q), *strides(k), *strides(v), B * H, H, L, n, scale,
             m=block_size, D=D, BLOCK_D=width, ROWS=t.queries, POOL=pool, HAS_MASK=has_mask, KEEP=keep,
-            STAGES=t.stages, **t.launch(),
+            STAGES=t.stages, GROUP=H // k.shape[1], **t.launch(),
         )  # fmt: skip
     t = tiles("attend", block_size, q)
     launch(
@@ -107,7 +108,8 @@ def _forward(q, k, v, mask, key, block_size, pool, causal, keep, threshold):
         q, k, v, flags, kbar, vbar, local, q if key is None else key, out, lse,
         *strides(q), *strides(k), *strides(v), *strides(out),
         B * H, H, L, n, threshold, scale, m=block_size, D=D, BLOCK_D=width, BQ=t.queries, BK=t.keys, SPANS=n > 1,
-        CAUSAL=causal, HAS_MASK=has_mask, PRECISION=precision(q), DROPOUT=key is not None, **t.launch(),
+        CAUSAL=causal, HAS_MASK=has_mask, PRECISION=precision(q), DROPOUT=key is not None,
+        GROUP=H // k.shape[1], **t.launch(),
     )  # fmt: skip
     return outputs
 
@@ -138,10 +140,10 @@ def _backward(dout, q, k, v, mask, key, out, block, block_size, pool, causal, ke
     if not keep:
         raise RuntimeError("weft::combiner_fixed was called with keep=False; the backward requires keep=True")
     lse, kbar, vbar, local, stats = _kept(q, block_size, keep).split(block)
-    dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
+    dq, (dk, by_head_k), (dv, by_head_v) = empty_rows(q), gradients(k, q), gradients(v, q)
     dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
     B, H, L, D = q.shape
-    n, BH, width = ceil_div(L, block_size), B * H, block_width(D)
+    n, BH, width, group = ceil_div(L, block_size), B * H, block_width(D), H // k.shape[1]
     logit_scale = 1 / math.sqrt(D)
     scale = math.log2(math.e) * logit_scale
     has_mask = mask is not None
@@ -179,10 +181,11 @@ def _backward(dout, q, k, v, mask, key, out, block, block_size, pool, causal, ke
     t = by_keys
     launch(
         key_gradients, (n * key_tiles * BH,),
-        q, k, v, flags, dout, stats, kbar, local, lse, delta, key, dkbar, dvbar, mean_dalpha, weighted, dk, dv,
-        *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk), *strides(dv),
-        BH, H, L, n, threshold, scale, logit_scale, BQ=t.queries, BK=t.keys, SPANS=n > 1, POOL=pool, **options,
-        **t.launch(),
+        q, k, v, flags, dout, stats, kbar, local, lse, delta, key, dkbar, dvbar, mean_dalpha, weighted,
+        by_head_k, by_head_v,
+        *strides(q), *strides(k), *strides(v), *strides(dout), *strides(by_head_k), *strides(by_head_v),
+        BH, H, L, n, threshold, scale, logit_scale, BQ=t.queries, BK=t.keys, SPANS=n > 1, POOL=pool, GROUP=group,
+        **options, **t.launch(),
     )  # fmt: skip
     t = by_queries
     launch(
@@ -190,8 +193,10 @@ def _backward(dout, q, k, v, mask, key, out, block, block_size, pool, causal, ke
         q, k, v, flags, dout, stats, kbar, vbar, local, lse, delta, key, mean_dalpha, weighted, dq,
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq),
         BH, H, L, n, threshold, scale, logit_scale, BQ=t.queries, BK=t.keys, PARTS=key_tiles,
-        PART_ROWS=next_power_of_two(key_tiles), SPANS=n > 1, POOL=pool, **options, **t.launch(),
+        PART_ROWS=next_power_of_two(key_tiles), SPANS=n > 1, POOL=pool, GROUP=group, **options, **t.launch(),
     )  # fmt: skip
+    sum_to_groups(by_head_k, dk)
+    sum_to_groups(by_head_v, dv)
     return dq, dk, dv
 
 
@@ -207,7 +212,7 @@ _operator = Operator(
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, block_size: int, pool: str) -> None:
-    if q.dim() != 4 or k.shape != q.shape or v.shape != q.shape:
+    if q.dim() != 4 or not fits(k, q) or not fits(v, q):
         raise ValueError(
             f"the kernel needs q, k and v of the same shape (B, H, L, D), got {tuple(q.shape)}, {tuple(k.shape)} "
             f"and {tuple(v.shape)}; use backend='torch'"
