@@ -6,12 +6,10 @@ from torch import Tensor
 
 
 def spread(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v with one head for each head of q."""
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:  # `check` reports it
+    """k and v with one head for each head of q. Tensors that do not match are left to `check`."""
+    if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
         return k, v
-    return _spread(k, q.shape[1]), _spread(v, q.shape[1])
-
-
-def _spread(x: Tensor, heads: int) -> Tensor:
-    group = heads // max(1, x.shape[1])
-    return x.repeat_interleave(group, 1) if group > 1 and x.shape[1] * group == heads else x
+    heads, given = q.shape[1], k.shape[1]
+    if given in (0, heads) or v.shape[1] != given or heads % given:
+        return k, v
+    return k.repeat_interleave(heads // given, 1), v.repeat_interleave(heads // given, 1)
