@@ -226,6 +226,18 @@ def test_what_swap_reports_as_replaced_works(model):
     torch.testing.assert_close(zoo.outputs(ours, inputs), expected)
 
 
+def test_pooling_heads_read_another_sequence():
+    """SigLIP's head has one learned query."""
+    model = zoo.build("siglip_vision_model/SiglipVisionModel", "eager")
+    inputs = {"pixel_values": zoo.noise(2, 3, 32, 32)}
+    for change in (lambda: weft.swap(model, "local"), lambda: weft.cache(model, 0.5)):
+        with pytest.warns(UserWarning, match="1 of 3 .* head.attention"):
+            report = change()
+        assert list(report.refused) == ["head.attention"]
+        model.train()(**inputs)
+        report.undo()
+
+
 def test_swap_refuses_windows_that_the_model_can_outgrow():
     model = zoo.build("mistral/MistralForCausalLM", "sdpa")  # a window of 5, and 64 positions
     with pytest.warns(UserWarning, match="2 of 2 attention layers keep their own attention.*model.layers.0.self_attn"):

@@ -64,25 +64,26 @@ def test_a_description_of_another_model_is_refused():
 
 
 @pytest.mark.parametrize("change", ["swap", "cache", "swap and cache", "one layer"])
-@pytest.mark.parametrize("name", ["llama/LlamaForCausalLM", "bert/BertModel"])
+@pytest.mark.parametrize("name", ["llama/LlamaForCausalLM", "bert/BertModel", "vit/ViTModel"])
 def test_transformers(name, change, tmp_path):
     transformers = pytest.importorskip("transformers")
     import zoo
 
     transformers.logging.set_verbosity_error()
-    model, ids = zoo.build(name, "sdpa"), zoo.tokens()
-    plain = zoo.outputs(model, {"input_ids": ids})
+    model = zoo.build(name, "sdpa")
+    inputs = {"pixel_values": zoo.noise(2, 3, 32, 32)} if "vit" in name else {"input_ids": zoo.tokens()}
+    plain = zoo.outputs(model, inputs)
     if "swap" in change or change == "one layer":
         weft.swap(model, "combiner-fixed", block_size=4, where="*1.*" if change == "one layer" else None)
     if "cache" in change:
         weft.cache(model, 0.5)
         model.train()
-        model(ids)
+        model(**inputs)
         for key, parameter in model.named_parameters():
             if key.endswith(".lam"):
                 parameter.data.fill_(0.5)
         model.eval()
-    expected = zoo.outputs(model, {"input_ids": ids})
+    expected = zoo.outputs(model, inputs)
     assert not torch.allclose(expected, plain, atol=1e-4)
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["weft"] == weft.describe(model)
@@ -91,7 +92,7 @@ def test_transformers(name, change, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = weft.huggingface.load(tmp_path)
-    torch.testing.assert_close(zoo.outputs(again, {"input_ids": ids}), expected, **CLOSE)
+    torch.testing.assert_close(zoo.outputs(again, inputs), expected, **CLOSE)
     assert weft.describe(again) == weft.describe(model)
 
 

@@ -111,9 +111,7 @@ def load(folder: str | Path, **options: Any) -> Any:
     plain: dict[str, Tensor] = {}
     own: dict[str, Tensor] = {}
     for key, value in _tensors(Path(folder)).items():
-        path = next((path for path in description.get("cached", {}) if key.startswith(path + ".cached.")), None)
-        inner = f"{path}.cached.inner."
-        name = key if path is None else key.replace(inner, f"{path}.", 1)
+        name = key.replace(".cached.inner.", ".", 1) if description.get("cached") else key
         if _is_own(name):
             own[key] = value
         else:
@@ -136,8 +134,8 @@ def _renamed(tensors: dict[str, Tensor], wanted: list[str]) -> dict[str, Tensor]
     """save_pretrained may write other words in the path of a layer, but its numbers stay."""
 
     def short(key: str) -> tuple[Any, ...]:
-        path, _, name = key.rpartition(".weft.")
-        return tuple(re.findall(r"\d+", path)), name
+        path, mark, name = re.split(r"\.(cached|weft)\.", key, maxsplit=1)
+        return tuple(re.findall(r"\d+", path)), mark, name
 
     ambiguous = len({short(key) for key in wanted}) < len(wanted)
     names = {} if ambiguous else {short(key): key for key in wanted}

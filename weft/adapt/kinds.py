@@ -103,6 +103,8 @@ def _recognise_torch(layer: Layer, module: Any) -> None:
         layer.trouble = "it adds extra keys (add_bias_kv, add_zero_attn)"
     if layer.role == "decoder multihead_attn":
         layer.needs, layer.causal = {"cross", "rows"}, False
+    elif any("pooling" in type(parent).__name__.lower() for parent, _ in layer.places):
+        layer.needs, layer.causal = {"cross"}, False  # one learned query, as in SigLIP's head
     elif layer.role == "decoder self_attn":
         layer.causal = True
 
