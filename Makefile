@@ -1,4 +1,5 @@
 # make demo: set up and show what weft does.  make test: set up and run every check.
+# make test-ecosystem: the tests with peft, accelerate, torchao, ONNX and x-transformers.
 # make test-oldest: the same with the oldest supported versions, on part of the tests.
 PYTHON ?= python3
 VENV := .venv
@@ -20,6 +21,19 @@ test: env
 	$(BIN)/lint-imports
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 	$(BIN)/python benchmarks/faults.py --skip rank,ray
+
+# Libraries that are used together with weft; the tests skip what is not installed.
+ECOSYSTEM := .venv-ecosystem
+ECOSYSTEM_TESTS := $(addprefix tests/test_,adapt_ecosystem.py adapt_guard.py adapt_x_transformers.py conversion.py)
+
+$(ECOSYSTEM)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(ECOSYSTEM)
+	$(ECOSYSTEM)/bin/pip install --quiet --upgrade pip
+	$(ECOSYSTEM)/bin/pip install --quiet -e ".[all,test,ecosystem]"
+	touch $@
+
+test-ecosystem: $(ECOSYSTEM)/.ready
+	OMP_NUM_THREADS=1 $(ECOSYSTEM)/bin/python -m pytest $(ECOSYSTEM_TESTS)
 
 # The oldest versions that pyproject.toml allows, with the tests that depend on them most. timm is left out: its
 # torchvision does not exist for every build of torch.

@@ -38,6 +38,7 @@ class Added:
     causal: bool | None
     cross: Condition
     bias: Condition
+    refuse: Callable[[Any], str]
     tokens: bool
 
     def needs(self, layer: nn.Module) -> set[str]:
@@ -53,6 +54,7 @@ def add_layer(
     causal: bool | None = False,
     cross: Condition = False,
     bias: Condition = False,
+    refuse: Callable[[Any], str] = lambda layer: "",
     tokens: bool = True,
 ) -> None:
     """Let `weft.swap` change layers of class `cls`.
@@ -64,7 +66,8 @@ def add_layer(
 
     `shape(layer)` returns heads and head size. `causal` says whether its attention is causal (None: both occur).
     `cross` means that keys come from another sequence, `bias` that it uses `allowed` or `added`; both can be functions
-    of the layer. `tokens=False` means that it does not map x (B, L, dim) to the same shape, as `weft.cache` needs.
+    of the layer. `refuse(layer)` returns why a layer cannot be changed, or "". `tokens=False` means that it does not
+    map x (B, L, dim) to the same shape, as `weft.cache` needs.
     """
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise TypeError(f"add_layer needs a subclass of nn.Module, got {cls!r}")
@@ -84,13 +87,13 @@ def add_layer(
 
     methods = {"forward": forward, "__reduce__": lambda self: (_blank, (cls,), self.__getstate__())}
     swapped = type(f"Weft{cls.__name__}", (cls,), {**methods, "__module__": cls.__module__})
-    LAYERS[cls] = LAYERS[swapped] = Added(swapped, shape, causal, cross, bias, tokens)
+    LAYERS[cls] = LAYERS[swapped] = Added(swapped, shape, causal, cross, bias, refuse, tokens)
 
 
 def known(cls: type) -> Added | None:
-    """What was registered for this class, by `add_layer` or by weft for timm and torchvision."""
+    """What was registered for this class, by `add_layer` or by weft for other libraries."""
     library = cls.__module__.partition(".")[0]
-    if library in ("timm", "torchvision") and "attention" in cls.__name__.lower():
+    if library in ("timm", "torchvision", "x_transformers") and "attention" in cls.__name__.lower():
         importlib.import_module(f".{library}_layers", __package__)
     return LAYERS.get(cls)
 

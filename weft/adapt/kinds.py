@@ -71,6 +71,12 @@ def _recognise(layer: Layer, model: nn.Module) -> bool:
     added = known(type(module))
     if added is not None:
         layer.kind, layer.causal, layer.needs = "added", added.causal, added.needs(module)
+        layer.trouble = added.refuse(module)
+        if type(module).__module__.startswith("x_transformers."):
+            from .x_transformers_layers import needs
+
+            layer.needs |= needs(layer.path, model)
+            layer.causal = bool(module.causal) and "cross" not in layer.needs
         if type(module).__module__ == "timm.models.beit" and getattr(model, "rel_pos_bias", None) is not None:
             layer.needs.add("bias")  # shared by all layers
     elif isinstance(module, (MSSA, MultiheadAttention)):
