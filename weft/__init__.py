@@ -1,14 +1,16 @@
 """weft: drop-in efficient, cached and interpretable attention layers for PyTorch."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import _interrupt, _loading  # noqa: F401
-from .attention import Attention, AttentionInfo, attention_info, attentions, make_attention, register
-from .core.positions import ALiBi, RelativeBias, RelativeBias2d, Rotary
-from .core.segments import Segments
-from .core.state import state_size
-from .layers import ISTA, MSSA, CachedAttention, MixedAttention, MultiheadAttention
+from ._lazy import lazy
+
+if TYPE_CHECKING or not _interrupt.IS_COMMAND:  # the command `weft` imports torch only when it needs it
+    from .attention import Attention, AttentionInfo, attention_info, attentions, make_attention, register
+    from .core.positions import ALiBi, RelativeBias, RelativeBias2d, Rotary
+    from .core.segments import Segments
+    from .core.state import state_size
+    from .layers import ISTA, MSSA, CachedAttention, MixedAttention, MultiheadAttention
 
 if TYPE_CHECKING:
     from . import inspect, layers, models
@@ -60,16 +62,10 @@ _NAMES |= {"load": "lab.trained", "advise": "lab.bench.advise", "convert": "lab.
 _NAMES |= {"apply": "adapt.saved", "describe": "adapt.saved"}
 _NAMES |= dict.fromkeys(("make_dense", "subsample", "subsampling"), "adapt.subsample")
 
+_NAMES |= dict.fromkeys(("Attention", "AttentionInfo", "attention_info", "attentions"), "attention")
+_NAMES |= dict.fromkeys(("make_attention", "register"), "attention")
+_NAMES |= dict.fromkeys(("ALiBi", "RelativeBias", "RelativeBias2d", "Rotary"), "core.positions")
+_NAMES |= {"Segments": "core.segments", "state_size": "core.state"}
+_NAMES |= dict.fromkeys(("ISTA", "MSSA", "CachedAttention", "MixedAttention", "MultiheadAttention"), "layers")
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f".{_MODULES[name]}", __name__)
-    if name in _NAMES:
-        value = getattr(importlib.import_module(f".{_NAMES[name]}", __name__), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'weft' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES, *_NAMES})
+__getattr__, __dir__ = lazy(__name__, _NAMES, _MODULES)

@@ -1,4 +1,4 @@
-"""Imported first: Ctrl-C while torch is imported ends the command `weft` without a traceback."""
+"""Imported first: Ctrl-C before torch and weft are imported ends the command `weft` without a traceback."""
 
 import signal
 import sys

@@ -4,6 +4,7 @@ import importlib
 import pkgutil
 from collections.abc import Iterable
 
+from .._interrupt import listen
 from ..core.contract import Attention
 from ..core.registry import AttentionInfo, attention_info, attentions, make_attention, register
 
@@ -16,5 +17,6 @@ def _import_all(path: Iterable[str], package: str) -> None:
 
 
 _import_all(__path__, __name__)
+listen()
 
 __all__ = ["Attention", "AttentionInfo", "attention_info", "attentions", "make_attention", "register"]

@@ -9,6 +9,7 @@ import typer
 from ..lab import commands as lab
 from ..lab.bench.commands import bench_app
 from ..lab.errors import Commands
+from ..lab.options import TrainCommand, train_command
 from .advise import advise
 from .attentions import show_attentions
 from .convert import convert
@@ -21,7 +22,13 @@ from .size import size
 from .translate import translate
 
 app = typer.Typer(
-    cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: it cuts no names
+    context_settings={"max_content_width": 110},
+    help="Efficient, cached and interpretable attention layers for PyTorch.",
 )
 
 
@@ -53,7 +60,7 @@ app.command()(export)
 app.command()(sample)
 app.command()(size)
 app.command()(translate)
-app.command("train")(lab.train_command())
+app.command("train", cls=TrainCommand)(train_command())
 app.command("resume")(lab.resume_run)
 app.command("eval")(lab.eval_run)
 app.command("list")(lab.list_all)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..core.registry import AttentionInfo, attention_info, attentions
+if TYPE_CHECKING:
+    from ..attention import AttentionInfo
 
 SHORT = ("name", "cost", "causal", "kernel")
 COLUMNS = ("name", "cost", "causal", "cross", "position bias", "learned", "steps", "kernel", "faster from", "paper")
@@ -23,6 +24,8 @@ def row(info: AttentionInfo) -> tuple[str, ...]:
 
 def markdown(columns: tuple[str, ...] = COLUMNS) -> str:
     """The table in Markdown."""
+    from ..attention import attention_info, attentions
+
     lines = [" | ".join(columns), " | ".join("---" for _ in columns)]
     for name in attentions():
         cells = dict(zip(COLUMNS, row(attention_info(name)), strict=True)) | {"name": f"`{name}`"}
@@ -37,6 +40,7 @@ def show_attentions(
     if as_markdown:
         print(markdown())
         return
+    from ..attention import attention_info, attentions
     from ..lab.say import show_table
 
     rows = [row(attention_info(name)) for name in attentions()]

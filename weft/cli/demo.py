@@ -13,11 +13,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from torch import nn
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 PRESETS = {"deep": "deep", "deep, killed": "deep", "wide": "wide"}
 
@@ -138,14 +140,16 @@ def _row(name: str, run: dict[str, Any], folder: Path) -> dict[str, str]:
     }
 
 
-@torch.inference_mode()
 def latency(model: nn.Module, ids: torch.Tensor, repeats: int = 50) -> float:
     """Median milliseconds for one image on one thread, after a warm-up."""
+    import torch
+
     torch.set_num_threads(1)
     times = []
-    for turn in range(repeats + 10):
-        started = time.perf_counter()
-        model(ids)
-        if turn >= 10:
-            times.append(time.perf_counter() - started)
+    with torch.inference_mode():
+        for turn in range(repeats + 10):
+            started = time.perf_counter()
+            model(ids)
+            if turn >= 10:
+                times.append(time.perf_counter() - started)
     return 1000 * sorted(times)[len(times) // 2]

@@ -1,81 +1,23 @@
-"""The commands of the lab: train, eval, list, sweep, report, data. Heavy imports happen inside the commands."""
+"""The commands of the lab: resume, eval, list, sweep, report, data. Heavy imports happen inside the commands."""
 
 from __future__ import annotations
 
-import inspect
 import re
 import signal
-import types
-import typing
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from .errors import CANNOT_SAVE, DIVERGED, INTERRUPTED, MISCOMPILED, NO_DATA, NO_MEMORY
+from .errors import INTERRUPTED, Group
 from .say import console, plain, say, show_table
-
-
-def train_command() -> Callable[..., None]:
-    """`weft train`, with an option for every field of the TrainConfig."""
-    from ..tasks.config import TrainConfig, field_help, field_types
-
-    def train(task: str, resume: bool = False, **given: Any) -> None:
-        from ..tasks.config import make_config
-
-        values = {name: value for name, value in given.items() if value is not None}
-        from .loop import train as run
-
-        run(make_config(task, **values), resume=resume)
-
-    train.__doc__ = (
-        "Train a model on a TASK (see `weft list`). The task or the preset sets the defaults of all options.\n\n"
-        f"Exit codes: {NO_DATA} data missing, {DIVERGED} diverged, {MISCOMPILED} compiled wrongly, "
-        f"{NO_MEMORY} too large for the memory, {CANNOT_SAVE} disk full, {INTERRUPTED} stopped by a signal and saved."
-    )
-    defaults = TrainConfig()
-    parameters = [
-        inspect.Parameter(
-            "task",
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            annotation=Annotated[str, typer.Argument(help=field_help()["task"])],
-        ),
-        inspect.Parameter(
-            "resume",
-            inspect.Parameter.KEYWORD_ONLY,
-            default=False,
-            annotation=Annotated[
-                bool, typer.Option("--resume", help="continue the run in --out, or start it if it does not exist")
-            ],
-        ),
-    ]
-    for name, kind in field_types().items():
-        if name == "task":
-            continue
-        kind = _plain(kind)
-        flag = "--" + name.replace("_", "-")
-        flags = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
-        shown = getattr(defaults, name)
-        text = field_help()[name] + (f" [{shown}]" if shown not in ("", None) else "")
-        option = typer.Option(flags, help=text, show_default=False)
-        parameters.append(
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=None,
-                annotation=Annotated[typing.Optional[kind], option],  # noqa: UP045  kind is a value here
-            )
-        )
-    train.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    train.__annotations__ = {p.name: p.annotation for p in parameters}
-    return train
 
 
 def resume_run(
     run: Annotated[Path, typer.Argument(help="the run's folder")],
 ) -> None:
     """Continue an interrupted run with its original settings."""
+    say(f"resuming {run}: loading PyTorch …")
     from .loop import train
     from .run import Run
 
@@ -94,12 +36,15 @@ def eval_run(
     accelerator: Annotated[str, typer.Option(help="cpu, cuda, mps or auto")] = "auto",
 ) -> None:
     """Evaluate a run on a split of its task's data."""
+    say(f"evaluating {run}: loading PyTorch …", error=True)
     from .evaluate import evaluate_run
+    from .progress import Count
 
     changes: dict[str, Any] = {"accelerator": accelerator}
     changes |= {"data": data} if data else {}
     changes |= {"batch_size": batch_size} if batch_size else {}
-    found, step = evaluate_run(run, split=split, which=which, ensemble=ensemble, **changes)
+    with Count("batch") as count:
+        found, step = evaluate_run(run, split=split, which=which, ensemble=ensemble, tell=count, **changes)
     say(f"{run}, step {step}, {split}:")
     for name, value in found.items():
         say(f"  {name} {value:.4f}")
@@ -229,14 +174,9 @@ def report_runs(
         say(f"wrote {place}.md and {place}.html")
 
 
-def _plain(kind: Any) -> Any:
-    """`float | None` -> float."""
-    if isinstance(kind, types.UnionType):
-        return next(part for part in typing.get_args(kind) if part is not type(None))
-    return kind
-
-
-data_app = typer.Typer(no_args_is_help=True, help="List, generate and download data sets.")
+data_app = typer.Typer(
+    cls=Group, no_args_is_help=True, rich_markup_mode=None, help="List, generate and download data sets."
+)
 DataFolder = Annotated[Path, typer.Option(help="folder of the data sets")]
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from .._interrupt import listen
 from .say import say
 
 # Codes follow sysexits.h where it has a suitable one.
@@ -38,11 +37,19 @@ PARSER_ERRORS: tuple[type[Exception], ...] = tuple(
 )
 
 
-class Commands(TyperGroup):
+class Group(TyperGroup):
+    """Lists its commands with their whole first sentence."""
+
+    def format_commands(self, context: Any, formatter: Any) -> None:
+        found = [(name, self.get_command(context, name)) for name in self.list_commands(context)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.get_short_help_str(1000)) for name, command in found if command])
+
+
+class Commands(Group):
     """Commands that print errors as one line instead of a traceback."""
 
     def invoke(self, context: Any) -> Any:
-        listen()
         with one_line_errors():
             return super().invoke(context)
 

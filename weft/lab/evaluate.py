@@ -37,6 +37,7 @@ def evaluate(
     *,
     batches: int = 0,
     stop: Callable[[], bool] = lambda: False,
+    tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, float]:
     """The task's metrics on these rows. The last batch is padded with rows that are not counted: every process gets
     the same number of batches, and a compiled model sees one shape."""
@@ -51,7 +52,8 @@ def evaluate(
     # Spread a subset over all rows, which may be sorted; a stream must start at its beginning.
     numbers = range(few) if task.streams else [i * count // few for i in range(few)]
     with task.evaluating(model):
-        for number in numbers:
+        for done, number in enumerate(numbers):
+            tell(done, few)
             if stop():
                 raise Stopped
             index = torch.arange(per_call, device=device) + (number * world + rank) * per_call
@@ -68,13 +70,19 @@ def evaluate(
 
 
 def evaluate_run(
-    folder: str | Path, *, split: str = "test", which: str = "", ensemble: int = 0, **changes: Any
+    folder: str | Path,
+    *,
+    split: str = "test",
+    which: str = "",
+    ensemble: int = 0,
+    tell: Callable[[int, int], None] = lambda done, total: None,
+    **changes: Any,
 ) -> tuple[dict[str, float], int]:
     """The metrics of a finished or interrupted run, and the step of its weights.
 
     `which` is "best", "last" or "average"; by default, the run's `test_on`. `ensemble` is the number
     of sub-models of subsampled attention that predict together; 0 for the dense model. `changes` replace fields of
-    the run's config, such as data, batch_size, accelerator.
+    the run's config, such as data, batch_size, accelerator. `tell` is called with the batches done and their number.
     """
     from .fabric import make_fabric
 
@@ -99,7 +107,7 @@ def evaluate_run(
         model = Members(model, ensemble, task.answers)
     wrapped = fabric.setup_module(model)
     rows = Rows(getattr(data, split), fabric.device)
-    return evaluate(fabric, wrapped, task, rows, config), step
+    return evaluate(fabric, wrapped, task, rows, config, tell=tell), step
 
 
 def load_run(folder: str | Path, which: str = "", *, data: str = "") -> tuple[nn.Module, TrainConfig, TaskData]:

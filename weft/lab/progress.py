@@ -72,6 +72,38 @@ class Progress:
             self._bar = None
 
 
+class Count:
+    """Shows on stderr how many are done: on a terminal one line that changes, elsewhere a line every five seconds."""
+
+    def __init__(self, what: str):
+        self.what, self.start = what, time.perf_counter()
+        self._last, self._width = self.start, 0
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.perf_counter()
+        left = f", {(now - self.start) / done * (total - done):.0f} s left" if done else ""
+        text = f"{self.what} {done + 1} of {total}{left}"
+        if sys.stderr.isatty():
+            self._write(f"\r{text:{self._width}}")
+            self._width = len(text)
+        elif now - self._last > 5:
+            self._last = now
+            say(text, error=True)
+
+    def _write(self, text: str) -> None:
+        try:
+            print(text, end="", file=sys.stderr, flush=True)
+        except OSError:  # a closed terminal
+            mute(sys.stderr)
+
+    def __enter__(self) -> Count:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._width:
+            self._write(f"\r{'':{self._width}}\r")
+
+
 def short(number: float) -> str:
     for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= limit:

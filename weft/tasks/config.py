@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..attention import attention_info
-
 
 @dataclass
 class TrainConfig:
@@ -116,6 +114,8 @@ class TrainConfig:
 
     def mechanisms(self) -> str | list[str]:
         """`attention` in the form that models take: a name, or a list for mixed attention."""
+        from ..attention import attention_info
+
         if self.attention == "mixed":  # the study's mixture, for the tasks of the study
             return "mixed"
         names = self.attention.split("+")
@@ -126,6 +126,8 @@ class TrainConfig:
         return names if len(names) > 1 else names[0]
 
     def _check_options(self) -> None:
+        from ..attention import attention_info
+
         options, names = self.options(), self.mechanisms()
         if not options or names == "mixed":
             return

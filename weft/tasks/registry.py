@@ -12,7 +12,9 @@ defines several. From Python, use `add_task(MyTask())`.
 from __future__ import annotations
 
 import difflib
+import importlib
 import importlib.util
+import pkgutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,12 +27,17 @@ from .config import TrainConfig
 
 GROUP = "weft.tasks"
 
+# The modules of this folder register their tasks when they are imported: all of them on first use of the registry.
+_pending = sorted(module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
+
 _tasks: dict[str, Task] = {}
 _files: dict[str, Path] = {}  # task -> the file that defines it
 
 
 def add_task(task: Task, file: Path | None = None) -> Task:
     """Register a task under its name. `file` is the Python file that defines it, unless it is installed."""
+    if type(task).__module__.rpartition(".")[0] != __package__:
+        _register_own()
     if task.name in _tasks and (file is None or _files.get(task.name) != file):
         raise ValueError(f"there is already a task named {task.name!r}")
     _tasks[task.name] = task
@@ -39,12 +46,19 @@ def add_task(task: Task, file: Path | None = None) -> Task:
     return task
 
 
+def _register_own() -> None:
+    while _pending:
+        importlib.import_module(f".{_pending.pop()}", __package__)
+
+
 def tasks() -> list[str]:
     """The names of all tasks."""
+    _register_own()
     return sorted({*_tasks, *_installed()})
 
 
 def get_task(name: str) -> Task:
+    _register_own()
     if name not in _tasks and (entry := _installed().get(name)):
         found = entry.load()
         task = found() if isinstance(found, type) else found

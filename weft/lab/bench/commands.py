@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import Group
+
 if TYPE_CHECKING:
     from .timing import How
 
-bench_app = typer.Typer(no_args_is_help=True, help="Measure costs and compare the ratios with the papers.")
+bench_app = typer.Typer(
+    cls=Group, no_args_is_help=True, rich_markup_mode=None, help="Measure costs and compare the ratios with the papers."
+)
 
 Attentions = Annotated[str, typer.Option(help="comma-separated names, or all; default: the paper's")]
 Device = Annotated[str, typer.Option(help="cpu or cuda; default: cuda if available")]

@@ -1,0 +1,63 @@
+"""What the command `weft` prints: help without heavy imports, the task's defaults, nothing cut."""
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from weft.cli import app
+from weft.tasks.config import field_help
+
+HEAVY = ("torch", "numpy", "lightning", "transformers", "rich.markdown")
+
+
+def weft(*words: str, columns: int = 80):
+    return CliRunner().invoke(app, [*words], env={"COLUMNS": str(columns), "TERMINAL_WIDTH": str(columns)})
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["--version"]])
+def test_help_imports_nothing_heavy(words):
+    code = f"""
+import sys
+sys.argv = ["/bin/weft", *{words!r}]
+from weft.cli import app
+from weft.tasks.config import field_help
+try:
+    app()
+except SystemExit:
+    pass
+found = [name for name in {HEAVY!r} if name in sys.modules]
+assert not found, found
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_of_a_task_shows_its_defaults():
+    pytest.importorskip("lightning")
+    text = weft("train", "digits", "--help").output
+    assert "number of weight updates [300]" in text and "[deep, wide]" in text
+    assert "--text-column" not in text  # digits has no columns
+    assert "heads per layer [8]" in weft("train", "digits", "--preset", "wide", "--help").output
+    assert "weft train TASK --help" in weft("train", "--help").output
+    assert "weft train TASK --help" in weft("train", "no-such-task", "--help").output
+
+
+def test_help_cuts_nothing_at_80_columns():
+    text = weft("train", "--help").output
+    assert max(map(len, text.splitlines())) <= 80
+    joined = "".join(text.split())
+    for name, about in field_help().items():
+        assert name == "task" or "--" + name.replace("_", "-") in text
+        assert "".join(about.split()) in joined
+    commands = "".join(weft("--help").output.split())
+    for command in app.registered_commands:
+        assert "".join((command.callback.__doc__ or "").split(".")[0].split())[:60] in commands
+
+
+def test_train_prints_before_it_imports_torch():
+    code = "import sys; sys.argv, sys.modules['torch'] = ['/bin/weft', 'train', 'digits'], None\n"
+    code += "from weft.cli import app; app()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "training digits: loading PyTorch …\n" and "torch" in done.stderr and done.returncode
