@@ -61,6 +61,7 @@ SMALL = dict(layers=1, heads=2, head_dim=4, dim=8, mlp_dim=8, steps=2, batch_siz
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
+    registry.tasks()  # registers weft's own
     monkeypatch.setattr(registry, "_tasks", dict(registry._tasks))
     monkeypatch.setattr(registry, "_files", dict(registry._files))
 
