@@ -89,7 +89,7 @@ PLUGINS = Path(__file__).parent.parent / "experiments"
         ("imdb-token", sentiments, {}),
         ("wiki40b", corpus, {"max_length": 8}),
         ("c4-masked", corpus, {"max_length": 8}),
-        (f"{PLUGINS}/subsampled/wikitext103.py:wikitext103", corpus, {"max_length": 8}),
+        ("wikitext103", corpus, {"max_length": 8}),
         (f"{PLUGINS}/cached/table5.py:transformer-xl-baseline", corpus, {"max_length": 8, "batch_size": 2}),
         ("iwslt14-de-en", translations, {}),
         ("pcqm4mv2", molecules, {}),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +12,8 @@ import torch.nn.functional as F
 from weft.models.language import TwoSegments
 from weft.models.words import AdaptiveWords, WordModel
 from weft.tasks import get_task, make_config
-from weft.tasks.registry import load_tasks
-from weft.tasks.tokens import two_segments, unseen, windows
+from weft.tasks.text import unseen
+from weft.tasks.tokens import two_segments, windows
 
 SMALL = dict(dim=16, heads=2, head_dim=8, layers=1, mlp_dim=16, dropout=0.0)
 
@@ -52,7 +51,6 @@ def test_overlapping_windows_score_every_target_once_with_more_context() -> None
 @pytest.mark.parametrize("task", ["wiki40b", "wikitext103"])
 def test_an_evaluation_with_overlap_is_the_loss_of_those_targets(tmp_path, task: str) -> None:
     pytest.importorskip("tokenizers")
-    load_tasks(Path(__file__).parent.parent / "experiments" / "subsampled" / "wikitext103.py")
     folder = tmp_path / {"wiki40b": "wiki40b", "wikitext103": "wikitext-103"}[task]
     folder.mkdir()
     for part in ("train", "valid", "test"):
@@ -70,6 +68,11 @@ def test_an_evaluation_with_overlap_is_the_loss_of_those_targets(tmp_path, task:
         losses = model(rows[:, :-1], rows[:, 1:])
     torch.testing.assert_close(sums["loss"].sum(), losses[0].sum() + losses[1:, -3:].sum())
     assert sums["count"].tolist() == [8, *[3] * (len(rows) - 1)]
+    plain = get_task(task).load(make_config(task, data=str(tmp_path), **{**settings, "eval_stride": 0}))
+    later = kind.overlapping(plain.test, 3)  # the same windows from the rows of a run without overlap
+    assert torch.equal(later["bytes"], found.test["bytes"]) and torch.equal(later["counts"], found.test["counts"])
+    with pytest.raises(ValueError, match="between 1 and the length of a window, 8, got 9"):
+        kind.overlapping(plain.test, 9)
     with pytest.raises(ValueError, match="at most max_length, 8"):
         make_config(task, **{**settings, "eval_stride": 9})
 

@@ -13,15 +13,8 @@ overlap by 2,560 words; the paper does not say how it evaluates.
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import nn
-
 from weft.lab.sweep import Cell
-from weft.models.words import WordModel
-from weft.tasks import TaskData, TrainConfig, make_config
-from weft.tasks.base import block_options
-from weft.tasks.tokens import Likelihoods
+from weft.tasks import make_config
 
 TITLE = "Tables 1, 8 and 10: WikiText-103"
 METRIC = "perplexity"
@@ -38,24 +31,6 @@ PAPER: dict[str, tuple[str, float, float | None, float | None, str]] = {
     "S12-L8": ("S12-L8", 0.0, 18.69, None, "ensemble of 50 in the paper: 18.10"),
     "S12-L8 +FT": ("S12-L8", 0.82, 17.92, None, "ensemble of 50 in the paper: 17.69"),
 }
-RECIPE: dict[str, Any] = dict(
-    layers=16, heads=8, head_dim=128, dim=1024, mlp_dim=4096, dropout=0.3, attention_dropout=0.1, steps=64_000,
-    batch_size=64, warmup=16_000, learning_rate=1e-3, final_learning_rate=1e-5, schedule="cosine", optimizer="adam",
-    beta2=0.999, eps=1e-8, clip=0.1, sigma=0.2, sigma_last=0.35, precision="bf16-mixed", eval_every=2000,
-    eval_batches=20, checkpoint_every=1000,
-)  # fmt: skip
-
-
-class Words(Likelihoods):
-    """WikiText-103 words with the adaptive model."""
-
-    defaults = RECIPE
-
-    def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
-        return WordModel(data.facts["vocab"], data.length, **block_options(config))
-
-
-TASKS = [Words("wikitext103", "wikitext-103", length=3072, pieces=0)]
 
 
 def cells() -> list[Cell]:

@@ -31,6 +31,7 @@ def eval_run(
     split: Annotated[str, typer.Option(help="train, val or test")] = "test",
     which: Annotated[str, typer.Option(help="weights: best, last or average; default: the run's test_on")] = "",
     ensemble: Annotated[int, typer.Option(help="average this many sub-models of subsampled attention")] = 0,
+    stride: Annotated[int, typer.Option(min=0, help="language models: overlap windows, one every STRIDE tokens")] = 0,
     data: Annotated[str, typer.Option(help="where the data is, if not where the run found it")] = "",
     batch_size: Annotated[int, typer.Option(help="batch size, if different from training")] = 0,
     accelerator: Annotated[str, typer.Option(help="cpu, cuda, mps or auto")] = "auto",
@@ -44,7 +45,8 @@ def eval_run(
     changes |= {"data": data} if data else {}
     changes |= {"batch_size": batch_size} if batch_size else {}
     with Count("batch") as count:
-        found, step = evaluate_run(run, split=split, which=which, ensemble=ensemble, tell=count, **changes)
+        how: dict[str, Any] = dict(split=split, which=which, ensemble=ensemble, stride=stride, tell=count)
+        found, step = evaluate_run(run, **how, **changes)
     say(f"{run}, step {step}, {split}:")
     for name, value in found.items():
         say(f"  {name} {value:.4f}")

@@ -75,14 +75,17 @@ def evaluate_run(
     split: str = "test",
     which: str = "",
     ensemble: int = 0,
+    stride: int = 0,
     tell: Callable[[int, int], None] = lambda done, total: None,
     **changes: Any,
 ) -> tuple[dict[str, float], int]:
     """The metrics of a finished or interrupted run, and the step of its weights.
 
     `which` is "best", "last" or "average"; by default, the run's `test_on`. `ensemble` is the number
-    of sub-models of subsampled attention that predict together; 0 for the dense model. `changes` replace fields of
-    the run's config, such as data, batch_size, accelerator. `tell` is called with the batches done and their number.
+    of sub-models of subsampled attention that predict together; 0 for the dense model. `stride` evaluates a language
+    model on windows that start every `stride` tokens, and counts each token once, with most context. `changes` replace
+    fields of the run's config, such as data, batch_size, accelerator. `tell` is called with the batches done and
+    their number.
     """
     from .fabric import make_fabric
 
@@ -106,7 +109,8 @@ def evaluate_run(
     if ensemble:
         model = Members(model, ensemble, task.answers)
     wrapped = fabric.setup_module(model)
-    rows = Rows(getattr(data, split), fabric.device)
+    columns = getattr(data, split)
+    rows = Rows(task.overlapping(columns, stride) if stride else columns, fabric.device)
     return evaluate(fabric, wrapped, task, rows, config, tell=tell), step
 
 

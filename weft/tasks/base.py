@@ -115,6 +115,10 @@ class Task:
         """Examples of the user, such as texts, as rows for `inputs`, without labels."""
         raise ValueError(f"the task {self.name} does not support predictions on your own examples")
 
+    def overlapping(self, rows: Columns, stride: int) -> Columns:
+        """Rows of a text as overlapping windows, for evaluation with more context."""
+        raise ValueError(f"{self.name} has no text that could be cut into overlapping windows: remove --stride")
+
     def galleries(self, model: nn.Module, data: TaskData, config: TrainConfig) -> list[Gallery]:
         """Images that show what the model does, for the page of `weft inspect`."""
         return []

@@ -63,6 +63,9 @@ class Density(Bytes):
         content = rows["bytes"].long()
         return {"bytes": torch.cat([torch.full_like(content[:, :1], START), content], 1)}
 
+    def overlapping(self, rows: Columns, stride: int) -> Columns:
+        raise ValueError("images are whole examples, not windows of a text: remove --stride")
+
     def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
         loss = sums["loss"] / sums["count"]
         return {"loss": loss, "bits_per_dimension": loss / math.log(2)}

@@ -82,6 +82,16 @@ def windows(content: bytes, length: int, extra: int) -> Tensor:
     return whole.unfold(0, length + extra, length)
 
 
+def unseen(count: int, length: int, stride: int) -> Tensor:
+    """(count, length): the targets of each window that no earlier window has: all of the first, the last of others."""
+    new = torch.arange(length) >= length - (stride or length)
+    return torch.cat([torch.ones(1, length, dtype=torch.bool), new.expand(count - 1, -1)])
+
+
+def counted(losses: Tensor, counts: Tensor) -> dict[str, Tensor]:
+    return {"loss": (losses * counts).sum(1), "count": counts.sum(1).to(losses.dtype)}
+
+
 def ids_of(text: str, known: Known) -> list[int]:
     """The tokens of a text in a run's code: pieces, words or bytes."""
     if known.tokenizer is not None:
@@ -165,7 +175,20 @@ class Bytes(Task):
     def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
         logits, target = model(*self.inputs(batch)).float(), self._targets(batch)
         loss = F.cross_entropy(logits.transpose(1, 2), target, reduction="none")
-        return {"loss": loss.sum(1), "count": (target != NOTHING).sum(1).to(loss.dtype)}
+        return counted(loss, batch["counts"] if "counts" in batch else target != NOTHING)
+
+    def overlapping(self, rows: Columns, stride: int) -> Columns:
+        """The text of these rows in windows that start every `stride` tokens; each target counts once, in the window
+        where it has most context."""
+        windows = rows["bytes"]
+        length = windows.shape[1] - 1
+        if set(rows) - {"bytes", "counts"} or self.overlap != 1 or self.streams:
+            raise ValueError(f"{self.name} has no text that could be cut into overlapping windows: remove --stride")
+        if not 1 <= stride <= length:
+            raise ValueError(f"the stride must be between 1 and the length of a window, {length}, got {stride}")
+        whole = torch.empty(0, dtype=windows.dtype).set_(windows.untyped_storage())[windows.storage_offset() :]
+        found = whole.unfold(0, length + 1, stride)
+        return {"bytes": found, "counts": unseen(len(found), length, stride)}
 
     def _targets(self, batch: Columns) -> Tensor:
         """The next byte; NOTHING at padding and at the last byte of a packed document."""

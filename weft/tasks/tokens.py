@@ -20,14 +20,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import BuiltFromData, Columns, DataMissing, Known, TaskData, block_options
 from .config import TrainConfig
 from .files import DamagedData, alone, atomic, find, sha256
 from .registry import add_task
-from .text import Bytes, Masked
+from .text import Bytes, Masked, counted, unseen
 
 PARTS = ("train", "valid", "test")
 LINES = 10_000  # encoded at a time
@@ -191,12 +190,6 @@ def windows(ids: np.ndarray, length: int, extra: int, stride: int = 0) -> Tensor
     return torch.from_numpy(ids).unfold(0, length + extra, stride or length)
 
 
-def unseen(count: int, length: int, stride: int) -> Tensor:
-    """(count, length): the targets of each window that no earlier window has: all of the first, the last of others."""
-    new = torch.arange(length) >= length - (stride or length)
-    return torch.cat([torch.ones(1, length, dtype=torch.bool), new.expand(count - 1, -1)])
-
-
 class Tokens(BuiltFromData, Bytes):
     """Predict the next token; metric perplexity."""
 
@@ -238,23 +231,9 @@ class Tokens(BuiltFromData, Bytes):
         rows = windows(ids, length, self.overlap, stride)
         return {"bytes": rows} if not stride else {"bytes": rows, "counts": unseen(len(rows), length, stride)}
 
-    def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
-        if "counts" not in batch:
-            return super().score(model, batch)
-        return counted(self.losses(model, batch), batch["counts"])
-
-    def losses(self, model: nn.Module, batch: Columns) -> Tensor:
-        """The loss of every target, (B, L)."""
-        logits = model(*self.inputs(batch)).float()
-        return F.cross_entropy(logits.transpose(1, 2), batch["bytes"][:, 1:].long(), reduction="none")
-
     def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
         loss = sums["loss"] / sums["count"]
         return {"loss": loss, "perplexity": math.exp(min(loss, 50.0))}
-
-
-def counted(losses: Tensor, counts: Tensor) -> dict[str, Tensor]:
-    return {"loss": (losses * counts).sum(1), "count": counts.sum(1).to(losses.dtype)}
 
 
 class Likelihoods(Tokens):
@@ -271,6 +250,23 @@ class Likelihoods(Tokens):
     def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
         losses = model(*self.inputs(batch))
         return counted(losses, batch.get("counts", torch.ones_like(losses, dtype=torch.bool)))
+
+
+class AdaptiveTokens(Likelihoods):
+    """Words by a Transformer with ALiBi, adaptive input and adaptive softmax, in the recipe of subsampled attention's
+    paper for WikiText-103 (https://arxiv.org/abs/2306.01705)."""
+
+    defaults = dict(
+        layers=16, heads=8, head_dim=128, dim=1024, mlp_dim=4096, dropout=0.3, attention_dropout=0.1, steps=64_000,
+        batch_size=64, warmup=16_000, learning_rate=1e-3, final_learning_rate=1e-5, schedule="cosine",
+        optimizer="adam", beta2=0.999, eps=1e-8, clip=0.1, sigma=0.2, sigma_last=0.35, precision="bf16-mixed",
+        eval_every=2000, eval_batches=20, checkpoint_every=1000,
+    )  # fmt: skip
+
+    def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
+        from ..models.words import WordModel
+
+        return WordModel(data.facts["vocab"], data.length, **block_options(config))
 
 
 class MaskedTokens(Tokens, Masked):
@@ -344,4 +340,5 @@ def two_segments(ids: np.ndarray, newline: int, length: int) -> Columns:
 
 
 add_task(Tokens("wiki40b", "wiki40b", length=2048))
+add_task(AdaptiveTokens("wikitext103", "wikitext-103", length=3072, pieces=0))
 add_task(MaskedTokens("c4-masked", "c4", length=2048))
