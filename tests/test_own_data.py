@@ -157,3 +157,125 @@ def test_a_language_model_of_a_french_text(tmp_path):
 
     text = Tokenizer.from_str(pieces.tokenizer).decode(pieces.train["bytes"][:3].flatten().tolist())
     assert "couché de bonne" in text
+
+
+def test_texts_in_other_encodings_name_file_and_line(tmp_path):
+    text = "Bonjour.\nL'été à la mer.\n" * 100
+    (tmp_path / "latin.txt").write_bytes(text.encode("latin1"))
+    (tmp_path / "wide.csv").write_bytes("text,label\n".encode("utf-16"))
+    with pytest.raises(DataMissing, match=r"latin.txt.*line 2 is not UTF-8 \(byte 0xe9\).*iconv -f latin1"):
+        load("lm", tmp_path / "latin.txt")
+    with pytest.raises(DataMissing, match=r"wide.csv.*line 1.*iconv -f utf-16"):
+        load("classify", tmp_path / "wide.csv")
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    from PIL import Image
+
+    for kind, colour in (("cat", (200, 0, 0)), ("dog", (0, 0, 200))):
+        (tmp_path / "pictures" / kind).mkdir(parents=True)
+        for i in range(8):
+            Image.new("RGB", (20, 10 + i), colour).save(tmp_path / f"pictures/{kind}/{i}.jpg")
+    place = tmp_path / "pictures" / "cat"
+    Image.new("RGBA", (12, 12), (0, 0, 0, 0)).save(place / "clear.png")
+    Image.new("L", (12, 12), 128).save(place / "grey.webp")
+    Image.new("RGB", (12, 12), (0, 200, 0)).convert("P").save(place / "palette.GIF")
+    Image.fromarray(torch.full((12, 12), 32896, dtype=torch.int32).numpy().astype("uint16")).save(place / "deep.tif")
+    (place / "notes.txt").write_text("not an image")
+    return tmp_path / "pictures"
+
+
+def test_a_folder_of_mixed_images(pictures, tmp_path):
+    data = load("images", pictures, image_size=8)
+    assert data.classes == ["cat", "dog"] and [data.rows(s) for s in ("train", "val", "test")] == [17, 1, 2]
+    from weft.tasks.images import read_pictures
+
+    names = ("clear.png", "grey.webp", "palette.GIF", "deep.tif", "0.jpg")
+    shown = read_pictures([pictures / "cat" / name for name in names], 8)[:, :, 4, 4].tolist()
+    expected = [(255, 255, 255), (128, 128, 128), (0, 204, 0), (128, 128, 128), (200, 0, 0)]
+    assert all(abs(a - b) <= 6 for one, two in zip(shown, expected, strict=True) for a, b in zip(one, two, strict=True))
+    split = tmp_path / "split"
+    for part in ("train", "Validation"):
+        import shutil
+
+        shutil.copytree(pictures, split / part)
+    assert [load("images", split, image_size=8).rows(s) for s in ("train", "val", "test")] == [18, 20, 2]
+
+
+def test_errors_of_image_folders(pictures, tmp_path):
+    broken = pictures / "dog" / "broken.jpg"
+    whole = (pictures / "dog" / "0.jpg").read_bytes()
+    broken.write_bytes(whole[: len(whole) - 60])
+    with pytest.raises(DataMissing, match=r"dog/broken.jpg cannot be used: it is not a readable image .*[Tt]runcated"):
+        load("images", pictures)
+    broken.unlink()
+    (pictures / "fish").mkdir()
+    with pytest.raises(DataMissing, match="fish cannot be used: it has no images"):
+        load("images", pictures)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataMissing, match="one sub-folder per class, at least two"):
+        load("images", tmp_path / "empty")
+    with pytest.raises(DataMissing, match="is not a folder"):
+        load("images", tmp_path / "nowhere")
+
+
+def spans(tags):
+    """Entities as (type, first, last), token by token."""
+    found, kind, first = set(), None, 0
+    for i, tag in enumerate([*tags, "O"]):
+        prefix, _, name = tag.partition("-")
+        if kind and (tag == "O" or prefix == "B" or name != kind):
+            found.add((kind, first, i - 1))
+            kind = None
+        if tag != "O" and kind is None:
+            kind, first = name, i
+    return found
+
+
+def test_entity_f1_equals_counting_spans(tmp_path):
+    import random
+
+    draw = random.Random(0)
+    names = ["B-LOC", "B-PER", "I-LOC", "I-PER", "O"]
+    sentences = [[draw.choice(names) for _ in range(draw.randint(1, 9))] for _ in range(60)]
+    path = tmp_path / "tags.jsonl"
+    path.write_text("".join(json.dumps({"tokens": ["é"] * len(s), "tags": s}) + "\n" for s in sentences))
+    data = load("tag", path, max_length=32)
+    assert data.classes == names
+    rows = data.train
+
+    def model(ids):
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(*ids.shape, len(names), generator=generator)
+
+    task = get_task("tag")
+    found = task.summary({k: float(v.sum()) for k, v in task.score(model, rows).items()})
+    guess = model(rows["ids"]).argmax(-1)
+    hits = gold = guessed = 0
+    for tags, guesses in zip(rows["tags"], guess, strict=True):
+        real = tags >= 0
+        a, b = (spans([names[i] for i in t[real].tolist()]) for t in (tags, guesses))
+        hits, gold, guessed = hits + len(a & b), gold + len(a), guessed + len(b)
+    assert hits > 10
+    assert found["f1"] == pytest.approx(2 * hits / (gold + guessed))
+    assert found["recall"] == pytest.approx(hits / gold)
+
+
+def test_tags_are_trained_and_predicted(tmp_path):
+    from weft.lab import train
+
+    path = tmp_path / "names.conll"
+    path.write_text("-DOCSTART- X O\n\n" + "Zoé X B-PER\nsleeps X O\n\nNew X B-LOC\nYork X I-LOC\n\n" * 20)
+    train(make_config("tag", data=str(path), out=str(tmp_path / "run"), **{**TINY, "steps": 20, "learning_rate": 0.01}))
+    model = weft.load(tmp_path / "run")
+    answers = model.predict(["Zoé sleeps", ["New", "York"], "a " * 30])
+    assert answers[:2] == [{"answer": ["B-PER", "O"]}, {"answer": ["B-LOC", "I-LOC"]}]
+    assert answers[2]["answer"][12:] == [None] * 18  # beyond 24 bytes
+    path.write_text(path.read_text() + "alone\n")
+    with pytest.raises(DataMissing, match=r"names.conll.*line 123 has a token without a tag, 'alone'"):
+        load("tag", path)
+    other = tmp_path / "uneven.jsonl"
+    other.write_text('{"tokens": ["a", "b"], "tags": ["O"]}\n')
+    with pytest.raises(DataMissing, match="uneven.jsonl, line 1: column 'tokens' has 2 tokens, but 'tags' has 1 tags"):
+        load("tag", other)

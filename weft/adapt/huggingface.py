@@ -223,7 +223,8 @@ def _attend(
     alone = not (of_matrix or output_attentions or dropout or position_bias is not None or packed is not None)
     if causal and choice.name != "full" and alone:
         attn = _instance(choice, module, q, causal, window)
-        if not _moves(attn):
+        samples = getattr(attn, "samples_now", False)  # a member of an ensemble: nothing to continue
+        if not samples and not _moves(attn):
             every = spread(q, k, v)
             began = begin(module, attn, choice.shown, choice.options, key, q, *every, mask, _near(attn, window))
             if began is not None:

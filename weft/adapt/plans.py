@@ -135,8 +135,8 @@ def _plan_transformers(
     module: Any = layer.module
     given = _given(settings)
     patches = [Patch(layer_state(module), "choice", Choice(info.name, given))]
-    if learns(info.name) or trains(info.name, bool(layer.causal), given):
-        # Part of the layer, so that it is trained, moved and saved with the model.
+    if learns(info.name) or trains(info.name, bool(layer.causal), given) or info.name == "subsampled":
+        # Part of the layer, so that it is trained, moved and saved with the model, and its sampling can be switched.
         dim, heads = width_and_heads(module)
         own = getattr(module, "head_dim", None) or getattr(layer.config, "head_dim", None)
         longest = getattr(layer.config, "max_position_embeddings", None) if layer.causal else None

@@ -17,6 +17,7 @@ import fnmatch
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -27,6 +28,7 @@ from ..layers.mixed import MixedAttention
 from ..layers.mssa import MSSA
 from ..layers.multihead import MultiheadAttention
 from .report import Patch, Report, Row
+from .saved import _is_among
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,10 @@ def subsample(
     *,
     where: str | Callable[[str, nn.Module], bool] | None = None,
     **options: Any,
-) -> SubsampleReport:
+) -> Report:
     """Put subsampled attention into the last layers of `model` that have `full` attention, in place.
+
+    Models of other libraries are changed as by `weft.swap(model, to="subsampled")`.
 
     `sigma` is one number, or its values in the first and the deepest layer. `where` selects layers by a pattern on
     their paths or a function of path and layer; use it to exclude cross-attention layers with a context of the same
@@ -69,7 +73,7 @@ def subsample(
     plan = parse_schedule(schedule)
     paths = [(path, m) for path, m in model.named_modules() if isinstance(m, (MSSA, MultiheadAttention))]
     if not paths:
-        raise ValueError(f"{type(model).__name__} contains no weft.MultiheadAttention or MSSA to subsample")
+        return _subsample_others(model, plan, sigma, where, options)
     excluded = {path: why for path, m in paths if (why := _excluded(path, m, where))}
     number = _number_layers(model, [path for path, _ in paths if path not in excluded])
     depth = max(number.values(), default=-1) + 1
@@ -95,6 +99,35 @@ def subsample(
     for patch in patches:  # after the options of all layers have been accepted
         patch.apply()
     return SubsampleReport(rows, patches)
+
+
+def _subsample_others(
+    model: nn.Module, plan: Schedule, sigma: float | tuple[float, float], where: Any, options: dict[str, Any]
+) -> Report:
+    """The last layers of a transformers, timm or torch model; one swap for each σ."""
+    from .kinds import find_layers
+    from .surgery import swap
+
+    layers = [x.path for x in find_layers(model) if not x.trouble and not _excluded(x.path, x.module, where)]
+    count = len(layers) if plan.layers is None else plan.layers
+    if not layers:
+        raise ValueError(f"{type(model).__name__} contains no attention layer that weft knows (MultiheadAttention, …)")
+    if count > len(layers):
+        raise ValueError(f"the schedule needs {count} layers, but the model has {len(layers)} attention layers")
+    first, last = sigma if isinstance(sigma, tuple) else (sigma, sigma)
+    groups: dict[float, list[str]] = {}
+    for number in range(len(layers) - count, len(layers)):
+        groups.setdefault(first + (last - first) * number / max(len(layers) - 1, 1), []).append(layers[number])
+    settings = {"windows": plan.windows, "biased": plan.biased, **options}
+    reports = []
+    for here, paths in groups.items():
+        reports.append(swap(model, "subsampled", partial(_is_among, set(paths)), sigma=here, **settings))
+    rows = {row.path: row for report in reports for row in report.rows if not row.not_chosen}
+    every = [rows.get(row.path, row) for row in (reports[0].rows if reports else [])]
+    if not any(row.now for row in every):
+        raise ValueError("no layer could be subsampled: " + "; ".join(f"{row.path}: {row.why}" for row in every))
+    patches, changed = [p for r in reports for p in r.patches], [m for r in reports for m in r.layers]
+    return Report(every, patches, changed, reports[0].is_changed, reports[0].note)
 
 
 def subsampling(model: nn.Module, on: bool) -> int:
@@ -131,7 +164,7 @@ def _subsampled(layer: MSSA | MultiheadAttention, plan: Schedule, sigma: float, 
     ).train(old.training)
 
 
-def _excluded(path: str, layer: MSSA | MultiheadAttention, where: Any) -> str:
+def _excluded(path: str, layer: nn.Module, where: Any) -> str:
     if isinstance(where, str) and not fnmatch.fnmatchcase(path, where):
         return "not chosen"
     if callable(where) and not where(path, layer):

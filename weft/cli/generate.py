@@ -34,14 +34,17 @@ def generate(
 
     from ..lab.trained import load
     from ..models.language import LanguageModel
+    from ..tasks.hosts import Hosted
     from ..tasks.text import Bytes
 
     if which not in ("", "best", "last", "average"):
         raise typer.BadParameter(f"--which must be best, last or average, got {which!r}")
     text = _prompt(prompt, file)
     trained = load(run, which)
-    model, config = trained.model, trained.config
-    if not isinstance(model, LanguageModel) or not isinstance(trained.task, Bytes) or not model.causal:
+    model: Any = trained.model
+    config = trained.config
+    known = isinstance(model, (LanguageModel, Hosted))
+    if not known or not isinstance(trained.task, Bytes) or not getattr(model, "causal", False):
         raise typer.BadParameter(
             f"{run} has a {type(model).__name__} trained on {config.task!r}, which does not predict the next token; "
             "weft generate needs a run of a causal language model, such as `weft train lm`"

@@ -29,10 +29,12 @@ def predict(
 
     from ..lab.trained import load
 
-    rows, examples = read_examples(file, text_column)
+    if not file.exists():
+        raise typer.BadParameter(f"{file} does not exist")
     model = load(run, which, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    rows, examples = read_examples(file, text_column, tokens=model.task.name == "tag")
     answers = model.predict(examples, batch_size)
-    table = [{**row, **answer} for row, answer in zip(rows, answers, strict=True)]
+    table = [{**_joined(row), **_joined(answer)} for row, answer in zip(rows, answers, strict=True)]
     if out is None:
         _write(table, sys.stdout)
         return
@@ -53,13 +55,16 @@ def export(
     print(f'{folder}: open it with weft.load("{folder}") or weft predict {folder} FILE')
 
 
-def read_examples(file: Path, text_column: str) -> tuple[list[dict[str, Any]], list[Any]]:
+def read_examples(file: Path, text_column: str, tokens: bool) -> tuple[list[dict[str, Any]], list[Any]]:
+    """The rows of a file, and the examples in them; `tokens`: lists of tokens are examples too."""
     from ..tasks.files import DamagedData, read_text
     from ..tasks.images import PICTURES
     from ..tasks.tables import ENDINGS, TEXT, read_table
+    from ..tasks.tags import COLUMNS, TOKENS, read_columns
 
-    if not file.exists():
-        raise typer.BadParameter(f"{file} does not exist")
+    if tokens and file.suffix.lower() in COLUMNS and file.suffix.lower() != ".txt":
+        sentences = [row["tokens"] for row in read_columns(file, tagged=False).rows]
+        return [{"tokens": sentence} for sentence in sentences], sentences
     if file.is_dir() or file.suffix.lower() in PICTURES:
         files = [file] if file.is_file() else sorted(p for p in file.rglob("*") if p.suffix.lower() in PICTURES)
         if not files:
@@ -67,13 +72,18 @@ def read_examples(file: Path, text_column: str) -> tuple[list[dict[str, Any]], l
         return [{"file": str(p)} for p in files], files
     if file.suffix.lower() in ENDINGS:
         table = read_table(file)
-        column = table.column(text_column, TEXT, "text", "--text-column")
+        column = table.column(text_column, (*TOKENS, *TEXT) if tokens else TEXT, "text", "--text-column")
         for row, place in zip(table.rows, table.places, strict=True):
-            if not isinstance(row[column], str):
+            if not isinstance(row[column], (str, list) if tokens else str):
                 raise DamagedData(file, f"{place}: column {column!r} must be text, got {row[column]!r}")
         return table.rows, [row[column] for row in table.rows]
     lines = [line for line in read_text(file).splitlines() if line.strip()]
     return [{"text": line} for line in lines], lines
+
+
+def _joined(row: dict[str, Any]) -> dict[str, Any]:
+    """Lists of tokens and tags with spaces between, as in a text."""
+    return {k: " ".join("" if x is None else str(x) for x in v) if isinstance(v, list) else v for k, v in row.items()}
 
 
 def _write(table: list[dict[str, Any]], target: Any) -> None:

@@ -7,6 +7,7 @@ from torch import nn
 from ..layers import CachedAttention
 from ..tasks import TaskData
 from ..tasks.config import TrainConfig
+from ..tasks.hosts import host_of
 from ..tasks.registry import task_of
 from .data import seed_everything
 
@@ -22,15 +23,16 @@ def build_model(config: TrainConfig, data: TaskData) -> nn.Module:
         raise ValueError(
             f"attention_options {config.attention_options} do not fit {config.attention}: {error}"
         ) from error
+    inner = host_of(model) or model  # saved with its changes by its own library
     if config.cache and not any(isinstance(module, CachedAttention) for module in model.modules()):
         from ..adapt.surgery import cache
 
-        report = cache(model, config.cache, **config.options("cache_options"))
+        report = cache(inner, config.cache, **config.options("cache_options"))
         if not report.replaced:
             raise ValueError(f"the model has no attention layer that supports a cache: remove --cache\n{report}")
     if config.subsample:
         from ..adapt.subsample import subsample
 
         sigma = (config.sigma, config.sigma_last) if config.sigma_last else config.sigma
-        subsample(model, config.subsample, sigma)
+        subsample(inner, config.subsample, sigma)
     return model

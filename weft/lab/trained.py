@@ -4,7 +4,8 @@
     model.predict(["Lovely.", "Dull."])               # [{"answer": "pos", "probability": 0.93}, …]
     model.export("sentiment")                         # config, meaning of ids and labels, weights, model card
 
-An exported folder has config.json, data.json, the vocabulary or tokenizer, model.safetensors and README.md.
+An exported folder has config.json, data.json, the vocabulary or tokenizer, model.safetensors and README.md. Models of
+transformers and timm have their library's files instead, and these in weft/.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..tasks import TaskData
-from ..tasks.base import Classification, Known, Task
+from ..tasks.base import Known, Task
 from ..tasks.config import TrainConfig, from_json, to_json
 from ..tasks.files import new_folder
+from ..tasks.hosts import host_of
 from ..tasks.registry import task_of
 from .build import build_model
 from .evaluate import saved_weights
+from .hosted import OWN, load_host, save_host
 from .kept import Kept, read_kept
 from .run import Run, commit
 from .state import restore_model
@@ -70,37 +73,38 @@ class Trained(nn.Module):
             part = examples[start : start + batch_size]
             rows = {"ids": part} if isinstance(part, Tensor) else self.task.encode(part, self.known)
             rows = {name: column.to(device) for name, column in rows.items()}
-            out = self.model(*self.task.inputs(rows)).float()
-            if self.task.answers == "values":
-                found += [{"answer": value} for value in out[:, 0].tolist()]
-            elif isinstance(self.task, Classification):
-                probability, label = out.softmax(-1).max(-1)
-                names = self.classes or [str(i) for i in range(out.shape[-1])]
-                pairs = zip(label.tolist(), probability.tolist(), strict=True)
-                found += [{"answer": names[i], "probability": p} for i, p in pairs]
-            else:
-                raise ValueError(f"{self.task.name} is not a classifier; use `weft generate` for language models")
+            found += self.task.decode(self.model(*self.task.inputs(rows)).float(), rows, self.known)
         return found
 
     def export(self, folder: str | Path) -> Path:
         """Write a folder that `weft.load` opens elsewhere. It must not exist yet."""
         target = Path(folder)
+        host = host_of(self.model)
+        facts = {"step": self.step, "test": self.test, "commit": commit()}
         with new_folder(target) as temporary:
+            opens = f'weft.load("{target.name}")'
+            own = temporary
+            if host is not None:
+                own = temporary / OWN
+                own.mkdir()
+                opens += "  # or " + save_host(self.model, host, self.config, self.known, temporary, target.name)
+                (own / "facts.json").write_text(json.dumps(facts))
             for name, text in self.kept.files().items():
-                (temporary / name).write_text(text, encoding="utf-8")
-            (temporary / "config.json").write_text(to_json(self.config))
-            (temporary / "README.md").write_text(self._card(target.name), encoding="utf-8")
-            state = {k: v.detach().cpu().contiguous().clone() for k, v in self.model.state_dict().items()}
-            facts = {"step": self.step, "test": self.test, "commit": commit()}
-            save_file(state, temporary / WEIGHTS, metadata={"weft": json.dumps(facts)})
+                (own / name).write_text(text, encoding="utf-8")
+            (own / "config.json").write_text(to_json(self.config))
+            (temporary / "README.md").write_text(self._card(target.name, opens), encoding="utf-8")
+            if host is None:
+                state = {k: v.detach().cpu().contiguous().clone() for k, v in self.model.state_dict().items()}
+                save_file(state, temporary / WEIGHTS, metadata={"weft": json.dumps(facts)})
         return target
 
-    def _card(self, name: str) -> str:
+    def _card(self, name: str, opens: str) -> str:
         config, rows = self.config, self.kept.record["rows"]
+        sizes = "" if ":" in config.model else f", {config.layers} layers of {config.heads} heads"
         lines = [
             f"# {name}",
             "",
-            f"{config.model} with `{config.attention}` attention, {config.layers} layers of {config.heads} heads. "
+            f"{config.model} with `{config.attention}` attention{sizes}. "
             f"Trained with weft on the task `{config.task}` for {self.step:,} steps (seed {config.seed}, commit "
             f"{commit()[:12] or 'unknown'}).",
             "",
@@ -111,7 +115,7 @@ class Trained(nn.Module):
         if self.classes:
             shown = ", ".join(self.classes[:20]) + (" …" if len(self.classes) > 20 else "")
             lines.append(f"- Classes: {shown}")
-        return "\n".join([*lines, "", "```python", f'model = weft.load("{name}")', "```", ""])
+        return "\n".join([*lines, "", "```python", f"model = {opens}", "```", ""])
 
 
 def load(folder: str | Path, which: str = "", device: str | torch.device | None = None) -> Trained:
@@ -120,18 +124,25 @@ def load(folder: str | Path, which: str = "", device: str | torch.device | None 
     which: the weights of a run: best, last or average; default: the run's `test_on`.
     """
     folder = Path(folder)
+    host = folder / OWN / "config.json"
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} is neither a run nor an exported model: it has no config.json")
-    kept = read_kept(folder)
+    kept = read_kept(host.parent if host.is_file() else folder)
     if kept is None:
         raise ValueError(f"{folder} has no data.json (written by an older version): train it again to use it")
     exported = folder / WEIGHTS
-    if exported.exists():
+    extra: dict[str, Any] = {}
+    tensors: dict[str, Tensor] | None = None
+    if host.is_file():
+        config = from_json(host.read_text())
+        facts = json.loads((host.parent / "facts.json").read_text())
+        step, test = int(facts["step"]), facts["test"]
+    elif exported.exists():
         config = from_json((folder / "config.json").read_text())
         with safe_open(str(exported), framework="pt", device="cpu") as file:
             facts = json.loads((file.metadata() or {}).get("weft", "{}"))
             tensors = {f"model/{name}": file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        extra, step, test = {}, int(facts.get("step", 0)), facts.get("test", {})
+        step, test = int(facts.get("step", 0)), facts.get("test", {})
     else:
         run = Run(folder)
         config = run.config()
@@ -143,5 +154,8 @@ def load(folder: str | Path, which: str = "", device: str | torch.device | None 
         {}, {}, {}, known.length, known.facts, known.vocabulary, classes=known.classes, tokenizer=known.tokenizer
     )
     model = build_model(config, data)
-    restore_model(model, tensors, extra)
+    if tensors is None:
+        load_host(model, config, folder)
+    else:
+        restore_model(model, tensors, extra)
     return Trained(model, config, kept, step, test).to(device or "cpu")

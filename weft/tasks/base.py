@@ -70,6 +70,7 @@ class Task:
     presets: Mapping[str, Mapping[str, Any]] = {}
     models: ClassVar[tuple[str, ...]] = ("transformer",)  # allowed values of config.model
     streams: ClassVar[bool] = False  # rows are consecutive pieces of parallel texts, used in order
+    hosts: ClassVar[str] = ""  # AutoModelFor… of transformers, if --model hf:NAME is supported
     answers: ClassVar[str] = "logits"  # what the model returns: logits, values, or nll (of each target); for ensembles
     class_names: ClassVar[Sequence[str]] = ()  # the names of the classes, if they do not come from the data
     # The task-specific config fields that this task reads; others raise an error.
@@ -77,8 +78,13 @@ class Task:
 
     def check(self, config: TrainConfig) -> None:
         """Raise ValueError for invalid settings, before the data is loaded."""
-        if config.model not in self.models:
-            raise ValueError(f"{self.name} supports --model {', '.join(self.models)}; got {config.model!r}")
+        if self.hosts and config.model.startswith("hf:"):
+            from .hosts import check_hosted
+
+            check_hosted(config)
+        elif config.model not in self.models:
+            known = [*self.models, *(["hf:NAME"] if self.hosts else [])]
+            raise ValueError(f"{self.name} supports --model {', '.join(known)}; got {config.model!r}")
 
     def load(self, config: TrainConfig) -> TaskData:
         raise NotImplementedError
@@ -123,6 +129,10 @@ class Task:
         """Images that show what the model does, for the page of `weft inspect`."""
         return []
 
+    def decode(self, out: Tensor, rows: Columns, known: Known) -> list[dict[str, Any]]:
+        """The model's output for the rows of `encode`, as a dictionary per example."""
+        raise ValueError(f"{self.name} is not a classifier; use `weft generate` for language models")
+
     def next_command(self, run: Path) -> str:
         """What to do with a finished run."""
         return f"weft inspect {run}"
@@ -158,6 +168,12 @@ class BuiltFromData:
 
 class Classification(Task):
     """Tasks whose batches have a "label" and whose models return class logits."""
+
+    def decode(self, out: Tensor, rows: Columns, known: Known) -> list[dict[str, Any]]:
+        probability, label = out.softmax(-1).max(-1)
+        names = known.classes or self.class_names or [str(i) for i in range(out.shape[-1])]
+        pairs = zip(label.tolist(), probability.tolist(), strict=True)
+        return [{"answer": names[i], "probability": p} for i, p in pairs]
 
     def loss(self, model: nn.Module, batch: Columns, config: TrainConfig) -> Tensor:
         logits = model(*self.inputs(batch))
@@ -238,7 +254,7 @@ class StudyTask(Classification):
 class TextClassification(Classification):
     """Ids in (0 = padding), one class out, through `weft.models.TextClassifier`."""
 
-    models = ("transformer", "crate")
+    models: ClassVar[tuple[str, ...]] = ("transformer", "crate")
 
     def inputs(self, batch: Columns) -> tuple[Tensor, ...]:
         return (batch["ids"].long(),)
@@ -246,6 +262,10 @@ class TextClassification(Classification):
     def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
         from ..models import TextClassifier
 
+        if "hf" in data.facts:
+            from .hosts import hosted_model
+
+            return hosted_model(config, data.facts, self.hosts, data.length)
         if config.model == "crate":
             return crate_text(config, data)
         pooling = config.pooling or "cls"

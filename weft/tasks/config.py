@@ -28,7 +28,7 @@ class TrainConfig:
     init_from: str = ""  # folder of a run of the same model; start from its last good weights
 
     # the model
-    model: str = "transformer"  # or crate; for images also crate-tiny (-base …), pvt-tiny (…), timm:NAME
+    model: str = "transformer"  # or crate; for images crate-tiny …, pvt-tiny …, timm:NAME; hf:TYPE, FOLDER or JSON file
     model_options: str = ""  # options of a model with its own name, as JSON: '{"depth": 6}'
     attention: str = "full"  # a registered mechanism, several joined by '+' for a mixed layer, or the study's 'mixed'
     attention_options: str = ""  # options of the mechanism, as JSON: '{"block_size": 50}'
@@ -151,6 +151,10 @@ class TrainConfig:
         if self.out:
             return Path(self.out)
         attention = self.attention.replace("+", "-")
+        if self.model.startswith("hf:"):  # a name or a path; it has its own sizes
+            place = Path(self.model.removeprefix("hf:"))
+            name = place.parent.name or "config" if place.suffix == ".json" else place.name
+            return Path("runs") / f"{self.task}-{name}-{attention}-s{self.seed}"
         return Path("runs") / f"{self.task}-{self.model}-{attention}-{self.layers}x{self.heads}-s{self.seed}"
 
     def check(self) -> None:

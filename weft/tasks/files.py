@@ -176,8 +176,8 @@ class DamagedData(DataMissing):
         super().__init__(f"{path} cannot be used: {what}. {way_out}")
 
 
-def decoded(source: Any, path: Path, mode: str, what: str = "it") -> Any:
-    """Decode an image from a file or from bytes. Errors include its name."""
+def decoded(source: Any, path: Path, mode: str, what: str = "it", flat: bool = False) -> Any:
+    """Decode an image from a file or from bytes. Errors include its name. `flat`: see `_flattened`."""
     from PIL import Image
 
     try:
@@ -185,9 +185,24 @@ def decoded(source: Any, path: Path, mode: str, what: str = "it") -> Any:
             width, height = image.size
             if width * height > (Image.MAX_IMAGE_PIXELS or 2**27):
                 raise ValueError(f"it has {width:,} x {height:,} pixels, which is too large")
-            return image.convert(mode)
+            return (_flattened(image) if flat else image).convert(mode)
     except Exception as error:  # decoders raise many kinds of errors
         raise DamagedData(path, f"{what} is not a readable image ({error})") from error
+
+
+def _flattened(image: Any) -> Any:
+    """Upright as its EXIF data says, transparent parts on white, and more than 8 bits per pixel scaled to 8."""
+    from PIL import Image, ImageOps
+
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I") or image.mode == "F":
+        values = np.asarray(image, np.float64)
+        top = 65535.0 if image.mode.startswith("I") else max(float(values.max()), 1e-9)
+        return Image.fromarray((values.clip(0, top) * (255 / top)).astype(np.uint8))
+    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image
 
 
 def as_labels(values: Iterable[Any], classes: int, path: Path) -> np.ndarray:
@@ -200,13 +215,17 @@ def as_labels(values: Iterable[Any], classes: int, path: Path) -> np.ndarray:
 
 
 def read_text(path: Path) -> str:
-    """Read UTF-8 text; for other encodings, the error names file and line."""
-    content = path.read_bytes()
+    """Read UTF-8 text, without a byte order mark; for other encodings, the error names file and line."""
+    return as_utf8(path, path.read_bytes()).removeprefix("\ufeff")
+
+
+def as_utf8(path: Path, content: bytes) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         line, byte = content[: error.start].count(b"\n") + 1, content[error.start]
-        way_out = f"Convert it: iconv -f latin1 -t utf-8 {path.name}"
+        encoding = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin1"
+        way_out = f"Convert it: iconv -f {encoding} -t utf-8 {path.name} > converted{path.suffix}"
         raise DamagedData(path, f"line {line} is not UTF-8 (byte {byte:#04x})", way_out) from None
 
 

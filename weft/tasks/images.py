@@ -1,15 +1,19 @@
 """Image classification with patches as tokens, for any folder of images with one sub-folder per class.
 
-Models: transformer and crate, with sizes from the config; crate-SIZE and pvt-SIZE, as in the papers; timm:NAME.
+Models: transformer and crate, with sizes from the config; crate-SIZE and pvt-SIZE, as in the papers; timm:NAME;
+hf:NAME.
 
-Reads train/CLASS/image and val/CLASS/image, the layout of torchvision's ImageFolder, and test/ if it exists. Without
-test/, val is the test part and a fixed twentieth of train is validation data. Training images are padded by an eighth,
-randomly cropped and flipped, or go through timm's transforms (`--augmentation`). Images are decoded once, to bytes in
-memory.
+`images` reads CLASS/image, and holds out a tenth of the images for validation and another for testing; or the parts
+train/CLASS/image, val/CLASS/image and test/CLASS/image, and holds out what is missing. `imagefolder` reads train/ and
+val/, the layout of torchvision's ImageFolder, and test/ if it exists; without it, val is the test part and a fixed
+twentieth of train is validation data. Training images are padded by an eighth, randomly cropped and flipped, or go
+through timm's transforms (`--augmentation`). Images are decoded once, to bytes in memory.
 """
 
 from __future__ import annotations
 
+import difflib
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,18 +27,21 @@ from torch import Tensor, nn
 
 from ..layers import CachedAttention
 from .augment import augmented, mixed
-from .base import BuiltFromData, Classification, Columns, Known, TaskData, block_options, crate_options
+from .base import BuiltFromData, Classification, Columns, DataMissing, Known, TaskData, block_options, crate_options
 from .config import TrainConfig
 from .files import DamagedData, decoded, find, split_off
+from .hosts import check_hosted, host_facts, hosted_model, swap_in
 from .registry import add_task
+from .tables import SPLITS
 
 MODELS = r"transformer|crate(-tiny|-small|-base|-large)?|pvt-(tiny|small|medium|large)|timm:[\w.]+"
 AUGMENTATIONS = r"color|rand(-\w[\w.]*)+|augmix(-\w[\w.]*)*|(original|v0)r?(-mstd[\d.]+)?|3a"
-PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm")
+PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff")
 
 
 class ImageClassification(Classification):
     size: int
+    hosts = "ImageClassification"
     reads = frozenset({"pooling", "image_size", "patch", "augment", "augmentation", "mixup", "cutmix", "drop_path"})
     defaults = dict(
         layers=6, heads=8, dim=256, head_dim=32, mlp_dim=512, dropout=0.0, steps=20_000, batch_size=128,
@@ -64,6 +71,7 @@ class ImageClassification(Classification):
         test: Columns,
         classes: int,
         names: list[str] | None = None,
+        known: Known | None = None,
     ) -> TaskData:
         size = config.image_size or self.size
         if size % config.patch:
@@ -75,6 +83,7 @@ class ImageClassification(Classification):
             "mean": channel.mean((0, 2, 3)).tolist(),
             "std": channel.std((0, 2, 3)).clamp(min=1e-3).tolist(),
         }
+        facts |= host_facts(config, known, classes=names or classes, size=size)
         return TaskData(train, val, test, length=(size // config.patch) ** 2, facts=facts, classes=names)
 
     def batch(self, rows: Columns, config: TrainConfig, generator: torch.Generator, training: bool) -> Columns:
@@ -109,10 +118,12 @@ class ImageClassification(Classification):
         return {"image": read_pictures([Path(p) for p in examples], known.facts["size"])}
 
     def check(self, config: TrainConfig) -> None:
-        if not re.fullmatch(MODELS, config.model):
+        if config.model.startswith("hf:"):
+            check_hosted(config)
+        elif not re.fullmatch(MODELS, config.model):
             raise ValueError(
                 f"{self.name} supports --model transformer, crate, crate-tiny (-small, -base, -large), pvt-tiny ("
-                f"-small, -medium, -large) or timm:NAME; got {config.model!r}"
+                f"-small, -medium, -large), timm:NAME or hf:NAME; got {config.model!r}"
             )
         if (config.mixup or config.cutmix) and config.batch_size % 2:
             raise ValueError(f"mixup needs an even batch_size, got {config.batch_size}")
@@ -130,6 +141,9 @@ class ImageClassification(Classification):
         from ..models.image import ImageClassifier, Normalised
 
         size, classes = data.facts["size"], data.facts["classes"]
+        if "hf" in data.facts:
+            inner = hosted_model(config, data.facts, self.hosts, size**2 // 16 + 8)
+            return Normalised(inner, data.facts["mean"], data.facts["std"])
         if config.model != "transformer":
             return Normalised(self.host(config, size, classes), data.facts["mean"], data.facts["std"])
         model = ImageClassifier(
@@ -160,14 +174,18 @@ class ImageClassification(Classification):
         if kind == "timm":
             if config.drop_path:
                 options = {"drop_path_rate": config.drop_path, **options}
-            return timm_model(name, size, num_classes=classes, **options)
+            model = timm_model(name, size, num_classes=classes, **options)
+            swap_in(model, config, size**2 // 16 + 8)  # at most patches of 4 pixels, and class tokens
+            return model
         options |= {"image_size": size, "classes": classes}
         if kind == "pvt":
             cache = config.options("cache_options") if config.cache else None
             options["drop_path"] = config.drop_path
-            return pvt(name, cached=bool(config.cache), ratio=config.cache or 0.5, cache=cache, **options)
+            model = pvt(name, cached=bool(config.cache), ratio=config.cache or 0.5, cache=cache, **options)
+            swap_in(model, config, size**2 // 16 + 8)
+            return model
         if name:
-            return crate(name, **options)
+            return crate(name, **{"attention": config.mechanisms(), **config.options(), **options})
         return CRATE(patch=config.patch, pooling=config.pooling or "cls", **{**crate_options(config), **options})
 
     def begin(self, model: nn.Module, weights: Columns) -> bool:
@@ -200,9 +218,29 @@ def timm_model(name: str, size: int, **options: Any) -> nn.Module:
         import timm
     except ImportError as error:
         raise ImportError("timm:NAME needs timm: pip install 'weft[timm]'") from error
+    if not timm.is_model(name):
+        near = difflib.get_close_matches(name, timm.list_models(), n=2)
+        raise ValueError(f"timm has no model {name!r}{'; did you mean ' + ' or '.join(near) + '?' if near else ''}")
+    return timm.create_model(name, pretrained=False, **timm_options(name, size, options))
+
+
+def timm_options(name: str, size: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with the size of the images, for the models that are built for one."""
+    return {**({"img_size": size} if _takes_size(name) else {}), **options}
+
+
+@functools.cache
+def _takes_size(name: str) -> bool:
     if name.startswith(("vit", "swin")):
-        options = {"img_size": size, **options}
-    return timm.create_model(name, pretrained=False, **options)
+        return True
+    import timm
+
+    with torch.device("meta"):
+        try:
+            timm.create_model(name, img_size=224)
+        except TypeError:
+            return False
+    return True
 
 
 def crop_and_flip(image: Tensor, generator: torch.Generator) -> Tensor:
@@ -236,10 +274,11 @@ class ImageFolder(BuiltFromData, ImageClassification):
         size = config.image_size or self.size
         train, val = (read_folder(folder / part, classes, size) for part in ("train", "val"))
         if (folder / "test").is_dir():
-            return self.data(config, train, val, read_folder(folder / "test", classes, size), len(classes), classes)
+            test = read_folder(folder / "test", classes, size)
+            return self.data(config, train, val, test, len(classes), classes, known)
         stay, held_out = split_off(len(train["label"]), max(1, len(train["label"]) // 20))
         kept, val_part = ({k: c[torch.from_numpy(i)] for k, c in train.items()} for i in (stay, held_out))
-        return self.data(config, kept, val_part, val, len(classes), classes)
+        return self.data(config, kept, val_part, val, len(classes), classes, known)
 
 
 def refuse_strange(folder: Path, names: list[str], classes: list[str]) -> None:
@@ -266,11 +305,51 @@ def read_pictures(files: Sequence[Path], size: int) -> Tensor:
     from PIL import Image, ImageOps
 
     def picture(path: Path) -> np.ndarray:
-        return np.asarray(ImageOps.fit(decoded(path, path, "RGB"), (size, size), Image.Resampling.BICUBIC))
+        return np.asarray(ImageOps.fit(decoded(path, path, "RGB", flat=True), (size, size), Image.Resampling.BICUBIC))
 
     with ThreadPoolExecutor() as pool:
         images = np.stack(list(pool.map(picture, files)))
     return torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
 
 
+class Images(ImageFolder):
+    name = "images"
+    about = "classes of your own images: --data FOLDER with a sub-folder per class, or train/, val/ and test/ with them"
+    defaults = {**ImageClassification.defaults, "layers": 4, "steps": 2000, "batch_size": 64, "warmup": 200,
+                "eval_every": 200}  # fmt: skip
+    presets = {}
+
+    def read(self, config: TrainConfig, known: Known | None) -> TaskData:
+        folder, size = Path(config.data), config.image_size or self.size
+        if not folder.is_dir():
+            raise DataMissing(f"{folder} is not a folder: give one with a sub-folder of images per class with --data")
+        inside = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+        places = {SPLITS[p.name.lower()]: p for p in inside if p.name.lower() in SPLITS}
+        parts = places if "train" in places else {"train": folder}
+        classes = (known and known.classes) or sorted(
+            p.name for p in parts["train"].iterdir() if p.is_dir() and not p.name.startswith(".")
+        )
+        if len(classes) < 2:
+            what = f"it has {len(classes)} sub-folder{'' if len(classes) == 1 else 's'}"
+            raise DamagedData(parts["train"], what, "Put the images into one sub-folder per class, at least two.")
+        found = {part: read_folder(place, classes, size) for part, place in parts.items()}
+        empty = [name for i, name in enumerate(classes) if not (found["train"]["label"] == i).any()]
+        if empty:
+            raise DamagedData(parts["train"] / empty[0], "it has no images", f"Supported: {' '.join(PICTURES)}.")
+        for number, part in enumerate(("test", "val"), 1):
+            if part in found:
+                continue
+            count = len(found["train"]["label"])
+            if count < 10:
+                raise DataMissing(f"{count} images are too few to hold out a tenth for {part}: add images to {folder}")
+            stay, out = (torch.from_numpy(np.sort(i)) for i in split_off(count, max(1, count // 10), seed=number))
+            found[part] = {name: column[out] for name, column in found["train"].items()}
+            found["train"] = {name: column[stay] for name, column in found["train"].items()}
+        return self.data(config, found["train"], found["val"], found["test"], len(classes), classes, known)
+
+    def next_command(self, run: Path) -> str:
+        return f"weft predict {run} FOLDER"
+
+
 add_task(ImageFolder())
+add_task(Images())

@@ -6,6 +6,7 @@
 
 `--tokenizer` is bytes, words, bpe:SIZE (trained on the training texts), or the file of a tokenizer. Without a column
 `split` and without separate files, a fixed tenth of the rows is validation data, and another tenth test data.
+`--model hf:NAME` trains a model of transformers, see hosts.py.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from torch import Tensor, nn
 
 from .base import BuiltFromData, Columns, DataMissing, Known, TaskData, TextClassification
 from .config import TrainConfig
-from .files import DamagedData, as_ids, pad_rows, split_off
+from .files import DamagedData, as_ids, as_utf8, pad_rows, split_off
+from .hosts import host_facts, hosted_model, longest, tokenizer_of
 from .imdb import WORD
 from .registry import add_task
 from .tables import LABEL, SPLITS, TEXT, Table, read_tables
@@ -31,6 +33,12 @@ from .text import Bytes
 from .tokens import Pieces, windows
 
 Encode = Callable[[str], np.ndarray]
+
+
+def meaning_of(config: TrainConfig, texts: Sequence[str]) -> tuple[list[str] | None, str | None]:
+    """(vocabulary, tokenizer): of --tokenizer, or those that belong to the model's weights."""
+    own = tokenizer_of(config)
+    return make_tokenizer(config.tokenizer, texts) if own is None else (None, own)
 
 
 def make_tokenizer(kind: str, texts: Sequence[str]) -> tuple[list[str] | None, str | None]:
@@ -54,11 +62,18 @@ def make_tokenizer(kind: str, texts: Sequence[str]) -> tuple[list[str] | None, s
         raise ValueError(f"{path} is not a file of a tokenizer ({error})") from None
 
 
+def from_file(config: TrainConfig, tokenizer: str | None) -> bool:
+    """Whether the tokenizer was not made from the data."""
+    return tokenizer is not None and not config.tokenizer.startswith("bpe")
+
+
 def encoder(vocabulary: list[str] | None, tokenizer: str | None, length: int) -> tuple[Encode, int]:
     """From a text to ids without 0, which is padding, and the number of ids with it."""
     if tokenizer is not None:
         pieces = Pieces(tokenizer)
-        return lambda text: np.array(pieces.bpe.encode(text).ids[:length], np.int32) + 1, len(pieces) + 1
+        pieces.bpe.no_padding()
+        pieces.bpe.enable_truncation(length)  # keeps special tokens at the end
+        return lambda text: np.array(pieces.bpe.encode(text).ids, np.int32) + 1, len(pieces) + 1
     if vocabulary is not None:
         number = {word: i for i, word in enumerate(vocabulary)}
         return lambda text: np.array([number.get(w, 1) for w in WORD.findall(text)[:length]], np.int32), len(number)
@@ -69,6 +84,7 @@ class TextTable(BuiltFromData, TextClassification):
     """Texts of a table in, one answer each out."""
 
     length = 512
+    hosts = "SequenceClassification"
     reads = frozenset(
         {"max_length", "pooling", "text_column", "label_column", "tokenizer", "skip_unlabelled", "norm", "qk_norm"}
     )
@@ -81,12 +97,11 @@ class TextTable(BuiltFromData, TextClassification):
     def read(self, config: TrainConfig, known: Known | None) -> TaskData:
         found = {split: self._examples(table, config) for split, table in read_tables(config.data).items()}
         parts = self._split(found)
-        train = parts["train"]
-        length = known.length if known else config.max_length or self.length
-        texts = [text for text, _, _ in train]
-        meaning = (known.vocabulary, known.tokenizer) if known else make_tokenizer(config.tokenizer, texts)
+        length = known.length if known else longest(config, config.max_length or self.length)
+        texts = [text for text, _, _ in parts["train"]]
+        meaning = (known.vocabulary, known.tokenizer) if known else meaning_of(config, texts)
         encode, vocab = encoder(*meaning, length)
-        names = known.classes if known else self.names([label for _, label, _ in train])
+        names = known.classes if known else self.names([label for part in parts.values() for _, label, _ in part])
         train_part, val_part, test_part = (
             {
                 "ids": torch.from_numpy(pad_rows([encode(text) for text, _, _ in part], length, np.int32)),
@@ -95,6 +110,8 @@ class TextTable(BuiltFromData, TextClassification):
             for part in (parts["train"], parts["val"], parts["test"])
         )
         facts = {"vocab": vocab, "classes": len(names) if names else 1}
+        facts |= host_facts(config, known, length=length, vocab=vocab, classes=names or ["value"],
+                            from_file=from_file(config, meaning[1]))  # fmt: skip
         return TaskData(train_part, val_part, test_part, length, facts, meaning[0], classes=names, tokenizer=meaning[1])
 
     def _examples(self, table: Table, config: TrainConfig) -> list[tuple[str, str, str, str]]:
@@ -160,10 +177,10 @@ class Classify(TextTable):
     def names(self, labels: Sequence[str]) -> list[str]:
         found = set(labels)
         if len(found) < 2:
-            raise DataMissing(f"the training rows have {len(found)} class ({', '.join(found)}); at least 2 are needed")
+            raise DataMissing(f"the rows have {len(found)} class ({', '.join(found)}); at least 2 are needed")
         if len(found) > max(20, len(labels) // 2):
             raise DataMissing(
-                f"the {len(labels)} training rows have {len(found)} different labels: choose another column with "
+                f"the {len(labels)} rows have {len(found)} different labels: choose another column with "
                 "--label-column, or train numbers with `weft train regress`"
             )
         numbers = all(label.lstrip("-").isdigit() for label in found)
@@ -174,7 +191,7 @@ class Classify(TextTable):
         number = {name: i for i, name in enumerate(names)}
         for label, where in found:
             if label not in number:
-                raise DataMissing(f"{where}: the class {label!r} is not among the training rows")
+                raise DataMissing(f"{where}: the class {label!r} is not among those of the run: {', '.join(names)}")
         return torch.tensor([number[label] for label, _ in found], dtype=torch.int32)
 
 
@@ -204,6 +221,9 @@ class Regress(TextTable):
         error = model(*self.inputs(batch)).float()[:, 0] - batch["label"]
         return {"loss": error.square(), "absolute": error.abs(), "count": torch.ones_like(error)}
 
+    def decode(self, out: Tensor, rows: Columns, known: Known) -> list[dict[str, Any]]:
+        return [{"answer": value} for value in out[:, 0].tolist()]
+
     def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
         mse = sums["loss"] / sums["count"]
         return {"loss": mse, "mae": sums["absolute"] / sums["count"], "rmse": math.sqrt(mse)}
@@ -212,7 +232,7 @@ class Regress(TextTable):
 class TextModel(BuiltFromData, Bytes):
     name = "lm"
     about = "a language model of your own text: --data FILE or folder, --tokenizer bytes or bpe:SIZE"
-    metric = "perplexity"
+    metric, hosts = "perplexity", "CausalLM"
     reads = frozenset({"max_length", "tokenizer", "norm", "qk_norm"})
     defaults = {
         **Bytes.defaults,
@@ -225,25 +245,42 @@ class TextModel(BuiltFromData, Bytes):
     }
     length = 512
 
+    def content(self, config: TrainConfig) -> bytes:
+        path = Path(config.data)
+        if path.is_dir():
+            for file in sorted(p for p in path.rglob("*") if p.is_file()):
+                as_utf8(file, file.read_bytes())
+        content = super().content(config)
+        as_utf8(path, content)
+        return content
+
     def read(self, config: TrainConfig, known: Known | None) -> TaskData:
-        length = config.max_length or self.length
+        length = known.length if known else longest(config, config.max_length or self.length)
         parts = self.parts(self.content(config))
-        if config.tokenizer in ("", "bytes"):
+        if config.tokenizer == "words":
+            raise ValueError("--tokenizer words is for classify, regress and tag; use bytes, bpe:SIZE or a "
+                             "tokenizer.json")  # fmt: skip
+        texts = [part.decode("utf-8", errors="replace") for part in parts]  # a cut may be inside a character
+        tokenizer = known.tokenizer if known else meaning_of(config, texts[0].splitlines())[1]
+        if tokenizer is None:
             arrays = [np.frombuffer(part, np.uint8).astype(np.int32) for part in parts]
-            vocab, tokenizer = 256, None
+            vocab = 256
         else:
-            if config.tokenizer == "words":
-                raise ValueError(
-                    "--tokenizer words is for classify and regress; use bytes, bpe:SIZE or a tokenizer.json"
-                )
-            texts = [part.decode("utf-8", errors="replace") for part in parts]
-            tokenizer = known.tokenizer if known else make_tokenizer(config.tokenizer, texts[0].splitlines())[1]
-            assert tokenizer is not None
             pieces = Pieces(tokenizer)
+            pieces.bpe.no_padding()
+            pieces.bpe.no_truncation()
             arrays = [np.array(pieces.bpe.encode(text).ids, np.int32) for text in texts]
             vocab = len(pieces)
         train, val, test = ({"bytes": windows(array, length, self.overlap)} for array in arrays)
-        return TaskData(train, val, test, length, {"vocab": vocab}, tokenizer=tokenizer)
+        facts = {"vocab": vocab}
+        facts |= host_facts(config, known, length=length, vocab=vocab, padding=False,
+                            from_file=from_file(config, tokenizer))  # fmt: skip
+        return TaskData(train, val, test, length, facts, tokenizer=tokenizer)
+
+    def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
+        if "hf" in data.facts:
+            return hosted_model(config, data.facts, self.hosts, data.length, padding=False)
+        return super().model(config, data)
 
     def next_command(self, run: Path) -> str:
         return f'weft generate {run} --prompt "…"'

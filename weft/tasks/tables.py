@@ -79,10 +79,10 @@ def read_tables(data: str) -> dict[str, Table]:
 
 
 def _csv(path: Path, delimiter: str | None) -> Table:
-    text = read_text(path).removeprefix("\ufeff")
+    text = read_text(path)
     if delimiter is None:
         first = text.split("\n", 1)[0]
-        delimiter = ";" if first.count(";") > first.count(",") else ","
+        delimiter = max(",;\t", key=first.count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     rows, places, begin = [], [], 1
     try:

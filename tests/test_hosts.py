@@ -1,0 +1,129 @@
+"""Models of transformers and timm on own data: trained, resumed, loaded without the data, and exported."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+import weft
+from weft.tasks import make_config
+
+pytest.importorskip("lightning")
+transformers = pytest.importorskip("transformers")
+TINY = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16)
+STEPS = dict(steps=4, warmup=1, eval_every=4, checkpoint_every=2, batch_size=4, accelerator="cpu")
+CASES = {
+    "bert": ("classify", dict(model="hf:bert", attention="longformer", tokenizer="words", max_length=12)),
+    "llama": ("regress", dict(model="hf:{config}", attention="linear", cache=0.5, max_length=16)),
+    "gpt2": ("lm", dict(model="hf:gpt2", subsample="S1-L2", tokenizer="bpe:300", max_length=16)),
+    "roberta": ("tag", dict(model="hf:roberta", tokenizer="bpe:300", max_length=16)),
+    "vit": ("images", dict(model="hf:vit", attention="linformer", image_size=16)),
+    "timm": ("images", dict(model="timm:deit_tiny_patch16_224", attention="local", cache=0.5, image_size=16)),
+}
+OPTIONS = {
+    "gpt2": dict(n_embd=16, n_layer=2, n_head=2),
+    "vit": {**TINY, "patch_size": 8},
+    "timm": dict(depth=2, embed_dim=16, num_heads=2, patch_size=8),
+}
+
+
+@pytest.fixture
+def data(tmp_path):
+    texts = [f"{word} film {i}" for i in range(20) for word in ("lovely", "dull")]
+    (tmp_path / "classify.jsonl").write_text("".join(json.dumps({"text": t, "label": t[0]}) + "\n" for t in texts))
+    (tmp_path / "regress.jsonl").write_text(
+        "".join(json.dumps({"text": t, "label": i / 9}) + "\n" for i, t in enumerate(texts))
+    )
+    (tmp_path / "tag.conll").write_text("Ada B-PER\nsleeps O\n\n" * 20 + "Rome B-LOC\nburns O\n\n" * 20)
+    (tmp_path / "lm.txt").write_text("Longtemps, je me suis couché de bonne heure. " * 60)
+    transformers.LlamaConfig(**TINY).save_pretrained(tmp_path / "llama")
+    from PIL import Image
+
+    for kind, colour in (("cat", "red"), ("dog", "blue")):
+        (tmp_path / "images" / kind).mkdir(parents=True)
+        for i in range(12):
+            Image.new("RGB", (20, 16 + i), colour).save(tmp_path / "images" / kind / f"{i}.png")
+    return tmp_path
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_hosted_model_resumes_predicts_and_is_exported(case, data):
+    from weft.lab import train
+
+    if case == "timm":
+        pytest.importorskip("timm")
+    task, options = CASES[case]
+    source = next(data.glob(f"{task}*"))
+    options = {**options, "model": options["model"].format(config=data / "llama/config.json")}
+    if "config" not in CASES[case][1]["model"]:
+        options["model_options"] = json.dumps(OPTIONS.get(case, TINY))
+    run, again = data / "run", data / "again"
+    train(make_config(task, data=str(source), out=str(run), **options, **STEPS))
+    shutil.copytree(run, again)
+    (again / "result.json").unlink()
+    (again / "checkpoints/step-00000004.safetensors").unlink()
+    (again / "checkpoints/best.safetensors").unlink()
+    shutil.rmtree(data / "llama")  # the run has the config
+    train(make_config(task, data=str(source), out=str(again), **options, **STEPS), resume=True)
+    losses = [[json.loads(line).get("loss") for line in open(r / "metrics.jsonl")] for r in (run, again)]
+    assert losses[0] == losses[1]
+    model = weft.load(run)
+    folder = model.export(data / "exported")
+    other = weft.load(folder)
+    if task == "lm":
+        ids = torch.tensor([[65, 66, 67]])
+        assert torch.equal(model(ids), other(ids))
+        new = model.model.generate(ids, 4, seed=0)
+        assert torch.equal(new, other.model.generate(ids, 4, seed=0)) and new.shape == (1, 7)
+        inner = weft.huggingface.load(folder).eval()
+        assert torch.equal(inner(ids).logits, model(ids))
+    else:
+        examples = sorted(data.rglob("*.png"))[:3] if task == "images" else ["Ada sleeps", "a dull film"]
+        assert model.predict(examples) == other.predict(examples)
+    if case == "roberta":  # nothing is swapped: the library opens it alone, with its tokenizer
+        plain = transformers.AutoModelForTokenClassification.from_pretrained(folder)
+        ids = transformers.AutoTokenizer.from_pretrained(folder)("Ada sleeps", return_tensors="pt").input_ids
+        assert plain.config.id2label == {0: "B-LOC", 1: "B-PER", 2: "O"}
+        assert torch.allclose(plain(ids).logits, other(ids), atol=1e-6)
+
+
+def test_weights_of_a_folder_are_the_start(data):
+    config = transformers.BertConfig(**TINY, vocab_size=320)
+    model = transformers.BertForSequenceClassification(config)
+    model.save_pretrained(data / "bert")
+    settings = dict(data=str(data / "classify.jsonl"), model=f"hf:{data / 'bert'}", **STEPS)
+    from weft.lab.build import build_model
+    from weft.tasks import get_task
+
+    with pytest.raises(ValueError, match="no tokenizer.json: give the tokenizer with --tokenizer"):
+        get_task("classify").load(make_config("classify", **settings))
+    chosen = make_config("classify", tokenizer="bytes", **settings)
+    built = build_model(chosen, get_task("classify").load(chosen)).model
+    assert torch.equal(built.bert.embeddings.word_embeddings.weight, model.bert.embeddings.word_embeddings.weight)
+    long = make_config("classify", tokenizer="bytes", max_length=600, **settings)
+    with pytest.raises(ValueError, match="600 is more than the 512 positions"):
+        get_task("classify").load(long)
+
+
+def test_errors_of_hosted_models(tmp_path):
+    cases = {
+        "there is no file or folder": dict(model=f"hf:{tmp_path}/nothing"),
+        "did you mean 'hidden_size'": dict(model="hf:llama", model_options='{"hiden_size": 8}'),
+        "--layers has no effect on --model hf:llama": dict(model="hf:llama", layers=9),
+        "has no SequenceClassification model for 'vit'": dict(model="hf:vit"),
+        "not a transformers config": dict(model=f"hf:{tmp_path}"),
+    }
+    from weft.lab.build import build_model
+    from weft.tasks import get_task
+
+    path = tmp_path / "t.csv"
+    path.write_text("text,label\n" + "a,x\nb,y\n" * 10)
+    for message, options in cases.items():
+        with pytest.raises(ValueError, match=message):
+            config = make_config("classify", data=str(path), **options)
+            build_model(config, get_task("classify").load(config))
+    with pytest.raises(ValueError, match="supports --model"):
+        make_config("listops", model="hf:bert")
