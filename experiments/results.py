@@ -39,10 +39,11 @@ def finished(sweep: Sweep, cell: Cell) -> list[Record]:
 
 
 def section(sweep: Sweep) -> tuple[str, bytes]:
-    """The Markdown of one sweep, and the plot of its curves; both empty if nothing has been run to the end."""
+    """The Markdown of one sweep, empty if nothing has been run to the end, and the plot of its curves, if any."""
     done = [(cell, runs) for cell in sweep.cells if (runs := finished(sweep, cell))]
     if not done:
         return "", b""
+    drawing = plot(sweep, done) if any(len(run.curve) > 1 for _, runs in done for run in runs) else b""
     source = sweep.file.relative_to(HERE.parent)
     unit = f" ({sweep.unit})" if sweep.unit else ""
     lines = [
@@ -50,8 +51,7 @@ def section(sweep: Sweep) -> tuple[str, bytes]:
         "",
         f"{len(done)} of {len(sweep.cells)} cells run to the end. Command: `weft sweep {source}`.",
         "",
-        f"![Validation {sweep.metric} against steps](results/{plot_name(sweep)})",
-        "",
+        *([f"![Validation {sweep.metric} against steps](results/{plot_name(sweep)})", ""] if drawing else []),
         f"| cell | paper | ours{unit} | seeds | steps | difference | run |",
         "|---|---|---|---|---|---|---|",
     ]
@@ -67,7 +67,7 @@ def section(sweep: Sweep) -> tuple[str, bytes]:
         steps = f"{runs[0].step:,} of {runs[0].steps:,}"
         row = (f"{cell.row}, {cell.column}", paper, f"{sweep.show(mean)}{spread}", seeds, steps, off, "; ".join(starts))
         lines.append(f"| {' | '.join(row)} |")
-    return "\n".join(lines) + "\n", plot(sweep, done)
+    return "\n".join(lines) + "\n", drawing
 
 
 def plot_name(sweep: Sweep) -> str:
@@ -110,7 +110,8 @@ def page() -> dict[Path, bytes]:
         text, drawing = section(sweep)
         if text:
             parts.append(text)
-            files[DOCS / "results" / plot_name(sweep)] = drawing
+            if drawing:
+                files[DOCS / "results" / plot_name(sweep)] = drawing
     files[DOCS / "results.md"] = "\n".join(parts).encode()
     return files
 
