@@ -3,7 +3,7 @@
     python3 -m benchmarks.gpu_eager [--out benchmarks/results/gpu_eager.json] [--lengths 512 ...] [--only NAME ...]
 
 bfloat16, 16 heads of 64, 16,384 tokens per batch (one sequence where L is longer), backend="auto", causal where the
-mechanism can be. "eager" is triton.testing.do_bench's median of plain calls, "host" the time the CPU needs to queue one
+mechanism can be; and backend="triton" for kernels that "auto" does not use yet. "eager" is triton.testing.do_bench's median of plain calls, "host" the time the CPU needs to queue one
 forward and backward, "graph" the replay of a CUDA graph, "first" the seconds of the first forward and backward in a
 process with an empty Triton cache. `python -m benchmarks.tables` writes the tables of the documentation.
 """
@@ -33,11 +33,22 @@ TOO_LONG = {"synthesizer": 8192}  # a parameter per pair of positions
 
 
 def make(name: str, L: int) -> Any:
+    """The mechanism; "NAME, triton" for that backend."""
+    name, _, backend = name.partition(", ")
     info = weft.attention_info(name)
-    options = OPTIONS.get(name, {})
-    return weft.make_attention(
-        name, heads=H, head_dim=D, causal=info.causal, max_length=L if info.needs_max_length else None, **options
-    ).to("cuda", torch.bfloat16)
+    settings = {"causal": info.causal, "max_length": L if info.needs_max_length else None, **OPTIONS.get(name, {})}
+    attn = weft.make_attention(name, heads=H, head_dim=D, backend=backend or "auto", **settings)
+    return attn.to("cuda", torch.bfloat16)
+
+
+def contestants(names: list[str]) -> list[str]:
+    found = []
+    for name in names:
+        kernel = weft.attention_info(name).kernel
+        found.append(name)
+        if kernel is not None and not kernel.auto(make(name, 512)):
+            found.append(f"{name}, triton")
+    return found
 
 
 def calls(fn: Any, L: int) -> tuple[Any, Any]:
@@ -116,23 +127,23 @@ def main() -> None:
         "commit": args.commit or commit(),
         "command": "python3 -m benchmarks.gpu_eager",
         "shape": "bfloat16, 16 heads of 64, 16,384 tokens per batch",
-        "first_call_s": warm_up(args.only, args.lengths, args.at_once),
+        "first_call_s": warm_up(contestants(args.only), args.lengths, args.at_once),
         "at_once": args.at_once,
         "rows": [],
     }
     for L in args.lengths:
-        contestants: dict[str, Any] = {"cudnn": None, "cudnn, bidirectional": None}
-        contestants |= {name: None for name in args.only if name != "full" and L <= TOO_LONG.get(name, L)}
-        for name in contestants:
-            causal = name == "cudnn" or (name in weft.attentions() and weft.attention_info(name).causal)
+        names = [name for name in contestants(args.only) if name != "full" and L <= TOO_LONG.get(name, L)]
+        for name in ["cudnn", "cudnn, bidirectional", *names]:
+            full = name.startswith("cudnn")
+            causal = name == "cudnn" if full else weft.attention_info(name.split(",")[0]).causal
             try:
-                fn = sdpa(SDPBackend.CUDNN_ATTENTION, causal) if name.startswith("cudnn") else make(name, L)
+                fn = sdpa(SDPBackend.CUDNN_ATTENTION, causal) if full else make(name, L)
                 times = {key: round(value, 4) for key, value in measure(fn, L).items()}
             except Exception as error:  # continue with the other mechanisms
                 print(f"{L:>6} {name:<26} {type(error).__name__}: {str(error)[:120]}", flush=True)
                 torch.cuda.synchronize()
                 continue
-            report["rows"].append({"L": L, "causal": causal, "name": name.split(",")[0], **times})
+            report["rows"].append({"L": L, "causal": causal, "name": "cudnn" if full else name, **times})
             print(f"{L:>6} {name:<26} " + " ".join(f"{value:8.3f}" for value in times.values()), flush=True)
             if args.out:  # kept if the run is stopped
                 args.out.write_text(json.dumps(report, indent=1) + "\n")

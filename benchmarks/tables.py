@@ -69,8 +69,13 @@ def eager(names: tuple[str, ...] = ()) -> str:
     for name in names or measured:
         causal = any((name, L, True) in rows for L in lengths)
         cells = [_time(rows.get((name, L, causal)), rows.get(("cudnn", L, causal))) for L in lengths]
-        lines.append([f"`{name}`" + ("" if causal else ", bidirectional"), *cells])
+        lines.append([_label(name) + ("" if causal else ", bidirectional"), *cells])
     return markdown(lines)
+
+
+def _label(name: str) -> str:
+    name, _, backend = name.partition(", ")
+    return f"`{name}`" + (f", backend={backend!r}" if backend else "")
 
 
 def _time(row: Row | None, base: Row | None = None) -> str:
@@ -92,7 +97,7 @@ def host() -> str:
             first = report.get("first_call_s", {}).get(name)
             numbers = [ms(row["eager_both_ms"]), ms(row["host_ms"]), "–" if graph is None else ms(graph)]
             numbers += ["–" if mib is None else f"{mib:.0f}", "–" if first is None else f"{first:.1f}"]
-            lines.append(["cuDNN" if name == "cudnn" else f"`{name}`", *numbers])
+            lines.append(["cuDNN" if name == "cudnn" else _label(name), *numbers])
     return markdown(lines)
 
 
@@ -102,6 +107,8 @@ def crossovers() -> dict[str, int]:
     lengths, names, rows = eager_rows()
     found = {}
     for name in names:
+        if ", " in name:
+            continue
         causal = any((name, L, True) in rows for L in lengths)
         measured = [L for L in lengths if (name, L, causal) in rows and ("cudnn", L, causal) in rows]
         found[name] = 0
