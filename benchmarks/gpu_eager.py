@@ -2,10 +2,11 @@
 
     python3 -m benchmarks.gpu_eager [--out benchmarks/results/gpu_eager.json] [--lengths 512 ...] [--only NAME ...]
 
-bfloat16, 16 heads of 64, 16,384 tokens per batch (one sequence where L is longer), backend="auto", causal where the
-mechanism can be; and backend="triton" for kernels that "auto" does not use yet. "eager" is triton.testing.do_bench's median of plain calls, "host" the time the CPU needs to queue one
-forward and backward, "graph" the replay of a CUDA graph, "first" the seconds of the first forward and backward in a
-process with an empty Triton cache. `python -m benchmarks.tables` writes the tables of the documentation.
+bfloat16, 16 heads of 64, 16,384 tokens per batch (one sequence where L is longer), backend="auto" (and "triton" for
+kernels that "auto" does not use yet), causal where the mechanism can be. "eager" is triton.testing.do_bench's median of
+plain calls, "host" the time the CPU needs to queue one forward and backward, "graph" the replay of a CUDA graph,
+"first" the seconds of the first forward and backward in a process with an empty Triton cache.
+`python -m benchmarks.tables` writes the tables of the documentation.
 """
 
 from __future__ import annotations
