@@ -203,6 +203,9 @@ def test_export_with_dynamic_length_is_exact_or_refused(name, causal):
     if not attn.exports_any_length:
         with pytest.raises(ValueError, match="cannot be exported with a dynamic length"):
             torch.export.export(attn, (q, k, v), **arguments)
+        if name == "local":
+            with pytest.raises(Exception, match="cannot be exported with a dynamic length"):
+                torch.export.export(attn, (q, k, v), **{**arguments, "strict": True})
         return
     exported = torch.export.export(attn, (q, k, v), **arguments).module()
     for other in (5, 24, 50):
@@ -222,13 +225,34 @@ def test_export_of_a_model():
     torch.testing.assert_close(fixed(x), local(x), **CLOSE)
 
 
-def test_onnx(tmp_path):
+@pytest.mark.parametrize("name", ["full", "linear", "performer", "linformer", "subsampled"])
+@pytest.mark.parametrize("kind", ["layer", "swapped"])
+def test_onnx_with_dynamic_length(kind, name):
     pytest.importorskip("onnxscript"), pytest.importorskip("onnxruntime")
-    model = weft.MultiheadAttention(24, 4, attention="linear").eval()
+    torch.manual_seed(0)
     length, x = torch.export.Dim("length", min=4, max=64), noise(1, 9, 24)
-    program = torch.onnx.export(model, (x,), dynamo=True, dynamic_shapes=({1: length},))
-    (out,) = program(noise(1, 23, 24))
-    torch.testing.assert_close(out, model(noise(1, 23, 24)), atol=1e-4, rtol=1e-3)
+    options = {"max_length": 64} if name == "linformer" else {}
+    if kind == "layer":
+        model = weft.MultiheadAttention(24, 4, attention=name, **options).eval()
+    else:
+        model = nn.TransformerEncoder(nn.TransformerEncoderLayer(24, 4, 32, batch_first=True, dropout=0.0), 1).eval()
+        weft.swap(model, name, **options)
+    program = torch.onnx.export(model, (x,), dynamo=True, dynamic_shapes=({1: length},), verbose=False)
+    for other in (5, 9, 23):
+        (out,) = program(noise(1, other, 24))
+        torch.testing.assert_close(out, model(noise(1, other, 24)), atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["local", "combiner-fixed", "longformer"])
+def test_onnx_with_a_fixed_length(name):
+    """A dynamic length is refused, a fixed one is exported."""
+    pytest.importorskip("onnxscript"), pytest.importorskip("onnxruntime")
+    model, x = weft.MultiheadAttention(24, 4, attention=name, causal=True).eval(), noise(1, 9, 24)
+    length = torch.export.Dim("length", min=4, max=64)
+    with pytest.raises(Exception, match="cannot be exported with a dynamic length"):
+        torch.onnx.export(model, (x,), dynamo=True, dynamic_shapes=({1: length},), verbose=False)
+    (out,) = torch.onnx.export(model, (x,), dynamo=True, verbose=False)(x)
+    torch.testing.assert_close(out, model(x), atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "eva02_tiny_patch14_224", "beit_base_patch16_224"])
@@ -273,12 +297,31 @@ def test_lora(tmp_path):
     torch.testing.assert_close(again.merge_and_unload()(ids).logits, expected, **CLOSE)
 
 
-def test_int8():
+@pytest.mark.parametrize("name", ["linear", "combiner-fixed"])
+def test_int8(name):
     quantization = pytest.importorskip("torchao.quantization")
-    model, ids = model_of("llama/LlamaForCausalLM", "linear")
+    model, ids = model_of("llama/LlamaForCausalLM", name)
     expected = model(ids).logits
     quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    assert type(model.model.layers[0].self_attn.q_proj.weight) is not nn.Parameter
     torch.testing.assert_close(model(ids).logits, expected, atol=0.05, rtol=0.1)
+    generated = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    again = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None, use_cache=False)
+    assert torch.equal(generated, again)
+
+
+def test_swap_of_an_int8_model():
+    quantization = pytest.importorskip("torchao.quantization")
+    outs = []
+    for first in ("swap", "quantize"):
+        model, ids = model_of("llama/LlamaForCausalLM")
+        for step in (first, "swap" if first == "quantize" else "quantize"):
+            if step == "swap":
+                assert len(weft.swap(model, "linear").replaced) == 2
+            else:
+                quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+        outs.append(model(ids).logits)
+    torch.testing.assert_close(*outs)
 
 
 def test_trainer(tmp_path):

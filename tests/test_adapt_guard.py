@@ -199,7 +199,8 @@ def test_compiled_models_are_refused_as_well():
 
 
 SWAPPED = [*WORKS, *FULL_ONLY, *REFUSED, "swin/SwinModel", "beit/BeitModel", "segformer/SegformerModel"]
-SWAPPED += ["paligemma/PaliGemmaModel", "siglip/SiglipModel"]
+SWAPPED += ["paligemma/PaliGemmaModel", "siglip/SiglipModel", "whisper/WhisperModel", "wav2vec2/Wav2Vec2Model"]
+SWAPPED += [model for model in ("lasr_encoder/LasrEncoder", "parakeet_encoder/ParakeetEncoder") if model in zoo.every()]
 
 
 @pytest.mark.parametrize("model", SWAPPED)
@@ -236,6 +237,12 @@ def test_pooling_heads_read_another_sequence():
         assert list(report.refused) == ["head.attention"]
         model.train()(**inputs)
         report.undo()
+
+
+def test_packed_images_cannot_be_cached():
+    model = zoo.build("qwen2_5_vl_vision/Qwen2_5_VisionTransformerPretrainedModel", "eager")
+    with pytest.warns(UserWarning, match="no batch dimension"):
+        assert not weft.cache(model, 0.5).replaced
 
 
 def test_swap_refuses_windows_that_the_model_can_outgrow():

@@ -123,6 +123,8 @@ def uncacheable(layer: Layer) -> str:
         return layer.trouble
     if list(inspect.signature(type(layer.module).forward).parameters)[1:2] != ["hidden_states"]:
         return "its forward does not take hidden_states"
+    if "cu_seqlens" in inspect.signature(type(layer.module).forward).parameters:
+        return "its tokens have no batch dimension: all images are one row"
     try:
         width_and_heads(layer.module)
     except ValueError as why:

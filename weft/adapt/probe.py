@@ -78,16 +78,17 @@ def _quietly(model: nn.Module) -> Iterator[None]:
 
 
 def _inputs(model: Any, length: int) -> Iterator[dict[str, Any]]:
-    """Common model inputs: tokens, for an encoder and a decoder, or an image."""
+    """Common model inputs: tokens, for an encoder and a decoder, an image, or sound."""
     takes = inspect.signature(model.forward).parameters
     like = next((p for p in model.parameters() if p.is_floating_point()), None)
     if like is None:
         return
     cache = {"use_cache": False} if "use_cache" in takes else {}
+    tokens = torch.arange(2, 2 + length, device=like.device)[None]
     if "input_ids" in takes:
-        text: dict[str, Tensor] = {"input_ids": torch.arange(2, 2 + length, device=like.device)[None]}
+        text: dict[str, Tensor] = {"input_ids": tokens}
         if "decoder_input_ids" in takes:
-            yield {**text, "decoder_input_ids": text["input_ids"], **cache}
+            yield {**text, "decoder_input_ids": tokens, **cache}
         yield {**text, **cache}
     if "pixel_values" in takes:
         config = getattr(model.config, "vision_config", model.config)
@@ -97,3 +98,13 @@ def _inputs(model: Any, length: int) -> Iterator[dict[str, Any]]:
         yield {"pixel_values": image, **cache}
         if "input_ids" in takes:
             yield {**text, "pixel_values": image, **cache}
+    sound = {"decoder_input_ids": tokens, **cache} if "decoder_input_ids" in takes else cache
+    if "input_values" in takes:  # samples; convolutions need a few hundred
+        yield {"input_values": torch.zeros(1, 2000, device=like.device, dtype=like.dtype), **sound}
+    if "input_features" in takes:  # a spectrum, with its frames first or last
+        sizes = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "feature_size")
+        found = [getattr(model.config, name, None) for name in sizes]
+        mel = next((size for size in found if isinstance(size, int)), 80)
+        frames = 2 * getattr(model.config, "max_source_positions", 32)  # Whisper takes only its full length
+        for shape in ((1, 64, mel), (1, mel, frames)):
+            yield {"input_features": torch.zeros(shape, device=like.device, dtype=like.dtype), **sound}

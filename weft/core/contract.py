@@ -220,7 +220,7 @@ class Attention(Decoding, nn.Module):
                 raise ValueError(
                     f"causal attention needs Lq = Lk, got {Lq} and {Lk}; to decode with a cache, use attn.step"
                 )
-        if torch.compiler.is_exporting() and isinstance(Lk, torch.SymInt) and not self.exports_any_length:
+        if torch.compiler.is_exporting() and not self.exports_any_length and _is_dynamic(Lk):
             raise ValueError(
                 f"{name} with causal={self.causal} cannot be exported with a dynamic length: its sizes are "
                 "computed from the length. Export it with a fixed length, or use one of: full, subsampled; without "
@@ -300,3 +300,10 @@ def quiet_padding(x: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None or mask.shape != x.shape[:2]:  # the mechanism reports a wrong shape
         return x
     return torch.where(mask[..., None] | (x.abs() < LARGEST), x, 0)
+
+
+def _is_dynamic(length: Any) -> bool:
+    """Whether an exported length can vary. In strict export it is not a SymInt, but looks like an int."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # slow to import, and only needed here
+
+    return not has_static_value(length)
