@@ -55,12 +55,13 @@ def trained(model, length: int = 32, steps: int = 60):
     return model
 
 
-@pytest.mark.parametrize("build", [llama, language_model])
-def test_transfer_and_fine_tuning_recover_the_loss(build):
+@pytest.mark.parametrize("build, precision", [(llama, ""), (language_model, ""), (language_model, "bf16-mixed")])
+def test_transfer_and_fine_tuning_recover_the_loss(build, precision):
     model = trained(build().to(DEVICE))
     report = weft.convert(
-        model, "linear", stream(), steps=40, length=48, transfer_length=32, transfer_learning_rate=3e-3, **QUIET
-    )
+        model, "linear", stream(), steps=40, length=48, transfer_length=32, transfer_learning_rate=3e-3,
+        precision=precision, **QUIET,
+    )  # fmt: skip
     losses, errors = report.losses, report.errors
     assert list(losses) == ["before", "after swap", "after transfer", "after fine-tuning"]
     assert losses["after swap"] > losses["before"] + 0.1, losses

@@ -245,12 +245,13 @@ def speeds(args: argparse.Namespace) -> dict[str, Any]:
             weft.swap(model, name, **MECHANISMS[name])
 
         def call(model: Any = model) -> None:
-            language_model_loss(model, {"input_ids": ids}).backward()
+            with autocast(device):
+                loss = language_model_loss(model, {"input_ids": ids})
+            loss.backward()
             model.zero_grad()
 
         calls[name] = call
-    how = How(device, "bf16-mixed" if device == "cuda" else "32-true", repeats=10, budget=10.0)
-    found = take_turns(calls, how)
+    found = take_turns(calls, How(device, repeats=10, budget=10.0))
     return {
         name: {"tokens_per_second": ids.numel() / timing.median, "peak_gib": (timing.memory or 0) / 2**30}
         for name, timing in found.items()

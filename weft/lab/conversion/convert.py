@@ -18,7 +18,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,7 @@ def convert(
     modes = {module: module.training for module in model.modules()}
     handle = None if folder is None else lock.take(Path(folder))
     try:
-        with torch.random.fork_rng(devices=devices), how.arithmetic():
+        with torch.random.fork_rng(devices=devices):
             report = job.run(where, options)
     finally:
         for module, mode in modes.items():
@@ -234,7 +234,7 @@ class _Job:
 
         def once(batch: Batch) -> Tensor:
             with transfer.on(batch.get("attention_mask"), learn=True):
-                self.loss(self.model, batch)
+                self._loss(batch)
             return transfer.mean
 
         start = 1 + (saved[1]["step"] if saved else 0)
@@ -255,7 +255,7 @@ class _Job:
             restore(self.model, self.optimizer, saved[0], saved[1]["extra"])
 
         def once(batch: Batch) -> Tensor:
-            found = self.loss(self.model, batch)
+            found = self._loss(batch)
             found.backward()
             return found.detach()
 
@@ -302,16 +302,21 @@ class _Job:
             raise ValueError("all parameters are frozen: set requires_grad on those to be trained")
         return torch.optim.AdamW(trained, betas=(0.9, 0.95), weight_decay=0.0, fused=self.device.type == "cuda")
 
+    def _loss(self, batch: Batch) -> Tensor:
+        """One context per call: autocast keeps copies of the weights until its end."""
+        with self.how.arithmetic():
+            return self.loss(self.model, batch)
+
     @torch.no_grad()
     def _evaluate(self) -> float:
         self.model.eval()
-        losses = [float(self.loss(self.model, moved(batch, self.device))) for batch in self.held]
+        losses = [float(self._loss(moved(batch, self.device))) for batch in self.held]
         return sum(losses) / len(losses)
 
     def _errors(self, transfer: Transfer) -> dict[str, float]:
         batch = moved(cropped(self.held[0], self.settings["transfer_length"]), self.device)
         with transfer.on(batch.get("attention_mask"), learn=False):
-            self.loss(self.model, batch)
+            self._loss(batch)
         return {path: float(error) for path, error in transfer.errors.items()}
 
     def _measure(self, when: str) -> None:
@@ -320,10 +325,10 @@ class _Job:
         self.model.eval()  # train() would change centroids and caches
 
         def call() -> None:
-            self.loss(self.model, batch).backward()
+            self._loss(batch).backward()
             self.model.zero_grad()
 
-        timing = take_turns({"": call}, self.how)[""]
+        timing = take_turns({"": call}, replace(self.how, precision="32-true"))[""]  # `_loss` has its own
         self.model.zero_grad()
         if timing.error:
             self._say(f"speed {when} was not measured: {timing.error}")

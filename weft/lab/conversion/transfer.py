@@ -82,7 +82,8 @@ class Transfer:
             with torch.set_grad_enabled(learn):
                 error = relative_error(_first(student(*args, **kwargs)), _first(target), self.mask)
                 if learn:
-                    error.backward()
+                    with torch.autocast(error.device.type, enabled=False):
+                        error.backward()
             self.errors[path] = self.errors.get(path, 0) + error.detach()  # shared layers are called more than once
             return target
 
