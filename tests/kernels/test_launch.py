@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from agree import Call, poisoned_memory
@@ -180,3 +182,15 @@ def test_auto_checks_kernels_on_untested_gpus(monkeypatch, caplog):
     assert not self_test.passes(*what) and "local uses its plain" in caplog.text
     monkeypatch.setenv("WEFT_SELF_TEST", "0")
     assert self_test.passes(*what)
+
+
+def test_kernels_are_not_compiled_again_for_other_sizes():
+    class Kernel:
+        params = [SimpleNamespace(name=x, is_constexpr=x == "m", do_not_specialize=False) for x in ("L", "q_l", "m")]
+
+        def __getitem__(self, grid):
+            return lambda *args, **options: None
+
+    kernel = Kernel()
+    launch.launch(kernel, (1,), 300, 16, m=64)
+    assert [x.do_not_specialize for x in kernel.params] == [True, False, False]

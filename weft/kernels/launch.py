@@ -27,11 +27,14 @@ ALIGNMENT = 256  # bytes, of every tensor in a block of memory
 RECORDED = 2  # the call with the same shapes and options that is recorded: recording costs a few calls
 REMEMBERED = 1024  # tapes per function; more are forgotten all at once
 NOTICE = 5.0  # seconds of compiling after which to say so
+# Numbers that change from call to call. Triton would compile a kernel again for every combination of multiples of 16.
+SIZES = frozenset("BH L n m count chunk chunks cells length queries keys groups size width W P S".split())
 
 _log = logging.getLogger("weft")
 _current = threading.local()
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _knobs: Any = None  # Triton's settings
+_seen: set[int] = set()  # ids of the kernels launched so far, which are never freed
 _compiling = 0.0  # seconds so far, negative once reported
 
 
@@ -68,6 +71,10 @@ def _fitting(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str,
     """Launch with fewer pipeline stages if the GPU has too little shared memory. `options` get the number that fits."""
     from triton.runtime.errors import OutOfResources
 
+    if id(kernel) not in _seen:
+        _seen.add(id(kernel))
+        for parameter in getattr(kernel, "params", ()):  # none in Triton's interpreter
+            parameter.do_not_specialize |= parameter.name in SIZES and not parameter.is_constexpr
     while True:
         try:
             return kernel[grid](*args, **options)
