@@ -53,6 +53,7 @@ def test_boxes_and_masks_follow_the_picture_when_it_is_flipped(coco) -> None:
     task, config = get_task("coco-mask-rcnn"), make_config("coco-mask-rcnn", data=str(coco))
     data = task.load(config)
     assert (data.rows("train"), data.rows("val"), data.rows("test")) == (2, 1, 3)
+    assert task.load(replace(config, data=str(coco / "coco"))).rows("train") == 2  # the folder itself
     batch = task.batch(data.train, config, torch.Generator().manual_seed(0), training=True)
     batch["flip"] = torch.tensor([False, True])
     model = Seen()
@@ -125,9 +126,9 @@ def test_the_page_shows_images_with_true_and_found_boxes(coco, tmp_path) -> None
     data = task.load(config)
     model = Sure()
     (gallery,) = task.galleries(model, data, config)
-    assert [caption for _, caption in gallery.images] == ["1 of 2 objects"] * 3
+    assert [caption for _, caption in gallery.images] == ["1 found, 2 true"] * 3
     image = gallery.images[0][0]
     assert image.shape == (40, 48, 3) and image[16, 10].tolist() == [230, 110, 20]  # the found box
     assert image[32, 35].tolist() == [255] * 3 and image[2, 2].tolist() == [0] * 3  # a missed one; a doubtful one
     page = report(model, [], out=tmp_path / "page.html", galleries=[gallery]).read_text("utf-8")
-    assert '"caption": "1 of 2 objects"' in page and '"title": "Detected objects"' in page
+    assert '"caption": "1 found, 2 true"' in page and '"title": "Detected objects"' in page

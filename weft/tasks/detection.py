@@ -1,6 +1,7 @@
 """Object detection and instance segmentation in COCO's layout: average precision of boxes and masks.
 
-    DATA/coco/{train2017,val2017}/*.jpg and DATA/coco/annotations/instances_{train,val}2017.json (cocodataset.org)
+    DATA/coco/{train2017,val2017}/*.jpg and DATA/coco/annotations/instances_{train,val}2017.json (cocodataset.org),
+    or DATA itself in this layout
 
 Tests are on val2017, and a hundredth of the training images is validation data. The recipe is the 1x schedule of the
 paper (https://arxiv.org/abs/2312.12742): 12 epochs of 16 images, shorter side 800, longer at most 1,333. A run may
@@ -136,7 +137,9 @@ class Detection(Task):
             raise ValueError("detectors use images of any size: remove --compile")
 
     def load(self, config: TrainConfig) -> TaskData:
-        folder = find(config.data, ("coco",), "put COCO 2017 there (cocodataset.org)")
+        folder = Path(config.data)
+        if not (folder / "annotations").is_dir():
+            folder = find(config.data, ("coco",), "put COCO 2017 there (cocodataset.org)")
         self.train, self.test = (Part(folder, part) for part in ("train2017", "val2017"))
         count, total = len(self.train.pictures), len(self.train.pictures) + len(self.test.pictures)
         cut = count - max(1, count // 100)
@@ -219,7 +222,7 @@ class Detection(Task):
             boxes, labels, scores = (answer[key][sure].cpu() for key in ("boxes", "labels", "scores"))
             true = batch["labels"][i] > 0
             drawn = with_boxes(picture, batch["boxes"][i, true], boxes, labels, scores, self.test.names)
-            images.append((drawn, f"{int(sure.sum())} of {int(true.sum())} objects"))
+            images.append((drawn, f"{int(sure.sum())} found, {int(true.sum())} true"))
         note = f"Test images. White: the truth. Orange: objects with a score of at least {SURE}, and their scores."
         return [Gallery("Detected objects", note, images)]
 

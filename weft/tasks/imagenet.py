@@ -41,7 +41,9 @@ class StoredImages(BuiltFromData, ImageClassification):
     def read(self, config: TrainConfig, known: Known | None) -> TaskData:
         size = config.image_size or self.size
         how = f"download the images of {self.where} and put them there as train/CLASS/… and val/CLASS/…"
-        folder = find(config.data, (self.folder,), how)
+        folder = Path(config.data)
+        if not (folder / "train").is_dir():
+            folder = find(config.data, (self.folder,), how)
         classes = (known and known.classes) or folders(folder / "train")
         if len(classes) < 2:
             raise DamagedData(folder, "train/ needs a sub-folder for each of at least two classes")
