@@ -18,19 +18,24 @@ def test_running_sums():
     from weft.kernels.linear_scan.kernel import Plan, running
 
     n, F, D, chunk, L = 37, 3, 5, 4, 147
-    for scaled in (False, True):
-        p = Plan(1, 2, L, F, D, chunk, scaled, False)
+    document = [0] * 3 + [1] * 20 + [2] + [3] * 12 + [-1]  # packed: 16 chunks are summed at once
+    table = torch.tensor([[0, 0, 0, number, 0, 0, 0, 0] for number in document], dtype=torch.int32)
+    for scaled, packed in ((False, False), (True, False), (False, True)):
+        p = Plan(1, 2, L, F, D, chunk, scaled, False, n if packed else 0)
         parts = torch.randn(1, 2, n, p.rows * (D + 1))
         top = torch.randn(1, 2, L).cumsum(-1).cummax(-1).values
         ends = top[..., [min((c + 1) * chunk, L) - 1 for c in range(n)]].double()
         for reverse in (False, True):
             sums, norms = torch.empty(1, 2, n, p.rows, D), torch.empty(1, 2, n, p.rows)
-            running(p, parts, top, sums, norms, reverse=reverse)
+            running(p, parts, top, table, sums, norms, reverse=reverse)
             mine = torch.cat([sums.flatten(3), norms], -1)
             total, expected = torch.zeros_like(parts[:, :, 0]).double(), [None] * n
             last = torch.arange(p.rows * (D + 1)) // D == F
             last[p.rows * D :] = torch.arange(p.rows) == F
+            before = -1
             for c in reversed(range(n)) if reverse else range(n):
+                if packed and document[c] != before:
+                    total, before = torch.zeros_like(total), document[c]
                 expected[c] = total
                 fade = (ends[..., max(c - 1, 0)] - ends[..., c]).exp()[..., None] if scaled else 1.0
                 total = torch.where(last, total, total * fade) + parts[:, :, c]

@@ -16,10 +16,21 @@ SHORT = [[13, 1, 6], [7]]
 CASES = [  # options, lengths, causal, masked
     ("local", {"block_size": 5}, SHORT, False, True),
     ("local", {"block_size": 5}, SHORT, True, False),
+    ("local", {"block_size": 70}, [[72, 1], [9]], True, False),  # more than one tile
+    ("longformer", {"window": 6}, [[70, 1, 6], [7]], False, False),  # more than one piece
+    ("longformer", {"window": 6}, SHORT, True, True),
+    ("longformer", {"window": 60}, SHORT, True, False),
+    ("linear", {}, [[130, 1], [9]], True, True),  # chunks of 128
+    ("linear", {}, [[520, 1], [9]], False, True),  # chunks of 512
+    ("combiner-fixed", {"block_size": 4}, SHORT, False, True),
+    ("combiner-fixed", {"block_size": 4}, SHORT, True, False),
+    ("combiner-fixed", {"block_size": 1, "summary": "mean"}, [[70, 1, 6], [7]], True, True),  # two tiles of summaries
 ]
 MANY = [[300, 1, 513], [700], [40] * 20]  # on a GPU: more documents and blocks than a tile has
 if DEVICE == "cuda":
-    CASES += [("local", {"block_size": m}, MANY, m == 50, masked) for m in (5, 50) for masked in (False, True)]
+    CASES += [
+        (name, options, MANY, causal, masked) for name, options, _, causal, _ in CASES for masked in (False, True)
+    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -45,3 +56,22 @@ def test_packed_kernels_equal_the_plain_version(name, options, lengths, causal, 
         assert bool(documents.plans) == (attn is plain)  # the kernel gathers nothing
     for mine, exact in zip(*found, strict=True):
         assert (mine.double() - exact).norm() <= TOLERANCE[dtype] * exact.norm() + 1e-7
+
+
+@pytest.mark.parametrize("name", ["local", "longformer", "combiner-fixed"])
+def test_packed_kernels_drop_as_the_others_do(name):
+    """One document per row equals the row itself; documents side by side drop the same forward and backward."""
+    options = {"window": 6} if name == "longformer" else {"block_size": 5}
+    attn = weft.make_attention(name, heads=2, head_dim=16, dropout=0.3, backend="triton", **options).to(DEVICE)
+    *tensors, dout = torch.randn(4, 2, 2, 13, 16, device=DEVICE)
+
+    def run(segments):
+        torch.manual_seed(0)
+        inputs = [x.detach().requires_grad_() for x in tensors]
+        out = attn(*inputs, segments=segments)
+        return out, *torch.autograd.grad(out, inputs, dout)
+
+    for mine, theirs in zip(run(weft.Segments.from_lengths([[13], [13]], device=DEVICE)), run(None), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    out, *_, dv = run(weft.Segments.from_lengths([[4, 9], [13]], device=DEVICE))
+    torch.testing.assert_close((dv * tensors[2]).sum(), (out * dout).sum())  # out is linear in v

@@ -22,8 +22,9 @@ from ..core.dispatch import Kernel
 from ..core.precision import precise
 from ..core.registry import register
 from ..core.scan import causal_sum
+from ..core.segments import Segments
 from ..kernels.linear_scan import kernel
-from ..kernels.linear_sum.kernel import linear_sum
+from ..kernels.linear_sum.kernel import SHORTEST, linear_sum
 from ..kernels.steps.kernel import sums_step
 
 EPSILON = 1e-6
@@ -74,6 +75,14 @@ def run_kernel(attn: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Ten
     return fused(q, k, v, mask, features="elu", epsilon=EPSILON).to(q.dtype)
 
 
+def run_packed(
+    attn: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, documents: Segments
+) -> Tensor:
+    v = drop_values(v, attn.dropout if attn.training else 0.0)
+    fused, chunk = (kernel.linear_scan, kernel.CHUNK) if attn.causal else (linear_sum, SHORTEST)
+    return fused(q, k, v, mask, features="elu", epsilon=EPSILON, table=documents.table(chunk)).to(q.dtype)
+
+
 def run_step(attn: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, memory: Tensor, at: Place):
     return sums_step(q, k, v, mask, memory, "elu", EPSILON)
 
@@ -106,5 +115,5 @@ register(
     cost="L",
     cross=True,
     dropout="keys",
-    kernel=Kernel(run_kernel, least_length=kernel.LEAST_LENGTH, dropout=True, step=run_step),
+    kernel=Kernel(run_kernel, least_length=kernel.LEAST_LENGTH, dropout=True, packed=run_packed, step=run_step),
 )

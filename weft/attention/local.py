@@ -22,6 +22,7 @@ from ..core.registry import register
 from ..core.segments import Segments
 from ..core.softmax import softmax_attention
 from ..core.state import KeyValues
+from ..core.tiles import next_power_of_two
 from ..kernels.band import kernel
 from ..kernels.steps.kernel import slots_step
 
@@ -77,10 +78,8 @@ def run_kernel(attn: LocalAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tens
 
 def run_packed(
     attn: LocalAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, documents: Segments
-) -> Tensor | None:
-    m = min(attn.block_size, documents.longest)
-    if not kernel.one_tile(m, q):
-        return None
+) -> Tensor:
+    m = min(attn.block_size, next_power_of_two(documents.longest))  # few values: launches are recorded by it
     key, threshold = dropout_key(attn, q)
     options: dict[str, Any] = {"block_size": m, "causal": attn.causal, "table": documents.table(m)}
     return kernel.blocks(q, k, v, mask, **options, key=key, threshold=threshold)

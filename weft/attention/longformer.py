@@ -24,6 +24,7 @@ from ..core.dense import dense_attention, positions
 from ..core.dispatch import Kernel
 from ..core.dropout import dropout_key, untested
 from ..core.registry import register
+from ..core.segments import Segments
 from ..core.softmax import softmax_attention
 from ..core.state import KeyValues
 from ..kernels.band import kernel
@@ -113,8 +114,18 @@ class LongformerAttention(Attention):
 
 
 def run_kernel(attn: LongformerAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
-    sizes = {"left": attn.left, "right": attn.right, "first": attn.global_tokens}
     key, threshold = dropout_key(attn, q)
+    sizes: dict[str, Any] = {"left": attn.left, "right": attn.right, "first": attn.global_tokens}
+    return kernel.window(q, k, v, mask, **sizes, causal=attn.causal, key=key, threshold=threshold)
+
+
+def run_packed(
+    attn: LongformerAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, documents: Segments
+) -> Tensor | None:
+    if attn.global_tokens:
+        return None
+    key, threshold = dropout_key(attn, q)
+    sizes: dict[str, Any] = {"left": attn.left, "right": attn.right, "first": 0, "table": documents.table(kernel.PIECE)}
     return kernel.window(q, k, v, mask, **sizes, causal=attn.causal, key=key, threshold=threshold)
 
 
@@ -139,6 +150,7 @@ register(
         grouped=lambda attn: True,
         auto=untested,
         largest_head=256,
+        packed=run_packed,
         step=run_step,
     ),
 )

@@ -96,6 +96,12 @@ class Attention(Decoding, nn.Module):
         if segments is not None:
             return packed(self, q, *spread(q, k, v), mask, bias, segments, inputs)
         self.check(q, k, v, mask, bias)
+        return self.compute(q, k, v, mask, bias, **inputs)
+
+    def compute(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None, **inputs: Any
+    ) -> Tensor:
+        """A checked call."""
         q, k, v = self.clean(q, k, v, mask)
         if not autocasts(q):
             return self._dispatch(q, k, v, mask, bias, **inputs)
@@ -122,7 +128,7 @@ class Attention(Decoding, nn.Module):
             k, v = spread(q, k, v)
         return self.attend(q, k, v, mask, bias, **inputs)
 
-    def clean(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Tensor]:
+    def clean(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, self_attention: bool = False) -> list[Tensor]:
         """Cast q, k and v to the autocast dtype and zero the masked tokens, so that NaN in padding cannot spread.
 
         In self-attention, and so in every causal call, the mask also applies to the queries. In a mechanism that
@@ -132,7 +138,7 @@ class Attention(Decoding, nn.Module):
         q, k, v = autocast(q, k, v)
         if mask is None:
             return [q, k, v]
-        if self.causal or self.info is None or not self.info.cross:
+        if self_attention or self.causal or self.info is None or not self.info.cross:
             q = hide(q, mask)
         elif q.shape[2] == k.shape[2]:
             q = torch.where(mask[:, None, :, None] | (q.abs() < LARGEST), q, 0)

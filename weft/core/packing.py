@@ -14,8 +14,7 @@ is kept while the tensor lives. `Segments.from_lengths` does not wait.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +24,15 @@ from torch import Tensor
 from .dispatch import use_kernel
 from .precision import without_autocast
 from .segments import Plan, Segments, documents_of
+from .staging import outside_graphs
 
 if TYPE_CHECKING:
     from .contract import Attention, PositionBias
 
-_uncompiled: list[Callable[..., Tensor]] = []
+CONFIRMED = False  # on a GPU: whether "auto" computes packed documents in place
 
 
+@outside_graphs("segments give shapes that depend on the documents' lengths; compile without fullgraph=True")
 def packed(
     attn: Attention,
     q: Tensor,
@@ -42,21 +43,7 @@ def packed(
     segments: Tensor | Segments,
     inputs: dict[str, Any],
 ) -> Tensor:
-    """`attn` on each document of a packed batch. Compiled models run it outside their graphs."""
-    if "torch._dynamo" in sys.modules and not _uncompiled:  # compiled code would be compiled again for new lengths
-        _uncompiled.append(torch.compiler.disable(_packed))
-    run = _uncompiled[0] if _uncompiled else _packed
-    return run(attn, q, k, v, mask, bias, segments, inputs)
-
-
-# Same as torch.compiler.disable, without importing the compiler, which takes seconds.
-packed._torchdynamo_disable = True  # type: ignore[attr-defined]
-packed._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
-    "segments give shapes that depend on the documents' lengths; compile without fullgraph=True"
-)
-
-
-def _packed(attn, q, k, v, mask, bias, segments, inputs) -> Tensor:
+    """`attn` on each document of a packed batch."""
     documents = checked(attn, q, k, v, mask, bias, segments)
     if not len(documents):
         return torch.where(torch.zeros((), dtype=torch.bool, device=v.device), v, 0)
@@ -66,24 +53,28 @@ def _packed(attn, q, k, v, mask, bias, segments, inputs) -> Tensor:
     block = attn.separate_blocks if bias is None else None  # a bias needs the positions in the document
     plan = documents.plan(attn.pattern_for, block)
     masks = _masks(attn, documents, plan, mask)
+    attn.check_length(documents.longest)
+    run: Any = attn.forward if block is None else attn.compute  # a row of blocks may be longer than max_length
     with one_call(attn, k, documents.real(mask)):
         heads = zip(*(plan.unpack(x, by_head=True) for x in (q, k, v)), strict=True)
         more = {name: plan.unpack(x) for name, x in inputs.items()}
         outs = []
         for number, (group, real) in enumerate(zip(heads, masks, strict=True)):
             own = {name: x[number] for name, x in more.items()}
-            outs.append(attn.forward(*group, real, bias, **own))
+            outs.append(run(*group, real, bias, **own))
     return plan.repack(outs, documents.shape, by_head=True)
 
 
 def _in_place(attn, q, k, v, mask, bias, documents: Segments) -> Tensor | None:
     """The mechanism's kernel on the tokens where they are; None if it has none for packed documents."""
     kernel = attn.fused
+    if attn.backend == "auto" and not CONFIRMED:
+        return None
     if kernel is None or kernel.packed is None or bias is not None or not use_kernel(attn, q, k, v, bias):
         return None
     attn.check_length(documents.longest)
     # The kernel writes neither outputs nor gradients of padding.
-    q, k, v = attn.clean(q, k, v, documents.real(mask))
+    q, k, v = attn.clean(q, k, v, documents.real(mask), self_attention=True)
     with without_autocast(q):
         out = kernel.packed(attn, q, k, v, mask, documents)
     if out is None or documents.mask is None:

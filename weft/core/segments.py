@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import sharding
-from .staging import send
+from .staging import outside_graphs, send
 
 # A group with this many padded tokens costs about as much as one more group: kernel launches against arithmetic.
 PADDING = {"cpu": 256, "cuda": 8192}
@@ -35,6 +35,10 @@ class Segments:
         self.shape = shape
         self.rows, self.starts, self.lengths = (np.asarray(x, np.int64) for x in (rows, starts, lengths))
         self.device = torch.empty(0, device=device).device
+        self.count, tokens = len(self.lengths), int(self.lengths.sum())
+        self.longest = int(self.lengths.max(initial=0))  # tokens of the longest document; 0 if there is none
+        self.shortest = int(self.lengths.min()) if self.count else 0
+        self.padded = tokens < shape[0] * shape[1]
         self.plans: dict[Hashable, Plan] = {}
         self.tables: dict[int, Tensor] = {}
 
@@ -83,19 +87,10 @@ class Segments:
         return found
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return self.count
 
     def __repr__(self) -> str:
         return f"Segments({len(self)} documents in {self.shape[0]} rows of {self.shape[1]} tokens)"
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest document; 0 if there is none."""
-        return int(self.lengths.max(initial=0))
-
-    @property
-    def padded(self) -> bool:
-        return int(self.lengths.sum()) < self.shape[0] * self.shape[1]
 
     @cached_property
     def places(self) -> np.ndarray:
@@ -127,26 +122,48 @@ class Segments:
         return mask if self.mask is None else self.mask if mask is None else self.mask & mask
 
     def table(self, block: int) -> Tensor:
-        """(blocks, 3), for kernels: the batch row, first token and number of tokens of every block of up to `block`
-        tokens; each document starts a new block. On a GPU, empty blocks fill it up to a multiple of 16, so that similar
-        batches have equal shapes: launches are recorded by shape."""
+        """(blocks, 8), for kernels: every block of up to `block` tokens; each document starts a new block.
+
+            0 batch row       1 first token      2 number of tokens         3 document, -1 for none
+            4 the document's first block         5 its number of blocks     6 its first token     7 its number of tokens
+
+        On a GPU, empty blocks fill it up, so that similar batches have equal shapes: launches are recorded by shape."""
         if block not in self.tables:
             counts = -(-self.lengths // block)
-            document = np.repeat(np.arange(len(self)), counts)
+            n = np.repeat(np.arange(len(self)), counts)
             offset = ranges(np.zeros_like(counts), counts) * block
-            tokens = np.minimum(self.lengths[document] - offset, block)
-            listed = np.stack([self.rows[document], self.starts[document] + offset, tokens], 1)
-            empty = -len(listed) % 16 if self.device.type == "cuda" else 0
-            rows = np.concatenate([listed, np.zeros((empty, 3), np.int64)]).astype(np.int32)
-            self.tables[block] = send(torch.from_numpy(rows), self.device)
+            table = np.zeros((self._room(len(n)), 8), np.int32)
+            table[:, 3], table[:, 4] = -1, np.arange(len(table))
+            table[: len(n), 0] = self.rows[n]
+            table[: len(n), 1] = self.starts[n] + offset
+            table[: len(n), 2] = np.minimum(self.lengths[n] - offset, block)
+            table[: len(n), 3] = n
+            table[: len(n), 4] = (counts.cumsum() - counts)[n]
+            table[: len(n), 5] = counts[n]
+            table[: len(n), 6] = self.starts[n]
+            table[: len(n), 7] = self.lengths[n]
+            self.tables[block] = send(torch.from_numpy(table), self.device)
         return self.tables[block]
 
+    def _room(self, blocks: int) -> int:
+        """At most 1/8 more than `blocks`, with few different values."""
+        step = max(16, 1 << (blocks.bit_length() - 4)) if self.device.type == "cuda" else 1
+        return -(-blocks // step) * step
+
+    @outside_graphs("the tables of segments are computed on the CPU")
+    def ready(self) -> Segments:
+        """Compute the tables that layers read, so that compiled ones find them as tensors."""
+        _ = self.positions, self.first, self.mask
+        return self
+
+    @outside_graphs("the tables of segments are computed on the CPU")
     def with_first(self) -> tuple[Segments, Tensor]:
         """All documents in one row, each after a free token such as CLS; and the token of the flattened batch that each
         token of the row comes from. The free token comes from its document's first."""
         lengths, first = self.lengths + 1, self.rows * self.shape[1] + self.starts
         source = np.maximum(ranges(first - 1, lengths), np.repeat(first, lengths))
-        return Segments.from_lengths(lengths.tolist(), device=self.device), send(torch.from_numpy(source), self.device)
+        found = Segments.from_lengths(lengths.tolist(), device=self.device)
+        return found.ready(), send(torch.from_numpy(source), self.device)
 
     @cached_property
     def one_per_row(self) -> Plan:
@@ -316,12 +333,17 @@ def documents_of(segments: Tensor | Segments, x: Tensor) -> Segments:
     """The documents of the tokens x (B, L, ...)."""
     if (context := sharding.current()) is not None:
         return context.documents(segments, x)
-    found = segments if isinstance(segments, Segments) else Segments.from_tensor(segments)
+    found = segments if isinstance(segments, Segments) else _read(segments)
     if found.shape != x.shape[:2]:
         raise ValueError(f"segments must be (B, L) = {tuple(x.shape[:2])} like the tokens, got {tuple(found.shape)}")
     if found.device != x.device:
         raise ValueError(f"segments are on {found.device}, but the tokens are on {x.device}; create them there")
     return found
+
+
+@outside_graphs("the lengths of packed documents must be known on the CPU")
+def _read(segments: Tensor) -> Segments:
+    return Segments.from_tensor(segments).ready()
 
 
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ page-locked memory does neither.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
@@ -14,9 +15,30 @@ import torch
 from torch import Tensor
 
 Function = TypeVar("Function", bound=Callable[..., Tensor])
+Any_function = TypeVar("Any_function", bound=Callable[..., Any])
 
 # What a CUDA graph copies at every replay must outlive it.
 _captured: list[Tensor] = []
+
+
+def outside_graphs(reason: str) -> Callable[[Any_function], Any_function]:
+    """Decorate a function that compiled models run outside their graphs: torch.compiler.disable, without importing the
+    compiler, which takes seconds."""
+
+    def decorate(function: Any_function) -> Any_function:
+        disabled: list[Callable[..., Any]] = []
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if "torch._dynamo" in sys.modules and not disabled:
+                disabled.append(torch.compiler.disable(function))
+            return (disabled[0] if disabled else function)(*args, **kwargs)
+
+        call.__code__ = call.__code__.replace(co_name=function.__name__)  # recompilations are counted by code object
+        call._torchdynamo_disable = True  # type: ignore[attr-defined]
+        call._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+        return wraps(function)(call)  # type: ignore[return-value]
+
+    return decorate
 
 
 def operator(name: str, schema: str, fake: Callable[..., Tensor]) -> Callable[[Function], Function]:

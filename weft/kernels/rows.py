@@ -41,11 +41,11 @@ def valid_rows(MASK, position, live, HAS_MASK: tl.constexpr):
 @triton.jit
 def place(TABLE, bh, block, H, L, m, PACKED: tl.constexpr):
     """Where block number `block` is: batch row, head, both in one number, first token, number of tokens. Blocks of m
-    tokens cover each row; or, PACKED, TABLE (blocks, 3) lists them (`Segments.table`), for all rows in sequence."""
+    tokens cover each row; or, PACKED, TABLE (blocks, 8) lists them (`Segments.table`), for all rows in sequence."""
     b, h, first = bh // H, bh % H, block * m
     end = tl.minimum(m, L - first)
     if PACKED:
-        TABLE += 3 * block
+        TABLE += 8 * block
         b, first, end = tl.load(TABLE), tl.load(TABLE + 1), tl.load(TABLE + 2)
     b, h = b.to(tl.int64), h.to(tl.int64)
     return b, h, b * H + h, first, end

@@ -30,14 +30,10 @@ class Documents(Segments):
         super().__init__(
             (whole.shape[0], end - begin), whole.rows[here], first[here] - begin, (last - first)[here], device
         )
-        self.bounds, self.rank, self.whole = bounds, rank, whole
+        self.bounds, self.rank, self.whole, self.longest = bounds, rank, whole, whole.longest
         self.before = (first - whole.starts)[here]  # tokens on earlier ranks
         self.total = whole.lengths[here]
         self.members: dict[int, Any] = {}  # their contexts, by document
-
-    @property
-    def longest(self) -> int:
-        return self.whole.longest
 
     @cached_property
     def positions(self) -> Tensor:

@@ -19,6 +19,7 @@ from .forward import (
     NOWHERE,
     extra_position,
     other_tile,
+    place_tile,
     row_bounds,
     seen_range,
     seen_tile,
@@ -39,39 +40,34 @@ def ask_keys(dq, q, k, v, dout, lse, delta, allowed, factor, scale, WHOLE: tl.co
 
 @triton.jit
 def query_gradients(
-    Q, K, V, MASK, KEY, OUT, DOUT, LSE, DELTA, DQ,
+    Q, K, V, MASK, TABLE, KEY, OUT, DOUT, LSE, DELTA, DQ,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, o_b, o_h, o_l, dq_b, dq_h, dq_l,
     BH, H, L, m, n, left, right, threshold, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     EXTRAS: tl.constexpr, LEADING: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    PRECISION: tl.constexpr, DROPOUT: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr, DROPOUT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """dq, and delta_i = Σ_d dout_id out_id for the other kernels."""
     bh = tl.program_id(0) % BH
-    tiles = (m + BQ - 1) // BQ
     tile = tl.program_id(0) // BH
     if CAUSAL and EXTRAS == "columns":
-        tile = n * tiles - 1 - tile
-    block = tile // tiles
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+        tile = n * ((m + BQ - 1) // BQ) - 1 - tile
+    block, b, h, bh, first, end, q_first = place_tile(TABLE, tile, BQ, bh, H, L, m, PACKED)
     d = tl.arange(0, BLOCK_D)
-    first = block * m
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
     K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
     V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
     DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
     DQ += b * dq_b + h * dq_h + first.to(tl.int64) * dq_l
     MASK += b * L + first
-    end = tl.minimum(m, L - first)
 
-    q_first = (tile % tiles) * BQ
     i = q_first + tl.arange(0, BQ)
     q = load_rows(Q, i, d, q_l, i < end, D, BLOCK_D)
     dout = load_rows(DOUT, i, d, g_l, i < end, D, BLOCK_D)
-    lse = tl.load(LSE + bh.to(tl.int64) * L + first + i, mask=i < end, other=0.0)
+    lse = tl.load(LSE + bh * L + first + i, mask=i < end, other=0.0)
     OUT += b * o_b + h * o_h + first.to(tl.int64) * o_l
     delta = tl.sum(load_rows(OUT, i, d, o_l, i < end, D, BLOCK_D).to(tl.float32) * dout.to(tl.float32), 1)
-    tl.store(DELTA + bh.to(tl.int64) * L + first + i, delta, mask=i < end)
+    tl.store(DELTA + bh * L + first + i, delta, mask=i < end)
     dq = tl.zeros([BQ, BLOCK_D], tl.float32)
     word = row_words(KEY, bh, first + i, DROPOUT)
     low, high, extras = seen_range(q_first, block, end, n, left, right, BQ, C, EXTRAS, CAUSAL)
@@ -167,30 +163,25 @@ def extra_gradients(
 
 @triton.jit
 def key_gradients(
-    Q, K, V, MASK, KEY, DOUT, LSE, DELTA, EXTRA_K, EXTRA_V, DK, DV,
+    Q, K, V, MASK, TABLE, KEY, DOUT, LSE, DELTA, EXTRA_K, EXTRA_V, DK, DV,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
     BH, H, L, m, left, right, count, chunks, threshold, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     EXTRAS: tl.constexpr, LEADING: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    PRECISION: tl.constexpr, DROPOUT: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr, DROPOUT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
-    tiles = (m + BK - 1) // BK
-    block = tile // tiles
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    block, b, h, bh, first, end, k_first = place_tile(TABLE, tile, BK, bh, H, L, m, PACKED)
     d = tl.arange(0, BLOCK_D)
-    first = block * m
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
     K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
     V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
     DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
     DK += b * dk_b + h * dk_h + first.to(tl.int64) * dk_l
     DV += b * dv_b + h * dv_h + first.to(tl.int64) * dv_l
-    LSE += bh.to(tl.int64) * L + first
-    DELTA += bh.to(tl.int64) * L + first
-    end = tl.minimum(m, L - first)
+    LSE += bh * L + first
+    DELTA += bh * L + first
 
-    k_first = (tile % tiles) * BK
     j = k_first + tl.arange(0, BK)
     real = valid_rows(MASK + b * L + first, j, j < end, HAS_MASK)
     k = load_rows(K, j, d, k_l, real, D, BLOCK_D)
@@ -205,7 +196,7 @@ def key_gradients(
                 e, extra = tl.where(j == 0, 0, e), extra | (j == 0)
             e += block * C
         for c in range(0, chunks):
-            at = (bh.to(tl.int64) * chunks + c) * count * D
+            at = (bh * chunks + c) * count * D
             dk += load_rows(EXTRA_K + at, e, d, D, extra, D, BLOCK_D)
             dv += load_rows(EXTRA_V + at, e, d, D, extra, D, BLOCK_D)
 

@@ -38,6 +38,20 @@ def extra_position(e, m, C: tl.constexpr, EXTRAS: tl.constexpr, LEADING: tl.cons
 
 
 @triton.jit
+def place_tile(TABLE, tile, ROWS: tl.constexpr, bh, H, L, m, PACKED: tl.constexpr):
+    """Where a tile of ROWS tokens is: its block, the block's place (`rows.place`), and the tile's first token in the
+    block. PACKED "documents": each document is one block, and TABLE lists its pieces of m tokens."""
+    tiles = (m + ROWS - 1) // ROWS  # in a block
+    block, start = tile // tiles, tile % tiles * ROWS
+    b, h, bh, first, end = place(TABLE, bh, block, H, L, m, PACKED != "")
+    if PACKED == "documents":
+        piece = first
+        first, end = tl.load(TABLE + 8 * block + 6), tl.load(TABLE + 8 * block + 7)
+        start += piece - first
+    return block, b, h, bh, first, end, start
+
+
+@triton.jit
 def seen_range(q_first, block, end, n, left, right,
                BQ: tl.constexpr, C: tl.constexpr, EXTRAS: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
     """For one tile of queries: its near keys [low, high), and the maximum number of extras."""
@@ -153,12 +167,10 @@ def attend(
     PRECISION: tl.constexpr, DROPOUT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     bh = tl.program_id(0) % BH
-    tiles = (m + BQ - 1) // BQ  # in a block
     tile = tl.program_id(0) // BH
     if CAUSAL and EXTRAS == "columns":
-        tile = n * tiles - 1 - tile  # the last blocks have the most keys: start them first
-    block = tile // tiles
-    b, h, bh, first, end = place(TABLE, bh, block, H, L, m, PACKED)
+        tile = n * ((m + BQ - 1) // BQ) - 1 - tile  # the last blocks have the most keys: start them first
+    block, b, h, bh, first, end, q_first = place_tile(TABLE, tile, BQ, bh, H, L, m, PACKED)
     d = tl.arange(0, BLOCK_D)
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
     K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
@@ -166,7 +178,6 @@ def attend(
     OUT += b * o_b + h * o_h + first.to(tl.int64) * o_l
     MASK += b * L + first
 
-    q_first = (tile % tiles) * BQ
     i = q_first + tl.arange(0, BQ)
     q = load_rows(Q, i, d, q_l, i < end, D, BLOCK_D)
     acc = tl.zeros([BQ, BLOCK_D], tl.float32)

@@ -41,6 +41,7 @@ from ..launch import launch
 from ..operator import Operator
 
 EXTRAS = ("none", "first", "columns")
+PIECE = 64  # tokens; at least a tile of every kernel
 LEAST_LENGTH = 256  # the shortest length measured; the kernels are faster from here on: docs/kernels.md
 
 # Keys: kernel, maximum head_dim, bytes per element.
@@ -79,23 +80,18 @@ def blocks(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, block_size: int, causal: bool,
     table: Tensor | None = None, key: Tensor | None = None, threshold: int = 0,
 ) -> Tensor:  # fmt: skip
-    """`local`. Packed documents need the `table` of their blocks, which must fit into one tile (`one_tile`)."""
+    """`local`. Packed documents need the `table` of their blocks."""
     right = 0 if causal else block_size
     return _band(q, k, v, mask, table, key, block_size, block_size, right, causal, "none", 0, False, threshold)
 
 
-def one_tile(block_size: int, q: Tensor) -> bool:
-    """Whether `short_blocks.py` computes the gradients of these blocks."""
-    return block_size <= tiles("block gradients", block_size, q).queries
-
-
 def window(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, left: int, right: int, first: int, causal: bool,
-    key: Tensor | None = None, threshold: int = 0,
+    table: Tensor | None = None, key: Tensor | None = None, threshold: int = 0,
 ) -> Tensor:  # fmt: skip
-    """`longformer`: the sequence is one block."""
+    """`longformer`: the sequence is one block. Packed documents need the `table` of their pieces of PIECE tokens."""
     extras = "first" if first else "none"
-    return _band(q, k, v, mask, None, key, 0, left, right, causal, extras, first, False, threshold)
+    return _band(q, k, v, mask, table, key, 0, left, right, causal, extras, first, False, threshold)
 
 
 def block_and_columns(
@@ -126,18 +122,16 @@ def attend_near(
     out, lse = _outputs(q)
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
     B, H, L, D = q.shape
-    m, n, extras, count = _blocks(L, block_size, extras, count)
-    BH = B * H
-    if table is not None:
-        n, BH = table.shape[0], H
+    m, n, extras, count = _blocks(L, block_size, extras, count, table)
+    BH = B * H if table is None else H
     t = tiles("attend", m, q)
     launch(
         attend, (n * ceil_div(m, t.queries) * BH,),
         q, k, v, _flags(q, mask), q if table is None else table, q if key is None else key, out, lse,
         *strides(q), *strides(k), *strides(v), *strides(out),
         BH, H, L, m, n, left, right, threshold, math.log2(math.e) / math.sqrt(D),
-        BQ=t.queries, BK=t.keys, **_options(q, k, mask, key, causal, extras, count, leading), PACKED=table is not None,
-        **t.launch(),
+        BQ=t.queries, BK=t.keys, **_options(q, k, mask, key, causal, extras, count, leading),
+        PACKED=_packed(table, block_size), **t.launch(),
     )  # fmt: skip
     return out, lse
 
@@ -158,8 +152,9 @@ def near_gradients(
     dq, (dk, by_head_k), (dv, by_head_v) = empty_rows(q), gradients(k, q), gradients(v, q)
     dout, q, k, v, out = (rows_contiguous(x) for x in (dout, q, k, v, out))
     B, H, L, D = q.shape
-    BH = B * H
-    m, n, extras, count = _blocks(L, block_size, extras, count)
+    BH = B * H if table is None else H
+    m, n, extras, count = _blocks(L, block_size, extras, count, table)
+    packed, table = _packed(table, block_size), q if table is None else table
     flags, options = _flags(q, mask), _options(q, k, mask, key, causal, extras, count, leading)
     key = q if key is None else key
     logit_scale = 1 / math.sqrt(D)
@@ -168,13 +163,11 @@ def near_gradients(
     t = tiles("block gradients", m, q)
     if block_size and extras == "none" and m <= t.queries:
         shape = {key: options[key] for key in ("D", "BLOCK_D", "CAUSAL", "HAS_MASK", "PRECISION", "DROPOUT", "GROUP")}
-        if table is not None:
-            n, BH = table.shape[0], H
         launch(
             block_gradients, (n * BH,),
-            q, k, v, flags, q if table is None else table, key, out, dout, lse, dq, by_head_k, by_head_v,
+            q, k, v, flags, table, key, out, dout, lse, dq, by_head_k, by_head_v,
             *given, *strides(out), *strides(dq), *strides(by_head_k), *strides(by_head_v),
-            BH, H, L, m, threshold, scale, logit_scale, ROWS=t.queries, **shape, PACKED=table is not None, **t.launch(),
+            BH, H, L, m, threshold, scale, logit_scale, ROWS=t.queries, **shape, PACKED=packed != "", **t.launch(),
         )  # fmt: skip
         sum_to_groups(by_head_k, dk)
         sum_to_groups(by_head_v, dv)
@@ -183,8 +176,9 @@ def near_gradients(
     t = tiles("query gradients", m, q)
     launch(
         query_gradients, (n * ceil_div(m, t.queries) * BH,),
-        q, k, v, flags, key, out, dout, lse, delta, dq, *given, *strides(out), *strides(dq),
-        BH, H, L, m, n, left, right, threshold, scale, logit_scale, BQ=t.queries, BK=t.keys, **options, **t.launch(),
+        q, k, v, flags, table, key, out, dout, lse, delta, dq, *given, *strides(out), *strides(dq),
+        BH, H, L, m, n, left, right, threshold, scale, logit_scale,
+        BQ=t.queries, BK=t.keys, **options, PACKED=packed, **t.launch(),
     )  # fmt: skip
     extra_k = extra_v = lse  # not read if there are no extras
     total, chunks = n * count if extras == "columns" else count, 1
@@ -202,10 +196,10 @@ def near_gradients(
     t = tiles("key gradients", m, q)
     launch(
         key_gradients, (n * ceil_div(m, t.keys) * BH,),
-        q, k, v, flags, key, dout, lse, delta, extra_k, extra_v, by_head_k, by_head_v,
+        q, k, v, flags, table, key, dout, lse, delta, extra_k, extra_v, by_head_k, by_head_v,
         *given, *strides(by_head_k), *strides(by_head_v),
         BH, H, L, m, left, right, total, chunks, threshold, scale, logit_scale,
-        BQ=t.queries, BK=t.keys, **options, **t.launch(),
+        BQ=t.queries, BK=t.keys, **options, PACKED=packed, **t.launch(),
     )  # fmt: skip
     sum_to_groups(by_head_k, dk)
     sum_to_groups(by_head_v, dv)
@@ -235,8 +229,15 @@ _operator = Operator(
 )
 
 
-def _blocks(L: int, block_size: int, extras: str, count: int) -> tuple[int, int, str, int]:
+def _packed(table: Tensor | None, block_size: int) -> str:
+    """What the table lists, for the kernels."""
+    return "" if table is None else "blocks" if block_size else "documents"
+
+
+def _blocks(L: int, block_size: int, extras: str, count: int, table: Tensor | None) -> tuple[int, int, str, int]:
     """Tokens per block, number of blocks, and the actual extras: a single block has no columns of other blocks."""
+    if table is not None:
+        return block_size or PIECE, table.shape[0], "none", 0
     m = min(block_size or L, L)
     n = ceil_div(L, m)
     if extras == "columns" and n == 1:

@@ -15,18 +15,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..rows import load_rows, store_rows, valid_rows
+from ..rows import load_rows, place, store_rows, valid_rows
 from .forward import chunk_end, fade, feature_map, operand
 
 
 @triton.jit
 def gradient_states(
-    Q, OUT, DOUT, TOP, REST, WEIGHT, DELTA, PARTS,
+    Q, OUT, DOUT, TABLE, TOP, REST, WEIGHT, DELTA, PARTS,
     q_b, q_h, q_l, o_b, o_h, o_l, g_b, g_h, g_l,
     BH, H, L, n,
     F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, ROWS: tl.constexpr,
     PART: tl.constexpr, CHUNK: tl.constexpr, FEATURES: tl.constexpr, SCALED: tl.constexpr, BF16: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Contribution of one chunk of queries to earlier keys for one tile of features, in the layout of PARTS in the
     forward; and DELTA."""
@@ -35,15 +35,14 @@ def gradient_states(
     R: tl.constexpr = F + 1 if SCALED else F
     bh, work = tl.program_id(0) % BH, tl.program_id(0) // BH
     f0, c = work % TILES * BF, work // TILES
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    PARTS += (bh.to(tl.int64) * n + c) * PART
+    b, h, bh, first, end = place(TABLE, bh, c, H, L, CHUNK, PACKED)
     f, d = f0 + tl.arange(0, BF), tl.arange(0, BLOCK_D)
-    first = c * CHUNK
-    end = tl.minimum(CHUNK, L - first)
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
     OUT += b * o_b + h * o_h + first.to(tl.int64) * o_l
     DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
-    row_at = bh.to(tl.int64) * L + first
-    TOP += bh.to(tl.int64) * L
+    row_at = bh * L + first
+    TOP += bh * L
 
     state = tl.zeros([BF, BLOCK_D], tl.float32)
     norm = tl.zeros([BF], tl.float32)
@@ -68,7 +67,6 @@ def gradient_states(
         state = tl.dot(tl.trans(q), operand(dout, BF16), state, input_precision=PRECISION)
         norm -= tl.sum(q.to(tl.float32) * delta[:, None], 0)
 
-    PARTS += (bh.to(tl.int64) * n + c) * PART
     store_rows(PARTS, state, f, d, D, f < F, D, BLOCK_D)
     tl.store(PARTS + R * D + f, norm, mask=f < F)
     if SCALED:
@@ -79,19 +77,19 @@ def gradient_states(
 
 @triton.jit
 def query_gradients(
-    Q, K, V, MASK, KEY_SCALE, TOP, REST, BEFORE, BEFORE_NORM, DOUT, WEIGHT, DELTA, DQ, DTOP, DREST,
+    Q, K, V, MASK, TABLE, KEY_SCALE, TOP, REST, BEFORE, BEFORE_NORM, DOUT, WEIGHT, DELTA, DQ, DTOP, DREST,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dq_b, dq_h, dq_l,
     BH, H, L, n,
     F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     CHUNK: tl.constexpr, CARRIED: tl.constexpr, FEATURES: tl.constexpr, SCALED: tl.constexpr, HAS_MASK: tl.constexpr,
-    BF16: tl.constexpr, PRECISION: tl.constexpr,
+    BF16: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     WHOLE: tl.constexpr = F // BF * BF
     R: tl.constexpr = F + 1 if SCALED else F
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
     c = tile * BQ // CHUNK
-    first = c * CHUNK
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    at = bh.to(tl.int64) * n + c
+    b, h, bh, first, end = place(TABLE, bh, c, H, L, CHUNK, PACKED)
     d = tl.arange(0, BLOCK_D)
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
     K += b * k_b + h * k_h + first.to(tl.int64) * k_l
@@ -99,13 +97,11 @@ def query_gradients(
     DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
     DQ += b * dq_b + h * dq_h + first.to(tl.int64) * dq_l
     MASK += b * L + first
-    at = bh.to(tl.int64) * n + c
     BEFORE += at * R * D
     BEFORE_NORM += at * R
-    row_at = bh.to(tl.int64) * L + first
-    end = tl.minimum(CHUNK, L - first)
+    row_at = bh * L + first
 
-    q_first = tile * BQ - first
+    q_first = tile * BQ - c * CHUNK
     i = q_first + tl.arange(0, BQ)
     dout = operand(load_rows(DOUT, i, d, g_l, i < end, D, BLOCK_D), BF16)
     delta = tl.load(DELTA + row_at + i, mask=i < end, other=0.0)
@@ -113,7 +109,7 @@ def query_gradients(
     drest = tl.zeros([BQ], tl.float32)
     if SCALED:
         KEY_SCALE += row_at
-        TOP += bh.to(tl.int64) * L
+        TOP += bh * L
         top = tl.load(TOP + first + i, mask=i < end, other=0.0)
         if CARRIED:
             v_sum = tl.load(BEFORE + F * D + d, mask=d < D, other=0.0).to(tl.float32)
@@ -154,21 +150,21 @@ def query_gradients(
 
 @triton.jit
 def key_gradients(
-    Q, K, V, MASK, KEY_SCALE, TOP, REST, AFTER, AFTER_NORM, DOUT, WEIGHT, DELTA, DK, DV,
+    Q, K, V, MASK, TABLE, KEY_SCALE, TOP, REST, AFTER, AFTER_NORM, DOUT, WEIGHT, DELTA, DK, DV,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
     BH, H, L, n,
     F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     CHUNK: tl.constexpr, CARRIED: tl.constexpr, FEATURES: tl.constexpr, SCALED: tl.constexpr, HAS_MASK: tl.constexpr,
-    BF16: tl.constexpr, PRECISION: tl.constexpr,
+    BF16: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of keys from the later queries of its chunk, and from the later chunks."""
     WHOLE: tl.constexpr = F // BF * BF
     R: tl.constexpr = F + 1 if SCALED else F
     bh = tl.program_id(0) % BH
-    tile = (L + BK - 1) // BK - 1 - tl.program_id(0) // BH  # last first: `query_gradients` has just read these rows
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // BH  # last first: `query_gradients` has just read these rows
     c = tile * BK // CHUNK
-    first = c * CHUNK
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    at = bh.to(tl.int64) * n + c
+    b, h, bh, first, end = place(TABLE, bh, c, H, L, CHUNK, PACKED)
     d = tl.arange(0, BLOCK_D)
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
     K += b * k_b + h * k_h + first.to(tl.int64) * k_l
@@ -177,19 +173,17 @@ def key_gradients(
     DK += b * dk_b + h * dk_h + first.to(tl.int64) * dk_l
     DV += b * dv_b + h * dv_h + first.to(tl.int64) * dv_l
     MASK += b * L + first
-    at = bh.to(tl.int64) * n + c
     AFTER += at * R * D
     AFTER_NORM += at * R
-    row_at = bh.to(tl.int64) * L + first
-    end = tl.minimum(CHUNK, L - first)
+    row_at = bh * L + first
 
-    k_first = tile * BK - first
+    k_first = tile * BK - c * CHUNK
     j = k_first + tl.arange(0, BK)
     live = valid_rows(MASK, j, j < end, HAS_MASK)
     v = operand(load_rows(V, j, d, v_l, live, D, BLOCK_D), BF16)
     dv = tl.zeros([BK, BLOCK_D], tl.float32)
     if SCALED:
-        TOP += bh.to(tl.int64) * L
+        TOP += bh * L
         scale = tl.load(KEY_SCALE + row_at + j, mask=live, other=0.0)
         to_end = fade(scale - chunk_end(TOP, c, L, CHUNK))
         if CARRIED:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..rows import load_rows, store_rows, valid_rows
+from ..rows import load_rows, place, store_rows, valid_rows
 
 
 @triton.jit
@@ -55,12 +55,12 @@ def chunk_end(TOP, c, L, CHUNK: tl.constexpr):
 
 @triton.jit
 def chunk_states(
-    K, V, MASK, KEY_SCALE, TOP, PARTS,
+    K, V, MASK, TABLE, KEY_SCALE, TOP, PARTS,
     k_b, k_h, k_l, v_b, v_h, v_l,
     BH, H, L, n,
     F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, ROWS: tl.constexpr,
     PART: tl.constexpr, CHUNK: tl.constexpr, FEATURES: tl.constexpr, SCALED: tl.constexpr, HAS_MASK: tl.constexpr,
-    BF16: tl.constexpr, PRECISION: tl.constexpr,
+    BF16: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of features of one chunk. PARTS is (B·H, n, PART), float32: the R = F (+1) rows of S, then z."""
     TILES: tl.constexpr = (F + BF - 1) // BF
@@ -68,15 +68,14 @@ def chunk_states(
     R: tl.constexpr = F + 1 if SCALED else F
     bh, work = tl.program_id(0) % BH, tl.program_id(0) // BH
     f0, c = work % TILES * BF, work // TILES
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    PARTS += (bh.to(tl.int64) * n + c) * PART
+    b, h, bh, first, end = place(TABLE, bh, c, H, L, CHUNK, PACKED)
     f, d = f0 + tl.arange(0, BF), tl.arange(0, BLOCK_D)
-    first = c * CHUNK
-    end = tl.minimum(CHUNK, L - first)
     K += b * k_b + h * k_h + first.to(tl.int64) * k_l
     V += b * v_b + h * v_h + first.to(tl.int64) * v_l
     MASK += b * L + first
-    TOP += bh.to(tl.int64) * L
-    KEY_SCALE += bh.to(tl.int64) * L + first
+    TOP += bh * L
+    KEY_SCALE += bh * L + first
 
     state = tl.zeros([BF, BLOCK_D], tl.float32)
     norm = tl.zeros([BF], tl.float32)
@@ -96,7 +95,6 @@ def chunk_states(
         state = tl.dot(tl.trans(k), operand(v, BF16), state, input_precision=PRECISION)
         norm += tl.sum(k.to(tl.float32), 0)
 
-    PARTS += (bh.to(tl.int64) * n + c) * PART
     store_rows(PARTS, state, f, d, D, f < F, D, BLOCK_D)
     tl.store(PARTS + R * D + f, norm, mask=f < F)
     if SCALED:
@@ -107,19 +105,22 @@ def chunk_states(
 
 @triton.jit
 def running_sums(
-    PARTS, SUMS, NORMS,
+    PARTS, TABLE, SUMS, NORMS,
     BH, n,
     F: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr, REVERSE: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """For every chunk, the sum of the PARTS before it (REVERSE: after it), for COLUMNS elements of the state at a time:
     SUMS (B·H, n, F, D) in the dtype of the matrix units, and NORMS (B·H, n, F), float32. It processes 16 chunks at
-    once, as a triangular matrix times the parts: a small state has too few columns to fill the GPU one by one."""
+    once, as a triangular matrix times the parts: a small state has too few columns to fill the GPU one by one. PACKED:
+    the sums are those of each document."""
     bh = (tl.program_id(0) % BH).to(tl.int64)
     e = tl.program_id(0) // BH * COLUMNS + tl.arange(0, COLUMNS)
     u = tl.arange(0, 16)
     earlier = tl.where(u[None, :] < u[:, None], 1.0, 0.0)
     PARTS += bh * n * PART
     carry = tl.zeros([COLUMNS], tl.float32)
+    document = tl.sum(tl.zeros([16], tl.int32), 0) - 2  # whose parts are carried
     for start in range(0, n, 16):
         t = start + u
         c = (n - 1 - t if REVERSE else t).to(tl.int64)
@@ -128,9 +129,18 @@ def running_sums(
             mask=(t < n - 1)[:, None] & (e < PART)[None, :],  # no chunk follows the last
             other=0.0,
         )
-        total = tl.dot(earlier, x, input_precision="ieee") + carry[None, :]
+        if PACKED:
+            own = tl.load(TABLE + 8 * c + 3, mask=t < n, other=-1)
+            before = tl.where(own[None, :] == own[:, None], earlier, 0.0)
+            total = tl.dot(before, x, input_precision="ieee")
+            total += tl.where((own == document)[:, None], carry[None, :], 0.0)
+            last = tl.sum(tl.where(u == 15, own, 0), 0)
+            carry = tl.where(last == document, carry, 0.0) + tl.sum(tl.where((own == last)[:, None], x, 0.0), 0)
+            document = last
+        else:
+            total = tl.dot(earlier, x, input_precision="ieee") + carry[None, :]
+            carry += tl.sum(x, 0)
         store_sums(SUMS, NORMS, total, (bh * n + c)[:, None], e[None, :], (t < n)[:, None], F, D)
-        carry += tl.sum(x, 0)
 
 
 @triton.jit
@@ -175,42 +185,40 @@ def scaled_running_sums(
 
 @triton.jit
 def outputs(
-    Q, K, V, MASK, KEY_SCALE, TOP, REST, BEFORE, BEFORE_NORM, OUT, WEIGHT,
+    Q, K, V, MASK, TABLE, KEY_SCALE, TOP, REST, BEFORE, BEFORE_NORM, OUT, WEIGHT,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l,
     BH, H, L, n, epsilon,
     F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     CHUNK: tl.constexpr, CARRIED: tl.constexpr, FEATURES: tl.constexpr, SCALED: tl.constexpr, HAS_MASK: tl.constexpr,
-    BF16: tl.constexpr, PRECISION: tl.constexpr,
+    BF16: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Outputs of a tile of queries from the earlier keys of its chunk and the sums of earlier chunks. WEIGHT is 1 /
     denominator, 0 for queries without keys."""
     WHOLE: tl.constexpr = F // BF * BF
     R: tl.constexpr = F + 1 if SCALED else F
     bh = tl.program_id(0) % BH
-    tile = (L + BQ - 1) // BQ - 1 - tl.program_id(0) // BH  # last first: `chunk_states` has just read these keys
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // BH  # last first: `chunk_states` has just read these keys
     c = tile * BQ // CHUNK
-    first = c * CHUNK
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    at = bh.to(tl.int64) * n + c
+    b, h, bh, first, end = place(TABLE, bh, c, H, L, CHUNK, PACKED)
     d = tl.arange(0, BLOCK_D)
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
     K += b * k_b + h * k_h + first.to(tl.int64) * k_l
     V += b * v_b + h * v_h + first.to(tl.int64) * v_l
     OUT += b * o_b + h * o_h + first.to(tl.int64) * o_l
     MASK += b * L + first
-    at = bh.to(tl.int64) * n + c
     BEFORE += at * R * D
     BEFORE_NORM += at * R
-    end = tl.minimum(CHUNK, L - first)
 
-    q_first = tile * BQ - first
+    q_first = tile * BQ - c * CHUNK
     i = q_first + tl.arange(0, BQ)
     acc = tl.zeros([BQ, BLOCK_D], tl.float32)
     total = tl.zeros([BQ], tl.float32)
     if SCALED:
-        KEY_SCALE += bh.to(tl.int64) * L + first
-        TOP += bh.to(tl.int64) * L
+        KEY_SCALE += bh * L + first
+        TOP += bh * L
         top = tl.load(TOP + first + i, mask=i < end, other=0.0)
-        rest = tl.load(REST + bh.to(tl.int64) * L + first + i, mask=i < end, other=0.0)
+        rest = tl.load(REST + bh * L + first + i, mask=i < end, other=0.0)
         if CARRIED:
             acc += rest[:, None] * tl.load(BEFORE + F * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
             total += rest * tl.load(BEFORE_NORM + F)
@@ -239,4 +247,4 @@ def outputs(
             acc = tl.dot(operand(p, BF16), v, acc, input_precision=PRECISION)
     weight = tl.where(total > 0, 1.0 / (total + epsilon), 0.0)
     store_rows(OUT, acc * weight[:, None], i, d, o_l, i < end, D, BLOCK_D)
-    tl.store(WEIGHT + bh.to(tl.int64) * L + first + i, weight, mask=i < end)
+    tl.store(WEIGHT + bh * L + first + i, weight, mask=i < end)

@@ -98,11 +98,13 @@ def linear_scan(
     key_scale: Tensor | None = None,
     top: Tensor | None = None,
     rest: Tensor | None = None,
+    table: Tensor | None = None,
 ) -> Tensor:
     """q and k (B, H, L, F), v (B, H, L, D), mask (B, L) -> (B, H, L, D). The scaled form needs `key_scale` (m), `top`
-    (G) and `rest`, all (B, H, L)."""
+    (G) and `rest`, all (B, H, L). Packed documents need the plain form and the `table` of their chunks of CHUNK
+    tokens."""
     q, k, v = autocast(q, k, v)
-    return _operator(q, k, v, for_operator(mask), key_scale, top, rest, features, epsilon)
+    return _operator(q, k, v, for_operator(mask), key_scale, top, rest, table, features, epsilon)
 
 
 @dataclass(frozen=True)
@@ -117,10 +119,25 @@ class Plan:
     chunk: int
     scaled: bool
     half: bool  # bfloat16 operands
+    packed: int = 0  # chunks of packed documents, of all rows together
 
     @property
     def n(self) -> int:
-        return ceil_div(self.L, self.chunk)
+        return self.packed or ceil_div(self.L, self.chunk)
+
+    @property
+    def sequences(self) -> tuple[int, int]:
+        """Of n chunks: one for each row and head, or one for each head if documents are packed."""
+        return 1 if self.packed else self.B, self.H
+
+    @property
+    def heads(self) -> int:
+        return self.sequences[0] * self.H
+
+    def programs(self, rows: int) -> tuple[int]:
+        """One for each tile of `rows` tokens."""
+        tiles = self.packed * self.chunk // rows if self.packed else ceil_div(self.L, rows)
+        return (tiles * self.heads,)
 
     @property
     def rows(self) -> int:
@@ -150,25 +167,26 @@ class Plan:
         return programs, {**cut, "CHUNK": self.chunk, "CARRIED": self.n > 1, **t.launch()}
 
     def state_programs(self, chunks: int) -> tuple[int]:
-        return (chunks * ceil_div(self.F, self.shape("states")["BF"]) * self.B * self.H,)
+        return (chunks * ceil_div(self.F, self.shape("states")["BF"]) * self.heads,)
 
 
-def plan(q: Tensor, v: Tensor, scaled: bool) -> Plan:
+def plan(q: Tensor, v: Tensor, scaled: bool, table: Tensor | None) -> Plan:
     """Chunks depend only on the length, so the result of a sequence does not depend on the rest of the batch."""
     B, H, L, F = q.shape
-    chunk = CHUNK if L <= LONG or is_wide(F, scaled) else LONG_CHUNK
-    return Plan(B, H, L, F, v.shape[3], chunk, scaled, q.dtype == torch.bfloat16)
+    chunk = CHUNK if L <= LONG or is_wide(F, scaled) or table is not None else LONG_CHUNK
+    packed = 0 if table is None else table.shape[0]
+    return Plan(B, H, L, F, v.shape[3], chunk, scaled, q.dtype == torch.bfloat16, packed)
 
 
 def is_wide(F: int, scaled: bool) -> bool:
     return scaled and F >= WIDE
 
 
-def running(p: Plan, parts: Tensor, top: Tensor, sums: Tensor, norms: Tensor, *, reverse: bool) -> None:
+def running(p: Plan, parts: Tensor, top: Tensor, table: Tensor, sums: Tensor, norms: Tensor, *, reverse: bool) -> None:
     """Write the sums of the parts before each chunk, or after it."""
     from .forward import running_sums, scaled_running_sums
 
-    heads, width = p.B * p.H, parts.shape[-1]
+    heads, width = p.heads, parts.shape[-1]
     options = {"F": p.F, "D": p.D, "PART": width, "REVERSE": reverse}
     if p.scaled:
         launch(
@@ -179,43 +197,45 @@ def running(p: Plan, parts: Tensor, top: Tensor, sums: Tensor, norms: Tensor, *,
     else:
         launch(
             running_sums, (ceil_div(width, COLUMNS) * heads,),
-            parts, sums, norms, heads, p.n, COLUMNS=COLUMNS, **options, num_warps=4, num_stages=3
+            parts, table, sums, norms, heads, p.n, COLUMNS=COLUMNS, **options, PACKED=bool(p.packed),
+            num_warps=4, num_stages=3,
         )  # fmt: skip
 
 
-def _forward(q, k, v, mask, key_scale, top, rest, features, epsilon):
+def _forward(q, k, v, mask, key_scale, top, rest, table, features, epsilon):
     from . import wide
     from .forward import chunk_states, outputs
 
     check(q, k, v, key_scale, top, rest, features)
-    p = plan(q, v, rest is not None)
+    p = plan(q, v, rest is not None, table)
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
     out, block = found = _outputs(q, v, p)
     weight, before, before_norm = _kept(p).split(block)
     has_mask = mask is not None
     flags = as_flags(mask) if has_mask else q
     key_scale, top, rest = (_rows(x, weight) for x in (key_scale, top, rest))
+    table = q if table is None else table
     common = {"HAS_MASK": has_mask, "BF16": p.half, "PRECISION": precision(q)}
-    options = common | {"FEATURES": features, "SCALED": p.scaled}
+    options = common | {"FEATURES": features, "SCALED": p.scaled, "PACKED": bool(p.packed)}
     if p.n > 1:
         parts = _parts(p, q)
         t = p.state_tiles()
         launch(
             chunk_states, p.state_programs(p.n - 1),
-            k, v, flags, key_scale, top, parts, *strides(k), *strides(v), p.B * p.H, p.H, p.L, p.n,
+            k, v, flags, table, key_scale, top, parts, *strides(k), *strides(v), p.heads, p.H, p.L, p.n,
             ROWS=t.keys, PART=parts.shape[-1], **p.shape("states"), **options, **t.launch(),
         )  # fmt: skip
-        running(p, parts, top, before, before_norm, reverse=False)
-    given = (q, k, v, flags, key_scale, top, rest, before, before_norm, out, weight)
-    sizes = (*strides(q), *strides(k), *strides(v), *strides(out), p.B * p.H, p.H, p.L, p.n, epsilon)
+        running(p, parts, top, table, before, before_norm, reverse=False)
+    given = (key_scale, top, rest, before, before_norm, out, weight)
+    sizes = (*strides(q), *strides(k), *strides(v), *strides(out), p.heads, p.H, p.L, p.n, epsilon)
     if p.wide:
         programs, cut = p.wide_launch("outputs")
-        launch(wide.outputs, programs, *given, *sizes, **cut, **common)
+        launch(wide.outputs, programs, q, k, v, flags, *given, *sizes, **cut, **common)
         return found
     t = p.tiles("outputs")
     launch(
-        outputs, (ceil_div(p.L, t.queries) * p.B * p.H,),
-        *given, *sizes,
+        outputs, p.programs(t.queries),
+        q, k, v, flags, table, *given, *sizes,
         BQ=t.queries, BK=t.keys, CARRIED=p.n > 1, **p.shape("outputs"), **options, **t.launch(),
     )  # fmt: skip
     return found
@@ -228,32 +248,34 @@ def _outputs(q: Tensor, v: Tensor, p: Plan) -> tuple[Tensor, Tensor]:
 def _kept(p: Plan) -> Block:
     """1 / denominators, and the sums before each chunk: of φ(k) vᵀ, and of φ(k)."""
     n = p.n if p.n > 1 else 0
-    sums = (p.B, p.H, n, p.rows, p.D), torch.bfloat16 if p.half else torch.float32
-    return Block((((p.B, p.H, p.L), torch.float32), sums, ((p.B, p.H, n, p.rows), torch.float32)))
+    sums = (*p.sequences, n, p.rows, p.D), torch.bfloat16 if p.half else torch.float32
+    return Block((((p.B, p.H, p.L), torch.float32), sums, ((*p.sequences, n, p.rows), torch.float32)))
 
 
-def _backward(dout, q, k, v, mask, key_scale, top, rest, out, block, features, epsilon):
+def _backward(dout, q, k, v, mask, key_scale, top, rest, table, out, block, features, epsilon):
     from .backward import gradient_states, key_gradients, query_gradients
 
-    p = plan(q, v, rest is not None)
+    p = plan(q, v, rest is not None, table)
     weight, before, before_norm = _kept(p).split(block)
     dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
     dq, dk, dv, dtop, drest = _gradients(q, k, v, p)
     has_mask = mask is not None
     flags = as_flags(mask) if has_mask else q
     key_scale, top, rest = (_rows(x, weight) for x in (key_scale, top, rest))
+    table = q if table is None else table
     options: dict[str, Any] = {"FEATURES": features, "SCALED": p.scaled, "BF16": p.half, "PRECISION": precision(q)}
-    counts = p.B * p.H, p.H, p.L, p.n
+    options["PACKED"] = bool(p.packed)
+    counts = p.heads, p.H, p.L, p.n
     delta, parts = torch.empty_like(weight), _parts(p, q)
     t = p.state_tiles()
     launch(
         gradient_states, p.state_programs(p.n),
-        q, out, dout, top, rest, weight, delta, parts, *strides(q), *strides(out), *strides(dout), *counts,
+        q, out, dout, table, top, rest, weight, delta, parts, *strides(q), *strides(out), *strides(dout), *counts,
         ROWS=t.queries, PART=parts.shape[-1], **p.shape("states"), **options, **t.launch(),
     )  # fmt: skip
     after, after_norm = torch.empty_like(before), torch.empty_like(before_norm)
     if p.n > 1:
-        running(p, parts, top, after, after_norm, reverse=True)
+        running(p, parts, top, table, after, after_norm, reverse=True)
     if p.wide:
         _wide_gradients(
             p, q, k, v, flags, key_scale, top, rest, before, before_norm, after, after_norm, dout, weight, delta,
@@ -263,15 +285,15 @@ def _backward(dout, q, k, v, mask, key_scale, top, rest, out, block, features, e
     options |= {"HAS_MASK": has_mask, "CARRIED": p.n > 1}
     t = p.tiles("query gradients")
     launch(
-        query_gradients, (ceil_div(p.L, t.queries) * p.B * p.H,),
-        q, k, v, flags, key_scale, top, rest, before, before_norm, dout, weight, delta, dq, dtop, drest,
+        query_gradients, p.programs(t.queries),
+        q, k, v, flags, table, key_scale, top, rest, before, before_norm, dout, weight, delta, dq, dtop, drest,
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq), *counts,
         BQ=t.queries, BK=t.keys, **p.shape("query gradients"), **options, **t.launch(),
     )  # fmt: skip
     t = p.tiles("key gradients")
     launch(
-        key_gradients, (ceil_div(p.L, t.keys) * p.B * p.H,),
-        q, k, v, flags, key_scale, top, rest, after, after_norm, dout, weight, delta, dk, dv,
+        key_gradients, p.programs(t.keys),
+        q, k, v, flags, table, key_scale, top, rest, after, after_norm, dout, weight, delta, dk, dv,
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk), *strides(dv), *counts,
         BQ=t.queries, BK=t.keys, **p.shape("key gradients"), **options, **t.launch(),
     )  # fmt: skip
@@ -313,7 +335,7 @@ def _gradients(q: Tensor, k: Tensor, v: Tensor, p: Plan) -> tuple[Tensor, ...]:
 
 def _parts(p: Plan, q: Tensor) -> Tensor:
     """Contribution of each chunk: the rows of its state, then their norms. A multiple of 16 elements, for alignment."""
-    return q.new_empty(p.B, p.H, p.n, ceil_div(p.rows * (p.D + 1), 16) * 16, dtype=torch.float32)
+    return q.new_empty(*p.sequences, p.n, ceil_div(p.rows * (p.D + 1), 16) * 16, dtype=torch.float32)
 
 
 def _rows(x: Tensor | None, stand_in: Tensor) -> Tensor:
@@ -323,15 +345,15 @@ def _rows(x: Tensor | None, stand_in: Tensor) -> Tensor:
 
 _operator = Operator(
     "linear_scan",
-    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_scale, Tensor? top, Tensor? rest, str features,"
-    " float epsilon",
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_scale, Tensor? top, Tensor? rest, Tensor? table,"
+    " str features, float epsilon",
     _forward,
-    lambda q, k, v, mask, key_scale, top, rest, *options: _outputs(q, v, plan(q, v, rest is not None)),
+    lambda q, k, v, mask, key_scale, top, rest, table, *options: _outputs(q, v, plan(q, v, rest is not None, table)),
     _backward,
     outputs=2,
     gradients=(0, 1, 2, 5, 6),
-    fake_backward=lambda q, k, v, mask, key_scale, top, rest, *options: _gradients(
-        q, k, v, plan(q, v, rest is not None)
+    fake_backward=lambda q, k, v, mask, key_scale, top, rest, table, *options: _gradients(
+        q, k, v, plan(q, v, rest is not None, table)
     ),
 )
 

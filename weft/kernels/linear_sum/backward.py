@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from ..linear_scan.forward import fade, feature_map, operand
-from ..rows import load_rows, store_rows, valid_rows
-from .forward import product_operand
+from ..rows import load_rows, place, store_rows, valid_rows
+from .forward import own_sums, product_operand
 
 
 @triton.jit
@@ -34,11 +34,11 @@ def through_map(dphi, x, FEATURES: tl.constexpr):
 
 @triton.jit
 def query_gradients(
-    Q, OUT, DOUT, REST, WEIGHT, SUMS, DQ, DREST, PARTS,
+    Q, OUT, DOUT, TABLE, REST, WEIGHT, SUMS, DQ, DREST, PARTS,
     q_b, q_h, q_l, o_b, o_h, o_l, g_b, g_h, g_l, dq_b, dq_h, dq_l,
     BH, H, L, n, CHUNK,
     F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr,
-    FEATURES: tl.constexpr, SCALED: tl.constexpr, BF16: tl.constexpr, PRECISION: tl.constexpr,
+    FEATURES: tl.constexpr, SCALED: tl.constexpr, BF16: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """dq of one chunk for one tile of features, and the chunk's part of A and a, in the layout of PARTS."""
     TILES: tl.constexpr = (F + BF - 1) // BF
@@ -46,16 +46,15 @@ def query_gradients(
     R: tl.constexpr = F + 1 if SCALED else F
     bh, work = tl.program_id(0) % BH, tl.program_id(0) // BH
     f0, c = work % TILES * BF, work // TILES
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    PARTS += (bh.to(tl.int64) * n + c) * PART
+    SUMS += own_sums(TABLE, bh, c, n, PACKED) * PART
+    b, h, bh, first, end = place(TABLE, bh, c, H, L, CHUNK, PACKED)
     f, d = f0 + tl.arange(0, BF), tl.arange(0, BLOCK_D)
-    first = c * CHUNK
-    end = tl.minimum(CHUNK, L - first)
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
     OUT += b * o_b + h * o_h + first.to(tl.int64) * o_l
     DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
     DQ += b * dq_b + h * dq_h + first.to(tl.int64) * dq_l
-    SUMS += bh.to(tl.int64) * PART
-    at = bh.to(tl.int64) * L + first
+    at = bh * L + first
     sums = product_operand(load_rows(SUMS, f, d, D, f < F, D, BLOCK_D), FEATURES, BF16)
     z = tl.load(SUMS + R * D + f, mask=f < F, other=0.0)
 
@@ -88,7 +87,6 @@ def query_gradients(
         state = tl.dot(tl.trans(q), operand(dout, BF16), state, input_precision=PRECISION)
         norm -= tl.sum(q.to(tl.float32) * delta[:, None], 0)
 
-    PARTS += (bh.to(tl.int64) * n + c) * PART
     store_rows(PARTS, state, f, d, D, f < F, D, BLOCK_D)
     tl.store(PARTS + R * D + f, norm, mask=f < F)
     if SCALED:
@@ -100,28 +98,30 @@ def query_gradients(
 
 @triton.jit
 def key_gradients(
-    K, V, MASK, KEY_SCALE, TOP, SUMS, DK, DV, DTOP,
+    K, V, MASK, TABLE, KEY_SCALE, TOP, SUMS, DK, DV, DTOP,
     k_b, k_h, k_l, v_b, v_h, v_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
-    BH, H, L,
+    BH, H, L, n,
     F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr,
     FEATURES: tl.constexpr, SCALED: tl.constexpr, HAS_MASK: tl.constexpr, BF16: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     WHOLE: tl.constexpr = F // BF * BF
     R: tl.constexpr = F + 1 if SCALED else F
-    bh, first = tl.program_id(0) % BH, tl.program_id(0) // BH * ROWS
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
-    j, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    inside = j < L - first
+    TILES: tl.constexpr = PACKED // ROWS if PACKED else 1
+    bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
+    SUMS += own_sums(TABLE, bh, tile // TILES, n, PACKED > 0) * PART
+    b, h, bh, first, end = place(TABLE, bh, tile // TILES, H, L, ROWS, PACKED > 0)
+    j, d = tile % TILES * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    inside = j < end
     live = valid_rows(MASK + b * L + first, j, inside, HAS_MASK)
     K += b * k_b + h * k_h + first.to(tl.int64) * k_l
     DK += b * dk_b + h * dk_h + first.to(tl.int64) * dk_l
-    SUMS += bh.to(tl.int64) * PART
     v = load_rows(V + b * v_b + h * v_h + first.to(tl.int64) * v_l, j, d, v_l, live, D, BLOCK_D)
     v = product_operand(v, FEATURES, BF16)
     dv = tl.zeros([ROWS, BLOCK_D], tl.float32)
     scale = live.to(tl.float32)
     if SCALED:
-        at = bh.to(tl.int64) * L
+        at = bh * L
         key_scale = tl.load(KEY_SCALE + at + first + j, mask=live, other=0.0)
         scale = tl.where(live, fade(key_scale - tl.load(TOP + at + L - 1)), 0.0)
         tl.store(DTOP + at + first + j, tl.where(first + j == L - 1, tl.load(SUMS + R * D + R), 0.0), mask=inside)

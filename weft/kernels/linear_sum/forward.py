@@ -16,16 +16,17 @@ import triton
 import triton.language as tl
 
 from ..linear_scan.forward import fade, feature_map, operand
-from ..rows import load_rows, store_rows, valid_rows
+from ..rows import load_rows, place, store_rows, valid_rows
 
 
 @triton.jit
 def key_sums(
-    K, V, MASK, KEY_SCALE, TOP, PARTS,
+    K, V, MASK, TABLE, KEY_SCALE, TOP, PARTS,
     k_b, k_h, k_l, v_b, v_h, v_l,
     BH, H, L, n, CHUNK,
     F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr,
     FEATURES: tl.constexpr, SCALED: tl.constexpr, HAS_MASK: tl.constexpr, BF16: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of features of one chunk. PARTS is (B·H, n, PART), float32: the R = F (+1) rows of S, then z."""
     TILES: tl.constexpr = (F + BF - 1) // BF
@@ -33,16 +34,15 @@ def key_sums(
     R: tl.constexpr = F + 1 if SCALED else F
     bh, work = tl.program_id(0) % BH, tl.program_id(0) // BH
     f0, c = work % TILES * BF, work // TILES
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    PARTS += (bh.to(tl.int64) * n + c) * PART
+    b, h, bh, first, end = place(TABLE, bh, c, H, L, CHUNK, PACKED)
     f, d = f0 + tl.arange(0, BF), tl.arange(0, BLOCK_D)
-    first = c * CHUNK
-    end = tl.minimum(CHUNK, L - first)
     K += b * k_b + h * k_h + first.to(tl.int64) * k_l
     V += b * v_b + h * v_h + first.to(tl.int64) * v_l
     MASK += b * L + first
     if SCALED:
-        KEY_SCALE += bh.to(tl.int64) * L + first
-        top = tl.load(TOP + bh.to(tl.int64) * L + L - 1)
+        KEY_SCALE += bh * L + first
+        top = tl.load(TOP + bh * L + L - 1)
 
     state = tl.zeros([BF, BLOCK_D], tl.float32)
     norm = tl.zeros([BF], tl.float32)
@@ -61,7 +61,6 @@ def key_sums(
         state = tl.dot(tl.trans(k), operand(v, BF16), state, input_precision=PRECISION)
         norm += tl.sum(k.to(tl.float32), 0)
 
-    PARTS += (bh.to(tl.int64) * n + c) * PART
     store_rows(PARTS, state, f, d, D, f < F, D, BLOCK_D)
     tl.store(PARTS + R * D + f, norm, mask=f < F)
     if SCALED:
@@ -71,15 +70,31 @@ def key_sums(
 
 
 @triton.jit
-def collect(PARTS, SUMS, BH, n, PART: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sum of the n parts of a head, in order."""
-    bh = (tl.program_id(0) % BH).to(tl.int64)
-    e = tl.program_id(0) // BH * COLUMNS + tl.arange(0, COLUMNS)
-    PARTS += bh * n * PART
+def collect(PARTS, TABLE, SUMS, BH, n, PART: tl.constexpr, COLUMNS: tl.constexpr, PACKED: tl.constexpr):
+    """The sum of the n parts of a head, in order. PACKED: of the parts of each document, at its first chunk."""
+    TILES: tl.constexpr = (PART + COLUMNS - 1) // COLUMNS
+    bh, work = (tl.program_id(0) % BH).to(tl.int64), tl.program_id(0) // BH
+    e = work % TILES * COLUMNS + tl.arange(0, COLUMNS)
+    first, count, at = 0, n, bh
+    if PACKED:
+        first = work // TILES
+        if tl.load(TABLE + 8 * first + 4) != first:
+            return
+        count, at = tl.load(TABLE + 8 * first + 5), bh * n + first
+    PARTS += (bh * n + first) * PART
     total = tl.zeros([COLUMNS], tl.float32)
-    for c in tl.range(0, n, num_stages=4):
+    for c in tl.range(0, count, num_stages=4):
         total += tl.load(PARTS + c * PART + e, mask=e < PART, other=0.0)
-    tl.store(SUMS + bh * PART + e, total, mask=e < PART)
+    tl.store(SUMS + at * PART + e, total, mask=e < PART)
+
+
+@triton.jit
+def own_sums(TABLE, bh, c, n, PACKED: tl.constexpr):
+    """The number of the sums for chunk c: those of its head, or those of its document."""
+    at = bh.to(tl.int64)
+    if PACKED:
+        at = at * n + tl.load(TABLE + 8 * c + 4)
+    return at
 
 
 @triton.jit
@@ -90,23 +105,24 @@ def product_operand(x, FEATURES: tl.constexpr, BF16: tl.constexpr):
 
 @triton.jit
 def outputs(
-    Q, REST, SUMS, OUT, WEIGHT,
+    Q, TABLE, REST, SUMS, OUT, WEIGHT,
     q_b, q_h, q_l, o_b, o_h, o_l,
-    BH, H, L, epsilon,
+    BH, H, L, n, epsilon,
     F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr,
-    FEATURES: tl.constexpr, SCALED: tl.constexpr, BF16: tl.constexpr, PRECISION: tl.constexpr,
+    FEATURES: tl.constexpr, SCALED: tl.constexpr, BF16: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """WEIGHT is 1 / denominator, 0 without keys."""
+    """WEIGHT is 1 / denominator, 0 without keys. PACKED: tokens in a chunk of packed documents, or 0."""
     WHOLE: tl.constexpr = F // BF * BF
     R: tl.constexpr = F + 1 if SCALED else F
-    bh, first = tl.program_id(0) % BH, tl.program_id(0) // BH * ROWS
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
-    i, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    live = i < L - first
+    TILES: tl.constexpr = PACKED // ROWS if PACKED else 1
+    bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
+    SUMS += own_sums(TABLE, bh, tile // TILES, n, PACKED > 0) * PART
+    b, h, bh, first, end = place(TABLE, bh, tile // TILES, H, L, ROWS, PACKED > 0)
+    i, d = tile % TILES * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    live = i < end
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
     OUT += b * o_b + h * o_h + first.to(tl.int64) * o_l
-    SUMS += bh.to(tl.int64) * PART
-    at = bh.to(tl.int64) * L + first
+    at = bh * L + first
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if SCALED:

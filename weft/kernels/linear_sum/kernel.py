@@ -58,66 +58,78 @@ def linear_sum(
     key_scale: Tensor | None = None,
     top: Tensor | None = None,
     rest: Tensor | None = None,
+    table: Tensor | None = None,
 ) -> Tensor:
     """q and k (B, H, L, F), v (B, H, L, D), mask (B, L) -> (B, H, L, D). The scaled form needs `key_scale` (m),
-    `top` (of which the last is G) and `rest`, all (B, H, L)."""
+    `top` (of which the last is G) and `rest`, all (B, H, L). Packed documents need the plain form and the `table` of
+    their chunks of SHORTEST tokens."""
     q, k, v = autocast(q, k, v)
-    return _operator(q, k, v, for_operator(mask), key_scale, top, rest, features, epsilon)
+    return _operator(q, k, v, for_operator(mask), key_scale, top, rest, table, features, epsilon)
 
 
-def _forward(q, k, v, mask, key_scale, top, rest, features, epsilon):
+def _forward(q, k, v, mask, key_scale, top, rest, table, features, epsilon):
     from .forward import key_sums, outputs
 
     check(q, k, v, key_scale, top, rest, features)
     scaled = rest is not None
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
-    out, weight, sums = _outputs(q, v, scaled)
+    out, weight, sums = _outputs(q, v, scaled, table)
     key_scale, top, rest = (_numbers(x, weight) for x in (key_scale, top, rest))
-    B, H, L = q.shape[:3]
-    chunk, n = chunks(L)
-    parts = q.new_empty(B, H, n, part_size(q, v, scaled), dtype=torch.float32)
-    grid, options = _launch("key sums", q, v, features, scaled, n)
+    L, (BH, H, chunk, n) = q.shape[2], _sizes(q, table)
+    parts = weight.new_empty(BH, n, sums.shape[-1])
+    listed = q if table is None else table
+    grid, options = _launch("key sums", q, v, features, scaled, table, by_chunk=True)
     launch(
         key_sums, grid,
-        k, v, _flags(q, mask), key_scale, top, parts, *strides(k), *strides(v), B * H, H, L, n, chunk,
+        k, v, _flags(q, mask), listed, key_scale, top, parts, *strides(k), *strides(v), BH, H, L, n, chunk,
         HAS_MASK=mask is not None, **options,
     )  # fmt: skip
-    total(parts, sums)
-    grid, options = _launch("outputs", q, v, features, scaled)
-    launch(outputs, grid, q, rest, sums, out, weight, *strides(q), *strides(out), B * H, H, L, epsilon, **options)
+    total(parts, table, sums)
+    grid, options = _launch("outputs", q, v, features, scaled, table)
+    launch(
+        outputs, grid,
+        q, listed, rest, sums, out, weight, *strides(q), *strides(out), BH, H, L, n, epsilon, **options,
+    )  # fmt: skip
     return out, weight, sums
 
 
-def _outputs(q: Tensor, v: Tensor, scaled: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """out, 1 / denominators, and the sums S and z."""
+def _outputs(q: Tensor, v: Tensor, scaled: bool, table: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """out, 1 / denominators, and the sums S and z: of each head, or of each document at its first chunk."""
     B, H, L = q.shape[:3]
     weight = q.new_empty(B, H, L, dtype=torch.float32)
-    return empty_rows(v), weight, weight.new_empty(B, H, part_size(q, v, scaled))
+    size = part_size(q, v, scaled)
+    return empty_rows(v), weight, weight.new_empty(*((B, H) if table is None else (H, table.shape[0])), size)
 
 
-def _backward(dout, q, k, v, mask, key_scale, top, rest, out, weight, sums, features, epsilon):
+def _sizes(q: Tensor, table: Tensor | None) -> tuple[int, int, int, int]:
+    """Sequences of chunks, heads, tokens per chunk and chunks per sequence. Packed documents are one for each head."""
+    B, H, L = q.shape[:3]
+    return (B * H, H, *chunks(L)) if table is None else (H, H, SHORTEST, table.shape[0])
+
+
+def _backward(dout, q, k, v, mask, key_scale, top, rest, table, out, weight, sums, features, epsilon):
     from .backward import key_gradients, query_gradients
 
     scaled = rest is not None
     dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
     dq, dk, dv, dtop, drest = _gradients(q, k, v, scaled)
     key_scale, top, rest = (_numbers(x, weight) for x in (key_scale, top, rest))
-    B, H, L = q.shape[:3]
-    chunk, n = chunks(L)
-    parts = weight.new_empty(B, H, n, sums.shape[-1])
-    grid, options = _launch("query gradients", q, v, features, scaled, n)
+    L, (BH, H, chunk, n) = q.shape[2], _sizes(q, table)
+    parts = weight.new_empty(BH, n, sums.shape[-1])
+    listed = q if table is None else table
+    grid, options = _launch("query gradients", q, v, features, scaled, table, by_chunk=True)
     launch(
         query_gradients, grid,
-        q, out, dout, rest, weight, sums, dq, drest, parts,
-        *strides(q), *strides(out), *strides(dout), *strides(dq), B * H, H, L, n, chunk, **options,
+        q, out, dout, listed, rest, weight, sums, dq, drest, parts,
+        *strides(q), *strides(out), *strides(dout), *strides(dq), BH, H, L, n, chunk, **options,
     )  # fmt: skip
     sent = torch.empty_like(sums)
-    total(parts, sent)
-    grid, options = _launch("key gradients", q, v, features, scaled)
+    total(parts, table, sent)
+    grid, options = _launch("key gradients", q, v, features, scaled, table)
     launch(
         key_gradients, grid,
-        k, v, _flags(q, mask), key_scale, top, sent, dk, dv, dtop,
-        *strides(k), *strides(v), *strides(dk), *strides(dv), B * H, H, L, HAS_MASK=mask is not None, **options,
+        k, v, _flags(q, mask), listed, key_scale, top, sent, dk, dv, dtop,
+        *strides(k), *strides(v), *strides(dk), *strides(dv), BH, H, L, n, HAS_MASK=mask is not None, **options,
     )  # fmt: skip
     return dq, dk, dv, dtop, drest
 
@@ -128,27 +140,32 @@ def _gradients(q: Tensor, k: Tensor, v: Tensor, scaled: bool) -> tuple[Tensor, .
     return *(empty_rows(x) for x in (q, k, v)), *rows
 
 
-def total(parts: Tensor, sums: Tensor) -> None:
-    """Write the sum of parts (B, H, n, PART) to sums (B, H, PART)."""
+def total(parts: Tensor, table: Tensor | None, sums: Tensor) -> None:
+    """Write the sums of parts (sequences, n, PART) to sums: of all n, or of each document."""
     from .forward import collect
 
-    B, H, n, size = parts.shape
-    grid = (ceil_div(size, COLUMNS) * B * H,)
-    launch(collect, grid, parts, sums, B * H, n, PART=size, COLUMNS=COLUMNS, num_warps=4)
+    BH, n, size = parts.shape
+    grid = (ceil_div(size, COLUMNS) * BH * (1 if table is None else n),)
+    options: dict[str, Any] = {"PART": size, "COLUMNS": COLUMNS, "PACKED": table is not None}
+    launch(collect, grid, parts, parts if table is None else table, sums, BH, n, **options, num_warps=4)
 
 
 def _launch(
-    kernel: str, q: Tensor, v: Tensor, features: str, scaled: bool, n: int = 0
+    kernel: str, q: Tensor, v: Tensor, features: str, scaled: bool, table: Tensor | None, by_chunk: bool = False
 ) -> tuple[tuple[int], dict[str, Any]]:
-    """Programs and options: one program per chunk and tile of features, or per tile of rows if n is 0."""
-    B, H, L, F = q.shape
+    """Programs and options: one program per chunk and tile of features, or per tile of rows."""
+    L, F = q.shape[2:]
+    BH, _, _, n = _sizes(q, table)
     D, half = v.shape[3], q.dtype == torch.bfloat16
     t = TILES[kernel, max(64, block_width(D)), 2 if half else 4]
     BF = min(t.keys, block_width(F))
     options: dict[str, Any] = {"F": F, "D": D, "BLOCK_D": block_width(D), "BF": BF, "ROWS": t.queries}
     options |= {"PART": part_size(q, v, scaled), "FEATURES": features, "SCALED": scaled, "BF16": half}
-    programs = n * ceil_div(F, BF) if n else ceil_div(L, t.queries)
-    return (programs * B * H,), {**options, "PRECISION": precision(q), **t.launch()}
+    if by_chunk:
+        programs, packed = n * ceil_div(F, BF), int(table is not None)
+    else:
+        programs, packed = (ceil_div(L, t.queries), 0) if table is None else (n * SHORTEST // t.queries, SHORTEST)
+    return (programs * BH,), {**options, "PRECISION": precision(q), "PACKED": packed, **t.launch()}
 
 
 def chunks(L: int) -> tuple[int, int]:
@@ -174,10 +191,10 @@ def _flags(q: Tensor, mask: Tensor | None) -> Tensor:
 
 _operator = Operator(
     "linear_sum",
-    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_scale, Tensor? top, Tensor? rest, str features,"
-    " float epsilon",
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_scale, Tensor? top, Tensor? rest, Tensor? table,"
+    " str features, float epsilon",
     _forward,
-    lambda q, k, v, mask, key_scale, top, rest, *options: _outputs(q, v, rest is not None),
+    lambda q, k, v, mask, key_scale, top, rest, table, *options: _outputs(q, v, rest is not None, table),
     _backward,
     outputs=3,
     gradients=(0, 1, 2, 5, 6),

@@ -15,7 +15,6 @@ The sparse parent is `sparse` with pattern="fixed", which attends to some tokens
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +31,7 @@ from ....core.dropout import dropout_key, untested
 from ....core.joint import Part, Rows, valid_in
 from ....core.partitions import default_block, own_block
 from ....core.registry import register
+from ....core.segments import Segments
 from ....core.softmax import softmax_attention
 from ....core.state import KeyValues
 from ....kernels.steps.kernel import slots_step
@@ -187,7 +187,7 @@ class CombinerFixed(Combiner):
         vbar = softmax_attention(qbar[:, :, :, None], group(nodes.k), group(nodes.v), allowed=children[:, :, :, None])
         return Nodes(kbar, vbar[:, :, :, 0], count > 0, query_features, key_features, count)
 
-    def pattern_for(self, length: int) -> Hashable:
+    def pattern_for(self, length: int) -> int:
         return self.block_size or default_block(length, self.max_length, self.levels)
 
     # Decoding: a stack of levels. A full block becomes one item of the next level, and its slots are used again.
@@ -310,6 +310,19 @@ def run_kernel(attn: CombinerFixed, q: Tensor, k: Tensor, v: Tensor, mask: Tenso
     return kernel.combiner_fixed(q, k, v, mask, **options, key=key, threshold=threshold).to(dtype)
 
 
+def run_packed(
+    attn: CombinerFixed, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, documents: Segments
+) -> Tensor | None:
+    dtype, m = q.dtype, attn.pattern_for(documents.longest)
+    if m != attn.pattern_for(documents.shortest):  # the default block size is not the same for all documents
+        return None
+    q, k, v = (attn._widen(t) for t in (q, k, v))
+    key, threshold = dropout_key(attn, q)
+    options: dict[str, Any] = {"block_size": m, "pool": attn.summary.pool, "causal": attn.causal}
+    table = documents.table(m)
+    return kernel.combiner_fixed(q, k, v, mask, **options, table=table, key=key, threshold=threshold).to(dtype)
+
+
 def run_step(
     attn: CombinerFixed, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: FixedState, at: Place
 ) -> Tensor | None:
@@ -344,6 +357,7 @@ register(
         grouped=lambda attn: True,
         auto=untested,
         largest_head=256,
+        packed=run_packed,
         step=run_step,
     ),
 )

@@ -20,41 +20,52 @@ import triton
 import triton.language as tl
 
 from ....kernels.random import kept, row_words
-from ....kernels.rows import load_rows, store_rows, valid_rows
-from .forward import seen_tile, seen_tiles
+from ....kernels.rows import load_rows, place, store_rows, valid_rows
+from .forward import own_summaries, seen_tile, seen_tiles
 
 
 @triton.jit
 def span_gradients(
-    Q, OUT, DOUT, KBAR, VBAR, LOCAL, LSE, KEY, DELTA, PART_K, PART_V,
+    Q, OUT, DOUT, TABLE, KBAR, VBAR, LOCAL, LSE, KEY, DELTA, PART_K, PART_V,
     q_b, q_h, q_l, o_b, o_h, o_l, g_b, g_h, g_l,
     BH, H, L, n, chunk, threshold, scale, logit_scale,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """Gradients of BS summaries from the queries of one chunk; PART_K and PART_V are (B·H, chunks, n, D), float32. The
-    programs of the first summaries also store delta, of all queries."""
-    bh = tl.program_id(0) % BH
-    span_tiles = (n + BS - 1) // BS
-    rest = tl.program_id(0) // BH
-    s_first, c = rest % span_tiles * BS, rest // span_tiles
-    q_first = c * chunk
+    programs of the first summaries also store delta, of all queries. PACKED: a chunk is a document, and each of its
+    blocks has a program, of which every BS-th works."""
+    bh, rest = tl.program_id(0) % BH, tl.program_id(0) // BH
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    if PACKED:
+        summaries, count, s_first = own_summaries(TABLE, bh, rest, n, PACKED)
+        if (s_first % BS != 0) | (s_first >= count):
+            return
+        part, q_first, q_end = summaries, 0, tl.load(TABLE + 8 * rest + 7)
+        b, first = tl.load(TABLE + 8 * rest).to(tl.int64), tl.load(TABLE + 8 * rest + 6)
+    else:
+        span_tiles = (n + BS - 1) // BS
+        s_first, c = rest % span_tiles * BS, rest // span_tiles
+        q_first = c * chunk
+        first = q_first
+        q_end = tl.minimum(q_first + chunk, L)
+        summaries, count = bh.to(tl.int64) * n, n
+        part = (bh.to(tl.int64) * ((L + chunk - 1) // chunk) + c) * n
     start = 0
     if CAUSAL:  # the first query that attends to the first of these summaries starts the next block
         start = tl.maximum((s_first + 1) * m - q_first, 0)
         if (start >= chunk) & (s_first > 0):  # the whole chunk is too early; `collect` skips it
             return
         start = start // BQ * BQ
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     s = s_first + tl.arange(0, BS)
-    real = s < n
-    q_end = tl.minimum(q_first + chunk, L)
-    Q += b * q_b + h * q_h + q_first.to(tl.int64) * q_l
-    OUT += b * o_b + h * o_h + q_first.to(tl.int64) * o_l
-    DOUT += b * g_b + h * g_h + q_first.to(tl.int64) * g_l
-    LSE += bh.to(tl.int64) * L + q_first
-    DELTA += bh.to(tl.int64) * L + q_first
+    real = s < count
+    Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
+    OUT += b * o_b + h * o_h + first.to(tl.int64) * o_l
+    DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
+    LSE += (b * H + h) * L + first
+    DELTA += (b * H + h) * L + first
     if CAUSAL:  # queries that attend to no summary
         for begin in range(0, tl.where(s_first == 0, tl.minimum(start, q_end - q_first), 0), BQ):
             i = begin + tl.arange(0, BQ)
@@ -62,10 +73,10 @@ def span_gradients(
             out = load_rows(OUT, i, d, o_l, live, D, BLOCK_D).to(tl.float32)
             dout = load_rows(DOUT, i, d, g_l, live, D, BLOCK_D).to(tl.float32)
             tl.store(DELTA + i, tl.sum(out * dout, 1), mask=live)
-    kbar = load_rows(KBAR + bh.to(tl.int64) * n * D, s, d, D, real, D, BLOCK_D)
-    vbar = load_rows(VBAR + bh.to(tl.int64) * n * D, s, d, D, real, D, BLOCK_D)
+    kbar = load_rows(KBAR + summaries * D, s, d, D, real, D, BLOCK_D)
+    vbar = load_rows(VBAR + summaries * D, s, d, D, real, D, BLOCK_D)
     if HAS_MASK:
-        real = real & (tl.load(LOCAL + bh.to(tl.int64) * n + s, mask=real, other=float("-inf")) > float("-inf"))
+        real = real & (tl.load(LOCAL + summaries + s, mask=real, other=float("-inf")) > float("-inf"))
 
     dkbar = tl.zeros([BS, BLOCK_D], tl.float32)
     dvbar = tl.zeros([BS, BLOCK_D], tl.float32)
@@ -83,15 +94,14 @@ def span_gradients(
         allowed = real[:, None] & ((s[:, None] < block[None, :]) if CAUSAL else (s[:, None] != block[None, :]))
         logit = tl.dot(kbar, tl.trans(q), input_precision=PRECISION)
         p = tl.where(allowed, tl.exp2(logit * scale - lse[None, :]), 0.0)
-        word = row_words(KEY, bh, q_first + i, DROPOUT)
+        word = row_words(KEY, b * H + h, first + i, DROPOUT)
         factor = kept(word[None, :], (L + s)[:, None], threshold, DROPOUT)
         dvbar = tl.dot((p * factor).to(dout.dtype), dout, dvbar, input_precision=PRECISION)
         dp = tl.dot(vbar, tl.trans(dout), input_precision=PRECISION)
         ds = p * (dp * factor - delta[None, :])
         dkbar = tl.dot(ds.to(q.dtype), q, dkbar, input_precision=PRECISION)
-    at = (bh.to(tl.int64) * ((L + chunk - 1) // chunk) + c) * n * D
-    store_rows(PART_K + at, dkbar * logit_scale, s, d, D, s < n, D, BLOCK_D)
-    store_rows(PART_V + at, dvbar, s, d, D, s < n, D, BLOCK_D)
+    store_rows(PART_K + part * D, dkbar * logit_scale, s, d, D, s < count, D, BLOCK_D)
+    store_rows(PART_V + part * D, dvbar, s, d, D, s < count, D, BLOCK_D)
 
 
 @triton.jit
@@ -124,19 +134,19 @@ def collect(
 
 @triton.jit
 def key_gradients(
-    Q, K, V, MASK, DOUT, STATS, KBAR, LOCAL, LSE, DELTA, KEY, DKBAR, DVBAR, MEAN_DALPHA, WEIGHTED, DK, DV,
+    Q, K, V, MASK, TABLE, DOUT, STATS, KBAR, LOCAL, LSE, DELTA, KEY, DKBAR, DVBAR, MEAN_DALPHA, WEIGHTED, DK, DV,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
     BH, H, L, n, threshold, scale, logit_scale,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     SPANS: tl.constexpr, POOL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
-    DROPOUT: tl.constexpr, GROUP: tl.constexpr,
+    DROPOUT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (m + BK - 1) // BK
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
     block = tile // TILES
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    at = bh.to(tl.int64) * n + block
+    b, h, bh, first, end = place(TABLE, bh, block, H, L, m, PACKED)
     d = tl.arange(0, BLOCK_D)
-    first = block * m
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
     K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
     V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
@@ -144,9 +154,8 @@ def key_gradients(
     DK += b * dk_b + h * dk_h + first.to(tl.int64) * dk_l
     DV += b * dv_b + h * dv_h + first.to(tl.int64) * dv_l
     MASK += b * L + first
-    LSE += bh.to(tl.int64) * L + first
-    DELTA += bh.to(tl.int64) * L + first
-    end = tl.minimum(m, L - first)
+    LSE += bh * L + first
+    DELTA += bh * L + first
 
     k_first = (tile % TILES) * BK
     j = k_first + tl.arange(0, BK)
@@ -156,7 +165,6 @@ def key_gradients(
     dk = tl.zeros([BK, BLOCK_D], tl.float32)
     dv = tl.zeros([BK, BLOCK_D], tl.float32)
     if SPANS:  # through the local softmax and the pooling
-        at = bh.to(tl.int64) * n + block
         qbar = tl.load(STATS + at * 4 * D + d, mask=d < D, other=0.0)
         dvbar = tl.load(DVBAR + at * D + d, mask=d < D, other=0.0)
         dkbar = tl.load(DKBAR + at * D + d, mask=d < D, other=0.0)
@@ -196,41 +204,40 @@ def key_gradients(
 
 @triton.jit
 def query_gradients(
-    Q, K, V, MASK, DOUT, STATS, KBAR, VBAR, LOCAL, LSE, DELTA, KEY, MEAN_DALPHA, WEIGHTED, DQ,
+    Q, K, V, MASK, TABLE, DOUT, STATS, KBAR, VBAR, LOCAL, LSE, DELTA, KEY, MEAN_DALPHA, WEIGHTED, DQ,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dq_b, dq_h, dq_l,
     BH, H, L, n, threshold, scale, logit_scale,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     PARTS: tl.constexpr, PART_ROWS: tl.constexpr,
     SPANS: tl.constexpr, POOL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
-    DROPOUT: tl.constexpr, GROUP: tl.constexpr,
+    DROPOUT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (m + BQ - 1) // BQ
     bh = tl.program_id(0) % BH
     tile = n * TILES - 1 - tl.program_id(0) // BH
     block = tile // TILES
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    at = bh.to(tl.int64) * n + block
+    summaries, count, mine = own_summaries(TABLE, bh, block, n, PACKED)
+    b, h, bh, first, end = place(TABLE, bh, block, H, L, m, PACKED)
     d = tl.arange(0, BLOCK_D)
-    first = block * m
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
     K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
     V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
     DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
     DQ += b * dq_b + h * dq_h + first.to(tl.int64) * dq_l
     MASK += b * L + first
-    KBAR += bh.to(tl.int64) * n * D
-    VBAR += bh.to(tl.int64) * n * D
-    LOCAL += bh.to(tl.int64) * n
-    end = tl.minimum(m, L - first)
+    KBAR += summaries * D
+    VBAR += summaries * D
+    LOCAL += summaries
 
     q_first = (tile % TILES) * BQ
     i = q_first + tl.arange(0, BQ)
     q = load_rows(Q, i, d, q_l, i < end, D, BLOCK_D)
     dout = load_rows(DOUT, i, d, g_l, i < end, D, BLOCK_D)
-    lse = tl.load(LSE + bh.to(tl.int64) * L + first + i, mask=i < end, other=0.0)
-    delta = tl.load(DELTA + bh.to(tl.int64) * L + first + i, mask=i < end, other=0.0)
+    lse = tl.load(LSE + bh * L + first + i, mask=i < end, other=0.0)
+    delta = tl.load(DELTA + bh * L + first + i, mask=i < end, other=0.0)
     dq = tl.zeros([BQ, BLOCK_D], tl.float32)
     if SPANS:  # through the pooled query: Σ α (dα - Σ α dα) k, in shares
-        at = bh.to(tl.int64) * n + block
         STATS += at * 4 * D
         parts = tl.arange(0, PART_ROWS)
         weighted = tl.sum(load_rows(WEIGHTED + at * PARTS * D, parts, d, D, parts < PARTS, D, BLOCK_D), 0)
@@ -243,9 +250,9 @@ def query_gradients(
         dq += tl.where(shares, dqbar[None, :], 0.0)
 
     word = row_words(KEY, bh, first + i, DROPOUT)
-    own_tiles, tiles, spans = seen_tiles(q_first, end, block, n, BQ, BK, SPANS, CAUSAL)
+    own_tiles, tiles, spans = seen_tiles(q_first, end, mine, count, BQ, BK, SPANS, CAUSAL)
     for t in range(0, tiles):
-        own, row, live, allowed = seen_tile(t, own_tiles, i, end, block, spans, MASK, LOCAL, BK, CAUSAL, HAS_MASK)
+        own, row, live, allowed = seen_tile(t, own_tiles, i, end, mine, spans, MASK, LOCAL, BK, CAUSAL, HAS_MASK)
         k = load_rows(tl.where(own, K, KBAR), row, d, tl.where(own, k_l, D), live, D, BLOCK_D)
         v = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), live, D, BLOCK_D)
         logit = tl.dot(q, tl.trans(k), input_precision=PRECISION)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ....kernels.random import kept, row_words
-from ....kernels.rows import load_rows, store_rows, valid_rows
+from ....kernels.rows import load_rows, place, store_rows, valid_rows
 
 
 @triton.jit
@@ -48,23 +48,22 @@ def pool_columns(pooled, shared, tokens, POOL: tl.constexpr):
 
 @triton.jit
 def summarise(
-    Q, K, V, MASK, KBAR, VBAR, LOCAL, STATS,
+    Q, K, V, MASK, TABLE, KBAR, VBAR, LOCAL, STATS,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l,
     BH, H, L, n, scale,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
     POOL: tl.constexpr, HAS_MASK: tl.constexpr, KEEP: tl.constexpr, STAGES: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     bh, block = tl.program_id(0) % BH, tl.program_id(0) // BH
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    at = bh.to(tl.int64) * n + block
+    b, h, bh, first, end = place(TABLE, bh, block, H, L, m, PACKED)
     d = tl.arange(0, BLOCK_D)
     rows = tl.arange(0, ROWS)
-    first = block * m
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
     K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
     V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
     MASK += b * L + first
-    end = tl.minimum(m, L - first)
 
     # Every row of the tile has its own sums, so nothing crosses rows (and warps) before the end.
     none = tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -103,7 +102,6 @@ def summarise(
     total = tl.where(tokens > 0, tl.sum(total * weight, 0), 1.0)
     vbar = tl.sum(values * weight[:, None], 0) / total
 
-    at = bh.to(tl.int64) * n + block
     tl.store(KBAR + at * D + d, kbar.to(KBAR.dtype.element_ty), mask=d < D)
     tl.store(VBAR + at * D + d, vbar.to(VBAR.dtype.element_ty), mask=d < D)
     # log2 of the local normaliser; -inf marks a block without tokens, which is never attended to
@@ -114,6 +112,17 @@ def summarise(
         tl.store(STATS + D + d, tl.sum(keys * weight[:, None], 0) / total, mask=d < D)
         tl.store(STATS + 2 * D + d, q_share, mask=d < D)
         tl.store(STATS + 3 * D + d, k_share, mask=d < D)
+
+
+@triton.jit
+def own_summaries(TABLE, bh, block, n, PACKED: tl.constexpr):
+    """The summaries of the block's sequence or document: the first of all of them, their number, and which of these
+    belongs to the block."""
+    start, count = bh.to(tl.int64) * n, n
+    if PACKED:
+        first = tl.load(TABLE + 8 * block + 4)
+        start, count, block = start + first, tl.load(TABLE + 8 * block + 5), block - first
+    return start, count, block
 
 
 @triton.jit
@@ -166,29 +175,28 @@ def add_tile(acc, top, total, q, k, v, allowed, factor, scale,
 
 @triton.jit
 def attend(
-    Q, K, V, MASK, KBAR, VBAR, LOCAL, KEY, OUT, LSE,
+    Q, K, V, MASK, TABLE, KBAR, VBAR, LOCAL, KEY, OUT, LSE,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l,
     BH, H, L, n, threshold, scale,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     SPANS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (m + BQ - 1) // BQ  # tiles of queries in a block
     bh = tl.program_id(0) % BH
     tile = n * TILES - 1 - tl.program_id(0) // BH  # the last blocks have the most summaries: start them first
     block = tile // TILES
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    summaries, count, mine = own_summaries(TABLE, bh, block, n, PACKED)
+    b, h, bh, first, end = place(TABLE, bh, block, H, L, m, PACKED)
     d = tl.arange(0, BLOCK_D)
-    first = block * m
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
     K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
     V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
     OUT += b * o_b + h * o_h + first.to(tl.int64) * o_l
     MASK += b * L + first
-    KBAR += bh.to(tl.int64) * n * D
-    VBAR += bh.to(tl.int64) * n * D
-    LOCAL += bh.to(tl.int64) * n
-    end = tl.minimum(m, L - first)
+    KBAR += summaries * D
+    VBAR += summaries * D
+    LOCAL += summaries
 
     q_first = (tile % TILES) * BQ
     i = q_first + tl.arange(0, BQ)
@@ -197,7 +205,7 @@ def attend(
     top = tl.full([BQ], float("-inf"), tl.float32)
     total = tl.zeros([BQ], tl.float32)
     word = row_words(KEY, bh, first + i, DROPOUT)
-    own_tiles, tiles, spans = seen_tiles(q_first, end, block, n, BQ, BK, SPANS, CAUSAL)
+    own_tiles, tiles, spans = seen_tiles(q_first, end, mine, count, BQ, BK, SPANS, CAUSAL)
     own_whole, span_whole = 0, 0
     if CAUSAL and not HAS_MASK:  # first the tiles in which all pairs are allowed, without checks
         own_whole, span_whole = q_first // BK, spans // BK
@@ -211,7 +219,7 @@ def attend(
     edge = own_tiles - own_whole
     for t in range(0, tiles - own_whole - span_whole):
         t += tl.where(t < edge, own_whole, own_whole + span_whole)
-        own, row, live, allowed = seen_tile(t, own_tiles, i, end, block, spans, MASK, LOCAL, BK, CAUSAL, HAS_MASK)
+        own, row, live, allowed = seen_tile(t, own_tiles, i, end, mine, spans, MASK, LOCAL, BK, CAUSAL, HAS_MASK)
         k = load_rows(tl.where(own, K, KBAR), row, d, tl.where(own, k_l, D), live, D, BLOCK_D)
         v = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), live, D, BLOCK_D)
         factor = kept(word[:, None], (row + tl.where(own, first, L))[None, :], threshold, DROPOUT)
@@ -222,4 +230,4 @@ def attend(
     store_rows(OUT, acc / total[:, None], i, d, o_l, i < end, D, BLOCK_D)
     # 0 for a row without keys, so that the backward gets exp2(-inf - 0) = 0 everywhere
     lse = tl.where(empty, 0.0, top + tl.log2(total))
-    tl.store(LSE + bh.to(tl.int64) * L + first + i, lse, mask=i < end)
+    tl.store(LSE + bh * L + first + i, lse, mask=i < end)

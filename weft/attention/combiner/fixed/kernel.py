@@ -37,6 +37,7 @@ from ....kernels.launch import launch
 from ....kernels.operator import Operator
 
 POOLS = ("max", "mean", "sum")
+PACKED_SPANS = 32  # summaries per tile of packed documents, which have few
 LEAST_LENGTH = 256  # measured: the kernels are faster than the plain version from here on; docs/kernels.md
 
 
@@ -71,25 +72,27 @@ TILES: dict[tuple[str, int, int], Tiles] = {
 
 def combiner_fixed(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, block_size: int, pool: str, causal: bool,
-    key: Tensor | None = None, threshold: int = 0,
+    table: Tensor | None = None, key: Tensor | None = None, threshold: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Run the mechanism on q, k, v (B, H, L, D) and mask (B, L) with the kernels; `key` and `threshold` are those of
-    `dropout_key`."""
+    """Run the mechanism on q, k, v (B, H, L, D) and mask (B, L) with the kernels. Packed documents need the `table` of
+    their blocks; `key` and `threshold` are those of `dropout_key`."""
     q, k, v = autocast(q, k, v)
     keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return _operator(q, k, v, for_operator(mask), key, block_size, pool, causal, keep, threshold)
+    return _operator(q, k, v, for_operator(mask), table, key, block_size, pool, causal, keep, threshold)
 
 
-def _forward(q, k, v, mask, key, block_size, pool, causal, keep, threshold):
+def _forward(q, k, v, mask, table, key, block_size, pool, causal, keep, threshold):
     """`keep` stores the block statistics for the backward."""
     from .forward import attend, summarise
 
     check(q, k, v, block_size, pool)
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
     B, H, L, D = q.shape
-    n = ceil_div(L, block_size)
-    out, block = outputs = _outputs(q, block_size, keep)
-    lse, kbar, vbar, local, stats = _kept(q, block_size, keep).split(block)
+    rows, n = _blocks(q, table, block_size)
+    BH = rows * H
+    out, block = outputs = _outputs(q, table, block_size, keep)
+    lse, kbar, vbar, local, stats = _kept(q, table, block_size, keep).split(block)
+    packed, table = table is not None, q if table is None else table
     width = block_width(D)
     scale = math.log2(math.e) / math.sqrt(D)
     has_mask = mask is not None
@@ -97,53 +100,60 @@ def _forward(q, k, v, mask, key, block_size, pool, causal, keep, threshold):
     if n > 1:
         t = tiles("summarise and keep" if keep else "summarise", block_size, q)
         launch(
-            summarise, (n * B * H,),
-            q, k, v, flags, kbar, vbar, local, stats, *strides(q), *strides(k), *strides(v), B * H, H, L, n, scale,
+            summarise, (n * BH,),
+            q, k, v, flags, table, kbar, vbar, local, stats, *strides(q), *strides(k), *strides(v), BH, H, L, n, scale,
             m=block_size, D=D, BLOCK_D=width, ROWS=t.queries, POOL=pool, HAS_MASK=has_mask, KEEP=keep,
-            STAGES=t.stages, GROUP=H // k.shape[1], **t.launch(),
+            STAGES=t.stages, GROUP=H // k.shape[1], PACKED=packed, **t.launch(),
         )  # fmt: skip
     t = tiles("attend", block_size, q)
     launch(
-        attend, (n * ceil_div(block_size, t.queries) * B * H,),
-        q, k, v, flags, kbar, vbar, local, q if key is None else key, out, lse,
+        attend, (n * ceil_div(block_size, t.queries) * BH,),
+        q, k, v, flags, table, kbar, vbar, local, q if key is None else key, out, lse,
         *strides(q), *strides(k), *strides(v), *strides(out),
-        B * H, H, L, n, threshold, scale, m=block_size, D=D, BLOCK_D=width, BQ=t.queries, BK=t.keys, SPANS=n > 1,
+        BH, H, L, n, threshold, scale, m=block_size, D=D, BLOCK_D=width, BQ=t.queries, BK=t.keys, SPANS=n > 1,
         CAUSAL=causal, HAS_MASK=has_mask, PRECISION=precision(q), DROPOUT=key is not None,
-        GROUP=H // k.shape[1], **t.launch(),
+        GROUP=H // k.shape[1], PACKED=packed, **t.launch(),
     )  # fmt: skip
     return outputs
 
 
-def _outputs(q: Tensor, block_size: int, keep: bool) -> tuple[Tensor, Tensor]:
-    return empty_rows(q), _kept(q, block_size, keep).empty(q)
+def _outputs(q: Tensor, table: Tensor | None, block_size: int, keep: bool) -> tuple[Tensor, Tensor]:
+    return empty_rows(q), _kept(q, table, block_size, keep).empty(q)
 
 
-def _kept(q: Tensor, block_size: int, keep: bool) -> Block:
+def _blocks(q: Tensor, table: Tensor | None, block_size: int) -> tuple[int, int]:
+    """Rows and blocks per row. The blocks of packed documents count as one row."""
+    return (q.shape[0], ceil_div(q.shape[2], block_size)) if table is None else (1, table.shape[0])
+
+
+def _kept(q: Tensor, table: Tensor | None, block_size: int, keep: bool) -> Block:
     """The log2 normalisers of out, and for each block the summary key and value, local log2 normaliser, statistics."""
     B, H, L, D = q.shape
-    n = ceil_div(L, block_size)
+    rows, n = _blocks(q, table, block_size)
     return Block(
         (
             ((B, H, L), torch.float32),
-            ((B, H, n, D), q.dtype),
-            ((B, H, n, D), q.dtype),
-            ((B, H, n), torch.float32),
-            ((B, H, n if keep else 0, 4, D), torch.float32),
+            ((rows, H, n, D), q.dtype),
+            ((rows, H, n, D), q.dtype),
+            ((rows, H, n), torch.float32),
+            ((rows, H, n if keep else 0, 4, D), torch.float32),
         )
     )
 
 
-def _backward(dout, q, k, v, mask, key, out, block, block_size, pool, causal, keep, threshold):
+def _backward(dout, q, k, v, mask, table, key, out, block, block_size, pool, causal, keep, threshold):
     from ....kernels.rows import row_products
     from .backward import collect, key_gradients, query_gradients, span_gradients
 
     if not keep:
         raise RuntimeError("weft::combiner_fixed was called with keep=False; the backward requires keep=True")
-    lse, kbar, vbar, local, stats = _kept(q, block_size, keep).split(block)
+    lse, kbar, vbar, local, stats = _kept(q, table, block_size, keep).split(block)
     dq, (dk, by_head_k), (dv, by_head_v) = empty_rows(q), gradients(k, q), gradients(v, q)
     dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
     B, H, L, D = q.shape
-    n, BH, width, group = ceil_div(L, block_size), B * H, block_width(D), H // k.shape[1]
+    rows, n = _blocks(q, table, block_size)
+    BH, width, group = rows * H, block_width(D), H // k.shape[1]
+    packed, table = table is not None, q if table is None else table
     logit_scale = 1 / math.sqrt(D)
     scale = math.log2(math.e) * logit_scale
     has_mask = mask is not None
@@ -156,44 +166,46 @@ def _backward(dout, q, k, v, mask, key, out, block, block_size, pool, causal, ke
     key_tiles = ceil_div(block_size, by_keys.keys)
     dkbar = dvbar = mean_dalpha = weighted = lse  # not read if there is only one block
     if n > 1:
-        chunk, chunks = query_chunks(L)
-        part_k = q.new_empty(B, H, chunks, n, D, dtype=torch.float32)
+        chunk, chunks = ((n + 1) * block_size, 1) if packed else query_chunks(L)
+        part_k = q.new_empty(BH, chunks, n, D, dtype=torch.float32)
         part_v = torch.empty_like(part_k)
-        t = tiles("span gradients", n, q)
+        t = tiles("span gradients", min(n, PACKED_SPANS) if packed else n, q)
         launch(
-            span_gradients, (ceil_div(n, t.keys) * chunks * BH,),
-            q, out, dout, kbar, vbar, local, lse, key, delta, part_k, part_v,
-            *strides(q), *strides(out), *strides(dout), BH, H, L, n, chunk, threshold, scale,
-            logit_scale, BQ=t.queries, BS=t.keys, **options, **t.launch(),
+            span_gradients, ((n if packed else ceil_div(n, t.keys) * chunks) * BH,),
+            q, out, dout, table, kbar, vbar, local, lse, key, delta, part_k, part_v,
+            *strides(q), *strides(out), *strides(dout), BH, H, L, n, chunk, threshold, scale, logit_scale,
+            BQ=t.queries, BS=t.keys, **options, PACKED=packed, **t.launch(),
         )  # fmt: skip
-        dkbar, dvbar = part_k.new_empty(B, H, n, D), part_k.new_empty(B, H, n, D)
-        mean_dalpha = part_k.new_empty(B, H, n)
-        weighted = part_k.new_empty(B, H, n, key_tiles, D)
+        dkbar, dvbar = part_k.new_empty(BH, n, D), part_k.new_empty(BH, n, D)
+        mean_dalpha = part_k.new_empty(BH, n)
+        weighted = part_k.new_empty(BH, n, key_tiles, D)
         launch(
             collect, (ceil_div(n, 16) * BH,),
             part_k, part_v, vbar, stats, dkbar, dvbar, mean_dalpha, BH, n, chunk, chunks, ROWS=16, **shape, num_warps=4
         )  # fmt: skip
     else:
         launch(
-            row_products, (ceil_div(L, 64) * BH,),
-            out, dout, delta, *strides(out), *strides(dout), BH, H, L, D=D, BLOCK_D=width, ROWS=64, num_warps=4
+            row_products, (ceil_div(L, 64) * B * H,),
+            out, dout, delta, *strides(out), *strides(dout), B * H, H, L, D=D, BLOCK_D=width, ROWS=64, num_warps=4
         )  # fmt: skip
     t = by_keys
     launch(
         key_gradients, (n * key_tiles * BH,),
-        q, k, v, flags, dout, stats, kbar, local, lse, delta, key, dkbar, dvbar, mean_dalpha, weighted,
+        q, k, v, flags, table, dout, stats, kbar, local, lse, delta, key, dkbar, dvbar, mean_dalpha, weighted,
         by_head_k, by_head_v,
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(by_head_k), *strides(by_head_v),
         BH, H, L, n, threshold, scale, logit_scale, BQ=t.queries, BK=t.keys, SPANS=n > 1, POOL=pool, GROUP=group,
+        PACKED=packed,
         **options, **t.launch(),
     )  # fmt: skip
     t = by_queries
     launch(
         query_gradients, (n * ceil_div(block_size, t.queries) * BH,),
-        q, k, v, flags, dout, stats, kbar, vbar, local, lse, delta, key, mean_dalpha, weighted, dq,
+        q, k, v, flags, table, dout, stats, kbar, vbar, local, lse, delta, key, mean_dalpha, weighted, dq,
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq),
         BH, H, L, n, threshold, scale, logit_scale, BQ=t.queries, BK=t.keys, PARTS=key_tiles,
-        PART_ROWS=next_power_of_two(key_tiles), SPANS=n > 1, POOL=pool, GROUP=group, **options, **t.launch(),
+        PART_ROWS=next_power_of_two(key_tiles), SPANS=n > 1, POOL=pool, GROUP=group, PACKED=packed,
+        **options, **t.launch(),
     )  # fmt: skip
     sum_to_groups(by_head_k, dk)
     sum_to_groups(by_head_v, dv)
@@ -202,10 +214,10 @@ def _backward(dout, q, k, v, mask, key, out, block, block_size, pool, causal, ke
 
 _operator = Operator(
     "combiner_fixed",
-    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key, int block_size, str pool, bool causal,"
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? table, Tensor? key, int block_size, str pool, bool causal,"
     " bool keep, int threshold",
     _forward,
-    lambda q, k, v, mask, key, block_size, pool, causal, keep, threshold: _outputs(q, block_size, keep),
+    lambda q, k, v, mask, table, key, block_size, pool, causal, keep, threshold: _outputs(q, table, block_size, keep),
     _backward,
     outputs=2,
 )
