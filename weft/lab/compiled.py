@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -75,12 +76,14 @@ def rounding(fabric: Any, eager: nn.Module, task: Task, rows: Rows, config: Trai
 
 @torch.no_grad()
 def first_losses(model: nn.Module, task: Task, rows: Rows, config: TrainConfig) -> Tensor:
-    index = torch.arange(config.batch_size, device=rows.device).clamp(max=len(rows) - 1)
+    numbers = np.arange(config.batch_size).clip(max=len(rows) - 1)
+    index = torch.from_numpy(numbers).to(rows.device)
     model.eval()
     seed_everything("evaluate", config.seed)
     generator = torch.Generator(device=rows.device).manual_seed(seed_of("evaluate", config.seed, 0))
+    batch = rows.pack(task.batch(rows.take(index), config, generator, training=False), numbers)
     with task.evaluating(model):
-        return task.score(model, task.batch(rows.take(index), config, generator, training=False))["loss"].double()
+        return task.score(model, batch)["loss"].double()
 
 
 def distance(found: Tensor, expected: Tensor) -> float:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import random
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..core.segments import Segments
+from ..core.staging import send
 from ..tasks.base import Columns
 
 DEVICE_BYTES = 16 * 2**30  # rows up to this size are kept on the GPU
@@ -43,26 +46,37 @@ class Order:
         self.rows, self.per_step, self.seed, self.device = rows, per_step, seed, device
         self.shuffled, self.steps_per_epoch = shuffled, rows // per_step
         self._epoch, self._permutation = -1, torch.empty(0)
+        self._on_host: np.ndarray = np.empty(0)
 
     def __call__(self, step: int) -> Tensor:
         """The examples of step 0, 1, …, on the device."""
+        here = self._turn_to(step)
+        return self._permutation[here]
+
+    def on_host(self, step: int) -> np.ndarray:
+        """The same numbers on the host."""
+        here = self._turn_to(step)
+        return self._on_host[here]
+
+    def _turn_to(self, step: int) -> slice:
         epoch, within = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
             generator = np.random.Generator(np.random.PCG64(seed_of("order", self.seed, epoch)))
-            order = generator.permutation(self.rows) if self.shuffled else np.arange(self.rows)
-            self._permutation = torch.from_numpy(order).to(self.device)
+            self._on_host = generator.permutation(self.rows) if self.shuffled else np.arange(self.rows)
+            self._permutation = torch.from_numpy(self._on_host).to(self.device)
             self._epoch = epoch
-        return self._permutation[within * self.per_step : (within + 1) * self.per_step]
+        return slice(within * self.per_step, (within + 1) * self.per_step)
 
 
 class Rows:
-    """A split, on the device if it fits."""
+    """A split, on the device if it fits. `packed`: batches have their documents side by side, without padding."""
 
-    def __init__(self, columns: Columns, device: torch.device):
+    def __init__(self, columns: Columns, device: torch.device, packed: bool = False):
         # A column may be a view with overlapping windows: count its storage.
         size = sum(c.untyped_storage().nbytes() for c in columns.values())
         self.device, self.resident = device, size <= DEVICE_BYTES
         self.columns = {name: _move(c, device) for name, c in columns.items()} if self.resident else columns
+        self.lengths = lengths_of(self.columns["ids"]) if packed else None  # known here, so that no step waits for them
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))
@@ -74,6 +88,22 @@ class Rows:
         pin = self.device.type == "cuda"
         rows = {name: column[index] for name, column in self.columns.items()}
         return {name: (r.pin_memory() if pin else r).to(self.device, non_blocking=True) for name, r in rows.items()}
+
+    def pack(self, batch: Columns, index: np.ndarray) -> dict[str, Any]:
+        """The batch of the examples `index`, with ids (B, L) as one row (1, tokens) and their `segments` if packed."""
+        if self.lengths is None:
+            return batch
+        lengths = self.lengths[index]
+        source = np.flatnonzero(np.arange(batch["ids"].shape[1]) < lengths[:, None])
+        ids = batch["ids"].flatten()[send(torch.from_numpy(source), self.device)][None]
+        return {**batch, "ids": ids, "segments": Segments.from_lengths(lengths.tolist(), device=self.device)}
+
+
+def lengths_of(ids: Tensor) -> np.ndarray:
+    """Tokens of each row of ids (rows, L) up to its padding, which is 0; at least 1."""
+    places = torch.arange(1, ids.shape[1] + 1, device=ids.device)
+    found = [((part > 0) * places).amax(1) for part in ids.split(4096)]
+    return torch.cat(found).clamp(min=1).cpu().numpy()
 
 
 def _move(column: Tensor, device: torch.device) -> Tensor:

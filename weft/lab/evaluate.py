@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -56,10 +57,12 @@ def evaluate(
             tell(done, few)
             if stop():
                 raise Stopped
-            index = torch.arange(per_call, device=device) + (number * world + rank) * per_call
+            first = (number * world + rank) * per_call
+            index = torch.arange(first, first + per_call, device=device)
             counts = index < len(rows)
             generator = torch.Generator(device=device).manual_seed(seed_of("evaluate", config.seed, number))
             batch = task.batch(rows.take(index.clamp(max=len(rows) - 1)), config, generator, training=False)
+            batch = rows.pack(batch, np.arange(first, first + per_call).clip(max=len(rows) - 1))
             for key, values in task.score(model, batch).items():
                 total = values.float().masked_fill(~counts, 0).sum(dtype=torch.float64)
                 sums[key] = sums[key] + total if key in sums else total
@@ -110,7 +113,7 @@ def evaluate_run(
         model = Members(model, ensemble, task.answers)
     wrapped = fabric.setup_module(model)
     columns = getattr(data, split)
-    rows = Rows(task.overlapping(columns, stride) if stride else columns, fabric.device)
+    rows = Rows(task.overlapping(columns, stride) if stride else columns, fabric.device, config.packed)
     return evaluate(fabric, wrapped, task, rows, config, tell=tell), step
 
 

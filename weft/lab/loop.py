@@ -95,8 +95,9 @@ class Training:
         self.optimizer = self.fabric.setup_optimizers(self.inner_optimizer)
         self.average = make_average(self.raw, config)
         device = self.fabric.device
-        self.rows = Rows(self.data.train, device)
-        self.val, self.test = Rows(self.data.val, device), Rows(self.data.test, device)
+        self.rows, self.val, self.test = (
+            Rows(part, device, config.packed) for part in (self.data.train, self.data.val, self.data.test)
+        )
         self.per_step = config.batch_size * config.accumulate * self.world
         self.order = Order(len(self.rows), self.per_step, config.seed, device, shuffled=not self.task.streams)
         self.generator = torch.Generator(device=device)
@@ -105,6 +106,7 @@ class Training:
         self.losses = LossMonitor(config.diverge_at)
         self.checked_compiled = False
         self.pending: list[Tensor] = []
+        self.computed = 0  # tokens of packed documents since the last look
         self.dense_from = math.ceil(config.steps * config.finetune_dense_at) if config.finetune_dense_at else 0
         self.is_dense, self.begun = False, False
         self.signals = Signals(once=True)
@@ -199,17 +201,21 @@ class Training:
         seed_everything("step", config.seed, step, rank)
         rate = learning_rate(config, step)
         set_learning_rate(self.inner_optimizer, rate)
-        index = self.order(step - 1)
+        index, numbers = self.order(step - 1), self.order.on_host(step - 1)
+        if self.rows.lengths is not None:
+            self.computed += int(self.rows.lengths[numbers].sum())
         if self.task.streams and (step - 1) % self.order.steps_per_epoch == 0:
             self.task.restart(self.raw)
         size, total = config.batch_size, None
         for micro in range(config.accumulate):
             # Masks and augmentation are drawn for the rows of all processes, so they do not depend on their number.
-            rows = index[micro * world * size : (micro + 1) * world * size]
+            here = slice(micro * world * size, (micro + 1) * world * size)
             self.generator.manual_seed(seed_of("batch", config.seed, step, micro))
-            batch = self.task.batch(self.rows.take(rows), config, self.generator, training=True)
+            batch = self.task.batch(self.rows.take(index[here]), config, self.generator, training=True)
+            mine = slice(rank * size, (rank + 1) * size)
             if world > 1:
-                batch = {name: column[rank * size : (rank + 1) * size] for name, column in batch.items()}
+                batch = {name: column[mine] for name, column in batch.items()}
+            batch = self.rows.pack(batch, numbers[here][mine])
             accumulating = micro < config.accumulate - 1
             with self.fabric.no_backward_sync(self.model, enabled=accumulating):
                 loss = self.task.loss(self.model, batch, config) / config.accumulate
@@ -233,13 +239,16 @@ class Training:
             losses = self.fabric.all_reduce(losses, reduce_op="mean")
         values, self.pending = losses.tolist(), []
         now, step0 = time.perf_counter(), self.step - len(values)
-        rate = (self.step - self._clock[1]) * self._tokens_per_step() / max(now - self._clock[0], 1e-9)
+        seconds = max(now - self._clock[0], 1e-9)
+        rate = (self.step - self._clock[1]) * self._tokens_per_step() / seconds
         self._clock = (now, self.step)
         entries: list[dict[str, Any]] = [
             {"kind": "train", "step": step0 + i, "loss": value, "lr": learning_rate(self.config, step0 + i)}
             for i, value in enumerate(values, 1)
         ]
         entries[-1]["tokens_per_s"] = round(rate, 1)
+        if self.computed:
+            entries[-1]["computed_tokens_per_s"], self.computed = round(self.computed / seconds, 1), 0
         self._log(entries)
         self.progress.update(self.step, values[-1], rate)
         for entry in entries:

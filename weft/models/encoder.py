@@ -104,6 +104,9 @@ class TextEncoder(nn.Module):
                 "pooling needs the whole sequence: inside weft.parallel.context call tokens(), and pool the result of "
                 "weft.parallel.unshard"
             )
+        if segments is not None and self.pooling != "mean":
+            x, _, documents = self._per_document(ids, mask, documents_of(segments, ids))
+            return self.norm(x.flatten(0, 1)[documents.first])
         x, mask = self.tokens(ids, mask, segments)
         if self.pooling != "mean":
             return x[:, 0]
@@ -117,7 +120,10 @@ class TextEncoder(nn.Module):
         get their own rows, (documents, N, dim)."""
         if segments is not None:
             refuse("TextEncoder with segments")
-            return self._per_document(ids, mask, documents_of(segments, ids))
+            x, mask, documents = self._per_document(ids, mask, documents_of(segments, ids))
+            if not len(documents):
+                return x.new_zeros(0, 1, self.dim), mask.new_zeros(0, 1)
+            return documents.as_rows(self.norm(x)), documents.as_rows(mask)
         mask = self._check(ids, mask)
         x = self.embed(ids)
         if self.cls is not None:
@@ -131,19 +137,22 @@ class TextEncoder(nn.Module):
             x = block(x, mask)
         return self.norm(x), mask
 
-    def _per_document(self, ids: Tensor, mask: Tensor | None, documents: Segments) -> tuple[Tensor, Tensor]:
+    def _per_document(self, ids: Tensor, mask: Tensor | None, documents: Segments) -> tuple[Tensor, Tensor, Segments]:
+        """The tokens of packed documents before the last norm, their mask, and where they are."""
         mask = self._check(ids, mask, documents.longest)
         x = self.embed(ids)
         if not len(documents):
-            return x.new_zeros(0, 1, self.dim), mask.new_zeros(0, 1)
+            return x, mask, documents
         if self.cls is not None:
             documents, source = documents.with_first()
             first = documents.positions[..., None] == 0
             x, mask = torch.where(first, self.cls, x.flatten(0, 1)[source][None]), mask.flatten()[source][None]
+        else:
+            documents.ready()
         x = self._placed(x, documents.positions)
         for block in self.blocks:
             x = block(x, mask, segments=documents)
-        return documents.as_rows(self.norm(x)), documents.as_rows(mask)
+        return x, mask, documents
 
     def _placed(self, x: Tensor, at: Any) -> Tensor:
         """x with the positions `at`, an index into the table of positions."""

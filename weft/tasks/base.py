@@ -191,6 +191,12 @@ class Classification(Task):
         return {"loss": sums["loss"] / sums["count"], "accuracy": sums["correct"] / sums["count"]}
 
 
+def ids_and_segments(batch: Columns) -> tuple[Any, ...]:
+    """The arguments of a text classifier; `segments` number the documents of a packed batch."""
+    ids = batch["ids"].long()
+    return (ids, None, batch["segments"]) if "segments" in batch else (ids,)
+
+
 class StudyTask(Classification):
     """A task of the wide-attention study, with models and options from `weft.models.presets`.
 
@@ -198,7 +204,7 @@ class StudyTask(Classification):
     """
 
     models = ("transformer", "crate")
-    reads = frozenset({"max_length", "pooling", "norm", "qk_norm"})
+    reads = frozenset({"max_length", "pooling", "packed", "norm", "qk_norm"})
 
     def __init__(self) -> None:
         from ..models.presets import TASKS
@@ -216,7 +222,7 @@ class StudyTask(Classification):
         self.presets["code"] = {"optimizer": "adamw", "weight_decay": 0.1}
 
     def inputs(self, batch: Columns) -> tuple[Tensor, ...]:
-        return (batch["ids"].long(),)
+        return ids_and_segments(batch)
 
     def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
         from ..models.presets import lra
@@ -257,7 +263,7 @@ class TextClassification(Classification):
     models: ClassVar[tuple[str, ...]] = ("transformer", "crate")
 
     def inputs(self, batch: Columns) -> tuple[Tensor, ...]:
-        return (batch["ids"].long(),)
+        return ids_and_segments(batch)
 
     def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
         from ..models import TextClassifier

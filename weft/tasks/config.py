@@ -50,6 +50,7 @@ class TrainConfig:
     qk_norm: bool = False  # normalise queries and keys, which bounds the attention logits
     pooling: str = ""  # cls, mean or first; empty: the model's default
     image_size: int = 0  # side of the images, image classification only; 0: the task's default
+    packed: bool = False  # put the documents of a batch side by side instead of padding them, text classification only
     patch: int = 4  # side of a patch, image classification only
     eval_stride: int = 0  # overlap evaluation windows and score only this many last tokens of each; 0: no overlap
     mask_rate: float = 0.15  # fraction of masked tokens, masked language modelling only
@@ -208,8 +209,8 @@ class TrainConfig:
 
 # Fields that only some tasks read; see `Task.reads`.
 OPTIONAL = (
-    "max_length", "eval_stride", "pooling", "image_size", "patch", "mask_rate", "augment", "augmentation", "mixup",
-    "cutmix", "drop_path", "tokenizer", "text_column", "label_column", "skip_unlabelled", "norm", "qk_norm",
+    "max_length", "eval_stride", "pooling", "packed", "image_size", "patch", "mask_rate", "augment", "augmentation",
+    "mixup", "cutmix", "drop_path", "tokenizer", "text_column", "label_column", "skip_unlabelled", "norm", "qk_norm",
 )  # fmt: skip
 
 # Fields that may change on resume, because they do not affect the computation.

@@ -55,6 +55,7 @@ class Matching(StudyTask):
     name = "matching"
     about = "does one paper cite the other? ACL Anthology pairs, two documents of 4k bytes"
     class_names = ("no citation", "citation")
+    reads = StudyTask.reads - {"packed"}
 
     def load(self, config: TrainConfig) -> TaskData:
         names = ("matching", "aan", "lra_release/tsv_data", "lra_release/lra_release/tsv_data", "tsv_data")

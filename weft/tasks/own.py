@@ -86,8 +86,11 @@ class TextTable(BuiltFromData, TextClassification):
     length = 512
     hosts = "SequenceClassification"
     reads = frozenset(
-        {"max_length", "pooling", "text_column", "label_column", "tokenizer", "skip_unlabelled", "norm", "qk_norm"}
-    )
+        {
+            "max_length", "pooling", "packed", "text_column", "label_column", "tokenizer", "skip_unlabelled", "norm",
+            "qk_norm",
+        }
+    )  # fmt: skip
     defaults = dict(
         layers=2, heads=8, dim=256, head_dim=32, mlp_dim=512, dropout=0.1, steps=2000, batch_size=32,
         optimizer="adamw", learning_rate=5e-4, weight_decay=0.01, beta2=0.999, eps=1e-8, schedule="cosine",

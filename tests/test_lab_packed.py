@@ -1,0 +1,57 @@
+"""`--packed`: the documents of a batch side by side give the losses of the padded batch, and resume exactly."""
+
+import json
+import random
+
+import pytest
+import runs
+
+pytest.importorskip("lightning")
+
+from weft.lab import train
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    """Texts of different lengths; one is empty."""
+    draw = random.Random(0)
+    texts = ["".join(draw.choices("abc", k=draw.randint(1, 40))) for _ in range(120)]
+    texts[3] = ""
+    path = tmp_path_factory.mktemp("texts") / "texts.csv"
+    path.write_text("text,label\n" + "".join(f"{text},{'ab'[text.count('a') % 2]}\n" for text in texts))
+    return path
+
+
+def config(out, table, **changes):
+    settings = dict(data=str(table), max_length=40, dropout=0.0, precision="64-true", eval_batches=0)
+    return runs.tiny(out, "classify", **{**settings, **changes})
+
+
+def curve(out):
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [(line["kind"], line["step"], line["loss"]) for line in lines]
+
+
+CASES = [("linear", "", "cls"), ("local", '{"block_size": 4}', "mean"), ("combiner-fixed", "", "first")]
+
+
+@pytest.mark.parametrize(("attention", "options", "pooling"), CASES)
+def test_packed_batches_give_the_losses_of_padded_ones(tmp_path, table, attention, options, pooling):
+    chosen = dict(attention=attention, attention_options=options, pooling=pooling)
+    for packed in (False, True):
+        train(config(tmp_path / str(packed), table, packed=packed, **chosen))
+    for mine, theirs in zip(curve(tmp_path / "True"), curve(tmp_path / "False"), strict=True):
+        assert mine[:2] == theirs[:2] and mine[2] == pytest.approx(theirs[2], rel=1e-9)
+
+
+def test_a_packed_run_resumes_in_the_middle_of_an_epoch(tmp_path, monkeypatch, table):
+    settings = dict(attention="linear", packed=True, dropout=0.2, checkpoint_every=5)
+    train(config(tmp_path / "whole", table, **settings))
+    runs.killed_run(monkeypatch, config(tmp_path / "run", table, **settings), 8)
+    train(config(tmp_path / "run", table, **settings), resume=True)
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+
+
+def test_tasks_without_documents_refuse_it(tmp_path):
+    with pytest.raises(ValueError, match="packed has no effect on the task digits"):
+        runs.tiny(tmp_path, packed=True)
