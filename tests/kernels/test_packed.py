@@ -25,6 +25,7 @@ CASES = [  # options, lengths, causal, masked
     ("combiner-fixed", {"block_size": 4}, SHORT, False, True),
     ("combiner-fixed", {"block_size": 4}, SHORT, True, False),
     ("combiner-fixed", {"block_size": 1, "summary": "mean"}, [[70, 1, 6], [7]], True, True),  # two tiles of summaries
+    ("combiner-fixed", {"block_size": 30}, [[290, 1], [9]], True, False),  # two chunks of queries
 ]
 MANY = [[300, 1, 513], [700], [40] * 20]  # on a GPU: more documents and blocks than a tile has
 if DEVICE == "cuda":

@@ -147,7 +147,7 @@ class Segments:
 
     def _room(self, blocks: int) -> int:
         """At most 1/8 more than `blocks`, with few different values."""
-        step = max(16, 1 << (blocks.bit_length() - 4)) if self.device.type == "cuda" else 1
+        step = max(16, 1 << blocks.bit_length() >> 4) if self.device.type == "cuda" else 1
         return -(-blocks // step) * step
 
     @outside_graphs("the tables of segments are computed on the CPU")

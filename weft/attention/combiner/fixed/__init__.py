@@ -34,6 +34,7 @@ from ....core.registry import register
 from ....core.segments import Segments
 from ....core.softmax import softmax_attention
 from ....core.state import KeyValues
+from ....core.tiles import next_power_of_two
 from ....kernels.steps.kernel import slots_step
 from ...axial import decoding_block
 from ..base import Combiner, Seen, combiner_naive, dense_combiner, dense_pool, join_seen
@@ -318,7 +319,8 @@ def run_packed(
         return None
     q, k, v = (attn._widen(t) for t in (q, k, v))
     key, threshold = dropout_key(attn, q)
-    options: dict[str, Any] = {"block_size": m, "pool": attn.summary.pool, "causal": attn.causal}
+    longest = next_power_of_two(documents.longest)  # few values: launches are recorded by it
+    options: dict[str, Any] = {"block_size": m, "pool": attn.summary.pool, "causal": attn.causal, "longest": longest}
     table = documents.table(m)
     return kernel.combiner_fixed(q, k, v, mask, **options, table=table, key=key, threshold=threshold).to(dtype)
 

@@ -28,30 +28,33 @@ from .forward import own_summaries, seen_tile, seen_tiles
 def span_gradients(
     Q, OUT, DOUT, TABLE, KBAR, VBAR, LOCAL, LSE, KEY, DELTA, PART_K, PART_V,
     q_b, q_h, q_l, o_b, o_h, o_l, g_b, g_h, g_l,
-    BH, H, L, n, chunk, threshold, scale, logit_scale,
+    BH, H, L, n, span_tiles, chunk, chunks, threshold, scale, logit_scale,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
     """Gradients of BS summaries from the queries of one chunk; PART_K and PART_V are (B·H, chunks, n, D), float32. The
-    programs of the first summaries also store delta, of all queries. PACKED: a chunk is a document, and each of its
-    blocks has a program, of which every BS-th works."""
+    programs of the first summaries also store delta, of all queries. PACKED: chunks are those of each document, and
+    every block has a program, of which only the first of each chunk works."""
     bh, rest = tl.program_id(0) % BH, tl.program_id(0) // BH
+    s_first, c = rest % span_tiles * BS, rest // span_tiles
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    part = bh.to(tl.int64) * n * chunks
+    summaries, count = bh.to(tl.int64) * n, n
+    origin, length = 0, L
     if PACKED:
-        summaries, count, s_first = own_summaries(TABLE, bh, rest, n, PACKED)
-        if (s_first % BS != 0) | (s_first >= count):
+        block = c
+        summaries, count, mine = own_summaries(TABLE, bh, block, n, PACKED)
+        if (mine % (chunk // m) != 0) | (s_first >= count):
             return
-        part, q_first, q_end = summaries, 0, tl.load(TABLE + 8 * rest + 7)
-        b, first = tl.load(TABLE + 8 * rest).to(tl.int64), tl.load(TABLE + 8 * rest + 6)
-    else:
-        span_tiles = (n + BS - 1) // BS
-        s_first, c = rest % span_tiles * BS, rest // span_tiles
-        q_first = c * chunk
-        first = q_first
-        q_end = tl.minimum(q_first + chunk, L)
-        summaries, count = bh.to(tl.int64) * n, n
-        part = (bh.to(tl.int64) * ((L + chunk - 1) // chunk) + c) * n
+        c = mine // (chunk // m)
+        part += block - mine  # the document's first
+        b = tl.load(TABLE + 8 * block).to(tl.int64)
+        origin, length = tl.load(TABLE + 8 * block + 6), tl.load(TABLE + 8 * block + 7)
+    q_first = c * chunk
+    q_end = tl.minimum(q_first + chunk, length)
+    first = origin + q_first
+    part += c * n
     start = 0
     if CAUSAL:  # the first query that attends to the first of these summaries starts the next block
         start = tl.maximum((s_first + 1) * m - q_first, 0)
@@ -106,9 +109,10 @@ def span_gradients(
 
 @triton.jit
 def collect(
-    PART_K, PART_V, VBAR, STATS, DKBAR, DVBAR, MEAN_DALPHA,
+    PART_K, PART_V, TABLE, VBAR, STATS, DKBAR, DVBAR, MEAN_DALPHA,
     BH, n, chunk, chunks,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """Sum over the chunks that may attend to each summary: the gradient of every token that shares a pooled key entry,
     the gradient of vbar, and Σ_j α_j dα_j."""
@@ -119,10 +123,19 @@ def collect(
     live = s < n
     dkbar = tl.zeros([ROWS, BLOCK_D], tl.float32)
     dvbar = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for c in range((first + 1) * m // chunk if CAUSAL else 0, chunks):
+    begin = 0
+    own = s
+    if PACKED:
+        own = s - tl.load(TABLE + 8 * s + 4, mask=live, other=0)
+        length = tl.load(TABLE + 8 * s + 7, mask=live, other=0)
+    elif CAUSAL:
+        begin = (first + 1) * m // chunk
+    for c in range(begin, chunks):
         seen = live
+        if PACKED:
+            seen = live & (length > c * chunk)
         if CAUSAL:
-            seen = live & ((c + 1) * chunk > (s + 1) * m)
+            seen = seen & ((c + 1) * chunk > (own + 1) * m)
         dkbar += load_rows(PART_K + (bh * chunks + c) * n * D, s, d, D, seen, D, BLOCK_D)
         dvbar += load_rows(PART_V + (bh * chunks + c) * n * D, s, d, D, seen, D, BLOCK_D)
     vbar = load_rows(VBAR + bh * n * D, s, d, D, live, D, BLOCK_D).to(tl.float32)

@@ -37,7 +37,6 @@ from ....kernels.launch import launch
 from ....kernels.operator import Operator
 
 POOLS = ("max", "mean", "sum")
-PACKED_SPANS = 32  # summaries per tile of packed documents, which have few
 LEAST_LENGTH = 256  # measured: the kernels are faster than the plain version from here on; docs/kernels.md
 
 
@@ -72,16 +71,16 @@ TILES: dict[tuple[str, int, int], Tiles] = {
 
 def combiner_fixed(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, block_size: int, pool: str, causal: bool,
-    table: Tensor | None = None, key: Tensor | None = None, threshold: int = 0,
+    table: Tensor | None = None, longest: int = 0, key: Tensor | None = None, threshold: int = 0,
 ) -> Tensor:  # fmt: skip
     """Run the mechanism on q, k, v (B, H, L, D) and mask (B, L) with the kernels. Packed documents need the `table` of
-    their blocks; `key` and `threshold` are those of `dropout_key`."""
+    their blocks, and none may be longer than `longest`; `key` and `threshold` are those of `dropout_key`."""
     q, k, v = autocast(q, k, v)
     keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return _operator(q, k, v, for_operator(mask), table, key, block_size, pool, causal, keep, threshold)
+    return _operator(q, k, v, for_operator(mask), table, key, block_size, pool, causal, keep, threshold, longest)
 
 
-def _forward(q, k, v, mask, table, key, block_size, pool, causal, keep, threshold):
+def _forward(q, k, v, mask, table, key, block_size, pool, causal, keep, threshold, longest):
     """`keep` stores the block statistics for the backward."""
     from .forward import attend, summarise
 
@@ -141,7 +140,7 @@ def _kept(q: Tensor, table: Tensor | None, block_size: int, keep: bool) -> Block
     )
 
 
-def _backward(dout, q, k, v, mask, table, key, out, block, block_size, pool, causal, keep, threshold):
+def _backward(dout, q, k, v, mask, table, key, out, block, block_size, pool, causal, keep, threshold, longest):
     from ....kernels.rows import row_products
     from .backward import collect, key_gradients, query_gradients, span_gradients
 
@@ -166,14 +165,17 @@ def _backward(dout, q, k, v, mask, table, key, out, block, block_size, pool, cau
     key_tiles = ceil_div(block_size, by_keys.keys)
     dkbar = dvbar = mean_dalpha = weighted = lse  # not read if there is only one block
     if n > 1:
-        chunk, chunks = ((n + 1) * block_size, 1) if packed else query_chunks(L)
+        spans = min(n, ceil_div(longest, block_size)) if packed else n  # of a sequence
+        chunk, chunks = packed_chunks(longest, block_size) if packed else query_chunks(L)
         part_k = q.new_empty(BH, chunks, n, D, dtype=torch.float32)
         part_v = torch.empty_like(part_k)
-        t = tiles("span gradients", min(n, PACKED_SPANS) if packed else n, q)
+        t = tiles("span gradients", spans, q)
+        span_tiles = ceil_div(spans, t.keys)
         launch(
-            span_gradients, ((n if packed else ceil_div(n, t.keys) * chunks) * BH,),
+            span_gradients, (span_tiles * (n if packed else chunks) * BH,),
             q, out, dout, table, kbar, vbar, local, lse, key, delta, part_k, part_v,
-            *strides(q), *strides(out), *strides(dout), BH, H, L, n, chunk, threshold, scale, logit_scale,
+            *strides(q), *strides(out), *strides(dout),
+            BH, H, L, n, span_tiles, chunk, chunks, threshold, scale, logit_scale,
             BQ=t.queries, BS=t.keys, **options, PACKED=packed, **t.launch(),
         )  # fmt: skip
         dkbar, dvbar = part_k.new_empty(BH, n, D), part_k.new_empty(BH, n, D)
@@ -181,7 +183,8 @@ def _backward(dout, q, k, v, mask, table, key, out, block, block_size, pool, cau
         weighted = part_k.new_empty(BH, n, key_tiles, D)
         launch(
             collect, (ceil_div(n, 16) * BH,),
-            part_k, part_v, vbar, stats, dkbar, dvbar, mean_dalpha, BH, n, chunk, chunks, ROWS=16, **shape, num_warps=4
+            part_k, part_v, table, vbar, stats, dkbar, dvbar, mean_dalpha, BH, n, chunk, chunks,
+            ROWS=16, **shape, PACKED=packed, num_warps=4,
         )  # fmt: skip
     else:
         launch(
@@ -215,9 +218,9 @@ def _backward(dout, q, k, v, mask, table, key, out, block, block_size, pool, cau
 _operator = Operator(
     "combiner_fixed",
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? table, Tensor? key, int block_size, str pool, bool causal,"
-    " bool keep, int threshold",
+    " bool keep, int threshold, int longest",
     _forward,
-    lambda q, k, v, mask, table, key, block_size, pool, causal, keep, threshold: _outputs(q, table, block_size, keep),
+    lambda q, k, v, mask, table, key, block_size, pool, causal, keep, *rest: _outputs(q, table, block_size, keep),
     _backward,
     outputs=2,
 )
@@ -253,3 +256,9 @@ def query_chunks(L: int) -> tuple[int, int]:
     gradient of a sequence does not depend on the rest of the batch."""
     chunk = max(1024, ceil_div(ceil_div(L, 32), 128) * 128)
     return chunk, ceil_div(L, chunk)
+
+
+def packed_chunks(longest: int, block_size: int) -> tuple[int, int]:
+    """The same for packed documents, in whole blocks."""
+    blocks = ceil_div(max(256, ceil_div(longest, 32)), block_size)
+    return blocks * block_size, ceil_div(longest, blocks * block_size)
