@@ -43,14 +43,14 @@ def span_gradients(
     summaries, count = bh.to(tl.int64) * n, n
     origin, length = 0, L
     if PACKED:
-        block = c
-        summaries, count, mine = own_summaries(TABLE, bh, block, n, PACKED)
+        own = c
+        summaries, count, mine = own_summaries(TABLE, bh, own, n, PACKED)
         if (mine % (chunk // m) != 0) | (s_first >= count):
             return
         c = mine // (chunk // m)
-        part += block - mine  # the document's first
-        b = tl.load(TABLE + 8 * block).to(tl.int64)
-        origin, length = tl.load(TABLE + 8 * block + 6), tl.load(TABLE + 8 * block + 7)
+        part += own - mine  # the document's first
+        b = tl.load(TABLE + 8 * own).to(tl.int64)
+        origin, length = tl.load(TABLE + 8 * own + 6), tl.load(TABLE + 8 * own + 7)
     q_first = c * chunk
     q_end = tl.minimum(q_first + chunk, length)
     first = origin + q_first
