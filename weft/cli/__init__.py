@@ -66,6 +66,7 @@ app.command("eval")(lab.eval_run)
 app.command("list")(lab.list_all)
 app.command("sweep")(lab.sweep_files)
 app.command("report")(lab.report_runs)
+app.command("watch")(lab.watch_runs)
 app.add_typer(bench_app, name="bench")
 app.add_typer(lab.data_app, name="data")
 

@@ -176,6 +176,26 @@ def report_runs(
         say(f"wrote {place}.md and {place}.html")
 
 
+def watch_runs(
+    folders: Annotated[list[Path], typer.Argument(help="folders of runs; folders inside them are searched too")],
+    port: Annotated[int, typer.Option(help="port on this machine; 0: a free one")] = 8642,
+) -> None:
+    """Show running jobs with their curves on a page that is served to this machine only."""
+    from .._interrupt import listen
+    from .watch import serve
+
+    for folder in folders:
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder} is not a folder")
+    with serve(folders, port) as server:
+        listen()
+        say(f"open http://localhost:{server.server_port} in a browser; Ctrl-C ends it")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            say("")
+
+
 data_app = typer.Typer(
     cls=Group, no_args_is_help=True, rich_markup_mode=None, help="List, generate and download data sets."
 )

@@ -76,6 +76,11 @@ def page(
     return render(data, js=_own("parts.js"))
 
 
+def live(data: Mapping[str, Any]) -> str:
+    """A page of parts that asks its own server for `data.json` every two seconds."""
+    return render(data, js=_own("parts.js") + _own("live.js"), connect="'self'")
+
+
 def render(data: Mapping[str, Any], *, js: str, css: str = "", connect: str = "'none'") -> str:
     """The HTML text of `data`, drawn by the shared scripts and `js`. `data["title"]` is the title."""
     # "</script" anywhere in the JSON would end the script element, so escape every "<".

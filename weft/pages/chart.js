@@ -107,7 +107,7 @@ function chart(spec, kept = {}, level = "h3") {
     const cursor = svg("line", {class: "cursor", y1: top, y2: height - bottom, visibility: "hidden"});
     picture.append(cursor);
     plot.prepend(picture);
-    slider.max = xs.length - 1; slider.style.left = `${left}px`; slider.style.width = `${width - left - 4}px`;
+    slider.max = xs.length - 1; slider.style.left = `${100 * left / width}%`; slider.style.width = `${100 * (width - left - 4) / width}%`;
     const point = i => {
       const lines = shown.map(s => [s, reading(s, xs[i], reach)]).filter(([, p]) => p), place = columns.at(xs[i]);
       cursor.setAttribute("x1", place); cursor.setAttribute("x2", place); cursor.setAttribute("visibility", "visible");

@@ -1,7 +1,7 @@
 // Pages that are a list of parts: headings, texts, lists, commands, tables and charts.
 const state = {};  // what the reader chose, by part, so that a live page keeps it
-function show({title, lead, facts, parts, footer}) {
-  main.replaceChildren();
+function show({lead, parts}) {
+  main.replaceChildren(...(lead ? [el("p", {}, lead)] : []));
   let place = main, charts = null;
   parts.forEach((part, i) => {
     const kept = state[`${part.kind} ${part.title ?? part.caption ?? i}`] ??= {};
@@ -19,6 +19,6 @@ function show({title, lead, facts, parts, footer}) {
     else place.append(el("p", {className: part.soft ? "soft" : ""}, part.text));
   });
 }
-header(data.title, data.facts, data.lead);
+header(data.title, data.facts);
 if (data.footer) document.body.append(el("footer", {}, el("small", {}, data.footer)));
 show(data);

@@ -31,7 +31,7 @@ function choice(label, options, chosen, change) {
 }
 
 const repaint = [];  // redraw callbacks for theme changes
-function header(title, facts = [], lead = "") {
+function header(title, facts = []) {
   let dark = matchMedia("(prefers-color-scheme: dark)").matches;
   const apply = () => {
     document.documentElement.style.colorScheme = dark ? "dark" : "light";
@@ -40,7 +40,7 @@ function header(title, facts = [], lead = "") {
   const button = el("button", {type: "button", onclick: () => { dark = !dark; apply(); repaint.forEach(f => f()); }});
   apply();
   const pairs = facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)));
-  document.body.append(el("header", {}, el("div", {}, el("h1", {}, title), lead ? el("p", {}, lead) : null,
+  document.body.append(el("header", {}, el("div", {}, el("h1", {}, title),
     pairs.length ? el("dl", {}, ...pairs) : null), button), main);
 }
 

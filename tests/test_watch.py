@@ -1,0 +1,80 @@
+"""The live page of running jobs."""
+
+import json
+import os
+import subprocess
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+
+pytest.importorskip("lightning")
+
+from browser import CHROMIUM, browser
+
+from weft.lab.run import Run
+from weft.lab.watch import find_runs, serve, state_of
+from weft.tasks import make_config
+from weft.tasks.config import to_json
+
+
+def put(folder, steps, **extra):
+    folder.mkdir(parents=True)
+    run = Run(folder)
+    run.write("config.json", to_json(make_config("digits", steps=10)))
+    entries = [{"kind": "train", "step": i, "loss": steps / i, "lr": 1.0} for i in range(1, steps + 1)]
+    run.log([*entries, {"kind": "val", "step": steps, "loss": 1.0, "accuracy": 0.5}])
+    run.close()
+    for name, text in extra.items():
+        run.write(name, text)
+    return folder
+
+
+@pytest.fixture
+def server(tmp_path):
+    put(tmp_path / "sweep" / "a", 10, **{"result.json": json.dumps(
+        {"step": 10, "best_step": 10, "val": {}, "test": {"accuracy": 0.75}, "parameters": 7})})  # fmt: skip
+    put(tmp_path / "b", 4).joinpath(".lock").write_text(json.dumps({"pid": os.getpid(), "host": os.uname().nodename}))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text("{}")  # not a run
+    with serve([tmp_path], 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def fetch(server, path, host="localhost"):
+    request = urllib.request.Request(f"http://127.0.0.1:{server.server_port}{path}", headers={"Host": host})
+    return urllib.request.urlopen(request, timeout=10).read().decode()
+
+
+def test_the_page_follows_the_runs(server, tmp_path):
+    table, loss, _ = json.loads(fetch(server, "/data.json"))["parts"]
+    rows = {row[0]: row for row in table["rows"]}
+    assert rows["a"][1] == "complete" and "75.00" in rows["a"]
+    assert rows["b"][1] == "running" and "4 of 10" in rows["b"] and "unfinished" in rows["b"]
+    assert {s["name"] for s in loss["series"]} == {"a", "b"}
+    Run(tmp_path / "b").log([{"kind": "train", "step": 5, "loss": 0.1, "lr": 1.0}])
+    assert "5 of 10" in fetch(server, "/data.json")
+    (tmp_path / "b" / ".lock").unlink()
+    assert state_of(tmp_path / "b") == "stopped"
+    assert {run.name for run in find_runs([tmp_path])} == {"a", "b"}
+
+
+def test_only_this_machine_is_served(server):
+    assert server.server_address[0] == "127.0.0.1"
+    for path, host, code in (("/", "evil.example", 403), ("/../config.json", "localhost", 404)):
+        with pytest.raises(urllib.error.HTTPError) as error:
+            fetch(server, path, host)
+        assert error.value.code == code
+    assert "connect-src 'self'" in fetch(server, "/")
+
+
+@browser
+def test_the_page_in_a_browser(server, tmp_path):
+    flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --dump-dom"
+    command = [CHROMIUM, *flags.split(), "--virtual-time-budget=3000", f"--user-data-dir={tmp_path / 'profile'}"]
+    url = f"http://localhost:{server.server_port}/"
+    dom = subprocess.run([*command, url], capture_output=True, text=True, timeout=120).stdout
+    assert "1 running, 1 complete." in dom and dom.count("<polyline") == 2 and 'role="status"></small>' in dom
