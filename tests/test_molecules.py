@@ -52,6 +52,13 @@ def test_graphs_are_stored_once_and_then_need_no_rdkit(tmp_path, monkeypatch) ->
     first = graphs(table, ["C", "CCO"])
     assert first["nodes"].shape == (2, 3, 9)
     assert (first["nodes"][0, 1:] == 0).all() and (first["pairs"][0, 1:] == 0).all()
+    (tmp_path / "read-only").mkdir()
+    other = tmp_path / "read-only" / table.name
+    other.write_bytes(table.read_bytes())
+    with monkeypatch.context() as patch:
+        patch.setattr("weft.tasks.graphs.os.access", lambda *_: False)
+        assert np.array_equal(graphs(other, ["C", "CCO"])["pairs"], first["pairs"])
+    assert [file.name for file in other.parent.iterdir()] == [table.name]
     monkeypatch.setitem(sys.modules, "rdkit", None)
     again = graphs(table, ["C", "CCO"])
     assert all(np.array_equal(first[key], again[key]) for key in first)

@@ -1,8 +1,8 @@
 """Exported models of transformers and timm: a folder in the library's own format, with weft's files in weft/.
 
-    transformers.AutoModelForCausalLM.from_pretrained(folder)      the library's own attention
-    weft.huggingface.load(folder), weft.timm.load(folder)          with a swapped mechanism or a cache
-    weft.load(folder)                                              either, with predict()
+transformers.AutoModelForCausalLM.from_pretrained(folder)      the library's own attention
+weft.huggingface.load(folder), weft.timm.load(folder)          with a swapped mechanism or a cache
+weft.load(folder)                                              either, with predict()
 """
 
 from __future__ import annotations

@@ -5,12 +5,13 @@
             stereochemistry and whether it is conjugated
 
 A pair is stored as one byte: 0 for padding, 1 + distance, or FIRST_BOND + the number of the bond's features. Graphs
-are read once and stored next to the table of molecules; RDKit is needed only for that.
+are read once and stored next to the table of molecules, if that folder is writable; RDKit is needed only for that.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,8 @@ def graphs(path: Path, smiles: list[str]) -> dict[str, np.ndarray]:
     found = _read(target, state)
     if found is None:
         rdkit()
+        if not os.access(path.parent, os.W_OK):
+            return _build(path, smiles)
         with alone(target.with_suffix(".lock")):
             found = _read(target, state)
             if found is None:
