@@ -21,6 +21,7 @@ from .data import Rows, seed_everything, seed_of
 from .kept import check_data, check_numbers, load_kept
 from .run import Run
 from .say import say
+from .split import Split
 from .state import restore_model, with_average
 
 
@@ -39,6 +40,7 @@ def evaluate(
     batches: int = 0,
     stop: Callable[[], bool] = lambda: False,
     tell: Callable[[int, int], None] = lambda done, total: None,
+    split: Split | None = None,
 ) -> dict[str, float]:
     """The task's metrics on these rows. The last batch is padded with rows that are not counted: every process gets
     the same number of batches, and a compiled model sees one shape."""
@@ -46,13 +48,14 @@ def evaluate(
     model.eval()
     seed_everything("evaluate", config.seed)  # for mechanisms that draw random numbers in every call
     per_call, device = config.batch_size, rows.device
-    world, rank = fabric.world_size, fabric.global_rank
+    split = split or Split(fabric, config, 0)
+    world, rank = split.world, split.rank
     count = -(-len(rows) // (per_call * world))
     sums: dict[str, Tensor] = {}
     few = min(count, batches) if batches else count
     # Spread a subset over all rows, which may be sorted; a stream must start at its beginning.
     numbers = range(few) if task.streams else [i * count // few for i in range(few)]
-    with task.evaluating(model):
+    with task.evaluating(model), split.region():
         for done, number in enumerate(numbers):
             tell(done, few)
             if stop():
@@ -63,10 +66,10 @@ def evaluate(
             generator = torch.Generator(device=device).manual_seed(seed_of("evaluate", config.seed, number))
             batch = task.batch(rows.take(index.clamp(max=len(rows) - 1)), config, generator, training=False)
             batch = rows.pack(batch, np.arange(first, first + per_call).clip(max=len(rows) - 1))
-            for key, values in task.score(model, batch).items():
+            for key, values in task.score(model, split.part(task, batch)).items():
                 total = values.float().masked_fill(~counts, 0).sum(dtype=torch.float64)
                 sums[key] = sums[key] + total if key in sums else total
-    if world > 1:
+    if fabric.world_size > 1:
         sums = {key: fabric.all_reduce(value, reduce_op="sum") for key, value in sums.items()}
     model.train(was_training)
     return task.summary({key: float(value) for key, value in sums.items()})
@@ -104,6 +107,7 @@ def evaluate_run(
             raise TypeError(f"TrainConfig has no field {name!r}")
         setattr(config, name, value)
     config.compile, config.devices, config.nodes, config.strategy = False, 1, 1, "auto"
+    config.context_parallel = 1
     config.check()
     task = task_of(config)
     model, data, step = _load(run, config, which, other="data" in changes)

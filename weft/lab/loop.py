@@ -38,6 +38,7 @@ from .processes import Processes
 from .progress import Progress
 from .run import Run
 from .signals import Signals
+from .split import Split
 from .start import claim, load_data, newest_checkpoint, start_from
 from .state import AVERAGE, collect, finite, restore, restore_model, with_average
 
@@ -81,6 +82,7 @@ class Training:
         self.task = task_of(config)
         newest = newest_checkpoint(self.checkpoints, self.folder, self.processes) if resume else None
         self.data, self.kept = load_data(self.task, config, self.folder, newest, self.processes, self._say)
+        self.split = Split(self.fabric, config, self.data.length)
         self.raw = build_model(config, self.data)
         if config.init_from and newest is None:
             start_from(Run(Path(config.init_from)), self.raw, self.task, self.kept)
@@ -88,7 +90,7 @@ class Training:
         few = {name: column[: min(2, config.batch_size)] for name, column in self.data.train.items()}
         check_memory(self.fabric, self.raw, self.task, few, config)
         if config.checkpoint_activations:
-            checkpoint_activations(self.raw)
+            checkpoint_activations(self.raw, config.offload)
         self.model = self.fabric.setup_module(compile_model(self.raw) if config.compile else self.raw)
         # Created after the model is on its device: sharding replaces parameters.
         self.inner_optimizer = make_optimizer(self.raw, config)
@@ -98,7 +100,7 @@ class Training:
         self.rows, self.val, self.test = (
             Rows(part, device, config.packed) for part in (self.data.train, self.data.val, self.data.test)
         )
-        self.per_step = config.batch_size * config.accumulate * self.world
+        self.per_step = config.batch_size * config.accumulate * self.split.world
         self.order = Order(len(self.rows), self.per_step, config.seed, device, shuffled=not self.task.streams)
         self.generator = torch.Generator(device=device)
         self.step, self.restored = 0, 0
@@ -195,10 +197,10 @@ class Training:
 
     def _update(self, step: int) -> None:
         """One weight update, without synchronising with the device."""
-        config, world, rank = self.config, self.world, self.processes.rank
+        config, world, rank = self.config, self.split.world, self.split.rank
         if self.dense_from and step > self.dense_from and not self.is_dense:
             self._turn_dense()
-        seed_everything("step", config.seed, step, rank)
+        seed_everything("step", config.seed, step, self.processes.rank)
         rate = learning_rate(config, step)
         set_learning_rate(self.inner_optimizer, rate)
         index, numbers = self.order(step - 1), self.order.on_host(step - 1)
@@ -215,10 +217,10 @@ class Training:
             mine = slice(rank * size, (rank + 1) * size)
             if world > 1:
                 batch = {name: column[mine] for name, column in batch.items()}
-            batch = self.rows.pack(batch, numbers[here][mine])
+            batch = self.split.part(self.task, self.rows.pack(batch, numbers[here][mine]))
             accumulating = micro < config.accumulate - 1
-            with self.fabric.no_backward_sync(self.model, enabled=accumulating):
-                loss = self.task.loss(self.model, batch, config) / config.accumulate
+            with self.split.region(), self.fabric.no_backward_sync(self.model, enabled=accumulating):
+                loss = self.split.loss(self.task, self.model, batch) / config.accumulate
                 self.fabric.backward(loss)
             total = loss.detach() if total is None else total + loss.detach()
         if config.clip:
@@ -282,8 +284,9 @@ class Training:
         def stop() -> bool:
             return self.processes.any(self.signals.count > 0)
 
+        model, split = self.model, self.split
         with averaged(self.raw, self.average):
-            return evaluate(self.fabric, self.model, self.task, rows, self.config, batches=batches, stop=stop)
+            return evaluate(self.fabric, model, self.task, rows, self.config, batches=batches, stop=stop, split=split)
 
     def _new_best(self, found: dict[str, float]) -> None:
         self.best = {"step": self.step, "value": found[self.task.metric], "val": found}

@@ -27,7 +27,7 @@ class TooLarge(Exception):
 
 def check_memory(fabric: Any, model: nn.Module, task: Task, rows: Columns, config: TrainConfig) -> None:
     """Raise TooLarge if a step cannot fit; `rows` are one or two examples. CPU only: GPUs raise their own error."""
-    if fabric.device.type != "cpu" or config.checkpoint_activations:
+    if fabric.device.type != "cpu" or config.checkpoint_activations or config.context_parallel > 1:
         return
     world = fabric.world_size // fabric.strategy.num_nodes if hasattr(fabric.strategy, "num_nodes") else 1
     free = free_memory() // max(1, world)

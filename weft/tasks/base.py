@@ -69,6 +69,7 @@ class Task:
     defaults: Mapping[str, Any] = {}
     presets: Mapping[str, Mapping[str, Any]] = {}
     models: ClassVar[tuple[str, ...]] = ("transformer",)  # allowed values of config.model
+    splits: ClassVar[bool] = False  # whether it has `part` and `count`, for context parallelism
     streams: ClassVar[bool] = False  # rows are consecutive pieces of parallel texts, used in order
     hosts: ClassVar[str] = ""  # AutoModelFor… of transformers, if --model hf:NAME is supported
     answers: ClassVar[str] = "logits"  # what the model returns: logits, values, or nll (of each target); for ensembles
@@ -103,6 +104,14 @@ class Task:
 
     def loss(self, model: nn.Module, batch: Columns, config: TrainConfig) -> Tensor:
         """The mean training loss."""
+        raise NotImplementedError
+
+    def part(self, batch: Columns, tokens: slice) -> Columns:
+        """The batch with only these tokens of every sequence. Their losses must add up to those of the whole."""
+        raise NotImplementedError
+
+    def count(self, batch: Columns) -> Tensor:
+        """The number of targets whose losses `loss` averages."""
         raise NotImplementedError
 
     def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:

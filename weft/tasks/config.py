@@ -97,10 +97,12 @@ class TrainConfig:
     precision: str = "32-true"  # 32-true, bf16-mixed, 16-mixed, bf16-true
     compile: bool = False  # torch.compile the model
     checkpoint_activations: bool = False  # recompute each block in the backward pass instead of storing it
+    offload: bool = False  # with checkpoint_activations: keep the inputs of the blocks in CPU memory
     accelerator: str = "auto"  # cpu, cuda, mps or auto
     devices: int = 1  # processes per node
     nodes: int = 1  # number of nodes; start one process per device with torchrun
     strategy: str = "auto"  # auto (one process, or ddp), ddp, fsdp
+    context_parallel: int = 1  # processes that share each sequence; their number must divide that of all processes
 
     def options(self, field: str = "attention_options") -> dict[str, Any]:
         """The JSON of a field, as a dictionary."""
@@ -165,7 +167,7 @@ class TrainConfig:
         for name in ("layers", "heads", "head_dim", "dim", "mlp_dim", "steps", "batch_size", "accumulate", "log_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("checkpoint_every", "keep", "devices", "nodes", "patch"):
+        for name in ("checkpoint_every", "keep", "devices", "nodes", "patch", "context_parallel"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in (
@@ -204,6 +206,16 @@ class TrainConfig:
             raise ValueError(f"cache must be a ratio in [0, 1], got {self.cache}")
         if self.finetune_dense_at and not self.subsample and "subsampled" not in self.attention:
             raise ValueError("finetune_dense_at needs subsampled attention: give --subsample or --attention subsampled")
+        if self.offload and not self.checkpoint_activations:
+            raise ValueError("offload needs --checkpoint-activations: it moves the inputs of recomputed blocks")
+        if self.context_parallel > 1:
+            if not task_of(self).splits:
+                raise ValueError(
+                    f"context_parallel: {self.task} cannot split its sequences over processes; use a language model, "
+                    "such as text, enwik8 or lm"
+                )
+            if self.compile:
+                raise ValueError("context_parallel does not support --compile: remove one of them")
         task_of(self).check(self)
 
 
@@ -216,7 +228,7 @@ OPTIONAL = (
 # Fields that may change on resume, because they do not affect the computation.
 FREE_ON_RESUME = frozenset(
     "preset out data task_file batch_size accumulate log_every eval_batches checkpoint_every keep diverge_at "
-    "tensorboard compile checkpoint_activations accelerator devices nodes strategy".split()
+    "tensorboard compile checkpoint_activations offload accelerator devices nodes strategy context_parallel".split()
 )
 
 

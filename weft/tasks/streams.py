@@ -34,7 +34,7 @@ def in_streams(ids: np.ndarray, streams: int, length: int) -> Tensor:
 class Streams(BuiltFromData, Bytes):
     """A task of `Bytes` whose rows are pieces of streams."""
 
-    streams = True
+    streams, splits = True, False
 
     def check(self, config: TrainConfig) -> None:
         super().check(config)

@@ -109,6 +109,7 @@ class Bytes(Task):
     about = "predict the next byte of any text: --data FILE"
     metric, higher_is_better = "bits_per_byte", False
     length, overlap, vocab = 1024, 1, 256
+    splits = True
     reads = frozenset({"max_length", "norm", "qk_norm"})
     defaults: Mapping[str, Any] = dict(
         layers=6, heads=8, dim=512, head_dim=64, mlp_dim=2048, dropout=0.1, steps=10_000, batch_size=16,
@@ -169,8 +170,17 @@ class Bytes(Task):
         return {"bytes": F.pad(ids, (0, 1))}  # the last token is only a target
 
     def loss(self, model: nn.Module, batch: Columns, config: TrainConfig) -> Tensor:
-        logits, target = model(*self.inputs(batch)).float(), self._targets(batch)
-        return F.cross_entropy(logits.flatten(0, 1), target.flatten(), label_smoothing=config.label_smoothing)
+        target = self._targets(batch)
+        each = model(*self.inputs(batch), targets=target, label_smoothing=config.label_smoothing)
+        return each.sum() / self.count(batch).clamp(min=1)
+
+    def part(self, batch: Columns, tokens: slice) -> Columns:
+        """The tokens, and the next one as the target of the last."""
+        and_next = slice(tokens.start, tokens.stop + 1)
+        return {name: column[:, tokens if name == "counts" else and_next] for name, column in batch.items()}
+
+    def count(self, batch: Columns) -> Tensor:
+        return (self._targets(batch) != NOTHING).sum()
 
     def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
         logits, target = model(*self.inputs(batch)).float(), self._targets(batch)
@@ -234,6 +244,7 @@ class Masked(Bytes):
     about = "predict masked bytes of any text: --data FILE"
     metric, higher_is_better = "bits_per_byte", False
     length, overlap, vocab, mask = 512, 0, 257, 256  # id 256 is the mask
+    splits = False
     reads = frozenset({"max_length", "mask_rate"})
     defaults = {**Bytes.defaults, "positions": "learned"}
 

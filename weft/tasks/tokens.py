@@ -239,7 +239,7 @@ class Tokens(BuiltFromData, Bytes):
 class Likelihoods(Tokens):
     """For models with a large vocabulary: `model(ids, targets)` gives the negative log-likelihood of every target."""
 
-    answers = "nll"
+    answers, splits = "nll", False
 
     def inputs(self, batch: Columns) -> tuple[Tensor, ...]:
         return batch["bytes"][:, :-1].long(), batch["bytes"][:, 1:].long()
@@ -276,7 +276,7 @@ class MaskedTokens(Tokens, Masked):
     with its own embedding, and is padded if both end before it is full.
     """
 
-    overlap = 0
+    overlap, splits = 0, False
     reads = frozenset({"max_length", "mask_rate"})
 
     def read(self, config: TrainConfig, known: Known | None) -> TaskData:
