@@ -1,11 +1,13 @@
-"""Runs that split their sequences over processes: the losses of one process, also after a process was killed.
+"""Runs that split their sequences over processes have the losses of one process.
 
-WEFT_TEST_CLUSTER=1 adds four processes: two data ranks of two processes each (`make test-cluster`).
+WEFT_TEST_CLUSTER=1 (`make test-cluster`) adds torchrun with a process that is killed, and two data ranks of two
+processes each.
 """
 
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -24,8 +26,8 @@ SETTINGS = dict(
     max_length=31, attention="combiner-fixed", positions="rope", batch_size=4,
 )  # fmt: skip
 
-# One launch for both strategies. In the first attempt the last process dies in step 6 of the FSDP run: torchrun starts
-# all processes again, the DDP run is complete, and the FSDP run continues after its last checkpoint.
+# One launch for both strategies. In torchrun's first attempt the last process dies in step 6 of the FSDP run: torchrun
+# starts all processes again, the DDP run is complete, and the FSDP run continues after its last checkpoint.
 SCRIPT = """
 import json, os, signal, sys
 from weft.lab import loop, make_config, train
@@ -74,20 +76,49 @@ def same(out: Path, alone: Path) -> None:
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("processes", [2, 4] if os.environ.get("WEFT_TEST_CLUSTER") else [2])
-def test_parts_of_sequences_give_the_losses_of_one_process(tmp_path, data, alone, processes):
+def torchrun(script: Path, given: str, processes: int) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--max-restarts=1"]
+    done = subprocess.run([*command, "--standalone", script, given], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "resuming" in done.stdout and "after step 4" in done.stdout
+
+
+def without_torchrun(script: Path, given: str, processes: int) -> None:
+    """The same processes and variables, without the agent, which takes seconds to start."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": 0}
+    env |= {"TORCHELASTIC_RESTART_COUNT": 1, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    started = []
+    for rank in range(processes):
+        own = {name: str(value) for name, value in {**env, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        command = [sys.executable, script, given]
+        started.append(subprocess.Popen(command, env=os.environ | own, stderr=subprocess.PIPE, text=True))
+    try:
+        said = [process.communicate(timeout=300)[1][-3000:] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert not any(process.returncode for process in started), "\n".join(said)
+
+
+cluster = pytest.mark.skipif(not os.environ.get("WEFT_TEST_CLUSTER"), reason="slow: make test-cluster")
+
+
+@pytest.mark.parametrize(
+    "launch, processes",
+    [(without_torchrun, 2), pytest.param(torchrun, 2, marks=cluster), pytest.param(torchrun, 4, marks=cluster)],
+)
+def test_parts_of_sequences_give_the_losses_of_one_process(tmp_path, data, alone, launch, processes):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--max-restarts=1"]
     size = SETTINGS["batch_size"] * 2 // processes
     settings = {
         **SETTINGS, "out": str(tmp_path / "run"), "data": data, "context_parallel": 2, "batch_size": size,
         "checkpoint_activations": True, "offload": True,
     }  # fmt: skip
-    command = [*torchrun, "--standalone", str(script), json.dumps(settings)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "resuming" in done.stdout and "after step 4" in done.stdout
+    launch(script, json.dumps(settings), processes)
     same(tmp_path / "run-fsdp", alone)
     result = json.loads((tmp_path / "run-fsdp" / "result.json").read_text())
     assert evaluate_run(tmp_path / "run-fsdp")[0] == pytest.approx(result["test"], rel=1e-5)

@@ -12,7 +12,9 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.rendezvous import rendezvous
 
 from ..attention import Attention
 from ..tasks.config import TrainConfig
@@ -38,6 +40,7 @@ def make_fabric(config: TrainConfig) -> Any:
     elif strategy == "auto" and world > 1:
         strategy = "ddp"
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    _connect_again(config)
     return Fabric(
         accelerator=config.accelerator,
         devices=devices,
@@ -45,6 +48,18 @@ def make_fabric(config: TrainConfig) -> Any:
         strategy=strategy,
         precision=config.precision,  # type: ignore[arg-type]
     )
+
+
+def _connect_again(config: TrainConfig) -> None:
+    """After a restart by torchrun, connect the processes before Fabric does. torch 2.15 keeps one store for all
+    attempts, where the new processes would find the addresses of the dead ones and wait for them."""
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    if not attempt or dist.is_initialized():
+        return
+    store, rank, world = next(rendezvous("env://"))
+    on_gpu = config.accelerator in ("cuda", "gpu") or config.accelerator == "auto" and torch.cuda.is_available()
+    store = dist.PrefixStore(f"attempt {attempt}", store)
+    dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world)
 
 
 def _check_devices(config: TrainConfig) -> None:
