@@ -1,6 +1,7 @@
 # make demo: set up and show what weft does.  make test: set up and run every check.
 # make test-ecosystem: the tests with peft, accelerate, torchao, ONNX and x-transformers.
 # make test-oldest: the same with the oldest supported versions, on part of the tests.
+# make test-cluster: the slow tests with several processes, and a Ray cluster.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -49,6 +50,12 @@ $(OLDEST)/.ready: pyproject.toml
 
 test-oldest: $(OLDEST)/.ready
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n auto --dist worksteal $(OLDEST_TESTS)
+
+# Slow tests with several processes: torchrun with a killed process, two data ranks of two processes each, and a sweep on
+# a local Ray cluster that loses a machine.
+test-cluster: env
+	$(BIN)/pip install --quiet -e ".[ray]"
+	WEFT_TEST_CLUSTER=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_lab_context.py tests/test_ray.py
 
 demo: env
 	$(BIN)/weft demo

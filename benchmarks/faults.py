@@ -416,8 +416,7 @@ def ray_with_a_killed_worker(bench: Bench) -> str:
     until(process, lambda: size(out / "metrics.jsonl") > 1000)
     holder = json.loads((out / ".lock").read_text())["pid"]
     os.kill(int(Path(f"/proc/{holder}/stat").read_text().rsplit(")", 1)[1].split()[1]), signal.SIGKILL)
-    end(process, 1, SAVED)
-    end(start("sweep", file, "--on=ray"), 0)
+    end(process, 0)
     return same(out, bench.whole)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from .jobs import INTERRUPTED, Handle, Process
 
 STARTED, STOP = ".started", ".stop"
+RETRIES = 3  # how often Ray starts a run again after it lost a machine or worker
 
 
 def tend(folder: str, cwd: str, command: Sequence[str] = (), pause: float = 0.2) -> int:
@@ -24,8 +25,12 @@ def tend(folder: str, cwd: str, command: Sequence[str] = (), pause: float = 0.2)
     place = Path(folder)
     if (place / STOP).exists():
         return INTERRUPTED
+    again = (place / STARTED).exists()  # the engine lost the first attempt, whose run may still be saving
     (place / STARTED).touch()
-    process, asked = Process(place, command, cwd=cwd), 0
+    process, asked, until = Process(place, command, cwd=cwd), 0, time.monotonic() + 60
+    while again and process.child is None and time.monotonic() < until:
+        time.sleep(pause)
+        process = Process(place, command, cwd=cwd)
     try:
         while (code := process.poll()) is None:
             wanted = (place / STOP).stat().st_size if (place / STOP).exists() else 0
@@ -75,7 +80,8 @@ def clear(folder: Path) -> None:
 
 
 class RayEngine:
-    """Ray gives each run `cpus` CPUs and `gpus` GPUs; with half a GPU, two runs share one."""
+    """Ray gives each run `cpus` CPUs and `gpus` GPUs; with half a GPU, two runs share one. If it loses the machine or
+    the worker of a run, it starts the run again elsewhere, from its last checkpoint."""
 
     def __init__(
         self, jobs: int = 0, *, address: str = "", gpus: float = -1, cpus: int = 1, command: Sequence[str] = ()
@@ -102,7 +108,7 @@ class RayEngine:
     def start(self, folder: Path) -> Handle:
         ray = self.ray
         clear(folder)
-        remote = ray.remote(num_cpus=self.cpus, num_gpus=self.gpus, max_retries=0)(tend)
+        remote = ray.remote(num_cpus=self.cpus, num_gpus=self.gpus, max_retries=RETRIES)(tend)
         ticket = remote.remote(str(folder.resolve()), os.getcwd(), self.command)
 
         def poll() -> int | None:
