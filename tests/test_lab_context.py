@@ -131,7 +131,7 @@ def test_parts_of_sequences_give_the_losses_of_one_process(tmp_path, data, alone
 
 def test_settings_that_do_not_fit_are_refused(data):
     given = {**SETTINGS, "data": data}
-    with pytest.raises(ValueError, match="context_parallel: digits cannot split its sequences.* text, enwik8 or lm"):
+    with pytest.raises(ValueError, match="context_parallel: digits .* cannot split its sequences.* enwik8 or lm"):
         make_config("digits", context_parallel=2)
     with pytest.raises(ValueError, match="context_parallel does not support --compile"):
         make_config("text", context_parallel=2, compile=True, **given)

@@ -209,10 +209,10 @@ class TrainConfig:
         if self.offload and not self.checkpoint_activations:
             raise ValueError("offload needs --checkpoint-activations: it moves the inputs of recomputed blocks")
         if self.context_parallel > 1:
-            if not task_of(self).splits:
+            if not task_of(self).splits or self.model.startswith("hf:"):
                 raise ValueError(
-                    f"context_parallel: {self.task} cannot split its sequences over processes; use a language model, "
-                    "such as text, enwik8 or lm"
+                    f"context_parallel: {self.task} with --model {self.model} cannot split its sequences over "
+                    "processes; use a language model of weft, such as text, enwik8 or lm"
                 )
             if self.compile:
                 raise ValueError("context_parallel does not support --compile: remove one of them")

@@ -170,8 +170,11 @@ class Bytes(Task):
         return {"bytes": F.pad(ids, (0, 1))}  # the last token is only a target
 
     def loss(self, model: nn.Module, batch: Columns, config: TrainConfig) -> Tensor:
-        target = self._targets(batch)
-        each = model(*self.inputs(batch), targets=target, label_smoothing=config.label_smoothing)
+        target, smoothing = self._targets(batch), config.label_smoothing
+        if config.model.startswith("hf:"):  # models of transformers return logits only
+            logits = model(*self.inputs(batch)).float()
+            return F.cross_entropy(logits.flatten(0, 1), target.flatten(), label_smoothing=smoothing)
+        each = model(*self.inputs(batch), targets=target, label_smoothing=smoothing)
         return each.sum() / self.count(batch).clamp(min=1)
 
     def part(self, batch: Columns, tokens: slice) -> Columns:
