@@ -6,8 +6,12 @@ from pathlib import Path
 import torch
 from test_pages import example
 
+import weft
 from weft import inspect
+from weft.lab.sweep.tables import report_sweeps, sweep_folders
 from weft.models import CRATE, TextClassifier
+
+ROOT = Path(__file__).parent.parent
 
 
 def write(folder: Path) -> None:
@@ -26,6 +30,12 @@ def write(folder: Path) -> None:
     steps = [("step 1", {k: v * 0.5 for k, v in crate.state_dict().items()}), ("step 2", dict(crate.state_dict()))]
     splits = {"train": [images], "validation": [images[:3]]}
     inspect.report(crate, images, out=folder / "crate.html", splits=splits, checkpoints=steps)
+    cached = TextClassifier(300, 2, max_length=80, dim=16, heads=4, head_dim=4, layers=2, mlp_dim=8)
+    weft.cache(cached, ratio=0.5)
+    cached(ids)
+    inspect.report(cached, ids, out=folder / "cached.html", tokens=[tokens, tokens], splits=split)
+    for place, files in sweep_folders([ROOT / "experiments" / "wide"]).items():
+        report_sweeps(files, folder / place.name)  # the saved results
 
 
 if __name__ == "__main__":

@@ -19,19 +19,26 @@ from .watch import blocks, image_grid, plain
 
 Loader = Callable[[nn.Module], Any] | Mapping[str, Tensor]
 
-CHARTS = {  # measurement -> title, explanation
+CHARTS = {  # measurement -> title, explanation, unit
     "projected_rate": (
         "Coding rate in the subspaces, before attention",
         "Rᶜ of LN(z)U, with unit-length tokens in each head, ε² = 0.01. Lower means a better fit to the subspaces.",
+        "nats",
     ),
     "subspace_rate": (
         "Coding rate in the subspaces, after compression",
         "Rᶜ(z + MSSA; U) of the unnormalised tokens, ε² = 0.01.",
+        "nats",
     ),
-    "nonzero": ("Fraction of non-zeros", "Entries of ISTA's output that are not exactly zero. Lower means sparser."),
+    "nonzero": (
+        "Fraction of non-zeros",
+        "Entries of ISTA's output that are not exactly zero. Lower means sparser.",
+        "fraction",
+    ),
     "rate": (
         "Coding rate of the whole layer",
         "R of each block's output, with unit-length tokens, ε² = 0.01: the volume that the tokens span together.",
+        "nats",
     ),
 }
 
@@ -69,7 +76,7 @@ def curves(
     if not lines:
         lines = [("", split, _measured(model, inputs)) for split, inputs in splits.items()]
     charts = []
-    for key, (title, note) in CHARTS.items():
+    for key, (title, note, unit) in CHARTS.items():
         series = [
             {
                 "checkpoint": label,
@@ -81,7 +88,7 @@ def curves(
             if key in found
         ]
         if series:
-            charts.append({"key": key, "title": title, "note": note, "series": series})
+            charts.append({"key": key, "title": title, "note": note, "unit": unit, "series": series})
     counts = {split: len(inputs[0]) for split, inputs in splits.items()}
     return {"charts": charts, "counts": counts, "layers": _block_names(model)}
 

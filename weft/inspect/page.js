@@ -210,8 +210,8 @@ function attention() {
 
 const art = name => el("canvas", {role: "img", ariaLabel: name});
 
-function picture({width, height, bytes}) {
-  const canvas = el("canvas", {width, height, role: "img", ariaLabel: "the image"}), raw = atob(bytes);
+function picture({width, height, bytes}, name = "the image") {
+  const canvas = el("canvas", {width, height, role: "img", ariaLabel: name}), raw = atob(bytes);
   const context = canvas.getContext("2d"), image = context.createImageData(width, height);
   for (let i = 0; i < width * height; i++)
     for (let c = 0; c < 4; c++) image.data[4 * i + c] = c < 3 ? raw.charCodeAt(3 * i + c) : 255;
@@ -221,7 +221,7 @@ function picture({width, height, bytes}) {
 
 function galleries() {
   for (const {title, note, images} of data.galleries ?? []) section(title, note, el("div", {className: "gallery"},
-    ...images.map(image => el("figure", {}, picture(image), el("figcaption", {}, image.caption)))));
+    ...images.map(image => el("figure", {}, picture(image, image.caption), el("figcaption", {}, image.caption)))));
 }
 
 function curves() {
@@ -229,7 +229,7 @@ function curves() {
   if (!charts.length) return;
   const checkpoints = [...new Set(charts[0].series.map(s => s.checkpoint))], splits = Object.keys(counts);
   // Each split has its colour, dash and marker; later checkpoints are stronger.
-  const cards = charts.map(({title, note, series}) => chart({title, note, y: {}, x: {names: layers.slice(0, series[0].mean.length)},
+  const cards = charts.map(({title, note, unit, series}) => chart({title, note, y: {label: unit}, x: {names: layers.slice(0, series[0].mean.length)},
     series: series.map(s => {
       const split = splits.indexOf(s.split), at = checkpoints.indexOf(s.checkpoint);
       return {name: [s.checkpoint, s.split].filter(Boolean).join(", "), colour: split, dash: split,
@@ -289,7 +289,7 @@ function cache() {
     [i + (h + .5 - layer.values.length / 2) * Math.min(.1, .8 / layer.values.length), v, `head ${h + 1}`]));
   const dots = (name, colour, chosen) => ({name, colour, dash: colour, dots: true, points: points.filter(chosen)});
   const figure = chart({title: "Weight of the cache, by head", x: {names: data.cache.map(l => l.name)}, y: {label: "σ(λ)", zero: true}, reference: .5,
-    series: [dots("the cache outweighs the input", 0, p => p[1] > .5), dots("the input outweighs the cache", 1, p => p[1] <= .5)]});
+    series: [dots("the cache outweighs the input", 0, p => p[1] > .5), dots("the input counts as much or more", 1, p => p[1] <= .5)]});
   section("Cache", "σ(λ) of each head: the weight of the cache in its output. Above one half, the cache outweighs the input.",
     el("div", {className: "charts"}, figure));
 }

@@ -59,7 +59,7 @@ class Watch:
     def data(self) -> dict[str, Any]:
         found = find_runs(self.folders)
         runs, states = [], []
-        for folder in found[:SHOWN]:
+        for folder in sorted(found[:SHOWN]):  # always in the same order: colours stay
             try:
                 runs.append(self._run(folder, found))
                 states.append(state_of(folder))
