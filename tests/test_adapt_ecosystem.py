@@ -324,18 +324,31 @@ def test_swap_of_an_int8_model():
     torch.testing.assert_close(*outs)
 
 
-def test_trainer(tmp_path):
+@pytest.mark.parametrize("change", ["cache", "synthesizer"])
+def test_trainer(change, tmp_path):
+    """Trained, loaded, and continued from a checkpoint to the same weights."""
     pytest.importorskip("accelerate")
     transformers = pytest.importorskip("transformers")
-    model, ids = model_of("llama/LlamaForCausalLM", "linear")
-    weft.cache(model, 0.5)
+
+    def changed():
+        if change == "cache":
+            model, ids = model_of("llama/LlamaForCausalLM", "linear")
+            weft.cache(model, 0.5)
+            return model, ids
+        return model_of("llama/LlamaForCausalLM", "synthesizer", max_length=64)
+
+    (model, ids), (again, _) = changed(), changed()
     before = model.lm_head.weight.detach().clone()
-    arguments = transformers.TrainingArguments(str(tmp_path), max_steps=2, save_steps=2, use_cpu=True, report_to=[])
-    data = [{"input_ids": row, "labels": row} for row in ids]
+    limits = {"max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 2, "use_cpu": True, "report_to": []}
+    arguments = transformers.TrainingArguments(str(tmp_path), **limits)
+    data = [{"input_ids": row, "labels": row} for row in ids] * 4
     transformers.Trainer(model, arguments, train_dataset=data).train()
     assert not torch.equal(model.lm_head.weight, before)
-    again = weft.huggingface.load(tmp_path / "checkpoint-2").eval()
-    torch.testing.assert_close(again(ids).logits, model.eval()(ids).logits, **CLOSE)
+    loaded = weft.huggingface.load(tmp_path / "checkpoint-4").eval()
+    torch.testing.assert_close(loaded(ids).logits, model.eval()(ids).logits, **CLOSE)
+    trainer = transformers.Trainer(again, arguments, train_dataset=data)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    torch.testing.assert_close(again.eval()(ids).logits, model(ids).logits, **CLOSE)
 
 
 def test_lightning(tmp_path):

@@ -131,19 +131,22 @@ class Killed(BaseException):
     pass
 
 
+def kill_after_saving(patch, step: int) -> None:
+    def save_and_die(self, now, *rest):
+        save(self, now, *rest)
+        if now == step:
+            raise Killed
+
+    save = Checkpoints.save
+    patch.setattr(Checkpoints, "save", save_and_die)
+
+
 @pytest.mark.parametrize("kill_after", [4, 6, 10])
 def test_a_killed_conversion_continues_to_the_same_weights(kill_after, tmp_path, monkeypatch):
     """In transfer, between the stages, and in fine-tuning; `routing` also has centroids that follow the keys."""
     settings = {"steps": 6, "transfer_steps": 6, "length": 32, "save_every": 2, **QUIET}
-
-    def save_and_die(self, step, *rest):
-        save(self, step, *rest)
-        if step == kill_after:
-            raise Killed
-
-    save = Checkpoints.save
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Checkpoints, "save", save_and_die)
+        kill_after_saving(patch, kill_after)
         weft.convert(language_model(), "routing", stream(), folder=tmp_path, **settings)
     again, straight = language_model(), language_model()
     continued = weft.convert(again, "routing", stream(), folder=tmp_path, **settings)
@@ -187,12 +190,19 @@ def test_other_models_need_their_loss():
     assert report.replaced == ["blocks.0.attn"] and report.losses["after fine-tuning"] > 0
 
 
-def test_only_adapters_are_trained(tmp_path):
+def test_only_adapters_are_trained(tmp_path, monkeypatch):
+    """They are merged at the end, and continued after a kill."""
     pytest.importorskip("peft")
     model = trained(llama())
     before = copy.deepcopy(model.state_dict())
     settings = {"steps": 8, "transfer_steps": 0, "length": 32, "lora": 4, "learning_rate": 3e-3, **QUIET}
-    report = weft.convert(model, "linear", stream(), folder=tmp_path / "run", save_every=4, **settings)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        kill_after_saving(patch, 4)
+        weft.convert(copy.deepcopy(model), "linear", stream(), folder=tmp_path / "run", save_every=4, **settings)
+    again = copy.deepcopy(model)
+    weft.convert(again, "linear", stream(), folder=tmp_path / "run", save_every=4, **settings)
+    report = weft.convert(model, "linear", stream(), **settings)
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert len(changed) == 8 and all("self_attn" in name for name in changed)
     assert report.losses["after fine-tuning"] < report.losses["after swap"]
