@@ -152,6 +152,18 @@ def test_encoder_decoder_models():
     assert torch.equal(first.sequences, second.sequences)
 
 
+@pytest.mark.parametrize("model", ["diffllama/DiffLlamaForCausalLM", "mllama/MllamaForCausalLM"])
+def test_models_that_use_their_keys_and_values_twice(model):
+    """DiffLlama attends twice with the same keys and other values; Mllama looks at the keys in its cache."""
+    import zoo
+
+    made, ids, mask = zoo.build(model, "weft:linear"), zoo.tokens(), torch.ones(2, zoo.L, dtype=torch.long)
+    mask[1, :4] = 0
+    settings = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    first, second = (made.generate(ids, attention_mask=mask, use_cache=c, **settings) for c in (True, False))
+    assert torch.equal(first, second)
+
+
 @pytest.mark.parametrize("name, window", [("longformer", 14), ("local", 14), ("linear", 64)])
 def test_sliding_windows_are_outgrown(name, window):
     """A prompt of 11 tokens fits into the model's window, and the result does not."""

@@ -16,6 +16,7 @@ import contextlib
 import json
 import lzma
 import math
+import statistics
 import subprocess
 import sys
 import time
@@ -52,7 +53,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=MECHANISMS, default=list(MECHANISMS))
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--rows", type=int, default=64, help="sequences of 1,024 in a batch; of 8,192 an eighth of it")
+    parser.add_argument("--rows", type=int, default=32, help="sequences of 1,024 in a batch of dense training")
+    parser.add_argument("--long-rows", type=int, default=2, help="sequences of 8,192 in a batch of fine-tuning")
     parser.add_argument("--learning-rate", type=float, default=6e-4, help="of fine-tuning")
     parser.add_argument("--one", choices=MECHANISMS, help=argparse.SUPPRESS)  # a process of its own
     args = parser.parse_args()
@@ -137,14 +139,13 @@ def train_dense(args: argparse.Namespace) -> dict[str, Any]:
     model = build(args).to(device).train()
     data = data.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=device == "cuda")
-    peak, step, steps, begin, start = 1.5e-3, 0, 10**9, time.perf_counter(), 0.0
+    peak, steps, done, begin = 1.5e-3, 0, 0.0, time.perf_counter()
     generator = torch.Generator(device).manual_seed(0)
-    while step < steps:
+    while done < 1:  # the schedule follows the clock, because other processes may share the GPU
         at = torch.randint(len(data) - SHORT, (args.rows, 1), device=device, generator=generator)
         ids = data[at + torch.arange(SHORT, device=device)].long()
-        done = step / steps if steps < 10**9 else 0.0
         for group in optimizer.param_groups:
-            group["lr"] = peak * min(1.0, (step + 1) / 100) * (0.05 + 0.475 * (1 + math.cos(math.pi * done)))
+            group["lr"] = peak * min(1.0, (steps + 1) / 100) * (0.05 + 0.475 * (1 + math.cos(math.pi * done)))
         with autocast(device):
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
             loss = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
@@ -152,16 +153,12 @@ def train_dense(args: argparse.Namespace) -> dict[str, Any]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        step += 1
-        if step % 100 == 0 or step in (5, 25):
-            value, now = float(loss.detach()) / math.log(2), time.perf_counter()
-            if step == 5:
-                start = now  # after the warm-up of the libraries
-            if step == 25:  # the steps that fit into the time, for the schedule
-                steps = step + int((args.dense_seconds - (now - begin)) / ((now - start) / 20))
-            if step >= 25:
-                print(f"dense {step}/{steps} {value:.3f} bits {now - begin:.0f} s", flush=True)
-    float(loss.detach())
+        steps += 1
+        if steps % 10 == 0:
+            value = float(loss.detach()) / math.log(2)
+            done = min(1.0, (time.perf_counter() - begin) / args.dense_seconds)
+            if steps % 100 == 0 or done == 1:
+                print(f"dense step {steps} {value:.3f} bits {time.perf_counter() - begin:.0f} s", flush=True)
     seconds = time.perf_counter() - begin
     model.save_pretrained(args.out / "dense")
     found = bits(model, windows)
@@ -180,8 +177,8 @@ def convert(name: str, args: argparse.Namespace) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     data, windows = read(args.data)
     data = data.to(device)
-    rows, options = max(1, args.rows * SHORT // LONG), MECHANISMS[name]
-    tune, transfer = steps_that_fit(name, args, data, rows)
+    options = MECHANISMS[name]
+    tune, transfer = steps_that_fit(name, args, data)
     model = transformers.LlamaForCausalLM.from_pretrained(args.out / "dense", attn_implementation="sdpa")
     begin = time.perf_counter()
     report = weft.convert(
@@ -192,10 +189,10 @@ def convert(name: str, args: argparse.Namespace) -> dict[str, Any]:
         transfer_steps=transfer,
         length=LONG,
         transfer_length=SHORT,
-        batch_size=rows,
+        batch_size=args.long_rows,
         learning_rate=args.learning_rate,
         validation=windows,
-        validation_batches=-(-len(windows) // rows),
+        validation_batches=-(-len(windows) // args.long_rows),
         **options,
     )
     minutes = (time.perf_counter() - begin) / 60
@@ -210,34 +207,32 @@ def convert(name: str, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def steps_that_fit(name: str, args: argparse.Namespace, data: Tensor, rows: int) -> tuple[int, int]:
-    """Steps of fine-tuning and of transfer: four fifths and one fifth of the time."""
+def steps_that_fit(name: str, args: argparse.Namespace, data: Tensor) -> tuple[int, int]:
+    """Steps of fine-tuning and of transfer in four fifths and one fifth of the time, from the time of a few steps.
+
+    A step of transfer takes about as long as one of fine-tuning: it has a second attention, but no other gradients.
+    """
     model = transformers.LlamaForCausalLM.from_pretrained(args.out / "dense", attn_implementation="sdpa")
-    begin = time.perf_counter()
-    report = weft.convert(
-        model.to(data.device),
-        name,
-        data,
-        steps=8,
-        transfer_steps=8 if name != "full" else 0,
-        length=LONG,
-        transfer_length=SHORT,
-        batch_size=rows,
-        validation_batches=1,
-        progress=False,
-        **MECHANISMS[name],
-    )
-    seconds = max(1.0, args.seconds - (time.perf_counter() - begin))
-    tune = int((0.8 if name != "full" else 1.0) * seconds / (report.seconds["fine-tuning"] / 8))
-    transfer = int(0.2 * seconds / (report.seconds["transfer"] / 8)) if name != "full" else 0
-    return max(2, tune), max(2, transfer) if name != "full" else 0
+    weft.swap(model.to(data.device), name, **MECHANISMS[name])
+    ids = data[: args.long_rows * LONG].view(-1, LONG).long()
+    seconds = []
+    for _ in range(10):
+        begin = time.perf_counter()
+        with autocast(data.device.type):
+            loss = language_model_loss(model, {"input_ids": ids})
+        loss.backward()
+        model.zero_grad()
+        if data.is_cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    steps = int(args.seconds / statistics.fmean(seconds[2:]))
+    return (max(2, steps), 0) if name == "full" else (max(2, steps * 4 // 5), max(2, steps // 5))
 
 
 def speeds(args: argparse.Namespace) -> dict[str, Any]:
     """Tokens/s and peak memory of forward and backward at 8,192 tokens; the models take turns."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows = max(1, args.rows * SHORT // LONG)
-    ids = torch.randint(256, (rows, LONG), device=device)
+    ids = torch.randint(256, (args.long_rows, LONG), device=device)
     calls = {}
     for name in ["dense", *args.only]:
         model = transformers.LlamaForCausalLM.from_pretrained(args.out / "dense", attn_implementation="sdpa").to(device)

@@ -213,6 +213,7 @@ def begin(
     name: str,
     options: dict[str, Any],
     key: Tensor,
+    value: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -221,7 +222,8 @@ def begin(
 ) -> Tensor | None:
     """Process a prompt and keep the mechanism's state in the cache of this call, instead of keys and values.
 
-    None, without effect, if there is no cache of a kind that can hold it. `key` are the keys as the layer passes them.
+    None, without effect, if there is no cache of a kind that can hold it. `key` and `value` are as the layer passes
+    them.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not attn.info.steps or v.shape != k.shape:
         return None
@@ -230,10 +232,14 @@ def begin(
     kind = KINDS.get(type(layer))
     if kind is None or int(layer.get_seq_length()) != n:
         return None
-    if getattr(getattr(module, "config", None), "num_kv_shared_layers", None):
-        return None  # other layers read these keys
-    if key.untyped_storage().data_ptr() != layer.keys.untyped_storage().data_ptr() and not cache.offloading:
-        return None  # the model changes the keys after the cache
+    config = getattr(module, "config", None)
+    if getattr(config, "num_kv_shared_layers", None) or getattr(config, "cross_attention_layers", None):
+        return None  # other layers, or the model (Mllama), read these keys
+    if not cache.offloading and any(
+        mine.untyped_storage().data_ptr() != theirs.untyped_storage().data_ptr()
+        for mine, theirs in ((key, layer.keys), (value, layer.values))
+    ):
+        return None  # the model changes them after the cache
     static = kind is StaticStateLayer
     records = getattr(cache, "weft_records", False) or getattr(layer, "record_past", False)
     room = min(layer.max_cache_len, attn.max_length or layer.max_cache_len) if static else None
