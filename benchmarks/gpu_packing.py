@@ -1,6 +1,6 @@
 """Packed documents against one full sequence of the same tokens on the GPU, in one run.
 
-    python3 -m benchmarks.gpu_packing [--padding 0 2048 ...] [--only NAME ...]
+    python3 -m benchmarks.gpu_packing [--out benchmarks/results/gpu_packing.json] [--padding 0 2048 ...] [--only NAME]
 
 bfloat16, 16 heads of 64, causal: 16,384 tokens from documents of 500 to 2,000, forward and backward, eager and as a
 CUDA graph, which is the kernels' own time. "numbers" passes the segment tensor, which is read once and then known;
@@ -10,9 +10,11 @@ CUDA graph, which is the kernels' own time. "numbers" passes the segment tensor,
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,7 +39,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--padding", nargs="+", type=int, default=[packing.PADDING["cuda"]])
     parser.add_argument("--only", nargs="+", default=["linear", "local", "combiner-fixed", "longformer", "full"])
+    parser.add_argument("--out", type=Path, default=None, help="write the results to this JSON file")
+    parser.add_argument("--commit", default=None, help="commit to record, if git is not available")
     args = parser.parse_args()
+    report: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "commit": args.commit or commit(),
+        "command": "python3 -m benchmarks.gpu_packing",
+        "shape": "bfloat16, 16 heads of 64, causal, 16,384 tokens",
+        "documents": lengths(),
+        "rows": [],
+    }
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, commit {commit()}; documents: {lengths()}")
     (q, k, v), grad = tensors(TOKENS)
     for name in args.only:
@@ -51,16 +64,22 @@ def main() -> None:
 
         eager, graph = times()
         print(f"{name:14} one sequence       eager {eager:7.3f} ms        graph {graph:7.3f} ms")
+        row = {"name": name, "eager_ms": round(eager, 4), "graph_ms": round(graph, 4)}
         for padding in args.padding:
             packing.PADDING["cuda"] = padding
             made = weft.Segments.from_lengths(lengths(), device="cuda")
             for label, segments in (("lengths", made), ("numbers", made.numbers.clone())):
                 a, b = times(segments)
                 how = [f"{len(plan.shapes)} groups" for plan in made.plans.values()] or ["in place"]
+                packed = {f"{label}_eager_ms": round(a, 4), f"{label}_graph_ms": round(b, 4), "how": how[0]}
+                row |= {**packed, "padding": padding}
                 print(
                     f"{name:14} {label} {padding:6}     eager {a:7.3f} ms {a / eager:5.2f}x graph {b:7.3f} ms "
                     f"{b / graph:5.2f}x   {how[0]}"
                 )
+            report["rows"].append(dict(row))
+    if args.out:
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,14 @@ from typing import Any
 from . import generation_tables
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/kernels.md", "docs/generation.md", "docs/adapt.md", "weft/core/crossovers.py")
+PAGES = (
+    "README.md",
+    "docs/kernels.md",
+    "docs/generation.md",
+    "docs/adapt.md",
+    "docs/packing.md",
+    "weft/core/crossovers.py",
+)
 MARKED = re.compile(r"(<!-- table (\S+) -->\n|# table (\S+)\n)(.*?)(<!-- end -->|# end)", re.S)
 SHORT = ("combiner-fixed", "linear", "local", "longformer")
 GRAPH = {
@@ -164,6 +171,18 @@ def speedups() -> str:
     return markdown(lines)
 
 
+def packing() -> str:
+    """Milliseconds of a forward and backward of packed documents, and the ratio to one sequence of as many tokens."""
+    lines = [["", "one sequence", "packed", "ratio", "one sequence, graph", "packed, graph", "ratio"]]
+    for row in results("gpu_packing")["rows"]:
+        cells = [f"`{row['name']}`"]
+        for kind in ("eager_ms", "graph_ms"):
+            whole, packed = row[kind], row[f"lengths_{kind}"]
+            cells += [ms(whole), ms(packed), f"{packed / whole:.2f}"]
+        lines.append(cells)
+    return markdown(lines)
+
+
 def source(name: str) -> str:
     """Where the numbers of one file come from."""
     report = results(name)
@@ -179,6 +198,8 @@ TABLES = {
     "graph": lambda: graph(GRAPH),
     "graph-more": lambda: graph(MORE_GRAPH),
     "graph-speedups": speedups,
+    "packing": packing,
+    "packing-source": lambda: source("gpu_packing"),
     "generation-cpu": lambda: markdown(generation_tables.steps("generation_cpu")),
     "hf-generation": lambda: markdown(generation_tables.transformers("hf_generation")),
 }
