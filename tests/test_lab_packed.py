@@ -8,7 +8,7 @@ import runs
 
 pytest.importorskip("lightning")
 
-from weft.lab import train
+from weft.lab import make_config, train
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,8 @@ def test_a_packed_run_resumes_in_the_middle_of_an_epoch(tmp_path, monkeypatch, t
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
 
 
-def test_tasks_without_documents_refuse_it(tmp_path):
+def test_tasks_without_documents_and_other_models_refuse_it(tmp_path, table):
+    with pytest.raises(ValueError, match="--model hf:bert does not support --packed"):
+        make_config("classify", data=str(table), model="hf:bert", packed=True)
     with pytest.raises(ValueError, match="packed has no effect on the task digits"):
         runs.tiny(tmp_path, packed=True)

@@ -44,6 +44,8 @@ def check_hosted(config: TrainConfig) -> None:
                 f"--{name.replace('_', '-')} has no effect on --model {config.model}: use --model-options "
                 "with the model's own names, such as '{\"num_hidden_layers\": 2}'"
             )
+    if config.packed:
+        raise ValueError(f"--model {config.model} does not support --packed: remove it")
     if len(config.mechanisms()) > 1 and not isinstance(config.mechanisms(), str):
         raise ValueError(f"--model {config.model} supports a single mechanism, got {config.attention!r}")
 
