@@ -13,10 +13,9 @@ from weft.lab import make_config, train
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
-    """Texts of different lengths; one is empty."""
+    """Texts of different lengths."""
     draw = random.Random(0)
     texts = ["".join(draw.choices("abc", k=draw.randint(1, 40))) for _ in range(120)]
-    texts[3] = ""
     path = tmp_path_factory.mktemp("texts") / "texts.csv"
     path.write_text("text,label\n" + "".join(f"{text},{'ab'[text.count('a') % 2]}\n" for text in texts))
     return path
@@ -32,12 +31,21 @@ def curve(out):
     return [(line["kind"], line["step"], line["loss"]) for line in lines]
 
 
-CASES = [("linear", "", "cls"), ("local", '{"block_size": 4}', "mean"), ("combiner-fixed", "", "first")]
+CASES = [
+    dict(attention="linear", pooling="cls"),
+    dict(attention="local", attention_options='{"block_size": 4}', pooling="mean"),
+    dict(attention="combiner-fixed", pooling="first"),
+    dict(attention="linear", pooling="cls", model="crate"),
+]
 
 
-@pytest.mark.parametrize(("attention", "options", "pooling"), CASES)
-def test_packed_batches_give_the_losses_of_padded_ones(tmp_path, table, attention, options, pooling):
-    chosen = dict(attention=attention, attention_options=options, pooling=pooling)
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("chosen", CASES, ids=str)
+def test_packed_batches_give_the_losses_of_padded_ones(tmp_path, table, chosen, empty):
+    if empty:  # one text
+        lines = table.read_text().splitlines(keepends=True)
+        table = tmp_path / "texts.csv"
+        table.write_text("".join([*lines[:4], ",a\n", *lines[5:]]))
     for packed in (False, True):
         train(config(tmp_path / str(packed), table, packed=packed, **chosen))
     for mine, theirs in zip(curve(tmp_path / "True"), curve(tmp_path / "False"), strict=True):

@@ -76,7 +76,9 @@ class Rows:
         size = sum(c.untyped_storage().nbytes() for c in columns.values())
         self.device, self.resident = device, size <= DEVICE_BYTES
         self.columns = {name: _move(c, device) for name, c in columns.items()} if self.resident else columns
-        self.lengths = lengths_of(self.columns["ids"]) if packed else None  # known here, so that no step waits for them
+        self.lengths: np.ndarray | None = None
+        if packed:  # known here, so that no step waits for them
+            self.lengths, self.real = lengths_of(self.columns["ids"])
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))
@@ -96,14 +98,18 @@ class Rows:
         lengths = self.lengths[index]
         source = np.flatnonzero(np.arange(batch["ids"].shape[1]) < lengths[:, None])
         ids = batch["ids"].flatten()[send(torch.from_numpy(source), self.device)][None]
-        return {**batch, "ids": ids, "segments": Segments.from_lengths(lengths.tolist(), device=self.device)}
+        segments = Segments.from_lengths(lengths.tolist(), device=self.device)
+        return {**batch, "ids": ids, "segments": segments, **({"mask": True} if self.real else {})}
 
 
-def lengths_of(ids: Tensor) -> np.ndarray:
-    """Tokens of each row of ids (rows, L) up to its padding, which is 0; at least 1."""
+def lengths_of(ids: Tensor) -> tuple[np.ndarray, bool]:
+    """Tokens of each row of ids (rows, L) up to its padding, which is 0; at least 1. And whether all others are not 0,
+    so that no mask is needed."""
     places = torch.arange(1, ids.shape[1] + 1, device=ids.device)
-    found = [((part > 0) * places).amax(1) for part in ids.split(4096)]
-    return torch.cat(found).clamp(min=1).cpu().numpy()
+    found = [torch.stack([((part > 0) * places).amax(1), (part > 0).sum(1)]) for part in ids.split(4096)]
+    lengths, real = torch.cat(found, 1).cpu().numpy()
+    lengths = lengths.clip(min=1)
+    return lengths, bool((lengths == real).all())
 
 
 def _move(column: Tensor, device: torch.device) -> Tensor:

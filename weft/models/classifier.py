@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,5 +39,7 @@ class TextClassifier(nn.Module):
         width = mlp_dim if head_width is None else head_width
         self.head = classifier_head(dim, [width] if width else [], classes, **place)
 
-    def forward(self, ids: Tensor, mask: Tensor | None = None, segments: Tensor | Segments | None = None) -> Tensor:
+    def forward(
+        self, ids: Tensor, mask: Tensor | Literal[True] | None = None, segments: Tensor | Segments | None = None
+    ) -> Tensor:
         return self.head(self.encoder(ids, mask, segments))

@@ -6,7 +6,7 @@ accepts any length unless its mechanism has a limit.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -55,11 +55,13 @@ class CRATEText(nn.Module):
         self.head = nn.Linear(dim, classes)
         self.to(device=device, dtype=dtype)
 
-    def forward(self, ids: Tensor, mask: Tensor | None = None, segments: Tensor | Segments | None = None) -> Tensor:
+    def forward(
+        self, ids: Tensor, mask: Tensor | Literal[True] | None = None, segments: Tensor | Segments | None = None
+    ) -> Tensor:
         if ids.dim() != 2 or ids.is_floating_point():
             raise ValueError(f"ids must be integers (B, L), got {ids.dtype} {tuple(ids.shape)}")
         refuse("CRATEText")
-        mask = ids != self.padding if mask is None else mask
+        mask = torch.ones_like(ids, dtype=torch.bool) if mask is True else ids != self.padding if mask is None else mask
         if segments is not None:
             return self._per_document(ids, mask, documents_of(segments, ids))
         mask = torch.cat([mask.new_ones(ids.shape[0], 1), mask], 1)  # CLS is always real

@@ -27,10 +27,11 @@ from .build import AttentionChoice, encoder_blocks
 class TextEncoder(nn.Module):
     """`encoder(ids, mask=None)`: ids (B, S), 0 = padding, to one vector per document (B, dim).
 
-    `mask` (B, S) is True for real tokens; the default is `ids > 0`. `max_length` includes the CLS token: S + 1 with
-    one, else S. `attention` is a registered name (with its options in `attention_options`), a list for mixed
-    attention, or a function from the block number to one of these. With `segments` (B, S), which numbers packed
-    documents, the result has one row per document, in order; `max_length` is then that of a document.
+    `mask` (B, S) is True for real tokens; the default is `ids > 0`, and `mask=True` means that all are real.
+    `max_length` includes the CLS token: S + 1 with one, else S. `attention` is a registered name (with its options in
+    `attention_options`), a list for mixed attention, or a function from the block number to one of these. With
+    `segments` (B, S), which numbers packed documents, the result has one row per document, in order; `max_length` is
+    then that of a document.
     """
 
     def __init__(
@@ -98,7 +99,9 @@ class TextEncoder(nn.Module):
         )
         self.norm = make_norm(norm, dim, **place)
 
-    def forward(self, ids: Tensor, mask: Tensor | None = None, segments: Tensor | Segments | None = None) -> Tensor:
+    def forward(
+        self, ids: Tensor, mask: Tensor | Literal[True] | None = None, segments: Tensor | Segments | None = None
+    ) -> Tensor:
         if current() is not None:
             raise ValueError(
                 "pooling needs the whole sequence: inside weft.parallel.context call tokens(), and pool the result of "
@@ -114,7 +117,7 @@ class TextEncoder(nn.Module):
         return x.masked_fill(~real, 0).sum(1) / real.sum(1).clamp(min=1)  # exclude padding from the mean
 
     def tokens(
-        self, ids: Tensor, mask: Tensor | None = None, segments: Tensor | Segments | None = None
+        self, ids: Tensor, mask: Tensor | Literal[True] | None = None, segments: Tensor | Segments | None = None
     ) -> tuple[Tensor, Tensor]:
         """All tokens (B, N, dim) and their mask (B, N), before pooling; N = S + 1 with a CLS token. Packed documents
         get their own rows, (documents, N, dim)."""
@@ -122,8 +125,8 @@ class TextEncoder(nn.Module):
             refuse("TextEncoder with segments")
             x, mask, documents = self._per_document(ids, mask, documents_of(segments, ids))
             if not len(documents):
-                return x.new_zeros(0, 1, self.dim), mask.new_zeros(0, 1)
-            return documents.as_rows(self.norm(x)), documents.as_rows(mask)
+                return x.new_zeros(0, 1, self.dim), torch.zeros(0, 1, dtype=torch.bool, device=x.device)
+            return documents.as_rows(self.norm(x)), documents.as_rows(documents.numbers > 0 if mask is None else mask)
         mask = self._check(ids, mask)
         x = self.embed(ids)
         if self.cls is not None:
@@ -137,16 +140,20 @@ class TextEncoder(nn.Module):
             x = block(x, mask)
         return self.norm(x), mask
 
-    def _per_document(self, ids: Tensor, mask: Tensor | None, documents: Segments) -> tuple[Tensor, Tensor, Segments]:
+    def _per_document(
+        self, ids: Tensor, mask: Tensor | Literal[True] | None, documents: Segments
+    ) -> tuple[Tensor, Tensor | None, Segments]:
         """The tokens of packed documents before the last norm, their mask, and where they are."""
-        mask = self._check(ids, mask, documents.longest)
+        real = self._check(ids, mask, documents.longest)
+        mask = None if mask is True else real  # kernels are faster without one
         x = self.embed(ids)
         if not len(documents):
             return x, mask, documents
         if self.cls is not None:
             documents, source = documents.with_first()
             first = documents.positions[..., None] == 0
-            x, mask = torch.where(first, self.cls, x.flatten(0, 1)[source][None]), mask.flatten()[source][None]
+            x = torch.where(first, self.cls, x.flatten(0, 1)[source][None])
+            mask = None if mask is None else mask.flatten()[source][None]
         else:
             documents.ready()
         x = self._placed(x, documents.positions)
@@ -159,7 +166,7 @@ class TextEncoder(nn.Module):
         table = self.positions if self.table is None else self.table(x.device)
         return self.dropout(x if table is None else x + table.to(x.dtype)[at])
 
-    def _check(self, ids: Tensor, mask: Tensor | None, longest: int | None = None) -> Tensor:
+    def _check(self, ids: Tensor, mask: Tensor | Literal[True] | None, longest: int | None = None) -> Tensor:
         if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
             raise ValueError(f"ids must be integers (B, S), got {ids.dtype} {tuple(ids.shape)}")
         extra, S = int(self.cls is not None), ids.shape[1] if longest is None else longest
@@ -171,8 +178,8 @@ class TextEncoder(nn.Module):
                 f"{S} tokens{with_cls} exceed max_length={self.max_length}: truncate the documents to "
                 f"{self.max_length - extra}, or create the model with a larger max_length"
             )
-        if mask is None:
-            return ids > 0
+        if mask is None or mask is True:
+            return ids > 0 if mask is None else torch.ones_like(ids, dtype=torch.bool)
         if mask.dtype != torch.bool or mask.shape != ids.shape:
             raise ValueError(
                 f"mask must be boolean {tuple(ids.shape)} like ids, True for real tokens; "

@@ -201,9 +201,9 @@ class Classification(Task):
 
 
 def ids_and_segments(batch: Columns) -> tuple[Any, ...]:
-    """The arguments of a text classifier; `segments` number the documents of a packed batch."""
+    """The arguments of a text classifier. A packed batch has `segments`, and `mask` if all its tokens are real."""
     ids = batch["ids"].long()
-    return (ids, None, batch["segments"]) if "segments" in batch else (ids,)
+    return (ids, batch.get("mask"), batch["segments"]) if "segments" in batch else (ids,)
 
 
 class StudyTask(Classification):
