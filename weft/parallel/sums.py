@@ -10,8 +10,10 @@ from torch import Tensor
 from ..attention.linear import EPSILON, drop_values, features, with_ones
 from ..attention.performer import divide, one
 from ..core.contract import hide
+from ..core.dispatch import use_kernel
 from ..core.precision import precise
 from ..core.scan import causal_sum
+from ..kernels.linear_scan.kernel import linear_scan
 from .context import Context, sharded
 
 
@@ -32,8 +34,16 @@ def sums(context: Context, attn: Any, a: Tensor, b: Tensor, v1: Tensor) -> Tenso
 
 @sharded("linear")
 def linear(context: Context, attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
-    v1 = with_ones(drop_values(v, attn.dropout if attn.training else 0.0))
-    total = sums(context, attn, features(q), hide(features(k), mask), v1)
+    v = drop_values(v, attn.dropout if attn.training else 0.0)
+    a, b, v1 = features(q), hide(features(k), mask), with_ones(v)
+    if attn.causal and use_kernel(attn, q, k, v, bias):
+        # The kernel divides by the sum over this part, which is multiplied back in.
+        state = b.mT @ v1
+        total = a @ torch.unflatten(others(context, attn, state.flatten(2)).sum(2), 2, state.shape[2:])
+        size = (a * b.cumsum(2)).sum(-1, keepdim=True) + EPSILON
+        own = precise(linear_scan(q, k, v, mask, features="elu", epsilon=EPSILON))
+        return ((own * size + total[..., :-1]) / (size + total[..., -1:])).to(q.dtype)
+    total = sums(context, attn, a, b, v1)
     return (total[..., :-1] / (total[..., -1:] + EPSILON)).to(q.dtype)
 
 
