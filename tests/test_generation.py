@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounter
 
 import weft
 from weft.core.decoding_state import Place, tree_map
+from weft.core.softmax import attend_one, softmax_attention
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 LONGEST = 80
@@ -213,6 +214,16 @@ def test_a_state_grows_in_steps_of_an_eighth():
         rooms.add(state.inner.k.shape[2])
         assert state.inner.k.shape[2] <= 16 + 1.125 * state.position
     assert len(rooms) <= 20
+
+
+def test_one_query_with_matrix_products():
+    (q, _, _), (_, k, v) = qkv(1, B=3), qkv(50, B=3)
+    allowed = torch.rand(3, 1, 1, 50) > 0.4
+    allowed[2] = False
+    bias = torch.randn(1, HEADS, 1, 50, dtype=q.dtype)
+    bias[:, 0, :, :3] = float("-inf")
+    for given in (None, bias):
+        assert_same(attend_one(q, k, v, allowed, given), softmax_attention(q, k, v, allowed=allowed, bias=given))
 
 
 def test_dropping_more_than_the_history_names_the_limit():

@@ -57,6 +57,19 @@ def softmax_attention(
     return out if alive is None else out.masked_fill(~alive, 0)
 
 
+def attend_one(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, bias: Tensor | None) -> Tensor:
+    """`softmax_attention` of one query (B, H, 1, D), as matrix products. On a GPU, PyTorch's fused attention with a
+    mask reads all keys of a head in one program; matrix products split them."""
+    (B, H, _, D), half = q.shape, q.dtype in (torch.float16, torch.bfloat16)
+    exact = {"out_dtype": torch.float32} if half and q.is_cuda else {}
+    logits = D**-0.5 * torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT, **exact).view(B, H, 1, -1)  # type: ignore
+    logits = (logits if bias is None else logits + bias).masked_fill(~allowed, float("-inf"))
+    top = logits.amax(-1, keepdim=True)
+    p = (logits - top.masked_fill(top == float("-inf"), 0)).exp()
+    out = torch.bmm(p.flatten(0, 1).to(v.dtype), v.flatten(0, 1), **exact).view(B, H, 1, -1)  # type: ignore
+    return (out / p.sum(-1, keepdim=True).clamp(min=1e-30)).to(q.dtype)
+
+
 def fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """PyTorch's fused attention for any batch size and memory layout.
 

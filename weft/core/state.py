@@ -12,7 +12,9 @@ from torch import Tensor
 
 from .contract import Attention
 from .decoding_state import Place
-from .softmax import softmax_attention
+from .softmax import attend_one, softmax_attention
+
+LONG = 1024  # slots from which a masked query is computed with matrix products on a GPU
 
 
 @dataclass
@@ -69,7 +71,11 @@ class KeyValues:
         if bias is not None:
             j = positions(at.first(k.shape[2])).clamp(min=0).minimum(at.tensor)
             logits = bias(at.tensor.view(1, 1, 1, 1), j.view(1, 1, 1, -1))
-        return softmax_attention(q, k, v, allowed=None if valid is None else valid[:, None, None], bias=logits)
+        allowed = None if valid is None else valid[:, None, None]
+        long = k.shape[2] >= LONG and q.is_cuda and not torch.compiler.is_compiling()
+        if long and allowed is not None and at.in_place:
+            return attend_one(q, k, v, allowed, logits)
+        return softmax_attention(q, k, v, allowed=allowed, bias=logits)
 
 
 class KeepsAll(Attention):
