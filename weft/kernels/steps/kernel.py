@@ -125,13 +125,14 @@ def _run_sums(q, k, v, mask, memory, top, plain, projection, features, epsilon):
     out, F = _like(q), memory.shape[2]
     others = [out if x is None else x for x in (top, plain, projection)]
     width = block_width(F)
+    warps = WARPS if width < 256 else 2 * WARPS
     options: dict[str, Any] = {"FEATURES": features, "HAS_MASK": mask is not None, "SHRINK": D**-0.25, "D": D, "F": F}
-    options |= {"BLOCK_F": width, "COLUMNS": min(block_width(D), max(4, TILE // 2 // width))}
+    options |= {"BLOCK_F": width, "COLUMNS": min(block_width(D), max(4, 1024 * warps // width))}
     launch(
         token_to_sums, (B * H,),
         q, k, v, out if mask is None else as_flags(mask), memory, *others, out,
         *_strides(q), *_strides(k), *_strides(v), H, epsilon, **options,
-        num_warps=WARPS, num_stages=1,
+        num_warps=warps, num_stages=1,
     )  # fmt: skip
     return (out,)
 

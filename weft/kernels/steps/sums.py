@@ -15,20 +15,25 @@ import triton.language as tl
 
 
 @triton.jit
-def random_features(X, PROJECTION, here, f, D: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr,
+def random_features(Q, K, PROJECTION, here, f, D: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr,
                     COLUMNS: tl.constexpr, SHRINK: tl.constexpr):  # fmt: skip
-    """p_m · t - |t|²/2 for every feature, and the largest p_m · t, with t = x · SHRINK."""
-    projected = tl.zeros([BLOCK_F], tl.float32)
-    square = 0.0
+    """For t = q · SHRINK and t = k · SHRINK: p_m · t - |t|²/2 for every feature, and the largest p_m · t."""
+    queries = tl.zeros([BLOCK_F], tl.float32)
+    keys = tl.zeros([BLOCK_F], tl.float32)
+    query_square, key_square = 0.0, 0.0
     for first in range(0, D, COLUMNS):
         d = first + tl.arange(0, COLUMNS)
-        t = tl.load(X + d, mask=d < here, other=0.0).to(tl.float32) * SHRINK
+        q = tl.load(Q + d, mask=d < here, other=0.0).to(tl.float32) * SHRINK
+        k = tl.load(K + d, mask=d < here, other=0.0).to(tl.float32) * SHRINK
         inside = (f < F)[:, None] & (d < D)[None, :]
         p = tl.load(PROJECTION + f[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
-        projected += tl.sum(p * t[None, :], 1)
-        square += tl.sum(t * t, 0)
-    largest = tl.max(tl.where(f < F, projected, float("-inf")), 0)
-    return projected - square / 2, largest
+        queries += tl.sum(p * q[None, :], 1)
+        keys += tl.sum(p * k[None, :], 1)
+        query_square += tl.sum(q * q, 0)
+        key_square += tl.sum(k * k, 0)
+    largest_query = tl.max(tl.where(f < F, queries, float("-inf")), 0)
+    largest_key = tl.max(tl.where(f < F, keys, float("-inf")), 0)
+    return queries - query_square / 2, largest_query, keys - key_square / 2, largest_key
 
 
 @triton.jit
@@ -64,15 +69,16 @@ def token_to_sums(
     f = tl.arange(0, BLOCK_F)
     kept, rest, new = 1.0, 0.0, 0.0
     if FEATURES == "softmax":
-        exponents, largest = random_features(Q, PROJECTION, here, f, D, F, BLOCK_F, COLUMNS, SHRINK)
-        query = tl.where(f < F, tl.exp(exponents - largest) + epsilon, 0.0)
-        exponents, largest = random_features(K, PROJECTION, here, f, D, F, BLOCK_F, COLUMNS, SHRINK)
         old = tl.load(TOP + bh)
-        scale = tl.where(real, largest, float("-inf"))
+        exponents, largest, key_exponents, largest_key = random_features(
+            Q, K, PROJECTION, here, f, D, F, BLOCK_F, COLUMNS, SHRINK
+        )  # fmt: skip
+        query = tl.where(f < F, tl.exp(exponents - largest) + epsilon, 0.0)
+        scale = tl.where(real, largest_key, float("-inf"))
         new = tl.maximum(old, scale)
         base = tl.where(new == float("-inf"), 0.0, new)
         kept = tl.exp(old - base)
-        key = tl.where(f < F, tl.exp(exponents - largest) * tl.exp(scale - base), 0.0)
+        key = tl.where(f < F, tl.exp(key_exponents - largest_key) * tl.exp(scale - base), 0.0)
         rest = epsilon * tl.sum(query, 0)
     else:
         query = direct_features(Q, here, f, D, FEATURES)
