@@ -48,7 +48,7 @@ def slots_step(
     buffers = tokens.k, tokens.v, tokens.valid, *summaries, queries, key_features, count
     if slots > MOST_SLOTS or not in_order(*buffers):
         return None
-    return _slots(q, k, v, for_operator(mask), position(at), *buffers, form, m, ahead, pool)
+    return _slots(q, k, v, row_of(mask), position(at), *buffers, form, m, ahead, pool)
 
 
 def sums_step(
@@ -68,7 +68,12 @@ def sums_step(
     `token_to_sums`. None if the plain version must run."""
     if memory.shape[2] > MOST_FEATURES or not in_order(memory, top, plain, projection):
         return None
-    return _sums(q, k, v, for_operator(mask), memory, top, plain, projection, features, epsilon)
+    return _sums(q, k, v, row_of(mask), memory, top, plain, projection, features, epsilon)
+
+
+def row_of(mask: Tensor | None) -> Tensor | None:
+    """The mask (B,) of a token, often a column of that of a sequence. A copy inside the operator could not be replayed."""
+    return None if mask is None else for_operator(mask.contiguous())
 
 
 def in_order(*buffers: Tensor | None) -> bool:
