@@ -23,3 +23,5 @@ bench latency 45 --precision tf32 --tasks listops,imdb-byte --repeats 6 --budget
 bench scaling 30 --precision bf16-true --lengths 1024,2048,4096,8192,16384,32768 --budget 1
 bench cost 40 --precision bf16-mixed --budget 2
 bench throughput 40 --precision bf16-mixed --models pvt-tiny,pvt-small,pvt-medium --batch 256 --budget 1
+bench generation 90 --precision bf16-true --lengths 1024,8192,65536,262144 --limit 1 --budget 0.04 --repeats 5
+step transformers 60 python3 -W ignore benchmarks/hf_generation.py --device cuda --rounds 2 --out "$out/transformers.json"
