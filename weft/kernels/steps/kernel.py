@@ -72,7 +72,7 @@ def sums_step(
 
 
 def row_of(mask: Tensor | None) -> Tensor | None:
-    """The mask (B,) of a token, often a column of that of a sequence. A copy inside the operator could not be replayed."""
+    """The mask (B,) of a token, often a column of a larger one. A copy inside the operator could not be replayed."""
     return None if mask is None else for_operator(mask.contiguous())
 
 
