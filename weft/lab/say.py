@@ -46,11 +46,16 @@ def console(width: int | None = None) -> Any:
 
 
 def show_table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], title: str = "", wrap: Sequence[str] = ()
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    title: str = "",
+    wrap: Sequence[str] = (),
+    numbers: bool = False,
 ) -> None:
     """Print a table that cuts nothing: only the columns in `wrap` take several lines, between words.
 
-    If the terminal is too narrow for that, the table is as wide as it needs to be.
+    If the terminal is too narrow for that, the table is as wide as it needs to be. With `numbers`, all columns but the
+    first are aligned on the right.
     """
     from rich.cells import cell_len
     from rich.table import Table
@@ -62,7 +67,8 @@ def show_table(
         words = [part for row in cells for part in (row[number].split() if column in wrap else [row[number]])]
         width = max(map(cell_len, [*words, *(column.split() if column in wrap else [column])]), default=0)
         width = max(width, 30) if column in wrap else width
-        table.add_column(column, no_wrap=column not in wrap, min_width=width)
+        justify: Any = "right" if numbers and number else "left"
+        table.add_column(column, no_wrap=column not in wrap, min_width=width, justify=justify)
         total += width + 3
     for row in cells:
         table.add_row(*row)

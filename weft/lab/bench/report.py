@@ -15,7 +15,7 @@ import torch
 
 from ...tasks.files import atomic
 from ..run import commit
-from ..say import console
+from ..say import show_table
 from .timing import How
 
 
@@ -31,14 +31,7 @@ class Table:
         return "\n".join([*lines, *(_line(row) for row in self.rows)])
 
     def show(self) -> None:
-        from rich.table import Table as RichTable
-
-        table = RichTable(title=self.title, title_justify="left")
-        for number, heading in enumerate(self.headings):
-            table.add_column(heading, justify="right" if number else "left", no_wrap=not number)
-        for row in self.rows:
-            table.add_row(*row)
-        console().print(table)
+        show_table(self.headings, self.rows, self.title, numbers=True)
 
 
 def _line(cells: Sequence[str]) -> str:

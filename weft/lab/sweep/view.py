@@ -70,9 +70,11 @@ def table(states: Sequence[State], height: int = 1000) -> Any:
 
     counts = ", ".join(f"{n} {name}" for name in ORDER if (n := sum(state.state == name for state in states)))
     titles = dict.fromkeys(state.job.sweep.title for state in states)
-    shown = Table(
-        "run", "", "step", "loss", "tokens/s", "left", "result", title=Text(plain("; ".join(titles))), caption=counts
-    )
+    shown = Table("run", title=Text(plain("; ".join(titles))), caption=counts)
+    for column in ("", "step", "loss", "tokens/s", "left"):
+        shown.add_column(column, no_wrap=True)
+    values = [len(_value(state)) for state in states if state.state == DONE]
+    shown.add_column("result", min_width=max([6, *values]))  # figures are not cut; reasons are, and follow below
     ordered = sorted(states, key=lambda state: ORDER.index(state.state))
     for state in ordered[: max(1, height)]:
         result = state.why if state.why and state.state != DONE else _value(state)
