@@ -86,7 +86,7 @@ def test_tables_and_charts(tmp_path):
     assert found["note"] == "“killed” lies on “whole”." and found["band"] == 1 and found["looks"] == 2
     loss, accuracy, time = found["ticks"]
     assert loss[:5] == ["0", "0.5", "1", "1.5", "2"] and "killed" in loss
-    assert accuracy.count("200") == 1 and "97.1" in accuracy and found["point"] == 1
+    assert accuracy.count("200") == 1 and "97.06" in accuracy and found["point"] == 1
     assert {"4,096", "16,384", "0.1", "10", "tokens", "ms"} <= set(time)
     assert found["reading"] == "step 10: whole 2.14, killed 2.14" and "whole 2.14" in found["tip"]
     assert found["left"] == 1

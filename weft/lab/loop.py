@@ -124,6 +124,8 @@ class Training:
             done = self.done
             self._say(f"{self.folder.folder} is complete: {done['test']}")
             return Result(self.folder.folder, done["step"], done["val"], done["test"], self.parameters, 0.0, 0.0)
+        examples, size, steps = self.data.rows("train"), self.parameters, self.config.steps
+        self._say(f"{examples:,} training examples, {size:,} parameters, {steps:,} steps on {self.fabric.device}")
         self.progress = Progress(self.config.steps, self.step, show=self.main)
         try:
             with self.signals:

@@ -76,11 +76,13 @@ class Count:
     """Shows on stderr how many are done: on a terminal one line that changes, elsewhere a line every five seconds."""
 
     def __init__(self, what: str):
-        self.what, self.start = what, time.perf_counter()
-        self._last, self._width = self.start, 0
+        self.what, self.start = what, 0.0
+        self._last, self._width = 0.0, 0
 
     def __call__(self, done: int, total: int) -> None:
         now = time.perf_counter()
+        if not self.start:
+            self.start = self._last = now
         left = f", {(now - self.start) / done * (total - done):.0f} s left" if done else ""
         text = f"{self.what} {done + 1} of {total}{left}"
         if sys.stderr.isatty():
