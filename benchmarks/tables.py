@@ -201,6 +201,8 @@ TABLES = {
     "packing": packing,
     "packing-source": lambda: source("gpu_packing"),
     "generation-cpu": lambda: markdown(generation_tables.steps("generation_cpu")),
+    "generation-gpu": lambda: markdown(generation_tables.steps("generation_gpu")),
+    "hf-generation-gpu": lambda: markdown(generation_tables.transformers("hf_generation_gpu")),
     "hf-generation": lambda: markdown(generation_tables.transformers("hf_generation")),
 }
 
