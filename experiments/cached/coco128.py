@@ -21,7 +21,8 @@ TITLE = "COCO-128 learned by heart"
 METRIC = "box_ap50"
 UNIT, SCALE = "%", 100
 
-SIZE = json.dumps({"min_size": 640, "max_size": 1067})
+# A quarter of the usual proposals: with 512, half of the time goes into the mask head.
+SIZE = json.dumps({"min_size": 400, "max_size": 667, "box_batch_size_per_image": 128})
 
 
 def cells() -> list[Cell]:
@@ -31,8 +32,8 @@ def cells() -> list[Cell]:
             column,
             make_config(
                 "coco-mask-rcnn", model="pvt-tiny", cache=ratio, cache_options=options,
-                model_options=SIZE, steps=800, learning_rate=3e-4, schedule="cosine", warmup=100, augment=False,
-                eval_every=0, checkpoint_every=800, keep=1, precision="bf16-mixed",
+                model_options=SIZE, steps=3000, learning_rate=2e-4, schedule="cosine", warmup=100, augment=False,
+                eval_every=0, checkpoint_every=1000, keep=1, precision="bf16-mixed",
             ),
         )
         for column, ratio, options in (("plain", 0.0, ""), ("cached", 0.5, json.dumps(caches("PVT-"))))
