@@ -316,7 +316,7 @@ class Training:
     def _save(self) -> None:
         if self.processes.any(not finite(self.raw)):
             self._diverged(f"the weights after step {self.step} are not finite")
-        tensors, extra = collect(self.raw, self.inner_optimizer)  # on every rank
+        tensors, extra = collect(self.raw, self.inner_optimizer, keep=self.main)  # on every rank
         if self.average is not None:
             tensors |= {f"{AVERAGE}{name}": p for name, p in self.average.module.named_parameters()}
         if self.main:

@@ -13,8 +13,11 @@ from torch.optim import Optimizer
 AVERAGE = "average/"  # prefix of the moving average of the weights, if a run has one
 
 
-def collect(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors, extra). Call it on every rank, because all ranks gather sharded tensors together.
+def collect(
+    model: nn.Module, optimizer: Optimizer | None, keep: bool = True
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(tensors, extra). Call it on every rank, because all ranks gather sharded tensors together. Gathered tensors go
+    to CPU memory one by one; ranks without `keep` drop them, so that no GPU holds the whole state.
 
     `extra` holds the non-tensor values of `get_extra_state`, which must be JSON-compatible.
     """
@@ -22,7 +25,7 @@ def collect(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Te
     extra: dict[str, Any] = {}
     for name, value in model.state_dict().items():
         if isinstance(value, Tensor):
-            tensors[f"model/{name}"] = _whole(value)
+            tensors[f"model/{name}"] = _whole(value, keep)
         else:
             try:
                 json.dumps(value)
@@ -34,7 +37,7 @@ def collect(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Te
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
                 value = value if isinstance(value, Tensor) else torch.tensor(value)
-                tensors[f"optimizer/{names[parameter]}/{key}"] = _whole(value)
+                tensors[f"optimizer/{names[parameter]}/{key}"] = _whole(value, keep)
     return tensors, extra
 
 
@@ -96,8 +99,11 @@ def finite(model: nn.Module) -> bool:
     return bool(torch.stack(flags).all()) if flags else True
 
 
-def _whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if _is_sharded(value) else value  # type: ignore[attr-defined]
+def _whole(value: Tensor, keep: bool) -> Tensor:
+    if not _is_sharded(value):
+        return value
+    whole = value.full_tensor()  # type: ignore[attr-defined]
+    return whole.cpu() if keep else whole.new_empty(0)
 
 
 def _local(value: Tensor) -> Tensor:

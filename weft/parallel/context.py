@@ -14,7 +14,7 @@ with a mask or all without one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -93,18 +93,18 @@ class Context:
             return
         mine = torch.tensor([tokens], device=device)
         sizes = [torch.empty_like(mine) for _ in range(self.ranks)]
-        dist.all_gather(sizes, mine, group=self.group)
+        with self.contact():
+            dist.all_gather(sizes, mine, group=self.group)
         self._set([int(s) for s in sizes])
 
     def all_to_all(self, parts: list[Tensor], counts: list[int]) -> list[Tensor]:
         self.bytes += sum(p.numel() * p.element_size() for r, p in enumerate(parts) if r != self.rank)
-        try:
+        with self.contact():
             return self._send(parts, counts)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {self.rank} lost contact with another rank of its context-parallel group of {self.ranks}; look "
-                "for the first error among the other ranks"
-            ) from error
+
+    def contact(self) -> AbstractContextManager[None]:
+        """Around calls of torch.distributed, which fail if another rank has died."""
+        return _contact(self.rank, self.ranks)
 
     def _send(self, parts: list[Tensor], counts: list[int]) -> list[Tensor]:
         return all_to_all(parts, counts, self.group)
@@ -189,6 +189,9 @@ class Members(Context):
         self._plans, self._given = {}, sum(sizes.values())
         self._set(list(sizes.values()))
 
+    def contact(self) -> AbstractContextManager[None]:
+        return self.outer.contact()
+
     def _send(self, parts: list[Tensor], counts: list[int]) -> list[Tensor]:
         """Directly from rank to rank, because the other ranks of the group do not take part."""
         self.outer.bytes += sum(p.numel() * p.element_size() for r, p in enumerate(parts) if r != self.rank)
@@ -203,6 +206,17 @@ class Members(Context):
         for work in dist.batch_isend_irecv(messages) if messages else ():
             work.wait()
         return received
+
+
+@contextmanager
+def _contact(rank: int, ranks: int) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {rank} lost contact with another rank of its context-parallel group of {ranks}; look for the first "
+            "error among the other ranks"
+        ) from error
 
 
 def refuse_dropout(attn: Attention) -> None:

@@ -77,7 +77,8 @@ def documents_in(context: Context, segments: Tensor | Segments, x: Tensor) -> Do
         return kept[1]
     own = runs(on_host(segments))
     gathered: list[Any] = [None] * context.ranks
-    dist.all_gather_object(gathered, own, group=context.group)
+    with context.contact():
+        dist.all_gather_object(gathered, own, group=context.group)
     rows, starts, lengths, numbers = (np.concatenate(column) for column in zip(*gathered, strict=True))
     starts = starts + np.repeat(context.bounds[:-1], [len(part[0]) for part in gathered])
     order = np.lexsort((starts, rows))
