@@ -12,7 +12,7 @@ import weft
 
 timm = pytest.importorskip("timm")
 torchvision = pytest.importorskip("torchvision")
-from timm.models import hiera, maxxvit, mvitv2  # noqa: E402
+from timm.models import hiera, maxxvit, metaformer, mvitv2, nest  # noqa: E402
 from torchvision.models import swin_transformer as tv  # noqa: E402
 
 VIT = {"img_size": 64, "depth": 2, "embed_dim": 48, "num_heads": 4, "num_classes": 5}
@@ -29,6 +29,12 @@ def mvit():
     sizes = {"depths": (1, 1), "embed_dim": (24, 48), "num_heads": (1, 2), "stride_q": ((1, 1), (2, 2))}
     config = mvitv2.MultiScaleVitCfg(**sizes, stride_kv=((2, 2), (2, 2)), use_cls_token=True)
     return mvitv2.MultiScaleVit(config, img_size=32, num_classes=5)
+
+
+def caformer():
+    mixers = [metaformer.SepConv, metaformer.Attention]
+    norms = [metaformer.LayerNorm2dNoBias, metaformer.LayerNormNoBias]
+    return metaformer.MetaFormer(depths=(1, 2), dims=(16, 32), token_mixers=mixers, norm_layers=norms, num_classes=5)
 
 
 def torchvision_swin(block, downsample):
@@ -53,6 +59,9 @@ MODELS = {
     "CoAtNet": (lambda: maxxvit_of("T", rel_pos_type="bias_tf"), 1, 1, 0),
     "Hiera": (lambda: hiera.Hiera((32, 32), embed_dim=16, stages=(1, 1, 1, 1), num_classes=5), 4, 0, 3),
     "MViTv2": (mvit, 2, 2, 1),
+    "CAFormer": (caformer, 2, 0, 0),
+    "NesT": (lambda: nest.Nest(32, embed_dims=(16, 32), num_heads=(2, 2), depths=(1, 1), num_levels=2), 2, 0, 0),
+    "relative positions": (lambda: timm.create_model("vit_relpos_small_patch16_224", **VIT), 2, 2, 0),
     "torchvision Swin": (lambda: torchvision_swin(tv.SwinTransformerBlock, tv.PatchMerging), 4, 4, 0),
     "torchvision Swin V2": (lambda: torchvision_swin(tv.SwinTransformerBlockV2, tv.PatchMergingV2), 4, 4, 0),
 }
@@ -69,7 +78,7 @@ def built(name: str):
             torch.nn.init.normal_(parameter, std=2 / parameter.shape[1] ** 0.5)
         elif parameter.dim() == 1 and ("norm" in key or "gamma" in key or "ls" in key) and "bias" not in key:
             torch.nn.init.ones_(parameter)
-    size = {"EVA": 56, "DINOv3": 64, "BEiT": 64, "BEiT, shared bias": 64}.get(name, 32)
+    size = {"EVA": 56, "DINOv3": 64, "BEiT": 64, "BEiT, shared bias": 64, "relative positions": 64}.get(name, 32)
     return model, torch.randn(2, 3, size, size)
 
 
@@ -113,7 +122,7 @@ def test_cosine_attention_is_refused_by_name_where_it_does_not_fit():
         weft.swap(model, "linear")
 
 
-CACHED = ["EVA", "DINOv3", "BEiT", "BEiT, shared bias", "SwinV2"]
+CACHED = ["relative positions", "EVA", "DINOv3", "BEiT", "BEiT, shared bias", "SwinV2"]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,4 +1,5 @@
-"""More attention layers of timm for `weft.swap`: EVA, DINOv3, BEiT, Swin V2, MaxViT, CoAtNet, Hiera and MViT v2."""
+"""More attention layers of timm for `weft.swap`: EVA, DINOv3, BEiT, Swin V2, MaxViT, CoAtNet, Hiera, MViT v2, CAFormer,
+NesT and ViTs with relative positions."""
 
 from __future__ import annotations
 
@@ -12,14 +13,22 @@ from timm.models.beit import Attention as BeitAttention
 from timm.models.eva import EvaAttention
 from timm.models.hiera import MaskUnitAttention
 from timm.models.maxxvit import Attention2d, AttentionCl
+from timm.models.metaformer import Attention as MetaformerAttention
 from timm.models.mvitv2 import MultiScaleAttention, cal_rel_pos_type, reshape_post_pool, reshape_pre_pool
+from timm.models.nest import Attention as NestAttention
 from timm.models.swin_transformer_v2 import WindowAttention as CosineAttention
+from timm.models.vision_transformer_relpos import RelPosAttention
 from torch import Tensor
 
 from .added import add_layer
 
 for _rotary in (EvaAttention, AttentionRope):
     add_layer(_rotary, shape=lambda layer: (layer.num_heads, layer.head_dim))
+add_layer(MetaformerAttention, shape=lambda layer: (layer.num_heads, layer.head_dim), tokens=False)
+add_layer(RelPosAttention, shape=lambda layer: (layer.num_heads, layer.head_dim), bias=True)
+add_layer(
+    NestAttention, shape=lambda layer: (layer.num_heads, layer.proj.in_features // layer.num_heads), tokens=False
+)
 for _cls in (Attention2d, AttentionCl):
     add_layer(
         _cls,
