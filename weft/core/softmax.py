@@ -84,7 +84,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 @contextmanager
 def without_cudnn(x: Tensor) -> Iterator[None]:
-    """Within this block, fused attention does not use cuDNN, which prepares a plan for every new number of keys."""
+    """Within this block, fused attention does not use cuDNN, which prepares a plan for every new shape."""
     if not x.is_cuda or torch.compiler.is_compiling() or not torch.backends.cuda.cudnn_sdp_enabled():
         yield
         return

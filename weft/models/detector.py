@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.softmax import without_cudnn
+
 DIMS = (64, 128, 320, 512)
 
 
@@ -32,7 +34,9 @@ class Backbone(nn.Module):
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         height, width = images.shape[2] // 4, images.shape[3] // 4
         maps: OrderedDict[str, Tensor] = OrderedDict()
-        for stage, tokens in enumerate(self.body.stages(images)):  # type: ignore[operator]
+        with without_cudnn(images):  # nearly every batch has a new size
+            stages = self.body.stages(images)  # type: ignore[operator]
+        for stage, tokens in enumerate(stages):
             size = height // 2**stage, width // 2**stage
             image = tokens[:, tokens.shape[1] - size[0] * size[1] :].transpose(1, 2).unflatten(2, size)
             if stage >= self.first:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.softmax import without_cudnn
 from ..layers import EncoderBlock, MultiheadAttention, sinusoids
 from ..layers.encoder import NORM_EPS
 
@@ -88,9 +89,10 @@ class Translator(nn.Module):
     def forward(self, source: Tensor, target: Tensor | None = None) -> Tensor:
         if target is None:
             return self.translate(source)
-        memory, real, y = self.read(source), source != PAD, self._tokens(target)
-        for block in self.decoder:
-            y = block(y, memory, real)
+        with without_cudnn(source):  # nearly every batch has new lengths
+            memory, real, y = self.read(source), source != PAD, self._tokens(target)
+            for block in self.decoder:
+                y = block(y, memory, real)
         return self._scores(y)
 
     def read(self, source: Tensor) -> Tensor:
