@@ -7,6 +7,7 @@ import pytest
 import torch
 from counters import mixed, normals, random_words, words
 from promises import DEVICE
+from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft.attention.subsampled import device
@@ -92,3 +93,18 @@ def test_the_gpu_draws_for_both_backends():
     first = attn.last_indices.clone()
     graph.replay()
     assert not torch.equal(first, attn.last_indices)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the GPU's generator")
+@pytest.mark.parametrize(("name", "dropout"), [("subsampled", 0.0), ("local", 0.3)])
+def test_activation_checkpointing_repeats_what_was_drawn(name, dropout):
+    attn = weft.make_attention(name, heads=2, head_dim=16, causal=True, dropout=dropout, backend="triton")
+    results = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        q = torch.randn(1, 2, 1024, 16).requires_grad_()
+        out = checkpoint(attn, q, q * 2, q + 1, use_reentrant=False) if checkpointed else attn(q, q * 2, q + 1)
+        torch.rand(3)  # others draw in between
+        results.append((out, *torch.autograd.grad(out.square().sum(), q)))
+    for plain, recomputed in zip(*results, strict=True):
+        assert torch.equal(plain, recomputed)
