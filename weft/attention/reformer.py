@@ -125,6 +125,5 @@ register(
     paper="Kitaev et al. 2020, Reformer (2001.04451)",
     cost="L*chunk",
     bias=True,
-    slower="at 16,384 tokens: 15.0 against 4.4 ms on an H200; with backend='triton' 4.5 against 4.3",
     kernel=Kernel(run_kernel, too_long, auto=lambda attn: False),
 )

@@ -36,7 +36,6 @@ class AttentionInfo:
     naive: Callable[..., Tensor]  # the dense specification, `naive(attn, q, k, v, mask=None, bias=None)`
     length_dependent: str = ""  # how the pattern depends on the total length, padding included; "" if it does not
     not_causal: str = ""  # why causal=True is not supported, and what to use instead
-    slower: str = ""  # where eager training is slower than fused full attention, as measured; "" if nowhere at 16,384
     dropout: str = "probabilities"  # what dropout acts on: attention "probabilities", or whole "keys" if there are none
     kernel: Kernel | None = None  # the fused version for GPUs
 
@@ -78,7 +77,6 @@ def register(
     needs_max_length: bool = False,
     length_dependent: str = "",
     not_causal: str = "",
-    slower: str = "",
     dropout: str = "probabilities",
     kernel: Kernel | None = None,
 ) -> None:
@@ -107,7 +105,6 @@ def register(
         naive=naive,
         length_dependent=length_dependent,
         not_causal=not_causal,
-        slower=slower,
         dropout=dropout,
         kernel=kernel,
     )
