@@ -25,6 +25,7 @@ PAGES = (
     "weft/core/crossovers.py",
 )
 MARKED = re.compile(r"(<!-- table (\S+) -->\n|# table (\S+)\n)(.*?)(<!-- end -->|# end)", re.S)
+SINCE = ("reformer",)  # "auto" uses their kernels since the measurement, which has them as "NAME, triton"
 SHORT = ("combiner-fixed", "linear", "local", "longformer")
 GRAPH = {
     "cudnn": "cuDNN",
@@ -62,6 +63,10 @@ def ms(value: float) -> str:
 
 def eager_rows() -> tuple[list[int], list[str], dict[tuple[str, int, bool], Row]]:
     rows = results("gpu_eager")["rows"]
+    for row in rows:
+        name, _, backend = row["name"].partition(", ")
+        if name in SINCE:
+            row["name"] = name if backend else f"{name}, torch"
     names = [name for name in dict.fromkeys(row["name"] for row in rows) if name != "cudnn"]
     return sorted({row["L"] for row in rows}), names, {(row["name"], row["L"], row["causal"]): row for row in rows}
 
@@ -69,6 +74,8 @@ def eager_rows() -> tuple[list[int], list[str], dict[tuple[str, int, bool], Row]
 def eager(names: tuple[str, ...] = ()) -> str:
     """Milliseconds of an eager forward and backward by length, with the speedup over cuDNN in the same direction."""
     lengths, measured, rows = eager_rows()
+    if names:  # only complete columns
+        lengths = [L for L in lengths if all((name, L, True) in rows for name in names)]
     lines = [["", *(f"{L:,}" for L in lengths)]]
     for causal, label in ((True, "cuDNN"), (False, "cuDNN, bidirectional")):
         if any(("cudnn", L, causal) in rows for L in lengths) and (causal or not names):

@@ -22,7 +22,7 @@ from ..core.contract import Attention, PositionBias
 from ..core.decoding_state import Place
 from ..core.dense import dense_attention, positions
 from ..core.dispatch import Kernel
-from ..core.dropout import dropout_key, untested
+from ..core.dropout import dropout_key
 from ..core.registry import register
 from ..core.segments import Segments
 from ..core.softmax import softmax_attention
@@ -148,7 +148,6 @@ register(
         kernel.LEAST_LENGTH,
         dropout=True,
         grouped=lambda attn: True,
-        auto=untested,
         largest_head=256,
         packed=run_packed,
         step=run_step,

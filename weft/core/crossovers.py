@@ -8,9 +8,26 @@ from __future__ import annotations
 
 # table crossovers
 FASTER_FROM: dict[str, int | None] = {
+    "axial": 2048,
+    "bigbird": 2048,
+    "combiner-axial": 2048,
+    "combiner-axial-horizontal": 16384,
+    "combiner-axial-vertical": 16384,
     "combiner-fixed": 2048,
+    "combiner-logsparse": None,
+    "combiner-mixture": 16384,
+    "combiner-routing": None,
     "linear": 2048,
+    "linformer": 16384,
     "local": 2048,
+    "logsparse": 16384,
     "longformer": 2048,
+    "performer": 16384,
+    "reformer": 16384,
+    "routing": 16384,
+    "sinkhorn": 16384,
+    "sparse": 2048,
+    "subsampled": 2048,
+    "synthesizer": None,
 }
 # end

@@ -17,8 +17,3 @@ def dropout_key(attn: Any, q: Tensor) -> tuple[Tensor | None, int]:
     if not attn.training or not attn.dropout:
         return None, 0
     return torch.randint(2**62, (1,), device=q.device), min(round(attn.dropout * STEPS), STEPS - 1)
-
-
-def untested(attn: Any) -> bool:
-    """`Kernel.auto`: no GPU has confirmed dropout inside the kernels yet."""
-    return not (attn.training and attn.dropout)

@@ -42,7 +42,7 @@ class AttentionInfo:
     @property
     def faster_from(self) -> int | None:
         """The length from which on eager training was faster than cuDNN's full attention on an H200 (16 heads of 64);
-        None if at no measured length (up to 65,536), or if it was not measured."""
+        None if at no measured length, or if it was not measured."""
         return FASTER_FROM.get(self.name)
 
     @property

@@ -26,7 +26,7 @@ from ...core.contract import PositionBias
 from ...core.decoding_state import Place
 from ...core.dense import dense_attention, positions
 from ...core.dispatch import Kernel
-from ...core.dropout import dropout_key, untested
+from ...core.dropout import dropout_key
 from ...core.joint import Columns, Part, Rows, join_allowed, joint_attention, token_positions, valid_in
 from ...core.partitions import fixed_columns, other_blocks, own_block
 from ...core.registry import register
@@ -245,7 +245,6 @@ register(
         lacks,
         band.LEAST_LENGTH,
         dropout=True,
-        auto=untested,
         grouped=lambda attn: attn.pattern == "fixed",
         largest_head=256,
     ),

@@ -21,11 +21,10 @@ from .sampling import causal_noise, rank_of
 WIDEST = 2.0**30  # largest σ, in positions
 FRACTION = 6  # bits for fractions of a position; ties go to the later position
 BLOCK = 4096  # sources per step
-CONFIRMED = False  # on a GPU
 
 
 def can_draw(device: torch.device, length: int, sigma: float | None) -> bool:
-    if not CONFIRMED or device.type != "cuda" or torch.version.hip is not None or not dispatch._INSTALLED:
+    if device.type != "cuda" or torch.version.hip is not None or not dispatch._INSTALLED:
         return False
     return length < 2**24 and (sigma is None or sigma < WIDEST)
 

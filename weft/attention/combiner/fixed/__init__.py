@@ -27,7 +27,7 @@ from ....core.contract import PositionBias
 from ....core.decoding_state import Place
 from ....core.dense import dense_softmax, legal, positions, real_tokens
 from ....core.dispatch import Kernel
-from ....core.dropout import dropout_key, untested
+from ....core.dropout import dropout_key
 from ....core.joint import Part, Rows, valid_in
 from ....core.partitions import default_block, own_block
 from ....core.registry import register
@@ -357,7 +357,6 @@ register(
         kernel.LEAST_LENGTH,
         dropout=True,
         grouped=lambda attn: True,
-        auto=untested,
         largest_head=256,
         packed=run_packed,
         step=run_step,
