@@ -21,7 +21,6 @@ PAGES = (
     "docs/kernels.md",
     "docs/generation.md",
     "docs/adapt.md",
-    "docs/packing.md",
     "weft/core/crossovers.py",
 )
 MARKED = re.compile(r"(<!-- table (\S+) -->\n|# table (\S+)\n)(.*?)(<!-- end -->|# end)", re.S)
