@@ -1,38 +1,51 @@
-"""The demo with fewer steps. Its processes are forked from one that has imported everything, to save time."""
+"""The demo with a few steps, and its page in a browser."""
 
-import importlib
-from types import SimpleNamespace
+from __future__ import annotations
 
 import pytest
+from browser import browser, payload, run_browser
 
 pytest.importorskip("sklearn")
 pytest.importorskip("lightning")
 
 from runs import weft
 
-from benchmarks.faults import Forked
 
-demo = importlib.import_module("weft.cli.demo")  # `weft.cli.demo` is the function
-
-
-def test_the_demo_kills_resumes_and_writes_its_page(tmp_path, monkeypatch):
-    def start(command, **_):
-        assert command[1:3] == ["-m", "weft.cli"]
-        return Forked(tmp_path, *command[3:])
-
-    monkeypatch.setattr(demo, "subprocess", SimpleNamespace(Popen=start))
-    out = tmp_path / "demo"
-    done = weft("demo", "--steps", "20", "--out", out)
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    out = tmp_path_factory.mktemp("demo") / "out"
+    done = weft("demo", "--quick", "--out", out)
     assert done.exit_code == 0, done.output
-    assert "20 of 20 losses are bit-identical" in " ".join(done.output.split())
-    page = (out / "report.html").read_text()
-    assert page.count("<polyline") == 6 and "killed" in page
-    assert "://" not in page and "<script" not in page  # self-contained, and the policy forbids loading anything
-    assert "default-src 'none'" in page
-    assert (out / "deep-killed" / "result.json").exists()
-    # A folder without a demo is not touched.
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "thesis.txt").write_text("years of work")
-    assert weft("demo", "--out", other).exit_code == 2
-    assert (other / "thesis.txt").exists()
+    return out, done.output
+
+
+def test_the_demo_tells_seven_stories_and_ends_with_the_page(demo):
+    out, output = demo
+    assert "20 of 20 losses are bit-identical" in output
+    assert "the same tokens with and without its cache" in output
+    assert str((out / "demo.html").resolve()) in output.splitlines()[-1]
+    assert all(f"{number}/7 " in output for number in range(1, 8))
+    text = (out / "demo.html").read_text()
+    assert "://" not in text.replace("http://www.w3.org", "") and "default-src 'none'" in text  # loads nothing
+    parts = payload(text)["parts"]
+    assert sum(part["kind"] == "heading" for part in parts) == 7
+    cost = next(part for part in parts if part["kind"] == "chart")
+    assert [len(curve["points"]) for curve in cost["series"]] == [2, 2]
+    assert all(y > 0 for curve in cost["series"] for _, y in curve["points"])
+
+
+def test_other_files_are_not_removed(tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    assert weft("demo", "--out", tmp_path).exit_code == 2
+    assert (tmp_path / "thesis.txt").exists()
+
+
+@browser
+def test_the_page_of_the_demo_draws_every_part(demo, tmp_path):
+    script = """
+      document.body.style.cssText = "width: 400px; margin: 0";
+      const wide = [...document.querySelectorAll("body *")].filter(x => !x.closest(".scroll, pre, svg, .plot")
+        && x.getBoundingClientRect().right > 401 && x.offsetWidth);
+      document.documentElement.dataset.found = [document.querySelectorAll("h2").length,
+        document.querySelectorAll(".chart svg").length > 8, wide.length].join()"""
+    assert 'data-found="7,true,0"' in run_browser(tmp_path, demo[0] / "demo.html", script)

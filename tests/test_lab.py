@@ -400,10 +400,24 @@ def test_tensorboard_is_written(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    train(tiny(tmp_path / "run", tensorboard=True))
+    train(tiny(tmp_path / "run", logger="tensorboard"))
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert [e.value for e in events.Scalars("train/loss")] == pytest.approx(losses(tmp_path / "run"))
     assert events.Scalars("val/accuracy")
+
+
+def test_a_missing_logger_is_refused_before_the_run_exists(tmp_path, monkeypatch):
+    from weft.lab import metrics
+
+    monkeypatch.setattr(metrics, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="--logger wandb needs the package wandb: pip install wandb"):
+        train(tiny(tmp_path / "run", logger="wandb"))
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ValueError, match="logger must be one of tensorboard, wandb; got 'mlflow'"):
+        tiny(tmp_path, logger="mlflow")
+    old = json.loads(to_json(tiny(tmp_path)))
+    del old["logger"]
+    assert from_json(json.dumps({**old, "tensorboard": True})).logger == "tensorboard"
 
 
 def test_seeds_differ_by_every_part():

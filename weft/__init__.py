@@ -13,12 +13,16 @@ if TYPE_CHECKING or not _interrupt.IS_COMMAND:  # the command `weft` imports tor
     from .layers import ISTA, MSSA, CachedAttention, MixedAttention, MultiheadAttention
 
 if TYPE_CHECKING:
-    from . import inspect, layers, models
+    from . import adapt, inspect, layers, models, parallel
+    from .adapt import huggingface as huggingface
+    from .adapt import timm as timm
     from .adapt.ensemble import ensemble
     from .adapt.saved import apply, describe
     from .adapt.subsample import make_dense, subsample, subsampling
     from .adapt.surgery import cache, swap
-    from .lab.conversion import convert
+    from .lab.bench.advise import advise
+    from .lab.conversion.convert import convert
+    from .lab.trained import load
 
 __version__ = "0.1.0"
 
@@ -35,6 +39,8 @@ __all__ = [
     "RelativeBias2d",
     "Rotary",
     "Segments",
+    "adapt",
+    "advise",
     "apply",
     "attention_info",
     "attentions",
@@ -44,9 +50,11 @@ __all__ = [
     "ensemble",
     "inspect",
     "layers",
+    "load",
     "make_attention",
     "make_dense",
     "models",
+    "parallel",
     "register",
     "state_size",
     "subsample",

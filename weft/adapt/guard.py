@@ -48,7 +48,7 @@ def install() -> None:
         _wrap("set_attn_implementation", before=_check_parts)
 
 
-def _wrap(method: str, *, before: Callable | None = None, after: Callable | None = None) -> None:
+def _wrap(method: str, *, before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None) -> None:
     """The methods of PreTrainedModel through which every implementation name passes."""
     original = getattr(PreTrainedModel, method)
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch.fx import Proxy
 
 
-def fx_leaf(forward: Callable) -> Callable:
+def fx_leaf(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a layer's forward: while FX traces it, record the call of the layer instead of running it."""
 
     @functools.wraps(forward)

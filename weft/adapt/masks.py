@@ -271,7 +271,7 @@ def mask_function_of(name: str, takes_matrix: bool, decodes: bool = False) -> Ca
         kv_length: int,
         q_offset: Any = 0,  # a tensor when the cache is static
         kv_offset: int = 0,
-        mask_function: Callable | None = None,
+        mask_function: Callable[..., Any] | None = None,
         attention_mask: Tensor | None = None,
         local_size: int | None = None,
         allow_is_causal_skip: bool = True,
@@ -351,20 +351,20 @@ def mask_function_of(name: str, takes_matrix: bool, decodes: bool = False) -> Ca
     return make_mask
 
 
-def _parts(function: Callable) -> set[str]:
+def _parts(function: Callable[..., Any]) -> set[str]:
     """The names of the mask functions that this one combines."""
     found = {name for item in _inside(function) for name in _parts(item)}
     return found or {getattr(function, "__qualname__", "unknown").split(".")[0]}
 
 
-def _packed_in(function: Callable) -> Tensor:
+def _packed_in(function: Callable[..., Any]) -> Tensor:
     """The numbers of the documents (B or 1, L), from 0, that transformers found."""
     if _parts(function) == PACKED and not list(_inside(function)):
         return next(cell.cell_contents for cell in function.__closure__ or () if isinstance(cell.cell_contents, Tensor))
     return _packed_in(next(item for item in _inside(function) if PACKED <= _parts(item)))
 
 
-def _inside(function: Callable) -> Iterator[Callable]:
+def _inside(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     for cell in getattr(function, "__closure__", None) or ():
         content = cell.cell_contents
         for item in content if isinstance(content, (tuple, list)) else (content,):

@@ -17,8 +17,10 @@ from .kinds import Layer
 from .report import Missing, Patch
 from .torch_nn import swapped_class
 
+Settings = dict[str, Any]
 
-def unfit(layer: Layer, info: AttentionInfo, settings: dict[str, Any], causal: bool | None) -> str:
+
+def unfit(layer: Layer, info: AttentionInfo, settings: Settings, causal: bool | None) -> str:
     """Why this mechanism cannot be used in this layer; "" if it can."""
     causal = layer.causal if layer.causal is not None else causal
     if layer.trouble:
@@ -68,7 +70,7 @@ def behind_hooks(layer: Layer, patches: list[Patch]) -> list[Patch] | str:
     return [*patches, Patch(layer.module, "_old_forward", MethodType(new.forward, layer.module))]
 
 
-def _plan_weft(layer: Layer, info: AttentionInfo, settings: dict, causal: bool | None, prefix: int) -> Any:
+def _plan_weft(layer: Layer, info: AttentionInfo, settings: Settings, causal: bool | None, prefix: int) -> Any:
     module = layer.module
     assert isinstance(module, (MSSA, MultiheadAttention))
     old = module.attention
@@ -87,7 +89,9 @@ def _plan_weft(layer: Layer, info: AttentionInfo, settings: dict, causal: bool |
     return [Patch(module, "attention", new.to(next(module.parameters())).train(module.training))]
 
 
-def _plan_reduced(layer: Layer, info: AttentionInfo, settings: dict, causal: bool | None, prefix: int) -> list[Patch]:
+def _plan_reduced(
+    layer: Layer, info: AttentionInfo, settings: Settings, causal: bool | None, prefix: int
+) -> list[Patch]:
     from .own import ReducedAttention
 
     module: Any = layer.module
@@ -95,7 +99,7 @@ def _plan_reduced(layer: Layer, info: AttentionInfo, settings: dict, causal: boo
     return [Patch(module, "weft", core), Patch(module, "__class__", ReducedAttention)]
 
 
-def _plan_torch(layer: Layer, info: AttentionInfo, settings: dict, causal: bool | None, prefix: int) -> list[Patch]:
+def _plan_torch(layer: Layer, info: AttentionInfo, settings: Settings, causal: bool | None, prefix: int) -> list[Patch]:
     module: Any = layer.module
     causal = bool(layer.causal if layer.causal is not None else causal)
     causal = (causal and info.causal) or not info.bidirectional
@@ -104,7 +108,7 @@ def _plan_torch(layer: Layer, info: AttentionInfo, settings: dict, causal: bool 
     return [Patch(module, "weft", core), Patch(module, "__class__", swapped_class(type(module)))]
 
 
-def _plan_added(layer: Layer, info: AttentionInfo, settings: dict, causal: bool | None, prefix: int) -> list[Patch]:
+def _plan_added(layer: Layer, info: AttentionInfo, settings: Settings, causal: bool | None, prefix: int) -> list[Patch]:
     module, added = layer.module, LAYERS[type(layer.module)]
     heads, head_dim = added.shape(module)
     causal = bool(layer.causal if layer.causal is not None else causal)
@@ -112,7 +116,7 @@ def _plan_added(layer: Layer, info: AttentionInfo, settings: dict, causal: bool 
     return [Patch(module, "weft", core), Patch(module, "__class__", added.swapped)]
 
 
-def _plan_timm(layer: Layer, info: AttentionInfo, settings: dict, causal: bool | None, prefix: int) -> list[Patch]:
+def _plan_timm(layer: Layer, info: AttentionInfo, settings: Settings, causal: bool | None, prefix: int) -> list[Patch]:
     from .timm import TimmAttention, TimmReducedAttention, TimmWindowAttention
 
     module: Any = layer.module
@@ -126,7 +130,7 @@ def _plan_timm(layer: Layer, info: AttentionInfo, settings: dict, causal: bool |
 
 
 def _plan_transformers(
-    layer: Layer, info: AttentionInfo, settings: dict, causal: bool | None, prefix: int
+    layer: Layer, info: AttentionInfo, settings: Settings, causal: bool | None, prefix: int
 ) -> list[Patch]:
     from .cached_layer import width_and_heads
     from .huggingface import Choice

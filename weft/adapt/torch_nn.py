@@ -22,10 +22,10 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
 
     # nn.TransformerEncoderLayer has a fast path that computes softmax attention without calling this layer. Separate
     # projections disable it, so report them here.
-    _qkv_same_embed_dim = property(lambda self: False, lambda self, value: None)  # type: ignore[assignment]
+    _qkv_same_embed_dim = property(lambda self: False, lambda self, value: None)
 
     @fx_leaf
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         query: Tensor,
         key: Tensor,

@@ -262,7 +262,9 @@ class Decoding:
         self._check_decodes()
         return tree_bytes(self._shapes(batch, length, dtype))
 
-    def _more(self, q, k, v, mask, bias, state):
+    def _more(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Any, state: DecodingState
+    ) -> tuple[Tensor, DecodingState]:
         state, first, L = self._own(state, q), state.position, q.shape[2]
         q, k, v = self.clean(q, k, v, mask)
         state.whole = state.whole and mask is None
@@ -280,7 +282,16 @@ class Decoding:
             state.newest = [state.count]
         return out, state
 
-    def _steps(self, q, k, v, mask, bias, state, inputs):
+    def _steps(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        bias: Any,
+        state: DecodingState,
+        inputs: dict[str, Tensor],
+    ) -> tuple[Tensor, DecodingState]:
         outs = []
         for t in range(q.shape[2]):
             at = slice(t, t + 1)
@@ -290,7 +301,9 @@ class Decoding:
             outs.append(out)
         return torch.cat(outs, 2), state
 
-    def _after(self, q, k, v, mask, inputs, n: int, capacity: int) -> Any:
+    def _after(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, inputs: dict[str, Tensor], n: int, capacity: int
+    ) -> Any:
         """The buffers after the first n of the given tokens."""
         if n == 0:
             return self.empty_state(k, capacity)
@@ -437,7 +450,9 @@ class Decoding:
             raise ValueError(f"the mask of a step must be boolean of shape (B,) = ({state.batch},), got {got}")
 
 
-def _token(q, k, v, mask, bias, inputs, t: int) -> tuple[Any, ...]:
+def _token(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Any, inputs: dict[str, Tensor], t: int
+) -> tuple[Any, ...]:
     """A copy of token t, because callers may reuse their buffers."""
     at = slice(t, t + 1)
     x = {name: value[:, at].clone() for name, value in inputs.items()}

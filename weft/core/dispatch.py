@@ -91,7 +91,7 @@ def use_kernel(attn: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any) -> bool:
     return _trusted(attn, q)
 
 
-def step_with_kernel(attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: Any, at: Any):
+def step_with_kernel(attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: Any, at: Any) -> Any:
     """The output of one token, or None if `attend_next` must run."""
     kernel: Kernel | None = attn.fused
     if kernel is None or kernel.step is None or attn.backend == "torch" or not at.in_place or not q.shape[0]:
@@ -157,7 +157,15 @@ def _not_nvidia(device: str) -> str:
 
 
 @constant
-def _passes(index: int, name: str, head_dim: int, causal: bool, max_length: int | None, options: tuple, dtype) -> bool:
+def _passes(
+    index: int,
+    name: str,
+    head_dim: int,
+    causal: bool,
+    max_length: int | None,
+    options: tuple[Any, ...],
+    dtype: torch.dtype,
+) -> bool:
     """Whether "auto" may use a kernel on a GPU where it was never tested."""
     from .self_test import passes
 

@@ -65,7 +65,9 @@ def packed(
     return plan.repack(outs, documents.shape, by_head=True)
 
 
-def _in_place(attn, q, k, v, mask, bias, documents: Segments) -> Tensor | None:
+def _in_place(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Any, documents: Segments
+) -> Tensor | None:
     """The mechanism's kernel on the tokens where they are; None if it has none for packed documents."""
     kernel = attn.fused
     if attn.backend == "auto" and not CONFIRMED:
@@ -113,7 +115,7 @@ def packed_weights(
     return whole.view(B, L, B, L, H)[rows, :, rows].permute(0, 3, 1, 2)
 
 
-def checked(attn, q, k, v, mask, bias, segments) -> Segments:
+def checked(attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Any, segments: Any) -> Segments:
     """Check a packed call; the groups are checked again, as calls of the mechanism."""
     attn.check_tensors(q, k, v, mask)
     if q.shape[2] != k.shape[2]:

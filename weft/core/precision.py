@@ -7,6 +7,7 @@ difference.
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ def autocast(*tensors: Tensor) -> list[Tensor]:
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
 
 
-def without_autocast(x: Tensor) -> contextlib.AbstractContextManager:
+def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(x.device.type, enabled=False) if autocasts(x) else contextlib.nullcontext()
 
 

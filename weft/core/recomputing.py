@@ -46,7 +46,7 @@ class _Entry:
     ticket: Tensor
     content: Tensor  # sums of the input, for forwards that drew the same ticket
     state: Any
-    graph: weakref.ref | None  # None if no graph was recorded, as in reentrant checkpointing
+    graph: weakref.ref[Any] | None  # None if no graph was recorded, as in reentrant checkpointing
     recalled: bool = False
 
 

@@ -307,7 +307,7 @@ class _Unpack(torch.autograd.Function):
         return groups
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None):  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         some = next((grad for grad in grads if grad is not None), None)
         if some is None:
             return None, None, None
@@ -325,7 +325,7 @@ class _Repack(torch.autograd.Function):
         return plan.to_tokens(groups, shape, by_head)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return None, None, None, *ctx.plan.to_slots(grad, ctx.by_head, ctx.plan.filled)
 
 

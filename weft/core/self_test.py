@@ -20,7 +20,7 @@ TOLERANCE = {torch.float32: 5e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 HEADS, LENGTH = 2, 300  # of the call; more tokens if "auto" starts at more
 
 _log = logging.getLogger("weft")
-_results: dict[tuple, bool] = {}
+_results: dict[tuple[Any, ...], bool] = {}
 
 
 def passes(
@@ -43,7 +43,15 @@ def passes(
     return _results[key]
 
 
-def _compare(name, head_dim, causal, max_length, options, dtype, device) -> str:
+def _compare(
+    name: str,
+    head_dim: int,
+    causal: bool,
+    max_length: int | None,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    device: Any,
+) -> str:
     """Why the kernel must not be used, or ""."""
     from .registry import attention_info, make_attention
 

@@ -78,7 +78,7 @@ class Training:
         self.folder.say = self._say
         self.processes.on_main(lambda: claim(self.folder, config, resume))
         self.checkpoints = Checkpoints(self.folder.checkpoints, config.keep, say=self._say)
-        self.metrics = Metrics(self.folder, config.tensorboard)
+        self.metrics = Metrics(self.folder, config.logger)
         self.task = task_of(config)
         newest = newest_checkpoint(self.checkpoints, self.folder, self.processes) if resume else None
         self.data, self.kept = load_data(self.task, config, self.folder, newest, self.processes, self._say)

@@ -91,7 +91,7 @@ class TrainConfig:
     keep: int = 2  # number of latest checkpoints to keep in addition to the best
     test_on: str = "best"  # weights to test: best on validation data, last, or average (of the kept checkpoints)
     diverge_at: float = 5.0  # stop if the mean of 20 consecutive losses exceeds this multiple of the first; 0: never
-    tensorboard: bool = False  # also write TensorBoard files (pip install 'weft[tensorboard]')
+    logger: str = ""  # also log to tensorboard (in the run's folder) or wandb; empty: to metrics.jsonl only
 
     # hardware
     precision: str = "32-true"  # 32-true, bf16-mixed, 16-mixed, bf16-true
@@ -193,6 +193,7 @@ class TrainConfig:
         _one_of("accelerator", self.accelerator, ("auto", "cpu", "cuda", "mps", "gpu"))
         _one_of("positions", self.positions, ("", "sinusoid", "learned", "rope", "alibi", "none"))
         _one_of("norm", self.norm, ("layer", "rms"))
+        _one_of("logger", self.logger, ("", "tensorboard", "wandb"))
         _one_of("pooling", self.pooling, ("", "cls", "mean", "first"))
         for name in ("attention_options", "model_options", "cache_options"):
             self.options(name)
@@ -228,7 +229,7 @@ OPTIONAL = (
 # Fields that may change on resume, because they do not affect the computation.
 FREE_ON_RESUME = frozenset(
     "preset out data task_file batch_size accumulate log_every eval_batches checkpoint_every keep diverge_at "
-    "tensorboard compile checkpoint_activations offload accelerator devices nodes strategy context_parallel".split()
+    "logger compile checkpoint_activations offload accelerator devices nodes strategy context_parallel".split()
 )
 
 
@@ -274,6 +275,8 @@ def from_json(text: str) -> TrainConfig:
     values = json.loads(text)
     if not isinstance(values, dict):
         raise ValueError(f"it must be an object with the fields of TrainConfig, got {text.strip()[:40]!r}")
+    if values.pop("tensorboard", False):  # its name before there were other loggers
+        values["logger"] = "tensorboard"
     unknown = set(values) - set(field_types())
     if unknown:
         raise ValueError(f"it has fields that this version does not know: {', '.join(sorted(unknown))}")
