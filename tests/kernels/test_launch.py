@@ -184,13 +184,13 @@ def test_auto_checks_kernels_on_untested_gpus(monkeypatch, caplog):
     assert self_test.passes(*what)
 
 
-def test_kernels_are_not_compiled_again_for_other_sizes():
+def test_kernels_are_not_compiled_again_for_other_batch_sizes():
     class Kernel:
-        params = [SimpleNamespace(name=x, is_constexpr=x == "m", do_not_specialize=False) for x in ("L", "q_l", "m")]
+        params = [SimpleNamespace(name=x, is_constexpr=x == "n", do_not_specialize=False) for x in ("BH", "L", "n")]
 
         def __getitem__(self, grid):
             return lambda *args, **options: None
 
     kernel = Kernel()
-    launch.launch(kernel, (1,), 300, 16, m=64)
+    launch.launch(kernel, (1,), 300, 16, n=64)
     assert [x.do_not_specialize for x in kernel.params] == [True, False, False]
