@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import re
@@ -61,6 +62,7 @@ def _defaults(words: list[str]) -> tuple[str, Mapping[str, Any], Iterable[str], 
     return entry.name, values, entry.presets, {name for name in OPTIONAL if name not in entry.reads}
 
 
+@functools.cache
 def _sections() -> dict[str, str]:
     """Field -> the comment above its group in TrainConfig."""
     found, title = {}, "run"
