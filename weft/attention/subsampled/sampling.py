@@ -10,10 +10,10 @@ L sources, W windows of P = L / W targets each, σ in positions, ε ~ N(0, 1):
 
 The samplers are pure functions of their noise, and the noise is a pure function of a key. Only the key is drawn, from
 torch's CPU generator. So `torch.manual_seed` reproduces a run, activation checkpointing (which restores that generator)
-repeats the same sample, CPU and GPU use the same sample, and a compiled graph draws a new one in each call.
+repeats the same sample, and a compiled graph draws a new one in each call.
 
-Sampling runs on the CPU, and only the result is sent to the GPU. Sorting on the GPU needs a dozen kernels or more, and
-launching them takes longer than sorting on the CPU. The sort keys are distinct integers for all windows at once:
+These samplers run on the CPU; `device.py` draws most samples of a GPU there. The sort keys are distinct integers for all
+windows at once:
 
     bits of the double (w · gap + s + σ ε_s), w from 1, with s replacing the last log₂ L bits
 """
