@@ -54,6 +54,15 @@ def test_samples_are_order_statistics(windows, size, sigma, gaussian, causal):
     assert same >= 2  # fixed point and float32 may exchange two neighbours at the edge of a window
 
 
+def test_compiled_code_draws_the_key_of_eager_code():
+    keys, x = [], torch.zeros(3)
+    compiled = torch.compile(lambda x: device.draw_device_key(x), backend="aot_eager", fullgraph=True)
+    for draw_key in (device.draw_device_key, compiled):
+        torch.manual_seed(0)
+        keys += [draw_key(x), draw_key(x)]
+    assert torch.equal(keys[0], keys[2]) and torch.equal(keys[1], keys[3]) and not torch.equal(keys[0], keys[1])
+
+
 def test_samples_follow_the_law_of_the_cpu():
     """How often each source is in each window, by `expected`, against the CPU's sampler."""
     windows, size, n = 3, 4, 400

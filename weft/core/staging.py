@@ -41,12 +41,14 @@ def outside_graphs(reason: str) -> Callable[[Any_function], Any_function]:
     return decorate
 
 
-def operator(name: str, schema: str, fake: Callable[..., Tensor]) -> Callable[[Function], Function]:
+def operator(
+    name: str, schema: str, fake: Callable[..., Tensor], tags: tuple[torch.Tag, ...] = ()
+) -> Callable[[Function], Function]:
     """Decorate a function of a tensor and positional arguments: compiled graphs call it as an opaque operator, eager
     code calls it directly, because calling an operator can take longer than the function itself."""
 
     def decorate(function: Function) -> Function:
-        traceable = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
+        traceable = torch.library.custom_op(name, function, mutates_args=(), schema=schema, tags=tags)
         traceable.register_fake(fake)
 
         @wraps(function)

@@ -55,7 +55,7 @@ def naive(
     if attn.layout == "graph":
         kept = drop_sources(mask, q.shape[0], L, 1 - attn.keep, q.device, per_rank=not attn.same_on_all_ranks)
         return dense_attention(attn, q, k, v, kept, bias, able)
-    sources = attn._sources(L, q.device).to(q.device)
+    sources = attn._sources(L, q).to(q.device)
     if attn.layout == "1d":
         window = i // ceil_div(L, attn.windows)
     else:
@@ -117,7 +117,7 @@ class SubsampledAttention(Subsampling, FullAttention):
         if self.layout == "graph":
             kept = drop_sources(mask, B, L, 1 - self.keep, q.device, per_rank=not self.same_on_all_ranks)
             return super().attend(q, k, v, kept, bias)
-        sources, dropout = self._sources(L, q.device), self.dropout if self.training else 0.0
+        sources, dropout = self._sources(L, q), self.dropout if self.training else 0.0
         if self._tiles(q, v, sources, mask, bias, dropout):
             return causal_tiles(q, k, v, sources)
         targets = self.targets(L, q.device)
@@ -125,15 +125,15 @@ class SubsampledAttention(Subsampling, FullAttention):
             q, k, v, sources, targets=targets, causal=self.causal, mask=mask, bias=bias, dropout=dropout
         )
 
-    def _sources(self, length: int, device: torch.device) -> Tensor:
-        """The given sample, or a random one. The device draws it if it can; otherwise it is on the CPU."""
+    def _sources(self, length: int, q: Tensor) -> Tensor:
+        """The given sample, or a random one. The device of q draws it if it can; otherwise it is on the CPU."""
         size, windows, _ = self._cut(length)
         spread = None if isinstance(self.layout, tuple) else self._spread(length, size)
         if self._fixed is not None:
             sources = self._given(length)
-        elif self.layout == "1d" and self.keep == 1 and can_draw(device, length, spread):
+        elif self.layout == "1d" and self.keep == 1 and can_draw(q.device, length, spread):
             gaussian, per_rank = self.noise == "gaussian" and self.biased, not self.same_on_all_ranks
-            key = self._key(0, lambda: draw_device_key(device))
+            key = self._key(0, lambda: draw_device_key(q))
             sources = sample_windows_on_device(key, windows, size, spread, gaussian, self.causal, per_rank)
         else:
             sources = self.draw(length)
@@ -143,7 +143,7 @@ class SubsampledAttention(Subsampling, FullAttention):
 
     def run_kernel(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         L, given = q.shape[2], self._fixed is not None
-        sources = self._sources(L, q.device)
+        sources = self._sources(L, q)
         size, _, padded = self._cut(L)
         runs = not isinstance(self.layout, tuple) or self._rectangle()[1] == self.layout[1]
         return kernel.subsampled(

@@ -29,8 +29,15 @@ def can_draw(device: torch.device, length: int, sigma: float | None) -> bool:
     return length < 2**24 and (sigma is None or sigma < WIDEST)
 
 
-def draw_device_key(device: torch.device) -> Tensor:
-    return torch.randint(2**62, (1,), device=device)
+@operator(
+    "weft::draw_device_key",
+    "(Tensor x) -> Tensor",
+    lambda x: torch.empty(1, dtype=torch.int64, device=x.device),
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+def draw_device_key(x: Tensor) -> Tensor:
+    """A key (1,) from the generator of x's device. An operator, so that compiled code draws the key of eager code."""
+    return torch.randint(2**62, (1,), device=x.device)
 
 
 @operator(
