@@ -51,8 +51,9 @@ def export(
     """Write the model of a run to a folder that `weft.load` and `weft predict` open anywhere."""
     from ..lab.trained import load
 
-    load(run, which).export(folder)
-    print(f'{folder}: open it with weft.load("{folder}") or weft predict {folder} FILE')
+    model = load(run, which)
+    model.export(folder)
+    print(f'{folder}: open it with weft.load("{folder}"); next: {model.task.next_command(folder)}')
 
 
 def read_examples(file: Path, text_column: str, tokens: bool) -> tuple[list[dict[str, Any]], list[Any]]:

@@ -23,7 +23,7 @@ class Scale:
     seed: int = 0
 
 
-QUICK = Scale(digits=20, text=2, lengths=(64, 128), prompt=96, members=2)
+QUICK = Scale(digits=10, text=2, lengths=(64, 128), prompt=96, members=2)
 
 
 @dataclass

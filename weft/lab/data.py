@@ -41,7 +41,8 @@ class Order:
     def __init__(self, rows: int, per_step: int, seed: int, device: torch.device, shuffled: bool = True):
         if per_step > rows:
             raise ValueError(
-                f"a step takes {per_step} examples but there are only {rows}: lower batch_size or accumulate"
+                f"a step takes {per_step} examples, but there are only {rows} for training: lower --batch-size "
+                "or --accumulate"
             )
         self.rows, self.per_step, self.seed, self.device = rows, per_step, seed, device
         self.shuffled, self.steps_per_epoch = shuffled, rows // per_step
