@@ -182,12 +182,8 @@ def facts(model: nn.Module) -> list[list[str]]:
     inner = plain(model)
     kinds = sorted({mechanism.name for _, mechanism in outermost(inner)})
     count = sum(p.numel() for p in inner.parameters())
-    return [
-        ["model", type(inner).__name__],
-        ["parameters", f"{count:,}"],
-        ["layers", str(len(blocks(inner)))],
-        ["attention", ", ".join(kinds)],
-    ]
+    found = [["model", type(inner).__name__], ["parameters", f"{count:,}"]]
+    return found + ([["layers", str(len(blocks(inner)))], ["attention", ", ".join(kinds)]] if kinds else [])
 
 
 def galleries(found: Iterable[Any]) -> list[dict[str, Any]]:
