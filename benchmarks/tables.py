@@ -24,7 +24,7 @@ PAGES = (
     "weft/core/crossovers.py",
 )
 MARKED = re.compile(r"(<!-- table (\S+) -->\n|# table (\S+)\n)(.*?)(<!-- end -->|# end)", re.S)
-SINCE = ("reformer",)  # "auto" uses their kernels since the measurement, which has them as "NAME, triton"
+SINCE = ("reformer", "routing")  # "auto" uses their kernels since the measurement, which has them as "NAME, triton"
 SHORT = ("combiner-fixed", "linear", "local", "longformer")
 GRAPH = {
     "cudnn": "cuDNN",

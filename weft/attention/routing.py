@@ -239,5 +239,5 @@ register(
     cost="L*sqrt(L)",
     bias=True,
     length_dependent="without max_length the default capacity depends on the length; set capacity to fix it",
-    kernel=Kernel(run_kernel, too_long, auto=lambda attn: False),
+    kernel=Kernel(run_kernel, too_long),
 )

@@ -45,8 +45,7 @@ class Kernel:
     grouped: Callable[[Any], bool] = lambda attn: False  # whether it reads k and v with fewer heads than q in place
     largest_head: int = 128  # head_dim
     applies: Callable[[Any], bool] = lambda attn: True  # False: no fused version for these options, use `attend`
-    auto: Callable[[Any], bool] = lambda attn: True  # False: "auto" never uses it, as nobody tested it on a GPU yet
-    auto_dtypes: tuple[torch.dtype, ...] = DTYPES  # "auto" uses it only in these, which were tested on a GPU
+    auto: Callable[[Any], bool] = lambda attn: True  # False: "auto" never uses it: it has not been tested on a GPU
     # packed(attn, q, k, v, mask, documents): packed documents in place. Without it, or if it returns None, they are
     # gathered into rows.
     packed: Callable[..., Tensor | None] | None = None
@@ -73,10 +72,7 @@ def use_kernel(attn: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any) -> bool:
     if not q.shape[0]:  # an empty batch has nothing to launch
         return False
     if attn.backend == "auto" and (
-        q.device.type in ("cpu", "meta")
-        or q.shape[2] < kernel.least_length
-        or q.dtype not in kernel.auto_dtypes
-        or not kernel.auto(attn)
+        q.device.type in ("cpu", "meta") or q.shape[2] < kernel.least_length or not kernel.auto(attn)
     ):
         return False
     reason = kernel.lacks(attn, q, k, v) or _cannot(q, v, kernel.largest_head)

@@ -214,7 +214,6 @@ register(
         run_kernel,
         least_length=random_features.LEAST_LENGTH,
         dropout=True,
-        auto=lambda attn: attn.causal,
         step=run_step,
     ),
 )
