@@ -117,7 +117,7 @@ def test_order_depends_only_on_seed_and_step():
     assert len(epoch.unique()) == 20
     assert not torch.equal(torch.cat(steps[:4]), torch.cat(steps[4:8]))
     assert not torch.equal(Order(23, 5, 8, cpu)(0), steps[0])
-    with pytest.raises(ValueError, match="lower batch_size"):
+    with pytest.raises(ValueError, match="lower --batch-size"):
         Order(4, 5, 0, cpu)
 
 

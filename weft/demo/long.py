@@ -62,7 +62,7 @@ def costs(scale: Scale) -> dict[str, dict[int, tuple[float, float]]]:
         ids = torch.randint(256, (1, length), generator=torch.Generator().manual_seed(0))
         models = {name: make(name, length) for name in NAMES}
         calls = {name: partial(backward, model, ids) for name, model in models.items()}
-        for name, timing in take_turns(calls, How(repeats=3, budget=3.0)).items():
+        for name, timing in take_turns(calls, How(repeats=3, budget=2.0)).items():
             found[name][length] = timing.median, (timing.memory or 0) / 2**20
     return found
 
@@ -74,7 +74,7 @@ def tell(out: Path, scale: Scale) -> Story:
         model = make(name, LENGTH)
         curves.append(Curve(name, fit(model, train, scale.text)))
         with torch.no_grad():
-            scores[name] = float(bits(model, held_out[:32]))
+            scores[name] = float(bits(model, held_out[:16]))
     cost = costs(scale)
     last = scale.lengths[-1]
     ratio = cost["full"][last][0] / cost["combiner-fixed"][last][0]
