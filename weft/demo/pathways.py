@@ -25,7 +25,8 @@ def tell(out: Path, scale: Scale) -> Story:
             text(
                 "A model of handwritten digits was trained with weft.subsample: in every step each layer attends to a "
                 "random sample, in two windows, which halves the pairs of tokens that training computes. "
-                "Prediction uses one such sample, the mean of several, or full attention."
+                "Prediction uses one such sample, the mean of several, or full attention. The paper prepares full "
+                "attention by dense steps at the end of training (--finetune-dense-at); this run has none."
             ),
             code("weft.subsample(model, 'Sall-L2')\nweft.ensemble(model, samples=8)(ids).probabilities"),
             table(["prediction", "test accuracy, %", "test loss"], rows, "One model, three ways to predict"),

@@ -15,8 +15,8 @@ from ..pages import Part
 class Scale:
     """How much the demo computes."""
 
-    digits: int = 200  # training steps of the models of digits
-    text: int = 60  # training steps of the models of text
+    digits: int = 300  # training steps of the models of digits
+    text: int = 80  # training steps of the models of text
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
     prompt: int = 4096  # tokens before the generated ones
     members: int = 8  # of the ensemble
