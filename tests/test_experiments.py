@@ -89,7 +89,7 @@ def test_every_experiment_file_is_used_and_documented():
         assert file.name in text, f"{file.parent.name}/README.md does not name {file.name}"
         assert "not been run" in text or "not run" in text
         loaded = run_file(file)
-        assert is_sweep(file) or not hasattr(loaded, "main")
+        assert is_sweep(file) or not hasattr(loaded, "main") or file.parent.name == "convert"  # no training run
         for task in getattr(loaded, "TASKS", ()):
             assert make_config(f"{file}:{task.name}").task == task.name  # its own settings are sound
 
