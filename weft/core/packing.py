@@ -29,7 +29,7 @@ from .staging import outside_graphs
 if TYPE_CHECKING:
     from .contract import Attention, PositionBias
 
-CONFIRMED = False  # on a GPU: whether "auto" computes packed documents in place
+CONFIRMED = frozenset({"local"})  # mechanisms whose packed kernels were tested on a GPU; "auto" uses no others
 
 
 @outside_graphs("segments give shapes that depend on the documents' lengths; compile without fullgraph=True")
@@ -70,7 +70,7 @@ def _in_place(
 ) -> Tensor | None:
     """The mechanism's kernel on the tokens where they are; None if it has none for packed documents."""
     kernel = attn.fused
-    if attn.backend == "auto" and not CONFIRMED:
+    if attn.backend == "auto" and attn.name not in CONFIRMED:
         return None
     if kernel is None or kernel.packed is None or bias is not None or not use_kernel(attn, q, k, v, bias):
         return None
