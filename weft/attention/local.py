@@ -78,10 +78,8 @@ def run_kernel(attn: LocalAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tens
 
 def run_packed(
     attn: LocalAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, documents: Segments
-) -> Tensor | None:
+) -> Tensor:
     m = min(attn.block_size, next_power_of_two(documents.longest))  # few values: launches are recorded by it
-    if attn.backend == "auto" and m > kernel.tiles("block gradients", m, q).queries:
-        return None  # blocks of several tiles: not tested on a GPU yet
     key, threshold = dropout_key(attn, q)
     options: dict[str, Any] = {"block_size": m, "causal": attn.causal, "table": documents.table(m)}
     return kernel.blocks(q, k, v, mask, **options, key=key, threshold=threshold)

@@ -29,7 +29,8 @@ from .staging import outside_graphs
 if TYPE_CHECKING:
     from .contract import Attention, PositionBias
 
-CONFIRMED = frozenset({"local"})  # mechanisms whose packed kernels were tested on a GPU; "auto" uses no others
+# Mechanisms whose packed kernels were tested on a GPU; "auto" uses no others.
+CONFIRMED = frozenset({"linear", "local", "longformer"})
 
 
 @outside_graphs("segments give shapes that depend on the documents' lengths; compile without fullgraph=True")
