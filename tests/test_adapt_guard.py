@@ -239,6 +239,9 @@ def test_pooling_heads_read_another_sequence():
         report.undo()
 
 
+@pytest.mark.skipif(
+    not hasattr(transformers, "Qwen2_5_VisionTransformerPretrainedModel"), reason="transformers 5.17 does not export it"
+)
 def test_packed_images_cannot_be_cached():
     model = zoo.build("qwen2_5_vl_vision/Qwen2_5_VisionTransformerPretrainedModel", "eager")
     with pytest.warns(UserWarning, match="no batch dimension"):
