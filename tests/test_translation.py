@@ -106,7 +106,7 @@ def test_bleu_says_what_it_needs(tmp_path, monkeypatch) -> None:
 
 
 def test_trains_and_translates_by_command(tmp_path) -> None:
-    """A few sentences by heart: BLEU 100, and the command prints them."""
+    """Overfits a few sentences: BLEU 100, and the command prints them."""
     for package in ("sacrebleu", "tokenizers", "lightning"):
         pytest.importorskip(package)
     folder = tmp_path / "iwslt14.de-en"

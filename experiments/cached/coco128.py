@@ -1,4 +1,4 @@
-"""COCO-128: Mask R-CNN learns 128 images by heart, plain and cached.
+"""COCO-128: Mask R-CNN overfits 128 images, plain and cached.
 
     weft sweep experiments/cached/coco128.py                                  data/coco, see below
     weft inspect experiments/cached/runs/coco128/mask-r-cnn-plain-s0          images with their boxes
@@ -17,7 +17,7 @@ from hosts import caches
 from weft.lab.sweep import Cell
 from weft.tasks import make_config
 
-TITLE = "COCO-128 learned by heart"
+TITLE = "Overfitting COCO-128"
 METRIC = "box_ap50"
 UNIT, SCALE = "%", 100
 

@@ -275,8 +275,6 @@ def from_json(text: str) -> TrainConfig:
     values = json.loads(text)
     if not isinstance(values, dict):
         raise ValueError(f"it must be an object with the fields of TrainConfig, got {text.strip()[:40]!r}")
-    if values.pop("tensorboard", False):  # its name before there were other loggers
-        values["logger"] = "tensorboard"
     unknown = set(values) - set(field_types())
     if unknown:
         raise ValueError(f"it has fields that this version does not know: {', '.join(sorted(unknown))}")
