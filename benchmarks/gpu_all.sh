@@ -8,14 +8,9 @@ step() { # name, limit in seconds, command: what it printed goes to OUT/name.log
   timeout "$limit" "$@" > "$out/$name.log" 2>&1
   echo "$name: exit $?, $((SECONDS - began)) s"
 }
-step attention 170 python3 -W ignore -m benchmarks.gpu_attention --plain --out "$out/attention.json" --commit "$commit" \
-  --lengths 256 512 1024 2048 4096 16384 65536 \
-  --only combiner-fixed combiner-axial linear local longformer sparse subsampled
-step families 110 python3 -W ignore -m benchmarks.gpu_attention --plain --out "$out/families.json" --commit "$commit" \
-  --lengths 256 1024 4096 16384 65536 --only performer sparse combiner-axial-vertical combiner-axial-horizontal combiner-mixture
+step attention 400 python3 -W ignore -m benchmarks.gpu_attention --out "$out/gpu_attention.json"
 step compiled 240 python3 -W ignore -m benchmarks.gpu_compiled
-step draws 25 python3 -W ignore -m benchmarks.gpu_draws
-step training 205 python3 -W ignore -m benchmarks.gpu_training_step --limit 50 --out "$out/training.json" --commit "$commit"
+step training 400 python3 -W ignore -m benchmarks.gpu_training --out "$out/gpu_training.json"
 step tokens 85 python3 -W ignore benchmarks/train_throughput.py --attentions all --no-compile --rounds 1 --steps 20 \
   --warmup 3 --seconds 70 --out "$out/tokens.json"
 bench() { step "$1" "$2" python3 -W ignore -m weft.cli bench "$1" --device cuda --out "$out/$1.json" "${@:3}"; }

@@ -1,10 +1,12 @@
-"""Timing for the GPU benchmarks: shared tensors, medians of calls and CUDA graph replays, and memory."""
+"""Timing for the GPU benchmarks: shared tensors, medians of calls and CUDA graph replays, host time and memory."""
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,13 @@ def median_of(fn: Callable[[], Any], budget_ms: float) -> float:
     return times[len(times) // 2]
 
 
+def eager_ms(fn: Callable[[], Any], rep: int = 80) -> float:
+    """Median of plain calls, with a cold cache before each."""
+    from triton.testing import do_bench
+
+    return do_bench(fn, warmup=15, rep=rep, return_mode="median")
+
+
 def host_ms(fn: Callable[[], Any], calls: int = 50) -> float:
     """The time the CPU needs to queue one call."""
     torch.cuda.synchronize()
@@ -84,6 +93,36 @@ def sdpa(backend: SDPBackend, causal: bool) -> Callable[..., Tensor]:
     return attention
 
 
+def about(module: str) -> dict[str, Any]:
+    """What a file of results starts with."""
+    arguments = list(sys.argv[1:])
+    if "--out" in arguments:
+        at = arguments.index("--out")
+        del arguments[at : at + 2]
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "commit": commit(),
+        "command": " ".join([f"python3 -m benchmarks.{module}", *(f"'{x}'" if " " in x else x for x in arguments)]),
+    }
+
+
 def commit() -> str:
+    """The commit of the code; outside a repository, $WEFT_COMMIT."""
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
+    return done.stdout.strip() or os.environ.get("WEFT_COMMIT", "unknown")
+
+
+def in_parallel(module: str, jobs: list[list[str]], at_once: int) -> Iterator[tuple[list[str], str]]:
+    """Run `python3 -m benchmarks.MODULE ARGUMENTS` for every job and yield what it printed."""
+    waiting, running = list(jobs), []
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            job = waiting.pop(0)
+            command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.{module}", *job]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            running.append((job, subprocess.Popen(command, cwd=ROOT, text=True, **pipes)))
+        for job, process in [pair for pair in running if pair[1].poll() is not None]:
+            running.remove((job, process))
+            yield job, process.stdout.read()
+        time.sleep(0.1)

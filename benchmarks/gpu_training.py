@@ -1,0 +1,196 @@
+"""A Llama-like layer, and training steps of a 12-layer model, with each attention: eager and compiled.
+
+    python3 -m benchmarks.gpu_training [--out benchmarks/results/gpu_training.json] [--lengths L ...] [--only NAME ...]
+
+Width 768, 12 heads of 64, RMSNorm, rotary positions, gated feed-forward of 2,048, over bytes; float32 weights, bfloat16
+autocast, fused AdamW; 32,768 tokens per step (one sequence where L is longer). `full` is PyTorch's attention. In
+compiled mode every layer is compiled. For one layer, forward and backward: eager and compiled calls with their host
+times, also with the backward in the calling thread (torch.autograd.set_multithreading_enabled(False)); compiled with
+mode="reduce-overhead"; and the replay of a CUDA graph of the eager layer. "projections" is a layer whose attention is
+q + k + v: what PyTorch and torch.compile take without our code.
+
+`python -m benchmarks.tables` writes the tables of the documentation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import weft
+from benchmarks.gpu_timing import about, eager_ms, host_ms, in_parallel, median_ms, peak_mib
+
+TOKENS, DIM, HEADS, MLP, LAYERS = 32768, 768, 12, 2048, 12
+LENGTHS = (512, 2048, 8192, 32768, 131072)
+ATTENTIONS = ("full", "combiner-fixed", "linear", "local")
+MODES = ("eager", "compiled")
+
+
+class Sum(nn.Module):
+    """In place of attention."""
+
+    name, heads, head_dim, causal, reads_q, reads_k = "sum", HEADS, DIM // HEADS, True, True, True
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None) -> Tensor:
+        return q + k + v
+
+
+class Layer(nn.Module):
+    def __init__(self, attention: str):
+        super().__init__()
+        self.norm, self.mlp_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
+        chosen: Any = Sum() if attention == "projections" else attention
+        self.attention = weft.MultiheadAttention(DIM, HEADS, attention=chosen, causal=True, rope=True)
+        self.gate, self.up = (nn.Linear(DIM, MLP, bias=False) for _ in range(2))
+        self.down = nn.Linear(MLP, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        h = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Model(nn.Module):
+    def __init__(self, attention: str):
+        super().__init__()
+        self.embed = nn.Embedding(256, DIM)
+        self.layers = nn.ModuleList(Layer(attention) for _ in range(LAYERS))
+        self.norm, self.head = nn.RMSNorm(DIM), nn.Linear(DIM, 256, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def autocast() -> Any:
+    return torch.autocast("cuda", torch.bfloat16)
+
+
+def layer_call(layer: nn.Module, L: int) -> Callable[[], Any]:
+    """A forward and backward of one layer."""
+    x = torch.randn(max(1, TOKENS // L), L, DIM, device="cuda", requires_grad=True)
+    dout = torch.randn_like(x)
+    wanted = [x, *layer.parameters()]
+
+    def call() -> Any:
+        with autocast():
+            out = layer(x)
+        return torch.autograd.grad(out, wanted, dout)
+
+    return call
+
+
+def time_layer(attention: str, L: int) -> dict[str, float]:
+    layer = Layer(attention).cuda()
+    call = layer_call(layer, L)
+    found = {"eager_ms": eager_ms(call), "eager_host_ms": host_ms(call, 20), "peak_mib": peak_mib(call)}
+    with torch.autograd.set_multithreading_enabled(False):
+        found |= {"one_thread_ms": eager_ms(call), "one_thread_host_ms": host_ms(call, 20)}
+    try:
+        found["graph_ms"] = median_ms(call, 60)
+    except Exception:  # work on the CPU cannot be captured
+        torch.cuda.synchronize()
+    for way, mode in (("compiled", None), ("reduced", "reduce-overhead")):
+        torch.compiler.reset()
+        call = layer_call(torch.compile(layer, dynamic=False, fullgraph=True, mode=mode), L)
+        for _ in range(4):
+            call()
+        found |= {f"{way}_ms": eager_ms(call), f"{way}_host_ms": host_ms(call, 20)}
+        if way == "compiled":
+            found["compiled_peak_mib"] = peak_mib(call)
+            with torch.autograd.set_multithreading_enabled(False):
+                found |= {"compiled_one_thread_ms": eager_ms(call), "compiled_one_thread_host_ms": host_ms(call, 20)}
+    return {key: round(value, 4) for key, value in found.items()}
+
+
+def time_steps(attention: str, L: int, compiled: bool) -> dict[str, float]:
+    torch.manual_seed(0)
+    B, model = max(1, TOKENS // L), Model(attention).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    torch.compiler.reset()
+    if compiled:
+        for layer in model.layers:
+            layer.compile(dynamic=False, fullgraph=True)
+    torch.cuda.reset_peak_memory_stats()
+    times: list[float] = []
+    while len(times) < 8 and (len(times) < 3 or sum(times[1:]) < 2.0):
+        ids = torch.randint(256, (B, L + 1), device="cuda")
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        with autocast():
+            logits = model(ids[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    if not math.isfinite(loss.item()):
+        raise RuntimeError(f"the loss is {loss.item()}")
+    seconds = sorted(times[1:])[len(times[1:]) // 2]
+    return {
+        "step_ms": round(seconds * 1e3, 2),
+        "tokens_per_s": round(B * L / seconds),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "first_step_s": round(times[0], 2),
+        "loss": round(loss.item(), 4),
+    }
+
+
+def warm_up(attention: str, L: int) -> None:
+    """Compile one layer, for Triton's and Inductor's caches."""
+    layer = Layer(attention).cuda()
+    layer_call(layer, L)()
+    for mode in (None, "reduce-overhead"):
+        torch.compiler.reset()
+        layer_call(torch.compile(layer, dynamic=False, fullgraph=True, mode=mode), L)()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=None, help="write the results to this JSON file")
+    parser.add_argument("--lengths", type=int, nargs="*", default=list(LENGTHS))
+    parser.add_argument("--only", nargs="*", default=list(ATTENTIONS), help="these mechanisms")
+    parser.add_argument("--at-once", type=int, default=12, help="processes that compile at the same time")
+    parser.add_argument("--warm", nargs=2, default=None, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.warm:
+        return warm_up(args.warm[0], int(args.warm[1]))
+    report: dict[str, Any] = {**about("gpu_training"), "tokens": TOKENS, "layers": [], "steps": []}
+    began, layers = time.time(), [(name, L) for L in args.lengths for name in ("projections", *args.only)]
+    for _ in in_parallel("gpu_training", [["--warm", name, str(L)] for name, L in layers], args.at_once):
+        pass
+    print(f"compiled in {time.time() - began:.0f} s", flush=True)
+    steps = [(name, L, mode) for name in args.only for L in args.lengths for mode in MODES]
+    work = [("layers", {"name": name, "L": L}, lambda name=name, L=L: time_layer(name, L)) for name, L in layers]
+    work += [
+        ("steps", {"name": name, "L": L, "mode": mode}, lambda n=name, L=L, m=mode: time_steps(n, L, m == "compiled"))
+        for name, L, mode in steps
+    ]
+    for kind, row, run in work:
+        try:
+            row |= run()
+        except Exception as error:  # continue with the others
+            row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:150]}"
+        print(f"{time.time() - began:4.0f} s {kind} {json.dumps(row)}", flush=True)
+        report[kind].append(row)
+        gc.collect()
+        torch.cuda.empty_cache()
+        if args.out:  # kept if the run is stopped
+            args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
