@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 import weft
@@ -52,6 +53,20 @@ def test_a_failing_call_does_not_stop_the_others():
     found = take_turns({"bad": fails, "good": lambda: None}, QUICK)
     assert found["bad"].record() == {"error": "out of memory"}
     assert found["good"].record()["rounds"] == 2
+
+
+def test_mixed_precision_casts_the_weights_in_every_call():
+    layer, casts = nn.Linear(4, 4), []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            casts.append(func is torch.ops.aten._to_copy.default and args[0].shape == (4, 4))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.zeros(2, 4)
+    with Count():
+        take_turns({"layer": lambda: layer(x)}, How(precision="bf16-mixed", repeats=2, memory=False))
+    assert sum(casts) == 3
 
 
 def test_peak_memory_is_not_a_sum():

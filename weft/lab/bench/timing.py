@@ -122,27 +122,29 @@ def take_turns(calls: Mapping[str, Call], how: How) -> dict[str, Timing]:
 
     def prepare(name: str) -> None:
         for _ in range(WARMUP[how.device]):
-            calls[name]()
+            with how.arithmetic():
+                calls[name]()
         how.wait()
         if how.memory:
-            found[name].memory = peak_memory(calls[name], how.device)
+            with how.arithmetic():
+                found[name].memory = peak_memory(calls[name], how.device)
 
     def once(name: str) -> None:
         how.wait()
-        start = clock()
-        calls[name]()
-        how.wait()
-        found[name].seconds.append(clock() - start)
+        with how.arithmetic():  # for each call, as in training: autocast keeps the weights that it casts until its end
+            start = clock()
+            calls[name]()
+            how.wait()
+            found[name].seconds.append(clock() - start)
 
-    with how.arithmetic():
-        for name in calls:
-            attempt(name, partial(prepare, name))
-        begin = time.perf_counter()
-        for number in range(how.repeats):
-            for name in list(calls) if number % 2 == 0 else list(calls)[::-1]:
-                attempt(name, partial(once, name))
-            if time.perf_counter() - begin > how.budget:
-                break
+    for name in calls:
+        attempt(name, partial(prepare, name))
+    begin = time.perf_counter()
+    for number in range(how.repeats):
+        for name in list(calls) if number % 2 == 0 else list(calls)[::-1]:
+            attempt(name, partial(once, name))
+        if time.perf_counter() - begin > how.budget:
+            break
     return found
 
 
