@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from weft.inspect import report
@@ -22,8 +23,6 @@ BOXES = [[4, 6, 20, 10], [30, 8, 12, 24]]
 @pytest.fixture()
 def coco(tmp_path):
     """Three pictures of 48 x 40, each with two rectangles, in COCO's layout."""
-    from PIL import Image
-
     (tmp_path / "coco" / "annotations").mkdir(parents=True)
     for part in ("train2017", "val2017"):
         (tmp_path / "coco" / part).mkdir()
@@ -130,5 +129,5 @@ def test_the_page_shows_images_with_true_and_found_boxes(coco, tmp_path) -> None
     image = gallery.images[0][0]
     assert image.shape == (40, 48, 3) and image[16, 10].tolist() == [230, 110, 20]  # the found box
     assert image[32, 35].tolist() == [255] * 3 and image[2, 2].tolist() == [0] * 3  # a missed one; a doubtful one
-    page = report(model, [], out=tmp_path / "page.html", galleries=[gallery]).read_text("utf-8")
+    page = report(model, [], out=tmp_path / "page.html", galleries=[gallery.part()]).read_text("utf-8")
     assert '"caption": "1 found, 2 true"' in page and '"title": "Detected objects"' in page

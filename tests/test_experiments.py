@@ -17,6 +17,7 @@ import torch
 from weft.lab.bench.exaflop import exaflop
 from weft.lab.build import build_model
 from weft.lab.loop import train
+from weft.lab.report import report
 from weft.lab.run import Run
 from weft.lab.sweep import Cell, Sweep, is_sweep, load_sweep
 from weft.tasks import TaskData, get_task, listops, make_config, pathfinder
@@ -286,6 +287,8 @@ def test_every_kind_of_cell_trains_one_step(run, key):
     assert result.steps == 1 and math.isfinite(result.test[metric])
     loss = json.loads((result.folder / "metrics.jsonl").read_text().splitlines()[0])["loss"]
     assert math.isfinite(loss)
+    shown = report([result.folder], result.folder / "report.html").read_text("utf-8")
+    assert ("Detected objects" in shown) == cell.config.task.startswith("coco")
 
 
 def test_fine_tuning_starts_from_pretrained_weights(run):

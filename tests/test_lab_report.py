@@ -171,6 +171,8 @@ def test_the_page_has_the_tables_and_curves(sweep):
     sweep.file.write_text(FILE.replace('"Digits, small"', repr(title)))
     for job in jobs_of(sweep):
         put(job, 0.5)
+    shown = {"kind": "gallery", "title": "Samples", "note": "", "images": []}
+    Run(job.folder).write("gallery.json", json.dumps([shown]))
     text = report_sweeps([sweep.file], sweep.file.parent / "report")
     page = (sweep.file.parent / "report.html").read_text("utf-8")
     assert (sweep.file.parent / "report.md").read_text("utf-8") == text
@@ -187,6 +189,7 @@ def test_the_page_has_the_tables_and_curves(sweep):
     assert charts[0]["y"]["label"] == "accuracy, %" and charts[0]["series"][0]["points"][0] == [5, 50.0]
     (table,) = (part for part in parts if part["kind"] == "table")
     assert table["rows"][0][1] == "50.0 ± 0.0 (n=2)"
+    assert parts[-1] == {**shown, "title": f"{job.folder.name}: Samples"}
 
 
 def test_folders_of_folders_and_single_files(sweep, tmp_path):

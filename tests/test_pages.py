@@ -9,6 +9,10 @@ from browser import browser, payload, run_browser
 from weft import pages
 
 EVIL = "</script><img src=x onerror=\"document.title='taken'\">"
+PNG = bytes.fromhex(  # two pixels
+    "89504e470d0a1a0a0000000d49484452000000020000000108020000007b40e8dd0000000f494441"
+    "54789c633c11c0c5c0c00000067601249936b98a0000000049454e44ae426082"
+)
 LOSS = [(float(step), 2.3 * 0.993**step) for step in range(1, 301)]
 
 
@@ -25,6 +29,7 @@ def example(title: str = "weft") -> str:
         pages.text(EVIL),
         pages.notes(["a note"]),
         pages.code("weft train digits"),
+        pages.gallery("Images", [(PNG, EVIL)], "Two pixels."),
         pages.chart("Accuracy", [pages.Curve("full", [(200, 97.06)])], y="accuracy, %"),
         pages.chart("Nothing", [pages.Curve("full", [(1, float("nan"))])]),
         pages.chart(
@@ -72,6 +77,7 @@ def test_tables_and_charts(tmp_path):
         slider.focus(); slider.value = 9; slider.dispatchEvent(new Event('input'));
         report.reading = slider.getAttribute('aria-valuetext'); report.tip = loss.querySelector('.tip').textContent;
         loss.querySelector('.legend button').click();
+        const image = document.querySelector('.gallery img'); report.image = [image.naturalWidth, image.alt];
         report.left = loss.querySelectorAll('polyline').length;
         const out = document.createElement('pre'); out.id = 'report'; out.textContent = JSON.stringify(report);
         document.body.append(out);
@@ -89,4 +95,4 @@ def test_tables_and_charts(tmp_path):
     assert accuracy.count("200") == 1 and "97.06" in accuracy and found["point"] == 1
     assert {"4,096", "16,384", "0.1", "10", "tokens", "ms"} <= set(time)
     assert found["reading"] == "step 10: whole 2.14, killed 2.14" and "whole 2.14" in found["tip"]
-    assert found["left"] == 1
+    assert found["left"] == 1 and found["image"] == [2, EVIL]

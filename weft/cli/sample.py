@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -19,11 +21,15 @@ def sample(
     data_at: Annotated[str, typer.Option("--data", help="data folder, if it has moved since the run")] = "",
     device: Annotated[str, typer.Option(help="cpu or cuda; default: cuda if available")] = "",
 ) -> None:
-    """Sample images byte by byte, with the decoding form of the attention, and write them as one sheet."""
+    """Sample images byte by byte, with the decoding form of the attention, and write them as one sheet, which
+    `weft report RUN` shows too."""
+    import numpy as np
     import torch
 
     from ..lab import load_run
+    from ..lab.run import Run
     from ..models.language import LanguageModel
+    from ..tasks.base import Gallery
     from ..tasks.density import Density, draw, sheet
     from ..tasks.registry import task_of
 
@@ -36,6 +42,11 @@ def sample(
     generator = torch.Generator(place).manual_seed(seed)
     images = draw(model.to(place).eval(), task.side, count, temperature, generator)
     target = out or run / "samples.png"
-    sheet(images).save(target)
+    image = sheet(images)
+    image.save(target)
+    if os.access(run, os.W_OK):
+        what = f"Drawn byte by byte from the model, at temperature {temperature:g}."
+        part = Gallery("Samples", what, [(torch.from_numpy(np.array(image)), f"{count} samples")]).part()
+        Run(run).write("gallery.json", json.dumps([part]))
     took = time.perf_counter() - start
     print(f"wrote {target}: {count} images in {took:.1f} s, {images[0].numel() * count / took:,.0f} bytes/s")

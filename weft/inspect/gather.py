@@ -186,18 +186,6 @@ def facts(model: nn.Module) -> list[list[str]]:
     return found + ([["layers", str(len(blocks(inner)))], ["attention", ", ".join(kinds)]] if kinds else [])
 
 
-def galleries(found: Iterable[Any]) -> list[dict[str, Any]]:
-    """Galleries of images with captions."""
-    return [
-        {
-            "title": gallery.title,
-            "note": gallery.note,
-            "images": [{**_rgb(image.cpu()), "caption": caption} for image, caption in gallery.images],
-        }
-        for gallery in found
-    ]
-
-
 def layer_name(path: str, index: int) -> str:
     """'encoder.blocks.3.attention' is layer 4, 'stages.0.blocks.1' layer 1.2; paths without a number use `index`."""
     numbers = re.findall(r"(?:^|\.)([^.\d]*)(\d+)(?=\.|$)", path.split(" (call")[0])

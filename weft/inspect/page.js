@@ -220,8 +220,7 @@ function picture({width, height, bytes}, name = "the image") {
 }
 
 function galleries() {
-  for (const {title, note, images} of data.galleries ?? []) section(title, note, el("div", {className: "gallery"},
-    ...images.map(image => el("figure", {}, picture(image, image.caption), el("figcaption", {}, image.caption)))));
+  for (const {title, note, images} of data.galleries ?? []) section(title, note, gallery(images));
 }
 
 function curves() {

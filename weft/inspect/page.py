@@ -37,14 +37,14 @@ def report(
     or one list per document), `pictures` and `targets` if given; `classes` are the class names. `splits` are the inputs
     to measure on, {"train": …, "validation": …}. `checkpoints` are pairs of a label and a state dict, or a function
     that loads one into the model. They are measured in turn; afterwards the model has its original weights.
-    `galleries` (see `weft.tasks.base.Gallery`) are shown first. Without `inputs`, the page has only them and the
+    `galleries` (of `weft.pages.gallery`) are shown first. Without `inputs`, the page has only them and the
     weights of caches.
     """
     inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     data: dict[str, Any] = {
         "title": title or type(model).__name__,
         "facts": gather.facts(model) + [list(pair) for pair in facts],
-        "galleries": gather.galleries(galleries),
+        "galleries": list(galleries),
         "attention": {"examples": [], "layers": []},
         "curves": {"charts": []},
         "heatmaps": {"examples": []},

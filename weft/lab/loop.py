@@ -391,6 +391,9 @@ class Training:
                 "parameters": self.parameters,
                 "tokens_per_s": round(rate, 1),
             }
+            if self.task.draws and self.config.strategy != "fsdp":  # sharded weights need all processes
+                parts = [shown.part() for shown in self.task.galleries(self.raw, self.data, self.config)]
+                self.folder.write("gallery.json", json.dumps(parts))
             if damage:
                 done["note"] = f"{damage}: the last weights were tested"
             self.folder.write("result.json", json.dumps(done, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""Compare runs on one self-contained page: a table and their curves."""
+"""Compare runs on one self-contained page: a table, their curves and their images."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..pages import Curve, Part, chart, page, table
+from ..pages import Curve, Part, chart, heading, page, table
 from .run import Run
 
 
@@ -27,6 +27,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "val": [(e["step"], e[metric]) for e in val if isinstance(e.get(metric), float)],
         "result": result,
         "environment": (run.starts() or [{}])[-1],
+        "galleries": run.galleries(),
     }
 
 
@@ -81,6 +82,7 @@ def report(
         raise ValueError("a report needs at least one run")
     marks = marks or {}
     parts = [runs_table(runs), *charts(runs, marks)]
+    parts += [part for run in runs if run["galleries"] for part in (heading(run["name"]), *run["galleries"])]
     with atomic(Path(out)) as temporary:
         temporary.write_text(page("Runs side by side", parts, footer=origin(runs[0]["environment"])), encoding="utf-8")
     return Path(out)

@@ -6,6 +6,7 @@ environment.json   versions, machine and commit, one entry per start
 metrics.jsonl      one line per step ("train"), evaluation ("val") and the end ("test")
 checkpoints/       see `weft.lab.checkpoint`
 result.json        written once, when the run is complete
+gallery.json       images for `weft report`: detected objects, or samples of `weft sample`
 """
 
 from __future__ import annotations
@@ -88,6 +89,15 @@ class Run:
         except (ValueError, KeyError, TypeError) as error:
             self.say(f"{path} is damaged ({_what(error)}): the run counts as unfinished; run weft resume")
             return None
+
+    def galleries(self) -> list[dict[str, Any]]:
+        """Parts of `weft report`: the images of a complete run, if its task draws them."""
+        path = self.folder / "gallery.json"
+        try:
+            return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        except (OSError, ValueError) as error:
+            self.say(f"{path} is damaged ({_what(error)}) and was skipped")
+            return []
 
     def computed(self) -> bool:
         """Whether the folder contains a checkpoint or metrics."""

@@ -8,6 +8,7 @@ data is JSON with every `<` escaped, and the scripts insert it only as text, so 
 
 from __future__ import annotations
 
+import base64
 import html
 import json
 import math
@@ -61,6 +62,15 @@ def chart(title: str, curves: Iterable[Curve], *, x: str = "step", y: str = "", 
     ]
     axes = {name: {"label": label, "log": name in log} for name, label in (("x", x), ("y", y))}
     return {"kind": "chart", "title": title, "note": note, **axes, "series": series}
+
+
+def gallery(title: str, images: Iterable[tuple[bytes, str]], note: str = "") -> Part:
+    """Images, as the bytes of PNG files, with their captions."""
+    shown = [
+        {"source": f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}", "caption": caption}
+        for png, caption in images
+    ]
+    return {"kind": "gallery", "title": title, "note": note, "images": shown}
 
 
 def page(

@@ -30,6 +30,9 @@ function choice(label, options, chosen, change) {
   return el("div", {className: "choice", role: "group", ariaLabel: label}, el("span", {}, label), ...buttons);
 }
 
+const gallery = images => el("div", {className: "gallery"}, ...images.map(({source, caption}) =>
+  el("figure", {}, el("img", {src: source, alt: caption}), el("figcaption", {}, caption))));
+
 const repaint = [];  // redraw callbacks for theme changes
 function header(title, facts = []) {
   let dark = matchMedia("(prefers-color-scheme: dark)").matches;

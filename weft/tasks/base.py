@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..pages import Part, gallery
 from .config import TrainConfig
 
 Columns = dict[str, Tensor]
@@ -52,11 +54,23 @@ class Known:
 
 @dataclass
 class Gallery:
-    """Images for the page of `weft inspect`: (height, width, 3) bytes with a caption each."""
+    """Images for the pages of `weft report` and `weft inspect`: (height, width, 3) bytes with a caption each."""
 
     title: str
     note: str
     images: list[tuple[Tensor, str]]
+
+    def part(self) -> Part:
+        """The gallery as a part of a page."""
+        return gallery(self.title, [(_png(image), caption) for image, caption in self.images], self.note)
+
+
+def _png(image: Tensor) -> bytes:
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(image.cpu().numpy()).save(buffer, "png")
+    return buffer.getvalue()
 
 
 class Task:
@@ -73,6 +87,7 @@ class Task:
     streams: ClassVar[bool] = False  # rows are consecutive pieces of parallel texts, used in order
     hosts: ClassVar[str] = ""  # AutoModelFor… of transformers, if --model hf:NAME is supported
     answers: ClassVar[str] = "logits"  # what the model returns: logits, values, or nll (of each target); for ensembles
+    draws: ClassVar[bool] = False  # a complete run keeps its galleries for `weft report`
     class_names: ClassVar[Sequence[str]] = ()  # the names of the classes, if they do not come from the data
     # The task-specific config fields that this task reads; others raise an error.
     reads: frozenset[str] = frozenset({"max_length", "pooling", "image_size", "patch", "mask_rate", "augment"})
@@ -135,7 +150,7 @@ class Task:
         raise ValueError(f"{self.name} has no text that could be cut into overlapping windows: remove --stride")
 
     def galleries(self, model: nn.Module, data: TaskData, config: TrainConfig) -> list[Gallery]:
-        """Images that show what the model does, for the page of `weft inspect`."""
+        """Images that show what the model does."""
         return []
 
     def decode(self, out: Tensor, rows: Columns, known: Known) -> list[dict[str, Any]]:

@@ -70,6 +70,9 @@ class Density(Bytes):
         loss = sums["loss"] / sums["count"]
         return {"loss": loss, "bits_per_dimension": loss / math.log(2)}
 
+    def next_command(self, run: Path) -> str:
+        return f"weft sample {run}"
+
     def galleries(self, model: nn.Module, data: TaskData, config: TrainConfig) -> list[Gallery]:
         device = next(model.parameters()).device
         samples = draw(model, self.side, SHOWN, 1.0, torch.Generator(device).manual_seed(config.seed))

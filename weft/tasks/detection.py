@@ -32,7 +32,7 @@ from .registry import add_task
 
 PICTURES = 117_266 * 99 // 100
 KEPT = 512  # images of a set that is kept in memory
-SHOWN, SURE = 8, 0.5  # images on the page of `weft inspect`, and the score from which an object is drawn
+SHOWN, SURE = 8, 0.5  # images on a page, and the score from which an object is drawn
 
 
 class Part:
@@ -117,7 +117,7 @@ def padded(arrays: list[np.ndarray]) -> Tensor:
 class Detection(Task):
     """A row is the number of an image (test images follow the training images); images are read on demand."""
 
-    metric = "box_ap"
+    metric, draws = "box_ap", True
     models = ("pvt-tiny", "pvt-small", "pvt-medium", "pvt-large")
     reads = frozenset({"image_size", "augment"})
     defaults = dict(
@@ -237,7 +237,7 @@ class Detection(Task):
 
 def entries(answer: Mapping[str, Tensor], picture: int, masks: bool) -> list[dict[str, Any]]:
     """An image's boxes and masks in COCO's format."""
-    answer = {key: value.float().cpu() for key, value in answer.items()}
+    answer = {key: (value > 0.5 if key == "masks" else value.float()).cpu() for key, value in answer.items()}
     boxes = answer["boxes"].clone()
     boxes[:, 2:] -= boxes[:, :2]
     found = []
@@ -247,7 +247,7 @@ def entries(answer: Mapping[str, Tensor], picture: int, masks: bool) -> list[dic
         if masks:
             from pycocotools import mask as coding
 
-            code = coding.encode(np.asfortranarray((answer["masks"][i, 0] > 0.5).numpy().astype(np.uint8)))
+            code = coding.encode(np.asfortranarray(answer["masks"][i, 0].numpy().astype(np.uint8)))
             entry["segmentation"] = {**code, "counts": code["counts"].decode()}
         found.append(entry)
     return found

@@ -75,7 +75,11 @@ class Sweep:
         return Path(out) / self.file.parent.name if out else self.file.parent / "runs"
 
     def show(self, value: float) -> str:
-        return f"{value * self.scale:.{1 if self.unit == '%' else 3}f}"
+        return f"{value * self.scale:.{self.digits}f}"
+
+    @property
+    def digits(self) -> int:
+        return 1 if self.unit == "%" or self.metric == "bleu" else 3
 
 
 @dataclass(frozen=True)

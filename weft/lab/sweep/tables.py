@@ -15,6 +15,7 @@ from pathlib import Path
 from ... import pages
 from ...pages import Curve, Part
 from ...tasks.files import atomic
+from ..run import Run
 from ..say import say
 from .cells import Cell, Sweep, is_sweep, kept_sweep, load_sweep
 from .results import Record, gather, results_file, write_results
@@ -60,7 +61,7 @@ def report_sweeps(files: Sequence[Path], out: Path, runs: Path | None = None) ->
             write_results(results_file(sweep, out.parent), sweep, records)
         made = tables(sweep, records)
         texts.append(markdown(sweep, made))
-        parts += page_parts(sweep, made, records)
+        parts += page_parts(sweep, made, records) + images(sweep.runs(runs) / sweep.name)
     text = "\n".join([*texts, f"{LEGEND}\n"])
     for ending, content in (("md", text), ("html", pages.page(title, parts, footer=LEGEND))):
         with atomic(out.with_name(f"{out.name}.{ending}")) as temporary:
@@ -153,7 +154,7 @@ def _paper(sweep: Sweep, cell: Cell) -> str:
     """The paper's value, with at least as many digits as ours."""
     if cell.paper is None:
         return ""
-    shown = f"{cell.paper:.{1 if sweep.unit == '%' else 3}f}"
+    shown = f"{cell.paper:.{sweep.digits}f}"
     return shown if float(shown) == cell.paper else f"{cell.paper!r}"
 
 
@@ -234,6 +235,14 @@ def page_parts(sweep: Sweep, made: Sequence[Table], records: Sequence[Record]) -
             out.append(pages.chart(f"{column}{more}: validation {metric}", scores, y=metric + unit))
             losses = [Curve(row, record.loss) for row, record in here]
             out.append(pages.chart(f"{column}{more}: training loss", losses, y="loss"))
+    return out
+
+
+def images(folder: Path) -> list[Part]:
+    """The images that the runs of a sweep drew."""
+    out = []
+    for place in sorted(path.parent for path in folder.glob("*/gallery.json")):
+        out += [{**part, "title": f"{place.name}: {part['title']}"} for part in Run(place).galleries()]
     return out
 
 
