@@ -45,14 +45,14 @@ def section(sweep: Sweep) -> tuple[str, bytes]:
         return "", b""
     drawing = plot(sweep, done) if any(len(run.curve) > 1 for _, runs in done for run in runs) else b""
     source = sweep.file.relative_to(HERE.parent)
-    unit = f" ({sweep.unit})" if sweep.unit else ""
+    figure = sweep.metric.replace("_", " ") + (f", {sweep.unit}" if sweep.unit else "")
     lines = [
         f"### {sweep.title}",
         "",
         f"{len(done)} of {len(sweep.cells)} cells run to the end. Command: `weft sweep {source}`.",
         "",
         *([f"![Validation {sweep.metric} against steps](results/{plot_name(sweep)})", ""] if drawing else []),
-        f"| cell | paper | ours{unit} | seeds | steps | difference | run |",
+        f"| cell | paper | ours ({figure}) | seeds | steps | difference | run |",
         "|---|---|---|---|---|---|---|",
     ]
     for cell, runs in done:

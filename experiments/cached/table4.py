@@ -19,7 +19,6 @@ from weft.tasks import make_config
 
 TITLE = "Table 4: translation, plain and cached"
 METRIC = "bleu"
-UNIT = "%"
 
 PAPER = {  # BLEU, plain and cached
     "IWSLT14 De-En": (35.5, 36.0),
