@@ -1,7 +1,7 @@
 """COCO-128: Mask R-CNN overfits 128 images, plain and cached.
 
     weft sweep experiments/cached/coco128.py                                  data/coco, see below
-    weft inspect experiments/cached/runs/coco128/mask-r-cnn-plain-s0          images with their boxes
+    weft report experiments/cached/coco128.py                                 a page with images and their boxes
 
 Not in the paper (Cached Transformers, https://arxiv.org/abs/2312.12742): a test of data, detector and AP together.
 DATA/coco has the layout of COCO with the same 128 images (of 400 pixels) as train2017 and val2017, so the test figure
@@ -32,8 +32,8 @@ def cells() -> list[Cell]:
             column,
             make_config(
                 "coco-mask-rcnn", model="pvt-tiny", cache=ratio, cache_options=options,
-                model_options=SIZE, steps=1500, learning_rate=2e-4, schedule="cosine", warmup=100, augment=False,
-                eval_every=0, checkpoint_every=1500, keep=1, precision="bf16-mixed",
+                model_options=SIZE, steps=1600, batch_size=8, learning_rate=2e-4, schedule="cosine", warmup=100,
+                augment=False, eval_every=0, checkpoint_every=1600, keep=1, precision="bf16-mixed",
             ),
         )
         for column, ratio, options in (("plain", 0.0, ""), ("cached", 0.5, json.dumps(caches("PVT-"))))

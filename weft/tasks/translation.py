@@ -96,9 +96,8 @@ class Translation(Task):
         return batch["source"], batch["target"][:, :-1]
 
     def loss(self, model: nn.Module, batch: Columns, config: TrainConfig) -> Tensor:
-        logits, target = model(*self.inputs(batch)).float(), batch["target"][:, 1:]
-        smoothing = config.label_smoothing
-        return F.cross_entropy(logits.transpose(1, 2), target, ignore_index=PAD, label_smoothing=smoothing)
+        logits, target = model(*self.inputs(batch)).flatten(0, 1).float(), batch["target"][:, 1:].flatten()
+        return F.cross_entropy(logits, target, ignore_index=PAD, label_smoothing=config.label_smoothing)
 
     def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
         """The statistics of BLEU: matching and all n-grams, and the lengths."""
