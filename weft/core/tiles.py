@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,14 +26,26 @@ class Tiles:
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
-def tiles_for(table: dict[tuple[str, int, int], Tiles], kernel: str, head_dim: int, size: int) -> Tiles:
-    """Entry of a table with the keys (kernel, maximum head_dim, bytes per element). Heads wider than 128, where nothing
-    was measured, get half the tile of 128 and one pipeline stage."""
+TileTable = dict[tuple[str, int, int], Tiles]  # by kernel, maximum head_dim, bytes per element
+
+
+def tile_table(rows: Mapping[str, Sequence[tuple[int, ...]]]) -> TileTable:
+    """A table with four entries per kernel: head_dim 64 and 128 with 2 bytes per element, then with 4 bytes."""
+    keys = (64, 2), (128, 2), (64, 4), (128, 4)
+    return {(kernel, *key): Tiles(*sizes) for kernel, row in rows.items() for key, sizes in zip(keys, row, strict=True)}
+
+
+def tiles_for(table: TileTable, kernel: str, head_dim: int, size: int, most: int | None = None) -> Tiles:
+    """Entry of a table. Heads wider than 128, where nothing was measured, get half the tile of 128 and one pipeline
+    stage. Tiles are limited to the tokens of a block (`most`), and at least 16, the minimum of a matrix unit."""
     width = max(64, block_width(head_dim))
-    if width <= 128:
-        return table[kernel, width, size]
-    t = table[kernel, 128, size]
-    return Tiles(max(16, t.queries // 2), max(16, t.keys // 2), 8, 1)
+    t = table[kernel, min(width, 128), size]
+    if width > 128:
+        t = Tiles(max(16, t.queries // 2), max(16, t.keys // 2), 8, 1)
+    if most is None:
+        return t
+    most = max(16, next_power_of_two(most))
+    return replace(t, queries=min(t.queries, most), keys=min(t.keys, most))
 
 
 @dataclass(frozen=True)
@@ -80,6 +93,11 @@ def for_operator(mask: Tensor | None) -> Tensor | None:
 def as_flags(mask: Tensor) -> Tensor:
     """One byte per token, contiguous."""
     return mask.contiguous().view(torch.uint8)
+
+
+def flags_or(mask: Tensor | None, stand_in: Tensor) -> Tensor:
+    """The mask for a kernel; without one, a tensor that the kernel does not read."""
+    return stand_in if mask is None else as_flags(mask)
 
 
 def precision(x: Tensor) -> str:

@@ -24,30 +24,27 @@ from ...core.precision import autocast
 from ...core.tiles import (
     Block,
     Tiles,
-    as_flags,
     block_width,
     empty_rows,
+    flags_or,
     for_operator,
     next_power_of_two,
     rows_contiguous,
     strides,
+    tile_table,
 )
 from ...kernels.launch import launch
 from ...kernels.operator import Operator
 
 LEAST_LENGTH = 256  # the shortest length measured; the kernels are faster from here on: docs/kernels.md
 
-# Keys: kernel, maximum head_dim, bytes per multiplied element. Rows, features per tile. Tuned: 2 bytes, head_dim 64.
-TILES: dict[tuple[str, int, int], Tiles] = {
-    ("features", 64, 2): Tiles(128, 32, 4, 3),
-    ("features", 128, 2): Tiles(64, 32, 4, 2),
-    ("features", 64, 4): Tiles(64, 32, 4, 2),
-    ("features", 128, 4): Tiles(32, 32, 4, 1),
-    ("feature gradients", 64, 2): Tiles(64, 32, 4, 3),
-    ("feature gradients", 128, 2): Tiles(64, 32, 4, 2),
-    ("feature gradients", 64, 4): Tiles(64, 32, 4, 2),
-    ("feature gradients", 128, 4): Tiles(32, 32, 4, 1),
-}
+# Bytes are those of a multiplied element. Rows, features per tile. Tuned: 2 bytes, head_dim 64.
+TILES = tile_table(
+    {
+        "features": ((128, 32, 4, 3), (64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
+        "feature gradients": ((64, 32, 4, 3), (64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
+    }
+)
 WORD = 16  # φ is zero-padded to a multiple of this width, so that rows are aligned
 SPAN = 4096  # maximum number of tokens per step of `running_top`
 
@@ -77,7 +74,7 @@ def _forward(q, k, mask, projection, epsilon):
         flags, x = None if queries else mask, rows_contiguous(x)
         launch(
             features, (ceil_div(L, t.queries) * B * H,),
-            x, _flags(flags, x), directions, phi, largest, number, *strides(x), B * H, H, L, epsilon,
+            x, flags_or(flags, x), directions, phi, largest, number, *strides(x), B * H, H, L, epsilon,
             QUERIES=queries, **_options(q, M, t, flags), **t.launch(),
         )  # fmt: skip
     launch(running_top, (B * H,), k_largest, top, L, SPAN=min(SPAN, next_power_of_two(L)), num_warps=8)
@@ -121,7 +118,7 @@ def _backward(
         flags, x, dphi = None if queries else mask, rows_contiguous(x), rows_contiguous(dphi)
         launch(
             feature_gradients, (ceil_div(L, t.queries) * B * H,),
-            x, _flags(flags, x), directions, largest, dphi, dnumber, dx, *strides(x), *strides(dphi), *strides(dx),
+            x, flags_or(flags, x), directions, largest, dphi, dnumber, dx, *strides(x), *strides(dphi), *strides(dx),
             B * H, H, L, epsilon,
             QUERIES=queries, **_options(q, directions.shape[1], t, flags), **t.launch(),
         )  # fmt: skip
@@ -132,10 +129,6 @@ def _options(q: Tensor, M: int, t: Tiles, mask: Tensor | None) -> dict[str, Any]
     D = q.shape[3]
     options = {"M": M, "WIDTH": width(M), "D": D, "BLOCK_D": block_width(D), "ROWS": t.queries, "BF": t.keys}
     return options | {"HAS_MASK": mask is not None, "BF16": q.dtype == torch.bfloat16}
-
-
-def _flags(mask: Tensor | None, stand_in: Tensor) -> Tensor:
-    return stand_in if mask is None else as_flags(mask)
 
 
 def width(M: int) -> int:

@@ -30,6 +30,7 @@ from ...core.tiles import (
     precision,
     rows_contiguous,
     strides,
+    tile_table,
     tiles_for,
 )
 from ...kernels.launch import launch
@@ -39,22 +40,15 @@ LEAST_LENGTH = 1024  # faster than full attention from here on; for shorter sequ
 COLLECTED = 64  # tokens per program of `collect`
 MANY = 8192  # sources per window: the targets no longer fit in the cache, so larger key tiles are faster
 
-# Keys: kernel, maximum head_dim, bytes per element. Tuned for half precision and head_dim 64.
-TILES: dict[tuple[str, int, int], Tiles] = {
-    ("attend", 64, 2): Tiles(128, 64, 8, 3, 128),
-    ("attend", 128, 2): Tiles(128, 64, 8, 3),
-    ("attend", 64, 4): Tiles(64, 32, 4, 2),
-    ("attend", 128, 4): Tiles(32, 32, 4, 1),
-    ("query gradients", 64, 2): Tiles(128, 64, 8, 3, 128),
-    ("query gradients", 128, 2): Tiles(64, 64, 4, 2),
-    ("query gradients", 64, 4): Tiles(32, 32, 4, 2),
-    ("query gradients", 128, 4): Tiles(32, 32, 4, 1),
-    ("key gradients", 64, 2): Tiles(32, 64, 4, 3, 128),
-    ("key gradients of many", 64, 2): Tiles(32, 128, 8, 3, 128),
-    ("key gradients", 128, 2): Tiles(32, 64, 4, 2),
-    ("key gradients", 64, 4): Tiles(32, 32, 4, 1),
-    ("key gradients", 128, 4): Tiles(32, 32, 4, 1),
-}
+# Tuned for half precision and head_dim 64.
+TILES = tile_table(
+    {
+        "attend": ((128, 64, 8, 3, 128), (128, 64, 8, 3), (64, 32, 4, 2), (32, 32, 4, 1)),
+        "query gradients": ((128, 64, 8, 3, 128), (64, 64, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1)),
+        "key gradients": ((32, 64, 4, 3, 128), (32, 64, 4, 2), (32, 32, 4, 1), (32, 32, 4, 1)),
+    }
+)
+TILES["key gradients of many", 64, 2] = Tiles(32, 128, 8, 3, 128)
 
 
 def subsampled(

@@ -15,7 +15,6 @@ backward, `short_blocks.py`.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,14 +25,14 @@ from ...core.dispatch import DTYPES, LARGEST_HEAD
 from ...core.precision import autocast
 from ...core.tiles import (
     Tiles,
-    as_flags,
     block_width,
     empty_rows,
+    flags_or,
     for_operator,
-    next_power_of_two,
     precision,
     rows_contiguous,
     strides,
+    tile_table,
     tiles_for,
 )
 from ..grouped import fits, gradients, sum_to_groups
@@ -44,29 +43,16 @@ EXTRAS = ("none", "first", "columns")
 PIECE = 64  # tokens; at least a tile of every kernel
 LEAST_LENGTH = 256  # the shortest length measured; the kernels are faster from here on: docs/kernels.md
 
-# Keys: kernel, maximum head_dim, bytes per element.
-TILES: dict[tuple[str, int, int], Tiles] = {
-    ("attend", 64, 2): Tiles(64, 64, 4, 2),
-    ("attend", 128, 2): Tiles(64, 32, 4, 2),
-    ("attend", 64, 4): Tiles(64, 32, 4, 2),
-    ("attend", 128, 4): Tiles(32, 32, 4, 1),
-    ("query gradients", 64, 2): Tiles(64, 32, 4, 3),
-    ("query gradients", 128, 2): Tiles(64, 32, 4, 2),
-    ("query gradients", 64, 4): Tiles(32, 32, 4, 2),
-    ("query gradients", 128, 4): Tiles(32, 32, 4, 1),
-    ("key gradients", 64, 2): Tiles(32, 64, 4, 3, 128),
-    ("key gradients", 128, 2): Tiles(32, 64, 4, 2),
-    ("key gradients", 64, 4): Tiles(32, 32, 4, 1),
-    ("key gradients", 128, 4): Tiles(32, 32, 4, 1),
-    ("extra gradients", 64, 2): Tiles(32, 64, 4, 3),
-    ("extra gradients", 128, 2): Tiles(32, 64, 4, 2),
-    ("extra gradients", 64, 4): Tiles(32, 32, 4, 1),
-    ("extra gradients", 128, 4): Tiles(32, 32, 4, 1),
-    ("block gradients", 64, 2): Tiles(64, 64, 4, 1),  # blocks up to these sizes are one tile
-    ("block gradients", 128, 2): Tiles(64, 64, 8, 1),
-    ("block gradients", 64, 4): Tiles(32, 32, 4, 1),
-    ("block gradients", 128, 4): Tiles(16, 16, 4, 1),
-}
+TILES = tile_table(
+    {
+        "attend": ((64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
+        "query gradients": ((64, 32, 4, 3), (64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1)),
+        "key gradients": ((32, 64, 4, 3, 128), (32, 64, 4, 2), (32, 32, 4, 1), (32, 32, 4, 1)),
+        "extra gradients": ((32, 64, 4, 3), (32, 64, 4, 2), (32, 32, 4, 1), (32, 32, 4, 1)),
+        # blocks up to these sizes are one tile
+        "block gradients": ((64, 64, 4, 1), (64, 64, 8, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
+    }
+)
 
 
 def too_long(attn: Any, *qkv: Tensor) -> str:
@@ -127,7 +113,7 @@ def attend_near(
     t = tiles("attend", m, q)
     launch(
         attend, (n * ceil_div(m, t.queries) * BH,),
-        q, k, v, _flags(q, mask), q if table is None else table, q if key is None else key, out, lse,
+        q, k, v, flags_or(mask, q), q if table is None else table, q if key is None else key, out, lse,
         *strides(q), *strides(k), *strides(v), *strides(out),
         BH, H, L, m, n, left, right, threshold, math.log2(math.e) / math.sqrt(D),
         BQ=t.queries, BK=t.keys, **_options(q, k, mask, key, causal, extras, count, leading),
@@ -155,7 +141,7 @@ def near_gradients(
     BH = B * H if table is None else H
     m, n, extras, count = _blocks(L, block_size, extras, count, table)
     packed, table = _packed(table, block_size), q if table is None else table
-    flags, options = _flags(q, mask), _options(q, k, mask, key, causal, extras, count, leading)
+    flags, options = flags_or(mask, q), _options(q, k, mask, key, causal, extras, count, leading)
     key = q if key is None else key
     logit_scale = 1 / math.sqrt(D)
     scale = math.log2(math.e) * logit_scale
@@ -245,10 +231,6 @@ def _blocks(L: int, block_size: int, extras: str, count: int, table: Tensor | No
     return m, n, extras, min(count, L)
 
 
-def _flags(q: Tensor, mask: Tensor | None) -> Tensor:
-    return q if mask is None else as_flags(mask)
-
-
 def _options(
     q: Tensor, k: Tensor, mask: Tensor | None, key: Tensor | None, causal: bool, extras: str, count: int, leading: bool
 ) -> dict[str, Any]:
@@ -283,10 +265,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, extras: str) -> None:
 
 
 def tiles(kernel: str, most: int, q: Tensor) -> Tiles:
-    """Entry of the table, limited to the tokens in a block, and at least 16, the minimum of a matrix unit."""
-    t = tiles_for(TILES, kernel, q.shape[3], q.element_size())
-    most = max(16, next_power_of_two(most))
-    return replace(t, queries=min(t.queries, most), keys=min(t.keys, most))
+    return tiles_for(TILES, kernel, q.shape[3], q.element_size(), most)
 
 
 def query_chunks(L: int, extra_tiles: int) -> tuple[int, int]:

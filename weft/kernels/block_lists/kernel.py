@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,15 +17,15 @@ from torch import Tensor
 from ...core.blocks import ceil_div
 from ...core.precision import autocast
 from ...core.tiles import (
-    Tiles,
-    as_flags,
     block_width,
     empty_rows,
+    flags_or,
     for_operator,
-    next_power_of_two,
     precision,
     rows_contiguous,
     strides,
+    tile_table,
+    tiles_for,
 )
 from ..band.kernel import check
 from ..launch import launch
@@ -35,21 +34,13 @@ from ..operator import Operator
 
 LEAST_LENGTH = 256
 
-# Keys: kernel, maximum head_dim, bytes per element.
-TILES: dict[tuple[str, int, int], Tiles] = {
-    ("attend", 64, 2): Tiles(64, 64, 4, 3),
-    ("attend", 128, 2): Tiles(64, 32, 4, 2),
-    ("attend", 64, 4): Tiles(64, 32, 4, 2),
-    ("attend", 128, 4): Tiles(32, 32, 4, 1),
-    ("query gradients", 64, 2): Tiles(64, 64, 4, 2),
-    ("query gradients", 128, 2): Tiles(64, 32, 4, 2),
-    ("query gradients", 64, 4): Tiles(32, 32, 4, 2),
-    ("query gradients", 128, 4): Tiles(32, 32, 4, 1),
-    ("key gradients", 64, 2): Tiles(32, 64, 4, 3),
-    ("key gradients", 128, 2): Tiles(32, 64, 4, 2),
-    ("key gradients", 64, 4): Tiles(32, 32, 4, 1),
-    ("key gradients", 128, 4): Tiles(32, 32, 4, 1),
-}
+TILES = tile_table(
+    {
+        "attend": ((64, 64, 4, 3), (64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
+        "query gradients": ((64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1)),
+        "key gradients": ((32, 64, 4, 3), (32, 64, 4, 2), (32, 32, 4, 1), (32, 32, 4, 1)),
+    }
+)
 
 
 def tables(pairs: list[np.ndarray], n: int, room: int) -> Tensor:
@@ -81,7 +72,7 @@ def _forward(q, k, v, mask, table, block_size):
     programs, sizes, options = _launch("attend", q, mask, table, block_size)
     launch(
         attend, programs,
-        q, k, v, _flags(q, mask), table[0], out, lse, *strides(q), *strides(k), *strides(v), *strides(out),
+        q, k, v, flags_or(mask, q), table[0], out, lse, *strides(q), *strides(k), *strides(v), *strides(out),
         *sizes, scales(q)[0], **options,
     )  # fmt: skip
     return out, lse
@@ -96,7 +87,7 @@ def _backward(dout, q, k, v, mask, table, out, lse, block_size):
 
     dq, dk, dv, delta = empty_rows(q), empty_rows(k), empty_rows(v), torch.empty_like(lse)
     dout, q, k, v, out = (rows_contiguous(x) for x in (dout, q, k, v, out))
-    given, flags = (*strides(q), *strides(k), *strides(v)), _flags(q, mask)
+    given, flags = (*strides(q), *strides(k), *strides(v)), flags_or(mask, q)
     programs, sizes, options = _launch("query gradients", q, mask, table, block_size)
     launch(
         query_gradients, programs,
@@ -119,16 +110,11 @@ def _launch(
     B, H, L, D = q.shape
     m = min(block_size, L)
     n = ceil_div(L, m)
-    t, most = TILES[kernel, max(64, block_width(D)), q.element_size()], max(16, next_power_of_two(m))
-    t = replace(t, queries=min(t.queries, most), keys=min(t.keys, most))
+    t = tiles_for(TILES, kernel, D, q.element_size(), m)
     rows = t.keys if kernel == "key gradients" else t.queries
     options = {"D": D, "BLOCK_D": block_width(D), "BQ": t.queries, "BK": t.keys, "PRECISION": precision(q)}
     sizes = (B * H, H, L, n, m, table.shape[2])
     return (n * ceil_div(m, rows) * B * H,), sizes, {**options, "HAS_MASK": mask is not None, **t.launch()}
-
-
-def _flags(q: Tensor, mask: Tensor | None) -> Tensor:
-    return q if mask is None else as_flags(mask)
 
 
 _operator = Operator(

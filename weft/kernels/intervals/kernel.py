@@ -20,35 +20,28 @@ from ...core.blocks import ceil_div
 from ...core.precision import autocast
 from ...core.tiles import (
     Tiles,
-    as_flags,
     block_width,
     empty_rows,
+    flags_or,
     for_operator,
     next_power_of_two,
     precision,
     rows_contiguous,
     strides,
+    tile_table,
 )
 from ..band.kernel import check
 from ..launch import launch
 from ..lines.kernel import scales
 from ..operator import Operator
 
-# Keys: kernel, maximum head_dim, bytes per element.
-TILES: dict[tuple[str, int, int], Tiles] = {
-    ("attend", 64, 2): Tiles(64, 64, 4, 2),
-    ("attend", 128, 2): Tiles(64, 32, 4, 2),
-    ("attend", 64, 4): Tiles(64, 32, 4, 2),
-    ("attend", 128, 4): Tiles(32, 32, 4, 1),
-    ("query gradients", 64, 2): Tiles(64, 32, 4, 2),
-    ("query gradients", 128, 2): Tiles(64, 32, 4, 2),
-    ("query gradients", 64, 4): Tiles(32, 32, 4, 2),
-    ("query gradients", 128, 4): Tiles(32, 32, 4, 1),
-    ("key gradients", 64, 2): Tiles(32, 64, 4, 2),
-    ("key gradients", 128, 2): Tiles(32, 64, 4, 2),
-    ("key gradients", 64, 4): Tiles(32, 32, 4, 1),
-    ("key gradients", 128, 4): Tiles(32, 32, 4, 1),
-}
+TILES = tile_table(
+    {
+        "attend": ((64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
+        "query gradients": ((64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1)),
+        "key gradients": ((32, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 1), (32, 32, 4, 1)),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -89,7 +82,7 @@ def _assign(x, directions, mask, groups, signed):
     x = rows_contiguous(x)
     B, H, L, D = x.shape
     R, _, C, _ = directions.shape
-    flags = x if mask is None else as_flags(mask)
+    flags = flags_or(mask, x)
     launch(
         nearest, (ceil_div(L, 64) * B * H, R), x, flags, directions, group, inv, *strides(x), *directions.stride(),
         B * H, H, L, C, groups, D=D, BLOCK_D=block_width(D), ROWS=64, BC=min(64, max(16, next_power_of_two(C))),

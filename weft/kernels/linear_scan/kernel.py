@@ -27,13 +27,14 @@ from ...core.precision import autocast
 from ...core.tiles import (
     Block,
     Tiles,
-    as_flags,
     block_width,
     empty_rows,
+    flags_or,
     for_operator,
     precision,
     rows_contiguous,
     strides,
+    tile_table,
 )
 from ..launch import launch
 from ..operator import Operator
@@ -42,46 +43,21 @@ LARGEST_HEAD = 128  # the states of wider heads do not fit into registers
 FEATURES = ("elu", "relu", "given")
 LEAST_LENGTH = 256  # the shortest length measured; the kernels are faster from here on: docs/kernels.md
 
-# Keys: kernel, maximum head_dim, bytes per multiplied element (float16 is multiplied as tf32: 4).
-TILES: dict[tuple[str, int, int], Tiles] = {
-    ("states", 64, 2): Tiles(64, 64, 4, 2),
-    ("states", 128, 2): Tiles(64, 64, 4, 2),
-    ("states", 64, 4): Tiles(32, 32, 4, 2),
-    ("states", 128, 4): Tiles(32, 32, 8, 1),
-    ("outputs", 64, 2): Tiles(64, 32, 4, 2),
-    ("outputs", 128, 2): Tiles(64, 32, 4, 2),
-    ("outputs", 64, 4): Tiles(64, 32, 4, 1),
-    ("outputs", 128, 4): Tiles(64, 32, 4, 1),
-    ("query gradients", 64, 2): Tiles(64, 32, 4, 3),
-    ("query gradients", 128, 2): Tiles(64, 32, 4, 2),
-    ("query gradients", 64, 4): Tiles(64, 32, 4, 1),
-    ("query gradients", 128, 4): Tiles(32, 32, 4, 1),
-    ("key gradients", 64, 2): Tiles(16, 64, 4, 3),
-    ("key gradients", 128, 2): Tiles(32, 64, 8, 2),
-    ("key gradients", 64, 4): Tiles(16, 64, 4, 1),
-    ("key gradients", 128, 4): Tiles(32, 32, 4, 1),
-    # For many features (`wide.py`): rows and features per tile. Tuned for half precision and head_dim 64.
-    ("wide states", 64, 2): Tiles(128, 128, 4, 1),
-    ("wide states", 128, 2): Tiles(64, 64, 4, 2),
-    ("wide states", 64, 4): Tiles(32, 32, 4, 2),
-    ("wide states", 128, 4): Tiles(32, 32, 8, 1),
-    ("wide outputs", 64, 2): Tiles(64, 32, 4, 3, 128),
-    ("wide outputs", 128, 2): Tiles(64, 32, 8, 2),
-    ("wide outputs", 64, 4): Tiles(32, 32, 4, 1),
-    ("wide outputs", 128, 4): Tiles(32, 32, 8, 1),
-    ("wide query gradients", 64, 2): Tiles(64, 32, 4, 3),
-    ("wide query gradients", 128, 2): Tiles(64, 32, 8, 2),
-    ("wide query gradients", 64, 4): Tiles(32, 32, 8, 1),
-    ("wide query gradients", 128, 4): Tiles(32, 32, 8, 1),
-    ("wide key gradients", 64, 2): Tiles(64, 32, 4, 3, 168),
-    ("wide key gradients", 128, 2): Tiles(64, 32, 8, 2),
-    ("wide key gradients", 64, 4): Tiles(32, 32, 8, 1),
-    ("wide key gradients", 128, 4): Tiles(32, 32, 8, 1),
-    ("wide value gradients", 64, 2): Tiles(64, 32, 4, 3, 168),
-    ("wide value gradients", 128, 2): Tiles(64, 32, 8, 2),
-    ("wide value gradients", 64, 4): Tiles(32, 32, 4, 1),
-    ("wide value gradients", 128, 4): Tiles(32, 32, 8, 1),
-}
+# Bytes are those of a multiplied element (float16 is multiplied as tf32: 4).
+TILES = tile_table(
+    {
+        "states": ((64, 64, 4, 2), (64, 64, 4, 2), (32, 32, 4, 2), (32, 32, 8, 1)),
+        "outputs": ((64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (64, 32, 4, 1)),
+        "query gradients": ((64, 32, 4, 3), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)),
+        "key gradients": ((16, 64, 4, 3), (32, 64, 8, 2), (16, 64, 4, 1), (32, 32, 4, 1)),
+        # For many features (`wide.py`): rows and features per tile. Tuned for half precision and head_dim 64.
+        "wide states": ((128, 128, 4, 1), (64, 64, 4, 2), (32, 32, 4, 2), (32, 32, 8, 1)),
+        "wide outputs": ((64, 32, 4, 3, 128), (64, 32, 8, 2), (32, 32, 4, 1), (32, 32, 8, 1)),
+        "wide query gradients": ((64, 32, 4, 3), (64, 32, 8, 2), (32, 32, 8, 1), (32, 32, 8, 1)),
+        "wide key gradients": ((64, 32, 4, 3, 168), (64, 32, 8, 2), (32, 32, 8, 1), (32, 32, 8, 1)),
+        "wide value gradients": ((64, 32, 4, 3, 168), (64, 32, 8, 2), (32, 32, 4, 1), (32, 32, 8, 1)),
+    }
+)
 WIDE = 129  # from this many features on, the scaled form uses the kernels of `wide.py`
 COLUMNS, SCALED_COLUMNS = 128, 512  # of the states, per program of `running_sums` and of `scaled_running_sums`
 CHUNK, LONG, LONG_CHUNK = 128, 16384, 256  # tokens per state, and past LONG tokens
@@ -212,7 +188,7 @@ def _forward(q, k, v, mask, key_scale, top, rest, table, features, epsilon):
     out, block = found = _outputs(q, v, p)
     weight, before, before_norm = _kept(p).split(block)
     has_mask = mask is not None
-    flags = as_flags(mask) if has_mask else q
+    flags = flags_or(mask, q)
     key_scale, top, rest = (_rows(x, weight) for x in (key_scale, top, rest))
     table = q if table is None else table
     common = {"HAS_MASK": has_mask, "BF16": p.half, "PRECISION": precision(q)}
@@ -260,7 +236,7 @@ def _backward(dout, q, k, v, mask, key_scale, top, rest, table, out, block, feat
     dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
     dq, dk, dv, dtop, drest = _gradients(q, k, v, p)
     has_mask = mask is not None
-    flags = as_flags(mask) if has_mask else q
+    flags = flags_or(mask, q)
     key_scale, top, rest = (_rows(x, weight) for x in (key_scale, top, rest))
     table = q if table is None else table
     options: dict[str, Any] = {"FEATURES": features, "SCALED": p.scaled, "BF16": p.half, "PRECISION": precision(q)}

@@ -19,30 +19,29 @@ from torch import Tensor
 
 from ...core.blocks import ceil_div
 from ...core.precision import autocast
-from ...core.tiles import Tiles, as_flags, block_width, empty_rows, for_operator, precision, rows_contiguous, strides
+from ...core.tiles import (
+    block_width,
+    empty_rows,
+    flags_or,
+    for_operator,
+    precision,
+    rows_contiguous,
+    strides,
+    tile_table,
+)
 from ..launch import launch
 from ..linear_scan.kernel import check
 from ..operator import Operator
 
-# Keys: kernel, maximum head_dim, bytes per multiplied element (float16 is multiplied as tf32: 4). Rows, features.
-TILES: dict[tuple[str, int, int], Tiles] = {
-    ("key sums", 64, 2): Tiles(64, 64, 4, 3),
-    ("key sums", 128, 2): Tiles(64, 64, 4, 2),
-    ("key sums", 64, 4): Tiles(32, 64, 4, 2),
-    ("key sums", 128, 4): Tiles(32, 32, 4, 1),
-    ("outputs", 64, 2): Tiles(64, 64, 4, 2),
-    ("outputs", 128, 2): Tiles(64, 32, 4, 2),
-    ("outputs", 64, 4): Tiles(64, 32, 4, 1),
-    ("outputs", 128, 4): Tiles(32, 32, 4, 1),
-    ("query gradients", 64, 2): Tiles(32, 64, 4, 2),
-    ("query gradients", 128, 2): Tiles(32, 64, 4, 2),
-    ("query gradients", 64, 4): Tiles(32, 32, 4, 1),
-    ("query gradients", 128, 4): Tiles(32, 32, 8, 1),
-    ("key gradients", 64, 2): Tiles(64, 64, 4, 2),
-    ("key gradients", 128, 2): Tiles(64, 32, 4, 2),
-    ("key gradients", 64, 4): Tiles(32, 32, 4, 1),
-    ("key gradients", 128, 4): Tiles(32, 32, 8, 1),
-}
+# Bytes are those of a multiplied element (float16 is multiplied as tf32: 4). Rows, features.
+TILES = tile_table(
+    {
+        "key sums": ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 1)),
+        "outputs": ((64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)),
+        "query gradients": ((32, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 1), (32, 32, 8, 1)),
+        "key gradients": ((64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (32, 32, 8, 1)),
+    }
+)
 SHORTEST, CHUNKS = 512, 32  # tokens per chunk, and about the largest number of chunks
 COLUMNS = 512  # of the sums, per program of `collect`
 
@@ -81,7 +80,7 @@ def _forward(q, k, v, mask, key_scale, top, rest, table, features, epsilon):
     grid, options = _launch("key sums", q, v, features, scaled, table, by_chunk=True)
     launch(
         key_sums, grid,
-        k, v, _flags(q, mask), listed, key_scale, top, parts, *strides(k), *strides(v), BH, H, L, n, chunk,
+        k, v, flags_or(mask, q), listed, key_scale, top, parts, *strides(k), *strides(v), BH, H, L, n, chunk,
         HAS_MASK=mask is not None, **options,
     )  # fmt: skip
     total(parts, table, sums)
@@ -128,7 +127,7 @@ def _backward(dout, q, k, v, mask, key_scale, top, rest, table, out, weight, sum
     grid, options = _launch("key gradients", q, v, features, scaled, table)
     launch(
         key_gradients, grid,
-        k, v, _flags(q, mask), listed, key_scale, top, sent, dk, dv, dtop,
+        k, v, flags_or(mask, q), listed, key_scale, top, sent, dk, dv, dtop,
         *strides(k), *strides(v), *strides(dk), *strides(dv), BH, H, L, n, HAS_MASK=mask is not None, **options,
     )  # fmt: skip
     return dq, dk, dv, dtop, drest
@@ -183,10 +182,6 @@ def part_size(q: Tensor, v: Tensor, scaled: bool) -> int:
 def _numbers(x: Tensor | None, stand_in: Tensor) -> Tensor:
     """A float32 tensor; one that is never read if there is none."""
     return stand_in if x is None else x.float().contiguous()
-
-
-def _flags(q: Tensor, mask: Tensor | None) -> Tensor:
-    return q if mask is None else as_flags(mask)
 
 
 _operator = Operator(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -23,14 +23,15 @@ from ...core.dispatch import DTYPES, LARGEST_HEAD
 from ...core.precision import autocast
 from ...core.tiles import (
     Tiles,
+    TileTable,
     as_flags,
     block_width,
     empty_rows,
     for_operator,
-    next_power_of_two,
     precision,
     rows_contiguous,
     strides,
+    tile_table,
     tiles_for,
 )
 from ..launch import launch
@@ -42,21 +43,13 @@ Rule = Literal["up_to", "before", "well_before", "after", "others", "apart", "al
 AXES: tuple[Axis, ...] = get_args(Axis)
 RULES: tuple[Rule, ...] = get_args(Rule)
 
-# Keys: kernel, maximum head_dim, bytes per element.
-TILES: dict[tuple[str, int, int], Tiles] = {
-    ("attend", 64, 2): Tiles(64, 32, 4, 3),
-    ("attend", 128, 2): Tiles(64, 32, 4, 2),
-    ("attend", 64, 4): Tiles(64, 32, 4, 2),
-    ("attend", 128, 4): Tiles(32, 32, 4, 1),
-    ("query gradients", 64, 2): Tiles(64, 32, 4, 3),
-    ("query gradients", 128, 2): Tiles(64, 32, 4, 2),
-    ("query gradients", 64, 4): Tiles(32, 32, 4, 2),
-    ("query gradients", 128, 4): Tiles(32, 32, 4, 1),
-    ("key gradients", 64, 2): Tiles(32, 64, 4, 3, 168),
-    ("key gradients", 128, 2): Tiles(64, 64, 8, 2),
-    ("key gradients", 64, 4): Tiles(32, 32, 4, 1),
-    ("key gradients", 128, 4): Tiles(32, 32, 4, 1),
-}
+TILES = tile_table(
+    {
+        "attend": ((64, 32, 4, 3), (64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
+        "query gradients": ((64, 32, 4, 3), (64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1)),
+        "key gradients": ((32, 64, 4, 3, 168), (64, 64, 8, 2), (32, 32, 4, 1), (32, 32, 4, 1)),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -271,8 +264,5 @@ def check(q: Tensor, sources: Sequence[tuple[Tensor, Tensor, Tensor | None]]) ->
         raise ValueError(f"the kernel needs one dtype for all tensors, float32, float16 or bfloat16, got {q.dtype}")
 
 
-def tiles(table: dict[tuple[str, int, int], Tiles], kernel: str, cells: int, q: Tensor) -> Tiles:
-    """Entry of the table, limited to the cells of a line, and at least 16, the minimum of a matrix unit."""
-    t = tiles_for(table, kernel, q.shape[3], q.element_size())
-    most = max(16, next_power_of_two(cells))
-    return replace(t, queries=min(t.queries, most), keys=min(t.keys, most))
+def tiles(table: TileTable, kernel: str, cells: int, q: Tensor) -> Tiles:
+    return tiles_for(table, kernel, q.shape[3], q.element_size(), cells)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...core.blocks import ceil_div
 from ...core.precision import autocast
-from ...core.tiles import as_flags, block_width, empty_rows, for_operator, precision, rows_contiguous, strides
+from ...core.tiles import block_width, empty_rows, flags_or, for_operator, precision, rows_contiguous, strides
 from ..band.kernel import check, too_long
 from ..launch import launch
 from ..lines.kernel import scales
@@ -44,7 +44,7 @@ def _forward(q, k, v, mask, causal):
     check(q, k, v, "none")
     out, lse = _outputs(q)
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
-    flags = q if mask is None else as_flags(mask)
+    flags = flags_or(mask, q)
     sizes, options = _sizes(q, mask)
     for reverse in (False,) if causal else (False, True):
         launch(
@@ -64,7 +64,7 @@ def _backward(dout, q, k, v, mask, out, lse, causal):
 
     dq, dk, dv, delta = empty_rows(q), empty_rows(k), empty_rows(v), torch.empty_like(lse)
     dout, q, k, v, out = (rows_contiguous(x) for x in (dout, q, k, v, out))
-    flags = q if mask is None else as_flags(mask)
+    flags = flags_or(mask, q)
     sizes, options = _sizes(q, mask)
     n = ceil_div(q.shape[2], options["T"])
     parts = lse.new_empty(sizes[0], n, 2, U, q.shape[3])

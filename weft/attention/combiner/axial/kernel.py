@@ -18,14 +18,24 @@ from torch import Tensor
 
 from ....core.blocks import ceil_div
 from ....core.precision import autocast
-from ....core.tiles import Block, Tiles, as_flags, block_width, for_operator, precision, rows_contiguous, strides
+from ....core.tiles import (
+    Block,
+    as_flags,
+    block_width,
+    empty_rows,
+    flags_or,
+    for_operator,
+    precision,
+    rows_contiguous,
+    strides,
+    tile_table,
+)
 from ....kernels.launch import launch
 from ....kernels.lines.kernel import (
     Lines,
     Rule,
     attend_lines,
     check,
-    empty_rows,
     line_key_gradients,
     line_query_gradients,
     scales,
@@ -35,21 +45,14 @@ from ....kernels.operator import Operator
 
 LEAST_LENGTH = 256  # the shortest measured; the kernels beat the plain version from here on: docs/kernels.md
 
-# Keys: kernel, maximum head_dim, bytes per element. Not yet tuned.
-TILES: dict[tuple[str, int, int], Tiles] = {
-    ("summarise", 64, 2): Tiles(64, 32, 4, 3, 128),
-    ("summarise", 128, 2): Tiles(64, 32, 8, 2),
-    ("summarise", 64, 4): Tiles(32, 32, 4, 2),
-    ("summarise", 128, 4): Tiles(32, 32, 8, 1),
-    ("row query gradients", 64, 2): Tiles(64, 32, 4, 3),
-    ("row query gradients", 128, 2): Tiles(64, 32, 8, 2),
-    ("row query gradients", 64, 4): Tiles(32, 32, 4, 1),
-    ("row query gradients", 128, 4): Tiles(32, 16, 8, 1),
-    ("row key gradients", 64, 2): Tiles(32, 64, 4, 2, 168),
-    ("row key gradients", 128, 2): Tiles(16, 64, 4, 2),
-    ("row key gradients", 64, 4): Tiles(16, 64, 4, 1),
-    ("row key gradients", 128, 4): Tiles(16, 16, 4, 1),
-}
+# Not yet tuned.
+TILES = tile_table(
+    {
+        "summarise": ((64, 32, 4, 3, 128), (64, 32, 8, 2), (32, 32, 4, 2), (32, 32, 8, 1)),
+        "row query gradients": ((64, 32, 4, 3), (64, 32, 8, 2), (32, 32, 4, 1), (32, 16, 8, 1)),
+        "row key gradients": ((32, 64, 4, 2, 168), (16, 64, 4, 2), (16, 64, 4, 1), (16, 16, 4, 1)),
+    }
+)
 
 
 def combiner_axial(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, block_size: int, causal: bool) -> Tensor:
@@ -74,7 +77,7 @@ def _forward(q, k, v, mask, block_size, causal):
     t = tiles(TILES, "summarise", m, q)
     launch(
         summarise, (n * ceil_div(m, t.queries) * B * H,),
-        q, k, v, q if mask is None else as_flags(mask), kbar, vbar, local, out, lse,
+        q, k, v, flags_or(mask, q), kbar, vbar, local, out, lse,
         *strides(q), *strides(k), *strides(v), *strides(kbar), *strides(out), B * H, H, L, n, m, scales(q)[0],
         BQ=t.queries, BK=t.keys, **_options(q, mask, causal), **t.launch(),
     )  # fmt: skip
