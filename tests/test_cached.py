@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -409,9 +407,3 @@ def test_half_precision_keeps_the_cache_exact(dtype: torch.dtype) -> None:
     assert y.dtype == torch.bfloat16 and c.cache.cache.dtype == torch.float32
     y.float().square().sum().backward()
     assert c.cache.update_gate.weight.grad.isfinite().all()
-
-
-def test_the_example_in_the_docs_runs() -> None:
-    page = Path(__file__).parent.parent / "docs" / "cached.md"
-    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
-        exec(compile(code, "cached.md", "exec"), {})

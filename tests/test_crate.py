@@ -215,10 +215,6 @@ def test_initial_values():
     assert model.blocks[0].mssa.subspaces.weight.abs().max().item() <= 384**-0.5
 
 
-def mechanisms() -> list[str]:
-    return weft.attentions()
-
-
 def text_model(name: str, **options) -> CRATEText:
     causal = not weft.attention_info(name).bidirectional
     torch.manual_seed(3)
@@ -226,7 +222,7 @@ def text_model(name: str, **options) -> CRATEText:
     return CRATEText(23, 3, dim=12, heads=2, layers=2, max_length=24, attention=name, **{**pool, **options}).eval()
 
 
-@pytest.mark.parametrize("name", mechanisms())
+@pytest.mark.parametrize("name", weft.attentions())
 def test_text_model_with_every_mechanism_keeps_masks(name):
     """Padded ids do not affect the scores, and all gradients are finite."""
     model = text_model(name).double()
@@ -244,7 +240,7 @@ def test_text_model_with_every_mechanism_keeps_masks(name):
     assert model.blocks[0].mssa.subspaces.weight.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("name", mechanisms())
+@pytest.mark.parametrize("name", weft.attentions())
 def test_mssa_is_the_mechanism_with_one_vector(name):
     info = weft.attention_info(name)
     layer = weft.MSSA(12, 3, attention=name, causal=not info.bidirectional, max_length=9).double().eval()

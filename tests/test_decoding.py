@@ -91,22 +91,6 @@ def test_decoding_may_branch(case):
 
 
 @sweep(causal=True, steps=True)
-def test_two_branches_of_one_state(case):
-    attn, tokens, other = made(case), split(10), split(10, seed=7)
-    with torch.no_grad():
-        _, state = decode(attn, tokens[:4])
-        a, b = copy.deepcopy(state), copy.deepcopy(state)
-        outs: tuple[list, list] = [], []
-        for t in range(4, 10):
-            out, a = attn.step(*tokens[t], a)
-            outs[0].append(out)
-            out, b = attn.step(*other[t], b)
-            outs[1].append(out)
-        torch.testing.assert_close(torch.cat(outs[0], 2), decode(attn, tokens)[0][:, :, 4:], **EXACT)
-        torch.testing.assert_close(torch.cat(outs[1], 2), decode(attn, tokens[:4] + other[4:])[0][:, :, 4:], **EXACT)
-
-
-@sweep(causal=True, steps=True)
 @pytest.mark.parametrize("first", [True, False])
 def test_invalid_tokens_are_refused(case, first):
     attn = made(case)
@@ -161,6 +145,14 @@ def test_a_state_keeps_its_dtype_and_its_mechanism(case):
 def test_start_takes_a_number_of_rows(batch):
     with pytest.raises(ValueError, match="number of rows"):
         weft.make_attention("full", heads=2, head_dim=4, causal=True).start(batch)
+
+
+@pytest.mark.parametrize("name", [n for n in weft.attentions() if "default" in weft.attention_info(n).length_dependent])
+def test_sizes_that_follow_the_length_need_max_length(name):
+    attn = weft.make_attention(name, heads=HEADS, head_dim=HEAD_DIM, causal=True)
+    if attn.info.steps:
+        with pytest.raises(ValueError, match="(block_size|capacity) or max_length"):
+            attn.start(1)
 
 
 @sweep(causal=True, steps=True)

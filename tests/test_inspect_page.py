@@ -8,7 +8,6 @@ import json
 import re
 import struct
 
-import golden
 import pytest
 import torch
 from browser import browser, payload, run_browser
@@ -243,15 +242,6 @@ def test_ids_in_readable_form(task, ids, expected):
     if task == "text":
         pair = [torch.tensor([[1, 2]]), torch.tensor([[2, 9]])]
         assert words(task, pair, data) == [(["a", "b"], ["b", "9"])]
-
-
-def test_examples_of_the_documentation_run(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    monkeypatch.chdir(tmp_path)
-    namespace: dict = {}
-    for code in re.findall(r"```python\n(.*?)```", (golden.REPOSITORY / "docs" / "crate.md").read_text("utf-8"), re.S):
-        exec(compile(code, "crate.md", "exec"), namespace)
-    assert (tmp_path / "page.html").exists() and len(namespace["figure"].axes) == 4
 
 
 def test_a_single_layer_and_a_timm_model(tmp_path):

@@ -72,3 +72,16 @@ def test_reformer_does_not_read_k():
     q, k, v = qkv(12)
     attn = make("reformer", chunk=3, buckets=4)
     assert torch.equal(attn(q, k, v), attn(q, torch.randn_like(k), v)) and not attn.reads_k
+
+
+def test_centroids_learn_in_training_only():
+    attn = make("routing", clusters=3, decay=0.5)
+    q, k, v = qkv(20)
+    start = attn.clusters.centroids.clone()
+    attn.eval()(q, k, v)
+    attn.train()(q, k, v)  # a call never sees its own batch
+    assert torch.equal(attn.clusters.centroids, start)
+    once = attn(q, k, v)
+    assert not torch.equal(attn.clusters.centroids, start)
+    torch.testing.assert_close(attn.clusters.centroids.norm(dim=-1), torch.ones(HEADS, 3).double())
+    assert torch.equal(attn.eval()(q, k, v), once)

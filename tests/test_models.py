@@ -42,9 +42,8 @@ ALL = bidirectional()
 FIXED_PATTERN = bidirectional(lambda info: not info.length_dependent)
 
 
-def label(choice) -> str:
-    name, options = choice
-    return name + "".join(f",{k}={v}" for k, v in options.items())
+def every_choice_and_pooling(choices: list[tuple[str, dict]]) -> list[tuple[tuple[str, dict], str]]:
+    return [(choice, "mean") for choice in choices] + [(("full", {}), pooling) for pooling in ("cls", "first")]
 
 
 # The encoder.
@@ -91,8 +90,7 @@ def test_encoder_equals_pytorchs_own():
     torch.testing.assert_close(ours(ids), expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("pooling", ["cls", "first", "mean"])
-@pytest.mark.parametrize("choice", FIXED_PATTERN, ids=label)
+@pytest.mark.parametrize(("choice", "pooling"), every_choice_and_pooling(FIXED_PATTERN))
 def test_padding_and_batch_mates_do_not_change_logits(choice, pooling):
     model = classifier(attention=choice, pooling=pooling)
     alone = documents(11)
@@ -100,17 +98,7 @@ def test_padding_and_batch_mates_do_not_change_logits(choice, pooling):
     torch.testing.assert_close(model(batch)[:1], model(alone), rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("choice", ALL, ids=label)
-def test_what_padding_holds_does_not_matter(choice):
-    """Also for mechanisms whose pattern depends on the length."""
-    model = classifier(attention=choice, pooling="mean")
-    ids = documents(11, 19)
-    noise = torch.where(ids > 0, ids, documents(*[ids.shape[1]] * len(ids), seed=5))
-    torch.testing.assert_close(model(noise, ids > 0), model(ids), rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("pooling", ["cls", "first", "mean"])
-@pytest.mark.parametrize("choice", ALL, ids=label)
+@pytest.mark.parametrize(("choice", "pooling"), every_choice_and_pooling(ALL))
 def test_empty_document_is_finite_and_leaves_the_others_alone(choice, pooling):
     model = classifier(attention=choice, pooling=pooling)
     ids = documents(0, 9)
@@ -226,15 +214,6 @@ def test_a_function_chooses_per_layer():
     assert isinstance(third, MixedAttention)
     ready = classifier(attention=lambda layer: make_attention("full", heads=2, head_dim=6), layers=2)
     torch.testing.assert_close(ready(documents(7)), classifier()(documents(7)), rtol=0, atol=0)
-
-
-def test_mixed_layers_average_their_mechanisms():
-    model = classifier(attention=["full", ("local", {"block_size": 3})])
-    mixed = model.encoder.blocks[0].attention
-    x = torch.randn(2, 7, SMALL["dim"], dtype=torch.float64)
-    torch.testing.assert_close(mixed(x), (mixed.blocks[0](x) + mixed.blocks[1](x)) / 2)
-    with pytest.raises(ValueError, match="must be divisible"):
-        classifier(attention=["full", "linear", "local"])
 
 
 def test_head_can_be_one_linear_layer():

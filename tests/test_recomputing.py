@@ -31,6 +31,7 @@ def multihead(**options) -> weft.MultiheadAttention:
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "cached": lambda: weft.CachedAttention(multihead(), ratio=1),
     "delayed": lambda: weft.CachedAttention(multihead(), ratio=1, delayed=True),
+    "per sample": lambda: weft.CachedAttention(multihead(), memory="per_sample"),
     "stream": lambda: weft.CachedAttention(multihead(), scope="stream"),
     "attention cache": lambda: AttentionCache(multihead()),
     "cached routing": lambda: weft.CachedAttention(multihead(attention="routing", clusters=3, capacity=4, decay=0.5)),
