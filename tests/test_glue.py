@@ -1,5 +1,6 @@
 """GLUE's files, and a classifier that starts from a masked language model."""
 
+import numpy as np
 import pytest
 import torch
 from runs import tiny
@@ -7,9 +8,10 @@ from runs import tiny
 import weft
 from weft.lab import train
 from weft.tasks import DataMissing, get_task, make_config
-from weft.tasks.glue import examples, pairs
+from weft.tasks.glue import LABELS, SCORES, correlation, examples, pairs, ranks
 from weft.tasks.tokens import Pieces
 
+BRIEF = dict(steps=40, learning_rate=1e-2, eval_every=40, checkpoint_every=40)
 LAYOUTS = {  # heading, a line, its texts and label
     "SST-2": ("sentence\tlabel", 'a "fine" film \t1', ('a "fine" film ',), "1"),
     "CoLA": (None, "gj04\t0\t*\tThey drank the pub.", ("They drank the pub.",), "0"),
@@ -17,6 +19,10 @@ LAYOUTS = {  # heading, a line, its texts and label
     "QQP": ("id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate", "0\t1\t2\tWhy?\tHow?\t0", ("Why?", "How?"), "0"),
     "QNLI": ("index\tquestion\tsentence\tlabel", "0\tWhen?\tIn May.\tentailment", ("When?", "In May."), "entailment"),
     "MNLI": ("index\tsentence1\tsentence2\tlabel1\tgold_label", "0\tA\tB\tneutral\tneutral", ("A", "B"), "neutral"),
+    "STS-B": (
+        "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore",
+        "0\tmain\tMSRvid\t2012\t1\tnone\tnone\tA\x85plane.\tA jet.\t3.750", ("A\x85plane.", "A jet."), "3.750",
+    ),
 }  # fmt: skip
 
 
@@ -25,10 +31,35 @@ def test_the_makers_layouts_are_read(tmp_path, name):
     heading, line, texts, label = LAYOUTS[name]
     path = tmp_path / "train.tsv"
     path.write_text("\n".join([heading, line] if heading else [line]) + "\n")
-    assert examples(path) == [(texts, label)]
+    assert examples(path, SCORES if name == "STS-B" else LABELS) == [(texts, label)]
     path.write_text("\n".join([heading or "no\tsuch", line, "short"]) + "\n")
-    with pytest.raises(DataMissing, match="train.tsv.*line (1 names|3 has 1 values)"):
+    with pytest.raises(DataMissing, match="train.tsv.*line (1 names|2 has 4 values|3 has 1 values)"):
         examples(path)
+
+
+def test_csv_with_quotes_is_read(tmp_path):
+    (tmp_path / "dev.csv").write_text('sentence1,sentence2,label\n"a, ""b""",c,yes\n')
+    assert examples(tmp_path / "dev.csv") == [(('a, "b"', "c"), "yes")]
+
+
+def test_scores_are_predicted_and_correlated(tmp_path):
+    x, y = np.random.default_rng(0).integers(0, 4, (2, 50)).astype(float)
+    assert correlation(x, y) == pytest.approx(np.corrcoef(x, y)[0, 1])
+    assert ranks(np.array([3.0, 1, 1, 2])).tolist() == [3, 0.5, 0.5, 2]
+    heading = "index\tsentence1\tsentence2\tscore"
+    for part in ("train", "dev"):
+        rows = [f"{i}\t{'good' if i % 2 else 'bad'} film {i}\tfilm\t{5 * (i % 2)}.0" for i in range(60)]
+        (tmp_path / f"{part}.tsv").write_text("\n".join([heading, *rows]))
+    config = tiny(tmp_path / "run", "sts-b", data=str(tmp_path), max_length=16, **BRIEF)
+    test = train(config).test
+    assert test["pearson"] > 0.9 and test["spearman"] > 0.8
+    good, bad = weft.load(tmp_path / "run").predict([("good film 7", "film"), ("bad film 8", "film")])
+    assert good["answer"] > bad["answer"] + 2
+    with pytest.raises(DataMissing, match="For scores, use weft train sts-b"):
+        get_task("glue").load(make_config("glue", data=str(tmp_path)))
+    (tmp_path / "dev.tsv").write_text(f"{heading}\n0\ta\tb\thigh\n")
+    with pytest.raises(DataMissing, match="dev.tsv.*line 2 has the score 'high'"):
+        get_task("sts-b").load(make_config("sts-b", data=str(tmp_path)))
 
 
 def test_the_longer_text_is_cut_and_each_has_its_kind():

@@ -2,22 +2,25 @@
 
     weft train c4-masked --data corpus --out runs/mlm …
     weft train glue --data GLUE/MNLI --init-from runs/mlm --layers 6 …          the sizes of that run
+    weft train sts-b --data GLUE/STS-B --init-from runs/mlm --layers 6 …        scores instead of classes
 
-Reads train.tsv and dev.tsv (or dev_matched.tsv) of CoLA, SST-2, MRPC, QQP, MNLI, QNLI, RTE and WNLI as distributed
-(gluebenchmark.com): values between tabs, without quotes. The labels of test.tsv are not public, so dev is the test part
-and a fixed twentieth of train is validation data. The tokenizer is that of the run; without `--init-from`, a BPE is
-trained (`--tokenizer bpe:SIZE`).
+Reads train.tsv and dev.tsv (or dev_matched.tsv) of CoLA, SST-2, MRPC, QQP, MNLI, QNLI, RTE, WNLI and STS-B as
+distributed (gluebenchmark.com): values between tabs, without quotes; or train.csv and dev.csv with such columns. The
+labels of test.tsv are not public, so dev is the test part and a fixed twentieth of train is validation data. The
+tokenizer is that of the run; without `--init-from`, a BPE is trained (`--tokenizer bpe:SIZE`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import BuiltFromData, Classification, Columns, DataMissing, Known, TaskData, block_options
@@ -25,6 +28,7 @@ from .config import TrainConfig
 from .files import DamagedData, read_text, split_off
 from .own import make_tokenizer
 from .registry import add_task
+from .tables import Table, read_table
 from .tokens import Pieces
 
 TEXTS = (
@@ -32,6 +36,7 @@ TEXTS = (
     ("premise", "hypothesis"), ("sentence",), ("text",),
 )  # fmt: skip
 LABELS = ("label", "gold_label", "is_duplicate", "Quality")
+SCORES = ("score",)
 COLA = ["source", "label", "mark", "sentence"]  # the columns of CoLA, which has no heading
 SIZES = ("layers", "heads", "head_dim", "dim", "mlp_dim", "attention", "attention_options", "positions")
 Example = tuple[tuple[str, ...], str]
@@ -40,6 +45,7 @@ Example = tuple[tuple[str, ...], str]
 class Glue(BuiltFromData, Classification):
     name, about = "glue", "sentences or pairs in the layout of GLUE: --data GLUE/TASK --init-from RUN of c4-masked"
     length = 128
+    columns: tuple[str, ...] = LABELS
     reads = frozenset({"max_length", "tokenizer"})
     defaults = dict(
         layers=6, heads=8, dim=512, head_dim=64, mlp_dim=2048, dropout=0.1, steps=3000, batch_size=32,
@@ -60,27 +66,35 @@ class Glue(BuiltFromData, Classification):
 
     def read(self, config: TrainConfig, known: Known | None) -> TaskData:
         folder = Path(config.data)
-        train, test = (examples(file_of(folder, *names)) for names in (("train",), ("dev", "dev_matched")))
+        files = file_of(folder, "train"), file_of(folder, "dev", "dev_matched")
+        train, test = (examples(file, self.columns) for file in files)
         length = known.length if known else config.max_length or self.length
         texts = [text for pair, _ in train for text in pair]
         tokenizer = known.tokenizer if known else self._tokenizer(config, texts)
-        classes = known.classes if known else sorted({label for _, label in train})
-        assert tokenizer is not None and classes is not None
+        classes = known.classes if known else self.names(train, test, folder)
+        assert tokenizer is not None
+        code = Pieces(tokenizer)
+
+        def rows(part: Sequence[Example]) -> Columns:
+            return {**pairs(code, [pair for pair, _ in part], length), **self.labels(part, classes)}
+
+        stay, out = split_off(len(train), max(1, len(train) // 20))
+        facts = {"vocab": len(code) + 1, "classes": len(classes) if classes else 1}
+        parts = rows([train[i] for i in stay]), rows([train[i] for i in out]), rows(test)
+        return TaskData(*parts, length, facts, classes=classes, tokenizer=tokenizer)
+
+    def names(self, train: Sequence[Example], test: Sequence[Example], folder: Path) -> list[str] | None:
+        classes = sorted({label for _, label in train})
         if len(classes) < 2:
             raise DamagedData(folder / "train.tsv", f"its labels are all {classes[0]!r}; at least two are needed")
         strange = next((label for _, label in test if label not in classes), None)
         if strange is not None:
             raise DamagedData(folder, f"the label {strange!r} of the test part is not in train.tsv")
-        code = Pieces(tokenizer)
+        return classes
 
-        def rows(part: Sequence[Example]) -> Columns:
-            labels = torch.tensor([classes.index(label) for _, label in part], dtype=torch.int32)
-            return {**pairs(code, [pair for pair, _ in part], length), "label": labels}
-
-        stay, out = split_off(len(train), max(1, len(train) // 20))
-        facts = {"vocab": len(code) + 1, "classes": len(classes)}
-        parts = rows([train[i] for i in stay]), rows([train[i] for i in out]), rows(test)
-        return TaskData(*parts, length, facts, classes=classes, tokenizer=tokenizer)
+    def labels(self, part: Sequence[Example], classes: list[str] | None) -> Columns:
+        assert classes is not None
+        return {"label": torch.tensor([classes.index(label) for _, label in part], dtype=torch.int32)}
 
     def _tokenizer(self, config: TrainConfig, texts: list[str]) -> str:
         if not config.init_from:
@@ -127,38 +141,104 @@ class Glue(BuiltFromData, Classification):
         return pairs(Pieces(known.tokenizer), given, known.length)
 
 
+class Scores(Glue):
+    """Similarity from 0 to 5. Correlations are not sums over examples: predictions are kept until `summary`."""
+
+    name, about = "sts-b", "scores of pairs in GLUE's layout: --data GLUE/STS-B --init-from RUN of c4-masked"
+    metric, answers = "pearson", "values"
+    columns = SCORES
+    reads = Glue.reads
+    defaults = Glue.defaults
+
+    def __init__(self) -> None:
+        self.found: dict[int, tuple[float, float]] = {}
+
+    def names(self, train: Sequence[Example], test: Sequence[Example], folder: Path) -> None:
+        return None
+
+    def labels(self, part: Sequence[Example], classes: list[str] | None) -> Columns:
+        values = torch.tensor([float(label) for _, label in part])
+        return {"label": values, "number": torch.arange(len(part))}
+
+    def loss(self, model: nn.Module, batch: Columns, config: TrainConfig) -> Tensor:
+        return F.mse_loss(model(*self.inputs(batch)).float()[:, 0], batch["label"])
+
+    def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
+        answer = model(*self.inputs(batch)).float()[:, 0]
+        columns = (batch["number"].tolist(), answer.tolist(), batch["label"].tolist())
+        self.found |= {number: (mine, true) for number, mine, true in zip(*columns, strict=True)}
+        return {"loss": (answer - batch["label"]).square(), "count": torch.ones_like(answer)}
+
+    def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
+        if torch.distributed.is_initialized():
+            everywhere: list[Any] = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(everywhere, self.found)
+            self.found = {number: pair for found in everywhere for number, pair in found.items()}
+        mine, true = np.array(list(self.found.values())).T
+        self.found = {}
+        found = {"pearson": correlation(mine, true), "spearman": correlation(ranks(mine), ranks(true))}
+        return {"loss": sums["loss"] / sums["count"], **found}
+
+    def decode(self, out: Tensor, rows: Columns, known: Known) -> list[dict[str, Any]]:
+        return [{"answer": value} for value in out[:, 0].tolist()]
+
+
+def correlation(x: np.ndarray, y: np.ndarray) -> float:
+    """Pearson's correlation; 0 if one of them is constant."""
+    x, y = x - x.mean(), y - y.mean()
+    scale = float(np.sqrt((x * x).sum() * (y * y).sum()))
+    return float((x * y).sum()) / scale if scale else 0.0
+
+
+def ranks(x: np.ndarray) -> np.ndarray:
+    """Ranks from 0; equal values share their mean rank."""
+    _, place, count = np.unique(x, return_inverse=True, return_counts=True)
+    return (count.cumsum() - (count + 1) / 2)[place]
+
+
 def file_of(folder: Path, *names: str) -> Path:
     for name in names:
-        if (folder / f"{name}.tsv").is_file():
-            return folder / f"{name}.tsv"
+        for ending in ("tsv", "csv"):
+            if (folder / f"{name}.{ending}").is_file():
+                return folder / f"{name}.{ending}"
     raise DataMissing(f"{folder}/{names[0]}.tsv does not exist: give the folder of a task of GLUE with --data")
 
 
-def examples(path: Path) -> list[Example]:
-    """(texts, label) of every line."""
-    lines = read_text(path).removeprefix("\ufeff").splitlines()
-    heading = lines[0].split("\t") if lines else []
-    first = 1
-    if len(heading) == len(COLA) and heading[1] in ("0", "1"):
-        heading, first = COLA, 0
-    texts = next((pair for pair in TEXTS if set(pair) <= set(heading)), None)
-    label = next((name for name in LABELS if name in heading), None)
+def examples(path: Path, columns: Sequence[str] = LABELS) -> list[Example]:
+    """(texts, label) of every line; the label is in one of these columns."""
+    table = read_table(path) if path.suffix == ".csv" else unquoted(path)
+    texts = next((pair for pair in TEXTS if set(pair) <= set(table.columns)), None)
+    label = next((name for name in columns if name in table.columns), None)
     if texts is None or label is None:
         known = ", ".join(" and ".join(pair) for pair in TEXTS)
-        what = f"line 1 names the columns {', '.join(heading) or '(none)'}; expected {known}, and one of {LABELS}"
+        what = f"line 1 names the columns {', '.join(table.columns) or '(none)'}; expected {known}, "
+        what += f"and {' or '.join(columns)}"
+        what += ". For scores, use weft train sts-b" if columns is LABELS and SCORES[0] in table.columns else ""
         raise DamagedData(path, what)
     found = []
-    for number, line in enumerate(lines[first:], first + 1):
-        values = line.split("\t")
-        if len(values) != len(heading):
-            what = f"line {number} has {len(values)} values between tabs, line 1 has {len(heading)}"
-            raise DamagedData(path, what)
-        row = dict(zip(heading, values, strict=True))
+    for row, place in zip(table.rows, table.places, strict=True):
+        if columns is SCORES and not re.fullmatch(r"-?\d+(\.\d+)?", row[label]):
+            raise DamagedData(path, f"{place} has the score {row[label]!r}, which is not a number")
         if row[label] != "-":  # MNLI: the judges did not agree
             found.append((tuple(row[name] for name in texts), row[label]))
     if not found:
         raise DamagedData(path, "it has no examples")
     return found
+
+
+def unquoted(path: Path) -> Table:
+    """Values between tabs, without quotes; CoLA has no heading."""
+    lines = read_text(path).removeprefix("\ufeff").removesuffix("\n").split("\n")
+    values = [line.removesuffix("\r").split("\t") for line in lines]
+    heading, first = values[0], 1
+    if len(heading) == len(COLA) and heading[1] in ("0", "1"):
+        heading, first = COLA, 0
+    for number, row in enumerate(values, 1):
+        if len(row) != len(heading):
+            what = f"line {number} has {len(row)} values between tabs, line 1 has {len(heading)}"
+            raise DamagedData(path, what)
+    rows = [dict(zip(heading, row, strict=True)) for row in values[first:]]
+    return Table(path, heading, rows, [f"line {number}" for number in range(first + 1, len(values) + 1)])
 
 
 def pairs(code: Pieces, given: Sequence[Sequence[str]], length: int) -> Columns:
@@ -175,3 +255,4 @@ def pairs(code: Pieces, given: Sequence[Sequence[str]], length: int) -> Columns:
 
 
 add_task(Glue())
+add_task(Scores())
