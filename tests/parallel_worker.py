@@ -178,7 +178,7 @@ def main(file: str, what: str) -> None:
     if what == "lose a rank":
         lose_a_rank(mesh, file)
     results: dict[str, float] = {}
-    for case in filter(supported, cases()):
+    for case in filter(supported, cases(first_setting=mesh.size() > 2)):
         for length in LENGTHS if mesh.size() == 2 else LENGTHS[1:]:
             for masked in (False, True):
                 results[f"{case} {length}{' masked' if masked else ''}"] = mechanism(case, mesh, length, masked)
