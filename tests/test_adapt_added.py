@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from on_cpu import on_cpu  # noqa: F401
 from torch import nn
 
 import weft

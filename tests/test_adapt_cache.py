@@ -7,7 +7,6 @@ import warnings
 
 import pytest
 import torch
-from on_cpu import on_cpu  # noqa: F401
 from test_adapt_swap import MODELS, Ours, encoder, noise
 
 import weft

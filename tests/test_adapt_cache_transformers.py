@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from on_cpu import on_cpu  # noqa: F401
 from torch import Tensor, nn
 
 import weft

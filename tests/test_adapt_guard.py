@@ -11,7 +11,6 @@ import warnings
 
 import pytest
 import torch
-from on_cpu import on_cpu  # noqa: F401
 
 import weft
 

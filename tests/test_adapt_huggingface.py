@@ -9,7 +9,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
-from on_cpu import on_cpu  # noqa: F401
 from promises import SMALL
 
 import weft

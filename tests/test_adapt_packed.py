@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from on_cpu import on_cpu  # noqa: F401
 from test_adapt_huggingface import gpt2, hf, llama, mistral, registered, tokens, transformers
 
 import weft

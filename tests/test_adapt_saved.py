@@ -9,7 +9,6 @@ import warnings
 
 import pytest
 import torch
-from on_cpu import on_cpu  # noqa: F401
 from torch import nn
 
 import weft

@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-from on_cpu import on_cpu  # noqa: F401
 
 import weft
 

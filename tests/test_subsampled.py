@@ -322,13 +322,3 @@ def test_refuses_other_shapes():
     attn = make()
     with attn.fixed(torch.arange(16)), pytest.raises(ValueError, match="fixed sample"):
         attn(q, k, v)
-
-
-def test_ranks_draw_different_samples(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    for options, differs in (({}, True), ({"same_on_all_ranks": True}, False), ({"layout": (6, 6)}, True)):
-        attn, drawn = make(True, **options), []
-        for rank in (0, 1):
-            monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
-            drawn.append(attn.draw(36, torch.Generator().manual_seed(0)))
-        assert torch.equal(*drawn) != differs
