@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import promises
 import pytest
 import torch
+from promises import cases
 
 import weft
 from weft.core import dispatch
@@ -28,33 +30,21 @@ def qkv(L: int = 20) -> list[torch.Tensor]:
         ("sparse", {"block_size": 3, "pattern": "strided"}),
     ],
 )
-class TestMechanisms:
-    def make(self, name: str, options: dict, **more):
+def test_refuses_what_the_kernel_lacks(name, options, kernels_could_run):
+    def make(**more):
         return weft.make_attention(name, heads=2, head_dim=8, **options, **more)
 
-    def test_auto_on_a_cpu_is_torch(self, name, options):
-        q, k, v = qkv(300)
-        assert torch.equal(self.make(name, options)(q, k, v), self.make(name, options, backend="torch")(q, k, v))
-
-    def test_refuses_what_the_kernel_lacks(self, name, options, kernels_could_run):
-        q, k, v = qkv()
-        with pytest.raises(ValueError, match="bias.*backend='auto'"):
-            self.make(name, options, backend="triton")(q, k, v, None, weft.ALiBi(2))
-        if options.get("pattern") == "strided":
-            with pytest.raises(ValueError, match="dropout"):
-                self.make(name, options, backend="triton", dropout=0.1)(q, k, v)
-        huge = torch.empty(1, device="meta").as_strided((1, 2, 20, 8), (0, 0, 2**28, 1))
-        with pytest.raises(ValueError, match="32 bits"):
-            dispatch.use_kernel(self.make(name, options, backend="triton"), huge, huge, huge, None)
-        with pytest.raises(ValueError, match="backend must be"):
-            self.make(name, options, backend="cuda")
-
-    def test_weights_of_the_kernel(self, name, options):
-        q, k, v = qkv()
-        attn = self.make(name, options, backend="triton")
-        expected = self.make(name, options, backend="torch")(q, k, v)
-        torch.testing.assert_close(attn.weights(q, k, v) @ v, expected)
-        assert attn.backend == "triton"
+    q, k, v = qkv()
+    with pytest.raises(ValueError, match="bias.*backend='auto'"):
+        make(backend="triton")(q, k, v, None, weft.ALiBi(2))
+    if options.get("pattern") == "strided":
+        with pytest.raises(ValueError, match="dropout"):
+            make(backend="triton", dropout=0.1)(q, k, v)
+    huge = torch.empty(1, device="meta").as_strided((1, 2, 20, 8), (0, 0, 2**28, 1))
+    with pytest.raises(ValueError, match="32 bits"):
+        dispatch.use_kernel(make(backend="triton"), huge, huge, huge, None)
+    with pytest.raises(ValueError, match="backend must be"):
+        make(backend="cuda")
 
 
 @pytest.mark.parametrize("pattern", ["fixed", "strided"])
@@ -68,11 +58,13 @@ def combiner(**options):
     return weft.make_attention("combiner-fixed", heads=2, head_dim=8, **options)
 
 
-def test_auto_on_a_cpu_is_torch():
-    q, k, v = qkv(300)
-    auto, plain = combiner(causal=True), combiner(causal=True, backend="torch")
-    assert auto.backend == "auto" and not dispatch.use_kernel(auto, q, k, v, None)
-    assert torch.equal(auto(q, k, v), plain(q, k, v))
+@pytest.mark.parametrize("case", [case for case in cases(first_setting=True) if case.info.kernel], ids=str)
+def test_auto_on_a_cpu_and_weights_run_the_plain_version(case):
+    tensors = promises.qkv(20, dtype=torch.float32)
+    plain, fused = (case.make(dtype=torch.float32, backend=backend) for backend in ("auto", "triton"))
+    assert not dispatch.use_kernel(plain, *(x.cpu() for x in promises.qkv(300, dtype=torch.float32)), None)
+    torch.testing.assert_close(fused.weights(*tensors) @ tensors[2], plain(*tensors), rtol=1e-4, atol=1e-5)
+    assert fused.backend == "triton"
 
 
 def test_info_names_the_backends():
@@ -113,11 +105,3 @@ def test_tensors_no_kernel_takes(kernels_could_run, q, v, reason):
 def test_dropout_has_no_kernel(kernels_could_run):
     with pytest.raises(ValueError, match="dropout"):
         weft.make_attention("axial", heads=2, head_dim=8, backend="triton", dropout=0.1)(*qkv())
-
-
-def test_weights_look_inside_a_fused_mechanism():
-    attn = combiner(backend="triton", causal=True)
-    q, k, v = qkv()
-    expected = combiner(backend="torch", causal=True)(q, k, v)
-    torch.testing.assert_close(attn.weights(q, k, v) @ v, expected)
-    assert attn.backend == "triton"
