@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 import weft
 from weft.cli import app
-from weft.lab.bench import cost, generation, latency, scaling, size, throughput
-from weft.lab.bench.report import Line, Report, Table
+from weft.lab.bench import cost, generation, latency, scaling, throughput
+from weft.lab.bench.report import Report, Table
 from weft.lab.bench.timing import How, Timing, peak_memory, take_turns
-from weft.models.presets import STUDY_ATTENTIONS, TASKS
+from weft.models.presets import STUDY_ATTENTIONS
 from weft.tasks import pathfinder
 
 QUICK = How(repeats=2, memory=False)
@@ -150,16 +150,6 @@ def test_the_mean_uses_the_same_rows_of_both():
     assert table.rows[-1] == ["mean of 2", "20.0", "10.0", "2.00", f"{(76 + 86) / (32 + 40):.2f}"]
 
 
-def test_sizes_match_the_paper():
-    report = Report("size", None, {})
-    with Line(4) as line:
-        size.measure_study(list(TASKS), STUDY_ATTENTIONS, report, line)
-    assert len(report.records) == 40
-    for record in report.records:
-        assert record["as_published"] == record["paper"]["ratio"], record
-    assert 0.84 < report.records[0]["ratio"] < 0.85
-
-
 def test_exponents_and_crossovers():
     lengths = [64, 128, 256]
     assert scaling.exponent(lengths, [L**1.5 for L in lengths]) == pytest.approx(1.5)
@@ -191,7 +181,7 @@ def test_a_mechanism_over_the_limit_is_skipped_at_longer_lengths():
 
 
 def test_an_unknown_name_is_refused():
-    for command in ("latency", "scaling", "size"):
+    for command in ("latency", "scaling"):
         found = invoke(command, "--attentions", "combiner-fixd")
         assert found.exit_code == 2 and "combiner-fixed" in found.output, command
     assert "unknown task 'chess'" in invoke("latency", "--tasks", "chess").output

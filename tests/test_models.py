@@ -315,6 +315,7 @@ def test_size_command_prints_table_8():
         mine = [row for row in rows if row[0] == name]
         assert [row[4] for row in mine] == printed  # exactly, by the published code's count
         assert [row[5] for row in mine] == printed
+        assert [row[6] == "1.000" for row in mine] == [True, False] * 4
         if name != "longformer":
             assert all(abs(float(row[3]) - float(p)) <= 1 for row, p in zip(mine, printed, strict=True))
 

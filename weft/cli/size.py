@@ -75,10 +75,13 @@ def show(title: str, rows: list[SizeRow]) -> None:
     from ..lab.bench.report import Table
     from ..models.sizes import checkpoint_size
 
-    table = Table(title, ("model", "layers x heads", "parameters", "ours, MiB", "published, MiB", "paper, MiB"))
+    headings = ("model", "layers x heads", "parameters", "ours, MiB", "published, MiB", "paper, MiB", "of the deepest")
+    table, deepest = Table(title, headings), dict[str, int]()
     for row in rows:
         ours, theirs = checkpoint_size(row.parameters), checkpoint_size(row.published)
-        table.rows.append((row.model, row.shape, f"{row.parameters:,}", ours, theirs, row.printed or "-"))
+        share = row.parameters / deepest.setdefault(row.model, row.parameters)
+        counts = row.model, row.shape, f"{row.parameters:,}", ours, theirs, row.printed or "-"
+        table.rows.append((*counts, f"{share:.3f}"))
     table.show()
 
 

@@ -103,34 +103,6 @@ def latency(
 
 
 @bench_app.command()
-def size(
-    tasks: Annotated[str, typer.Option(help="imdb-token, imdb-byte, listops, matching; default: all")] = "",
-    attentions: Attentions = "",
-    cached: Annotated[bool, typer.Option(help="also PVT with and without a cache")] = True,
-    out: Out = None,
-    markdown: Markdown = False,
-) -> None:
-    """Sizes as ratios: wide / deep (Table 8 of the wide-attention study) and cached / plain."""
-    with _clear_errors():
-        from ...models.presets import STUDY_ATTENTIONS, TASKS
-        from . import size as bench
-        from .report import Line, Report
-        from .timing import names_of
-
-        chosen = _among(tasks, list(TASKS), list(TASKS), "task")
-        report = Report("size", None, {}, out)
-        with Line(len(chosen) + cached) as line:
-            bench.measure_study(chosen, names_of(attentions, STUDY_ATTENTIONS), report, line)
-            if cached:
-                bench.measure_cached(report, line)
-        notes = [
-            "counted as in the paper: MiB rounded up, with parameters that only the study's code has (see `weft size`)",
-            "papers: arXiv 2210.00640, Table 8; arXiv 2312.12742, Table 9.",
-        ]
-        report.finish(bench.tables(report.records), notes, markdown)
-
-
-@bench_app.command()
 def scaling(
     attentions: Attentions = "",
     lengths: Annotated[str, typer.Option(help="comma-separated; default: 1024 to 16384, with --full to 65536")] = "",
