@@ -1,4 +1,4 @@
-"""ListOps, one wide layer against six of the same heads: the outer columns of Table 4 for seven attentions.
+"""ListOps, one wide layer against six of the same heads: the outer columns of Table 4, and combiner-fixed.
 
     weft data make listops
     weft sweep experiments/wide/listops.py
@@ -25,6 +25,10 @@ PAPER: dict[str, tuple[float | None, float | None]] = {
     "bigbird": (36.7, 37.3),
     "performer": (36.2, 36.6),
     "linformer": (29.9, 37.0),
+    "longformer": (36.8, 37.7),
+    "sinkhorn": (19.4, 21.7),
+    "sparse": (37.0, 36.9),
+    "synthesizer": (36.5, 37.3),
     "combiner-fixed": (None, None),
 }
 

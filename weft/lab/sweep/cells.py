@@ -20,6 +20,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import fnmatch
+import functools
 import hashlib
 import json
 import re
@@ -30,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...attention import make_attention
 from ...tasks.config import FREE_ON_RESUME, TrainConfig, differences, field_types, from_json, to_json
 from ...tasks.registry import register, run_file
 from ..run import Run, RunExists
@@ -205,23 +207,37 @@ def variant_of(sweep: Sweep, overrides: Mapping[str, Any]) -> str:
     """The overrides that change what some cell computes, as text."""
     kept = []
     for name, value in sorted(overrides.items()):
-        if name not in FREE and any(getattr(cell.config, name) != value for cell in sweep.cells):
+        if any(name not in free(cell.config) and getattr(cell.config, name) != value for cell in sweep.cells):
             kept.append(f"{name}={value}")
     return "+".join(kept)
 
 
 def changed(old: TrainConfig, new: TrainConfig) -> list[str]:
     """The settings that make two configs different runs of a table."""
+    ignored = free(new) | {*BATCH, "init_from"}
     found = [
         f"{name}: {getattr(old, name)!r} -> {getattr(new, name)!r}"
         for name in field_types()
-        if name not in FREE and name not in BATCH and name != "init_from" and getattr(old, name) != getattr(new, name)
+        if name not in ignored and getattr(old, name) != getattr(new, name)
     ]
     starts = [Path(config.init_from).name for config in (old, new)]  # the folder may have been moved
     if all(starts) and starts[0] != starts[1]:
         found.append(f"init_from: {starts[0]} -> {starts[1]}")
     before, after = examples_per_step(old), examples_per_step(new)
     return [*found, f"examples per step: {before} -> {after}"] if before != after else found
+
+
+def free(config: TrainConfig) -> frozenset[str]:
+    """The settings that may differ between two runs of this config. Packed batches give the losses of padded ones,
+    except for dropout's random numbers, if the mechanism's pattern does not depend on the padding."""
+    names = config.attention.split("+")
+    return FREE if config.attention == "mixed" or any(map(padding_matters, names)) else FREE | {"packed"}
+
+
+@functools.cache
+def padding_matters(attention: str) -> bool:
+    attn = make_attention(attention, heads=2, head_dim=8, max_length=4096)
+    return attn.pattern_for(64) != attn.pattern_for(4096)
 
 
 def examples_per_step(config: TrainConfig) -> int:
