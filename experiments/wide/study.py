@@ -27,8 +27,8 @@ def deep_and_wide(task: str, paper: dict[str, tuple[float | None, float | None]]
 
 
 def cell(task: str, attention: str, layers: int, heads: int, paper: float | None, row: str = "", **given: Any) -> Cell:
-    """bfloat16, compiled, fewer evaluations than the published code (every 200 steps), and documents side by side instead
-    of padded, which gives the same losses; `bigbird`, whose pattern depends on the padding, is padded."""
+    """bfloat16, compiled, fewer evaluations than the published code (every 200 steps), and packed documents, which give
+    the losses of padded ones; `bigbird`, whose pattern depends on the padding, is padded."""
     every = 1000 if task.startswith("imdb") else 500
     config = make_config(
         task,

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..adapt.ensemble import Members
 from ..tasks.config import TrainConfig
 from ..tasks.registry import task_of
 from .build import build_model
@@ -54,7 +55,7 @@ class Result:
     val: dict[str, float]  # of the best checkpoint
     test: dict[str, float]
     parameters: int
-    seconds: float  # of this launch, training only
+    seconds: float  # of this launch, with evaluations and checkpoints
     tokens_per_s: float
 
 
@@ -63,6 +64,10 @@ def train(config: TrainConfig, *, resume: bool = False) -> Result:
     CannotSave, RunExists, InUse, OtherData."""
     config.check()
     with Run(config.folder()) as folder:
+        if config.minutes:
+            from .pace import with_steps
+
+            config = with_steps(config, folder, resume)
         return Training(config, resume, folder).run()
 
 
@@ -109,6 +114,7 @@ class Training:
         self.checked_compiled = False
         self.pending: list[Tensor] = []
         self.computed = 0  # tokens of packed documents since the last look
+        self.trained = 0.0  # seconds of training: without evaluations, checkpoints and the first step of each launch
         self.dense_from = math.ceil(config.steps * config.finetune_dense_at) if config.finetune_dense_at else 0
         self.is_dense, self.begun = False, False
         self.signals = Signals(once=True)
@@ -174,6 +180,9 @@ class Training:
             if not self.begun:
                 self._begin()
             self.step += 1
+            if self.step == start + 1:
+                self.pending[-1].item()  # compilation and tuning end here
+                self._clock = (time.perf_counter(), self.step)
             step = self.step
             evaluating = self._evaluates(step)
             saving = evaluating or step % config.checkpoint_every == 0
@@ -243,15 +252,18 @@ class Training:
             losses = self.fabric.all_reduce(losses, reduce_op="mean")
         values, self.pending = losses.tolist(), []
         now, step0 = time.perf_counter(), self.step - len(values)
-        seconds = max(now - self._clock[0], 1e-9)
-        rate = (self.step - self._clock[1]) * self._tokens_per_step() / seconds
+        seconds, steps = max(now - self._clock[0], 1e-9), self.step - self._clock[1]
+        rate = steps * self._tokens_per_step() / seconds
+        self.trained += seconds
         self._clock = (now, self.step)
         entries: list[dict[str, Any]] = [
             {"kind": "train", "step": step0 + i, "loss": value, "lr": learning_rate(self.config, step0 + i)}
             for i, value in enumerate(values, 1)
         ]
-        entries[-1]["tokens_per_s"] = round(rate, 1)
-        if self.computed:
+        entries[-1]["seconds"] = round(self.trained, 2)
+        if steps:
+            entries[-1]["tokens_per_s"] = round(rate, 1)
+        if self.computed and steps:
             entries[-1]["computed_tokens_per_s"], self.computed = round(self.computed / seconds, 1), 0
         self._log(entries)
         self.progress.update(self.step, values[-1], rate)
@@ -329,6 +341,7 @@ class Training:
                 "per_step": self.per_step,
                 "rows": len(self.rows),
                 "dense": self.is_dense,
+                "seconds": self.trained,
                 "scaler": scaler.state_dict() if scaler is not None else None,
                 "config": {k: v for k, v in dataclasses.asdict(self.config).items() if k not in ("out", "data")},
                 "data": self.kept.digest,
@@ -353,6 +366,7 @@ class Training:
         if scaler is not None and numbers["scaler"]:
             scaler.load_state_dict(numbers["scaler"])
         self.step = self.restored = numbers["step"]
+        self.trained = numbers.get("seconds", 0.0)
         self.best = self.fabric.broadcast(
             self.checkpoints.best_until(self.step, numbers["best"]) if self.main else None
         )
@@ -379,6 +393,8 @@ class Training:
             restore_model(self.raw, tensors, numbers["extra"])
             self.average = None  # it belongs to the last step
         assert self.best is not None
+        if self.config.ensemble:
+            self.model = self.fabric.setup_module(Members(self.raw, self.config.ensemble, self.task.answers))
         found = self._score(self.test)
         self._log([{"kind": "test", "step": self.step, **found}])
         if self.main:
@@ -390,6 +406,7 @@ class Training:
                 "test": found,
                 "parameters": self.parameters,
                 "tokens_per_s": round(rate, 1),
+                "seconds": round(self.trained, 1),
             }
             if self.task.draws and self.config.strategy != "fsdp":  # sharded weights need all processes
                 parts = [shown.part() for shown in self.task.galleries(self.raw, self.data, self.config)]

@@ -66,6 +66,7 @@ class TrainConfig:
 
     # optimisation
     steps: int = 10_000  # number of weight updates
+    minutes: float = 0.0  # choose the steps so that training takes this long here, by timing a few; 0: use steps
     batch_size: int = 32  # examples per device and micro-step
     accumulate: int = 1  # micro-steps per update
     optimizer: str = "adam"  # adam, adamw or lion
@@ -89,6 +90,7 @@ class TrainConfig:
     eval_batches: int = 0  # batches per evaluation during training; 0: all
     checkpoint_every: int = 200  # steps between checkpoints
     keep: int = 2  # number of latest checkpoints to keep in addition to the best
+    ensemble: int = 0  # test this many sub-models of subsampled attention together; 0: test the dense model
     test_on: str = "best"  # weights to test: best on validation data, last, or average (of the kept checkpoints)
     diverge_at: float = 5.0  # stop if the mean of 20 consecutive losses exceeds this multiple of the first; 0: never
     logger: str = ""  # also log to tensorboard (in the run's folder) or wandb; empty: to metrics.jsonl only
@@ -173,7 +175,7 @@ class TrainConfig:
         for name in (
             "eval_every", "eval_batches", "warmup", "clip", "diverge_at", "learning_rate", "weight_decay",
             "final_learning_rate", "max_length", "eval_stride", "image_size", "sigma", "sigma_last", "eps",
-            "mixup", "cutmix",
+            "mixup", "cutmix", "minutes", "ensemble",
         ):  # fmt: skip
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a number that is not negative, got {getattr(self, name)}")
@@ -207,6 +209,10 @@ class TrainConfig:
             raise ValueError(f"cache must be a ratio in [0, 1], got {self.cache}")
         if self.finetune_dense_at and not self.subsample and "subsampled" not in self.attention:
             raise ValueError("finetune_dense_at needs subsampled attention: give --subsample or --attention subsampled")
+        if self.ensemble and (self.finetune_dense_at or not self.subsample and "subsampled" not in self.attention):
+            raise ValueError("ensemble needs subsampled attention to the end: give --subsample, no --finetune-dense-at")
+        if self.minutes and self.devices * self.nodes > 1:
+            raise ValueError("minutes needs a single process: give --steps instead, or remove --devices and --nodes")
         if self.offload and not self.checkpoint_activations:
             raise ValueError("offload needs --checkpoint-activations: it moves the inputs of recomputed blocks")
         if self.context_parallel > 1:

@@ -34,6 +34,7 @@ from typing import Any
 from ...attention import make_attention
 from ...tasks.config import FREE_ON_RESUME, TrainConfig, differences, field_types, from_json, to_json
 from ...tasks.registry import register, run_file
+from ..pace import CHOSEN, keep_steps
 from ..run import Run, RunExists
 
 # These may differ between two runs of one cell; batch_size x accumulate x devices x nodes may not.
@@ -229,9 +230,13 @@ def changed(old: TrainConfig, new: TrainConfig) -> list[str]:
 
 def free(config: TrainConfig) -> frozenset[str]:
     """The settings that may differ between two runs of this config. Packed batches give the losses of padded ones,
-    except for dropout's random numbers, if the mechanism's pattern does not depend on the padding."""
+    except for dropout's random numbers, if the mechanism's pattern does not depend on the padding; `minutes` chooses
+    the steps by the speed of the device."""
     names = config.attention.split("+")
-    return FREE if config.attention == "mixed" or any(map(padding_matters, names)) else FREE | {"packed"}
+    same = set(CHOSEN) if config.minutes else set()
+    if config.attention != "mixed" and not any(map(padding_matters, names)):
+        same.add("packed")
+    return FREE | same
 
 
 @functools.cache
@@ -263,7 +268,7 @@ def check_folder(job: Job) -> None:
 
 def write_config(job: Job) -> None:
     """Write the config that `weft resume` reads."""
-    Run(job.folder).write("config.json", to_json(job.config))
+    Run(job.folder).write("config.json", to_json(started(job)))
     if job.variant:
         names = [part.split("=")[0] for part in job.variant.split("+")]
         overrides = {name: getattr(job.config, name) for name in names}
@@ -273,9 +278,15 @@ def write_config(job: Job) -> None:
 def result_of(job: Job) -> dict[str, Any] | None:
     """The result of the run if it is complete."""
     result = Run(job.folder).result()
-    if result is None or result["step"] < job.config.steps:
+    if result is None or result["step"] < started(job).steps:
         return None
     return result
+
+
+def started(job: Job) -> TrainConfig:
+    """The job's config, with the steps that `minutes` has chosen if the run has started."""
+    run = Run(job.folder)
+    return keep_steps(job.config, run.config()) if job.config.minutes and run.computed() else job.config
 
 
 def parse_override(text: str) -> tuple[str, Any]:

@@ -24,7 +24,7 @@ from .. import lock
 from ..fabric import cpus
 from ..run import Run
 from ..signals import Signals
-from .cells import Job, check_folder, result_of, write_config
+from .cells import Job, check_folder, result_of, started, write_config
 
 INTERRUPTED = 75  # exit code of `weft train` after a signal, when it has saved
 BUSY = -1000  # not an exit code: another process has locked the folder
@@ -65,6 +65,10 @@ class State:
     log: list[str] = field(default_factory=list)
     handle: Handle | None = None
     watch: Watch | None = None
+
+    @property
+    def steps(self) -> int:
+        return started(self.job).steps
 
     @property
     def shown(self) -> str:
@@ -262,7 +266,7 @@ def _look(state: State, stopping: bool) -> bool:
     code = handle.poll()
     watch.look()
     state.step, state.loss, state.tokens_per_s, state.value = watch.step, watch.loss, watch.tokens_per_s, watch.value
-    state.left = watch.left(job.config.steps)
+    state.left = watch.left(state.steps)
     if code is None:
         return False
     state.handle = None
@@ -278,7 +282,7 @@ def _look(state: State, stopping: bool) -> bool:
     elif code == INTERRUPTED or (stopping and code != 0):
         saved = saved_step(job.folder)
         state.state = STOPPED
-        state.why = f"saved at step {saved} of {job.config.steps}" if saved else "before its first checkpoint"
+        state.why = f"saved at step {saved} of {state.steps}" if saved else "before its first checkpoint"
     else:
         state.state = FAILED
         state.why = f"{state.log[-1] if state.log else 'no output'} (exit code {code})"

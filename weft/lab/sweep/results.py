@@ -55,9 +55,11 @@ class Record:
     test: dict[str, float] = field(default_factory=dict)
     parameters: int = 0
     tokens_per_s: float = 0.0
+    seconds: float = 0.0  # of training; 0 if not known
     starts: list[Start] = field(default_factory=list)
     loss: Points = field(default_factory=list)
     curve: Points = field(default_factory=list)  # of the sweep's metric on validation data
+    clock: Points = field(default_factory=list)  # seconds of training at the steps of the curve
 
     @property
     def steps(self) -> int:
@@ -92,6 +94,9 @@ def read_folder(folder: Path, metric: str) -> Record:
         loss=thin(losses),
         curve=thin([(entry["step"], entry[metric]) for entry in val if metric in entry]),
     )
+    clock = {entry["step"]: entry["seconds"] for entry in run.entries("train") if "seconds" in entry}
+    record.clock = [(step, _digits(clock[step])) for step, _ in record.curve if step in clock]
+    record.seconds = max(clock.values(), default=0.0)
     rates = [entry["tokens_per_s"] for entry in run.entries("train") if "tokens_per_s" in entry]
     record.tokens_per_s = sorted(rates)[len(rates) // 2] if rates else 0.0
     if result is not None and result["step"] >= config.steps:

@@ -81,7 +81,7 @@ def table(states: Sequence[State], height: int = 1000) -> Any:
         shown.add_row(
             Text(plain(state.job.name + (f" ({state.job.variant})" if state.job.variant else ""))),
             Text(state.shown, style=COLOURS[state.state]),
-            f"{state.step}/{state.job.config.steps}",
+            f"{state.step}/{state.steps}",
             "" if math.isnan(state.loss) else f"{state.loss:.4f}",
             short(state.tokens_per_s).strip() if state.state == RUNNING and state.tokens_per_s else "",
             duration(state.left) if state.state == RUNNING else "",
@@ -118,7 +118,7 @@ def _value(state: State) -> str:
 
 
 def _step(state: State) -> str:
-    return f"step {state.step}/{state.job.config.steps}" if state.step else ""
+    return f"step {state.step}/{state.steps}" if state.step else ""
 
 
 def _speed(state: State) -> str:
