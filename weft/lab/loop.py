@@ -341,7 +341,6 @@ class Training:
                 "per_step": self.per_step,
                 "rows": len(self.rows),
                 "dense": self.is_dense,
-                "seconds": self.trained,
                 "scaler": scaler.state_dict() if scaler is not None else None,
                 "config": {k: v for k, v in dataclasses.asdict(self.config).items() if k not in ("out", "data")},
                 "data": self.kept.digest,
@@ -366,12 +365,12 @@ class Training:
         if scaler is not None and numbers["scaler"]:
             scaler.load_state_dict(numbers["scaler"])
         self.step = self.restored = numbers["step"]
-        self.trained = numbers.get("seconds", 0.0)
         self.best = self.fabric.broadcast(
             self.checkpoints.best_until(self.step, numbers["best"]) if self.main else None
         )
         entries = self.folder.entries("train") if self.main else []
         losses = [entry["loss"] for entry in entries if entry["step"] <= self.step]
+        self.trained = max((e["seconds"] for e in entries if e["step"] <= self.step and "seconds" in e), default=0.0)
         self.losses.restore(numbers["first_loss"], self.fabric.broadcast(losses))
         self._say(f"resuming {self.folder.folder} after step {self.step}")
 
