@@ -1,7 +1,5 @@
-"""Holding a mechanism's kernel to its plain version: the same module twice, backend="torch" in float64 against
-backend="triton", outputs and every gradient, in poisoned memory.
-
-`calls.py` lists the calls.
+"""Compare a mechanism's kernel with its plain version: backend="triton" against backend="torch" in float64, outputs and
+every gradient, in memory filled with NaN. `calls.py` lists the calls.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 
 import weft
 
-# ‖out − ref‖ / ‖ref‖ that rounding explains; a wrong index or a missed term is far above it.
+# Rounding errors of ‖out − ref‖ / ‖ref‖; a wrong index or a missing term gives much more.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 1.5e-2}
 
 
@@ -38,8 +36,8 @@ class Call:
     )
     layout: str = "BLHD"  # the order of the dimensions in memory
     dtype: torch.dtype = torch.float32
-    ties: bool = False  # queries and keys in whole numbers: many are equal, as in half precision
-    slack: float = 1.0  # times the tolerance, where the plain version in the same dtype is as inexact
+    ties: bool = False  # round queries and keys to integers, so that many are equal, as in half precision
+    slack: float = 1.0  # factor of the tolerance, if the plain version in the same dtype is as inexact
 
     def __str__(self) -> str:
         options = " ".join(f"{key}={value}" for key, value in self.options.items())
@@ -72,7 +70,7 @@ class Call:
             mask[0, : self.L // 2] = False
         if self.mask == "all":
             mask[0] = False
-        hidden = ~mask[:, None, :, None]  # not even NaN in hidden memory may come through
+        hidden = ~mask[:, None, :, None]  # NaN in masked tokens must have no effect
         return q, k.masked_fill(hidden, float("nan")), v.masked_fill(hidden, float("nan")), dout, mask
 
     def position_bias(self, device: str) -> Callable[..., Tensor] | None:
@@ -91,7 +89,7 @@ def errors(call: Call, device: str) -> dict[str, float]:
     results = []
     for attn, dtype in ((plain.double(), torch.float64), (kernel, call.dtype)):
         inputs = [x.to(dtype).detach().requires_grad_() for x in (q, k, v)]
-        torch.manual_seed(seed)  # what samples must draw the same sample
+        torch.manual_seed(seed)  # the same random sample
         with poisoned_memory():
             out = attn(*inputs, mask, bias)
             grads = torch.autograd.grad(out, inputs, dout.to(out.dtype), allow_unused=True)
@@ -104,14 +102,13 @@ def errors(call: Call, device: str) -> dict[str, float]:
 
 
 def relative_error(mine: Tensor, theirs: Tensor) -> float:
-    """‖mine − theirs‖ / ‖theirs‖; plain ‖mine‖ where the truth is zero, but for float64's rounding; NaN stays NaN and
-    passes no test."""
+    """‖mine − theirs‖ / ‖theirs‖, or ‖mine‖ if theirs is zero up to rounding. NaN stays NaN and fails every test."""
     return ((mine.double() - theirs).norm() / torch.where(theirs.norm() > 1e-12, theirs.norm(), 1.0)).item()
 
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fresh memory holds NaN, so that an element that nobody wrote, or that was read too early, shows."""
+    """Fill new memory with NaN, so that reads of unwritten elements are visible."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)  # in this mode PyTorch fills what torch.empty gives
     try:

@@ -1,5 +1,5 @@
-"""The calls that hold each mechanism's kernel to its plain version: SMALL ones for Triton's interpreter on a CPU, REAL
-ones for a GPU, each in bfloat16, float16 and float32 there."""
+"""The calls for which each kernel is compared with its plain version: SMALL ones for Triton's interpreter on a CPU,
+REAL ones for a GPU, each in bfloat16, float16 and float32 there."""
 
 from __future__ import annotations
 

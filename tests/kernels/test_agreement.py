@@ -79,8 +79,8 @@ def test_queries_keys_and_values_may_be_one_tensor(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_operators_share_no_mask_with_other_nodes(name):
-    """Of a tensor that an operator and others read, Inductor of torch 2.11 writes the rows with one stride and reads
-    them with another, once they are over 1,024 long: nothing fails, answers are wrong."""
+    """Inductor of torch 2.11 gives wrong results without an error if an operator and other nodes read the same tensor
+    with rows over 1,024: it writes and reads the rows with different strides."""
     from torch._dynamo.backends.common import aot_autograd
 
     call = replace(calls_of(name)[0], mask="ends", B=2, dtype=torch.float32)

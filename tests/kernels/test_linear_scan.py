@@ -1,5 +1,5 @@
-"""The kernels of causal linear and performer where test_agreement.py does not reach: many chunks, one token, features
-far apart in size, compiled and checkpointed; and what they refuse.
+"""The kernels of causal linear and performer beyond test_agreement.py: many chunks, one token, large inputs, compiled
+and checkpointed, and errors for unsupported calls.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Subsampled attention's kernels: samples that repeat themselves or leave targets alone, and what has no kernel.
-
-The rest of what the kernels promise is in test_agreement.py.
-"""
+"""Subsampled attention's kernels beyond test_agreement.py: samples with repeated sources or without any, and errors for
+unsupported calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kernel called in every way PyTorch has: compiled, checkpointed, in a CUDA graph, alone and in a batch."""
+"""Every kernel under torch.compile, activation checkpointing, autocast, CUDA graphs and more."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ pytestmark = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: set WEFT_T
 
 
 def usual(name: str) -> Call:
-    """The call by which a mechanism's manners are judged: its first real one, in bfloat16, without a mask, and long
-    enough for "auto" to take the kernel."""
+    """The first REAL call of a mechanism in bfloat16, without a mask, and long enough for "auto" to use the kernel."""
     first = REAL[name][0]
     return replace(first, dtype=torch.bfloat16, mask="none", B=2, L=max(1100, first.L))
 
 
-class Manners:
-    """One mechanism called in every way PyTorch has. Each method says what is wrong, or nothing."""
+class Modes:
+    """One mechanism. Each method tests one way to call it, and returns what is wrong, or ""."""
 
     def __init__(self, name: str):
         self.call = usual(name)
@@ -46,7 +45,7 @@ class Manners:
         return [x.requires_grad_() for x in (q, k, v)], dout
 
     def run(self, fn: Callable[..., Tensor], inputs: list[Tensor], dout: Tensor) -> list[Tensor]:
-        torch.manual_seed(1)  # what samples draws the same sample each time
+        torch.manual_seed(1)  # the same random sample each time
         out = fn(*inputs)
         grads = torch.autograd.grad(out, inputs, dout.to(out.dtype), allow_unused=True)
         return [out, *(torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs, strict=True))]
@@ -61,8 +60,8 @@ class Manners:
         return same(self.run(fn, inputs, dout), self.run(self.attention, inputs, dout), 1e-2)
 
     def compiled_for_inference(self) -> str:
-        """Twice, with a mask of 2,001 tokens made inside, as a CLS token makes it: after the first compilation Inductor
-        knows that the operator wants the mask in memory."""
+        """Twice, with a mask of 2,001 tokens made in the graph, as with a CLS token: after the first compilation,
+        Inductor knows the layout that the operator needs."""
         q, k, v, _, mask = replace(self.call, L=2001, mask="ends").tensors("cuda")
         assert mask is not None
 
@@ -132,7 +131,7 @@ class Manners:
         return same(mine, [x[:1] for x in self.run(self.attention, inputs, dout)], tolerance)
 
     def operators(self) -> str:
-        """PyTorch's own checks of every operator of ours that a forward and a backward run."""
+        """torch.library.opcheck for every operator of weft in a forward and a backward."""
         inputs, dout = self.leaves()
         seen: dict[str, tuple[Any, tuple, dict]] = {}
 
@@ -145,21 +144,21 @@ class Manners:
         with Watch():
             self.run(self.attention, inputs, dout)
         for func, args, kwargs in seen.values():
-            # Leaves, as opcheck wants them; a backward has no derivative of its own.
+            # opcheck needs leaves; a backward operator has no derivative.
             grad = "backward" not in str(func)
             args = tree_map_only(Tensor, lambda x, grad=grad: x.detach().requires_grad_(grad and x.requires_grad), args)
-            with poisoned_memory():  # bytes that nothing writes are the same in every run
+            with poisoned_memory():  # unwritten bytes are the same in every run
                 torch.library.opcheck(func, args, kwargs)
         return "" if seen else "no operator of weft ran"
 
     def expanded_gradient(self) -> str:
-        """out.sum().backward() sends a gradient whose strides are all 0."""
+        """The gradient of out.sum() has strides of 0."""
         inputs, dout = self.leaves()
         ones = dout.new_ones(()).expand_as(dout)
         return same(self.run(self.attention, inputs, ones), self.run(self.attention, inputs, torch.ones_like(dout)))
 
     def auto(self) -> str:
-        """Untold, whichever runs gives the same answer."""
+        """backend="auto" gives the same result."""
         inputs, dout = self.leaves()
         fused = self.run(self.attention, inputs, dout)
         if hasattr(self.attn, "backend"):
@@ -167,7 +166,7 @@ class Manners:
         return same(self.run(self.attention, inputs, dout), fused, 1.2e-2)
 
     def inside(self) -> str:
-        """The weights of the fused mechanism give its output."""
+        """weights @ v is the output of the kernel."""
         if not hasattr(self.attn, "weights"):
             return ""
         (q, k, v), dout = self.leaves()
@@ -177,7 +176,7 @@ class Manners:
         return "" if error < 1e-2 else f"weights @ v is {error:.1e} away"
 
 
-WAYS = [name for name in vars(Manners) if not name.startswith("_") and name not in ("attention", "leaves", "run")]
+MODES = [name for name in vars(Modes) if not name.startswith("_") and name not in ("attention", "leaves", "run")]
 
 
 def same(mine: list[Tensor], theirs: list[Tensor], within: float = 0.0) -> str:
@@ -188,11 +187,11 @@ def same(mine: list[Tensor], theirs: list[Tensor], within: float = 0.0) -> str:
     return ""
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", sorted(REAL))
-def test_manner(name, way, monkeypatch):
+def test_call_mode(name, mode):
     torch.manual_seed(0)
-    wrong = getattr(Manners(name), way)()
+    wrong = getattr(Modes(name), mode)()
     assert not wrong, wrong
 
 
