@@ -13,7 +13,7 @@ from torch import nn
 
 import weft
 from weft.lab.checkpoint import Checkpoints
-from weft.lab.conversion.convert import language_model_loss
+from weft.lab.conversion.convert import cross_entropy, language_model_loss
 from weft.lab.conversion.transfer import Transfer, originals, teacher_of
 from weft.lab.divergence import Diverged
 
@@ -175,6 +175,38 @@ def test_rows_and_batches(tmp_path):
     for stage in reports[0].losses:
         torch.testing.assert_close(reports[0].losses[stage], reports[1].losses[stage], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(list(reports[0].errors.values()), list(reports[1].errors.values()), atol=1e-3, rtol=1e-2)
+
+
+def test_a_batch_that_does_not_fit_is_split():
+    """A pass of more than two rows runs out of memory; the result is that of whole batches."""
+    rows = stream()[: 20 * 24].view(20, 24)
+    mask = torch.ones_like(rows)
+    mask[::2, 15:] = 0
+    batches = [{"input_ids": rows[i : i + 4], "attention_mask": mask[i : i + 4]} for i in range(0, 20, 4)]
+    fits = 9
+
+    def loss(model, batch):
+        if len(batch["input_ids"]) > fits:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return language_model_loss(model, batch)
+
+    def converted():
+        return weft.convert(llama().to(DEVICE), "local", batches, steps=4, loss=loss, block_size=4, **QUIET)
+
+    whole, fits = converted(), 2
+    split = converted()
+    torch.testing.assert_close(split.losses, whole.losses, atol=1e-3, rtol=1e-3)
+    fits = 0
+    with pytest.raises(torch.OutOfMemoryError, match="one sequence of 24 tokens does not fit"):
+        converted()
+
+
+def test_the_loss_in_chunks():
+    logits, labels = torch.randn(20, 7, requires_grad=True), torch.randint(7, (20,))
+    labels[::3] = -100
+    (expected,) = torch.autograd.grad(nn.functional.cross_entropy(logits, labels), logits)
+    (found,) = torch.autograd.grad(cross_entropy(logits, labels, largest=50), logits)
+    torch.testing.assert_close(found, expected)
 
 
 def test_other_models_need_their_loss():

@@ -7,6 +7,8 @@ Then each mechanism gets the same minutes: swap, attention transfer at 1,024 tok
 `full` is only fine-tuned: what the longer sequences give without another mechanism. The conversions run at the same
 time on one GPU, each in its own process; their speed is measured afterwards, in turns. Validation: 32 windows of 8,192
 bytes from the megabyte after the training bytes.
+
+The same command continues a run that was stopped. `enwik8.json` is written after every stage.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ import contextlib
 import json
 import lzma
 import math
-import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +33,13 @@ from torch import Tensor
 
 import weft
 from weft.lab.bench.timing import How, take_turns
+from weft.lab.conversion.batches import Batch, Tokens
 from weft.lab.conversion.convert import language_model_loss
+from weft.lab.conversion.parts import Parts
 from weft.lab.run import commit
+from weft.tasks.files import atomic
+
+from .table import table
 
 transformers.utils.logging.disable_progress_bar()
 SHORT, LONG = 1024, 8192
@@ -48,25 +56,52 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="enwik8, also compressed as .xz; a prefix will do")
     parser.add_argument("--out", type=Path, required=True, help="folder of the weights and of enwik8.json")
-    parser.add_argument("--dense-seconds", type=float, default=240)
+    parser.add_argument("--dense-seconds", type=float, default=150)
     parser.add_argument("--seconds", type=float, default=100, help="of each conversion")
     parser.add_argument("--only", nargs="+", choices=MECHANISMS, default=list(MECHANISMS))
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--rows", type=int, default=32, help="sequences of 1,024 in a batch of dense training")
     parser.add_argument("--long-rows", type=int, default=2, help="sequences of 8,192 in a batch of fine-tuning")
-    parser.add_argument("--learning-rate", type=float, default=6e-4, help="of fine-tuning")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="of fine-tuning")
     parser.add_argument("--one", choices=MECHANISMS, help=argparse.SUPPRESS)  # a process of its own
     args = parser.parse_args()
-    if args.one:
-        (args.out / f"{args.one}.json").write_text(json.dumps(convert(args.one, args)))
-        return
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.one:
+        write(args.out / f"{args.one}.json", convert(args.one, args))
+        return
     if not (args.out / "dense.json").exists():
-        (args.out / "dense.json").write_text(json.dumps(train_dense(args)))
+        write(args.out / "dense.json", train_dense(args))
+    collected(args)
+    for file in args.out.glob("*.ready"):  # of a run that was stopped
+        file.unlink()
     command = [sys.executable, "-m", "experiments.convert.enwik8", *sys.argv[1:]]
-    jobs = [subprocess.Popen([*command, "--one", name]) for name in args.only]
-    failed = [name for name, job in zip(args.only, jobs, strict=True) if job.wait()]
+    todo = [name for name in args.only if not (args.out / f"{name}.json").exists()]
+    jobs = {name: subprocess.Popen([*command, "--one", name]) for name in todo}
+    running = set(todo)
+    while running:
+        time.sleep(2)
+        collected(args)
+        running = {name for name in running if jobs[name].poll() is None}
+    write(args.out / "speeds.json", speeds(args))
+    print(table(collected(args)))
+    failed = [name for name in todo if jobs[name].returncode]
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}; the same command continues")
+
+
+def write(path: Path, found: dict[str, Any]) -> None:
+    with atomic(path) as temporary:
+        temporary.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def collected(args: argparse.Namespace) -> dict[str, Any]:
+    """Write enwik8.json: what has been measured so far."""
+    done = {}
+    for name in ("dense", "speeds", *args.only):
+        files = [args.out / f"{name}.json", args.out / name / "report.json"]  # the second while a conversion runs
+        if found := [file for file in files if file.exists()]:
+            done[name] = json.loads(found[0].read_text())
     result = {
         "commit": commit(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
@@ -74,14 +109,13 @@ def main() -> None:
         "transformers": transformers.__version__,
         "date": time.strftime("%Y-%m-%d"),
         "settings": {key: value for key, value in vars(args).items() if key not in ("data", "out", "one")},
-        "dense": json.loads((args.out / "dense.json").read_text()),
-        "conversions": {n: json.loads((args.out / f"{n}.json").read_text()) for n in args.only if n not in failed},
-        "training": speeds(args),
+        "dense": done.pop("dense"),
+        "training": done.pop("speeds", {}),
+        "conversions": {name: found for name, found in done.items() if "bits" in found},
+        "unfinished": {name: found["losses"] for name, found in done.items() if "bits" not in found},
     }
-    (args.out / "enwik8.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(table(result))
-    if failed:
-        raise SystemExit(f"failed: {', '.join(failed)}")
+    write(args.out / "enwik8.json", result)
+    return result
 
 
 def read(path: Path) -> tuple[Tensor, Tensor]:
@@ -115,6 +149,16 @@ def autocast(device: str) -> Any:
     return torch.autocast(device, torch.bfloat16) if device == "cuda" else contextlib.nullcontext()
 
 
+def backward(model: Any) -> Callable[[Batch, float], Tensor]:
+    def once(batch: Batch, share: float) -> Tensor:
+        with autocast(batch["input_ids"].device.type):
+            loss = language_model_loss(model, batch) * share
+        loss.backward()
+        return loss.detach()
+
+    return once
+
+
 def bits(model: Any, windows: Tensor) -> Tensor:
     """Bits per byte at every position, (L - 1,)."""
     model.eval()
@@ -136,40 +180,52 @@ def by_part(found: Tensor) -> list[float]:
 def train_dense(args: argparse.Namespace) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     data, windows = read(args.data)
+    source = Tokens(data.to(device), args.rows, SHORT, seed=0)
     model = build(args).to(device).train()
-    data = data.to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=device == "cuda")
-    peak, steps, done, begin = 1.5e-3, 0, 0.0, time.perf_counter()
-    generator = torch.Generator(device).manual_seed(0)
-    while done < 1:  # the schedule follows the clock, because other processes may share the GPU
-        at = torch.randint(len(data) - SHORT, (args.rows, 1), device=device, generator=generator)
-        ids = data[at + torch.arange(SHORT, device=device)].long()
-        for group in optimizer.param_groups:
-            group["lr"] = peak * min(1.0, (steps + 1) / 100) * (0.05 + 0.475 * (1 + math.cos(math.pi * done)))
-        with autocast(device):
-            logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+    matrices = [p for p in model.model.layers.parameters() if p.dim() == 2]
+    rest = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
+    optimizers = {  # in few steps, Muon gets further than AdamW alone
+        4e-3: torch.optim.Muon(matrices, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        3e-3: torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0, fused=device == "cuda"),
+    }
+    steps, before, saved = 0, 0.0, args.out / "dense.pt"
+    if saved.exists():
+        found = torch.load(saved, map_location=device)
+        for each, state in zip([model, *optimizers.values()], found["states"], strict=True):
+            each.load_state_dict(state)
+        steps, before = found["steps"], found["seconds"]
+        print(f"dense: continuing after step {steps}", flush=True)
+    parts, begin, seconds, last = Parts(), time.perf_counter() - before, before, before
+    while seconds < args.dense_seconds:  # the schedule follows the clock, because other processes may share the GPU
+        done = seconds / args.dense_seconds
+        factor = min(1.0, (steps + 1) / 50) * (0.05 + 0.475 * (1 + math.cos(math.pi * done)))
         steps += 1
+        loss = parts.sum(model, source.batch(steps), backward(model))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for peak, optimizer in optimizers.items():
+            for group in optimizer.param_groups:
+                group["lr"] = peak * factor
+            optimizer.step()
         if steps % 10 == 0:
-            value = float(loss.detach()) / math.log(2)
-            done = min(1.0, (time.perf_counter() - begin) / args.dense_seconds)
-            if steps % 100 == 0 or done == 1:
-                print(f"dense step {steps} {value:.3f} bits {time.perf_counter() - begin:.0f} s", flush=True)
-    seconds = time.perf_counter() - begin
+            value = float(loss) / math.log(2)  # waits for the GPU, so that the clock is right
+            seconds = time.perf_counter() - begin
+            if steps % 100 == 0:
+                print(f"dense step {steps} {value:.3f} bits {seconds:.0f} s", flush=True)
+            if seconds - last > 60:
+                states = [each.state_dict() for each in (model, *optimizers.values())]
+                with atomic(saved) as temporary:
+                    torch.save({"states": states, "steps": steps, "seconds": seconds}, temporary)
+                last = seconds
     model.save_pretrained(args.out / "dense")
-    found = bits(model, windows)
+    long = bits(model, windows)
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "steps": steps,
         "bytes_read": steps * args.rows * SHORT,
         "minutes": seconds / 60,
         "bits_at_1024": float(bits(model, windows.view(-1, SHORT)).mean()),
-        "bits_at_8192": float(found.mean()),
-        "bits_at_8192_by_eighth": by_part(found),
+        "bits_at_8192": float(long.mean()),
+        "bits_at_8192_by_eighth": by_part(long),
     }
 
 
@@ -178,55 +234,65 @@ def convert(name: str, args: argparse.Namespace) -> dict[str, Any]:
     data, windows = read(args.data)
     data = data.to(device)
     options = MECHANISMS[name]
-    tune, transfer = steps_that_fit(name, args, data)
+    plan = args.out / f"{name}.plan.json"
+    if plan.exists():
+        (args.out / f"{name}.ready").touch()  # the others need not wait
+    else:
+        write(plan, plan_that_fits(name, args, data))
     model = transformers.LlamaForCausalLM.from_pretrained(args.out / "dense", attn_implementation="sdpa")
     begin = time.perf_counter()
     report = weft.convert(
         model.to(device),
         name,
         data,
-        steps=tune,
-        transfer_steps=transfer,
         length=LONG,
         transfer_length=SHORT,
         batch_size=args.long_rows,
         learning_rate=args.learning_rate,
         validation=windows,
         validation_batches=-(-len(windows) // args.long_rows),
+        folder=args.out / name,
+        save_every=250,
+        **json.loads(plan.read_text()),
         **options,
     )
     minutes = (time.perf_counter() - begin) / 60
     print(report, flush=True)
-    found = bits(model, windows)
     return {
         "options": options,
         "bits": {stage: loss / math.log(2) for stage, loss in report.losses.items()},
-        "bits_by_eighth": by_part(found),
+        "bits_by_eighth": by_part(bits(model, windows)),
         "minutes": minutes,
         "report": report.as_dict(),
     }
 
 
-def steps_that_fit(name: str, args: argparse.Namespace, data: Tensor) -> tuple[int, int]:
-    """Steps of fine-tuning and of transfer in four fifths and one fifth of the time, from the time of a few steps.
+def plan_that_fits(name: str, args: argparse.Namespace, data: Tensor) -> dict[str, int]:
+    """Steps of fine-tuning and of transfer in the given time, from the time of a few steps.
 
     A step of transfer takes about as long as one of fine-tuning: it has a second attention, but no other gradients.
+    The processes wait for each other before they measure, because they share the GPU.
     """
     model = transformers.LlamaForCausalLM.from_pretrained(args.out / "dense", attn_implementation="sdpa")
     weft.swap(model.to(data.device), name, **MECHANISMS[name])
-    ids = data[: args.long_rows * LONG].view(-1, LONG).long()
-    seconds = []
-    for _ in range(10):
+    batch, parts = {"input_ids": data[: args.long_rows * LONG].view(-1, LONG).long()}, Parts()
+
+    def steps(count: int) -> float:
         begin = time.perf_counter()
-        with autocast(data.device.type):
-            loss = language_model_loss(model, {"input_ids": ids})
-        loss.backward()
-        model.zero_grad()
+        for _ in range(count):
+            parts.sum(model, batch, backward(model))
         if data.is_cuda:
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begin)
-    steps = int(args.seconds / statistics.fmean(seconds[2:]))
-    return (max(2, steps), 0) if name == "full" else (max(2, steps * 4 // 5), max(2, steps // 5))
+        return (time.perf_counter() - begin) / count
+
+    steps(3)
+    (args.out / f"{name}.ready").touch()
+    begin, others = time.perf_counter(), [other for other in args.only if not (args.out / f"{other}.json").exists()]
+    while not all((args.out / f"{other}.ready").exists() for other in others) and time.perf_counter() - begin < 60:
+        steps(1)
+    count = max(8, int(args.seconds / steps(12)))
+    transfer = 0 if name == "full" else count // 5
+    return {"steps": count - transfer, "transfer_steps": transfer}
 
 
 def speeds(args: argparse.Namespace) -> dict[str, Any]:
@@ -239,38 +305,12 @@ def speeds(args: argparse.Namespace) -> dict[str, Any]:
         if name != "dense":
             weft.swap(model, name, **MECHANISMS[name])
 
-        def call(model: Any = model) -> None:
-            with autocast(device):
-                loss = language_model_loss(model, {"input_ids": ids})
-            loss.backward()
-            model.zero_grad()
-
-        calls[name] = call
+        calls[name] = partial(Parts().sum, model, {"input_ids": ids}, backward(model))
     found = take_turns(calls, How(device, repeats=10, budget=10.0))
     return {
         name: {"tokens_per_second": ids.numel() / timing.median, "peak_gib": (timing.memory or 0) / 2**30}
         for name, timing in found.items()
     }
-
-
-def table(result: dict[str, Any]) -> str:
-    dense = result["dense"]
-    lines = [
-        f"dense: {dense['bits_at_1024']:.3f} bits per byte at 1,024 tokens, {dense['bits_at_8192']:.3f} at 8,192, "
-        f"{dense['minutes']:.1f} minutes, {dense['steps']:,} steps",
-        "| | after swap | after transfer | after fine-tuning | last 1,024 bytes | minutes | tokens/s in training "
-        "| peak GiB |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    speed = {n: f"{t['tokens_per_second']:,.0f} | {t['peak_gib']:.1f}" for n, t in result["training"].items()}
-    before = f"{dense['bits_at_8192']:.3f} | {dense['bits_at_8192_by_eighth'][-1]:.3f}"
-    lines.append(f"| dense, as it was | – | – | {before} | – | {speed['dense']} |")
-    for name, found in result["conversions"].items():
-        b = found["bits"]
-        cells = [f"{b[stage]:.3f}" if stage in b else "–" for stage in ("after swap", "after transfer")]
-        cells += [f"{b['after fine-tuning']:.3f}", f"{found['bits_by_eighth'][-1]:.3f}", f"{found['minutes']:.1f}"]
-        lines.append(f"| {name} | {' | '.join(cells)} | {speed[name]} |")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

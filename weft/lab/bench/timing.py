@@ -151,7 +151,8 @@ def take_turns(calls: Mapping[str, Call], how: How) -> dict[str, Timing]:
 def reason(error: BaseException) -> str:
     """An error in a few words."""
     text = str(error).splitlines()[0] if str(error) else ""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in text:
+    of_libraries = ("allocate memory", "out of memory", "ALLOC_FAILED")  # the system, Triton, cuBLAS
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(words in text for words in of_libraries):
         return "out of memory"
     return f"{type(error).__name__}: {text}"[:160]
 

@@ -163,10 +163,12 @@ def cropped(batch: Batch, length: int | None) -> Batch:
 def count_tokens(batch: Batch) -> int:
     """Tokens of a batch; for other inputs, its rows."""
     tokens = batch.get("input_ids")
-    if tokens is None:
-        tokens = next(value for value in batch.values() if isinstance(value, Tensor))
-        return len(tokens)
-    return tokens.numel()
+    return count_rows(batch) if tokens is None else tokens.numel()
+
+
+def count_rows(batch: Batch) -> int:
+    tokens = batch.get("input_ids")
+    return len(tokens if tokens is not None else next(v for v in batch.values() if isinstance(v, Tensor)))
 
 
 def moved(batch: Batch, device: torch.device) -> Batch:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ...adapt.core import learns
 from ...adapt.surgery import Where, swap
@@ -38,10 +39,12 @@ from ..say import say
 from ..state import collect, restore, restore_model
 from .batches import Batch, Source, count_tokens, cropped, moved, sources
 from .lora import Adapters
+from .parts import Once, Parts
 from .report import Conversion
 from .transfer import Transfer, originals, teacher_of
 
 Loss = Callable[[Any, Batch], Tensor]
+IGNORED = -100  # label of a token without a loss
 LOOK_EVERY = 10  # steps between progress updates: reading a loss waits for the GPU
 
 
@@ -148,16 +151,31 @@ def language_model_loss(model: Any, batch: Batch) -> Tensor:
         if not isinstance(logits, Tensor) or ids is None or logits.shape[:-1] != ids.shape:
             found = None
         else:
-            labels = ids[:, 1:]
+            labels = F.pad(ids[:, 1:], (0, 1), value=IGNORED)
             if batch.get("attention_mask") is not None:
-                labels = labels.masked_fill(batch["attention_mask"][:, 1:] == 0, -100)
-            found = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels.flatten())
+                labels[:, :-1].masked_fill_(batch["attention_mask"][:, 1:] == 0, IGNORED)
+            found = cross_entropy(logits.flatten(0, 1), labels.flatten())
     if found is None:
         raise ValueError(
             f"{type(model).__name__} returns neither a loss nor logits for every token: pass loss=, a function of the "
             "model and a batch"
         )
     return found
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, largest: int = 2**26) -> Tensor:
+    """Of logits (N, V). More than `largest` numbers are processed in chunks, to save memory: the float32 copy of a
+    chunk is computed again in the backward pass."""
+    rows = max(1, largest // logits.shape[1])
+    if len(labels) <= rows:
+        return F.cross_entropy(logits.float(), labels)
+
+    def summed(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(x.float(), y, reduction="sum")
+
+    chunks = zip(logits.split(rows), labels.split(rows), strict=True)
+    total = torch.stack([checkpoint(summed, x, y, use_reentrant=False) for x, y in chunks]).sum()
+    return total / (labels != IGNORED).sum()
 
 
 def _longest(model: Any) -> int | None:
@@ -179,6 +197,7 @@ class _Job:
     checkpoints: Checkpoints | None = None
 
     def run(self, where: Where, options: dict[str, Any]) -> Conversion:
+        self.parts = Parts(self._say)
         settings, model = self.settings, self.model
         self.device = next(model.parameters()).device
         self.report = report = Conversion(settings["to"], settings)
@@ -187,7 +206,7 @@ class _Job:
         saved = self._saved()
         self._say(f"continuing after step {saved[1]['step']}" if saved else "measuring the original model")
         if saved is None:
-            report.losses["before"] = self._evaluate()
+            self._evaluate("before")
             self._measure("before")
         torch.manual_seed(settings["seed"])
         copies = originals(model, where) if self.last else {}
@@ -200,7 +219,7 @@ class _Job:
         teachers = {path: teacher_of(layer, copies[layer]) for path, layer in self.layers.items() if copies}
         del copies
         if saved is None:
-            report.losses["after swap"] = self._evaluate()
+            self._evaluate("after swap")
         step = saved[1]["step"] if saved else 0
         self.progress = Progress(self.total, step, show=self.show)
         try:
@@ -213,7 +232,7 @@ class _Job:
             teachers.clear()
             if settings["steps"]:
                 self._tune(saved)
-                report.losses["after fine-tuning"] = self._evaluate()
+                self._evaluate("after fine-tuning")
         finally:
             self.progress.close()
         self._measure("after")
@@ -232,16 +251,16 @@ class _Job:
             errors = self._errors(transfer)
             self.report.errors = {path: [error] for path, error in errors.items()}
 
-        def once(batch: Batch) -> Tensor:
-            with transfer.on(batch.get("attention_mask"), learn=True):
+        def once(batch: Batch, share: float) -> Tensor:
+            with transfer.on(batch.get("attention_mask"), learn=True, share=share):
                 self._loss(batch)
-            return transfer.mean
+            return transfer.mean * share
 
         start = 1 + (saved[1]["step"] if saved else 0)
         self._steps("transfer", once, start, self.last, self.settings["transfer_learning_rate"])
         for path, error in self._errors(transfer).items():
             self.report.errors[path] = [self.report.errors[path][0], error]
-        self.report.losses["after transfer"] = self._evaluate()
+        self._evaluate("after transfer")
         self._save(self.last)
 
     def _tune(self, saved: Any) -> None:
@@ -254,8 +273,8 @@ class _Job:
         if saved is not None:
             restore(self.model, self.optimizer, saved[0], saved[1]["extra"])
 
-        def once(batch: Batch) -> Tensor:
-            found = self._loss(batch)
+        def once(batch: Batch, share: float) -> Tensor:
+            found = self._loss(batch) * share
             found.backward()
             return found.detach()
 
@@ -265,7 +284,7 @@ class _Job:
         if self.adapters is not None:
             self.adapters.merge(self.model)
 
-    def _steps(self, stage: str, once: Callable[[Batch], Tensor], start: int, end: int, peak: float) -> None:
+    def _steps(self, stage: str, once: Once, start: int, end: int, peak: float) -> None:
         first = end - self.settings["steps" if stage == "fine-tuning" else "transfer_steps"]
         length = self.settings["transfer_length"] if stage == "transfer" else self.settings["length"]
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -273,11 +292,9 @@ class _Job:
         begin, seen = time.perf_counter(), (time.perf_counter(), read)
         for step in range(start, end + 1):
             batch = moved(self.source.batch(step, length), self.device)
-            torch.manual_seed((self.settings["seed"] * 1_000_003 + step) % 2**63)
             for group in self.optimizer.param_groups:
                 group["lr"] = peak * _schedule(step - first, end - first)
-            self.optimizer.zero_grad()
-            loss = once(batch)
+            loss = self.parts.sum(self.model, batch, once, (self.settings["seed"] * 1_000_003 + step) % 2**63)
             norm = nn.utils.clip_grad_norm_(parameters, 1.0)
             self.optimizer.step()
             read += count_tokens(batch)
@@ -307,25 +324,40 @@ class _Job:
         with self.how.arithmetic():
             return self.loss(self.model, batch)
 
-    @torch.no_grad()
-    def _evaluate(self) -> float:
+    def _evaluate(self, stage: str) -> None:
         self.model.eval()
-        losses = [float(self._loss(moved(batch, self.device))) for batch in self.held]
-        return sum(losses) / len(losses)
+
+        @torch.no_grad()
+        def once(batch: Batch, share: float) -> Tensor:
+            return self._loss(batch) * share
+
+        losses = [float(self.parts.sum(self.model, moved(batch, self.device), once)) for batch in self.held]
+        self.report.losses[stage] = sum(losses) / len(losses)
+        if self.checkpoints is not None:
+            self.report.save(self.checkpoints.folder / "report.json")
 
     def _errors(self, transfer: Transfer) -> dict[str, float]:
+        def once(batch: Batch, share: float) -> Tensor:
+            with transfer.on(batch.get("attention_mask"), learn=False):
+                self._loss(batch)
+            return torch.stack(list(transfer.errors.values())) * share
+
         batch = moved(cropped(self.held[0], self.settings["transfer_length"]), self.device)
-        with transfer.on(batch.get("attention_mask"), learn=False):
-            self._loss(batch)
-        return {path: float(error) for path, error in transfer.errors.items()}
+        found = self.parts.sum(self.model, batch, once)
+        return dict(zip(transfer.errors, found.tolist(), strict=True))
 
     def _measure(self, when: str) -> None:
         """Speed and peak memory of a forward and backward pass."""
         batch = moved(self.held[0], self.device)
         self.model.eval()  # train() would change centroids and caches
 
+        def once(part: Batch, share: float) -> Tensor:
+            found = self._loss(part) * share
+            found.backward()
+            return found.detach()
+
         def call() -> None:
-            self._loss(batch).backward()
+            self.parts.sum(self.model, batch, once)
             self.model.zero_grad()
 
         timing = take_turns({"": call}, replace(self.how, precision="32-true"))[""]  # `_loss` has its own

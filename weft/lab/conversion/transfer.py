@@ -52,7 +52,10 @@ def teacher_of(module: nn.Module, original: nn.Module) -> nn.Module:
 
 
 class Transfer:
-    """Within `with transfer.on(mask, learn=True)`, a forward pass computes the losses and gradients of the layers."""
+    """Within `with transfer.on(mask, learn=True)`, a forward pass computes the losses and gradients of the layers.
+
+    `share`: of the batch that the forward pass has; it scales the gradients.
+    """
 
     def __init__(self, layers: dict[str, nn.Module], teachers: dict[str, nn.Module]):
         self.layers, self.teachers = layers, teachers
@@ -60,8 +63,8 @@ class Transfer:
         self.mask: Tensor | None = None  # (B, L), True for real tokens
 
     @contextmanager
-    def on(self, mask: Tensor | None, learn: bool) -> Iterator[None]:
-        self.errors, self.mask = {}, mask
+    def on(self, mask: Tensor | None, learn: bool, share: float = 1.0) -> Iterator[None]:
+        self.errors, self.mask, self.share = {}, mask, share
         before = {path: vars(layer).get("forward") for path, layer in self.layers.items()}
         for path, layer in self.layers.items():
             layer.forward = self._forward(path, layer.forward, self.teachers[path], learn)  # type: ignore[method-assign]
@@ -83,7 +86,7 @@ class Transfer:
                 error = relative_error(_first(student(*args, **kwargs)), _first(target), self.mask)
                 if learn:
                     with torch.autocast(error.device.type, enabled=False):
-                        error.backward()
+                        (error * self.share).backward()
             self.errors[path] = self.errors.get(path, 0) + error.detach()  # shared layers are called more than once
             return target
 

@@ -1,0 +1,76 @@
+"""Compute a batch in parts when memory is short.
+
+    loss = Σ_p share_p · loss(part p),   share_p: of the tokens that count in the loss
+
+The gradients are those of the whole batch. The number of parts doubles after a pass that runs out of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..bench.timing import reason
+from .batches import Batch, count_rows, count_tokens
+
+Once = Callable[[Batch, float], Tensor]  # (part, its share) -> the share's loss
+
+
+@dataclass
+class Parts:
+    say: Callable[[str], None] = print
+    count: int = 1
+
+    def sum(self, model: Any, batch: Batch, once: Once, seed: int = 0) -> Tensor:
+        """The sum of `once` over the parts. Gradients start at zero, random numbers at `seed`."""
+        while True:
+            model.zero_grad()
+            torch.manual_seed(seed)
+            try:
+                return torch.stack([once(part, share) for part, share in split(batch, self.count)]).sum(0)
+            except RuntimeError as error:
+                if reason(error) != "out of memory":
+                    raise
+                if self.count >= count_rows(batch):
+                    raise torch.OutOfMemoryError(
+                        f"one sequence of {count_tokens(batch) // count_rows(batch):,} tokens does not fit into memory"
+                        f"{_free()}: lower the length, call model.gradient_checkpointing_enable() before, or train "
+                        "low-rank adapters (lora=)"
+                    ) from error
+            # after `except`: the error keeps the tensors of the failed pass
+            self.count *= 2
+            torch.cuda.empty_cache()
+            self.say(f"out of memory{_free()}: computing each batch in {self.count} parts")
+
+
+def _free() -> str:
+    return f" ({torch.cuda.mem_get_info()[0] / 2**30:.1f} GiB are free)" if torch.cuda.is_available() else ""
+
+
+def split(batch: Batch, parts: int) -> list[tuple[Batch, float]]:
+    """Groups of rows, each with its share."""
+    if parts == 1:
+        return [(batch, 1.0)]
+    rows = count_rows(batch)
+    size = -(-rows // parts)
+    found = []
+    for at in range(0, rows, size):
+        part = {
+            key: value[at : at + size] if isinstance(value, Tensor) and value.shape[:1] == (rows,) else value
+            for key, value in batch.items()
+        }
+        found.append((part, _weight(part)))
+    total = sum(weight for _, weight in found)
+    return [(part, weight / total if total else 1 / len(found)) for part, weight in found]
+
+
+def _weight(batch: Batch) -> int:
+    if batch.get("labels") is not None:
+        return int((batch["labels"] != -100).sum())
+    if batch.get("attention_mask") is not None and batch["attention_mask"].dim() == 2:
+        return int(batch["attention_mask"][:, 1:].sum())
+    return count_rows(batch)
