@@ -126,6 +126,17 @@ def test_teachers_in_other_libraries(kind):
     assert not torch.allclose(model(x), expected, atol=1e-3)  # the layers are themselves again
 
 
+def test_a_layer_that_transfer_makes_worse_gets_its_weights_back():
+    """`longformer` with a window of the whole length is exact."""
+    model = llama().to(DEVICE)
+    before = copy.deepcopy(model.state_dict())
+    report = weft.convert(
+        model, "longformer", stream(), steps=0, transfer_steps=2, length=32, window=64, precision="32-true", **QUIET
+    )
+    assert all(after == first for first, after in report.errors.values())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 class Killed(BaseException):
     pass
 

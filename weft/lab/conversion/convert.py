@@ -12,6 +12,7 @@ and the step number, so a conversion that was killed and started again gives the
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import os
@@ -245,6 +246,7 @@ class _Job:
             if isinstance(module, Attention) and learns(module.info.name):
                 module.train()  # centroids that follow the keys
         self.optimizer = self._optimizer([p for layer in self.layers.values() for p in layer.parameters()])
+        first = {path: copy.deepcopy(layer.state_dict()) for path, layer in self.layers.items()}
         if saved is not None:
             restore(self.model, self.optimizer, saved[0], saved[1]["extra"])
         else:
@@ -259,7 +261,10 @@ class _Job:
         start = 1 + (saved[1]["step"] if saved else 0)
         self._steps("transfer", once, start, self.last, self.settings["transfer_learning_rate"])
         for path, error in self._errors(transfer).items():
-            self.report.errors[path] = [self.report.errors[path][0], error]
+            before = self.report.errors[path][0]
+            if not error < before:  # such as a layer that was nearly exact: Adam's steps do not shrink with its error
+                self.layers[path].load_state_dict(first[path])
+            self.report.errors[path] = [before, min(before, error)]
         self._evaluate("after transfer")
         self._save(self.last)
 
