@@ -239,7 +239,6 @@ def convert(name: str, args: argparse.Namespace) -> dict[str, Any]:
     else:
         write(plan, plan_that_fits(name, args, data))
     model = transformers.LlamaForCausalLM.from_pretrained(args.out / "dense", attn_implementation="sdpa")
-    begin = time.perf_counter()
     report = weft.convert(
         model.to(device),
         name,
@@ -256,13 +255,12 @@ def convert(name: str, args: argparse.Namespace) -> dict[str, Any]:
         **json.loads(plan.read_text()),
         **options,
     )
-    minutes = (time.perf_counter() - begin) / 60
     print(report, flush=True)
     return {
         "options": options,
         "bits": {stage: loss / math.log(2) for stage, loss in report.losses.items()},
         "bits_by_eighth": by_part(bits(model, windows)),
-        "minutes": minutes,
+        "minutes": sum(report.seconds.values()) / 60,
         "report": report.as_dict(),
     }
 

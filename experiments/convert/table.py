@@ -18,7 +18,7 @@ def table(result: dict[str, Any]) -> str:
         f"Dense: {dense['bits_at_1024']:.3f} bits per byte at 1,024 tokens after {dense['steps']:,} steps in "
         f"{dense['minutes']:.1f} minutes. At 8,192 tokens:",
         "",
-        "|  | after swap | after transfer | after fine-tuning | of it the last 1,024 bytes | minutes "
+        "|  | after swap | after transfer | after fine-tuning | of it the last 1,024 bytes | minutes of training "
         "| tokens/s in training | peak GiB |",
         "|---|---|---|---|---|---|---|---|",
     ]
