@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -49,9 +51,9 @@ def c4(source) -> str:
 
 def iwslt(source) -> str:
     for side, text in (("de", "Hallo"), ("en", "Hello")):
-        (source / f"train.tags.de-en.{side}").write_text(f"<url>x</url>\n{text} one\n{text} two\n")
+        (source / f"train.tags.de-en.{side}").write_text(f"<url>x</url>\n{text}\u2028one\n{text} two\n")
         for name in ("dev2010", "tst2010", "tst2011"):
-            segments = f"<mteval><srcset><doc><seg id='1'> {text} {name} </seg></doc></srcset></mteval>"
+            segments = f"<mteval><srcset><doc><seg id='1'> {text}\n{name} </seg></doc></srcset></mteval>"
             (source / f"IWSLT14.TED.{name}.de-en.{side}.xml").write_text(segments)
     return "iwslt14.de-en/test.en"
 
@@ -130,8 +132,20 @@ def test_contents(tmp_path) -> None:
         convert(name, tmp_path / name, tmp_path / "data")
     assert (tmp_path / "data/wiki40b/valid.txt").read_text() == "Name\nOne.\nTwo.\n\n" * 2
     assert (tmp_path / "data/c4/test.txt").read_text() == "document 10\nwith two lines\n\n"
-    assert (tmp_path / "data/iwslt14.de-en/train.de").read_text() == "Hallo one\nHallo two\n"
+    assert (tmp_path / "data/iwslt14.de-en/train.de").read_text() == "Hallo\u2028one\nHallo two\n"
     assert (tmp_path / "data/iwslt14.de-en/test.en").read_text() == "Hello tst2010\nHello tst2011\n"
+
+
+@pytest.mark.parametrize("kind", ["zip", "gztar"])
+def test_archives(tmp_path, kind: str) -> None:
+    (tmp_path / "in" / "wikitext-103").mkdir(parents=True)
+    wikitext(tmp_path / "in" / "wikitext-103")
+    archive = shutil.make_archive(str(tmp_path / "wikitext"), kind, tmp_path / "in")
+    convert("wikitext-103", Path(archive), tmp_path / "data")
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["wikitext-103"]
+    (tmp_path / "plain").write_text("no archive")
+    with pytest.raises(DataMissing, match="neither a folder nor a zip or tar archive"):
+        convert("iwslt", tmp_path / "plain", tmp_path / "data")
 
 
 def test_the_task_reads_what_was_converted(tmp_path) -> None:

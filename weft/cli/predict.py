@@ -58,7 +58,7 @@ def export(
 
 def read_examples(file: Path, text_column: str, tokens: bool) -> tuple[list[dict[str, Any]], list[Any]]:
     """The rows of a file, and the examples in them; `tokens`: lists of tokens are examples too."""
-    from ..tasks.files import DamagedData, read_text
+    from ..tasks.files import DamagedData, lines_of, read_text
     from ..tasks.images import PICTURES
     from ..tasks.tables import ENDINGS, TEXT, read_table
     from ..tasks.tags import COLUMNS, TOKENS, read_columns
@@ -78,7 +78,7 @@ def read_examples(file: Path, text_column: str, tokens: bool) -> tuple[list[dict
             if not isinstance(row[column], (str, list) if tokens else str):
                 raise DamagedData(file, f"{place}: column {column!r} must be text, got {row[column]!r}")
         return table.rows, [row[column] for row in table.rows]
-    lines = [line for line in read_text(file).splitlines() if line.strip()]
+    lines = [line for line in lines_of(read_text(file)) if line.strip()]
     return [{"text": line} for line in lines], lines
 
 

@@ -18,7 +18,6 @@ def sample(
     temperature: Annotated[float, typer.Option(min=0, help="below 1: closer to the most likely bytes")] = 1.0,
     seed: Annotated[int, typer.Option(help="of the samples")] = 0,
     which: Annotated[str, typer.Option(help="weights: best, last or average; default: the run's test_on")] = "",
-    data_at: Annotated[str, typer.Option("--data", help="data folder, if it has moved since the run")] = "",
     device: Annotated[str, typer.Option(help="cpu or cuda; default: cuda if available")] = "",
 ) -> None:
     """Sample images byte by byte, with the decoding form of the attention, and write them as one sheet, which
@@ -26,17 +25,16 @@ def sample(
     import numpy as np
     import torch
 
-    from ..lab import load_run
     from ..lab.run import Run
+    from ..lab.trained import load
     from ..models.language import LanguageModel
     from ..tasks.base import Gallery
     from ..tasks.density import Density, draw, sheet
-    from ..tasks.registry import task_of
 
-    model, config, _ = load_run(run, which, data=data_at)
-    task = task_of(config)
+    trained = load(run, which)
+    model, task = trained.model, trained.task
     if not isinstance(task, Density) or not isinstance(model, LanguageModel):
-        raise typer.BadParameter(f"{run} was trained on {config.task!r}: weft sample needs a density of images")
+        raise typer.BadParameter(f"{run} was trained on {task.name!r}: weft sample needs a density of images")
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     start = time.perf_counter()
     generator = torch.Generator(place).manual_seed(seed)

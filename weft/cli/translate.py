@@ -18,23 +18,25 @@ def translate(
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="sentences translated together")] = 32,
     which: Annotated[str, typer.Option(help="weights: best, last or average; default: the run's test_on")] = "",
-    data_at: Annotated[str, typer.Option("--data", help="data folder, if it has moved since the run")] = "",
     device: Annotated[str, typer.Option(help="cpu or cuda; default: cuda if available")] = "",
 ) -> None:
     """Translate text line by line; prints one translation per line."""
     import torch
 
-    from ..lab import load_run
+    from ..lab.trained import load
     from ..models.translation import Translator
+    from ..tasks.files import lines_of, read_text
     from ..tasks.translation import as_rows, as_text, cut, load_tokenizer
 
-    model, config, data = load_run(run, which, data=data_at)
-    if not isinstance(model, Translator) or data.tokenizer is None:
+    trained = load(run, which)
+    model, config, text = trained.model, trained.config, trained.known.tokenizer
+    if not isinstance(model, Translator) or text is None:
         raise typer.BadParameter(f"{run} was trained on {config.task!r}: weft translate needs a translation task")
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model, tokenizer = model.to(place).eval(), load_tokenizer(data.tokenizer)
-    lines = (file.read_text("utf-8") if file else sys.stdin.read()).splitlines()
+    model, tokenizer = model.to(place).eval(), load_tokenizer(text)
+    lines = lines_of(read_text(file) if file else sys.stdin.read())
     for start in range(0, len(lines), batch):
-        rows = as_rows([found.ids for found in tokenizer.encode_batch(lines[start : start + batch])], config.max_length)
-        for ids in model.translate(cut(rows).to(place), beam, length_penalty).tolist():
-            print(as_text(tokenizer, ids), flush=True)
+        rows = as_rows([one.ids for one in tokenizer.encode_batch(lines[start : start + batch])], config.max_length)
+        found = model.translate(cut(rows).to(place), beam, length_penalty).tolist()
+        for line, ids in zip(lines[start : start + batch], found, strict=True):
+            print(as_text(tokenizer, ids) if line.strip() else "", flush=True)

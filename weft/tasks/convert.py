@@ -14,7 +14,8 @@
     pcqm4mv2       pcqm4m-v2.zip, or its unpacked folder
     coco           train2017.zip, val2017.zip, annotations_trainval2017.zip, or their unpacked folders
 
-Nothing is written unless all of it can be. Images are hard-linked where the file system allows it.
+SOURCE may also be a zip or tar archive of such a folder. Nothing is written unless all of it can be. Images are
+hard-linked where the file system allows it.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ import json
 import os
 import re
 import shutil
+import tarfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from xml.etree import ElementTree
 
 from .base import DataMissing
-from .files import DamagedData, new_folder, read_parquet, read_text
+from .files import DamagedData, lines_of, new_folder, read_parquet, read_text
 
 PARTS = {"train": "train", "validation": "valid", "test": "test"}
 
@@ -42,7 +45,21 @@ def convert(name: str, source: Path, data: Path) -> Path:
         raise DataMissing(f"unknown data set {name!r}; weft converts {', '.join(CONVERTERS)}")
     if not source.exists():
         raise DataMissing(f"{source} does not exist: give the file or folder that the makers of {name} distribute")
-    return CONVERTERS[name](source, data)
+    if source.is_dir() or name == "pcqm4mv2":
+        return CONVERTERS[name](source, data)
+    data.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=data, prefix=".unpacked-") as place:
+        folder = Path(place)
+        if zipfile.is_zipfile(source):
+            _unpack(source, folder, "")
+        else:
+            try:
+                with tarfile.open(source) as archive:
+                    archive.extractall(folder, filter="data")
+            except (OSError, tarfile.TarError) as error:
+                raise DamagedData(source, f"it is neither a folder nor a zip or tar archive ({error})") from error
+        inside = list(folder.iterdir())
+        return CONVERTERS[name](inside[0] if len(inside) == 1 and inside[0].is_dir() else folder, data)
 
 
 def wikitext(source: Path, data: Path) -> Path:
@@ -227,7 +244,7 @@ def _tagged(path: Path) -> list[str]:
 
 def _xml(path: Path) -> list[str]:
     try:
-        return [(seg.text or "").strip() for seg in ElementTree.parse(path).iter("seg")]
+        return [" ".join((seg.text or "").split()) for seg in ElementTree.parse(path).iter("seg")]
     except ElementTree.ParseError as error:
         raise DamagedData(path, f"line {error.position[0]} is not XML ({error})") from error
 
@@ -243,7 +260,7 @@ def _pairs(folder: Path, part: str, names: tuple[str, ...], sides: list[list[str
 def _lines(path: Path) -> list[str]:
     if not path.is_file():
         raise DamagedData(path, "it does not exist")
-    return read_text(path).splitlines()
+    return lines_of(read_text(path))
 
 
 def _pictures(folder: Path) -> list[Path]:

@@ -219,6 +219,11 @@ def read_text(path: Path) -> str:
     return as_utf8(path, path.read_bytes()).removeprefix("\ufeff")
 
 
+def lines_of(text: str) -> list[str]:
+    """The lines of a text. `str.splitlines` would also break at characters such as U+2028, which texts contain."""
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
+
+
 def as_utf8(path: Path, content: bytes) -> str:
     try:
         return content.decode("utf-8")

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from .base import BuiltFromData, Classification, Columns, DataMissing, Known, TaskData, block_options
 from .config import TrainConfig
-from .files import DamagedData, read_text, split_off
+from .files import DamagedData, lines_of, read_text, split_off
 from .own import make_tokenizer
 from .registry import add_task
 from .tables import Table, read_table
@@ -228,8 +228,7 @@ def examples(path: Path, columns: Sequence[str] = LABELS) -> list[Example]:
 
 def unquoted(path: Path) -> Table:
     """Values between tabs, without quotes; CoLA has no heading."""
-    lines = read_text(path).removeprefix("\ufeff").removesuffix("\n").split("\n")
-    values = [line.removesuffix("\r").split("\t") for line in lines]
+    values = [line.split("\t") for line in lines_of(read_text(path))] or [[""]]
     heading, first = values[0], 1
     if len(heading) == len(COLA) and heading[1] in ("0", "1"):
         heading, first = COLA, 0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .base import DataMissing
-from .files import DamagedData, read_text
+from .files import DamagedData, lines_of, read_text
 
 TEXT = ("text", "sentence", "review", "document", "content", "body", "message", "comment")
 LABEL = ("label", "labels", "class", "category", "target", "sentiment", "y")
@@ -112,7 +112,7 @@ def _json_lines(path: Path) -> Table:
         raise DamagedData(path, f"it is not valid JSON ({error})") from None
     found: list[tuple[str, Any]] = [(f"entry {n}", row) for n, row in enumerate(whole or [], 1)]
     if whole is None:
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(lines_of(text), 1):
             if line.strip():
                 try:
                     found.append((f"line {number}", json.loads(line)))

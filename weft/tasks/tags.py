@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .base import Columns, DataMissing, Known, TaskData, block_options
 from .config import TrainConfig
-from .files import DamagedData, pad_rows, read_text
+from .files import DamagedData, lines_of, pad_rows, read_text
 from .hosts import host_facts, hosted_model, longest
 from .own import TextTable, from_file, meaning_of
 from .registry import add_task
@@ -41,7 +41,7 @@ def read_columns(path: Path, tagged: bool = True) -> Table:
     tokens: list[str] = []
     tags: list[str] = []
     first = 1
-    for number, line in enumerate([*read_text(path).splitlines(), ""], 1):
+    for number, line in enumerate([*lines_of(read_text(path)), ""], 1):
         columns = line.split("\t") if "\t" in line else line.split()
         if not line.strip() or columns[0] == "-DOCSTART-":
             if tokens:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .base import Columns, DataMissing, Known, Task, TaskData
 from .config import TrainConfig
-from .files import DamagedData, find, read_parquet, read_text
+from .files import DamagedData, find, lines_of, read_parquet, read_text
 from .registry import add_task
 
 PAD, BEGIN, END = 0, 1, 2
@@ -139,7 +139,7 @@ def read_pairs(path: Path, source: str, target: str) -> dict[str, list[tuple[str
     else:
         found = {}
         for part, name in PARTS.items():
-            sides = [read_text(path / f"{name}.{side}").splitlines() for side in (source, target)]
+            sides = [lines_of(read_text(path / f"{name}.{side}")) for side in (source, target)]
             if len(sides[0]) != len(sides[1]):
                 what = f"{name}.{source} has {len(sides[0])} lines, {name}.{target} has {len(sides[1])}"
                 raise DamagedData(path, what, "Lines are pairs: both files need the same number.")
