@@ -53,16 +53,6 @@ def test_weights_are_positive_on_all_legal_keys(case):
             check_support(attn.weights(q, k, v, None if mask is None else mask[None]), real, case.causal)
 
 
-def test_steps_of_row_major_projections():
-    options = {"attention": "combiner-axial", "key_summary": "proj", "input_dim": 6, "block_size": 4}
-    layer = weft.MultiheadAttention(6, H, head_dim=D, causal=True, **options).double()
-    x, mask = noise(2, 21, 6), noise(2, 21, seed=1) > -0.8
-    whole, state = layer(x, mask), layer.start(2)
-    for t in range(21):
-        out, state = layer.step(x[:, t : t + 1], state, mask[:, t])
-        torch.testing.assert_close(out[mask[:, t], 0], whole[mask[:, t], t])
-
-
 def test_row_major_projections_need_the_input():
     x = torch.randn(2, 11, 6, dtype=torch.float64)
     mask = torch.ones(2, 11, dtype=torch.bool)

@@ -262,16 +262,6 @@ def test_mm_counts_real_tokens_only():
     assert layer(x, torch.zeros_like(mask)).isfinite().all()
 
 
-def test_steps_equal_the_parallel_form():
-    layer = weft.MSSA(8, 2, causal=True, tied=True, scale=0.7).double()
-    x = torch.randn(2, 6, 8).double()
-    state, outs = layer.start(2), []
-    for t in range(6):
-        out, state = layer.step(x[:, t : t + 1], state)
-        outs.append(out)
-    torch.testing.assert_close(torch.cat(outs, 1), layer(x), **AGREE)
-
-
 IMAGES = dict(dim=16, heads=2, layers=2, image_size=8, patch=4)
 
 

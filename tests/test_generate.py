@@ -34,7 +34,7 @@ LAYERS = {
     ),
     "mixed": lambda: MixedAttention(16, 4, ["full", ("longformer", {"window": 3})], causal=True, rope=True),
     "cached": cached,
-    "subspaces": lambda: MSSA(16, 4, attention="combiner-fixed", block_size=3, causal=True),
+    "subspaces": lambda: MSSA(16, 4, attention="combiner-fixed", block_size=3, causal=True, tied=True, scale=0.7),
     "reads its input": lambda: weft.MultiheadAttention(
         16, 4, attention="combiner-axial", key_summary="proj", block_size=4, input_dim=16, causal=True
     ),

@@ -270,9 +270,3 @@ def test_no_rows(case):
         out, state = attn.prefill(*(x[:, :, :6] for x in tokens), None if given is None else given[:, :6])
         assert out.shape == (0, HEADS, 6, HEAD_DIM)
         assert steps(attn, tokens, state, 6, 9, given)[0].shape == (0, HEADS, 3, HEAD_DIM)
-
-
-@sweep(causal=True, steps=False)
-def test_mechanisms_without_an_exact_state_refuse(case):
-    with pytest.raises(ValueError, match="does not support step-by-step"):
-        case.make().prefill(*qkv(5))

@@ -88,18 +88,6 @@ def test_every_mechanism_inside_the_layer(case):
         assert parameter.grad is not None and parameter.grad.abs().max() > 0, f"{name} is not used"
 
 
-@pytest.mark.parametrize("name", ("full", "local", "linear"))
-def test_steps_through_the_layer(name):
-    mha = layer(12, 4, head_dim=6, kv_heads=2, rope=True, attention=name, causal=True)
-    x = inputs(11)
-    state = mha.start(2)
-    outs = []
-    for t in range(11):
-        out, state = mha.step(x[:, t : t + 1], state)
-        outs.append(out)
-    torch.testing.assert_close(torch.cat(outs, 1), mha(x), **EXACT)
-
-
 def test_mixed_is_the_mean_of_its_blocks():
     torch.manual_seed(0)
     mixed = weft.MixedAttention(12, 4, ["full", ("local", {"block_size": 3})], head_dim=5).double().eval()

@@ -40,6 +40,13 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+SAMPLED: dict[str, Callable[[], nn.Module]] = {
+    "thinned": lambda: multihead(attention="subsampled", keep=0.5),
+    "image": lambda: multihead(attention="subsampled", layout=(3, 3), windows=3),
+    "graph": lambda: multihead(attention="subsampled", layout="graph", keep=0.5),
+}
+
+
 def gradients(model: nn.Module, batches: list[Tensor], order: list[int], **how) -> list[Tensor]:
     """All gradients after several forwards whose backward passes come in this order."""
     torch.manual_seed(1)
@@ -71,11 +78,11 @@ def compare(made: Callable[[], nn.Module], batches: list[Tensor], order: list[in
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("same", [False, True])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", [*LAYERS, *SAMPLED])
 def test_forwards_in_flight(name, same, reentrant):
     for seed, order in enumerate(([0, 1, 2], [2, 1, 0], [3, 1, 0, 5, 2, 4])):
         batches = [noise(2, 9, DIM, seed=seed if same else 10 * seed + n) for n in range(len(order))]
-        compare(LAYERS[name], batches, order, use_reentrant=reentrant)
+        compare({**LAYERS, **SAMPLED}[name], batches, order, use_reentrant=reentrant)
 
 
 @sweep(first_setting=True)

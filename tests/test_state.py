@@ -116,14 +116,6 @@ def test_undoing_a_cache_leaves_modes_set_inside_it():
     assert not model.layers[0].self_attn.training
 
 
-@pytest.mark.parametrize("positions", ["alibi", "rope", "none"])
-@pytest.mark.parametrize("attention", [["full", "local"], ["full", "routing", "sparse", "axial"]])
-def test_language_models_with_mixed_attention(attention, positions):
-    sizes = {**SMALL, "heads": 4, "head_dim": 4}
-    model = models.LanguageModel(20, max_length=12, attention=attention, positions=positions, **sizes).eval()
-    assert model(ids()).isfinite().all()
-
-
 def test_mixed_attention_shares_out_the_heads_of_a_bias():
     """Mixing a mechanism with itself equals that mechanism with all heads."""
     torch.manual_seed(0)
@@ -138,20 +130,6 @@ def test_mixed_attention_shares_out_the_heads_of_a_bias():
     torch.testing.assert_close(mixed(vectors(), bias=bias), whole(vectors(), bias=bias))
     with pytest.raises(ValueError, match="2 heads"):
         mixed(vectors(), bias=weft.ALiBi(2))
-
-
-def test_a_cache_around_a_layer_that_reads_its_input():
-    options = {"attention": "combiner-axial", "key_summary": "wsum_proj", "block_size": 3, "input_dim": 16}
-    torch.manual_seed(0)
-    inner = weft.MultiheadAttention(16, 2, **options, causal=True)
-    cached = weft.CachedAttention(inner, delayed=True, length=4)
-    cached(vectors()).sum().backward()
-    cached.eval()
-    whole, state, steps = cached(vectors()), cached.start(2), []
-    for t in range(9):
-        y, state = cached.step(vectors()[:, t : t + 1], state)
-        steps.append(y)
-    torch.testing.assert_close(torch.cat(steps, 1), whole)
 
 
 @pytest.mark.parametrize("name", [n for n in weft.attentions() if weft.attention_info(n).bidirectional])

@@ -7,7 +7,6 @@ from unittest.mock import Mock
 import golden
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft.attention.subsampled.gather import sampled_attention
@@ -194,30 +193,6 @@ def test_one_fresh_sample_per_forward_reproducible(causal):
         assert torch.equal(attn(q[1:], k[1:], v[1:])[0], first[1])  # shared by the batch, whatever the batch
     a, b = (attn.draw(32, torch.Generator().manual_seed(9)) for _ in range(2))
     assert torch.equal(a, b) and not torch.equal(a, attn.draw(32, torch.Generator().manual_seed(10)))
-
-
-@pytest.mark.parametrize("options", [{}, {"keep": 0.5}, {"layout": (8, 4)}, {"layout": "graph", "keep": 0.5}])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_sees_the_same_sample(options, reentrant):
-    """Two calls of one layer before one backward: each recomputation must find its own sample."""
-    layer = weft.MultiheadAttention(8, 2, attention="subsampled", dtype=torch.float64, **options)
-    x = torch.randn(2, 32, 8, dtype=torch.float64, requires_grad=True)
-
-    def grads(run):
-        torch.manual_seed(3)
-        y = run(x) + 2 * run(x.flip(1))
-        return torch.autograd.grad(y.square().sum(), (x, *layer.parameters())) if not reentrant else backward(y)
-
-    def backward(y):  # the reentrant kind supports .backward() only
-        leaves = (x, *layer.parameters())
-        for p in leaves:
-            p.grad = None
-        y.square().sum().backward()
-        return [p.grad.clone() for p in leaves]
-
-    plain = grads(layer)
-    replayed = grads(lambda x: checkpoint(layer, x, use_reentrant=reentrant))
-    assert all((a - b).abs().max() < 1e-10 for a, b in zip(plain, replayed, strict=True))
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"layout": (8, 4)}, {"layout": "graph", "keep": 0.5}])
