@@ -251,7 +251,10 @@ def shrunk(cell: Cell, data: Path):
     if config.model.startswith("timm:vit") and "patch_size" not in config.model_options:
         changes["image_size"] = 32
     if config.task.startswith("coco"):
-        changes |= {"image_size": 32, "model_options": '{"min_size": 64, "max_size": 64}'}
+        options = {"min_size": 64, "max_size": 64}
+        if config.model.startswith("mask-rcnn"):
+            options |= dict.fromkeys(("rpn_post_nms_top_n_train", "rpn_post_nms_top_n_test"), 8)
+        changes |= {"image_size": 32, "model_options": json.dumps(options)}
     return dataclasses.replace(config, data=str(place), **changes)
 
 
