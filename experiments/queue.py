@@ -3,7 +3,7 @@
     python -m experiments.queue --list                              # what is done, what is next, and its minutes
     python -m experiments.queue --minutes 28 --data data --out runs # run what fits, in order
 
-`minutes` is the time of a run alone on one H200. Runs on the same GPU alternate, so the minutes of the chosen cells add
+The minutes are those of a run alone on one H200. Runs on the same GPU alternate, so the minutes of the chosen cells add
 up. A cell is done when its table's `*.results.json` has a complete run with its config and seed. Runs are those of
 `weft sweep`: an interrupted run continues from its checkpoint if `--out` still has it. At the end, the results of all
 changed tables are written next to their files.
@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from weft.lab.sweep import Job, jobs_of, load_sweep
-from weft.lab.sweep.jobs import DONE, FAILED, Local, run_jobs
+from weft.lab.run import Run
+from weft.lab.sweep import Job, Sweep, jobs_of, load_sweep
+from weft.lab.sweep.cells import started
+from weft.lab.sweep.jobs import DONE, FAILED, Local, run_jobs, saved_step
 from weft.lab.sweep.results import gather, read_results, results_file, write_results
 from weft.lab.sweep.view import View
 
@@ -33,23 +36,63 @@ class Entry:
     seed: int = 0
 
 
+# Minutes of 10,000 steps on ListOps, wide and deep.
+LISTOPS = {
+    "linear": (6, 13), "local": (4, 12), "linformer": (3, 8), "combiner-fixed": (4, 7), "performer": (8, 13),
+    "longformer": (8, 14), "sinkhorn": (9, 15), "bigbird": (9, 17), "full": (14, 20), "sparse": (16, 24),
+    "synthesizer": (25, 35),
+}  # fmt: skip
+# Minutes of 30,000 steps on IMDb, by bytes and by words: wide and deep.
+BYTES = {"combiner-fixed": (6, 11), "local": (6, 18), "linear": (9, 20), "full": (15, 25)}
+WORDS = {"combiner-fixed": (4, 9), "local": (4, 9), "linear": (4, 9), "full": (5, 12)}
+# Minutes of the Long Range Arena's image, Pathfinder and text tasks.
+ARENA = {
+    "Linear Trans.": (14, 35, 6), "Local Attention": (12, 30, 6), "Combiner-Axial": (14, 35, 7),
+    "Transformer": (46, 100, 8),
+}  # fmt: skip
+
+
 def queue() -> list[Entry]:
-    """First seeds first. Minutes follow from the tokens per second that `*.results.json` have of each cell."""
-    wide = {"linear": 6, "local": 4, "linformer": 3, "combiner-fixed": 4, "performer": 8, "bigbird": 9, "full": 14}
-    deep = {"combiner-fixed": 7, "linformer": 8, "local": 12, "linear": 13, "performer": 13, "bigbird": 17, "full": 20}
-    entries = [Entry("wide/listops", f"{name}/wide*", minutes) for name, minutes in wide.items()]
-    entries += [Entry("wide/listops", f"{name}/deep*", minutes) for name, minutes in deep.items()]
-    entries += [Entry("cached/listops", "full/plain", 10), Entry("cached/listops", "full/cached", 12)]
-    for seed in (1, 2):
-        entries += [Entry("wide/listops", f"{name}/wide*", minutes, seed) for name, minutes in wide.items()]
-        entries += [Entry("wide/listops", f"{name}/deep*", minutes, seed) for name, minutes in deep.items()]
-    return entries
+    """All cells with the first seed, then all with the second and the third. The minutes are estimates from the tokens
+    per second that `*.results.json` have of the same or similar cells, with a minute for start and test if the training
+    time is fixed."""
+    entries: list[Entry] = []
+
+    def add(table: str, cells: dict[str, float]) -> None:
+        entries.extend(Entry(table, cell, minutes) for cell, minutes in cells.items())
+
+    def shapes(table: str, rows: dict[str, tuple[float, float]]) -> None:
+        for i, shape in enumerate(("wide", "deep")):
+            add(table, {f"{name}/{shape}*": minutes[i] for name, minutes in rows.items()})
+
+    shapes("wide/listops", LISTOPS)
+    add("cached/listops", {"full/plain": 10, "full/cached": 12})
+    add("combiner/enwik8", {f"{row}/10 min": 11 for row in ("dense", "combiner-fixed", "combiner-axial", "cached")})
+    add("combiner/enwik8", {"subsampled, dense finish/10 min": 11, "subsampled, ensemble of 10/10 min": 13})
+    shapes("wide/imdb_byte", BYTES)
+    shapes("wide/imdb_token", WORDS)
+    kinds = ("full", "sparse", "combiner-fixed", "combiner-axial", "combiner-mixture")
+    add("combiner/cifar10_density", {f"{kind}/10 min": 12 for kind in kinds})
+    add("crate/cifar10", {f"{row}/{data}": 11 for data in ("CIFAR-10", "Tiny-*") for row in ("CRATE", "ViT")})
+    add("crate/mae", {"pre-training/*": 5, "probe/*": 2, "fine-tuned/*": 3, "not pre-trained/*": 3})
+    columns = ("plain", "cached")
+    add("cached/tiny_imagenet", {f"{row}/{c}": 11 for row in ("ViT-S", "Swin-T", "PVT-Tiny") for c in columns})
+    add("cached/table4", {f"Multi30k {pair}/{c}": 4 for pair in ("De-En", "En-De") for c in columns})
+    add("subsampled/molecules", {"0 dropped/QM9 gap": 7, "0.1 dropped/QM9 gap": 7})
+    for pooling in ("mean", "cls"):
+        for i, column in enumerate(("Image", "Pathfinder", "Text")):
+            add("combiner/table5", {f"{row}/{column}, {pooling}": minutes[i] for row, minutes in ARENA.items()})
+    return [replace(entry, seed=seed) for seed in (0, 1, 2) for entry in entries]
+
+
+@cache
+def sweep_of(table: str) -> Sweep:
+    return load_sweep(HERE / f"{table}.py")
 
 
 def job_of(entry: Entry, data: str, out: Path | None) -> Job:
     overrides: dict[str, Any] = {"data": data} if data else {}
-    sweep = load_sweep(HERE / f"{entry.table}.py")
-    (job,) = jobs_of(sweep, out=out, seeds=[entry.seed], only=[entry.cell], overrides=overrides)
+    (job,) = jobs_of(sweep_of(entry.table), out=out, seeds=[entry.seed], only=[entry.cell], overrides=overrides)
     return job
 
 
@@ -64,14 +107,23 @@ def is_done(job: Job) -> bool:
     )
 
 
+def left(entry: Entry, job: Job) -> float:
+    """The minutes that are left of a run, which may have been interrupted."""
+    return entry.minutes * (1 - saved_step(job.folder) / started(job).steps)
+
+
 def pick(waiting: Sequence[tuple[Entry, Job]], minutes: float) -> list[tuple[Entry, Job]]:
-    """All runs that fit, in order; runs that are too long are skipped."""
-    chosen, left = [], minutes
+    """All runs that fit, in order; runs that are too long are skipped. If none fits, the first one, which continues in
+    the next portion. A run that starts from another run's weights needs that run."""
+    chosen, free = [], minutes
+    folders: set[str] = set()
     for entry, job in waiting:
-        if entry.minutes <= left:
+        first = job.config.init_from
+        if left(entry, job) <= free and (not first or first in folders or Run(Path(first)).result()):
             chosen.append((entry, job))
-            left -= entry.minutes
-    return chosen
+            folders.add(str(job.folder))
+            free -= left(entry, job)
+    return chosen or list(waiting[:1])
 
 
 def main() -> None:
@@ -87,8 +139,8 @@ def main() -> None:
     chosen = pick(waiting, given.minutes)
     for entry, job in jobs:
         state = "done" if (entry, job) not in waiting else "next" if (entry, job) in chosen else "waiting"
-        print(f"{state:8} {entry.minutes:5.0f} min  {entry.table:16} {job.name}")
-    print(f"{len(jobs) - len(waiting)} of {len(jobs)} done, {sum(e.minutes for e, _ in waiting):.0f} minutes left")
+        print(f"{state:8} {left(entry, job):5.0f} min  {entry.table:24} {job.name}")
+    print(f"{len(jobs) - len(waiting)} of {len(jobs)} done, {sum(left(e, j) for e, j in waiting):.0f} minutes left")
     if given.list or not chosen:
         return
     view = View()

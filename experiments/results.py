@@ -44,16 +44,16 @@ def section(sweep: Sweep) -> tuple[str, bytes]:
     if not done:
         return "", b""
     drawing = plot(sweep, done) if any(len(run.curve) > 1 for _, runs in done for run in runs) else b""
-    source = sweep.file.relative_to(HERE.parent)
+    source, axis = sweep.file.relative_to(HERE.parent), "time" if by_time(done) else "steps"
     figure = sweep.metric.replace("_", " ") + (f", {sweep.unit}" if sweep.unit else "")
     lines = [
         f"### {sweep.title}",
         "",
         f"{len(done)} of {len(sweep.cells)} cells run to the end. Command: `weft sweep {source}`.",
         "",
-        *([f"![Validation {sweep.metric} against steps](results/{plot_name(sweep)})", ""] if drawing else []),
-        f"| cell | paper | ours ({figure}) | seeds | steps | difference | run |",
-        "|---|---|---|---|---|---|---|",
+        *([f"![Validation {sweep.metric} against {axis}](results/{plot_name(sweep)})", ""] if drawing else []),
+        f"| cell | paper | ours ({figure}) | seeds | steps | minutes | difference | run |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for cell, runs in done:
         values = [run.test[sweep.metric] for run in runs]
@@ -65,9 +65,16 @@ def section(sweep: Sweep) -> tuple[str, bytes]:
         starts = sorted({f"{start.commit[:7]}, {start.device}" for run in runs for start in run.starts})
         seeds = ", ".join(str(run.seed) for run in runs)
         steps = f"{runs[0].step:,} of {runs[0].steps:,}"
-        row = (f"{cell.row}, {cell.column}", paper, f"{sweep.show(mean)}{spread}", seeds, steps, off, "; ".join(starts))
-        lines.append(f"| {' | '.join(row)} |")
+        minutes = ", ".join(f"{run.seconds / 60:.1f}" if run.seconds else "–" for run in runs)
+        name, ours = f"{cell.row}, {cell.column}", f"{sweep.show(mean)}{spread}"
+        lines.append(f"| {' | '.join((name, paper, ours, seeds, steps, minutes, off, '; '.join(starts)))} |")
     return "\n".join(lines) + "\n", drawing
+
+
+def by_time(done: Sequence[tuple[Cell, list[Record]]]) -> bool:
+    """Whether the cells had the same time instead of the same number of steps, and their clocks are known."""
+    runs = [run for _, runs in done for run in runs]
+    return all(cell.config.minutes for cell, _ in done) and all(len(run.clock) == len(run.curve) for run in runs)
 
 
 def plot_name(sweep: Sweep) -> str:
@@ -83,14 +90,17 @@ def plot(sweep: Sweep, done: Sequence[tuple[Cell, list[Record]]]) -> bytes:
     matplotlib.rcParams["svg.hashsalt"] = "weft"  # the same file for the same numbers
     matplotlib.rcParams["svg.fonttype"] = "none"
     figure, axes = plt.subplots(figsize=(7, 3.6))
+    timed = by_time(done)
     for number, (cell, runs) in enumerate(done):
         for run in runs:
             label = f"{cell.row}, {cell.column}" if run is runs[0] else None
             steps, values = zip(*run.curve, strict=True)
+            if timed:
+                steps = [seconds / 60 for _, seconds in run.clock]
             shown = [value * sweep.scale for value in values]
             style = "-" if number < len(COLOURS) else "--"
             axes.plot(steps, shown, style, color=COLOURS[number % len(COLOURS)], label=label, linewidth=1.3)
-    axes.set_xlabel("steps")
+    axes.set_xlabel("minutes of training" if timed else "steps")
     axes.set_ylabel(f"validation {sweep.metric}" + (f" ({sweep.unit})" if sweep.unit else ""))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8)

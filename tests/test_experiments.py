@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import gzip
+import io
 import json
 import math
 from functools import cache
@@ -34,8 +35,8 @@ RANGES = {"accuracy": (10, 100), "bits_per_byte": (0.9, 5), "bits_per_dimension"
           "box_ap": (30, 50), "box_ap50": (0, 100), "bleu": (25, 45), "mae": (0, 1)}  # fmt: skip
 SMALL = dict(
     dim=16, heads=2, head_dim=4, mlp_dim=16, layers=1, steps=1, warmup=0, batch_size=2, accumulate=1, eval_every=0,
-    eval_batches=1, checkpoint_every=1, keep=1, finetune_dense_at=0.0, accelerator="cpu", compile=False,
-    precision="32-true", preset="",
+    eval_batches=1, checkpoint_every=1, keep=1, finetune_dense_at=0.0, minutes=0.0, ensemble=0, accelerator="cpu",
+    compile=False, precision="32-true", preset="",
 )  # fmt: skip
 # Hosts whose width is not the config's, made small.
 HOSTS = {
@@ -52,7 +53,7 @@ NEEDED = {
     ("coco",): "pycocotools",
     ("iwslt", "multi30k", "wiki40b", "c4"): "tokenizers",
     ("iwslt", "multi30k"): "sacrebleu",
-    ("qm9", "multi30k", "esol", "freesolv", "lipo"): "pyarrow",
+    ("qm9", "multi30k", "esol", "freesolv", "lipo", "tiny-imagenet"): "pyarrow",
     ("qm9", "pcqm4mv2", "esol", "freesolv", "lipo"): "rdkit",
 }
 
@@ -71,8 +72,9 @@ def kind(cell: Cell) -> tuple:
     c = cell.config
     host = c.model.split("_")[0].partition("-")[0] if c.model.startswith(("timm", "pvt", "crate")) else c.model
     sampled = "subsampled" in c.attention or bool(c.subsample)
-    name = "iwslt" if c.task.startswith("iwslt") else c.task
-    return type(get_task(c.task)).__name__, name, host, bool(c.cache), sampled, bool(cell.start)
+    task = "imagenet" if c.task == "tiny-imagenet-50" else c.task  # the same models
+    name = "iwslt" if task.startswith("iwslt") else task
+    return type(get_task(task)).__name__, name, host, bool(c.cache), sampled, bool(cell.start)
 
 
 @cache
@@ -201,6 +203,11 @@ def data(tmp_path_factory):
         for name, column in (("qm9", "gap"), ("delaney", "logSolubility"), ("freesolv", "freesolv"), ("lipo", "lipo")):
             table = {"smiles": ["C" * (1 + i % 3) for i in range(20)], column: values}
             parquet.write_table(arrow.table(table), folder / f"{name}.parquet")
+        buffer = io.BytesIO()
+        Image.new("RGB", (64, 64), (90, 0, 0)).save(buffer, "PNG")
+        pictures = {"image": [buffer.getvalue()] * 8, "label": [i % 4 for i in range(8)]}
+        parts = arrow.table({**pictures, "split": ["train"] * 6 + ["val"] * 2})
+        parquet.write_table(parts, folder / "tiny-imagenet-50.parquet")
         captions = {"split": ["train"] * 4 + ["validation"] * 2 + ["test"] * 2, "de": ["ein Hund"] * 8}
         parquet.write_table(arrow.table({**captions, "en": ["a dog"] * 8}), folder / "multi30k.parquet")
     except ImportError:
@@ -329,7 +336,7 @@ def test_crate_and_vit_have_equal_size():
             sum(p.numel() for p in get_task("cifar10").model(c.config, TaskData({}, {}, {}, 64, facts)).parameters())
             for c in sweep_of(ROOT / "crate/cifar10.py").cells
         ]
-    assert sizes == [5_381_098, 5_362_762]
+    assert sizes[:2] == [5_381_098, 5_362_762]
 
 
 def test_attention_cache_reads_the_previous_step():

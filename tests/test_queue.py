@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
+import pytest
+
+pytest.importorskip("lightning")
+
+from weft.lab.sweep import Job
+from weft.tasks import TrainConfig, get_task
+from weft.tasks.base import DataMissing
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from experiments.queue import Entry, is_done, job_of, pick, queue  # noqa: E402
+from experiments.queue import Entry, is_done, job_of, left, pick, queue  # noqa: E402
 
 
-def test_every_entry_names_one_cell_and_no_two_are_alike():
-    jobs = [job_of(entry, "", None) for entry in queue()]  # job_of refuses a name that matches several cells
-    assert len({job.folder for job in jobs}) == len(jobs)
+@pytest.fixture(scope="module")
+def jobs():
+    return [(entry, job_of(entry, "", None)) for entry in queue()]  # job_of refuses names of several cells
+
+
+def test_every_entry_names_one_cell_and_no_two_are_alike(jobs):
+    assert len({job.folder for _, job in jobs}) == len(jobs)
+    assert {entry.seed for entry, _ in jobs} == {0, 1, 2}
+    assert [entry.seed for entry, _ in jobs] == sorted(entry.seed for entry, _ in jobs)
+
+
+def test_every_entry_has_a_task_whose_data_has_a_known_place(jobs):
+    """The config is valid, and without data its task says where the data comes from."""
+    for config in {(job.config.task, job.config.model): job.config for _, job in jobs}.values():
+        config.check()
+        with pytest.raises(DataMissing, match=r"weft data|put|download|Parquet"):
+            get_task(config.task).load(dataclasses.replace(config, data="/nowhere"))
+
+
+def test_a_run_of_fixed_time_has_a_minute_for_start_and_test(jobs):
+    for entry, job in jobs:
+        assert entry.minutes >= job.config.minutes + bool(job.config.minutes)
 
 
 def test_a_complete_run_is_done_and_another_seed_or_a_cut_one_is_not():
@@ -21,9 +49,23 @@ def test_a_complete_run_is_done_and_another_seed_or_a_cut_one_is_not():
     assert not is_done(job_of(Entry("wide/listops", "full/deep*", 20), "", None))  # run to 4,000 steps only
 
 
-def test_a_portion_holds_what_fits_in_order():
-    entries = [Entry("t", name, minutes) for name, minutes in (("a", 10), ("b", 14), ("c", 9), ("d", 8), ("e", 1))]
-    assert [entry.cell for entry, _ in pick([(entry, None) for entry in entries], 20)] == ["a", "c", "e"]
+def test_a_portion_holds_what_fits_in_order(tmp_path):
+    def waiting(*minutes, start=""):
+        for i, each in enumerate(minutes):
+            config = TrainConfig(out=str(tmp_path / "abcde"[i]), init_from=start and str(tmp_path / start) * (i == 2))
+            yield Entry("t", "abcde"[i], each), Job(None, None, config)
+
+    def cells(chosen):
+        return [entry.cell for entry, _ in chosen]
+
+    assert cells(pick(list(waiting(10, 14, 9, 8, 1)), 20)) == ["a", "c", "e"]
+    assert cells(pick(list(waiting(30, 40)), 20)) == ["a"]  # none fits: it starts, and continues later
+    assert cells(pick(list(waiting(30, 15, 5, start="a")), 20)) == ["b"]  # c starts from a
+    assert cells(pick(list(waiting(10, 15, 5, start="a")), 20)) == ["a", "c"]
+    folder = tmp_path / "a" / "checkpoints"
+    folder.mkdir(parents=True)
+    (folder / "step-00007500.safetensors").touch()
+    assert left(*next(waiting(30))) == 7.5
 
 
 def test_the_results_page_is_up_to_date():

@@ -7,7 +7,7 @@ From the authors' code, not the paper (White-Box Transformers via Sparse Rate Re
 https://arxiv.org/abs/2306.01129). Pre-training hides three quarters of the patches (AdamW, no labels). The probe
 trains one linear layer on the frozen encoder; fine-tuning trains all of it as published (AdamW, learning rate 5e-5,
 decay 0.01, crops, flips and RandAugment with n = 2, m = 14), but at 32 pixels. Both start from the pre-trained
-run; the 10,000 and 2,500 steps of 512 are our choice.
+run; the 10,000 and 2,500 steps of 512 are our choice. "not pre-trained" is fine-tuning from random weights.
 """
 
 from __future__ import annotations
@@ -104,11 +104,12 @@ def cells() -> list[Cell]:
     )
     found = [Cell("pre-training", "CIFAR-10", pretrained)]
     randaugment = "rand-m5-n2-p1"  # 14 of 30 is 5 of timm's 10
-    for row, task, rate, augmentation in (
-        ("probe", "cifar10-mae-probe", 1e-3, ""),
-        ("fine-tuned", "cifar10-mae-finetune", 5e-5, randaugment),
+    for row, task, rate, augmentation, start in (
+        ("probe", "cifar10-mae-probe", 1e-3, "", "pre-training-cifar-10"),
+        ("fine-tuned", "cifar10-mae-finetune", 5e-5, randaugment, "pre-training-cifar-10"),
+        ("not pre-trained", "cifar10-mae-finetune", 5e-5, randaugment, ""),
     ):
         options: dict[str, Any] = dict(learning_rate=rate, weight_decay=0.01, augmentation=augmentation)
         config = make_config(task, **same, steps=2500, warmup=125, **options)
-        found.append(Cell(row, "CIFAR-10", config, start="pre-training-cifar-10"))
+        found.append(Cell(row, "CIFAR-10", config, start=start))
     return found
