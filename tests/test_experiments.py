@@ -259,8 +259,9 @@ def shrunk(cell: Cell, data: Path):
         changes["image_size"] = 32
     if config.task.startswith("coco"):
         options = {"min_size": 64, "max_size": 64}
-        if config.model.startswith("mask-rcnn"):
-            options |= dict.fromkeys(("rpn_post_nms_top_n_train", "rpn_post_nms_top_n_test"), 8)
+        if "mask-rcnn" in config.task:
+            fewer = ("rpn_post_nms_top_n_train", "rpn_post_nms_top_n_test", "box_detections_per_img")
+            options |= dict.fromkeys(fewer, 8)
         changes |= {"image_size": 32, "model_options": json.dumps(options)}
     return dataclasses.replace(config, data=str(place), **changes)
 
