@@ -136,7 +136,7 @@ def test_errors_name_the_file_the_line_and_the_column(table, tmp_path):
         load("regress", table)
     with pytest.raises(DataMissing, match="does not exist"):
         load("classify", tmp_path / "nothing.csv")
-    with pytest.raises(ValueError, match="--tokenizer must be bytes, words, bpe:SIZE or a tokenizer.json"):
+    with pytest.raises(ValueError, match="--tokenizer must be .* bpe:SIZE, unigram:SIZE or a tokenizer.json"):
         load("classify", table, tokenizer="sentencepiece")
 
 
@@ -150,13 +150,15 @@ def test_a_language_model_of_a_french_text(tmp_path):
     path = tmp_path / "livre.txt"
     path.write_text("Longtemps, je me suis couché de bonne heure. Où êtes-vous ? " * 80, encoding="utf-8")
     bytes_ = load("lm", path, max_length=32)
-    pieces = load("lm", path, max_length=16, tokenizer="bpe:300")
-    assert bytes_.facts["vocab"] == 256 and pieces.facts["vocab"] == 300
-    assert pieces.train["bytes"].shape[1] == 17
+    assert bytes_.facts["vocab"] == 256
     from tokenizers import Tokenizer
 
-    text = Tokenizer.from_str(pieces.tokenizer).decode(pieces.train["bytes"][:3].flatten().tolist())
-    assert "couché de bonne" in text
+    for kind in ("bpe", "unigram"):
+        pieces = load("lm", path, max_length=16, tokenizer=f"{kind}:300")
+        assert 20 < pieces.facts["vocab"] <= 300
+        assert pieces.train["bytes"].shape[1] == 17
+        text = Tokenizer.from_str(pieces.tokenizer).decode(pieces.train["bytes"][:4, :16].flatten().tolist())
+        assert "couché de bonne" in text, kind
 
 
 def test_texts_in_other_encodings_name_file_and_line(tmp_path):

@@ -59,7 +59,7 @@ class TrainConfig:
     mixup: float = 0.0  # alpha of timm's mixup, image classification only; 0: none
     cutmix: float = 0.0  # alpha of timm's CutMix, image classification only; 0: none
     drop_path: float = 0.0  # rate of dropped branches in the last block, linear from 0, image classification only
-    tokenizer: str = ""  # bytes, words, bpe:SIZE or a tokenizer.json; your own texts only
+    tokenizer: str = ""  # bytes, words, bpe:SIZE, unigram:SIZE or a tokenizer.json; your own texts only
     text_column: str = ""  # column of the texts, your own tables only; empty: the one named text
     label_column: str = ""  # column of the labels, your own tables only; empty: the one named label
     skip_unlabelled: bool = False  # leave out rows without a label, your own tables only

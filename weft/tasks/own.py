@@ -4,9 +4,9 @@
     weft train regress --data reviews.csv         labels are numbers
     weft train lm --data book.txt                 a text, or a folder of texts
 
-`--tokenizer` is bytes, words, bpe:SIZE (trained on the training texts), or the file of a tokenizer. Without a column
-`split` and without separate files, a fixed tenth of the rows is validation data, and another tenth test data.
-`--model hf:NAME` trains a model of transformers, see hosts.py.
+`--tokenizer` is bytes, words, bpe:SIZE or unigram:SIZE (trained on the training texts), or the file of a tokenizer.
+Without a column `split` and without separate files, a fixed tenth of the rows is validation data, and another tenth
+test data. `--model hf:NAME` trains a model of transformers, see hosts.py.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from .tables import LABEL, SPLITS, TEXT, Table, read_tables
 from .text import Bytes
 from .tokens import Pieces, windows
 
+MADE = {"bpe": Pieces.of, "unigram": Pieces.unigram}  # tokenizers trained on the texts
 Encode = Callable[[str], np.ndarray]
 
 
@@ -48,14 +49,15 @@ def make_tokenizer(kind: str, texts: Sequence[str]) -> tuple[list[str] | None, s
     if kind == "words":
         words = Counter(word for text in texts for word in WORD.findall(text))
         return ["<pad>", "<unk>", *sorted(words)], None
-    if kind == "bpe" or kind.startswith("bpe:"):
-        size = kind.partition(":")[2] or "8000"
+    name, _, size = kind.partition(":")
+    if name in MADE:
+        size = size or "8000"
         if not size.isdigit() or int(size) < 300:
-            raise ValueError(f"--tokenizer bpe:SIZE needs a size of at least 300, got {kind!r}")
-        return None, Pieces.of(texts, int(size)).tokenizer
+            raise ValueError(f"--tokenizer {name}:SIZE needs a size of at least 300, got {kind!r}")
+        return None, MADE[name](texts, int(size)).tokenizer
     path = Path(kind)
     if not path.is_file():
-        raise ValueError(f"--tokenizer must be bytes, words, bpe:SIZE or a tokenizer.json, got {kind!r}")
+        raise ValueError(f"--tokenizer must be bytes, words, bpe:SIZE, unigram:SIZE or a tokenizer.json, got {kind!r}")
     try:
         return None, Pieces(path.read_text(encoding="utf-8")).tokenizer
     except Exception as error:  # tokenizers raises plain Exception
@@ -64,7 +66,7 @@ def make_tokenizer(kind: str, texts: Sequence[str]) -> tuple[list[str] | None, s
 
 def from_file(config: TrainConfig, tokenizer: str | None) -> bool:
     """Whether the tokenizer was not made from the data."""
-    return tokenizer is not None and not config.tokenizer.startswith("bpe")
+    return tokenizer is not None and not config.tokenizer.startswith(tuple(MADE))
 
 
 def encoder(vocabulary: list[str] | None, tokenizer: str | None, length: int) -> tuple[Encode, int]:

@@ -78,7 +78,7 @@ class Words:
 
 
 class Pieces:
-    """A byte-level BPE."""
+    """A byte-level BPE, or another tokenizer of the library `tokenizers`."""
 
     vocabulary = None
 
@@ -97,6 +97,19 @@ class Pieces:
         tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+        tokenizer.train_from_iterator(text, trainer)
+        return cls(tokenizer.to_str())
+
+    @classmethod
+    def unigram(cls, text: Iterable[str], size: int) -> Pieces:
+        """The unigram pieces of SentencePiece, without its normalisation: decoding gives back the text."""
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+        tokenizer = Tokenizer(models.Unigram())
+        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+        trainer = trainers.UnigramTrainer(
+            vocab_size=size, show_progress=False, unk_token="<unk>", special_tokens=["<unk>"]
+        )
         tokenizer.train_from_iterator(text, trainer)
         return cls(tokenizer.to_str())
 
