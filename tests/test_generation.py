@@ -46,6 +46,7 @@ def assert_same(got: Tensor, wanted: Tensor, mask: Tensor | None = None) -> None
 def test_prefill_then_steps_with_the_batch_reordered_in_the_middle(case, n):
     attn, L = made(case), n + 9
     tokens, rows = qkv(L, B=3), torch.tensor([2, 0, 0])
+    given = [x.clone() for x in tokens]
     for mask in (None, left_padding(L, 0, min(3, n - 1), n // 2)):
         wanted = attn(*tokens, mask)
         out, state = attn.prefill(*(x[:, :, :n] for x in tokens), None if mask is None else mask[:, :n])
@@ -55,6 +56,7 @@ def test_prefill_then_steps_with_the_batch_reordered_in_the_middle(case, n):
         moved = [x[rows] for x in tokens]
         out, state = steps(attn, moved, attn.reorder(state, rows), n + 4, L, mask if mask is None else mask[rows])
         assert_same(out, wanted[rows, :, n + 4 :])
+    assert all(map(torch.equal, tokens, given))  # the state has its own memory
 
 
 @sweep(causal=True, steps=True)

@@ -87,7 +87,7 @@ def largest(x: Tensor, dim: int) -> Tensor:
 
     With gradients it uses amax, which splits the gradient of a tie equally.
     """
-    if x.device.type != "cpu" or _differentiable(x):
+    if x.device.type != "cpu" or _differentiable(x) or x.shape[dim] == 1:  # amax of one row is a copy, as states need
         return x.amax(dim, keepdim=True)
     while (n := x.shape[dim]) > 1:
         half = (n + 1) // 2  # odd n: the halves overlap by one, which is harmless for max
