@@ -84,15 +84,15 @@ class Decoding:
         self._check_decodes()
         if not isinstance(batch, int) or isinstance(batch, bool) or batch < 0:
             raise ValueError(f"batch must be the number of rows, an integer >= 0, got {batch!r}")
-        if max_length is not None and max_length < 1:
-            raise ValueError(f"max_length must be at least 1, got {max_length}")
+        if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
+            raise ValueError(f"max_length must be an integer of at least 1, or None, got {max_length!r}")
         if max_length is not None and self.max_length is not None and max_length > self.max_length:
             raise ValueError(
                 f"max_length={max_length} is over the mechanism's max_length={self.max_length}; create {self.name} "
                 "with a larger one"
             )
-        if history < 0:
-            raise ValueError(f"history must be at least 0, got {history}")
+        if not isinstance(history, int) or history < 0:
+            raise ValueError(f"history must be an integer of at least 0, got {history!r}")
         self._shapes(batch, 1, torch.float32)  # raises an error if the block size is unknown
         place = None if device is None else torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
         state = DecodingState(self._settings(), batch, place, dtype, max_length=max_length)
