@@ -159,6 +159,7 @@ def test_samples_follow_the_seed_and_the_limits():
     "change, says",
     [
         ({"temperature": -1.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
         ({"top_k": 0}, "top_k"),
         ({"top_p": 1.5}, "top_p"),
         ({"stop": 30}, "0 … 29"),
@@ -166,6 +167,7 @@ def test_samples_follow_the_seed_and_the_limits():
         ({"mask": PADDED[:, 1:]}, "like ids"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"ids": prompts().float()}, "integers"),
+        ({"ids": prompts() + 30}, "0 … 29"),
         ({"seed": 1, "generator": torch.Generator()}, "not both"),
     ],
 )

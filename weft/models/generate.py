@@ -85,7 +85,7 @@ def sample(
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Draw one id per row of logits (B, vocab)."""
-    if temperature < 0:
+    if not temperature >= 0:  # also NaN
         raise ValueError(f"temperature must be at least 0, got {temperature}")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k must be at least 1, got {top_k}")
@@ -109,8 +109,13 @@ def _check(model: Any, ids: Tensor, max_new_tokens: int, mask: Tensor | None) ->
     model._check_causal()
     if model.training:
         raise ValueError("generate() needs a model in eval mode; call model.eval()")
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"ids must be an integer tensor (B, L), got {type(ids).__name__}")
     if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool or not ids.shape[1]:
         raise ValueError(f"ids must be integers (B, L) with at least one token, got {ids.dtype} {tuple(ids.shape)}")
+    wrong = ids[(ids < 0) | (ids >= model.vocab)]
+    if len(wrong):
+        raise ValueError(f"ids must be in 0 … {model.vocab - 1}, got {int(wrong[0])}")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     if mask is not None:
