@@ -3,21 +3,26 @@
     python -m experiments.results            # write them
     python -m experiments.results --check    # fail if they are out of date
 
-`experiments/claims.md` has the claims of the papers, each with our figure, its command and the verdict. Below it come
-the cells of every sweep that have been run to the end with the sweep's own settings, from `*.results.json`. Shorter
-runs are in the tables of `weft report`.
+`experiments/claims.md` has the claims of the papers, each with our figure, its command and the verdict. A figure is
+written as {{TABLE CELL}} or {{TABLE CELL steps=1000}} and comes from the table's `*.results.json`: the mean over seeds
+of the complete runs with the sweep's settings, or of those with this number of steps. Below the claims come the tables
+of the queue with the number of cells that are done, and every cell that has been run to the end. Shorter runs are in the
+tables of `weft report`.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import re
 import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from weft.lab.sweep import Cell, Sweep, load_sweep
+from experiments.queue import is_done, job_of, queue, sweep_of
+from weft.lab.sweep import Cell, Sweep
+from weft.lab.sweep.cells import jobs_of
 from weft.lab.sweep.results import Record, read_results, results_file
 
 HERE = Path(__file__).parent
@@ -25,17 +30,62 @@ DOCS = HERE.parent / "docs"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 
-def finished(sweep: Sweep, cell: Cell) -> list[Record]:
-    """Complete runs with the cell's current settings, one per seed."""
+def finished(sweep: Sweep, cell: Cell, steps: int = 0) -> list[Record]:
+    """Complete runs with the cell's current settings, and this number of steps if it is not 0; one per seed."""
     runs = {
         record.seed: record
         for record in read_results(results_file(sweep))
         if record.cell == cell.slug
         and record.state == "complete"
-        and not record.overrides
+        and record.overrides == ({"steps": steps} if steps else {})
         and not record.differs(cell.config)
     }
     return [runs[seed] for seed in sorted(runs)]
+
+
+def mean(sweep: Sweep, runs: Sequence[Record]) -> tuple[float, str]:
+    """The mean of the runs, and how it is shown: '35.4 ± 0.3'."""
+    values = [run.test[sweep.metric] for run in runs]
+    spread = f" ± {sweep.show(statistics.stdev(values))}" if len(values) > 1 else ""
+    return statistics.fmean(values), f"{sweep.show(statistics.fmean(values))}{spread}"
+
+
+def claims() -> str:
+    """claims.md with the figures of the result files; "not run" if a claim has none of its figures."""
+
+    def figure(match: re.Match[str]) -> str:
+        sweep = sweep_of(match["table"])
+        (job,) = jobs_of(sweep, seeds=[0], only=[match["cell"]])
+        runs = finished(sweep, job.cell, int(match["steps"] or 0))
+        if not runs:
+            return "not run"
+        return mean(sweep, runs)[1] + (f" (n = {len(runs)})" if len(runs) > 1 else "")
+
+    what = r"\{\{(?P<table>\S+) (?P<cell>[^}]+?)(?: steps=(?P<steps>\d+))?\}\}"
+    lines = []
+    for line in (HERE / "claims.md").read_text().split("\n"):
+        found = [figure(match) for match in re.finditer(what, line)]
+        if found and set(found) == {"not run"}:
+            columns = line.split("|")
+            line = "|".join([" not run " if re.search(what, column) else column for column in columns])
+        lines.append(re.sub(what, figure, line))
+    return "\n".join(lines)
+
+
+def progress() -> str:
+    """How many cells of the queue are done, by table."""
+    counts: dict[str, list[list[int]]] = {}
+    for entry in queue():
+        seeds = counts.setdefault(entry.table, [[0, 0] for _ in range(3)])
+        seeds[entry.seed][0] += is_done(job_of(entry, "", None))
+        seeds[entry.seed][1] += 1
+    lines = ["| table | seed 0 | seed 1 | seed 2 | command |", "|---|---|---|---|---|"]
+    for table, seeds in counts.items():
+        shown = " | ".join(f"{done} of {count}" for done, count in seeds)
+        lines.append(f"| {sweep_of(table).title} | {shown} | `weft sweep experiments/{table}.py` |")
+    done = [sum(seeds[i][0] for seeds in counts.values()) for i in range(3)]
+    lines.append(f"| all | {' | '.join(f'{n} of {len(queue()) // 3}' for n in done)} | `python -m experiments.queue` |")
+    return "\n".join(lines) + "\n"
 
 
 def section(sweep: Sweep) -> tuple[str, bytes]:
@@ -56,17 +106,15 @@ def section(sweep: Sweep) -> tuple[str, bytes]:
         "|---|---|---|---|---|---|---|---|",
     ]
     for cell, runs in done:
-        values = [run.test[sweep.metric] for run in runs]
-        mean = statistics.fmean(values)
-        spread = f" ± {sweep.show(statistics.stdev(values))}" if len(values) > 1 else ""
+        value, ours = mean(sweep, runs)
         paper, off = "–", "–"
         if cell.paper is not None:
-            paper, off = f"{cell.paper:g}", f"{mean * sweep.scale - cell.paper:+.2g}"
+            paper, off = f"{cell.paper:g}", f"{value * sweep.scale - cell.paper:+.2g}"
         starts = sorted({f"{start.commit[:7]}, {start.device}" for run in runs for start in run.starts})
         seeds = ", ".join(str(run.seed) for run in runs)
         steps = f"{runs[0].step:,} of {runs[0].steps:,}"
         minutes = ", ".join(f"{run.seconds / 60:.1f}" if run.seconds else "–" for run in runs)
-        name, ours = f"{cell.row}, {cell.column}", f"{sweep.show(mean)}{spread}"
+        name = f"{cell.row}, {cell.column}"
         lines.append(f"| {' | '.join((name, paper, ours, seeds, steps, minutes, off, '; '.join(starts)))} |")
     return "\n".join(lines) + "\n", drawing
 
@@ -114,9 +162,9 @@ def plot(sweep: Sweep, done: Sequence[tuple[Cell, list[Record]]]) -> bytes:
 def page() -> dict[Path, bytes]:
     """The files to write."""
     files: dict[Path, bytes] = {}
-    parts = [(HERE / "claims.md").read_text()]
+    parts = [claims().replace("<!-- progress -->\n", progress())]
     for results in sorted(HERE.glob("*/*.results.json")):
-        sweep = load_sweep(results.with_name(results.name.replace(".results.json", ".py")))
+        sweep = sweep_of(f"{results.parent.name}/{results.name.removesuffix('.results.json')}")
         text, drawing = section(sweep)
         if text:
             parts.append(text)

@@ -91,3 +91,20 @@ def test_stability_reads_every_checkpoint(tmp_path):
     for layer in rows[1]["layers"]:
         assert 0 < layer["entropy"] <= 1 and -1 <= layer["alike"] <= 1
         assert all(layer[name] > 0 for name in ("largest_logit", "gradient", "stream", "update"))
+
+
+def test_figures_of_claims_come_from_the_results(monkeypatch, tmp_path):
+    from experiments import results
+
+    lines = (
+        "| a | {{wide/listops linear/wide*}} against {{wide/listops linear/deep*}} | b |",
+        "| c | 1,000 steps: {{wide/imdb_byte full/wide* steps=1000}} | d |",
+        "| e | {{wide/listops full/deep*}} or {{combiner/enwik8 dense/10 min}} | f |",
+    )
+    (tmp_path / "claims.md").write_text("\n".join(lines))
+    monkeypatch.setattr(results, "HERE", tmp_path)
+    assert results.claims().split("\n") == [
+        "| a | 35.4 against not run | b |",
+        "| c | 1,000 steps: 60.3 | d |",
+        "| e | not run | f |",
+    ]
