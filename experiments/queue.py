@@ -22,7 +22,7 @@ from weft.lab.run import Run
 from weft.lab.sweep import Job, Sweep, jobs_of, load_sweep
 from weft.lab.sweep.cells import started
 from weft.lab.sweep.jobs import DONE, FAILED, Local, run_jobs, saved_step
-from weft.lab.sweep.results import gather, read_results, results_file, write_results
+from weft.lab.sweep.results import Record, gather, read_results, results_file, write_results
 from weft.lab.sweep.view import View
 
 HERE = Path(__file__).parent
@@ -96,6 +96,11 @@ def job_of(entry: Entry, data: str, out: Path | None) -> Job:
     return job
 
 
+@cache
+def results_of(file: Path) -> list[Record]:
+    return read_results(file)
+
+
 def is_done(job: Job) -> bool:
     """Whether the table's results have a complete run with this config and seed."""
     return any(
@@ -103,7 +108,7 @@ def is_done(job: Job) -> bool:
         and (record.cell, record.seed) == (job.cell.slug, job.config.seed)
         and not record.overrides
         and not record.differs(job.cell.config)
-        for record in read_results(results_file(job.sweep))
+        for record in results_of(results_file(job.sweep))
     )
 
 

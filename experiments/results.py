@@ -6,8 +6,8 @@
 `experiments/claims.md` has the claims of the papers, each with our figure, its command and the verdict. A figure is
 written as {{TABLE CELL}} or {{TABLE CELL steps=1000}} and comes from the table's `*.results.json`: the mean over seeds
 of the complete runs with the sweep's settings, or of those with this number of steps. Below the claims come the tables
-of the queue with the number of cells that are done, and every cell that has been run to the end. Shorter runs are in the
-tables of `weft report`.
+of the queue with the number of cells that are done, and every cell that has been run to the end. Shorter runs are in
+the tables of `weft report`.
 """
 
 from __future__ import annotations
