@@ -14,7 +14,7 @@ from torch import nn
 from weft.inspect import report
 from weft.lab.fabric import make_fabric
 from weft.models.detector import as_floats
-from weft.tasks import DataMissing, get_task, make_config
+from weft.tasks import DataMissing, Known, get_task, make_config
 from weft.tasks.detection import average_precision, entries, outline
 
 BOXES = [[4, 6, 20, 10], [30, 8, 12, 24]]
@@ -129,5 +129,8 @@ def test_the_page_shows_images_with_true_and_found_boxes(coco, tmp_path) -> None
     image = gallery.images[0][0]
     assert image.shape == (40, 48, 3) and image[16, 10].tolist() == [230, 110, 20]  # the found box
     assert image[32, 35].tolist() == [255] * 3 and image[2, 2].tolist() == [0] * 3  # a missed one; a doubtful one
+    own = task.own_gallery(model, [coco / "coco" / "val2017" / "0.png"], Known({}, classes=data.classes))
+    assert own.images[0][1] == "0.png: 1 found" and own.images[0][0][16, 10].tolist() == [230, 110, 20]
+    assert data.classes[1] == "grey" and data.classes[3] == "white"
     page = report(model, [], out=tmp_path / "page.html", galleries=[gallery.part()]).read_text("utf-8")
     assert '"caption": "1 found, 2 true"' in page and '"title": "Detected objects"' in page

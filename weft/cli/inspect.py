@@ -11,8 +11,8 @@ import typer
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from ..lab.trained import Trained
     from ..tasks import Known, TaskData
-    from ..tasks.config import TrainConfig
 
 PIXEL_TASKS = ("digits", "cifar10-pixels", "pathfinder")  # ids are the row-major pixels of a square image
 
@@ -44,9 +44,16 @@ def inspect(
     labels = data = None
     known: Known | TaskData
     if text or image:
-        model, config, known, inputs = _own_examples(run, which, text, image)
-        inputs, examples = [t.to(device) for t in inputs], len(inputs[0])
-        task = task_of(config)
+        from ..lab.trained import load
+
+        trained = load(run, which, device)
+        if image and not text and (found := trained.task.own_gallery(trained.model, image, trained.known)):
+            page = report(trained.model, [], out=out, title=run.resolve().name, galleries=[found.part()])
+            typer.echo(f"wrote {page}: open it in a browser")
+            return
+        model, config, known = trained.model, trained.config, trained.known
+        inputs = [t.to(device) for t in _own_examples(run, trained, text, image)]
+        task, examples = trained.task, len(inputs[0])
     else:
         model, config, data = load_run(run, which, data=data_at)
         task, known = task_of(config), data
@@ -80,14 +87,10 @@ def inspect(
     typer.echo(f"wrote {page}: open it in a browser")
 
 
-def _own_examples(
-    run: Path, which: str, text: list[str] | None, image: list[Path] | None
-) -> tuple[nn.Module, TrainConfig, Known, list[Tensor]]:
-    """The model of a run and its inputs for your own texts or images; the data of the run is not needed."""
-    from ..lab.trained import load
+def _own_examples(run: Path, trained: Trained, text: list[str] | None, image: list[Path] | None) -> list[Tensor]:
+    """The model's inputs for your own texts or images."""
     from ..tasks.images import ImageClassification
 
-    trained = load(run, which)
     task, reads_images = trained.task, isinstance(trained.task, ImageClassification)
     if (text and image) or bool(image) != reads_images:
         wanted = "--image FILE" if reads_images else "--text TEXT"
@@ -95,8 +98,7 @@ def _own_examples(
     missing = [str(path) for path in image or [] if not path.is_file()]
     if missing:
         raise typer.BadParameter(f"{missing[0]} does not exist")
-    rows = task.encode(list(text or image or []), trained.known)
-    return trained.model, trained.config, trained.known, list(task.inputs(rows))
+    return list(task.inputs(task.encode(list(text or image or []), trained.known)))
 
 
 def _target(label: float, names: list[str]) -> str:

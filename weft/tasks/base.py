@@ -157,6 +157,10 @@ class Task:
         """The model's output for the rows of `encode`, as a dictionary per example."""
         raise ValueError(f"{self.name} is not a classifier; use `weft generate` for language models")
 
+    def own_gallery(self, model: nn.Module, files: Sequence[Path], known: Known) -> Gallery | None:
+        """What the model finds in image files of the user, if it is not a classifier."""
+        return None
+
     def next_command(self, run: Path) -> str:
         """What to do with a finished run."""
         return f"weft inspect {run}"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import io
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -25,12 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import CachedAttention
-from .base import Columns, DataMissing, Gallery, Task, TaskData
+from .base import Columns, DataMissing, Gallery, Known, Task, TaskData
 from .config import TrainConfig
 from .files import DamagedData, decoded, find
 from .registry import add_task
 
 PICTURES = 117_266 * 99 // 100
+CLASSES = 91  # COCO numbers its 80 categories from 1 to 90
 KEPT = 512  # images of a set that is kept in memory
 SHOWN, SURE = 8, 0.5  # images on a page, and the score from which an object is drawn
 
@@ -144,7 +145,8 @@ class Detection(Task):
         count, total = len(self.train.pictures), len(self.train.pictures) + len(self.test.pictures)
         cut = count - max(1, count // 100)
         train, val, test = ({"number": torch.arange(a, b)} for a, b in ((0, cut), (cut, count), (count, total)))
-        return TaskData(train, val, test, length=1)
+        classes = [self.train.names.get(i, str(i)) for i in range(CLASSES)]
+        return TaskData(train, val, test, length=1, classes=classes)
 
     def where(self, number: int) -> tuple[Part, int]:
         count = len(self.train.pictures)
@@ -208,6 +210,19 @@ class Detection(Task):
             part, place = self.where(number)
             self.found[number] = entries(answer, part.pictures[place]["id"], self.masks)
         return {"count": torch.ones_like(batch["number"])}
+
+    @torch.no_grad()
+    def own_gallery(self, model: nn.Module, files: Sequence[Path], known: Known) -> Gallery:
+        device, images = next(model.parameters()).device, []
+        names = dict(enumerate(known.classes or []))
+        for file in files:
+            picture = torch.from_numpy(np.array(decoded(file, file, "RGB"))).permute(2, 0, 1)
+            (answer,) = model.eval()([picture.to(device)])
+            sure = answer["scores"] >= SURE
+            boxes, labels, scores = (answer[key][sure].cpu() for key in ("boxes", "labels", "scores"))
+            drawn = with_boxes(picture, torch.zeros(0, 4), boxes, labels, scores, names)
+            images.append((drawn, f"{file.name}: {int(sure.sum())} found"))
+        return Gallery("Detected objects", f"Objects with a score of at least {SURE}, and their scores.", images)
 
     @torch.no_grad()
     def galleries(self, model: nn.Module, data: TaskData, config: TrainConfig) -> list[Gallery]:
