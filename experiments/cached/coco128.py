@@ -1,11 +1,13 @@
 """COCO-128: Mask R-CNN overfits 128 images, plain and cached.
 
-    weft sweep experiments/cached/coco128.py                                  data/coco, see below
+    weft data convert coco coco128.tar                                        train2017, val2017, annotations
+    (cd data/coco && rm -r val2017 && ln -s train2017 val2017 && cp annotations/instances_{train,val}2017.json)
+    weft sweep experiments/cached/coco128.py
     weft report experiments/cached/coco128.py                                 a page with images and their boxes
 
 Not in the paper (Cached Transformers, https://arxiv.org/abs/2312.12742): a test of data, detector and AP together.
-DATA/coco has the layout of COCO with the same 128 images (of 400 pixels) as train2017 and val2017, so the test figure
-is the AP on training images; one image in a hundred is held out. No pre-trained backbone, no augmentation.
+The same 128 images (of 400 pixels) are train2017 and val2017, so the test figure is the AP on training images; one
+image in a hundred is held out. No pre-trained backbone, no augmentation.
 """
 
 from __future__ import annotations
