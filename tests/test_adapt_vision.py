@@ -11,7 +11,7 @@ import weft
 
 timm = pytest.importorskip("timm")
 torchvision = pytest.importorskip("torchvision")
-from timm.models import hiera, maxxvit, metaformer, mvitv2, nest  # noqa: E402
+from timm.models import davit, hiera, maxxvit, metaformer, mvitv2, nest, tnt, twins, visformer  # noqa: E402
 from torchvision.models import swin_transformer as tv  # noqa: E402
 
 VIT = {"img_size": 64, "depth": 2, "embed_dim": 48, "num_heads": 4, "num_classes": 5}
@@ -34,6 +34,27 @@ def caformer():
     mixers = [metaformer.SepConv, metaformer.Attention]
     norms = [metaformer.LayerNorm2dNoBias, metaformer.LayerNormNoBias]
     return metaformer.MetaFormer(depths=(1, 2), dims=(16, 32), token_mixers=mixers, norm_layers=norms, num_classes=5)
+
+
+def twins_svt():
+    """Windows of 3 x 3 in 8 x 8 patches, then keys at every second patch."""
+    sizes = {"depths": (2,), "embed_dims": (16,), "num_heads": (2,), "mlp_ratios": (2,), "sr_ratios": (2,), "wss": (3,)}
+    return twins.Twins(img_size=32, num_classes=5, **sizes)
+
+
+def transformer_in_transformer():
+    return tnt.TNT(img_size=32, embed_dim=24, inner_dim=8, depth=1, num_heads_inner=2, num_heads_outer=3, num_classes=5)
+
+
+def convolution_and_attention():
+    sizes = {"init_channels": 8, "embed_dim": 32, "depth": (1, 1, 1), "num_heads": 2, "num_classes": 5}
+    return visformer.Visformer(img_size=64, attn_stage="011", **sizes)
+
+
+def davit_of_windows():
+    return davit.DaVit(
+        depths=(1,), embed_dims=(16,), num_heads=(2,), attn_types=("spatial",), window_size=4, num_classes=5
+    )
 
 
 def torchvision_swin(block, downsample):
@@ -60,6 +81,10 @@ MODELS = {
     "MViTv2": (mvit, 2, 2, 1),
     "CAFormer": (caformer, 2, 0, 0),
     "NesT": (lambda: nest.Nest(32, embed_dims=(16, 32), num_heads=(2, 2), depths=(1, 1), num_levels=2), 2, 0, 0),
+    "Twins": (twins_svt, 2, 0, 1),
+    "TNT": (transformer_in_transformer, 2, 0, 0),
+    "Visformer": (convolution_and_attention, 2, 0, 0),
+    "DaViT": (davit_of_windows, 1, 0, 0),
     "relative positions": (lambda: timm.create_model("vit_relpos_small_patch16_224", **VIT), 2, 2, 0),
     "torchvision Swin": (lambda: torchvision_swin(tv.SwinTransformerBlock, tv.PatchMerging), 4, 4, 0),
     "torchvision Swin V2": (lambda: torchvision_swin(tv.SwinTransformerBlockV2, tv.PatchMergingV2), 4, 4, 0),
@@ -77,7 +102,8 @@ def built(name: str):
             torch.nn.init.normal_(parameter, std=2 / parameter.shape[1] ** 0.5)
         elif parameter.dim() == 1 and ("norm" in key or "gamma" in key or "ls" in key) and "bias" not in key:
             torch.nn.init.ones_(parameter)
-    size = {"EVA": 56, "DINOv3": 64, "BEiT": 64, "BEiT, shared bias": 64, "relative positions": 64}.get(name, 32)
+    larger = ("DINOv3", "BEiT", "BEiT, shared bias", "relative positions", "Visformer")
+    size = 56 if name == "EVA" else 64 if name in larger else 32
     return model, torch.randn(2, 3, size, size)
 
 
@@ -121,7 +147,7 @@ def test_cosine_attention_is_refused_by_name_where_it_does_not_fit():
         weft.swap(model, "linear")
 
 
-CACHED = ["relative positions", "EVA", "DINOv3", "BEiT", "BEiT, shared bias", "SwinV2"]
+CACHED = ["TNT", "DaViT", "relative positions", "EVA", "DINOv3", "BEiT", "BEiT, shared bias", "SwinV2"]
 
 
 @pytest.mark.parametrize("name", MODELS)

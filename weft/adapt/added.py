@@ -93,9 +93,13 @@ def add_layer(
 def known(cls: type) -> Added | None:
     """What was registered for this class, by `add_layer` or by weft for other libraries."""
     library = cls.__module__.partition(".")[0]
-    if library in ("timm", "torchvision", "x_transformers") and "attention" in cls.__name__.lower():
+    if library in ("timm", "torchvision", "x_transformers") and is_named_attention(cls):
         importlib.import_module(f".{library}_layers", __package__)
     return LAYERS.get(cls)
+
+
+def is_named_attention(cls: type) -> bool:
+    return any(word in cls.__name__.lower() for word in ("attention", "attn"))
 
 
 def _blank(cls: type) -> Any:

@@ -1,5 +1,5 @@
 """More attention layers of timm for `weft.swap`: EVA, DINOv3, BEiT, Swin V2, MaxViT, CoAtNet, Hiera, MViT v2, CAFormer,
-NesT and ViTs with relative positions."""
+NesT, DaViT, SAM 2, TinyViT, Next-ViT, FastViT, VOLO, Twins, TNT, Visformer and ViTs with relative positions."""
 
 from __future__ import annotations
 
@@ -10,25 +10,49 @@ import torch
 import torch.nn.functional as F
 from timm.layers.attention import AttentionRope
 from timm.models.beit import Attention as BeitAttention
+from timm.models.davit import WindowAttention as DavitAttention
 from timm.models.eva import EvaAttention
+from timm.models.fastvit import Attention as FastVitAttention
 from timm.models.hiera import MaskUnitAttention
+from timm.models.hieradet_sam2 import MultiScaleAttention as Sam2Attention
 from timm.models.maxxvit import Attention2d, AttentionCl
 from timm.models.metaformer import Attention as MetaformerAttention
 from timm.models.mvitv2 import MultiScaleAttention, cal_rel_pos_type, reshape_post_pool, reshape_pre_pool
 from timm.models.nest import Attention as NestAttention
+from timm.models.nextvit import EfficientAttention
 from timm.models.swin_transformer_v2 import WindowAttention as CosineAttention
+from timm.models.tiny_vit import Attention as TinyVitAttention
+from timm.models.tnt import Attention as TntAttention
+from timm.models.twins import GlobalSubSampleAttn, LocallyGroupedAttn
+from timm.models.visformer import Attention as VisformerAttention
 from timm.models.vision_transformer_relpos import RelPosAttention
+from timm.models.volo import Attention as VoloAttention
 from torch import Tensor
 
 from .added import add_layer
 
+
+def of_projection(layer: Any) -> tuple[int, int]:
+    return layer.num_heads, layer.proj.in_features // layer.num_heads
+
+
 for _rotary in (EvaAttention, AttentionRope):
     add_layer(_rotary, shape=lambda layer: (layer.num_heads, layer.head_dim))
-add_layer(MetaformerAttention, shape=lambda layer: (layer.num_heads, layer.head_dim), tokens=False)
-add_layer(RelPosAttention, shape=lambda layer: (layer.num_heads, layer.head_dim), bias=True)
+for _grid in (MetaformerAttention, FastVitAttention):
+    add_layer(_grid, shape=lambda layer: (layer.num_heads, layer.head_dim), tokens=False)
+add_layer(DavitAttention, shape=of_projection)
+add_layer(VoloAttention, shape=of_projection, tokens=False)
+add_layer(Sam2Attention, shape=of_projection, cross=lambda layer: layer.q_pool is not None, tokens=False)
+add_layer(EfficientAttention, shape=of_projection, cross=lambda layer: layer.sr is not None)
+add_layer(GlobalSubSampleAttn, shape=of_projection, cross=lambda layer: layer.sr is not None, tokens=False)
 add_layer(
-    NestAttention, shape=lambda layer: (layer.num_heads, layer.proj.in_features // layer.num_heads), tokens=False
+    TinyVitAttention,
+    shape=of_projection,
+    bias=True,
+    refuse=lambda layer: "" if layer.val_dim == layer.key_dim else "its values are wider than its keys",
 )
+add_layer(RelPosAttention, shape=lambda layer: (layer.num_heads, layer.head_dim), bias=True)
+add_layer(NestAttention, shape=of_projection, tokens=False)
 for _cls in (Attention2d, AttentionCl):
     add_layer(
         _cls,
@@ -38,7 +62,7 @@ for _cls in (Attention2d, AttentionCl):
     )
 add_layer(
     BeitAttention,
-    shape=lambda layer: (layer.num_heads, layer.proj.in_features // layer.num_heads),
+    shape=of_projection,
     bias=lambda layer: layer.relative_position_bias_table is not None,
 )
 add_layer(
@@ -47,6 +71,45 @@ add_layer(
     cross=lambda layer: layer.q_stride > 1,
     tokens=False,
 )
+
+
+def tnt_attention(layer: Any, attend: Any, x: Tensor) -> Tensor:
+    q, k = layer.qk(x).unflatten(-1, (2, layer.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    v = layer.v(x).unflatten(-1, (layer.num_heads, -1)).transpose(1, 2)
+    out = attend(q, k, v, dropout=layer.attn_drop.p)
+    return layer.proj_drop(layer.proj(out.transpose(1, 2).flatten(2)))
+
+
+add_layer(
+    TntAttention,
+    tnt_attention,
+    shape=lambda layer: (layer.num_heads, layer.head_dim),
+    refuse=lambda layer: "" if layer.v.out_features == layer.hidden_dim else "its values are not as wide as its keys",
+)
+
+
+def visformer_attention(layer: Any, attend: Any, x: Tensor) -> Tensor:
+    qkv = layer.qkv(x).flatten(2).unflatten(1, (3, layer.num_heads, -1)).permute(1, 0, 2, 4, 3)
+    out = attend(*qkv.unbind(0), dropout=layer.attn_drop.p)
+    return layer.proj_drop(layer.proj(out.transpose(2, 3).flatten(1, 2).unflatten(2, x.shape[2:])))
+
+
+add_layer(VisformerAttention, visformer_attention, shape=lambda layer: (layer.num_heads, layer.head_dim), tokens=False)
+
+
+def grouped_attention(layer: Any, attend: Any, x: Tensor, size: tuple[int, int]) -> Tensor:
+    """Twins: windows of `ws` × `ws` tokens, with zeros around an image that they do not divide."""
+    (H, W), ws, C = size, layer.ws, x.shape[-1]
+    x = F.pad(x.unflatten(1, size), (0, 0, 0, -W % ws, 0, -H % ws))
+    grid = (x.shape[0], x.shape[1] // ws, x.shape[2] // ws)
+    x = x.unflatten(2, (-1, ws)).unflatten(1, (-1, ws)).transpose(2, 3).reshape(-1, ws * ws, C)
+    q, k, v = layer.qkv(x).unflatten(-1, (3, layer.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    out = attend(q, k, v, dropout=layer.attn_drop.p).transpose(1, 2).reshape(*grid, ws, ws, C)
+    out = out.transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :H, :W].flatten(1, 2)
+    return layer.proj_drop(layer.proj(out))
+
+
+add_layer(LocallyGroupedAttn, grouped_attention, shape=of_projection, tokens=False)
 
 
 def cosine_attention(layer: Any, attend: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:

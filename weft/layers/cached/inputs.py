@@ -18,7 +18,7 @@ def width_and_heads(inner: nn.Module, dim: int | None, heads: int | None) -> tup
     if isinstance(inner, nn.MultiheadAttention) and not inner.batch_first:
         raise ValueError("cached attention takes (B, T, D): use nn.MultiheadAttention with batch_first=True")
     dim = dim or _told(inner, "dim", "embed_dim")
-    for name in ("qkv", "q"):
+    for name in ("qkv", "qk", "q"):
         projection = getattr(inner, name, None)
         if dim is None and isinstance(projection, nn.Linear):
             dim = projection.in_features
