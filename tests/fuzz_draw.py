@@ -322,7 +322,7 @@ def run(
 ) -> Found:
     """The output and, if `probe` is given, the gradients for it, through real queries only."""
     parameters = [*attn.parameters(), *(bias.parameters() if bias is not None else ())]
-    torch.manual_seed(seed)  # what samples must draw the same sample
+    torch.manual_seed(seed)  # the same random sample
     if context is None:
         out = attn(*inputs, mask, bias)
     else:

@@ -1,4 +1,4 @@
-"""Invalid calls: weft must raise an error with a message; torch must not, and no call may succeed."""
+"""Invalid calls must raise an error of weft with a message, not one of torch."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ TINY = dict(
 
 
 class Killed(BaseException):
-    """Stands for a kill: nothing catches it, and the loop cleans up nothing."""
+    """Simulates a kill: it is not caught, and the loop does not clean up."""
 
 
 def tiny(out, task="digits", **changes):

@@ -104,7 +104,7 @@ def test_a_causal_mask_of_pytorch_is_refused_or_delayed(padded):
     weft.cache(plain, length=4)
     assert plain.train()(x, mask=window, **masks).isfinite().all()
     pairs = torch.zeros(9, 9, dtype=torch.bool)
-    pairs[:, 6:] = True  # nobody reads these: they are not real, and stay out of the cache
+    pairs[:, 6:] = True  # no query attends to these: they count as padding and stay out of the cache
     states = []
     for t in (x, torch.cat([x[:, :6], x[:, 6:] + 1], 1)):
         other = copy.deepcopy(plain)

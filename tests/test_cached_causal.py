@@ -60,7 +60,7 @@ def test_a_changed_token_does_not_change_the_past(options: dict) -> None:
         segment_end = (j // SEGMENT + 1) * SEGMENT
         assert torch.equal(got[1:, :segment_end], reference[1:, :segment_end]), j
         if options.get("scope") == "stream":
-            assert torch.equal(got[1:], reference[1:]), j  # other streams never hear of it
+            assert torch.equal(got[1:], reference[1:]), j  # other streams do not change
         carried |= not torch.equal(got[0, segment_end:], reference[0, segment_end:])
     assert carried  # and yet later segments do remember
 

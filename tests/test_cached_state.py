@@ -38,7 +38,7 @@ def test_checkpoints_restore_a_new_model(options: dict, tmp_path: Path) -> None:
     fresh.load_state_dict(torch.load(tmp_path / "c.pt", weights_only=True))
     assert torch.equal(fresh.cache.cache, trained.cache.cache) and fresh.cache.updates == 3
     x = tokens(3, 6, 16, seed=8)
-    assert torch.equal(fresh(x), trained(x))  # training goes on as if nothing had happened
+    assert torch.equal(fresh(x), trained(x))  # training continues identically
     assert torch.equal(fresh.eval()(x), trained.eval()(x))
 
 

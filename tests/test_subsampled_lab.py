@@ -71,7 +71,7 @@ def test_undo_restores_the_same_objects():
     state = copy.deepcopy(model.state_dict())
     report = weft.subsample(model, "Sall-L4U")
     assert not any(block.attention.attention.biased for block in model.blocks)
-    assert model.state_dict().keys() == state.keys()  # no parameters of its own
+    assert model.state_dict().keys() == state.keys()  # it has no parameters
     model.eval()
     report.undo()
     after = [block.attention.attention for block in model.blocks]
@@ -166,7 +166,7 @@ def test_ensemble_seeds_modes_and_outputs():
     assert values.mean.min() < 0 and values.information is None
     with pytest.raises(ValueError, match="regression"):
         values.probabilities  # noqa: B018
-    weft.make_dense(model)  # an ensemble asks for sampling whatever the switch says
+    weft.make_dense(model)  # an ensemble samples also with the switch off
     assert torch.equal(weft.ensemble(model, 3, progress=False, seed=0)(x).mean, calm.mean)
     assert all(block.attention.attention.sampling is False for block in model.blocks[2:])
 

@@ -60,7 +60,7 @@ def test_causal_windows_draw_distinct_sources_of_their_prefix():
 
 
 def test_windows_draw_fresh_noise():
-    """A source in the last window says nothing about the one before: a single global sort would."""
+    """Windows are independent: a source in the last window is not correlated with the window before it."""
     L, W = 64, 4
     noise = torch.randn(4000, L * (W + 1) // 2, generator=torch.Generator().manual_seed(0))
     late = torch.zeros(4000, 2)

@@ -1,4 +1,4 @@
-"""Generators make what the papers describe, readers read the makers' layouts, and nothing damaged passes for data."""
+"""Generators follow the papers, readers read the published layouts, and damaged data is rejected."""
 
 import io
 import itertools

@@ -52,7 +52,7 @@ def played(monkeypatch):
 def run(attn, tensors, bias=None) -> list[torch.Tensor]:
     q, k, v, dout, mask = tensors
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    torch.manual_seed(1)  # what samples draws the same sample each time
+    torch.manual_seed(1)  # the same random sample each time
     with poisoned_memory():
         out = attn(*inputs, mask, bias)
         grads = torch.autograd.grad(out, inputs, dout, allow_unused=True)  # reformer does not read k
@@ -121,7 +121,7 @@ def test_second_derivatives_are_refused():
 
 
 def test_an_expanded_gradient_is_copied_every_time(played):
-    """out.sum() sends a gradient without memory of its own, so the backward cannot be recorded."""
+    """The gradient of out.sum() is an expanded tensor, so the backward cannot be recorded."""
     torch.manual_seed(0)
     attn = local()
     x = torch.randn(3, 1, 1, 8, 16, device=DEVICE)

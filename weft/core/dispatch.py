@@ -3,8 +3,8 @@
 "torch" runs the plain version, `attend`. "triton" runs the fused kernel, or raises a ValueError with the reason.
 "auto" runs the kernel on NVIDIA GPUs of compute capability 8.0 or newer from the length on where it is faster, and the
 plain version otherwise. Where the kernels were never tested, "auto" first compares a small call of the kernel with the
-plain version, once per process (`self_test.py`). A step of decoding runs its kernel with "triton", and with "auto" on
-such a GPU; where there is none, or it lacks something, both run the plain version.
+plain version, once per process (`self_test.py`). A decoding step runs its kernel with "triton", and with "auto" on
+such a GPU. If there is no step kernel, or it does not support the call, both run the plain version.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ class Taped:
 
     def _record(self, tensors: Sequence[Tensor | None], options: tuple) -> tuple[Sequence[Tensor], Tape | int | None]:
         given = [id(x) for x in tensors if x is not None]
-        if len({*given}) < len(given):  # one tensor twice: which argument a kernel reads cannot be told
+        if len({*given}) < len(given):  # one tensor twice: its arguments cannot be told apart
             return self.function(tensors, options), RECORDED
         recorder = _Recorder(tensors)
         _current.recorder = recorder

@@ -3,7 +3,7 @@
 A slot is a place in the sorted order; ORDER is the token in each slot, GROUP its group, and START the first slot of
 each group. A group is cut into runs of `size` slots. The query in slot s attends to an interval of slots [low, high):
 its own run and, with BACK, the run before it in the same group; up to s if causal. With OTHERS it attends to itself
-only if there is nobody else. Tokens of the group `groups` attend to nothing. With SHARED, keys are the normalised
+only if it is alone. Tokens of the group `groups` attend to nothing. With SHARED, keys are the normalised
 queries: K is Q, and INV holds 1 / |q|.
 
 Both ends of the interval grow with s, so a tile of queries needs one range of keys, and a tile of keys one range of

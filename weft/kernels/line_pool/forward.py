@@ -68,23 +68,23 @@ def pool(
     else:
         X, x_l = K + b * k_b + h * k_h, tl.cast(k_l, tl.int64)
         OUT, out_l = KBAR + b * p_b + h * p_h, tl.cast(p_l, tl.int64)
-    speaks = (tl.program_id(1) == 0) & (h == 0) & (tl.min(d, 0) == 0) & ((b == 0) | (some_b > 0))
+    writes = (tl.program_id(1) == 0) & (h == 0) & (tl.min(d, 0) == 0) & ((b == 0) | (some_b > 0))
     MASK += b * mask_b
     SOME += b * some_b
     if RULE == "others":
         pool_others(
-            X, MASK, OUT, SOME, x_l, out_l, d, start, step, cells, length, speaks, D, BLOCK_D, CHUNK, POOL, HAS_MASK
+            X, MASK, OUT, SOME, x_l, out_l, d, start, step, cells, length, writes, D, BLOCK_D, CHUNK, POOL, HAS_MASK
         )
     else:
         pool_running(
-            X, MASK, OUT, SOME, x_l, out_l, d, start, step, cells, length, speaks, D, BLOCK_D, CHUNK, RULE, POOL,
+            X, MASK, OUT, SOME, x_l, out_l, d, start, step, cells, length, writes, D, BLOCK_D, CHUNK, RULE, POOL,
             HAS_MASK,
         )  # fmt: skip
 
 
 @triton.jit
 def pool_running(
-    X, MASK, OUT, SOME, x_l, out_l, d, start, step, cells, length, speaks,
+    X, MASK, OUT, SOME, x_l, out_l, d, start, step, cells, length, writes,
     D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, RULE: tl.constexpr, POOL: tl.constexpr,
     HAS_MASK: tl.constexpr,
 ):  # fmt: skip
@@ -106,13 +106,13 @@ def pool_running(
                 kept, count = more, more_count
             token = start + (begin + r) * step
             store_row(OUT, finish(kept, count, POOL), token, out_l, d, begin + r < cells, D)
-            tl.store(SOME + token, (count > 0).to(tl.uint8), mask=speaks & (begin + r < cells))
+            tl.store(SOME + token, (count > 0).to(tl.uint8), mask=writes & (begin + r < cells))
             kept, count = more, more_count
 
 
 @triton.jit
 def pool_others(
-    X, MASK, OUT, SOME, x_l, out_l, d, start, step, cells, length, speaks,
+    X, MASK, OUT, SOME, x_l, out_l, d, start, step, cells, length, writes,
     D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, POOL: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     """The maximum of the others is that of the line, or the second largest at its only position (`alone`)."""
@@ -154,4 +154,4 @@ def pool_others(
                 rest = kept - tl.where(reals[r], xs[r], 0.0)
             token = start + (begin + r) * step
             store_row(OUT, finish(rest, others, POOL), token, out_l, d, begin + r < cells, D)
-            tl.store(SOME + token, (others > 0).to(tl.uint8), mask=speaks & (begin + r < cells))
+            tl.store(SOME + token, (others > 0).to(tl.uint8), mask=writes & (begin + r < cells))

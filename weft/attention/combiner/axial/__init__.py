@@ -244,7 +244,7 @@ class CombinerAxial(Attention):
         seen: Seen = (*(t[:, :, :n] for t in column), earlier)  # type: ignore[assignment]
         k_seen, v_seen, valid = join_seen([row.read(at, c + 1), seen])
         out = softmax_attention(q, k_seen, v_seen, allowed=None if valid is None else valid[:, None, None])
-        # Where the position is a tensor, an open row is summarised in every step; nobody reads that until it is full.
+        # If the position is a tensor, every step summarises the open row; the summary is read once the row is full.
         if not at.known or c == m - 1:
             line = queries[:, :, None], row.k[:, :, None], row.v[:, :, None]
             x_row = None if inputs is None else inputs[:, None]
