@@ -106,7 +106,6 @@ MORE: dict[str, list[dict[str, Any]]] = {
     ],
     "synthesizer": [{"kind": kind} for kind in ("random", "dense")] + [{"dot": False}],
 }
-LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 17, 23)
 MAX_LENGTH = 40
 
 

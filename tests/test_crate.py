@@ -222,8 +222,8 @@ def text_model(name: str, **options) -> CRATEText:
     return CRATEText(23, 3, dim=12, heads=2, layers=2, max_length=24, attention=name, **{**pool, **options}).eval()
 
 
-@pytest.mark.parametrize("name", weft.attentions())
-def test_text_model_with_every_mechanism_keeps_masks(name):
+@pytest.mark.parametrize("name", ["full", "combiner-fixed", "linear"])
+def test_text_models_keep_masks(name):
     """Padded ids do not affect the scores, and all gradients are finite."""
     model = text_model(name).double()
     ids = torch.randint(1, 23, (2, 17))

@@ -41,7 +41,7 @@ def assert_same(got: Tensor, wanted: Tensor, mask: Tensor | None = None) -> None
 
 
 @sweep(causal=True, steps=True)
-@pytest.mark.parametrize("n", (1, 7, 31, 32, 33, 64))
+@pytest.mark.parametrize("n", (1, 7, 32, 33, 64))
 @torch.no_grad()
 def test_prefill_then_steps_with_the_batch_reordered_in_the_middle(case, n):
     attn, L = made(case), n + 9

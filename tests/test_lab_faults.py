@@ -260,7 +260,7 @@ def test_a_damaged_environment_is_not_fatal(run):
         ("data.json", b"", "data.json cannot be read"),
     ],
 )
-@pytest.mark.parametrize("command", ["eval", "resume", "inspect"])
+@pytest.mark.parametrize("command", ["eval", "resume"])
 def test_damaged_files_are_named_in_the_error(run, command, name, text, says):
     (run / name).write_bytes(text)
     (run / "result.json").unlink()
