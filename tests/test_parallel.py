@@ -27,6 +27,7 @@ def launch(ranks: int, folder: Path, what: str) -> dict:
         port = free.getsockname()[1]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    env["WEFT_TEST_DEVICE"] = "cpu"  # the ranks use gloo; tests/test_parallel_cuda.py uses the GPU
     file = folder / f"{ranks}.json"
     command = [sys.executable, str(HERE / "parallel_worker.py"), str(file), what]
     processes = [
