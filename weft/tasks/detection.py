@@ -51,18 +51,19 @@ class Part:
         for found in about["annotations"]:
             if not found.get("iscrowd") and min(found["bbox"][2:]) >= 1:
                 self.objects[found["image_id"]].append(found)
-        self.kept: dict[tuple[int, bool], dict[str, np.ndarray]] = {}
+        self.kept: dict[tuple[int, bool, torch.device], Columns] = {}
         self.pictures = [i for i in about["images"] if self.objects[i["id"]] or part.startswith("val")]
 
-    def read(self, number: int, masks: bool) -> dict[str, np.ndarray]:
-        """Small sets are decoded once."""
+    def read(self, number: int, masks: bool, device: torch.device) -> Columns:
+        """Small sets are decoded once, and kept on the device."""
         if len(self.pictures) > KEPT:
             return self._decode(number, masks)
-        if (number, masks) not in self.kept:
-            self.kept[number, masks] = self._decode(number, masks)
-        return self.kept[number, masks]
+        key = (number, masks, device)
+        if key not in self.kept:
+            self.kept[key] = {name: column.to(device) for name, column in self._decode(number, masks).items()}
+        return self.kept[key]
 
-    def _decode(self, number: int, masks: bool) -> dict[str, np.ndarray]:
+    def _decode(self, number: int, masks: bool) -> Columns:
         picture = self.pictures[number]
         path = self.folder / picture["file_name"]
         pixels = np.asarray(decoded(path, path, "RGB"))
@@ -74,7 +75,8 @@ class Part:
         if masks:
             shapes = [outline(o["segmentation"], *pixels.shape[:2]) for o in objects]
             found["masks"] = np.stack(shapes) if shapes else np.zeros((0, *pixels.shape[:2]), np.uint8)
-        return {**found, "size": np.array(pixels.shape[:2])}
+        found["size"] = np.array(pixels.shape[:2])
+        return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in found.items()}
 
 
 def outline(polygons: Any, height: int, width: int) -> np.ndarray:
@@ -106,13 +108,13 @@ def with_boxes(
     return torch.from_numpy(np.array(canvas))
 
 
-def padded(arrays: list[np.ndarray]) -> Tensor:
-    """Arrays of the same number of dimensions, padded with zeros and stacked."""
-    sizes = [max(sides) for sides in zip(*(a.shape for a in arrays), strict=True)]
-    found = np.zeros((len(arrays), *sizes), arrays[0].dtype)
-    for row, array in zip(found, arrays, strict=True):
-        row[tuple(slice(side) for side in array.shape)] = array
-    return torch.from_numpy(found)
+def padded(parts: list[Tensor]) -> Tensor:
+    """Tensors of the same number of dimensions, padded with zeros and stacked."""
+    sizes = [max(sides) for sides in zip(*(part.shape for part in parts), strict=True)]
+    found = parts[0].new_zeros(len(parts), *sizes)
+    for row, part in zip(found, parts, strict=True):
+        row[tuple(slice(side) for side in part.shape)] = part
+    return found
 
 
 class Detection(Task):
@@ -175,7 +177,7 @@ class Detection(Task):
         numbers, device = rows["number"].tolist(), rows["number"].device
         places = [self.where(number) for number in numbers]
         with ThreadPoolExecutor(8) as pool:
-            read = list(pool.map(lambda place: place[0].read(place[1], self.masks and training), places))
+            read = list(pool.map(lambda place: place[0].read(place[1], self.masks and training, device), places))
         batch = {name: padded([one[name] for one in read]).to(device) for name in read[0]}
         share = 0.5 if training and config.augment else 0.0
         flip = torch.rand(len(numbers), generator=generator, device=device) < share
