@@ -95,6 +95,23 @@ def test_transformers(name, change, tmp_path):
     assert weft.describe(again) == weft.describe(model)
 
 
+def test_two_towers_with_the_same_numbers(tmp_path):
+    """save_pretrained writes the layers of LLaVA under other names, `language_model.model.layers.0`."""
+    transformers = pytest.importorskip("transformers")
+    import zoo
+
+    transformers.logging.set_verbosity_error()
+    model = zoo.build("llava/LlavaForConditionalGeneration", "sdpa")
+    weft.swap(model, "linear")
+    weft.cache(model, 0.5)
+    for parameter in (p for key, p in model.named_parameters() if ".cached." in key):
+        torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path)
+    again = weft.huggingface.load(tmp_path)
+    for key, value in model.state_dict().items():
+        assert torch.equal(again.state_dict()[key], value), key
+
+
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize(
     "name, to",

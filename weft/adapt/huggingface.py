@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,15 +132,24 @@ def load(folder: str | Path, **options: Any) -> Any:
 
 
 def _renamed(tensors: dict[str, Tensor], wanted: list[str]) -> dict[str, Tensor]:
-    """save_pretrained may write other words in the path of a layer, but its numbers stay."""
+    """save_pretrained may write other words in the path of a layer, but its numbers stay, and most of its words."""
 
-    def short(key: str) -> tuple[Any, ...]:
-        path, mark, name = re.split(r"\.(cached|weft)\.", key, maxsplit=1)
-        return tuple(re.findall(r"\d+", path)), mark, name
+    def parts(key: str) -> list[str]:
+        return re.split(r"(\.(?:cached|weft)\.)", key, maxsplit=1)
 
-    ambiguous = len({short(key) for key in wanted}) < len(wanted)
-    names = {} if ambiguous else {short(key): key for key in wanted}
-    return {key if key in wanted else names.get(short(key), key): value for key, value in tensors.items()}
+    layers = {parts(key)[0] for key in wanted}
+    places: dict[str, str] = {}
+    for path in {parts(key)[0] for key in tensors}:
+        words = Counter(path.split("."))
+        same = [other for other in layers if re.findall(r"\d+", other) == re.findall(r"\d+", path)]
+        shared = sorted(((words & Counter(other.split("."))).total(), other) for other in same)
+        if path in layers:
+            places[path] = path
+        elif shared and (len(shared) == 1 or shared[-1][0] > shared[-2][0]):
+            places[path] = shared[-1][1]
+    if len(set(places.values())) < len(places):  # two layers would get the same tensors
+        return tensors
+    return {"".join([places.get(p := parts(key)[0], p), *parts(key)[1:]]): value for key, value in tensors.items()}
 
 
 def _is_own(key: str) -> bool:
