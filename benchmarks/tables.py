@@ -1,4 +1,4 @@
-"""Write the tables of the documentation from the measurements in benchmarks/results.
+"""Write the tables of the documentation from the measurements in benchmarks/results and experiments/convert.
 
     python -m benchmarks.tables
 
@@ -13,6 +13,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from experiments.convert.table import conversions
+
 from . import generation_tables
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,6 +23,8 @@ PAGES = (
     "docs/kernels.md",
     "docs/generation.md",
     "docs/adapt.md",
+    "docs/convert.md",
+    "experiments/convert/README.md",
     "weft/core/crossovers.py",
 )
 MARKED = re.compile(r"(<!-- table (\S+) -->\n|# table (\S+)\n)(.*?)(<!-- end -->|# end)", re.S)
@@ -209,6 +213,7 @@ TABLES = {
     "generation-cpu": lambda: markdown(generation_tables.steps("generation_cpu")),
     "generation-gpu": lambda: markdown(generation_tables.steps("generation_gpu")),
     "hf-generation-gpu": lambda: markdown(generation_tables.transformers("hf_generation_gpu")),
+    "convert": lambda: f"\n{conversions()}\n\n",
     "hf-generation": lambda: markdown(generation_tables.transformers("hf_generation")),
 }
 

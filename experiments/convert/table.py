@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 STAGES = ("after swap", "after transfer", "after fine-tuning")
+
+
+def conversions() -> str:
+    """The table of the stored results, and where they come from."""
+    result = json.loads(Path(__file__).with_name("enwik8.json").read_text())
+    source = f"{result['gpu']}, shared with other processes; torch {result['torch'].split('+')[0]}"
+    source += f", transformers {result['transformers']}, commit {result['commit']}, {result['date']}."
+    return f"{table(result)}\n\n{source}"
 
 
 def table(result: dict[str, Any]) -> str:
