@@ -58,7 +58,7 @@ class Recipe:
 MECHANISMS = {
     "combiner-fixed": Recipe({"block_size": 256}, transfer=0.3, transfer_learning_rate=3e-4, learning_rate=3e-4),
     "longformer": Recipe({"window": 512}, transfer=0.1, transfer_learning_rate=1e-4, learning_rate=3e-4),
-    "linear": Recipe({}, transfer=0.4, transfer_learning_rate=3e-3, learning_rate=1.5e-3),
+    "linear": Recipe({}, transfer=0.2, transfer_learning_rate=3e-3, learning_rate=2e-3),
     "full": Recipe({}, transfer=0.0, transfer_learning_rate=0.0, learning_rate=3e-4),
 }
 
