@@ -25,7 +25,7 @@ from ..core.scan import causal_sum
 from ..core.segments import Segments
 from ..kernels.linear_scan import kernel
 from ..kernels.linear_sum.kernel import SHORTEST, linear_sum
-from ..kernels.steps.kernel import sums_step
+from ..kernels.steps.kernel import Step, sums_step
 
 EPSILON = 1e-6
 
@@ -83,8 +83,8 @@ def run_packed(
     return fused(q, k, v, mask, features="elu", epsilon=EPSILON, table=documents.table(chunk)).to(q.dtype)
 
 
-def run_step(attn: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, memory: Tensor, at: Place):
-    return sums_step(q, k, v, mask, memory, "elu", EPSILON)
+def step_of(attn: LinearAttention, memory: Tensor) -> Step | None:
+    return sums_step(memory, "elu", EPSILON)
 
 
 def features(x: Tensor) -> Tensor:
@@ -115,5 +115,5 @@ register(
     cost="L",
     cross=True,
     dropout="keys",
-    kernel=Kernel(run_kernel, least_length=kernel.LEAST_LENGTH, dropout=True, packed=run_packed, step=run_step),
+    kernel=Kernel(run_kernel, least_length=kernel.LEAST_LENGTH, dropout=True, packed=run_packed, step=step_of),
 )

@@ -24,7 +24,7 @@ from ..core.softmax import softmax_attention
 from ..core.state import KeyValues
 from ..core.tiles import next_power_of_two
 from ..kernels.band import kernel
-from ..kernels.steps.kernel import slots_step
+from ..kernels.steps.kernel import Step, slots_step
 
 
 def naive(
@@ -85,8 +85,8 @@ def run_packed(
     return kernel.blocks(q, k, v, mask, **options, key=key, threshold=threshold)
 
 
-def run_step(attn: LocalAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: KeyValues, at: Place):
-    return slots_step(q, k, v, mask, at, state, "block", attn.block_size)
+def step_of(attn: LocalAttention, state: KeyValues) -> Step | None:
+    return slots_step(state, "block", attn.block_size)
 
 
 register(
@@ -104,6 +104,6 @@ register(
         grouped=lambda attn: True,
         largest_head=256,
         packed=run_packed,
-        step=run_step,
+        step=step_of,
     ),
 )

@@ -28,7 +28,7 @@ from ..core.segments import Segments
 from ..core.softmax import softmax_attention
 from ..core.state import KeyValues
 from ..kernels.band import kernel
-from ..kernels.steps.kernel import slots_step
+from ..kernels.steps.kernel import Step, slots_step
 
 
 def naive(
@@ -129,10 +129,8 @@ def run_packed(
     return kernel.window(q, k, v, mask, **sizes, causal=attn.causal, key=key, threshold=threshold)
 
 
-def run_step(
-    attn: LongformerAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: KeyValues, at: Place
-):
-    return slots_step(q, k, v, mask, at, state, "ring", attn.window, ahead=attn.global_tokens)
+def step_of(attn: LongformerAttention, state: KeyValues) -> Step | None:
+    return slots_step(state, "ring", attn.window, ahead=attn.global_tokens)
 
 
 register(
@@ -150,6 +148,6 @@ register(
         grouped=lambda attn: True,
         largest_head=256,
         packed=run_packed,
-        step=run_step,
+        step=step_of,
     ),
 )

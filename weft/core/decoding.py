@@ -170,7 +170,7 @@ class Decoding:
         at = self._place(state, bool(self._differentiable(q, k, v, bias, state.inner)))
         out = None
         if bias is None and not inputs and not state.history:
-            out = step_with_kernel(self, q, k, v, mask, state.inner, at)
+            out = step_with_kernel(self, q, k, v, mask, state, at)
         if out is None:
             if mask is not None:
                 q, k, v = (torch.where(mask[:, None, None, None], t, 0) for t in (q, k, v))
@@ -315,7 +315,7 @@ class Decoding:
     def _own(self, state: DecodingState, q: Tensor) -> DecodingState:
         """The state to change: a new one around the same buffers, or with `max_length` the given one."""
         if state.max_length is None:
-            return replace(state, device=q.device, dtype=q.dtype)
+            state = state.twin()
         state.device, state.dtype = q.device, q.dtype
         return state
 

@@ -49,9 +49,9 @@ class Kernel:
     # packed(attn, q, k, v, mask, documents): packed documents in place. Without it, or if it returns None, they are
     # gathered into rows.
     packed: Callable[..., Tensor | None] | None = None
-    # step(attn, q, k, v, mask, state, at): one token of decoding, with the buffers of the state updated in place.
-    # Without it, or if it returns None, `attend_next` runs.
-    step: Callable[..., Tensor | None] | None = None
+    # step(attn, inner) returns a function (q, k, v, mask, at) -> output: one token of decoding, with the buffers of the
+    # state updated in place. Without it, or if it is None, `attend_next` runs.
+    step: Callable[..., Callable[..., Tensor] | None] | None = None
 
 
 def check_backend(backend: str) -> str:
@@ -87,18 +87,31 @@ def use_kernel(attn: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any) -> bool:
     return _trusted(attn, q)
 
 
-def step_with_kernel(attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: Any, at: Any) -> Any:
+def step_with_kernel(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: Any, at: Any
+) -> Tensor | None:
     """The output of one token, or None if `attend_next` must run."""
-    kernel: Kernel | None = attn.fused
-    if kernel is None or kernel.step is None or attn.backend == "torch" or not at.in_place or not q.shape[0]:
+    if attn.fused is None or attn.fused.step is None or attn.backend == "torch" or not at.in_place:
         return None
-    if attn.backend == "auto" and q.device.type in ("cpu", "meta") or at.known and torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        step = None if at.known else _step_of(attn, q, v, state.inner)
+    else:
+        if state.ready is None or state.ready[0] is not state.inner or state.ready[1] != attn.backend:
+            state.ready = state.inner, attn.backend, _step_of(attn, q, v, state.inner)
+        step = state.ready[2]
+    return None if step is None else step(q, k, v, mask, at)
+
+
+def _step_of(attn: Any, q: Tensor, v: Tensor, inner: Any) -> Callable[..., Tensor] | None:
+    kernel: Kernel = attn.fused
+    if not q.shape[0] or (attn.backend == "auto" and q.device.type in ("cpu", "meta")):
         return None
     if not kernel.applies(attn) or kernel.lacks(attn) or _cannot(q, v, kernel.largest_head):
         return None
     if attn.backend == "auto" and not _trusted(attn, q):
         return None
-    return kernel.step(attn, q, k, v, mask, state, at)
+    assert kernel.step is not None
+    return kernel.step(attn, inner)
 
 
 def _trusted(attn: Any, q: Tensor) -> bool:

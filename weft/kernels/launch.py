@@ -101,6 +101,10 @@ class Tape:
         self.device, self.made, self.outputs, self.held, self.steps = device, made, outputs, held, steps
         self.held_pointers = [x.data_ptr() for x in held]
 
+    def ready(self) -> bool:
+        """Whether it can be played now: nobody watches, and its GPU is the current one."""
+        return (self.device.type == "cpu" or self.device.index == torch._C._cuda_getDevice()) and not _watched()
+
     def play(self, tensors: Sequence[Tensor | None], pointers: list[int]) -> list[Tensor]:
         """Return the outputs. `pointers` are those of the tensors."""
         device = self.device
@@ -137,8 +141,7 @@ class Taped:
             with torch.cuda.device(index):
                 return self(tensors, options)
         pointers = [0 if x is None else x.data_ptr() for x in tensors]
-        about = [None if x is None else (x.get_device(), x.dtype, x.shape, x.stride()) for x in tensors]
-        key = options, *about, *[pointer % 16 for pointer in pointers]
+        key = self._key(tensors, options, pointers)
         tape = self.tapes.get(key, 1)
         if type(tape) is Tape and not _watched():
             return tape.play(tensors, pointers)
@@ -150,6 +153,15 @@ class Taped:
                 return outputs
             self.tapes[key] = tape + 1
         return self.function(tensors, options)
+
+    def recorded(self, tensors: Sequence[Tensor | None], options: tuple) -> Tape | None:
+        """The tape of such a call, if there is one."""
+        tape = self.tapes.get(self._key(tensors, options, [0 if x is None else x.data_ptr() for x in tensors]))
+        return tape if type(tape) is Tape else None
+
+    def _key(self, tensors: Sequence[Tensor | None], options: tuple, pointers: list[int]) -> Any:
+        about = [None if x is None else (x.get_device(), x.dtype, x.shape, x.stride()) for x in tensors]
+        return options, *about, *[pointer % 16 for pointer in pointers]
 
     def _record(self, tensors: Sequence[Tensor | None], options: tuple) -> tuple[Sequence[Tensor], Tape | int | None]:
         given = [id(x) for x in tensors if x is not None]

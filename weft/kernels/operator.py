@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
 from ..core.tiles import empty_rows
-from .launch import Taped
+from .launch import Tape, Taped
 
 LIBRARY = torch.library.Library("weft", "FRAGMENT")
 TAGS = torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag
@@ -138,10 +138,32 @@ class InPlace:
         torch.library.register_fake(f"weft::{name}", fake, lib=LIBRARY)
         self.operator = getattr(torch.ops.weft, name).default
 
-    def __call__(self, *arguments: Any) -> Tensor:
-        if torch.compiler.is_compiling() or _looked_at(arguments[0]):
-            return self.operator(*arguments)
-        return self.run(arguments[: self.tensors], arguments[self.tensors :])[0]
+
+class Bound:
+    """An `InPlace` operator with its options and all tensors but q, k, v, the mask and the position, which come with
+    every call. They must have the same shapes and dtypes in all calls, so that a replay finds its tape by strides."""
+
+    def __init__(self, operator: InPlace, tensors: Sequence[Tensor | None], options: tuple):
+        self.operator, self.tensors, self.options = operator, tensors, options
+        self.pointers: list[int] = []
+        self.tapes: dict[Any, Tape] = {}
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *place: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or _looked_at(q):
+            return self.operator.operator(q, k, v, mask, *place, *self.tensors, *self.options)
+        given = (q, k, v, mask, *place)
+        pointers = [0 if x is None else x.data_ptr() for x in given]
+        key = q.stride(), k.stride(), v.stride(), *[pointer % 16 for pointer in pointers], mask is None
+        tape = self.tapes.get(key)
+        if tape is not None and tape.ready():
+            return tape.play((*given, *self.tensors), pointers + self.pointers)[0]
+        tensors = *given, *self.tensors
+        out = self.operator.run(tensors, self.options)[0]
+        tape = self.operator.run.recorded(tensors, self.options)
+        if tape is not None:
+            self.pointers = [0 if x is None else x.data_ptr() for x in self.tensors]
+            self.tapes[key] = tape
+        return out
 
 
 class _Eager(torch.autograd.Function):

@@ -29,7 +29,7 @@ from ...core.registry import register
 from ...core.scan import causal_sum
 from ...kernels.linear_scan import kernel as linear_scan
 from ...kernels.linear_sum.kernel import linear_sum
-from ...kernels.steps.kernel import sums_step
+from ...kernels.steps.kernel import Step, sums_step
 from ..linear import drop_values, with_ones
 from . import kernel as random_features
 
@@ -194,12 +194,11 @@ def run_kernel(attn: PerformerAttention, q: Tensor, k: Tensor, v: Tensor, mask: 
     return fused(a, b, v, mask, features="given", key_scale=key_scale, top=top, rest=rest).to(q.dtype)
 
 
-def run_step(attn: PerformerAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: Any, at: Place):
+def step_of(attn: PerformerAttention, state: tuple[Tensor, ...]) -> Step | None:
     memory, top, plain = state
-    sums = {"top": top, "plain": plain}
     if attn.kernel == "relu":
-        return sums_step(q, k, v, mask, memory, "relu", **sums)
-    return sums_step(q, k, v, mask, memory, "softmax", attn.epsilon, projection=attn.projection, **sums)
+        return sums_step(memory, "relu", top=top, plain=plain)
+    return sums_step(memory, "softmax", attn.epsilon, top=top, plain=plain, projection=attn.projection)
 
 
 register(
@@ -214,6 +213,6 @@ register(
         run_kernel,
         least_length=random_features.LEAST_LENGTH,
         dropout=True,
-        step=run_step,
+        step=step_of,
     ),
 )

@@ -7,6 +7,7 @@ only when a kernel runs.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,20 +17,17 @@ from ...core.decoding_state import Place
 from ...core.state import KeyValues
 from ...core.tiles import as_flags, block_width, for_operator, next_power_of_two, precision, rows_contiguous
 from ..launch import launch
-from ..operator import InPlace
+from ..operator import Bound, InPlace
 
 TILE = 16384  # elements of a tile, processed by WARPS
 WARPS = 8
 MOST_SLOTS = 4096  # one program per head reads them all; from here on, plain attention splits them over more programs
 MOST_FEATURES = 4096
 
+Step = Callable[[Tensor, Tensor, Tensor, Tensor | None, Place], Tensor]  # q, k, v (B, H, 1, D), mask (B,), position
+
 
 def slots_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    at: Place,
     tokens: KeyValues,
     form: str,
     m: int,
@@ -40,22 +38,18 @@ def slots_step(
     key_features: Tensor | None = None,
     count: Tensor | None = None,
     pool: str = "",
-) -> Tensor | None:
-    """The output for a token q, k, v (B, H, 1, D) with its mask (B,). The tensors of the state are those of
-    `token_to_slots`. None if the plain version must run."""
+) -> Step | None:
+    """The step of a state with these tensors, those of `token_to_slots`. None if there is no kernel for it."""
     slots = tokens.slots if far is None else max(tokens.slots, far.k.shape[-2])
     summaries = (None, None, None) if far is None else (far.k, far.v, far.valid)
     buffers = tokens.k, tokens.v, tokens.valid, *summaries, queries, key_features, count
     if slots > MOST_SLOTS or not in_order(*buffers):
         return None
-    return _slots(q, k, v, row_of(mask), position(at), *buffers, form, m, ahead, pool)
+    launch = Bound(_slots, buffers, (form, m, ahead, pool))
+    return lambda q, k, v, mask, at: launch(q, k, v, row_of(mask), position(at))
 
 
 def sums_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
     memory: Tensor,
     features: str,
     epsilon: float = 0.0,
@@ -63,12 +57,12 @@ def sums_step(
     top: Tensor | None = None,
     plain: Tensor | None = None,
     projection: Tensor | None = None,
-) -> Tensor | None:
-    """The output for a token q, k, v (B, H, 1, D) with its mask (B,). The tensors of the state are those of
-    `token_to_sums`. None if the plain version must run."""
+) -> Step | None:
+    """The step of a state with these tensors, those of `token_to_sums`. None if there is no kernel for it."""
     if memory.shape[2] > MOST_FEATURES or not in_order(memory, top, plain, projection):
         return None
-    return _sums(q, k, v, row_of(mask), memory, top, plain, projection, features, epsilon)
+    launch = Bound(_sums, (memory, top, plain, projection), (features, epsilon))
+    return lambda q, k, v, mask, at: launch(q, k, v, row_of(mask))
 
 
 def row_of(mask: Tensor | None) -> Tensor | None:

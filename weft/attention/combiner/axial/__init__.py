@@ -38,7 +38,7 @@ from ....core.registry import register
 from ....core.segments import Segments
 from ....core.softmax import softmax_attention
 from ....core.state import KeyValues
-from ....kernels.steps.kernel import slots_step
+from ....kernels.steps.kernel import Step, slots_step
 from ...axial import Grid, decoding_block, row_part
 from ..base import Seen, dense_combiner, join_seen
 from . import kernel
@@ -273,12 +273,8 @@ def run_kernel(attn: CombinerAxial, q: Tensor, k: Tensor, v: Tensor, mask: Tenso
     return kernel.combiner_axial(q, k, v, mask, block_size=m, causal=attn.causal)
 
 
-def run_step(
-    attn: CombinerAxial, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: RowState, at: Place
-) -> Tensor | None:
-    return slots_step(
-        q, k, v, mask, at, state.row, "axial", decoding_block(attn), far=state.spans, queries=state.q
-    )  # fmt: skip
+def step_of(attn: CombinerAxial, state: RowState) -> Step | None:
+    return slots_step(state.row, "axial", decoding_block(attn), far=state.spans, queries=state.q)
 
 
 def lacks(attn: CombinerAxial, *qkv: Tensor) -> str:
@@ -294,5 +290,5 @@ register(
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
     length_dependent="without max_length the default block size depends on the length; set block_size to fix it",
-    kernel=Kernel(run_kernel, lacks, kernel.LEAST_LENGTH, largest_head=256, step=run_step),
+    kernel=Kernel(run_kernel, lacks, kernel.LEAST_LENGTH, largest_head=256, step=step_of),
 )

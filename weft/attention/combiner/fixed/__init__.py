@@ -35,7 +35,7 @@ from ....core.segments import Segments
 from ....core.softmax import softmax_attention
 from ....core.state import KeyValues
 from ....core.tiles import next_power_of_two
-from ....kernels.steps.kernel import slots_step
+from ....kernels.steps.kernel import Step, slots_step
 from ...axial import decoding_block
 from ..base import Combiner, Seen, combiner_naive, dense_combiner, dense_pool, join_seen
 from ..summaries import Summary
@@ -325,13 +325,11 @@ def run_packed(
     return kernel.combiner_fixed(q, k, v, mask, **options, table=table, key=key, threshold=threshold).to(dtype)
 
 
-def run_step(
-    attn: CombinerFixed, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: FixedState, at: Place
-) -> Tensor | None:
+def step_of(attn: CombinerFixed, state: FixedState) -> Step | None:
     tokens, blocks = state.levels
     block = state.pooled[0]
     return slots_step(
-        q, k, v, mask, at, tokens, "fixed", decoding_block(attn), far=blocks, queries=block.query_features,
+        tokens, "fixed", decoding_block(attn), far=blocks, queries=block.query_features,
         key_features=block.key_features, count=block.count, pool=attn.summary.pool,
     )  # fmt: skip
 
@@ -359,6 +357,6 @@ register(
         grouped=lambda attn: True,
         largest_head=256,
         packed=run_packed,
-        step=run_step,
+        step=step_of,
     ),
 )
