@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 from ..attention import Attention
 from ..core.contract import PositionBias
 from ..core.decoding_state import tree_map
-from .masks import HARMLESS
+from .masks import HARMLESS, UnpaddedCausalMask
 from .past import cache_layer, cache_of_this_call, own_cache
 
 HISTORY = 64  # tokens that `crop` can drop if the cache records its past; assisted generation drafts fewer
@@ -48,6 +48,7 @@ class StateLayer(CacheLayerMixin):
     new_keys: Tensor | None  # of the current call, until attention has read them
     checks: bool  # one layer of a cache checks its padding mask
     padding: Tensor | None  # (B, length), False for padding; None without padding
+    checked: Any  # the choice of attention of the last call, after all checks
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         pass
@@ -87,6 +88,18 @@ class StateLayer(CacheLayerMixin):
                     f"{self.name} with a cache keeps a decoding state instead of keys, which does not support {what}: "
                     "set use_cache=False"
                 )
+
+    def repeats(self, choice: Any, q: Tensor, mask: Tensor | None) -> bool:
+        """Whether this is another token without padding, for the attention of the last call: nothing new to check."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return False
+        return self.checked is choice and type(mask) is UnpaddedCausalMask and q.shape[2] == 1 and self.padding is None
+
+    def attend_next(self, q: Tensor, v: Tensor) -> Tensor:
+        assert self.new_keys is not None
+        out, self.state = self.attn.step(q, self.new_keys, v, self.state)
+        self.new_keys = None
+        return out
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         """The outputs of the new tokens (B, H, n, D); `mask` (B, columns) covers all tokens."""
@@ -253,7 +266,7 @@ def begin(
     layer.length = layer.cumulative_length if static else n
     layer.__class__, layer.keys, layer.values = kind, None, None
     layer.attn, layer.name, layer.options, layer.state = attn, name, options, state
-    layer.new_keys, layer.checks, layer.padding = None, checks, mask if checks else None
+    layer.new_keys, layer.checks, layer.padding, layer.checked = None, checks, mask if checks else None, None
     return out
 
 

@@ -213,6 +213,9 @@ def _attend(
     state = state_layer(key)
     if state is not None:
         packing = kwargs.get("cu_seq_lens_q") is not None
+        special = dropout or output_attentions or position_bias is not None or packing or kwargs.get("sliding_window")
+        if not special and state.repeats(choice, query, mask):
+            return _heads_last(state.attend_next(rescaled(query, scaling), value)), None
         biased = position_bias is not None
         state.refuse(output_attentions=output_attentions, position_bias=biased, dropout=dropout, packing=packing)
         return _attend_next(choice, module, state, rescaled(query, scaling), value, mask, kwargs), None
@@ -277,7 +280,10 @@ def _attend_next(
     k = state.new_keys
     assert k is not None
     q, k, v = autocast(q, *spread(q, k, v))
-    return _heads_last(state.attend(q, k, v, padding, _near(state.attn, window)))
+    out = _heads_last(state.attend(q, k, v, padding, _near(state.attn, window)))
+    if not torch.compiler.is_compiling():
+        state.checked = choice
+    return out
 
 
 def _heads_last(out: Tensor) -> Tensor:
