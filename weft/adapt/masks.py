@@ -338,7 +338,9 @@ def mask_function_of(name: str, takes_matrix: bool, decodes: bool = False) -> Ca
             return mask
         if attention_mask is not None:
             short = kv_length + kv_offset - attention_mask.shape[-1]
-            padding = F.pad(attention_mask.bool(), (0, max(0, short)), value=static)
+            padding = attention_mask.bool()
+            if short > 0:
+                padding = F.pad(padding, (0, short), value=static)
             padding = padding[:, kv_offset : kv_offset + kv_length]
             if static and isinstance(q_offset, Tensor):
                 return _static_step(padding[:, None, None])
