@@ -27,7 +27,7 @@ class DecodingState:
     newest: list[int] = field(default_factory=lambda: [0])  # shared: the count of the state that owns the buffers
     history: int = 0  # how many tokens `crop` can drop if the mechanism cannot drop any number
     log: Log | None = None
-    ready: tuple[Any, ...] | None = None  # inner, backend, and the kernel of a step that updates it; see `dispatch`
+    ready: Ready | None = None
 
     def twin(self) -> DecodingState:
         """Another state with the same buffers. Takes a quarter of the time of `dataclasses.replace`."""
@@ -42,6 +42,14 @@ class DecodingState:
     def position(self) -> int:
         """Tokens so far. With `max_length` on a GPU, reading it waits for the GPU."""
         return self.count if self.place is None else int(self.place)
+
+
+class Ready:
+    """The kernel of a step, prepared for these buffers; None if there is none. Not a dataclass, whose tensors would
+    count as part of the state."""
+
+    def __init__(self, inner: Any, backend: str, step: Callable[..., Tensor] | None):
+        self.inner, self.backend, self.step = inner, backend, step
 
 
 @dataclass

@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .decoding_state import Ready
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 BACKENDS = ("auto", "torch", "triton")
@@ -96,9 +98,10 @@ def step_with_kernel(
     if torch.compiler.is_compiling():
         step = None if at.known else _step_of(attn, q, v, state.inner)
     else:
-        if state.ready is None or state.ready[0] is not state.inner or state.ready[1] != attn.backend:
-            state.ready = state.inner, attn.backend, _step_of(attn, q, v, state.inner)
-        step = state.ready[2]
+        ready = state.ready
+        if ready is None or ready.inner is not state.inner or ready.backend != attn.backend:
+            ready = state.ready = Ready(state.inner, attn.backend, _step_of(attn, q, v, state.inner))
+        step = ready.step
     return None if step is None else step(q, k, v, mask, at)
 
 
