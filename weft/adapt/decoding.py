@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 from ..attention import Attention
 from ..core.contract import PositionBias
 from ..core.decoding_state import tree_map
-from .masks import HARMLESS, UnpaddedCausalMask
+from .masks import HARMLESS, CausalMask, UnpaddedCausalMask
 from .past import cache_layer, cache_of_this_call, own_cache
 
 HISTORY = 64  # tokens that `crop` can drop if the cache records its past; assisted generation drafts fewer
@@ -90,14 +90,16 @@ class StateLayer(CacheLayerMixin):
                 )
 
     def repeats(self, choice: Any, q: Tensor, mask: Tensor | None) -> bool:
-        """Whether this is another token without padding, for the attention of the last call: nothing new to check."""
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        """Whether this is another token for the attention of the last call, so that there is nothing new to check."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or self.checked is not choice or q.shape[2] != 1:
             return False
-        return self.checked is choice and type(mask) is UnpaddedCausalMask and q.shape[2] == 1 and self.padding is None
+        if type(mask) is UnpaddedCausalMask:
+            return self.padding is None
+        return type(mask) is CausalMask and not self.checks and hasattr(mask, "weft_row")
 
-    def attend_next(self, q: Tensor, v: Tensor) -> Tensor:
+    def attend_next(self, q: Tensor, v: Tensor, mask: Any) -> Tensor:
         assert self.new_keys is not None
-        out, self.state = self.attn.step(q, self.new_keys, v, self.state)
+        out, self.state = self.attn.step(q, self.new_keys, v, self.state, getattr(mask, "weft_row", None))
         self.new_keys = None
         return out
 

@@ -34,7 +34,7 @@ from .biases import PairBias, WindowBias, in_window, total
 from .core import Core, connected, learns, masked_full, rescaled, rows_are_independent, seeded, trains
 from .decoding import StateLayer, begin, note_recording, state_layer
 from .guard import called, guard, install
-from .masks import fits, last_row, mask_function_of, read, says_causal, window_of
+from .masks import CausalMask, fits, last_row, mask_function_of, read, says_causal, window_of
 from .packed import documents
 from .past import all_queries, is_cross_attention, layer_state, remember
 from .saved import apply
@@ -215,7 +215,7 @@ def _attend(
         packing = kwargs.get("cu_seq_lens_q") is not None
         special = dropout or output_attentions or position_bias is not None or packing or kwargs.get("sliding_window")
         if not special and state.repeats(choice, query, mask):
-            return _heads_last(state.attend_next(rescaled(query, scaling), value)), None
+            return _heads_last(state.attend_next(rescaled(query, scaling), value, mask)), None
         biased = position_bias is not None
         state.refuse(output_attentions=output_attentions, position_bias=biased, dropout=dropout, packing=packing)
         return _attend_next(choice, module, state, rescaled(query, scaling), value, mask, kwargs), None
@@ -283,6 +283,8 @@ def _attend_next(
     out = _heads_last(state.attend(q, k, v, padding, _near(state.attn, window)))
     if not torch.compiler.is_compiling():
         state.checked = choice
+        if padding is not None and type(mask) is CausalMask and q.shape[2] == 1:
+            mask.weft_row = padding[:, -1].clone()  # type: ignore[attr-defined]  # for the other layers
     return out
 
 

@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .decoding_state import DecodingState, Log, Place, tree_bytes, tree_map
-from .dispatch import step_with_kernel
+from .decoding_state import DecodingState, Log, Place, Ready, tree_bytes, tree_map
+from .dispatch import step_kernel
 from .heads import spread
 from .precision import autocast, without_autocast
 from .softmax import without_cudnn
@@ -161,26 +161,39 @@ class Decoding:
         **inputs: Any,
     ) -> tuple[Tensor, DecodingState]:
         """Process one token (B, H, 1, D); return its output and the next state. `mask` (B,) is False for padding."""
-        k, v = spread(q, k, v)
-        self.check_step(q, k, v, state, mask, bias)
+        compiling = torch.compiler.is_compiling()
+        plain = bias is None and not inputs
+        ready = getattr(state, "ready", None) if plain and not compiling else None
+        repeats = ready is not None and ready.fits(self, q, k, v, state)
+        if not repeats:
+            k, v = spread(q, k, v)
+            self._check_tokens(q, k, v, state, bias, 1)
+        if mask is not None:
+            self._check_row(mask, state)
         state = self._own(state, q)
-        q, k, v = autocast(q, k, v)
         state.whole = state.whole and mask is None
-        self._allocate(state, k, 1)
-        at = self._place(state, bool(self._differentiable(q, k, v, bias, state.inner)))
-        out = None
-        if bias is None and not inputs and not state.history:
-            out = step_with_kernel(self, q, k, v, mask, state, at)
-        if out is None:
+        if repeats:
+            in_place, kernel = True, ready.kernel
+        else:
+            q, k, v = autocast(q, k, v)
+            self._allocate(state, k, 1)
+            in_place = not self._differentiable(q, k, v, bias, state.inner)
+            kernel = self._kernel(q, v, state) if in_place and plain and not state.history else None
+        if kernel is not None:
+            out = kernel(q, k, v, mask, state.count if state.place is None else state.place)
+        else:
             if mask is not None:
                 q, k, v = (torch.where(mask[:, None, None, None], t, 0) for t in (q, k, v))
             with without_autocast(q), without_cudnn(q):
+                at = self._place(state, not in_place)
                 out, state.inner = self.attend_next(q, k, v, state.inner, mask, bias, at, **inputs)
+            if not compiling and state.ready is not None and state.ready.kernel is None:
+                state.ready.inner = state.inner
         if state.place is not None:
             state.place.add_(1)
-        if state.place is None or not torch.compiler.is_compiling():
+        if state.place is None or not compiling:
             state.count += 1
-            if at.in_place and state.place is None:
+            if in_place and state.place is None:
                 state.newest[0] = state.count
             else:
                 state.newest = [state.count]
@@ -319,6 +332,15 @@ class Decoding:
         state.device, state.dtype = q.device, q.dtype
         return state
 
+    def _kernel(self, q: Tensor, v: Tensor, state: DecodingState) -> Callable[..., Tensor] | None:
+        """The kernel for the buffers of this state, prepared once."""
+        if torch.compiler.is_compiling():
+            # A known position is a number, and the step would be compiled again for each.
+            return None if state.place is None else step_kernel(self, q, v, state.inner)
+        if state.ready is None or not state.ready.serves(self, q, state.inner):
+            state.ready = Ready(self, q, state.inner, step_kernel(self, q, v, state.inner))
+        return state.ready.kernel
+
     def _allocate(self, state: DecodingState, k: Tensor, n: int) -> None:
         """Make room for n more tokens."""
         if state.inner is None:
@@ -441,11 +463,8 @@ class Decoding:
                 "dropout; call eval() first"
             )
 
-    def check_step(self, q: Tensor, k: Tensor, v: Tensor, state: Any, mask: Tensor | None, bias: Any) -> None:
-        self._check_tokens(q, k, v, state, bias, 1)
-        if mask is not None and (
-            not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (state.batch,)
-        ):
+    def _check_row(self, mask: Tensor, state: DecodingState) -> None:
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (state.batch,):
             got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
             raise ValueError(f"the mask of a step must be boolean of shape (B,) = ({state.batch},), got {got}")
 

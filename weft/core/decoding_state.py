@@ -45,11 +45,35 @@ class DecodingState:
 
 
 class Ready:
-    """The kernel of a step, prepared for these buffers; None if there is none. Not a dataclass, whose tensors would
+    """What the last step has checked and prepared, so that the next one need not. Not a dataclass, whose tensors would
     count as part of the state."""
 
-    def __init__(self, inner: Any, backend: str, step: Callable[..., Tensor] | None):
-        self.inner, self.backend, self.step = inner, backend, step
+    def __init__(self, attn: Any, q: Tensor, inner: Any, kernel: Callable[..., Tensor] | None):
+        self.attn, self.inner, self.backend, self.kernel = attn, inner, attn.backend, kernel
+        self.shape, self.dtype, self.device = q.shape, q.dtype, q.device
+
+    def serves(self, attn: Any, q: Tensor, inner: Any) -> bool:
+        """Whether its kernel updates these buffers."""
+        return inner is self.inner and attn is self.attn and attn.backend == self.backend and q.dtype is self.dtype
+
+    def fits(self, attn: Any, q: Tensor, k: Tensor, v: Tensor, state: DecodingState) -> bool:
+        """Whether another token can follow without checks."""
+        shape, dtype, device = self.shape, self.dtype, self.device
+        return (
+            self.serves(attn, q, state.inner)
+            and state.count < state.capacity
+            and (attn.max_length is None or state.count < attn.max_length)
+            and (state.place is not None or state.newest[0] == state.count)
+            and state.dtype is dtype
+            and q.shape == shape
+            and k.shape == shape
+            and v.shape == shape
+            and k.dtype is dtype
+            and v.dtype is dtype
+            and q.device == device
+            and not (torch.is_grad_enabled() or torch.is_autocast_enabled(device.type))
+            and not (attn.training and attn.dropout)
+        )
 
 
 @dataclass

@@ -20,8 +20,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .decoding_state import Ready
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 BACKENDS = ("auto", "torch", "triton")
@@ -51,8 +49,8 @@ class Kernel:
     # packed(attn, q, k, v, mask, documents): packed documents in place. Without it, or if it returns None, they are
     # gathered into rows.
     packed: Callable[..., Tensor | None] | None = None
-    # step(attn, inner) returns a function (q, k, v, mask, at) -> output: one token of decoding, with the buffers of the
-    # state updated in place. Without it, or if it is None, `attend_next` runs.
+    # step(attn, inner) returns a function (q, k, v, mask, i) -> output: one token of decoding at position i, a number or
+    # a tensor, with the buffers of the state updated in place. Without it, or if it is None, `attend_next` runs.
     step: Callable[..., Callable[..., Tensor] | None] | None = None
 
 
@@ -89,31 +87,17 @@ def use_kernel(attn: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any) -> bool:
     return _trusted(attn, q)
 
 
-def step_with_kernel(
-    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: Any, at: Any
-) -> Tensor | None:
-    """The output of one token, or None if `attend_next` must run."""
-    if attn.fused is None or attn.fused.step is None or attn.backend == "torch" or not at.in_place:
+def step_kernel(attn: Any, q: Tensor, v: Tensor, inner: Any) -> Callable[..., Tensor] | None:
+    """The kernel of a step that updates these buffers, or None if `attend_next` must run."""
+    kernel: Kernel | None = attn.fused
+    if kernel is None or kernel.step is None or attn.backend == "torch":
         return None
-    if torch.compiler.is_compiling():
-        step = None if at.known else _step_of(attn, q, v, state.inner)
-    else:
-        ready = state.ready
-        if ready is None or ready.inner is not state.inner or ready.backend != attn.backend:
-            ready = state.ready = Ready(state.inner, attn.backend, _step_of(attn, q, v, state.inner))
-        step = ready.step
-    return None if step is None else step(q, k, v, mask, at)
-
-
-def _step_of(attn: Any, q: Tensor, v: Tensor, inner: Any) -> Callable[..., Tensor] | None:
-    kernel: Kernel = attn.fused
     if not q.shape[0] or (attn.backend == "auto" and q.device.type in ("cpu", "meta")):
         return None
     if not kernel.applies(attn) or kernel.lacks(attn) or _cannot(q, v, kernel.largest_head):
         return None
     if attn.backend == "auto" and not _trusted(attn, q):
         return None
-    assert kernel.step is not None
     return kernel.step(attn, inner)
 
 

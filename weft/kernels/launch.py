@@ -102,22 +102,30 @@ class Tape:
         self.held_pointers = [x.data_ptr() for x in held]
 
     def ready(self) -> bool:
-        """Whether it can be played now: nobody watches, and its GPU is the current one."""
-        return (self.device.type == "cpu" or self.device.index == torch._C._cuda_getDevice()) and not _watched()
+        """Whether `launch` can run now: its GPU is the current one, and nobody watches."""
+        index = self.device.index
+        return index is not None and index == torch._C._cuda_getDevice() and not _watched()
 
     def play(self, tensors: Sequence[Tensor | None], pointers: list[int]) -> list[Tensor]:
         """Return the outputs. `pointers` are those of the tensors."""
-        device = self.device
-        made = [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in self.made]
-        if device.type == "cpu":
-            self._interpret([*tensors, *made, *self.held])
-            return made[: self.outputs]
+        if self.device.type == "cuda":
+            return self.launch(pointers)
+        made = self._made()
+        self._interpret([*tensors, *made, *self.held])
+        return made[: self.outputs]
+
+    def launch(self, pointers: list[int]) -> list[Tensor]:
+        made, index = self._made(), self.device.index
         pointers = pointers + [x.data_ptr() for x in made] + self.held_pointers
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        stream = torch._C._cuda_getCurrentRawStream(index)
         for run, (x, y, z), function, metadata, slots, rest in self.steps:
             places = [pointers[base] + offset for base, offset, _ in slots]
             run(x, y, z, stream, function, metadata, None, None, None, *places, *rest)  # no hooks: see _watched
         return made[: self.outputs]
+
+    def _made(self) -> list[Tensor]:
+        device = self.device
+        return [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in self.made]
 
     def _interpret(self, bases: list[Tensor | None]) -> None:
         for kernel, grid, options, _, slots, rest in self.steps:

@@ -145,25 +145,35 @@ class Bound:
 
     def __init__(self, operator: InPlace, tensors: Sequence[Tensor | None], options: tuple):
         self.operator, self.tensors, self.options = operator, tensors, options
-        self.pointers: list[int] = []
         self.tapes: dict[Any, Tape] = {}
+        self.pointers: list[int] = []
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *place: Tensor) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, place: Tensor | None = None, entry: int = 0
+    ) -> Tensor:
+        """`place[entry]` is the position; without `place`, the operator takes none."""
         if torch.compiler.is_compiling() or _looked_at(q):
-            return self.operator.operator(q, k, v, mask, *place, *self.tensors, *self.options)
-        given = (q, k, v, mask, *place)
-        pointers = [0 if x is None else x.data_ptr() for x in given]
-        key = q.stride(), k.stride(), v.stride(), *[pointer % 16 for pointer in pointers], mask is None
+            return self.operator.operator(q, k, v, mask, *_entry(place, entry), *self.tensors, *self.options)
+        pointers = [q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if mask is None else mask.data_ptr()]
+        unaligned = (pointers[0] | pointers[1] | pointers[2]) % 16, pointers[3] % 16 > 0
+        key = q.stride(), k.stride(), v.stride(), mask is None, unaligned
         tape = self.tapes.get(key)
         if tape is not None and tape.ready():
-            return tape.play((*given, *self.tensors), pointers + self.pointers)[0]
-        tensors = *given, *self.tensors
+            if place is not None:
+                pointers.append(place.data_ptr() + 8 * entry)  # 64-bit integers
+            return tape.launch(pointers + self.pointers)[0]
+        tensors = q, k, v, mask, *_entry(place, entry), *self.tensors
         out = self.operator.run(tensors, self.options)[0]
-        tape = self.operator.run.recorded(tensors, self.options)
-        if tape is not None:
-            self.pointers = [0 if x is None else x.data_ptr() for x in self.tensors]
-            self.tapes[key] = tape
+        if not unaligned[0]:
+            tape = self.operator.run.recorded(tensors, self.options)
+            if tape is not None:
+                self.pointers = [0 if x is None else x.data_ptr() for x in self.tensors]
+                self.tapes[key] = tape
         return out
+
+
+def _entry(place: Tensor | None, entry: int) -> tuple[Tensor, ...]:
+    return () if place is None else (place if place.dim() == 0 else place[entry],)
 
 
 class _Eager(torch.autograd.Function):

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.decoding_state import Place
 from ...core.state import KeyValues
 from ...core.tiles import as_flags, block_width, for_operator, next_power_of_two, precision, rows_contiguous
 from ..launch import launch
@@ -24,7 +23,7 @@ WARPS = 8
 MOST_SLOTS = 4096  # one program per head reads them all; from here on, plain attention splits them over more programs
 MOST_FEATURES = 4096
 
-Step = Callable[[Tensor, Tensor, Tensor, Tensor | None, Place], Tensor]  # q, k, v (B, H, 1, D), mask (B,), position
+Step = Callable[[Tensor, Tensor, Tensor, Tensor | None, int | Tensor], Tensor]  # q, k, v (B, H, 1, D), mask (B,), i
 
 
 def slots_step(
@@ -46,7 +45,7 @@ def slots_step(
     if slots > MOST_SLOTS or not in_order(*buffers):
         return None
     launch = Bound(_slots, buffers, (form, m, ahead, pool))
-    return lambda q, k, v, mask, at: launch(q, k, v, row_of(mask), position(at))
+    return lambda q, k, v, mask, i: launch(q, k, v, row_of(mask), *position(i, q.device))
 
 
 def sums_step(
@@ -62,7 +61,7 @@ def sums_step(
     if memory.shape[2] > MOST_FEATURES or not in_order(memory, top, plain, projection):
         return None
     launch = Bound(_sums, (memory, top, plain, projection), (features, epsilon))
-    return lambda q, k, v, mask, at: launch(q, k, v, row_of(mask))
+    return lambda q, k, v, mask, i: launch(q, k, v, row_of(mask))
 
 
 def row_of(mask: Tensor | None) -> Tensor | None:
@@ -74,19 +73,19 @@ def in_order(*buffers: Tensor | None) -> bool:
     return all(x is None or x.is_contiguous() for x in buffers)
 
 
-_counted: dict[torch.device, Tensor] = {}  # 0, 1, 2, ...
+_counted: dict[torch.device, Tensor] = {}  # 0, 0, 1, 1, 2, 2, ...
 
 
-def position(at: Place) -> Tensor:
-    """The position as a tensor on the device. A known one is a view of a table, which needs no copy and no launch. Its
-    entries are 16 bytes apart, because Triton compiles kernels for aligned pointers separately."""
-    if not at.known:
-        return at.i
-    table = _counted.get(at.device)
-    if table is None or len(table) <= 2 * at.i:
-        count = max(65536, next_power_of_two(at.i + 1))
-        table = _counted[at.device] = torch.arange(2 * count, device=at.device) // 2
-    return table[2 * at.i]
+def position(i: int | Tensor, device: torch.device) -> tuple[Tensor, int]:
+    """A tensor with the position, and where in it. A known position is read from a table, which needs no copy and no
+    launch. Its entries are 16 bytes apart, because Triton compiles kernels for aligned pointers separately."""
+    if not isinstance(i, int):
+        return i, 0
+    table = _counted.get(device)
+    if table is None or len(table) <= 2 * i:
+        count = max(65536, next_power_of_two(i + 1))
+        table = _counted[device] = torch.arange(2 * count, device=device) // 2
+    return table, 2 * i
 
 
 def _run_slots(
