@@ -89,9 +89,14 @@ class StateLayer(CacheLayerMixin):
                     "set use_cache=False"
                 )
 
-    def repeats(self, choice: Any, q: Tensor, mask: Tensor | None) -> bool:
+    def repeats(self, choice: Any, module: nn.Module, q: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> bool:
         """Whether this is another token for the attention of the last call, so that there is nothing new to check."""
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or self.checked is not choice or q.shape[2] != 1:
+        get = kwargs.get
+        if self.checked is not choice or q.shape[2] != 1 or module.training or get("output_attentions"):
+            return False
+        if get("sliding_window") or get("position_bias") is not None or get("cu_seq_lens_q") is not None:
+            return False
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return False
         if type(mask) is UnpaddedCausalMask:
             return self.padding is None

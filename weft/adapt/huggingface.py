@@ -169,9 +169,27 @@ def attention_function(choice: Choice) -> Callable[..., tuple[Tensor, Tensor | N
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        return _attend(choice, module, query, key, value, attention_mask, **kwargs)
+        out = _repeated(choice, module, query, key, value, attention_mask, kwargs)
+        return (out, None) if out is not None else _attend(choice, module, query, key, value, attention_mask, **kwargs)
 
     return attention
+
+
+def _repeated(
+    choice: Choice,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    kwargs: dict[str, Any],
+) -> Tensor | None:
+    """The output of another token of a cache with a decoding state, without checks; None if some are necessary."""
+    layer = state_layer(key)
+    if layer is None or not layer.repeats(choice, module, query, mask, kwargs):
+        return None
+    called()
+    return _heads_last(layer.attend_next(rescaled(query, kwargs.get("scaling")), value, mask))
 
 
 def swapped_attention(
@@ -179,6 +197,9 @@ def swapped_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """For models with swapped layers: the mechanism chosen for this layer, or full attention."""
     choice = layer_state(module).choice or FULL
+    out = _repeated(choice, module, query, key, value, attention_mask, kwargs)
+    if out is not None:
+        return out, None
     if refused_layers is not None:
         try:
             return _attend(choice, module, query, key, value, attention_mask, **kwargs)
@@ -213,9 +234,6 @@ def _attend(
     state = state_layer(key)
     if state is not None:
         packing = kwargs.get("cu_seq_lens_q") is not None
-        special = dropout or output_attentions or position_bias is not None or packing or kwargs.get("sliding_window")
-        if not special and state.repeats(choice, query, mask):
-            return _heads_last(state.attend_next(rescaled(query, scaling), value, mask)), None
         biased = position_bias is not None
         state.refuse(output_attentions=output_attentions, position_bias=biased, dropout=dropout, packing=packing)
         return _attend_next(choice, module, state, rescaled(query, scaling), value, mask, kwargs), None

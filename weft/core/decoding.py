@@ -164,15 +164,16 @@ class Decoding:
         compiling = torch.compiler.is_compiling()
         plain = bias is None and not inputs
         ready = getattr(state, "ready", None) if plain and not compiling else None
-        repeats = ready is not None and ready.fits(self, q, k, v, state)
-        if not repeats:
+        if ready is not None and not ready.fits(self, q, k, v, state):
+            ready = None
+        if ready is None:
             k, v = spread(q, k, v)
             self._check_tokens(q, k, v, state, bias, 1)
         if mask is not None:
             self._check_row(mask, state)
         state = self._own(state, q)
         state.whole = state.whole and mask is None
-        if repeats:
+        if ready is not None:
             in_place, kernel = True, ready.kernel
         else:
             q, k, v = autocast(q, k, v)

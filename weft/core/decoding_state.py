@@ -60,7 +60,10 @@ class Ready:
         """Whether another token can follow without checks."""
         shape, dtype, device = self.shape, self.dtype, self.device
         return (
-            self.serves(attn, q, state.inner)
+            isinstance(q, Tensor)
+            and isinstance(k, Tensor)
+            and isinstance(v, Tensor)
+            and self.serves(attn, q, state.inner)
             and state.count < state.capacity
             and (attn.max_length is None or state.count < attn.max_length)
             and (state.place is not None or state.newest[0] == state.count)

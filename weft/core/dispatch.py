@@ -49,8 +49,8 @@ class Kernel:
     # packed(attn, q, k, v, mask, documents): packed documents in place. Without it, or if it returns None, they are
     # gathered into rows.
     packed: Callable[..., Tensor | None] | None = None
-    # step(attn, inner) returns a function (q, k, v, mask, i) -> output: one token of decoding at position i, a number or
-    # a tensor, with the buffers of the state updated in place. Without it, or if it is None, `attend_next` runs.
+    # step(attn, inner) returns a function (q, k, v, mask, i) -> output: one token of decoding at position i, a number
+    # or a tensor, with the buffers of the state updated in place. Without it, or if it is None, `attend_next` runs.
     step: Callable[..., Callable[..., Tensor] | None] | None = None
 
 

@@ -115,9 +115,9 @@ class Tape:
         return made[: self.outputs]
 
     def launch(self, pointers: list[int]) -> list[Tensor]:
-        made, index = self._made(), self.device.index
+        made = self._made()
         pointers = pointers + [x.data_ptr() for x in made] + self.held_pointers
-        stream = torch._C._cuda_getCurrentRawStream(index)
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         for run, (x, y, z), function, metadata, slots, rest in self.steps:
             places = [pointers[base] + offset for base, offset, _ in slots]
             run(x, y, z, stream, function, metadata, None, None, None, *places, *rest)  # no hooks: see _watched

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
-from ..core.tiles import empty_rows
+from ..core.tiles import empty_rows, for_operator
 from .launch import Tape, Taped
 
 LIBRARY = torch.library.Library("weft", "FRAGMENT")
@@ -141,39 +141,47 @@ class InPlace:
 
 class Bound:
     """An `InPlace` operator with its options and all tensors but q, k, v, the mask and the position, which come with
-    every call. They must have the same shapes and dtypes in all calls, so that a replay finds its tape by strides."""
+    every call. They must have the same shapes and dtypes in all calls, so that a replay finds its tape by strides.
 
-    def __init__(self, operator: InPlace, tensors: Sequence[Tensor | None], options: tuple):
-        self.operator, self.tensors, self.options = operator, tensors, options
+    `position(i, device)` returns a tensor of 64-bit integers and the entry that holds i. None: the operator takes none.
+    """
+
+    def __init__(
+        self,
+        operator: InPlace,
+        tensors: Sequence[Tensor | None],
+        options: tuple,
+        position: Callable[..., tuple[Tensor, int]] | None = None,
+    ):
+        self.operator, self.tensors, self.options, self.position = operator, tensors, options, position
         self.tapes: dict[Any, Tape] = {}
         self.pointers: list[int] = []
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, place: Tensor | None = None, entry: int = 0
-    ) -> Tensor:
-        """`place[entry]` is the position; without `place`, the operator takes none."""
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, i: int | Tensor) -> Tensor:
+        if mask is not None:  # often a column of a larger one; a copy inside the operator could not be replayed
+            mask = for_operator(mask.contiguous())
+        table, entry = (None, 0) if self.position is None else self.position(i, q.device)
         if torch.compiler.is_compiling() or _looked_at(q):
-            return self.operator.operator(q, k, v, mask, *_entry(place, entry), *self.tensors, *self.options)
+            return self.operator.operator(q, k, v, mask, *_entry(table, entry), *self.tensors, *self.options)
         pointers = [q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if mask is None else mask.data_ptr()]
-        unaligned = (pointers[0] | pointers[1] | pointers[2]) % 16, pointers[3] % 16 > 0
-        key = q.stride(), k.stride(), v.stride(), mask is None, unaligned
-        tape = self.tapes.get(key)
+        aligned = (pointers[0] | pointers[1] | pointers[2]) % 16 == 0
+        key = q.stride(), k.stride(), v.stride(), mask is None, pointers[3] % 16 > 0
+        tape = self.tapes.get(key) if aligned else None
         if tape is not None and tape.ready():
-            if place is not None:
-                pointers.append(place.data_ptr() + 8 * entry)  # 64-bit integers
+            if table is not None:
+                pointers.append(table.data_ptr() + 8 * entry)
             return tape.launch(pointers + self.pointers)[0]
-        tensors = q, k, v, mask, *_entry(place, entry), *self.tensors
+        tensors = q, k, v, mask, *_entry(table, entry), *self.tensors
         out = self.operator.run(tensors, self.options)[0]
-        if not unaligned[0]:
-            tape = self.operator.run.recorded(tensors, self.options)
-            if tape is not None:
-                self.pointers = [0 if x is None else x.data_ptr() for x in self.tensors]
-                self.tapes[key] = tape
+        tape = self.operator.run.recorded(tensors, self.options) if aligned else None
+        if tape is not None:
+            self.pointers = [0 if x is None else x.data_ptr() for x in self.tensors]
+            self.tapes[key] = tape
         return out
 
 
-def _entry(place: Tensor | None, entry: int) -> tuple[Tensor, ...]:
-    return () if place is None else (place if place.dim() == 0 else place[entry],)
+def _entry(table: Tensor | None, entry: int) -> tuple[Tensor, ...]:
+    return () if table is None else (table if table.dim() == 0 else table[entry],)
 
 
 class _Eager(torch.autograd.Function):

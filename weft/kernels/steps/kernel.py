@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...core.state import KeyValues
-from ...core.tiles import as_flags, block_width, for_operator, next_power_of_two, precision, rows_contiguous
+from ...core.tiles import as_flags, block_width, next_power_of_two, precision, rows_contiguous
 from ..launch import launch
 from ..operator import Bound, InPlace
 
@@ -44,8 +44,7 @@ def slots_step(
     buffers = tokens.k, tokens.v, tokens.valid, *summaries, queries, key_features, count
     if slots > MOST_SLOTS or not in_order(*buffers):
         return None
-    launch = Bound(_slots, buffers, (form, m, ahead, pool))
-    return lambda q, k, v, mask, i: launch(q, k, v, row_of(mask), *position(i, q.device))
+    return Bound(_slots, buffers, (form, m, ahead, pool), position)
 
 
 def sums_step(
@@ -60,13 +59,7 @@ def sums_step(
     """The step of a state with these tensors, those of `token_to_sums`. None if there is no kernel for it."""
     if memory.shape[2] > MOST_FEATURES or not in_order(memory, top, plain, projection):
         return None
-    launch = Bound(_sums, (memory, top, plain, projection), (features, epsilon))
-    return lambda q, k, v, mask, i: launch(q, k, v, row_of(mask))
-
-
-def row_of(mask: Tensor | None) -> Tensor | None:
-    """The mask (B,) of a token, often a column of a larger one. A copy inside the operator could not be replayed."""
-    return None if mask is None else for_operator(mask.contiguous())
+    return Bound(_sums, (memory, top, plain, projection), (features, epsilon))
 
 
 def in_order(*buffers: Tensor | None) -> bool:
@@ -79,7 +72,7 @@ _counted: dict[torch.device, Tensor] = {}  # 0, 0, 1, 1, 2, 2, ...
 def position(i: int | Tensor, device: torch.device) -> tuple[Tensor, int]:
     """A tensor with the position, and where in it. A known position is read from a table, which needs no copy and no
     launch. Its entries are 16 bytes apart, because Triton compiles kernels for aligned pointers separately."""
-    if not isinstance(i, int):
+    if isinstance(i, Tensor):
         return i, 0
     table = _counted.get(device)
     if table is None or len(table) <= 2 * i:
