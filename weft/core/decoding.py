@@ -161,13 +161,13 @@ class Decoding:
         **inputs: Any,
     ) -> tuple[Tensor, DecodingState]:
         """Process one token (B, H, 1, D); return its output and the next state. `mask` (B,) is False for padding."""
+        k, v = spread(q, k, v)
         compiling = torch.compiler.is_compiling()
         plain = bias is None and not inputs
         ready = getattr(state, "ready", None) if plain and not compiling else None
         if ready is not None and not ready.fits(self, q, k, v, state):
             ready = None
         if ready is None:
-            k, v = spread(q, k, v)
             self._check_tokens(q, k, v, state, bias, 1)
         if mask is not None:
             self._check_row(mask, state)
