@@ -40,27 +40,26 @@ def crossings(module, *shapes, mask=None):
 
 
 CASES = [
-    ("subsampled", {}, 0),  # drawn on the GPU
-    ("subsampled", {"biased": False}, 0),
-    ("subsampled", {"keep": 0.5}, 1),
-    ("subsampled", {"layout": (6, 7), "windows": (2, 3)}, 1),
-    ("subsampled", {"layout": (6, 7), "windows": 3, "biased": False}, 1),
-    ("subsampled", {"layout": "graph", "keep": 0.5}, 1),
-    ("sparse", {"block_size": 4}, 0),
-    ("sparse", {"block_size": 4, "columns": 1, "leading_column": True}, 0),
-    ("sparse", {"block_size": 4, "pattern": "strided"}, 0),
+    ("subsampled", {}),
+    ("subsampled", {"biased": False}),
+    ("subsampled", {"keep": 0.5}),
+    ("subsampled", {"layout": (6, 7), "windows": (2, 3)}),
+    ("subsampled", {"layout": (6, 7), "windows": 3, "biased": False}),
+    ("subsampled", {"layout": "graph", "keep": 0.5}),
+    ("sparse", {"block_size": 4}),
+    ("sparse", {"block_size": 4, "columns": 1, "leading_column": True}),
+    ("sparse", {"block_size": 4, "pattern": "strided"}),
 ]
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("name", "options", "draws"), CASES, ids=str)
-def test_plain_versions_copy_nothing_but_draws(name, options, draws, causal):
+@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
+def test_plain_versions_copy_nothing(name, options, causal):
     if causal and (options.get("layout") == "graph" or isinstance(options.get("windows"), tuple)):
         pytest.skip("not causal")
     attn = weft.make_attention(name, heads=2, head_dim=8, causal=causal, backend="torch", **options)
     for mask in (None, (2, 42)):
-        found = crossings(attn, *[(2, 2, 42, 8)] * 3, mask=mask)
-        assert len(found) == draws and set(found) <= SENT
+        assert crossings(attn, *[(2, 2, 42, 8)] * 3, mask=mask) == []
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -77,12 +76,12 @@ def test_no_mechanism_waits(name, causal):
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_layers_copy_nothing_but_draws(biased):
-    assert len(found := crossings(SubsampledWindowAttention(8, 2, window=4, biased=biased), (2, 9, 7, 8))) == 1
-    assert set(found) <= SENT
-    assert crossings(SubsampledWindowAttention(8, 2, window=4, biased=biased).eval(), (2, 9, 7, 8)) == []
+def test_layers_copy_nothing(biased):
+    for training in (True, False):
+        windows = SubsampledWindowAttention(8, 2, window=4, biased=biased).train(training)
+        assert crossings(windows, (2, 9, 7, 8)) == []
     edges = EdgeAttention(8, 2, 3, source_dropout=0.5)
-    assert crossings(edges, (2, 9, 8), (2, 9, 9, 3), mask=(2, 9)) == ["weft.send"]
+    assert crossings(edges, (2, 9, 8), (2, 9, 9, 3), mask=(2, 9)) == []
 
 
 def test_crossings_are_noticed():

@@ -28,7 +28,7 @@ def swin_layer(case):
 def test_recorded_swin(name):
     case = {key: torch.as_tensor(value) for key, value in golden.case(FILE, name).items()}
     layer, x = swin_layer(case)
-    targets, _ = layer._sample(*x.shape[1:3], x.device)
+    targets, _ = layer._sample(*x.shape[1:3], x)
     assert torch.equal(targets.flatten(), case["slot_raster"])
     with layer.fixed(case["source_raster_of_slot"]):
         y = layer(x).flatten(1, 2)
@@ -75,7 +75,7 @@ def test_training_samples_within_windows(biased, shift):
     height, width = 7, 6
     x = torch.randn(1, height, width, 6, dtype=torch.float64, requires_grad=True)
     y = layer(x)
-    targets, _ = layer._sample(height, width, torch.device("cpu"))
+    targets, _ = layer._sample(height, width, torch.empty(0))
     N = height * width
     legal = torch.zeros(N, N, dtype=torch.bool)
     with layer.fixed(layer.last_indices):

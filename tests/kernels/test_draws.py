@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -12,13 +14,15 @@ from torch.utils.checkpoint import checkpoint
 import weft
 from weft.attention.subsampled import device
 from weft.attention.subsampled.sampling import causal_noise, sample_windows
+from weft.attention.subsampled.sampling_2d import FRESH_SWEEPS, POOL, _pool
 
 pytest.importorskip("triton")
 
 
-def draw(seed, windows, size, sigma, gaussian, causal, rank=0):
+def draw(seed, windows, size, sigma, gaussian, causal, rank=0, kept=None):
     key = torch.tensor([seed])
-    return device._sample((key,), (windows, size, sigma, gaussian, causal, rank))[0].cpu().numpy()
+    options = windows, size, kept or size, sigma, gaussian, causal, rank
+    return device._sample((key,), options)[0].cpu().numpy()
 
 
 def expected(seed, windows, size, sigma, gaussian, causal, rank=0):
@@ -54,6 +58,56 @@ def test_samples_are_order_statistics(windows, size, sigma, gaussian, causal):
     assert same >= 2  # fixed point and float32 may exchange two neighbours at the edge of a window
 
 
+def test_thinning_keeps_a_random_part_of_each_window():
+    for seed, causal in ((0, False), (3, True)):
+        whole, some = (draw(seed, 3, 7, 4.0, True, causal, kept=kept) for kept in (7, 3))
+        start = 2 * (causal_noise(3, 7) if causal else 21)  # after the words of the noise
+        words_of_slots = random_words(start + np.arange(21), *words(seed)).reshape(3, 7)
+        kept = np.sort(words_of_slots.argsort(1)[:, :3])
+        assert (some == np.take_along_axis(whole, kept, 1)).all()
+
+
+def by_definition(seed, height, width, rows, columns, channels, sigma, causal, window, shift, rank):
+    """The swaps of `sampling_2d`, one by one."""
+    low, high = words(seed)
+    high, cells, band = high ^ mixed(np.uint32(rank)), height * width, rows if causal else height
+    pools = _pool(height, width, sigma, band, window, shift)
+    chain = random_words(np.array(len(pools) * cells * 2 * FRESH_SWEEPS), low, high) % POOL
+    across = -(-width // columns)
+    found = [[] for _ in range(-(-height // rows) * across)]
+    for b, pool in enumerate(pools):
+        state, end = pool[chain].copy(), pool.shape[1]
+        for sweep, axis in itertools.product(range(FRESH_SWEEPS), (0, 1)):
+            at = np.arange(cells).reshape(height, width) + ((b * FRESH_SWEEPS + sweep) * 2 + axis) * cells
+            u = ((random_words(at, low, high) >> np.uint32(8)) + 0.5) / 2**24
+            chance = np.log(u / (1 - u)) * sigma[axis] ** 2
+            for first, (y, x) in itertools.product((1, 2), np.ndindex(end, width)):
+                i, before = ((y, (y - 1, x)), (x, (y, x - 1)))[axis]
+                if i < first or (i - first) % 2 or (window and (i - shift) % window == 0):
+                    continue
+                home = [state[place] // width if axis == 0 else state[place] % width for place in (before, (y, x))]
+                if home[0] - home[1] > np.floor(chance[y, x]):
+                    state[before], state[y, x] = state[y, x], state[before]
+        for y, x in np.ndindex(end, width):
+            if y >= b * band:
+                tokens = state[y, x] * channels + np.arange(channels)
+                found[y // rows * across + x // columns] += tokens.tolist()
+    size = rows * columns * channels
+    return np.array([sorted(row) + [cells * channels] * (size - len(row)) for row in found])
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "rows", "columns", "channels", "causal", "window", "shift"),
+    [(5, 4, 2, 4, 1, True, 0, 0), (3, 4, 2, 3, 3, False, 0, 0), (5, 6, 2, 2, 1, False, 4, 2)],
+)
+def test_placements_are_the_swaps_of_their_noise(height, width, rows, columns, channels, causal, window, shift):
+    seed, rank, sigma = 2**61 + 12345, 2, (1.5, 0.8)
+    sizes, rest = (height, width, rows, columns, channels), (causal, window, shift, rank)
+    options = (*sizes, rows * columns * channels, *sigma, *rest)
+    mine = device._place((torch.tensor([seed]),), options)[0].cpu().numpy()
+    assert (mine == by_definition(seed, *sizes, sigma, *rest)).all()
+
+
 def test_compiled_code_draws_the_key_of_eager_code():
     keys, x = [], torch.zeros(3)
     compiled = torch.compile(lambda x: device.draw_device_key(x), backend="aot_eager", fullgraph=True)
@@ -81,9 +135,13 @@ def test_samples_follow_the_law_of_the_cpu():
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the GPU's generator")
-def test_the_gpu_draws_for_both_backends():
-    attn = weft.make_attention("subsampled", heads=1, head_dim=16, causal=True, backend="torch")
+@pytest.mark.parametrize(
+    "options", [{}, {"keep": 0.5}, {"layout": (32, 32)}, {"layout": (32, 32), "keep": 0.5}], ids=str
+)
+def test_the_gpu_draws_for_both_backends(options):
+    attn = weft.make_attention("subsampled", heads=1, head_dim=16, causal=True, backend="torch", **options)
     q = torch.randn(1, 1, 1024, 16)
+    attn(q, q, q)  # makes the chains of 2-D samples
     torch.cuda.set_sync_debug_mode("error")
     try:
         samples = []

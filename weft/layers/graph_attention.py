@@ -48,7 +48,7 @@ class EdgeAttention(Subsampling, nn.Module):
         logits = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) + bias
         legal = mask
         if self.samples_now and self.source_dropout:
-            legal = drop_sources(mask, B, N, self.source_dropout, x.device, per_rank=not self.same_on_all_ranks)
+            legal = drop_sources(mask, x, N, self.source_dropout, per_rank=not self.same_on_all_ranks)
         if legal is not None:
             legal = legal[:, None, None, :]
             # An empty graph attends to everything and is then zeroed: no NaN, no gradient.

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention.subsampled import Subsampling
+from ..attention.subsampled.device import can_draw, draw_device_key, sample_grid_on_device, sample_windows_on_device
 from ..attention.subsampled.gather import sampled_attention
 from ..attention.subsampled.sampling import draw_key, sample_slots
 from ..attention.subsampled.sampling_2d import sample_placement, window_table
@@ -77,36 +78,49 @@ class SubsampledWindowAttention(Subsampling, nn.Module):
         x = x.flatten(1, 2)
         rows = (self.q(x), *self.kv(x).chunk(2, -1))
         q, k, v = (torch.unflatten(t, -1, (self.heads, -1)).transpose(1, 2) for t in rows)
-        targets, sources = self._sample(height, width, x.device)
+        targets, sources = self._sample(height, width, x)
         values = self.table[:, : self.heads], self.table[:, self.heads :]
         bias, gate = (_Offsets(t, self.window, width) if t.shape[1] else None for t in values)
         out = sampled_attention(q, k, v, sources, targets=targets, bias=bias, gate=gate)
         return torch.unflatten(self.out(out.transpose(1, 2).flatten(2)), 1, (height, width))
 
-    def _sample(self, height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _sample(self, height: int, width: int, x: Tensor) -> tuple[Tensor, Tensor]:
         """Targets and sources of each window as row-major indices; height · width marks slots outside the image."""
-        windows = window_table(height, width, (self.window, self.window), self.shift, device)
+        windows = window_table(height, width, (self.window, self.window), self.shift, x.device)
         if not self.samples_now:
             return windows, windows
         if self.biased:
-            targets = window_table(height, width, (self.window // 2, self.window // 2), device=device)
+            targets = window_table(height, width, (self.window // 2, self.window // 2), device=x.device)
         else:
             targets = windows
         if self._fixed is not None:
             sources = self._fixed.reshape(targets.shape[0], -1)
         elif self.biased:
-            reach = self.sigma * self.window
-            bounds, per_rank = (height, self.window, self.shift), not self.same_on_all_ranks
-            placement = sample_placement(draw_key(), height, width, reach, reach, *bounds, per_rank)
-            placement = send(placement, device)
-            sources = F.pad(placement, (0, 1), value=height * width)[targets]
+            sources = self._placed(x, height, width, targets)
         else:
-            cells = self.window**2
-            order = send(sample_slots(draw_key(), 1, cells, not self.same_on_all_ranks)[0], device)
-            sources = windows[:, order[: max(1, round(self.keep * cells))]]
+            sources = windows[:, self._slots(x)]
         if not torch.compiler.is_compiling():
             self.last_indices = sources
         return targets, sources
+
+    def _placed(self, x: Tensor, height: int, width: int, targets: Tensor) -> Tensor:
+        reach, half, per_rank = self.sigma * self.window, self.window // 2, not self.same_on_all_ranks
+        if can_draw(x.device, height * width, reach):
+            sizes = (height, width, half, half, 1, half * half)
+            return sample_grid_on_device(
+                draw_device_key(x), *sizes, reach, reach, False, self.window, self.shift, per_rank
+            )
+        bounds = height, self.window, self.shift
+        placement = send(sample_placement(draw_key(), height, width, reach, reach, *bounds, per_rank), x.device)
+        return F.pad(placement, (0, 1), value=height * width)[targets]
+
+    def _slots(self, x: Tensor) -> Tensor:
+        """The slots of a window that are sources."""
+        cells, per_rank = self.window**2, not self.same_on_all_ranks
+        kept = max(1, round(self.keep * cells))
+        if can_draw(x.device, cells, None):
+            return sample_windows_on_device(draw_device_key(x), 1, cells, kept, None, False, False, per_rank)[0].long()
+        return send(sample_slots(draw_key(), 1, cells, per_rank)[0], x.device)[:kept]
 
     @contextmanager
     def fixed(self, indices: Tensor) -> Iterator[None]:

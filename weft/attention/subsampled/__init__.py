@@ -37,7 +37,7 @@ from ...core.staging import send
 from ...core.state import KeyValues
 from ..full import FullAttention
 from . import kernel
-from .device import can_draw, draw_device_key, sample_windows_on_device
+from .device import can_draw, draw_device_key, noise_on_device, sample_grid_on_device, sample_windows_on_device
 from .gather import nearest_legal, sampled_attention
 from .sampling import CPU, draw_key, sample_noise, sample_slots, sample_windows
 from .sampling_2d import sample_placement, window_table
@@ -53,7 +53,7 @@ def naive(
     if not attn.samples_now:
         return dense_attention(attn, q, k, v, mask, bias, able)
     if attn.layout == "graph":
-        kept = drop_sources(mask, q.shape[0], L, 1 - attn.keep, q.device, per_rank=not attn.same_on_all_ranks)
+        kept = drop_sources(mask, q, L, 1 - attn.keep, per_rank=not attn.same_on_all_ranks)
         return dense_attention(attn, q, k, v, kept, bias, able)
     sources = attn._sources(L, q).to(q.device)
     if attn.layout == "1d":
@@ -113,9 +113,9 @@ class SubsampledAttention(Subsampling, FullAttention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         if not self.samples_now:
             return super().attend(q, k, v, mask, bias)
-        B, L = q.shape[0], q.shape[2]
+        L = q.shape[2]
         if self.layout == "graph":
-            kept = drop_sources(mask, B, L, 1 - self.keep, q.device, per_rank=not self.same_on_all_ranks)
+            kept = drop_sources(mask, q, L, 1 - self.keep, per_rank=not self.same_on_all_ranks)
             return super().attend(q, k, v, kept, bias)
         sources, dropout = self._sources(L, q), self.dropout if self.training else 0.0
         if self._tiles(q, v, sources, mask, bias, dropout):
@@ -127,19 +127,27 @@ class SubsampledAttention(Subsampling, FullAttention):
 
     def _sources(self, length: int, q: Tensor) -> Tensor:
         """The given sample, or a random one. The device of q draws it if it can; otherwise it is on the CPU."""
-        size, windows, _ = self._cut(length)
-        spread = None if isinstance(self.layout, tuple) else self._spread(length, size)
         if self._fixed is not None:
             sources = self._given(length)
-        elif self.layout == "1d" and self.keep == 1 and can_draw(q.device, length, spread):
-            gaussian, per_rank = self.noise == "gaussian" and self.biased, not self.same_on_all_ranks
-            key = self._key(0, lambda: draw_device_key(q))
-            sources = sample_windows_on_device(key, windows, size, spread, gaussian, self.causal, per_rank)
+        elif can_draw(q.device, length, self._spread(length, self._cut(length)[0])):
+            sources = self._draw_on_device(length, q)
         else:
             sources = self.draw(length)
         if not torch.compiler.is_compiling():
             self.last_indices = sources
         return sources
+
+    def _draw_on_device(self, length: int, q: Tensor) -> Tensor:
+        """The same distribution as `draw`."""
+        (size, windows, _), per_rank = self._cut(length), not self.same_on_all_ranks
+        key, kept = self._key(0, lambda: draw_device_key(q)), max(1, round(self.keep * size))
+        if isinstance(self.layout, tuple) and self.biased:
+            (height, width), cells = self.layout, self._rectangle()
+            sigma = self.sigma * height, self.sigma * width
+            sizes = (height, width, *cells, self.channels, kept)
+            return sample_grid_on_device(key, *sizes, *sigma, self.causal, 0, 0, per_rank)
+        gaussian, spread = self.noise == "gaussian" and self.biased, self._spread(length, size)
+        return sample_windows_on_device(key, windows, size, kept, spread, gaussian, self.causal, per_rank)
 
     def run_kernel(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         L, given = q.shape[2], self._fixed is not None
@@ -180,8 +188,6 @@ class SubsampledAttention(Subsampling, FullAttention):
         if self.keep == 1:
             return sources
         n = max(1, round(self.keep * size))
-        if windows == 1:
-            return sources[:, :n]
         slots = sample_slots(self._key(1, lambda: draw_key(generator)), windows, size, per_rank)
         return sources.gather(1, slots[:, :n])
 
@@ -334,14 +340,17 @@ def lacks(attn: SubsampledAttention, *qkv: Tensor) -> str:
     return "the kernel does not support layout='graph'" if attn.layout == "graph" else ""
 
 
-def drop_sources(
-    mask: Tensor | None, batch: int, length: int, drop: float, device: torch.device, *, per_rank: bool = True
-) -> Tensor:
-    """Drop each real source of each sequence at random, but never all of them. Returns a mask (B, L).
+def drop_sources(mask: Tensor | None, x: Tensor, length: int, drop: float, *, per_rank: bool = True) -> Tensor:
+    """Drop each real source of each sequence of the batch x at random, but never all of them. Returns a mask (B, L).
 
     The source with the largest random number always stays. This does not change the distribution of the others.
     """
-    noise = send(sample_noise(draw_key(), batch * length, per_rank), device).view(batch, length)
+    count = x.shape[0] * length
+    if can_draw(x.device, count, None):
+        noise = noise_on_device(draw_device_key(x), count, per_rank)
+    else:
+        noise = send(sample_noise(draw_key(), count, per_rank), x.device)
+    noise = torch.unflatten(noise, 0, (-1, length))
     if mask is None:
         return (noise >= drop) | (noise == noise.amax(1, keepdim=True))
     noise = torch.where(mask, noise, -1.0)

@@ -1,4 +1,5 @@
-"""Triton kernels: the keys of a random order, and the sources of each window between two of its order statistics."""
+"""Triton kernels: the keys of a random order, the sources of each window between two of its order statistics, and a
+random part of them."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from ...kernels.random import load_key, mixed, normals, random_words
 
 @triton.jit
 def sort_keys(
-    KEY, KEYS, count, P, spread, low_bits, rank,
+    KEY, KEYS, count, start, P, spread, low_bits, rank,
     CAUSAL: tl.constexpr, BIASED: tl.constexpr, GAUSSIAN: tl.constexpr, FRACTION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Distinct integers: s + σ ε_s in fixed point, then s. If causal, those of the prefixes P, 2P, ... one after the
-    other. `spread` is σ in fixed point."""
+    other. `spread` is σ in fixed point; `start` the first of the random numbers."""
     low, high = load_key(KEY)
     high = high ^ mixed((low * 0 + rank).to(tl.uint32))  # 0 for rank 0
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -27,12 +28,12 @@ def sort_keys(
         s = e - P * (w * (w + 1) // 2)
     if BIASED:
         if GAUSSIAN:
-            noise = (normals(e, low, high) * 8388608.0).to(tl.int64)
+            noise = (normals(start + e, low, high) * 8388608.0).to(tl.int64)
         else:
-            noise = (random_words(e, low, high) >> 9).to(tl.int64)
+            noise = (random_words(start + e, low, high) >> 9).to(tl.int64)
         value = (s.to(tl.int64) << FRACTION) + ((noise * spread) >> 23) + tl.full([1], 6, tl.int64) * spread
     else:
-        value = random_words(e, low, high).to(tl.int64)
+        value = random_words(start + e, low, high).to(tl.int64)
     tl.store(KEYS + e, (value << low_bits) | s, mask=e < count)
 
 
@@ -74,3 +75,27 @@ def choose(KEYS, SOURCES, W, P, bits, low_bits, CAUSAL: tl.constexpr, BLOCK: tl.
         slot = placed + tl.cumsum(mine.to(tl.int32), 0) - 1
         tl.store(SOURCES + w * P + slot, at, mask=mine)
         placed += tl.sum(mine.to(tl.int32), 0)
+
+
+@triton.jit
+def thin(KEYS, SOURCES, KEPT, P, S, bits, BLOCK: tl.constexpr):
+    """S of the P sources of window w, those with the smallest keys, in their order."""
+    w = tl.program_id(0)
+    least = order_statistic(KEYS + w * P, P, S, bits, BLOCK)
+    placed = 0
+    for first in range(0, P, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        key = tl.load(KEYS + w * P + at, mask=at < P, other=1 << 62)
+        mine = key < least
+        slot = placed + tl.cumsum(mine.to(tl.int32), 0) - 1
+        tl.store(KEPT + w * S + slot, tl.load(SOURCES + w * P + at, mask=mine), mask=mine)
+        placed += tl.sum(mine.to(tl.int32), 0)
+
+
+@triton.jit
+def uniform(KEY, OUT, count, rank, BLOCK: tl.constexpr):
+    """Numbers from U(0, 1)."""
+    low, high = load_key(KEY)
+    high = high ^ mixed((low * 0 + rank).to(tl.uint32))
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(OUT + at, (random_words(at, low, high) >> 8).to(tl.float32) * (1.0 / 16777216), mask=at < count)
