@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import promises
 import pytest
 import torch
@@ -105,3 +107,17 @@ def test_tensors_no_kernel_takes(kernels_could_run, q, v, reason):
 def test_dropout_has_no_kernel(kernels_could_run):
     with pytest.raises(ValueError, match="dropout"):
         weft.make_attention("axial", heads=2, head_dim=8, backend="triton", dropout=0.1)(*qkv())
+
+
+@pytest.mark.parametrize(("device", "hip"), [("xpu", None), ("mps", None), ("cuda", "7.0")])
+def test_other_gpus_run_plain_pytorch_and_say_so_once(device, hip, monkeypatch, caplog):
+    monkeypatch.setattr(dispatch, "_INSTALLED", True)
+    monkeypatch.setattr(dispatch, "_INTERPRETED", False)
+    monkeypatch.setattr(dispatch, "_noted", set())
+    monkeypatch.setattr(torch.version, "hip", hip)
+    q = SimpleNamespace(is_cuda=device == "cuda", device=SimpleNamespace(type=device), shape=(1, 2, 300, 8))
+    attn = weft.make_attention("linear", heads=2, head_dim=8)
+    for _ in range(2):
+        assert not dispatch.use_kernel(attn, q, q, q, None)
+    (line,) = caplog.messages
+    assert "NVIDIA" in line and ("hip" if hip else device) in line
