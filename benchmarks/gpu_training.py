@@ -6,8 +6,8 @@ Width 768, 12 heads of 64, RMSNorm, rotary positions, gated feed-forward of 2,04
 autocast, fused AdamW; 32,768 tokens per step (one sequence where L is longer). `full` is PyTorch's attention. In
 compiled mode every layer is compiled. For one layer, forward and backward: eager and compiled calls with their host
 times, also with the backward in the calling thread (torch.autograd.set_multithreading_enabled(False)); compiled with
-mode="reduce-overhead"; and the replay of a CUDA graph of the eager layer. "projections" is a layer whose attention is
-q + k + v: what PyTorch and torch.compile take without our code.
+mode="reduce-overhead"; and the replay of a CUDA graph of the eager layer. "none" has q + k + v in place of attention:
+what PyTorch and torch.compile take without our code.
 
 `python -m benchmarks.tables` writes the tables of the documentation.
 """
@@ -15,11 +15,12 @@ q + k + v: what PyTorch and torch.compile take without our code.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ from benchmarks.gpu_timing import about, eager_ms, host_ms, in_parallel, median_
 
 TOKENS, DIM, HEADS, MLP, LAYERS = 32768, 768, 12, 2048, 12
 LENGTHS = (512, 2048, 8192, 32768, 131072)
-ATTENTIONS = ("full", "combiner-fixed", "linear", "local")
+NONE = "none"  # q + k + v in place of attention
+ATTENTIONS = ("full", "combiner-fixed", NONE, "linear", "local")
+REDUCED = (8192,)  # lengths at which mode="reduce-overhead" is timed
 MODES = ("eager", "compiled")
 
 
@@ -49,7 +52,7 @@ class Layer(nn.Module):
     def __init__(self, attention: str):
         super().__init__()
         self.norm, self.mlp_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
-        chosen: Any = Sum() if attention == "projections" else attention
+        chosen: Any = Sum() if attention == NONE else attention
         self.attention = weft.MultiheadAttention(DIM, HEADS, attention=chosen, causal=True, rope=True)
         self.gate, self.up = (nn.Linear(DIM, MLP, bias=False) for _ in range(2))
         self.down = nn.Linear(MLP, DIM, bias=False)
@@ -92,41 +95,25 @@ def layer_call(layer: nn.Module, L: int) -> Callable[[], Any]:
     return call
 
 
-def time_layer(attention: str, L: int) -> dict[str, float]:
-    layer = Layer(attention).cuda()
-    call = layer_call(layer, L)
-    found = {"eager_ms": eager_ms(call), "eager_host_ms": host_ms(call, 20), "peak_mib": peak_mib(call)}
+def time_calls(call: Callable[[], Any], way: str) -> dict[str, float]:
+    found = {f"{way}_ms": eager_ms(call), f"{way}_host_ms": host_ms(call, 20), f"{way}_mib": peak_mib(call)}
     with torch.autograd.set_multithreading_enabled(False):
-        found |= {"one_thread_ms": eager_ms(call), "one_thread_host_ms": host_ms(call, 20)}
-    try:
-        found["graph_ms"] = median_ms(call, 60)
-    except Exception:  # work on the CPU cannot be captured
-        torch.cuda.synchronize()
-    for way, mode in (("compiled", None), ("reduced", "reduce-overhead")):
-        torch.compiler.reset()
-        call = layer_call(torch.compile(layer, dynamic=False, fullgraph=True, mode=mode), L)
-        for _ in range(4):
-            call()
-        found |= {f"{way}_ms": eager_ms(call), f"{way}_host_ms": host_ms(call, 20)}
-        if way == "compiled":
-            found["compiled_peak_mib"] = peak_mib(call)
-            with torch.autograd.set_multithreading_enabled(False):
-                found |= {"compiled_one_thread_ms": eager_ms(call), "compiled_one_thread_host_ms": host_ms(call, 20)}
-    return {key: round(value, 4) for key, value in found.items()}
+        return found | {f"{way}_one_thread_ms": eager_ms(call), f"{way}_one_thread_host_ms": host_ms(call, 20)}
 
 
-def time_steps(attention: str, L: int, compiled: bool) -> dict[str, float]:
-    torch.manual_seed(0)
-    B, model = max(1, TOKENS // L), Model(attention).cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+def time_reduced(layer: nn.Module, L: int) -> dict[str, float]:
     torch.compiler.reset()
-    if compiled:
-        for layer in model.layers:
-            layer.compile(dynamic=False, fullgraph=True)
+    call = layer_call(torch.compile(layer, dynamic=False, fullgraph=True, mode="reduce-overhead"), L)
+    for _ in range(4):
+        call()
+    return {"reduced_ms": eager_ms(call), "reduced_host_ms": host_ms(call, 20)}
+
+
+def time_steps(model: nn.Module, optimizer: torch.optim.Optimizer, L: int) -> dict[str, float]:
     torch.cuda.reset_peak_memory_stats()
     times: list[float] = []
-    while len(times) < 8 and (len(times) < 3 or sum(times[1:]) < 2.0):
-        ids = torch.randint(256, (B, L + 1), device="cuda")
+    while len(times) < 8 and (len(times) < 3 or sum(times[1:]) < 1.5):
+        ids = torch.randint(256, (max(1, TOKENS // L), L + 1), device="cuda")
         torch.cuda.synchronize()
         began = time.perf_counter()
         with autocast():
@@ -142,18 +129,41 @@ def time_steps(attention: str, L: int, compiled: bool) -> dict[str, float]:
     seconds = sorted(times[1:])[len(times[1:]) // 2]
     return {
         "step_ms": round(seconds * 1e3, 2),
-        "tokens_per_s": round(B * L / seconds),
+        "tokens_per_s": round(max(TOKENS, L) / seconds),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        "first_step_s": round(times[0], 2),
         "loss": round(loss.item(), 4),
     }
+
+
+def measure(name: str, L: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of one attention at one length: training steps in each mode, and one layer."""
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    model = Model(name).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    layer, found = model.layers[0], {}
+    for mode in MODES:
+        if mode == "compiled":
+            for each in model.layers:
+                each.compile(dynamic=False, fullgraph=True)
+        if name != NONE:
+            yield "steps", {"name": name, "L": L, "mode": mode, **time_steps(model, optimizer, L)}
+        call = layer_call(layer, L)
+        call()
+        found |= time_calls(call, mode)
+        if mode == "eager":
+            with contextlib.suppress(RuntimeError):  # work on the CPU cannot be captured
+                found["graph_ms"] = median_ms(call, 60)
+    if L in REDUCED:
+        found |= time_reduced(Layer(name).cuda(), L)
+    yield "layers", {"name": name, "L": L, **{key: round(value, 4) for key, value in found.items()}}
 
 
 def warm_up(attention: str, L: int) -> None:
     """Compile one layer, for Triton's and Inductor's caches."""
     layer = Layer(attention).cuda()
     layer_call(layer, L)()
-    for mode in (None, "reduce-overhead"):
+    for mode in (None, *["reduce-overhead"] * (L in REDUCED)):
         torch.compiler.reset()
         layer_call(torch.compile(layer, dynamic=False, fullgraph=True, mode=mode), L)()
 
@@ -169,23 +179,17 @@ def main() -> None:
     if args.warm:
         return warm_up(args.warm[0], int(args.warm[1]))
     report: dict[str, Any] = {**about("gpu_training"), "tokens": TOKENS, "layers": [], "steps": []}
-    began, layers = time.time(), [(name, L) for L in args.lengths for name in ("projections", *args.only)]
-    for _ in in_parallel("gpu_training", [["--warm", name, str(L)] for name, L in layers], args.at_once):
+    began, rows = time.time(), [(name, L) for name in args.only for L in args.lengths]
+    for _ in in_parallel("gpu_training", [["--warm", name, str(L)] for name, L in rows], args.at_once):
         pass
     print(f"compiled in {time.time() - began:.0f} s", flush=True)
-    steps = [(name, L, mode) for name in args.only for L in args.lengths for mode in MODES]
-    work = [("layers", {"name": name, "L": L}, lambda name=name, L=L: time_layer(name, L)) for name, L in layers]
-    work += [
-        ("steps", {"name": name, "L": L, "mode": mode}, lambda n=name, L=L, m=mode: time_steps(n, L, m == "compiled"))
-        for name, L, mode in steps
-    ]
-    for kind, row, run in work:
+    for name, L in rows:
         try:
-            row |= run()
+            for kind, row in measure(name, L):
+                report[kind].append(row)
+                print(f"{time.time() - began:4.0f} s {kind} {json.dumps(row)}", flush=True)
         except Exception as error:  # continue with the others
-            row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:150]}"
-        print(f"{time.time() - began:4.0f} s {kind} {json.dumps(row)}", flush=True)
-        report[kind].append(row)
+            print(f"{name} {L}: {type(error).__name__}: {str(error)[:200]}", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
         if args.out:  # kept if the run is stopped
