@@ -368,3 +368,7 @@ def test_compiled():
     torch.testing.assert_close(compiled(ids, attention_mask=mask, use_cache=False).logits, expected)
     with pytest.raises(Exception, match="pass an attention_mask"):  # it might be packed
         compiled(ids, use_cache=False)
+    expected = model(ids, use_cache=False).logits
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(model(ids, use_cache=False).logits, expected)

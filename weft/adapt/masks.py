@@ -61,6 +61,11 @@ HARMLESS = {
     Tensor.storage_offset,
     Tensor.stride,
     Tensor.to,
+    # torch.compile reads these of the inputs of a compiled layer.
+    Tensor._is_view,
+    Tensor.is_conj,
+    Tensor.is_neg,
+    Tensor.untyped_storage,
 }
 ADDITIONS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
 
