@@ -36,7 +36,8 @@ import weft
 from benchmarks.gpu_timing import D, H, about, eager_ms, host_ms, in_parallel, median_ms, peak_mib, sdpa, tensors
 
 LENGTHS = (16384, 65536, 512, 2048, 8192, 4096, 1024)
-COMPILED = (16384,)  # lengths to compile: it takes seconds for each
+COMPILED = (16384,)  # lengths at which these are also compiled, which takes seconds for each
+TO_COMPILE = ("combiner-fixed", "linear", "local", "longformer", "sparse", "subsampled")
 BOTH_WAYS = ("combiner-fixed", "linear", "local", "performer", "subsampled")  # also timed without the causal mask
 AT = (16384, 65536)  # lengths of the rows that are no mechanism with its defaults
 FULL = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
@@ -107,6 +108,10 @@ def contestants(only: list[str], L: int) -> list[tuple[str, bool]]:
     return found
 
 
+def compiles(name: str, L: int, args: argparse.Namespace) -> bool:
+    return L in args.compiled and name in TO_COMPILE
+
+
 def fused(name: str) -> bool:
     """Whether calls of this row compile kernels."""
     return name not in weft.attentions() or weft.attention_info(name).kernel is not None
@@ -130,21 +135,21 @@ def measure(fn: Any, L: int, compiled: bool) -> dict[str, float]:
         found |= {"forward_ms": median_ms(forward, 30), "both_ms": median_ms(both, 40)}
     except Exception:  # work on the CPU cannot be captured
         torch.cuda.synchronize()
-    if compiled and isinstance(fn, torch.nn.Module):
+    if compiled:
         torch.compiler.reset()
         _, both = calls(torch.compile(fn, dynamic=False), L)
         try:
-            found |= {"compiled_both_ms": eager_ms(both), "compiled_host_ms": host_ms(both)}
+            found |= {"compiled_both_ms": eager_ms(both, 60), "compiled_host_ms": host_ms(both)}
         except Exception as error:
             print(f"{L:>6} not compiled: {type(error).__name__}: {str(error)[:120]}", flush=True)
     return {key: round(value, 4) for key, value in found.items()}
 
 
-def first_calls(name: str, causal: bool, lengths: list[int], compiled: list[int]) -> None:
+def first_calls(name: str, causal: bool, args: argparse.Namespace) -> None:
     """Print the seconds of the first call at each length. This fills Triton's and Inductor's caches."""
     torch.zeros(1, device="cuda")
     seconds = {}
-    for L in lengths:
+    for L in args.lengths:
         began = time.perf_counter()
         forward, both = calls(made(name, L, causal), L)
         both()
@@ -152,10 +157,10 @@ def first_calls(name: str, causal: bool, lengths: list[int], compiled: list[int]
         seconds[L] = round(time.perf_counter() - began, 2)
         forward()
     print(json.dumps(seconds), flush=True)
-    for L in lengths:
-        if L in compiled and isinstance(fn := made(name, L, causal), torch.nn.Module):
+    for L in args.lengths:
+        if compiles(name, L, args):
             torch.compiler.reset()
-            calls(torch.compile(fn, dynamic=False), L)[1]()
+            calls(torch.compile(made(name, L, causal), dynamic=False), L)[1]()
 
 
 def warm_up(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -185,7 +190,7 @@ def main() -> None:
     parser.add_argument("--first", nargs=2, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.first:
-        return first_calls(args.first[0], args.first[1] == "True", args.lengths, args.compiled)
+        return first_calls(args.first[0], args.first[1] == "True", args)
     began = time.time()
     report: dict[str, Any] = about("gpu_attention")
     report |= {"shape": "bfloat16, 16 heads of 64, 16,384 tokens per batch", "at_once": args.at_once}
@@ -194,7 +199,7 @@ def main() -> None:
     for L in args.lengths:
         for name, causal in contestants(args.only, L):
             try:
-                times = measure(made(name, L, causal), L, L in args.compiled and fused(name))
+                times = measure(made(name, L, causal), L, compiles(name, L, args))
             except Exception as error:  # continue with the other mechanisms
                 print(f"{L:>6} {name:<26} {type(error).__name__}: {str(error)[:120]}", flush=True)
                 torch.cuda.synchronize()

@@ -5,9 +5,9 @@
 Width 768, 12 heads of 64, RMSNorm, rotary positions, gated feed-forward of 2,048, over bytes; float32 weights, bfloat16
 autocast, fused AdamW; 32,768 tokens per step (one sequence where L is longer). `full` is PyTorch's attention. In
 compiled mode every layer is compiled. For one layer, forward and backward: eager and compiled calls with their host
-times, also with the backward in the calling thread (torch.autograd.set_multithreading_enabled(False)); compiled with
-mode="reduce-overhead"; and the replay of a CUDA graph of the eager layer. "none" has q + k + v in place of attention:
-what PyTorch and torch.compile take without our code.
+times, and the replay of a CUDA graph of the eager layer. At 8,192 tokens also with the backward in the calling thread
+(torch.autograd.set_multithreading_enabled(False)), compiled with mode="reduce-overhead", and with q + k + v in place of
+attention ("none"): what PyTorch and torch.compile take without our code.
 
 `python -m benchmarks.tables` writes the tables of the documentation.
 """
@@ -32,10 +32,10 @@ import weft
 from benchmarks.gpu_timing import about, eager_ms, host_ms, in_parallel, median_ms, peak_mib
 
 TOKENS, DIM, HEADS, MLP, LAYERS = 32768, 768, 12, 2048, 12
-LENGTHS = (512, 2048, 8192, 32768, 131072)
+LENGTHS = (8192, 512, 32768, 2048, 131072)
 NONE = "none"  # q + k + v in place of attention
-ATTENTIONS = ("full", "combiner-fixed", NONE, "linear", "local")
-REDUCED = (8192,)  # lengths at which mode="reduce-overhead" is timed
+ATTENTIONS = ("combiner-fixed", "full", NONE, "linear", "local")
+CLOSER = (8192,)  # lengths at which a layer is also timed in one thread, with mode="reduce-overhead", without attention
 MODES = ("eager", "compiled")
 
 
@@ -96,9 +96,8 @@ def layer_call(layer: nn.Module, L: int) -> Callable[[], Any]:
 
 
 def time_calls(call: Callable[[], Any], way: str) -> dict[str, float]:
-    found = {f"{way}_ms": eager_ms(call), f"{way}_host_ms": host_ms(call, 20), f"{way}_mib": peak_mib(call)}
-    with torch.autograd.set_multithreading_enabled(False):
-        return found | {f"{way}_one_thread_ms": eager_ms(call), f"{way}_one_thread_host_ms": host_ms(call, 20)}
+    found = {f"{way}_mib": peak_mib(call), f"{way}_ms": eager_ms(call, 50)}
+    return found | {f"{way}_host_ms": host_ms(call, 20 if found[f"{way}_ms"] < 50 else 3)}
 
 
 def time_reduced(layer: nn.Module, L: int) -> dict[str, float]:
@@ -106,13 +105,13 @@ def time_reduced(layer: nn.Module, L: int) -> dict[str, float]:
     call = layer_call(torch.compile(layer, dynamic=False, fullgraph=True, mode="reduce-overhead"), L)
     for _ in range(4):
         call()
-    return {"reduced_ms": eager_ms(call), "reduced_host_ms": host_ms(call, 20)}
+    return time_calls(call, "reduced")
 
 
 def time_steps(model: nn.Module, optimizer: torch.optim.Optimizer, L: int) -> dict[str, float]:
     torch.cuda.reset_peak_memory_stats()
     times: list[float] = []
-    while len(times) < 8 and (len(times) < 3 or sum(times[1:]) < 1.5):
+    while len(times) < 2 or len(times) < 7 and sum(times[1:]) < 1.0:
         ids = torch.randint(256, (max(1, TOKENS // L), L + 1), device="cuda")
         torch.cuda.synchronize()
         began = time.perf_counter()
@@ -151,10 +150,13 @@ def measure(name: str, L: int) -> Iterator[tuple[str, dict[str, Any]]]:
         call = layer_call(layer, L)
         call()
         found |= time_calls(call, mode)
-        if mode == "eager":
+        if L in CLOSER:
+            with torch.autograd.set_multithreading_enabled(False):
+                found |= time_calls(call, f"{mode}_one_thread")
+        if mode == "eager" and L <= TOKENS:
             with contextlib.suppress(RuntimeError):  # work on the CPU cannot be captured
                 found["graph_ms"] = median_ms(call, 60)
-    if L in REDUCED:
+    if L in CLOSER:
         found |= time_reduced(Layer(name).cuda(), L)
     yield "layers", {"name": name, "L": L, **{key: round(value, 4) for key, value in found.items()}}
 
@@ -163,7 +165,7 @@ def warm_up(attention: str, L: int) -> None:
     """Compile one layer, for Triton's and Inductor's caches."""
     layer = Layer(attention).cuda()
     layer_call(layer, L)()
-    for mode in (None, *["reduce-overhead"] * (L in REDUCED)):
+    for mode in (None, *["reduce-overhead"] * (L in CLOSER)):
         torch.compiler.reset()
         layer_call(torch.compile(layer, dynamic=False, fullgraph=True, mode=mode), L)()
 
@@ -179,7 +181,7 @@ def main() -> None:
     if args.warm:
         return warm_up(args.warm[0], int(args.warm[1]))
     report: dict[str, Any] = {**about("gpu_training"), "tokens": TOKENS, "layers": [], "steps": []}
-    began, rows = time.time(), [(name, L) for name in args.only for L in args.lengths]
+    began, rows = time.time(), [(name, L) for L in args.lengths for name in args.only if name != NONE or L in CLOSER]
     for _ in in_parallel("gpu_training", [["--warm", name, str(L)] for name, L in rows], args.at_once):
         pass
     print(f"compiled in {time.time() - began:.0f} s", flush=True)
