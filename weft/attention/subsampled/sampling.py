@@ -12,7 +12,7 @@ The samplers are pure functions of their noise, and the noise is a pure function
 torch's CPU generator. So `torch.manual_seed` reproduces a run, activation checkpointing (which restores that generator)
 repeats the same sample, and a compiled graph draws a new one in each call.
 
-These samplers run on the CPU; `device.py` draws most samples of a GPU there. The sort keys are distinct integers for
+These samplers run on the CPU; `device.py` draws the samples of a GPU. The sort keys are distinct integers for
 all windows at once:
 
     bits of the double (w · gap + s + σ ε_s), w from 1, with s replacing the last log₂ L bits
