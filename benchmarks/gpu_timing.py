@@ -23,9 +23,13 @@ def median_ms(fn: Callable[[], Any], budget_ms: float = 150.0) -> float:
     """Median time of CUDA graph replays, without launch gaps."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            fn()
+    torch.cuda.set_sync_debug_mode("error")  # a capture that fails would leave PyTorch's generator unusable
+    try:
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                fn()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
