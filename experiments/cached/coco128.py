@@ -34,8 +34,8 @@ def cells() -> list[Cell]:
             column,
             make_config(
                 "coco-mask-rcnn", model="pvt-tiny", cache=ratio, cache_options=options,
-                model_options=SIZE, steps=1600, batch_size=8, learning_rate=2e-4, schedule="cosine", warmup=100,
-                augment=False, eval_every=0, checkpoint_every=1600, keep=1, precision="bf16-mixed",
+                model_options=SIZE, steps=1500, learning_rate=2e-4, schedule="cosine", warmup=100, augment=False,
+                eval_every=0, checkpoint_every=1500, keep=1, precision="bf16-mixed",
             ),
         )
         for column, ratio, options in (("plain", 0.0, ""), ("cached", 0.5, json.dumps(caches("PVT-"))))
