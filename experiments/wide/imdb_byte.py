@@ -6,8 +6,7 @@
 Wide Attention Is The Way Forward For Transformers?, https://arxiv.org/abs/2210.00640: the first 1,000 bytes, 30,000
 steps of 32, Adam, base rate 0.05 with 8,000 steps of warm-up, the best checkpoint on validation data tested. The
 published code validates on the test reviews; here a tenth of the training reviews is held out. `combiner-fixed` is not
-in the paper and has no attention dropout, because its kernel does not support it. Ours: bfloat16, and an
-evaluation every 1,000 steps.
+in the paper and has no attention dropout. Ours: bfloat16, and an evaluation every 1,000 steps.
 """
 
 from study import SEEDS, deep_and_wide

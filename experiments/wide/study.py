@@ -14,8 +14,8 @@ SHAPES = {"deep 6x8": (6, 8), "wide 1x48": (1, 48)}
 
 
 def deep_and_wide(task: str, paper: dict[str, tuple[float | None, float | None]]) -> list[Cell]:
-    """The outer columns of a table, for some of its attentions. `combiner-fixed`, which is not in the paper, has
-    no attention dropout, because its kernel does not support it."""
+    """The outer columns of a table, for some of its attentions. `combiner-fixed`, which is not in the paper, has no
+    attention dropout: its kernel had none when the first cells were run."""
     return [
         replace(
             cell(task, attention, *shape, figure, attention_dropout=0.0 if attention == "combiner-fixed" else None),
