@@ -248,6 +248,8 @@ class StudyTask(Classification):
         self.presets = {f"{n}x{h}": {"layers": n, "heads": h} for n, h in study.shapes}
         # The published code, which differs from the paper: decoupled weight decay.
         self.presets["code"] = {"optimizer": "adamw", "weight_decay": 0.1}
+        # Bounds the attention logits, whose growth makes deep models collapse (experiments/wide/README.md).
+        self.presets["stable"] = {"clip": 1.0, "qk_norm": True}
 
     def inputs(self, batch: Columns) -> tuple[Tensor, ...]:
         return ids_and_segments(batch)
