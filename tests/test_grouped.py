@@ -39,6 +39,7 @@ def test_grouped_heads_equal_repeated_ones(case):
 OPTIONS = {
     "combiner-fixed": {"block_size": 16},
     "local": {"block_size": 9},
+    "logsparse": {},
     "longformer": {"window": 4, "global_tokens": 2},
     "sparse": {"block_size": 8, "columns": 2},
 }

@@ -108,6 +108,14 @@ SMALL: dict[str, tuple[Call, ...]] = {
         Call("combiner-fixed", 150, H=1, causal=False, options={"block_size": 64}, mask="random"),
         Call("combiner-fixed", 100, B=2, H=1, options={"block_size": 48, "summary": "mean"}, mask="half"),
     ),
+    "combiner-logsparse": (
+        Call("combiner-logsparse", 40, H=1, D=8, ties=True),
+        Call("combiner-logsparse", 70, H=1, D=20, causal=False, options={"summary": "mean"}, mask="random"),
+        Call("combiner-logsparse", 130, H=1, mask="random", ties=True),
+        Call("combiner-logsparse", 33, B=2, H=1, causal=False, options={"summary": "sum"}, mask="all", layout="BHLD"),
+        Call("combiner-logsparse", 130, H=1, D=64, dtype=torch.float16),
+        Call("combiner-logsparse", 1, H=1, D=128),
+    ),
     "combiner-mixture": (
         Call("combiner-mixture", 5, H=1, causal=False, options={"block_size": 2}),
         Call("combiner-mixture", 5, H=1, options={"block_size": 2, "mixture": "joint"}, mask="random", ties=True),
@@ -313,6 +321,14 @@ REAL: dict[str, tuple[Call, ...]] = {
         ),
         Call("combiner-fixed", 100, D=64, B=2, H=2, options={"block_size": 128}),
         Call("combiner-fixed", 2000, D=64, B=1, H=2, options={"block_size": 512}),
+    ),
+    "combiner-logsparse": (
+        Call("combiner-logsparse", 2048, D=64, B=2, H=4),
+        Call("combiner-logsparse", 2001, D=64, B=2, H=4, causal=False, mask="random"),
+        Call("combiner-logsparse", 1027, D=128, H=2, options={"summary": "mean"}, mask="ends", layout="BHLD"),
+        Call("combiner-logsparse", 5000, D=64, H=2, options={"summary": "sum"}, mask="random"),
+        Call("combiner-logsparse", 300, D=20, B=2, H=2, causal=False, mask="all", ties=True),
+        Call("combiner-logsparse", 17001, D=64, B=1, H=2),
     ),
     "combiner-mixture": (
         Call("combiner-mixture", 1000, D=64, B=2, H=2),

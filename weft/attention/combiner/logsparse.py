@@ -22,12 +22,14 @@ from torch import Tensor
 from ...core.contract import PositionBias
 from ...core.decoding_state import Place
 from ...core.dense import positions
+from ...core.dispatch import Kernel
 from ...core.joint import BackwardRows, Layout, Part, Rows, valid_in
 from ...core.partitions import LogSpans, log_spans
 from ...core.registry import register
 from ...core.softmax import softmax_attention
 from ...core.staging import send
 from ...core.state import KeyValues
+from ...kernels.log_spans import combiner as kernel
 from ..logsparse import log_allowed
 from .base import Combiner, Seen, combiner_naive, join_seen
 from .summaries import Summary
@@ -232,6 +234,12 @@ def _first_halves(x: Tensor, size: int) -> Tensor:
     return torch.cat([halves, x[:, :, used : used + size][:, :, None]], 2)
 
 
+def run_kernel(attn: CombinerLogsparse, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
+    dtype = q.dtype
+    q, k, v = (attn._widen(t) for t in (q, k, v))
+    return kernel.span_attention(q, k, v, mask, pool=attn.summary.pool, causal=attn.causal).to(dtype)
+
+
 register(
     "combiner-logsparse",
     CombinerLogsparse,
@@ -239,4 +247,5 @@ register(
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*log(L)",
     length_dependent="bidirectional spans after a token are counted from the end of the sequence",
+    kernel=Kernel(run_kernel, kernel.lacks, auto=lambda attn: False),
 )

@@ -18,22 +18,23 @@ from .forward import far_spans, near_spans, rows_of
 
 @triton.jit
 def gradients(
-    Q, K, V, MASK, OUT, DOUT, LSE, DELTA, DQ, DK, DV, PARTS,
-    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l, g_b, g_h, g_l,
-    dq_b, dq_h, dq_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
+    Q, K, V, MASK, KBAR, VBAR, SOME, OUT, DOUT, LSE, DELTA, DQ, DK, DV, DKBAR, DVBAR, PARTS,
+    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, n_b, n_h, n_l, m_b, m_h, m_l, o_b, o_h, o_l, g_b, g_h, g_l,
+    dq_b, dq_h, dq_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l, dn_b, dn_h, dn_l, dm_b, dm_h, dm_l,
     BH, H, L, n, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr, U: tl.constexpr, REVERSE: tl.constexpr,
-    HAS_MASK: tl.constexpr, MORE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_MASK: tl.constexpr, MORE: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr, SUMMARIES: tl.constexpr,
 ):  # fmt: skip
-    """PARTS is (B·H, n, 2, U, D), float32. With MORE, add to DQ, DK and DV."""
+    """PARTS is (B·H, n, 2, U, D), float32. With SUMMARIES, the gradients of the spans are separate from those of the
+    tokens. With MORE, add to DQ, DK and DV."""
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
-    K += b * k_b + h * k_h
-    V += b * v_b + h * v_h
+    KBAR += b * n_b + h // GROUP * n_h
+    VBAR += b * m_b + h // GROUP * m_h
     DQ += b * dq_b + h * dq_h
     DK += b * dk_b + h * dk_h
     DV += b * dv_b + h * dv_h
-    MASK += b * L
+    SOME += b * L
     DELTA += bh.to(tl.int64) * L
     d = tl.arange(0, BLOCK_D)
     p = tile * T + tl.arange(0, T)
@@ -51,32 +52,40 @@ def gradients(
         tl.store(DELTA + row, delta, mask=live)
         dq = tl.zeros([T, BLOCK_D], tl.float32)
 
-    real = valid_rows(MASK, row, live, HAS_MASK)
-    k = load_rows(K, row, d, k_l, real, D, BLOCK_D)
-    v = load_rows(V, row, d, v_l, real, D, BLOCK_D)
+    real = valid_rows(SOME, row, live, HAS_MASK)
+    k = load_rows(KBAR, row, d, n_l, real, D, BLOCK_D)
+    v = load_rows(VBAR, row, d, m_l, real, D, BLOCK_D)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale - lse[:, None]
     w = tl.where(near_spans(T) & real[None, :], tl.exp2(s), 0.0)
     dv = tl.dot(tl.trans(w.to(dout.dtype)), dout, input_precision=PRECISION)
     ds = (w * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None])).to(q.dtype)
     dq = tl.dot(ds, k, dq, input_precision=PRECISION)
     dk = tl.dot(tl.trans(ds), q, input_precision=PRECISION) * logit_scale
-    if MORE:
-        dk += load_rows(DK, row, d, dk_l, live, D, BLOCK_D).to(tl.float32)
-        dv += load_rows(DV, row, d, dv_l, live, D, BLOCK_D).to(tl.float32)
-    else:  # the token itself
-        x = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale - lse
-        own = tl.where(real, tl.exp2(x), 0.0)
-        dx = own * (tl.sum(dout.to(tl.float32) * v.to(tl.float32), 1) - delta)
-        dq += dx[:, None] * k.to(tl.float32)
+    if SUMMARIES:
+        store_rows(DKBAR + b * dn_b + h * dn_h, dk, row, d, dn_l, live, D, BLOCK_D)
+        store_rows(DVBAR + b * dm_b + h * dm_h, dv, row, d, dm_l, live, D, BLOCK_D)
+        dk = tl.zeros([T, BLOCK_D], tl.float32)
+        dv = tl.zeros([T, BLOCK_D], tl.float32)
+    if not MORE:  # the token itself
+        real = valid_rows(MASK + b * L, row, live, HAS_MASK)
+        k = load_rows(K + b * k_b + h // GROUP * k_h, row, d, k_l, real, D, BLOCK_D).to(tl.float32)
+        v = load_rows(V + b * v_b + h // GROUP * v_h, row, d, v_l, real, D, BLOCK_D).to(tl.float32)
+        own = tl.where(real, tl.exp2(tl.sum(q.to(tl.float32) * k, 1) * scale - lse), 0.0)
+        dx = own * (tl.sum(dout.to(tl.float32) * v, 1) - delta)
+        dq += dx[:, None] * k
         dk += (dx * logit_scale)[:, None] * q.to(tl.float32)
         dv += own[:, None] * dout.to(tl.float32)
-    store_rows(DK, dk, row, d, dk_l, live, D, BLOCK_D)
-    store_rows(DV, dv, row, d, dv_l, live, D, BLOCK_D)
+    elif not SUMMARIES:
+        dk += load_rows(DK, row, d, dk_l, live, D, BLOCK_D).to(tl.float32)
+        dv += load_rows(DV, row, d, dv_l, live, D, BLOCK_D).to(tl.float32)
+    if not (MORE and SUMMARIES):
+        store_rows(DK, dk, row, d, dk_l, live, D, BLOCK_D)
+        store_rows(DV, dv, row, d, dv_l, live, D, BLOCK_D)
 
     far, exist = far_spans(tile, L, T, U, REVERSE)
-    real = valid_rows(MASK, far, exist, HAS_MASK)
-    k = load_rows(K, far, d, k_l, real, D, BLOCK_D)
-    v = load_rows(V, far, d, v_l, real, D, BLOCK_D)
+    real = valid_rows(SOME, far, exist, HAS_MASK)
+    k = load_rows(KBAR, far, d, n_l, real, D, BLOCK_D)
+    v = load_rows(VBAR, far, d, m_l, real, D, BLOCK_D)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale - lse[:, None]
     w = tl.where(real[None, :], tl.exp2(s), 0.0)
     dv = tl.dot(tl.trans(w.to(dout.dtype)), dout, input_precision=PRECISION)
@@ -86,8 +95,8 @@ def gradients(
     store_rows(DQ, dq * logit_scale, row, d, dq_l, live, D, BLOCK_D)
     u = tl.arange(0, U)
     PARTS += (bh.to(tl.int64) * n + tile) * (2 * U * D)
-    store_rows(PARTS, dk, u, d, D, u < U, D, BLOCK_D)
-    store_rows(PARTS + U * D, dv, u, d, D, u < U, D, BLOCK_D)
+    store_rows(PARTS, dk, u, d, D, exist, D, BLOCK_D)
+    store_rows(PARTS + U * D, dv, u, d, D, exist, D, BLOCK_D)
 
 
 @triton.jit

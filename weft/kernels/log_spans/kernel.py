@@ -17,6 +17,7 @@ from ...core.blocks import ceil_div
 from ...core.precision import autocast
 from ...core.tiles import block_width, empty_rows, flags_or, for_operator, precision, rows_contiguous, strides
 from ..band.kernel import check, too_long
+from ..grouped import gradients, sum_to_groups
 from ..launch import launch
 from ..lines.kernel import scales
 from ..operator import Operator
@@ -39,20 +40,29 @@ def last_token_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *
 
 
 def _forward(q, k, v, mask, causal):
-    from .forward import attend
-
     check(q, k, v, "none")
     out, lse = _outputs(q)
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
     flags = flags_or(mask, q)
-    sizes, options = _sizes(q, mask)
     for reverse in (False,) if causal else (False, True):
-        launch(
-            attend, (ceil_div(q.shape[2], options["T"]) * sizes[0],),
-            q, k, v, flags, out, lse, *strides(q), *strides(k), *strides(v), *strides(out), *sizes, scales(q)[0],
-            REVERSE=reverse, MORE=reverse, **options, num_warps=4, num_stages=1,
-        )  # fmt: skip
+        attend_spans(q, k, v, flags, k, v, flags, out, lse, mask is not None, reverse)
     return out, lse
+
+
+def attend_spans(
+    q: Tensor, k: Tensor, v: Tensor, flags: Tensor, kbar: Tensor, vbar: Tensor, some: Tensor, out: Tensor, lse: Tensor,
+    has_mask: bool, reverse: bool,
+) -> None:  # fmt: skip
+    """Write out and lse: the token itself and the spans before it; with `reverse`, add the spans after it."""
+    from .forward import attend
+
+    sizes, options = tile_sizes(q, has_mask)
+    launch(
+        attend, (ceil_div(q.shape[2], options["T"]) * sizes[0],),
+        q, k, v, flags, kbar, vbar, some, out, lse,
+        *strides(q), *strides(k), *strides(v), *strides(kbar), *strides(vbar), *strides(out), *sizes, scales(q)[0],
+        REVERSE=reverse, MORE=reverse, GROUP=q.shape[1] // k.shape[1], **options, num_warps=4, num_stages=1,
+    )  # fmt: skip
 
 
 def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,36 +70,56 @@ def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _backward(dout, q, k, v, mask, out, lse, causal):
-    from .backward import collect, gradients
-
-    dq, dk, dv, delta = empty_rows(q), empty_rows(k), empty_rows(v), torch.empty_like(lse)
-    dout, q, k, v, out = (rows_contiguous(x) for x in (dout, q, k, v, out))
+    dq, (dk, by_head_k), (dv, by_head_v) = empty_rows(q), gradients(k, q), gradients(v, q)
+    dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
     flags = flags_or(mask, q)
-    sizes, options = _sizes(q, mask)
-    n = ceil_div(q.shape[2], options["T"])
-    parts = lse.new_empty(sizes[0], n, 2, U, q.shape[3])
+    delta, parts = torch.empty_like(lse), empty_parts(q)
+    given, grads = (q, k, v, flags, k, v, flags, out, dout, lse), (dq, by_head_k, by_head_v, by_head_k, by_head_v)
     for reverse in (False,) if causal else (False, True):
-        launch(
-            gradients, (n * sizes[0],),
-            q, k, v, flags, out, dout, lse, delta, dq, dk, dv, parts,
-            *strides(q), *strides(k), *strides(v), *strides(out), *strides(dout),
-            *strides(dq), *strides(dk), *strides(dv), *sizes, n, *scales(q),
-            REVERSE=reverse, MORE=reverse, **options, num_warps=8 if q.shape[3] > 64 else 4, num_stages=1,
-        )  # fmt: skip
-        if n > 1:
-            launch(
-                collect, ((n - 1) * sizes[0],),
-                parts, dk, dv, *strides(dk), *strides(dv), *sizes, n, D=q.shape[3], BLOCK_D=block_width(q.shape[3]),
-                T=options["T"], U=U, ROWS=16, REVERSE=reverse, num_warps=4,
-            )  # fmt: skip
+        span_gradients(*given, delta, *grads, parts, mask is not None, reverse, summaries=False)
+    sum_to_groups(by_head_k, dk)
+    sum_to_groups(by_head_v, dv)
     return dq, dk, dv
 
 
-def _sizes(q: Tensor, mask: Tensor | None) -> tuple[tuple[int, int, int], dict[str, Any]]:
+def span_gradients(
+    q: Tensor, k: Tensor, v: Tensor, flags: Tensor, kbar: Tensor, vbar: Tensor, some: Tensor, out: Tensor, dout: Tensor,
+    lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dkbar: Tensor, dvbar: Tensor, parts: Tensor,
+    has_mask: bool, reverse: bool, *, summaries: bool,
+) -> None:  # fmt: skip
+    """Write the gradients of `attend_spans`, which are separate for tokens and spans with `summaries`. With `reverse`,
+    add to those of tokens."""
+    from . import backward
+
+    sizes, options = tile_sizes(q, has_mask)
+    n, D = ceil_div(q.shape[2], options["T"]), q.shape[3]
+    launch(
+        backward.gradients, (n * sizes[0],),
+        q, k, v, flags, kbar, vbar, some, out, dout, lse, delta, dq, dk, dv, dkbar, dvbar, parts,
+        *strides(q), *strides(k), *strides(v), *strides(kbar), *strides(vbar), *strides(out), *strides(dout),
+        *strides(dq), *strides(dk), *strides(dv), *strides(dkbar), *strides(dvbar), *sizes, n, *scales(q),
+        REVERSE=reverse, MORE=reverse, GROUP=q.shape[1] // k.shape[1], SUMMARIES=summaries, **options,
+        num_warps=8 if D > 64 else 4, num_stages=1,
+    )  # fmt: skip
+    if n > 1:
+        launch(
+            backward.collect, ((n - 1) * sizes[0],),
+            parts, dkbar, dvbar, *strides(dkbar), *strides(dvbar), *sizes, n, D=D, BLOCK_D=block_width(D),
+            T=options["T"], U=U, ROWS=16, REVERSE=reverse, num_warps=4,
+        )  # fmt: skip
+
+
+def empty_parts(q: Tensor) -> Tensor:
+    """Memory for what each tile sends to the spans of earlier tiles."""
+    (BH, _, L), options = tile_sizes(q, False)
+    return q.new_empty(BH, ceil_div(L, options["T"]), 2, U, q.shape[3], dtype=torch.float32)
+
+
+def tile_sizes(q: Tensor, has_mask: bool) -> tuple[tuple[int, int, int], dict[str, Any]]:
     B, H, L, D = q.shape
     tile = WIDE_T if q.element_size() == 4 else T
     options = {"D": D, "BLOCK_D": block_width(D), "T": tile, "U": U, "PRECISION": precision(q)}
-    return (B * H, H, L), {**options, "HAS_MASK": mask is not None}
+    return (B * H, H, L), {**options, "HAS_MASK": has_mask}
 
 
 _operator = Operator(
