@@ -130,6 +130,14 @@ SMALL: dict[str, tuple[Call, ...]] = {
             dtype=torch.float16,
         ),
     ),
+    "combiner-routing": (
+        Call("combiner-routing", 24, H=1, D=8, options={"clusters": 2, "capacity": 5}, ties=True),
+        Call("combiner-routing", 70, H=1, D=20, options={"clusters": 3, "capacity": 8}, mask="ends", ties=True),
+        Call("combiner-routing", 30, B=2, H=1, causal=False, options={"clusters": 2, "capacity": 9}, mask="all"),
+        Call("combiner-routing", 40, H=1, options={"clusters": 20, "capacity": 16, "summary": "mean"}, layout="BHLD"),
+        Call("combiner-routing", 20, H=1, causal=False, options={"clusters": 2, "capacity": 4, "summary": "sum"}),
+        Call("combiner-routing", 70, H=1, D=64, options={"clusters": 2, "capacity": 16}, dtype=torch.float16),
+    ),
     "linear": (
         Call("linear", 150, H=1, mask="random"),
         Call("linear", 135, B=2, H=1, D=20, mask="ends", layout="BHLD"),
@@ -337,6 +345,13 @@ REAL: dict[str, tuple[Call, ...]] = {
         Call(
             "combiner-mixture", 500, D=64, B=2, H=2, causal=False, options={"mixture": "joint"}, mask="all", ties=True
         ),
+    ),
+    "combiner-routing": (
+        Call("combiner-routing", 2000, D=64, B=2, H=4, options={"decay": 1.0}),  # every call finds the same clusters
+        Call("combiner-routing", 4099, D=64, B=1, H=4, causal=False, mask="random", options={"clusters": 64}),
+        Call("combiner-routing", 1500, D=128, H=2, options={"capacity": 100, "summary": "mean"}, mask="ends"),
+        Call("combiner-routing", 300, D=20, B=2, H=2, options={"clusters": 3, "capacity": 40}, mask="all", ties=True),
+        Call("combiner-routing", 1100, D=64, B=2, H=2, options={"clusters": 100, "summary": "sum"}, layout="BHLD"),
     ),
     "linear": (
         Call("linear", 1000, D=64, B=2, H=4),

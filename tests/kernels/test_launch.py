@@ -23,6 +23,7 @@ CALLS = (
     Call("combiner-axial-vertical", 4, H=1, causal=False, options={"block_size": 2}, mask="random"),
     Call("combiner-fixed", 20, H=1, options={"block_size": 16}, mask="ends"),
     Call("combiner-logsparse", 20, H=1),
+    Call("combiner-routing", 7, H=1, options={"clusters": 2, "capacity": 3}),
     Call("linear", 20, H=1),
     Call("local", 20, H=1, options={"block_size": 16}, mask="random"),
     Call("longformer", 20, H=1, options={"window": 4, "global_tokens": 2}, causal=False),

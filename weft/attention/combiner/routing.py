@@ -30,11 +30,14 @@ from ...core.blocks import ceil_div
 from ...core.contract import PositionBias
 from ...core.decoding_state import Place
 from ...core.dense import runs_of, same
+from ...core.dispatch import Kernel
 from ...core.joint import Part, Rows, token_positions
 from ...core.partitions import default_block
 from ...core.registry import register
 from ...core.runs import Runs, gather_runs, room_for, take_mask, take_rows
 from ...core.softmax import softmax_attention
+from ...kernels.band.kernel import too_long
+from ...kernels.cluster_spans import kernel
 from ..routing import Clusters, RunLayout, run_part
 from .base import Combiner, Seen, combiner_naive, line_summaries
 
@@ -312,6 +315,28 @@ def _of_each(x: Tensor, n: int) -> Tensor:
     return x[:, :, None].expand(-1, -1, n, -1)
 
 
+def run_kernel(attn: CombinerRouting, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
+    dtype, orders = q.dtype, attn.clusters.assign_orders(k, mask)
+    q, k, v = (attn._widen(t) for t in (q, k, v))
+    options: dict[str, Any] = {"size": attn.clusters.size(k.shape[2]), "pool": attn.summary.pool}
+    return kernel.span_attention(q, k, v, orders, **options, causal=attn.causal).to(dtype)
+
+
+def lacks(attn: CombinerRouting, *qkv: Tensor) -> str:
+    if attn.summary.kind not in kernel.POOLS:
+        return f"the kernel supports the summaries {', '.join(kernel.POOLS)}, got {attn.summary.kind}"
+    if not qkv:
+        return ""
+    length = qkv[0].shape[2]
+    size = attn.clusters.size(length)
+    if length <= min(WHOLE, size) or size > kernel.LONGEST_RUN:
+        return (
+            f"the kernel needs runs shorter than the sequence, and of at most {kernel.LONGEST_RUN} tokens; got "
+            f"{length} tokens and a capacity of {size}; set a smaller capacity"
+        )
+    return too_long(attn, *qkv)
+
+
 register(
     "combiner-routing",
     CombinerRouting,
@@ -319,4 +344,5 @@ register(
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
     length_dependent="without max_length the default capacity depends on the length; set capacity to fix it",
+    kernel=Kernel(run_kernel, lacks, auto=lambda attn: False),
 )

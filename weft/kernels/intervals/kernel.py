@@ -170,21 +170,13 @@ def interval_attention(
 
 
 def _forward(q, k, v, inv, token, group, start, size, causal, back, others):
-    from .forward import attend
-
     out, lse = _outputs(q)
     check(q, q if k is None else k, v, "none")
-    options, sizes = _options(q, k, start, size, causal, back, others)
+    settings = run_settings(q, k, start, size, causal, back, others)
     q, v = rows_contiguous(q), rows_contiguous(v)
     k, inv = (q, inv) if k is None else (rows_contiguous(k), lse)
-    t, programs, tile = _launch("attend", q)
-    for number in range(len(token)):
-        launch(
-            attend, programs,
-            q, k, v, inv, token[number], group[number], start[number], out, lse,
-            *strides(q), *strides(k), *strides(v), *strides(out), *sizes, scales(q)[0],
-            MORE=number > 0, **options, **tile, **t.launch(),
-        )  # fmt: skip
+    for number, tables in enumerate(zip(token, group, start, strict=True)):
+        attend_runs(q, k, v, inv, tables, out, lse, settings, more=number > 0)
     return out, lse
 
 
@@ -193,29 +185,15 @@ def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _backward(dout, q, k, v, inv, token, group, start, out, lse, size, causal, back, others):
-    from .backward import key_gradients, query_gradients
-
     dq, dk, dv = _gradients(q, k, v)
     delta = torch.empty_like(lse)
-    options, sizes = _options(q, k, start, size, causal, back, others)
+    settings = run_settings(q, k, start, size, causal, back, others)
     dout, q, v, out = (rows_contiguous(x) for x in (dout, q, v, out))
     k, inv, to_keys = (q, inv, dq) if k is None else (rows_contiguous(k), lse, dk)
-    given = (*strides(q), *strides(k), *strides(v))
-    for number in range(len(token)):
-        tables = token[number], group[number], start[number]
-        t, programs, tile = _launch("query gradients", q)
-        launch(
-            query_gradients, programs,
-            q, k, v, inv, *tables, out, dout, lse, delta, dq, *given, *strides(out), *strides(dout), *strides(dq),
-            *sizes, *scales(q), MORE=number > 0, **options, **tile, **t.launch(),
-        )  # fmt: skip
-        t, programs, tile = _launch("key gradients", q)
-        launch(
-            key_gradients, programs,
-            q, k, v, inv, *tables, dout, lse, delta, to_keys, dv, *given,
-            *strides(dout), *strides(to_keys), *strides(dv), *sizes, *scales(q),
-            MORE=number > 0, **options, **tile, **t.launch(),
-        )  # fmt: skip
+    for number, tables in enumerate(zip(token, group, start, strict=True)):
+        more = number > 0
+        run_query_gradients(q, k, v, inv, tables, out, dout, lse, delta, dq, settings, more=more)
+        run_key_gradients(q, k, v, inv, tables, dout, lse, delta, to_keys, dv, settings, more=more)
     return dq, dk, dv
 
 
@@ -223,12 +201,69 @@ def _gradients(q: Tensor, k: Tensor | None, v: Tensor, *rest: Any) -> tuple[Tens
     return empty_rows(q), q.new_empty(0) if k is None else empty_rows(k), empty_rows(v)
 
 
-def _options(
-    q: Tensor, k: Tensor | None, start: Tensor, size: int, causal: bool, back: bool, others: bool
-) -> tuple[dict[str, Any], tuple[int, ...]]:
+Tables = tuple[Tensor, Tensor, Tensor]  # token, group and start of one order
+Settings = tuple[dict[str, Any], tuple[int, ...]]  # of `run_settings`
+
+
+def run_settings(
+    q: Tensor, k: Tensor | None, start: Tensor, size: int, causal: bool, back: bool = False, others: bool = False
+) -> Settings:
     _, H, L, D = q.shape
     options = {"D": D, "BLOCK_D": block_width(D), "PRECISION": precision(q), "SHARED": k is None}
     return options | {"BACK": back, "CAUSAL": causal, "OTHERS": others}, (H, L, start.shape[-1] - 1, min(size, L))
+
+
+# Launches, for one order. `inv` is read only if keys are normalised queries.
+
+
+def attend_runs(
+    q: Tensor, k: Tensor, v: Tensor, inv: Tensor, tables: Tables, out: Tensor, lse: Tensor, settings: Settings, *,
+    more: bool,
+) -> None:  # fmt: skip
+    """Write out and lse; with `more`, continue from their values."""
+    from .forward import attend
+
+    options, sizes = settings
+    t, programs, tile = _launch("attend", q)
+    launch(
+        attend, programs,
+        q, k, v, inv, *tables, out, lse, *strides(q), *strides(k), *strides(v), *strides(out), *sizes, scales(q)[0],
+        MORE=more, **options, **tile, **t.launch(),
+    )  # fmt: skip
+
+
+def run_query_gradients(
+    q: Tensor, k: Tensor, v: Tensor, inv: Tensor, tables: Tables, out: Tensor, dout: Tensor, lse: Tensor, delta: Tensor,
+    dq: Tensor, settings: Settings, *, more: bool,
+) -> None:  # fmt: skip
+    """Write dq and delta; with `more`, add to dq and read delta."""
+    from .backward import query_gradients
+
+    options, sizes = settings
+    t, programs, tile = _launch("query gradients", q)
+    launch(
+        query_gradients, programs,
+        q, k, v, inv, *tables, out, dout, lse, delta, dq,
+        *strides(q), *strides(k), *strides(v), *strides(out), *strides(dout), *strides(dq), *sizes, *scales(q),
+        MORE=more, **options, **tile, **t.launch(),
+    )  # fmt: skip
+
+
+def run_key_gradients(
+    q: Tensor, k: Tensor, v: Tensor, inv: Tensor, tables: Tables, dout: Tensor, lse: Tensor, delta: Tensor, dk: Tensor,
+    dv: Tensor, settings: Settings, *, more: bool,
+) -> None:  # fmt: skip
+    """Write dk and dv; with `more`, add to them."""
+    from .backward import key_gradients
+
+    options, sizes = settings
+    t, programs, tile = _launch("key gradients", q)
+    launch(
+        key_gradients, programs,
+        q, k, v, inv, *tables, dout, lse, delta, dk, dv,
+        *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk), *strides(dv), *sizes, *scales(q),
+        MORE=more, **options, **tile, **t.launch(),
+    )  # fmt: skip
 
 
 def _launch(kernel: str, q: Tensor) -> tuple[Tiles, tuple[int], dict[str, int]]:
