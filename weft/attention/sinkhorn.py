@@ -67,13 +67,17 @@ class SinkhornAttention(Attention):
         dropout = self.dropout if self.training else 0.0
         q, k, v = (to_blocks(x, self.block_size) for x in (q, k, v))
         real, k_sorted, v_sorted, filled = self.sorted_blocks(k, v, mask, L)
-        own = softmax_attention(q, k, v, allowed=real[:, :, :, None], dropout=dropout)
-        other = softmax_attention(q, k_sorted, v_sorted, allowed=filled[:, :, None, None], dropout=dropout)
+        own_keys = None if real is None else real[:, :, :, None]
+        other_keys = None if filled is None else filled[:, :, None, None]
+        own = softmax_attention(q, k, v, allowed=own_keys, dropout=dropout)
+        other = softmax_attention(q, k_sorted, v_sorted, allowed=other_keys, dropout=dropout)
         return from_blocks(own + other, L)
 
-    def sorted_blocks(self, k: Tensor, v: Tensor, mask: Tensor | None, L: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def sorted_blocks(
+        self, k: Tensor, v: Tensor, mask: Tensor | None, L: int
+    ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
         """k and v (B, H, n or more, m, D) -> real tokens (B or 1, 1, n, m), sorted keys and values (B, H, n, m, D), and
-        the slots for which some block has a token, (B or 1, 1, m)."""
+        the slots for which some block has a token, (B or 1, 1, m). Flags are None if all are set."""
         m = self.block_size
         n, more = ceil_div(L, m), k.shape[2] - ceil_div(L, m)
         if n > self.max_blocks:
@@ -81,17 +85,17 @@ class SinkhornAttention(Attention):
                 f"{n} blocks of {m} are over max_blocks={self.max_blocks}; create sinkhorn with a larger max_length"
             )
         valid = valid_keys(mask, L, n * m, k.device)
-        valid = torch.ones(1, n * m, dtype=torch.bool, device=k.device) if valid is None else valid
-        real = valid.view(-1, 1, n, m)
-
-        has_token = real.any(-1)  # (B or 1, 1, n)
+        real = None if valid is None else valid.view(-1, 1, n, m)
+        # Without a mask, every block has a token, and if there are several, so has every slot.
+        has_token = None if mask is None or real is None else real.any(-1)  # (B or 1, 1, n)
+        filled = None if real is None or mask is None and n > 1 else real.any(2)
         # A sum may overflow in half precision.
         blocks = k[:, :, :n].sum(3, dtype=torch.promote_types(k.dtype, torch.float32))
         logits = torch.einsum("bhnd,de->bhne", blocks, self.sort[:, :n].to(blocks.dtype))
         R = place(logits, has_token, self.iterations).to(k.dtype)
         R = F.pad(R, (0, more)) if more else R
         k_sorted, v_sorted = (torch.unflatten(R @ x.flatten(3), 3, x.shape[3:]) for x in (k, v))
-        return real, k_sorted, v_sorted, (real & has_token[..., None]).any(2)
+        return real, k_sorted, v_sorted, filled
 
 
 def run_kernel(attn: SinkhornAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
@@ -101,22 +105,24 @@ def run_kernel(attn: SinkhornAttention, q: Tensor, k: Tensor, v: Tensor, mask: T
     padded = ceil_div(n, 8) * 8 * m
     k_blocks, v_blocks = (to_blocks(pad_length(x, padded), m) for x in (k, v))
     _, k_sorted, v_sorted, filled = attn.sorted_blocks(k_blocks, v_blocks, mask, L)
-    slots = None if mask is None and n > 1 else filled.expand(B, n, m).flatten(1)
+    slots = None if filled is None else filled.expand(B, n, m).flatten(1)
     own = kernel.blocks(q, k, v, mask, block_size=m, causal=False)
     q, k, v = pad_length(q, n * m), from_blocks(k_sorted, n * m), from_blocks(v_sorted, n * m)
     return own + kernel.blocks(q, k, v, slots, block_size=m, causal=False)[:, :, :L]
 
 
-def place(logits: Tensor, has_token: Tensor, iterations: int) -> Tensor:
-    """Weights over the blocks with a token, per row; doubly stochastic after the Sinkhorn iterations."""
+def place(logits: Tensor, has_token: Tensor | None, iterations: int) -> Tensor:
+    """Weights over the blocks with a token (None: all), per row; doubly stochastic after the Sinkhorn iterations."""
     # An empty sequence has no source. It uses all blocks, whose keys and values are zero.
-    source = has_token | ~has_token.any(-1, keepdim=True)
-    low = torch.finfo(logits.dtype).min
-    x = logits.masked_fill(~source[..., None, :], low)
+    source = None if has_token is None else has_token | ~has_token.any(-1, keepdim=True)
+
+    def hide_others(x: Tensor, dim: int) -> Tensor:
+        return x if source is None else x.masked_fill(~source.unsqueeze(dim), torch.finfo(x.dtype).min)
+
+    x = hide_others(logits, -2)
     for _ in range(iterations):
         x = x - x.logsumexp(-1, keepdim=True)
-        columns = x.masked_fill(~source[..., :, None], low).logsumexp(-2, keepdim=True)
-        x = (x - columns).masked_fill(~source[..., None, :], low)
+        x = hide_others(x - hide_others(x, -1).logsumexp(-2, keepdim=True), -2)
     return x.softmax(-1)
 
 
