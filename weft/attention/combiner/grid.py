@@ -23,6 +23,7 @@ from ...core.partitions import default_block
 from ...core.softmax import softmax_attention
 from ...core.state import KeyValues
 from ...kernels.line_pool import kernel as line_pool
+from ...kernels.line_pool.combiner import grid_attention
 from ...kernels.lines import kernel
 from ...kernels.lines.kernel import Axis, LinePart, Rule
 from ..axial import decoding_block, row_and_column
@@ -77,24 +78,25 @@ class GridCombiner(Combiner):
         m = self.block_size or default_block(q.shape[2], self.max_length)
         others: Rule = "before" if self.causal else "others"
         parts = [LinePart(0, "row", "up_to" if self.causal else "all"), LinePart(0, "column", others)]
-        spans = []
+        spans: list[tuple[Axis, Rule]] = []
         for which in self.column_spans:
-            spans.append(self._line_spans(q, k, v, mask, m, "column", which))
+            spans.append(("column", which))
             parts.append(LinePart(len(spans), "row", "others"))
         for which in self.rows_as_spans:
-            spans.append(self._line_spans(q, k, v, mask, m, "row", which))
+            spans.append(("row", which))
             parts.append(LinePart(len(spans), "column", others))
-        out = kernel.line_attention(q, k, v, mask, parts, width=m, spans=tuple(spans))
+        if spans and all(line_pool.has_kernel(self.summary.kind, axis, k.shape[2], m) for axis, _ in spans):
+            out = grid_attention(q, k, v, mask, parts, spans, pool=self.summary.kind, width=m)
+        else:
+            summaries = tuple(self._line_spans(q, k, v, mask, m, *span) for span in spans)
+            out = kernel.line_attention(q, k, v, mask, parts, width=m, spans=summaries)
         return out.to(dtype) if self.long_sums else out
 
     def _line_spans(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, m: int, axis: Axis, which: Rule
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`line_summaries` in cell order, (B, H, cells, D), computed by the kernels."""
-        if line_pool.has_kernel(self.summary.kind, axis, k.shape[2], m):
-            qbar, kbar, some = line_pool.line_pool(q, k, mask, axis, which, self.summary.kind, width=m)
-        else:
-            qbar, kbar, some = self._pooled(q, k, mask, m, axis, which)
+        """`line_summaries` in cell order, (B, H, cells, D), pooled by PyTorch."""
+        qbar, kbar, some = self._pooled(q, k, mask, m, axis, which)
         vbar = kernel.line_attention(qbar, k, v, mask, [LinePart(0, axis, which)], width=m)
         return kbar, vbar, some
 

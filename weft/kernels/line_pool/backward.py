@@ -24,9 +24,10 @@ def pool_gradients(
     do_b, do_h, do_l, dp_b, dp_h, dp_l, dq_b, dq_h, dq_l, dk_b, dk_h, dk_l,
     BH, H, length, cells, line_step, cell_step,
     D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, RULE: tl.constexpr,
-    POOL: tl.constexpr, HAS_MASK: tl.constexpr,
+    POOL: tl.constexpr, HAS_MASK: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
-    """CHUNK is the group size of the running maximum; LINE is a power of two, at least the length of a line."""
+    """CHUNK is the group size of the running maximum; LINE is a power of two, at least the length of a line. With MORE,
+    add to DQ and DK."""
     b, h, d, start, step = place(BH, H, cells, line_step, cell_step, D, BLOCK_D, RULE == "after")
     if tl.program_id(1) == 0:
         X, x_l = Q + b * q_b + h * q_h, tl.cast(q_l, tl.int64)
@@ -43,17 +44,23 @@ def pool_gradients(
     if POOL != "max":
         sum_gradients(
             MASK, DOUT, DX, dout_l, dx_l, d, start, step, cells, length,
-            D, BLOCK_D, CHUNK, LINE, RULE, POOL, HAS_MASK,
+            D, BLOCK_D, CHUNK, LINE, RULE, POOL, HAS_MASK, MORE,
         )  # fmt: skip
     elif RULE == "others":
         other_max_gradients(
-            X, MASK, DOUT, DX, x_l, dout_l, dx_l, d, start, step, cells, length, D, BLOCK_D, CHUNK, HAS_MASK
+            X, MASK, DOUT, DX, x_l, dout_l, dx_l, d, start, step, cells, length, D, BLOCK_D, CHUNK, HAS_MASK, MORE
         )
     else:
         running_max_gradients(
             X, MASK, OUT, SOME, DOUT, DX, x_l, out_l, dout_l, dx_l, d, start, step, cells, length,
-            D, BLOCK_D, CHUNK, RULE, HAS_MASK,
+            D, BLOCK_D, CHUNK, RULE, HAS_MASK, MORE,
         )  # fmt: skip
+
+
+@triton.jit
+def earlier_gradient(DX, token, dx_l, d, inside, D: tl.constexpr, BLOCK_D: tl.constexpr, MORE: tl.constexpr):
+    """What to add to. Loaded with the other rows of a chunk, before the first is used."""
+    return load_row(DX, token, dx_l, d, inside, D) if MORE else tl.zeros([BLOCK_D], tl.float32)
 
 
 @triton.jit
@@ -66,6 +73,7 @@ def share(a, b):
 def running_max_gradients(
     X, MASK, OUT, SOME, DOUT, DX, x_l, out_l, dout_l, dx_l, d, start, step, cells, length,
     D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, RULE: tl.constexpr, HAS_MASK: tl.constexpr,
+    MORE: tl.constexpr,
 ):  # fmt: skip
     """Group by group from the end. Entry e is first pooled at position e, or at e + 1 if a position excludes itself.
     Entries that are never pooled get zero."""
@@ -80,9 +88,11 @@ def running_max_gradients(
         xs = ()
         reals = ()
         douts = ()
+        olds = ()
         for r in tl.static_range(GROUP):
             token = start + (begin + r) * step
             inside = (begin + r < cells) & (token < length)
+            olds = olds + (earlier_gradient(DX, token, dx_l, d, inside, D, BLOCK_D, MORE),)
             xs = xs + (load_row(X, token, x_l, d, inside, D),)
             reals = reals + (valid_rows(MASK, token, inside, HAS_MASK),)
             douts = douts + (load_row(DOUT, token + shift * step, dout_l, d, begin + r + shift < cells, D),)
@@ -106,13 +116,13 @@ def running_max_gradients(
             flow -= dx
             token = start + (begin + r) * step
             inside = (begin + r < cells) & (token < length)
-            store_row(DX, tl.where(reals[r], dx, 0.0), token, dx_l, d, inside, D)
+            store_row(DX, olds[r] + tl.where(reals[r], dx, 0.0), token, dx_l, d, inside, D)
 
 
 @triton.jit
 def other_max_gradients(
     X, MASK, DOUT, DX, x_l, dout_l, dx_l, d, start, step, cells, length,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, HAS_MASK: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, HAS_MASK: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
     """The largest entries share the gradients of all positions. If only one position is the largest, its own gradient
     goes to the second largest."""
@@ -147,16 +157,18 @@ def other_max_gradients(
     for begin in range(0, cells, CHUNK):
         xs = ()
         reals = ()
+        olds = ()
         for r in tl.static_range(CHUNK):
             token = start + (begin + r) * step
             inside = (begin + r < cells) & (token < length)
+            olds = olds + (earlier_gradient(DX, token, dx_l, d, inside, D, BLOCK_D, MORE),)
             xs = xs + (load_row(X, token, x_l, d, inside, D),)
             reals = reals + (valid_rows(MASK, token, inside, HAS_MASK),)
         for r in tl.static_range(CHUNK):
             token = start + (begin + r) * step
             inside = (begin + r < cells) & (token < length)
             dx = tl.where(xs[r] == top, to_top, tl.where(xs[r] == second, to_second, 0.0))
-            store_row(DX, tl.where(reals[r], dx, 0.0), token, dx_l, d, inside, D)
+            store_row(DX, olds[r] + tl.where(reals[r], dx, 0.0), token, dx_l, d, inside, D)
 
 
 @triton.jit
@@ -170,7 +182,7 @@ def real_tokens(MASK, start, step, cells, length, HAS_MASK: tl.constexpr, LINE: 
 def sum_gradients(
     MASK, DOUT, DX, dout_l, dx_l, d, start, step, cells, length,
     D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, RULE: tl.constexpr,
-    POOL: tl.constexpr, HAS_MASK: tl.constexpr,
+    POOL: tl.constexpr, HAS_MASK: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
     """An entry gets gradients from every position that pools it: the later ones, from the end, or all but its own."""
     total = tl.zeros([BLOCK_D], tl.float32)
@@ -190,10 +202,12 @@ def sum_gradients(
         begin = (chunks - 1 - number) * CHUNK
         douts = ()
         reals = ()
+        olds = ()
         for r in tl.static_range(CHUNK):
             token = start + (begin + r) * step
             douts = douts + (load_row(DOUT, token, dout_l, d, begin + r < cells, D),)
             inside = (begin + r < cells) & (token < length)
+            olds = olds + (earlier_gradient(DX, token, dx_l, d, inside, D, BLOCK_D, MORE),)
             reals = reals + (valid_rows(MASK, token, inside, HAS_MASK),)
         for r in tl.static_range(CHUNK - 1, -1, -1):
             fewer = count - reals[r].to(tl.int32)
@@ -208,4 +222,4 @@ def sum_gradients(
                 count = fewer
             token = start + (begin + r) * step
             inside = (begin + r < cells) & (token < length)
-            store_row(DX, tl.where(reals[r], dx, 0.0), token, dx_l, d, inside, D)
+            store_row(DX, olds[r] + tl.where(reals[r], dx, 0.0), token, dx_l, d, inside, D)
