@@ -201,5 +201,5 @@ register(
     causal=False,
     not_causal="its global blocks attend to all tokens; use 'longformer' with global_tokens, or 'combiner-fixed'",
     length_dependent="the last block is global and the random blocks are drawn for the whole length, padding included",
-    kernel=Kernel(run_kernel, too_long, LEAST_LENGTH),
+    kernel=Kernel(run_kernel, too_long, LEAST_LENGTH, grouped=lambda attn: True),
 )

@@ -136,7 +136,8 @@ class Clusters(nn.Module):
         group, _ = nearest(k, centroids[None], mask, groups=self.clusters)
         orders = Orders.of(group, self.clusters)
         if learning and torch.compiler.is_compiling():  # Inductor of torch 2.11 needs tables that one operator reads
-            self._remember(F.normalize(k.to(self.centroids.dtype), dim=-1), group[0].long())
+            unit = F.normalize(k.to(self.centroids.dtype), dim=-1)
+            self._remember(unit.repeat_interleave(group.shape[2] // k.shape[1], 1), group[0].long())
         elif learning:
             self.learn(*group_sums(k, orders, self.drawn.dtype))
         return orders
@@ -239,5 +240,5 @@ register(
     cost="L*sqrt(L)",
     bias=True,
     length_dependent="without max_length the default capacity depends on the length; set capacity to fix it",
-    kernel=Kernel(run_kernel, too_long),
+    kernel=Kernel(run_kernel, too_long, grouped=lambda attn: True),
 )

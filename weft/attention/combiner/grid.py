@@ -18,6 +18,7 @@ from ...core.blocks import ceil_div
 from ...core.contract import PositionBias
 from ...core.decoding_state import Place, tree_map
 from ...core.dispatch import Kernel
+from ...core.heads import spread
 from ...core.joint import Columns, Rows, valid_in
 from ...core.partitions import default_block
 from ...core.softmax import softmax_attention
@@ -88,6 +89,7 @@ class GridCombiner(Combiner):
         if spans and all(line_pool.has_kernel(self.summary.kind, axis, k.shape[2], m) for axis, _ in spans):
             out = grid_attention(q, k, v, mask, parts, spans, pool=self.summary.kind, width=m)
         else:
+            k, v = spread(q, k, v)
             summaries = tuple(self._line_spans(q, k, v, mask, m, *span) for span in spans)
             out = kernel.line_attention(q, k, v, mask, parts, width=m, spans=summaries)
         return out.to(dtype) if self.long_sums else out
@@ -227,4 +229,4 @@ class GridCombiner(Combiner):
         return KeyValues(kbar, vbar, state.count > 0)
 
 
-KERNEL = Kernel(GridCombiner.run_kernel, least_length=kernel.LEAST_LENGTH, largest_head=256)
+KERNEL = Kernel(GridCombiner.run_kernel, least_length=kernel.LEAST_LENGTH, largest_head=256, grouped=lambda attn: True)

@@ -207,5 +207,5 @@ register(
     cost="L*sqrt(L)",
     length_dependent="without max_length the default block size (combiner-routing: capacity) depends on the length; "
     "set block_size (capacity) to fix it; bidirectional spans of combiner-logsparse are counted from the end",
-    kernel=Kernel(CombinerMixture.run_kernel, lacks),
+    kernel=Kernel(CombinerMixture.run_kernel, lacks, grouped=lambda attn: True),
 )

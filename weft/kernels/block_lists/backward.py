@@ -21,12 +21,12 @@ def query_gradients(
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l, g_b, g_h, g_l, dq_b, dq_h, dq_l,
     BH, H, L, n, m, width, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, HAS_MASK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """dq and DELTA."""
     bh, b, h, block, first = place(BH, H, n, m, BQ)
-    K += b * k_b + h * k_h
-    V += b * v_b + h * v_h
+    K += b * k_b + h // GROUP * k_h
+    V += b * v_b + h // GROUP * v_h
     MASK += b * L
     d = tl.arange(0, BLOCK_D)
     i = first + tl.arange(0, BQ)
@@ -58,7 +58,7 @@ def key_gradients(
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
     BH, H, L, n, m, width, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, HAS_MASK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     bh, b, h, block, first = place(BH, H, n, m, BK)
     Q += b * q_b + h * q_h
@@ -70,8 +70,8 @@ def key_gradients(
     inside = (j < m) & (block * m + j < L)
     j += block * m
     real = valid_rows(MASK + b * L, j, inside, HAS_MASK)
-    k = load_rows(K + b * k_b + h * k_h, j, d, k_l, real, D, BLOCK_D)
-    v = load_rows(V + b * v_b + h * v_h, j, d, v_l, real, D, BLOCK_D)
+    k = load_rows(K + b * k_b + h // GROUP * k_h, j, d, k_l, real, D, BLOCK_D)
+    v = load_rows(V + b * v_b + h // GROUP * v_h, j, d, v_l, real, D, BLOCK_D)
     dk = tl.zeros([BK, BLOCK_D], tl.float32)
     dv = tl.zeros([BK, BLOCK_D], tl.float32)
     start, stop = list_of(TABLE, h, block, n, m, width, BQ)

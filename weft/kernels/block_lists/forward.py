@@ -47,11 +47,11 @@ def attend(
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l,
     BH, H, L, n, m, width, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, HAS_MASK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     bh, b, h, block, first = place(BH, H, n, m, BQ)
-    K += b * k_b + h * k_h
-    V += b * v_b + h * v_h
+    K += b * k_b + h // GROUP * k_h
+    V += b * v_b + h // GROUP * v_h
     MASK += b * L
     d = tl.arange(0, BLOCK_D)
     i = first + tl.arange(0, BQ)

@@ -28,6 +28,7 @@ from ...core.tiles import (
     tiles_for,
 )
 from ..band.kernel import check
+from ..grouped import gradients, sum_to_groups
 from ..launch import launch
 from ..lines.kernel import scales
 from ..operator import Operator
@@ -69,7 +70,7 @@ def _forward(q, k, v, mask, table, block_size):
     check(q, k, v, "none")
     out, lse = _outputs(q)
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
-    programs, sizes, options = _launch("attend", q, mask, table, block_size)
+    programs, sizes, options = _launch("attend", q, k, mask, table, block_size)
     launch(
         attend, programs,
         q, k, v, flags_or(mask, q), table[0], out, lse, *strides(q), *strides(k), *strides(v), *strides(out),
@@ -85,26 +86,30 @@ def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
 def _backward(dout, q, k, v, mask, table, out, lse, block_size):
     from .backward import key_gradients, query_gradients
 
-    dq, dk, dv, delta = empty_rows(q), empty_rows(k), empty_rows(v), torch.empty_like(lse)
+    dq, (dk, by_head_k), (dv, by_head_v) = empty_rows(q), gradients(k, q), gradients(v, q)
+    delta = torch.empty_like(lse)
     dout, q, k, v, out = (rows_contiguous(x) for x in (dout, q, k, v, out))
     given, flags = (*strides(q), *strides(k), *strides(v)), flags_or(mask, q)
-    programs, sizes, options = _launch("query gradients", q, mask, table, block_size)
+    programs, sizes, options = _launch("query gradients", q, k, mask, table, block_size)
     launch(
         query_gradients, programs,
         q, k, v, flags, table[0], out, dout, lse, delta, dq, *given, *strides(out), *strides(dout), *strides(dq),
         *sizes, *scales(q), **options,
     )  # fmt: skip
-    programs, sizes, options = _launch("key gradients", q, mask, table, block_size)
+    programs, sizes, options = _launch("key gradients", q, k, mask, table, block_size)
     launch(
         key_gradients, programs,
-        q, k, v, flags, table[1], dout, lse, delta, dk, dv, *given, *strides(dout), *strides(dk), *strides(dv),
+        q, k, v, flags, table[1], dout, lse, delta, by_head_k, by_head_v, *given,
+        *strides(dout), *strides(by_head_k), *strides(by_head_v),
         *sizes, *scales(q), **options,
     )  # fmt: skip
+    sum_to_groups(by_head_k, dk)
+    sum_to_groups(by_head_v, dv)
     return dq, dk, dv
 
 
 def _launch(
-    kernel: str, q: Tensor, mask: Tensor | None, table: Tensor, block_size: int
+    kernel: str, q: Tensor, k: Tensor, mask: Tensor | None, table: Tensor, block_size: int
 ) -> tuple[tuple[int], tuple[int, ...], dict[str, Any]]:
     """Number of programs, sizes and options of a kernel."""
     B, H, L, D = q.shape
@@ -113,6 +118,7 @@ def _launch(
     t = tiles_for(TILES, kernel, D, q.element_size(), m)
     rows = t.keys if kernel == "key gradients" else t.queries
     options = {"D": D, "BLOCK_D": block_width(D), "BQ": t.queries, "BK": t.keys, "PRECISION": precision(q)}
+    options["GROUP"] = H // k.shape[1]
     sizes = (B * H, H, L, n, m, table.shape[2])
     return (n * ceil_div(m, rows) * B * H,), sizes, {**options, "HAS_MASK": mask is not None, **t.launch()}
 

@@ -20,6 +20,7 @@ from ...core.blocks import ceil_div
 from ...core.precision import autocast
 from ...core.tiles import Block, block_width, empty_rows, next_power_of_two, precision, rows_contiguous, strides
 from ..band.kernel import check
+from ..grouped import gradients, sum_to_groups
 from ..intervals.kernel import Orders, attend_runs, run_key_gradients, run_query_gradients, run_settings
 from ..launch import launch
 from ..lines.kernel import scales
@@ -87,7 +88,7 @@ def _forward(q, k, v, token, group, start, size, pool, causal):
     launch(
         pool_runs, (R * BH * ceil_div(D, channels), 2),
         q, k, order[0], first, end, qbar, kbar, *strides(q), *strides(k), BH, H, L, R,
-        D=D, BLOCK_D=channels, CHUNK=16, POOL=pool, num_warps=1,
+        D=D, BLOCK_D=channels, CHUNK=16, POOL=pool, HEADS=H // k.shape[1], num_warps=1,
     )  # fmt: skip
     attend_runs(qbar, k, v, lse, order, vbar, local, run_settings(q, k, start, size, True), more=False)
     attend_runs(q, k, v, lse, order, out, lse, run_settings(q, k, start, size, causal), more=False)
@@ -104,7 +105,7 @@ def _backward(dout, q, k, v, token, group, start, out, block, size, pool, causal
     from .backward import collect_earlier, collect_runs, query_gradients, run_gradients
     from .pool import pool_gradients
 
-    dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
+    dq, (dk, by_head_k), (dv, by_head_v) = empty_rows(q), gradients(k, q), gradients(v, q)
     lse, qbar, kbar, vbar, local, *tables = _kept(q, start, size, causal).split(block)
     first, end, last, whole, of, about, before = tables
     dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
@@ -119,7 +120,7 @@ def _backward(dout, q, k, v, token, group, start, out, block, size, pool, causal
 
     settings = run_settings(q, k, start, size, causal)
     run_query_gradients(q, k, v, lse, order, out, dout, lse, delta, dq, settings, more=False)
-    run_key_gradients(q, k, v, lse, order, dout, lse, delta, dk, dv, settings, more=False)
+    run_key_gradients(q, k, v, lse, order, dout, lse, delta, by_head_k, by_head_v, settings, more=False)
     launch(
         query_gradients, (n * BH,),
         q, kbar, vbar, of, about, before, last, whole, dout, lse, delta, dq, dkbar, dvbar, parts,
@@ -146,15 +147,17 @@ def _backward(dout, q, k, v, token, group, start, out, block, size, pool, causal
     )  # fmt: skip
     settings = run_settings(q, k, start, size, True)
     run_query_gradients(qbar, k, v, lse, order, vbar, dvbar, local, local_delta, dqbar, settings, more=False)
-    run_key_gradients(qbar, k, v, lse, order, dvbar, local, local_delta, dk, dv, settings, more=True)
+    run_key_gradients(qbar, k, v, lse, order, dvbar, local, local_delta, by_head_k, by_head_v, settings, more=True)
     together = max(1, round(size**0.5))  # like `running_max` in combiner/summaries.py, for the same gradients of ties
     channels = min(block_width(D), 64 if together <= 16 else 32)
     launch(
         pool_gradients, (R * BH * ceil_div(D, channels), 2),
-        q, k, order[0], first, end, qbar, kbar, dqbar, dkbar, dq, dk,
-        *strides(q), *strides(k), *strides(dq), *strides(dk), BH, H, L, R,
-        D=D, BLOCK_D=channels, GROUP=together, POOL=pool, num_warps=1,
+        q, k, order[0], first, end, qbar, kbar, dqbar, dkbar, dq, by_head_k,
+        *strides(q), *strides(k), *strides(dq), *strides(by_head_k), BH, H, L, R,
+        D=D, BLOCK_D=channels, GROUP=together, POOL=pool, HEADS=H // k.shape[1], num_warps=1,
     )  # fmt: skip
+    sum_to_groups(by_head_k, dk)
+    sum_to_groups(by_head_v, dv)
     return dq, dk, dv
 
 

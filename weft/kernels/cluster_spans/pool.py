@@ -32,14 +32,14 @@ def pool_runs(
     Q, K, ORDER, FIRST, END, QBAR, KBAR,
     q_b, q_h, q_l, k_b, k_h, k_l,
     BH, H, L, R,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, POOL: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, POOL: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """QBAR and KBAR are (B·H, L, D). Programs of the second axis: queries, keys."""
     bh, b, h, d, first, end = own_run(FIRST, END, BH, H, R, D, BLOCK_D)
     if tl.program_id(1) == 0:
         X, x_l, OUT = Q + b * q_b + h * q_h, tl.cast(q_l, tl.int64), QBAR + bh * L * D
     else:
-        X, x_l, OUT = K + b * k_b + h * k_h, tl.cast(k_l, tl.int64), KBAR + bh * L * D
+        X, x_l, OUT = K + b * k_b + h // HEADS * k_h, tl.cast(k_l, tl.int64), KBAR + bh * L * D
     ORDER += bh * L
     kept = tl.full([BLOCK_D], float("-inf") if POOL == "max" else 0.0, tl.float32)
     for begin in range(first, end, CHUNK):
@@ -59,7 +59,7 @@ def pool_gradients(
     Q, K, ORDER, FIRST, END, QBAR, KBAR, DQBAR, DKBAR, DQ, DK,
     q_b, q_h, q_l, k_b, k_h, k_l, dq_b, dq_h, dq_l, dk_b, dk_h, dk_l,
     BH, H, L, R,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, POOL: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, POOL: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Add to DQ and DK, group by group from the end of the run."""
     bh, b, h, d, first, end = own_run(FIRST, END, BH, H, R, D, BLOCK_D)
@@ -68,7 +68,7 @@ def pool_gradients(
         X, x_l, OUT, DOUT = Q + b * q_b + h * q_h, tl.cast(q_l, tl.int64), QBAR + at, DQBAR + at
         DX, dx_l = DQ + b * dq_b + h * dq_h, tl.cast(dq_l, tl.int64)
     else:
-        X, x_l, OUT, DOUT = K + b * k_b + h * k_h, tl.cast(k_l, tl.int64), KBAR + at, DKBAR + at
+        X, x_l, OUT, DOUT = K + b * k_b + h // HEADS * k_h, tl.cast(k_l, tl.int64), KBAR + at, DKBAR + at
         DX, dx_l = DK + b * dk_b + h * dk_h, tl.cast(dk_l, tl.int64)
     ORDER += bh * L
     groups = (end - first + GROUP - 1) // GROUP

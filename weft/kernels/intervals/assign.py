@@ -14,7 +14,7 @@ def nearest(
     x_b, x_h, x_l, w_r, w_h, w_c, w_d,
     BH, H, L, C, groups,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BC: tl.constexpr, SIGNED: tl.constexpr,
-    HAS_MASK: tl.constexpr,
+    HAS_MASK: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """GROUP (R, B·H, L): the direction c of W (R, H, C, D) with the largest x · w_c, the first of equals; with SIGNED,
     the largest of [x · w; -x · w]. Masked tokens get `groups`. Products have the precision of float32."""
@@ -22,7 +22,7 @@ def nearest(
     b, h, r = (bh // H).to(tl.int64), (bh % H).to(tl.int64), tl.program_id(1).to(tl.int64)
     i, d = first + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     live = i < L
-    x = load_rows(X + b * x_b + h * x_h, i, d, x_l, live, D, BLOCK_D).to(tl.float32)
+    x = load_rows(X + b * x_b + h // HEADS * x_h, i, d, x_l, live, D, BLOCK_D).to(tl.float32)
     W += r * w_r + h * w_h
     top = tl.full([ROWS], float("-inf"), tl.float32)
     low = tl.full([ROWS], float("-inf"), tl.float32)
@@ -57,12 +57,12 @@ def group_sums(
     X, ORDER, START, TOTAL, COUNT,
     x_b, x_h, x_l,
     B, H, L, groups,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """TOTAL (H, groups, D): the sum of x / |x| over the members of a group in all sequences; COUNT (H, groups)."""
     g, h = tl.program_id(0) % groups, (tl.program_id(0) // groups).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
-    X += h * x_h
+    X += h // HEADS * x_h
     ORDER += h * L
     START += h * (groups + 1) + g
     total = tl.zeros([BLOCK_D], tl.float32)

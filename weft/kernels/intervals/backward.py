@@ -25,14 +25,14 @@ def query_gradients(
     H, L, groups, size, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     BACK: tl.constexpr, CAUSAL: tl.constexpr, OTHERS: tl.constexpr, SHARED: tl.constexpr, MORE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """dq, and DELTA unless MORE."""
     tiles = (L + BQ - 1) // BQ
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     b, h = bh // H, bh % H
-    K += b * k_b + h * k_h
-    V += b * v_b + h * v_h
+    K += b * k_b + h // HEADS * k_h
+    V += b * v_b + h // HEADS * v_h
     DQ += b * dq_b + h * dq_h
     ORDER += bh * L
     GROUP += bh * L
@@ -79,7 +79,7 @@ def key_gradients(
     H, L, groups, size, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     BACK: tl.constexpr, CAUSAL: tl.constexpr, OTHERS: tl.constexpr, SHARED: tl.constexpr, MORE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     tiles = (L + BK - 1) // BK
     bh = (tl.program_id(0) // tiles).to(tl.int64)
@@ -98,8 +98,8 @@ def key_gradients(
     live = j < L
     token = tl.load(ORDER + j, mask=live, other=0)
     first, last = asking_slots(j, live, GROUP, START, groups, size, BACK, CAUSAL)
-    k = load_rows(K + b * k_b + h * k_h, token, d, k_l, live, D, BLOCK_D)
-    v = load_rows(V + b * v_b + h * v_h, token, d, v_l, live, D, BLOCK_D)
+    k = load_rows(K + b * k_b + h // HEADS * k_h, token, d, k_l, live, D, BLOCK_D)
+    v = load_rows(V + b * v_b + h // HEADS * v_h, token, d, v_l, live, D, BLOCK_D)
     dk = tl.zeros([BK, BLOCK_D], tl.float32)
     dv = tl.zeros([BK, BLOCK_D], tl.float32)
     inv = tl.load(INV + bh * L + token, mask=live, other=0.0) if SHARED else tl.zeros([BK], tl.float32)
@@ -122,7 +122,7 @@ def key_gradients(
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     dk *= logit_scale
     if SHARED:
-        unit = load_rows(K + b * k_b + h * k_h, token, d, k_l, live, D, BLOCK_D).to(tl.float32) * inv[:, None]
+        unit = load_rows(K + b * k_b + h // HEADS * k_h, token, d, k_l, live, D, BLOCK_D).to(tl.float32) * inv[:, None]
         dk = (dk - unit * tl.sum(unit * dk, 1)[:, None]) * inv[:, None]
     if SHARED or MORE:
         dk += load_rows(DK, token, d, dk_l, live, D, BLOCK_D).to(tl.float32)

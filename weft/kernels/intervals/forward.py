@@ -4,7 +4,7 @@ A slot is a place in the sorted order; ORDER is the token in each slot, GROUP it
 each group. A group is cut into runs of `size` slots. The query in slot s attends to an interval of slots [low, high):
 its own run and, with BACK, the run before it in the same group; up to s if causal. With OTHERS it attends to itself
 only if it is alone. Tokens of the group `groups` attend to nothing. With SHARED, keys are the normalised
-queries: K is Q, and INV holds 1 / |q|.
+queries: K is Q, and INV holds 1 / |q|. HEADS heads of Q share a head of K and V.
 
 Both ends of the interval grow with s, so a tile of queries needs one range of keys, and a tile of keys one range of
 queries. `attend` continues the softmax that an earlier order stored in OUT and LSE (MORE). Logarithms are to base 2.
@@ -70,14 +70,14 @@ def attend(
     H, L, groups, size, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     BACK: tl.constexpr, CAUSAL: tl.constexpr, OTHERS: tl.constexpr, SHARED: tl.constexpr, MORE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     tiles = (L + BQ - 1) // BQ
     bh = (tl.program_id(0) // tiles).to(tl.int64)  # tiles first: neighbours share keys
     b, h = bh // H, bh % H
     Q += b * q_b + h * q_h
-    K += b * k_b + h * k_h
-    V += b * v_b + h * v_h
+    K += b * k_b + h // HEADS * k_h
+    V += b * v_b + h // HEADS * v_h
     OUT += b * o_b + h * o_h
     LSE += bh * L
     INV += bh * L

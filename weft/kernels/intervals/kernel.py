@@ -31,6 +31,7 @@ from ...core.tiles import (
     tile_table,
 )
 from ..band.kernel import check
+from ..grouped import sum_to_groups
 from ..launch import launch
 from ..lines.kernel import scales
 from ..operator import Operator
@@ -69,8 +70,8 @@ def group_dtype(groups: int) -> torch.dtype:
 def nearest(
     x: Tensor, directions: Tensor, mask: Tensor | None, *, groups: int, signed: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """x (B, H, L, D), directions (R, H, C, D) -> (R, B, H, L): for each token the direction with the largest product,
-    `groups` if masked. `signed`: of [directions; -directions]; then also 1 / |x|, (B, H, L)."""
+    """x (B, H, L, D), or with fewer heads, directions (R, H, C, D) -> (R, B, H, L): the direction with the largest
+    product, `groups` if masked. `signed`: of [directions; -directions]; then also 1 / |x|, (B, H, L)."""
     (x,) = autocast(x)
     return _nearest(x.detach(), directions.detach(), for_operator(mask), groups, signed)
 
@@ -80,20 +81,20 @@ def _assign(x, directions, mask, groups, signed):
 
     group, inv = _groups(x, directions, mask, groups, signed)
     x = rows_contiguous(x)
-    B, H, L, D = x.shape
-    R, _, C, _ = directions.shape
+    B, _, L, D = x.shape
+    R, H, C, _ = directions.shape
     flags = flags_or(mask, x)
     launch(
         nearest, (ceil_div(L, 64) * B * H, R), x, flags, directions, group, inv, *strides(x), *directions.stride(),
         B * H, H, L, C, groups, D=D, BLOCK_D=block_width(D), ROWS=64, BC=min(64, max(16, next_power_of_two(C))),
-        SIGNED=signed, HAS_MASK=mask is not None, num_warps=4, num_stages=2,
+        SIGNED=signed, HAS_MASK=mask is not None, HEADS=H // x.shape[1], num_warps=4, num_stages=2,
     )  # fmt: skip
     return group, inv
 
 
 def _groups(x: Tensor, directions: Tensor, mask: Tensor | None, groups: int, signed: bool) -> tuple[Tensor, Tensor]:
-    B, H, L, _ = x.shape
-    group = x.new_empty(directions.shape[0], B, H, L, dtype=group_dtype(groups))
+    (B, _, L, _), (R, H, *_) = x.shape, directions.shape
+    group = x.new_empty(R, B, H, L, dtype=group_dtype(groups))
     return group, x.new_empty(B, H, L if signed else 0, dtype=torch.float32)
 
 
@@ -122,17 +123,17 @@ def _sum_groups(x, token, start, dtype):
 
     total, count = _sums(x, token, start, dtype)
     x = rows_contiguous(x)
-    B, H, L, D = x.shape
-    groups = start.shape[-1] - 1
+    (B, _, L, D), (_, _, H, groups) = x.shape, start.shape
+    groups -= 1
     launch(
         group_sums, (groups * H,), x, token[0], start[0], total, count, *strides(x), B, H, L, groups,
-        D=D, BLOCK_D=block_width(D), ROWS=32, num_warps=4,
+        D=D, BLOCK_D=block_width(D), ROWS=32, HEADS=H // x.shape[1], num_warps=4,
     )  # fmt: skip
     return total, count
 
 
 def _sums(x: Tensor, token: Tensor, start: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
-    H, groups = x.shape[1], start.shape[-1] - 1
+    H, groups = start.shape[2], start.shape[3] - 1
     total = x.new_empty(H, groups, x.shape[3], dtype=getattr(torch, dtype))
     return total, total.new_empty(H, groups)
 
@@ -186,14 +187,17 @@ def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
 
 def _backward(dout, q, k, v, inv, token, group, start, out, lse, size, causal, back, others):
     dq, dk, dv = _gradients(q, k, v)
+    by_head_k, by_head_v = (x if k is None or k.shape[1] == q.shape[1] else empty_rows(q) for x in (dk, dv))
     delta = torch.empty_like(lse)
     settings = run_settings(q, k, start, size, causal, back, others)
     dout, q, v, out = (rows_contiguous(x) for x in (dout, q, v, out))
-    k, inv, to_keys = (q, inv, dq) if k is None else (rows_contiguous(k), lse, dk)
+    k, inv, to_keys = (q, inv, dq) if k is None else (rows_contiguous(k), lse, by_head_k)
     for number, tables in enumerate(zip(token, group, start, strict=True)):
         more = number > 0
         run_query_gradients(q, k, v, inv, tables, out, dout, lse, delta, dq, settings, more=more)
-        run_key_gradients(q, k, v, inv, tables, dout, lse, delta, to_keys, dv, settings, more=more)
+        run_key_gradients(q, k, v, inv, tables, dout, lse, delta, to_keys, by_head_v, settings, more=more)
+    sum_to_groups(by_head_k, dk)
+    sum_to_groups(by_head_v, dv)
     return dq, dk, dv
 
 
@@ -210,6 +214,7 @@ def run_settings(
 ) -> Settings:
     _, H, L, D = q.shape
     options = {"D": D, "BLOCK_D": block_width(D), "PRECISION": precision(q), "SHARED": k is None}
+    options["HEADS"] = 1 if k is None else H // k.shape[1]
     return options | {"BACK": back, "CAUSAL": causal, "OTHERS": others}, (H, L, start.shape[-1] - 1, min(size, L))
 
 

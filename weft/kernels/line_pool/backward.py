@@ -24,7 +24,7 @@ def pool_gradients(
     do_b, do_h, do_l, dp_b, dp_h, dp_l, dq_b, dq_h, dq_l, dk_b, dk_h, dk_l,
     BH, H, length, cells, line_step, cell_step,
     D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, RULE: tl.constexpr,
-    POOL: tl.constexpr, HAS_MASK: tl.constexpr, MORE: tl.constexpr,
+    POOL: tl.constexpr, HAS_MASK: tl.constexpr, MORE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """CHUNK is the group size of the running maximum; LINE is a power of two, at least the length of a line. With MORE,
     add to DQ and DK."""
@@ -35,7 +35,7 @@ def pool_gradients(
         DOUT, dout_l = DQBAR + b * do_b + h * do_h, tl.cast(do_l, tl.int64)
         DX, dx_l = DQ + b * dq_b + h * dq_h, tl.cast(dq_l, tl.int64)
     else:
-        X, x_l = K + b * k_b + h * k_h, tl.cast(k_l, tl.int64)
+        X, x_l = K + b * k_b + h // GROUP * k_h, tl.cast(k_l, tl.int64)
         OUT, out_l = KBAR + b * p_b + h * p_h, tl.cast(p_l, tl.int64)
         DOUT, dout_l = DKBAR + b * dp_b + h * dp_h, tl.cast(dp_l, tl.int64)
         DX, dx_l = DK + b * dk_b + h * dk_h, tl.cast(dk_l, tl.int64)

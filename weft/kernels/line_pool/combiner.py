@@ -14,6 +14,7 @@ from torch import Tensor
 from ...core.blocks import ceil_div
 from ...core.precision import autocast
 from ...core.tiles import Block, as_flags, empty_rows, for_operator, rows_contiguous
+from ..grouped import gradients, sum_to_groups
 from ..lines.kernel import (
     AXES,
     RULES,
@@ -85,29 +86,31 @@ def _forward(q, k, v, mask, parts, numbers, pool, width):
 
 def _backward(dout, q, k, v, mask, out, block, parts, numbers, pool, width):
     lse, kept = _split(q, mask, numbers, width, block)
-    dq, delta, grads = empty_rows(q), torch.empty_like(lse), [(empty_rows(k), empty_rows(v))]
+    dq, delta, (dk, by_head_k), (dv, by_head_v) = empty_rows(q), torch.empty_like(lse), gradients(k, q), gradients(v, q)
     q, k, v, dout = (rows_contiguous(x) for x in (q, k, v, dout))
     n, flags = ceil_div(q.shape[2], width), None if mask is None else as_flags(mask)
     sources = [(k, v, flags), *((kbar, vbar, as_flags(some)) for _, kbar, vbar, _, some in kept)]
-    grads += [(torch.empty_like(kbar), torch.empty_like(vbar)) for _, kbar, vbar, *_ in kept]
+    of_spans = [(torch.empty_like(kbar), torch.empty_like(vbar)) for _, kbar, vbar, *_ in kept]
+    written = [(by_head_k, by_head_v), *of_spans]
     begun = set()
     for number, part in enumerate(decode(parts)):
         keys, lines = sources[part.source], Lines.of(part.axis, n, width)
         line_query_gradients(q, *keys, out, dout, lse, delta, dq, lines, part.rule, more=number > 0)
         line_key_gradients(
-            q, *keys, dout, lse, delta, *grads[part.source], lines, part.rule, more=part.source in begun
+            q, *keys, dout, lse, delta, *written[part.source], lines, part.rule, more=part.source in begun
         )  # fmt: skip
         begun.add(part.source)
-    dk, dv = grads[0]
     for (axis, rule), (qbar, kbar, vbar, local, some), (dkbar, dvbar) in zip(
-        _spans(numbers), kept, grads[1:], strict=True
+        _spans(numbers), kept, of_spans, strict=True
     ):
         lines, local_delta, dqbar = Lines.of(axis, n, width), torch.empty_like(local), torch.empty_like(qbar)
         line_query_gradients(qbar, k, v, flags, vbar, dvbar, local, local_delta, dqbar, lines, rule, more=False)
-        line_key_gradients(qbar, k, v, flags, dvbar, local, local_delta, dk, dv, lines, rule, more=True)
+        line_key_gradients(qbar, k, v, flags, dvbar, local, local_delta, by_head_k, by_head_v, lines, rule, more=True)
         line_pool_gradients(
-            dqbar, dkbar, q, k, mask, qbar, kbar, some, dq, dk, axis, rule, pool, width, more=True
+            dqbar, dkbar, q, k, mask, qbar, kbar, some, dq, by_head_k, axis, rule, pool, width, more=True
         )  # fmt: skip
+    sum_to_groups(by_head_k, dk)
+    sum_to_groups(by_head_v, dv)
     return dq, dk, dv
 
 

@@ -58,7 +58,7 @@ def pool(
     q_b, q_h, q_l, k_b, k_h, k_l, o_b, o_h, o_l, p_b, p_h, p_l, mask_b, some_b,
     BH, H, length, cells, line_step, cell_step,
     D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, RULE: tl.constexpr, POOL: tl.constexpr,
-    HAS_MASK: tl.constexpr,
+    HAS_MASK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """For every cell: the pooled query and key, and whether any token was pooled (one program per line writes it)."""
     b, h, d, start, step = place(BH, H, cells, line_step, cell_step, D, BLOCK_D, RULE == "after")
@@ -66,7 +66,7 @@ def pool(
         X, x_l = Q + b * q_b + h * q_h, tl.cast(q_l, tl.int64)
         OUT, out_l = QBAR + b * o_b + h * o_h, tl.cast(o_l, tl.int64)
     else:
-        X, x_l = K + b * k_b + h * k_h, tl.cast(k_l, tl.int64)
+        X, x_l = K + b * k_b + h // GROUP * k_h, tl.cast(k_l, tl.int64)
         OUT, out_l = KBAR + b * p_b + h * p_h, tl.cast(p_l, tl.int64)
     writes = (tl.program_id(1) == 0) & (h == 0) & (tl.min(d, 0) == 0) & ((b == 0) | (some_b > 0))
     MASK += b * mask_b

@@ -36,7 +36,7 @@ def pool_lines(
     from .forward import pool as kernel
 
     lines = Lines.of(axis, ceil_div(q.shape[2], width), width)
-    sizes, options = _common(q, lines, mask, some, which, pool)
+    sizes, options = _common(q, k, lines, mask, some, which, pool)
     channels = 64
     launch(
         kernel, _programs(q, lines, channels),
@@ -54,7 +54,7 @@ def line_pool_gradients(
     from .backward import pool_gradients
 
     lines = Lines.of(axis, ceil_div(q.shape[2], width), width)
-    sizes, options = _common(q, lines, mask, some, which, pool)
+    sizes, options = _common(q, k, lines, mask, some, which, pool)
     pooled = lines.cells if which == "up_to" else lines.cells - 1
     group = max(1, round(pooled**0.5))  # like `running_max` in combiner/summaries.py, for the same gradients of ties
     channels = 64 if group <= 16 else 32
@@ -67,11 +67,12 @@ def line_pool_gradients(
     )  # fmt: skip
 
 
-def _common(q: Tensor, lines: Lines, mask: Tensor | None, some: Tensor, which: Rule, pool: str):
+def _common(q: Tensor, k: Tensor, lines: Lines, mask: Tensor | None, some: Tensor, which: Rule, pool: str):
     B, H, L, D = q.shape
     per_batch = (0 if mask is None else mask.shape[1]), (0 if some.shape[0] == 1 else some.stride(0))
     sizes = (*per_batch, B * H, H, L, lines.cells, lines.line_step, lines.cell_step)
-    return sizes, {"D": D, "RULE": which, "POOL": pool, "HAS_MASK": mask is not None}
+    options = {"D": D, "RULE": which, "POOL": pool, "HAS_MASK": mask is not None, "GROUP": H // k.shape[1]}
+    return sizes, options
 
 
 def _programs(q: Tensor, lines: Lines, channels: int) -> tuple[int, int]:

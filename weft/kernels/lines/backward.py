@@ -22,14 +22,14 @@ def query_gradients(
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l, g_b, g_h, g_l, dq_b, dq_h, dq_l, f_b,
     BH, H, queries, keys, cells, line_step, cell_step, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-    RULE: tl.constexpr, HAS_FLAGS: tl.constexpr, MORE: tl.constexpr, PRECISION: tl.constexpr,
+    RULE: tl.constexpr, HAS_FLAGS: tl.constexpr, MORE: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """The first part (not MORE) also computes delta."""
     bh, b, h, line, q_first = place(BH, H, cells, BQ)
     first = line * line_step
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
-    K += b * k_b + h * k_h + first.to(tl.int64) * k_l
-    V += b * v_b + h * v_h + first.to(tl.int64) * v_l
+    K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
+    V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
     DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
     DQ += b * dq_b + h * dq_h + first.to(tl.int64) * dq_l
     LSE += bh * queries + first
@@ -78,13 +78,14 @@ def key_gradients(
     BH, H, queries, keys, cells, line_step, cell_step, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     RULE: tl.constexpr, HAS_FLAGS: tl.constexpr, MORE: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """KEEP stores PRODUCTS_j = dk_j · k_j + dv_j · v_j, the delta of keys and values that are summaries."""
     bh, b, h, line, k_first = place(BH, H, cells, BK)
     first = line * line_step
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
-    K += b * k_b + h * k_h + first.to(tl.int64) * k_l
-    V += b * v_b + h * v_h + first.to(tl.int64) * v_l
+    K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
+    V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
     DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
     DK += b * dk_b + h * dk_h + first.to(tl.int64) * dk_l
     DV += b * dv_b + h * dv_h + first.to(tl.int64) * dv_l

@@ -73,13 +73,13 @@ def attend(
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l, f_b,
     BH, H, queries, keys, cells, line_step, cell_step, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-    RULE: tl.constexpr, HAS_FLAGS: tl.constexpr, MORE: tl.constexpr, PRECISION: tl.constexpr,
+    RULE: tl.constexpr, HAS_FLAGS: tl.constexpr, MORE: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     bh, b, h, line, q_first = place(BH, H, cells, BQ)
     first = line * line_step
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
-    K += b * k_b + h * k_h + first.to(tl.int64) * k_l
-    V += b * v_b + h * v_h + first.to(tl.int64) * v_l
+    K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
+    V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
     OUT += b * o_b + h * o_h + first.to(tl.int64) * o_l
     LSE += bh * queries + first
     FLAGS += b * f_b + first

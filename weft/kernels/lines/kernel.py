@@ -34,6 +34,7 @@ from ...core.tiles import (
     tile_table,
     tiles_for,
 )
+from ..grouped import gradients, sum_to_groups
 from ..launch import launch
 from ..operator import Operator
 
@@ -119,7 +120,9 @@ def _outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 def _backward(dout, q, k, v, mask, *rest):
     *spans, out, lse, parts, width = rest
     dq, delta = empty_rows(q), torch.empty_like(lse)
-    gradients = [(empty_rows(keys), empty_rows(values)) for keys, values, _ in _threes(k, v, mask, *spans)]
+    (dk, by_head_k), (dv, by_head_v) = gradients(k, q), gradients(v, q)
+    of_spans = [(empty_rows(keys), empty_rows(values)) for keys, values, _ in _threes(*spans)]
+    written = [(by_head_k, by_head_v), *of_spans]
     q, dout = rows_contiguous(q), rows_contiguous(dout)
     n = grid_rows(q, k, width)
     sources = _sources(k, v, mask, *spans)
@@ -128,10 +131,12 @@ def _backward(dout, q, k, v, mask, *rest):
         keys, lines = sources[part.source], Lines.of(part.axis, n, width)
         line_query_gradients(q, *keys, out, dout, lse, delta, dq, lines, part.rule, more=number > 0)
         line_key_gradients(
-            q, *keys, dout, lse, delta, *gradients[part.source], lines, part.rule, more=part.source in begun
+            q, *keys, dout, lse, delta, *written[part.source], lines, part.rule, more=part.source in begun
         )
         begun.add(part.source)
-    return dq, *(x for pair in gradients for x in pair)
+    sum_to_groups(by_head_k, dk)
+    sum_to_groups(by_head_v, dv)
+    return dq, dk, dv, *(x for pair in of_spans for x in pair)
 
 
 def _operator(spans: int) -> Operator:
@@ -208,7 +213,7 @@ def _common(q: Tensor, k: Tensor, flags: Tensor | None, lines: Lines, rule: Rule
     B, H, L, D = q.shape
     per_batch = flags.stride(0) if flags is not None and flags.shape[0] > 1 else 0
     sizes = (per_batch, B * H, H, L, k.shape[2], lines.cells, lines.line_step, lines.cell_step)
-    options = {"D": D, "BLOCK_D": block_width(D), "PRECISION": precision(q)}
+    options = {"D": D, "BLOCK_D": block_width(D), "PRECISION": precision(q), "GROUP": H // k.shape[1]}
     return sizes, {**options, "RULE": rule, "HAS_FLAGS": flags is not None}
 
 
@@ -253,7 +258,7 @@ def decode(numbers: Sequence[int]) -> list[LinePart]:
 def check(q: Tensor, sources: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> None:
     B, H, _, D = q.shape
     for k, v, _ in sources:
-        if k.shape != v.shape or (*k.shape[:2], k.shape[3]) != (B, H, D):
+        if k.shape != v.shape or (k.shape[0], k.shape[3]) != (B, D) or H % k.shape[1]:
             raise ValueError(
                 f"the kernel needs keys and values of one shape that matches q {tuple(q.shape)}, got {tuple(k.shape)} "
                 f"and {tuple(v.shape)}; use backend='torch'"

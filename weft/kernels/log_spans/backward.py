@@ -24,13 +24,14 @@ def gradients(
     BH, H, L, n, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr, U: tl.constexpr, REVERSE: tl.constexpr,
     HAS_MASK: tl.constexpr, MORE: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr, SUMMARIES: tl.constexpr,
+    SPAN_GROUP: tl.constexpr,
 ):  # fmt: skip
     """PARTS is (B·H, n, 2, U, D), float32. With SUMMARIES, the gradients of the spans are separate from those of the
     tokens. With MORE, add to DQ, DK and DV."""
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
-    KBAR += b * n_b + h // GROUP * n_h
-    VBAR += b * m_b + h // GROUP * m_h
+    KBAR += b * n_b + h // SPAN_GROUP * n_h
+    VBAR += b * m_b + h // SPAN_GROUP * m_h
     DQ += b * dq_b + h * dq_h
     DK += b * dk_b + h * dk_h
     DV += b * dv_b + h * dv_h

@@ -19,6 +19,7 @@ from ...core.blocks import ceil_div
 from ...core.precision import autocast
 from ...core.tiles import Block, block_width, empty_rows, flags_or, for_operator, rows_contiguous, strides
 from ..band.kernel import check
+from ..grouped import gradients, sum_to_groups
 from ..launch import launch
 from ..lines.kernel import scales
 from ..operator import Operator
@@ -63,16 +64,17 @@ def _forward(q, k, v, mask, pool, causal):
     has_mask = mask is not None
     flags = flags_or(mask, q)
     (BH, H, L), options = tile_sizes(q, has_mask)
-    (n, levels, nodes), D, width, tile = _tree(q), q.shape[3], block_width(q.shape[3]), options["T"]
+    (n, levels, nodes), D, tile, group = _tree(q), q.shape[3], options["T"], H // k.shape[1]
     counts = lse.new_empty(q.shape[0], n)
     parts, norms = lse.new_empty(BH, n, levels, D), lse.new_empty(BH, n, levels)
     for reverse in (False,) if causal else (False, True):
         qbar, kbar, vbar, local, count, tree = kept[6:] if reverse else kept[:6]
-        shape = {"D": D, "BLOCK_D": width, "T": tile, "REVERSE": reverse}
+        shape = {"D": D, "BLOCK_D": block_width(D), "T": tile, "REVERSE": reverse}
         launch(
             pool_tiles, (n * BH, 2),
             q, k, flags, qbar, kbar, count, tree, counts, *strides(q), *strides(k), BH, H, L, n, nodes,
-            LEVELS=tile.bit_length() - 1, POOL=pool, HAS_MASK=has_mask, **shape, num_warps=8 if D > 64 else 4,
+            LEVELS=tile.bit_length() - 1, POOL=pool, HAS_MASK=has_mask, GROUP=group, **shape,
+            num_warps=8 if D > 64 else 4,
         )  # fmt: skip
         if n > 1:
             launch(
@@ -82,7 +84,7 @@ def _forward(q, k, v, mask, pool, causal):
         launch(
             span_values, (n * BH,),
             qbar, k, v, flags, vbar, local, parts, norms, *strides(k), *strides(v), BH, H, L, n, levels, scales(q)[0],
-            REVERSE=reverse, **options, num_warps=4, num_stages=1,
+            REVERSE=reverse, GROUP=group, **options, num_warps=4, num_stages=1,
         )  # fmt: skip
         launch(
             collect_values, (n * BH,),
@@ -95,13 +97,13 @@ def _forward(q, k, v, mask, pool, causal):
 def _backward(dout, q, k, v, mask, out, block, pool, causal):
     from .summary_gradients import collect_queries, pool_gradients, value_gradients
 
-    dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
+    dq, (dk, by_head_k), (dv, by_head_v) = empty_rows(q), gradients(k, q), gradients(v, q)
     lse, *kept = _kept(q, causal).split(block)
     dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
     has_mask = mask is not None
     flags = flags_or(mask, q)
     (BH, H, L), options = tile_sizes(q, has_mask)
-    (n, levels, nodes), D, tile = _tree(q), q.shape[3], options["T"]
+    (n, levels, nodes), D, tile, group = _tree(q), q.shape[3], options["T"], H // k.shape[1]
     warps = 8 if D > 64 else 4
     delta, parts, of_queries = torch.empty_like(lse), empty_parts(q), lse.new_empty(BH, n, levels, D)
     dqbar, dkbar, dvbar = (q.new_empty(q.shape) for _ in range(3))
@@ -109,24 +111,27 @@ def _backward(dout, q, k, v, mask, out, block, pool, causal):
         qbar, kbar, vbar, local, count, tree = kept[6:] if reverse else kept[:6]
         shape = {"D": D, "BLOCK_D": block_width(D), "T": tile, "REVERSE": reverse}
         span_gradients(
-            q, k, v, flags, kbar, vbar, count, out, dout, lse, delta, dq, dk, dv, dkbar, dvbar, parts,
-            has_mask, reverse, summaries=True,
+            q, k, v, flags, kbar, vbar, count, out, dout, lse, delta, dq, by_head_k, by_head_v,
+            dkbar, dvbar, parts,            has_mask, reverse, summaries=True,
         )  # fmt: skip
         launch(
             value_gradients, (n * BH,),
-            qbar, k, v, flags, vbar, local, dvbar, dqbar, dk, dv, of_queries,
-            *strides(k), *strides(v), *strides(dk), *strides(dv), BH, H, L, n, levels, *scales(q),
-            REVERSE=reverse, **options, num_warps=warps, num_stages=1,
+            qbar, k, v, flags, vbar, local, dvbar, dqbar, by_head_k, by_head_v, of_queries,
+            *strides(k), *strides(v), *strides(by_head_k), *strides(by_head_v), BH, H, L, n, levels, *scales(q),
+            REVERSE=reverse, GROUP=group, **options, num_warps=warps, num_stages=1,
         )  # fmt: skip
         launch(
             collect_queries, (n * BH,), of_queries, dqbar, BH, L, n, levels, U=U, ROWS=16, **shape, num_warps=4
         )  # fmt: skip
         launch(
             pool_gradients, (n * BH, 2),
-            q, k, flags, count, tree, dqbar, dkbar, dq, dk, *strides(q), *strides(k), *strides(dq), *strides(dk),
-            BH, H, L, n, nodes, levels, LEVELS=tile.bit_length() - 1, POOL=pool, HAS_MASK=has_mask, **shape,
-            num_warps=warps,
+            q, k, flags, count, tree, dqbar, dkbar, dq, by_head_k,
+            *strides(q), *strides(k), *strides(dq), *strides(by_head_k),
+            BH, H, L, n, nodes, levels,
+            LEVELS=tile.bit_length() - 1, POOL=pool, HAS_MASK=has_mask, GROUP=group, **shape, num_warps=warps,
         )  # fmt: skip
+    sum_to_groups(by_head_k, dk)
+    sum_to_groups(by_head_v, dv)
     return dq, dk, dv
 
 

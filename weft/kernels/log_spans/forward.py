@@ -47,13 +47,14 @@ def attend(
     BH, H, L, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr, U: tl.constexpr, REVERSE: tl.constexpr,
     HAS_MASK: tl.constexpr, MORE: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
+    SPAN_GROUP: tl.constexpr,
 ):  # fmt: skip
     """KBAR, VBAR and SOME: keys and values of the spans, and which have any token. Unless MORE, start with the token
     itself."""
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
-    KBAR += b * n_b + h // GROUP * n_h
-    VBAR += b * m_b + h // GROUP * m_h
+    KBAR += b * n_b + h // SPAN_GROUP * n_h
+    VBAR += b * m_b + h // SPAN_GROUP * m_h
     OUT += b * o_b + h * o_h
     SOME += b * L
     LSE += bh.to(tl.int64) * L

@@ -61,7 +61,7 @@ def attend_spans(
         attend, (ceil_div(q.shape[2], options["T"]) * sizes[0],),
         q, k, v, flags, kbar, vbar, some, out, lse,
         *strides(q), *strides(k), *strides(v), *strides(kbar), *strides(vbar), *strides(out), *sizes, scales(q)[0],
-        REVERSE=reverse, MORE=reverse, GROUP=q.shape[1] // k.shape[1], **options, num_warps=4, num_stages=1,
+        REVERSE=reverse, MORE=reverse, **_shared(q, k, kbar), **options, num_warps=4, num_stages=1,
     )  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def span_gradients(
         q, k, v, flags, kbar, vbar, some, out, dout, lse, delta, dq, dk, dv, dkbar, dvbar, parts,
         *strides(q), *strides(k), *strides(v), *strides(kbar), *strides(vbar), *strides(out), *strides(dout),
         *strides(dq), *strides(dk), *strides(dv), *strides(dkbar), *strides(dvbar), *sizes, n, *scales(q),
-        REVERSE=reverse, MORE=reverse, GROUP=q.shape[1] // k.shape[1], SUMMARIES=summaries, **options,
+        REVERSE=reverse, MORE=reverse, **_shared(q, k, kbar), SUMMARIES=summaries, **options,
         num_warps=8 if D > 64 else 4, num_stages=1,
     )  # fmt: skip
     if n > 1:
@@ -107,6 +107,11 @@ def span_gradients(
             parts, dkbar, dvbar, *strides(dkbar), *strides(dvbar), *sizes, n, D=D, BLOCK_D=block_width(D),
             T=options["T"], U=U, ROWS=16, REVERSE=reverse, num_warps=4,
         )  # fmt: skip
+
+
+def _shared(q: Tensor, k: Tensor, kbar: Tensor) -> dict[str, int]:
+    """How many heads of q share a head of k, and of kbar."""
+    return {"GROUP": q.shape[1] // k.shape[1], "SPAN_GROUP": q.shape[1] // kbar.shape[1]}
 
 
 def empty_parts(q: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ def pool_tiles(
     q_b, q_h, q_l, k_b, k_h, k_l,
     BH, H, L, n, nodes,
     D: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr, LEVELS: tl.constexpr, POOL: tl.constexpr,
-    REVERSE: tl.constexpr, HAS_MASK: tl.constexpr,
+    REVERSE: tl.constexpr, HAS_MASK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """QBAR and KBAR (B·H, L, D); COUNT (B, L): real tokens in each span. TREE (2, B·H, nodes, D) and COUNTS (B, n): the
     pools and tokens of the tiles. T = 2^LEVELS. Programs of the second axis: queries, keys."""
@@ -60,7 +60,7 @@ def pool_tiles(
     if second == 0:
         X, x_l, OUT = Q + b * q_b + h * q_h, tl.cast(q_l, tl.int64), QBAR + bh.to(tl.int64) * L * D
     else:
-        X, x_l, OUT = K + b * k_b + h * k_h, tl.cast(k_l, tl.int64), KBAR + bh.to(tl.int64) * L * D
+        X, x_l, OUT = K + b * k_b + h // GROUP * k_h, tl.cast(k_l, tl.int64), KBAR + bh.to(tl.int64) * L * D
     COUNT += b * L
     d = tl.arange(0, BLOCK_D)
     p = tile * T + tl.arange(0, T)
@@ -151,7 +151,7 @@ def span_values(
     k_b, k_h, k_l, v_b, v_h, v_l,
     BH, H, L, n, levels, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr, U: tl.constexpr, REVERSE: tl.constexpr,
-    HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_MASK: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """VBAR (B·H, L, D) and LOCAL (B·H, L): values and log normalisers. PARTS (B·H, n, levels, D) and NORMS: the same of
     the part of longer spans in this tile, float32."""
@@ -166,8 +166,8 @@ def span_values(
     live = p < L
     row = rows_of(p, L, REVERSE)
     real = valid_rows(MASK + b * L, row, live, HAS_MASK)
-    k = load_rows(K + b * k_b + h * k_h, row, d, k_l, real, D, BLOCK_D)
-    v = load_rows(V + b * v_b + h * v_h, row, d, v_l, real, D, BLOCK_D)
+    k = load_rows(K + b * k_b + h // GROUP * k_h, row, d, k_l, real, D, BLOCK_D)
+    v = load_rows(V + b * v_b + h // GROUP * v_h, row, d, v_l, real, D, BLOCK_D)
 
     q = load_rows(QBAR, row, d, D, live, D, BLOCK_D)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)

@@ -27,7 +27,7 @@ def value_gradients(
     k_b, k_h, k_l, v_b, v_h, v_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
     BH, H, L, n, levels, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr, U: tl.constexpr, REVERSE: tl.constexpr,
-    HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_MASK: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Add to DK and DV. Write DQBAR (B·H, L, D), and PARTS (B·H, n, levels, D) of the longer spans."""
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
@@ -44,8 +44,8 @@ def value_gradients(
     live = p < L
     row = rows_of(p, L, REVERSE)
     real = valid_rows(MASK + b * L, row, live, HAS_MASK)
-    k = load_rows(K + b * k_b + h * k_h, row, d, k_l, real, D, BLOCK_D)
-    v = load_rows(V + b * v_b + h * v_h, row, d, v_l, real, D, BLOCK_D)
+    k = load_rows(K + b * k_b + h // GROUP * k_h, row, d, k_l, real, D, BLOCK_D)
+    v = load_rows(V + b * v_b + h // GROUP * v_h, row, d, v_l, real, D, BLOCK_D)
     dk = load_rows(DK, row, d, dk_l, live, D, BLOCK_D).to(tl.float32) / logit_scale
     dv = load_rows(DV, row, d, dv_l, live, D, BLOCK_D).to(tl.float32)
 
@@ -113,7 +113,7 @@ def pool_gradients(
     q_b, q_h, q_l, k_b, k_h, k_l, dq_b, dq_h, dq_l, dk_b, dk_h, dk_l,
     BH, H, L, n, nodes, levels,
     D: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr, LEVELS: tl.constexpr, POOL: tl.constexpr,
-    REVERSE: tl.constexpr, HAS_MASK: tl.constexpr,
+    REVERSE: tl.constexpr, HAS_MASK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Add to DQ and DK. Programs of the second axis: queries, keys."""
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
@@ -123,7 +123,7 @@ def pool_gradients(
         X, x_l, DBAR = Q + b * q_b + h * q_h, tl.cast(q_l, tl.int64), DQBAR + bh.to(tl.int64) * L * D
         DX, dx_l = DQ + b * dq_b + h * dq_h, tl.cast(dq_l, tl.int64)
     else:
-        X, x_l, DBAR = K + b * k_b + h * k_h, tl.cast(k_l, tl.int64), DKBAR + bh.to(tl.int64) * L * D
+        X, x_l, DBAR = K + b * k_b + h // GROUP * k_h, tl.cast(k_l, tl.int64), DKBAR + bh.to(tl.int64) * L * D
         DX, dx_l = DK + b * dk_b + h * dk_h, tl.cast(dk_l, tl.int64)
     COUNT += b * L
     TREE += (second * BH + bh).to(tl.int64) * nodes * D
