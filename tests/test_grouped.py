@@ -56,7 +56,7 @@ LENGTHS = {"axial": 8, "bigbird": 9, "combiner-axial-vertical": 5, "combiner-rou
 def test_kernels_read_grouped_heads_in_place(name, causal, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr("weft.core.contract.spread", None)  # would repeat them
-    attn = weft.make_attention(name, heads=2, head_dim=8, causal=causal, backend="triton", **OPTIONS[name])
+    attn = weft.make_attention(name, heads=2, head_dim=8, causal=causal, backend="triton", **OPTIONS[name]).to(DEVICE)
     q, k, v = (x[:1, : x.shape[1] // 2] for x in tensors(torch.float32, LENGTHS.get(name, 18)))
     mine, theirs = (results(attn, q, k, v, None, repeat) for repeat in (False, True))
     for a, b in zip(mine, theirs, strict=True):

@@ -152,5 +152,5 @@ register(
     cost="L*log(L)",
     bias=True,
     length_dependent="bidirectional spans after a token are counted from the end of the sequence",
-    kernel=Kernel(run_kernel, lacks, auto=lambda attn: False, grouped=lambda attn: True),
+    kernel=Kernel(run_kernel, lacks, grouped=lambda attn: True),
 )

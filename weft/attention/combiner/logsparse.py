@@ -247,5 +247,5 @@ register(
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*log(L)",
     length_dependent="bidirectional spans after a token are counted from the end of the sequence",
-    kernel=Kernel(run_kernel, kernel.lacks, auto=lambda attn: False, grouped=lambda attn: True),
+    kernel=Kernel(run_kernel, kernel.lacks, grouped=lambda attn: True),
 )
