@@ -1,6 +1,7 @@
 """`--minutes` chooses the steps by timing a few; the run is then like any run with these steps."""
 
 import json
+from pathlib import Path
 
 import pytest
 import runs
@@ -10,7 +11,7 @@ pytest.importorskip("lightning")
 from weft.lab import pace, train
 from weft.lab.evaluate import evaluate_run
 from weft.lab.run import Run
-from weft.lab.sweep import Cell, Job, Sweep, changed, check_folder
+from weft.lab.sweep import Cell, Job, Sweep, changed, check_folder, jobs_of
 from weft.lab.sweep.cells import result_of, started
 from weft.lab.sweep.results import read_folder
 from weft.tasks.config import TrainConfig
@@ -84,3 +85,10 @@ def test_an_ensemble_is_tested_at_the_end(tmp_path):
     assert found[1] == pytest.approx(mine, rel=1e-6) and found[0] != pytest.approx(mine, rel=1e-6)
     with pytest.raises(ValueError, match="ensemble needs subsampled attention"):
         runs.tiny(tmp_path / "none", ensemble=3)
+
+
+def test_the_steps_of_a_sweep_replace_its_minutes():
+    sweep = Sweep(Path("table.py"), "", "loss", (Cell("row", "column", TrainConfig(minutes=10, steps=100)),))
+    (job,) = jobs_of(sweep, overrides={"steps": 7})
+    assert (job.config.steps, job.config.minutes, job.variant) == (7, 0, "minutes=0.0+steps=7")
+    assert jobs_of(sweep, overrides={"compile": True})[0].variant == ""

@@ -185,6 +185,8 @@ def jobs_of(
     for name, instead in (("out", "--out"), ("seed", "--seeds"), ("task", "another sweep"), ("preset", "its values")):
         if name in overrides:
             raise ValueError(f"{name} cannot be set for all runs of a sweep: use {instead}")
+    if "steps" in overrides and any(cell.config.minutes for cell in sweep.cells):
+        overrides.setdefault("minutes", 0.0)  # which would choose the steps
     cells = [cell for cell in sweep.cells if not only or any(_matches(cell, pattern) for pattern in only)]
     if not cells:
         known = ", ".join(f"{cell.row}/{cell.column}" for cell in sweep.cells)
@@ -207,8 +209,10 @@ def jobs_of(
 def variant_of(sweep: Sweep, overrides: Mapping[str, Any]) -> str:
     """The overrides that change what some cell computes, as text."""
     kept = []
+    ignored = [free(dataclasses.replace(cell.config, **overrides)) for cell in sweep.cells]
     for name, value in sorted(overrides.items()):
-        if any(name not in free(cell.config) and getattr(cell.config, name) != value for cell in sweep.cells):
+        pairs = zip(sweep.cells, ignored, strict=True)
+        if any(name not in same and getattr(cell.config, name) != value for cell, same in pairs):
             kept.append(f"{name}={value}")
     return "+".join(kept)
 
