@@ -83,6 +83,26 @@ def test_the_truth_has_an_average_precision_of_one(coco) -> None:
     assert average_precision({3: entries(wrong, 10, masks=True)}, task.where, masks=True)["box_ap"] == 0
 
 
+def test_average_precision_is_that_of_torchmetrics(coco) -> None:
+    pytest.importorskip("pycocotools")
+    detection = pytest.importorskip("torchmetrics.detection")
+    task = get_task("coco-retinanet")
+    task.load(make_config("coco-retinanet", data=str(coco)))
+    generator = torch.Generator().manual_seed(0)
+    theirs, found = detection.MeanAveragePrecision(), {}
+    for i in range(3):
+        truth = {"boxes": torch.tensor([[x, y, x + w, y + h] for x, y, w, h in BOXES]).float()}
+        truth["labels"] = torch.tensor([1, 3])
+        boxes = truth["boxes"].repeat(4, 1) + torch.randn(8, 4, generator=generator)
+        answer = {"boxes": boxes, "labels": torch.tensor([1, 3, 1, 3, 1, 3, 3, 1])}
+        answer["scores"] = torch.rand(8, generator=generator)
+        theirs.update([answer], [truth])
+        found[3 + i] = entries(answer, 10 + i, masks=False)
+    ours, expected = average_precision(found, task.where, masks=False), theirs.compute()
+    for name, key in (("box_ap", "map"), ("box_ap50", "map_50"), ("box_ap75", "map_75")):
+        assert ours[name] == pytest.approx(float(expected[key]), abs=1e-6) and 0 < ours[name] < 1
+
+
 def test_bad_annotations_are_named(coco) -> None:
     truth = coco / "coco" / "annotations" / "instances_val2017.json"
     truth.write_text('{"images": []}')
