@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: env demo test test-oldest docs check-pages wheel
+.PHONY: env demo test test-ecosystem test-oldest test-cluster docs check-pages wheel
 
 env: $(VENV)/.ready
 
