@@ -160,3 +160,22 @@ def test_caches_are_put_around_layers_of_tokens(name):
     assert not weft.cache(model, 0.5).left
     model.train()(x).square().mean().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_the_memory_of_a_cache_does_not_use_the_mechanism(name):
+    """Swapped to `full` and cached is the same as cached."""
+    models = []
+    for swapped in (False, True):
+        model, x = built(name)
+        if swapped:
+            weft.swap(model, "full")
+        weft.cache(model, 0.5)
+        models.append(model)
+    models[1].load_state_dict(models[0].state_dict())
+    outs = []
+    for model in models:
+        torch.manual_seed(1)
+        model.train()(x)  # writes the cache
+        outs.append(model.eval()(x))
+    torch.testing.assert_close(*outs, atol=1e-4, rtol=1e-4)

@@ -16,6 +16,7 @@ weft.adapt.add_layer(CausalSelfAttention, reader, shape=..., causal=True)
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -119,6 +120,9 @@ class Replacing(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        # A cache around the layer reads its memory before the layer's projection, with attention of its own.
+        if self.calls if torch.compiler.is_compiling() else sys._getframe(1).f_globals["__name__"].startswith("weft."):
             return func(*args, **(kwargs or {}))
         self.calls += 1
         return _attend(self.core, *args, **(kwargs or {}))
