@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -146,6 +147,44 @@ def test_archives(tmp_path, kind: str) -> None:
     (tmp_path / "plain").write_text("no archive")
     with pytest.raises(DataMissing, match="neither a folder nor a zip or tar archive"):
         convert("iwslt", tmp_path / "plain", tmp_path / "data")
+
+
+def test_the_archives_of_image_net_org(tmp_path) -> None:
+    io = pytest.importorskip("scipy.io")
+    source, kit = tmp_path / "source", tmp_path / "ILSVRC2012_devkit_t12" / "data"
+    source.mkdir()
+    kit.mkdir(parents=True)
+    kinds = np.array(
+        [(1, "n02", 0), (2, "n01", 0), (3, "n09", 2)], [("ILSVRC2012_ID", int), ("WNID", "O"), ("num_children", int)]
+    )
+    io.savemat(kit / "meta.mat", {"synsets": kinds})
+    (kit / "ILSVRC2012_validation_ground_truth.txt").write_text("1\n2\n")
+    with tarfile.open(source / "ILSVRC2012_img_train.tar", "w") as train:
+        for kind in ("n01", "n02"):
+            picture(tmp_path / kind / f"{kind}_1.JPEG")
+            with tarfile.open(tmp_path / f"{kind}.tar", "w") as inner:
+                inner.add(tmp_path / kind / f"{kind}_1.JPEG", f"{kind}_1.JPEG")
+            train.add(tmp_path / f"{kind}.tar", f"{kind}.tar")
+    with tarfile.open(source / "ILSVRC2012_img_val.tar", "w") as val:
+        for i in (2, 1):
+            val.add(tmp_path / "n01" / "n01_1.JPEG", f"ILSVRC2012_val_0000000{i}.JPEG")
+    with tarfile.open(source / "ILSVRC2012_devkit_t12.tar.gz", "w:gz") as archive:
+        archive.add(kit.parent, kit.parent.name)
+    made = convert("imagenet", source, tmp_path / "data")
+    found = sorted(str(path.relative_to(made)) for path in made.rglob("*.JPEG"))
+    val = [f"val/n0{3 - i}/ILSVRC2012_val_0000000{i}.JPEG" for i in (2, 1)]
+    assert found == ["train/n01/n01_1.JPEG", "train/n02/n02_1.JPEG", *val]
+
+
+def test_archives_beside_other_files(tmp_path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    there = pets(source)
+    for name in ("images", "annotations"):
+        shutil.make_archive(str(source / name), "gztar", source, name)
+        shutil.rmtree(source / name)
+    convert("pets", source, tmp_path / "data")
+    assert (tmp_path / "data" / there).is_file()
 
 
 def test_the_task_reads_what_was_converted(tmp_path) -> None:

@@ -8,9 +8,11 @@
     iwslt          train.tags.SRC-TGT.{SRC,TGT} and IWSLT*.{dev,tst}*.SRC-TGT.{SRC,TGT}.xml; the name of the target is
                    iwslt14.SRC-TGT, or iwslt15 for files of 2015
     aan            lra_release's folder with new_aan_pairs.{train,eval,test}.tsv
-    flowers        jpg/image_*.jpg, imagelabels.mat, setid.mat (needs scipy); the makers' test part is the larger
-    pets           images/*.jpg, annotations/trainval.txt, annotations/test.txt
-    imagenet       train/CLASS/*.JPEG, val/*.JPEG and LOC_val_solution.csv (Kaggle's), or val/CLASS already in place
+    flowers        102flowers.tgz or jpg/image_*.jpg, imagelabels.mat, setid.mat (needs scipy); the makers' test part is
+                   the larger
+    pets           images.tar.gz and annotations.tar.gz, or images/*.jpg, annotations/trainval.txt, annotations/test.txt
+    imagenet       ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz (needs scipy); or
+                   train/CLASS/*.JPEG, val/*.JPEG and LOC_val_solution.csv (Kaggle's), or val/CLASS already in place
     pcqm4mv2       pcqm4m-v2.zip, or its unpacked folder
     coco           train2017.zip, val2017.zip, annotations_trainval2017.zip, or their unpacked folders
 
@@ -29,6 +31,7 @@ import shutil
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from xml.etree import ElementTree
@@ -37,6 +40,7 @@ from .base import DataMissing
 from .files import DamagedData, lines_of, new_folder, read_parquet, read_text
 
 PARTS = {"train": "train", "validation": "valid", "test": "test"}
+PACKED = {"flowers": ("102flowers.tgz",), "pets": ("images.tar.gz", "annotations.tar.gz")}  # beside other files
 
 
 def convert(name: str, source: Path, data: Path) -> Path:
@@ -45,19 +49,18 @@ def convert(name: str, source: Path, data: Path) -> Path:
         raise DataMissing(f"unknown data set {name!r}; weft converts {', '.join(CONVERTERS)}")
     if not source.exists():
         raise DataMissing(f"{source} does not exist: give the file or folder that the makers of {name} distribute")
-    if source.is_dir() or name == "pcqm4mv2":
+    archives = [source] if source.is_file() else [source / part for part in PACKED.get(name, ())]
+    archives = [path for path in archives if path.is_file()]
+    if not archives or name == "pcqm4mv2":
         return CONVERTERS[name](source, data)
-    data.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=data, prefix=".unpacked-") as place:
+    with TemporaryDirectory(dir=_made(data), prefix=".unpacked-") as place:
         folder = Path(place)
-        if zipfile.is_zipfile(source):
-            _unpack(source, folder, "")
-        else:
-            try:
-                with tarfile.open(source) as archive:
-                    archive.extractall(folder, filter="data")
-            except (OSError, tarfile.TarError) as error:
-                raise DamagedData(source, f"it is neither a folder nor a zip or tar archive ({error})") from error
+        for path in archives:
+            _extract(path, folder)
+        if source.is_dir():
+            for path in source.iterdir():
+                if path not in archives and not (folder / path.name).exists():
+                    (folder / path.name).symlink_to(path.resolve())
         inside = list(folder.iterdir())
         return CONVERTERS[name](inside[0] if len(inside) == 1 and inside[0].is_dir() else folder, data)
 
@@ -164,6 +167,8 @@ def pets(source: Path, data: Path) -> Path:
 
 
 def imagenet(source: Path, data: Path) -> Path:
+    if (source / "ILSVRC2012_img_train.tar").is_file():
+        return _imagenet_archives(source, data)
     table, names = source / "LOC_val_solution.csv", {}
     if table.exists():
         with open(table, newline="", encoding="utf-8") as file:
@@ -183,6 +188,46 @@ def imagenet(source: Path, data: Path) -> Path:
                 raise DamagedData(picture, "LOC_val_solution.csv has no class for it", "Put that file next to val/.")
             _link(picture, folder / "val" / kind / picture.name)
     return data / "imagenet"
+
+
+def _imagenet_archives(source: Path, data: Path) -> Path:
+    """image-net.org's files: an archive of an archive per class, and a number per validation image."""
+    with TemporaryDirectory(dir=_made(data), prefix=".unpacked-") as place:
+        _extract(source / "ILSVRC2012_devkit_t12.tar.gz", Path(place))
+        kit = next(iter(Path(place).glob("*/data")), Path(place))
+        truth = kit / "ILSVRC2012_validation_ground_truth.txt"
+        kinds = _wordnet_ids(kit / "meta.mat")
+        numbers = _lines(truth)
+    with new_folder(data / "imagenet") as folder:
+        with _tar(source / "ILSVRC2012_img_train.tar") as classes:
+            for member in classes:
+                inner = classes.extractfile(member)
+                if inner is not None:
+                    with tarfile.open(fileobj=inner) as images:
+                        images.extractall(folder / "train" / Path(member.name).stem, filter="data")
+        with _tar(source / "ILSVRC2012_img_val.tar") as images:
+            members = sorted((m for m in images if m.isfile()), key=lambda member: member.name)
+            if len(members) != len(numbers):
+                raise DamagedData(truth, f"it has {len(numbers)} lines, but there are {len(members)} images")
+            for line, (member, number) in enumerate(zip(members, numbers, strict=True), 1):
+                if number.strip() not in kinds:
+                    raise DamagedData(truth, f"line {line} must be the number of a class in meta.mat, got {number!r}")
+                member.name = Path(member.name).name
+                images.extract(member, folder / "val" / kinds[number.strip()], filter="data")
+    return data / "imagenet"
+
+
+def _wordnet_ids(path: Path) -> dict[str, str]:
+    """The WordNet id of every class number, from the development kit."""
+    try:
+        from scipy.io import loadmat
+    except ImportError as error:
+        raise DataMissing("reading .mat files needs scipy: pip install scipy") from error
+    try:
+        synsets = loadmat(path, squeeze_me=True)["synsets"]
+        return {str(int(one["ILSVRC2012_ID"])): str(one["WNID"]) for one in synsets if not int(one["num_children"])}
+    except (OSError, KeyError, ValueError, TypeError, NotImplementedError) as error:
+        raise DamagedData(path, f"its synsets cannot be read ({error!r})") from error
 
 
 def pcqm4mv2(source: Path, data: Path) -> Path:
@@ -283,6 +328,28 @@ def _link(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:  # another file system
         shutil.copy2(source, target)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@contextmanager
+def _tar(path: Path) -> Iterator[tarfile.TarFile]:
+    try:
+        with tarfile.open(path) as archive:
+            yield archive
+    except (OSError, tarfile.TarError) as error:
+        raise DamagedData(path, f"it is neither a folder nor a zip or tar archive ({error})") from error
+
+
+def _extract(path: Path, folder: Path) -> None:
+    if zipfile.is_zipfile(path):
+        _unpack(path, folder, "")
+        return
+    with _tar(path) as archive:
+        archive.extractall(folder, filter="data")
 
 
 def _unpack(source: Path, target: Path, inside: str) -> None:
