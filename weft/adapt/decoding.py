@@ -17,6 +17,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 from ..attention import Attention
 from ..core.contract import PositionBias
 from ..core.decoding_state import tree_map
+from ..core.heads import spread
+from ..core.precision import autocasts
 from .masks import HARMLESS, CausalMask, UnpaddedCausalMask
 from .past import cache_layer, cache_of_this_call, own_cache
 
@@ -96,7 +98,7 @@ class StateLayer(CacheLayerMixin):
             return False
         if get("sliding_window") or get("position_bias") is not None or get("cu_seq_lens_q") is not None:
             return False
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or autocasts(q):
             return False
         if type(mask) is UnpaddedCausalMask:
             return self.padding is None
@@ -104,7 +106,11 @@ class StateLayer(CacheLayerMixin):
 
     def attend_next(self, q: Tensor, v: Tensor, mask: Any) -> Tensor:
         assert self.new_keys is not None
-        out, self.state = self.attn.step(q, self.new_keys, v, self.state, getattr(mask, "weft_row", None))
+        k, v = spread(q, self.new_keys, v)
+        row = getattr(mask, "weft_row", None)
+        out = self.attn.repeat(q, k, v, self.state, row)
+        if out is None:
+            out, self.state = self.attn.step(q, k, v, self.state, row)
         self.new_keys = None
         return out
 

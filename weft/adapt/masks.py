@@ -346,13 +346,16 @@ def mask_function_of(name: str, takes_matrix: bool, decodes: bool = False) -> Ca
             padding = attention_mask.bool()
             if short > 0:
                 padding = F.pad(padding, (0, short), value=static)
-            padding = padding[:, kv_offset : kv_offset + kv_length]
+            if padding.shape[1] != kv_length:
+                padding = padding[:, kv_offset : kv_offset + kv_length]
             if static and isinstance(q_offset, Tensor):
                 return _static_step(padding[:, None, None])
             if torch.compiler.is_compiling() or not bool(padding.all()):
                 padding = padding[:, None, None].expand(batch_size, 1, q_length, kv_length)
                 return _marked(padding, CausalMask if causal else BidirectionalMask, window)
-        everything = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length)
+            everything = padding.as_strided((batch_size, 1, q_length, kv_length), (0, 0, 0, 0))  # its first element
+        else:
+            everything = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length)
         return _marked(everything, UnpaddedCausalMask if causal else UnpaddedBidirectionalMask, window)
 
     return make_mask

@@ -204,6 +204,21 @@ class Decoding:
                 state.log = log.add(token, state.history, state.count, state.inner)
         return out, state
 
+    def repeat(self, q: Tensor, k: Tensor, v: Tensor, state: DecodingState, mask: Tensor | None) -> Tensor | None:
+        """The output of `step`, for a caller that owns the state, which is changed itself, and whose tokens are all
+        alike: k and v like q, without gradients and autocast. None, without effect, if `step` must run."""
+        ready, i = state.ready, state.count
+        if ready is None or ready.kernel is None or q.shape != ready.shape or not ready.serves(self, q, state.inner):
+            return None
+        if i >= state.capacity or (self.max_length is not None and i >= self.max_length):
+            return None
+        out = ready.kernel(q, k, v, mask, i if state.place is None else state.place)
+        if state.place is not None:
+            state.place.add_(1)
+        state.whole = state.whole and mask is None
+        state.count = state.newest[0] = i + 1
+        return out
+
     def reorder(self, state: DecodingState, rows: Tensor) -> DecodingState:
         """Return the state whose row b is row `rows[b]` of `state`, for example after a step of beam search.
 
