@@ -24,6 +24,7 @@ from ..launch import launch
 from ..lines.kernel import scales
 from ..operator import Operator
 from .kernel import WIDE_T, T, U, attend_spans, empty_parts, span_gradients, tile_sizes
+from .kernel import lacks as lacks_spans
 
 POOLS = ("max", "mean", "sum")
 
@@ -147,8 +148,6 @@ _operator = Operator(
 
 def lacks(attn: Any, *qkv: Tensor) -> str:
     """Return why the kernel cannot run, or "" if it can."""
-    from .kernel import lacks
-
     if attn.summary.kind not in POOLS:
         return f"the kernel supports the summaries {', '.join(POOLS)}, got {attn.summary.kind}"
-    return lacks(attn, *qkv)
+    return lacks_spans(attn, *qkv)
