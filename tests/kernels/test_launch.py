@@ -44,7 +44,6 @@ CALLS = (
 @pytest.fixture
 def played(monkeypatch):
     """The tapes that were played, in order. Calls are recorded at once, to save time."""
-    launch.forget()  # other tests may have recorded the same shapes
     monkeypatch.setattr(launch, "RECORDED", 1)
     tapes: list[launch.Tape] = []
     play = launch.Tape.play

@@ -37,7 +37,7 @@ from ..core.recomputing import Replays, once, recomputing
 from ..core.registry import register
 from ..core.runs import Runs, gather_runs, take_mask, take_rows
 from ..kernels.band.kernel import too_long
-from ..kernels.intervals.kernel import Orders, fold_centroids, group_sums, interval_attention, nearest
+from ..kernels.intervals.kernel import Orders, group_sums, interval_attention, nearest
 
 
 def naive(
@@ -132,7 +132,7 @@ class Clusters(nn.Module):
     @torch.no_grad()
     def assign_orders(self, k: Tensor, mask: Tensor | None) -> Orders:
         """`assign` with the kernels; the tokens sorted by cluster."""
-        centroids, learning = self.begin(k, fused=not torch.compiler.is_compiling())
+        centroids, learning = self.begin(k)
         group, _ = nearest(k, centroids[None], mask, groups=self.clusters)
         orders = Orders.of(group, self.clusters)
         if learning and torch.compiler.is_compiling():  # Inductor of torch 2.11 needs tables that one operator reads
@@ -142,13 +142,14 @@ class Clusters(nn.Module):
             self.learn(*group_sums(k, orders, self.drawn.dtype))
         return orders
 
-    def begin(self, k: Tensor, fused: bool = False) -> tuple[Tensor, bool]:
+    def begin(self, k: Tensor) -> tuple[Tensor, bool]:
         """The centroids for a call with these keys, and whether it must `learn` from them."""
         learning = self.training and not self.frozen
         if learning and recomputing():
             return self.replays.recall(k), False
         if learning:
-            self.replays.remember(k, self._fold(fused), k)
+            self._fold()
+            self.replays.remember(k, self.centroids.clone(), k)
         return self.centroids, learning
 
     @torch.no_grad()
@@ -159,14 +160,10 @@ class Clusters(nn.Module):
     def runs(self, k: Tensor, mask: Tensor | None) -> Runs:
         return gather_runs(self.assign(k, mask), self.clusters + (mask is not None), self.size(k.shape[2]))
 
-    def _fold(self, fused: bool) -> Tensor:
-        """Move the centroids towards the mean of the last batch; return a copy."""
-        if fused:
-            return fold_centroids(self.centroids, self.drawn, self.count, self.decay)
+    def _fold(self) -> None:
         mean = self.drawn / self.count.clamp(min=1)[..., None]
         moved = F.normalize(self.decay * self.centroids + (1 - self.decay) * mean, dim=-1)
         self.centroids.copy_(torch.where(self.count[..., None] > 0, moved, self.centroids))
-        return self.centroids.clone()
 
     def _remember(self, unit: Tensor, group: Tensor) -> None:
         """Sum the unit keys of every cluster. Matrix products give the same sums in every run; scatter_add does not."""

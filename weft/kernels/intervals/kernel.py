@@ -34,7 +34,7 @@ from ..band.kernel import check
 from ..grouped import sum_to_groups
 from ..launch import launch
 from ..lines.kernel import scales
-from ..operator import InPlace, Operator
+from ..operator import Operator
 
 TILES = tile_table(
     {
@@ -43,9 +43,6 @@ TILES = tile_table(
         "key gradients": ((32, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 1), (32, 32, 4, 1)),
     }
 )
-
-
-MOST_COUNTED = 256  # more groups are sorted by PyTorch
 
 
 @dataclass(frozen=True)
@@ -59,67 +56,10 @@ class Orders:
     @classmethod
     def of(cls, group: Tensor, groups: int) -> Orders:
         """`group` is (R, B, H, L) with values in [0, groups]. The sort is stable: a group is in order of position."""
-        if groups < MOST_COUNTED and not torch.compiler.is_compiling():
-            return cls(*_sort(group, groups))
         ordered, token = torch.sort(group, dim=-1, stable=True)
         edges = torch.arange(groups + 1, dtype=group.dtype, device=group.device)
         start = torch.searchsorted(ordered, edges.expand(*group.shape[:-1], -1).contiguous(), out_int32=True)
         return cls(token.to(torch.int32), ordered.to(torch.int32), start)
-
-
-def _sort_groups(group, groups):
-    from .sort import count_groups, first_slots, scatter
-
-    token, ordered, start = _orders(group, groups)
-    L, width = group.shape[-1], next_power_of_two(groups + 1)
-    rows = min(256, 8192 // width)
-    tiles, sequences = ceil_div(L, rows), group.numel() // L
-    counts = token.new_empty(sequences, tiles, width)
-    each = {"ROWS": rows, "GROUPS": width, "num_warps": 4}
-    launch(count_groups, (tiles, sequences), group, counts, L, tiles, **each)
-    launch(first_slots, (sequences,), counts, start, tiles, groups, ROWS=16, GROUPS=width, num_warps=4)
-    launch(scatter, (tiles, sequences), group, counts, token, ordered, L, tiles, **each)
-    return token, ordered, start
-
-
-def _orders(group: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    token = group.new_empty(group.shape, dtype=torch.int32)
-    return token, torch.empty_like(token), token.new_empty(*group.shape[:-1], groups + 1)
-
-
-_sort = Operator(
-    "sort_groups",
-    "Tensor group, int groups",
-    _sort_groups,
-    _orders,
-    lambda *arguments: (),
-    outputs=3,
-    returned=3,
-    differentiable=(),
-    gradients=(),
-)
-
-
-def fold_centroids(centroids: Tensor, total: Tensor, count: Tensor, decay: float) -> Tensor:
-    """Move centroids (H, C, D) in place towards the mean of the tokens with this sum and number; return a copy."""
-    return _fold(centroids, total, count, decay)
-
-
-def _fold_centroids(centroids, total, count, decay):
-    from .sort import fold
-
-    copy = torch.empty_like(centroids)
-    H, C, D = centroids.shape
-    launch(fold, (H * C,), centroids, total, count, copy, decay, D=D, BLOCK_D=block_width(D), num_warps=1)
-    return (copy,)
-
-
-_fold = InPlace(
-    "fold_centroids",
-    "Tensor(a!) centroids, Tensor total, Tensor count, float decay",
-    _fold_centroids,
-    lambda centroids, *rest: torch.empty_like(centroids),
-)
 
 
 def group_dtype(groups: int) -> torch.dtype:
