@@ -138,6 +138,11 @@ class InPlace:
         torch.library.register_fake(f"weft::{name}", fake, lib=LIBRARY)
         self.operator = getattr(torch.ops.weft, name).default
 
+    def __call__(self, *arguments: Any) -> Tensor:
+        if torch.compiler.is_compiling() or _looked_at(arguments[0]):
+            return self.operator(*arguments)
+        return self.run(arguments[: self.tensors], arguments[self.tensors :])[0]
+
 
 class Bound:
     """An `InPlace` operator with its options and all tensors but q, k, v, the mask and the position, which come with
