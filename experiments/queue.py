@@ -45,6 +45,11 @@ LISTOPS = {
 # Minutes of 30,000 steps on IMDb, by bytes and by words: wide and deep.
 BYTES = {"combiner-fixed": (6, 11), "local": (6, 18), "linear": (9, 20), "full": (15, 25)}
 WORDS = {"combiner-fixed": (4, 9), "local": (4, 9), "linear": (4, 9), "full": (5, 12)}
+# Minutes with the modern recipe, ListOps and IMDb bytes.
+MODERN = {
+    "combiner-fixed": (14, 22), "local": (24, 36), "linear": (26, 40), "performer": (26, 40), "longformer": (28, 40),
+    "full": (40, 50),
+}  # fmt: skip
 # Minutes of the Long Range Arena's image, Pathfinder and text tasks.
 ARENA = {
     "Linear Trans.": (14, 35, 6), "Local Attention": (12, 30, 6), "Combiner-Axial": (14, 35, 7),
@@ -79,6 +84,10 @@ def queue() -> list[Entry]:
     add("cached/tiny_imagenet", {f"{row}/{c}": 11 for row in ("ViT-S", "Swin-T", "PVT-Tiny") for c in columns})
     add("cached/table4", {f"Multi30k {pair}/{c}": 4 for pair in ("De-En", "En-De") for c in columns})
     add("subsampled/molecules", {"0 dropped/QM9 gap": 7, "0.1 dropped/QM9 gap": 7})
+    add(
+        "wide/modern",
+        {f"{name}/{task} *": m[i] for i, task in enumerate(("ListOps", "byte")) for name, m in MODERN.items()},
+    )
     for pooling in ("mean", "cls"):
         for i, column in enumerate(("Image", "Pathfinder", "Text")):
             add("combiner/table5", {f"{row}/{column}, {pooling}": minutes[i] for row, minutes in ARENA.items()})
