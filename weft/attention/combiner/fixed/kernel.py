@@ -66,7 +66,12 @@ TILES: dict[tuple[str, int, int], Tiles] = {
     ("query gradients", 128, 2): Tiles(64, 32, 4, 2),
     ("query gradients", 64, 4): Tiles(32, 32, 4, 2),
     ("query gradients", 128, 4): Tiles(32, 32, 4, 1),
+    ("one pass", 64, 2): Tiles(64, 32, 4, 3),
+    ("block gradients", 64, 2): Tiles(64, 32, 8, 2),
 }
+# Kernels that do the work of several in one launch; not used until they are confirmed on a GPU.
+FUSED: set[str] = set()
+LARGEST_BLOCK = 128  # of `block_gradients`
 
 
 def combiner_fixed(
@@ -82,7 +87,8 @@ def combiner_fixed(
 
 def _forward(q, k, v, mask, table, key, block_size, pool, causal, keep, threshold, longest):
     """`keep` stores the block statistics for the backward."""
-    from .forward import attend, summarise
+    from ....kernels.rows import clear
+    from .forward import attend, one_pass, summarise
 
     check(q, k, v, block_size, pool)
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
@@ -96,6 +102,19 @@ def _forward(q, k, v, mask, table, key, block_size, pool, causal, keep, threshol
     scale = math.log2(math.e) / math.sqrt(D)
     has_mask = mask is not None
     flags = as_flags(mask) if has_mask else q
+    if n > 1 and causal and fused("one pass", q):
+        t, rows = tiles("one pass", block_size, q), tiles("summarise and keep", block_size, q).queries
+        ready = torch.empty(BH * n, dtype=torch.int32, device=q.device)
+        launch(clear, (ceil_div(BH * n, 1024),), ready, BH * n, COLUMNS=1024, num_warps=4)
+        launch(
+            one_pass, (n * BH,),
+            q, k, v, flags, table, kbar, vbar, local, stats, q if key is None else key, out, lse, ready,
+            *strides(q), *strides(k), *strides(v), *strides(out),
+            BH, H, L, n, threshold, scale, m=block_size, D=D, BLOCK_D=width, BQ=t.queries, BK=t.keys, ROWS=rows,
+            POOL=pool, HAS_MASK=has_mask, KEEP=keep, STAGES=t.stages, PRECISION=precision(q), DROPOUT=key is not None,
+            GROUP=H // k.shape[1], PACKED=packed, **t.launch(),
+        )  # fmt: skip
+        return outputs
     if n > 1:
         t = tiles("summarise and keep" if keep else "summarise", block_size, q)
         launch(
@@ -142,7 +161,7 @@ def _kept(q: Tensor, table: Tensor | None, block_size: int, keep: bool) -> Block
 
 def _backward(dout, q, k, v, mask, table, key, out, block, block_size, pool, causal, keep, threshold, longest):
     from ....kernels.rows import row_products
-    from .backward import collect, key_gradients, query_gradients, span_gradients
+    from .backward import block_gradients, collect, key_gradients, query_gradients, span_gradients
 
     if not keep:
         raise RuntimeError("weft::combiner_fixed was called with keep=False; the backward requires keep=True")
@@ -178,6 +197,20 @@ def _backward(dout, q, k, v, mask, table, key, out, block, block_size, pool, cau
             BH, H, L, n, span_tiles, chunk, chunks, threshold, scale, logit_scale,
             BQ=t.queries, BS=t.keys, **options, PACKED=packed, **t.launch(),
         )  # fmt: skip
+        if block_size <= LARGEST_BLOCK and fused("block gradients", q):
+            t = tiles("block gradients", block_size, q)
+            launch(
+                block_gradients, (n * BH,),
+                q, k, v, flags, table, dout, stats, kbar, vbar, local, lse, delta, key, part_k, part_v,
+                dq, by_head_k, by_head_v, *strides(q), *strides(k), *strides(v), *strides(dout),
+                *strides(dq), *strides(by_head_k), *strides(by_head_v),
+                BH, H, L, n, chunk, chunks, threshold, scale, logit_scale, BQ=t.queries, BS=t.keys,
+                BK=max(16, next_power_of_two(block_size)), CHUNKS=next_power_of_two(chunks), POOL=pool, GROUP=group,
+                PACKED=packed, **options, **t.launch(),
+            )  # fmt: skip
+            sum_to_groups(by_head_k, dk)
+            sum_to_groups(by_head_v, dv)
+            return dq, dk, dv
         dkbar, dvbar = part_k.new_empty(BH, n, D), part_k.new_empty(BH, n, D)
         mean_dalpha = part_k.new_empty(BH, n)
         weighted = part_k.new_empty(BH, n, key_tiles, D)
@@ -240,6 +273,10 @@ def check(q: Tensor, k: Tensor, v: Tensor, block_size: int, pool: str) -> None:
         raise ValueError(f"the kernel supports the pools {', '.join(POOLS)}, got {pool!r}; use backend='torch'")
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, got {block_size}")
+
+
+def fused(kernel: str, q: Tensor) -> bool:
+    return kernel in FUSED and (kernel, max(64, block_width(q.shape[3])), q.element_size()) in TILES
 
 
 def tiles(kernel: str, most: int, q: Tensor) -> Tiles:
