@@ -146,31 +146,15 @@ def collect(
 
 
 @triton.jit
-def key_gradients(
-    Q, K, V, MASK, TABLE, DOUT, STATS, KBAR, LOCAL, LSE, DELTA, KEY, DKBAR, DVBAR, MEAN_DALPHA, WEIGHTED, DK, DV,
-    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
-    BH, H, L, n, threshold, scale, logit_scale,
-    m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+def key_tile(
+    Q, K, V, MASK, DOUT, STATS, KBAR, LOCAL, LSE, DELTA, KEY, DKBAR, DVBAR, MEAN_DALPHA, WEIGHTED, DK, DV,
+    q_l, k_l, v_l, g_l, dk_l, dv_l, k_first, bh, first, end, threshold, scale, logit_scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     SPANS: tl.constexpr, POOL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
-    DROPOUT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr,
+    DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    TILES: tl.constexpr = (m + BK - 1) // BK
-    bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
-    block = tile // TILES
-    at = bh.to(tl.int64) * n + block
-    b, h, bh, first, end = place(TABLE, bh, block, H, L, m, PACKED)
+    """dk and dv of the keys from `k_first` on. The pointers are those of the block and of its summary."""
     d = tl.arange(0, BLOCK_D)
-    Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
-    K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
-    V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
-    DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
-    DK += b * dk_b + h * dk_h + first.to(tl.int64) * dk_l
-    DV += b * dv_b + h * dv_h + first.to(tl.int64) * dv_l
-    MASK += b * L + first
-    LSE += bh * L + first
-    DELTA += bh * L + first
-
-    k_first = (tile % TILES) * BK
     j = k_first + tl.arange(0, BK)
     real = valid_rows(MASK, j, j < end, HAS_MASK)
     k = load_rows(K, j, d, k_l, real, D, BLOCK_D)
@@ -178,19 +162,19 @@ def key_gradients(
     dk = tl.zeros([BK, BLOCK_D], tl.float32)
     dv = tl.zeros([BK, BLOCK_D], tl.float32)
     if SPANS:  # through the local softmax and the pooling
-        qbar = tl.load(STATS + at * 4 * D + d, mask=d < D, other=0.0)
-        dvbar = tl.load(DVBAR + at * D + d, mask=d < D, other=0.0)
-        dkbar = tl.load(DKBAR + at * D + d, mask=d < D, other=0.0)
+        qbar = tl.load(STATS + d, mask=d < D, other=0.0)
+        dvbar = tl.load(DVBAR + d, mask=d < D, other=0.0)
+        dkbar = tl.load(DKBAR + d, mask=d < D, other=0.0)
         wide_k = k.to(tl.float32)
-        alpha = tl.where(real, tl.exp2(tl.sum(wide_k * qbar[None, :], 1) * scale - tl.load(LOCAL + at)), 0.0)
+        alpha = tl.where(real, tl.exp2(tl.sum(wide_k * qbar[None, :], 1) * scale - tl.load(LOCAL)), 0.0)
         dalpha = tl.sum(v.to(tl.float32) * dvbar[None, :], 1)
         weighted = tl.sum((alpha * dalpha)[:, None] * wide_k, 0)  # Σ α dα k
-        tl.store(WEIGHTED + (at * TILES + tile % TILES) * D + d, weighted, mask=d < D)
+        tl.store(WEIGHTED + k_first // BK * D + d, weighted, mask=d < D)
         dv += alpha[:, None] * dvbar[None, :]
-        dk += (alpha * (dalpha - tl.load(MEAN_DALPHA + at)))[:, None] * qbar[None, :]
+        dk += (alpha * (dalpha - tl.load(MEAN_DALPHA)))[:, None] * qbar[None, :]
         shares = real[:, None]
         if POOL == "max":
-            shares = shares & (wide_k == tl.load(KBAR + at * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :])
+            shares = shares & (wide_k == tl.load(KBAR + d, mask=d < D, other=0.0).to(tl.float32)[None, :])
         dk += tl.where(shares, (dkbar / logit_scale)[None, :], 0.0)
 
     for start in range(k_first // BQ * BQ if CAUSAL else 0, end, BQ):
@@ -216,47 +200,59 @@ def key_gradients(
 
 
 @triton.jit
-def query_gradients(
-    Q, K, V, MASK, TABLE, DOUT, STATS, KBAR, VBAR, LOCAL, LSE, DELTA, KEY, MEAN_DALPHA, WEIGHTED, DQ,
-    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dq_b, dq_h, dq_l,
+def key_gradients(
+    Q, K, V, MASK, TABLE, DOUT, STATS, KBAR, LOCAL, LSE, DELTA, KEY, DKBAR, DVBAR, MEAN_DALPHA, WEIGHTED, DK, DV,
+    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
     BH, H, L, n, threshold, scale, logit_scale,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-    PARTS: tl.constexpr, PART_ROWS: tl.constexpr,
     SPANS: tl.constexpr, POOL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
     DROPOUT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    TILES: tl.constexpr = (m + BQ - 1) // BQ
-    bh = tl.program_id(0) % BH
-    tile = n * TILES - 1 - tl.program_id(0) // BH
+    TILES: tl.constexpr = (m + BK - 1) // BK
+    bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
     block = tile // TILES
     at = bh.to(tl.int64) * n + block
-    summaries, count, mine = own_summaries(TABLE, bh, block, n, PACKED)
     b, h, bh, first, end = place(TABLE, bh, block, H, L, m, PACKED)
-    d = tl.arange(0, BLOCK_D)
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
     K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
     V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
     DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
-    DQ += b * dq_b + h * dq_h + first.to(tl.int64) * dq_l
+    DK += b * dk_b + h * dk_h + first.to(tl.int64) * dk_l
+    DV += b * dv_b + h * dv_h + first.to(tl.int64) * dv_l
     MASK += b * L + first
-    KBAR += summaries * D
-    VBAR += summaries * D
-    LOCAL += summaries
+    LSE += bh * L + first
+    DELTA += bh * L + first
+    key_tile(
+        Q, K, V, MASK, DOUT, STATS + at * 4 * D, KBAR + at * D, LOCAL + at, LSE, DELTA, KEY, DKBAR + at * D,
+        DVBAR + at * D, MEAN_DALPHA + at, WEIGHTED + at * TILES * D, DK, DV, q_l, k_l, v_l, g_l, dk_l, dv_l,
+        tile % TILES * BK, bh, first, end, threshold, scale, logit_scale,
+        D, BLOCK_D, BQ, BK, SPANS, POOL, CAUSAL, HAS_MASK, PRECISION, DROPOUT,
+    )  # fmt: skip
 
-    q_first = (tile % TILES) * BQ
+
+@triton.jit
+def query_tile(
+    Q, K, V, MASK, DOUT, STATS, KBAR, VBAR, LOCAL, LSE, DELTA, KEY, MEAN_DALPHA, WEIGHTED, DQ,
+    q_l, k_l, v_l, g_l, dq_l, q_first, bh, first, end, mine, count, L, threshold, scale, logit_scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
+    PART_ROWS: tl.constexpr, SPANS: tl.constexpr, POOL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
+    PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """dq of the queries from `q_first` on. The pointers are those of the block, of its summary (STATS, MEAN_DALPHA,
+    WEIGHTED) and of the first of `count` summaries (KBAR, VBAR, LOCAL)."""
+    d = tl.arange(0, BLOCK_D)
     i = q_first + tl.arange(0, BQ)
     q = load_rows(Q, i, d, q_l, i < end, D, BLOCK_D)
     dout = load_rows(DOUT, i, d, g_l, i < end, D, BLOCK_D)
-    lse = tl.load(LSE + bh * L + first + i, mask=i < end, other=0.0)
-    delta = tl.load(DELTA + bh * L + first + i, mask=i < end, other=0.0)
+    lse = tl.load(LSE + i, mask=i < end, other=0.0)
+    delta = tl.load(DELTA + i, mask=i < end, other=0.0)
     dq = tl.zeros([BQ, BLOCK_D], tl.float32)
     if SPANS:  # through the pooled query: Σ α (dα - Σ α dα) k, in shares
-        STATS += at * 4 * D
         parts = tl.arange(0, PART_ROWS)
-        weighted = tl.sum(load_rows(WEIGHTED + at * PARTS * D, parts, d, D, parts < PARTS, D, BLOCK_D), 0)
+        weighted = tl.sum(load_rows(WEIGHTED, parts, d, D, parts < PARTS, D, BLOCK_D), 0)
         mean_key = tl.load(STATS + D + d, mask=d < D, other=0.0)
         share = tl.load(STATS + 2 * D + d, mask=d < D, other=1.0)
-        dqbar = (weighted - tl.load(MEAN_DALPHA + at) * mean_key) / share
+        dqbar = (weighted - tl.load(MEAN_DALPHA) * mean_key) / share
         shares = valid_rows(MASK, i, i < end, HAS_MASK)[:, None]
         if POOL == "max":
             shares = shares & (q.to(tl.float32) == tl.load(STATS + d, mask=d < D, other=0.0)[None, :])
@@ -275,6 +271,39 @@ def query_gradients(
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     store_rows(DQ, dq * logit_scale, i, d, dq_l, i < end, D, BLOCK_D)
+
+
+@triton.jit
+def query_gradients(
+    Q, K, V, MASK, TABLE, DOUT, STATS, KBAR, VBAR, LOCAL, LSE, DELTA, KEY, MEAN_DALPHA, WEIGHTED, DQ,
+    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dq_b, dq_h, dq_l,
+    BH, H, L, n, threshold, scale, logit_scale,
+    m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    PARTS: tl.constexpr, PART_ROWS: tl.constexpr,
+    SPANS: tl.constexpr, POOL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    TILES: tl.constexpr = (m + BQ - 1) // BQ
+    bh = tl.program_id(0) % BH
+    tile = n * TILES - 1 - tl.program_id(0) // BH
+    block = tile // TILES
+    at = bh.to(tl.int64) * n + block
+    summaries, count, mine = own_summaries(TABLE, bh, block, n, PACKED)
+    b, h, bh, first, end = place(TABLE, bh, block, H, L, m, PACKED)
+    Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
+    K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
+    V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
+    DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
+    DQ += b * dq_b + h * dq_h + first.to(tl.int64) * dq_l
+    MASK += b * L + first
+    LSE += bh * L + first
+    DELTA += bh * L + first
+    query_tile(
+        Q, K, V, MASK, DOUT, STATS + at * 4 * D, KBAR + summaries * D, VBAR + summaries * D, LOCAL + summaries,
+        LSE, DELTA, KEY, MEAN_DALPHA + at, WEIGHTED + at * PARTS * D, DQ, q_l, k_l, v_l, g_l, dq_l,
+        tile % TILES * BQ, bh, first, end, mine, count, L, threshold, scale, logit_scale,
+        D, BLOCK_D, BQ, BK, PARTS, PART_ROWS, SPANS, POOL, CAUSAL, HAS_MASK, PRECISION, DROPOUT,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -360,10 +389,10 @@ def block_gradients(
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
         ds = (p * (dp * factor - delta[None, :])).to(q.dtype)
         dk = tl.dot(ds, q, dk, input_precision=PRECISION)
-        shares = valid_rows(MASK, i, i < end, HAS_MASK)[:, None]
+        pooled = valid_rows(MASK, i, i < end, HAS_MASK)[:, None]
         if POOL == "max":
-            shares = shares & (q.to(tl.float32) == qbar[None, :])
-        dq = tl.dot(tl.trans(ds), k, tl.where(shares, dqbar[None, :], 0.0), input_precision=PRECISION)
+            pooled = pooled & (q.to(tl.float32) == qbar[None, :])
+        dq = tl.dot(tl.trans(ds), k, tl.where(pooled, dqbar[None, :], 0.0), input_precision=PRECISION)
         for s_first in range(0, spans, BS):
             s = s_first + tl.arange(0, BS)
             allowed = s < spans
@@ -373,12 +402,75 @@ def block_gradients(
                 allowed = allowed & (tl.load(LOCAL + s, mask=allowed, other=float("-inf")) > float("-inf"))
             kbar = load_rows(KBAR, s, d, D, allowed, D, BLOCK_D)
             vbar = load_rows(VBAR, s, d, D, allowed, D, BLOCK_D)
-            p = tl.exp2(tl.dot(q, tl.trans(kbar), input_precision=PRECISION) * scale - lse[:, None])
-            p = tl.where(allowed[None, :], p, 0.0)
-            factor = kept(word[:, None], (L + s)[None, :], threshold, DROPOUT)
-            dp = tl.dot(dout, tl.trans(vbar), input_precision=PRECISION) * factor
-            ds = (p * (dp - delta[:, None])).to(q.dtype)
-            dq = tl.dot(ds, kbar, dq, input_precision=PRECISION)
+            weight = tl.exp2(tl.dot(q, tl.trans(kbar), input_precision=PRECISION) * scale - lse[:, None])
+            weight = tl.where(allowed[None, :], weight, 0.0)
+            dweight = tl.dot(dout, tl.trans(vbar), input_precision=PRECISION)
+            dweight = dweight * kept(word[:, None], (L + s)[None, :], threshold, DROPOUT)
+            dlogit = (weight * (dweight - delta[:, None])).to(q.dtype)
+            dq = tl.dot(dlogit, kbar, dq, input_precision=PRECISION)
         store_rows(DQ, dq * logit_scale, i, d, dq_l, i < end, D, BLOCK_D)
     store_rows(DK, dk * logit_scale, j, d, dk_l, j < end, D, BLOCK_D)
     store_rows(DV, dv, j, d, dv_l, j < end, D, BLOCK_D)
+
+
+@triton.jit
+def two_phases(
+    Q, K, V, MASK, TABLE, DOUT, STATS, KBAR, VBAR, LOCAL, LSE, DELTA, KEY, PART_K, PART_V,
+    DKBAR, DVBAR, MEAN_DALPHA, WEIGHTED, DQ, DK, DV,
+    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l,
+    dq_b, dq_h, dq_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
+    BH, H, L, n, chunk, chunks, threshold, scale, logit_scale,
+    m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    KEY_BQ: tl.constexpr, KEY_BK: tl.constexpr, PART_ROWS: tl.constexpr, CHUNKS: tl.constexpr,
+    POOL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """`collect`, `key_gradients` and `query_gradients` in one launch: a program computes the gradients of a block while
+    its tokens are in the cache. CHUNKS: `chunks`, rounded up to a power of two."""
+    TILES: tl.constexpr = (m + KEY_BK - 1) // KEY_BK
+    bh, block = tl.program_id(0) % BH, n - 1 - tl.program_id(0) // BH
+    at = bh.to(tl.int64) * n + block
+    part = bh.to(tl.int64) * chunks * n + block
+    summaries, count, mine = own_summaries(TABLE, bh, block, n, PACKED)
+    length = L
+    if PACKED:
+        length = tl.load(TABLE + 8 * block + 7)
+    b, h, bh, first, end = place(TABLE, bh, block, H, L, m, PACKED)
+    d = tl.arange(0, BLOCK_D)
+    c = tl.arange(0, CHUNKS)  # the chunks of queries that may attend to the block's summary
+    seen = (c < chunks) & (c * chunk < length)
+    if CAUSAL:
+        seen = seen & ((c + 1) * chunk > (mine + 1) * m)
+    dkbar = tl.sum(load_rows(PART_K + part * D, c, d, n * D, seen, D, BLOCK_D), 0)
+    dvbar = tl.sum(load_rows(PART_V + part * D, c, d, n * D, seen, D, BLOCK_D), 0)
+    share = tl.load(STATS + at * 4 * D + 3 * D + d, mask=d < D, other=1.0)
+    vbar = tl.load(VBAR + at * D + d, mask=d < D, other=0.0).to(tl.float32)
+    tl.store(DKBAR + at * D + d, dkbar / tl.maximum(share, 1.0), mask=d < D)
+    tl.store(DVBAR + at * D + d, dvbar, mask=d < D)
+    tl.store(MEAN_DALPHA + at, tl.sum(dvbar * vbar, 0))
+    Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
+    K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
+    V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
+    DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
+    DQ += b * dq_b + h * dq_h + first.to(tl.int64) * dq_l
+    DK += b * dk_b + h * dk_h + first.to(tl.int64) * dk_l
+    DV += b * dv_b + h * dv_h + first.to(tl.int64) * dv_l
+    MASK += b * L + first
+    LSE += bh * L + first
+    DELTA += bh * L + first
+    tl.debug_barrier()  # what is stored above is read below, by other threads
+    for tile in range(0, TILES):
+        key_tile(
+            Q, K, V, MASK, DOUT, STATS + at * 4 * D, KBAR + at * D, LOCAL + at, LSE, DELTA, KEY, DKBAR + at * D,
+            DVBAR + at * D, MEAN_DALPHA + at, WEIGHTED + at * TILES * D, DK, DV, q_l, k_l, v_l, g_l, dk_l, dv_l,
+            tile * KEY_BK, bh, first, end, threshold, scale, logit_scale,
+            D, BLOCK_D, KEY_BQ, KEY_BK, True, POOL, CAUSAL, HAS_MASK, PRECISION, DROPOUT,
+        )  # fmt: skip
+    tl.debug_barrier()
+    for q_first in range(0, end, BQ):
+        query_tile(
+            Q, K, V, MASK, DOUT, STATS + at * 4 * D, KBAR + summaries * D, VBAR + summaries * D, LOCAL + summaries,
+            LSE, DELTA, KEY, MEAN_DALPHA + at, WEIGHTED + at * TILES * D, DQ, q_l, k_l, v_l, g_l, dq_l,
+            q_first, bh, first, end, mine, count, L, threshold, scale, logit_scale,
+            D, BLOCK_D, BQ, BK, TILES, PART_ROWS, True, POOL, CAUSAL, HAS_MASK, PRECISION, DROPOUT,
+        )  # fmt: skip

@@ -161,7 +161,7 @@ def _kept(q: Tensor, table: Tensor | None, block_size: int, keep: bool) -> Block
 
 def _backward(dout, q, k, v, mask, table, key, out, block, block_size, pool, causal, keep, threshold, longest):
     from ....kernels.rows import row_products
-    from .backward import block_gradients, collect, key_gradients, query_gradients, span_gradients
+    from .backward import block_gradients, collect, key_gradients, query_gradients, span_gradients, two_phases
 
     if not keep:
         raise RuntimeError("weft::combiner_fixed was called with keep=False; the backward requires keep=True")
@@ -197,23 +197,28 @@ def _backward(dout, q, k, v, mask, table, key, out, block, block_size, pool, cau
             BH, H, L, n, span_tiles, chunk, chunks, threshold, scale, logit_scale,
             BQ=t.queries, BS=t.keys, **options, PACKED=packed, **t.launch(),
         )  # fmt: skip
-        if block_size <= LARGEST_BLOCK and fused("block gradients", q):
-            t = tiles("block gradients", block_size, q)
+        dkbar, dvbar = part_k.new_empty(BH, n, D), part_k.new_empty(BH, n, D)
+        mean_dalpha = part_k.new_empty(BH, n)
+        weighted = part_k.new_empty(BH, n, key_tiles, D)
+        one = block_size <= LARGEST_BLOCK and fused("block gradients", q)
+        if one or fused("two phases", q):
+            t, kernel, scratch = by_queries, two_phases, (dkbar, dvbar, mean_dalpha, weighted)
+            more = {"BQ": t.queries, "BK": t.keys, "KEY_BQ": by_keys.queries, "KEY_BK": by_keys.keys}
+            more["PART_ROWS"] = next_power_of_two(key_tiles)
+            if one:
+                t, kernel, scratch = tiles("block gradients", block_size, q), block_gradients, ()
+                more = {"BQ": t.queries, "BS": t.keys, "BK": max(16, next_power_of_two(block_size))}
             launch(
-                block_gradients, (n * BH,),
-                q, k, v, flags, table, dout, stats, kbar, vbar, local, lse, delta, key, part_k, part_v,
+                kernel, (n * BH,),
+                q, k, v, flags, table, dout, stats, kbar, vbar, local, lse, delta, key, part_k, part_v, *scratch,
                 dq, by_head_k, by_head_v, *strides(q), *strides(k), *strides(v), *strides(dout),
                 *strides(dq), *strides(by_head_k), *strides(by_head_v),
-                BH, H, L, n, chunk, chunks, threshold, scale, logit_scale, BQ=t.queries, BS=t.keys,
-                BK=max(16, next_power_of_two(block_size)), CHUNKS=next_power_of_two(chunks), POOL=pool, GROUP=group,
-                PACKED=packed, **options, **t.launch(),
+                BH, H, L, n, chunk, chunks, threshold, scale, logit_scale, **more, CHUNKS=next_power_of_two(chunks),
+                POOL=pool, GROUP=group, PACKED=packed, **options, **t.launch(),
             )  # fmt: skip
             sum_to_groups(by_head_k, dk)
             sum_to_groups(by_head_v, dv)
             return dq, dk, dv
-        dkbar, dvbar = part_k.new_empty(BH, n, D), part_k.new_empty(BH, n, D)
-        mean_dalpha = part_k.new_empty(BH, n)
-        weighted = part_k.new_empty(BH, n, key_tiles, D)
         launch(
             collect, (ceil_div(n, 16) * BH,),
             part_k, part_v, table, vbar, stats, dkbar, dvbar, mean_dalpha, BH, n, chunk, chunks,
@@ -276,7 +281,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, block_size: int, pool: str) -> None:
 
 
 def fused(kernel: str, q: Tensor) -> bool:
-    return kernel in FUSED and (kernel, max(64, block_width(q.shape[3])), q.element_size()) in TILES
+    return kernel in FUSED and (kernel == "two phases" or (kernel, max(64, block_width(q.shape[3])), q.element_size()) in TILES)
 
 
 def tiles(kernel: str, most: int, q: Tensor) -> Tiles:
