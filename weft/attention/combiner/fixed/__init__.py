@@ -304,25 +304,29 @@ def _of_nodes(x: Tensor, index: Tensor, everything: bool) -> Tensor:
 
 
 def run_kernel(attn: CombinerFixed, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
-    dtype, m = q.dtype, attn.block_size or default_block(q.shape[2], attn.max_length)
-    q, k, v = (attn._widen(t) for t in (q, k, v))
-    key, threshold = dropout_key(attn, q)
-    options: dict[str, Any] = {"block_size": m, "pool": attn.summary.pool, "causal": attn.causal}
-    return kernel.combiner_fixed(q, k, v, mask, **options, key=key, threshold=threshold).to(dtype)
+    m = attn.block_size or default_block(q.shape[2], attn.max_length)
+    return _run(attn, q, k, v, mask, m, None, 0)
 
 
 def run_packed(
     attn: CombinerFixed, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, documents: Segments
 ) -> Tensor | None:
-    dtype, m = q.dtype, attn.pattern_for(documents.longest)
+    m = attn.pattern_for(documents.longest)
     if m != attn.pattern_for(documents.shortest):  # the default block size is not the same for all documents
         return None
-    q, k, v = (attn._widen(t) for t in (q, k, v))
-    key, threshold = dropout_key(attn, q)
     longest = next_power_of_two(documents.longest)  # few values: launches are recorded by it
-    options: dict[str, Any] = {"block_size": m, "pool": attn.summary.pool, "causal": attn.causal, "longest": longest}
-    table = documents.table(m)
-    return kernel.combiner_fixed(q, k, v, mask, **options, table=table, key=key, threshold=threshold).to(dtype)
+    return _run(attn, q, k, v, mask, m, documents.table(m), longest)
+
+
+def _run(
+    attn: CombinerFixed, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, m: int, table: Tensor | None, longest: int
+) -> Tensor:
+    dtype, pool = q.dtype, attn.summary.pool
+    if attn.long_sums:
+        q, k, v = (attn._widen(t) for t in (q, k, v))
+    key, threshold = dropout_key(attn, q)
+    out = kernel.combiner_fixed(q, k, v, mask, m, pool, attn.causal, table, longest, key, threshold)
+    return out.to(dtype) if attn.long_sums else out
 
 
 def step_of(attn: CombinerFixed, state: FixedState) -> Step | None:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ....core.blocks import ceil_div
 from ....core.dispatch import DTYPES, LARGEST_HEAD
-from ....core.precision import autocast
 from ....core.tiles import (
     Block,
     Tiles,
@@ -75,12 +74,11 @@ LARGEST_BLOCK = 128  # of `block_gradients`
 
 
 def combiner_fixed(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, block_size: int, pool: str, causal: bool,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, block_size: int, pool: str, causal: bool,
     table: Tensor | None = None, longest: int = 0, key: Tensor | None = None, threshold: int = 0,
 ) -> Tensor:  # fmt: skip
     """Run the mechanism on q, k, v (B, H, L, D) and mask (B, L) with the kernels. Packed documents need the `table` of
     their blocks, and none may be longer than `longest`; `key` and `threshold` are those of `dropout_key`."""
-    q, k, v = autocast(q, k, v)
     keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return _operator(q, k, v, for_operator(mask), table, key, block_size, pool, causal, keep, threshold, longest)
 
