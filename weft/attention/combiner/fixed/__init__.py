@@ -319,7 +319,14 @@ def run_packed(
 
 
 def _run(
-    attn: CombinerFixed, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, m: int, table: Tensor | None, longest: int
+    attn: CombinerFixed,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    m: int,
+    table: Tensor | None,
+    longest: int,
 ) -> Tensor:
     dtype, pool = q.dtype, attn.summary.pool
     if attn.long_sums:

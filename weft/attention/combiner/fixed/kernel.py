@@ -279,7 +279,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, block_size: int, pool: str) -> None:
 
 
 def fused(kernel: str, q: Tensor) -> bool:
-    return kernel in FUSED and (kernel == "two phases" or (kernel, max(64, block_width(q.shape[3])), q.element_size()) in TILES)
+    measured = kernel == "two phases" or (kernel, max(64, block_width(q.shape[3])), q.element_size()) in TILES
+    return kernel in FUSED and measured
 
 
 def tiles(kernel: str, most: int, q: Tensor) -> Tiles:
