@@ -146,6 +146,33 @@ def collect(
 
 
 @triton.jit
+def collect_block(
+    PART_K, PART_V, TABLE, VBAR, STATS, DKBAR, DVBAR, MEAN_DALPHA, bh, block, mine, L, n, chunk, chunks,
+    m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNKS: tl.constexpr, CAUSAL: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """`collect` for one block. CHUNKS: `chunks`, rounded up to a power of two."""
+    at = bh.to(tl.int64) * n + block
+    part = bh.to(tl.int64) * chunks * n + block
+    length = L
+    if PACKED:
+        length = tl.load(TABLE + 8 * block + 7)
+    d = tl.arange(0, BLOCK_D)
+    c = tl.arange(0, CHUNKS)  # the chunks of queries that may attend to the block's summary
+    seen = (c < chunks) & (c * chunk < length)
+    if CAUSAL:
+        seen = seen & ((c + 1) * chunk > (mine + 1) * m)
+    dkbar = tl.sum(load_rows(PART_K + part * D, c, d, n * D, seen, D, BLOCK_D), 0)
+    dvbar = tl.sum(load_rows(PART_V + part * D, c, d, n * D, seen, D, BLOCK_D), 0)
+    share = tl.load(STATS + at * 4 * D + 3 * D + d, mask=d < D, other=1.0)
+    vbar = tl.load(VBAR + at * D + d, mask=d < D, other=0.0).to(tl.float32)
+    tl.store(DKBAR + at * D + d, dkbar / tl.maximum(share, 1.0), mask=d < D)
+    tl.store(DVBAR + at * D + d, dvbar, mask=d < D)
+    tl.store(MEAN_DALPHA + at, tl.sum(dvbar * vbar, 0))
+    tl.debug_barrier()  # other threads read what is stored here
+
+
+@triton.jit
 def key_tile(
     Q, K, V, MASK, DOUT, STATS, KBAR, LOCAL, LSE, DELTA, KEY, DKBAR, DVBAR, MEAN_DALPHA, WEIGHTED, DK, DV,
     q_l, k_l, v_l, g_l, dk_l, dv_l, k_first, bh, first, end, threshold, scale, logit_scale,
@@ -201,17 +228,24 @@ def key_tile(
 
 @triton.jit
 def key_gradients(
-    Q, K, V, MASK, TABLE, DOUT, STATS, KBAR, LOCAL, LSE, DELTA, KEY, DKBAR, DVBAR, MEAN_DALPHA, WEIGHTED, DK, DV,
+    Q, K, V, MASK, TABLE, DOUT, STATS, KBAR, VBAR, LOCAL, LSE, DELTA, KEY, PART_K, PART_V,
+    DKBAR, DVBAR, MEAN_DALPHA, WEIGHTED, DK, DV,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
-    BH, H, L, n, threshold, scale, logit_scale,
+    BH, H, L, n, chunk, chunks, threshold, scale, logit_scale,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     SPANS: tl.constexpr, POOL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
-    DROPOUT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr,
+    DROPOUT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (m + BK - 1) // BK
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
     block = tile // TILES
     at = bh.to(tl.int64) * n + block
+    if CHUNKS > 0:  # all tiles of a block store the same
+        _, _, mine = own_summaries(TABLE, bh, block, n, PACKED)
+        collect_block(
+            PART_K, PART_V, TABLE, VBAR, STATS, DKBAR, DVBAR, MEAN_DALPHA, bh, block, mine, L, n, chunk, chunks,
+            m, D, BLOCK_D, CHUNKS, CAUSAL, PACKED,
+        )  # fmt: skip
     b, h, bh, first, end = place(TABLE, bh, block, H, L, m, PACKED)
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
     K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
@@ -430,24 +464,12 @@ def two_phases(
     TILES: tl.constexpr = (m + KEY_BK - 1) // KEY_BK
     bh, block = tl.program_id(0) % BH, n - 1 - tl.program_id(0) // BH
     at = bh.to(tl.int64) * n + block
-    part = bh.to(tl.int64) * chunks * n + block
     summaries, count, mine = own_summaries(TABLE, bh, block, n, PACKED)
-    length = L
-    if PACKED:
-        length = tl.load(TABLE + 8 * block + 7)
+    collect_block(
+        PART_K, PART_V, TABLE, VBAR, STATS, DKBAR, DVBAR, MEAN_DALPHA, bh, block, mine, L, n, chunk, chunks,
+        m, D, BLOCK_D, CHUNKS, CAUSAL, PACKED,
+    )  # fmt: skip
     b, h, bh, first, end = place(TABLE, bh, block, H, L, m, PACKED)
-    d = tl.arange(0, BLOCK_D)
-    c = tl.arange(0, CHUNKS)  # the chunks of queries that may attend to the block's summary
-    seen = (c < chunks) & (c * chunk < length)
-    if CAUSAL:
-        seen = seen & ((c + 1) * chunk > (mine + 1) * m)
-    dkbar = tl.sum(load_rows(PART_K + part * D, c, d, n * D, seen, D, BLOCK_D), 0)
-    dvbar = tl.sum(load_rows(PART_V + part * D, c, d, n * D, seen, D, BLOCK_D), 0)
-    share = tl.load(STATS + at * 4 * D + 3 * D + d, mask=d < D, other=1.0)
-    vbar = tl.load(VBAR + at * D + d, mask=d < D, other=0.0).to(tl.float32)
-    tl.store(DKBAR + at * D + d, dkbar / tl.maximum(share, 1.0), mask=d < D)
-    tl.store(DVBAR + at * D + d, dvbar, mask=d < D)
-    tl.store(MEAN_DALPHA + at, tl.sum(dvbar * vbar, 0))
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
     K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
     V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
@@ -458,7 +480,6 @@ def two_phases(
     MASK += b * L + first
     LSE += bh * L + first
     DELTA += bh * L + first
-    tl.debug_barrier()  # what is stored above is read below, by other threads
     for tile in range(0, TILES):
         key_tile(
             Q, K, V, MASK, DOUT, STATS + at * 4 * D, KBAR + at * D, LOCAL + at, LSE, DELTA, KEY, DKBAR + at * D,

@@ -180,7 +180,8 @@ def _backward(dout, q, k, v, mask, table, key, out, block, block_size, pool, cau
     delta = torch.empty_like(lse)
     by_keys, by_queries = tiles("key gradients", block_size, q), tiles("query gradients", block_size, q)
     key_tiles = ceil_div(block_size, by_keys.keys)
-    dkbar = dvbar = mean_dalpha = weighted = lse  # not read if there is only one block
+    dkbar = dvbar = mean_dalpha = weighted = part_k = part_v = lse  # not read if there is only one block
+    chunk = chunks = key_chunks = 0
     if n > 1:
         spans = min(n, ceil_div(longest, block_size)) if packed else n  # of a sequence
         chunk, chunks = packed_chunks(longest, block_size) if packed else query_chunks(L)
@@ -200,11 +201,12 @@ def _backward(dout, q, k, v, mask, table, key, out, block, block_size, pool, cau
         weighted = part_k.new_empty(BH, n, key_tiles, D)
         one = block_size <= LARGEST_BLOCK and fused("block gradients", q)
         if one or fused("two phases", q):
-            t, kernel, scratch = by_queries, two_phases, (dkbar, dvbar, mean_dalpha, weighted)
+            t, kernel = by_queries, two_phases
+            scratch = [dkbar, dvbar, mean_dalpha, weighted]
             more = {"BQ": t.queries, "BK": t.keys, "KEY_BQ": by_keys.queries, "KEY_BK": by_keys.keys}
             more["PART_ROWS"] = next_power_of_two(key_tiles)
             if one:
-                t, kernel, scratch = tiles("block gradients", block_size, q), block_gradients, ()
+                t, kernel, scratch = tiles("block gradients", block_size, q), block_gradients, []
                 more = {"BQ": t.queries, "BS": t.keys, "BK": max(16, next_power_of_two(block_size))}
             launch(
                 kernel, (n * BH,),
@@ -217,11 +219,14 @@ def _backward(dout, q, k, v, mask, table, key, out, block, block_size, pool, cau
             sum_to_groups(by_head_k, dk)
             sum_to_groups(by_head_v, dv)
             return dq, dk, dv
-        launch(
-            collect, (ceil_div(n, 16) * BH,),
-            part_k, part_v, table, vbar, stats, dkbar, dvbar, mean_dalpha, BH, n, chunk, chunks,
-            ROWS=16, **shape, PACKED=packed, num_warps=4,
-        )  # fmt: skip
+        if fused("collect", q):
+            key_chunks = next_power_of_two(chunks)
+        else:
+            launch(
+                collect, (ceil_div(n, 16) * BH,),
+                part_k, part_v, table, vbar, stats, dkbar, dvbar, mean_dalpha, BH, n, chunk, chunks,
+                ROWS=16, **shape, PACKED=packed, num_warps=4,
+            )  # fmt: skip
     else:
         launch(
             row_products, (ceil_div(L, 64) * B * H,),
@@ -230,12 +235,11 @@ def _backward(dout, q, k, v, mask, table, key, out, block, block_size, pool, cau
     t = by_keys
     launch(
         key_gradients, (n * key_tiles * BH,),
-        q, k, v, flags, table, dout, stats, kbar, local, lse, delta, key, dkbar, dvbar, mean_dalpha, weighted,
-        by_head_k, by_head_v,
+        q, k, v, flags, table, dout, stats, kbar, vbar, local, lse, delta, key, part_k, part_v,
+        dkbar, dvbar, mean_dalpha, weighted, by_head_k, by_head_v,
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(by_head_k), *strides(by_head_v),
-        BH, H, L, n, threshold, scale, logit_scale, BQ=t.queries, BK=t.keys, SPANS=n > 1, POOL=pool, GROUP=group,
-        PACKED=packed,
-        **options, **t.launch(),
+        BH, H, L, n, chunk, chunks, threshold, scale, logit_scale, BQ=t.queries, BK=t.keys, SPANS=n > 1, POOL=pool,
+        GROUP=group, PACKED=packed, CHUNKS=key_chunks, **options, **t.launch(),
     )  # fmt: skip
     t = by_queries
     launch(
