@@ -139,7 +139,7 @@ def collect(
         dkbar += load_rows(PART_K + (bh * chunks + c) * n * D, s, d, D, seen, D, BLOCK_D)
         dvbar += load_rows(PART_V + (bh * chunks + c) * n * D, s, d, D, seen, D, BLOCK_D)
     vbar = load_rows(VBAR + bh * n * D, s, d, D, live, D, BLOCK_D).to(tl.float32)
-    k_share = load_rows(STATS + bh * n * 4 * D + 3 * D, s, d, 4 * D, live, D, BLOCK_D)
+    k_share = load_rows(STATS + bh * n * 3 * D + 2 * D, s, d, 3 * D, live, D, BLOCK_D)
     store_rows(DKBAR + bh * n * D, dkbar / tl.maximum(k_share, 1.0), s, d, D, live, D, BLOCK_D)
     store_rows(DVBAR + bh * n * D, dvbar, s, d, D, live, D, BLOCK_D)
     tl.store(MEAN_DALPHA + bh * n + s, tl.sum(dvbar * vbar, 1), mask=live)
@@ -164,7 +164,7 @@ def collect_block(
         seen = seen & ((c + 1) * chunk > (mine + 1) * m)
     dkbar = tl.sum(load_rows(PART_K + part * D, c, d, n * D, seen, D, BLOCK_D), 0)
     dvbar = tl.sum(load_rows(PART_V + part * D, c, d, n * D, seen, D, BLOCK_D), 0)
-    share = tl.load(STATS + at * 4 * D + 3 * D + d, mask=d < D, other=1.0)
+    share = tl.load(STATS + at * 3 * D + 2 * D + d, mask=d < D, other=1.0)
     vbar = tl.load(VBAR + at * D + d, mask=d < D, other=0.0).to(tl.float32)
     tl.store(DKBAR + at * D + d, dkbar / tl.maximum(share, 1.0), mask=d < D)
     tl.store(DVBAR + at * D + d, dvbar, mask=d < D)
@@ -195,10 +195,11 @@ def key_tile(
         wide_k = k.to(tl.float32)
         alpha = tl.where(real, tl.exp2(tl.sum(wide_k * qbar[None, :], 1) * scale - tl.load(LOCAL)), 0.0)
         dalpha = tl.sum(v.to(tl.float32) * dvbar[None, :], 1)
-        weighted = tl.sum((alpha * dalpha)[:, None] * wide_k, 0)  # Σ α dα k
+        dalpha -= tl.load(MEAN_DALPHA)
+        weighted = tl.sum((alpha * dalpha)[:, None] * wide_k, 0)
         tl.store(WEIGHTED + k_first // BK * D + d, weighted, mask=d < D)
         dv += alpha[:, None] * dvbar[None, :]
-        dk += (alpha * (dalpha - tl.load(MEAN_DALPHA)))[:, None] * qbar[None, :]
+        dk += (alpha * dalpha)[:, None] * qbar[None, :]
         shares = real[:, None]
         if POOL == "max":
             shares = shares & (wide_k == tl.load(KBAR + d, mask=d < D, other=0.0).to(tl.float32)[None, :])
@@ -257,7 +258,7 @@ def key_gradients(
     LSE += bh * L + first
     DELTA += bh * L + first
     key_tile(
-        Q, K, V, MASK, DOUT, STATS + at * 4 * D, KBAR + at * D, LOCAL + at, LSE, DELTA, KEY, DKBAR + at * D,
+        Q, K, V, MASK, DOUT, STATS + at * 3 * D, KBAR + at * D, LOCAL + at, LSE, DELTA, KEY, DKBAR + at * D,
         DVBAR + at * D, MEAN_DALPHA + at, WEIGHTED + at * TILES * D, DK, DV, q_l, k_l, v_l, g_l, dk_l, dv_l,
         tile % TILES * BK, bh, first, end, threshold, scale, logit_scale,
         D, BLOCK_D, BQ, BK, SPANS, POOL, CAUSAL, HAS_MASK, PRECISION, DROPOUT,
@@ -266,7 +267,7 @@ def key_gradients(
 
 @triton.jit
 def query_tile(
-    Q, K, V, MASK, DOUT, STATS, KBAR, VBAR, LOCAL, LSE, DELTA, KEY, MEAN_DALPHA, WEIGHTED, DQ,
+    Q, K, V, MASK, DOUT, STATS, KBAR, VBAR, LOCAL, LSE, DELTA, KEY, WEIGHTED, DQ,
     q_l, k_l, v_l, g_l, dq_l, q_first, bh, first, end, mine, count, L, threshold, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
     PART_ROWS: tl.constexpr, SPANS: tl.constexpr, POOL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
@@ -284,9 +285,7 @@ def query_tile(
     if SPANS:  # through the pooled query: Σ α (dα - Σ α dα) k, in shares
         parts = tl.arange(0, PART_ROWS)
         weighted = tl.sum(load_rows(WEIGHTED, parts, d, D, parts < PARTS, D, BLOCK_D), 0)
-        mean_key = tl.load(STATS + D + d, mask=d < D, other=0.0)
-        share = tl.load(STATS + 2 * D + d, mask=d < D, other=1.0)
-        dqbar = (weighted - tl.load(MEAN_DALPHA) * mean_key) / share
+        dqbar = weighted / tl.load(STATS + D + d, mask=d < D, other=1.0)
         shares = valid_rows(MASK, i, i < end, HAS_MASK)[:, None]
         if POOL == "max":
             shares = shares & (q.to(tl.float32) == tl.load(STATS + d, mask=d < D, other=0.0)[None, :])
@@ -333,118 +332,11 @@ def query_gradients(
     LSE += bh * L + first
     DELTA += bh * L + first
     query_tile(
-        Q, K, V, MASK, DOUT, STATS + at * 4 * D, KBAR + summaries * D, VBAR + summaries * D, LOCAL + summaries,
-        LSE, DELTA, KEY, MEAN_DALPHA + at, WEIGHTED + at * PARTS * D, DQ, q_l, k_l, v_l, g_l, dq_l,
+        Q, K, V, MASK, DOUT, STATS + at * 3 * D, KBAR + summaries * D, VBAR + summaries * D, LOCAL + summaries,
+        LSE, DELTA, KEY, WEIGHTED + at * PARTS * D, DQ, q_l, k_l, v_l, g_l, dq_l,
         tile % TILES * BQ, bh, first, end, mine, count, L, threshold, scale, logit_scale,
         D, BLOCK_D, BQ, BK, PARTS, PART_ROWS, SPANS, POOL, CAUSAL, HAS_MASK, PRECISION, DROPOUT,
     )  # fmt: skip
-
-
-@triton.jit
-def block_gradients(
-    Q, K, V, MASK, TABLE, DOUT, STATS, KBAR, VBAR, LOCAL, LSE, DELTA, KEY, PART_K, PART_V, DQ, DK, DV,
-    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l,
-    dq_b, dq_h, dq_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
-    BH, H, L, n, chunk, chunks, threshold, scale, logit_scale,
-    m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr,
-    CHUNKS: tl.constexpr, POOL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
-    DROPOUT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """`collect`, `key_gradients` and `query_gradients` in one launch, for blocks that fit into one tile of BK keys: the
-    logits of the block are computed once for dq, dk and dv. CHUNKS: `chunks`, rounded up to a power of two."""
-    bh, block = tl.program_id(0) % BH, n - 1 - tl.program_id(0) // BH
-    at = bh.to(tl.int64) * n + block
-    part = bh.to(tl.int64) * chunks * n + block
-    summaries, count, mine = own_summaries(TABLE, bh, block, n, PACKED)
-    length = L
-    if PACKED:
-        length = tl.load(TABLE + 8 * block + 7)
-    b, h, bh, first, end = place(TABLE, bh, block, H, L, m, PACKED)
-    d = tl.arange(0, BLOCK_D)
-    Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
-    K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
-    V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
-    DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
-    DQ += b * dq_b + h * dq_h + first.to(tl.int64) * dq_l
-    DK += b * dk_b + h * dk_h + first.to(tl.int64) * dk_l
-    DV += b * dv_b + h * dv_h + first.to(tl.int64) * dv_l
-    MASK += b * L + first
-    LSE += bh * L + first
-    DELTA += bh * L + first
-    STATS += at * 4 * D
-    KBAR += summaries * D
-    VBAR += summaries * D
-    LOCAL += summaries
-
-    c = tl.arange(0, CHUNKS)  # the chunks of queries that may attend to the block's summary
-    seen = (c < chunks) & (c * chunk < length)
-    if CAUSAL:
-        seen = seen & ((c + 1) * chunk > (mine + 1) * m)
-    dkbar = tl.sum(load_rows(PART_K + part * D, c, d, n * D, seen, D, BLOCK_D), 0)
-    dvbar = tl.sum(load_rows(PART_V + part * D, c, d, n * D, seen, D, BLOCK_D), 0)
-    own_key = tl.load(KBAR + mine * D + d, mask=d < D, other=0.0).to(tl.float32)
-    own_value = tl.load(VBAR + mine * D + d, mask=d < D, other=0.0).to(tl.float32)
-    mean_dalpha = tl.sum(dvbar * own_value, 0)
-    qbar = tl.load(STATS + d, mask=d < D, other=0.0)
-    mean_key = tl.load(STATS + D + d, mask=d < D, other=0.0)
-    dkbar = dkbar / tl.load(STATS + 3 * D + d, mask=d < D, other=1.0)
-
-    j = tl.arange(0, BK)
-    real = valid_rows(MASK, j, j < end, HAS_MASK)
-    k = load_rows(K, j, d, k_l, real, D, BLOCK_D)
-    v = load_rows(V, j, d, v_l, real, D, BLOCK_D)
-    wide_k = k.to(tl.float32)
-    alpha = tl.where(real, tl.exp2(tl.sum(wide_k * qbar[None, :], 1) * scale - tl.load(LOCAL + mine)), 0.0)
-    dalpha = tl.sum(v.to(tl.float32) * dvbar[None, :], 1)
-    weighted = tl.sum((alpha * dalpha)[:, None] * wide_k, 0)  # Σ α dα k
-    dqbar = (weighted - mean_dalpha * mean_key) / tl.load(STATS + 2 * D + d, mask=d < D, other=1.0)
-    dv = alpha[:, None] * dvbar[None, :]
-    dk = (alpha * (dalpha - mean_dalpha))[:, None] * qbar[None, :]
-    shares = real[:, None]
-    if POOL == "max":
-        shares = shares & (wide_k == own_key[None, :])
-    dk += tl.where(shares, (dkbar / logit_scale)[None, :], 0.0)
-
-    spans = mine if CAUSAL else count
-    for start in range(0, end, BQ):
-        i = start + tl.arange(0, BQ)
-        q = load_rows(Q, i, d, q_l, i < end, D, BLOCK_D)
-        dout = load_rows(DOUT, i, d, g_l, i < end, D, BLOCK_D)
-        lse = tl.load(LSE + i, mask=i < end, other=0.0)
-        delta = tl.load(DELTA + i, mask=i < end, other=0.0)
-        word = row_words(KEY, bh, first + i, DROPOUT)
-        p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale - lse[None, :])
-        if CAUSAL:
-            p = tl.where(j[:, None] <= i[None, :], p, 0.0)
-        if HAS_MASK or not CAUSAL:
-            p = tl.where(real[:, None], p, 0.0)
-        factor = kept(word[None, :], (first + j)[:, None], threshold, DROPOUT)
-        dv = tl.dot((p * factor).to(dout.dtype), dout, dv, input_precision=PRECISION)
-        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
-        ds = (p * (dp * factor - delta[None, :])).to(q.dtype)
-        dk = tl.dot(ds, q, dk, input_precision=PRECISION)
-        pooled = valid_rows(MASK, i, i < end, HAS_MASK)[:, None]
-        if POOL == "max":
-            pooled = pooled & (q.to(tl.float32) == qbar[None, :])
-        dq = tl.dot(tl.trans(ds), k, tl.where(pooled, dqbar[None, :], 0.0), input_precision=PRECISION)
-        for s_first in range(0, spans, BS):
-            s = s_first + tl.arange(0, BS)
-            allowed = s < spans
-            if not CAUSAL:
-                allowed = allowed & (s != mine)
-            if HAS_MASK:
-                allowed = allowed & (tl.load(LOCAL + s, mask=allowed, other=float("-inf")) > float("-inf"))
-            kbar = load_rows(KBAR, s, d, D, allowed, D, BLOCK_D)
-            vbar = load_rows(VBAR, s, d, D, allowed, D, BLOCK_D)
-            weight = tl.exp2(tl.dot(q, tl.trans(kbar), input_precision=PRECISION) * scale - lse[:, None])
-            weight = tl.where(allowed[None, :], weight, 0.0)
-            dweight = tl.dot(dout, tl.trans(vbar), input_precision=PRECISION)
-            dweight = dweight * kept(word[:, None], (L + s)[None, :], threshold, DROPOUT)
-            dlogit = (weight * (dweight - delta[:, None])).to(q.dtype)
-            dq = tl.dot(dlogit, kbar, dq, input_precision=PRECISION)
-        store_rows(DQ, dq * logit_scale, i, d, dq_l, i < end, D, BLOCK_D)
-    store_rows(DK, dk * logit_scale, j, d, dk_l, j < end, D, BLOCK_D)
-    store_rows(DV, dv, j, d, dv_l, j < end, D, BLOCK_D)
 
 
 @triton.jit
@@ -482,7 +374,7 @@ def two_phases(
     DELTA += bh * L + first
     for tile in range(0, TILES):
         key_tile(
-            Q, K, V, MASK, DOUT, STATS + at * 4 * D, KBAR + at * D, LOCAL + at, LSE, DELTA, KEY, DKBAR + at * D,
+            Q, K, V, MASK, DOUT, STATS + at * 3 * D, KBAR + at * D, LOCAL + at, LSE, DELTA, KEY, DKBAR + at * D,
             DVBAR + at * D, MEAN_DALPHA + at, WEIGHTED + at * TILES * D, DK, DV, q_l, k_l, v_l, g_l, dk_l, dv_l,
             tile * KEY_BK, bh, first, end, threshold, scale, logit_scale,
             D, BLOCK_D, KEY_BQ, KEY_BK, True, POOL, CAUSAL, HAS_MASK, PRECISION, DROPOUT,
@@ -490,8 +382,8 @@ def two_phases(
     tl.debug_barrier()
     for q_first in range(0, end, BQ):
         query_tile(
-            Q, K, V, MASK, DOUT, STATS + at * 4 * D, KBAR + summaries * D, VBAR + summaries * D, LOCAL + summaries,
-            LSE, DELTA, KEY, MEAN_DALPHA + at, WEIGHTED + at * TILES * D, DQ, q_l, k_l, v_l, g_l, dq_l,
+            Q, K, V, MASK, DOUT, STATS + at * 3 * D, KBAR + summaries * D, VBAR + summaries * D, LOCAL + summaries,
+            LSE, DELTA, KEY, WEIGHTED + at * TILES * D, DQ, q_l, k_l, v_l, g_l, dq_l,
             q_first, bh, first, end, mine, count, L, threshold, scale, logit_scale,
             D, BLOCK_D, BQ, BK, TILES, PART_ROWS, True, POOL, CAUSAL, HAS_MASK, PRECISION, DROPOUT,
         )  # fmt: skip

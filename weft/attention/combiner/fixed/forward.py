@@ -1,8 +1,8 @@
 """Triton kernels: forward pass. Block summaries, then attention to the own block and the summaries in one softmax.
 
 `summarise` reads q, k and v once and writes one row per block: the summary key and value, the normaliser of the local
-softmax, and for the backward STATS: the pooled query, the mean key of the local softmax, and the number of tokens that
-share each pooled entry. `attend` loops over the keys of the block and then over the summaries for a tile of queries,
+softmax, and for the backward STATS: the pooled query, and the numbers of tokens that share each entry of the pooled
+query and key. `attend` loops over the keys of the block and then over the summaries for a tile of queries,
 with the running maximum and sum of FlashAttention. Logarithms are to base 2: `scale` includes log2(e)/√D.
 
 Program ids run over heads first, so concurrent programs read whole rows of (B, L, H, D) memory.
@@ -24,7 +24,8 @@ def pool_rows(pooled, shared, x, live, POOL: tl.constexpr, KEEP: tl.constexpr):
     if POOL == "max":
         x = tl.where(live[:, None], x, float("-inf"))
         if KEEP:
-            shared = tl.where(x > pooled, 0.0, shared) + tl.where((x >= pooled) & live[:, None], 1.0, 0.0)
+            # rows without a token so far, where -inf equals -inf, never have the maximum of the block
+            shared = tl.where(x > pooled, 0.0, shared) + tl.where(x >= pooled, 1.0, 0.0)
         x = tl.maximum(pooled, x)
     else:
         x = pooled + x
@@ -68,7 +69,7 @@ def summarise_block(
     tokens = tl.sum(seen, 0)
     qbar, q_share = pool_columns(pooled, shared, tokens, POOL)
 
-    pooled, shared, keys, values = empty, none, none, none
+    pooled, shared, values = empty, none, none
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for start in tl.range(0, m, ROWS, num_stages=STAGES):
@@ -82,8 +83,6 @@ def summarise_block(
         old = tl.exp2(top - shift)
         p = tl.exp2(logit - shift)
         total = total * old + p
-        if KEEP:
-            keys = keys * old[:, None] + p[:, None] * k.to(tl.float32)
         values = values * old[:, None] + p[:, None] * v.to(tl.float32)
         top = new_top
     kbar, k_share = pool_columns(pooled, shared, tokens, POOL)
@@ -97,11 +96,10 @@ def summarise_block(
     # log2 of the local normaliser; -inf marks a block without tokens, which is never attended to
     tl.store(LOCAL + at, tl.where(tokens > 0, highest + tl.log2(total), float("-inf")))
     if KEEP:
-        STATS += at * 4 * D
+        STATS += at * 3 * D
         tl.store(STATS + d, qbar, mask=d < D)
-        tl.store(STATS + D + d, tl.sum(keys * weight[:, None], 0) / total, mask=d < D)
-        tl.store(STATS + 2 * D + d, q_share, mask=d < D)
-        tl.store(STATS + 3 * D + d, k_share, mask=d < D)
+        tl.store(STATS + D + d, q_share, mask=d < D)
+        tl.store(STATS + 2 * D + d, k_share, mask=d < D)
 
 
 @triton.jit

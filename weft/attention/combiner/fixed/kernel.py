@@ -66,11 +66,9 @@ TILES: dict[tuple[str, int, int], Tiles] = {
     ("query gradients", 64, 4): Tiles(32, 32, 4, 2),
     ("query gradients", 128, 4): Tiles(32, 32, 4, 1),
     ("one pass", 64, 2): Tiles(64, 32, 4, 3),
-    ("block gradients", 64, 2): Tiles(64, 32, 8, 2),
 }
 # Kernels that do the work of several in one launch; not used until they are confirmed on a GPU.
 FUSED: set[str] = set()
-LARGEST_BLOCK = 128  # of `block_gradients`
 
 
 def combiner_fixed(
@@ -152,14 +150,14 @@ def _kept(q: Tensor, table: Tensor | None, block_size: int, keep: bool) -> Block
             ((rows, H, n, D), q.dtype),
             ((rows, H, n, D), q.dtype),
             ((rows, H, n), torch.float32),
-            ((rows, H, n if keep else 0, 4, D), torch.float32),
+            ((rows, H, n if keep else 0, 3, D), torch.float32),
         )
     )
 
 
 def _backward(dout, q, k, v, mask, table, key, out, block, block_size, pool, causal, keep, threshold, longest):
     from ....kernels.rows import row_products
-    from .backward import block_gradients, collect, key_gradients, query_gradients, span_gradients, two_phases
+    from .backward import collect, key_gradients, query_gradients, span_gradients, two_phases
 
     if not keep:
         raise RuntimeError("weft::combiner_fixed was called with keep=False; the backward requires keep=True")
@@ -199,22 +197,17 @@ def _backward(dout, q, k, v, mask, table, key, out, block, block_size, pool, cau
         dkbar, dvbar = part_k.new_empty(BH, n, D), part_k.new_empty(BH, n, D)
         mean_dalpha = part_k.new_empty(BH, n)
         weighted = part_k.new_empty(BH, n, key_tiles, D)
-        one = block_size <= LARGEST_BLOCK and fused("block gradients", q)
-        if one or fused("two phases", q):
-            t, kernel = by_queries, two_phases
-            scratch = [dkbar, dvbar, mean_dalpha, weighted]
-            more = {"BQ": t.queries, "BK": t.keys, "KEY_BQ": by_keys.queries, "KEY_BK": by_keys.keys}
-            more["PART_ROWS"] = next_power_of_two(key_tiles)
-            if one:
-                t, kernel, scratch = tiles("block gradients", block_size, q), block_gradients, []
-                more = {"BQ": t.queries, "BS": t.keys, "BK": max(16, next_power_of_two(block_size))}
+        if fused("two phases", q):
+            t = by_queries
             launch(
-                kernel, (n * BH,),
-                q, k, v, flags, table, dout, stats, kbar, vbar, local, lse, delta, key, part_k, part_v, *scratch,
-                dq, by_head_k, by_head_v, *strides(q), *strides(k), *strides(v), *strides(dout),
+                two_phases, (n * BH,),
+                q, k, v, flags, table, dout, stats, kbar, vbar, local, lse, delta, key, part_k, part_v,
+                dkbar, dvbar, mean_dalpha, weighted, dq, by_head_k, by_head_v,
+                *strides(q), *strides(k), *strides(v), *strides(dout),
                 *strides(dq), *strides(by_head_k), *strides(by_head_v),
-                BH, H, L, n, chunk, chunks, threshold, scale, logit_scale, **more, CHUNKS=next_power_of_two(chunks),
-                POOL=pool, GROUP=group, PACKED=packed, **options, **t.launch(),
+                BH, H, L, n, chunk, chunks, threshold, scale, logit_scale, BQ=t.queries, BK=t.keys,
+                KEY_BQ=by_keys.queries, KEY_BK=by_keys.keys, PART_ROWS=next_power_of_two(key_tiles),
+                CHUNKS=next_power_of_two(chunks), POOL=pool, GROUP=group, PACKED=packed, **options, **t.launch(),
             )  # fmt: skip
             sum_to_groups(by_head_k, dk)
             sum_to_groups(by_head_v, dv)
