@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .contract import Attention, PositionBias
 
 # Mechanisms whose packed kernels were tested on a GPU; "auto" uses no others.
-CONFIRMED = frozenset({"linear", "local", "longformer"})
+CONFIRMED = frozenset({"combiner-fixed", "linear", "local", "longformer"})
 
 
 @outside_graphs("segments give shapes that depend on the documents' lengths; compile without fullgraph=True")

@@ -139,49 +139,38 @@ def collect(
         dkbar += load_rows(PART_K + (bh * chunks + c) * n * D, s, d, D, seen, D, BLOCK_D)
         dvbar += load_rows(PART_V + (bh * chunks + c) * n * D, s, d, D, seen, D, BLOCK_D)
     vbar = load_rows(VBAR + bh * n * D, s, d, D, live, D, BLOCK_D).to(tl.float32)
-    k_share = load_rows(STATS + bh * n * 3 * D + 2 * D, s, d, 3 * D, live, D, BLOCK_D)
+    k_share = load_rows(STATS + bh * n * 4 * D + 3 * D, s, d, 4 * D, live, D, BLOCK_D)
     store_rows(DKBAR + bh * n * D, dkbar / tl.maximum(k_share, 1.0), s, d, D, live, D, BLOCK_D)
     store_rows(DVBAR + bh * n * D, dvbar, s, d, D, live, D, BLOCK_D)
     tl.store(MEAN_DALPHA + bh * n + s, tl.sum(dvbar * vbar, 1), mask=live)
 
 
 @triton.jit
-def collect_block(
-    PART_K, PART_V, TABLE, VBAR, STATS, DKBAR, DVBAR, MEAN_DALPHA, bh, block, mine, L, n, chunk, chunks,
-    m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNKS: tl.constexpr, CAUSAL: tl.constexpr,
-    PACKED: tl.constexpr,
-):  # fmt: skip
-    """`collect` for one block. CHUNKS: `chunks`, rounded up to a power of two."""
-    at = bh.to(tl.int64) * n + block
-    part = bh.to(tl.int64) * chunks * n + block
-    length = L
-    if PACKED:
-        length = tl.load(TABLE + 8 * block + 7)
-    d = tl.arange(0, BLOCK_D)
-    c = tl.arange(0, CHUNKS)  # the chunks of queries that may attend to the block's summary
-    seen = (c < chunks) & (c * chunk < length)
-    if CAUSAL:
-        seen = seen & ((c + 1) * chunk > (mine + 1) * m)
-    dkbar = tl.sum(load_rows(PART_K + part * D, c, d, n * D, seen, D, BLOCK_D), 0)
-    dvbar = tl.sum(load_rows(PART_V + part * D, c, d, n * D, seen, D, BLOCK_D), 0)
-    share = tl.load(STATS + at * 3 * D + 2 * D + d, mask=d < D, other=1.0)
-    vbar = tl.load(VBAR + at * D + d, mask=d < D, other=0.0).to(tl.float32)
-    tl.store(DKBAR + at * D + d, dkbar / tl.maximum(share, 1.0), mask=d < D)
-    tl.store(DVBAR + at * D + d, dvbar, mask=d < D)
-    tl.store(MEAN_DALPHA + at, tl.sum(dvbar * vbar, 0))
-    tl.debug_barrier()  # other threads read what is stored here
-
-
-@triton.jit
-def key_tile(
-    Q, K, V, MASK, DOUT, STATS, KBAR, LOCAL, LSE, DELTA, KEY, DKBAR, DVBAR, MEAN_DALPHA, WEIGHTED, DK, DV,
-    q_l, k_l, v_l, g_l, dk_l, dv_l, k_first, bh, first, end, threshold, scale, logit_scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+def key_gradients(
+    Q, K, V, MASK, TABLE, DOUT, STATS, KBAR, LOCAL, LSE, DELTA, KEY, DKBAR, DVBAR, MEAN_DALPHA, WEIGHTED, DK, DV,
+    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
+    BH, H, L, n, threshold, scale, logit_scale,
+    m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     SPANS: tl.constexpr, POOL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
-    DROPOUT: tl.constexpr,
+    DROPOUT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of the keys from `k_first` on. The pointers are those of the block and of its summary."""
+    TILES: tl.constexpr = (m + BK - 1) // BK
+    bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
+    block = tile // TILES
+    at = bh.to(tl.int64) * n + block
+    b, h, bh, first, end = place(TABLE, bh, block, H, L, m, PACKED)
     d = tl.arange(0, BLOCK_D)
+    Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
+    K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
+    V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
+    DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
+    DK += b * dk_b + h * dk_h + first.to(tl.int64) * dk_l
+    DV += b * dv_b + h * dv_h + first.to(tl.int64) * dv_l
+    MASK += b * L + first
+    LSE += bh * L + first
+    DELTA += bh * L + first
+
+    k_first = (tile % TILES) * BK
     j = k_first + tl.arange(0, BK)
     real = valid_rows(MASK, j, j < end, HAS_MASK)
     k = load_rows(K, j, d, k_l, real, D, BLOCK_D)
@@ -189,20 +178,19 @@ def key_tile(
     dk = tl.zeros([BK, BLOCK_D], tl.float32)
     dv = tl.zeros([BK, BLOCK_D], tl.float32)
     if SPANS:  # through the local softmax and the pooling
-        qbar = tl.load(STATS + d, mask=d < D, other=0.0)
-        dvbar = tl.load(DVBAR + d, mask=d < D, other=0.0)
-        dkbar = tl.load(DKBAR + d, mask=d < D, other=0.0)
+        qbar = tl.load(STATS + at * 4 * D + d, mask=d < D, other=0.0)
+        dvbar = tl.load(DVBAR + at * D + d, mask=d < D, other=0.0)
+        dkbar = tl.load(DKBAR + at * D + d, mask=d < D, other=0.0)
         wide_k = k.to(tl.float32)
-        alpha = tl.where(real, tl.exp2(tl.sum(wide_k * qbar[None, :], 1) * scale - tl.load(LOCAL)), 0.0)
+        alpha = tl.where(real, tl.exp2(tl.sum(wide_k * qbar[None, :], 1) * scale - tl.load(LOCAL + at)), 0.0)
         dalpha = tl.sum(v.to(tl.float32) * dvbar[None, :], 1)
-        dalpha -= tl.load(MEAN_DALPHA)
-        weighted = tl.sum((alpha * dalpha)[:, None] * wide_k, 0)
-        tl.store(WEIGHTED + k_first // BK * D + d, weighted, mask=d < D)
+        weighted = tl.sum((alpha * dalpha)[:, None] * wide_k, 0)  # Σ α dα k
+        tl.store(WEIGHTED + (at * TILES + tile % TILES) * D + d, weighted, mask=d < D)
         dv += alpha[:, None] * dvbar[None, :]
-        dk += (alpha * dalpha)[:, None] * qbar[None, :]
+        dk += (alpha * (dalpha - tl.load(MEAN_DALPHA + at)))[:, None] * qbar[None, :]
         shares = real[:, None]
         if POOL == "max":
-            shares = shares & (wide_k == tl.load(KBAR + d, mask=d < D, other=0.0).to(tl.float32)[None, :])
+            shares = shares & (wide_k == tl.load(KBAR + at * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :])
         dk += tl.where(shares, (dkbar / logit_scale)[None, :], 0.0)
 
     for start in range(k_first // BQ * BQ if CAUSAL else 0, end, BQ):
@@ -228,64 +216,47 @@ def key_tile(
 
 
 @triton.jit
-def key_gradients(
-    Q, K, V, MASK, TABLE, DOUT, STATS, KBAR, VBAR, LOCAL, LSE, DELTA, KEY, PART_K, PART_V,
-    DKBAR, DVBAR, MEAN_DALPHA, WEIGHTED, DK, DV,
-    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
-    BH, H, L, n, chunk, chunks, threshold, scale, logit_scale,
+def query_gradients(
+    Q, K, V, MASK, TABLE, DOUT, STATS, KBAR, VBAR, LOCAL, LSE, DELTA, KEY, MEAN_DALPHA, WEIGHTED, DQ,
+    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dq_b, dq_h, dq_l,
+    BH, H, L, n, threshold, scale, logit_scale,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    PARTS: tl.constexpr, PART_ROWS: tl.constexpr,
     SPANS: tl.constexpr, POOL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
-    DROPOUT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, CHUNKS: tl.constexpr,
+    DROPOUT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    TILES: tl.constexpr = (m + BK - 1) // BK
-    bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
+    TILES: tl.constexpr = (m + BQ - 1) // BQ
+    bh = tl.program_id(0) % BH
+    tile = n * TILES - 1 - tl.program_id(0) // BH
     block = tile // TILES
     at = bh.to(tl.int64) * n + block
-    if CHUNKS > 0:  # all tiles of a block store the same
-        _, _, mine = own_summaries(TABLE, bh, block, n, PACKED)
-        collect_block(
-            PART_K, PART_V, TABLE, VBAR, STATS, DKBAR, DVBAR, MEAN_DALPHA, bh, block, mine, L, n, chunk, chunks,
-            m, D, BLOCK_D, CHUNKS, CAUSAL, PACKED,
-        )  # fmt: skip
+    summaries, count, mine = own_summaries(TABLE, bh, block, n, PACKED)
     b, h, bh, first, end = place(TABLE, bh, block, H, L, m, PACKED)
+    d = tl.arange(0, BLOCK_D)
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
     K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
     V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
     DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
-    DK += b * dk_b + h * dk_h + first.to(tl.int64) * dk_l
-    DV += b * dv_b + h * dv_h + first.to(tl.int64) * dv_l
+    DQ += b * dq_b + h * dq_h + first.to(tl.int64) * dq_l
     MASK += b * L + first
-    LSE += bh * L + first
-    DELTA += bh * L + first
-    key_tile(
-        Q, K, V, MASK, DOUT, STATS + at * 3 * D, KBAR + at * D, LOCAL + at, LSE, DELTA, KEY, DKBAR + at * D,
-        DVBAR + at * D, MEAN_DALPHA + at, WEIGHTED + at * TILES * D, DK, DV, q_l, k_l, v_l, g_l, dk_l, dv_l,
-        tile % TILES * BK, bh, first, end, threshold, scale, logit_scale,
-        D, BLOCK_D, BQ, BK, SPANS, POOL, CAUSAL, HAS_MASK, PRECISION, DROPOUT,
-    )  # fmt: skip
+    KBAR += summaries * D
+    VBAR += summaries * D
+    LOCAL += summaries
 
-
-@triton.jit
-def query_tile(
-    Q, K, V, MASK, DOUT, STATS, KBAR, VBAR, LOCAL, LSE, DELTA, KEY, WEIGHTED, DQ,
-    q_l, k_l, v_l, g_l, dq_l, q_first, bh, first, end, mine, count, L, threshold, scale, logit_scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
-    PART_ROWS: tl.constexpr, SPANS: tl.constexpr, POOL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
-):  # fmt: skip
-    """dq of the queries from `q_first` on. The pointers are those of the block, of its summary (STATS, MEAN_DALPHA,
-    WEIGHTED) and of the first of `count` summaries (KBAR, VBAR, LOCAL)."""
-    d = tl.arange(0, BLOCK_D)
+    q_first = (tile % TILES) * BQ
     i = q_first + tl.arange(0, BQ)
     q = load_rows(Q, i, d, q_l, i < end, D, BLOCK_D)
     dout = load_rows(DOUT, i, d, g_l, i < end, D, BLOCK_D)
-    lse = tl.load(LSE + i, mask=i < end, other=0.0)
-    delta = tl.load(DELTA + i, mask=i < end, other=0.0)
+    lse = tl.load(LSE + bh * L + first + i, mask=i < end, other=0.0)
+    delta = tl.load(DELTA + bh * L + first + i, mask=i < end, other=0.0)
     dq = tl.zeros([BQ, BLOCK_D], tl.float32)
     if SPANS:  # through the pooled query: Σ α (dα - Σ α dα) k, in shares
+        STATS += at * 4 * D
         parts = tl.arange(0, PART_ROWS)
-        weighted = tl.sum(load_rows(WEIGHTED, parts, d, D, parts < PARTS, D, BLOCK_D), 0)
-        dqbar = weighted / tl.load(STATS + D + d, mask=d < D, other=1.0)
+        weighted = tl.sum(load_rows(WEIGHTED + at * PARTS * D, parts, d, D, parts < PARTS, D, BLOCK_D), 0)
+        mean_key = tl.load(STATS + D + d, mask=d < D, other=0.0)
+        share = tl.load(STATS + 2 * D + d, mask=d < D, other=1.0)
+        dqbar = (weighted - tl.load(MEAN_DALPHA + at) * mean_key) / share
         shares = valid_rows(MASK, i, i < end, HAS_MASK)[:, None]
         if POOL == "max":
             shares = shares & (q.to(tl.float32) == tl.load(STATS + d, mask=d < D, other=0.0)[None, :])
@@ -304,86 +275,3 @@ def query_tile(
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     store_rows(DQ, dq * logit_scale, i, d, dq_l, i < end, D, BLOCK_D)
-
-
-@triton.jit
-def query_gradients(
-    Q, K, V, MASK, TABLE, DOUT, STATS, KBAR, VBAR, LOCAL, LSE, DELTA, KEY, MEAN_DALPHA, WEIGHTED, DQ,
-    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dq_b, dq_h, dq_l,
-    BH, H, L, n, threshold, scale, logit_scale,
-    m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-    PARTS: tl.constexpr, PART_ROWS: tl.constexpr,
-    SPANS: tl.constexpr, POOL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
-    DROPOUT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    TILES: tl.constexpr = (m + BQ - 1) // BQ
-    bh = tl.program_id(0) % BH
-    tile = n * TILES - 1 - tl.program_id(0) // BH
-    block = tile // TILES
-    at = bh.to(tl.int64) * n + block
-    summaries, count, mine = own_summaries(TABLE, bh, block, n, PACKED)
-    b, h, bh, first, end = place(TABLE, bh, block, H, L, m, PACKED)
-    Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
-    K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
-    V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
-    DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
-    DQ += b * dq_b + h * dq_h + first.to(tl.int64) * dq_l
-    MASK += b * L + first
-    LSE += bh * L + first
-    DELTA += bh * L + first
-    query_tile(
-        Q, K, V, MASK, DOUT, STATS + at * 3 * D, KBAR + summaries * D, VBAR + summaries * D, LOCAL + summaries,
-        LSE, DELTA, KEY, WEIGHTED + at * PARTS * D, DQ, q_l, k_l, v_l, g_l, dq_l,
-        tile % TILES * BQ, bh, first, end, mine, count, L, threshold, scale, logit_scale,
-        D, BLOCK_D, BQ, BK, PARTS, PART_ROWS, SPANS, POOL, CAUSAL, HAS_MASK, PRECISION, DROPOUT,
-    )  # fmt: skip
-
-
-@triton.jit
-def two_phases(
-    Q, K, V, MASK, TABLE, DOUT, STATS, KBAR, VBAR, LOCAL, LSE, DELTA, KEY, PART_K, PART_V,
-    DKBAR, DVBAR, MEAN_DALPHA, WEIGHTED, DQ, DK, DV,
-    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l,
-    dq_b, dq_h, dq_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
-    BH, H, L, n, chunk, chunks, threshold, scale, logit_scale,
-    m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-    KEY_BQ: tl.constexpr, KEY_BK: tl.constexpr, PART_ROWS: tl.constexpr, CHUNKS: tl.constexpr,
-    POOL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
-    DROPOUT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """`collect`, `key_gradients` and `query_gradients` in one launch: a program computes the gradients of a block while
-    its tokens are in the cache. CHUNKS: `chunks`, rounded up to a power of two."""
-    TILES: tl.constexpr = (m + KEY_BK - 1) // KEY_BK
-    bh, block = tl.program_id(0) % BH, n - 1 - tl.program_id(0) // BH
-    at = bh.to(tl.int64) * n + block
-    summaries, count, mine = own_summaries(TABLE, bh, block, n, PACKED)
-    collect_block(
-        PART_K, PART_V, TABLE, VBAR, STATS, DKBAR, DVBAR, MEAN_DALPHA, bh, block, mine, L, n, chunk, chunks,
-        m, D, BLOCK_D, CHUNKS, CAUSAL, PACKED,
-    )  # fmt: skip
-    b, h, bh, first, end = place(TABLE, bh, block, H, L, m, PACKED)
-    Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
-    K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
-    V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
-    DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
-    DQ += b * dq_b + h * dq_h + first.to(tl.int64) * dq_l
-    DK += b * dk_b + h * dk_h + first.to(tl.int64) * dk_l
-    DV += b * dv_b + h * dv_h + first.to(tl.int64) * dv_l
-    MASK += b * L + first
-    LSE += bh * L + first
-    DELTA += bh * L + first
-    for tile in range(0, TILES):
-        key_tile(
-            Q, K, V, MASK, DOUT, STATS + at * 3 * D, KBAR + at * D, LOCAL + at, LSE, DELTA, KEY, DKBAR + at * D,
-            DVBAR + at * D, MEAN_DALPHA + at, WEIGHTED + at * TILES * D, DK, DV, q_l, k_l, v_l, g_l, dk_l, dv_l,
-            tile * KEY_BK, bh, first, end, threshold, scale, logit_scale,
-            D, BLOCK_D, KEY_BQ, KEY_BK, True, POOL, CAUSAL, HAS_MASK, PRECISION, DROPOUT,
-        )  # fmt: skip
-    tl.debug_barrier()
-    for q_first in range(0, end, BQ):
-        query_tile(
-            Q, K, V, MASK, DOUT, STATS + at * 3 * D, KBAR + summaries * D, VBAR + summaries * D, LOCAL + summaries,
-            LSE, DELTA, KEY, WEIGHTED + at * TILES * D, DQ, q_l, k_l, v_l, g_l, dq_l,
-            q_first, bh, first, end, mine, count, L, threshold, scale, logit_scale,
-            D, BLOCK_D, BQ, BK, TILES, PART_ROWS, True, POOL, CAUSAL, HAS_MASK, PRECISION, DROPOUT,
-        )  # fmt: skip

@@ -1,8 +1,8 @@
 """Triton kernels: forward pass. Block summaries, then attention to the own block and the summaries in one softmax.
 
 `summarise` reads q, k and v once and writes one row per block: the summary key and value, the normaliser of the local
-softmax, and for the backward STATS: the pooled query, and the numbers of tokens that share each entry of the pooled
-query and key. `attend` loops over the keys of the block and then over the summaries for a tile of queries,
+softmax, and for the backward STATS: the pooled query, the mean key of the local softmax, and the number of tokens that
+share each pooled entry. `attend` loops over the keys of the block and then over the summaries for a tile of queries,
 with the running maximum and sum of FlashAttention. Logarithms are to base 2: `scale` includes log2(e)/√D.
 
 Program ids run over heads first, so concurrent programs read whole rows of (B, L, H, D) memory.
@@ -24,8 +24,7 @@ def pool_rows(pooled, shared, x, live, POOL: tl.constexpr, KEEP: tl.constexpr):
     if POOL == "max":
         x = tl.where(live[:, None], x, float("-inf"))
         if KEEP:
-            # rows without a token so far, where -inf equals -inf, never have the maximum of the block
-            shared = tl.where(x > pooled, 0.0, shared) + tl.where(x >= pooled, 1.0, 0.0)
+            shared = tl.where(x > pooled, 0.0, shared) + tl.where((x >= pooled) & live[:, None], 1.0, 0.0)
         x = tl.maximum(pooled, x)
     else:
         x = pooled + x
@@ -48,14 +47,24 @@ def pool_columns(pooled, shared, tokens, POOL: tl.constexpr):
 
 
 @triton.jit
-def summarise_block(
-    Q, K, V, MASK, KBAR, VBAR, LOCAL, STATS, q_l, k_l, v_l, at, end, scale,
+def summarise(
+    Q, K, V, MASK, TABLE, KBAR, VBAR, LOCAL, STATS,
+    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l,
+    BH, H, L, n, scale,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
     POOL: tl.constexpr, HAS_MASK: tl.constexpr, KEEP: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """The row number `at` of the summaries, from the `end` tokens of a block at Q, K, V and MASK."""
+    bh, block = tl.program_id(0) % BH, tl.program_id(0) // BH
+    at = bh.to(tl.int64) * n + block
+    b, h, bh, first, end = place(TABLE, bh, block, H, L, m, PACKED)
     d = tl.arange(0, BLOCK_D)
     rows = tl.arange(0, ROWS)
+    Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
+    K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
+    V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
+    MASK += b * L + first
+
     # Every row of the tile has its own sums, so nothing crosses rows (and warps) before the end.
     none = tl.zeros([ROWS, BLOCK_D], tl.float32)
     empty = tl.full([ROWS, BLOCK_D], float("-inf") if POOL == "max" else 0.0, tl.float32)
@@ -69,7 +78,7 @@ def summarise_block(
     tokens = tl.sum(seen, 0)
     qbar, q_share = pool_columns(pooled, shared, tokens, POOL)
 
-    pooled, shared, values = empty, none, none
+    pooled, shared, keys, values = empty, none, none, none
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for start in tl.range(0, m, ROWS, num_stages=STAGES):
@@ -83,6 +92,8 @@ def summarise_block(
         old = tl.exp2(top - shift)
         p = tl.exp2(logit - shift)
         total = total * old + p
+        if KEEP:
+            keys = keys * old[:, None] + p[:, None] * k.to(tl.float32)
         values = values * old[:, None] + p[:, None] * v.to(tl.float32)
         top = new_top
     kbar, k_share = pool_columns(pooled, shared, tokens, POOL)
@@ -96,32 +107,11 @@ def summarise_block(
     # log2 of the local normaliser; -inf marks a block without tokens, which is never attended to
     tl.store(LOCAL + at, tl.where(tokens > 0, highest + tl.log2(total), float("-inf")))
     if KEEP:
-        STATS += at * 3 * D
+        STATS += at * 4 * D
         tl.store(STATS + d, qbar, mask=d < D)
-        tl.store(STATS + D + d, q_share, mask=d < D)
-        tl.store(STATS + 2 * D + d, k_share, mask=d < D)
-
-
-@triton.jit
-def summarise(
-    Q, K, V, MASK, TABLE, KBAR, VBAR, LOCAL, STATS,
-    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l,
-    BH, H, L, n, scale,
-    m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    POOL: tl.constexpr, HAS_MASK: tl.constexpr, KEEP: tl.constexpr, STAGES: tl.constexpr,
-    GROUP: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    bh, block = tl.program_id(0) % BH, tl.program_id(0) // BH
-    at = bh.to(tl.int64) * n + block
-    b, h, bh, first, end = place(TABLE, bh, block, H, L, m, PACKED)
-    Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
-    K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
-    V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
-    MASK += b * L + first
-    summarise_block(
-        Q, K, V, MASK, KBAR, VBAR, LOCAL, STATS, q_l, k_l, v_l, at, end, scale,
-        m, D, BLOCK_D, ROWS, POOL, HAS_MASK, KEEP, STAGES,
-    )  # fmt: skip
+        tl.store(STATS + D + d, tl.sum(keys * weight[:, None], 0) / total, mask=d < D)
+        tl.store(STATS + 2 * D + d, q_share, mask=d < D)
+        tl.store(STATS + 3 * D + d, k_share, mask=d < D)
 
 
 @triton.jit
@@ -184,15 +174,31 @@ def add_tile(acc, top, total, q, k, v, allowed, factor, scale,
 
 
 @triton.jit
-def attend_tile(
-    Q, K, V, MASK, KBAR, VBAR, LOCAL, KEY, OUT, LSE, q_l, k_l, v_l, o_l,
-    q_first, bh, first, end, mine, count, L, threshold, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+def attend(
+    Q, K, V, MASK, TABLE, KBAR, VBAR, LOCAL, KEY, OUT, LSE,
+    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l,
+    BH, H, L, n, threshold, scale,
+    m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     SPANS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
+    GROUP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of the queries from `q_first` on of a block at Q, K, V, MASK and OUT, with its `end` tokens and with the
-    summaries at KBAR, VBAR and LOCAL, of which there are `count`."""
+    TILES: tl.constexpr = (m + BQ - 1) // BQ  # tiles of queries in a block
+    bh = tl.program_id(0) % BH
+    tile = n * TILES - 1 - tl.program_id(0) // BH  # the last blocks have the most summaries: start them first
+    block = tile // TILES
+    summaries, count, mine = own_summaries(TABLE, bh, block, n, PACKED)
+    b, h, bh, first, end = place(TABLE, bh, block, H, L, m, PACKED)
     d = tl.arange(0, BLOCK_D)
+    Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
+    K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
+    V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
+    OUT += b * o_b + h * o_h + first.to(tl.int64) * o_l
+    MASK += b * L + first
+    KBAR += summaries * D
+    VBAR += summaries * D
+    LOCAL += summaries
+
+    q_first = (tile % TILES) * BQ
     i = q_first + tl.arange(0, BQ)
     q = load_rows(Q, i, d, q_l, i < end, D, BLOCK_D)
     acc = tl.zeros([BQ, BLOCK_D], tl.float32)
@@ -225,75 +231,3 @@ def attend_tile(
     # 0 for a row without keys, so that the backward gets exp2(-inf - 0) = 0 everywhere
     lse = tl.where(empty, 0.0, top + tl.log2(total))
     tl.store(LSE + bh * L + first + i, lse, mask=i < end)
-
-
-@triton.jit
-def attend(
-    Q, K, V, MASK, TABLE, KBAR, VBAR, LOCAL, KEY, OUT, LSE,
-    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l,
-    BH, H, L, n, threshold, scale,
-    m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-    SPANS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
-    GROUP: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    TILES: tl.constexpr = (m + BQ - 1) // BQ  # tiles of queries in a block
-    bh = tl.program_id(0) % BH
-    tile = n * TILES - 1 - tl.program_id(0) // BH  # the last blocks have the most summaries: start them first
-    block = tile // TILES
-    summaries, count, mine = own_summaries(TABLE, bh, block, n, PACKED)
-    b, h, bh, first, end = place(TABLE, bh, block, H, L, m, PACKED)
-    Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
-    K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
-    V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
-    OUT += b * o_b + h * o_h + first.to(tl.int64) * o_l
-    MASK += b * L + first
-    KBAR += summaries * D
-    VBAR += summaries * D
-    LOCAL += summaries
-    attend_tile(
-        Q, K, V, MASK, KBAR, VBAR, LOCAL, KEY, OUT, LSE, q_l, k_l, v_l, o_l,
-        tile % TILES * BQ, bh, first, end, mine, count, L, threshold, scale,
-        D, BLOCK_D, BQ, BK, SPANS, CAUSAL, HAS_MASK, PRECISION, DROPOUT,
-    )  # fmt: skip
-
-
-@triton.jit
-def one_pass(
-    Q, K, V, MASK, TABLE, KBAR, VBAR, LOCAL, STATS, KEY, OUT, LSE, READY,
-    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l,
-    BH, H, L, n, threshold, scale,
-    m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
-    POOL: tl.constexpr, HAS_MASK: tl.constexpr, KEEP: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    DROPOUT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """`summarise` and `attend` in one launch, causal: a program summarises its block, waits for the summaries of the
-    blocks before it, and attends while its tokens are still in the cache. READY (B·H, n) is zero at the start.
-
-    No program waits for a later one, and GPUs start programs in order, so there is always one that does not wait."""
-    bh, block = tl.program_id(0) % BH, tl.program_id(0) // BH
-    at = bh.to(tl.int64) * n + block
-    summaries, count, mine = own_summaries(TABLE, bh, block, n, PACKED)
-    b, h, bh, first, end = place(TABLE, bh, block, H, L, m, PACKED)
-    Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
-    K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
-    V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
-    OUT += b * o_b + h * o_h + first.to(tl.int64) * o_l
-    MASK += b * L + first
-    summarise_block(
-        Q, K, V, MASK, KBAR, VBAR, LOCAL, STATS, q_l, k_l, v_l, at, end, scale,
-        m, D, BLOCK_D, ROWS, POOL, HAS_MASK, KEEP, STAGES,
-    )  # fmt: skip
-    tl.debug_barrier()  # all warps have stored their part
-    tl.atomic_xchg(READY + at, 1, sem="release")
-    for start in range(0, mine, 128):
-        s = start + tl.arange(0, 128)
-        waiting = 1
-        while waiting > 0:
-            ready = tl.atomic_add(READY + summaries + s, tl.zeros([128], tl.int32), mask=s < mine, sem="acquire")
-            waiting = tl.max(tl.where((s < mine) & (ready == 0), 1, 0), 0)
-    for q_first in range(0, end, BQ):
-        attend_tile(
-            Q, K, V, MASK, KBAR + summaries * D, VBAR + summaries * D, LOCAL + summaries, KEY, OUT, LSE,
-            q_l, k_l, v_l, o_l, q_first, bh, first, end, mine, count, L, threshold, scale,
-            D, BLOCK_D, BQ, BK, True, True, HAS_MASK, PRECISION, DROPOUT,
-        )  # fmt: skip

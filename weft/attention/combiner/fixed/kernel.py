@@ -65,10 +65,7 @@ TILES: dict[tuple[str, int, int], Tiles] = {
     ("query gradients", 128, 2): Tiles(64, 32, 4, 2),
     ("query gradients", 64, 4): Tiles(32, 32, 4, 2),
     ("query gradients", 128, 4): Tiles(32, 32, 4, 1),
-    ("one pass", 64, 2): Tiles(64, 32, 4, 3),
 }
-# Kernels that do the work of several in one launch; not used until they are confirmed on a GPU.
-FUSED: set[str] = set()
 
 
 def combiner_fixed(
@@ -83,8 +80,7 @@ def combiner_fixed(
 
 def _forward(q, k, v, mask, table, key, block_size, pool, causal, keep, threshold, longest):
     """`keep` stores the block statistics for the backward."""
-    from ....kernels.rows import clear
-    from .forward import attend, one_pass, summarise
+    from .forward import attend, summarise
 
     check(q, k, v, block_size, pool)
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
@@ -98,19 +94,6 @@ def _forward(q, k, v, mask, table, key, block_size, pool, causal, keep, threshol
     scale = math.log2(math.e) / math.sqrt(D)
     has_mask = mask is not None
     flags = as_flags(mask) if has_mask else q
-    if n > 1 and causal and fused("one pass", q):
-        t, rows = tiles("one pass", block_size, q), tiles("summarise and keep", block_size, q).queries
-        ready = torch.empty(BH * n, dtype=torch.int32, device=q.device)
-        launch(clear, (ceil_div(BH * n, 1024),), ready, BH * n, COLUMNS=1024, num_warps=4)
-        launch(
-            one_pass, (n * BH,),
-            q, k, v, flags, table, kbar, vbar, local, stats, q if key is None else key, out, lse, ready,
-            *strides(q), *strides(k), *strides(v), *strides(out),
-            BH, H, L, n, threshold, scale, m=block_size, D=D, BLOCK_D=width, BQ=t.queries, BK=t.keys, ROWS=rows,
-            POOL=pool, HAS_MASK=has_mask, KEEP=keep, STAGES=t.stages, PRECISION=precision(q), DROPOUT=key is not None,
-            GROUP=H // k.shape[1], PACKED=packed, **t.launch(),
-        )  # fmt: skip
-        return outputs
     if n > 1:
         t = tiles("summarise and keep" if keep else "summarise", block_size, q)
         launch(
@@ -150,14 +133,14 @@ def _kept(q: Tensor, table: Tensor | None, block_size: int, keep: bool) -> Block
             ((rows, H, n, D), q.dtype),
             ((rows, H, n, D), q.dtype),
             ((rows, H, n), torch.float32),
-            ((rows, H, n if keep else 0, 3, D), torch.float32),
+            ((rows, H, n if keep else 0, 4, D), torch.float32),
         )
     )
 
 
 def _backward(dout, q, k, v, mask, table, key, out, block, block_size, pool, causal, keep, threshold, longest):
     from ....kernels.rows import row_products
-    from .backward import collect, key_gradients, query_gradients, span_gradients, two_phases
+    from .backward import collect, key_gradients, query_gradients, span_gradients
 
     if not keep:
         raise RuntimeError("weft::combiner_fixed was called with keep=False; the backward requires keep=True")
@@ -178,8 +161,7 @@ def _backward(dout, q, k, v, mask, table, key, out, block, block_size, pool, cau
     delta = torch.empty_like(lse)
     by_keys, by_queries = tiles("key gradients", block_size, q), tiles("query gradients", block_size, q)
     key_tiles = ceil_div(block_size, by_keys.keys)
-    dkbar = dvbar = mean_dalpha = weighted = part_k = part_v = lse  # not read if there is only one block
-    chunk = chunks = key_chunks = 0
+    dkbar = dvbar = mean_dalpha = weighted = lse  # not read if there is only one block
     if n > 1:
         spans = min(n, ceil_div(longest, block_size)) if packed else n  # of a sequence
         chunk, chunks = packed_chunks(longest, block_size) if packed else query_chunks(L)
@@ -197,29 +179,11 @@ def _backward(dout, q, k, v, mask, table, key, out, block, block_size, pool, cau
         dkbar, dvbar = part_k.new_empty(BH, n, D), part_k.new_empty(BH, n, D)
         mean_dalpha = part_k.new_empty(BH, n)
         weighted = part_k.new_empty(BH, n, key_tiles, D)
-        if fused("two phases", q):
-            t = by_queries
-            launch(
-                two_phases, (n * BH,),
-                q, k, v, flags, table, dout, stats, kbar, vbar, local, lse, delta, key, part_k, part_v,
-                dkbar, dvbar, mean_dalpha, weighted, dq, by_head_k, by_head_v,
-                *strides(q), *strides(k), *strides(v), *strides(dout),
-                *strides(dq), *strides(by_head_k), *strides(by_head_v),
-                BH, H, L, n, chunk, chunks, threshold, scale, logit_scale, BQ=t.queries, BK=t.keys,
-                KEY_BQ=by_keys.queries, KEY_BK=by_keys.keys, PART_ROWS=next_power_of_two(key_tiles),
-                CHUNKS=next_power_of_two(chunks), POOL=pool, GROUP=group, PACKED=packed, **options, **t.launch(),
-            )  # fmt: skip
-            sum_to_groups(by_head_k, dk)
-            sum_to_groups(by_head_v, dv)
-            return dq, dk, dv
-        if fused("collect", q):
-            key_chunks = next_power_of_two(chunks)
-        else:
-            launch(
-                collect, (ceil_div(n, 16) * BH,),
-                part_k, part_v, table, vbar, stats, dkbar, dvbar, mean_dalpha, BH, n, chunk, chunks,
-                ROWS=16, **shape, PACKED=packed, num_warps=4,
-            )  # fmt: skip
+        launch(
+            collect, (ceil_div(n, 16) * BH,),
+            part_k, part_v, table, vbar, stats, dkbar, dvbar, mean_dalpha, BH, n, chunk, chunks,
+            ROWS=16, **shape, PACKED=packed, num_warps=4,
+        )  # fmt: skip
     else:
         launch(
             row_products, (ceil_div(L, 64) * B * H,),
@@ -228,11 +192,12 @@ def _backward(dout, q, k, v, mask, table, key, out, block, block_size, pool, cau
     t = by_keys
     launch(
         key_gradients, (n * key_tiles * BH,),
-        q, k, v, flags, table, dout, stats, kbar, vbar, local, lse, delta, key, part_k, part_v,
-        dkbar, dvbar, mean_dalpha, weighted, by_head_k, by_head_v,
+        q, k, v, flags, table, dout, stats, kbar, local, lse, delta, key, dkbar, dvbar, mean_dalpha, weighted,
+        by_head_k, by_head_v,
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(by_head_k), *strides(by_head_v),
-        BH, H, L, n, chunk, chunks, threshold, scale, logit_scale, BQ=t.queries, BK=t.keys, SPANS=n > 1, POOL=pool,
-        GROUP=group, PACKED=packed, CHUNKS=key_chunks, **options, **t.launch(),
+        BH, H, L, n, threshold, scale, logit_scale, BQ=t.queries, BK=t.keys, SPANS=n > 1, POOL=pool, GROUP=group,
+        PACKED=packed,
+        **options, **t.launch(),
     )  # fmt: skip
     t = by_queries
     launch(
@@ -273,11 +238,6 @@ def check(q: Tensor, k: Tensor, v: Tensor, block_size: int, pool: str) -> None:
         raise ValueError(f"the kernel supports the pools {', '.join(POOLS)}, got {pool!r}; use backend='torch'")
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, got {block_size}")
-
-
-def fused(kernel: str, q: Tensor) -> bool:
-    measured = q.element_size() == 2 and q.shape[3] <= 64
-    return kernel in FUSED and (kernel == "collect" or measured)
 
 
 def tiles(kernel: str, most: int, q: Tensor) -> Tiles:
