@@ -24,6 +24,7 @@ PAGES = (
     "docs/generation.md",
     "docs/adapt.md",
     "docs/convert.md",
+    "docs/packing.md",
     "experiments/convert/README.md",
     "weft/core/crossovers.py",
 )
@@ -187,8 +188,8 @@ def packing() -> str:
     for row in results("gpu_packing")["rows"]:
         cells = [f"`{row['name']}`"]
         for kind in ("eager_ms", "graph_ms"):
-            whole, packed = row[kind], row[f"lengths_{kind}"]
-            cells += [ms(whole), ms(packed), f"{packed / whole:.2f}"]
+            whole, packed = row.get(kind), row.get(f"lengths_{kind}")
+            cells += [ms(whole), ms(packed), f"{packed / whole:.2f}"] if whole else ["–"] * 3
         lines.append(cells)
     return markdown(lines)
 
