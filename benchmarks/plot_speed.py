@@ -1,17 +1,18 @@
 """Draw docs/speed.svg from benchmarks/results/gpu_attention.json: forward and backward time against length.
 
-python benchmarks/plot_speed.py
+python -m benchmarks.plot_speed
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+
+from benchmarks.tables import results, rows  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 SHOWN = {
@@ -23,22 +24,23 @@ SHOWN = {
 
 
 def main() -> None:
-    report = json.loads((ROOT / "benchmarks/results/gpu_attention.json").read_text())
     figure, axes = plt.subplots(figsize=(7, 4))
+    lengths = sorted({L for name, L, causal in rows() if name == "cudnn" and causal})
     for name, (label, colour) in SHOWN.items():
-        rows = [r for r in report["rows"] if r["causal"] and r["name"] == name]
-        if name == "combiner-fixed":
-            rows = [r for r in report["rows"] if r["causal"] and r["name"].startswith(name) and "default" in r["name"]]
-        lengths = [r["L"] for r in rows]
-        axes.plot(lengths, [r["both_ms"] for r in rows], "o-", color=colour, label=label)
+        for key, style in (("both_ms", "o-"), ("eager_both_ms", "x")):
+            times = {L: rows()[name, L, True] for L in lengths if key in rows().get((name, L, True), {})}
+            points = [at[key][0] for at in times.values()]
+            axes.plot(list(times), points, style, color=colour, label=label if key == "both_ms" else None)
+    axes.plot([], [], "kx", label="plain eager calls")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(lengths, [f"{L:,}" for L in lengths], rotation=30)
     axes.set_xlabel("tokens per sequence (16,384 per batch, or one sequence)")
-    axes.set_ylabel("forward + backward, ms (CUDA graph replay)")
+    axes.set_ylabel("forward + backward, ms (lines: CUDA graphs)")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    where = f"{report['gpu']}, torch {report['torch'].split('+')[0]}"
+    newest = results("gpu_attention")["runs"][0]
+    where = f"{newest['gpu']}, torch {newest['torch'].split('+')[0]}"
     axes.set_title(f"16 heads of 64, bfloat16, causal, {where}", fontsize=10)
     figure.tight_layout()
     matplotlib.rcParams["svg.hashsalt"] = "weft"  # the same file for the same numbers

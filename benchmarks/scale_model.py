@@ -10,10 +10,10 @@ backward, over the speed of the link. Nothing overlaps.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import weft
+from benchmarks.tables import rows
 from weft.parallel import traffic
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,21 +58,7 @@ def time_table(times: dict[str, float]) -> list[str]:
 
 
 def main() -> None:
-    report = json.loads((ROOT / "benchmarks/results/gpu_attention.json").read_text())
-    times = {
-        name: next(
-            row["both_ms"]
-            for row in report["rows"]
-            if row["causal"]
-            and row["L"] == MEASURED
-            and (
-                row["name"] == ("cudnn" if name == "full" else name)
-                or row["name"].startswith(f"{name} m=")
-                and "default" in row["name"]
-            )
-        )
-        for name in NAMES
-    }
+    times = {name: rows()["cudnn" if name == "full" else name, MEASURED, True]["both_ms"][0] for name in NAMES}
     page = ROOT / "docs/scale.md"
     text = page.read_text()
     before, rest = text.split(START)

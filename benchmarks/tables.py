@@ -8,8 +8,11 @@ weft/core/crossovers.py, which `attention_info` reads, it is between `# table NA
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +32,22 @@ PAGES = (
     "weft/core/crossovers.py",
 )
 MARKED = re.compile(r"(<!-- table (\S+) -->\n|# table (\S+)\n)(.*?)(<!-- end -->|# end)", re.S)
-SINCE = ("reformer", "routing")  # "auto" uses their kernels since the measurement, which has them as "NAME, triton"
 SHORT = ("combiner-fixed", "linear", "local", "longformer")
-GRAPH = {
+FULL = {
     "cudnn": "cuDNN",
-    "combiner-fixed": "`combiner-fixed`",
-    "combiner-axial": "`combiner-axial`",
-    "linear": "`linear`",
-    "local": "`local`",
-    "longformer": "`longformer`",
-    "sparse": "`sparse`",
-    "subsampled": "`subsampled`, W = 4",
+    "flash": "FlashAttention",
+    "flex": "FlexAttention, causal",
+    "fla linear": "fla, linear attention",
 }
-MORE_GRAPH = {
-    "sparse, strided": "`sparse`, strided",
-    "performer": "`performer`",
-    "combiner-axial-vertical": "`combiner-axial-vertical`",
-    "combiner-axial-horizontal": "`-horizontal`",
-    "combiner-mixture": "`combiner-mixture`",
-}
-
-Row = dict[str, Any]
+GRAPH = ("combiner-fixed", "combiner-axial", "linear", "local", "longformer", "sparse", "subsampled")
+MORE_GRAPH = (
+    "sparse, strided",
+    "performer",
+    "combiner-axial-vertical",
+    "combiner-axial-horizontal",
+    "combiner-mixture",
+)
+LONG = (16384, 65536)
 
 
 def results(name: str) -> dict[str, Any]:
@@ -65,73 +63,108 @@ def ms(value: float) -> str:
     return f"{value:.3f}" if value < 5 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
 
-def eager_rows() -> tuple[list[int], list[str], dict[tuple[str, int, bool], Row]]:
-    rows = results("gpu_eager")["rows"]
-    for row in rows:
-        name, _, backend = row["name"].partition(", ")
-        if name in SINCE:
-            row["name"] = name if backend else f"{name}, torch"
-    names = [name for name in dict.fromkeys(row["name"] for row in rows) if name != "cudnn"]
-    return sorted({row["L"] for row in rows}), names, {(row["name"], row["L"], row["causal"]): row for row in rows}
+@functools.cache
+def rows() -> dict[tuple[str, int, bool], dict[str, tuple[float, float]]]:
+    """By name, length and direction: each time from the newest run that has it, and cuDNN's in the same run."""
+    found: dict[tuple[str, int, bool], dict[str, tuple[float, float]]] = {}
+    for run in results("gpu_attention")["runs"]:  # newest first
+        cudnn = {(row["L"], row["causal"]): row for row in run["rows"] if row["name"] == "cudnn"}
+        for row in run["rows"]:
+            kept = found.setdefault((row["name"], row["L"], row["causal"]), {})
+            base = cudnn[row["L"], row["causal"]]
+            for key, value in row.items():
+                if key.endswith(("_ms", "_mib")):
+                    kept.setdefault(key, (value, base.get(key, float("nan"))))
+    return found
 
 
-def eager(names: tuple[str, ...] = ()) -> str:
-    """Milliseconds of an eager forward and backward by length, with the speedup over cuDNN in the same direction."""
-    lengths, measured, rows = eager_rows()
-    if names:  # only complete columns
-        lengths = [L for L in lengths if all((name, L, True) in rows for name in names)]
-    lines = [["", *(f"{L:,}" for L in lengths)]]
-    for causal, label in ((True, "cuDNN"), (False, "cuDNN, bidirectional")):
-        if any(("cudnn", L, causal) in rows for L in lengths) and (causal or not names):
-            lines.append([label, *(_time(rows.get(("cudnn", L, causal))) for L in lengths)])
-    for name in names or measured:
-        causal = any((name, L, True) in rows for L in lengths)
-        cells = [_time(rows.get((name, L, causal)), rows.get(("cudnn", L, causal))) for L in lengths]
-        lines.append([_label(name) + ("" if causal else ", bidirectional"), *cells])
-    return markdown(lines)
+def mechanisms() -> list[str]:
+    """With their variants."""
+    return sorted({name for name, _, _ in rows() if name.split(",")[0] not in FULL})
+
+
+def direction(name: str) -> bool:
+    """Causal, if the row is."""
+    return any(causal for other, _, causal in rows() if other == name)
+
+
+def _time(name: str, L: int, causal: bool, key: str = "eager_both_ms", ratio: bool = False) -> str:
+    if key not in rows().get((name, L, causal), {}):
+        return "–"
+    mine, cudnn = rows()[name, L, causal][key]
+    return f"{ms(mine)} ({cudnn / mine:.1f} ×)" if ratio else ms(mine)
 
 
 def _label(name: str) -> str:
-    name, _, backend = name.partition(", ")
-    return f"`{name}`" + (f", backend={backend!r}" if backend else "")
+    if name in FULL:
+        return FULL[name]
+    if name.startswith("flex, "):
+        return f"FlexAttention, {name.removeprefix('flex, ')}"
+    name, _, variant = name.partition(", ")
+    return f"`{name}`" + (f", {variant}" if variant else "")
 
 
-def _time(row: Row | None, base: Row | None = None) -> str:
-    if row is None:
-        return "–"
-    text = ms(row["eager_both_ms"])
-    return text if base is None else f"{text} ({base['eager_both_ms'] / row['eager_both_ms']:.1f} ×)"
+def eager(names: tuple[str, ...] = ()) -> str:
+    """Milliseconds of an eager forward and backward by length, with the speedup over cuDNN in the same run."""
+    lengths = sorted({L for (name, L, _), at in rows().items() if "eager_both_ms" in at and name not in FULL})
+    if names:  # only complete columns
+        lengths = [L for L in lengths if all(_time(name, L, True) != "–" for name in names)]
+    lines = [["", *(f"{L:,}" for L in lengths)]]
+    lines.append(["cuDNN", *(_time("cudnn", L, True) for L in lengths)])
+    if not names:
+        lines.append(["cuDNN, bidirectional", *(_time("cudnn", L, False) for L in lengths)])
+    for name in names or mechanisms():
+        causal = direction(name)
+        cells = [_time(name, L, causal, ratio=True) for L in lengths]
+        if any(cell != "–" for cell in cells):
+            lines.append([_label(name) + ("" if causal else ", bidirectional"), *cells])
+    return markdown(lines)
 
 
-def host() -> str:
-    """At 16,384 tokens: eager, host and graph time of a forward and backward, and the seconds of the first call."""
-    lengths, names, rows = eager_rows()
-    report, L = results("gpu_eager"), 16384
-    lines = [["", "eager", "host", "graph", "MiB", "first call, s"]]
-    for name in ["cudnn", *names]:
-        row = rows.get((name, L, True)) or rows.get((name, L, False))
-        if row is not None:
-            graph, mib = row.get("both_ms"), row.get("peak_mib")
-            first = report.get("first_call_s", {}).get(name)
-            numbers = [ms(row["eager_both_ms"]), ms(row["host_ms"]), "–" if graph is None else ms(graph)]
-            numbers += ["–" if mib is None else f"{mib:.0f}", "–" if first is None else f"{first:.1f}"]
-            lines.append(["cuDNN" if name == "cudnn" else _label(name), *numbers])
+def ways() -> str:
+    """At 16,384 tokens, forward and backward: eager, host and graph, and the memory."""
+    lines = [["", "eager", "host", "graph", "MiB"]]
+    for name in ["cudnn", *mechanisms()]:
+        keys = ("eager_both_ms", "host_ms", "both_ms", "peak_mib")
+        cells = [_time(name, 16384, direction(name), key) for key in keys]
+        if cells[0] != "–":
+            lines.append([_label(name), *cells])
+    return markdown(lines)
+
+
+def others() -> str:
+    """Other libraries, and ours beside them: eager forward / forward and backward, at 16,384 tokens."""
+    lines = [["", "forward", "forward and backward"]]
+    found = dict.fromkeys(name for name, _, causal in rows() if causal and name.split(",")[0] in FULL)
+    for name in [*found, "longformer", "linear", "combiner-fixed"]:
+        lines.append([_label(name), *(_time(name, 16384, True, key) for key in ("eager_forward_ms", "eager_both_ms"))])
+    return markdown(lines)
+
+
+def first_calls() -> str:
+    """Seconds of the first call of a process, and of the first call at each other length."""
+    newest = results("gpu_attention")["runs"][0]["first_calls"]
+    lengths = list(dict.fromkeys(L for row in newest for L in row["seconds"]))
+    lines = [["", *(f"{int(L):,}" for L in lengths)]]
+    for row in sorted(newest, key=lambda row: row["name"]):
+        seconds = [f"{row['seconds'][L]:.1f}" if L in row["seconds"] else "–" for L in lengths]
+        lines.append([_label(row["name"]) + ("" if row["causal"] else ", bidirectional"), *seconds])
     return markdown(lines)
 
 
 def crossovers() -> dict[str, int]:
     """By mechanism, the shortest measured length from which its eager forward and backward is faster than cuDNN at
     every longer measured length too; 0 if it is slower at the longest one."""
-    lengths, names, rows = eager_rows()
     found = {}
-    for name in names:
-        if ", " in name:
+    for name in mechanisms():
+        causal = direction(name)
+        mine = {L: times for (n, L, c), times in rows().items() if (n, c) == (name, causal)}
+        at = {L: times["eager_both_ms"] for L, times in mine.items() if "eager_both_ms" in times}
+        if ", " in name or not at:
             continue
-        causal = any((name, L, True) in rows for L in lengths)
-        measured = [L for L in lengths if (name, L, causal) in rows and ("cudnn", L, causal) in rows]
         found[name] = 0
-        for L in reversed(measured):
-            if rows[name, L, causal]["eager_both_ms"] >= rows["cudnn", L, causal]["eager_both_ms"]:
+        for L in sorted(at, reverse=True):
+            if at[L][0] >= at[L][1]:
                 break
             found[name] = L
     return found
@@ -142,44 +175,58 @@ def crossover_code() -> str:
     return "FASTER_FROM: dict[str, int | None] = {\n" + "".join(lines) + "}\n"
 
 
-def graph_rows() -> tuple[list[int], dict[tuple[str, int], Row]]:
-    """Causal rows; `combiner-fixed` with blocks of 128 up to 16,384 tokens, 256 beyond."""
-    rows = {}
-    for row in results("gpu_attention")["rows"]:
-        name = row["name"].removesuffix(" (default)")
-        if name == f"combiner-fixed m={128 if row['L'] <= 16384 else 256}":
-            name = "combiner-fixed"
-        if row["causal"]:
-            rows[name, row["L"]] = row
-    return sorted({L for _, L in rows}), rows
-
-
-def graph(columns: dict[str, str]) -> str:
-    lengths, rows = graph_rows()
-    lines = [["L", *columns.values()]]
+def graph(names: tuple[str, ...]) -> str:
+    """Milliseconds of the kernels, forward / forward and backward."""
+    lengths = sorted({L for name, L, _ in rows() if name in names})
+    lines = [["L", *map(_label, names)]]
     for L in lengths:
-        both = [rows[name, L] for name in columns]
-        lines.append([f"{L:,}", *(" / ".join(_graph_ms(r[key]) for key in ("forward_ms", "both_ms")) for r in both)])
+        cells = [" / ".join(_time(name, L, True, key) for key in ("forward_ms", "both_ms")) for name in names]
+        lines.append([f"{L:,}", *cells])
     return markdown(lines)
 
 
-def _graph_ms(value: float) -> str:
-    return f"{value:.3f}" if value < 10 else f"{value:.2f}"
-
-
-def speedups() -> str:
-    """Speedup of the kernels over cuDNN, forward / forward and backward."""
-    _, rows = graph_rows()
-    lengths = 16384, 65536
-    lines = [["speedup over cuDNN", *(f"{L:,}" for L in lengths)]]
-    for name, label in {**GRAPH, **MORE_GRAPH}.items():
-        if name != "cudnn":
-            cells = [
-                " / ".join(f"{rows['cudnn', L][key] / rows[name, L][key]:.1f}" for key in ("forward_ms", "both_ms"))
-                for L in lengths
-            ]
-            lines.append([f"`{name}`" if label.startswith("`-") else label, *cells])
+def speedups(causal: bool) -> str:
+    """Speedup of the kernels over cuDNN in the same run, forward / forward and backward."""
+    lines = [["speedup over cuDNN", *(f"{L:,}" for L in LONG)]]
+    for name in mechanisms():
+        cells = []
+        for at in (rows().get((name, L, causal), {}) for L in LONG):
+            pairs = [at.get(key) for key in ("forward_ms", "both_ms")]
+            cells.append(" / ".join("–" if pair is None else f"{pair[1] / pair[0]:.1f}" for pair in pairs))
+        if "–" not in cells[0]:
+            lines.append([_label(name), *cells])
     return markdown(lines)
+
+
+def layers() -> str:
+    """Milliseconds of a forward and backward of one layer, and the time to queue it."""
+    lines = [["L", "attention", "eager", "host", "compiled", "host", "graph", "reduce-overhead", "MiB"]]
+    keys = ("eager_ms", "eager_host_ms", "compiled_ms", "compiled_host_ms", "graph_ms", "reduced_ms", "eager_mib")
+    for row in sorted(results("gpu_training")["layers"], key=lambda row: row["L"]):
+        lines.append([f"{row['L']:,}", row["name"], *(ms(row[key]) if key in row else "–" for key in keys)])
+    return markdown(lines)
+
+
+def steps() -> str:
+    """Thousands of tokens per second in training, with the speedup over `full` and the memory."""
+    found = {(row["name"], row["L"], row["mode"]): row for row in results("gpu_training")["steps"]}
+    names, lengths, modes = (list(dict.fromkeys(key[i] for key in found)) for i in range(3))
+    lines = [["", *(f"{L:,}" for L in sorted(lengths))]]
+    for name, mode in itertools.product(names, modes):
+        cells = []
+        for L in sorted(lengths):
+            row, base = found.get((name, L, mode)), found.get(("full", L, mode))
+            share = f" ({row['tokens_per_s'] / base['tokens_per_s']:.2f} ×)" if row and base and name != "full" else ""
+            cells.append(f"{row['tokens_per_s'] / 1e3:.0f}{share}, {row['peak_gib']:.1f} GiB" if row else "–")
+        lines.append([f"`{name}`, {mode}", *cells])
+    return markdown(lines)
+
+
+def training(table: Callable[[], str]) -> Callable[[], str]:
+    """A table of gpu_training.json, or how to measure it."""
+    command = "python3 -m benchmarks.gpu_training --out benchmarks/results/gpu_training.json"
+    measured = (ROOT / "benchmarks/results/gpu_training.json").exists()
+    return table if measured else lambda: f"\nNot measured yet: `{command}`.\n\n"
 
 
 def packing() -> str:
@@ -197,18 +244,29 @@ def packing() -> str:
 def source(name: str) -> str:
     """Where the numbers of one file come from."""
     report = results(name)
-    return f"\n{report['gpu']}, torch {report['torch'].split('+')[0]}, commit {report['commit']}\n\n"
+    if "runs" not in report:
+        return f"\n{_run(report)}\n\n"
+    return "\n" + "".join(f"{i}. {_run(run)}: `{run['command']}`\n" for i, run in enumerate(report["runs"], 1)) + "\n"
+
+
+def _run(report: dict[str, Any]) -> str:
+    return f"{report['gpu']}, torch {report['torch'].split('+')[0]}, commit {report['commit']}"
 
 
 TABLES = {
     "eager": eager,
     "eager-short": lambda: eager(SHORT),
-    "eager-source": lambda: source("gpu_eager"),
-    "eager-host": host,
+    "attention-source": lambda: source("gpu_attention"),
+    "ways": ways,
+    "others": others,
+    "first-calls": first_calls,
     "crossovers": crossover_code,
-    "graph": lambda: graph(GRAPH),
+    "graph": lambda: graph(("cudnn", *GRAPH)),
     "graph-more": lambda: graph(MORE_GRAPH),
-    "graph-speedups": speedups,
+    "graph-speedups": lambda: speedups(True),
+    "graph-speedups-bidirectional": lambda: speedups(False),
+    "layers": training(layers),
+    "steps": training(steps),
     "packing": packing,
     "packing-source": lambda: source("gpu_packing"),
     "generation-cpu": lambda: markdown(generation_tables.steps("generation_cpu")),

@@ -1,7 +1,7 @@
 """From which length on eager training was measured to be faster than cuDNN's full attention, on one H200.
 
-`python -m benchmarks.tables` writes the table from benchmarks/results/gpu_eager.json: the shortest measured length from
-which a forward and backward takes less time, at every longer measured length too. None: at no measured length.
+`python -m benchmarks.tables` writes the table from benchmarks/results/gpu_attention.json: the shortest measured length
+from which a forward and backward takes less time, at every longer measured length too. None: at no measured length.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ FASTER_FROM: dict[str, int | None] = {
     "combiner-axial": 2048,
     "combiner-axial-horizontal": 16384,
     "combiner-axial-vertical": 16384,
-    "combiner-fixed": 2048,
-    "combiner-logsparse": None,
+    "combiner-fixed": 16384,
+    "combiner-logsparse": 16384,
     "combiner-mixture": 16384,
-    "combiner-routing": None,
-    "linear": 2048,
+    "linear": 16384,
     "linformer": 16384,
     "local": 2048,
-    "logsparse": 16384,
-    "longformer": 2048,
+    "logsparse": 2048,
+    "longformer": 16384,
     "performer": 16384,
     "reformer": 16384,
     "routing": 16384,

@@ -135,7 +135,7 @@ def _place(tensors, options) -> tuple[Tensor]:
     launch(
         place, (bands,),
         key, chains, state, owner, POOL, height, width, band, sigma[0] ** 2, sigma[1] ** 2, window, shift, rank,
-        rows, columns, across, SWEEPS=FRESH_SWEEPS, BLOCK=4096, num_warps=32, num_stages=1,
+        rows, columns, across, SWEEPS=FRESH_SWEEPS, BLOCK=2048, num_warps=16, num_stages=1,
     )  # fmt: skip
     launch(owned, (windows,), owner, sources, cells, size, channels, CAUSAL=causal, BLOCK=2048, num_warps=8)
     return (_thinned(key, sources, kept, (2 * FRESH_SWEEPS * bands + 1) * cells, rank),)
