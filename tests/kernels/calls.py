@@ -100,7 +100,7 @@ SMALL = listed(
             of(24, H=1, D=8, ties=True, clusters=2, capacity=5),
             of(70, H=1, D=20, mask="ends", ties=True, clusters=3, capacity=8),
             of(30, B=2, H=1, causal=False, mask="all", clusters=2, capacity=9),
-            of(40, H=1, layout="BHLD", clusters=20, capacity=16, summary="mean"),
+            of(40, H=1, layout="BHLD", clusters=5, capacity=16, summary="mean"),
             of(20, H=1, causal=False, clusters=2, capacity=4, summary="sum"),
             of(70, H=1, D=64, dtype=HALF, clusters=2, capacity=16),
         ),
