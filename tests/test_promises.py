@@ -283,6 +283,23 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize("name", [n for n in weft.attentions() if weft.attention_info(n).subquadratic])
+def test_gradients_of_much_read_tokens_keep_their_bits(name):
+    """Gradients of values in bfloat16, for tokens that hundreds of rows read. A sum in bfloat16 would stop growing."""
+    info = weft.attention_info(name)
+    L = 8192
+    attn = weft.make_attention(name, heads=1, head_dim=16, causal=info.causal, max_length=L, backend="torch").eval()
+    q, k, v = (x.bfloat16() for x in qkv(L, B=1, H=1, D=16))
+    found = []
+    for dtype, module in ((torch.float64, copy.deepcopy(attn).double()), (torch.bfloat16, attn)):
+        value = v.to(dtype).requires_grad_()
+        out = module(q.to(dtype), k.to(dtype), value)
+        found += torch.autograd.grad(out.sum(), value)
+    exact, half = found
+    error = (half - exact).norm() / exact.norm()
+    assert error < 6e-3
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", weft.attentions())
 def test_single_precision_is_close_to_double_with_left_padding(name, causal):

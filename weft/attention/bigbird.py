@@ -23,6 +23,7 @@ from ..core.blocks import ceil_div, from_blocks, to_blocks
 from ..core.contract import Attention, PositionBias
 from ..core.dense import dense_attention, positions
 from ..core.dispatch import Kernel
+from ..core.precision import gathered
 from ..core.registry import register
 from ..core.softmax import softmax_attention
 from ..core.staging import operator, send
@@ -78,7 +79,7 @@ class BigBirdAttention(Attention):
         c = blocks.shape[-1]
         at = blocks.clamp(min=0)
         every_head = torch.arange(H, device=q.device)[:, None, None]
-        k_b, v_b = (to_blocks(x, m)[:, every_head, at].flatten(3, 4) for x in (k, v))
+        k_b, v_b = (gathered(to_blocks(x, m), lambda x: x[:, every_head, at]).flatten(3, 4) for x in (k, v))
         in_plan = (blocks >= 0)[..., None].expand(H, n - 2, c, m).flatten(2)
         real = torch.nn.functional.pad(valid, (0, padded - L)).view(-1, n, m)[:, at].flatten(3)
         allowed = (real & in_plan)[:, :, :, None]

@@ -24,6 +24,7 @@ from ..core.dense import dense_attention, positions
 from ..core.dispatch import Kernel
 from ..core.joint import BackwardRows, Layout, Part, Rows, joint_attention, token_positions, valid_in
 from ..core.partitions import LogSpans
+from ..core.precision import gathered
 from ..core.registry import register
 from ..core.state import KeepsAll, KeyValues, attend_to
 from ..kernels.log_spans import kernel
@@ -91,7 +92,8 @@ def last_tokens(
 
     def with_nodes(x: Tensor) -> Tensor:
         """Blocks (.., n, m, X) -> (.., n, keys, X): the block's own tokens, its local nodes, its upper nodes."""
-        upper = torch.unflatten(x[:, :, :, -1].index_select(2, spans.last_upper.flatten()), 2, spans.last_upper.shape)
+        upper = gathered(x[:, :, :, -1], lambda last: last.index_select(2, spans.last_upper.flatten()))
+        upper = torch.unflatten(upper, 2, spans.last_upper.shape)
         return torch.cat([x, x[:, :, :, spans.last_local], upper], 3)
 
     allowed = log_allowed(spans, own)

@@ -7,6 +7,7 @@ difference.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,3 +34,11 @@ def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 def precise(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
+
+
+def gathered(x: Tensor, pick: Callable[[Tensor], Tensor]) -> Tensor:
+    """pick(x), with gradients summed in float32. In half precision, a token that is picked by hundreds of rows would
+    lose most of its gradient."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return pick(x)
+    return pick(x.float()).to(x.dtype)

@@ -25,6 +25,7 @@ from ...core.dense import positions
 from ...core.dispatch import Kernel
 from ...core.joint import BackwardRows, Layout, Part, Rows, valid_in
 from ...core.partitions import LogSpans, log_spans
+from ...core.precision import gathered
 from ...core.registry import register
 from ...core.softmax import softmax_attention
 from ...core.staging import send
@@ -196,7 +197,8 @@ def spans_before(
         at = torch.where(spans.sees_upper, at, 0)
 
         def of_block(nodes: list[Tensor]) -> Tensor:
-            return torch.unflatten(torch.cat(nodes, 2).index_select(2, at.flatten()), 2, at.shape)
+            picked = gathered(torch.cat(nodes, 2), lambda x: x.index_select(2, at.flatten()))
+            return torch.unflatten(picked, 2, at.shape)
 
         keys.append(of_block(nodes_k))
         values.append(of_block(nodes_v))
