@@ -11,6 +11,7 @@ Kernels take their pointers first. `launch` is the only way to start one.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 import time
@@ -102,34 +103,27 @@ class Tape:
         self.held_pointers = [x.data_ptr() for x in held]
 
     def ready(self) -> bool:
-        """Whether `launch` can run now: its GPU is the current one, and nobody watches."""
+        """Whether it can be played now: its GPU is the current one, and nobody watches."""
         index = self.device.index
-        return index is not None and index == torch._C._cuda_getDevice() and not _watched()
+        return (index is None or index == torch._C._cuda_getDevice()) and not _watched()
 
-    def play(self, tensors: Sequence[Tensor | None], pointers: list[int]) -> list[Tensor]:
-        """Return the outputs. `pointers` are those of the tensors."""
-        if self.device.type == "cuda":
-            return self.launch(pointers)
-        made = self._made()
-        self._interpret([*tensors, *made, *self.held])
-        return made[: self.outputs]
-
-    def launch(self, pointers: list[int]) -> list[Tensor]:
-        made = self._made()
+    def play(self, pointers: list[int]) -> list[Tensor]:
+        """Return the outputs for tensors at these addresses."""
+        device = self.device
+        made = [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in self.made]
         pointers = pointers + [x.data_ptr() for x in made] + self.held_pointers
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if device.type == "cpu":
+            self._interpret(pointers)
+            return made[: self.outputs]
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
         for run, (x, y, z), function, metadata, slots, rest in self.steps:
             places = [pointers[base] + offset for base, offset, _ in slots]
             run(x, y, z, stream, function, metadata, None, None, None, *places, *rest)  # no hooks: see _watched
         return made[: self.outputs]
 
-    def _made(self) -> list[Tensor]:
-        device = self.device
-        return [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in self.made]
-
-    def _interpret(self, bases: list[Tensor | None]) -> None:
+    def _interpret(self, pointers: list[int]) -> None:
         for kernel, grid, options, _, slots, rest in self.steps:
-            kernel[grid](*(_view(bases[base], offset, dtype) for base, offset, dtype in slots), *rest, **options)
+            kernel[grid](*(_at(pointers[base] + offset, dtype) for base, offset, dtype in slots), *rest, **options)
 
 
 _taped: weakref.WeakSet[Taped] = weakref.WeakSet()
@@ -152,7 +146,7 @@ class Taped:
         key = self._key(tensors, options, pointers)
         tape = self.tapes.get(key, 1)
         if type(tape) is Tape and not _watched():
-            return tape.play(tensors, pointers)
+            return tape.play(pointers)
         if isinstance(tape, int):
             if len(self.tapes) >= REMEMBERED:
                 self.tapes.clear()
@@ -275,13 +269,11 @@ class _Recorder(TorchDispatchMode):
         return Tape(self.device, made, len(outputs), self.held, steps)
 
 
-def _view(x: Any, offset: int, dtype: torch.dtype) -> Any:
-    """The memory of x from `offset` bytes on, as elements of `dtype`. For Triton's interpreter, which takes tensors."""
-    if offset == 0 and x.dtype == dtype:
-        return x
-    memory, start = x.untyped_storage(), x.storage_offset() * x.element_size() + offset
-    count = (memory.nbytes() - start) // dtype.itemsize
-    return torch.empty(0, dtype=dtype, device=x.device).set_(memory, start // dtype.itemsize, (count,), (1,))
+def _at(pointer: int, dtype: torch.dtype) -> Tensor:
+    """A tensor at this address, for Triton's interpreter, which takes tensors and reads from their addresses on."""
+    if pointer == 0:  # of an empty tensor
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer((ctypes.c_char * dtype.itemsize).from_address(pointer), dtype=dtype)
 
 
 def _watched() -> bool:

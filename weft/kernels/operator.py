@@ -167,7 +167,7 @@ class Bound:
             mask = for_operator(mask.contiguous())
         table, entry = (None, 0) if self.position is None else self.position(i, q.device)
         if torch.compiler.is_compiling() or _looked_at(q):
-            return self.operator.operator(q, k, v, mask, *_entry(table, entry), *self.tensors, *self.options)
+            return self.operator(q, k, v, mask, *_entry(table, entry), *self.tensors, *self.options)
         pointers = [q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if mask is None else mask.data_ptr()]
         aligned = (pointers[0] | pointers[1] | pointers[2]) % 16 == 0
         key = q.stride(), k.stride(), v.stride(), mask is None, pointers[3] % 16 > 0
@@ -175,9 +175,9 @@ class Bound:
         if tape is not None and tape.ready():
             if table is not None:
                 pointers.append(table.data_ptr() + 8 * entry)
-            return tape.launch(pointers + self.pointers)[0]
+            return tape.play(pointers + self.pointers)[0]
         tensors = q, k, v, mask, *_entry(table, entry), *self.tensors
-        out = self.operator.run(tensors, self.options)[0]
+        out = self.operator(*tensors, *self.options)
         tape = self.operator.run.recorded(tensors, self.options) if aligned else None
         if tape is not None:
             self.pointers = [0 if x is None else x.data_ptr() for x in self.tensors]
