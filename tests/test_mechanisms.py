@@ -37,6 +37,20 @@ def test_performer_takes_large_keys(causal, L):
     torch.testing.assert_close(attn(q, 30 * k, v), attn.info.naive(attn, q, 30 * k, v), **EXACT)
 
 
+@pytest.mark.parametrize("L", (64, 192, 704))
+def test_full_has_finite_gradients_if_all_logits_are_very_negative(L):
+    """On CUDA, cuDNN's backward gives NaN at these lengths."""
+    attn = weft.make_attention("full", heads=1, head_dim=64)
+    q, k, v = (0.1 * x.bfloat16() for x in qkv(L, B=1, H=1, D=64))
+    q[..., 0], k[..., 0] = 1, -960  # every logit is near -120
+    mask = torch.arange(L)[None] < L - 5
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = attn(*inputs, mask)
+    exact = attn(*(x.detach().double() for x in inputs), mask)
+    assert (out - exact).norm() < 2e-2 * exact.norm()
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), inputs))
+
+
 def test_performer_features_are_orthogonal_and_approach_softmax():
     attn = make("performer", features=HEAD_DIM)
     directions = torch.nn.functional.normalize(attn.projection, dim=-1)

@@ -73,12 +73,16 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, bias: Tensor | 
 def fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """PyTorch's fused attention for any batch size and memory layout.
 
-    On CUDA, torch 2.11 returns None for an empty batch in half precision and fails on unaligned rows.
+    On CUDA, torch 2.11 returns None for an empty batch in half precision and fails on unaligned rows. The backward of
+    its cuDNN gives NaN for 128 n + 64 keys with a mask if the logits are below -89 (pytorch issue 196678).
     """
     if not q.shape[0]:
         return q @ k.mT @ v
     if q.is_cuda and not torch.compiler.is_compiling():
         q, k, v = aligned(q), aligned(k), aligned(v)
+        if k.shape[-2] % 128 == 64 and options.get("attn_mask") is not None:
+            with without_cudnn(q):
+                return F.scaled_dot_product_attention(q, k, v, **options)
     return F.scaled_dot_product_attention(q, k, v, **options)
 
 
