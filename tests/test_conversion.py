@@ -4,6 +4,7 @@ to the same weights."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 
@@ -70,6 +71,8 @@ def test_transfer_and_fine_tuning_recover_the_loss(build, precision):
     assert report.tokens == {"transfer": 20 * 4 * 32, "fine-tuning": 40 * 4 * 48}
     assert json.loads(json.dumps(report.as_dict()))["losses"] == losses
     assert "2 layers replaced" in str(report) and "loss after fine-tuning" in str(report)
+    worse = dataclasses.replace(report, losses=losses | {"after fine-tuning": losses["after transfer"] + 1})
+    assert "try a smaller learning_rate" in str(worse) and "try a smaller learning_rate" not in str(report)
     assert weft.describe(model)["swapped"] and model.training
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,10 @@ class Conversion:
         left = f", {len(self.left)} left" if self.left else ""
         lines = [f"converted to {self.to}: {len(self.replaced)} layers replaced{left}"]
         lines += [f"  loss {stage:<18} {self.losses[stage]:.4f}" for stage in STAGES if stage in self.losses]
+        for earlier, later in pairwise(stage for stage in STAGES[1:] if stage in self.losses):
+            if self.losses[later] > self.losses[earlier]:
+                option = "transfer_learning_rate" if later == "after transfer" else "learning_rate"
+                lines.append(f"  the loss is higher {later} than {earlier}: try a smaller {option}")
         if self.errors:
             first, last = (sum(e[i] for e in self.errors.values()) / len(self.errors) for i in (0, -1))
             lines.append(f"  error of the layers     {first:.4f} after swap, {last:.4f} after transfer")
