@@ -175,7 +175,7 @@ def same(out: Path, whole: Path) -> str:
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in entry.items() if k != "tokens_per_s"} for entry in entries]
+    return [{k: v for k, v in entry.items() if k not in ("tokens_per_s", "seconds")} for entry in entries]
 
 
 def until(process: Forked | subprocess.Popen[str], ready: Callable[[], bool], limit: float = 120) -> None:
