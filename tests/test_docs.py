@@ -32,8 +32,11 @@ def test_the_tables_list_every_mechanism(page, columns):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_are_valid(page):
-    for target in re.findall(r"\]\(([^)#:\s]+)\)", page.read_text()):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    docs = ROOT / "docs"
+    for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)", page.read_text()):
+        found = (page.parent / target).resolve()
+        assert found.exists(), f"{page.name} links to {target}"
+        assert docs not in page.parents or docs in found.parents, f"{target} of {page.name} is not on the site"
 
 
 ELSEWHERE = {"CONTRIBUTING.md", "docs/lab.md", "docs/scale.md"}  # below, in test_plugins, and for several processes
