@@ -1,0 +1,81 @@
+"""Load a Hugging Face model that was saved after `weft.swap` or `weft.cache`.
+
+config.json describes the changes (see `saved.py`). The plain model is loaded first, then changed, and then gets the
+tensors of its caches and mechanisms.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import transformers
+from torch import Tensor
+
+from .saved import apply
+
+
+def load(folder: str | Path, **options: Any) -> Any:
+    """Load a model that was saved with `save_pretrained(folder)` after `weft.swap` or `weft.cache`, with its changes.
+
+    `options` go to `from_pretrained`.
+    """
+    config = transformers.AutoConfig.from_pretrained(folder)
+    description = vars(config).pop("weft", None)
+    if description is None:
+        raise ValueError(f"{folder}/config.json describes no swap or cache: use from_pretrained")
+    cls = getattr(transformers, config.architectures[0])
+    plain: dict[str, Tensor] = {}
+    own: dict[str, Tensor] = {}
+    for key, value in _tensors(Path(folder)).items():
+        name = key.replace(".cached.inner.", ".", 1) if description.get("cached") else key
+        if _is_own(name):
+            own[key] = value
+        else:
+            plain[name] = value
+    if not own:
+        model = cls.from_pretrained(folder, config=config, **options)
+        apply(model, description)
+        return model
+    model = cls.from_pretrained(None, config=config, state_dict=plain, **options)
+    apply(model, description)
+    own = _renamed(own, [key for key in model.state_dict() if _is_own(key)])
+    unknown = model.load_state_dict(own, strict=False).unexpected_keys
+    lost = [key for key in model.state_dict() if _is_own(key) and key not in own]
+    if unknown or lost:
+        raise ValueError(f"{folder} does not have the tensors that its config.json describes: {[*unknown, *lost]}")
+    return model
+
+
+def _renamed(tensors: dict[str, Tensor], wanted: list[str]) -> dict[str, Tensor]:
+    """save_pretrained may write other words in the path of a layer, but its numbers stay, and most of its words."""
+
+    def parts(key: str) -> list[str]:
+        return re.split(r"(\.(?:cached|weft)\.)", key, maxsplit=1)
+
+    layers = {parts(key)[0] for key in wanted}
+    places: dict[str, str] = {}
+    for path in {parts(key)[0] for key in tensors}:
+        words = Counter(path.split("."))
+        same = [other for other in layers if re.findall(r"\d+", other) == re.findall(r"\d+", path)]
+        shared = sorted(((words & Counter(other.split("."))).total(), other) for other in same)
+        if path in layers:
+            places[path] = path
+        elif shared and (len(shared) == 1 or shared[-1][0] > shared[-2][0]):
+            places[path] = shared[-1][1]
+    if len(set(places.values())) < len(places):  # two layers would get the same tensors
+        return tensors
+    return {"".join([places.get(p := parts(key)[0], p), *parts(key)[1:]]): value for key, value in tensors.items()}
+
+
+def _is_own(key: str) -> bool:
+    """Whether a tensor belongs to a cache or to a mechanism, and not to the plain model."""
+    return ".weft." in key or (".cached." in key and ".cached.inner." not in key)
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return {key: value for file in sorted(folder.glob("*.safetensors")) for key, value in load_file(file).items()}
