@@ -122,7 +122,7 @@ def section(sweep: Sweep) -> tuple[str, bytes]:
 def by_time(done: Sequence[tuple[Cell, list[Record]]]) -> bool:
     """Whether the cells had the same time instead of the same number of steps, and their clocks are known."""
     runs = [run for _, runs in done for run in runs]
-    return all(cell.config.minutes for cell, _ in done) and all(len(run.clock) == len(run.curve) for run in runs)
+    return all(cell.config.time_budget for cell, _ in done) and all(len(run.clock) == len(run.curve) for run in runs)
 
 
 def plot_name(sweep: Sweep) -> str:

@@ -1,4 +1,4 @@
-"""`--minutes` chooses the steps by timing a few; the run is then like any run with these steps."""
+"""`--time-budget` chooses the steps by timing a few; the run is then like any run with these steps."""
 
 import json
 from pathlib import Path
@@ -28,17 +28,17 @@ def quick(monkeypatch):
     monkeypatch.setattr(pace, "_time", lambda trial: 1.0 if trial.is_dense else 0.5)
 
 
-def test_a_run_of_some_minutes_equals_one_of_the_chosen_steps(tmp_path, quick, monkeypatch):
-    timed = runs.tiny(tmp_path / "minutes-s0", minutes=0.2, schedule="cosine")
+def test_a_timed_run_equals_one_of_the_chosen_steps(tmp_path, quick, monkeypatch):
+    timed = runs.tiny(tmp_path / "timed-s0", time_budget=0.2, schedule="cosine")
     runs.killed_run(monkeypatch, timed, 13)
-    assert not (tmp_path / "minutes-s0" / "trial").exists()
+    assert not (tmp_path / "timed-s0" / "trial").exists()
     monkeypatch.setattr(pace, "_time", lambda trial: pytest.fail("timed again on resume"))
     assert train(timed, resume=True).steps == 24
     train(runs.tiny(tmp_path / "steps", steps=24, warmup=4, eval_every=8, checkpoint_every=4, schedule="cosine"))
-    assert losses(tmp_path / "minutes-s0") == losses(tmp_path / "steps")
-    kept = Run(tmp_path / "minutes-s0").config()
-    assert (kept.steps, kept.warmup, kept.eval_every, kept.checkpoint_every, kept.minutes) == (24, 4, 8, 4, 0.2)
-    record = read_folder(tmp_path / "minutes-s0", "accuracy")
+    assert losses(tmp_path / "timed-s0") == losses(tmp_path / "steps")
+    kept = Run(tmp_path / "timed-s0").config()
+    assert (kept.steps, kept.warmup, kept.eval_every, kept.checkpoint_every, kept.time_budget) == (24, 4, 8, 4, 0.2)
+    record = read_folder(tmp_path / "timed-s0", "accuracy")
     assert record.state == "complete" and [step for step, _ in record.clock] == [8, 16, 24]
     assert 0 < record.clock[0][1] < record.clock[2][1] <= record.seconds
     sweep = Sweep(tmp_path / "table.py", "", "accuracy", ())
@@ -48,7 +48,7 @@ def test_a_run_of_some_minutes_equals_one_of_the_chosen_steps(tmp_path, quick, m
 
 
 def test_the_time_of_a_dense_finish_counts(quick):
-    config = runs.tiny("unused", minutes=1.0, subsample="Sall-L4", finetune_dense_at=0.75)
+    config = runs.tiny("unused", time_budget=1.0, subsample="Sall-L4", finetune_dense_at=0.75)
     assert pace.seconds_per_step(config) == 0.75 * 0.5 + 0.25 * 1.0
 
 
@@ -61,7 +61,7 @@ def test_the_clock_measures_a_step(tmp_path, monkeypatch):
         self.pending.append(pace.torch.zeros(()))
 
     monkeypatch.setattr("weft.lab.loop.Training._update", update)
-    assert 0.01 <= pace.seconds_per_step(runs.tiny(tmp_path / "run", minutes=1.0)) < 1
+    assert 0.01 <= pace.seconds_per_step(runs.tiny(tmp_path / "run", time_budget=1.0)) < 1
     assert waits == list(range(1, 2 * pace.WARM + pace.TIMED + 1)) and not list(tmp_path.iterdir())
 
 
@@ -87,8 +87,8 @@ def test_an_ensemble_is_tested_at_the_end(tmp_path):
         runs.tiny(tmp_path / "none", ensemble=3)
 
 
-def test_the_steps_of_a_sweep_replace_its_minutes():
-    sweep = Sweep(Path("table.py"), "", "loss", (Cell("row", "column", TrainConfig(minutes=10, steps=100)),))
+def test_the_steps_of_a_sweep_replace_its_time_budget():
+    sweep = Sweep(Path("table.py"), "", "loss", (Cell("row", "column", TrainConfig(time_budget=10, steps=100)),))
     (job,) = jobs_of(sweep, overrides={"steps": 7})
-    assert (job.config.steps, job.config.minutes, job.variant) == (7, 0, "minutes=0.0+steps=7")
+    assert (job.config.steps, job.config.time_budget, job.variant) == (7, 0, "steps=7+time_budget=0.0")
     assert jobs_of(sweep, overrides={"compile": True})[0].variant == ""

@@ -39,7 +39,7 @@ def test_every_entry_has_a_task_whose_data_has_a_known_place(jobs):
 
 def test_a_run_of_fixed_time_has_a_minute_for_start_and_test(jobs):
     for entry, job in jobs:
-        assert entry.minutes >= job.config.minutes + bool(job.config.minutes)
+        assert entry.minutes >= job.config.time_budget + bool(job.config.time_budget)
 
 
 def test_a_complete_run_is_done_and_another_seed_or_a_cut_one_is_not():

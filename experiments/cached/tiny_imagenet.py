@@ -26,7 +26,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 def cells() -> list[Cell]:
     recipe: dict[str, Any] = dict(
-        task="tiny-imagenet-50", minutes=10, steps=1000, warmup=50, eval_every=100, checkpoint_every=100,
+        task="tiny-imagenet-50", time_budget=10, steps=1000, warmup=50, eval_every=100, checkpoint_every=100,
         batch_size=256, learning_rate=5e-4, label_smoothing=0.1, augmentation="",
     )  # fmt: skip
     return [

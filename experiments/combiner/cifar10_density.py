@@ -23,7 +23,7 @@ def cells() -> list[Cell]:
             "10 min",
             make_config(
                 "cifar10-density",
-                minutes=10,
+                time_budget=10,
                 steps=400,  # only for the fractions of warm-up, evaluations and checkpoints
                 warmup=10,
                 eval_every=20,

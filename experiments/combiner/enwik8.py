@@ -36,7 +36,7 @@ def cells() -> list[Cell]:
             "10 min",
             make_config(
                 "enwik8-streams",
-                minutes=10,
+                time_budget=10,
                 steps=1000,  # only for the fractions of warm-up, evaluations and checkpoints
                 warmup=50,
                 eval_every=50,

@@ -37,7 +37,7 @@ def cells() -> list[Cell]:
             make_config(
                 task,
                 preset="lion",
-                minutes=10,
+                time_budget=10,
                 steps=1000,  # only for the fractions of warm-up, evaluations and checkpoints
                 warmup=50,
                 eval_every=125,

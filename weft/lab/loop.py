@@ -64,7 +64,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> Result:
     CannotSave, RunExists, InUse, OtherData."""
     config.check()
     with Run(config.folder()) as folder:
-        if config.minutes:
+        if config.time_budget:
             from .pace import with_steps
 
             config = with_steps(config, folder, resume)

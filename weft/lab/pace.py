@@ -1,4 +1,4 @@
-"""`--minutes`: choose the number of steps by timing a few.
+"""`--time-budget MINUTES`: choose the number of steps by timing a few.
 
     steps = 60 · minutes / seconds per step
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from .loop import Training
 
 SCALED = ("eval_every", "checkpoint_every")
-CHOSEN = ("steps", "warmup", *SCALED)  # what `--minutes` replaces
+CHOSEN = ("steps", "warmup", *SCALED)  # what `--time-budget` replaces
 WARM, TIMED, LONGEST = 3, 50, 10.0  # steps before the clock starts, timed steps, and the most seconds for them
 
 
 def with_steps(config: TrainConfig, folder: Run, resume: bool) -> TrainConfig:
-    """The config with the numbers of an earlier launch, or those for `config.minutes`."""
+    """The config with the numbers of an earlier launch, or those for `config.time_budget`."""
     if resume and folder.computed():
         return keep_steps(config, folder.config())
     each = seconds_per_step(config)
-    config = scaled(config, max(1, round(60 * config.minutes / each)))
-    say(f"{1000 * each:.1f} ms per step: {config.steps:,} steps in {config.minutes:g} minutes")
+    config = scaled(config, max(1, round(60 * config.time_budget / each)))
+    say(f"{1000 * each:.1f} ms per step: {config.steps:,} steps in {config.time_budget:g} minutes")
     return config
 
 
@@ -81,7 +81,7 @@ def _time(trial: Training) -> float:
         loss = trial.pending[-1].item()  # waits for the device
         trial.pending.clear()
         if not math.isfinite(loss):
-            raise ValueError(f"the loss of step {trial.step} is {loss}: --minutes could not time the steps")
+            raise ValueError(f"the loss of step {trial.step} is {loss}: --time-budget could not time the steps")
         return time.perf_counter() - began
 
     run(WARM)

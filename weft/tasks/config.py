@@ -66,7 +66,7 @@ class TrainConfig:
 
     # optimisation
     steps: int = 10_000  # number of weight updates
-    minutes: float = 0.0  # choose the steps so that training takes this long here, by timing a few; 0: use steps
+    time_budget: float = 0.0  # minutes of training: choose the steps that fit, by timing a few; 0: use steps
     batch_size: int = 32  # examples per device and micro-step
     accumulate: int = 1  # micro-steps per update
     optimizer: str = "adam"  # adam, adamw or lion
@@ -175,7 +175,7 @@ class TrainConfig:
         for name in (
             "eval_every", "eval_batches", "warmup", "clip", "diverge_at", "learning_rate", "weight_decay",
             "final_learning_rate", "max_length", "eval_stride", "image_size", "sigma", "sigma_last", "eps",
-            "mixup", "cutmix", "minutes", "ensemble",
+            "mixup", "cutmix", "time_budget", "ensemble",
         ):  # fmt: skip
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a number that is not negative, got {getattr(self, name)}")
@@ -211,8 +211,8 @@ class TrainConfig:
             raise ValueError("finetune_dense_at needs subsampled attention: give --subsample or --attention subsampled")
         if self.ensemble and (self.finetune_dense_at or not self.subsample and "subsampled" not in self.attention):
             raise ValueError("ensemble needs subsampled attention to the end: give --subsample, no --finetune-dense-at")
-        if self.minutes and self.devices * self.nodes > 1:
-            raise ValueError("minutes needs a single process: give --steps instead, or remove --devices and --nodes")
+        if self.time_budget and self.devices * self.nodes > 1:
+            raise ValueError("time_budget needs a single process: give --steps, or remove --devices and --nodes")
         if self.offload and not self.checkpoint_activations:
             raise ValueError("offload needs --checkpoint-activations: it moves the inputs of recomputed blocks")
         if self.context_parallel > 1:

@@ -185,8 +185,8 @@ def jobs_of(
     for name, instead in (("out", "--out"), ("seed", "--seeds"), ("task", "another sweep"), ("preset", "its values")):
         if name in overrides:
             raise ValueError(f"{name} cannot be set for all runs of a sweep: use {instead}")
-    if "steps" in overrides and any(cell.config.minutes for cell in sweep.cells):
-        overrides.setdefault("minutes", 0.0)  # which would choose the steps
+    if "steps" in overrides and any(cell.config.time_budget for cell in sweep.cells):
+        overrides.setdefault("time_budget", 0.0)  # which would choose the steps
     cells = [cell for cell in sweep.cells if not only or any(_matches(cell, pattern) for pattern in only)]
     if not cells:
         known = ", ".join(f"{cell.row}/{cell.column}" for cell in sweep.cells)
@@ -234,10 +234,10 @@ def changed(old: TrainConfig, new: TrainConfig) -> list[str]:
 
 def free(config: TrainConfig) -> frozenset[str]:
     """The settings that may differ between two runs of this config. Packed batches give the losses of padded ones,
-    except for dropout's random numbers, if the mechanism's pattern does not depend on the padding; `minutes` chooses
-    the steps by the speed of the device."""
+    except for dropout's random numbers, if the mechanism's pattern does not depend on the padding; `time_budget`
+    chooses the steps by the speed of the device."""
     names = config.attention.split("+")
-    same = set(CHOSEN) if config.minutes else set()
+    same = set(CHOSEN) if config.time_budget else set()
     if config.attention != "mixed" and not any(map(padding_matters, names)):
         same.add("packed")
     return FREE | same
@@ -288,9 +288,9 @@ def result_of(job: Job) -> dict[str, Any] | None:
 
 
 def started(job: Job) -> TrainConfig:
-    """The job's config, with the steps that `minutes` has chosen if the run has started."""
+    """The job's config, with the steps that `time_budget` has chosen if the run has started."""
     run = Run(job.folder)
-    return keep_steps(job.config, run.config()) if job.config.minutes and run.computed() else job.config
+    return keep_steps(job.config, run.config()) if job.config.time_budget and run.computed() else job.config
 
 
 def parse_override(text: str) -> tuple[str, Any]:
