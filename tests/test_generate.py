@@ -214,9 +214,11 @@ def test_the_command_continues_a_prompt(run, tmp_path):
 def test_the_command_refuses(run, tmp_path, monkeypatch):
     def refusal(*words: str, given: str | None = None) -> str:
         found = CliRunner().invoke(app, ["generate", *words], input=given, env={"COLUMNS": "400"})
-        assert found.exit_code != 0
+        assert found.exit_code != 0 and not found.stdout
         return found.output
 
+    assert "top_p must be in (0, 1], got 2.0" in refusal(str(run), "--prompt", "a", "--top-p", "2")
+    assert "Overflow" in refusal(str(run), "--prompt", "a", "--seed", str(2**70))
     assert "the prompt is empty" in refusal(str(run), given="")
     assert "not both" in refusal(str(run), "--prompt", "a", "--file", "b")
     assert "does not exist" in refusal(str(run), "--file", str(tmp_path / "none"))

@@ -33,12 +33,14 @@ def generate(
     import torch
 
     from ..lab.trained import load
+    from ..models.generate import check_sampling
     from ..models.language import LanguageModel
     from ..tasks.hosts import Hosted
     from ..tasks.text import Bytes
 
     if which not in ("", "best", "last", "average"):
         raise typer.BadParameter(f"--which must be best, last or average, got {which!r}")
+    check_sampling(temperature, top_k, top_p)
     text = _prompt(prompt, file)
     trained = load(run, which)
     model: Any = trained.model
@@ -55,11 +57,13 @@ def generate(
         raise typer.BadParameter("the prompt is empty: give at least one token with --prompt or --file")
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     write = writer()
+    unread = text  # printed with the first token: what fails before it prints nothing
 
     def show(new: Any) -> None:
-        print(write(int(new[0])), end="", flush=True)
+        nonlocal unread
+        print(unread + write(int(new[0])), end="", flush=True)
+        unread = ""
 
-    print(text, end="", flush=True)
     begin = time.perf_counter()
     model.to(place).generate(
         torch.tensor([ids], device=place), tokens, temperature, top_k, top_p, stream=show, seed=seed

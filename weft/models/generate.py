@@ -39,6 +39,7 @@ def generate(
     Once the sequence has `model.max_length` tokens, the oldest quarter is dropped and the rest is read again. Longer
     prompts are shortened in the same way.
     """
+    check_sampling(temperature, top_k, top_p)
     _check(model, ids, max_new_tokens, mask)
     ends = _ends(stop, ids.device, model.vocab)
     if generator is not None and seed is not None:
@@ -85,12 +86,7 @@ def sample(
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Draw one id per row of logits (B, vocab)."""
-    if not temperature >= 0:  # also NaN
-        raise ValueError(f"temperature must be at least 0, got {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be at least 1, got {top_k}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be in (0, 1], got {top_p}")
+    check_sampling(temperature, top_k, top_p)
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits.float() / temperature
@@ -103,6 +99,15 @@ def sample(
         beyond = p.cumsum(-1) - p >= top_p  # the first token that reaches p stays
         logits = logits.masked_fill(beyond.gather(-1, order.argsort(-1)), float("-inf"))
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+
+
+def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    if not temperature >= 0:  # also NaN
+        raise ValueError(f"temperature must be at least 0, got {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be at least 1, got {top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be in (0, 1], got {top_p}")
 
 
 def _check(model: Any, ids: Tensor, max_new_tokens: int, mask: Tensor | None) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import attention_info
+from ..models.generate import check_sampling
 from .base import Known
 from .config import TrainConfig
 
@@ -208,6 +209,7 @@ class Hosted(nn.Module):
         seed: int | None = None,
     ) -> Tensor:
         """As `LanguageModel.generate`, through the model's own generate()."""
+        check_sampling(temperature, top_k, top_p)
         if seed is not None:
             torch.manual_seed(seed)
         chosen: dict[str, Any] = {"do_sample": False}
