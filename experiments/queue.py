@@ -84,6 +84,8 @@ def queue() -> list[Entry]:
     add("cached/tiny_imagenet", {f"{row}/{c}": 11 for row in ("ViT-S", "Swin-T", "PVT-Tiny") for c in columns})
     add("cached/table4", {f"Multi30k {pair}/{c}": 4 for pair in ("De-En", "En-De") for c in columns})
     add("subsampled/molecules", {"0 dropped/QM9 gap": 7, "0.1 dropped/QM9 gap": 7})
+    sets = {"FreeSolv": 1, "ESOL": 2, "Lipophilicity": 4}
+    add("subsampled/moleculenet", {f"{drop} dropped/{name}": m for name, m in sets.items() for drop in ("0", "0.1")})
     add(
         "wide/modern",
         {f"{name}/{task} *": m[i] for i, task in enumerate(("ListOps", "byte")) for name, m in MODERN.items()},

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent / "experiments"
 FILES = sorted(ROOT.glob("*/*.py"))
 SWEEPS = [file for file in FILES if is_sweep(file)]
 RANGES = {"accuracy": (10, 100), "bits_per_byte": (0.9, 5), "bits_per_dimension": (2, 5), "perplexity": (3, 30),
-          "box_ap": (30, 50), "box_ap50": (0, 100), "bleu": (25, 45), "mae": (0, 1)}  # fmt: skip
+          "box_ap": (30, 50), "box_ap50": (0, 100), "bleu": (25, 45), "mae": (0, 1), "rmse": (0.5, 2)}  # fmt: skip
 SMALL = dict(
     dim=16, heads=2, head_dim=4, mlp_dim=16, layers=1, steps=1, warmup=0, batch_size=2, accumulate=1, eval_every=0,
     eval_batches=1, checkpoint_every=1, keep=1, finetune_dense_at=0.0, time_budget=0.0, ensemble=0, accelerator="cpu",

@@ -1,5 +1,4 @@
-"""PCQM4Mv2, QM9 and MoleculeNet: properties of molecules with EGT-Simple, with source dropout instead of attention
-dropout.
+"""PCQM4Mv2 and QM9: properties of molecules with EGT-Simple, with source dropout instead of attention dropout.
 
     weft sweep experiments/subsampled/molecules.py --only "*/PCQM4Mv2"          data/pcqm4m-v2/raw/data.csv.gz
     weft sweep experiments/subsampled/molecules.py --only "*/QM9 gap"           data/qm9.parquet
@@ -7,9 +6,7 @@ dropout.
 
 The Information Pathways Hypothesis, https://arxiv.org/abs/2306.01705 (a table that we could not access; other
 listings give a validation MAE of 0.0876 eV, and 0.0865 with the ensemble). EGT-Simple has 6 layers, 11 M parameters and
-no 3-D coordinates. The other columns are not in the paper; the best graph models of MoleculeNet, on random splits
-(https://arxiv.org/abs/1703.00564), have RMSE 0.58 on ESOL, 1.15 on FreeSolv (both MPNN) and 0.655 on lipophilicity
-(graph convolutions). RDKit reads atoms and bonds: pip install 'weft[graphs]'
+no 3-D coordinates. QM9 is not in the paper. RDKit reads atoms and bonds: pip install 'weft[graphs]'
 """
 
 from __future__ import annotations
@@ -25,9 +22,6 @@ COLUMNS = {  # task, steps, warm-up, batch, learning rate, note
         "pcqm4mv2", 1_000_000, 60_000, 512, 2e-4, "the paper, from other listings: 0.0876 eV, 0.0865 with the ensemble"
     ),
     "QM9 gap": ("qm9-gap", 5000, 300, 512, 5e-4, "SchNet, with 3-D coordinates: 0.063 eV"),
-    "ESOL": ("esol", 5000, 500, 64, 2e-4, "MoleculeNet's best: RMSE 0.58"),
-    "FreeSolv": ("freesolv", 3000, 300, 64, 2e-4, "MoleculeNet's best: RMSE 1.15"),
-    "Lipophilicity": ("lipophilicity", 10_000, 1000, 64, 2e-4, "MoleculeNet's best: RMSE 0.655"),
 }  # fmt: skip
 
 
