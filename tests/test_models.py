@@ -109,6 +109,26 @@ def test_empty_document_is_finite_and_leaves_the_others_alone(choice, pooling):
     torch.testing.assert_close(logits[1:], model(ids[1:]), rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("packed", (False, True), ids=("padded", "packed"))
+@promises.sweep(first_setting=True, causal=False)
+def test_training_computes_only_the_token_that_is_read(case, packed):
+    """Outputs and gradients are those of all tokens."""
+    lengths = (17, 5, 11)
+    ids, options = documents(*lengths), {}
+    if packed:
+        ids, options = ids[ids > 0][None], {"segments": weft.Segments.from_lengths(list(lengths))}
+    choice, found = (case.name, dict(case.options)), []
+    for read in (lambda model: model(ids, **options), lambda model: model.tokens(ids, **options)[0][:, 0]):
+        torch.manual_seed(0)
+        encoder = TextEncoder(
+            VOCAB, **SMALL, attention=choice[0], attention_options=choice[1], dropout=0.0, dtype=torch.float64
+        )
+        out = read(encoder.train())
+        out.square().sum().backward()
+        found.append([out.detach(), *(p.grad for p in encoder.parameters() if p.grad is not None)])
+    torch.testing.assert_close(*found)
+
+
 def test_a_mask_takes_the_place_of_nonzero_ids():
     model = classifier()
     ids = documents(5, 9)

@@ -179,6 +179,11 @@ class Segments:
         kept = torch.unflatten(filled, 0, (len(self), -1)).view(len(self), -1, *[1] * (x.dim() - 2))
         return rows.masked_fill(~kept, 0)
 
+    @outside_graphs("the tables of segments are computed on the CPU")
+    def padded_rows(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`as_rows` of x and of its mask (B, L)."""
+        return self.as_rows(x), self.as_rows(self.numbers > 0 if mask is None else mask)
+
     def plan(self, pattern: Callable[[int], Hashable], block: int | None) -> Plan:
         """Where each document goes, for a mechanism with this `pattern` and `separate_blocks`."""
         sizes = np.unique(self.lengths).tolist()
@@ -339,6 +344,11 @@ def documents_of(segments: Tensor | Segments, x: Tensor) -> Segments:
     if found.device != x.device:
         raise ValueError(f"segments are on {found.device}, but the tokens are on {x.device}; create them there")
     return found
+
+
+def first_tokens(x: Tensor, documents: Segments | None) -> Tensor:
+    """x (B, L, ...) -> the first token of each row, or of each packed document."""
+    return x[:, 0] if documents is None else x.flatten(0, 1).index_select(0, documents.first)
 
 
 @outside_graphs("the lengths of packed documents must be known on the CPU")

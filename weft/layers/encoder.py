@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..core.contract import PositionBias, quiet_padding
-from ..core.segments import Segments, documents_of
+from ..core.segments import Segments, documents_of, first_tokens
 from .feedforward import FeedForward
+from .multihead import MultiheadAttention
 
 NORM_EPS = 1e-6
 
@@ -27,7 +28,8 @@ def make_norm(kind: str, dim: int, **place: Any) -> nn.Module:
 class EncoderBlock(nn.Module):
     """`block(x, mask=None, bias=None, segments=None)`, x (B, L, dim). `attention` takes the same arguments.
 
-    `norm` is "layer" or "rms".
+    `norm` is "layer" or "rms". `first=True` returns only the first token of each row or packed document, (rows or
+    documents, dim), and computes the others as far as these need them.
     """
 
     def __init__(
@@ -55,13 +57,18 @@ class EncoderBlock(nn.Module):
         bias: PositionBias | None = None,
         *,
         segments: Tensor | Segments | None = None,
+        first: bool = False,
     ) -> Tensor:
-        documents = {}
-        if segments is not None:  # read them once for all layers; layers without packing do not get the argument
-            found = documents_of(segments, x)
-            x, documents = quiet_padding(x, found.mask), {"segments": found}
+        options: dict[str, Any] = {}
+        found = None if segments is None else documents_of(segments, x)  # read them once for all layers
+        if found is not None:  # layers without packing do not get the argument
+            x, options = quiet_padding(x, found.mask), {"segments": found}
         x = quiet_padding(x, mask)
-        return self._finish(x, self.attention(self.attention_norm(x), mask, bias, **documents))
+        if not first:
+            return self._finish(x, self.attention(self.attention_norm(x), mask, bias, **options))
+        itself = isinstance(self.attention, MultiheadAttention)
+        y = self.attention(self.attention_norm(x), mask, bias, **options, **({"first": True} if itself else {}))
+        return self._finish(first_tokens(x, found), y if itself else first_tokens(y, found))
 
     def prefill(
         self,

@@ -11,7 +11,7 @@ from ..attention import Attention, make_attention
 from ..core.contract import PositionBias, quiet_padding
 from ..core.decoding_state import DecodingState, next_positions
 from ..core.positions import Rotary
-from ..core.segments import Segments, documents_of
+from ..core.segments import Segments, documents_of, first_tokens
 from ..core.sharding import first_position
 
 
@@ -23,7 +23,8 @@ class MultiheadAttention(nn.Module):
     normalises them first (RMSNorm over a head, with a learned scale), which bounds the logits. Calling with `context=`
     gives cross attention; the mask is then the context's. `attention` is a registered name, with its options as further
     keyword arguments, or a mechanism instance. `segments=` (B, L) numbers packed documents, 0 for padding: attention
-    stays within each, and positions start again.
+    stays within each, and positions start again. `first=True` returns only the first token of each row or document,
+    (rows or documents, dim).
     """
 
     def __init__(
@@ -135,8 +136,11 @@ class MultiheadAttention(nn.Module):
         *,
         context: Tensor | None = None,
         segments: Tensor | Segments | None = None,
+        first: bool = False,
     ) -> Tensor:
         self._check(x, context)
+        if first:
+            return self._first(x, mask, bias, None if segments is None else documents_of(segments, x))
         if segments is not None:
             return self.merge(self.per_document(x, mask, bias, segments, context))
         if context is None:
@@ -160,6 +164,21 @@ class MultiheadAttention(nn.Module):
         x = quiet_padding(x, documents.real(mask))
         qkv = self.project(x, positions=None if self.rope is None else documents.positions)
         return self.attention(*qkv, mask, bias, documents, **self.input(x))
+
+    def _first(self, x: Tensor, mask: Tensor | None, bias: PositionBias | None, documents: Segments | None) -> Tensor:
+        attn = self.attention
+        alone = attn.info is not None and attn.info.cross and attn.fused is None  # kernels need the queries of all keys
+        if alone and not attn.causal and self.rope is None and bias is None and not self.input(x):
+            if documents is not None:
+                x, mask = documents.padded_rows(x, mask)
+            x = quiet_padding(x, mask)
+            return self.merge(attn(*self.project(x[:, :1], x), mask))[:, 0]
+        if documents is not None:
+            heads = self.per_document(x, mask, bias, documents)
+        else:
+            x = quiet_padding(x, mask)
+            heads = attn(*self.project(x), mask, bias, **self.input(x))
+        return self.out(first_tokens(heads.transpose(1, 2), documents).flatten(1))
 
     def merge(self, heads: Tensor) -> Tensor:
         """(B, H, L, D) -> (B, L, dim): concatenate the heads and apply the output projection."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.positions import Constant
-from ..core.segments import Segments, documents_of
+from ..core.segments import Segments, documents_of, first_tokens
 from ..core.sharding import current, first_position, refuse
 from ..layers import sinusoids
 from ..layers.encoder import make_norm
@@ -107,12 +107,11 @@ class TextEncoder(nn.Module):
                 "pooling needs the whole sequence: inside weft.parallel.context call tokens(), and pool the result of "
                 "weft.parallel.unshard"
             )
-        if segments is not None and self.pooling != "mean":
-            x, _, documents = self._per_document(ids, mask, documents_of(segments, ids))
-            return self.norm(x.flatten(0, 1)[documents.first])
-        x, mask = self.tokens(ids, mask, segments)
         if self.pooling != "mean":
-            return x[:, 0]
+            x, mask, documents = self._embedded(ids, mask, segments)
+            x = self._through(x, mask, documents, first=self.training)  # train only what is read
+            return self.norm(x if self.training else first_tokens(x, documents))
+        x, mask = self.tokens(ids, mask, segments)
         real = mask[..., None]
         return x.masked_fill(~real, 0).sum(1) / real.sum(1).clamp(min=1)  # exclude padding from the mean
 
@@ -123,43 +122,50 @@ class TextEncoder(nn.Module):
         get their own rows, (documents, N, dim)."""
         if segments is not None:
             refuse("TextEncoder with segments")
-            x, mask, documents = self._per_document(ids, mask, documents_of(segments, ids))
-            if not len(documents):
-                return x.new_zeros(0, 1, self.dim), torch.zeros(0, 1, dtype=torch.bool, device=x.device)
-            return documents.as_rows(self.norm(x)), documents.as_rows(documents.numbers > 0 if mask is None else mask)
-        mask = self._check(ids, mask)
-        x = self.embed(ids)
-        if self.cls is not None:
-            if current() is not None:
-                raise ValueError("a model with a CLS token cannot be split over ranks; use pooling='mean'")
-            x = torch.cat([self.cls.expand(x.shape[0], 1, -1), x], 1)
-            mask = torch.cat([mask[:, :1], mask], 1)  # CLS is real if the document's first token is
-        first = first_position(x)
-        x = self._placed(x, slice(first, first + x.shape[1]))
-        for block in self.blocks:
-            x = block(x, mask)
-        return self.norm(x), mask
+        x, real, documents = self._embedded(ids, mask, segments)
+        x = self.norm(self._through(x, real, documents))
+        if documents is None:
+            assert real is not None
+            return x, real
+        if not len(documents):
+            return x.new_zeros(0, 1, self.dim), torch.zeros(0, 1, dtype=torch.bool, device=x.device)
+        return documents.padded_rows(x, real)
 
-    def _per_document(
-        self, ids: Tensor, mask: Tensor | Literal[True] | None, documents: Segments
-    ) -> tuple[Tensor, Tensor | None, Segments]:
-        """The tokens of packed documents before the last norm, their mask, and where they are."""
+    def _embedded(
+        self, ids: Tensor, mask: Tensor | Literal[True] | None, segments: Tensor | Segments | None
+    ) -> tuple[Tensor, Tensor | None, Segments | None]:
+        """The input of the first block, its mask, and where packed documents are."""
+        if segments is None:
+            mask = self._check(ids, mask)
+            x = self.embed(ids)
+            if self.cls is not None:
+                if current() is not None:
+                    raise ValueError("a model with a CLS token cannot be split over ranks; use pooling='mean'")
+                x = torch.cat([self.cls.expand(x.shape[0], 1, -1), x], 1)
+                mask = torch.cat([mask[:, :1], mask], 1)  # CLS is real if the document's first token is
+            first = first_position(x)
+            return self._placed(x, slice(first, first + x.shape[1])), mask, None
+        documents = documents_of(segments, ids)
         real = self._check(ids, mask, documents.longest)
         mask = None if mask is True else real  # kernels are faster without one
-        x = self.embed(ids)
         if not len(documents):
-            return x, mask, documents
-        if self.cls is not None:
-            documents, source = documents.with_first()
-            first = documents.positions[..., None] == 0
-            x = torch.where(first, self.cls, x.flatten(0, 1)[source][None])
-            mask = None if mask is None else mask.flatten()[source][None]
-        else:
-            documents.ready()
-        x = self._placed(x, documents.positions)
-        for block in self.blocks:
-            x = block(x, mask, segments=documents)
-        return x, mask, documents
+            return self.embed(ids), mask, documents
+        if self.cls is None:
+            return self._placed(self.embed(ids), documents.ready().positions), mask, documents
+        documents, source = documents.with_first()
+        x = self.embed(ids.flatten()[source][None])  # the free tokens get no gradient
+        x = torch.where(documents.positions[..., None] == 0, self.cls, x)
+        return self._placed(x, documents.positions), None if mask is None else mask.flatten()[source][None], documents
+
+    def _through(self, x: Tensor, mask: Tensor | None, documents: Segments | None, first: bool = False) -> Tensor:
+        """All blocks. With `first`, the last one returns only the first token of each document, (documents, dim)."""
+        options: dict[str, Any] = {} if documents is None else {"segments": documents}
+        if documents is not None and not len(documents):
+            return first_tokens(x, documents) if first else x
+        *before, last = self.blocks
+        for block in before:
+            x = block(x, mask, **options)
+        return last(x, mask, **options, **({"first": True} if first else {}))
 
     def _placed(self, x: Tensor, at: Any) -> Tensor:
         """x with the positions `at`, an index into the table of positions."""
