@@ -158,7 +158,9 @@ def made_split(path: Path, count: int) -> list[np.ndarray] | None:
         return None
     from numpy._core.multiarray import _reconstruct  # type: ignore[attr-defined]
 
-    allowed: list[Any] = [_reconstruct, np.ndarray, np.dtype, type(np.dtype(np.int64)), type(np.dtype(np.int32))]
+    # NumPy 1, which wrote the makers' file, had another name for the first.
+    allowed: list[Any] = [(_reconstruct, "numpy.core.multiarray._reconstruct")]
+    allowed += [_reconstruct, np.ndarray, np.dtype, type(np.dtype(np.int64)), type(np.dtype(np.int32))]
     try:
         with torch.serialization.safe_globals(allowed):
             split = torch.load(place, weights_only=True)
