@@ -195,26 +195,47 @@ def test_the_task_reads_what_was_converted(tmp_path) -> None:
     assert found.classes == ["Maine_Coon", "pug"] and found.rows("test") == 1
 
 
-BAD = {
-    "c4": ("c4-train.00000-of-00001.json.gz", gzip.compress(b'{"text": "a"}\n{"no": 1}\n'), "line 2 .*JSON"),
-    "aan": ("lra_release/new_aan_pairs.eval.tsv", b"1.0\ta\tb\tc\td\n1.0\ta\n", "line 2 has 2 columns, not 5"),
-    "pets": ("annotations/test.txt", b"pug_2 two 2 1\n", "line 1 must be NAME CLASS"),
-    "imagenet": ("LOC_val_solution.csv", b"ImageId,PredictionString\na,\n", "line 2 must have ImageId"),
-    "iwslt": ("IWSLT14.TED.dev2010.de-en.de.xml", b"<a>\n<b>\n</a>", "line 3 is not XML"),
-    "coco": ("annotations/instances_val2017.json", b'{"images": [{"file_name": "2.jpg"}]}', "val2017/2.jpg is missing"),
-}
+C4, AAN = "c4-train.00000-of-00001.json.gz", "lra_release/new_aan_pairs.eval.tsv"
+COCO = "annotations/instances_val2017.json"
+BAD = [
+    ("wikitext-103", "wiki.valid.tokens", b"", "part valid has no text"),
+    ("c4", C4, gzip.compress(b'{"text": "a"}\n{"no": 1}\n'), "line 2 .*JSON"),
+    ("c4", C4, gzip.compress(b'{"text": "a"}\n{"text": null}\n'), "line 2 .*a string text"),
+    ("c4", C4, gzip.compress(b'{"text": "a"}\n' * 99)[:-9], f"{C4} .*after line \\d+, it is not"),
+    ("c4", C4, b"text", f"{C4} .*after line 0, it is not"),
+    ("aan", AAN, b"1.0\ta\tb\tc\td\n1.0\ta\n", "line 2 has 2 columns; expected five"),
+    ("aan", AAN, b"1.0\ta\tb\tc\td\nyes\ta\tb\tc\td\n", "line 2 has the label 'yes'"),
+    ("flowers", "setid.mat", b"x", "setid.mat cannot be read"),
+    ("pets", "annotations/test.txt", b"pug_2 two 2 1\n", "line 1 must be BREED_NUMBER CLASS"),
+    ("pets", "annotations/test.txt", b"#nothing\n", "test.txt .*names no images"),
+    ("imagenet", "LOC_val_solution.csv", b"ImageId,PredictionString\na,\n", "line 2 must have ImageId"),
+    ("imagenet", "LOC_val_solution.csv", b"ImageId,PredictionString\n\xff,n02 1\n", "line 2 is not UTF-8"),
+    ("iwslt", "IWSLT14.TED.dev2010.de-en.de.xml", b"<a>\n<b>\n</a>", "line 3 is not XML"),
+    ("pcqm4mv2", "raw/data.csv.gz", b"idx,smiles,homolumogap\n", "data.csv.gz .*after line 0, it is not"),
+    ("coco", COCO, b'{"images": [{"id": 1, "file_name": "2.jpg"}], "annotations": []}', "val2017/2.jpg is missing"),
+    ("coco", COCO, b'{"images": [\n1,\n', f"{COCO} .*line 3 is not JSON"),
+    ("coco", COCO, b'{"images": [{"id": 1}], "annotations": []}', r"images\[0\] must have id and file_name"),
+    ("coco", COCO, b'{"images": [], "annotations": [{"bbox": [1, 2, 3, 4]}]}', r"annotations\[0\] must have the"),
+]
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_names_the_file_and_the_line_and_leaves_nothing(tmp_path, name: str) -> None:
+@pytest.mark.parametrize(("name", "place", "content", "says"), BAD)
+def test_bad_input_names_the_file_and_the_line_and_leaves_nothing(tmp_path, name, place, content, says) -> None:
     source = tmp_path / "source"
     source.mkdir()
     MAKERS[name](source)
-    place, content, says = BAD[name]
+    (source / place).parent.mkdir(exist_ok=True)
     (source / place).write_bytes(content)
     with pytest.raises(DataMissing, match=says):
         convert(name, source, tmp_path / "data")
     assert not list((tmp_path / "data").glob("*"))
+
+
+def test_rows_without_a_text_are_named(tmp_path) -> None:
+    wiki40b(tmp_path)
+    parquet(tmp_path / "test-00000-of-00001.parquet", ["a", None])
+    with pytest.raises(DataMissing, match=r"test-00000.*row 1 has the text None"):
+        convert("wiki40b", tmp_path, tmp_path / "data")
 
 
 def test_unknown_names(tmp_path) -> None:

@@ -106,7 +106,7 @@ def test_average_precision_is_that_of_torchmetrics(coco) -> None:
 def test_bad_annotations_are_named(coco) -> None:
     truth = coco / "coco" / "annotations" / "instances_val2017.json"
     truth.write_text('{"images": []}')
-    with pytest.raises(DataMissing, match=r"instances_val2017.json .*'annotations'"):
+    with pytest.raises(DataMissing, match=r"instances_val2017.json .*lists images and annotations"):
         get_task("coco-retinanet").load(make_config("coco-retinanet", data=str(coco)))
 
 

@@ -41,11 +41,7 @@ class Part:
 
     def __init__(self, folder: Path, part: str):
         self.folder, self.truth = folder / part, folder / "annotations" / f"instances_{part}.json"
-        try:
-            about = json.loads(self.truth.read_text())
-            about["images"], about["annotations"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DamagedData(self.truth, f"it is not a file of COCO's annotations ({error!r})") from error
+        about = read_truth(self.truth)
         self.names = {kind["id"]: kind["name"] for kind in about.get("categories", [])}
         self.objects: dict[int, list[dict[str, Any]]] = defaultdict(list)
         for found in about["annotations"]:
@@ -77,6 +73,34 @@ class Part:
             found["masks"] = np.stack(shapes) if shapes else np.zeros((0, *pixels.shape[:2]), np.uint8)
         found["size"] = np.array(pixels.shape[:2])
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in found.items()}
+
+
+def read_truth(path: Path) -> dict[str, Any]:
+    """A file of COCO's annotations; what is used of it is checked."""
+    try:
+        about = json.loads(path.read_bytes())
+    except json.JSONDecodeError as error:
+        raise DamagedData(path, f"line {error.lineno} is not JSON ({error})") from error
+    except (OSError, ValueError) as error:
+        raise DamagedData(path, f"it cannot be read ({error})") from error
+    whole = isinstance(about, dict) and all(isinstance(about.get(key), list) for key in ("images", "annotations"))
+    if not whole:
+        raise DamagedData(path, "it must be an object with the lists images and annotations")
+    pictures = set()
+    for number, image in enumerate(about["images"]):
+        if not isinstance(image, dict) or not {"id", "file_name"} <= set(image):
+            raise DamagedData(path, f"images[{number}] must have id and file_name, got {image!r:.200}")
+        pictures.add(image["id"])
+    for number, found in enumerate(about["annotations"]):
+        try:
+            sides = [float(side) for side in found["bbox"]]
+            sound = len(sides) == 4 and 0 < found["category_id"] < CLASSES and found["image_id"] in pictures
+        except (KeyError, TypeError, ValueError):
+            sound = False
+        if not sound:
+            what = f"annotations[{number}] must have the image_id of an image, a category_id from 1 to {CLASSES - 1} "
+            raise DamagedData(path, f"{what}and bbox [x, y, width, height], got {found!r:.200}")
+    return about
 
 
 def outline(polygons: Any, height: int, width: int) -> np.ndarray:

@@ -29,9 +29,12 @@ def read_pairs(path: Path, length: int) -> Columns:
     csv.field_size_limit(2**28)
     first, second, labels = [], [], []
     with open(path, newline="", encoding="utf-8", errors="replace") as file:
-        for line, row in enumerate(_rows(csv.reader(file, delimiter="\t"), path), 1):
+        reader = csv.reader(file, delimiter="\t")
+        for row in _rows(reader, path):
             if len(row) != 5 or row[0] not in ("0", "1", "0.0", "1.0"):
-                raise DamagedData(path, f"row {line} must have five columns: 0 or 1, two ids, two texts")
+                got = f"{len(row)} columns" if len(row) != 5 else f"the label {row[0]!r}"
+                what = f"line {reader.line_num} has {got}; expected five: 0 or 1, two ids, two texts"
+                raise DamagedData(path, what)
             labels.append(int(float(row[0])))
             first.append(as_ids(row[3].encode(), length))
             second.append(as_ids(row[4].encode(), length))
