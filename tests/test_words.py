@@ -78,10 +78,11 @@ def test_an_evaluation_with_overlap_is_the_loss_of_those_targets(tmp_path, task:
 
 
 def test_sequences_have_at_most_two_segments() -> None:
-    """0 is the line break here: documents of 5, 2, 9 and 4 tokens with the empty line that ends them."""
-    ids = np.array([5, 6, 7, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 0, 0, 8, 9, 0, 0])
-    documents = [5, 7, 16, 20]
-    rows = two_segments(ids, 0, 8)
+    """0 is the line break and 1 a space here: documents of 8, 9 and 4 tokens with the empty lines that end them."""
+    ids = np.array([5, 6, 7, 0, 0, 1, 0, 0, 2, 3, 4, 1, 6, 7, 0, 1, 0, 8, 9, 0, 0])
+    kinds = np.arange(18) < 2, np.arange(18) == 0
+    documents = [8, 17, 21]
+    rows = two_segments(ids, *kinds, 8)
     real = rows["segment"] > 0
     assert rows["bytes"][real].tolist() == ids.tolist()  # nothing is lost or repeated
     at = 0
@@ -89,13 +90,13 @@ def test_sequences_have_at_most_two_segments() -> None:
         owner = [sum(place >= end for end in documents) for place in range(at, at + count)]
         assert len(set(owner)) <= 2 and kind[:count] == [1 + (o != owner[0]) for o in owner]
         at += count
-    assert two_segments(np.arange(1, 18), 0, 8)["segment"].tolist() == [[1] * 8, [1] * 8, [1] + [0] * 7]
+    assert two_segments(np.arange(1, 18), *kinds, 8)["segment"].tolist() == [[1] * 8, [1] * 8, [1] + [0] * 7]
 
 
 def test_masked_segments_hide_real_tokens_in_proportion(tmp_path) -> None:
     pytest.importorskip("tokenizers")
     (tmp_path / "c4").mkdir()
-    text = "a few words\n\n" + "some longer text with many words\n" * 9 + "\n"
+    text = "a few words \n \n" + "some longer text with many words \n" * 9 + " \n"  # spaces as in WikiText
     for part in ("train", "valid", "test"):
         (tmp_path / "c4" / f"{part}.txt").write_text(text * 3)
     config = make_config("c4-masked", data=str(tmp_path), max_length=40, **SMALL)

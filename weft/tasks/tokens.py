@@ -296,7 +296,8 @@ class MaskedTokens(Tokens, Masked):
         length = config.max_length or self.length
         ids, code = self.ids(config, known)
         self.mask = len(code)
-        train, val, test = (two_segments(ids[part], newline(code), length) for part in PARTS)
+        kinds = white_space(code)
+        train, val, test = (two_segments(ids[part], *kinds, length) for part in PARTS)
         facts = {"vocab": self.mask + 1}
         return TaskData(train, val, test, length, facts, code.vocabulary, tokenizer=code.tokenizer)
 
@@ -325,17 +326,25 @@ class MaskedTokens(Tokens, Masked):
         return Masked.score(self, model, batch)
 
 
-def newline(code: Code) -> int:
-    """The id of a line break."""
-    found = next(iter(code.encode(iter(["\n"]))))
-    return int(list(found)[0])
+def white_space(code: Code) -> tuple[np.ndarray, np.ndarray]:
+    """Of every token: whether it is only white space, and whether it ends a line."""
+    if isinstance(code, Words):
+        ends = np.arange(len(code)) == code.number["<eos>"]
+        return ends, ends
+    texts = code.bpe.decode_batch([[i] for i in range(len(code))])
+    return np.array([not text.strip() for text in texts]), np.array([text.endswith("\n") for text in texts])
 
 
-def two_segments(ids: np.ndarray, newline: int, length: int) -> Columns:
-    """Rows of consecutive tokens from at most two documents: ids, 0 at padding, and segments, 1 or 2, 0 at padding."""
+def two_segments(ids: np.ndarray, white: np.ndarray, ends: np.ndarray, length: int) -> Columns:
+    """Rows of consecutive tokens from at most two documents: ids, 0 at padding, and segments, 1 or 2, 0 at padding.
+
+    `white` and `ends` are those of `white_space`; empty lines belong to the document before them.
+    """
     ids = np.asarray(ids)
-    ends = np.flatnonzero((ids[1:] == newline) & (ids[:-1] == newline)) + 2  # after an empty line
-    borders = np.append(ends[ends < len(ids)], len(ids))
+    breaks, solid = np.flatnonzero(ends[ids]), np.cumsum(~white[ids])
+    empty = breaks[1:][solid[breaks[1:]] == solid[breaks[:-1]]]  # where lines of white space end
+    after = empty[np.diff(solid[empty], append=len(ids) + 1) > 0] + 1  # the last of several
+    borders = np.append(after[after < len(ids)], len(ids))
     rows, kinds, at = [], [], 0
     while at < len(ids):
         first = int(np.searchsorted(borders, at, side="right"))  # the end of the current document
