@@ -37,6 +37,17 @@ def test_the_makers_layouts_are_read(tmp_path, name):
         examples(path)
 
 
+def test_a_few_broken_lines_of_qqp_are_left_out(tmp_path):
+    heading, line, *_ = LAYOUTS["QQP"]
+    path = tmp_path / "train.tsv"
+    for broken in (2, 3):
+        path.write_text("\n".join([heading, *[line] * 2000, *["of a question"] * broken]) + "\n")
+        if broken == 2:
+            assert len(examples(path)) == 2000
+    with pytest.raises(DataMissing, match="line 2004 has 1 values"):
+        examples(path)
+
+
 def test_csv_with_quotes_is_read(tmp_path):
     (tmp_path / "dev.csv").write_text('sentence1,sentence2,label\n"a, ""b""",c,yes\n')
     assert examples(tmp_path / "dev.csv") == [(('a, "b"', "c"), "yes")]
