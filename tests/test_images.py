@@ -171,6 +171,9 @@ def test_real_labels_are_read_in_the_makers_order(tmp_path):
     sums = {name: float(values.float().sum()) for name, values in task.score(Model(), data.test).items()}
     found = task.summary(sums)
     assert found["accuracy"] == 0 and found["real"] == 1
+    (place / "real.json").write_text(json.dumps([*sets, [999]]))  # the classes here are not all of ImageNet's
+    with pytest.raises(Exception, match="real.json.*the label 999, but there are 3 classes"):
+        task.read(config, None)
     (place / "real.json").write_text(json.dumps(sets[:4]))
     with pytest.raises(Exception, match="real.json.*label sets"):
         task.read(config, None)

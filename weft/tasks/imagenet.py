@@ -51,7 +51,7 @@ class StoredImages(BuiltFromData, ImageClassification):
         cut = len(train["label"]) - max(1, min(10_000, len(train["label"]) // 20))
         kept, val = ({key: column[part] for key, column in train.items()} for part in (slice(cut), slice(cut, None)))
         if (folder / "real.json").exists():
-            test["real"] = real_labels(folder / "real.json", folder / "val")
+            test["real"] = real_labels(folder / "real.json", folder / "val", len(classes))
         facts = {"classes": len(classes), "size": size, "mean": MEAN, "std": STD}
         return TaskData(kept, val, test, length=(size // config.patch) ** 2, facts=facts, classes=classes)
 
@@ -73,7 +73,7 @@ class StoredImages(BuiltFromData, ImageClassification):
         return {**found, "real": sums["real"] / max(1.0, sums["real_count"])} if "real" in sums else found
 
 
-def real_labels(path: Path, images: Path) -> Tensor:
+def real_labels(path: Path, images: Path, classes: int) -> Tensor:
     """(n, most labels of an image), −1 for none, in the order of `stored`. Set i belongs to ILSVRC2012_val_{i + 1}."""
     files = [file.stem for file, _ in listing(images, folders(images))]
     try:
@@ -83,6 +83,10 @@ def real_labels(path: Path, images: Path) -> Tensor:
         raise DamagedData(path, f"it is not a list of label sets for the images in {images.name}/ ({error})") from error
     if len(sets) <= max(numbers):
         raise DamagedData(path, f"it has {len(sets)} label sets, but there is an image {max(numbers) + 1}")
+    highest = max((label for labels in sets for label in labels), default=0)
+    if highest >= classes:
+        what = f"it has the label {highest}, but there are {classes} classes: its labels are for all of ImageNet's"
+        raise DamagedData(path, what, "Move it away to test without it.")
     found = torch.full((len(files), max(1, *map(len, sets))), -1, dtype=torch.int16)
     for row, number in zip(found, numbers, strict=True):
         row[: len(sets[number])] = torch.tensor(sets[number])
