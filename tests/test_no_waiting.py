@@ -87,6 +87,6 @@ def test_layers_copy_nothing(biased):
 def test_crossings_are_noticed():
     class Careless(torch.nn.Module):
         def forward(self, x):
-            return x[torch.tensor([1, 0], device=x.device)] + torch.arange(3).to(x.device)
+            return x[torch.tensor([1, 0], device=x.device)] + torch.arange(3, device="cpu").to(x.device)
 
     assert len(crossings(Careless(), (2, 3))) == 2
