@@ -159,6 +159,9 @@ def test_a_language_model_of_a_french_text(tmp_path):
         assert pieces.train["bytes"].shape[1] == 17
         text = Tokenizer.from_str(pieces.tokenizer).decode(pieces.train["bytes"][:4, :16].flatten().tolist())
         assert "couché de bonne" in text, kind
+        made = Tokenizer.from_str(pieces.tokenizer)
+        for text in ("  Où me  couché ? ", " ", "Longtemps"):
+            assert made.decode(made.encode(text).ids) == text, kind
 
 
 def test_texts_in_other_encodings_name_file_and_line(tmp_path):

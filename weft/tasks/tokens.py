@@ -102,11 +102,13 @@ class Pieces:
 
     @classmethod
     def unigram(cls, text: Iterable[str], size: int) -> Pieces:
-        """The unigram pieces of SentencePiece, without its normalisation: decoding gives back the text."""
+        """The unigram pieces of SentencePiece, without its normalisation: decoding gives back the text, except for
+        characters that are not in the training text, and U+2581, which stands for a space."""
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
         tokenizer = Tokenizer(models.Unigram())
-        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+        tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
         trainer = trainers.UnigramTrainer(
             vocab_size=size, show_progress=False, unk_token="<unk>", special_tokens=["<unk>"]
         )
