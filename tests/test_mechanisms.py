@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from promises import HEAD_DIM, HEADS, qkv
+from torch.overrides import TorchFunctionMode
 
 import weft
 from weft.attention.bigbird import random_plan
+from weft.core.softmax import fused
 
 EXACT = {"atol": 1e-10, "rtol": 1e-8}
 
@@ -49,6 +52,29 @@ def test_full_has_finite_gradients_if_all_logits_are_very_negative(L):
     exact = attn(*(x.detach().double() for x in inputs), mask)
     assert (out - exact).norm() < 2e-2 * exact.norm()
     assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), inputs))
+
+
+@pytest.mark.parametrize("L", (192, 256))
+@pytest.mark.parametrize("compiled", (False, True))
+def test_masked_softmax_avoids_cudnn_where_its_backward_fails(compiled, L):
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is F.scaled_dot_product_attention:
+                used.append(torch.backends.cuda.cudnn_sdp_enabled())
+            return function(*args, **(kwargs or {}))
+
+    def watched(function, _):
+        def run(*inputs, **options):
+            with Watch():
+                return function(*inputs, **options)
+
+        return run
+
+    used, before = [], torch.backends.cuda.cudnn_sdp_enabled()
+    run = torch.compile(fused, fullgraph=True, backend=watched) if compiled else watched(fused, None)
+    run(*qkv(L), attn_mask=torch.ones(1, 1, 1, L, dtype=torch.bool))
+    run(*qkv(L))
+    assert used == [before and L == 256, before] and torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
 def test_performer_features_are_orthogonal_and_approach_softmax():

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def softmax_attention(
@@ -80,9 +81,10 @@ def fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         return q @ k.mT @ v
     if q.is_cuda and not torch.compiler.is_compiling():
         q, k, v = aligned(q), aligned(k), aligned(v)
-        if k.shape[-2] % 128 == 64 and options.get("attn_mask") is not None:
-            with without_cudnn(q):
-                return F.scaled_dot_product_attention(q, k, v, **options)
+    masked = options.get("attn_mask") is not None
+    if masked and k.shape[-2] % 128 == 64 and torch._C._get_cudnn_sdp_enabled():  # the public function breaks graphs
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            return F.scaled_dot_product_attention(q, k, v, **options)
     return F.scaled_dot_product_attention(q, k, v, **options)
 
 
