@@ -368,7 +368,9 @@ def test_compiled():
     torch.testing.assert_close(compiled(ids, attention_mask=mask, use_cache=False).logits, expected)
     with pytest.raises(Exception, match="pass an attention_mask"):  # it might be packed
         compiled(ids, use_cache=False)
-    expected = model(ids, use_cache=False).logits
+    masks = None, mask, mask.roll(1, 0)
+    expected = [model(ids, attention_mask=each, use_cache=False).logits for each in masks]
     for layer in model.model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(model(ids, use_cache=False).logits, expected)
+    for each, wanted in zip(masks, expected, strict=True):
+        torch.testing.assert_close(model(ids, attention_mask=each, use_cache=False).logits, wanted)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
@@ -89,6 +90,9 @@ class WeftMask(Tensor):
             return super().__torch_function__(func, types, args, kwargs or {})
         if func in ADDITIONS and issubclass(cls, UnpaddedBidirectionalMask) and cls.window is None:
             return next(arg for arg in args if not isinstance(arg, WeftMask)).as_subclass(WeftBias)
+        if isinstance(func, OpOverload):  # the graph of a compiled layer, which was checked when it was traced
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs or {})
         raise ValueError(_read_by_hand())
 
 
@@ -144,6 +148,8 @@ def read(mask: Tensor) -> Tensor | None:
     if issubclass(kind, (PackedMask, UnpaddedCausalMask, UnpaddedBidirectionalMask)):
         return None
     with torch._C.DisableTorchFunctionSubclass():
+        if torch.compiler.is_compiling():  # the context is not part of the graph; this makes a plain tensor there
+            mask = torch.ops.aten.alias.default(mask)
         return mask[:, 0, 0] if issubclass(kind, (CausalMask, BidirectionalMask)) else mask[:]
 
 
