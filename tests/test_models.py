@@ -111,8 +111,8 @@ def test_empty_document_is_finite_and_leaves_the_others_alone(choice, pooling):
 
 @pytest.mark.parametrize("packed", (False, True), ids=("padded", "packed"))
 @promises.sweep(first_setting=True, causal=False)
-def test_training_computes_only_the_token_that_is_read(case, packed):
-    """Outputs and gradients are those of all tokens."""
+def test_the_token_that_is_read_does_not_need_the_others(case, packed):
+    """Outputs and gradients in training, where the last block computes only this token, are those of all tokens."""
     lengths = (17, 5, 11)
     ids, options = documents(*lengths), {}
     if packed:
@@ -127,6 +127,12 @@ def test_training_computes_only_the_token_that_is_read(case, packed):
         out.square().sum().backward()
         found.append([out.detach(), *(p.grad for p in encoder.parameters() if p.grad is not None)])
     torch.testing.assert_close(*found)
+    encoder.eval()
+    outputs = []
+    for encoder.only_read in (False, True):
+        torch.manual_seed(0)
+        outputs.append(encoder(ids, **options))
+    torch.testing.assert_close(*outputs)
 
 
 def test_a_mask_takes_the_place_of_nonzero_ids():

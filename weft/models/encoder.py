@@ -31,8 +31,11 @@ class TextEncoder(nn.Module):
     `max_length` includes the CLS token: S + 1 with one, else S. `attention` is a registered name (with its options in
     `attention_options`), a list for mixed attention, or a function from the block number to one of these. With
     `segments` (B, S), which numbers packed documents, the result has one row per document, in order; `max_length` is
-    then that of a document.
+    then that of a document. In training, or if `only_read` is True, the last block computes only the token that pooling
+    reads.
     """
+
+    only_read = False
 
     def __init__(
         self,
@@ -109,8 +112,9 @@ class TextEncoder(nn.Module):
             )
         if self.pooling != "mean":
             x, mask, documents = self._embedded(ids, mask, segments)
-            x = self._through(x, mask, documents, first=self.training)  # train only what is read
-            return self.norm(x if self.training else first_tokens(x, documents))
+            first = self.training or self.only_read
+            x = self._through(x, mask, documents, first=first)
+            return self.norm(x if first else first_tokens(x, documents))
         x, mask = self.tokens(ids, mask, segments)
         real = mask[..., None]
         return x.masked_fill(~real, 0).sum(1) / real.sum(1).clamp(min=1)  # exclude padding from the mean

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -257,6 +257,20 @@ class StudyTask(Classification):
 
     def inputs(self, batch: Columns) -> tuple[Tensor, ...]:
         return ids_and_segments(batch)
+
+    @contextmanager
+    def evaluating(self, model: nn.Module) -> Iterator[None]:
+        """Encoders compute only what is read, as in training."""
+        from ..models import TextEncoder
+
+        encoders = [module for module in model.modules() if isinstance(module, TextEncoder)]
+        for encoder in encoders:
+            encoder.only_read = True
+        try:
+            yield
+        finally:
+            for encoder in encoders:
+                encoder.only_read = False
 
     def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
         from ..models.presets import lra
