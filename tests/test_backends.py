@@ -49,11 +49,11 @@ def test_refuses_what_the_kernel_lacks(name, options, kernels_could_run):
         make(backend="cuda")
 
 
-@pytest.mark.parametrize("pattern", ["fixed", "strided"])
-def test_sparse_has_no_kernel_for_cls(pattern):
-    with pytest.raises(ValueError, match="not support cls.*'auto'"):
-        weft.make_attention("sparse", heads=2, head_dim=8, backend="triton", pattern=pattern, cls=True)
-    weft.make_attention("sparse", heads=2, head_dim=8, pattern=pattern, cls=True)
+@pytest.mark.parametrize("options", [{"columns": 0}, {"pattern": "strided"}], ids=str)
+def test_sparse_has_a_kernel_for_cls_only_with_columns(options):
+    with pytest.raises(ValueError, match="with cls=True.*'auto'"):
+        weft.make_attention("sparse", heads=2, head_dim=8, backend="triton", cls=True, **options)
+    weft.make_attention("sparse", heads=2, head_dim=8, cls=True, **options)
 
 
 def combiner(**options):

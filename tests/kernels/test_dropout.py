@@ -35,7 +35,20 @@ def factors(B, H, L, column) -> torch.Tensor:
 def test_every_kernel_with_dropout_is_tested():
     infos = [weft.attention_info(name) for name in weft.attentions()]
     able = {x.name for x in infos if x.kernel is not None and x.kernel.dropout and x.dropout == "probabilities"}
-    assert able == set(CALLS)
+    assert able == {*CALLS, "sinkhorn"}  # sinkhorn has two matrices: the next test
+
+
+def test_sinkhorn_drops_the_same_forward_and_backward():
+    attn = weft.make_attention("sinkhorn", heads=2, head_dim=16, max_length=40, dropout=P, backend="triton")
+    *tensors, dout = torch.randn(4, 2, 2, 33, 16)
+    q, k, v = (x.requires_grad_() for x in tensors)
+    out = attn(q, k, v)
+    (dv,) = torch.autograd.grad(out, v, dout)
+    torch.testing.assert_close((dv * v).sum(), (out * dout).sum())  # out is linear in v
+    kept = torch.stack([attn(q, k, v) for _ in range(1 if DEVICE == "cpu" else 200)]).mean(0)
+    assert not torch.allclose(kept, attn.eval()(q, k, v))
+    if DEVICE != "cpu":
+        assert (kept - attn(q, k, v)).norm() < 0.1 * kept.norm()
 
 
 # All combinations on a GPU; two of each mechanism in Triton's interpreter, which is slow.

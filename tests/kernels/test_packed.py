@@ -8,6 +8,7 @@ from agree import TOLERANCE, poisoned_memory
 from conftest import DEVICE
 
 import weft
+from weft.core import packing
 
 H = 2 if DEVICE == "cuda" else 1
 DTYPES = (torch.float32, torch.bfloat16, torch.float16) if DEVICE == "cuda" else (torch.float32,)
@@ -76,3 +77,43 @@ def test_packed_kernels_drop_as_the_others_do(name):
         torch.testing.assert_close(mine, theirs)
     out, *_, dv = run(weft.Segments.from_lengths([[4, 9], [13]], device=DEVICE))
     torch.testing.assert_close((dv * tensors[2]).sum(), (out * dout).sum())  # out is linear in v
+
+
+def flash(q, k, v, edges, _, most, __, dropout, causal, *rest, scale):
+    """What the operator of a GPU computes."""
+    assert edges.dtype == torch.int32 and edges.diff().max() <= most
+    parts = [
+        torch.nn.functional.scaled_dot_product_attention(
+            *(x[a:b].transpose(0, 1)[None] for x in (q, k, v)), is_causal=causal, scale=scale
+        )
+        for a, b in zip(edges.tolist(), edges.tolist()[1:], strict=False)
+    ]
+    return (torch.cat(parts, 2)[0].transpose(0, 1),)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [SHORT, [[13, 8, 7]]], ids=["padded", "no padding"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("full", {}), ("synthesizer", {"rank": 5, "max_length": 20}), ("synthesizer", {"dot": False, "max_length": 13})],
+    ids=str,
+)
+def test_variable_length_attention_equals_gathered_documents(name, options, lengths, causal, monkeypatch):
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float64
+    if DEVICE == "cpu":
+        monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
+    attn = weft.make_attention(name, heads=2, head_dim=16, causal=causal, **options).to(DEVICE, dtype)
+    *tensors, dout = torch.randn(4, len(lengths), 28 if len(lengths) == 1 else 20, 2, 16, device=DEVICE).transpose(2, 3)
+    found = []
+    for in_place, kind in ((True, dtype), (False, torch.float64)):
+        if DEVICE == "cpu" or not in_place:
+            monkeypatch.setattr(packing, "flash_runs", lambda *_, answer=in_place: answer)
+        documents = weft.Segments.from_lengths(lengths, device=DEVICE)
+        inputs = [x.to(dtype).to(kind).requires_grad_() for x in tensors]
+        out = attn.to(kind)(*inputs, segments=documents)
+        grads = torch.autograd.grad(out, [*inputs, *attn.parameters()], dout.to(kind), allow_unused=True)
+        found.append([out, *(g for g in grads if g is not None)])
+        assert bool(documents.plans) != in_place
+    for mine, exact in zip(*found, strict=True):
+        assert (mine.double() - exact).norm() <= (3e-2 if DEVICE == "cuda" else 1e-12) * exact.norm()

@@ -18,7 +18,8 @@ from ..core.contract import PositionBias
 from ..core.decoding_state import Place
 from ..core.dense import dense_logits, dense_softmax, legal
 from ..core.registry import register
-from ..core.softmax import fused, softmax_attention
+from ..core.segments import Segments
+from ..core.softmax import fused, fused_packed, softmax_attention
 from ..core.state import KeepsAll, KeyValues
 
 
@@ -30,6 +31,7 @@ def naive(
 
 class FullAttention(KeepsAll):
     exports_any_length = True
+    packs = True
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
@@ -43,6 +45,9 @@ class FullAttention(KeepsAll):
             allowed = past if allowed is None else past & allowed
         values = None if bias is None else bias(i[None, None], j[None, None])
         return softmax_attention(q, k, v, allowed=allowed, bias=values, dropout=dropout)
+
+    def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, documents: Segments) -> Tensor:
+        return fused_packed(q, k, v, documents, causal=self.causal, dropout=self.dropout if self.training else 0.0)
 
     def attend_more(self, q, k, v, state: KeyValues, mask, bias, at: Place):
         state = state.put(at, k, v, mask, at.i)

@@ -23,6 +23,7 @@ from ..core.blocks import ceil_div, from_blocks, pad_length, to_blocks, valid_ke
 from ..core.contract import Attention, PositionBias, hide
 from ..core.dense import dense_attention, dense_softmax, positions, real_tokens
 from ..core.dispatch import Kernel
+from ..core.dropout import dropout_key
 from ..core.registry import register
 from ..core.softmax import softmax_attention
 from ..kernels.band import kernel
@@ -106,9 +107,11 @@ def run_kernel(attn: SinkhornAttention, q: Tensor, k: Tensor, v: Tensor, mask: T
     k_blocks, v_blocks = (to_blocks(pad_length(x, padded), m) for x in (k, v))
     _, k_sorted, v_sorted, filled = attn.sorted_blocks(k_blocks, v_blocks, mask, L)
     slots = None if filled is None else filled.expand(B, n, m).flatten(1)
-    own = kernel.blocks(q, k, v, mask, block_size=m, causal=False)
+    (key, threshold), (other_key, _) = dropout_key(attn, q), dropout_key(attn, q)
+    own = kernel.blocks(q, k, v, mask, block_size=m, causal=False, key=key, threshold=threshold)
     q, k, v = pad_length(q, n * m), from_blocks(k_sorted, n * m), from_blocks(v_sorted, n * m)
-    return own + kernel.blocks(q, k, v, slots, block_size=m, causal=False)[:, :, :L]
+    options: dict[str, Any] = {"block_size": m, "causal": False, "key": other_key, "threshold": threshold}
+    return own + kernel.blocks(q, k, v, slots, **options)[:, :, :L]
 
 
 def place(logits: Tensor, has_token: Tensor | None, iterations: int) -> Tensor:
@@ -136,5 +139,5 @@ register(
     needs_max_length=True,
     causal=False,
     not_causal="it summarises whole blocks before sorting them; use 'local' or 'combiner-fixed'",
-    kernel=Kernel(run_kernel, kernel.too_long, kernel.LEAST_LENGTH, largest_head=256),
+    kernel=Kernel(run_kernel, kernel.too_long, kernel.LEAST_LENGTH, dropout=True, largest_head=256),
 )

@@ -8,7 +8,8 @@ Tay et al., Synthesizer: Rethinking Self-Attention, https://arxiv.org/abs/2005.0
     factorized   R = U V,  U (H, max_length, rank), V (H, rank, max_length)
     dense        R_i = W_2 ReLU(W_1 q_i),  max_length logits for each query; W_1 (H, D, D), W_2 (H, D, max_length)
 
-`dot=True` adds the usual dot product. Without it, random and factorized use neither q nor k.
+`dot=True` adds the usual dot product. Without it, random and factorized use neither q nor k. The factorized form never
+computes R: its logits are dot products of longer vectors, (q_i, √D U_i) · (k_j, V_j) / √D.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..core.blocks import ceil_div
 from ..core.contract import Attention, PositionBias
 from ..core.dense import dense_logits, dense_softmax, legal
 from ..core.registry import register
-from ..core.softmax import softmax_attention
+from ..core.segments import Segments
+from ..core.softmax import fused_packed, softmax_attention
 
 
 def naive(
@@ -48,6 +52,7 @@ class SynthesizerAttention(Attention):
         assert self.max_length is not None
         H, N, D = self.heads, self.max_length, self.head_dim
         self.kind, self.dot = kind, dot
+        self.packs = kind == "factorized" and D + rank <= 248
         self.reads_q, self.reads_k = dot or kind == "dense", dot
         shapes = {"random": [(H, N, N)], "factorized": [(H, N, rank), (H, rank, N)], "dense": [(H, D, D), (H, D, N)]}
         self.factors = nn.ParameterList([nn.Parameter(torch.empty(shape)) for shape in shapes[kind]])
@@ -55,24 +60,52 @@ class SynthesizerAttention(Attention):
             nn.init.normal_(factor, std=factor.shape[1] ** -0.5 if kind == "dense" else 0.1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
-        Lq, Lk = q.shape[2], k.shape[2]
+        Lq, Lk, width = q.shape[2], k.shape[2], v.shape[3]
         factors = [f.to(q.dtype) for f in self.factors]
-        if self.kind == "random":
+        R, scale = None, self.head_dim**-0.5
+        if self.kind == "factorized":
+            q, k, v = self._longer(q, k, v, factors[0][None, :, :Lq], factors[1][None, :, :, :Lk].mT)
+        elif self.kind == "random":
             R = factors[0][None, :, :Lq, :Lk]
-        elif self.kind == "factorized":
-            R = (factors[0][:, :Lq] @ factors[1][:, :, :Lk])[None]
         else:
             R = (q @ factors[0]).relu() @ factors[1][:, :, :Lk]
+        if R is not None and not self.dot:
+            q, k = torch.zeros_like(q), torch.zeros_like(k)
         i = torch.arange(Lq, device=q.device).view(1, 1, Lq, 1)
         j = torch.arange(Lk, device=q.device).view(1, 1, 1, Lk)
         if bias is not None:
-            R = R + bias(i, j).to(R.dtype)
-        if not self.dot:
-            q, k = torch.zeros_like(q), torch.zeros_like(k)
+            values = bias(i, j).to(q.dtype)
+            R = values if R is None else R + values
         allowed = None if mask is None else mask[:, None, None]
         if self.causal:
             allowed = j <= i if allowed is None else (j <= i) & allowed
-        return softmax_attention(q, k, v, allowed=allowed, bias=R, dropout=self.dropout if self.training else 0.0)
+        dropout = self.dropout if self.training else 0.0
+        return softmax_attention(q, k, v, allowed=allowed, bias=R, dropout=dropout, scale=scale)[..., :width]
+
+    def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, documents: Segments) -> Tensor:
+        H, D, at = self.heads, self.head_dim, documents.positions
+        U, V = (f.to(q.dtype) for f in (self.factors[0], self.factors[1].mT))
+        # The gradient of an embedding sums the documents in float32.
+        rows, columns = (
+            torch.unflatten(F.embedding(at, f.transpose(0, 1).flatten(1)), -1, (H, -1)).transpose(1, 2) for f in (U, V)
+        )
+        dropout = self.dropout if self.training else 0.0
+        longer = self._longer(q, k, v, rows, columns)
+        return fused_packed(*longer, documents, causal=self.causal, dropout=dropout, scale=D**-0.5)[..., :D]
+
+    def _longer(self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v with √D q kᵀ = √D U V [+ q kᵀ], for the factors' `rows` and `columns`, (1 or B, H, L, rank). All
+        have the same width, as fused attention requires."""
+        D, used = self.head_dim, rows.shape[-1] + (self.head_dim if self.dot else 0)
+        width = max(D, ceil_div(used, 8) * 8)
+
+        def joined(x: Tensor, factor: Tensor) -> Tensor:
+            factor = factor.expand(x.shape[0], -1, -1, -1)
+            # The layout (B, L, H, D) is that of the projections, and of fused attention.
+            whole = torch.cat([part.transpose(1, 2) for part in ([x, factor] if self.dot else [factor])], -1)
+            return F.pad(whole, (0, width - used)).transpose(1, 2)
+
+        return joined(q, rows * D**0.5), joined(k, columns), F.pad(v, (0, max(0, width - v.shape[-1])))
 
 
 register(

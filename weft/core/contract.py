@@ -166,6 +166,12 @@ class Attention(Decoding, nn.Module):
     # Packed documents. Mechanisms whose pattern depends on the length override `pattern_for`.
 
     separate_blocks: int | None = None  # m if tokens attend only within blocks of m tokens
+    packs = False  # whether it has `attend_packed`
+
+    def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, documents: Segments) -> Tensor:
+        """Packed documents where they are, for mechanisms that PyTorch's variable-length attention can compute. Padding
+        is zero, and its outputs are ignored."""
+        raise NotImplementedError
 
     def pattern_for(self, length: int) -> Hashable:
         """Documents whose lengths give the same value can be padded on the right to the same length, without effect."""

@@ -24,6 +24,7 @@ from torch import Tensor
 from .dispatch import use_kernel
 from .precision import without_autocast
 from .segments import Plan, Segments, documents_of
+from .softmax import flash_runs
 from .staging import outside_graphs
 
 if TYPE_CHECKING:
@@ -70,16 +71,18 @@ def _in_place(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Any, documents: Segments
 ) -> Tensor | None:
     """The mechanism's kernel on the tokens where they are; None if it has none for packed documents."""
-    kernel = attn.fused
-    if attn.backend == "auto" and attn.name not in CONFIRMED:
+    if bias is not None:
         return None
-    if kernel is None or kernel.packed is None or bias is not None or not use_kernel(attn, q, k, v, bias):
+    kernel: Any = attn.fused
+    confirmed = attn.backend != "auto" or attn.name in CONFIRMED
+    fused = kernel is not None and kernel.packed is not None and confirmed and use_kernel(attn, q, k, v, bias)
+    if not fused and not (attn.packs and mask is None and flash_runs(q, v)):
         return None
     attn.check_length(documents.longest)
-    # The kernel writes neither outputs nor gradients of padding.
+    # A kernel writes neither outputs nor gradients of padding.
     q, k, v = attn.clean(q, k, v, documents.real(mask), self_attention=True)
     with without_autocast(q):
-        out = kernel.packed(attn, q, k, v, mask, documents)
+        out = kernel.packed(attn, q, k, v, mask, documents) if fused else attn.attend_packed(q, k, v, documents)
     if out is None or documents.mask is None:
         return out
     return torch.where(documents.mask[:, None, :, None], out, 0)

@@ -113,6 +113,16 @@ class Segments:
         return send(torch.from_numpy(self.rows * self.shape[1] + self.starts), self.device)
 
     @cached_property
+    def edges(self) -> Tensor:
+        """int32, for variable-length kernels: where each document begins in the flattened batch, and the end. Padding
+        between documents is cut into pieces that are not longer than the longest document."""
+        first, total = self.rows * self.shape[1] + self.starts, self.shape[0] * self.shape[1]
+        begin, end = np.append(0, first + self.lengths), np.append(first, total)
+        gaps = -(-(end - begin) // self.longest)  # pieces
+        pieces = np.repeat(begin, gaps) + self.longest * ranges(np.zeros_like(gaps), gaps)
+        return send(torch.from_numpy(np.sort(np.concatenate([first, pieces, [total]])).astype(np.int32)), self.device)
+
+    @cached_property
     def mask(self) -> Tensor | None:
         """(B, L): True for the tokens of documents; None if there is no padding."""
         return self.numbers > 0 if self.padded else None

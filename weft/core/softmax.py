@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .precision import autocasts
+from .segments import Segments
+
 
 def softmax_attention(
     q: Tensor,
@@ -21,8 +24,10 @@ def softmax_attention(
     bias: Tensor | None = None,
     dropout: float = 0.0,
     may_be_empty: bool = True,
+    scale: float | None = None,
 ) -> Tensor:
-    """softmax(q kᵀ / √D + bias) v over the keys where `allowed` is True; zeros for a query without keys.
+    """softmax(scale q kᵀ + bias) v over the keys where `allowed` is True; zeros for a query without keys. The default
+    scale is 1 / √D.
 
     q, k and v are (B, H, L, D), or (B, H, n, L, D) for n blocks. `allowed` (boolean) and `bias` broadcast against the
     logits. This calls PyTorch's fused attention. `may_be_empty=False` asserts that without a bias every query has a
@@ -36,10 +41,11 @@ def softmax_attention(
             bias=_merge(bias, B, H),
             dropout=dropout,
             may_be_empty=may_be_empty,
+            scale=scale,
         )
         return torch.unflatten(out, 0, (B, H))
     if allowed is None and bias is None:
-        return fused(q, k, v, dropout_p=dropout)
+        return fused(q, k, v, dropout_p=dropout, scale=scale)
     # A query without keys attends to all of them and is zeroed afterwards: no NaN forward, no gradient backward.
     alive = None
     if bias is None:
@@ -54,7 +60,7 @@ def softmax_attention(
             mask = mask.masked_fill(~allowed, float("-inf"))
         alive = mask.detach().amax(-1, keepdim=True) != float("-inf")  # a bias of -inf also forbids a pair
         mask = mask.masked_fill(~alive, 0)
-    out = fused(q, k, v, attn_mask=mask, dropout_p=dropout)
+    out = fused(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
     return out if alive is None else out.masked_fill(~alive, 0)
 
 
@@ -86,6 +92,33 @@ def fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
             return F.scaled_dot_product_attention(q, k, v, **options)
     return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+def fused_packed(
+    q: Tensor, k: Tensor, v: Tensor, documents: Segments, *, causal: bool, dropout: float, scale: float | None = None
+) -> Tensor:
+    """Softmax attention of packed documents where they are, by PyTorch's flash attention for variable lengths. q, k and
+    v are (B, H, L, D) of the same width; what it computes at padding has no meaning."""
+    rows = (aligned(x.transpose(1, 2).flatten(0, 1)) for x in (q, k, v))
+    edges, longest = documents.edges, documents.longest
+    flash = torch.ops.aten._flash_attention_forward
+    out = flash(*rows, edges, edges, longest, longest, dropout, causal, False, scale=scale)[0]
+    return torch.unflatten(out, 0, documents.shape).transpose(1, 2)
+
+
+def flash_runs(q: Tensor, v: Tensor) -> bool:
+    """Whether `fused_packed` supports these tensors: in half precision on NVIDIA GPUs from sm80 on."""
+    dtype = torch.get_autocast_dtype("cuda") if autocasts(q) else q.dtype
+    return (
+        q.is_cuda
+        and torch.version.hip is None
+        and dtype in (torch.bfloat16, torch.float16)
+        and q.shape[3] == v.shape[3]
+        and q.shape[3] % 8 == 0
+        and q.shape[3] <= 256
+        and torch.backends.cuda.flash_sdp_enabled()
+        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    )
 
 
 @contextmanager

@@ -217,19 +217,30 @@ def _with_first(part: Part, k: Tensor, v: Tensor, valid: Tensor | None, bias: Po
 
 
 def run_kernel(attn: SparseAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
-    m, causal = attn._block(k.shape[2]), attn.causal or attn.one_way
+    m, causal = attn._block(k.shape[2] - attn.cls), attn.causal or attn.one_way
     if attn.pattern == "strided":
         return strided_kernel.strided(q, k, v, mask, block_size=m, causal=causal)
     columns = fixed_columns(m, attn.columns, attn.leading_column)
     key, threshold = dropout_key(attn, q)
-    options: dict[str, Any] = {"block_size": m, "columns": columns, "causal": causal}
-    return band.block_and_columns(q, k, v, mask, **options, key=key, threshold=threshold)
+    options: dict[str, Any] = {"block_size": m, "columns": columns, "causal": causal, "key": key}
+    if not attn.cls:
+        return band.block_and_columns(q, k, v, mask, **options, threshold=threshold)
+    first = attn._first(q, k, v, mask, None)
+    if k.shape[2] == 1:
+        return first
+    # Token 0 ends a block of hidden tokens: there it is in a column, which all others see.
+    q, k, v = (F.pad(x.transpose(1, 2), (0, 0, 0, 0, m - 1, 0)).transpose(1, 2) for x in (q, k, v))
+    real = torch.ones(k.shape[0], k.shape[2] - m + 1, dtype=torch.bool, device=k.device) if mask is None else mask
+    rest = band.block_and_columns(q, k, v, F.pad(real, (m - 1, 0)), **options, threshold=threshold)
+    return torch.cat([first.transpose(1, 2), rest[:, :, m:].transpose(1, 2)], 1).transpose(1, 2)
 
 
 def lacks(attn: SparseAttention, *qkv: Tensor) -> str:
     if qkv and attn.pattern == "strided" and attn._dropout:
         return "the kernel of pattern='strided' does not support dropout"
-    return "the kernel does not support cls=True" if attn.cls else band.too_long(attn, *qkv)
+    if attn.cls and (attn.pattern == "strided" or not attn.columns):
+        return "with cls=True, the kernel supports only pattern='fixed' with at least one of `columns`"
+    return band.too_long(attn, *qkv)
 
 
 register(
@@ -245,7 +256,7 @@ register(
         lacks,
         band.LEAST_LENGTH,
         dropout=True,
-        grouped=lambda attn: attn.pattern == "fixed",
+        grouped=lambda attn: attn.pattern == "fixed" and not attn.cls,
         largest_head=256,
     ),
 )
