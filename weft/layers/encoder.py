@@ -65,10 +65,10 @@ class EncoderBlock(nn.Module):
             x, options = quiet_padding(x, found.mask), {"segments": found}
         x = quiet_padding(x, mask)
         if not first:
-            return self._finish(x, self.attention(self.attention_norm(x), mask, bias, **options))
+            return self.finish(x, self.attention(self.attention_norm(x), mask, bias, **options))
         itself = isinstance(self.attention, MultiheadAttention)
         y = self.attention(self.attention_norm(x), mask, bias, **options, **({"first": True} if itself else {}))
-        return self._finish(first_tokens(x, found), y if itself else first_tokens(y, found))
+        return self.finish(first_tokens(x, found), y if itself else first_tokens(y, found))
 
     def prefill(
         self,
@@ -81,16 +81,17 @@ class EncoderBlock(nn.Module):
         """Process a prompt x (B, L, dim), or the next L tokens after `state`; returns its output and the next state."""
         x, attention = quiet_padding(x, mask), decoding_layer(self.attention)
         y, state = attention.prefill(self.attention_norm(x), mask, bias, state, max_length)
-        return self._finish(x, y), state
+        return self.finish(x, y), state
 
     def step(
         self, x: Tensor, state: Any, mask: Tensor | None = None, bias: PositionBias | None = None
     ) -> tuple[Tensor, Any]:
         """Decode one token x (B, 1, dim); returns its output and the next state."""
         y, state = decoding_layer(self.attention).step(self.attention_norm(x), state, mask, bias)
-        return self._finish(x, y), state
+        return self.finish(x, y), state
 
-    def _finish(self, x: Tensor, y: Tensor) -> Tensor:
+    def finish(self, x: Tensor, y: Tensor) -> Tensor:
+        """The output for the input x, of which the attention layer made y."""
         x = x + self.dropout(y)
         return x + self.dropout(self.feedforward(self.feedforward_norm(x)))
 
