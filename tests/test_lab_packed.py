@@ -5,6 +5,7 @@ import random
 
 import pytest
 import runs
+import torch
 
 pytest.importorskip("lightning")
 
@@ -58,6 +59,22 @@ def test_a_packed_run_resumes_in_the_middle_of_an_epoch(tmp_path, monkeypatch, t
     runs.killed_run(monkeypatch, config(tmp_path / "run", table, **settings), 8)
     train(config(tmp_path / "run", table, **settings), resume=True)
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+
+
+def test_compiled_parts_serve_all_lengths_and_blocks(tmp_path, table, monkeypatch):
+    settings = dict(attention="linear", layers=2, packed=True, eval_every=4)
+    train(config(tmp_path / "eager", table, **settings))
+    graphs, compile_ = [], torch.compile
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda function, options: compile_(function, backend=backend))
+    train(config(tmp_path / "compiled", table, compile=True, **settings))
+    assert len(graphs) == 3  # before and after attention; the second again in eval mode, to compare it with eager losses
+    for mine, theirs in zip(curve(tmp_path / "compiled"), curve(tmp_path / "eager"), strict=True):
+        assert mine == (*theirs[:2], pytest.approx(theirs[2], rel=1e-9))
 
 
 def test_tasks_without_documents_and_other_models_refuse_it(tmp_path, table):

@@ -30,7 +30,11 @@ def seed_of(*parts: int | str) -> int:
 def seed_everything(*parts: int | str) -> None:
     """Seed all random generators of the process from these parts: dropout depends only on the step."""
     seed = seed_of(*parts)
-    torch.manual_seed(seed)
+    if torch.cuda.is_initialized():  # torch.manual_seed formats a stack trace for every other kind of device
+        torch.default_generator.manual_seed(seed)
+        torch.cuda.manual_seed_all(seed)
+    else:
+        torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
