@@ -72,7 +72,7 @@ def test_compiled_parts_serve_all_lengths_and_blocks(tmp_path, table, monkeypatc
 
     monkeypatch.setattr(torch, "compile", lambda function, options: compile_(function, backend=backend))
     train(config(tmp_path / "compiled", table, compile=True, **settings))
-    assert len(graphs) == 3  # before and after attention; the second again in eval mode, to compare it with eager losses
+    assert len(graphs) == 3  # before and after attention; the latter again in eval mode, to compare losses
     for mine, theirs in zip(curve(tmp_path / "compiled"), curve(tmp_path / "eager"), strict=True):
         assert mine == (*theirs[:2], pytest.approx(theirs[2], rel=1e-9))
 
