@@ -24,7 +24,7 @@ from torch import Tensor
 from .dispatch import use_kernel
 from .precision import without_autocast
 from .segments import Plan, Segments, documents_of
-from .softmax import flash_runs
+from .softmax import flash_runs, without_cudnn
 from .staging import outside_graphs
 
 if TYPE_CHECKING:
@@ -53,11 +53,11 @@ def packed(
     if out is not None:
         return out
     block = attn.separate_blocks if bias is None else None  # a bias needs the positions in the document
-    plan = documents.plan(attn.pattern_for, block)
+    plan = documents.plan(attn.pattern_for, block, attn.max_length)
     masks = _masks(attn, documents, plan, mask)
     attn.check_length(documents.longest)
     run: Any = attn.forward if block is None else attn.compute  # a row of blocks may be longer than max_length
-    with one_call(attn, k, documents.real(mask)):
+    with one_call(attn, k, documents.real(mask)), without_cudnn(q):
         heads = zip(*(plan.unpack(x, by_head=True) for x in (q, k, v)), strict=True)
         more = {name: plan.unpack(x) for name, x in inputs.items()}
         outs = []

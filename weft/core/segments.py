@@ -20,6 +20,7 @@ from .staging import outside_graphs, send
 
 # A group with this many padded tokens costs about as much as one more group: kernel launches against arithmetic.
 PADDING = {"cpu": 256, "cuda": 8192}
+ROUND = {"cpu": 1, "cuda": 64}  # groups have lengths that are multiples of this: fewer shapes to prepare kernels for
 ALIGNED = 1.25  # how much longer a row may get if every document starts a new block
 
 _known = WeakTensorKeyDictionary()  # segment tensor -> (its version, Segments)
@@ -28,11 +29,14 @@ _known = WeakTensorKeyDictionary()  # segment tensor -> (its version, Segments)
 class Segments:
     """The documents of a packed batch (B, L). Pass it in place of the segment tensor, to any number of layers.
 
-    `rows`, `starts` and `lengths` are NumPy arrays with one entry per document, in order of row and position.
+    `rows`, `starts` and `lengths` are NumPy arrays with one entry per document, in order of row and position. The last
+    `fillers` documents make a batch longer, so that batches have few different shapes: models return nothing for them.
     """
 
-    def __init__(self, shape: tuple[int, int], rows: Any, starts: Any, lengths: Any, device: Any = None):
-        self.shape = shape
+    def __init__(
+        self, shape: tuple[int, int], rows: Any, starts: Any, lengths: Any, device: Any = None, fillers: int = 0
+    ):
+        self.shape, self.fillers = shape, fillers
         self.rows, self.starts, self.lengths = (np.asarray(x, np.int64) for x in (rows, starts, lengths))
         self.device = torch.empty(0, device=device).device
         self.count, tokens = len(self.lengths), int(self.lengths.sum())
@@ -44,11 +48,16 @@ class Segments:
 
     @classmethod
     def from_lengths(
-        cls, lengths: Sequence[int] | Sequence[Sequence[int]], length: int | None = None, device: Any = None
+        cls,
+        lengths: Sequence[int] | Sequence[Sequence[int]],
+        length: int | None = None,
+        device: Any = None,
+        fillers: int = 0,
     ) -> Segments:
         """Documents of these lengths side by side, from the first token on: in one row, or in a list of rows.
 
-        `length` is L, by default that of the longest row; the rest of a row is padding. Nothing is read from a GPU.
+        `length` is L, by default that of the longest row; the rest of a row is padding. Nothing is read from a GPU. The
+        last `fillers` documents are no examples.
         """
         table: Any = lengths if any(isinstance(x, Sequence) for x in lengths) else [lengths]
         if any(not isinstance(n, int) or n < 1 for row in table for n in row):
@@ -60,7 +69,7 @@ class Segments:
             raise ValueError(f"the documents of a row have {longest} tokens in total, more than length={length}")
         rows = np.repeat(range(len(sizes)), [len(row) for row in sizes])
         starts = np.concatenate([row.cumsum() - row for row in sizes])
-        return cls((len(sizes), length), rows, starts, np.concatenate(sizes), device)
+        return cls((len(sizes), length), rows, starts, np.concatenate(sizes), device, fillers)
 
     @classmethod
     def from_tensor(cls, segments: Tensor) -> Segments:
@@ -109,8 +118,13 @@ class Segments:
 
     @cached_property
     def first(self) -> Tensor:
-        """(documents,): the first token of each document in the flattened batch."""
-        return send(torch.from_numpy(self.rows * self.shape[1] + self.starts), self.device)
+        """(documents without fillers,): the first token of each document in the flattened batch."""
+        return send(torch.from_numpy((self.rows * self.shape[1] + self.starts)[: self.read]), self.device)
+
+    @property
+    def read(self) -> int:
+        """Number of documents without fillers."""
+        return self.count - self.fillers
 
     @cached_property
     def edges(self) -> Tensor:
@@ -172,21 +186,21 @@ class Segments:
         token of the row comes from. The free token comes from its document's first."""
         lengths, first = self.lengths + 1, self.rows * self.shape[1] + self.starts
         source = np.maximum(ranges(first - 1, lengths), np.repeat(first, lengths))
-        found = Segments.from_lengths(lengths.tolist(), device=self.device)
+        found = Segments.from_lengths(lengths.tolist(), device=self.device, fillers=self.fillers)
         return found.ready(), send(torch.from_numpy(source), self.device)
 
     @cached_property
     def one_per_row(self) -> Plan:
-        """Every document in its own row, padded to the longest."""
+        """Every document in its own row, padded to the longest, without fillers."""
         rooms = np.full_like(self.lengths, self.longest)
-        return Plan.of(self, [np.arange(len(self))], rooms, [(len(self), self.longest)])
+        return Plan.of(self, [np.arange(self.read)], rooms, [(self.read, self.longest)])
 
     def as_rows(self, x: Tensor) -> Tensor:
         """x (B, L, ...) -> (documents, longest, ...). What follows a document is zero."""
         (rows,), filled = self.one_per_row.unpack(x), self.one_per_row.filled
         if filled is None:
             return rows
-        kept = torch.unflatten(filled, 0, (len(self), -1)).view(len(self), -1, *[1] * (x.dim() - 2))
+        kept = torch.unflatten(filled, 0, (self.read, -1)).view(self.read, -1, *[1] * (x.dim() - 2))
         return rows.masked_fill(~kept, 0)
 
     @outside_graphs("the tables of segments are computed on the CPU")
@@ -194,16 +208,18 @@ class Segments:
         """`as_rows` of x and of its mask (B, L)."""
         return self.as_rows(x), self.as_rows(self.numbers > 0 if mask is None else mask)
 
-    def plan(self, pattern: Callable[[int], Hashable], block: int | None) -> Plan:
-        """Where each document goes, for a mechanism with this `pattern` and `separate_blocks`."""
+    def plan(self, pattern: Callable[[int], Hashable], block: int | None, most: int | None = None) -> Plan:
+        """Where each document goes, for a mechanism with this `pattern`, `separate_blocks` and `max_length`."""
         sizes = np.unique(self.lengths).tolist()
         kinds = {size: pattern(size) for size in sizes}
-        key = block, tuple(kinds.values())
+        key = block, tuple(kinds.values()), most
         if key not in self.plans:
-            self.plans[key] = self._planned(kinds, block)
+            self.plans[key] = self._planned(pattern, kinds, block, most)
         return self.plans[key]
 
-    def _planned(self, kinds: dict[int, Hashable], block: int | None) -> Plan:
+    def _planned(
+        self, pattern: Callable[[int], Hashable], kinds: dict[int, Hashable], block: int | None, most: int | None
+    ) -> Plan:
         if block is not None:
             rooms = -(-self.lengths // block) * block
             if rooms.sum() <= ALIGNED * self.lengths.sum():  # all documents in one row, each on its own blocks
@@ -214,9 +230,14 @@ class Segments:
         limit = PADDING.get(self.device.type, PADDING["cuda"])
         groups = [group for members in by_kind.values() for group in _split(members, self.lengths, limit)]
         rooms, shapes = np.empty_like(self.lengths), []
+        multiple = ROUND.get(self.device.type, 1)
         for group in groups:
-            rooms[group] = self.lengths[group].max()
-            shapes.append((len(group), int(self.lengths[group].max())))
+            longest = int(self.lengths[group].max())
+            rounded = -(-longest // multiple) * multiple
+            if (most is None or rounded <= most) and pattern(rounded) == kinds[longest]:
+                longest = rounded
+            rooms[group] = longest
+            shapes.append((len(group), longest))
         return Plan.of(self, groups, rooms, shapes)
 
     def _spread(self, values: np.ndarray) -> Tensor:

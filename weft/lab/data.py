@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.segments import Segments
 from ..core.staging import send
@@ -73,16 +74,44 @@ class Order:
         return slice(within * self.per_step, (within + 1) * self.per_step)
 
 
-class Rows:
-    """A split, on the device if it fits. `packed`: batches have their documents side by side, without padding."""
+@dataclass(frozen=True)
+class Packing:
+    """How documents are packed: batches get a few different numbers of tokens, because PyTorch and Triton prepare every
+    new shape, which takes longer than a step."""
 
-    def __init__(self, columns: Columns, device: torch.device, packed: bool = False):
+    free: int = 0  # tokens that the model adds to every document: 1 for CLS
+    fill: bool = True
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Packing:
+        """Fillers would take part in the state and the random samples of some mechanisms (`one_call`)."""
+        modules = list(model.modules())
+        free = any(isinstance(getattr(module, "cls", None), Tensor) for module in modules)
+        return cls(int(free), not any(hasattr(module, "one_call") for module in modules))
+
+    def fillers(self, lengths: np.ndarray) -> list[int]:
+        """Lengths of further documents, which make the number of tokens a multiple of 1/32 of it (at least 16). None is
+        longer than the longest of the batch."""
+        if not self.fill:
+            return []
+        tokens = int(lengths.sum()) + self.free * len(lengths)
+        step = max(16, 1 << tokens.bit_length() >> 5)
+        count = 1 + step // int(lengths.max())
+        gap = -(tokens + count * (1 + self.free)) % step + count
+        return [gap // count + (i < gap % count) for i in range(count)]
+
+
+class Rows:
+    """A split, on the device if it fits. With `packing`, batches have their documents side by side, without padding."""
+
+    def __init__(self, columns: Columns, device: torch.device, packing: Packing | None = None):
         # A column may be a view with overlapping windows: count its storage.
         size = sum(c.untyped_storage().nbytes() for c in columns.values())
         self.device, self.resident = device, size <= DEVICE_BYTES
         self.columns = {name: _move(c, device) for name, c in columns.items()} if self.resident else columns
         self.lengths: np.ndarray | None = None
-        if packed:  # known here, so that no step waits for them
+        self.packing = packing
+        if packing is not None:  # known here, so that no step waits for them
             self.lengths, self.real = lengths_of(self.columns["ids"])
 
     def __len__(self) -> int:
@@ -98,12 +127,14 @@ class Rows:
 
     def pack(self, batch: Columns, index: np.ndarray) -> dict[str, Any]:
         """The batch of the examples `index`, with ids (B, L) as one row (1, tokens) and their `segments` if packed."""
-        if self.lengths is None:
+        if self.lengths is None or self.packing is None:
             return batch
         lengths = self.lengths[index]
+        more = self.packing.fillers(lengths)
         source = np.flatnonzero(np.arange(batch["ids"].shape[1]) < lengths[:, None])
+        source = np.concatenate([source, np.zeros(sum(more), np.int64)])
         ids = batch["ids"].flatten()[send(torch.from_numpy(source), self.device)][None]
-        segments = Segments.from_lengths(lengths.tolist(), device=self.device)
+        segments = Segments.from_lengths([*lengths.tolist(), *more], device=self.device, fillers=len(more))
         return {**batch, "ids": ids, "segments": segments, **({"mask": True} if self.real else {})}
 
 

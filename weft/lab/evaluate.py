@@ -17,7 +17,7 @@ from ..tasks.config import TrainConfig
 from ..tasks.registry import task_of
 from . import checkpoint
 from .build import build_model
-from .data import Rows, seed_everything, seed_of
+from .data import Packing, Rows, seed_everything, seed_of
 from .kept import check_data, check_numbers, load_kept
 from .run import Run
 from .say import say
@@ -117,7 +117,8 @@ def evaluate_run(
         model = Members(model, ensemble, task.answers)
     wrapped = fabric.setup_module(model)
     columns = getattr(data, split)
-    rows = Rows(task.overlapping(columns, stride) if stride else columns, fabric.device, config.packed)
+    packing = Packing.of(model) if config.packed else None
+    rows = Rows(task.overlapping(columns, stride) if stride else columns, fabric.device, packing)
     return evaluate(fabric, wrapped, task, rows, config, tell=tell), step
 
 

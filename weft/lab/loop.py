@@ -27,7 +27,7 @@ from ..tasks.registry import task_of
 from .build import build_model
 from .checkpoint import Checkpoints, DamagedCheckpoint
 from .compiled import Miscompiled, check_compiled, compile_model, compiler_error
-from .data import Order, Rows, seed_everything, seed_of
+from .data import Order, Packing, Rows, seed_everything, seed_of
 from .divergence import Diverged, LossMonitor
 from .evaluate import Stopped, evaluate, saved_weights
 from .fabric import checkpoint_activations, make_fabric
@@ -102,8 +102,9 @@ class Training:
         self.optimizer = self.fabric.setup_optimizers(self.inner_optimizer)
         self.average = make_average(self.raw, config)
         device = self.fabric.device
+        packing = Packing.of(self.raw) if config.packed else None
         self.rows, self.val, self.test = (
-            Rows(part, device, config.packed) for part in (self.data.train, self.data.val, self.data.test)
+            Rows(part, device, packing) for part in (self.data.train, self.data.val, self.data.test)
         )
         self.per_step = config.batch_size * config.accumulate * self.split.world
         self.order = Order(len(self.rows), self.per_step, config.seed, device, shuffled=not self.task.streams)
