@@ -3,13 +3,16 @@
 import json
 import random
 
+import numpy as np
 import pytest
 import runs
 import torch
 
 pytest.importorskip("lightning")
 
+import weft
 from weft.lab import make_config, train
+from weft.lab.data import Packing
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +54,20 @@ def test_packed_batches_give_the_losses_of_padded_ones(tmp_path, table, chosen, 
         train(config(tmp_path / str(packed), table, packed=packed, **chosen))
     for mine, theirs in zip(curve(tmp_path / "True"), curve(tmp_path / "False"), strict=True):
         assert mine[:2] == theirs[:2] and mine[2] == pytest.approx(theirs[2], rel=1e-9)
+
+
+@pytest.mark.parametrize("free", [0, 1])
+def test_fillers_leave_few_shapes(free):
+    draw, shapes = np.random.default_rng(0), set()
+    for _ in range(300):
+        lengths = draw.integers(500, 2000, 32)
+        more = Packing(free).fillers(lengths)
+        shapes.add(int(lengths.sum()) + sum(more) + free * (32 + len(more)))
+        assert 1 <= min(more) and max(more) <= lengths.max()
+    assert len(shapes) < 12 and all(tokens % 1024 == 0 for tokens in shapes)
+    assert Packing.of(torch.nn.Linear(1, 1)) == Packing(0)
+    routing = weft.MultiheadAttention(8, 2, attention="routing", max_length=16)
+    assert not Packing.of(routing).fillers(lengths)  # they would move the centroids
 
 
 def test_a_packed_run_resumes_in_the_middle_of_an_epoch(tmp_path, monkeypatch, table):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from agree import TOLERANCE, poisoned_memory
@@ -79,41 +81,73 @@ def test_packed_kernels_drop_as_the_others_do(name):
     torch.testing.assert_close((dv * tensors[2]).sum(), (out * dout).sum())  # out is linear in v
 
 
-def flash(q, k, v, edges, _, most, __, dropout, causal, *rest, scale):
+def flash(q, k, v, queries, keys, _, most, dropout, causal, *rest, scale):
     """What the operator of a GPU computes."""
-    assert edges.dtype == torch.int32 and edges.diff().max() <= most
+    assert keys.dtype == queries.dtype == torch.int32 and keys.diff().max() <= most
     parts = [
         torch.nn.functional.scaled_dot_product_attention(
-            *(x[a:b].transpose(0, 1)[None] for x in (q, k, v)), is_causal=causal, scale=scale
+            *(x[a:b].transpose(0, 1)[None] for x, (a, b) in ((q, i), (k, j), (v, j))), is_causal=causal, scale=scale
         )
-        for a, b in zip(edges.tolist(), edges.tolist()[1:], strict=False)
+        for i, j in zip(pairwise(queries.tolist()), pairwise(keys.tolist()), strict=True)
     ]
     return (torch.cat(parts, 2)[0].transpose(0, 1),)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("lengths", [SHORT, [[13, 8, 7]]], ids=["padded", "no padding"])
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("full", {}), ("synthesizer", {"rank": 5, "max_length": 20}), ("synthesizer", {"dot": False, "max_length": 13})],
-    ids=str,
+DOCUMENTS = (
+    ("full", {}),
+    ("synthesizer", {"rank": 5, "max_length": 20}),
+    ("synthesizer", {"dot": False, "max_length": 13}),
 )
-def test_variable_length_attention_equals_gathered_documents(name, options, lengths, causal, monkeypatch):
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float64
+
+
+@pytest.fixture
+def variable(monkeypatch):
+    """`variable(True)` lets PyTorch's variable-length attention run, `variable(False)` does not."""
     if DEVICE == "cpu":
         monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
+    runs = packing.flash_runs if DEVICE == "cuda" else lambda *_: True
+    return lambda answer: monkeypatch.setattr(packing, "flash_runs", runs if answer else lambda *_: False)
+
+
+def close(found):
+    for mine, exact in zip(*found, strict=True):
+        assert (mine.double() - exact).norm() <= (3e-2 if DEVICE == "cuda" else 1e-12) * exact.norm()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [SHORT, [[13, 8, 7]]], ids=["padded", "no padding"])
+@pytest.mark.parametrize(("name", "options"), DOCUMENTS, ids=str)
+def test_variable_length_attention_equals_gathered_documents(name, options, lengths, causal, variable):
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float64
     attn = weft.make_attention(name, heads=2, head_dim=16, causal=causal, **options).to(DEVICE, dtype)
     *tensors, dout = torch.randn(4, len(lengths), 28 if len(lengths) == 1 else 20, 2, 16, device=DEVICE).transpose(2, 3)
     found = []
     for in_place, kind in ((True, dtype), (False, torch.float64)):
-        if DEVICE == "cpu" or not in_place:
-            monkeypatch.setattr(packing, "flash_runs", lambda *_, answer=in_place: answer)
+        variable(in_place)
         documents = weft.Segments.from_lengths(lengths, device=DEVICE)
         inputs = [x.to(dtype).to(kind).requires_grad_() for x in tensors]
         out = attn.to(kind)(*inputs, segments=documents)
         grads = torch.autograd.grad(out, [*inputs, *attn.parameters()], dout.to(kind), allow_unused=True)
         found.append([out, *(g for g in grads if g is not None)])
         assert bool(documents.plans) != in_place
-    for mine, exact in zip(*found, strict=True):
-        assert (mine.double() - exact).norm() <= (3e-2 if DEVICE == "cuda" else 1e-12) * exact.norm()
+    close(found)
+
+
+@pytest.mark.parametrize(("name", "options"), DOCUMENTS, ids=str)
+def test_variable_length_attention_of_first_tokens(name, options, variable):
+    """With a filler at the end, for which nothing is returned."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float64
+    layer = weft.MultiheadAttention(16, 2, attention=name, **options).to(DEVICE, dtype)
+    x, dout = torch.randn(1, 24, 16, device=DEVICE), torch.randn(2, 16, device=DEVICE)
+    found = []
+    for in_place, kind in ((True, dtype), (False, torch.float64)):
+        variable(in_place)
+        documents = weft.Segments.from_lengths([13, 8, 3], device=DEVICE, fillers=1)
+        mine = x.to(dtype).to(kind).requires_grad_()
+        out = layer.to(kind)(mine, segments=documents, first=True)
+        grads = torch.autograd.grad(out, [mine, *layer.parameters()], dout.to(kind), allow_unused=True)
+        found.append([out, *(g for g in grads if g is not None)])
+        assert not grads[0][0, 21:].any() and ("one_per_row" in vars(documents)) != in_place
+    close(found)

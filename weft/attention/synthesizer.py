@@ -83,14 +83,15 @@ class SynthesizerAttention(Attention):
         return softmax_attention(q, k, v, allowed=allowed, bias=R, dropout=dropout, scale=scale)[..., :width]
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, documents: Segments) -> Tensor:
-        H, D, at = self.heads, self.head_dim, documents.positions
-        U, V = (f.to(q.dtype) for f in (self.factors[0], self.factors[1].mT))
-        # The gradient of an embedding sums the documents in float32.
-        rows, columns = (
-            torch.unflatten(F.embedding(at, f.transpose(0, 1).flatten(1)), -1, (H, -1)).transpose(1, 2) for f in (U, V)
-        )
-        dropout = self.dropout if self.training else 0.0
-        longer = self._longer(q, k, v, rows, columns)
+        D, at, dropout = self.head_dim, documents.positions, self.dropout if self.training else 0.0
+
+        def placed(factor: Tensor, at: Tensor) -> Tensor:
+            """(H, max_length, rank) -> (B, H, L, rank). The gradient of an embedding sums the documents in float32."""
+            rows = F.embedding(at, factor.to(q.dtype).transpose(0, 1).flatten(1))
+            return torch.unflatten(rows, -1, (self.heads, -1)).transpose(1, 2)
+
+        own = at if q.shape[2] == k.shape[2] else at.new_zeros(1, q.shape[2])
+        longer = self._longer(q, k, v, placed(self.factors[0], own), placed(self.factors[1].mT, at))
         return fused_packed(*longer, documents, causal=self.causal, dropout=dropout, scale=D**-0.5)[..., :D]
 
     def _longer(self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:

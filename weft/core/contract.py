@@ -170,7 +170,7 @@ class Attention(Decoding, nn.Module):
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, documents: Segments) -> Tensor:
         """Packed documents where they are, for mechanisms that PyTorch's variable-length attention can compute. Padding
-        is zero, and its outputs are ignored."""
+        is zero, and its outputs are ignored. q may be the first query of each document only, (1, H, documents, D)."""
         raise NotImplementedError
 
     def pattern_for(self, length: int) -> Hashable:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import use_kernel
+from .heads import spread
 from .precision import without_autocast
 from .segments import Plan, Segments, documents_of
 from .softmax import flash_runs, without_cudnn
@@ -76,7 +77,7 @@ def _in_place(
     kernel: Any = attn.fused
     confirmed = attn.backend != "auto" or attn.name in CONFIRMED
     fused = kernel is not None and kernel.packed is not None and confirmed and use_kernel(attn, q, k, v, bias)
-    if not fused and not (attn.packs and mask is None and flash_runs(q, v)):
+    if not fused and not (attn.packs and mask is None and flash_runs(q, q.shape[3])):
         return None
     attn.check_length(documents.longest)
     # A kernel writes neither outputs nor gradients of padding.
@@ -86,6 +87,20 @@ def _in_place(
     if out is None or documents.mask is None:
         return out
     return torch.where(documents.mask[:, None, :, None], out, 0)
+
+
+def reads_first(attn: Attention, x: Tensor, documents: Segments) -> bool:
+    """Whether `packed_first` runs."""
+    return attn.packs and not attn.causal and not documents.padded and flash_runs(x, attn.head_dim)
+
+
+@outside_graphs("segments give shapes that depend on the documents' lengths; compile without fullgraph=True")
+def packed_first(attn: Attention, q: Tensor, k: Tensor, v: Tensor, documents: Segments) -> Tensor:
+    """`attn` of one query for each document that is read, (1, H, documents, D), on the document's keys and values."""
+    attn.check_length(documents.longest)
+    q, k, v = attn.clean(q, *spread(q, k, v), None)
+    with without_autocast(q):
+        return attn.attend_packed(q, k, v, documents)
 
 
 def packed_weights(

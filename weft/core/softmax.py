@@ -98,26 +98,27 @@ def fused_packed(
     q: Tensor, k: Tensor, v: Tensor, documents: Segments, *, causal: bool, dropout: float, scale: float | None = None
 ) -> Tensor:
     """Softmax attention of packed documents where they are, by PyTorch's flash attention for variable lengths. q, k and
-    v are (B, H, L, D) of the same width; what it computes at padding has no meaning."""
+    v are (B, H, L, D) of the same width; what it computes at padding has no meaning. q may also have one query for each
+    document that is read, (1, H, documents, D), if there is no padding."""
+    edges, longest, one = documents.edges, documents.longest, q.shape[2] != k.shape[2]
+    own, most = (torch.arange(documents.read + 1, dtype=torch.int32, device=q.device), 1) if one else (edges, longest)
     rows = (aligned(x.transpose(1, 2).flatten(0, 1)) for x in (q, k, v))
-    edges, longest = documents.edges, documents.longest
     flash = torch.ops.aten._flash_attention_forward
-    out = flash(*rows, edges, edges, longest, longest, dropout, causal, False, scale=scale)[0]
-    return torch.unflatten(out, 0, documents.shape).transpose(1, 2)
+    out = flash(*rows, own, edges[: len(own)], most, longest, dropout, causal, False, scale=scale)[0]
+    return torch.unflatten(out, 0, (q.shape[0], q.shape[2])).transpose(1, 2)
 
 
-def flash_runs(q: Tensor, v: Tensor) -> bool:
-    """Whether `fused_packed` supports these tensors: in half precision on NVIDIA GPUs from sm80 on."""
-    dtype = torch.get_autocast_dtype("cuda") if autocasts(q) else q.dtype
+def flash_runs(x: Tensor, width: int) -> bool:
+    """Whether `fused_packed` supports heads of this width on the device of x, and in its dtype under autocast."""
+    dtype = torch.get_autocast_dtype("cuda") if autocasts(x) else x.dtype
     return (
-        q.is_cuda
+        x.is_cuda
         and torch.version.hip is None
         and dtype in (torch.bfloat16, torch.float16)
-        and q.shape[3] == v.shape[3]
-        and q.shape[3] % 8 == 0
-        and q.shape[3] <= 256
+        and width % 8 == 0
+        and width <= 256
         and torch.backends.cuda.flash_sdp_enabled()
-        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+        and torch.cuda.get_device_capability(x.device) >= (8, 0)
     )
 
 

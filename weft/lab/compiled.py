@@ -50,11 +50,12 @@ class Part:
         self.function, self.compiled = function, torch.compile(function, options=OPTIONS)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or args[0].dim() < 3:  # the last block continues with one token per document
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        # The last block computes only one token of each document: (documents, dim), or with another context.
+        if not torch.is_grad_enabled() or tensors[0].dim() < 3 or len({x.shape[1] for x in tensors}) > 1:
             return self.function(*args, **kwargs)
-        for x in (*args, *kwargs.values()):
-            if isinstance(x, Tensor):
-                torch._dynamo.maybe_mark_dynamic(x, 1)
+        for x in tensors:
+            torch._dynamo.maybe_mark_dynamic(x, 1)
         return self.compiled(*args, **kwargs)
 
 

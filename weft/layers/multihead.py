@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..attention import Attention, make_attention
 from ..core.contract import PositionBias, quiet_padding
 from ..core.decoding_state import DecodingState, next_positions
+from ..core.packing import packed_first, reads_first
 from ..core.positions import Rotary
 from ..core.segments import Segments, documents_of, first_tokens
 from ..core.sharding import first_position
@@ -169,6 +170,9 @@ class MultiheadAttention(nn.Module):
         attn = self.attention
         alone = attn.info is not None and attn.info.cross and attn.fused is None  # kernels need the queries of all keys
         if alone and not attn.causal and self.rope is None and bias is None and not self.input(x):
+            if documents is not None and mask is None and reads_first(attn, x, documents):
+                qkv = self.project(first_tokens(x, documents)[None], x)
+                return self.merge(packed_first(attn, *qkv, documents))[0]
             if documents is not None:
                 x, mask = documents.padded_rows(x, mask)
             x = quiet_padding(x, mask)
