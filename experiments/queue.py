@@ -2,16 +2,20 @@
 
     python -m experiments.queue --list                              # what is done, what is next, and its minutes
     python -m experiments.queue --minutes 28 --data data --out runs # run what fits, in order
+    python -m experiments.queue --only "wide/listops full/*" --seeds 1 2 --set compile=false
 
-The minutes are those of a run alone on one H200. Runs on the same GPU alternate, so the minutes of the chosen cells add
-up. A cell is done when its table's `*.results.json` has a complete run with its config and seed. Runs are those of
-`weft sweep`: an interrupted run continues from its checkpoint if `--out` still has it. At the end, the results of all
-changed tables are written next to their files.
+The minutes are those of a run alone on one H200, and those that it keeps the GPU busy. Several runs share the GPU
+(`--jobs`): a set of runs fits if their busy minutes add up to the available ones, and their minutes to those of all
+jobs. Small models wait for the CPU most of the time, so sharing pays with NVIDIA's MPS (`nvidia-cuda-mps-control -d`);
+without it, use `--jobs 1`. A cell is done when its table's `*.results.json` has a complete run with its config and
+seed. Runs are those of `weft sweep`: an interrupted run continues from its checkpoint if `--out` still has it. At the
+end, the results of all changed tables are written next to their files.
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.lab.run import Run
-from weft.lab.sweep import Job, Sweep, jobs_of, load_sweep
+from weft.lab.sweep import Job, Sweep, jobs_of, load_sweep, parse_override
 from weft.lab.sweep.cells import started
 from weft.lab.sweep.jobs import DONE, FAILED, Local, run_jobs, saved_step
 from weft.lab.sweep.results import Record, gather, read_results, results_file, write_results
@@ -32,8 +36,14 @@ HERE = Path(__file__).parent
 class Entry:
     table: str  # sweep file without .py
     cell: str  # ROW/COLUMN, as for `weft sweep --only`
-    minutes: float
+    minutes: float  # alone
     seed: int = 0
+    busy: float = 0.0  # minutes of the GPU; 0: all
+
+    @property
+    def share(self) -> float:
+        """The part of the GPU that it needs."""
+        return self.busy / self.minutes if self.busy else 1.0
 
 
 # Minutes of 10,000 steps on ListOps, wide and deep.
@@ -101,9 +111,12 @@ def sweep_of(table: str) -> Sweep:
     return load_sweep(HERE / f"{table}.py")
 
 
-def job_of(entry: Entry, data: str, out: Path | None) -> Job:
-    overrides: dict[str, Any] = {"data": data} if data else {}
+def job_of(entry: Entry, data: str, out: Path | None, **overrides: Any) -> Job:
+    if data:
+        overrides["data"] = data
     (job,) = jobs_of(sweep_of(entry.table), out=out, seeds=[entry.seed], only=[entry.cell], overrides=overrides)
+    if job.variant:
+        raise ValueError(f"{job.variant} changes what the cells of {entry.table} compute: use weft sweep --set")
     return job
 
 
@@ -128,17 +141,19 @@ def left(entry: Entry, job: Job) -> float:
     return entry.minutes * (1 - saved_step(job.folder) / started(job).steps)
 
 
-def pick(waiting: Sequence[tuple[Entry, Job]], minutes: float) -> list[tuple[Entry, Job]]:
-    """All runs that fit, in order; runs that are too long are skipped. If none fits, the first one, which continues in
-    the next portion. A run that starts from another run's weights needs that run."""
-    chosen, free = [], minutes
+def pick(waiting: Sequence[tuple[Entry, Job]], minutes: float, jobs: int = 1) -> list[tuple[Entry, Job]]:
+    """All runs that fit, in order, with so many jobs at a time; runs that are too long are skipped. If none fits, the
+    first one, which continues in the next portion. A run that starts from another run's weights needs that run."""
+    chosen, free, gpu = [], jobs * minutes, minutes
     folders: set[str] = set()
     for entry, job in waiting:
-        first = job.config.init_from
-        if left(entry, job) <= free and (not first or first in folders or Run(Path(first)).result()):
+        first, length = job.config.init_from, left(entry, job)
+        if first and first not in folders and not Run(Path(first)).result():
+            continue
+        if length <= min(minutes, free) and length * entry.share <= gpu:
             chosen.append((entry, job))
             folders.add(str(job.folder))
-            free -= left(entry, job)
+            free, gpu = free - length, gpu - length * entry.share
     return chosen or list(waiting[:1])
 
 
@@ -148,15 +163,22 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=4, help="runs at a time, all on the same device")
     parser.add_argument("--data", default="", help="folder of the data, if different from the configs")
     parser.add_argument("--out", type=Path, help="folder of the runs; default: runs/ next to each table")
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="CELL", help='as listed: "wide/listops full/wide*"')
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="settings that change no result")
     parser.add_argument("--list", action="store_true", help="show the queue without starting anything")
     given = parser.parse_args()
-    jobs = [(entry, job_of(entry, given.data, given.out)) for entry in queue()]
+    overrides = dict(parse_override(text) for text in given.set)
+    entries = [entry for entry in queue() if entry.seed in given.seeds and matches(entry, given.only)]
+    jobs = [(entry, job_of(entry, given.data, given.out, **overrides)) for entry in entries]
     waiting = [(entry, job) for entry, job in jobs if not is_done(job)]
-    chosen = pick(waiting, given.minutes)
+    chosen = pick(waiting, given.minutes, given.jobs)
     for entry, job in jobs:
         state = "done" if (entry, job) not in waiting else "next" if (entry, job) in chosen else "waiting"
-        print(f"{state:8} {left(entry, job):5.0f} min  {entry.table:24} {job.name}")
-    print(f"{len(jobs) - len(waiting)} of {len(jobs)} done, {sum(left(e, j) for e, j in waiting):.0f} minutes left")
+        length = left(entry, job)
+        print(f"{state:8} {length:5.0f} min, busy {length * entry.share:4.0f}  {entry.table:24} {job.name}")
+    busy = sum(left(e, j) * e.share for e, j in waiting)
+    print(f"{len(jobs) - len(waiting)} of {len(jobs)} done, {busy:.0f} minutes of GPU time left")
     if given.list or not chosen:
         return
     view = View()
@@ -168,6 +190,13 @@ def main() -> None:
         write_results(results_file(sweep), sweep, gather(sweep, given.out))
     done = sum(state.state == DONE for state in states)
     print(f"{done} of {len(states)} done, {sum(state.state == FAILED for state in states)} failed")
+
+
+def matches(entry: Entry, patterns: Sequence[str]) -> bool:
+    """Whether a pattern "TABLE CELL" fits the entry, by its name in the queue or the cell's own."""
+    cell = job_of(entry, "", None).cell
+    names = (f"{entry.table} {entry.cell}", f"{entry.table} {cell.row}/{cell.column}")
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from weft.tasks import TrainConfig, get_task
 from weft.tasks.base import DataMissing
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from experiments.queue import Entry, is_done, job_of, left, pick, queue  # noqa: E402
+from experiments.queue import Entry, is_done, job_of, left, matches, pick, queue  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,14 @@ def test_a_run_of_fixed_time_has_a_minute_for_start_and_test(jobs):
         assert entry.minutes >= job.config.time_budget + bool(job.config.time_budget)
 
 
+def test_only_settings_that_change_no_result_can_be_set():
+    entry = Entry("wide/listops", "linear/wide*", 6)
+    assert not job_of(entry, "", None, compile=False, log_every=50).config.compile
+    with pytest.raises(ValueError, match=r"steps=5 changes what the cells of wide/listops compute"):
+        job_of(entry, "", None, steps=5)
+    assert matches(entry, ["wide/listops linear/*"]) and not matches(entry, ["wide/imdb*", "*deep*"])
+
+
 def test_a_complete_run_is_done_and_another_seed_or_a_cut_one_is_not():
     entry = Entry("wide/listops", "linear/wide*", 6)
     assert is_done(job_of(entry, "", None))
@@ -62,6 +70,10 @@ def test_a_portion_holds_what_fits_in_order(tmp_path):
     assert cells(pick(list(waiting(30, 40)), 20)) == ["a"]  # none fits: it starts, and continues later
     assert cells(pick(list(waiting(30, 15, 5, start="a")), 20)) == ["b"]  # c starts from a
     assert cells(pick(list(waiting(10, 15, 5, start="a")), 20)) == ["a", "c"]
+    shared = [(dataclasses.replace(entry, busy=4), job) for entry, job in waiting(10, 21, 8, 8, 8)]
+    assert cells(pick(shared, 20, jobs=4)) == ["a", "c", "d", "e"]  # 34 of 80 minutes, 16 of 20 of the GPU
+    assert cells(pick(shared, 13, jobs=4)) == ["a", "c", "d"]
+    assert cells(pick(shared, 20, jobs=1)) == ["a", "c"]
     folder = tmp_path / "a" / "checkpoints"
     folder.mkdir(parents=True)
     (folder / "step-00007500.safetensors").touch()
