@@ -177,3 +177,17 @@ def test_real_labels_are_read_in_the_makers_order(tmp_path):
     (place / "real.json").write_text(json.dumps(sets[:4]))
     with pytest.raises(Exception, match="real.json.*label sets"):
         task.read(config, None)
+
+
+def test_weights_for_other_classes_keep_the_body_and_other_sizes_are_refused():
+    def model(size, classes):
+        config = make_config("imagefolder", image_size=size, layers=1, dim=16, heads=2, head_dim=8, mlp_dim=16)
+        facts = {"size": size, "classes": classes, "mean": [0.5] * 3, "std": [0.5] * 3}
+        return task.model(config, TaskData({}, {}, {}, (size // 4) ** 2, facts))
+
+    task = get_task("imagefolder")
+    first, second = model(16, 5), model(16, 3)
+    assert task.begin(second, first.state_dict())
+    assert torch.equal(second.embed.weight, first.embed.weight)
+    with pytest.raises(ValueError, match=r"give its --image-size.*positions.*\[16, 16\]"):
+        task.begin(model(32, 3), first.state_dict())

@@ -196,7 +196,12 @@ class ImageClassification(Classification):
         head = [name for name in own if "head." in name and weights[name].shape != own[name].shape]
         if not head:
             return False
-        model.load_state_dict({**weights, **{name: own[name] for name in head}})
+        try:
+            model.load_state_dict({**weights, **{name: own[name] for name in head}})
+        except RuntimeError as error:
+            first = str(error).split("\n\t")[1]
+            what = "init_from: the run's model has other sizes: give its --image-size, --patch and --model-options"
+            raise ValueError(f"{what} ({first})") from None
         for layer in model.modules():
             if isinstance(layer, CachedAttention):
                 layer.reset()
