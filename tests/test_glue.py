@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import torch
 from runs import tiny
+from typer.testing import CliRunner
 
 import weft
+from weft.cli import app
 from weft.lab import train
 from weft.tasks import DataMissing, get_task, make_config
 from weft.tasks.glue import LABELS, SCORES, correlation, examples, pairs, ranks
@@ -107,6 +109,9 @@ def test_a_masked_model_is_fine_tuned_and_predicts(tmp_path):
     assert torch.equal(model.encoder.embed.weight, weights["embed.weight"])
     assert torch.equal(model.encoder.positions, weights["positions"][:16])
     assert train(config).test["accuracy"] > 0.9
+    (tmp_path / "test.tsv").write_text('index\tsentence1\tsentence2\n0\tgood "film\tfilm\n1\tbad film\tfilm\n')
+    answers = CliRunner().invoke(app, ["predict", str(tmp_path / "fine"), str(tmp_path / "test.tsv")]).stdout
+    assert [line.split(",")[3] for line in answers.splitlines()] == ["answer", "good", "bad"]
     found = weft.load(tmp_path / "fine").predict([("good film 99", "film"), "bad film 98"])
     assert [one["answer"] for one in found] == ["good", "bad"]
     with pytest.raises(ValueError, match=r"has another model; give --layers 1 --heads 2 --head-dim 8 --dim 16"):

@@ -28,11 +28,17 @@ def predict(
     import torch
 
     from ..lab.trained import load
+    from ..tasks.glue import Glue, sentences
 
     if not file.exists():
         raise typer.BadParameter(f"{file} does not exist")
     model = load(run, which, device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    rows, examples = read_examples(file, text_column, tokens=model.task.name == "tag")
+    rows: list[dict[str, Any]]
+    examples: list[Any]
+    if isinstance(model.task, Glue) and file.suffix in (".tsv", ".csv") and not text_column:
+        rows, examples = sentences(file)
+    else:
+        rows, examples = read_examples(file, text_column, tokens=model.task.name == "tag")
     answers = model.predict(examples, batch_size)
     table = [{**_joined(row), **_joined(answer)} for row, answer in zip(rows, answers, strict=True)]
     if out is None:

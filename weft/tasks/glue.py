@@ -204,17 +204,29 @@ def file_of(folder: Path, *names: str) -> Path:
     raise DataMissing(f"{folder}/{names[0]}.tsv does not exist: give the folder of a task of GLUE with --data")
 
 
+def layout(path: Path, labels: Sequence[str] = ()) -> tuple[Table, tuple[str, ...]]:
+    """A file and the names of its texts; one of `labels`, if given, must be a column."""
+    table = read_table(path) if path.suffix == ".csv" else unquoted(path)
+    texts = next((names for names in TEXTS if set(names) <= set(table.columns)), None)
+    if texts is None or (labels and not set(labels) & set(table.columns)):
+        known = ", ".join(" and ".join(names) for names in TEXTS)
+        what = f"line 1 names the columns {', '.join(table.columns) or '(none)'}; expected {known}"
+        what += f", and {' or '.join(labels)}" if labels else ""
+        what += ". For scores, use weft train sts-b" if labels is LABELS and SCORES[0] in table.columns else ""
+        raise DamagedData(path, what)
+    return table, texts
+
+
+def sentences(path: Path) -> tuple[list[dict[str, Any]], list[tuple[str, ...]]]:
+    """The rows of a file, perhaps without labels, and their texts."""
+    table, texts = layout(path)
+    return table.rows, [tuple(row[name] for name in texts) for row in table.rows]
+
+
 def examples(path: Path, columns: Sequence[str] = LABELS) -> list[Example]:
     """(texts, label) of every line; the label is in one of these columns."""
-    table = read_table(path) if path.suffix == ".csv" else unquoted(path)
-    texts = next((pair for pair in TEXTS if set(pair) <= set(table.columns)), None)
-    label = next((name for name in columns if name in table.columns), None)
-    if texts is None or label is None:
-        known = ", ".join(" and ".join(pair) for pair in TEXTS)
-        what = f"line 1 names the columns {', '.join(table.columns) or '(none)'}; expected {known}, "
-        what += f"and {' or '.join(columns)}"
-        what += ". For scores, use weft train sts-b" if columns is LABELS and SCORES[0] in table.columns else ""
-        raise DamagedData(path, what)
+    table, texts = layout(path, columns)
+    label = next(name for name in columns if name in table.columns)
     found = []
     for row, place in zip(table.rows, table.places, strict=True):
         if columns is SCORES and not re.fullmatch(r"-?\d+(\.\d+)?", row[label]):
