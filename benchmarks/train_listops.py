@@ -97,9 +97,10 @@ def main() -> None:
             try:
                 forget(how)
                 config = make_config(
-                    "listops", data=args.data or folder, out=f"{folder}/{number}", attention=name, layers=layers, heads=heads,
-                    attention_dropout=0.0 if name == "combiner-fixed" else None, packed="padded" not in flags,
-                    compile="compile" in flags, precision=how.precision, accelerator=how.device, **sizes,
+                    "listops", data=args.data or folder, out=f"{folder}/{number}", attention=name, layers=layers,
+                    heads=heads, attention_dropout=0.0 if name == "combiner-fixed" else None,
+                    packed="padded" not in flags, compile="compile" in flags, precision=how.precision,
+                    accelerator=how.device, **sizes,
                 )  # fmt: skip
                 entry: dict[str, Any] = {"model": model, **measured(config, args.steps, args.warmup, how)}
             except Exception as error:  # show failures in the table

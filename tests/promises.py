@@ -49,7 +49,11 @@ POOLED = [{"summary": s} for s in ("mean", "sum", "relu-max", "deepsets-max", "d
 # Settings that only the comparison with `naive` runs. One with "causal" has that direction only.
 MORE: dict[str, list[dict[str, Any]]] = {
     "axial": [{"block_size": m} for m in (1, 3, 40)],
-    "bigbird": [{"block_size": 4, "random_blocks": 3, "seed": 2}, {"block_size": 1}],
+    "bigbird": [
+        {"block_size": 4, "random_blocks": 3, "seed": 2},
+        {"block_size": 1},
+        {"block_size": 2, "pattern_length": 23},
+    ],
     "combiner-axial": [
         *({"block_size": m, "key_summary": key} for m in (1, 5, 40) for key in ("wsum", "none")),
         {"block_size": 4, "own_span": True, "causal": False},

@@ -1,5 +1,6 @@
 """`--time-budget` chooses the steps by timing a few; the run is then like any run with these steps."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -75,6 +76,8 @@ def test_packed_runs_count_as_padded_ones_unless_the_pattern_depends_on_the_padd
     for attention, same in (("linear", True), ("combiner-fixed", True), ("bigbird", False), ("mixed", False)):
         old = TrainConfig(attention=attention)
         assert (not changed(old, TrainConfig(attention=attention, packed=True))) is same, attention
+    study = TrainConfig(task="listops", attention="bigbird")  # has the pattern of padded documents
+    assert not changed(study, dataclasses.replace(study, packed=True))
     assert changed(TrainConfig(), TrainConfig(packed=True, steps=7)) == ["steps: 10000 -> 7"]
 
 

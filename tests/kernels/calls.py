@@ -33,7 +33,7 @@ SMALL = listed(
         "bigbird": (
             of(13, H=1, causal=False, block_size=2),
             of(27, D=20, causal=False, mask="random", block_size=4, random_blocks=1),
-            of(45, B=2, H=1, causal=False, mask="all", layout="BHLD", block_size=20),
+            of(45, B=2, H=1, causal=False, mask="all", layout="BHLD", block_size=20, pattern_length=90),
             of(100, H=1, D=64, causal=False, dtype=HALF, block_size=80),
         ),
         "combiner-axial": (
@@ -224,6 +224,7 @@ REAL = listed(
         "bigbird": (
             of(2048, D=64, B=2, H=4, causal=False),
             of(2000, D=64, B=2, H=4, causal=False, mask="random"),
+            of(1000, D=64, B=2, H=4, causal=False, mask="ends", pattern_length=2001),
             of(777, D=128, H=2, causal=False, mask="ends", layout="BHLD", block_size=50),
             of(300, D=20, B=2, H=2, causal=False, mask="all", block_size=130, seed=3),
         ),

@@ -7,6 +7,9 @@ Zaheer et al., Big Bird: Transformers for Longer Sequences, https://arxiv.org/ab
 
 with one softmax over the tokens of those blocks. Random blocks are drawn as in the published code: with NumPy's legacy
 generator and `seed` (the layer index there), from blocks outside the band and within the first 1,024 tokens.
+
+n, and so the pattern, depends on the length with its padding. `pattern_length` makes it independent: shorter sequences
+have the pattern of this length, without the blocks that they lack.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.blocks import ceil_div, from_blocks, to_blocks
+from ..core.blocks import ceil_div, from_blocks, pad_length, to_blocks
 from ..core.contract import Attention, PositionBias
 from ..core.dense import dense_attention, positions
 from ..core.dispatch import Kernel
@@ -37,7 +40,7 @@ def naive(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
 ) -> Tensor:
     """Unlike in the published code, any length works, and a block that is selected twice counts once."""
-    H, L, m = q.shape[1], q.shape[2], attn.block_size
+    H, L, m = q.shape[1], attn.pattern_of(q.shape[2]), attn.block_size
     n = ceil_div(L, m)
     i, j = (x // m for x in positions(q, k))
     plan = torch.from_numpy(random_plan(L, m, attn.random_blocks, H, attn.seed)).to(q.device)  # (H, n-2, r)
@@ -48,15 +51,37 @@ def naive(
 
 
 class BigBirdAttention(Attention):
-    def __init__(self, *, block_size: int = 64, random_blocks: int = 3, seed: int = 0, **contract):
+    def __init__(
+        self,
+        *,
+        block_size: int = 64,
+        random_blocks: int = 3,
+        seed: int = 0,
+        pattern_length: int | None = None,
+        **contract: Any,
+    ):
         super().__init__(**contract)
+        if pattern_length is not None and pattern_length < 1:
+            raise ValueError(f"pattern_length must be at least 1, or None for the length itself, got {pattern_length}")
         if block_size < 1 or random_blocks < 0:
             raise ValueError(
                 f"block_size must be at least 1 and random_blocks at least 0, got {block_size}, {random_blocks}"
             )
         self.block_size, self.random_blocks, self.seed = block_size, random_blocks, seed
+        self.pattern_length = pattern_length
+
+    def pattern_of(self, length: int) -> int:
+        """The length that has the pattern of this one."""
+        return max(length, self.pattern_length or 0)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
+        L, longer = q.shape[2], self.pattern_of(q.shape[2])
+        if longer > L:
+            mask = torch.ones(1, L, dtype=torch.bool, device=q.device) if mask is None else mask
+            within = None if bias is None else lambda i, j: bias(i.clamp(max=L - 1), j.clamp(max=L - 1))
+            mask = torch.nn.functional.pad(mask, (0, longer - L))
+            q, k, v = (pad_length(x, longer) for x in (q, k, v))
+            return self.attend(q, k, v, mask, within)[:, :, :L]
         dropout = self.dropout if self.training else 0.0
         B, H, L, _ = q.shape
         m = self.block_size
@@ -91,6 +116,8 @@ class BigBirdAttention(Attention):
         return torch.cat([head, from_blocks(middle, (n - 2) * m), tail], 2)
 
     def pattern_for(self, length: int) -> Hashable:
+        if self.pattern_of(length) == self.pattern_length:
+            return None
         return ceil_div(length, self.block_size), last_drawn(length, self.block_size)
 
 
@@ -145,8 +172,9 @@ def _(length: int, block_size: int, random_blocks: int, heads: int, seed: int) -
 
 
 def run_kernel(attn: BigBirdAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
-    m = min(attn.block_size, q.shape[2])
-    table = block_table(q.detach(), m, attn.random_blocks, attn.seed)
+    m, L = min(attn.block_size, q.shape[2]), q.shape[2]
+    longer = attn.pattern_of(L) if L > m else L  # one block has only itself
+    table = block_table(q.detach(), longer, m, attn.random_blocks, attn.seed)
     return block_list_attention(q, k, v, mask, table, block_size=m)
 
 
@@ -157,14 +185,14 @@ def _room(n: int, random_blocks: int) -> int:
 
 @operator(
     "weft::bigbird_table",
-    "(Tensor q, int block_size, int random_blocks, int seed) -> Tensor",
-    lambda q, m, r, seed: q.new_empty(
+    "(Tensor q, int pattern_length, int block_size, int random_blocks, int seed) -> Tensor",
+    lambda q, longer, m, r, seed: q.new_empty(
         2, q.shape[1], ceil_div(q.shape[2], m) + 1 + _room(ceil_div(q.shape[2], m), r), dtype=torch.int32
     ),
 )
-def block_table(q: Tensor, block_size: int, random_blocks: int, seed: int) -> Tensor:
+def block_table(q: Tensor, pattern_length: int, block_size: int, random_blocks: int, seed: int) -> Tensor:
     """The block lists for `block_list_attention`, on the device of q."""
-    key = (q.shape[1], q.shape[2], block_size, random_blocks, seed)
+    key = (q.shape[1], ceil_div(q.shape[2], block_size), pattern_length, block_size, random_blocks, seed)
     if q.is_cuda and torch.cuda.is_current_stream_capturing() and (key, q.device) not in _tables:
         return send(_block_table(*key), q.device)  # memory of a CUDA graph: not to be kept
     if (key, q.device) not in _tables:
@@ -177,7 +205,8 @@ def block_table(q: Tensor, block_size: int, random_blocks: int, seed: int) -> Te
 _tables: dict[Any, Tensor] = {}
 
 
-def _block_table(heads: int, length: int, block_size: int, random_blocks: int, seed: int) -> Tensor:
+def _block_table(heads: int, kept: int, length: int, block_size: int, random_blocks: int, seed: int) -> Tensor:
+    """The pattern of this length, of which the sequence has the first `kept` blocks."""
     n = ceil_div(length, block_size)
     b, every = np.arange(n), np.ones(n, int)
     band = [(b, b), (b[1:], b[:-1]), (b[:-1], b[1:])]
@@ -188,8 +217,9 @@ def _block_table(heads: int, length: int, block_size: int, random_blocks: int, s
     for drawn in plan:
         i = np.broadcast_to(np.arange(1, len(drawn) + 1)[:, None], drawn.shape)
         each = np.unique(np.concatenate([fixed, (i * n + drawn)[drawn >= 0]]))
-        pairs.append(np.stack([each // n, each % n], 1))
-    return tables(pairs, n, _room(n, random_blocks))
+        both = np.stack([each // n, each % n], 1)
+        pairs.append(both[(both < kept).all(1)])
+    return tables(pairs, kept, _room(kept, random_blocks))
 
 
 register(

@@ -140,6 +140,8 @@ def lra(
     settings.update(options)
     with_cls = settings.get("pooling", "cls") == "cls"
     settings.setdefault("max_length", found.length + with_cls)
+    if attention == "bigbird":  # the pattern of padded documents, for packed ones too
+        settings["attention_options"].setdefault("pattern_length", settings["max_length"])
     vocab, classes = settings.pop("vocab", found.vocab), settings.pop("classes", found.classes)
     model = TextMatcher if found.pairs else TextClassifier
     return model(vocab, classes, **settings)

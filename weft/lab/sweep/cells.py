@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from ...attention import make_attention
+from ...models.presets import TASKS
 from ...tasks.config import FREE_ON_RESUME, TrainConfig, differences, field_types, from_json, to_json
 from ...tasks.registry import register, run_file
 from ..pace import CHOSEN, keep_steps
@@ -236,7 +237,9 @@ def free(config: TrainConfig) -> frozenset[str]:
     """The settings that may differ between two runs of this config. Packed batches give the losses of padded ones,
     except for dropout's random numbers, if the mechanism's pattern does not depend on the padding; `time_budget`
     chooses the steps by the speed of the device."""
-    names = config.attention.split("+")
+    names = set(config.attention.split("+"))
+    if config.task in TASKS:  # `lra` gives it the pattern of the task's length
+        names -= {"bigbird"}
     same = set(CHOSEN) if config.time_budget else set()
     if config.attention != "mixed" and not any(map(padding_matters, names)):
         same.add("packed")
