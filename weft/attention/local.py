@@ -42,6 +42,10 @@ class LocalAttention(Attention):
             raise ValueError(f"block_size must be at least 1, got {block_size}")
         self.block_size = self.separate_blocks = block_size
 
+    @property
+    def reach(self) -> int:
+        return self.block_size
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         L, m = q.shape[2], min(self.block_size, q.shape[2])
         q, k, v = (to_blocks(x, m) for x in (q, k, v))

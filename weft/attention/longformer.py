@@ -50,6 +50,10 @@ class LongformerAttention(Attention):
         self.left = window - 1 if self.causal else (window - 1) // 2  # tokens visible to the left and to the right
         self.right = 0 if self.causal else window // 2
 
+    @property
+    def reach(self) -> int | None:
+        return None if self.global_tokens else self.right + 1
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         L, g = q.shape[2], min(self.global_tokens, q.shape[2])

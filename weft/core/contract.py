@@ -163,6 +163,11 @@ class Attention(Decoding, nn.Module):
         with plain(self), looking_on(self):  # kernels don't support values of width Lk
             return self(q, k, identity, mask, bias)
 
+    @property
+    def reach(self) -> int | None:
+        """The output of the first token depends only on so many tokens, from the first on; None: on all."""
+        return None
+
     # Packed documents. Mechanisms whose pattern depends on the length override `pattern_for`.
 
     separate_blocks: int | None = None  # m if tokens attend only within blocks of m tokens

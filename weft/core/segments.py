@@ -208,6 +208,18 @@ class Segments:
         """`as_rows` of x and of its mask (B, L)."""
         return self.as_rows(x), self.as_rows(self.numbers > 0 if mask is None else mask)
 
+    @outside_graphs("the tables of segments are computed on the CPU")
+    def leading(self, x: Tensor, mask: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
+        """The first `count` tokens of each document, (documents, count, ...), and which of them are real."""
+        at = np.arange(min(count, self.longest))
+        first = (self.rows * self.shape[1] + self.starts)[:, None]
+        index, real = (
+            send(torch.from_numpy(part), self.device)
+            for part in (first + np.minimum(at, self.lengths[:, None] - 1), at < self.lengths[:, None])
+        )
+        real = real if mask is None else real & mask.flatten()[index]
+        return torch.unflatten(x.flatten(0, 1).index_select(0, index.flatten()), 0, index.shape), real
+
     def plan(self, pattern: Callable[[int], Hashable], block: int | None, most: int | None = None) -> Plan:
         """Where each document goes, for a mechanism with this `pattern`, `separate_blocks` and `max_length`."""
         sizes = np.unique(self.lengths).tolist()

@@ -168,6 +168,13 @@ class MultiheadAttention(nn.Module):
 
     def _first(self, x: Tensor, mask: Tensor | None, bias: PositionBias | None, documents: Segments | None) -> Tensor:
         attn = self.attention
+        longest = x.shape[1] if documents is None else documents.longest
+        if attn.reach is not None and attn.reach < longest and bias is None:
+            if documents is not None:
+                x, mask = documents.leading(x, mask, attn.reach)
+                documents = None
+            else:
+                x, mask = x[:, : attn.reach], None if mask is None else mask[:, : attn.reach]
         alone = attn.info is not None and attn.info.cross and attn.fused is None  # kernels need the queries of all keys
         if alone and not attn.causal and self.rope is None and bias is None and not self.input(x):
             if documents is not None and mask is None and reads_first(attn, x, documents):
