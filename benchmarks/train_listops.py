@@ -63,7 +63,7 @@ def measured(config: Any, steps: int, warmup: int, how: How) -> dict[str, float]
     if how.device == "cuda":
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             run(PROFILED)
-        kernels = profiler.key_averages()
+        kernels = [x for x in profiler.key_averages() if x.self_device_time_total]  # the others are calls of the host
         found["gpu_ms"] = sum(x.self_device_time_total for x in kernels) / PROFILED / 1e3
         found["kernels"] = sum(x.count for x in kernels) / PROFILED
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
