@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import weft  # noqa: E402
-from weft.models.presets import lra  # noqa: E402
+import weft
+from weft.models.presets import lra
 
 LENGTH = 2000
 WORSE = 3.0  # times the error of bfloat16

@@ -20,9 +20,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import weft  # noqa: E402
-from benchmarks.gpu_timing import TOKENS, D, H, commit, median_ms, median_of, tensors  # noqa: E402
-from weft.core import segments as packing  # noqa: E402
+import weft
+from benchmarks.gpu_timing import TOKENS, D, H, commit, median_ms, median_of, tensors
+from weft.core import segments as packing
 
 
 def lengths(seed: int = 0) -> list[int]:

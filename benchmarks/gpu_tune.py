@@ -24,11 +24,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import weft  # noqa: E402
-from benchmarks.gpu_timing import ROOT, D, H, median_ms, tensors  # noqa: E402
-from weft.core.partitions import default_block  # noqa: E402
-from weft.core.tiles import Tiles  # noqa: E402
-from weft.kernels.launch import forget  # noqa: E402
+import weft
+from benchmarks.gpu_timing import ROOT, D, H, median_ms, tensors
+from weft.core.partitions import default_block
+from weft.core.tiles import Tiles
+from weft.kernels.launch import forget
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,10 +30,10 @@ from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import weft  # noqa: E402
-from weft.adapt.decoding import StateLayer  # noqa: E402
-from weft.core.decoding_state import tree_bytes  # noqa: E402
-from weft.lab.run import commit  # noqa: E402
+import weft
+from weft.adapt.decoding import StateLayer
+from weft.core.decoding_state import tree_bytes
+from weft.lab.run import commit
 
 NAMES = ("linear", "longformer", "local", "combiner-fixed", "combiner-axial")
 FLASH = "sdpa, flash"

@@ -12,7 +12,7 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-from benchmarks.tables import results, rows  # noqa: E402
+from benchmarks.tables import results, rows
 
 ROOT = Path(__file__).resolve().parents[1]
 SHOWN = {

@@ -15,7 +15,7 @@ from weft.tasks import TrainConfig, get_task
 from weft.tasks.base import DataMissing
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from experiments.queue import Entry, is_done, job_of, left, matches, pick, queue  # noqa: E402
+from experiments.queue import Entry, is_done, job_of, left, matches, pick, queue
 
 
 @pytest.fixture(scope="module")

@@ -141,7 +141,7 @@ def load(folder: str | Path, which: str = "", device: str | torch.device | None 
         config = from_json((folder / "config.json").read_text())
         with safe_open(str(exported), framework="pt", device="cpu") as file:
             facts = json.loads((file.metadata() or {}).get("weft", "{}"))
-            tensors = {f"model/{name}": file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            tensors = {f"model/{name}": file.get_tensor(name) for name in file.keys()}
         step, test = int(facts.get("step", 0)), facts.get("test", {})
     else:
         run = Run(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,15 +29,6 @@ Out = Annotated[Path | None, typer.Option(help="also write all values to this JS
 Markdown = Annotated[bool, typer.Option("--markdown", help="print the tables as Markdown")]
 
 
-@contextmanager
-def _clear_errors() -> Any:
-    """Show errors as one message, without a traceback."""
-    try:
-        yield
-    except (ValueError, ImportError) as error:
-        raise typer.BadParameter(str(error)) from error
-
-
 def _how(device: str, precision: str, repeats: int, budget: float, full: bool, threads: int, **more: Any) -> How:
     import torch
 
@@ -60,6 +50,14 @@ def _among(chosen: str, known: tuple[str, ...] | list[str], default: list[str], 
     return names
 
 
+def _lengths(given: str, end: int) -> list[int]:
+    """The given lengths, or the powers of 2 from 2^10 up to 2^(end - 1)."""
+    try:
+        return sorted({int(part) for part in given.split(",")}) if given else [2**p for p in range(10, end)]
+    except ValueError:
+        raise ValueError(f"lengths must be comma-separated integers, got {given!r}") from None
+
+
 @bench_app.command()
 def latency(
     tasks: Annotated[str, typer.Option(help="imdb-token, imdb-byte, listops, matching; default: listops")] = "",
@@ -78,28 +76,27 @@ def latency(
     markdown: Markdown = False,
 ) -> None:
     """One forward pass of the wide-attention study's deep and wide models (its Tables 9 and 10)."""
-    with _clear_errors():
-        from dataclasses import replace
+    from dataclasses import replace
 
-        from ...models.presets import STUDY_ATTENTIONS, TASKS
-        from . import latency as bench
-        from .report import Report
-        from .timing import names_of
+    from ...models.presets import STUDY_ATTENTIONS, TASKS
+    from . import latency as bench
+    from .report import Report
+    from .timing import names_of
 
-        chosen = _among(tasks, list(TASKS), list(TASKS) if full else ["listops"], "task")
-        names = names_of(attentions, STUDY_ATTENTIONS)
-        how = _how(device, precision, repeats, budget, full, threads, compile=compile, cpu_time=cpu_time)
-        how = replace(how, memory=how.device == "cuda")  # slow on the CPU, and not in the paper
-        settings = {"batch": batch or bench.PAPER_BATCH[how.device], "length": length or "the task's"}
-        report = Report("latency", how, settings, out)
-        bench.measure(chosen, names, how, report, batch=batch, length=length)
-        table = "10: batch 32 on an A100" if how.device == "cuda" else "9: one document on two EPYC 7763"
-        notes = [
-            f"batch {settings['batch']}, {how.precision}{', CPU seconds' if cpu_time else ''}; "
-            "medians of rounds in which deep and wide alternate.",
-            f"paper: Wide Attention Is The Way Forward For Transformers? (arXiv 2210.00640), Table {table}.",
-        ]
-        report.finish(bench.tables(report.records, how.device), notes, markdown)
+    chosen = _among(tasks, list(TASKS), list(TASKS) if full else ["listops"], "task")
+    names = names_of(attentions, STUDY_ATTENTIONS)
+    how = _how(device, precision, repeats, budget, full, threads, compile=compile, cpu_time=cpu_time)
+    how = replace(how, memory=how.device == "cuda")  # slow on the CPU, and not in the paper
+    settings = {"batch": batch or bench.PAPER_BATCH[how.device], "length": length or "the task's"}
+    report = Report("latency", how, settings, out)
+    bench.measure(chosen, names, how, report, batch=batch, length=length)
+    table = "10: batch 32 on an A100" if how.device == "cuda" else "9: one document on two EPYC 7763"
+    notes = [
+        f"batch {settings['batch']}, {how.precision}{', CPU seconds' if cpu_time else ''}; "
+        "medians of rounds in which deep and wide alternate.",
+        f"paper: Wide Attention Is The Way Forward For Transformers? (arXiv 2210.00640), Table {table}.",
+    ]
+    report.finish(bench.tables(report.records, how.device), notes, markdown)
 
 
 @bench_app.command()
@@ -125,41 +122,36 @@ def scaling(
     markdown: Markdown = False,
 ) -> None:
     """Time and memory of attention over length (Figure 3 of the Combiner paper)."""
-    with _clear_errors():
-        from ...attention import attention_info
-        from . import scaling as bench
-        from .report import Report
-        from .timing import names_of
+    from ...attention import attention_info
+    from . import scaling as bench
+    from .report import Report
+    from .timing import names_of
 
-        fitting = [name for name in bench.FIGURE_3 if not causal or attention_info(name).causal]
-        names = names_of(attentions, fitting, causal)
-        try:
-            numbers = sorted({int(part) for part in lengths.split(",")}) if lengths else []
-        except ValueError:
-            raise ValueError(f"lengths must be comma-separated integers, got {lengths!r}") from None
-        numbers = numbers or [2**p for p in range(10, 17 if full else 15)]
-        if numbers[0] < 1 or min(heads, head_dim) < 1 or batch < 0:
-            raise ValueError("lengths, heads and head_dim must be at least 1")
-        how = _how(device, precision, repeats, budget, full, threads, compile=compile, cpu_time=cpu_time)
-        batch = batch or (16 if how.device == "cuda" else 1)
-        settings: dict[str, Any] = {"batch": batch, "heads": heads, "head_dim": head_dim}
-        settings |= {"causal": causal, "backward": backward, "limit_s": limit}
-        report = Report("scaling", how, settings, out)
-        bench.measure(
-            names, numbers, how, report, batch=batch, heads=heads, head_dim=head_dim, causal=causal,
-            backward=backward, limit=limit,
-        )  # fmt: skip
-        notes = [
-            f"{'causal' if causal else 'bidirectional'}, {'forward and backward' if backward else 'forward'}, batch "
-            f"{batch}, {heads} heads of {head_dim}, {how.precision}"
-            + (", CPU seconds" if cpu_time else "")
-            + "; medians of rounds in which all alternate.",
-            "paper: Combiner (arXiv 2107.05768), Figure 3: batch 16 on TPU v3-16, 1,024 to 16,384 tokens.",
-        ]
-        report.finish(bench.tables(report.records), notes, markdown)
-        if plot is not None:
-            bench.plot(plot, report.records)
-            print(f"wrote {plot}")
+    fitting = [name for name in bench.FIGURE_3 if not causal or attention_info(name).causal]
+    names = names_of(attentions, fitting, causal)
+    numbers = _lengths(lengths, 17 if full else 15)
+    if numbers[0] < 1 or min(heads, head_dim) < 1 or batch < 0:
+        raise ValueError("lengths, heads and head_dim must be at least 1")
+    how = _how(device, precision, repeats, budget, full, threads, compile=compile, cpu_time=cpu_time)
+    batch = batch or (16 if how.device == "cuda" else 1)
+    settings: dict[str, Any] = {"batch": batch, "heads": heads, "head_dim": head_dim}
+    settings |= {"causal": causal, "backward": backward, "limit_s": limit}
+    report = Report("scaling", how, settings, out)
+    bench.measure(
+        names, numbers, how, report, batch=batch, heads=heads, head_dim=head_dim, causal=causal,
+        backward=backward, limit=limit,
+    )  # fmt: skip
+    notes = [
+        f"{'causal' if causal else 'bidirectional'}, {'forward and backward' if backward else 'forward'}, batch "
+        f"{batch}, {heads} heads of {head_dim}, {how.precision}"
+        + (", CPU seconds" if cpu_time else "")
+        + "; medians of rounds in which all alternate.",
+        "paper: Combiner (arXiv 2107.05768), Figure 3: batch 16 on TPU v3-16, 1,024 to 16,384 tokens.",
+    ]
+    report.finish(bench.tables(report.records), notes, markdown)
+    if plot is not None:
+        bench.plot(plot, report.records)
+        print(f"wrote {plot}")
 
 
 @bench_app.command()
@@ -184,41 +176,40 @@ def cost(
 
     On a GPU, or with --full, the training steps use the paper's Enwik8 model: 16 layers, width 1024, 4,096 bytes.
     """
-    with _clear_errors():
-        from dataclasses import asdict, replace
+    from dataclasses import asdict, replace
 
-        from . import cost as bench
-        from .report import Line, Report
+    from . import cost as bench
+    from .report import Line, Report
 
-        if part not in ("attention", "step", "both"):
-            raise ValueError(f"--part must be attention, step or both, got {part!r}")
-        how = _how(device, precision, repeats, budget, full, threads, compile=compile, cpu_time=cpu_time)
-        large = full or how.device == "cuda"
-        shape = bench.ENWIK8 if large else bench.SMALL
-        shape = replace(shape, length=length or shape.length, batch=batch or shape.batch)
-        plans = [name.strip() for name in schedules.split(",") if name.strip()] or bench.schedules_for(shape.layers)
-        for plan in plans:
-            bench.counted(shape, plan)  # invalid schedules raise an error before anything is measured
-        report = Report("cost", how, {"part": part, "step": asdict(shape)}, out)
-        with Line((4 if part != "step" else 0) + (part != "attention")) as line:
-            if part != "step":
-                tokens = length or (4096 if large else 2048)
-                bench.measure_attention(how, report, line, length=tokens, windows=windows)
-            if part != "attention":
-                bench.measure_steps(how, report, line, shape=shape, schedules=plans)
-        notes = [
-            f"{how.precision}{', CPU seconds' if cpu_time else ''}; medians of rounds in which all alternate.",
-            "paper: The Information Pathways Hypothesis (arXiv 2306.01705).",
-        ]
+    if part not in ("attention", "step", "both"):
+        raise ValueError(f"--part must be attention, step or both, got {part!r}")
+    how = _how(device, precision, repeats, budget, full, threads, compile=compile, cpu_time=cpu_time)
+    large = full or how.device == "cuda"
+    shape = bench.ENWIK8 if large else bench.SMALL
+    shape = replace(shape, length=length or shape.length, batch=batch or shape.batch)
+    plans = [name.strip() for name in schedules.split(",") if name.strip()] or bench.schedules_for(shape.layers)
+    for plan in plans:
+        bench.counted(shape, plan)  # invalid schedules raise an error before anything is measured
+    report = Report("cost", how, {"part": part, "step": asdict(shape)}, out)
+    with Line((4 if part != "step" else 0) + (part != "attention")) as line:
+        if part != "step":
+            tokens = length or (4096 if large else 2048)
+            bench.measure_attention(how, report, line, length=tokens, windows=windows)
         if part != "attention":
-            gigabytes, milliseconds = bench.TABLE_7["Enwik8"]
-            notes += [
-                f"steps: {shape.layers} layers, {shape.heads} heads of {shape.head_dim}, "
-                f"{shape.batch} x {shape.length:,} bytes. The paper's Table 7 has only the dense model "
-                f"(Enwik8: {gigabytes} GB, {milliseconds} ms per step). Its relative costs are not available to us, so "
-                "we show counted multiply-adds.",
-            ]
-        report.finish(bench.tables(report.records), notes, markdown)
+            bench.measure_steps(how, report, line, shape=shape, schedules=plans)
+    notes = [
+        f"{how.precision}{', CPU seconds' if cpu_time else ''}; medians of rounds in which all alternate.",
+        "paper: The Information Pathways Hypothesis (arXiv 2306.01705).",
+    ]
+    if part != "attention":
+        gigabytes, milliseconds = bench.TABLE_7["Enwik8"]
+        notes += [
+            f"steps: {shape.layers} layers, {shape.heads} heads of {shape.head_dim}, "
+            f"{shape.batch} x {shape.length:,} bytes. The paper's Table 7 has only the dense model "
+            f"(Enwik8: {gigabytes} GB, {milliseconds} ms per step). Its relative costs are not available to us, so "
+            "we show counted multiply-adds.",
+        ]
+    report.finish(bench.tables(report.records), notes, markdown)
 
 
 @bench_app.command()
@@ -237,22 +228,21 @@ def throughput(
     markdown: Markdown = False,
 ) -> None:
     """Images per second with and without a cache, in training and inference (Table 9 of the cache paper)."""
-    with _clear_errors():
-        from . import throughput as bench
-        from .report import Report
+    from . import throughput as bench
+    from .report import Report
 
-        how = _how(device, precision, repeats, budget, full, threads, compile=compile, cpu_time=cpu_time)
-        quick = list(bench.TABLE_9) if how.device == "cuda" else ["pvt-tiny"]
-        chosen = _among(models, bench.MODELS, list(bench.MODELS) if full else quick, "model")
-        batch = batch or (256 if how.device == "cuda" else 4)
-        report = Report("throughput", how, {"batch": batch}, out)
-        bench.measure(chosen, how, report, batch=batch)
-        notes = [
-            f"batch {batch}, {how.precision}{', CPU seconds' if cpu_time else ''}, half of the channels cached; "
-            "medians of rounds in which both alternate.",
-            "paper: Cached Transformers (arXiv 2312.12742), Table 9: one V100.",
-        ]
-        report.finish(bench.tables(report.records), notes, markdown)
+    how = _how(device, precision, repeats, budget, full, threads, compile=compile, cpu_time=cpu_time)
+    quick = list(bench.TABLE_9) if how.device == "cuda" else ["pvt-tiny"]
+    chosen = _among(models, bench.MODELS, list(bench.MODELS) if full else quick, "model")
+    batch = batch or (256 if how.device == "cuda" else 4)
+    report = Report("throughput", how, {"batch": batch}, out)
+    bench.measure(chosen, how, report, batch=batch)
+    notes = [
+        f"batch {batch}, {how.precision}{', CPU seconds' if cpu_time else ''}, half of the channels cached; "
+        "medians of rounds in which both alternate.",
+        "paper: Cached Transformers (arXiv 2312.12742), Table 9: one V100.",
+    ]
+    report.finish(bench.tables(report.records), notes, markdown)
 
 
 @bench_app.command()
@@ -275,32 +265,27 @@ def generation(
     markdown: Markdown = False,
 ) -> None:
     """Prefill, steps and state memory over the context, compared with a key-value cache."""
-    with _clear_errors():
-        from . import generation as bench
-        from .report import Report
+    from . import generation as bench
+    from .report import Report
 
-        known = bench.decoding()
-        names = known if attentions == "all" else _among(attentions, known, known, "mechanism that decodes")
-        try:
-            numbers = sorted({int(part) for part in lengths.split(",")}) if lengths else []
-        except ValueError:
-            raise ValueError(f"lengths must be comma-separated integers, got {lengths!r}") from None
-        numbers = numbers or [2**p for p in range(10, 19 if full else 15)]
-        shortest = 2 * bench.STEPS * bench.STARTS
-        if numbers[0] < shortest or min(heads, head_dim, batch) < 1:
-            raise ValueError(f"lengths must be at least {shortest}, and heads, head_dim and batch at least 1")
-        how = _how(device, precision, repeats, budget, full, threads, cpu_time=cpu_time)
-        settings: dict[str, Any] = {"batch": batch, "heads": heads, "head_dim": head_dim, "limit_s": limit}
-        report = Report("generation", how, settings, out)
-        bench.measure(
-            names, numbers, how, report, batch=batch, heads=heads, head_dim=head_dim, limit=limit
-        )  # fmt: skip
-        notes = [
-            f"batch {batch}, {heads} heads of {head_dim}, {how.precision}{', CPU seconds' if cpu_time else ''}; "
-            "medians of rounds in which each mechanism alternates with the cache"
-            + ("; steps are CUDA graphs with max_length." if how.device == "cuda" else "."),
-        ]
-        report.finish(bench.tables(report.records), notes, markdown)
-        if plot is not None:
-            bench.plot(plot, report.records)
-            print(f"wrote {plot}")
+    known = bench.decoding()
+    names = known if attentions == "all" else _among(attentions, known, known, "mechanism that decodes")
+    numbers = _lengths(lengths, 19 if full else 15)
+    shortest = 2 * bench.STEPS * bench.STARTS
+    if numbers[0] < shortest or min(heads, head_dim, batch) < 1:
+        raise ValueError(f"lengths must be at least {shortest}, and heads, head_dim and batch at least 1")
+    how = _how(device, precision, repeats, budget, full, threads, cpu_time=cpu_time)
+    settings: dict[str, Any] = {"batch": batch, "heads": heads, "head_dim": head_dim, "limit_s": limit}
+    report = Report("generation", how, settings, out)
+    bench.measure(
+        names, numbers, how, report, batch=batch, heads=heads, head_dim=head_dim, limit=limit
+    )  # fmt: skip
+    notes = [
+        f"batch {batch}, {heads} heads of {head_dim}, {how.precision}{', CPU seconds' if cpu_time else ''}; "
+        "medians of rounds in which each mechanism alternates with the cache"
+        + ("; steps are CUDA graphs with max_length." if how.device == "cuda" else "."),
+    ]
+    report.finish(bench.tables(report.records), notes, markdown)
+    if plot is not None:
+        bench.plot(plot, report.records)
+        print(f"wrote {plot}")

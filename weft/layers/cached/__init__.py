@@ -4,6 +4,7 @@ layer.py             CachedAttention: any attention layer, mixed with attention 
 memory.py            RecurrentCache: the gated recurrent cache itself
 memory_attention.py  MemoryAttention: tokens attend to the slots of a cache
 resample.py          the T tokens of a step, brought to the number of slots
+projection.py        the heads of a foreign layer, before its output projection
 inputs.py            width, heads, mask and grid of the wrapped layer and its calls
 options.py           CacheOptions and their presets
 maps.py              what the two branches look at, for pictures
