@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -23,6 +24,7 @@ BOXES = [[4, 6, 20, 10], [30, 8, 12, 24]]
 @pytest.fixture()
 def coco(tmp_path):
     """Three pictures of 48 x 40, each with two rectangles, in COCO's layout."""
+    pytest.importorskip("pycocotools")
     (tmp_path / "coco" / "annotations").mkdir(parents=True)
     for part in ("train2017", "val2017"):
         (tmp_path / "coco" / part).mkdir()
@@ -69,7 +71,6 @@ def test_boxes_and_masks_follow_the_picture_when_it_is_flipped(coco) -> None:
 
 
 def test_the_truth_has_an_average_precision_of_one(coco) -> None:
-    pytest.importorskip("pycocotools")
     task = get_task("coco-mask-rcnn")
     task.load(make_config("coco-mask-rcnn", data=str(coco)))
     boxes = torch.tensor([[x, y, x + w, y + h] for x, y, w, h in BOXES]).float()
@@ -84,7 +85,6 @@ def test_the_truth_has_an_average_precision_of_one(coco) -> None:
 
 
 def test_average_precision_is_that_of_torchmetrics(coco) -> None:
-    pytest.importorskip("pycocotools")
     detection = pytest.importorskip("torchmetrics.detection")
     task = get_task("coco-retinanet")
     task.load(make_config("coco-retinanet", data=str(coco)))
@@ -101,6 +101,12 @@ def test_average_precision_is_that_of_torchmetrics(coco) -> None:
     ours, expected = average_precision(found, task.where, masks=False), theirs.compute()
     for name, key in (("box_ap", "map"), ("box_ap50", "map_50"), ("box_ap75", "map_75")):
         assert ours[name] == pytest.approx(float(expected[key]), abs=1e-6) and 0 < ours[name] < 1
+
+
+def test_a_missing_package_is_named_before_training(coco, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "pycocotools.coco", None)
+    with pytest.raises(DataMissing, match=r"weft\[detection\]"):
+        get_task("coco-retinanet").load(make_config("coco-retinanet", data=str(coco)))
 
 
 def test_bad_annotations_are_named(coco) -> None:

@@ -164,6 +164,7 @@ class Detection(Task):
             raise ValueError("detectors use images of any size: remove --compile")
 
     def load(self, config: TrainConfig) -> TaskData:
+        coco_tools()  # fail now rather than after training
         folder = Path(config.data)
         if not (folder / "annotations").is_dir():
             folder = find(config.data, ("coco",), "put COCO 2017 there (cocodataset.org)")
@@ -294,13 +295,17 @@ def entries(answer: Mapping[str, Tensor], picture: int, masks: bool) -> list[dic
     return found
 
 
-def average_precision(found: dict[int, list[dict[str, Any]]], where: Any, masks: bool) -> dict[str, float]:
+def coco_tools() -> tuple[Any, Any]:
     try:
         from pycocotools.coco import COCO
         from pycocotools.cocoeval import COCOeval
     except ImportError as error:
         raise DataMissing("average precision needs pycocotools: pip install 'weft[detection]'") from error
+    return COCO, COCOeval
 
+
+def average_precision(found: dict[int, list[dict[str, Any]]], where: Any, masks: bool) -> dict[str, float]:
+    COCO, COCOeval = coco_tools()
     part = where(next(iter(found)))[0]
     everything = [entry for entries in found.values() for entry in entries]
     kinds = {"box": "bbox", "mask": "segm"} if masks else {"box": "bbox"}
