@@ -145,8 +145,25 @@ def test_archives(tmp_path, kind: str) -> None:
     convert("wikitext-103", Path(archive), tmp_path / "data")
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["wikitext-103"]
     (tmp_path / "plain").write_text("no archive")
-    with pytest.raises(DataMissing, match="neither a folder nor a zip or tar archive"):
+    with pytest.raises(DataMissing, match="neither a folder nor a whole zip or tar archive"):
         convert("iwslt", tmp_path / "plain", tmp_path / "data")
+
+
+@pytest.mark.parametrize("kind", ["zip", "gztar", "xztar"])
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+def test_damaged_archives_are_refused(tmp_path, kind: str, damage: str) -> None:
+    """tarfile takes the first header that it cannot read for the end of the archive, and checks no checksum."""
+    (tmp_path / "in").mkdir()
+    wikitext(tmp_path / "in")
+    (tmp_path / "in" / "more").write_bytes(np.random.default_rng(0).bytes(5000))
+    archive = Path(shutil.make_archive(str(tmp_path / "wikitext"), kind, tmp_path / "in"))
+    content = archive.read_bytes()
+    middle = len(content) // 2
+    end = b"" if damage == "cut" else bytes([content[middle] ^ 255]) + content[middle + 1 :]
+    archive.write_bytes(content[:middle] + end)
+    with pytest.raises(DataMissing, match=f"{archive.name} cannot be used: it (cannot be|is neither)"):
+        convert("wikitext-103", archive, tmp_path / "data")
+    assert not list((tmp_path / "data").glob("*"))
 
 
 def test_the_archives_of_image_net_org(tmp_path) -> None:

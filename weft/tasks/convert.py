@@ -25,6 +25,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import lzma
 import os
 import re
 import shutil
@@ -41,6 +42,7 @@ from .base import DataMissing
 from .files import DamagedData, lines_of, new_folder, read_parquet, read_text
 
 PARTS = {"train": "train", "validation": "valid", "test": "test"}
+UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 PACKED = {"flowers": ("102flowers.tgz",), "pets": ("images.tar.gz", "annotations.tar.gz")}  # beside other files
 
 
@@ -205,9 +207,16 @@ def _imagenet_archives(source: Path, data: Path) -> Path:
         with _tar(source / "ILSVRC2012_img_train.tar") as classes:
             for member in classes:
                 inner = classes.extractfile(member)
-                if inner is not None:
+                if inner is None:
+                    continue
+                try:
                     with tarfile.open(fileobj=inner) as images:
                         images.extractall(folder / "train" / Path(member.name).stem, filter="data")
+                except tarfile.TarError as error:
+                    what = f"{member.name} in it is not an archive of the images of a class"
+                    raise DamagedData(source / "ILSVRC2012_img_train.tar", what) from error
+            if not (folder / "train").exists():
+                raise DamagedData(source / "ILSVRC2012_img_train.tar", "it has no archives of classes")
         with _tar(source / "ILSVRC2012_img_val.tar") as images:
             members = sorted((m for m in images if m.isfile()), key=lambda member: member.name)
             if len(members) != len(numbers):
@@ -299,7 +308,7 @@ def _gz_lines(path: Path) -> Iterator[str]:
             for line in file:
                 yield line
                 number += 1
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+    except (*UNREADABLE, UnicodeDecodeError) as error:
         raise DamagedData(path, f"after line {number}, it is not UTF-8 text compressed by gzip ({error})") from error
 
 
@@ -360,11 +369,16 @@ def _made(folder: Path) -> Path:
 
 @contextmanager
 def _tar(path: Path) -> Iterator[tarfile.TarFile]:
+    if not path.is_file():
+        raise DamagedData(path, "it does not exist")
     try:
         with tarfile.open(path) as archive:
             yield archive
-    except (OSError, tarfile.TarError) as error:
-        raise DamagedData(path, f"it is neither a folder nor a zip or tar archive ({error})") from error
+            while archive.fileobj and archive.fileobj.read(2**20):
+                pass  # to the checksum at the end of a compressed file, where tarfile does not look
+    except (*UNREADABLE, tarfile.TarError) as error:
+        first = str(error).split("\n")[0].rstrip(":")
+        raise DamagedData(path, f"it is neither a folder nor a whole zip or tar archive ({first})") from error
 
 
 def _extract(path: Path, folder: Path) -> None:
@@ -394,5 +408,5 @@ def _unpack(source: Path, target: Path, inside: str) -> None:
                 place.parent.mkdir(parents=True, exist_ok=True)
                 with archive.open(entry) as file, open(place, "wb") as copy:
                     shutil.copyfileobj(file, copy)
-    except (OSError, zipfile.BadZipFile) as error:
+    except (*UNREADABLE, zipfile.BadZipFile, RuntimeError) as error:  # the last if it is encrypted
         raise DamagedData(source, f"it cannot be unpacked ({error})") from error
