@@ -38,6 +38,7 @@ def curve(out):
 CASES = [
     dict(attention="linear", pooling="cls"),
     dict(attention="local", attention_options='{"block_size": 4}', pooling="mean"),
+    dict(attention="local", attention_options='{"block_size": 4}', pooling="cls"),
     dict(attention="combiner-fixed", pooling="first"),
     dict(attention="linear", pooling="cls", model="crate"),
 ]

@@ -212,10 +212,9 @@ class Segments:
     def leading(self, x: Tensor, mask: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
         """The first `count` tokens of each document, (documents, count, ...), and which of them are real."""
         at = np.arange(min(count, self.longest))
-        first = (self.rows * self.shape[1] + self.starts)[:, None]
+        first, lengths = (x[: self.read, None] for x in (self.rows * self.shape[1] + self.starts, self.lengths))
         index, real = (
-            send(torch.from_numpy(part), self.device)
-            for part in (first + np.minimum(at, self.lengths[:, None] - 1), at < self.lengths[:, None])
+            send(torch.from_numpy(part), self.device) for part in (first + np.minimum(at, lengths - 1), at < lengths)
         )
         real = real if mask is None else real & mask.flatten()[index]
         return torch.unflatten(x.flatten(0, 1).index_select(0, index.flatten()), 0, index.shape), real
