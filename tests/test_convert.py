@@ -86,9 +86,10 @@ def pets(source) -> str:
 
 
 def imagenet(source) -> str:
+    images = source / "ILSVRC" / "Data" / "CLS-LOC"
     for kind in ("n01", "n02"):
-        picture(source / "train" / kind / f"{kind}_1.JPEG")
-    picture(source / "val" / "ILSVRC2012_val_00000001.JPEG")
+        picture(images / "train" / kind / f"{kind}_1.JPEG")
+    picture(images / "val" / "ILSVRC2012_val_00000001.JPEG")
     rows = "ImageId,PredictionString\nILSVRC2012_val_00000001,n02 1 2 3 4 \n"
     (source / "LOC_val_solution.csv").write_text(rows)
     return "imagenet/val/n02/ILSVRC2012_val_00000001.JPEG"
@@ -191,6 +192,17 @@ def test_the_archives_of_image_net_org(tmp_path) -> None:
     found = sorted(str(path.relative_to(made)) for path in made.rglob("*.JPEG"))
     val = [f"val/n0{3 - i}/ILSVRC2012_val_0000000{i}.JPEG" for i in (2, 1)]
     assert found == ["train/n01/n01_1.JPEG", "train/n02/n02_1.JPEG", *val]
+
+
+def test_image_folders_of_other_places(tmp_path) -> None:
+    imagenet(tmp_path / "kaggle")
+    source = (tmp_path / "kaggle" / "ILSVRC" / "Data" / "CLS-LOC").rename(tmp_path / "source")
+    with pytest.raises(DataMissing, match=r"LOC_val_solution.csv has no class for it. Put that file into .*source"):
+        convert("imagenet", source, tmp_path / "data")
+    (source / "val" / "n01").mkdir()
+    name = "ILSVRC2012_val_00000001.JPEG"
+    (source / "val" / name).rename(source / "val" / "n01" / name)
+    assert (convert("imagenet", source, tmp_path / "data") / "val" / "n01" / name).is_file()
 
 
 def test_archives_beside_other_files(tmp_path) -> None:

@@ -12,7 +12,8 @@
                    the larger
     pets           images.tar.gz and annotations.tar.gz, or images/*.jpg, annotations/trainval.txt, annotations/test.txt
     imagenet       ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz (needs scipy); or
-                   train/CLASS/*.JPEG, val/*.JPEG and LOC_val_solution.csv (Kaggle's), or val/CLASS already in place
+                   LOC_val_solution.csv and ILSVRC/Data/CLS-LOC/{train,val} (Kaggle's); or train/CLASS/*.JPEG with
+                   val/*.JPEG and LOC_val_solution.csv, or with val/CLASS/*.JPEG
     pcqm4mv2       pcqm4m-v2.zip, or its unpacked folder
     coco           train2017.zip, val2017.zip, annotations_trainval2017.zip, or their unpacked folders
 
@@ -182,13 +183,16 @@ def imagenet(source: Path, data: Path) -> Path:
             except (KeyError, IndexError, AttributeError):
                 what = f"line {reader.line_num} must have ImageId and PredictionString 'CLASS x y x y', got {row}"
                 raise DamagedData(table, what) from None
+    images = source / "ILSVRC" / "Data" / "CLS-LOC"
+    images = images if images.is_dir() else source
     with new_folder(data / "imagenet") as folder:
-        for picture in _pictures(source / "train"):
+        for picture in _pictures(images / "train"):
             _link(picture, folder / "train" / picture.parent.name / picture.name)
-        for picture in _pictures(source / "val"):
-            kind = names.get(picture.stem) or (picture.parent.name if picture.parent != source / "val" else "")
+        for picture in _pictures(images / "val"):
+            kind = names.get(picture.stem) or (picture.parent.name if picture.parent != images / "val" else "")
             if not kind:
-                raise DamagedData(picture, "LOC_val_solution.csv has no class for it", "Put that file next to val/.")
+                way_out = f"Put that file into {source}."
+                raise DamagedData(picture, "LOC_val_solution.csv has no class for it", way_out)
             if not (folder / "train" / kind).exists():
                 raise DamagedData(picture, f"its class is {kind}, but there is no train/{kind}")
             _link(picture, folder / "val" / kind / picture.name)
