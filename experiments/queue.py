@@ -142,7 +142,7 @@ def left(entry: Entry, job: Job) -> float:
 
 
 def pick(waiting: Sequence[tuple[Entry, Job]], minutes: float, jobs: int = 1) -> list[tuple[Entry, Job]]:
-    """All runs that fit, in order, with so many jobs at a time; runs that are too long are skipped. If none fits, the
+    """All runs that fit, in order, with `jobs` runs at a time; runs that are too long are skipped. If none fits, the
     first one, which continues in the next portion. A run that starts from another run's weights needs that run."""
     chosen, free, gpu = [], jobs * minutes, minutes
     folders: set[str] = set()

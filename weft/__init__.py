@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from . import _interrupt, _loading  # noqa: F401
+from . import _interrupt, _load_warning  # noqa: F401
 from ._lazy import lazy
 
 if TYPE_CHECKING or not _interrupt.IS_COMMAND:  # the command `weft` imports torch only when it needs it

@@ -92,7 +92,7 @@ def _plan_weft(layer: Layer, info: AttentionInfo, settings: Settings, causal: bo
 def _plan_reduced(
     layer: Layer, info: AttentionInfo, settings: Settings, causal: bool | None, prefix: int
 ) -> list[Patch]:
-    from .own import ReducedAttention
+    from .pvt_layers import ReducedAttention
 
     module: Any = layer.module
     core = _core(module, info, bool(causal), settings, heads=module.heads, head_dim=module.dim // module.heads)

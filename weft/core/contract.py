@@ -165,7 +165,7 @@ class Attention(Decoding, nn.Module):
 
     @property
     def reach(self) -> int | None:
-        """The output of the first token depends only on so many tokens, from the first on; None: on all."""
+        """The output of the first token depends only on the first `reach` tokens; None: on all."""
         return None
 
     # Packed documents. Mechanisms whose pattern depends on the length override `pattern_for`.

@@ -6,7 +6,7 @@ sparse parent, `routing`:
     causal           direct G_{g_i} ∩ {0..i}      spans G_g ∩ {0..i} for every other cluster g          (equation 11)
     bidirectional    direct G_{g_i}               spans G_g for every other cluster g                   (equation 12)
 
-Clusters may have any size, so this costs up to L². By default it is computed as it stands up to `WHOLE` tokens
+Clusters may have any size, so this costs up to L². By default it is computed exactly up to `WHOLE` tokens
 (`max_length`, if given). For longer sequences, and whenever `capacity` is given, each cluster is split into runs of at
 most `capacity` tokens, in order of position, and "cluster" means "run" in the sets above. That bounds the cost for any
 data, at L · (capacity + clusters + L / capacity), but changes the result: tokens of earlier runs of the own cluster

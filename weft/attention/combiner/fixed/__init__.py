@@ -251,7 +251,7 @@ class CombinerFixed(Combiner):
         new = Pooled(s.lift_queries(q, flag)[:, :, 0], s.lift_keys(k, flag)[:, :, 0], real.long())
         for depth in range(top):
             new = pooled[depth].join(s, new, slots[depth] == 0, at)
-            # Only closed items are pooled for good. Where the position is a tensor, all levels are computed in every
+            # Only closed items are pooled permanently. Where the position is a tensor, all levels are computed in every
             # step: the summary of an open block goes to a slot that nobody reads, until the block is full.
             closed = True if depth == 0 else (i + 1) % m**depth == 0
             pooled[depth] = pooled[depth].set(at, new, closed)
