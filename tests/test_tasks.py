@@ -252,7 +252,7 @@ def test_matching_reads_pairs(tmp_path):
     logits = task.model(config, data)(*task.inputs(data.test))
     assert logits.shape == (2, 2)
     (folder / "new_aan_pairs.test.tsv").write_text("1.0\tA\tB\tone text\n")
-    with pytest.raises(DataMissing, match="row 1"):
+    with pytest.raises(DataMissing, match="line 1 has 4 columns"):
         task.load(config)
 
 
