@@ -248,7 +248,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("name", "place", "content", "says"), BAD)
+@pytest.mark.parametrize(("name", "place", "content", "says"), BAD, ids=[f"{name}-{says}" for name, _, _, says in BAD])
 def test_bad_input_names_the_file_and_the_line_and_leaves_nothing(tmp_path, name, place, content, says) -> None:
     source = tmp_path / "source"
     source.mkdir()
