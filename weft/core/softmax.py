@@ -100,12 +100,15 @@ def fused_packed(
     """Softmax attention of packed documents where they are, by PyTorch's flash attention for variable lengths. q, k and
     v are (B, H, L, D) of the same width; what it computes at padding has no meaning. q may also have one query for each
     document that is read, (1, H, documents, D), if there is no padding."""
-    edges, longest, one = documents.edges, documents.longest, q.shape[2] != k.shape[2]
-    own, most = (torch.arange(documents.read + 1, dtype=torch.int32, device=q.device), 1) if one else (edges, longest)
+    longest, most, edges = documents.longest, documents.longest, documents.edges
+    own, read = edges, q.shape[2]
+    if read != k.shape[2]:  # fillers get a query too: without one, their keys would have undefined gradients
+        own, most = torch.arange(len(edges), dtype=torch.int32, device=q.device), 1
+        q = F.pad(q, (0, 0, 0, len(edges) - 1 - read))
     rows = (aligned(x.transpose(1, 2).flatten(0, 1)) for x in (q, k, v))
     flash = torch.ops.aten._flash_attention_forward
-    out = flash(*rows, own, edges[: len(own)], most, longest, dropout, causal, False, scale=scale)[0]
-    return torch.unflatten(out, 0, (q.shape[0], q.shape[2])).transpose(1, 2)
+    out = flash(*rows, own, edges, most, longest, dropout, causal, False, scale=scale)[0]
+    return torch.unflatten(out, 0, (q.shape[0], q.shape[2])).transpose(1, 2)[:, :, :read]
 
 
 def flash_runs(x: Tensor, width: int) -> bool:
