@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.cached.memory_attention import MemoryAttention
+from ..models.blocks import blocks
 from .branches import branch_views, has_cache
 from .measure import Measures, cache_shares, measure, subspace_coherence, tokens_per_layer
 from .views import AttentionView, attention_views, outermost
-from .watch import blocks, image_grid, plain
+from .watch import image_grid, plain
 
 Loader = Callable[[nn.Module], Any] | Mapping[str, Tensor]
 

@@ -21,9 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.mssa import MSSA
+from ..models.blocks import blocks
 from ..models.crate import CRATELayer
 from .rates import EPSILON, coding_rate, coherence, heads_rate, subspace_rate
-from .watch import blocks, first_tensor, in_batches, looking, mask_of, on_output, plain
+from .watch import first_tensor, in_batches, looking, mask_of, on_output, plain
 
 Measures = dict[str, Tensor]
 

@@ -9,9 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention import Attention
-from ..models.crate import CRATELayer
-
 
 @contextmanager
 def looking(model: nn.Module, hooks: Sequence[Any]) -> Iterator[None]:
@@ -35,30 +32,6 @@ def looking(model: nn.Module, hooks: Sequence[Any]) -> Iterator[None]:
             module._buffers[name] = buffer
             if buffer is not None and value is not None:
                 buffer.copy_(value)
-
-
-def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The repeated blocks with their paths: a CRATE's layers, or the entries of module lists with attention."""
-    layers: list[tuple[str, nn.Module]] = [(name, m) for name, m in model.named_modules() if isinstance(m, CRATELayer)]
-    if layers:
-        return layers
-    found: list[tuple[str, nn.Module]] = []
-
-    def visit(module: nn.Module, path: str) -> None:
-        for name, child in module.named_children():
-            holding = sum(has_attention(entry) for entry in child.children())
-            # nn.Sequential also counts as a list of blocks (timm's models), unless it only wraps a model.
-            if (isinstance(child, nn.ModuleList) and holding) or (isinstance(child, nn.Sequential) and holding > 1):
-                found.extend((f"{path}{name}.{i}", entry) for i, entry in enumerate(child))
-            else:
-                visit(child, f"{path}{name}.")
-
-    visit(model, "")
-    return found
-
-
-def has_attention(module: nn.Module) -> bool:
-    return any(isinstance(m, Attention) for m in module.modules())
 
 
 def mask_of(args: tuple[Any, ...], kwargs: dict[str, Any], tokens: Tensor) -> Tensor | None:

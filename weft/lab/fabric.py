@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.rendezvous import rendezvous
 
-from ..attention import Attention
+from ..models.blocks import blocks
+from ..tasks.augment import cpus
 from ..tasks.config import TrainConfig
 
 
@@ -82,25 +83,6 @@ def _check_devices(config: TrainConfig) -> None:
         raise ValueError(f"nodes is {config.nodes}: start one process per device with torchrun, or omit --nodes")
 
 
-def cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model: the entries of its outermost module lists that contain attention."""
-    found: list[nn.Module] = []
-
-    def visit(module: nn.Module) -> None:
-        for child in module.children():
-            if isinstance(child, nn.ModuleList) and any(_has_attention(entry) for entry in child):
-                found.extend(child)
-            else:
-                visit(child)
-
-    visit(model)
-    return found
-
-
 def checkpoint_activations(model: nn.Module, offload: bool = False) -> None:
     """Store only the input of each block, with `offload` in CPU memory, and recompute the rest in the backward pass."""
     from torch.autograd.graph import save_on_cpu
@@ -109,7 +91,7 @@ def checkpoint_activations(model: nn.Module, offload: bool = False) -> None:
     inner = blocks(model)
     if not inner:
         raise ValueError("checkpoint_activations: this model has no list of attention blocks")
-    for block in inner:
+    for _, block in inner:
 
         def forward(*args: Any, _inner: Any = block.forward, _block: nn.Module = block, **kwargs: Any) -> Any:
             if not _block.training or not torch.is_grad_enabled():
@@ -120,14 +102,10 @@ def checkpoint_activations(model: nn.Module, offload: bool = False) -> None:
         block.forward = forward  # type: ignore[method-assign]
 
 
-def _has_attention(module: nn.Module) -> bool:
-    return any(isinstance(m, Attention) for m in module.modules())
-
-
 def _shard(model: nn.Module, mesh: Any) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
-    for block in blocks(model):
+    for _, block in blocks(model):
         fully_shard(block, mesh=mesh["data_parallel"])
     fully_shard(model, mesh=mesh["data_parallel"])
     return model

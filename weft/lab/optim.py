@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..models.blocks import blocks
 from ..models.image import Normalised
 from ..tasks.config import TrainConfig
-from .fabric import blocks
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
@@ -49,7 +49,7 @@ def layer_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
         raise ImportError("layer_decay needs timm: pip install 'weft[timm]'") from error
     host: Any = model.model if isinstance(model, Normalised) else model
     if not hasattr(host, "group_matcher"):
-        number = {p: i for i, block in enumerate(blocks(host), 1) for p in block.parameters()}
+        number = {p: i for i, (_, block) in enumerate(blocks(host), 1) for p in block.parameters()}
         if not number:
             raise ValueError("layer_decay: this model has no list of attention blocks; remove --layer-decay")
         last, reached, layer = max(number.values()), 0, {}

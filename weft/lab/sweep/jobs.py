@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from ...tasks.augment import cpus
 from .. import lock
-from ..fabric import cpus
 from ..run import Run
 from ..signals import Signals
 from .cells import Job, check_folder, result_of, started, write_config
