@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-from promises import DEVICE  # noqa: F401  sets the default device
 
 import weft
 

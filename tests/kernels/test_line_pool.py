@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from agree import poisoned_memory
-from promises import DEVICE  # noqa: F401  sets the default device
 
 
 def test_matches_the_summaries_including_ties():

@@ -7,7 +7,6 @@ from __future__ import annotations
 import pytest
 import torch
 from agree import TOLERANCE, relative_error
-from promises import DEVICE  # noqa: F401  sets the default device
 from torch.utils.checkpoint import checkpoint
 
 import weft

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from promises import DEVICE  # noqa: F401  sets the default device
 
 import weft
 from weft.core import dispatch
