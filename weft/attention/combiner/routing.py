@@ -344,5 +344,5 @@ register(
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
     length_dependent="without max_length the default capacity depends on the length; set capacity to fix it",
-    kernel=Kernel(run_kernel, lacks, WHOLE + 1, grouped=lambda attn: True, auto=lambda attn: False),
+    kernel=Kernel(run_kernel, lacks, WHOLE + 1, grouped=lambda attn: True),
 )
