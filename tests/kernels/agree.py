@@ -78,7 +78,7 @@ class Call:
 
 
 def errors(call: Call, device: str) -> dict[str, float]:
-    """Relative errors of the kernel's output and gradients against the plain version in float64."""
+    """Relative errors of the kernel's output and all gradients against the plain version in float64."""
     q, k, v, dout, mask = call.tensors(device)
     bias = call.position_bias(device)
     seed = int(torch.randint(2**31, ()))
@@ -92,12 +92,13 @@ def errors(call: Call, device: str) -> dict[str, float]:
         torch.manual_seed(seed)  # the same random sample
         with poisoned_memory():
             out = attn(*inputs, mask, bias)
+            inputs += attn.parameters()
             grads = torch.autograd.grad(out, inputs, dout.to(out.dtype), allow_unused=True)
             results.append(
                 (out, *(torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs, strict=True)))
             )
     assert results[1][0].dtype == call.dtype and results[1][0].shape == q.shape
-    names = ("out", "dq", "dk", "dv")
+    names = ("out", "dq", "dk", "dv", *(f"d{name}" for name, _ in kernel.named_parameters()))
     return {name: relative_error(mine, theirs) for name, theirs, mine in zip(names, *results, strict=True)}
 
 

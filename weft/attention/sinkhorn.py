@@ -27,6 +27,7 @@ from ..core.dropout import dropout_key
 from ..core.registry import register
 from ..core.softmax import softmax_attention
 from ..kernels.band import kernel
+from ..kernels.sorted_blocks.kernel import longest_block, sorted_blocks
 
 
 def naive(
@@ -79,17 +80,10 @@ class SinkhornAttention(Attention):
     ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
         """k and v (B, H, n or more, m, D) -> real tokens (B or 1, 1, n, m), sorted keys and values (B, H, n, m, D), and
         the slots for which some block has a token, (B or 1, 1, m). Flags are None if all are set."""
-        m = self.block_size
-        n, more = ceil_div(L, m), k.shape[2] - ceil_div(L, m)
-        if n > self.max_blocks:
-            raise ValueError(
-                f"{n} blocks of {m} are over max_blocks={self.max_blocks}; create sinkhorn with a larger max_length"
-            )
-        valid = valid_keys(mask, L, n * m, k.device)
-        real = None if valid is None else valid.view(-1, 1, n, m)
-        # Without a mask, every block has a token, and if there are several, so has every slot.
-        has_token = None if mask is None or real is None else real.any(-1)  # (B or 1, 1, n)
-        filled = None if real is None or mask is None and n > 1 else real.any(2)
+        n = ceil_div(L, self.block_size)
+        more = k.shape[2] - n
+        self.check_blocks(n)
+        real, has_token, filled = self.flags(mask, L, k.device)
         # A sum may overflow in half precision.
         blocks = k[:, :, :n].sum(3, dtype=torch.promote_types(k.dtype, torch.float32))
         logits = torch.einsum("bhnd,de->bhne", blocks, self.sort[:, :n].to(blocks.dtype))
@@ -98,10 +92,36 @@ class SinkhornAttention(Attention):
         k_sorted, v_sorted = (torch.unflatten(R @ x.flatten(3), 3, x.shape[3:]) for x in (k, v))
         return real, k_sorted, v_sorted, filled
 
+    def check_blocks(self, n: int) -> None:
+        if n > self.max_blocks:
+            raise ValueError(
+                f"{n} blocks of {self.block_size} are over max_blocks={self.max_blocks}; create sinkhorn with a larger "
+                "max_length"
+            )
+
+    def flags(
+        self, mask: Tensor | None, L: int, device: torch.device
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Real tokens (B or 1, 1, n, m), blocks with a token (B or 1, 1, n) and slots for which some block has a token
+        (B or 1, 1, m); None if all are set."""
+        m, n = self.block_size, ceil_div(L, self.block_size)
+        valid = valid_keys(mask, L, n * m, device)
+        real = None if valid is None else valid.view(-1, 1, n, m)
+        # Without a mask, every block has a token, and if there are several, so has every slot.
+        has_token = None if mask is None or real is None else real.any(-1)
+        filled = None if real is None or mask is None and n > 1 else real.any(2)
+        return real, has_token, filled
+
 
 def run_kernel(attn: SinkhornAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
-    (B, _, L, _), m = q.shape, attn.block_size
+    (B, _, L, D), m = q.shape, attn.block_size
     n = ceil_div(L, m)
+    attn.check_blocks(n)
+    if not attn.iterations and m <= longest_block(D, q.element_size()):
+        has_token, filled = attn.flags(mask, L, q.device)[1:]
+        sources = None if has_token is None else _sources(has_token)[:, 0]
+        slots = None if filled is None else filled.expand(B, 1, m)[:, 0]
+        return sorted_blocks(q, k, v, attn.sort, mask, sources, slots, block_size=m)
     # Matrix products are several times faster if rows have a multiple of 8 elements.
     padded = ceil_div(n, 8) * 8 * m
     k_blocks, v_blocks = (to_blocks(pad_length(x, padded), m) for x in (k, v))
@@ -114,10 +134,14 @@ def run_kernel(attn: SinkhornAttention, q: Tensor, k: Tensor, v: Tensor, mask: T
     return own + kernel.blocks(q, k, v, slots, **options)[:, :, :L]
 
 
+def _sources(has_token: Tensor) -> Tensor:
+    """The blocks to mix. An empty sequence has no source. It uses all blocks, whose keys and values are zero."""
+    return has_token | ~has_token.any(-1, keepdim=True)
+
+
 def place(logits: Tensor, has_token: Tensor | None, iterations: int) -> Tensor:
     """Weights over the blocks with a token (None: all), per row; doubly stochastic after the Sinkhorn iterations."""
-    # An empty sequence has no source. It uses all blocks, whose keys and values are zero.
-    source = None if has_token is None else has_token | ~has_token.any(-1, keepdim=True)
+    source = None if has_token is None else _sources(has_token)
 
     def hide_others(x: Tensor, dim: int) -> Tensor:
         return x if source is None else x.masked_fill(~source.unsqueeze(dim), torch.finfo(x.dtype).min)

@@ -1,0 +1,180 @@
+"""Fused kernels of `sinkhorn` without Sinkhorn iterations: forward and backward as one PyTorch operator.
+
+    s_n = Σ_{j in block n} k_j        R = softmax(s sort)        k~_n = Σ_{n'} R_{n n'} k_{n'}        v~ likewise
+    out_n = softmax(q_n k_nᵀ / √D) v_n + softmax(q_n k~_nᵀ / √D) v~_n
+
+The mixtures read the tokens in place, both of keys and of values in one pass over R. A block fits into one tile, so its
+softmax is recomputed in the backward instead of stored. The plain version in `weft/attention/sinkhorn.py` is the
+reference. Triton is imported only when a kernel runs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.blocks import ceil_div
+from ...core.tiles import (
+    Block,
+    block_width,
+    empty_rows,
+    flags_or,
+    for_operator,
+    next_power_of_two,
+    precision,
+    rows_contiguous,
+    strides,
+)
+from ..band.kernel import check
+from ..launch import launch
+from ..lines.kernel import scales
+from ..operator import Operator
+
+PARTS = 32  # sums of the gradient of `sort`
+
+
+def longest_block(head_dim: int, size: int) -> int:
+    """The most tokens of a block for this head_dim and bytes per element: what fits into a tile."""
+    if head_dim > 128:
+        return 0
+    return 64 if size == 2 else 32 if head_dim <= 64 else 16
+
+
+def sorted_blocks(
+    q: Tensor, k: Tensor, v: Tensor, sort: Tensor, mask: Tensor | None, sources: Tensor | None, slots: Tensor | None,
+    *, block_size: int,
+) -> Tensor:  # fmt: skip
+    """q, k and v (B, H, L, D), sort (D, blocks or more), mask (B, L); `sources` (B, blocks): which blocks may be mixed,
+    `slots` (B, block_size): which places of a mixture have any token. Masked keys and values must be zero."""
+    return _operator(q, k, v, sort, for_operator(mask), for_operator(sources), for_operator(slots), block_size)
+
+
+def _kept(q: Tensor, m: int) -> Block:
+    """The sums of the blocks, R, and the mixtures of keys and values."""
+    B, H, L, D = q.shape
+    n = ceil_div(L, m)
+    mixture = (B, n * m, H, D), q.dtype
+    return Block((((B * H, n, D), torch.float32), ((B * H, n, _width(n)), q.dtype), mixture, mixture))
+
+
+def _width(n: int) -> int:
+    return ceil_div(n, 16) * 16
+
+
+def _split(q: Tensor, m: int, block: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sums, R, sorted_k, sorted_v = _kept(q, m).split(block)
+    return sums, R, sorted_k.transpose(1, 2), sorted_v.transpose(1, 2)
+
+
+def _outputs(q: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    return empty_rows(q), _kept(q, m).empty(q)
+
+
+def _forward(q, k, v, sort, mask, sources, slots, m):
+    from .forward import attend, mix_blocks, place_blocks, sum_blocks
+
+    check(q, k, v, "none")
+    out, block = outputs = _outputs(q, m)
+    sums, R, sorted_k, sorted_v = _split(q, m, block)
+    q, k, v, sort = (rows_contiguous(x) for x in (q, k, v, sort))
+    B, H, L, D = q.shape
+    n, BH = ceil_div(L, m), B * H
+    shape = {"D": D, "BLOCK_D": block_width(D)}
+    launch(sum_blocks, (ceil_div(n, 32) * BH,), k, sums, *strides(k), BH, H, L, n, m, **shape, ROWS=32, num_warps=4)
+    launch(
+        place_blocks, (ceil_div(n, 32) * BH,),
+        sums, sort, flags_or(sources, q), R, sort.stride(0), BH, H, n, _width(n), math.log2(math.e),
+        **shape, ROWS=32, COLUMNS=64, HAS_SOURCES=sources is not None, PRECISION="tf32x3", num_warps=4, num_stages=2,
+    )  # fmt: skip
+    mixing = _mixing(q, n)
+    launch(
+        mix_blocks, (ceil_div(n, mixing["ROWS"]) * m * BH,),
+        R, k, v, sorted_k, sorted_v, sums, *strides(k), *strides(v), *strides(sorted_k), *strides(sorted_v),
+        H, n, _width(n), m, L, n * m, **shape, **mixing, BACK=False,
+    )  # fmt: skip
+    programs, options = _tiles(q, m, mask, slots)
+    launch(
+        attend, programs,
+        q, k, v, sorted_k, sorted_v, flags_or(mask, q), flags_or(slots, q), out,
+        *strides(q), *strides(k), *strides(v), *strides(sorted_k), *strides(out), BH, H, L, n, m, scales(q)[0],
+        **shape, **options,
+    )  # fmt: skip
+    return outputs
+
+
+def _backward(dout, q, k, v, sort, mask, sources, slots, out, block, m):
+    from .backward import block_gradients, collect_sort, mixture_gradients, sort_gradients, sum_gradients
+    from .forward import mix_blocks
+
+    dq, dk, dv, dsort = (empty_rows(x) for x in (q, k, v, sort))
+    sums, R, sorted_k, sorted_v = _split(q, m, block)
+    dout, q, k, v, sort = (rows_contiguous(x) for x in (dout, q, k, v, sort))
+    B, H, L, D = q.shape
+    n, BH = ceil_div(L, m), B * H
+    dsorted_k, dsorted_v = torch.empty_like(sorted_k), torch.empty_like(sorted_v)
+    dR = torch.empty_like(R, dtype=torch.float32 if q.dtype == torch.float16 else None)  # too small for float16
+    dsums = torch.empty_like(sums)
+    shape = {"D": D, "BLOCK_D": block_width(D)}
+    programs, options = _tiles(q, m, mask, slots)
+    launch(
+        block_gradients, programs,
+        q, k, v, sorted_k, sorted_v, flags_or(mask, q), flags_or(slots, q), dout, dq, dk, dv, dsorted_k, dsorted_v,
+        *strides(q), *strides(k), *strides(v), *strides(sorted_k), *strides(dout),
+        *strides(dq), *strides(dk), *strides(dv), BH, H, L, n, m, *scales(q), **shape, **options,
+    )  # fmt: skip
+    most = max(16, next_power_of_two(n))
+    rows, columns = (min(most, 128 if q.element_size() == 2 else 64),) * 2
+    launch(
+        mixture_gradients, (ceil_div(n, rows) * ceil_div(n, columns) * BH,),
+        dsorted_k, dsorted_v, k, v, dR, *strides(dsorted_k), *strides(k), *strides(v),
+        H, L, n, _width(n), m, **shape, ROWS=rows, COLUMNS=columns, PRECISION=precision(q),
+        num_warps=8 if rows == 128 else 4, num_stages=2,
+    )  # fmt: skip
+    small: dict[str, Any] = {"ROWS": 32, "COLUMNS": 32, "PRECISION": precision(q), "num_warps": 4, "num_stages": 2}
+    launch(
+        sum_gradients, (ceil_div(n, 32) * BH,),
+        R, dR, sort, dsums, sort.stride(0), BH, n, _width(n), **shape, **small,
+    )  # fmt: skip
+    each = ceil_div(BH, PARTS)
+    parts = sums.new_empty(ceil_div(BH, each), n, D)
+    launch(sort_gradients, (ceil_div(n, 32), len(parts)), dR, sums, parts, BH, n, _width(n), each, **shape, **small)
+    launch(
+        collect_sort, (ceil_div(sort.shape[1], 32),),
+        parts, dsort, dsort.stride(0), len(parts), n, sort.shape[1], **shape, COLUMNS=32, num_warps=4,
+    )  # fmt: skip
+    mixing = _mixing(q, n)
+    launch(
+        mix_blocks, (ceil_div(n, mixing["ROWS"]) * m * BH,),
+        R, dsorted_k, dsorted_v, dk, dv, dsums, *strides(dsorted_k), *strides(dsorted_v), *strides(dk), *strides(dv),
+        H, n, _width(n), m, n * m, L, **shape, **mixing, BACK=True,
+    )  # fmt: skip
+    return dq, dk, dv, dsort
+
+
+def _mixing(q: Tensor, n: int) -> dict[str, Any]:
+    half, most = q.element_size() == 2, max(16, next_power_of_two(n))
+    rows, blocks = (128, 64) if half else (64, 32)
+    options: dict[str, Any] = {"ROWS": min(rows, most), "BLOCKS": min(blocks, most), "PRECISION": precision(q)}
+    return {**options, "num_warps": 8 if half else 4, "num_stages": 3 if half else 2}
+
+
+def _tiles(q: Tensor, m: int, mask: Tensor | None, slots: Tensor | None) -> tuple[tuple[int], dict[str, Any]]:
+    B, H, L, D = q.shape
+    rows = longest_block(D, q.element_size())
+    flags = {"HAS_MASK": mask is not None, "HAS_SLOTS": slots is not None}
+    programs = (ceil_div(ceil_div(L, m), rows // m) * B * H,)
+    return programs, {"ROWS": rows, "PRECISION": precision(q), "num_warps": 8 if D > 64 else 4, "num_stages": 1} | flags
+
+
+_operator = Operator(
+    "sorted_blocks",
+    "Tensor q, Tensor k, Tensor v, Tensor sort, Tensor? mask, Tensor? sources, Tensor? slots, int block_size",
+    _forward,
+    lambda q, k, v, sort, mask, sources, slots, m: _outputs(q, m),
+    _backward,
+    outputs=2,
+    gradients=(0, 1, 2, 3),
+)
