@@ -77,22 +77,38 @@ class GridCombiner(Combiner):
         dtype = q.dtype
         q, k, v = (self._widen(t) for t in (q, k, v))
         m = self.block_size or default_block(q.shape[2], self.max_length)
-        others: Rule = "before" if self.causal else "others"
-        parts = [LinePart(0, "row", "up_to" if self.causal else "all"), LinePart(0, "column", others)]
-        spans: list[tuple[Axis, Rule]] = []
-        for which in self.column_spans:
-            spans.append(("column", which))
-            parts.append(LinePart(len(spans), "row", "others"))
-        for which in self.rows_as_spans:
-            spans.append(("row", which))
-            parts.append(LinePart(len(spans), "column", others))
-        if spans and all(line_pool.has_kernel(self.summary.kind, axis, k.shape[2], m) for axis, _ in spans):
+        spans, parts = self.line_parts()
+        parts = self.direct_parts() + parts
+        if spans and self.pools_in_kernel(k.shape[2], m):
             out = grid_attention(q, k, v, mask, parts, spans, pool=self.summary.kind, width=m)
         else:
             k, v = spread(q, k, v)
             summaries = tuple(self._line_spans(q, k, v, mask, m, *span) for span in spans)
             out = kernel.line_attention(q, k, v, mask, parts, width=m, spans=summaries)
         return out.to(dtype) if self.long_sums else out
+
+    def direct_parts(self) -> list[LinePart]:
+        """The own row and column."""
+        return [LinePart(0, "row", "up_to" if self.causal else "all"), LinePart(0, "column", self._other_rows)]
+
+    def line_parts(self, before: int = 0) -> tuple[list[tuple[Axis, Rule]], list[LinePart]]:
+        """The spans, and the parts that attend to them; `before`: spans of other Combiners, for the parts' sources."""
+        columns: list[tuple[Axis, Rule]] = [("column", which) for which in self.column_spans]
+        spans = columns + [("row", which) for which in self.rows_as_spans]
+        parts = [
+            LinePart(number, "row", "others") if axis == "column" else LinePart(number, "column", self._other_rows)
+            for number, (axis, _) in enumerate(spans, before + 1)
+        ]
+        return spans, parts
+
+    @property
+    def _other_rows(self) -> Rule:
+        return "before" if self.causal else "others"
+
+    def pools_in_kernel(self, length: int, width: int) -> bool:
+        """Whether `line_pool` supports the summaries."""
+        kind = self.summary.kind
+        return all(line_pool.has_kernel(kind, axis, length, width) for axis, _ in self.line_parts()[0])
 
     def _line_spans(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, m: int, axis: Axis, which: Rule

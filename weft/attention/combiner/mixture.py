@@ -26,6 +26,7 @@ from ...core.dispatch import Kernel, check_backend
 from ...core.joint import Part, Rows, mean_attention
 from ...core.partitions import default_block
 from ...core.registry import attention_info, attentions, make_attention, register
+from ...kernels.line_pool.combiner import grid_attention
 from ..axial import Grid, column_part, row_part
 from .axial_horizontal import CombinerAxialHorizontal, row_spans
 from .axial_vertical import CombinerAxialVertical, column_spans
@@ -56,7 +57,8 @@ def naive(
 class CombinerMixture(Attention):
     """`factorisations`: names or (name, {options}). `block_size` and `summary` are passed to all that support them.
 
-    Each factorisation runs its own kernel. `backend="triton"` requires a kernel for each; "auto" uses those available.
+    Factorisations on one grid run as one kernel, others each their own. `backend="triton"` requires a kernel for each;
+    "auto" uses those available.
     """
 
     def __init__(
@@ -106,8 +108,8 @@ class CombinerMixture(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         attns = self._each()
-        if not self._on_one_grid(q):
-            return self.run_kernel(q, k, v, mask, bias)
+        if q.device.type != "cpu" or not self._on_one_grid():  # on a GPU, each factorisation chooses its kernel
+            return mean([attn(q, k, v, mask) for attn in attns])
         dtype = q.dtype
         q, k, v = (attns[0]._widen(t) for t in (q, k, v))
         m = attns[0].block_size or default_block(k.shape[2], self.max_length)
@@ -118,14 +120,27 @@ class CombinerMixture(Attention):
         return mean_attention(q, mixture, dropout=dropout, may_be_empty=mask is not None).to(dtype)
 
     def run_kernel(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
-        return mean([attn(q, k, v, mask) for attn in self._each()])
+        attns, dtype = self._each(), q.dtype
+        m = getattr(attns[0], "block_size", None) or default_block(q.shape[2], self.max_length)
+        one = len(attns) > 1 and self._on_one_grid() and len({attn.summary.kind for attn in attns}) == 1
+        if not one or not all(attn.pools_in_kernel(q.shape[2], m) for attn in attns):
+            return mean([attn(q, k, v, mask) for attn in attns])
+        parts: list[Any] = attns[0].direct_parts()
+        spans: list[Any] = []
+        members: list[int] = []
+        for attn in attns:
+            more, reading = attn.line_parts(len(spans))
+            parts, spans = parts + reading, spans + more
+            members.append(len(reading))
+        q, k, v = (attns[0]._widen(t) for t in (q, k, v))
+        options: dict[str, Any] = {"pool": attns[0].summary.kind, "width": m, "members": tuple(members)}
+        return grid_attention(q, k, v, mask, parts, spans, **options).to(dtype)
 
-    def _on_one_grid(self, q: Tensor) -> bool:
+    def _on_one_grid(self) -> bool:
         """Return whether all factorisations share their direct sets (own row and own column), so that these can be
-        computed once. On a GPU each factorisation runs its own kernel instead."""
+        computed once."""
         attns = self._each()
-        axial = all(isinstance(attn, CombinerAxialVertical | CombinerAxialHorizontal) for attn in attns)
-        if not axial or q.device.type != "cpu":
+        if not all(isinstance(attn, CombinerAxialVertical | CombinerAxialHorizontal) for attn in attns):
             return False
         return len({(attn.block_size, attn.long_sums) for attn in attns}) == 1
 
@@ -168,6 +183,8 @@ def _is_pair(entry: Any) -> bool:
 
 def mean(outs: list[Tensor]) -> Tensor:
     """Add one by one: stacking would copy every output."""
+    if len(outs) == 1:
+        return outs[0]
     return functools.reduce(torch.add, outs) / len(outs)
 
 

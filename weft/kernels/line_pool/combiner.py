@@ -3,18 +3,23 @@
     out_i = Σ_parts Σ_{j ∈ part(i)} e^{q_i·k_j/√D} v_j / Z_i          over tokens and spans, Z_i over all parts
     kbar_s = pool_j k_j      qbar_s = pool_j q_j      vbar_s = Σ_j softmax_j(qbar_s·k_j/√D) v_j          over the span
 
-One operator instead of several adds the gradients of q, k and v in place, and costs less host time.
+One operator instead of several adds the gradients of q, k and v in place, and costs less host time. It also computes
+the mean of several Combiners on one grid, whose direct parts are the same (`mixture.py`).
 """
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...core.blocks import ceil_div
 from ...core.precision import autocast
-from ...core.tiles import Block, as_flags, empty_rows, for_operator, rows_contiguous
+from ...core.tiles import Block, as_flags, block_width, empty_rows, for_operator, rows_contiguous, strides
 from ..grouped import gradients, sum_to_groups
+from ..launch import launch
 from ..lines.kernel import (
     AXES,
     RULES,
@@ -35,70 +40,101 @@ from .kernel import line_pool_gradients, pool_lines
 
 def grid_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, parts: list[LinePart], spans: list[tuple[Axis, Rule]], *,
-    pool: str, width: int,
+    pool: str, width: int, members: tuple[int, ...] = (),
 ) -> Tensor:  # fmt: skip
     """q, k and v (B, H, L, D), mask (B, L) -> (B, H, L, D). Source 0 of the parts is the tokens; source 1, 2, .. the
-    `spans`: each cell has one, which pools along its row or column by a rule."""
+    `spans`: each cell has one, which pools along its row or column by a rule. `members`: how many of the last parts
+    belong to each member of a mixture, in order; all share the parts before."""
     q, k, v = autocast(q, k, v)
     numbers = tuple(x for axis, rule in spans for x in (AXES.index(axis), RULES.index(rule)))
-    return _operator(q, k, v, for_operator(mask), encode(parts), numbers, pool, width)
+    return _operator(q, k, v, for_operator(mask), encode(parts), numbers, members, pool, width)
 
 
 def _spans(numbers: tuple[int, ...]) -> list[tuple[Axis, Rule]]:
     return [(AXES[axis], RULES[rule]) for axis, rule in zip(numbers[::2], numbers[1::2], strict=True)]
 
 
-def _kept(q: Tensor, mask: Tensor | None, numbers: tuple[int, ...], width: int) -> Block:
-    """The log2 normalisers of out; of the spans qbar, kbar, vbar, log2 normalisers, and which have any token."""
+def _kept(q: Tensor, mask: Tensor | None, numbers: tuple[int, ...], members: tuple[int, ...], width: int) -> Block:
+    """The log2 normalisers of out; the outputs of the members and their log2 normalisers; of the spans qbar, kbar,
+    vbar, log2 normalisers, and which have any token."""
     B, H, L, D = q.shape
-    cells = ceil_div(L, width) * width
+    M, cells = len(members), ceil_div(L, width) * width
     row = ((B, cells, H, D), q.dtype)
     span = (row, row, row, ((B, H, cells), torch.float32), ((1 if mask is None else B, cells), torch.bool))
-    return Block((((B, H, L), torch.float32), *span * (len(numbers) // 2)))
+    own = ((B, H, L), torch.float32), ((M, B, L, H, D), q.dtype), ((M, B, H, L), torch.float32)
+    return Block((*own, *span * (len(numbers) // 2)))
 
 
-def _split(q, mask, numbers, width, block):
-    lse, *rest = _kept(q, mask, numbers, width).split(block)
+def _split(q, mask, numbers, members, width, block):
+    lse, outs, lses, *rest = _kept(q, mask, numbers, members, width).split(block)
     spans = [rest[i : i + 5] for i in range(0, len(rest), 5)]
-    return lse, [(*(x.transpose(1, 2) for x in span[:3]), *span[3:]) for span in spans]
+    return lse, outs, lses, [(*(x.transpose(1, 2) for x in span[:3]), *span[3:]) for span in spans]
 
 
-def _outputs(q: Tensor, mask: Tensor | None, numbers: tuple[int, ...], width: int) -> tuple[Tensor, Tensor]:
-    return empty_rows(q), _kept(q, mask, numbers, width).empty(q)
+def _outputs(q: Tensor, *about: Any) -> tuple[Tensor, Tensor]:
+    return empty_rows(q), _kept(q, *about).empty(q)
 
 
-def _forward(q, k, v, mask, parts, numbers, pool, width):
+def _member_of(parts: int, members: tuple[int, ...]) -> list[int]:
+    """For each part, the number of its member; -1 if all share it."""
+    return [-1] * (parts - sum(members)) + [number for number, count in enumerate(members) for _ in range(count)]
+
+
+def _forward(q, k, v, mask, parts, numbers, members, pool, width):
+    from .mixture import average
+
     check(q, [(k, v, None)])
-    out, block = outputs = _outputs(q, mask, numbers, width)
-    lse, kept = _split(q, mask, numbers, width, block)
+    about = mask, numbers, members, width
+    out, block = outputs = _outputs(q, *about)
+    lse, outs, lses, kept = _split(q, *about, block)
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
-    n, flags = ceil_div(q.shape[2], width), None if mask is None else as_flags(mask)
-    sources = [(k, v, flags)]
+    (B, H, L, D), n, flags = q.shape, ceil_div(q.shape[2], width), None if mask is None else as_flags(mask)
+    sources: list[tuple[Tensor, Tensor, Tensor | None]] = [(k, v, flags)]
     for (axis, rule), (qbar, kbar, vbar, local, some) in zip(_spans(numbers), kept, strict=True):
         pool_lines(q, k, mask, qbar, kbar, some, axis, rule, pool, width)
         attend_lines(qbar, k, v, flags, vbar, local, Lines.of(axis, n, width), rule, more=False)
         sources.append((kbar, vbar, as_flags(some)))
-    for number, part in enumerate(decode(parts)):
-        lines = Lines.of(part.axis, n, width)
-        attend_lines(q, *sources[part.source], out, lse, lines, part.rule, more=number > 0)
+    shared = out, lse
+    if members:
+        shared = q.new_empty(B, L, H, D).transpose(1, 2), torch.empty_like(lse)
+    begun = {-1: shared}
+    for number, (part, member) in enumerate(zip(decode(parts), _member_of(len(parts) // 3, members), strict=True)):
+        keys, lines = sources[part.source], Lines.of(part.axis, n, width)
+        its_out, its_lse = shared if member < 0 else (outs[member].transpose(1, 2), lses[member])
+        old = begun.get(member, shared)
+        attend_lines(q, *keys, its_out, its_lse, lines, part.rule, more=number > 0, old=old)
+        begun[member] = its_out, its_lse
+    if members:
+        launch(
+            average, (ceil_div(L, 64) * B * H,), outs, lses, out, lse, *strides(out), B * H, H, L,
+            math.log2(len(members)), D=D, BLOCK_D=block_width(D), ROWS=64, MEMBERS=len(members), num_warps=4,
+        )  # fmt: skip
     return outputs
 
 
-def _backward(dout, q, k, v, mask, out, block, parts, numbers, pool, width):
-    lse, kept = _split(q, mask, numbers, width, block)
+def _backward(dout, q, k, v, mask, out, block, parts, numbers, members, pool, width):
+    from .mixture import products
+
+    lse, outs, lses, kept = _split(q, mask, numbers, members, width, block)
     dq, delta, (dk, by_head_k), (dv, by_head_v) = empty_rows(q), torch.empty_like(lse), gradients(k, q), gradients(v, q)
     q, k, v, dout = (rows_contiguous(x) for x in (q, k, v, dout))
-    n, flags = ceil_div(q.shape[2], width), None if mask is None else as_flags(mask)
+    (B, H, L, D), n, flags = q.shape, ceil_div(q.shape[2], width), None if mask is None else as_flags(mask)
     sources = [(k, v, flags), *((kbar, vbar, as_flags(some)) for _, kbar, vbar, _, some in kept)]
     of_spans = [(torch.empty_like(kbar), torch.empty_like(vbar)) for _, kbar, vbar, *_ in kept]
     written = [(by_head_k, by_head_v), *of_spans]
-    begun = set()
-    for number, part in enumerate(decode(parts)):
-        keys, lines = sources[part.source], Lines.of(part.axis, n, width)
-        line_query_gradients(q, *keys, out, dout, lse, delta, dq, lines, part.rule, more=number > 0)
-        line_key_gradients(
-            q, *keys, dout, lse, delta, *written[part.source], lines, part.rule, more=part.source in begun
+    deltas = torch.empty_like(lses)
+    if members:
+        launch(
+            products, (ceil_div(L, 64) * B * H,), outs, lses, dout, lse, deltas, delta, *strides(dout), B * H, H, L,
+            D=D, BLOCK_D=block_width(D), ROWS=64, MEMBERS=len(members), num_warps=4,
         )  # fmt: skip
+    begun = set()
+    for number, (part, member) in enumerate(zip(decode(parts), _member_of(len(parts) // 3, members), strict=True)):
+        keys, lines = sources[part.source], Lines.of(part.axis, n, width)
+        sums = (lse, delta) if member < 0 else (lses[member], deltas[member])
+        known = bool(members) or number > 0
+        line_query_gradients(q, *keys, out, dout, *sums, dq, lines, part.rule, more=number > 0, known=known)
+        line_key_gradients(q, *keys, dout, *sums, *written[part.source], lines, part.rule, more=part.source in begun)
         begun.add(part.source)
     for (axis, rule), (qbar, kbar, vbar, local, some), (dkbar, dvbar) in zip(
         _spans(numbers), kept, of_spans, strict=True
@@ -116,9 +152,9 @@ def _backward(dout, q, k, v, mask, out, block, parts, numbers, pool, width):
 
 _operator = Operator(
     "grid_attention",
-    "Tensor q, Tensor k, Tensor v, Tensor? mask, int[] parts, int[] spans, str pool, int width",
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, int[] parts, int[] spans, int[] members, str pool, int width",
     _forward,
-    lambda q, k, v, mask, parts, numbers, pool, width: _outputs(q, mask, numbers, width),
+    lambda q, k, v, mask, parts, numbers, members, pool, width: _outputs(q, mask, numbers, members, width),
     _backward,
     outputs=2,
 )

@@ -22,9 +22,10 @@ def query_gradients(
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l, g_b, g_h, g_l, dq_b, dq_h, dq_l, f_b,
     BH, H, queries, keys, cells, line_step, cell_step, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-    RULE: tl.constexpr, HAS_FLAGS: tl.constexpr, MORE: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
+    RULE: tl.constexpr, HAS_FLAGS: tl.constexpr, MORE: tl.constexpr, KNOWN: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The first part (not MORE) also computes delta."""
+    """Unless KNOWN, it also computes delta."""
     bh, b, h, line, q_first = place(BH, H, cells, BQ)
     first = line * line_step
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
@@ -42,7 +43,7 @@ def query_gradients(
     q = load_rows(Q, i, d, cell_step * q_l, live, D, BLOCK_D)
     dout = load_rows(DOUT, i, d, cell_step * g_l, live, D, BLOCK_D)
     lse = tl.load(LSE + i * cell_step, mask=live, other=0.0)
-    if MORE:
+    if KNOWN:
         delta = tl.load(DELTA + i * cell_step, mask=live, other=0.0)
     else:
         OUT += b * o_b + h * o_h + first.to(tl.int64) * o_l

@@ -6,9 +6,10 @@ is token l·line_step + p·cell_step. A query attends to keys on its own line by
     up_to  j ≤ i        before  j < i        after  j > i        others  j ≠ i        all
     well_before  j < i - 1                   apart  |j - i| > 1
 
-`attend` continues the running softmax that earlier parts stored in OUT and LSE (MORE). So all parts share one
-normaliser, and each part is a separate call. LSE is -inf for a query without keys so far. Logarithms are to base 2.
-Program ids run over heads first, so concurrent programs read whole rows of (B, L, H, D) memory, also along a column.
+`attend` continues the running softmax that earlier parts stored in OLD_OUT and OLD_LSE, often OUT and LSE themselves
+(MORE). So all parts share one normaliser, and each part is a separate call. LSE is -inf for a query without keys so
+far. Logarithms are to base 2. Program ids run over heads first, so concurrent programs read whole rows of (B, L, H, D)
+memory, also along a column.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def cells_before(limit, first, cells, cell_step):
 
 @triton.jit
 def attend(
-    Q, K, V, FLAGS, OUT, LSE,
+    Q, K, V, FLAGS, OUT, LSE, OLD_OUT, OLD_LSE,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l, f_b,
     BH, H, queries, keys, cells, line_step, cell_step, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
@@ -89,9 +90,10 @@ def attend(
     live = i < cells_before(queries, first, cells, cell_step)
     q = load_rows(Q, i, d, cell_step * q_l, live, D, BLOCK_D)
     if MORE:
-        top = tl.load(LSE + i * cell_step, mask=live, other=float("-inf"))
+        OLD_OUT += b * o_b + h * o_h + first.to(tl.int64) * o_l
+        top = tl.load(OLD_LSE + bh * queries + first + i * cell_step, mask=live, other=float("-inf"))
         total = tl.where(top == float("-inf"), 0.0, 1.0)
-        acc = load_rows(OUT, i, d, cell_step * o_l, live, D, BLOCK_D).to(tl.float32)
+        acc = load_rows(OLD_OUT, i, d, cell_step * o_l, live, D, BLOCK_D).to(tl.float32)
     else:
         top = tl.full([BQ], float("-inf"), tl.float32)
         total = tl.zeros([BQ], tl.float32)

@@ -161,25 +161,26 @@ _operators = [_operator(spans) for spans in range(5)]
 
 def attend_lines(
     q: Tensor, k: Tensor, v: Tensor, flags: Tensor | None, out: Tensor, lse: Tensor, lines: Lines, rule: Rule, *,
-    more: bool,
+    more: bool, old: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Write out and lse; with `more`, continue from their values."""
+    """Write out and lse; with `more`, continue from their values, or from those in `old`, with the same strides."""
     from .forward import attend
 
     t = tiles(TILES, "attend", lines.cells, q)
     common, options = _common(q, k, flags, lines, rule)
     launch(
         attend, _programs(q, lines, t.queries),
-        q, k, v, _pointer(flags, q), out, lse, *strides(q), *strides(k), *strides(v), *strides(out), *common,
+        q, k, v, _pointer(flags, q), out, lse, *(old or (out, lse)),
+        *strides(q), *strides(k), *strides(v), *strides(out), *common,
         scales(q)[0], BQ=t.queries, BK=t.keys, MORE=more, **options, **t.launch(),
     )  # fmt: skip
 
 
 def line_query_gradients(
     q: Tensor, k: Tensor, v: Tensor, flags: Tensor | None, out: Tensor, dout: Tensor, lse: Tensor, delta: Tensor,
-    dq: Tensor, lines: Lines, rule: Rule, *, more: bool,
+    dq: Tensor, lines: Lines, rule: Rule, *, more: bool, known: bool | None = None,
 ) -> None:  # fmt: skip
-    """Write dq and delta; with `more`, add to dq and read delta."""
+    """Write dq; with `more`, add to it. `known`: read delta instead of writing it; by default, with `more`."""
     from .backward import query_gradients
 
     t = tiles(TILES, "query gradients", lines.cells, q)
@@ -188,7 +189,7 @@ def line_query_gradients(
         query_gradients, _programs(q, lines, t.queries),
         q, k, v, _pointer(flags, q), out, dout, lse, delta, dq,
         *strides(q), *strides(k), *strides(v), *strides(out), *strides(dout), *strides(dq), *common,
-        *scales(q), BQ=t.queries, BK=t.keys, MORE=more, **options, **t.launch(),
+        *scales(q), BQ=t.queries, BK=t.keys, MORE=more, KNOWN=more if known is None else known, **options, **t.launch(),
     )  # fmt: skip
 
 
