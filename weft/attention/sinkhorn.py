@@ -117,7 +117,8 @@ def run_kernel(attn: SinkhornAttention, q: Tensor, k: Tensor, v: Tensor, mask: T
     (B, _, L, D), m = q.shape, attn.block_size
     n = ceil_div(L, m)
     attn.check_blocks(n)
-    if not attn.iterations and m <= longest_block(D, q.element_size()):
+    dropping = attn.dropout and attn.training
+    if not attn.iterations and not dropping and m <= longest_block(D, q.element_size()):
         has_token, filled = attn.flags(mask, L, q.device)[1:]
         sources = None if has_token is None else _sources(has_token)[:, 0]
         slots = None if filled is None else filled.expand(B, 1, m)[:, 0]
@@ -163,5 +164,12 @@ register(
     needs_max_length=True,
     causal=False,
     not_causal="it summarises whole blocks before sorting them; use 'local' or 'combiner-fixed'",
-    kernel=Kernel(run_kernel, kernel.too_long, kernel.LEAST_LENGTH, dropout=True, largest_head=256),
+    kernel=Kernel(
+        run_kernel,
+        kernel.too_long,
+        kernel.LEAST_LENGTH,
+        dropout=True,
+        grouped=lambda attn: True,
+        largest_head=256,
+    ),
 )

@@ -19,6 +19,7 @@ from torch import Tensor
 from ...core import dispatch
 from ...core.blocks import ceil_div
 from ...core.staging import operator
+from ...core.tiles import next_power_of_two
 from ...kernels.launch import Taped, launch
 from .sampling import causal_noise, rank_of
 from .sampling_2d import COLUMN_BITS, FRESH_SWEEPS, POOL, _pool
@@ -123,7 +124,7 @@ def _sample(tensors, options) -> tuple[Tensor]:
 
 
 def _place(tensors, options) -> tuple[Tensor]:
-    from .place import owned, place
+    from .place import owned, place, thresholds
 
     (key,), (height, width, rows, columns, channels, kept, *sigma, causal, window, shift, rank) = tensors, options
     cells, band, across = height * width, rows if causal else height, ceil_div(width, columns)
@@ -132,10 +133,17 @@ def _place(tensors, options) -> tuple[Tensor]:
     bands = len(chains)
     state, owner = key.new_empty(2, bands, cells, dtype=torch.int32).unbind()
     sources = key.new_empty(windows, size, dtype=torch.int32)
+    least = key.new_empty(bands, FRESH_SWEEPS, 2, cells, dtype=torch.int16)
+    launch(
+        thresholds, (ceil_div(least.numel(), 1024),),
+        key, least, least.numel(), cells, width, sigma[0] ** 2, sigma[1] ** 2, window, shift, rank,
+        BLOCK=1024, num_warps=4,
+    )  # fmt: skip
+    block = min(8192, max(1024, next_power_of_two(cells // 2)))  # all pairs of a half sweep, if possible
     launch(
         place, (bands,),
-        key, chains, state, owner, POOL, height, width, band, sigma[0] ** 2, sigma[1] ** 2, window, shift, rank,
-        rows, columns, across, SWEEPS=FRESH_SWEEPS, BLOCK=2048, num_warps=16, num_stages=1,
+        key, chains, least, state, owner, POOL, height, width, band, rank,
+        rows, columns, across, SWEEPS=FRESH_SWEEPS, BLOCK=block, num_warps=block // 256, num_stages=1,
     )  # fmt: skip
     launch(owned, (windows,), owner, sources, cells, size, channels, CAUSAL=causal, BLOCK=2048, num_warps=8)
     return (_thinned(key, sources, kept, (2 * FRESH_SWEEPS * bands + 1) * cells, rank),)

@@ -39,7 +39,7 @@ def query_gradients(
     D: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr, BG: tl.constexpr, BR: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add to DQ; write DKBAR and DVBAR (B·H, L, D), and PARTS (B·H, n, groups, 2, D), float32."""
+    """Add to DQ; write DKBAR and DVBAR (B·H, L, D), and PARTS (B·H, n, groups, 2, D)."""
     bh, tile = (tl.program_id(0) % BH).to(tl.int64), tl.program_id(0) // BH
     b, h = bh // H, bh % H
     DQ += b * dq_b + h * dq_h
@@ -109,8 +109,8 @@ def collect_earlier(
     dv = tl.zeros([BG, BLOCK_D], tl.float32)
     for t in range(tile + 1, tl.max(last, 0) + 1):
         part = PARTS + (bh * n + t) * groups * 2 * D
-        dk += load_rows(part, g, d, 2 * D, t <= last, D, BLOCK_D)
-        dv += load_rows(part + D, g, d, 2 * D, t <= last, D, BLOCK_D)
+        dk += load_rows(part, g, d, 2 * D, t <= last, D, BLOCK_D).to(tl.float32)
+        dv += load_rows(part + D, g, d, 2 * D, t <= last, D, BLOCK_D).to(tl.float32)
     DKBAR += bh * L * D
     DVBAR += bh * L * D
     dk += load_rows(DKBAR, j, d, D, exist, D, BLOCK_D).to(tl.float32)

@@ -114,7 +114,7 @@ def _backward(dout, q, k, v, token, group, start, out, block, size, pool, causal
     (tile, n, groups, R), BH = _sizes(q, start, size), B * H
     delta, local_delta = torch.empty_like(lse), torch.empty_like(lse)
     dqbar, dkbar, dvbar = (q.new_empty(q.shape) for _ in range(3))
-    parts = lse.new_empty(BH, n if causal else 0, groups, 2, D)
+    parts = q.new_empty(BH, n if causal else 0, groups, 2, D)
     options, warps = _options(q, start, causal), 8 if D > 64 else 4
     shape, runs = {"D": D, "BLOCK_D": options["BLOCK_D"]}, _runs_per_tile(R)
 

@@ -146,17 +146,17 @@ def attend(
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, s_b, s_h, s_l, o_b, o_h, o_l,
     BH, H, L, n, m, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SLOTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     b, h, i, live, exist, own, others = tile_of_blocks(MASK, SLOTS, BH, H, L, n, m, ROWS, HAS_MASK, HAS_SLOTS)
     d = tl.arange(0, BLOCK_D)
     q = load_rows(Q + b * q_b + h * q_h, i, d, q_l, live, D, BLOCK_D)
-    k = load_rows(K + b * k_b + h * k_h, i, d, k_l, live, D, BLOCK_D)
-    v = load_rows(V + b * v_b + h * v_h, i, d, v_l, live, D, BLOCK_D)
+    k = load_rows(K + b * k_b + h // GROUP * k_h, i, d, k_l, live, D, BLOCK_D)
+    v = load_rows(V + b * v_b + h // GROUP * v_h, i, d, v_l, live, D, BLOCK_D)
     p = block_weights(q, k, own, scale, PRECISION)
     out = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-    k = load_rows(SORTED_K + b * s_b + h * s_h, i, d, s_l, exist, D, BLOCK_D)
-    v = load_rows(SORTED_V + b * s_b + h * s_h, i, d, s_l, exist, D, BLOCK_D)
+    k = load_rows(SORTED_K + b * s_b + h // GROUP * s_h, i, d, s_l, exist, D, BLOCK_D)
+    v = load_rows(SORTED_V + b * s_b + h // GROUP * s_h, i, d, s_l, exist, D, BLOCK_D)
     p = block_weights(q, k, others, scale, PRECISION)
     out = tl.dot(p.to(v.dtype), v, out, input_precision=PRECISION)
     store_rows(OUT + b * o_b + h * o_h, out, i, d, o_l, live, D, BLOCK_D)

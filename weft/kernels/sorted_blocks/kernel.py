@@ -29,6 +29,7 @@ from ...core.tiles import (
     strides,
 )
 from ..band.kernel import check
+from ..grouped import gradients, sum_to_groups
 from ..launch import launch
 from ..lines.kernel import scales
 from ..operator import Operator
@@ -47,40 +48,41 @@ def sorted_blocks(
     q: Tensor, k: Tensor, v: Tensor, sort: Tensor, mask: Tensor | None, sources: Tensor | None, slots: Tensor | None,
     *, block_size: int,
 ) -> Tensor:  # fmt: skip
-    """q, k and v (B, H, L, D), sort (D, blocks or more), mask (B, L); `sources` (B, blocks): which blocks may be mixed,
-    `slots` (B, block_size): which places of a mixture have any token. Masked keys and values must be zero."""
+    """q (B, H, L, D), k and v, which may have fewer heads, sort (D, blocks or more), mask (B, L); `sources` (B,
+    blocks): which blocks may be mixed, `slots` (B, block_size): which places of a mixture have any token. Masked keys
+    and values must be zero."""
     return _operator(q, k, v, sort, for_operator(mask), for_operator(sources), for_operator(slots), block_size)
 
 
-def _kept(q: Tensor, m: int) -> Block:
+def _kept(k: Tensor, m: int) -> Block:
     """The sums of the blocks, R, and the mixtures of keys and values."""
-    B, H, L, D = q.shape
+    B, H, L, D = k.shape
     n = ceil_div(L, m)
-    mixture = (B, n * m, H, D), q.dtype
-    return Block((((B * H, n, D), torch.float32), ((B * H, n, _width(n)), q.dtype), mixture, mixture))
+    mixture = (B, n * m, H, D), k.dtype
+    return Block((((B * H, n, D), torch.float32), ((B * H, n, _width(n)), k.dtype), mixture, mixture))
 
 
 def _width(n: int) -> int:
     return ceil_div(n, 16) * 16
 
 
-def _split(q: Tensor, m: int, block: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    sums, R, sorted_k, sorted_v = _kept(q, m).split(block)
+def _split(k: Tensor, m: int, block: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sums, R, sorted_k, sorted_v = _kept(k, m).split(block)
     return sums, R, sorted_k.transpose(1, 2), sorted_v.transpose(1, 2)
 
 
-def _outputs(q: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    return empty_rows(q), _kept(q, m).empty(q)
+def _outputs(q: Tensor, k: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    return empty_rows(q), _kept(k, m).empty(q)
 
 
 def _forward(q, k, v, sort, mask, sources, slots, m):
     from .forward import attend, mix_blocks, place_blocks, sum_blocks
 
     check(q, k, v, "none")
-    out, block = outputs = _outputs(q, m)
-    sums, R, sorted_k, sorted_v = _split(q, m, block)
+    out, block = outputs = _outputs(q, k, m)
+    sums, R, sorted_k, sorted_v = _split(k, m, block)
     q, k, v, sort = (rows_contiguous(x) for x in (q, k, v, sort))
-    B, H, L, D = q.shape
+    B, H, L, D = k.shape
     n, BH = ceil_div(L, m), B * H
     shape = {"D": D, "BLOCK_D": block_width(D)}
     launch(sum_blocks, (ceil_div(n, 32) * BH,), k, sums, *strides(k), BH, H, L, n, m, **shape, ROWS=32, num_warps=4)
@@ -95,12 +97,12 @@ def _forward(q, k, v, sort, mask, sources, slots, m):
         R, k, v, sorted_k, sorted_v, sums, *strides(k), *strides(v), *strides(sorted_k), *strides(sorted_v),
         H, n, _width(n), m, L, n * m, **shape, **mixing, BACK=False,
     )  # fmt: skip
-    programs, options = _tiles(q, m, mask, slots)
+    programs, options = _tiles(q, k, m, mask, slots)
     launch(
         attend, programs,
         q, k, v, sorted_k, sorted_v, flags_or(mask, q), flags_or(slots, q), out,
-        *strides(q), *strides(k), *strides(v), *strides(sorted_k), *strides(out), BH, H, L, n, m, scales(q)[0],
-        **shape, **options,
+        *strides(q), *strides(k), *strides(v), *strides(sorted_k), *strides(out),
+        B * q.shape[1], q.shape[1], L, n, m, scales(q)[0], **shape, **options,
     )  # fmt: skip
     return outputs
 
@@ -109,22 +111,28 @@ def _backward(dout, q, k, v, sort, mask, sources, slots, out, block, m):
     from .backward import block_gradients, collect_sort, mixture_gradients, sort_gradients, sum_gradients
     from .forward import mix_blocks
 
-    dq, dk, dv, dsort = (empty_rows(x) for x in (q, k, v, sort))
-    sums, R, sorted_k, sorted_v = _split(q, m, block)
+    dq, dsort, (dk, by_head_k), (dv, by_head_v) = empty_rows(q), empty_rows(sort), gradients(k, q), gradients(v, q)
+    sums, R, sorted_k, sorted_v = _split(k, m, block)
     dout, q, k, v, sort = (rows_contiguous(x) for x in (dout, q, k, v, sort))
-    B, H, L, D = q.shape
+    B, H, L, D = k.shape
     n, BH = ceil_div(L, m), B * H
-    dsorted_k, dsorted_v = torch.empty_like(sorted_k), torch.empty_like(sorted_v)
+    dsorted_k, dsorted_v = by_head_sorted = torch.empty_like(sorted_k), torch.empty_like(sorted_v)
+    if H < q.shape[1]:
+        each = q.new_empty(2, B, n * m, q.shape[1], D).transpose(2, 3)
+        by_head_sorted = each[0], each[1]
     dR = torch.empty_like(R, dtype=torch.float32 if q.dtype == torch.float16 else None)  # too small for float16
     dsums = torch.empty_like(sums)
     shape = {"D": D, "BLOCK_D": block_width(D)}
-    programs, options = _tiles(q, m, mask, slots)
+    programs, options = _tiles(q, k, m, mask, slots)
     launch(
         block_gradients, programs,
-        q, k, v, sorted_k, sorted_v, flags_or(mask, q), flags_or(slots, q), dout, dq, dk, dv, dsorted_k, dsorted_v,
-        *strides(q), *strides(k), *strides(v), *strides(sorted_k), *strides(dout),
-        *strides(dq), *strides(dk), *strides(dv), BH, H, L, n, m, *scales(q), **shape, **options,
+        q, k, v, sorted_k, sorted_v, flags_or(mask, q), flags_or(slots, q), dout, dq, by_head_k, by_head_v,
+        *by_head_sorted, *strides(q), *strides(k), *strides(v), *strides(sorted_k), *strides(dout),
+        *strides(dq), *strides(by_head_k), *strides(by_head_v), *strides(by_head_sorted[0]),
+        B * q.shape[1], q.shape[1], L, n, m, *scales(q), **shape, **options,
     )  # fmt: skip
+    for x, dx in zip((by_head_k, by_head_v, *by_head_sorted), (dk, dv, dsorted_k, dsorted_v), strict=True):
+        sum_to_groups(x, dx)
     most = max(16, next_power_of_two(n))
     rows, columns = (min(most, 128 if q.element_size() == 2 else 64),) * 2
     launch(
@@ -138,9 +146,9 @@ def _backward(dout, q, k, v, sort, mask, sources, slots, out, block, m):
         sum_gradients, (ceil_div(n, 32) * BH,),
         R, dR, sort, dsums, sort.stride(0), BH, n, _width(n), **shape, **small,
     )  # fmt: skip
-    each = ceil_div(BH, PARTS)
-    parts = sums.new_empty(ceil_div(BH, each), n, D)
-    launch(sort_gradients, (ceil_div(n, 32), len(parts)), dR, sums, parts, BH, n, _width(n), each, **shape, **small)
+    heads = ceil_div(BH, PARTS)
+    parts = sums.new_empty(ceil_div(BH, heads), n, D)
+    launch(sort_gradients, (ceil_div(n, 32), len(parts)), dR, sums, parts, BH, n, _width(n), heads, **shape, **small)
     launch(
         collect_sort, (ceil_div(sort.shape[1], 32),),
         parts, dsort, dsort.stride(0), len(parts), n, sort.shape[1], **shape, COLUMNS=32, num_warps=4,
@@ -161,19 +169,22 @@ def _mixing(q: Tensor, n: int) -> dict[str, Any]:
     return {**options, "num_warps": 8 if half else 4, "num_stages": 3 if half else 2}
 
 
-def _tiles(q: Tensor, m: int, mask: Tensor | None, slots: Tensor | None) -> tuple[tuple[int], dict[str, Any]]:
+def _tiles(
+    q: Tensor, k: Tensor, m: int, mask: Tensor | None, slots: Tensor | None
+) -> tuple[tuple[int], dict[str, Any]]:
     B, H, L, D = q.shape
     rows = longest_block(D, q.element_size())
-    flags = {"HAS_MASK": mask is not None, "HAS_SLOTS": slots is not None}
+    options: dict[str, Any] = {"ROWS": rows, "PRECISION": precision(q), "GROUP": H // k.shape[1]}
+    options |= {"HAS_MASK": mask is not None, "HAS_SLOTS": slots is not None}
     programs = (ceil_div(ceil_div(L, m), rows // m) * B * H,)
-    return programs, {"ROWS": rows, "PRECISION": precision(q), "num_warps": 8 if D > 64 else 4, "num_stages": 1} | flags
+    return programs, options | {"num_warps": 8 if D > 64 else 4, "num_stages": 1}
 
 
 _operator = Operator(
     "sorted_blocks",
     "Tensor q, Tensor k, Tensor v, Tensor sort, Tensor? mask, Tensor? sources, Tensor? slots, int block_size",
     _forward,
-    lambda q, k, v, sort, mask, sources, slots, m: _outputs(q, m),
+    lambda q, k, v, sort, mask, sources, slots, m: _outputs(q, k, m),
     _backward,
     outputs=2,
     gradients=(0, 1, 2, 3),
