@@ -37,6 +37,7 @@ from ..core.recomputing import Replays, once, recomputing
 from ..core.registry import register
 from ..core.runs import Runs, gather_runs, take_mask, take_rows
 from ..kernels.band.kernel import too_long
+from ..kernels.intervals.clusters import MOST_CLUSTERS, cluster_keys
 from ..kernels.intervals.kernel import Orders, group_sums, interval_attention, nearest
 
 
@@ -132,6 +133,15 @@ class Clusters(nn.Module):
     @torch.no_grad()
     def assign_orders(self, k: Tensor, mask: Tensor | None) -> Orders:
         """`assign` with the kernels; the tokens sorted by cluster."""
+        if self.clusters <= MOST_CLUSTERS and not torch.compiler.is_compiling():
+            centroids, learning = self.centroids, self.training and not self.frozen
+            if learning and recomputing():
+                centroids, learning = self.replays.recall(k), False
+            before = torch.empty_like(centroids) if learning else None
+            orders = cluster_keys(k, centroids, self.drawn, self.count, mask, self.decay, before)
+            if learning:
+                self.replays.remember(k, before, k)
+            return orders
         centroids, learning = self.begin(k)
         group, _ = nearest(k, centroids[None], mask, groups=self.clusters)
         orders = Orders.of(group, self.clusters)

@@ -96,5 +96,5 @@ def _ticket() -> Tensor:
 
 @torch.no_grad()
 def _content(x: Tensor) -> Tensor:
-    """Sums of x over channels, viewed as int32 so that NaN equals NaN."""
-    return x.detach().sum(-1, dtype=torch.float32).view(torch.int32)
+    """Sums of x over tokens, viewed as int32 so that NaN equals NaN."""
+    return x.detach().sum(-2, dtype=torch.float32).view(torch.int32)

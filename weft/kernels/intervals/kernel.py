@@ -77,19 +77,25 @@ def nearest(
 
 
 def _assign(x, directions, mask, groups, signed):
-    from .assign import nearest
-
     group, inv = _groups(x, directions, mask, groups, signed)
     x = rows_contiguous(x)
+    assign_groups(x, directions, flags_or(mask, x), mask is not None, group, inv, groups, signed)
+    return group, inv
+
+
+def assign_groups(
+    x: Tensor, directions: Tensor, flags: Tensor, has_mask: bool, group: Tensor, inv: Tensor, groups: int, signed: bool
+) -> None:
+    """Write group, and inv if `signed`."""
+    from .assign import nearest
+
     B, _, L, D = x.shape
     R, H, C, _ = directions.shape
-    flags = flags_or(mask, x)
     launch(
         nearest, (ceil_div(L, 64) * B * H, R), x, flags, directions, group, inv, *strides(x), *directions.stride(),
         B * H, H, L, C, groups, D=D, BLOCK_D=block_width(D), ROWS=64, BC=min(64, max(16, next_power_of_two(C))),
-        SIGNED=signed, HAS_MASK=mask is not None, HEADS=H // x.shape[1], num_warps=4, num_stages=2,
+        SIGNED=signed, HAS_MASK=has_mask, HEADS=H // x.shape[1], num_warps=4, num_stages=2,
     )  # fmt: skip
-    return group, inv
 
 
 def _groups(x: Tensor, directions: Tensor, mask: Tensor | None, groups: int, signed: bool) -> tuple[Tensor, Tensor]:
