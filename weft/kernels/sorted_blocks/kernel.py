@@ -89,7 +89,8 @@ def _forward(q, k, v, sort, mask, sources, slots, m):
     launch(
         place_blocks, (ceil_div(n, 32) * BH,),
         sums, sort, flags_or(sources, q), R, sort.stride(0), BH, H, n, _width(n), math.log2(math.e),
-        **shape, ROWS=32, COLUMNS=64, HAS_SOURCES=sources is not None, PRECISION="tf32x3", num_warps=4, num_stages=2,
+        **shape, ROWS=32, COLUMNS=64 if D <= 64 else 32, HAS_SOURCES=sources is not None, PRECISION="tf32x3",
+        num_warps=4, num_stages=2,
     )  # fmt: skip
     mixing = _mixing(q, n)
     launch(
@@ -177,7 +178,7 @@ def _tiles(
     options: dict[str, Any] = {"ROWS": rows, "PRECISION": precision(q), "GROUP": H // k.shape[1]}
     options |= {"HAS_MASK": mask is not None, "HAS_SLOTS": slots is not None}
     programs = (ceil_div(ceil_div(L, m), rows // m) * B * H,)
-    return programs, options | {"num_warps": 8 if D > 64 else 4, "num_stages": 1}
+    return programs, options | {"num_warps": 8 if D > 64 or rows < 64 else 4, "num_stages": 1}
 
 
 _operator = Operator(
