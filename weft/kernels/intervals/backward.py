@@ -106,13 +106,15 @@ def key_gradients(
     start, stop = bounds(first, last)
     for begin in range(start, stop, BQ):
         s = begin + tl.arange(0, BQ)
-        low, high = seen_slots(s, s < stop, GROUP, START, groups, size, BACK, CAUSAL)
+        allowed = (first[:, None] <= s[None, :]) & (s[None, :] < last[:, None])
+        if OTHERS:
+            low, high = seen_slots(s, s < stop, GROUP, START, groups, size, BACK, CAUSAL)
+            allowed = allowed & ((s[None, :] != j[:, None]) | (high - low == 1)[None, :])
         asking = tl.load(ORDER + s, mask=s < stop, other=0)
         q = load_rows(Q, asking, d, q_l, s < stop, D, BLOCK_D)
         dout = load_rows(DOUT, asking, d, g_l, s < stop, D, BLOCK_D)
         lse = tl.load(LSE + asking, mask=s < stop, other=0.0)
         delta = tl.load(DELTA + asking, mask=s < stop, other=0.0)
-        allowed = sees(s[None, :], low[None, :], high[None, :], j[:, None], OTHERS)
         x = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         if SHARED:
             x *= inv[:, None]
