@@ -46,6 +46,6 @@ def test_matches_the_summaries_including_ties():
 def test_the_operator_passes_opcheck():
     q, k, v = (torch.randn(1, 3, 1, 4).transpose(1, 2).requires_grad_() for _ in range(3))
     mask = torch.tensor([[True, False, True]])
-    parts, spans = (0, 0, 0, 1, 1, 1), (1, 1)  # own row up to the token, spans of the columns above
+    parts, spans = (0, 0, 0, 1, 1, 1), (1, 1)  # own row up to the token; one member: spans of the columns above
     with poisoned_memory():  # bytes that nothing writes are the same in every run
-        torch.library.opcheck(torch.ops.weft.grid_attention, (q, k, v, mask, parts, spans, "max", 2))
+        torch.library.opcheck(torch.ops.weft.grid_attention, (q, k, v, mask, parts, spans, (1,), "max", 2))
