@@ -117,12 +117,12 @@ def run_kernel(attn: SinkhornAttention, q: Tensor, k: Tensor, v: Tensor, mask: T
     (B, _, L, D), m = q.shape, attn.block_size
     n = ceil_div(L, m)
     attn.check_blocks(n)
-    dropping = attn.dropout and attn.training
-    if not attn.iterations and not dropping and m <= longest_block(D, q.element_size()):
+    if not attn.iterations and m <= longest_block(D, q.element_size()):
         has_token, filled = attn.flags(mask, L, q.device)[1:]
         sources = None if has_token is None else _sources(has_token)[:, 0]
         slots = None if filled is None else filled.expand(B, 1, m)[:, 0]
-        return sorted_blocks(q, k, v, attn.sort, mask, sources, slots, block_size=m)
+        key, threshold = dropout_key(attn, q)
+        return sorted_blocks(q, k, v, attn.sort, mask, sources, slots, block_size=m, key=key, threshold=threshold)
     # Matrix products are several times faster if rows have a multiple of 8 elements.
     padded = ceil_div(n, 8) * 8 * m
     k_blocks, v_blocks = (to_blocks(pad_length(x, padded), m) for x in (k, v))

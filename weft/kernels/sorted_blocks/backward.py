@@ -12,15 +12,15 @@ import triton
 import triton.language as tl
 
 from ..rows import load_rows, store_rows
-from .forward import block_weights, sort_columns, tile_of_blocks
+from .forward import block_weights, dropped, sort_columns, tile_of_blocks
 
 
 @triton.jit
-def softmax_gradients(q, k, v, dout, allowed, scale, logit_scale, PRECISION: tl.constexpr):
-    """dq, dk and dv of softmax(q kᵀ / √D) v."""
+def softmax_gradients(q, k, v, dout, allowed, factor, scale, logit_scale, PRECISION: tl.constexpr):
+    """dq, dk and dv of (softmax(q kᵀ / √D) · factor) v."""
     p = block_weights(q, k, allowed, scale, PRECISION)
-    dv = tl.dot(tl.trans(p.to(dout.dtype)), dout, input_precision=PRECISION)
-    dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+    dv = tl.dot(tl.trans((p * factor).to(dout.dtype)), dout, input_precision=PRECISION)
+    dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION) * factor
     ds = (p * (dp - tl.sum(p * dp, 1)[:, None])).to(q.dtype)
     dk = tl.dot(tl.trans(ds), q, input_precision=PRECISION) * logit_scale
     return tl.dot(ds, k, input_precision=PRECISION) * logit_scale, dk, dv
@@ -28,26 +28,27 @@ def softmax_gradients(q, k, v, dout, allowed, scale, logit_scale, PRECISION: tl.
 
 @triton.jit
 def block_gradients(
-    Q, K, V, SORTED_K, SORTED_V, MASK, SLOTS, DOUT, DQ, DK, DV, DSORTED_K, DSORTED_V,
+    Q, K, V, SORTED_K, SORTED_V, MASK, SLOTS, KEY, DOUT, DQ, DK, DV, DSORTED_K, DSORTED_V,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, s_b, s_h, s_l, g_b, g_h, g_l,
     dq_b, dq_h, dq_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l, ds_b, ds_h, ds_l,
-    BH, H, L, n, m, scale, logit_scale,
+    BH, H, L, n, m, threshold, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SLOTS: tl.constexpr,
-    PRECISION: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr, GROUP: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of the own block only; dk~ and dv~; all for each head of q."""
     b, h, i, live, exist, own, others = tile_of_blocks(MASK, SLOTS, BH, H, L, n, m, ROWS, HAS_MASK, HAS_SLOTS)
+    factor, others_factor = dropped(KEY, b * H + h, i, n * m, threshold, DROPOUT)
     d = tl.arange(0, BLOCK_D)
     q = load_rows(Q + b * q_b + h * q_h, i, d, q_l, live, D, BLOCK_D)
     dout = load_rows(DOUT + b * g_b + h * g_h, i, d, g_l, live, D, BLOCK_D)
     k = load_rows(K + b * k_b + h // GROUP * k_h, i, d, k_l, live, D, BLOCK_D)
     v = load_rows(V + b * v_b + h // GROUP * v_h, i, d, v_l, live, D, BLOCK_D)
-    dq, dk, dv = softmax_gradients(q, k, v, dout, own, scale, logit_scale, PRECISION)
+    dq, dk, dv = softmax_gradients(q, k, v, dout, own, factor, scale, logit_scale, PRECISION)
     store_rows(DK + b * dk_b + h * dk_h, dk, i, d, dk_l, live, D, BLOCK_D)
     store_rows(DV + b * dv_b + h * dv_h, dv, i, d, dv_l, live, D, BLOCK_D)
     k = load_rows(SORTED_K + b * s_b + h // GROUP * s_h, i, d, s_l, exist, D, BLOCK_D)
     v = load_rows(SORTED_V + b * s_b + h // GROUP * s_h, i, d, s_l, exist, D, BLOCK_D)
-    more, dk, dv = softmax_gradients(q, k, v, dout, others, scale, logit_scale, PRECISION)
+    more, dk, dv = softmax_gradients(q, k, v, dout, others, others_factor, scale, logit_scale, PRECISION)
     store_rows(DQ + b * dq_b + h * dq_h, dq + more, i, d, dq_l, live, D, BLOCK_D)
     store_rows(DSORTED_K + b * ds_b + h * ds_h, dk, i, d, ds_l, exist, D, BLOCK_D)
     store_rows(DSORTED_V + b * ds_b + h * ds_h, dv, i, d, ds_l, exist, D, BLOCK_D)

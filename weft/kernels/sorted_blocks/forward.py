@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ..lines.forward import log_normaliser, weigh
+from ..random import kept, row_words
 from ..rows import load_rows, store_rows, valid_rows
 
 
@@ -132,6 +133,13 @@ def tile_of_blocks(MASK, SLOTS, BH, H, L, n, m, ROWS: tl.constexpr, HAS_MASK: tl
 
 
 @triton.jit
+def dropped(KEY, bh, i, slots, threshold, DROPOUT: tl.constexpr):
+    """Dropout's factors in the own and in the sorted block, whose keys count from `slots` on."""
+    word = row_words(KEY, bh, i, DROPOUT)[:, None]
+    return kept(word, i[None, :], threshold, DROPOUT), kept(word, slots + i[None, :], threshold, DROPOUT)
+
+
+@triton.jit
 def block_weights(q, k, allowed, scale, PRECISION: tl.constexpr):
     s = tl.where(allowed, tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, float("-inf"))
     top = tl.max(s, 1)
@@ -142,21 +150,22 @@ def block_weights(q, k, allowed, scale, PRECISION: tl.constexpr):
 
 @triton.jit
 def attend(
-    Q, K, V, SORTED_K, SORTED_V, MASK, SLOTS, OUT,
+    Q, K, V, SORTED_K, SORTED_V, MASK, SLOTS, KEY, OUT,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, s_b, s_h, s_l, o_b, o_h, o_l,
-    BH, H, L, n, m, scale,
+    BH, H, L, n, m, threshold, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SLOTS: tl.constexpr,
-    PRECISION: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr, GROUP: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     b, h, i, live, exist, own, others = tile_of_blocks(MASK, SLOTS, BH, H, L, n, m, ROWS, HAS_MASK, HAS_SLOTS)
+    factor, others_factor = dropped(KEY, b * H + h, i, n * m, threshold, DROPOUT)
     d = tl.arange(0, BLOCK_D)
     q = load_rows(Q + b * q_b + h * q_h, i, d, q_l, live, D, BLOCK_D)
     k = load_rows(K + b * k_b + h // GROUP * k_h, i, d, k_l, live, D, BLOCK_D)
     v = load_rows(V + b * v_b + h // GROUP * v_h, i, d, v_l, live, D, BLOCK_D)
-    p = block_weights(q, k, own, scale, PRECISION)
+    p = block_weights(q, k, own, scale, PRECISION) * factor
     out = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
     k = load_rows(SORTED_K + b * s_b + h // GROUP * s_h, i, d, s_l, exist, D, BLOCK_D)
     v = load_rows(SORTED_V + b * s_b + h // GROUP * s_h, i, d, s_l, exist, D, BLOCK_D)
-    p = block_weights(q, k, others, scale, PRECISION)
+    p = block_weights(q, k, others, scale, PRECISION) * others_factor
     out = tl.dot(p.to(v.dtype), v, out, input_precision=PRECISION)
     store_rows(OUT + b * o_b + h * o_h, out, i, d, o_l, live, D, BLOCK_D)

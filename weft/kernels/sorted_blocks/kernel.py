@@ -46,12 +46,13 @@ def longest_block(head_dim: int, size: int) -> int:
 
 def sorted_blocks(
     q: Tensor, k: Tensor, v: Tensor, sort: Tensor, mask: Tensor | None, sources: Tensor | None, slots: Tensor | None,
-    *, block_size: int,
+    *, block_size: int, key: Tensor | None = None, threshold: int = 0,
 ) -> Tensor:  # fmt: skip
     """q (B, H, L, D), k and v, which may have fewer heads, sort (D, blocks or more), mask (B, L); `sources` (B,
     blocks): which blocks may be mixed, `slots` (B, block_size): which places of a mixture have any token. Masked keys
-    and values must be zero."""
-    return _operator(q, k, v, sort, for_operator(mask), for_operator(sources), for_operator(slots), block_size)
+    and values must be zero. `key` and `threshold` of `dropout_key`."""
+    flags = for_operator(mask), for_operator(sources), for_operator(slots)
+    return _operator(q, k, v, sort, *flags, key, block_size, threshold)
 
 
 def _kept(k: Tensor, m: int) -> Block:
@@ -75,7 +76,7 @@ def _outputs(q: Tensor, k: Tensor, m: int) -> tuple[Tensor, Tensor]:
     return empty_rows(q), _kept(k, m).empty(q)
 
 
-def _forward(q, k, v, sort, mask, sources, slots, m):
+def _forward(q, k, v, sort, mask, sources, slots, key, m, threshold):
     from .forward import attend, mix_blocks, place_blocks, sum_blocks
 
     check(q, k, v, "none")
@@ -98,17 +99,17 @@ def _forward(q, k, v, sort, mask, sources, slots, m):
         R, k, v, sorted_k, sorted_v, sums, *strides(k), *strides(v), *strides(sorted_k), *strides(sorted_v),
         H, n, _width(n), m, L, n * m, **shape, **mixing, BACK=False,
     )  # fmt: skip
-    programs, options = _tiles(q, k, m, mask, slots)
+    programs, options = _tiles(q, k, m, mask, slots, key)
     launch(
         attend, programs,
-        q, k, v, sorted_k, sorted_v, flags_or(mask, q), flags_or(slots, q), out,
+        q, k, v, sorted_k, sorted_v, flags_or(mask, q), flags_or(slots, q), q if key is None else key, out,
         *strides(q), *strides(k), *strides(v), *strides(sorted_k), *strides(out),
-        B * q.shape[1], q.shape[1], L, n, m, scales(q)[0], **shape, **options,
+        B * q.shape[1], q.shape[1], L, n, m, threshold, scales(q)[0], **shape, **options,
     )  # fmt: skip
     return outputs
 
 
-def _backward(dout, q, k, v, sort, mask, sources, slots, out, block, m):
+def _backward(dout, q, k, v, sort, mask, sources, slots, key, out, block, m, threshold):
     from .backward import block_gradients, collect_sort, mixture_gradients, sort_gradients, sum_gradients
     from .forward import mix_blocks
 
@@ -124,13 +125,14 @@ def _backward(dout, q, k, v, sort, mask, sources, slots, out, block, m):
     dR = torch.empty_like(R, dtype=torch.float32 if q.dtype == torch.float16 else None)  # too small for float16
     dsums = torch.empty_like(sums)
     shape = {"D": D, "BLOCK_D": block_width(D)}
-    programs, options = _tiles(q, k, m, mask, slots)
+    programs, options = _tiles(q, k, m, mask, slots, key)
     launch(
         block_gradients, programs,
-        q, k, v, sorted_k, sorted_v, flags_or(mask, q), flags_or(slots, q), dout, dq, by_head_k, by_head_v,
-        *by_head_sorted, *strides(q), *strides(k), *strides(v), *strides(sorted_k), *strides(dout),
+        q, k, v, sorted_k, sorted_v, flags_or(mask, q), flags_or(slots, q), q if key is None else key,
+        dout, dq, by_head_k, by_head_v, *by_head_sorted,
+        *strides(q), *strides(k), *strides(v), *strides(sorted_k), *strides(dout),
         *strides(dq), *strides(by_head_k), *strides(by_head_v), *strides(by_head_sorted[0]),
-        B * q.shape[1], q.shape[1], L, n, m, *scales(q), **shape, **options,
+        B * q.shape[1], q.shape[1], L, n, m, threshold, *scales(q), **shape, **options,
     )  # fmt: skip
     for x, dx in zip((by_head_k, by_head_v, *by_head_sorted), (dk, dv, dsorted_k, dsorted_v), strict=True):
         sum_to_groups(x, dx)
@@ -171,21 +173,22 @@ def _mixing(q: Tensor, n: int) -> dict[str, Any]:
 
 
 def _tiles(
-    q: Tensor, k: Tensor, m: int, mask: Tensor | None, slots: Tensor | None
+    q: Tensor, k: Tensor, m: int, mask: Tensor | None, slots: Tensor | None, key: Tensor | None
 ) -> tuple[tuple[int], dict[str, Any]]:
     B, H, L, D = q.shape
     rows = longest_block(D, q.element_size())
     options: dict[str, Any] = {"ROWS": rows, "PRECISION": precision(q), "GROUP": H // k.shape[1]}
-    options |= {"HAS_MASK": mask is not None, "HAS_SLOTS": slots is not None}
+    options |= {"HAS_MASK": mask is not None, "HAS_SLOTS": slots is not None, "DROPOUT": key is not None}
     programs = (ceil_div(ceil_div(L, m), rows // m) * B * H,)
     return programs, options | {"num_warps": 8 if D > 64 or rows < 64 else 4, "num_stages": 1}
 
 
 _operator = Operator(
     "sorted_blocks",
-    "Tensor q, Tensor k, Tensor v, Tensor sort, Tensor? mask, Tensor? sources, Tensor? slots, int block_size",
+    "Tensor q, Tensor k, Tensor v, Tensor sort, Tensor? mask, Tensor? sources, Tensor? slots, Tensor? key,"
+    " int block_size, int threshold",
     _forward,
-    lambda q, k, v, sort, mask, sources, slots, m: _outputs(q, k, m),
+    lambda q, k, v, sort, mask, sources, slots, key, m, threshold: _outputs(q, k, m),
     _backward,
     outputs=2,
     gradients=(0, 1, 2, 3),
