@@ -91,7 +91,7 @@ SMALL = listed(
             of(1, H=1, D=128),
         ),
         "combiner-mixture": (
-            of(5, H=1, causal=False, block_size=2),
+            of(5, H=1, causal=False, mask="random", block_size=2),
             of(5, H=1, mask="random", ties=True, block_size=2, mixture="joint"),
             of(5, H=1, causal=False, block_size=3, mixture="joint", summary="mean"),
             of(5, H=1, dtype=HALF, block_size=4, factorisations=("combiner-axial", "combiner-fixed")),
@@ -286,6 +286,7 @@ REAL = listed(
         ),
         "combiner-mixture": (
             of(1000, D=64, B=2, H=2),
+            of(900, D=64, B=2, H=2, causal=False, mask="random"),
             of(777, D=64, B=2, H=2, mask="random", mixture="joint"),
             of(500, D=64, H=2, causal=False, mixture="joint"),
             of(500, D=64, B=2, H=2, causal=False, mask="all", ties=True, mixture="joint"),
