@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core import dispatch
 from ...core.blocks import ceil_div
 from ...core.tiles import (
     Block,
@@ -34,12 +35,13 @@ from ..launch import launch
 from ..lines.kernel import scales
 from ..operator import Operator
 
+INTERPRETED = dispatch._INTERPRETED
 PARTS = 32  # sums of the gradient of `sort`
 
 
 def longest_block(head_dim: int, size: int) -> int:
     """The most tokens of a block for this head_dim and bytes per element: what fits into a tile."""
-    if head_dim > 128:
+    if head_dim > 128 or size > 2 and not INTERPRETED:  # float32 has not been tested on a GPU
         return 0
     return 64 if size == 2 else 32 if head_dim <= 64 else 16
 
@@ -167,9 +169,11 @@ def _backward(dout, q, k, v, sort, mask, sources, slots, key, out, block, m, thr
 
 def _mixing(q: Tensor, n: int) -> dict[str, Any]:
     half, most = q.element_size() == 2, max(16, next_power_of_two(n))
-    rows, blocks = (128, 64) if half else (64, 32)
+    rows, blocks, warps, stages = (
+        (64, 32, 4, 2) if not half else (64, 64, 4, 4) if q.shape[3] <= 64 else (128, 64, 8, 3)
+    )
     options: dict[str, Any] = {"ROWS": min(rows, most), "BLOCKS": min(blocks, most), "PRECISION": precision(q)}
-    return {**options, "num_warps": 8 if half else 4, "num_stages": 3 if half else 2}
+    return {**options, "num_warps": warps, "num_stages": stages}
 
 
 def _tiles(
