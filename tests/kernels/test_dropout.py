@@ -39,8 +39,8 @@ def test_every_kernel_with_dropout_is_tested():
 
 
 def test_sinkhorn_drops_the_same_forward_and_backward():
-    attn = weft.make_attention("sinkhorn", heads=2, head_dim=16, max_length=40, dropout=P, backend="triton")
-    *tensors, dout = torch.randn(4, 2, 2, 33, 16)
+    attn = weft.make_attention("sinkhorn", heads=1, head_dim=16, max_length=40, dropout=P, backend="triton")
+    *tensors, dout = torch.randn(4, 1, 1, 33, 16)
     q, k, v = (x.requires_grad_() for x in tensors)
     out = attn(q, k, v)
     (dv,) = torch.autograd.grad(out, v, dout)
