@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from weft.models.language import TwoSegments
 from weft.models.words import AdaptiveWords, WordModel
 from weft.tasks import get_task, make_config
-from weft.tasks.text import unseen
-from weft.tasks.tokens import two_segments, windows
+from weft.tasks.text import evaluated
+from weft.tasks.tokens import two_segments
 
 SMALL = dict(dim=16, heads=2, head_dim=8, layers=1, mlp_dim=16, dropout=0.0)
 
@@ -40,12 +40,16 @@ def test_the_paper_model_for_wikitext_103_has_its_size() -> None:
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == 246.9
 
 
-def test_overlapping_windows_score_every_target_once_with_more_context() -> None:
-    ids = np.arange(100)
-    rows, counts = windows(ids, 16, 1, 4), unseen(len(windows(ids, 16, 1, 4)), 16, 4)
-    scored = rows[:, 1:][counts].tolist()
-    assert scored == list(range(1, len(scored) + 1)) and len(scored) == 16 + 4 * (len(rows) - 1)
-    assert counts[0].all() and counts[1:].sum(1).unique().tolist() == [4]
+@pytest.mark.parametrize("count", [17, 18, 99, 100, 9])
+@pytest.mark.parametrize("stride", [0, 1, 4, 16])
+def test_overlapping_windows_score_every_target_once_with_more_context(count: int, stride: int) -> None:
+    found = evaluated(torch.arange(count), 16, stride)
+    rows, counts = found["bytes"], found["counts"]
+    assert rows[:, 1:][counts].tolist() == list(range(1, count))
+    if stride and len(rows) > 1:
+        assert counts[1:].int().argmax(1).min() >= 16 - stride  # the context of the first that counts
+    again = get_task("text").overlapping(found, 3)
+    assert again["bytes"][:, 1:][again["counts"]].tolist() == list(range(1, count))
 
 
 @pytest.mark.parametrize("task", ["wiki40b", "wikitext103"])
@@ -66,8 +70,9 @@ def test_an_evaluation_with_overlap_is_the_loss_of_those_targets(tmp_path, task:
         losses = F.cross_entropy(model(rows[:, :-1]).transpose(1, 2), rows[:, 1:], reduction="none")
     else:
         losses = model(rows[:, :-1], rows[:, 1:])
-    torch.testing.assert_close(sums["loss"].sum(), losses[0].sum() + losses[1:, -3:].sum())
-    assert sums["count"].tolist() == [8, *[3] * (len(rows) - 1)]
+    torch.testing.assert_close(sums["loss"].sum(), losses[found.test["counts"]].sum())
+    text = found.train["bytes"].untyped_storage().nbytes() // 4  # the three parts are equal
+    assert sums["count"].tolist()[:-1] == [8, *[3] * (len(rows) - 2)] and sums["count"].sum() == text - 1
     plain = get_task(task).load(make_config(task, data=str(tmp_path), **{**settings, "eval_stride": 0}))
     later = kind.overlapping(plain.test, 3)  # the same windows from the rows of a run without overlap
     assert torch.equal(later["bytes"], found.test["bytes"]) and torch.equal(later["counts"], found.test["counts"])

@@ -82,6 +82,18 @@ def windows(content: bytes, length: int, extra: int) -> Tensor:
     return whole.unfold(0, length + extra, length)
 
 
+def evaluated(whole: Tensor, length: int, stride: int = 0) -> Columns:
+    """Windows (n, length + 1) of a whole text that start every `stride` tokens, by default without overlap, and which
+    of their targets count: every token but the first, once. The last window is padded with zeros."""
+    step = stride or length
+    count = 1 + max(0, -(-(len(whole) - 1 - length) // step))
+    last = (count - 1) * step
+    rows = F.pad(whole, (0, last + length + 1 - len(whole))).unfold(0, length + 1, step)
+    counts = unseen(count, length, step)
+    counts[-1] &= torch.arange(last + 1, last + length + 1) < len(whole)
+    return {"bytes": rows, "counts": counts}
+
+
 def unseen(count: int, length: int, stride: int) -> Tensor:
     """(count, length): the targets of each window that no earlier window has: all of the first, the last of others."""
     new = torch.arange(length) >= length - (stride or length)
@@ -200,8 +212,9 @@ class Bytes(Task):
         if not 1 <= stride <= length:
             raise ValueError(f"the stride must be between 1 and the length of a window, {length}, got {stride}")
         whole = torch.empty(0, dtype=windows.dtype).set_(windows.untyped_storage())[windows.storage_offset() :]
-        found = whole.unfold(0, length + 1, stride)
-        return {"bytes": found, "counts": unseen(len(found), length, stride)}
+        if "counts" in rows:  # the last window may be padded
+            whole = whole[: (len(windows) - 1) * windows.stride(0) + int(rows["counts"][-1].nonzero().max()) + 2]
+        return evaluated(whole, length, stride)
 
     def _targets(self, batch: Columns) -> Tensor:
         """The next byte; NOTHING at padding and at the last byte of a packed document."""

@@ -26,7 +26,7 @@ from .base import BuiltFromData, Columns, DataMissing, Known, TaskData, block_op
 from .config import TrainConfig
 from .files import DamagedData, alone, atomic, find, sha256
 from .registry import add_task
-from .text import Bytes, Masked, counted, unseen
+from .text import Bytes, Masked, counted, evaluated
 
 PARTS = ("train", "valid", "test")
 LINES = 10_000  # encoded at a time
@@ -229,7 +229,7 @@ class Tokens(BuiltFromData, Bytes):
         length = config.max_length or self.length
         ids, code = self.ids(config, known)
         train = {"bytes": windows(ids["train"], length, self.overlap)}
-        val, test = (self._scored(ids[part], length, config.eval_stride) for part in PARTS[1:])
+        val, test = (evaluated(torch.from_numpy(ids[part]), length, config.eval_stride) for part in PARTS[1:])
         facts = {"vocab": len(code)}
         return TaskData(train, val, test, length, facts, code.vocabulary, tokenizer=code.tokenizer)
 
@@ -240,11 +240,6 @@ class Tokens(BuiltFromData, Bytes):
                 f"eval_stride={config.eval_stride} would leave tokens out: at most max_length, "
                 f"{config.max_length or self.length}"
             )
-
-    def _scored(self, ids: np.ndarray, length: int, stride: int) -> Columns:
-        """Windows for evaluation, and with overlap which of their targets count."""
-        rows = windows(ids, length, self.overlap, stride)
-        return {"bytes": rows} if not stride else {"bytes": rows, "counts": unseen(len(rows), length, stride)}
 
     def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
         loss = sums["loss"] / sums["count"]
