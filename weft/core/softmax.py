@@ -88,7 +88,11 @@ def fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     if q.is_cuda and not torch.compiler.is_compiling():
         q, k, v = aligned(q), aligned(k), aligned(v)
     masked = options.get("attn_mask") is not None
-    if masked and k.shape[-2] % 128 == 64 and torch._C._get_cudnn_sdp_enabled():  # the public function breaks graphs
+    # An exported graph must serve any length, so it must not depend on this one. Inside Dynamo, torch 2.11 always says
+    # that it exports.
+    exports = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    # `torch.backends.cuda.cudnn_sdp_enabled` breaks graphs.
+    if masked and not exports and k.shape[-2] % 128 == 64 and torch._C._get_cudnn_sdp_enabled():
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
             return F.scaled_dot_product_attention(q, k, v, **options)
     return F.scaled_dot_product_attention(q, k, v, **options)
