@@ -252,9 +252,10 @@ class Segments:
         return Plan.of(self, groups, rooms, shapes)
 
     def _spread(self, values: np.ndarray) -> Tensor:
-        whole = np.zeros(self.shape[0] * self.shape[1], np.int64)
-        whole[self.places] = values
-        return send(torch.from_numpy(whole).view(self.shape), self.device)
+        if self.padded:
+            values, placed = np.zeros(self.shape[0] * self.shape[1], np.int64), values
+            values[self.places] = placed
+        return send(torch.from_numpy(values).view(self.shape), self.device)
 
 
 def _split(members: list[int], lengths: np.ndarray, limit: int) -> Iterator[np.ndarray]:
