@@ -241,6 +241,21 @@ def packing() -> str:
     return markdown(lines)
 
 
+def listops() -> str:
+    """Training steps on ListOps: milliseconds of the GPU and in total, tokens per second with and without padding."""
+    report = results("train_listops")
+    lines = [["", "GPU, ms", "step, ms", "M tokens/s", "of them real"]]
+    for row in report["rows"]:
+        if "error" in row:
+            continue
+        name, shape, *flags = row["model"].split(":")
+        rates = [f"{row[key] / 1e6:.2f}" for key in ("tokens_per_s", "real_tokens_per_s")]
+        lines.append([", ".join([f"`{name}` {shape}", *flags]), ms(row["gpu_ms"]), ms(row["step_ms"]), *rates])
+    where = report["machine"]
+    found = f"{where['device']}, torch {where['torch'].split('+')[0]}, commit {where['commit'][:8]}"
+    return f"{markdown(lines)}{found}: `python3 benchmarks/{where['command']}`\n\n"
+
+
 def source(name: str) -> str:
     """Where the numbers of one file come from."""
     report = results(name)
@@ -267,6 +282,7 @@ TABLES = {
     "graph-speedups-bidirectional": lambda: speedups(False),
     "layers": training(layers),
     "steps": training(steps),
+    "listops": listops,
     "packing": packing,
     "packing-source": lambda: source("gpu_packing"),
     "generation-cpu": lambda: markdown(generation_tables.steps("generation_cpu")),
