@@ -10,7 +10,7 @@ from agree import TOLERANCE, poisoned_memory
 from conftest import DEVICE
 
 import weft
-from weft.core import packing
+from weft.core import packing, self_test
 
 H = 2 if DEVICE == "cuda" else 1
 DTYPES = (torch.float32, torch.bfloat16, torch.float16) if DEVICE == "cuda" else (torch.float32,)
@@ -135,7 +135,10 @@ def test_variable_length_attention_equals_gathered_documents(name, options, leng
     close(found)
 
 
-@pytest.mark.parametrize(("name", "options"), DOCUMENTS, ids=str)
+SEES_ALL = (("sparse", {"block_size": 4, "columns": 1, "cls": True}), ("bigbird", {"block_size": 4}))
+
+
+@pytest.mark.parametrize(("name", "options"), DOCUMENTS + SEES_ALL, ids=str)
 def test_variable_length_attention_of_first_tokens(name, options, variable):
     """With a filler at the end, for which nothing is returned."""
     torch.manual_seed(0)
@@ -152,3 +155,16 @@ def test_variable_length_attention_of_first_tokens(name, options, variable):
         found.append([out, *(g for g in grads if g is not None)])
         assert not grads[0][0, 21:].any() and ("one_per_row" in vars(documents)) != in_place
     close(found)
+
+
+def test_wrong_variable_length_attention_is_not_used(monkeypatch):
+    device, operator = torch.device(DEVICE), flash if DEVICE == "cpu" else torch.ops.aten._flash_attention_forward
+
+    def wrong(q, k, *rest, **options):
+        return (operator(q, k.flip(0), *rest, **options)[0],)
+
+    for function, right in ((operator, True), (wrong, False), (None, False)):
+        monkeypatch.setattr(self_test, "_results", {})
+        monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", function)
+        with torch.inference_mode():
+            assert self_test.variable_lengths_pass(device) is right

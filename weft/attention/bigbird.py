@@ -51,6 +51,8 @@ def naive(
 
 
 class BigBirdAttention(Attention):
+    first_sees_all = True
+
     def __init__(
         self,
         *,

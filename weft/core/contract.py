@@ -30,6 +30,7 @@ from .packing import packed, packed_weights
 from .precision import autocast, autocasts, without_autocast
 from .recomputing import recomputing
 from .segments import Segments
+from .softmax import softmax_attention
 
 PositionBias = Callable[[Tensor, Tensor], Tensor]
 LARGEST = 1e6  # limit for padding: PyTorch's fused backward turns larger numbers into NaN, even if their gradient is 0
@@ -172,11 +173,20 @@ class Attention(Decoding, nn.Module):
 
     separate_blocks: int | None = None  # m if tokens attend only within blocks of m tokens
     packs = False  # whether it has `attend_packed`
+    first_sees_all = False  # whether the first token attends to all tokens with one softmax, as in full attention
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, documents: Segments) -> Tensor:
         """Packed documents where they are, for mechanisms that PyTorch's variable-length attention can compute. Padding
         is zero, and its outputs are ignored. q may be the first query of each document only, (1, H, documents, D)."""
         raise NotImplementedError
+
+    def attend_first(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """The output of the first token, q (B, H, 1, D), if it sees all."""
+        q, k, v = autocast(q, *spread(q, k, v))
+        allowed = None if mask is None else mask[:, None, None]
+        with without_autocast(q):
+            dropout = self.dropout if self.training else 0.0
+            return softmax_attention(q, hide(k, mask), hide(v, mask), allowed=allowed, dropout=dropout)
 
     def pattern_for(self, length: int) -> Hashable:
         """Documents whose lengths give the same value can be padded on the right to the same length, without effect."""

@@ -25,7 +25,7 @@ from .dispatch import use_kernel
 from .heads import spread
 from .precision import without_autocast
 from .segments import Plan, Segments, documents_of
-from .softmax import flash_runs, without_cudnn
+from .softmax import flash_runs, fused_packed, without_cudnn
 from .staging import outside_graphs
 
 if TYPE_CHECKING:
@@ -89,18 +89,22 @@ def _in_place(
     return torch.where(documents.mask[:, None, :, None], out, 0)
 
 
+@outside_graphs("segments give shapes that depend on the documents' lengths; compile without fullgraph=True")
 def reads_first(attn: Attention, x: Tensor, documents: Segments) -> bool:
     """Whether `packed_first` runs."""
-    return attn.packs and not attn.causal and not documents.padded and flash_runs(x, attn.head_dim)
+    able = (attn.packs or attn.first_sees_all) and not attn.causal and not documents.padded
+    return able and flash_runs(x, attn.head_dim)
 
 
 @outside_graphs("segments give shapes that depend on the documents' lengths; compile without fullgraph=True")
 def packed_first(attn: Attention, q: Tensor, k: Tensor, v: Tensor, documents: Segments) -> Tensor:
-    """`attn` of one query for each document that is read, (1, H, documents, D), on the document's keys and values."""
+    """`attn` of the first query of each document, (1, H, documents, D), on the document's keys and values."""
     attn.check_length(documents.longest)
     q, k, v = attn.clean(q, *spread(q, k, v), None)
     with without_autocast(q):
-        return attn.attend_packed(q, k, v, documents)
+        if attn.packs:
+            return attn.attend_packed(q, k, v, documents)
+        return fused_packed(q, k, v, documents, causal=False, dropout=attn.dropout if attn.training else 0.0)
 
 
 def packed_weights(

@@ -13,6 +13,7 @@ import os
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # Largest ‖kernel - plain‖ / ‖plain‖. Rounding explains a third of it at most; a wrong index gives far more.
@@ -41,6 +42,56 @@ def passes(
             _log.warning("%s uses its plain PyTorch version on this GPU: %s", name, reason)
         _results[key] = not reason
     return _results[key]
+
+
+def variable_lengths_pass(device: torch.device) -> bool:
+    """Whether PyTorch's flash attention for variable lengths, an undocumented operator, may be used."""
+    if os.environ.get("WEFT_SELF_TEST") == "0":
+        return True
+    key = "variable lengths", device
+    if key not in _results:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
+        reason = _compare_documents(device)
+        if reason:
+            _log.warning("packed documents are gathered, because PyTorch's attention for variable lengths %s", reason)
+        _results[key] = not reason
+    return _results[key]
+
+
+def _compare_documents(device: torch.device) -> str:
+    from .segments import Segments
+    from .softmax import fused_packed
+
+    documents = Segments.from_lengths([100, 37, 9], device=device, fillers=1)
+    keys = [slice(0, 100), slice(100, 137), slice(137, 146)]
+    devices = [] if device.type == "cpu" else [device]
+    try:
+        with (
+            torch.random.fork_rng(devices),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast("cuda", enabled=False),
+        ):
+            q, k, v, dout = torch.randn(4, 1, 146, HEADS, 64, device=device).bfloat16().transpose(2, 3)
+            for queries, of in ((q, keys), (q[:, :, :2], [slice(0, 1), slice(1, 2)])):  # all, and one of each document
+                inputs = [x.detach().requires_grad_() for x in (queries, k, v)]
+                found = fused_packed(inputs[0], inputs[1], inputs[2], documents, causal=False, dropout=0.0)
+                exact = [x.detach().float().requires_grad_() for x in inputs]
+                parts = [
+                    F.scaled_dot_product_attention(exact[0][:, :, i], exact[1][:, :, j], exact[2][:, :, j])
+                    for i, j in zip(of, keys, strict=False)
+                ]
+                grad = dout[:, :, : queries.shape[2]]
+                mine = [found, *torch.autograd.grad(found, inputs, grad)]
+                theirs = [out := torch.cat(parts, 2), *torch.autograd.grad(out, exact, grad.float())]
+                for a, b in zip(mine, theirs, strict=True):
+                    error = ((a.float() - b).norm() / b.norm()).item()
+                    if not error <= TOLERANCE[torch.bfloat16]:
+                        return f"has an error of {error:.1e}"
+    except Exception as error:  # use what is known to work
+        return f"fails: {error}"
+    return ""
 
 
 def _compare(

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .precision import autocasts
 from .segments import Segments
+from .self_test import variable_lengths_pass
 
 
 def softmax_attention(
@@ -126,6 +127,7 @@ def flash_runs(x: Tensor, width: int) -> bool:
         and width <= 256
         and torch.backends.cuda.flash_sdp_enabled()
         and torch.cuda.get_device_capability(x.device) >= (8, 0)
+        and variable_lengths_pass(x.device)
     )
 
 

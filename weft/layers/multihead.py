@@ -175,7 +175,8 @@ class MultiheadAttention(nn.Module):
                 documents = None
             else:
                 x, mask = x[:, : attn.reach], None if mask is None else mask[:, : attn.reach]
-        alone = attn.info is not None and attn.info.cross and attn.fused is None  # kernels need the queries of all keys
+        # Kernels need the queries of all keys.
+        alone = attn.first_sees_all or attn.info is not None and attn.info.cross and attn.fused is None
         if alone and not attn.causal and self.rope is None and bias is None and not self.input(x):
             if documents is not None and mask is None and reads_first(attn, x, documents):
                 qkv = self.project(first_tokens(x, documents)[None], x)
@@ -183,7 +184,8 @@ class MultiheadAttention(nn.Module):
             if documents is not None:
                 x, mask = documents.padded_rows(x, mask)
             x = quiet_padding(x, mask)
-            return self.merge(attn(*self.project(x[:, :1], x), mask))[:, 0]
+            attend = attn.attend_first if attn.first_sees_all else attn
+            return self.merge(attend(*self.project(x[:, :1], x), mask))[:, 0]
         if documents is not None:
             heads = self.per_document(x, mask, bias, documents)
         else:

@@ -82,6 +82,7 @@ class SparseAttention(KeepsAll):
             )
         self.pattern, self.block_size, self.columns = pattern, block_size, columns
         self.leading_column, self.cls, self.one_way = leading_column, cls, one_way
+        self.first_sees_all = cls
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         if not self.cls:
