@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 from types import SimpleNamespace
 
 import pytest
 import torch
 from agree import Call, poisoned_memory
 from promises import DEVICE
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
 from weft.core import self_test
-from weft.kernels import launch
+from weft.kernels import driver, launch
 from weft.kernels.operator import Operator
 
 pytest.importorskip("triton")
@@ -62,7 +64,7 @@ def run(attn, tensors, bias=None) -> list[torch.Tensor]:
 
 
 def forget(monkeypatch) -> None:
-    monkeypatch.setattr(launch.Taped, "__call__", lambda self, tensors, options: self.function(tensors, options))
+    monkeypatch.setattr(launch.Taped, "run", lambda self, tensors, options: (self.function(tensors, options), None))
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
@@ -113,6 +115,24 @@ def test_inference_is_replayed(played):
     for tape in played:  # a pointer is an address and an offset into it
         assert all(offset >= 0 for *_, slots, _ in tape.steps for _, offset, _ in slots)
     assert played
+
+
+def test_dispatch_modes_see_operators_with_the_same_gradients():
+    class Seen(TorchDispatchMode):
+        names: list[str] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    torch.manual_seed(0)
+    attn, dout = local(), torch.randn(1, 1, 8, 16, device=DEVICE)
+    inputs = [x.requires_grad_() for x in torch.randn(3, 1, 1, 8, 16, device=DEVICE).unbind()]
+    expected = torch.autograd.grad(attn(*inputs), inputs, dout)
+    with Seen():
+        found = torch.autograd.grad(attn(*inputs), inputs, dout)
+    assert {"band", "band_backward"} <= {*Seen.names}
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_second_derivatives_are_refused():
@@ -196,3 +216,60 @@ def test_kernels_are_not_compiled_again_for_other_batch_sizes():
     kernel = Kernel()
     launch.launch(kernel, (1,), 300, 16, n=64)
     assert [x.do_not_specialize for x in kernel.params] == [True, False, False]
+
+
+class Compiled:
+    """A kernel (pointer, constexpr, int32, pointer, float32, int64) as Triton compiles it."""
+
+    function = 77
+    packed_metadata = (4, 1, 512)
+
+    def __init__(self, **about):
+        self.src = SimpleNamespace(signature=dict(enumerate(["*bf16", "*i8", "constexpr", "i32", "fp32", "i64"])))
+        plain = {"num_ctas": 1, "num_warps": 4, "shared": 512, "global_scratch_size": 0, "profile_scratch_size": 0}
+        self.metadata = SimpleNamespace(**{**plain, "launch_pdl": False, "launch_cooperative_grid": False, **about})
+        self.ran: list[tuple] = []
+
+    def run(self, *given):
+        self.ran.append(given)
+
+
+def through_driver(monkeypatch, steps, status=0) -> list[tuple]:
+    """The launches that the CUDA driver gets for pointers 1000 and 2000 and stream 5."""
+    found = []
+
+    def start(config, kernel, arguments, extra):
+        c = driver._Config.from_address(config)
+        at = (ctypes.c_void_p * 7).from_address(arguments)
+        kinds = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_float, ctypes.c_int64, *[ctypes.c_uint64] * 2
+        values = [kind.from_address(x).value for kind, x in zip(kinds, at, strict=True)]
+        found.append(
+            ((c.grid_x, c.grid_y, c.grid_z), (c.block_x, c.block_y, c.block_z), c.shared, c.stream, kernel, values)
+        )
+        return status
+
+    monkeypatch.setattr(driver, "_start", [start])
+    driver.Launches(steps)([1000, 2000], 5)
+    return found
+
+
+def test_the_driver_gets_the_arguments_of_each_launch(monkeypatch):
+    places = [(0, 16, torch.bfloat16), (1, 0, torch.int8)]
+    numbers = "constant", -3, 0.1, 2**40
+    compiled = Compiled()
+    steps = [(compiled, (9, 2, 1), None, places, numbers), (compiled, (0, 1, 1), None, places, numbers)]
+    steps.append((compiled, (3, 1, 1), None, places[::-1], numbers))
+    first, last = through_driver(monkeypatch, steps)  # not the empty grid
+    tenth = ctypes.c_float(0.1).value
+    assert first == ((9, 2, 1), (128, 1, 1), 512, 5, 77, [1016, 2000, -3, tenth, 2**40, 0, 0])
+    assert last == ((3, 1, 1), (128, 1, 1), 512, 5, 77, [2000, 1016, -3, tenth, 2**40, 0, 0])
+    assert not compiled.ran
+
+
+@pytest.mark.parametrize("about, status", [({}, 201), ({"num_ctas": 2}, 0), ({"global_scratch_size": 64}, 0)])
+def test_triton_launches_what_the_driver_does_not(monkeypatch, about, status):
+    compiled = Compiled(**about)
+    step = compiled, (9, 2, 1), None, [(0, 16, torch.bfloat16), (1, 0, torch.int8)], ("constant", -3, 0.1, 2**40)
+    found = through_driver(monkeypatch, [step], status)
+    assert len(found) == (status > 0)
+    assert compiled.ran == [(9, 2, 1, 5, 77, (4, 1, 512), None, None, None, 1016, 2000, "constant", -3, 0.1, 2**40)]

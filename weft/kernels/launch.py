@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .driver import Launches, Step
+
 Function = Callable[[Sequence[Any], tuple], Sequence[Tensor]]  # (tensors, options) -> outputs
 ALIGNMENT = 256  # bytes, of every tensor in a block of memory
 RECORDED = 2  # the call with the same shapes and options that is recorded: recording costs a few calls
@@ -34,6 +36,8 @@ SIZES = frozenset("BH n R nodes levels cells groups W P S".split())
 _log = logging.getLogger("weft")
 _current = threading.local()
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+# Allocates on the current GPU, in half the time of torch.empty_strided.
+_empty = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 _knobs: Any = None  # Triton's settings
 _seen: set[int] = set()  # ids of the kernels launched so far, which are never freed
 _compiling = 0.0  # seconds so far, negative once reported
@@ -97,10 +101,13 @@ class Tape:
         made: list[tuple],  # shape, strides and dtype of the outputs, then of the block of scratch memory
         outputs: int,
         held: list[Tensor],  # tensors that belong to the function, such as tables
-        steps: list[tuple],
+        steps: list[Step],
     ):
-        self.device, self.made, self.outputs, self.held, self.steps = device, made, outputs, held, steps
+        self.device, self.outputs, self.held, self.steps = device, outputs, held, steps
+        self.made = [(tuple(shape), tuple(strides), dtype) for shape, strides, dtype in made]
         self.held_pointers = [x.data_ptr() for x in held]
+        self.launches = None if device.type == "cpu" else Launches(steps)
+        self.backward: dict[Any, Tape] = {}  # of the backward of this forward, by strides (`operator.py`)
 
     def ready(self) -> bool:
         """Whether it can be played now: its GPU is the current one, and nobody watches."""
@@ -109,20 +116,19 @@ class Tape:
 
     def play(self, pointers: list[int]) -> list[Tensor]:
         """Return the outputs for tensors at these addresses."""
-        device = self.device
-        made = [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in self.made]
+        if self.launches is None or torch.are_deterministic_algorithms_enabled():  # PyTorch fills new memory then
+            made = [torch.empty_strided(a, b, dtype=dtype, device=self.device) for a, b, dtype in self.made]
+        else:
+            made = [_empty(shape, strides, dtype) for shape, strides, dtype in self.made]
         pointers = pointers + [x.data_ptr() for x in made] + self.held_pointers
-        if device.type == "cpu":
+        if self.launches is None:
             self._interpret(pointers)
-            return made[: self.outputs]
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-        for run, (x, y, z), function, metadata, slots, rest in self.steps:
-            places = [pointers[base] + offset for base, offset, _ in slots]
-            run(x, y, z, stream, function, metadata, None, None, None, *places, *rest)  # no hooks: see _watched
+        else:
+            self.launches(pointers, torch._C._cuda_getCurrentRawStream(self.device.index))
         return made[: self.outputs]
 
     def _interpret(self, pointers: list[int]) -> None:
-        for kernel, grid, options, _, slots, rest in self.steps:
+        for kernel, grid, options, slots, rest in self.steps:
             kernel[grid](*(_at(pointers[base] + offset, dtype) for base, offset, dtype in slots), *rest, **options)
 
 
@@ -138,32 +144,31 @@ class Taped:
         _taped.add(self)
 
     def __call__(self, tensors: Sequence[Tensor | None], options: tuple) -> Sequence[Tensor]:
+        return self.run(tensors, options)[0]
+
+    def run(self, tensors: Sequence[Tensor | None], options: tuple) -> tuple[Sequence[Tensor], Tape | None]:
+        """The outputs, and the tape if they are a replay."""
         index = -1 if tensors[0] is None else tensors[0].get_device()
         if index >= 0 and index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):
-                return self(tensors, options)
-        pointers = [0 if x is None else x.data_ptr() for x in tensors]
-        key = self._key(tensors, options, pointers)
+                return self.run(tensors, options)
+        key, pointers = _key(tensors, options)
         tape = self.tapes.get(key, 1)
         if type(tape) is Tape and not _watched():
-            return tape.play(pointers)
+            return tape.play(pointers), tape
         if isinstance(tape, int):
             if len(self.tapes) >= REMEMBERED:
                 self.tapes.clear()
             if tape >= RECORDED:
                 outputs, self.tapes[key] = self._record(tensors, options)
-                return outputs
+                return outputs, None
             self.tapes[key] = tape + 1
-        return self.function(tensors, options)
+        return self.function(tensors, options), None
 
     def recorded(self, tensors: Sequence[Tensor | None], options: tuple) -> Tape | None:
         """The tape of such a call, if there is one."""
-        tape = self.tapes.get(self._key(tensors, options, [0 if x is None else x.data_ptr() for x in tensors]))
+        tape = self.tapes.get(_key(tensors, options)[0])
         return tape if type(tape) is Tape else None
-
-    def _key(self, tensors: Sequence[Tensor | None], options: tuple, pointers: list[int]) -> Any:
-        about = [None if x is None else (x.get_device(), x.dtype, x.shape, x.stride()) for x in tensors]
-        return options, *about, *[pointer % 16 for pointer in pointers]
 
     def _record(self, tensors: Sequence[Tensor | None], options: tuple) -> tuple[Sequence[Tensor], Tape | int | None]:
         given = [id(x) for x in tensors if x is not None]
@@ -177,6 +182,24 @@ class Taped:
         finally:
             _current.recorder = None
         return outputs, recorder.tape(outputs)
+
+
+def _key(tensors: Sequence[Tensor | None], options: tuple) -> tuple[tuple, list[int]]:
+    """What calls with the same tape have in common, and the addresses of the tensors."""
+    key: list[Any] = [options]
+    pointers, aligned = [], 0
+    for x in tensors:
+        if x is None:
+            key.append(None)
+            pointers.append(0)
+        else:
+            key += x.shape, x.stride(), x.dtype, x.get_device()
+            pointer = x.data_ptr()
+            pointers.append(pointer)
+            aligned |= pointer
+    if aligned % 16:
+        key += [pointer % 16 for pointer in pointers]
+    return tuple(key), pointers
 
 
 def forget() -> None:
@@ -233,10 +256,10 @@ class _Recorder(TorchDispatchMode):
         grid = (*grid, 1, 1)[:3]
         try:
             if compiled is None:  # Triton's interpreter
-                self.launches.append((kernel, grid, options, None, places, rest))
+                self.launches.append((kernel, grid, options, places, rest))
             else:
                 rest += tuple(options[name] for name in [*kernel.signature.parameters][len(args) :])
-                self.launches.append((compiled.run, grid, compiled.function, compiled.packed_metadata, places, rest))
+                self.launches.append((compiled, grid, None, places, rest))
         except (AttributeError, KeyError):  # an unknown version of Triton, or an argument left to its default
             self.whole = False
         self.whole &= not any(isinstance(x, Tensor) for x in rest) and not getattr(kernel, "pre_run_hooks", None)
@@ -265,7 +288,7 @@ class _Recorder(TorchDispatchMode):
                 return self.given + n, start + offset, dtype
             return number if kind == "given" else self.given + len(made) + number, offset, dtype
 
-        steps = [(*launch[:4], [slot(*x) for x in launch[4]], launch[5]) for launch in self.launches]
+        steps: list[Step] = [(*launch[:3], [slot(*x) for x in launch[3]], launch[4]) for launch in self.launches]
         return Tape(self.device, made, len(outputs), self.held, steps)
 
 
@@ -273,7 +296,8 @@ def _at(pointer: int, dtype: torch.dtype) -> Tensor:
     """A tensor at this address, for Triton's interpreter, which takes tensors and reads from their addresses on."""
     if pointer == 0:  # of an empty tensor
         return torch.empty(0, dtype=dtype)
-    return torch.frombuffer((ctypes.c_char * dtype.itemsize).from_address(pointer), dtype=dtype)
+    # Of 16 bytes: the interpreter takes tensors at the same address as views of the first one.
+    return torch.frombuffer((ctypes.c_char * 16).from_address(pointer), dtype=dtype, count=1)
 
 
 def _watched() -> bool:

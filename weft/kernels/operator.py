@@ -51,6 +51,10 @@ class Operator:
         words = [word.strip() for word in arguments.split(",")]
         n = self.tensors = sum(word.startswith("Tensor") for word in words)
         self.returned, self.differentiable, self.gradients = returned, differentiable, gradients
+        first = len(gradients)
+        # Whether the gradients are those of the first arguments, which are always there; None for the rest.
+        self.leading = gradients == (*range(first),) and not any(word.startswith("Tensor?") for word in words[:first])
+        self.rest = (None,) * (n - first)
         self.forward = Taped(lambda tensors, options: forward(*tensors, *options))
         self.backward = Taped(lambda tensors, options: backward(*tensors, *options))
 
@@ -79,8 +83,10 @@ class Operator:
         outputs = self.forward(tensors, options)
         return outputs[0] if self.returned == 1 else tuple(outputs[: self.returned])
 
-    def spread(self, tensors: Sequence[Tensor | None], gradients: Sequence[Tensor]) -> list[Tensor | None]:
+    def spread(self, tensors: Sequence[Tensor | None], gradients: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """One gradient for each tensor argument."""
+        if self.leading:
+            return *gradients, *self.rest
         found: list[Tensor | None] = [None] * self.tensors
         for i, gradient in zip(self.gradients, gradients, strict=True):
             if tensors[i] is not None:
@@ -113,8 +119,10 @@ class Operator:
         gradients = self.backward_operator(*given, *saved, *ctx.options)
         return *self.spread(saved, gradients), *nothing
 
-    def wanted(self, douts: Sequence[Tensor | None], outputs: Sequence[Tensor]) -> list[Any] | None:
+    def wanted(self, douts: Sequence[Tensor | None], outputs: Sequence[Tensor]) -> Sequence[Any] | None:
         """The gradients that `backward` takes; zeros for a missing one; None if all are missing."""
+        if self.differentiable == (0,):
+            return None if douts[0] is None else douts[:1]
         given = [douts[i] for i in self.differentiable]
         missing = sum(x is None for x in given)
         if missing == len(given):
@@ -192,8 +200,8 @@ def _entry(table: Tensor | None, entry: int) -> tuple[Tensor, ...]:
 class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operator: Operator, options: tuple, *tensors: Tensor | None) -> Any:
-        outputs = operator.forward(tensors, options)
-        ctx.operator, ctx.options = operator, options
+        outputs, tape = operator.forward.run(tensors, options)
+        ctx.call = operator, options, tape
         ctx.save_for_backward(*tensors, *outputs)
         ctx.set_materialize_grads(False)
         if operator.returned == 1:
@@ -210,16 +218,40 @@ class _Eager(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, *douts: Tensor | None) -> tuple:
-    operator, saved = ctx.operator, ctx.saved_tensors
-    n = operator.tensors
-    given = operator.wanted(douts, saved[n:])
+    operator, options, forward = ctx.call
+    saved = ctx.saved_tensors
+    given = operator.wanted(douts, saved[operator.tensors :])
     if given is None:
-        return (None,) * (2 + n)
+        return (None,) * (2 + operator.tensors)
     if torch.compiler.is_compiling() or _looked_at(given[0]):
-        gradients = operator.backward_operator(*given, *saved, *ctx.options)
+        gradients = operator.backward_operator(*given, *saved, *options)
+    elif forward is None:
+        gradients = operator.backward((*given, *saved), options)
     else:
-        gradients = operator.backward((*given, *saved), ctx.options)
+        gradients = _replayed(operator.backward, forward, (*given, *saved), options)
     return None, None, *operator.spread(saved, gradients)
+
+
+def _replayed(backward: Taped, forward: Tape, tensors: tuple, options: tuple) -> Sequence[Tensor]:
+    """The gradients, by a tape that belongs to the tape of the forward. Shapes, dtypes and options are the same for
+    both, so it is found by strides: those of the gradients, and of tensors that hooks may have saved elsewhere."""
+    pointers, strides, aligned = [], [], 0
+    for x in tensors:
+        if x is None:
+            pointers.append(0)
+        else:
+            pointer = x.data_ptr()
+            aligned |= pointer
+            pointers.append(pointer)
+            strides.append(x.stride())
+    key = *strides, aligned % 16
+    tape = forward.backward.get(key)
+    if tape is not None and tape.ready():
+        return tape.play(pointers)
+    gradients, tape = backward.run(tensors, options)
+    if tape is not None and aligned % 16 == 0:
+        forward.backward[key] = tape
+    return gradients
 
 
 _refuse_second = once_differentiable(_gradients)
