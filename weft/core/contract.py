@@ -103,9 +103,11 @@ class Attention(Decoding, nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None, **inputs: Any
     ) -> Tensor:
         """A checked call."""
-        q, k, v = self.clean(q, k, v, mask)
         if not autocasts(q):
+            if mask is not None:
+                q, k, v = self.clean(q, k, v, mask)
             return self._dispatch(q, k, v, mask, bias, **inputs)
+        q, k, v = self.clean(q, k, v, mask)
         with without_autocast(q):
             return self._dispatch(q, k, v, mask, bias, **inputs)
 
@@ -197,7 +199,8 @@ class Attention(Decoding, nn.Module):
         self.check_tensors(q, k, v, mask)
         length = max(q.shape[2], k.shape[2])
         self.check_length(length)
-        self.check_bias(bias, q.shape[0], length, q.device)
+        if bias is not None:
+            self.check_bias(bias, q.shape[0], length, q.device)
 
     def check_length(self, length: int) -> None:
         if self.max_length is not None and length > self.max_length:
@@ -207,6 +210,8 @@ class Attention(Decoding, nn.Module):
 
     def check_tensors(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
         """Check types and shapes, but not the length: a packed row may be longer than its documents."""
+        if mask is None and not torch.compiler.is_exporting() and self._plain(q, k, v):
+            return
         name = self.name
         for label, t in (("q", q), ("k", k), ("v", v)):
             if not isinstance(t, Tensor):
@@ -261,6 +266,15 @@ class Attention(Decoding, nn.Module):
                 raise ValueError(
                     f"mask must be (B, Lk) = ({B}, {Lk}), got {tuple(mask.shape)}; for a causal mask, use causal=True"
                 )
+
+    def _plain(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether these are tensors of one correct shape and dtype: the common case, without slower checks."""
+        if not isinstance(q, Tensor) or not isinstance(k, Tensor) or not isinstance(v, Tensor):
+            return False
+        shape, dtype = q.shape, q.dtype
+        if k.shape != shape or v.shape != shape or k.dtype != dtype or v.dtype != dtype or len(shape) != 4:
+            return False
+        return shape[1] == self.heads and shape[2] > 0 and shape[3] == self.head_dim and dtype.is_floating_point
 
     def check_bias(self, bias: PositionBias | None, batch: int, length: int, device: torch.device) -> None:
         """Check that the bias has one value per head (or `shared_heads = True`) and covers the sequence length."""

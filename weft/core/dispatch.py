@@ -72,7 +72,9 @@ def use_kernel(attn: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any) -> bool:
     if not q.shape[0]:  # an empty batch has nothing to launch
         return False
     if attn.backend == "auto" and (
-        q.device.type in ("cpu", "meta") or q.shape[2] < kernel.least_length or not kernel.auto(attn)
+        (not q.is_cuda and q.device.type in ("cpu", "meta"))
+        or q.shape[2] < kernel.least_length
+        or not kernel.auto(attn)
     ):
         return False
     reason = kernel.lacks(attn, q, k, v) or _cannot(q, v, kernel.largest_head)
@@ -103,7 +105,7 @@ def step_kernel(attn: Any, q: Tensor, v: Tensor, inner: Any) -> Callable[..., Te
 
 def _trusted(attn: Any, q: Tensor) -> bool:
     """Whether "auto" may use the kernels on this GPU."""
-    index = q.device.index or 0
+    index = max(0, q.get_device())
     if _capability(index) == TESTED:
         return True
     options = tuple((attn.options or {}).items())
@@ -122,7 +124,7 @@ def _cannot(q: Tensor, v: Tensor, largest_head: int) -> str:
         return f"the kernels support float32, float16 and bfloat16, got {q.dtype}"
     if q.shape[3] > largest_head:
         return f"the kernel supports head_dim up to {largest_head}, got {q.shape[3]}"
-    if (v.shape[0], *v.shape[2:]) != (q.shape[0], *q.shape[2:]):
+    if v.shape != q.shape and (v.shape[0], *v.shape[2:]) != (q.shape[0], *q.shape[2:]):
         return f"the kernels need q and v of the same shape, got {tuple(q.shape)} and {tuple(v.shape)}"
     return ""
 

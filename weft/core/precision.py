@@ -16,6 +16,8 @@ from torch import Tensor
 
 def autocasts(x: Tensor) -> bool:
     """Return whether autocast is enabled for the device of x."""
+    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
+        return False
     # Not torch.amp.is_autocast_available, which the compiler of torch 2.11 cannot trace.
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
