@@ -233,7 +233,9 @@ class Training:
             accumulating = micro < config.accumulate - 1
             with self.split.region(), self.fabric.no_backward_sync(self.model, enabled=accumulating):
                 loss = self.split.loss(self.task, self.model, batch) / config.accumulate
-                self.fabric.backward(loss)
+                # A process has one device, so a second thread for its backward only costs host time.
+                with torch.autograd.set_multithreading_enabled(False):
+                    self.fabric.backward(loss)
             total = loss.detach() if total is None else total + loss.detach()
         if config.clip:
             self.fabric.clip_gradients(self.model, self.optimizer, max_norm=config.clip, error_if_nonfinite=False)
