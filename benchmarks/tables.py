@@ -28,6 +28,7 @@ PAGES = (
     "docs/adapt.md",
     "docs/convert.md",
     "docs/packing.md",
+    "docs/lab.md",
     "experiments/convert/README.md",
     "weft/core/crossovers.py",
 )
@@ -252,8 +253,7 @@ def listops() -> str:
         rates = [f"{row[key] / 1e6:.2f}" for key in ("tokens_per_s", "real_tokens_per_s")]
         lines.append([", ".join([f"`{name}` {shape}", *flags]), ms(row["gpu_ms"]), ms(row["step_ms"]), *rates])
     where = report["machine"]
-    found = f"{where['device']}, torch {where['torch'].split('+')[0]}, commit {where['commit'][:8]}"
-    return f"{markdown(lines)}{found}: `python3 benchmarks/{where['command']}`\n\n"
+    return f"{markdown(lines)}{where['device']}, torch {where['torch'].split('+')[0]}, commit {where['commit'][:8]}\n\n"
 
 
 def source(name: str) -> str:
