@@ -107,6 +107,11 @@ def drop_values(v: Tensor, p: float) -> Tensor:
     return v * F.dropout(torch.ones_like(v[..., :1]), p) if p else v
 
 
+def drops_nothing(attn: Attention) -> bool:
+    """Whether the kernels can share the heads of v: with dropout, each head of q drops its own values."""
+    return not (attn.dropout and attn.training)
+
+
 register(
     "linear",
     LinearAttention,
@@ -115,5 +120,12 @@ register(
     cost="L",
     cross=True,
     dropout="keys",
-    kernel=Kernel(run_kernel, least_length=kernel.LEAST_LENGTH, dropout=True, packed=run_packed, step=step_of),
+    kernel=Kernel(
+        run_kernel,
+        least_length=kernel.LEAST_LENGTH,
+        dropout=True,
+        grouped=drops_nothing,
+        packed=run_packed,
+        step=step_of,
+    ),
 )

@@ -125,5 +125,5 @@ register(
     paper="Kitaev et al. 2020, Reformer (2001.04451)",
     cost="L*chunk",
     bias=True,
-    kernel=Kernel(run_kernel, too_long),
+    kernel=Kernel(run_kernel, too_long, grouped=lambda attn: True),
 )

@@ -14,18 +14,25 @@ def fits(x: Tensor, q: Tensor) -> bool:
     return x.dim() == 4 and (x.shape[0], *x.shape[2:]) == (q.shape[0], *q.shape[2:]) and q.shape[1] % x.shape[1] == 0
 
 
+def empty_by_head(x: Tensor, q: Tensor) -> Tensor:
+    """Empty memory like x (B, heads of x, L, D), but with the heads of q. They are adjacent: concurrent programs write
+    them."""
+    B, H, L, _ = q.shape
+    return empty_rows(x) if x.shape[1] == H else x.new_empty(B, L, H, x.shape[3]).transpose(1, 2)
+
+
 def gradients(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """Empty memory for the gradient of x (B, heads of x, L, D), and for what a kernel writes for each head of q. They
     are the same if x has as many heads as q."""
     dx = empty_rows(x)
-    return dx, dx if x.shape[1] == q.shape[1] else empty_rows(q)
+    return dx, dx if x.shape[1] == q.shape[1] else empty_by_head(x, q)
 
 
 def sum_to_groups(by_head: Tensor, dx: Tensor) -> None:
-    """Sum what the kernel wrote for each head; nothing to do if it is `dx` itself."""
+    """Sum what the kernel wrote for each head, in float32; nothing to do if it is `dx` itself."""
     from .rows import sum_groups
 
-    if by_head is dx:
+    if by_head.shape == dx.shape:
         return
     B, H, L, D = dx.shape
     launch(

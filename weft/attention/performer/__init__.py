@@ -30,7 +30,7 @@ from ...core.scan import causal_sum
 from ...kernels.linear_scan import kernel as linear_scan
 from ...kernels.linear_sum.kernel import linear_sum
 from ...kernels.steps.kernel import Step, sums_step
-from ..linear import drop_values, with_ones
+from ..linear import drop_values, drops_nothing, with_ones
 from . import kernel as random_features
 
 
@@ -213,6 +213,7 @@ register(
         run_kernel,
         least_length=random_features.LEAST_LENGTH,
         dropout=True,
+        grouped=drops_nothing,
         step=step_of,
     ),
 )

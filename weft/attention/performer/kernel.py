@@ -52,7 +52,8 @@ SPAN = 4096  # maximum number of tokens per step of `running_top`
 def random_features(
     q: Tensor, k: Tensor, mask: Tensor | None, projection: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q and k (B, H, L, D), mask (B, L), projection (M, D) -> φ(q), φ(k), key_scale, top, rest."""
+    """q and k (B, H, L, D), mask (B, L), projection (M, D) -> φ(q), φ(k), key_scale, top, rest. k may have fewer heads
+    than q, and φ(k), key_scale and top have those of k."""
     q, k = autocast(q, k)
     return _operator(q, k, for_operator(mask), projection, epsilon)
 
@@ -60,10 +61,10 @@ def random_features(
 def _forward(q, k, mask, projection, epsilon):
     from .forward import features, running_top, split
 
-    outputs = _outputs(q, projection)
+    outputs = _outputs(q, k, projection)
     a, b, key_scale, top, rest, block = outputs
-    q_largest, k_largest, directions = _kept(q, projection).split(block)
-    B, H, L, D = q.shape
+    q_largest, k_largest, directions = _kept(q, k, projection).split(block)
+    B, _, L, D = q.shape
     M = projection.shape[0]
     launch(
         split, (ceil_div(M * D, 1024),),
@@ -71,29 +72,28 @@ def _forward(q, k, mask, projection, epsilon):
     )  # fmt: skip
     t = tiles("features", q)
     for queries, x, phi, largest, number in ((True, q, a, q_largest, rest), (False, k, b, k_largest, key_scale)):
-        flags, x = None if queries else mask, rows_contiguous(x)
+        flags, x, H = None if queries else mask, rows_contiguous(x), x.shape[1]
         launch(
             features, (ceil_div(L, t.queries) * B * H,),
             x, flags_or(flags, x), directions, phi, largest, number, *strides(x), B * H, H, L, epsilon,
             QUERIES=queries, **_options(q, M, t, flags), **t.launch(),
         )  # fmt: skip
-    launch(running_top, (B * H,), k_largest, top, L, SPAN=min(SPAN, next_power_of_two(L)), num_warps=8)
+    launch(running_top, (B * k.shape[1],), k_largest, top, L, SPAN=min(SPAN, next_power_of_two(L)), num_warps=8)
     return outputs
 
 
-def _outputs(q: Tensor, projection: Tensor) -> tuple[Tensor, ...]:
+def _outputs(q: Tensor, k: Tensor, projection: Tensor) -> tuple[Tensor, ...]:
     """φ(q), φ(k), key_scale, top, rest, and what only the backward reads."""
-    B, H, L, D = q.shape
-    phis = (q.new_empty(B, H, L, width(projection.shape[0])) for _ in range(2))
-    numbers = (q.new_empty(B, H, L, dtype=torch.float32) for _ in range(3))
-    return *phis, *numbers, _kept(q, projection).empty(q)
+    phis = (x.new_empty(*x.shape[:3], width(projection.shape[0])) for x in (q, k))
+    numbers = (x.new_empty(x.shape[:3], dtype=torch.float32) for x in (k, k, q))
+    return *phis, *numbers, _kept(q, k, projection).empty(q)
 
 
-def _kept(q: Tensor, projection: Tensor) -> Block:
+def _kept(q: Tensor, k: Tensor, projection: Tensor) -> Block:
     """The largest products of the queries and of the keys, and the directions from `split`."""
-    half, numbers = q.dtype == torch.bfloat16, (tuple(q.shape[:3]), torch.float32)
+    half, of_queries, of_keys = q.dtype == torch.bfloat16, *((tuple(x.shape[:3]), torch.float32) for x in (q, k))
     directions = (1 + half, *projection.shape), torch.bfloat16 if half else torch.float32
-    return Block((numbers, numbers, directions))
+    return Block((of_queries, of_keys, directions))
 
 
 def _backward(
@@ -101,21 +101,20 @@ def _backward(
 ):  # fmt: skip
     from .backward import feature_gradients, top_gradients
 
-    q_largest, k_largest, directions = _kept(q, projection).split(block)
+    q_largest, k_largest, directions = _kept(q, k, projection).split(block)
 
-    B, H, L, D = q.shape
+    B, _, L, _ = q.shape
     dq, dk = empty_rows(q), empty_rows(k)
     t = tiles("feature gradients", q)
     through = torch.empty_like(k_largest)
     dtop, drest = dtop.float().contiguous(), drest.float().contiguous()
-    launch(
-        top_gradients, (B * H,), k_largest, top, dtop, through, L, SPAN=min(SPAN, next_power_of_two(L)), num_warps=8
-    )  # fmt: skip
+    span = min(SPAN, next_power_of_two(L))
+    launch(top_gradients, (B * k.shape[1],), k_largest, top, dtop, through, L, SPAN=span, num_warps=8)
     for queries, x, dphi, largest, dnumber, dx in (
         (True, q, da, q_largest, drest, dq),
         (False, k, db, k_largest, through, dk),
     ):
-        flags, x, dphi = None if queries else mask, rows_contiguous(x), rows_contiguous(dphi)
+        flags, x, dphi, H = None if queries else mask, rows_contiguous(x), rows_contiguous(dphi), x.shape[1]
         launch(
             feature_gradients, (ceil_div(L, t.queries) * B * H,),
             x, flags_or(flags, x), directions, largest, dphi, dnumber, dx, *strides(x), *strides(dphi), *strides(dx),
@@ -143,7 +142,7 @@ _operator = Operator(
     "random_features",
     "Tensor q, Tensor k, Tensor? mask, Tensor projection, float epsilon",
     _forward,
-    lambda q, k, mask, projection, epsilon: _outputs(q, projection),
+    lambda q, k, mask, projection, epsilon: _outputs(q, k, projection),
     _backward,
     outputs=6,
     returned=5,

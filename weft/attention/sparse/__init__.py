@@ -257,7 +257,7 @@ register(
         lacks,
         band.LEAST_LENGTH,
         dropout=True,
-        grouped=lambda attn: attn.pattern == "fixed" and not attn.cls,
+        grouped=lambda attn: not attn.cls,
         largest_head=256,
     ),
 )

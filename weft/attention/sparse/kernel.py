@@ -16,6 +16,7 @@ from ...core.blocks import ceil_div
 from ...core.precision import autocast
 from ...core.tiles import as_flags, empty_rows, for_operator, rows_contiguous
 from ...kernels.band.kernel import attend_near, check, near_gradients
+from ...kernels.grouped import gradients, sum_to_groups
 from ...kernels.lines.kernel import Lines, Rule, attend_lines, line_key_gradients, line_query_gradients
 from ...kernels.operator import Operator
 
@@ -40,13 +41,17 @@ def _forward(q, k, v, mask, block_size, causal):
 
 def _backward(dout, q, k, v, mask, out, lse, block_size, causal):
     right = 0 if causal else block_size
-    dq, dk, dv, delta = near_gradients(dout, q, k, v, mask, out, lse, 0, block_size, right, causal)
+    (dk, by_head_k), (dv, by_head_v) = gradients(k, q), gradients(v, q)
+    near = 0, block_size, right, causal
+    dq, delta = near_gradients(dout, q, k, v, mask, out, lse, by_head_k, by_head_v, *near)
     lines, rule = _columns(q, block_size, causal)
     if lines.cells > 2:
         dout, q, k, v, out = (rows_contiguous(x) for x in (dout, q, k, v, out))
         keys = k, v, _flags(mask)
         line_query_gradients(q, *keys, out, dout, lse, delta, dq, lines, rule, more=True)
-        line_key_gradients(q, *keys, dout, lse, delta, dk, dv, lines, rule, more=True)
+        line_key_gradients(q, *keys, dout, lse, delta, by_head_k, by_head_v, lines, rule, more=True)
+    sum_to_groups(by_head_k, dk)
+    sum_to_groups(by_head_v, dv)
     return dq, dk, dv
 
 

@@ -396,6 +396,7 @@ register(
         lacks,
         kernel.LEAST_LENGTH,
         bias=lambda bias: type(bias) is ALiBi,
+        grouped=lambda attn: True,
         largest_head=256,
         applies=lambda attn: attn.samples_now,
     ),

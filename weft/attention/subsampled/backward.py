@@ -46,7 +46,7 @@ def query_gradients(
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l, g_b, g_h, g_l, dq_b, dq_h, dq_l,
     BH, H, L, W, P, S, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_MASK: tl.constexpr, ALIBI: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_MASK: tl.constexpr, ALIBI: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
     w = tile % W
@@ -59,8 +59,8 @@ def query_gradients(
     row = i.to(tl.int64)
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
-    K += b * k_b + h * k_h
-    V += b * v_b + h * v_h
+    K += b * k_b + h // GROUP * k_h
+    V += b * v_b + h // GROUP * v_h
     LSE += bh.to(tl.int64) * L
     DELTA += bh.to(tl.int64) * L
     if HAS_MASK:
@@ -143,6 +143,7 @@ def key_gradients(
     BH, H, L, W, P, S, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_MASK: tl.constexpr, ALIBI: tl.constexpr, GRID: tl.constexpr, ONCE: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """PART_K and PART_V: rows per token if ONCE, else per slot of a window, (B, H, W · S, D)."""
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
@@ -164,8 +165,8 @@ def key_gradients(
     slot = k_first + tl.arange(0, BK)
     here = slot < real
     pos = tl.load(SOURCES + w * S + slot, mask=here, other=0)
-    k = load_rows(K + b * k_b + h * k_h, pos.to(tl.int64), d, k_l, here, D, BLOCK_D)
-    v = load_rows(V + b * v_b + h * v_h, pos.to(tl.int64), d, v_l, here, D, BLOCK_D)
+    k = load_rows(K + b * k_b + h // GROUP * k_h, pos.to(tl.int64), d, k_l, here, D, BLOCK_D)
+    v = load_rows(V + b * v_b + h // GROUP * v_h, pos.to(tl.int64), d, v_l, here, D, BLOCK_D)
     dk = tl.zeros([BK, BLOCK_D], tl.float32)
     dv = tl.zeros([BK, BLOCK_D], tl.float32)
     # Targets from `begin` on attend to some of these sources, from `inner` on to all of them; targets end at `end`.

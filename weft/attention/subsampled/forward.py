@@ -116,6 +116,7 @@ def attend(
     BH, H, L, W, P, S, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_MASK: tl.constexpr, ALIBI: tl.constexpr, STAND_IN: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
     w = tile % W
@@ -128,8 +129,8 @@ def attend(
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     Q += b * q_b + h * q_h
-    K += b * k_b + h * k_h
-    V += b * v_b + h * v_h
+    K += b * k_b + h // GROUP * k_h
+    V += b * v_b + h // GROUP * v_h
     OUT += b * o_b + h * o_h
     LSE += bh.to(tl.int64) * L
     if HAS_MASK:

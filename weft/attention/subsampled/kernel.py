@@ -33,6 +33,7 @@ from ...core.tiles import (
     tile_table,
     tiles_for,
 )
+from ...kernels.grouped import fits, gradients, sum_to_groups
 from ...kernels.launch import launch
 from ...kernels.operator import Operator
 
@@ -66,8 +67,8 @@ def subsampled(
     stand_in: bool = True,
     once: bool = False,
 ) -> Tensor:
-    """`sampled_attention` on q, k, v (B, H, L, D) and sources (W, S). Windows are runs of `size` tokens, or given by
-    `targets` (W, size). k and v must be zero where `mask` is False.
+    """`sampled_attention` on q, k, v (B, H, L, D) and sources (W, S). k and v may have fewer heads. Windows are runs of
+    `size` tokens, or given by `targets` (W, size). k and v must be zero where `mask` is False.
 
     `nearest` (B, L), only with a mask: the token to use for targets without an allowed source. stand_in=False asserts
     that there is no such target; once=True asserts that no source appears twice.
@@ -127,7 +128,7 @@ def _forward(q, k, v, sources, targets, nearest, size, causal, alibi, stand_in, 
         slopes(H, q.device) if alibi else q, out, lse, *strides(q), *strides(k), *strides(v), *strides(out),
         B * H, H, L, W, size, S, math.log2(math.e) / math.sqrt(D), D=D, BLOCK_D=block_width(D), BQ=t.queries,
         BK=t.keys, CAUSAL=causal, HAS_MASK=nearest is not None, ALIBI=alibi, STAND_IN=stand_in,
-        GRID=targets is not None, PRECISION=precision(q), **t.launch(),
+        GRID=targets is not None, PRECISION=precision(q), GROUP=H // k.shape[1], **t.launch(),
     )  # fmt: skip
     return outputs
 
@@ -152,32 +153,32 @@ def _backward(dout, q, k, v, sources, targets, nearest, out, block, size, causal
     dq = empty_rows(q)
     B, H, L, D = q.shape
     _, W, S = sources.shape
-    dk, dv = empty_rows(k), empty_rows(v)
+    (dk, by_head_k), (dv, by_head_v) = gradients(k, q), gradients(v, q)
     if once and W * S < L:  # the kernels write only the sampled tokens
-        for x in (dk, dv):
+        for x in (by_head_k, by_head_v):
             launch(clear, (ceil_div(x.numel(), 4096),), x, x.numel(), COLUMNS=4096, num_warps=8)
     dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
     BH, width = B * H, block_width(D)
     logit_scale = 1 / math.sqrt(D)
     scale = math.log2(math.e) * logit_scale
     table = sources if targets is None else targets
-    by_head = slopes(H, q.device) if alibi else q
+    slope = slopes(H, q.device) if alibi else q
     shape = {"D": D, "BLOCK_D": width, "CAUSAL": causal, "HAS_MASK": nearest is not None, "PRECISION": precision(q)}
-    options = {**shape, "ALIBI": alibi, "GRID": targets is not None}
+    options = {**shape, "ALIBI": alibi, "GRID": targets is not None, "GROUP": H // k.shape[1]}
     delta = torch.empty_like(lse)
     t = tiles("query gradients", size, S, q)
     launch(
         query_gradients, (W * ceil_div(size, t.queries) * BH,),
-        q, k, v, sources, first, table, by_head, out, dout, lse, delta, dq,
+        q, k, v, sources, first, table, slope, out, dout, lse, delta, dq,
         *strides(q), *strides(k), *strides(v), *strides(out), *strides(dout), *strides(dq),
         BH, H, L, W, size, S, scale, logit_scale, BQ=t.queries, BK=t.keys, **options, **t.launch(),
     )  # fmt: skip
     # Rounded to the dtype of q like the gradient itself; heads are adjacent because concurrent programs write them.
-    part_k, part_v = (dk, dv) if once else q.new_empty(2, B, W * S, H, D).transpose(2, 3).unbind()
+    part_k, part_v = (by_head_k, by_head_v) if once else q.new_empty(2, B, W * S, H, D).transpose(2, 3).unbind()
     t = tiles("key gradients", size, S, q)
     launch(
         key_gradients, (W * ceil_div(S, t.keys) * BH,),
-        q, k, v, sources, first, table, by_head, dout, lse, delta, part_k, part_v,
+        q, k, v, sources, first, table, slope, dout, lse, delta, part_k, part_v,
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(part_k), *strides(part_v),
         BH, H, L, W, size, S, scale, logit_scale, BQ=t.queries, BK=t.keys, ONCE=once, **options, **t.launch(),
     )  # fmt: skip
@@ -186,9 +187,11 @@ def _backward(dout, q, k, v, sources, targets, nearest, out, block, size, causal
         launch(
             collect, (n * BH,),
             part_k, part_v, first, *((first, first) if nearest is None else (nearest, owned(nearest, n))),
-            lse, dout, dk, dv, *strides(part_k), *strides(dout), *strides(dk), *strides(dv), BH, H, L, W, size, S, n,
-            ROWS=COLLECTED, STAND_IN=stand_in, **shape, num_warps=4,
+            lse, dout, by_head_k, by_head_v, *strides(part_k), *strides(dout), *strides(by_head_k), *strides(by_head_v),
+            BH, H, L, W, size, S, n, ROWS=COLLECTED, STAND_IN=stand_in, **shape, num_warps=4,
         )  # fmt: skip
+    sum_to_groups(by_head_k, dk)
+    sum_to_groups(by_head_v, dv)
     return dq, dk, dv
 
 
@@ -218,7 +221,7 @@ def slopes(heads: int, device: torch.device) -> Tensor:
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, sources: Tensor) -> None:
-    if q.dim() != 4 or k.shape != q.shape or v.shape != q.shape:
+    if q.dim() != 4 or not fits(k, q) or v.shape != k.shape:
         raise ValueError(
             f"the kernel needs q, k and v of the same shape (B, H, L, D), got {tuple(q.shape)}, {tuple(k.shape)} "
             f"and {tuple(v.shape)}; use backend='torch'"

@@ -127,15 +127,16 @@ def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def near_gradients(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, block_size: int,
-    left: int, right: int, causal: bool, extras: str = "none", count: int = 0, leading: bool = False,
-    threshold: int = 0, table: Tensor | None = None, key: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv, and delta. Short blocks do not need delta and return lse instead."""
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, dk: Tensor,
+    dv: Tensor, block_size: int, left: int, right: int, causal: bool, extras: str = "none", count: int = 0,
+    leading: bool = False, threshold: int = 0, table: Tensor | None = None, key: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Write dk and dv, which have the heads of q, and return dq and delta. Short blocks do not need delta and return
+    lse instead."""
     from .backward import extra_gradients, key_gradients, query_gradients
     from .short_blocks import block_gradients
 
-    dq, (dk, by_head_k), (dv, by_head_v) = empty_rows(q), gradients(k, q), gradients(v, q)
+    dq = empty_rows(q)
     dout, q, k, v, out = (rows_contiguous(x) for x in (dout, q, k, v, out))
     B, H, L, D = q.shape
     BH = B * H if table is None else H
@@ -151,13 +152,11 @@ def near_gradients(
         shape = {key: options[key] for key in ("D", "BLOCK_D", "CAUSAL", "HAS_MASK", "PRECISION", "DROPOUT", "GROUP")}
         launch(
             block_gradients, (n * BH,),
-            q, k, v, flags, table, key, out, dout, lse, dq, by_head_k, by_head_v,
-            *given, *strides(out), *strides(dq), *strides(by_head_k), *strides(by_head_v),
+            q, k, v, flags, table, key, out, dout, lse, dq, dk, dv,
+            *given, *strides(out), *strides(dq), *strides(dk), *strides(dv),
             BH, H, L, m, threshold, scale, logit_scale, ROWS=t.queries, **shape, PACKED=packed != "", **t.launch(),
         )  # fmt: skip
-        sum_to_groups(by_head_k, dk)
-        sum_to_groups(by_head_v, dv)
-        return dq, dk, dv, lse
+        return dq, lse
     delta = torch.empty_like(lse)
     t = tiles("query gradients", m, q)
     launch(
@@ -182,14 +181,11 @@ def near_gradients(
     t = tiles("key gradients", m, q)
     launch(
         key_gradients, (n * ceil_div(m, t.keys) * BH,),
-        q, k, v, flags, table, key, dout, lse, delta, extra_k, extra_v, by_head_k, by_head_v,
-        *given, *strides(by_head_k), *strides(by_head_v),
+        q, k, v, flags, table, key, dout, lse, delta, extra_k, extra_v, dk, dv, *given, *strides(dk), *strides(dv),
         BH, H, L, m, left, right, total, chunks, threshold, scale, logit_scale,
         BQ=t.queries, BK=t.keys, **options, PACKED=packed, **t.launch(),
     )  # fmt: skip
-    sum_to_groups(by_head_k, dk)
-    sum_to_groups(by_head_v, dv)
-    return dq, dk, dv, delta
+    return dq, delta
 
 
 def _forward(q, k, v, mask, table, key, block_size, left, right, causal, extras, count, leading, threshold):
@@ -201,7 +197,11 @@ def _forward(q, k, v, mask, table, key, block_size, left, right, causal, extras,
 
 def _backward(dout, q, k, v, mask, table, key, out, lse, *options):
     given: Any = (*options, table, key)
-    return near_gradients(dout, q, k, v, mask, out, lse, *given)[:3]
+    (dk, by_head_k), (dv, by_head_v) = gradients(k, q), gradients(v, q)
+    dq, _ = near_gradients(dout, q, k, v, mask, out, lse, by_head_k, by_head_v, *given)
+    sum_to_groups(by_head_k, dk)
+    sum_to_groups(by_head_v, dv)
+    return dq, dk, dv
 
 
 _operator = Operator(

@@ -90,8 +90,8 @@ def _forward(q, k, v, token, group, start, size, pool, causal):
         q, k, order[0], first, end, qbar, kbar, *strides(q), *strides(k), BH, H, L, R,
         D=D, BLOCK_D=channels, CHUNK=16, POOL=pool, HEADS=H // k.shape[1], num_warps=1,
     )  # fmt: skip
-    attend_runs(qbar, k, v, lse, order, vbar, local, run_settings(q, k, start, size, True), more=False)
-    attend_runs(q, k, v, lse, order, out, lse, run_settings(q, k, start, size, causal), more=False)
+    attend_runs(qbar, k, v, lse, order, vbar, local, run_settings(q, k, v, start, size, True), more=False)
+    attend_runs(q, k, v, lse, order, out, lse, run_settings(q, k, v, start, size, causal), more=False)
     launch(
         attend, (n * BH,),
         q, kbar, vbar, of, about, before, last, whole, out, lse, *strides(q), *strides(out),
@@ -118,7 +118,7 @@ def _backward(dout, q, k, v, token, group, start, out, block, size, pool, causal
     options, warps = _options(q, start, causal), 8 if D > 64 else 4
     shape, runs = {"D": D, "BLOCK_D": options["BLOCK_D"]}, _runs_per_tile(R)
 
-    settings = run_settings(q, k, start, size, causal)
+    settings = run_settings(q, k, v, start, size, causal)
     run_query_gradients(q, k, v, lse, order, out, dout, lse, delta, dq, settings, more=False)
     run_key_gradients(q, k, v, lse, order, dout, lse, delta, by_head_k, by_head_v, settings, more=False)
     launch(
@@ -145,7 +145,7 @@ def _backward(dout, q, k, v, token, group, start, out, block, size, pool, causal
         collect_runs, (ceil_div(R, 16) * BH,), last, whole, sums, dkbar, dvbar, BH, L, R, chunks, **shape, BR=16,
         num_warps=4,
     )  # fmt: skip
-    settings = run_settings(q, k, start, size, True)
+    settings = run_settings(q, k, v, start, size, True)
     run_query_gradients(qbar, k, v, lse, order, vbar, dvbar, local, local_delta, dqbar, settings, more=False)
     run_key_gradients(qbar, k, v, lse, order, dvbar, local, local_delta, by_head_k, by_head_v, settings, more=True)
     together = max(1, round(size**0.5))  # like `running_max` in combiner/summaries.py, for the same gradients of ties

@@ -31,7 +31,7 @@ def query_gradients(
     tiles = (L + BQ - 1) // BQ
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     b, h = bh // H, bh % H
-    K += b * k_b + h // HEADS * k_h
+    K += b * k_b + (h if SHARED else h // HEADS) * k_h
     V += b * v_b + h // HEADS * v_h
     DQ += b * dq_b + h * dq_h
     ORDER += bh * L
@@ -85,6 +85,7 @@ def key_gradients(
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     b, h = bh // H, bh % H
     Q += b * q_b + h * q_h
+    K += b * k_b + (h if SHARED else h // HEADS) * k_h
     DOUT += b * g_b + h * g_h
     DK += b * dk_b + h * dk_h
     DV += b * dv_b + h * dv_h
@@ -98,7 +99,7 @@ def key_gradients(
     live = j < L
     token = tl.load(ORDER + j, mask=live, other=0)
     first, last = asking_slots(j, live, GROUP, START, groups, size, BACK, CAUSAL)
-    k = load_rows(K + b * k_b + h // HEADS * k_h, token, d, k_l, live, D, BLOCK_D)
+    k = load_rows(K, token, d, k_l, live, D, BLOCK_D)
     v = load_rows(V + b * v_b + h // HEADS * v_h, token, d, v_l, live, D, BLOCK_D)
     dk = tl.zeros([BK, BLOCK_D], tl.float32)
     dv = tl.zeros([BK, BLOCK_D], tl.float32)
@@ -124,7 +125,7 @@ def key_gradients(
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     dk *= logit_scale
     if SHARED:
-        unit = load_rows(K + b * k_b + h // HEADS * k_h, token, d, k_l, live, D, BLOCK_D).to(tl.float32) * inv[:, None]
+        unit = load_rows(K, token, d, k_l, live, D, BLOCK_D).to(tl.float32) * inv[:, None]
         dk = (dk - unit * tl.sum(unit * dk, 1)[:, None]) * inv[:, None]
     if SHARED or MORE:
         dk += load_rows(DK, token, d, dk_l, live, D, BLOCK_D).to(tl.float32)

@@ -76,7 +76,7 @@ def attend(
     bh = (tl.program_id(0) // tiles).to(tl.int64)  # tiles first: neighbours share keys
     b, h = bh // H, bh % H
     Q += b * q_b + h * q_h
-    K += b * k_b + h // HEADS * k_h
+    K += b * k_b + (h if SHARED else h // HEADS) * k_h
     V += b * v_b + h // HEADS * v_h
     OUT += b * o_b + h * o_h
     LSE += bh * L

@@ -31,7 +31,7 @@ from ...core.tiles import (
     tile_table,
 )
 from ..band.kernel import check
-from ..grouped import sum_to_groups
+from ..grouped import empty_by_head, sum_to_groups
 from ..launch import launch
 from ..lines.kernel import scales
 from ..operator import Operator
@@ -179,7 +179,7 @@ def interval_attention(
 def _forward(q, k, v, inv, token, group, start, size, causal, back, others):
     out, lse = _outputs(q)
     check(q, q if k is None else k, v, "none")
-    settings = run_settings(q, k, start, size, causal, back, others)
+    settings = run_settings(q, k, v, start, size, causal, back, others)
     q, v = rows_contiguous(q), rows_contiguous(v)
     k, inv = (q, inv) if k is None else (rows_contiguous(k), lse)
     for number, tables in enumerate(zip(token, group, start, strict=True)):
@@ -193,9 +193,10 @@ def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
 
 def _backward(dout, q, k, v, inv, token, group, start, out, lse, size, causal, back, others):
     dq, dk, dv = _gradients(q, k, v)
-    by_head_k, by_head_v = (x if k is None or k.shape[1] == q.shape[1] else empty_rows(q) for x in (dk, dv))
+    by_head_v = dv if v.shape[1] == q.shape[1] else empty_by_head(v, q)
+    by_head_k = dk if k is None or k.shape[1] == q.shape[1] else empty_by_head(k, q)
     delta = torch.empty_like(lse)
-    settings = run_settings(q, k, start, size, causal, back, others)
+    settings = run_settings(q, k, v, start, size, causal, back, others)
     dout, q, v, out = (rows_contiguous(x) for x in (dout, q, v, out))
     k, inv, to_keys = (q, inv, dq) if k is None else (rows_contiguous(k), lse, by_head_k)
     for number, tables in enumerate(zip(token, group, start, strict=True)):
@@ -216,11 +217,12 @@ Settings = tuple[dict[str, Any], tuple[int, ...]]  # of `run_settings`
 
 
 def run_settings(
-    q: Tensor, k: Tensor | None, start: Tensor, size: int, causal: bool, back: bool = False, others: bool = False
-) -> Settings:
+    q: Tensor, k: Tensor | None, v: Tensor, start: Tensor, size: int, causal: bool, back: bool = False,
+    others: bool = False,
+) -> Settings:  # fmt: skip
     _, H, L, D = q.shape
     options = {"D": D, "BLOCK_D": block_width(D), "PRECISION": precision(q), "SHARED": k is None}
-    options["HEADS"] = 1 if k is None else H // k.shape[1]
+    options["HEADS"] = H // v.shape[1]
     return options | {"BACK": back, "CAUSAL": causal, "OTHERS": others}, (H, L, start.shape[-1] - 1, min(size, L))
 
 

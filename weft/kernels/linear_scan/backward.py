@@ -26,7 +26,7 @@ def gradient_states(
     BH, H, L, n,
     F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, ROWS: tl.constexpr,
     PART: tl.constexpr, CHUNK: tl.constexpr, FEATURES: tl.constexpr, SCALED: tl.constexpr, BF16: tl.constexpr,
-    PRECISION: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Contribution of one chunk of queries to earlier keys for one tile of features, in the layout of PARTS in the
     forward; and DELTA."""
@@ -42,7 +42,7 @@ def gradient_states(
     OUT += b * o_b + h * o_h + first.to(tl.int64) * o_l
     DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
     row_at = bh * L + first
-    TOP += bh * L
+    TOP += bh // GROUP * L
 
     state = tl.zeros([BF, BLOCK_D], tl.float32)
     norm = tl.zeros([BF], tl.float32)
@@ -82,18 +82,18 @@ def query_gradients(
     BH, H, L, n,
     F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     CHUNK: tl.constexpr, CARRIED: tl.constexpr, FEATURES: tl.constexpr, SCALED: tl.constexpr, HAS_MASK: tl.constexpr,
-    BF16: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
+    BF16: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     WHOLE: tl.constexpr = F // BF * BF
     R: tl.constexpr = F + 1 if SCALED else F
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
     c = tile * BQ // CHUNK
-    at = bh.to(tl.int64) * n + c
+    at = (bh // GROUP).to(tl.int64) * n + c
     b, h, bh, first, end = place(TABLE, bh, c, H, L, CHUNK, PACKED)
     d = tl.arange(0, BLOCK_D)
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
-    K += b * k_b + h * k_h + first.to(tl.int64) * k_l
-    V += b * v_b + h * v_h + first.to(tl.int64) * v_l
+    K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
+    V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
     DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
     DQ += b * dq_b + h * dq_h + first.to(tl.int64) * dq_l
     MASK += b * L + first
@@ -108,8 +108,8 @@ def query_gradients(
     weight = tl.load(WEIGHT + row_at + i, mask=i < end, other=0.0)
     drest = tl.zeros([BQ], tl.float32)
     if SCALED:
-        KEY_SCALE += row_at
-        TOP += bh * L
+        KEY_SCALE += bh // GROUP * L + first
+        TOP += bh // GROUP * L
         top = tl.load(TOP + first + i, mask=i < end, other=0.0)
         if CARRIED:
             v_sum = tl.load(BEFORE + F * D + d, mask=d < D, other=0.0).to(tl.float32)
@@ -155,9 +155,9 @@ def key_gradients(
     BH, H, L, n,
     F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     CHUNK: tl.constexpr, CARRIED: tl.constexpr, FEATURES: tl.constexpr, SCALED: tl.constexpr, HAS_MASK: tl.constexpr,
-    BF16: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
+    BF16: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile of keys from the later queries of its chunk, and from the later chunks."""
+    """Gradients of a tile of keys from the later queries of its chunk, and from the later chunks, of one head of q."""
     WHOLE: tl.constexpr = F // BF * BF
     R: tl.constexpr = F + 1 if SCALED else F
     bh = tl.program_id(0) % BH
@@ -167,8 +167,8 @@ def key_gradients(
     b, h, bh, first, end = place(TABLE, bh, c, H, L, CHUNK, PACKED)
     d = tl.arange(0, BLOCK_D)
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
-    K += b * k_b + h * k_h + first.to(tl.int64) * k_l
-    V += b * v_b + h * v_h + first.to(tl.int64) * v_l
+    K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
+    V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
     DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
     DK += b * dk_b + h * dk_h + first.to(tl.int64) * dk_l
     DV += b * dv_b + h * dv_h + first.to(tl.int64) * dv_l
@@ -183,8 +183,8 @@ def key_gradients(
     v = operand(load_rows(V, j, d, v_l, live, D, BLOCK_D), BF16)
     dv = tl.zeros([BK, BLOCK_D], tl.float32)
     if SCALED:
-        TOP += bh * L
-        scale = tl.load(KEY_SCALE + row_at + j, mask=live, other=0.0)
+        TOP += bh // GROUP * L
+        scale = tl.load(KEY_SCALE + bh // GROUP * L + first + j, mask=live, other=0.0)
         to_end = fade(scale - chunk_end(TOP, c, L, CHUNK))
         if CARRIED:
             dv += tl.load(AFTER + F * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]

@@ -161,15 +161,15 @@ def scaled_running_sums(
     PARTS, TOP, SUMS, NORMS,
     BH, L, n,
     F: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, REVERSE: tl.constexpr,
+    STAGES: tl.constexpr, REVERSE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """`running_sums` of the scaled form, one chunk after the other. A part is relative to the scale at the end of its
-    chunk where the next sum starts, so only the sum decays."""
+    chunk where the next sum starts, so only the sum decays. GROUP heads share TOP."""
     R: tl.constexpr = F + 1
     bh = (tl.program_id(0) % BH).to(tl.int64)
     e = tl.program_id(0) // BH * COLUMNS + tl.arange(0, COLUMNS)
     fades = (e // D != F) & (e != R * D + F)
-    TOP += bh * L
+    TOP += bh // GROUP * L
     PARTS += bh * n * PART
     carry = tl.zeros([COLUMNS], tl.float32)
     gap = scale_gap(TOP, n - 1 if REVERSE else 0, L, CHUNK)
@@ -190,7 +190,7 @@ def outputs(
     BH, H, L, n, epsilon,
     F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     CHUNK: tl.constexpr, CARRIED: tl.constexpr, FEATURES: tl.constexpr, SCALED: tl.constexpr, HAS_MASK: tl.constexpr,
-    BF16: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
+    BF16: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Outputs of a tile of queries from the earlier keys of its chunk and the sums of earlier chunks. WEIGHT is 1 /
     denominator, 0 for queries without keys."""
@@ -199,12 +199,12 @@ def outputs(
     bh = tl.program_id(0) % BH
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // BH  # last first: `chunk_states` has just read these keys
     c = tile * BQ // CHUNK
-    at = bh.to(tl.int64) * n + c
+    at = (bh // GROUP).to(tl.int64) * n + c
     b, h, bh, first, end = place(TABLE, bh, c, H, L, CHUNK, PACKED)
     d = tl.arange(0, BLOCK_D)
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
-    K += b * k_b + h * k_h + first.to(tl.int64) * k_l
-    V += b * v_b + h * v_h + first.to(tl.int64) * v_l
+    K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
+    V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
     OUT += b * o_b + h * o_h + first.to(tl.int64) * o_l
     MASK += b * L + first
     BEFORE += at * R * D
@@ -215,8 +215,8 @@ def outputs(
     acc = tl.zeros([BQ, BLOCK_D], tl.float32)
     total = tl.zeros([BQ], tl.float32)
     if SCALED:
-        KEY_SCALE += bh * L + first
-        TOP += bh * L
+        KEY_SCALE += bh // GROUP * L + first
+        TOP += bh // GROUP * L
         top = tl.load(TOP + first + i, mask=i < end, other=0.0)
         rest = tl.load(REST + bh * L + first + i, mask=i < end, other=0.0)
         if CARRIED:

@@ -15,7 +15,7 @@ Triton is imported only when a kernel runs, so this module can be imported anywh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from ...core.tiles import (
     strides,
     tile_table,
 )
+from ..grouped import empty_by_head, fits, sum_to_groups
 from ..launch import launch
 from ..operator import Operator
 
@@ -77,8 +78,8 @@ def linear_scan(
     table: Tensor | None = None,
 ) -> Tensor:
     """q and k (B, H, L, F), v (B, H, L, D), mask (B, L) -> (B, H, L, D). The scaled form needs `key_scale` (m), `top`
-    (G) and `rest`, all (B, H, L). Packed documents need the plain form and the `table` of their chunks of CHUNK
-    tokens."""
+    (G) and `rest`, all (B, H, L). k, v, `key_scale` and `top` may have fewer heads, each shared by a group of heads of
+    q. Packed documents need the plain form and the `table` of their chunks of CHUNK tokens."""
     q, k, v = autocast(q, k, v)
     return _operator(q, k, v, for_operator(mask), key_scale, top, rest, table, features, epsilon)
 
@@ -96,6 +97,12 @@ class Plan:
     scaled: bool
     half: bool  # bfloat16 operands
     packed: int = 0  # chunks of packed documents, of all rows together
+    group: int = 1  # heads of q for each head of k and v
+
+    @property
+    def keys(self) -> Plan:
+        """For kernels that run once for each head of k and v."""
+        return replace(self, H=self.H // self.group, group=1)
 
     @property
     def n(self) -> int:
@@ -151,7 +158,7 @@ def plan(q: Tensor, v: Tensor, scaled: bool, table: Tensor | None) -> Plan:
     B, H, L, F = q.shape
     chunk = CHUNK if L <= LONG or is_wide(F, scaled) or table is not None else LONG_CHUNK
     packed = 0 if table is None else table.shape[0]
-    return Plan(B, H, L, F, v.shape[3], chunk, scaled, q.dtype == torch.bfloat16, packed)
+    return Plan(B, H, L, F, v.shape[3], chunk, scaled, q.dtype == torch.bfloat16, packed, H // v.shape[1])
 
 
 def is_wide(F: int, scaled: bool) -> bool:
@@ -168,7 +175,7 @@ def running(p: Plan, parts: Tensor, top: Tensor, table: Tensor, sums: Tensor, no
         launch(
             scaled_running_sums, (ceil_div(width, SCALED_COLUMNS) * heads,),
             parts, top, sums, norms, heads, p.L, p.n, COLUMNS=SCALED_COLUMNS, CHUNK=p.chunk, STAGES=4, **options,
-            num_warps=4,
+            GROUP=p.group, num_warps=4,
         )  # fmt: skip
     else:
         launch(
@@ -192,40 +199,45 @@ def _forward(q, k, v, mask, key_scale, top, rest, table, features, epsilon):
     key_scale, top, rest = (_rows(x, weight) for x in (key_scale, top, rest))
     table = q if table is None else table
     common = {"HAS_MASK": has_mask, "BF16": p.half, "PRECISION": precision(q)}
+    group = {"GROUP": p.group}
     options = common | {"FEATURES": features, "SCALED": p.scaled, "PACKED": bool(p.packed)}
     if p.n > 1:
-        parts = _parts(p, q)
+        parts = _parts(p.keys, q)
         t = p.state_tiles()
         launch(
-            chunk_states, p.state_programs(p.n - 1),
-            k, v, flags, table, key_scale, top, parts, *strides(k), *strides(v), p.heads, p.H, p.L, p.n,
+            chunk_states, p.keys.state_programs(p.n - 1),
+            k, v, flags, table, key_scale, top, parts, *strides(k), *strides(v), p.keys.heads, p.keys.H, p.L, p.n,
             ROWS=t.keys, PART=parts.shape[-1], **p.shape("states"), **options, **t.launch(),
         )  # fmt: skip
-        running(p, parts, top, table, before, before_norm, reverse=False)
+        running(p.keys, parts, top, table, before, before_norm, reverse=False)
     given = (key_scale, top, rest, before, before_norm, out, weight)
     sizes = (*strides(q), *strides(k), *strides(v), *strides(out), p.heads, p.H, p.L, p.n, epsilon)
     if p.wide:
         programs, cut = p.wide_launch("outputs")
-        launch(wide.outputs, programs, q, k, v, flags, *given, *sizes, **cut, **common)
+        launch(wide.outputs, programs, q, k, v, flags, *given, *sizes, **cut, **common, **group)
         return found
     t = p.tiles("outputs")
     launch(
         outputs, p.programs(t.queries),
         q, k, v, flags, table, *given, *sizes,
-        BQ=t.queries, BK=t.keys, CARRIED=p.n > 1, **p.shape("outputs"), **options, **t.launch(),
+        BQ=t.queries, BK=t.keys, CARRIED=p.n > 1, **p.shape("outputs"), **options, **group, **t.launch(),
     )  # fmt: skip
     return found
 
 
 def _outputs(q: Tensor, v: Tensor, p: Plan) -> tuple[Tensor, Tensor]:
-    return empty_rows(v), _kept(p).empty(v)
+    return empty_by_head(v, q), _kept(p).empty(v)
 
 
 def _kept(p: Plan) -> Block:
     """1 / denominators, and the sums before each chunk: of φ(k) vᵀ, and of φ(k)."""
+    return Block((((p.B, p.H, p.L), torch.float32), *_sums(p.keys)))
+
+
+def _sums(p: Plan) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
     n = p.n if p.n > 1 else 0
     sums = (*p.sequences, n, p.rows, p.D), torch.bfloat16 if p.half else torch.float32
-    return Block((((p.B, p.H, p.L), torch.float32), sums, ((*p.sequences, n, p.rows), torch.float32)))
+    return sums, ((*p.sequences, n, p.rows), torch.float32)
 
 
 def _backward(dout, q, k, v, mask, key_scale, top, rest, table, out, block, features, epsilon):
@@ -234,13 +246,15 @@ def _backward(dout, q, k, v, mask, key_scale, top, rest, table, out, block, feat
     p = plan(q, v, rest is not None, table)
     weight, before, before_norm = _kept(p).split(block)
     dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
-    dq, dk, dv, dtop, drest = _gradients(q, k, v, p)
+    dq, dk, dv, dtop, drest = found = _gradients(q, k, v, p)
+    if p.group > 1:
+        dk, dv, dtop = empty_by_head(k, q), empty_by_head(v, q), torch.empty_like(drest)
     has_mask = mask is not None
     flags = flags_or(mask, q)
     key_scale, top, rest = (_rows(x, weight) for x in (key_scale, top, rest))
     table = q if table is None else table
     options: dict[str, Any] = {"FEATURES": features, "SCALED": p.scaled, "BF16": p.half, "PRECISION": precision(q)}
-    options["PACKED"] = bool(p.packed)
+    options |= {"PACKED": bool(p.packed), "GROUP": p.group}
     counts = p.heads, p.H, p.L, p.n
     delta, parts = torch.empty_like(weight), _parts(p, q)
     t = p.state_tiles()
@@ -249,15 +263,16 @@ def _backward(dout, q, k, v, mask, key_scale, top, rest, table, out, block, feat
         q, out, dout, table, top, rest, weight, delta, parts, *strides(q), *strides(out), *strides(dout), *counts,
         ROWS=t.queries, PART=parts.shape[-1], **p.shape("states"), **options, **t.launch(),
     )  # fmt: skip
-    after, after_norm = torch.empty_like(before), torch.empty_like(before_norm)
+    after, after_norm = (q.new_empty(shape, dtype=dtype) for shape, dtype in _sums(p))
     if p.n > 1:
         running(p, parts, top, table, after, after_norm, reverse=True)
     if p.wide:
         _wide_gradients(
             p, q, k, v, flags, key_scale, top, rest, before, before_norm, after, after_norm, dout, weight, delta,
-            dq, dk, dv, dtop, drest, {"HAS_MASK": has_mask, "BF16": p.half, "PRECISION": precision(q)},
+            dq, dk, dv, dtop, drest, {"HAS_MASK": has_mask, "BF16": p.half, "PRECISION": precision(q),
+            "GROUP": p.group},
         )  # fmt: skip
-        return dq, dk, dv, dtop, drest
+        return _summed(p, found, dk, dv, dtop)
     options |= {"HAS_MASK": has_mask, "CARRIED": p.n > 1}
     t = p.tiles("query gradients")
     launch(
@@ -273,7 +288,7 @@ def _backward(dout, q, k, v, mask, key_scale, top, rest, table, out, block, feat
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk), *strides(dv), *counts,
         BQ=t.queries, BK=t.keys, **p.shape("key gradients"), **options, **t.launch(),
     )  # fmt: skip
-    return dq, dk, dv, dtop, drest
+    return _summed(p, found, dk, dv, dtop)
 
 
 def _wide_gradients(
@@ -305,8 +320,18 @@ def _wide_gradients(
 
 def _gradients(q: Tensor, k: Tensor, v: Tensor, p: Plan) -> tuple[Tensor, ...]:
     """Of q, k, v, top and rest; the last two are empty in the plain form."""
-    rows = (q.new_empty(p.B, p.H, p.L if p.scaled else 0, dtype=torch.float32) for _ in range(2))
+    L = p.L if p.scaled else 0
+    rows = (q.new_empty(p.B, heads, L, dtype=torch.float32) for heads in (k.shape[1], p.H))
     return *(empty_rows(x) for x in (q, k, v)), *rows
+
+
+def _summed(p: Plan, found: tuple[Tensor, ...], dk: Tensor, dv: Tensor, dtop: Tensor) -> tuple[Tensor, ...]:
+    """All gradients, with those of shared heads summed over each group."""
+    sum_to_groups(dk, found[1])
+    sum_to_groups(dv, found[2])
+    if p.scaled:
+        sum_to_groups(dtop[..., None], found[3][..., None])
+    return found
 
 
 def _parts(p: Plan, q: Tensor) -> Tensor:
@@ -337,7 +362,7 @@ _operator = Operator(
 def check(
     q: Tensor, k: Tensor, v: Tensor, key_scale: Tensor | None, top: Tensor | None, rest: Tensor | None, features: str
 ) -> None:
-    if q.dim() != 4 or k.shape != q.shape or v.shape[:3] != q.shape[:3] or v.dim() != 4:
+    if q.dim() != 4 or v.dim() != 4 or not fits(k, q) or v.shape[:3] != k.shape[:3]:
         raise ValueError(
             f"the kernel needs q and k of the same shape (B, H, L, F) and v (B, H, L, D), got {tuple(q.shape)}, "
             f"{tuple(k.shape)} and {tuple(v.shape)}; use backend='torch'"

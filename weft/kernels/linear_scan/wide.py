@@ -22,6 +22,7 @@ def outputs(
     BH, H, L, n, epsilon,
     F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr, CARRIED: tl.constexpr, HAS_MASK: tl.constexpr, BF16: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """Outputs of ROWS queries from the sums of earlier chunks and the keys of their chunk, ROWS at a time."""
     WHOLE: tl.constexpr = F // BF * BF
@@ -32,11 +33,12 @@ def outputs(
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
-    K += b * k_b + h * k_h + first.to(tl.int64) * k_l
-    V += b * v_b + h * v_h + first.to(tl.int64) * v_l
+    K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
+    V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
     OUT += b * o_b + h * o_h + first.to(tl.int64) * o_l
     row_at = bh.to(tl.int64) * L + first
-    at = bh.to(tl.int64) * n + c
+    key_at = (bh // GROUP).to(tl.int64) * L + first
+    at = (bh // GROUP).to(tl.int64) * n + c
     BEFORE += at * (F + 1) * D
     BEFORE_NORM += at * (F + 1)
     end = tl.minimum(CHUNK, L - first)
@@ -45,7 +47,7 @@ def outputs(
     i = q_first + tl.arange(0, ROWS)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    top = tl.load(TOP + row_at + i, mask=i < end, other=0.0)
+    top = tl.load(TOP + key_at + i, mask=i < end, other=0.0)
     rest = tl.load(REST + row_at + i, mask=i < end, other=0.0)
     if CARRIED:
         for f0 in range(0, F, BF):
@@ -54,7 +56,7 @@ def outputs(
             acc = tl.dot(q, load_rows(BEFORE, f, d, D, f < F, D, BLOCK_D), acc, input_precision=PRECISION)
             norm = tl.load(BEFORE_NORM + f, mask=f < F, other=0.0)
             total += tl.sum(q.to(tl.float32) * norm[None, :], 1)
-        past = fade(chunk_end(TOP + bh.to(tl.int64) * L, c - 1, L, CHUNK) - top)
+        past = fade(chunk_end(TOP + (bh // GROUP).to(tl.int64) * L, c - 1, L, CHUNK) - top)
         v_sum = tl.load(BEFORE + F * D + d, mask=d < D, other=0.0).to(tl.float32)
         acc = acc * past[:, None] + rest[:, None] * v_sum[None, :]
         total = total * past + rest * tl.load(BEFORE_NORM + F)
@@ -67,7 +69,7 @@ def outputs(
             q = operand(load_rows(Q, i, f, q_l, i < end, F, WHOLE), BF16)
             k = operand(load_rows(K, j, f, k_l, live, F, WHOLE), BF16)
             p = tl.dot(q, tl.trans(k), p, input_precision=PRECISION)
-        scale = tl.load(KEY_SCALE + row_at + j, mask=live, other=0.0)
+        scale = tl.load(KEY_SCALE + key_at + j, mask=live, other=0.0)
         p = p * fade(scale[None, :] - top[:, None]) + rest[:, None]
         p = tl.where((j[None, :] <= i[:, None]) & live[None, :], p, 0.0)
         total += tl.sum(p, 1)
@@ -85,6 +87,7 @@ def query_gradients(
     BH, H, L, n,
     F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr, CARRIED: tl.constexpr, HAS_MASK: tl.constexpr, BF16: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """Gradients of ROWS queries from the keys of their chunk and the sums of earlier chunks."""
     WHOLE: tl.constexpr = F // BF * BF
@@ -93,12 +96,13 @@ def query_gradients(
     first = c * CHUNK
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
-    K += b * k_b + h * k_h + first.to(tl.int64) * k_l
-    V += b * v_b + h * v_h + first.to(tl.int64) * v_l
+    K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
+    V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
     DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
     DQ += b * dq_b + h * dq_h + first.to(tl.int64) * dq_l
     row_at = bh.to(tl.int64) * L + first
-    at = bh.to(tl.int64) * n + c
+    key_at = (bh // GROUP).to(tl.int64) * L + first
+    at = (bh // GROUP).to(tl.int64) * n + c
     BEFORE += at * (F + 1) * D
     BEFORE_NORM += at * (F + 1)
     end = tl.minimum(CHUNK, L - first)
@@ -108,18 +112,18 @@ def query_gradients(
     dout = operand(load_rows(DOUT, i, d, g_l, i < end, D, BLOCK_D), BF16)
     delta = tl.load(DELTA + row_at + i, mask=i < end, other=0.0)
     weight = tl.load(WEIGHT + row_at + i, mask=i < end, other=0.0)
-    top = tl.load(TOP + row_at + i, mask=i < end, other=0.0)
+    top = tl.load(TOP + key_at + i, mask=i < end, other=0.0)
     v = operand(load_rows(V, j, d, v_l, live, D, BLOCK_D), BF16)
     e = tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None]
     e = tl.where((j[None, :] <= i[:, None]) & live[None, :], e * weight[:, None], 0.0)
     drest = tl.sum(e, 1)
-    scale = tl.load(KEY_SCALE + row_at + j, mask=live, other=0.0)
+    scale = tl.load(KEY_SCALE + key_at + j, mask=live, other=0.0)
     e = operand(e * fade(scale[None, :] - top[:, None]), BF16)
     if CARRIED:
         v_sum = tl.load(BEFORE + F * D + d, mask=d < D, other=0.0).to(tl.float32)
         far = tl.sum(dout.to(tl.float32) * v_sum[None, :], 1) - delta * tl.load(BEFORE_NORM + F)
         drest += far * weight
-        weight *= fade(chunk_end(TOP + bh.to(tl.int64) * L, c - 1, L, CHUNK) - top)
+        weight *= fade(chunk_end(TOP + (bh // GROUP).to(tl.int64) * L, c - 1, L, CHUNK) - top)
     tl.store(DREST + row_at + i, drest, mask=i < end)
     tl.store(DTOP + row_at + i, drest * tl.load(REST + row_at + i, mask=i < end, other=0.0), mask=i < end)
     for f0 in range(0, F, BF):
@@ -151,6 +155,7 @@ def key_gradients(
     BH, H, L, n,
     F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr, CARRIED: tl.constexpr, HAS_MASK: tl.constexpr, BF16: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """dk of ROWS keys from the queries of their chunk and from later chunks."""
     WHOLE: tl.constexpr = F // BF * BF
@@ -161,10 +166,11 @@ def key_gradients(
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
-    V += b * v_b + h * v_h + first.to(tl.int64) * v_l
+    V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
     DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
     DK += b * dk_b + h * dk_h + first.to(tl.int64) * dk_l
     row_at = bh.to(tl.int64) * L + first
+    key_at = (bh // GROUP).to(tl.int64) * L + first
     at = bh.to(tl.int64) * n + c
     AFTER += at * (F + 1) * D
     AFTER_NORM += at * (F + 1)
@@ -176,11 +182,11 @@ def key_gradients(
     v = operand(load_rows(V, j, d, v_l, live, D, BLOCK_D), BF16)
     dout = operand(load_rows(DOUT, i, d, g_l, asks, D, BLOCK_D), BF16)
     delta = tl.load(DELTA + row_at + i, mask=asks, other=0.0)
-    scale = tl.load(KEY_SCALE + row_at + j, mask=live, other=0.0)
-    share, weight = shares(scale, TOP + row_at, WEIGHT + row_at, i, j, asks, live)
+    scale = tl.load(KEY_SCALE + key_at + j, mask=live, other=0.0)
+    share, weight = shares(scale, TOP + key_at, WEIGHT + row_at, i, j, asks, live)
     e = tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None]
     e = tl.trans(operand(e * share * weight, BF16))
-    to_end = tl.where(live, fade(scale - chunk_end(TOP + bh.to(tl.int64) * L, c, L, CHUNK)), 0.0)
+    to_end = tl.where(live, fade(scale - chunk_end(TOP + (bh // GROUP).to(tl.int64) * L, c, L, CHUNK)), 0.0)
     for f0 in range(0, F, BF):
         f = f0 + tl.arange(0, BF)
         dk = tl.zeros([ROWS, BF], tl.float32)
@@ -201,6 +207,7 @@ def value_gradients(
     BH, H, L, n,
     F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr, CARRIED: tl.constexpr, HAS_MASK: tl.constexpr, BF16: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """dv of ROWS keys: `outputs` with queries and keys exchanged."""
     WHOLE: tl.constexpr = F // BF * BF
@@ -210,17 +217,18 @@ def value_gradients(
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l
-    K += b * k_b + h * k_h + first.to(tl.int64) * k_l
+    K += b * k_b + h // GROUP * k_h + first.to(tl.int64) * k_l
     DOUT += b * g_b + h * g_h + first.to(tl.int64) * g_l
     DV += b * dv_b + h * dv_h + first.to(tl.int64) * dv_l
     row_at = bh.to(tl.int64) * L + first
+    key_at = (bh // GROUP).to(tl.int64) * L + first
     AFTER += (bh.to(tl.int64) * n + c) * (F + 1) * D
     end = tl.minimum(CHUNK, L - first)
 
     k_first = tile * ROWS - first
     j = k_first + tl.arange(0, ROWS)
     live = valid_rows(MASK + b * L + first, j, j < end, HAS_MASK)
-    scale = tl.load(KEY_SCALE + row_at + j, mask=live, other=0.0)
+    scale = tl.load(KEY_SCALE + key_at + j, mask=live, other=0.0)
     dv = tl.zeros([ROWS, BLOCK_D], tl.float32)
     if CARRIED:
         for f0 in range(0, F, BF):
@@ -228,7 +236,7 @@ def value_gradients(
             k = operand(load_rows(K, j, f, k_l, live, F, WHOLE), BF16)
             dv = tl.dot(k, load_rows(AFTER, f, d, D, f < F, D, BLOCK_D), dv, input_precision=PRECISION)
         sent = tl.load(AFTER + F * D + d, mask=d < D, other=0.0).to(tl.float32)
-        dv = dv * fade(scale - chunk_end(TOP + bh.to(tl.int64) * L, c, L, CHUNK))[:, None] + sent[None, :]
+        dv = dv * fade(scale - chunk_end(TOP + (bh // GROUP).to(tl.int64) * L, c, L, CHUNK))[:, None] + sent[None, :]
     for start in range(k_first, end, ROWS):
         i = start + tl.arange(0, ROWS)
         asks = i < end
@@ -238,7 +246,7 @@ def value_gradients(
             k = operand(load_rows(K, j, f, k_l, live, F, WHOLE), BF16)
             q = operand(load_rows(Q, i, f, q_l, asks, F, WHOLE), BF16)
             p = tl.dot(q, tl.trans(k), p, input_precision=PRECISION)
-        share, weight = shares(scale, TOP + row_at, WEIGHT + row_at, i, j, asks, live)
+        share, weight = shares(scale, TOP + key_at, WEIGHT + row_at, i, j, asks, live)
         rest = tl.load(REST + row_at + i, mask=asks, other=0.0)
         p = operand((p * share + rest[:, None]) * weight, BF16)
         dout = operand(load_rows(DOUT, i, d, g_l, asks, D, BLOCK_D), BF16)

@@ -39,6 +39,7 @@ def query_gradients(
     BH, H, L, n, CHUNK,
     F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr,
     FEATURES: tl.constexpr, SCALED: tl.constexpr, BF16: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """dq of one chunk for one tile of features, and the chunk's part of A and a, in the layout of PARTS."""
     TILES: tl.constexpr = (F + BF - 1) // BF
@@ -47,7 +48,7 @@ def query_gradients(
     bh, work = tl.program_id(0) % BH, tl.program_id(0) // BH
     f0, c = work % TILES * BF, work // TILES
     PARTS += (bh.to(tl.int64) * n + c) * PART
-    SUMS += own_sums(TABLE, bh, c, n, PACKED) * PART
+    SUMS += own_sums(TABLE, bh // GROUP, c, n, PACKED) * PART
     b, h, bh, first, end = place(TABLE, bh, c, H, L, CHUNK, PACKED)
     f, d = f0 + tl.arange(0, BF), tl.arange(0, BLOCK_D)
     Q += b * q_b + h * q_h + first.to(tl.int64) * q_l

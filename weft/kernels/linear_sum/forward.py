@@ -110,13 +110,15 @@ def outputs(
     BH, H, L, n, epsilon,
     F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BF: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr,
     FEATURES: tl.constexpr, SCALED: tl.constexpr, BF16: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
-    """WEIGHT is 1 / denominator, 0 without keys. PACKED: tokens in a chunk of packed documents, or 0."""
+    """WEIGHT is 1 / denominator, 0 without keys. PACKED: tokens in a chunk of packed documents, or 0. GROUP heads share
+    SUMS."""
     WHOLE: tl.constexpr = F // BF * BF
     R: tl.constexpr = F + 1 if SCALED else F
     TILES: tl.constexpr = PACKED // ROWS if PACKED else 1
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
-    SUMS += own_sums(TABLE, bh, tile // TILES, n, PACKED > 0) * PART
+    SUMS += own_sums(TABLE, bh // GROUP, tile // TILES, n, PACKED > 0) * PART
     b, h, bh, first, end = place(TABLE, bh, tile // TILES, H, L, ROWS, PACKED > 0)
     i, d = tile % TILES * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     live = i < end

@@ -29,6 +29,7 @@ from ...core.tiles import (
     strides,
     tile_table,
 )
+from ..grouped import empty_by_head
 from ..launch import launch
 from ..linear_scan.kernel import check
 from ..operator import Operator
@@ -60,8 +61,9 @@ def linear_sum(
     table: Tensor | None = None,
 ) -> Tensor:
     """q and k (B, H, L, F), v (B, H, L, D), mask (B, L) -> (B, H, L, D). The scaled form needs `key_scale` (m),
-    `top` (of which the last is G) and `rest`, all (B, H, L). Packed documents need the plain form and the `table` of
-    their chunks of SHORTEST tokens."""
+    `top` (of which the last is G) and `rest`, all (B, H, L). k, v, `key_scale` and `top` may have fewer heads, each
+    shared by a group of heads of q. Packed documents need the plain form, all heads, and the `table` of their chunks of
+    SHORTEST tokens."""
     q, k, v = autocast(q, k, v)
     return _operator(q, k, v, for_operator(mask), key_scale, top, rest, table, features, epsilon)
 
@@ -74,13 +76,13 @@ def _forward(q, k, v, mask, key_scale, top, rest, table, features, epsilon):
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
     out, weight, sums = _outputs(q, v, scaled, table)
     key_scale, top, rest = (_numbers(x, weight) for x in (key_scale, top, rest))
-    L, (BH, H, chunk, n) = q.shape[2], _sizes(q, table)
-    parts = weight.new_empty(BH, n, sums.shape[-1])
+    L, (BH, H, chunk, n), (key_BH, key_H, _, _) = q.shape[2], _sizes(q, table), _sizes(k, table)
+    parts = weight.new_empty(key_BH, n, sums.shape[-1])
     listed = q if table is None else table
-    grid, options = _launch("key sums", q, v, features, scaled, table, by_chunk=True)
+    grid, options = _launch("key sums", k, v, features, scaled, table, by_chunk=True)
     launch(
         key_sums, grid,
-        k, v, flags_or(mask, q), listed, key_scale, top, parts, *strides(k), *strides(v), BH, H, L, n, chunk,
+        k, v, flags_or(mask, q), listed, key_scale, top, parts, *strides(k), *strides(v), key_BH, key_H, L, n, chunk,
         HAS_MASK=mask is not None, **options,
     )  # fmt: skip
     total(parts, table, sums)
@@ -88,16 +90,17 @@ def _forward(q, k, v, mask, key_scale, top, rest, table, features, epsilon):
     launch(
         outputs, grid,
         q, listed, rest, sums, out, weight, *strides(q), *strides(out), BH, H, L, n, epsilon, **options,
+        GROUP=H // key_H,
     )  # fmt: skip
     return out, weight, sums
 
 
 def _outputs(q: Tensor, v: Tensor, scaled: bool, table: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """out, 1 / denominators, and the sums S and z: of each head, or of each document at its first chunk."""
-    B, H, L = q.shape[:3]
-    weight = q.new_empty(B, H, L, dtype=torch.float32)
+    """out, 1 / denominators, and the sums S and z: of each head of k, or of each document at its first chunk."""
+    B, H = v.shape[:2]
+    weight = q.new_empty(q.shape[:3], dtype=torch.float32)
     size = part_size(q, v, scaled)
-    return empty_rows(v), weight, weight.new_empty(*((B, H) if table is None else (H, table.shape[0])), size)
+    return empty_by_head(v, q), weight, weight.new_empty(*((B, H) if table is None else (H, table.shape[0])), size)
 
 
 def _sizes(q: Tensor, table: Tensor | None) -> tuple[int, int, int, int]:
@@ -113,7 +116,7 @@ def _backward(dout, q, k, v, mask, key_scale, top, rest, table, out, weight, sum
     dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
     dq, dk, dv, dtop, drest = _gradients(q, k, v, scaled)
     key_scale, top, rest = (_numbers(x, weight) for x in (key_scale, top, rest))
-    L, (BH, H, chunk, n) = q.shape[2], _sizes(q, table)
+    L, (BH, H, chunk, n), (key_BH, key_H, _, _) = q.shape[2], _sizes(q, table), _sizes(k, table)
     parts = weight.new_empty(BH, n, sums.shape[-1])
     listed = q if table is None else table
     grid, options = _launch("query gradients", q, v, features, scaled, table, by_chunk=True)
@@ -121,21 +124,24 @@ def _backward(dout, q, k, v, mask, key_scale, top, rest, table, out, weight, sum
         query_gradients, grid,
         q, out, dout, listed, rest, weight, sums, dq, drest, parts,
         *strides(q), *strides(out), *strides(dout), *strides(dq), BH, H, L, n, chunk, **options,
+        GROUP=H // key_H,
     )  # fmt: skip
     sent = torch.empty_like(sums)
-    total(parts, table, sent)
-    grid, options = _launch("key gradients", q, v, features, scaled, table)
+    total(parts.view(key_BH, -1, sums.shape[-1]), table, sent)  # of all heads of a group: their parts are adjacent
+    grid, options = _launch("key gradients", k, v, features, scaled, table)
     launch(
         key_gradients, grid,
         k, v, flags_or(mask, q), listed, key_scale, top, sent, dk, dv, dtop,
-        *strides(k), *strides(v), *strides(dk), *strides(dv), BH, H, L, n, HAS_MASK=mask is not None, **options,
+        *strides(k), *strides(v), *strides(dk), *strides(dv), key_BH, key_H, L, n,
+        HAS_MASK=mask is not None, **options,
     )  # fmt: skip
     return dq, dk, dv, dtop, drest
 
 
 def _gradients(q: Tensor, k: Tensor, v: Tensor, scaled: bool) -> tuple[Tensor, ...]:
     """Of q, k, v, top and rest; the last two are empty in the plain form."""
-    rows = (q.new_empty(*q.shape[:2], q.shape[2] if scaled else 0, dtype=torch.float32) for _ in range(2))
+    L = q.shape[2] if scaled else 0
+    rows = (x.new_empty(*x.shape[:2], L, dtype=torch.float32) for x in (k, q))
     return *(empty_rows(x) for x in (q, k, v)), *rows
 
 

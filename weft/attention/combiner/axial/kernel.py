@@ -30,6 +30,7 @@ from ....core.tiles import (
     strides,
     tile_table,
 )
+from ....kernels.grouped import gradients, sum_to_groups
 from ....kernels.launch import launch
 from ....kernels.lines.kernel import (
     Lines,
@@ -56,7 +57,8 @@ TILES = tile_table(
 
 
 def combiner_axial(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, block_size: int, causal: bool) -> Tensor:
-    """Run the mechanism on q, k, v (B, H, L, D), zero at masked tokens, and mask (B, L)."""
+    """Run the mechanism on q, k, v (B, H, L, D), zero at masked tokens, and mask (B, L). k and v may have fewer
+    heads."""
     q, k, v = autocast(q, k, v)
     return _operator(q, k, v, for_operator(mask), block_size, causal)
 
@@ -79,7 +81,7 @@ def _forward(q, k, v, mask, block_size, causal):
         summarise, (n * ceil_div(m, t.queries) * B * H,),
         q, k, v, flags_or(mask, q), kbar, vbar, local, out, lse,
         *strides(q), *strides(k), *strides(v), *strides(kbar), *strides(out), B * H, H, L, n, m, scales(q)[0],
-        BQ=t.queries, BK=t.keys, **_options(q, mask, causal), **t.launch(),
+        BQ=t.queries, BK=t.keys, **_options(q, k, mask, causal), **t.launch(),
     )  # fmt: skip
     attend_lines(q, kbar, vbar, _rows_with_tokens(mask, n, m), out, lse, *_columns(n, m, causal), more=True)
     return outputs
@@ -107,7 +109,8 @@ def _backward(dout, q, k, v, mask, out, block, block_size, causal):
     from .backward import row_key_gradients, row_query_gradients
 
     lse, kbar, vbar, local = _split(q, block_size, block)
-    dq, dk, dv, delta = empty_rows(q), empty_rows(k), empty_rows(v), torch.empty_like(lse)
+    dq, delta = empty_rows(q), torch.empty_like(lse)
+    (dk, by_head_k), (dv, by_head_v) = gradients(k, q), gradients(v, q)
     dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
     B, H, L, D = q.shape
     m, n = block_size, ceil_div(L, block_size)
@@ -115,7 +118,9 @@ def _backward(dout, q, k, v, mask, out, block, block_size, causal):
     if n == 1:
         row, rule = _row(m, causal)
         line_query_gradients(q, k, v, flags, out, dout, lse, delta, dq, row, rule, more=False)
-        line_key_gradients(q, k, v, flags, dout, lse, delta, dk, dv, row, rule, more=False)
+        line_key_gradients(q, k, v, flags, dout, lse, delta, by_head_k, by_head_v, row, rule, more=False)
+        sum_to_groups(by_head_k, dk)
+        sum_to_groups(by_head_v, dv)
         return dq, dk, dv
     dkbar, dvbar, products = torch.empty_like(kbar), torch.empty_like(vbar), torch.empty_like(local)
     spans = kbar, vbar, _rows_with_tokens(mask, n, m)
@@ -128,14 +133,16 @@ def _backward(dout, q, k, v, mask, out, block, block_size, causal):
     launch(
         row_query_gradients, (n * ceil_div(m, t.queries) * B * H,),
         *given, dq, *given_strides, *strides(dq), B * H, H, L, n, m, *scales(q),
-        BQ=t.queries, BK=t.keys, **_options(q, mask, causal), **t.launch(),
+        BQ=t.queries, BK=t.keys, **_options(q, k, mask, causal), **t.launch(),
     )  # fmt: skip
     t = tiles(TILES, "row key gradients", m, q)
     launch(
         row_key_gradients, (n * ceil_div(m, t.keys) * B * H,),
-        *given, dk, dv, *given_strides, *strides(dk), *strides(dv), B * H, H, L, n, m, *scales(q),
-        BQ=t.queries, BK=t.keys, **_options(q, mask, causal), **t.launch(),
+        *given, by_head_k, by_head_v, *given_strides, *strides(by_head_k), *strides(by_head_v), B * H, H, L, n, m,
+        *scales(q), BQ=t.queries, BK=t.keys, **_options(q, k, mask, causal), **t.launch(),
     )  # fmt: skip
+    sum_to_groups(by_head_k, dk)
+    sum_to_groups(by_head_v, dv)
     return dq, dk, dv
 
 
@@ -149,7 +156,7 @@ _operator = Operator(
 )
 
 
-def _options(q: Tensor, mask: Tensor | None, causal: bool) -> dict[str, int | str]:
+def _options(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> dict[str, int | str]:
     D = q.shape[3]
     return {
         "D": D,
@@ -157,6 +164,7 @@ def _options(q: Tensor, mask: Tensor | None, causal: bool) -> dict[str, int | st
         "PRECISION": precision(q),
         "CAUSAL": causal,
         "HAS_MASK": mask is not None,
+        "GROUP": q.shape[1] // k.shape[1],
     }
 
 
