@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from promises import DEVICE, masks, noise, sweep
+from torch._subclasses import FakeTensorMode
 
 import weft
+from weft.core.heads import spread
 
 H, G, L = 4, 2, 13
 
@@ -36,32 +38,91 @@ def test_grouped_heads_equal_repeated_ones(case):
     assert weights.shape == (2, H, L, L)
 
 
-OPTIONS = {
-    "bigbird": {"block_size": 2},
-    "combiner-axial-vertical": {"block_size": 2},
-    "combiner-fixed": {"block_size": 16},
-    "combiner-logsparse": {},
-    "combiner-routing": {"clusters": 2, "capacity": 4, "decay": 1.0},  # every call finds the same clusters
-    "local": {"block_size": 9},
-    "logsparse": {},
-    "longformer": {"window": 4, "global_tokens": 2},
-    "routing": {"clusters": 2, "capacity": 4, "decay": 1.0},
-    "sparse": {"block_size": 8, "columns": 2},
-}
-LENGTHS = {"bigbird": 5, "combiner-axial-vertical": 5, "combiner-routing": 7, "routing": 9}
+# Name, causal, length, options: every kernel, and each of its ways through the launches.
+CALLS = [
+    ("axial", True, 5, {"block_size": 2}),
+    ("bigbird", False, 5, {"block_size": 2}),
+    ("combiner-axial", True, 7, {"block_size": 3}),
+    ("combiner-axial", False, 7, {"block_size": 16}),
+    ("combiner-axial-vertical", True, 5, {"block_size": 2}),
+    ("combiner-fixed", True, 18, {"block_size": 16}),
+    ("combiner-logsparse", True, 18, {}),
+    ("combiner-routing", True, 7, {"clusters": 2, "capacity": 4, "decay": 1.0}),  # every call finds the same clusters
+    ("linear", True, 130, {}),
+    ("linear", False, 18, {}),
+    ("local", True, 18, {"block_size": 9}),
+    ("logsparse", False, 18, {}),
+    ("longformer", False, 18, {"window": 4, "global_tokens": 2}),
+    ("performer", True, 18, {"features": 9}),
+    ("performer", False, 18, {"features": 9}),
+    ("performer", True, 18, {"kernel": "relu"}),
+    ("reformer", True, 18, {"chunk": 5, "buckets": 4}),
+    ("routing", False, 9, {"clusters": 2, "capacity": 4, "decay": 1.0}),
+    ("sinkhorn", False, 9, {"block_size": 4, "max_length": 40}),
+    ("sparse", False, 18, {"block_size": 8, "columns": 2}),
+    ("sparse", True, 18, {"block_size": 5, "pattern": "strided"}),
+    ("subsampled", True, 18, {"windows": 2}),
+    ("subsampled", False, 18, {"windows": 2}),
+]
+# Only on a GPU: slow in Triton's interpreter.
+SLOW = [
+    ("combiner-axial-horizontal", False, 5, {"block_size": 2}),
+    ("combiner-mixture", True, 5, {"block_size": 2}),
+    ("performer", False, 300, {"features": 140}),
+    ("performer", True, 300, {"features": 140}),
+]
 
 
-@pytest.mark.parametrize(("name", "causal"), [(name, name.startswith(("local", "combiner"))) for name in OPTIONS])
-def test_kernels_read_grouped_heads_in_place(name, causal, monkeypatch):
+def made(call, heads):
+    name, causal, _, options = call
+    torch.manual_seed(0)
+    return weft.make_attention(name, heads=heads, head_dim=8, causal=causal, backend="triton", **options).to(DEVICE)
+
+
+@pytest.mark.parametrize("call", CALLS if DEVICE == "cpu" else CALLS + SLOW, ids=str)
+def test_kernels_read_grouped_heads_in_place(call, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr("weft.core.contract.spread", None)  # would repeat them
-    attn = weft.make_attention(name, heads=2, head_dim=8, causal=causal, backend="triton", **OPTIONS[name]).to(DEVICE)
-    q, k, v = (x[:1, : x.shape[1] // 2] for x in tensors(torch.float32, LENGTHS.get(name, 18)))
+    attn = made(call, heads=2)
+    q, k, v = (x[:1, : x.shape[1] // 2] for x in tensors(torch.float32, call[2]))
     mine = results(attn, q, k, v, None, repeat=False)
     attn.backend = "torch"
     theirs = results(attn, q, k, v, None, repeat=True)
     for a, b in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("call", CALLS + SLOW, ids=str)
+def test_no_repeated_heads_are_kept_for_the_backward(call):
+    pytest.importorskip("triton")
+    attn, L = made(call, heads=H), call[2]
+    with FakeTensorMode(allow_non_fake_inputs=True):  # operators allocate, but do not run
+        q, k, v = (torch.empty(1, heads, L, 8, requires_grad=True, device=DEVICE) for heads in (H, G, G))
+        grouped, repeated = bytes_kept(attn, q, k, v), bytes_kept(attn, q, *spread(q, k, v))
+    assert repeated - grouped >= (1 + attn.reads_k) * (H - G) * L * 8 * 4
+
+
+def bytes_kept(attn, *qkv):
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        attn(*qkv)
+    return sum(x.nbytes for x in {id(x): x for x in kept}.values())
+
+
+def test_every_kernel_is_tested_with_grouped_heads():
+    assert {call[0] for call in CALLS + SLOW} == {x for x in weft.attentions() if weft.attention_info(x).kernel}
+
+
+@pytest.mark.parametrize(("name", "options"), [("linear", {}), ("performer", {"kernel": "relu"})])
+def test_each_head_drops_its_own_values(name, options):
+    """Dropout of whole values: heads that share a value drop it independently, as if it were repeated."""
+    pytest.importorskip("triton")
+    attn = weft.make_attention(name, heads=2, head_dim=8, dropout=0.5, backend="triton", **options).to(DEVICE)
+    q, k, v = (x[:1, : x.shape[1] // 2] for x in tensors(torch.float32, 18))
+    for mine, theirs in zip(results(attn, q, k, v, None, False), results(attn, q, k, v, None, True), strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 def test_heads_that_do_not_divide_are_refused():

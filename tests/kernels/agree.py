@@ -37,6 +37,7 @@ class Call:
     layout: str = "BLHD"  # the order of the dimensions in memory
     dtype: torch.dtype = torch.float32
     ties: bool = False  # round queries and keys to integers, so that many are equal, as in half precision
+    group: int = 1  # heads of q for each head of k and v
     slack: float = 1.0  # factor of the tolerance, if the plain version in the same dtype is as inexact
 
     def __str__(self) -> str:
@@ -44,6 +45,7 @@ class Call:
         shape = f"{str(self.dtype)[6:]} B{self.B} H{self.H} L{self.L} D{self.D}"
         rest = f"{'causal' if self.causal else 'both'} mask={self.mask} {self.layout} {self.bias}"
         rest += " ties" if self.ties else ""
+        rest += f" grouped={self.group}" if self.group > 1 else ""
         return f"{self.name} {options} {shape} {rest}".strip()
 
     def make(self, backend: str, device: str) -> nn.Module:
@@ -53,10 +55,12 @@ class Call:
 
     def tensors(self, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """Fresh random q, k, v, the output's gradient, and the mask."""
-        sizes = {"B": self.B, "H": self.H, "L": self.L, "D": self.D}
-        shape = [sizes[letter] for letter in self.layout]
         order = [self.layout.index(letter) for letter in "BHLD"]
-        tensors = [torch.randn(shape, device=device).to(self.dtype).permute(order) for _ in range(4)]
+        tensors = []
+        for heads in (self.H, self.H // self.group, self.H // self.group, self.H):
+            sizes = {"B": self.B, "H": heads, "L": self.L, "D": self.D}
+            shape = [sizes[letter] for letter in self.layout]
+            tensors.append(torch.randn(shape, device=device).to(self.dtype).permute(order))
         q, k, v, dout = tensors
         if self.ties:
             q, k = q.round(), k.round()

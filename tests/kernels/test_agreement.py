@@ -34,11 +34,19 @@ def with_strided_rows(calls: tuple[Call, ...]) -> list[Call]:
     return [replace(call, layout="BHDL") if call is changed else call for call in calls]
 
 
+def with_groups(calls: tuple[Call, ...]) -> list[Call]:
+    """One call of each direction and pattern, with two heads of q for each head of k and v. On a CPU, see
+    `test_grouped.py`."""
+    firsts = {(call.causal, call.options.get("pattern")): call for call in reversed(calls)}
+    return [replace(call, H=4, group=2) for call in firsts.values()]
+
+
 def calls() -> list[Call]:
     if DEVICE == "cpu":
         return [call for name in NAMES for call in with_strided_rows(calls_of(name))]
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    return [replace(call, dtype=dtype) for name in NAMES for call in calls_of(name) for dtype in dtypes]
+    listed = [call for name in NAMES for call in (*calls_of(name), *with_groups(calls_of(name)))]
+    return [replace(call, dtype=dtype) for call in listed for dtype in dtypes]
 
 
 def check(call: Call) -> None:
