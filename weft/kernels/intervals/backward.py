@@ -85,7 +85,6 @@ def key_gradients(
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     b, h = bh // H, bh % H
     Q += b * q_b + h * q_h
-    K += b * k_b + (h if SHARED else h // HEADS) * k_h
     DOUT += b * g_b + h * g_h
     DK += b * dk_b + h * dk_h
     DV += b * dv_b + h * dv_h
@@ -99,6 +98,7 @@ def key_gradients(
     live = j < L
     token = tl.load(ORDER + j, mask=live, other=0)
     first, last = asking_slots(j, live, GROUP, START, groups, size, BACK, CAUSAL)
+    K += b * k_b + (h if SHARED else h // HEADS) * k_h
     k = load_rows(K, token, d, k_l, live, D, BLOCK_D)
     v = load_rows(V + b * v_b + h // HEADS * v_h, token, d, v_l, live, D, BLOCK_D)
     dk = tl.zeros([BK, BLOCK_D], tl.float32)

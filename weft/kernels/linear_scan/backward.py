@@ -184,7 +184,7 @@ def key_gradients(
     dv = tl.zeros([BK, BLOCK_D], tl.float32)
     if SCALED:
         TOP += bh // GROUP * L
-        scale = tl.load(KEY_SCALE + bh // GROUP * L + first + j, mask=live, other=0.0)
+        scale = tl.load(KEY_SCALE + (bh // GROUP * L + first) + j, mask=live, other=0.0)
         to_end = fade(scale - chunk_end(TOP, c, L, CHUNK))
         if CARRIED:
             dv += tl.load(AFTER + F * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
