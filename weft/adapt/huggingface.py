@@ -188,8 +188,7 @@ def _attend(
         attn = _instance(choice, module, q, causal, window)
         samples = getattr(attn, "samples_now", False)  # a member of an ensemble: nothing to continue
         if not samples and not _moves(attn):
-            every = spread(q, k, v)
-            began = begin(module, attn, choice.shown, choice.options, key, value, q, *every, mask, _near(attn, window))
+            began = begin(module, attn, choice.shown, choice.options, key, value, q, k, v, mask, _near(attn, window))
             if began is not None:
                 return _heads_last(began), None
     if choice.name == "full" and (of_matrix or special or over_cache or window or position_bias is not None):
