@@ -15,6 +15,7 @@ from calls import REAL, SMALL
 from promises import DEVICE
 
 import weft
+from weft.core.dispatch import LARGEST_HEAD
 from weft.kernels import launch
 
 pytest.importorskip("triton")
@@ -41,11 +42,17 @@ def with_groups(calls: tuple[Call, ...]) -> list[Call]:
     return [replace(call, H=4, group=2) for call in firsts.values()]
 
 
+def wide_head(calls: tuple[Call, ...]) -> Call:
+    return replace(calls[0], D=LARGEST_HEAD)
+
+
 def calls() -> list[Call]:
     if DEVICE == "cpu":
         return [call for name in NAMES for call in with_strided_rows(calls_of(name))]
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    listed = [call for name in NAMES for call in (*calls_of(name), *with_groups(calls_of(name)))]
+    listed = [
+        x for name in NAMES for given in [calls_of(name)] for x in (*given, *with_groups(given), wide_head(given))
+    ]
     return [replace(call, dtype=dtype) for call in listed for dtype in dtypes]
 
 
@@ -122,3 +129,4 @@ def test_compiled_operators_share_no_mask_with_other_nodes(name):
 def test_every_kernel_is_compared_to_its_plain_version():
     with_kernels = {name for name in weft.attentions() if "triton" in weft.attention_info(name).backends}
     assert with_kernels == set(SMALL) == set(REAL)
+    assert all(any(call.D > 128 and call.L > 1 for call in calls) for calls in SMALL.values())

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from agree import Call, poisoned_memory
-from promises import DEVICE
+from promises import DEVICE, cases
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
@@ -204,6 +204,17 @@ def test_auto_checks_kernels_on_untested_gpus(monkeypatch, caplog):
     assert not self_test.passes(*what) and "local uses its plain" in caplog.text
     monkeypatch.setenv("WEFT_SELF_TEST", "0")
     assert self_test.passes(*what)
+
+
+# All on a GPU. In Triton's interpreter, which is slow, only the one that does not read k.
+CHECKED = [x for x in cases(first_setting=True) if x.info.kernel and (DEVICE != "cpu" or x.name == "reformer")]
+
+
+@pytest.mark.parametrize("case", CHECKED, ids=str)
+def test_every_kernel_passes_the_check_of_untested_gpus(case):
+    length = 20 if DEVICE == "cpu" else 1000 if case.info.needs_max_length else None
+    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+    assert self_test.compare(case.name, 64, case.causal, length, {}, dtype, DEVICE) == ""
 
 
 def test_kernels_are_not_compiled_again_for_other_batch_sizes():

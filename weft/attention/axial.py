@@ -150,5 +150,5 @@ register(
     cost="L*sqrt(L)",
     bias=True,
     length_dependent="without max_length the default block size depends on the length; set block_size to fix it",
-    kernel=Kernel(run_kernel, least_length=LEAST_LENGTH, largest_head=256, grouped=lambda attn: True),
+    kernel=Kernel(run_kernel, least_length=LEAST_LENGTH, grouped=lambda attn: True),
 )

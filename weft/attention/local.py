@@ -106,7 +106,6 @@ register(
         kernel.LEAST_LENGTH,
         dropout=True,
         grouped=lambda attn: True,
-        largest_head=256,
         packed=run_packed,
         step=step_of,
     ),

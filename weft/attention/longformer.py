@@ -150,7 +150,6 @@ register(
         kernel.LEAST_LENGTH,
         dropout=True,
         grouped=lambda attn: True,
-        largest_head=256,
         packed=run_packed,
         step=step_of,
     ),

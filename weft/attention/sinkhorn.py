@@ -164,12 +164,5 @@ register(
     needs_max_length=True,
     causal=False,
     not_causal="it summarises whole blocks before sorting them; use 'local' or 'combiner-fixed'",
-    kernel=Kernel(
-        run_kernel,
-        kernel.too_long,
-        kernel.LEAST_LENGTH,
-        dropout=True,
-        grouped=lambda attn: True,
-        largest_head=256,
-    ),
+    kernel=Kernel(run_kernel, kernel.too_long, kernel.LEAST_LENGTH, dropout=True, grouped=lambda attn: True),
 )

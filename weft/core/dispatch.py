@@ -43,7 +43,6 @@ class Kernel:
     bias: Callable[[Any], bool] = lambda bias: False  # whether it supports this position bias
     dropout: bool = False  # whether it supports dropout
     grouped: Callable[[Any], bool] = lambda attn: False  # whether it reads k and v with fewer heads than q in place
-    largest_head: int = 128  # head_dim
     applies: Callable[[Any], bool] = lambda attn: True  # False: no fused version for these options, use `attend`
     auto: Callable[[Any], bool] = lambda attn: True  # False: "auto" never uses it: it has not been tested on a GPU
     # packed(attn, q, k, v, mask, documents): packed documents in place. Without it, or if it returns None, they are
@@ -77,7 +76,7 @@ def use_kernel(attn: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any) -> bool:
         or not kernel.auto(attn)
     ):
         return False
-    reason = kernel.lacks(attn, q, k, v) or _cannot(q, v, kernel.largest_head)
+    reason = kernel.lacks(attn, q, k, v) or _cannot(q, v)
     if bias is not None and not kernel.bias(bias):
         reason = f"the kernel does not support a position bias of type {type(bias).__name__}"
     if attn.dropout and attn.training and not kernel.dropout:
@@ -96,7 +95,7 @@ def step_kernel(attn: Any, q: Tensor, v: Tensor, inner: Any) -> Callable[..., Te
         return None
     if not q.shape[0] or (attn.backend == "auto" and q.device.type in ("cpu", "meta")):
         return None
-    if not kernel.applies(attn) or kernel.lacks(attn) or _cannot(q, v, kernel.largest_head):
+    if not kernel.applies(attn) or kernel.lacks(attn) or _cannot(q, v):
         return None
     if attn.backend == "auto" and not _trusted(attn, q):
         return None
@@ -112,7 +111,7 @@ def _trusted(attn: Any, q: Tensor) -> bool:
     return _passes(index, attn.name, q.shape[3], attn.causal, attn.max_length, options, q.dtype)
 
 
-def _cannot(q: Tensor, v: Tensor, largest_head: int) -> str:
+def _cannot(q: Tensor, v: Tensor) -> str:
     """Return why no kernel can run on these tensors, or "" if one can."""
     if not _INSTALLED:
         return "Triton is not installed"
@@ -122,8 +121,8 @@ def _cannot(q: Tensor, v: Tensor, largest_head: int) -> str:
         return _not_nvidia("hip")
     if q.dtype not in DTYPES:
         return f"the kernels support float32, float16 and bfloat16, got {q.dtype}"
-    if q.shape[3] > largest_head:
-        return f"the kernel supports head_dim up to {largest_head}, got {q.shape[3]}"
+    if q.shape[3] > LARGEST_HEAD:
+        return f"the kernels support head_dim up to {LARGEST_HEAD}, got {q.shape[3]}"
     if v.shape != q.shape and (v.shape[0], *v.shape[2:]) != (q.shape[0], *q.shape[2:]):
         return f"the kernels need q and v of the same shape, got {tuple(q.shape)} and {tuple(v.shape)}"
     return ""

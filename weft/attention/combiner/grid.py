@@ -245,4 +245,4 @@ class GridCombiner(Combiner):
         return KeyValues(kbar, vbar, state.count > 0)
 
 
-KERNEL = Kernel(GridCombiner.run_kernel, least_length=kernel.LEAST_LENGTH, largest_head=256, grouped=lambda attn: True)
+KERNEL = Kernel(GridCombiner.run_kernel, least_length=kernel.LEAST_LENGTH, grouped=lambda attn: True)

@@ -32,6 +32,7 @@ from ...core.tiles import (
     rows_contiguous,
     strides,
     tile_table,
+    tiles_for,
 )
 from ...kernels.launch import launch
 from ...kernels.operator import Operator
@@ -135,7 +136,7 @@ def width(M: int) -> int:
 
 
 def tiles(kernel: str, q: Tensor) -> Tiles:
-    return TILES[kernel, max(64, block_width(q.shape[3])), 2 if q.dtype == torch.bfloat16 else 4]
+    return tiles_for(TILES, kernel, q.shape[3], 2 if q.dtype == torch.bfloat16 else 4)
 
 
 _operator = Operator(

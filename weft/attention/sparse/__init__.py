@@ -258,6 +258,5 @@ register(
         band.LEAST_LENGTH,
         dropout=True,
         grouped=lambda attn: not attn.cls,
-        largest_head=256,
     ),
 )

@@ -397,7 +397,6 @@ register(
         kernel.LEAST_LENGTH,
         bias=lambda bias: type(bias) is ALiBi,
         grouped=lambda attn: True,
-        largest_head=256,
         applies=lambda attn: attn.samples_now,
     ),
 )

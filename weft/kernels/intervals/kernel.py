@@ -29,6 +29,7 @@ from ...core.tiles import (
     rows_contiguous,
     strides,
     tile_table,
+    tiles_for,
 )
 from ..band.kernel import check
 from ..grouped import empty_by_head, sum_to_groups
@@ -282,7 +283,7 @@ def run_key_gradients(
 def _launch(kernel: str, q: Tensor) -> tuple[Tiles, tuple[int], dict[str, int]]:
     """Tiles and number of programs of a kernel."""
     B, H, L, D = q.shape
-    t = TILES[kernel, max(64, block_width(D)), q.element_size()]
+    t = tiles_for(TILES, kernel, D, q.element_size())
     rows = t.keys if kernel == "key gradients" else t.queries
     return t, (ceil_div(L, rows) * B * H,), {"BQ": t.queries, "BK": t.keys}
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...core.blocks import ceil_div
-from ...core.dispatch import DTYPES
+from ...core.dispatch import DTYPES, LARGEST_HEAD
 from ...core.precision import autocast
 from ...core.tiles import (
     Block,
@@ -35,12 +35,12 @@ from ...core.tiles import (
     rows_contiguous,
     strides,
     tile_table,
+    tiles_for,
 )
 from ..grouped import empty_by_head, fits, sum_to_groups
 from ..launch import launch
 from ..operator import Operator
 
-LARGEST_HEAD = 128  # the states of wider heads do not fit into registers
 FEATURES = ("elu", "relu", "given")
 LEAST_LENGTH = 256  # the shortest length measured; the kernels are faster from here on: docs/kernels.md
 
@@ -132,14 +132,14 @@ class Plan:
         return is_wide(self.F, self.scaled)
 
     def tiles(self, kernel: str) -> Tiles:
-        return TILES[kernel, max(64, block_width(self.D)), 2 if self.half else 4]
+        return tiles_for(TILES, kernel, self.D, 2 if self.half else 4)
 
     def state_tiles(self) -> Tiles:
         return self.tiles("wide states" if self.wide else "states")
 
     def shape(self, kernel: str) -> dict[str, int]:
         width = block_width(self.D)
-        widest = max(64, width) if self.half and kernel != "states" else 64
+        widest = 128 if self.half and width == 128 and kernel != "states" else 64
         return {"F": self.F, "D": self.D, "BLOCK_D": width, "BF": min(block_width(self.F), widest), "CHUNK": self.chunk}
 
     def wide_launch(self, kernel: str) -> tuple[tuple[int], dict[str, Any]]:

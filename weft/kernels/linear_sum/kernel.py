@@ -28,6 +28,7 @@ from ...core.tiles import (
     rows_contiguous,
     strides,
     tile_table,
+    tiles_for,
 )
 from ..grouped import empty_by_head
 from ..launch import launch
@@ -162,7 +163,7 @@ def _launch(
     L, F = q.shape[2:]
     BH, _, _, n = _sizes(q, table)
     D, half = v.shape[3], q.dtype == torch.bfloat16
-    t = TILES[kernel, max(64, block_width(D)), 2 if half else 4]
+    t = tiles_for(TILES, kernel, D, 2 if half else 4)
     BF = min(t.keys, block_width(F))
     options: dict[str, Any] = {"F": F, "D": D, "BLOCK_D": block_width(D), "BF": BF, "ROWS": t.queries}
     options |= {"PART": part_size(q, v, scaled), "FEATURES": features, "SCALED": scaled, "BF16": half}

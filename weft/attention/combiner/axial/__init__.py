@@ -290,5 +290,5 @@ register(
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
     length_dependent="without max_length the default block size depends on the length; set block_size to fix it",
-    kernel=Kernel(run_kernel, lacks, kernel.LEAST_LENGTH, grouped=lambda attn: True, largest_head=256, step=step_of),
+    kernel=Kernel(run_kernel, lacks, kernel.LEAST_LENGTH, grouped=lambda attn: True, step=step_of),
 )
