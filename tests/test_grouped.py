@@ -36,6 +36,10 @@ def test_grouped_heads_equal_repeated_ones(case):
             torch.testing.assert_close(mine, theirs)
     weights = attn.weights(*given)
     assert weights.shape == (2, H, L, L)
+    q, k, v, mask = given
+    documents = weft.Segments.from_lengths([[6, 7], [9]], device=DEVICE)
+    packed = [attn(q, *heads, mask, segments=documents) for heads in ((k, v), spread(q, k, v))]
+    torch.testing.assert_close(*packed)
 
 
 # Name, causal, length, options: every kernel, and each of its ways through the launches.

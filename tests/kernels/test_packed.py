@@ -62,6 +62,31 @@ def test_packed_kernels_equal_the_plain_version(name, options, lengths, causal, 
         assert (mine.double() - exact).norm() <= TOLERANCE[dtype] * exact.norm() + 1e-7
 
 
+GROUPED = [case for n, case in enumerate(CASES) if case[0] != CASES[n - 1][0]]  # the first of each mechanism
+GROUPED += [case for case in CASES if case[0] == "linear" and not case[3]][:1]
+
+
+@pytest.mark.parametrize(("name", "options", "lengths", "causal", "masked"), GROUPED, ids=str)
+def test_packed_kernels_read_grouped_heads_in_place(name, options, lengths, causal, masked, monkeypatch):
+    torch.manual_seed(0)
+    attn = weft.make_attention(name, heads=2, head_dim=16, causal=causal, backend="triton", **options).to(DEVICE)
+    documents = weft.Segments.from_lengths(lengths, device=DEVICE)
+    B, L = documents.shape
+    q, k, v, dout = (torch.randn(B, heads, L, 16, device=DEVICE) for heads in (2, 1, 1, 2))
+
+    def run(attn, expand):
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = attn(inputs[0], *(expand(x) for x in inputs[1:]), segments=documents)
+        return out, *torch.autograd.grad(out, inputs, dout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("weft.core.packing.spread", None)
+        mine = run(attn, lambda x: x)
+    attn.backend = "torch"
+    for a, b in zip(mine, run(attn, lambda x: x.repeat_interleave(2, 1)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["local", "longformer", "combiner-fixed"])
 def test_packed_kernels_drop_as_the_others_do(name):
     """One document per row equals the row itself; documents side by side drop the same forward and backward."""

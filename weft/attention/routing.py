@@ -101,6 +101,7 @@ class Clusters(nn.Module):
             yield
             return
         k = hide(autocast(k)[0], real)
+        k = k.repeat_interleave(len(self.centroids) // k.shape[1], 1)
         before, recalled = self.centroids, self.replays.recall(k) if recomputing() else None
         if recalled is None:
             self.assign(k, real)

@@ -95,7 +95,7 @@ class Attention(Decoding, nn.Module):
         if self.was_split:
             self._check_region()
         if segments is not None:
-            return packed(self, q, *spread(q, k, v), mask, bias, segments, inputs)
+            return packed(self, q, k, v, mask, bias, segments, inputs)
         self.check(q, k, v, mask, bias)
         return self.compute(q, k, v, mask, bias, **inputs)
 

@@ -49,7 +49,7 @@ def packed(
     """`attn` on each document of a packed batch."""
     documents = checked(attn, q, k, v, mask, bias, segments)
     if not len(documents):
-        return torch.where(torch.zeros((), dtype=torch.bool, device=v.device), v, 0)
+        return torch.where(torch.zeros((), dtype=torch.bool, device=v.device), spread(q, k, v)[1], 0)
     out = _in_place(attn, q, k, v, mask, bias, documents)
     if out is not None:
         return out
@@ -80,6 +80,8 @@ def _in_place(
     if not fused and not (attn.packs and mask is None and flash_runs(q, q.shape[3])):
         return None
     attn.check_length(documents.longest)
+    if k.shape[1] != q.shape[1] and not (fused and kernel.grouped(attn)):
+        k, v = spread(q, k, v)
     # A kernel writes neither outputs nor gradients of padding.
     q, k, v = attn.clean(q, k, v, documents.real(mask), self_attention=True)
     with without_autocast(q):

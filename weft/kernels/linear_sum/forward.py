@@ -70,8 +70,10 @@ def key_sums(
 
 
 @triton.jit
-def collect(PARTS, TABLE, SUMS, BH, n, PART: tl.constexpr, COLUMNS: tl.constexpr, PACKED: tl.constexpr):
-    """The sum of the n parts of a head, in order. PACKED: of the parts of each document, at its first chunk."""
+def collect(
+    PARTS, TABLE, SUMS, BH, n, PART: tl.constexpr, COLUMNS: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr
+):
+    """The sum of the n parts of GROUP heads, in order. PACKED: of the parts of each document, at its first chunk."""
     TILES: tl.constexpr = (PART + COLUMNS - 1) // COLUMNS
     bh, work = (tl.program_id(0) % BH).to(tl.int64), tl.program_id(0) // BH
     e = work % TILES * COLUMNS + tl.arange(0, COLUMNS)
@@ -81,10 +83,12 @@ def collect(PARTS, TABLE, SUMS, BH, n, PART: tl.constexpr, COLUMNS: tl.constexpr
         if tl.load(TABLE + 8 * first + 4) != first:
             return
         count, at = tl.load(TABLE + 8 * first + 5), bh * n + first
-    PARTS += (bh * n + first) * PART
+    PARTS += (bh * GROUP * n + first) * PART
     total = tl.zeros([COLUMNS], tl.float32)
-    for c in tl.range(0, count, num_stages=4):
-        total += tl.load(PARTS + c * PART + e, mask=e < PART, other=0.0)
+    for _ in range(GROUP):
+        for c in tl.range(0, count, num_stages=4):
+            total += tl.load(PARTS + c * PART + e, mask=e < PART, other=0.0)
+        PARTS += n * PART
     tl.store(SUMS + at * PART + e, total, mask=e < PART)
 
 

@@ -63,8 +63,8 @@ def linear_sum(
 ) -> Tensor:
     """q and k (B, H, L, F), v (B, H, L, D), mask (B, L) -> (B, H, L, D). The scaled form needs `key_scale` (m),
     `top` (of which the last is G) and `rest`, all (B, H, L). k, v, `key_scale` and `top` may have fewer heads, each
-    shared by a group of heads of q. Packed documents need the plain form, all heads, and the `table` of their chunks of
-    SHORTEST tokens."""
+    shared by a group of heads of q. Packed documents need the plain form and the `table` of their chunks of SHORTEST
+    tokens."""
     q, k, v = autocast(q, k, v)
     return _operator(q, k, v, for_operator(mask), key_scale, top, rest, table, features, epsilon)
 
@@ -128,7 +128,7 @@ def _backward(dout, q, k, v, mask, key_scale, top, rest, table, out, weight, sum
         GROUP=H // key_H,
     )  # fmt: skip
     sent = torch.empty_like(sums)
-    total(parts.view(key_BH, -1, sums.shape[-1]), table, sent)  # of all heads of a group: their parts are adjacent
+    total(parts, table, sent, H // key_H)
     grid, options = _launch("key gradients", k, v, features, scaled, table)
     launch(
         key_gradients, grid,
@@ -146,13 +146,13 @@ def _gradients(q: Tensor, k: Tensor, v: Tensor, scaled: bool) -> tuple[Tensor, .
     return *(empty_rows(x) for x in (q, k, v)), *rows
 
 
-def total(parts: Tensor, table: Tensor | None, sums: Tensor) -> None:
-    """Write the sums of parts (sequences, n, PART) to sums: of all n, or of each document."""
+def total(parts: Tensor, table: Tensor | None, sums: Tensor, group: int = 1) -> None:
+    """Write the sums of parts (sequences, n, PART) to sums: of all n, or of each document; of a group of heads."""
     from .forward import collect
 
-    BH, n, size = parts.shape
+    BH, n, size = parts.shape[0] // group, *parts.shape[1:]
     grid = (ceil_div(size, COLUMNS) * BH * (1 if table is None else n),)
-    options: dict[str, Any] = {"PART": size, "COLUMNS": COLUMNS, "PACKED": table is not None}
+    options: dict[str, Any] = {"PART": size, "COLUMNS": COLUMNS, "PACKED": table is not None, "GROUP": group}
     launch(collect, grid, parts, parts if table is None else table, sums, BH, n, **options, num_warps=4)
 
 
