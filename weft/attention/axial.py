@@ -21,6 +21,7 @@ from ..core.contract import Attention, PositionBias
 from ..core.decoding_state import Place
 from ..core.dense import dense_attention, positions
 from ..core.dispatch import Kernel
+from ..core.dropout import dropout_key
 from ..core.joint import Columns, Layout, Part, Rows, joint_attention, token_positions, valid_in
 from ..core.partitions import default_block, other_blocks, own_block
 from ..core.registry import register
@@ -139,7 +140,8 @@ def run_kernel(attn: AxialAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tens
     parts = [LinePart(0, "row", "up_to" if attn.causal else "all")]
     if m < L:
         parts.append(LinePart(0, "column", "before" if attn.causal else "others"))
-    return line_attention(q, k, v, mask, parts, width=m)
+    key, threshold = dropout_key(attn, q)
+    return line_attention(q, k, v, mask, parts, width=m, key=key, threshold=threshold)
 
 
 register(
@@ -150,5 +152,5 @@ register(
     cost="L*sqrt(L)",
     bias=True,
     length_dependent="without max_length the default block size depends on the length; set block_size to fix it",
-    kernel=Kernel(run_kernel, least_length=LEAST_LENGTH, grouped=lambda attn: True),
+    kernel=Kernel(run_kernel, least_length=LEAST_LENGTH, dropout=True, grouped=lambda attn: True),
 )

@@ -26,6 +26,7 @@ from ..core.blocks import ceil_div, from_blocks, pad_length, to_blocks
 from ..core.contract import Attention, PositionBias
 from ..core.dense import dense_attention, positions
 from ..core.dispatch import Kernel
+from ..core.dropout import dropout_key
 from ..core.precision import gathered
 from ..core.registry import register
 from ..core.softmax import softmax_attention
@@ -177,7 +178,8 @@ def run_kernel(attn: BigBirdAttention, q: Tensor, k: Tensor, v: Tensor, mask: Te
     m, L = min(attn.block_size, q.shape[2]), q.shape[2]
     longer = attn.pattern_of(L) if L > m else L  # one block has only itself
     table = block_table(q.detach(), longer, m, attn.random_blocks, attn.seed)
-    return block_list_attention(q, k, v, mask, table, block_size=m)
+    key, threshold = dropout_key(attn, q)
+    return block_list_attention(q, k, v, mask, table, block_size=m, key=key, threshold=threshold)
 
 
 def _room(n: int, random_blocks: int) -> int:
@@ -234,5 +236,5 @@ register(
     causal=False,
     not_causal="its global blocks attend to all tokens; use 'longformer' with global_tokens, or 'combiner-fixed'",
     length_dependent="the last block is global and the random blocks are drawn for the whole length, padding included",
-    kernel=Kernel(run_kernel, too_long, LEAST_LENGTH, grouped=lambda attn: True),
+    kernel=Kernel(run_kernel, too_long, LEAST_LENGTH, dropout=True, grouped=lambda attn: True),
 )

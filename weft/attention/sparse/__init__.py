@@ -219,10 +219,10 @@ def _with_first(part: Part, k: Tensor, v: Tensor, valid: Tensor | None, bias: Po
 
 def run_kernel(attn: SparseAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
     m, causal = attn._block(k.shape[2] - attn.cls), attn.causal or attn.one_way
-    if attn.pattern == "strided":
-        return strided_kernel.strided(q, k, v, mask, block_size=m, causal=causal)
-    columns = fixed_columns(m, attn.columns, attn.leading_column)
     key, threshold = dropout_key(attn, q)
+    if attn.pattern == "strided":
+        return strided_kernel.strided(q, k, v, mask, block_size=m, causal=causal, key=key, threshold=threshold)
+    columns = fixed_columns(m, attn.columns, attn.leading_column)
     options: dict[str, Any] = {"block_size": m, "columns": columns, "causal": causal, "key": key}
     if not attn.cls:
         return band.block_and_columns(q, k, v, mask, **options, threshold=threshold)
@@ -237,8 +237,6 @@ def run_kernel(attn: SparseAttention, q: Tensor, k: Tensor, v: Tensor, mask: Ten
 
 
 def lacks(attn: SparseAttention, *qkv: Tensor) -> str:
-    if qkv and attn.pattern == "strided" and attn._dropout:
-        return "the kernel of pattern='strided' does not support dropout"
     if attn.cls and (attn.pattern == "strided" or not attn.columns):
         return "with cls=True, the kernel supports only pattern='fixed' with at least one of `columns`"
     return band.too_long(attn, *qkv)

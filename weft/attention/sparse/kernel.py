@@ -23,33 +23,37 @@ from ...kernels.operator import Operator
 LEAST_LENGTH = 256  # the shortest measured; the kernels beat the plain version from here on: docs/kernels.md
 
 
-def strided(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, block_size: int, causal: bool) -> Tensor:
+def strided(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, block_size: int, causal: bool,
+    key: Tensor | None = None, threshold: int = 0,
+) -> Tensor:  # fmt: skip
     """q, k and v (B, H, L, D), mask (B, L) -> (B, H, L, D)."""
     q, k, v = autocast(q, k, v)
-    return _operator(q, k, v, for_operator(mask), block_size, causal)
+    return _operator(q, k, v, for_operator(mask), key, block_size, causal, threshold)
 
 
-def _forward(q, k, v, mask, block_size, causal):
+def _forward(q, k, v, mask, key, block_size, causal, threshold):
     check(q, k, v, "none")
-    out, lse = attend_near(q, k, v, mask, 0, block_size, 0 if causal else block_size, causal)
+    near = 0, block_size, 0 if causal else block_size, causal
+    out, lse = attend_near(q, k, v, mask, *near, threshold=threshold, key=key)
     lines, rule = _columns(q, block_size, causal)
     if lines.cells > 2:
         q, k, v = (rows_contiguous(x) for x in (q, k, v))
-        attend_lines(q, k, v, _flags(mask), out, lse, lines, rule, more=True)
+        attend_lines(q, k, v, _flags(mask), out, lse, lines, rule, key, threshold, more=True)
     return out, lse
 
 
-def _backward(dout, q, k, v, mask, out, lse, block_size, causal):
-    right = 0 if causal else block_size
+def _backward(dout, q, k, v, mask, key, out, lse, block_size, causal, threshold):
     (dk, by_head_k), (dv, by_head_v) = gradients(k, q), gradients(v, q)
-    near = 0, block_size, right, causal
-    dq, delta = near_gradients(dout, q, k, v, mask, out, lse, by_head_k, by_head_v, *near)
+    near = 0, block_size, 0 if causal else block_size, causal
+    given = dout, q, k, v, mask, out, lse, by_head_k, by_head_v
+    dq, delta = near_gradients(*given, *near, threshold=threshold, key=key)
     lines, rule = _columns(q, block_size, causal)
     if lines.cells > 2:
         dout, q, k, v, out = (rows_contiguous(x) for x in (dout, q, k, v, out))
         keys = k, v, _flags(mask)
-        line_query_gradients(q, *keys, out, dout, lse, delta, dq, lines, rule, more=True)
-        line_key_gradients(q, *keys, dout, lse, delta, by_head_k, by_head_v, lines, rule, more=True)
+        line_query_gradients(q, *keys, out, dout, lse, delta, dq, lines, rule, key, threshold, more=True)
+        line_key_gradients(q, *keys, dout, lse, delta, by_head_k, by_head_v, lines, rule, key, threshold, more=True)
     sum_to_groups(by_head_k, dk)
     sum_to_groups(by_head_v, dv)
     return dq, dk, dv
@@ -65,7 +69,7 @@ def _flags(mask: Tensor | None) -> Tensor | None:
 
 _operator = Operator(
     "strided",
-    "Tensor q, Tensor k, Tensor v, Tensor? mask, int block_size, bool causal",
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key, int block_size, bool causal, int threshold",
     _forward,
     lambda q, *rest: (empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)),
     _backward,

@@ -11,17 +11,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..random import kept, row_words
 from ..rows import load_rows, store_rows, valid_rows
 from .forward import list_of, listed, place
 
 
 @triton.jit
 def query_gradients(
-    Q, K, V, MASK, TABLE, OUT, DOUT, LSE, DELTA, DQ,
+    Q, K, V, MASK, TABLE, KEY, OUT, DOUT, LSE, DELTA, DQ,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l, g_b, g_h, g_l, dq_b, dq_h, dq_l,
-    BH, H, L, n, m, width, scale, logit_scale,
+    BH, H, L, n, m, width, threshold, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, HAS_MASK: tl.constexpr,
-    PRECISION: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr, GROUP: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """dq and DELTA."""
     bh, b, h, block, first = place(BH, H, n, m, BQ)
@@ -38,6 +39,7 @@ def query_gradients(
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     tl.store(DELTA + bh * L + i, delta, mask=live)
     lse = tl.load(LSE + bh * L + i, mask=live, other=0.0)
+    word = row_words(KEY, bh, i, DROPOUT)
     dq = tl.zeros([BQ, BLOCK_D], tl.float32)
     start, stop = list_of(TABLE, h, block, n, m, width, BK)
     for t in range(start, stop):
@@ -47,18 +49,20 @@ def query_gradients(
         v = load_rows(V, j, d, v_l, real, D, BLOCK_D)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         p = tl.where(real[None, :], tl.exp2(s * scale - lse[:, None]), 0.0)
-        ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+        dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+        dp *= kept(word[:, None], j[None, :], threshold, DROPOUT)
+        ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     store_rows(DQ + b * dq_b + h * dq_h, dq * logit_scale, i, d, dq_l, live, D, BLOCK_D)
 
 
 @triton.jit
 def key_gradients(
-    Q, K, V, MASK, TABLE, DOUT, LSE, DELTA, DK, DV,
+    Q, K, V, MASK, TABLE, KEY, DOUT, LSE, DELTA, DK, DV,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
-    BH, H, L, n, m, width, scale, logit_scale,
+    BH, H, L, n, m, width, threshold, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, HAS_MASK: tl.constexpr,
-    PRECISION: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr, GROUP: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     bh, b, h, block, first = place(BH, H, n, m, BK)
     Q += b * q_b + h * q_h
@@ -83,8 +87,10 @@ def key_gradients(
         delta = tl.load(DELTA + i, mask=live, other=0.0)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         p = tl.where(real[:, None], tl.exp2(s * scale - lse[None, :]), 0.0)
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-        ds = p * (tl.dot(v, tl.trans(dout), input_precision=PRECISION) - delta[None, :])
+        word = row_words(KEY, bh, i, DROPOUT)
+        factor = kept(word[None, :], j[:, None], threshold, DROPOUT)
+        dv = tl.dot((p * factor).to(dout.dtype), dout, dv, input_precision=PRECISION)
+        ds = p * (tl.dot(v, tl.trans(dout), input_precision=PRECISION) * factor - delta[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     store_rows(DK + b * dk_b + h * dk_h, dk * logit_scale, j, d, dk_l, inside, D, BLOCK_D)
     store_rows(DV + b * dv_b + h * dv_h, dv, j, d, dv_l, inside, D, BLOCK_D)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ..lines.forward import log_normaliser, weigh
+from ..random import kept, row_words
 from ..rows import load_rows, store_rows, valid_rows
 
 
@@ -43,11 +44,11 @@ def listed(t, TABLE, h, n, m, width, L, TILE: tl.constexpr):
 
 @triton.jit
 def attend(
-    Q, K, V, MASK, TABLE, OUT, LSE,
+    Q, K, V, MASK, TABLE, KEY, OUT, LSE,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l,
-    BH, H, L, n, m, width, scale,
+    BH, H, L, n, m, width, threshold, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, HAS_MASK: tl.constexpr,
-    PRECISION: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr, GROUP: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     bh, b, h, block, first = place(BH, H, n, m, BQ)
     K += b * k_b + h // GROUP * k_h
@@ -57,6 +58,7 @@ def attend(
     i = first + tl.arange(0, BQ)
     live = (i < m) & (block * m + i < L)
     i += block * m
+    word = row_words(KEY, bh, i, DROPOUT)
     q = load_rows(Q + b * q_b + h * q_h, i, d, q_l, live, D, BLOCK_D)
     top = tl.full([BQ], float("-inf"), tl.float32)
     total = tl.zeros([BQ], tl.float32)
@@ -69,6 +71,7 @@ def attend(
         v = load_rows(V, j, d, v_l, real, D, BLOCK_D)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         p, old, top, total = weigh(s, real[None, :], top, total, scale)
+        p *= kept(word[:, None], j[None, :], threshold, DROPOUT)
         acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
     out = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     store_rows(OUT + b * o_b + h * o_h, out, i, d, o_l, live, D, BLOCK_D)

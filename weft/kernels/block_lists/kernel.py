@@ -57,24 +57,25 @@ def tables(pairs: list[np.ndarray], n: int, room: int) -> Tensor:
 
 
 def block_list_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, table: Tensor, *, block_size: int
-) -> Tensor:
-    """q, k and v (B, H, L, D), mask (B, L), table from `tables` -> (B, H, L, D)."""
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, table: Tensor, *, block_size: int,
+    key: Tensor | None = None, threshold: int = 0,
+) -> Tensor:  # fmt: skip
+    """q, k and v (B, H, L, D), mask (B, L), table from `tables`, dropout from `dropout_key` -> (B, H, L, D)."""
     q, k, v = autocast(q, k, v)
-    return _operator(q, k, v, for_operator(mask), table, block_size)
+    return _operator(q, k, v, for_operator(mask), table, key, block_size, threshold)
 
 
-def _forward(q, k, v, mask, table, block_size):
+def _forward(q, k, v, mask, table, key, block_size, threshold):
     from .forward import attend
 
     check(q, k, v, "none")
     out, lse = _outputs(q)
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
-    programs, sizes, options = _launch("attend", q, k, mask, table, block_size)
+    programs, sizes, options = _launch("attend", q, k, mask, table, key, block_size, threshold)
     launch(
         attend, programs,
-        q, k, v, flags_or(mask, q), table[0], out, lse, *strides(q), *strides(k), *strides(v), *strides(out),
-        *sizes, scales(q)[0], **options,
+        q, k, v, flags_or(mask, q), table[0], q if key is None else key, out, lse,
+        *strides(q), *strides(k), *strides(v), *strides(out), *sizes, scales(q)[0], **options,
     )  # fmt: skip
     return out, lse
 
@@ -83,23 +84,24 @@ def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
     return empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _backward(dout, q, k, v, mask, table, out, lse, block_size):
+def _backward(dout, q, k, v, mask, table, key, out, lse, block_size, threshold):
     from .backward import key_gradients, query_gradients
 
     dq, (dk, by_head_k), (dv, by_head_v) = empty_rows(q), gradients(k, q), gradients(v, q)
     delta = torch.empty_like(lse)
     dout, q, k, v, out = (rows_contiguous(x) for x in (dout, q, k, v, out))
     given, flags = (*strides(q), *strides(k), *strides(v)), flags_or(mask, q)
-    programs, sizes, options = _launch("query gradients", q, k, mask, table, block_size)
+    given_key = q if key is None else key
+    programs, sizes, options = _launch("query gradients", q, k, mask, table, key, block_size, threshold)
     launch(
         query_gradients, programs,
-        q, k, v, flags, table[0], out, dout, lse, delta, dq, *given, *strides(out), *strides(dout), *strides(dq),
-        *sizes, *scales(q), **options,
+        q, k, v, flags, table[0], given_key, out, dout, lse, delta, dq,
+        *given, *strides(out), *strides(dout), *strides(dq), *sizes, *scales(q), **options,
     )  # fmt: skip
-    programs, sizes, options = _launch("key gradients", q, k, mask, table, block_size)
+    programs, sizes, options = _launch("key gradients", q, k, mask, table, key, block_size, threshold)
     launch(
         key_gradients, programs,
-        q, k, v, flags, table[1], dout, lse, delta, by_head_k, by_head_v, *given,
+        q, k, v, flags, table[1], given_key, dout, lse, delta, by_head_k, by_head_v, *given,
         *strides(dout), *strides(by_head_k), *strides(by_head_v),
         *sizes, *scales(q), **options,
     )  # fmt: skip
@@ -109,8 +111,9 @@ def _backward(dout, q, k, v, mask, table, out, lse, block_size):
 
 
 def _launch(
-    kernel: str, q: Tensor, k: Tensor, mask: Tensor | None, table: Tensor, block_size: int
-) -> tuple[tuple[int], tuple[int, ...], dict[str, Any]]:
+    kernel: str, q: Tensor, k: Tensor, mask: Tensor | None, table: Tensor, key: Tensor | None, block_size: int,
+    threshold: int,
+) -> tuple[tuple[int], tuple[int, ...], dict[str, Any]]:  # fmt: skip
     """Number of programs, sizes and options of a kernel."""
     B, H, L, D = q.shape
     m = min(block_size, L)
@@ -118,14 +121,14 @@ def _launch(
     t = tiles_for(TILES, kernel, D, q.element_size(), m)
     rows = t.keys if kernel == "key gradients" else t.queries
     options = {"D": D, "BLOCK_D": block_width(D), "BQ": t.queries, "BK": t.keys, "PRECISION": precision(q)}
-    options["GROUP"] = H // k.shape[1]
-    sizes = (B * H, H, L, n, m, table.shape[2])
+    options |= {"GROUP": H // k.shape[1], "DROPOUT": key is not None}
+    sizes = (B * H, H, L, n, m, table.shape[2], threshold)
     return (n * ceil_div(m, rows) * B * H,), sizes, {**options, "HAS_MASK": mask is not None, **t.launch()}
 
 
 _operator = Operator(
     "block_lists",
-    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor table, int block_size",
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor table, Tensor? key, int block_size, int threshold",
     _forward,
     lambda q, *rest: _outputs(q),
     _backward,

@@ -12,18 +12,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..random import kept, row_words
 from ..rows import load_rows, store_rows, valid_rows
 from .forward import cells_before, place, sees
 
 
 @triton.jit
 def query_gradients(
-    Q, K, V, FLAGS, OUT, DOUT, LSE, DELTA, DQ,
+    Q, K, V, FLAGS, KEY, OUT, DOUT, LSE, DELTA, DQ,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l, g_b, g_h, g_l, dq_b, dq_h, dq_l, f_b,
-    BH, H, queries, keys, cells, line_step, cell_step, scale, logit_scale,
+    BH, H, queries, keys, cells, line_step, cell_step, threshold, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     RULE: tl.constexpr, HAS_FLAGS: tl.constexpr, MORE: tl.constexpr, KNOWN: tl.constexpr, PRECISION: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Unless KNOWN, it also computes delta."""
     bh, b, h, line, q_first = place(BH, H, cells, BQ)
@@ -43,6 +44,7 @@ def query_gradients(
     q = load_rows(Q, i, d, cell_step * q_l, live, D, BLOCK_D)
     dout = load_rows(DOUT, i, d, cell_step * g_l, live, D, BLOCK_D)
     lse = tl.load(LSE + i * cell_step, mask=live, other=0.0)
+    word = row_words(KEY, bh, first + i * cell_step, DROPOUT)
     if KNOWN:
         delta = tl.load(DELTA + i * cell_step, mask=live, other=0.0)
     else:
@@ -64,6 +66,7 @@ def query_gradients(
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         p = tl.where(allowed, tl.exp2(s * scale - lse[:, None]), 0.0)
         dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+        dp *= kept(word[:, None], (first + j * cell_step)[None, :], threshold, DROPOUT)
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     dq *= logit_scale
@@ -74,12 +77,12 @@ def query_gradients(
 
 @triton.jit
 def key_gradients(
-    Q, K, V, FLAGS, DOUT, LSE, DELTA, DK, DV, PRODUCTS,
+    Q, K, V, FLAGS, KEY, DOUT, LSE, DELTA, DK, DV, PRODUCTS,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l, f_b,
-    BH, H, queries, keys, cells, line_step, cell_step, scale, logit_scale,
+    BH, H, queries, keys, cells, line_step, cell_step, threshold, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     RULE: tl.constexpr, HAS_FLAGS: tl.constexpr, MORE: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """KEEP stores PRODUCTS_j = dk_j · k_j + dv_j · v_j, the delta of keys and values that are summaries."""
     bh, b, h, line, k_first = place(BH, H, cells, BK)
@@ -118,8 +121,10 @@ def key_gradients(
             allowed = allowed & real[:, None]
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         p = tl.where(allowed, tl.exp2(s * scale - lse[None, :]), 0.0)
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+        word = row_words(KEY, bh, first + i * cell_step, DROPOUT)
+        factor = kept(word[None, :], (first + j * cell_step)[:, None], threshold, DROPOUT)
+        dv = tl.dot((p * factor).to(dout.dtype), dout, dv, input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION) * factor
         ds = p * (dp - delta[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     dk *= logit_scale

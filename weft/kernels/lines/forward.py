@@ -17,6 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..random import kept, row_words
 from ..rows import load_rows, store_rows, valid_rows
 
 
@@ -70,11 +71,12 @@ def cells_before(limit, first, cells, cell_step):
 
 @triton.jit
 def attend(
-    Q, K, V, FLAGS, OUT, LSE, OLD_OUT, OLD_LSE,
+    Q, K, V, FLAGS, KEY, OUT, LSE, OLD_OUT, OLD_LSE,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l, f_b,
-    BH, H, queries, keys, cells, line_step, cell_step, scale,
+    BH, H, queries, keys, cells, line_step, cell_step, threshold, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     RULE: tl.constexpr, HAS_FLAGS: tl.constexpr, MORE: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
+    DROPOUT: tl.constexpr,
 ):  # fmt: skip
     bh, b, h, line, q_first = place(BH, H, cells, BQ)
     first = line * line_step
@@ -88,6 +90,7 @@ def attend(
     d = tl.arange(0, BLOCK_D)
     i = q_first + tl.arange(0, BQ)
     live = i < cells_before(queries, first, cells, cell_step)
+    word = row_words(KEY, bh, first + i * cell_step, DROPOUT)
     q = load_rows(Q, i, d, cell_step * q_l, live, D, BLOCK_D)
     if MORE:
         OLD_OUT += b * o_b + h * o_h + first.to(tl.int64) * o_l
@@ -110,6 +113,7 @@ def attend(
         allowed = sees(i[:, None], j[None, :], RULE) & real[None, :]
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         p, old, top, total = weigh(s, allowed, top, total, scale)
+        p *= kept(word[:, None], (first + j * cell_step)[None, :], threshold, DROPOUT)
         acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
     out = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     store_rows(OUT, out, i, d, cell_step * o_l, live, D, BLOCK_D)

@@ -87,21 +87,23 @@ def line_attention(
     *,
     width: int,
     spans: tuple[tuple[Tensor, Tensor, Tensor], ...] = (),
+    key: Tensor | None = None,
+    threshold: int = 0,
 ) -> Tensor:
     """Attention of q (B, H, Lq, D) over the `parts` of a grid with rows of `width` tokens.
 
     Source 0 is k, v (B, H, L, D) and mask (B, L); sources 1, 2, .. are `spans`: keys and values (B, H, cells, D) and
-    which of them have any token, (B or 1, cells).
+    which of them have any token, (B or 1, cells). `key` and `threshold` are those of `dropout_key`; without spans.
     """
     q, k, v = autocast(q, k, v)
     sources = [q, k, v, for_operator(mask)]
     for keys, values, some in spans:
         sources += [*autocast(keys, values), for_operator(some)]
-    return _operators[len(spans)](*sources, encode(parts), width)
+    return _operators[len(spans)](*sources, key, encode(parts), width, threshold)
 
 
 def _forward(q, k, v, mask, *rest):
-    *spans, parts, width = rest
+    *spans, key, parts, width, threshold = rest
     sources = _sources(k, v, mask, *spans)
     check(q, sources)
     out, lse = _outputs(q)
@@ -109,7 +111,7 @@ def _forward(q, k, v, mask, *rest):
     n = grid_rows(q, k, width)
     for number, part in enumerate(decode(parts)):
         lines = Lines.of(part.axis, n, width)
-        attend_lines(q, *sources[part.source], out, lse, lines, part.rule, more=number > 0)
+        attend_lines(q, *sources[part.source], out, lse, lines, part.rule, key, threshold, more=number > 0)
     return out, lse
 
 
@@ -118,7 +120,7 @@ def _outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(dout, q, k, v, mask, *rest):
-    *spans, out, lse, parts, width = rest
+    *spans, key, out, lse, parts, width, threshold = rest
     dq, delta = empty_rows(q), torch.empty_like(lse)
     (dk, by_head_k), (dv, by_head_v) = gradients(k, q), gradients(v, q)
     of_spans = [(empty_rows(keys), empty_rows(values)) for keys, values, _ in _threes(*spans)]
@@ -129,9 +131,10 @@ def _backward(dout, q, k, v, mask, *rest):
     begun = set()
     for number, part in enumerate(decode(parts)):
         keys, lines = sources[part.source], Lines.of(part.axis, n, width)
-        line_query_gradients(q, *keys, out, dout, lse, delta, dq, lines, part.rule, more=number > 0)
+        dropout = key, threshold
+        line_query_gradients(q, *keys, out, dout, lse, delta, dq, lines, part.rule, *dropout, more=number > 0)
         line_key_gradients(
-            q, *keys, dout, lse, delta, *written[part.source], lines, part.rule, more=part.source in begun
+            q, *keys, dout, lse, delta, *written[part.source], lines, part.rule, *dropout, more=part.source in begun
         )
         begun.add(part.source)
     sum_to_groups(by_head_k, dk)
@@ -144,7 +147,7 @@ def _operator(spans: int) -> Operator:
     more = "".join(f"Tensor kbar{i}, Tensor vbar{i}, Tensor some{i}, " for i in range(spans))
     return Operator(
         f"line_attention_{spans}",
-        f"Tensor q, Tensor k, Tensor v, Tensor? mask, {more}int[] parts, int width",
+        f"Tensor q, Tensor k, Tensor v, Tensor? mask, {more}Tensor? key, int[] parts, int width, int threshold",
         _forward,
         _outputs,
         _backward,
@@ -160,17 +163,17 @@ _operators = [_operator(spans) for spans in range(5)]
 
 
 def attend_lines(
-    q: Tensor, k: Tensor, v: Tensor, flags: Tensor | None, out: Tensor, lse: Tensor, lines: Lines, rule: Rule, *,
-    more: bool, old: tuple[Tensor, Tensor] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, flags: Tensor | None, out: Tensor, lse: Tensor, lines: Lines, rule: Rule,
+    key: Tensor | None = None, threshold: int = 0, *, more: bool, old: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Write out and lse; with `more`, continue from their values, or from those in `old`, with the same strides."""
     from .forward import attend
 
     t = tiles(TILES, "attend", lines.cells, q)
-    common, options = _common(q, k, flags, lines, rule)
+    common, options = _common(q, k, flags, key, lines, rule, threshold)
     launch(
         attend, _programs(q, lines, t.queries),
-        q, k, v, _pointer(flags, q), out, lse, *(old or (out, lse)),
+        q, k, v, _pointer(flags, q), _pointer(key, q), out, lse, *(old or (out, lse)),
         *strides(q), *strides(k), *strides(v), *strides(out), *common,
         scales(q)[0], BQ=t.queries, BK=t.keys, MORE=more, **options, **t.launch(),
     )  # fmt: skip
@@ -178,16 +181,17 @@ def attend_lines(
 
 def line_query_gradients(
     q: Tensor, k: Tensor, v: Tensor, flags: Tensor | None, out: Tensor, dout: Tensor, lse: Tensor, delta: Tensor,
-    dq: Tensor, lines: Lines, rule: Rule, *, more: bool, known: bool | None = None,
+    dq: Tensor, lines: Lines, rule: Rule, key: Tensor | None = None, threshold: int = 0, *, more: bool,
+    known: bool | None = None,
 ) -> None:  # fmt: skip
     """Write dq; with `more`, add to it. `known`: read delta instead of writing it; by default, with `more`."""
     from .backward import query_gradients
 
     t = tiles(TILES, "query gradients", lines.cells, q)
-    common, options = _common(q, k, flags, lines, rule)
+    common, options = _common(q, k, flags, key, lines, rule, threshold)
     launch(
         query_gradients, _programs(q, lines, t.queries),
-        q, k, v, _pointer(flags, q), out, dout, lse, delta, dq,
+        q, k, v, _pointer(flags, q), _pointer(key, q), out, dout, lse, delta, dq,
         *strides(q), *strides(k), *strides(v), *strides(out), *strides(dout), *strides(dq), *common,
         *scales(q), BQ=t.queries, BK=t.keys, MORE=more, KNOWN=more if known is None else known, **options, **t.launch(),
     )  # fmt: skip
@@ -195,35 +199,38 @@ def line_query_gradients(
 
 def line_key_gradients(
     q: Tensor, k: Tensor, v: Tensor, flags: Tensor | None, dout: Tensor, lse: Tensor, delta: Tensor, dk: Tensor,
-    dv: Tensor, lines: Lines, rule: Rule, *, more: bool, products: Tensor | None = None,
+    dv: Tensor, lines: Lines, rule: Rule, key: Tensor | None = None, threshold: int = 0, *, more: bool,
+    products: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write dk and dv; with `more`, add to them. `products` (B, H, cells) gets dk_j · k_j + dv_j · v_j."""
     from .backward import key_gradients
 
     t = tiles(TILES, "key gradients", lines.cells, q)
-    common, options = _common(q, k, flags, lines, rule)
+    common, options = _common(q, k, flags, key, lines, rule, threshold)
     launch(
         key_gradients, _programs(q, lines, t.keys),
-        q, k, v, _pointer(flags, q), dout, lse, delta, dk, dv, lse if products is None else products,
+        q, k, v, _pointer(flags, q), _pointer(key, q), dout, lse, delta, dk, dv, lse if products is None else products,
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk), *strides(dv), *common,
         *scales(q), BQ=t.queries, BK=t.keys, MORE=more, KEEP=products is not None, **options, **t.launch(),
     )  # fmt: skip
 
 
-def _common(q: Tensor, k: Tensor, flags: Tensor | None, lines: Lines, rule: Rule):
+def _common(
+    q: Tensor, k: Tensor, flags: Tensor | None, key: Tensor | None, lines: Lines, rule: Rule, threshold: int
+):  # fmt: skip
     B, H, L, D = q.shape
     per_batch = flags.stride(0) if flags is not None and flags.shape[0] > 1 else 0
-    sizes = (per_batch, B * H, H, L, k.shape[2], lines.cells, lines.line_step, lines.cell_step)
+    sizes = (per_batch, B * H, H, L, k.shape[2], lines.cells, lines.line_step, lines.cell_step, threshold)
     options = {"D": D, "BLOCK_D": block_width(D), "PRECISION": precision(q), "GROUP": H // k.shape[1]}
-    return sizes, {**options, "RULE": rule, "HAS_FLAGS": flags is not None}
+    return sizes, {**options, "RULE": rule, "HAS_FLAGS": flags is not None, "DROPOUT": key is not None}
 
 
 def _programs(q: Tensor, lines: Lines, tile: int) -> tuple[int]:
     return (lines.lines * ceil_div(lines.cells, tile) * q.shape[0] * q.shape[1],)
 
 
-def _pointer(flags: Tensor | None, q: Tensor) -> Tensor:
-    return q if flags is None else flags
+def _pointer(x: Tensor | None, stand_in: Tensor) -> Tensor:
+    return stand_in if x is None else x
 
 
 def _sources(*sources: Any) -> list[tuple[Tensor, Tensor, Tensor | None]]:
