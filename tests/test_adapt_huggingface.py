@@ -74,6 +74,12 @@ def make(cls, config, implementation: str):
     return cls._from_config(config, attn_implementation=implementation).eval()
 
 
+def test_training_does_not_repeat_grouped_heads(monkeypatch):
+    monkeypatch.setattr("weft.adapt.huggingface.spread", None)  # the mechanisms read them as they are
+    model, ids = llama("weft:local").train(), torch.randint(VOCABULARY, (2, L))
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
 def tokens(batch: int = 3, length: int = L) -> torch.Tensor:
     return torch.randint(2, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(1))
 
