@@ -42,18 +42,16 @@ def with_groups(calls: tuple[Call, ...]) -> list[Call]:
     return [replace(call, H=4, group=2) for call in firsts.values()]
 
 
-def wide_head(calls: tuple[Call, ...]) -> Call:
-    return replace(calls[0], D=LARGEST_HEAD)
-
-
 def calls() -> list[Call]:
     if DEVICE == "cpu":
         return [call for name in NAMES for call in with_strided_rows(calls_of(name))]
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    listed = [
-        x for name in NAMES for given in [calls_of(name)] for x in (*given, *with_groups(given), wide_head(given))
-    ]
-    return [replace(call, dtype=dtype) for call in listed for dtype in dtypes]
+    found = []
+    for given in map(calls_of, NAMES):
+        found += [replace(call, dtype=dtype) for call in given for dtype in dtypes]
+        found += [replace(call, dtype=torch.bfloat16) for call in with_groups(given)]
+        found += [replace(given[0], D=LARGEST_HEAD, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    return found
 
 
 def check(call: Call) -> None:

@@ -27,6 +27,12 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
 OLDEST = (8, 0)  # compute capability from which on "auto" uses the kernels
 TESTED = (9, 0)  # compute capability on which the kernels were tested and tuned
+# What was not tested on any GPU yet, so that "auto" does not use it: by mechanism.
+UNTESTED_WIDE = frozenset(  # heads over 128
+    "bigbird combiner-logsparse combiner-mixture combiner-routing linear logsparse performer reformer routing".split()
+)
+UNTESTED_DROPOUT = frozenset({"axial", "bigbird"})  # and sparse with pattern="strided"
+UNTESTED_GROUPED = frozenset({"sinkhorn", "subsampled"})
 
 _log = logging.getLogger("weft")
 _INSTALLED = importlib.util.find_spec("triton") is not None
@@ -74,6 +80,7 @@ def use_kernel(attn: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any) -> bool:
         (not q.is_cuda and q.device.type in ("cpu", "meta"))
         or q.shape[2] < kernel.least_length
         or not kernel.auto(attn)
+        or _untested(attn)
     ):
         return False
     reason = kernel.lacks(attn, q, k, v) or _cannot(q, v)
@@ -97,9 +104,22 @@ def step_kernel(attn: Any, q: Tensor, v: Tensor, inner: Any) -> Callable[..., Te
         return None
     if not kernel.applies(attn) or kernel.lacks(attn) or _cannot(q, v):
         return None
-    if attn.backend == "auto" and not _trusted(attn, q):
+    if attn.backend == "auto" and (_untested(attn) or not _trusted(attn, q)):
         return None
     return kernel.step(attn, inner)
+
+
+def reads_groups(attn: Any) -> bool:
+    """Whether the mechanism's kernel gets k and v with fewer heads than q as they are."""
+    return attn.fused.grouped(attn) and not (attn.backend == "auto" and attn.name in UNTESTED_GROUPED)
+
+
+def _untested(attn: Any) -> bool:
+    """Whether no call of this kind was tested on a GPU."""
+    if attn.head_dim > 128 and attn.name in UNTESTED_WIDE:
+        return True
+    strided = getattr(attn, "pattern", None) == "strided"
+    return bool(attn.dropout and attn.training and (strided or attn.name in UNTESTED_DROPOUT))
 
 
 def _trusted(attn: Any, q: Tensor) -> bool:

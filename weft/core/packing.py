@@ -80,7 +80,8 @@ def _in_place(
     if not fused and not (attn.packs and mask is None and flash_runs(q, q.shape[3])):
         return None
     attn.check_length(documents.longest)
-    if k.shape[1] != q.shape[1] and not (fused and kernel.grouped(attn)):
+    grouped = fused and attn.backend == "triton" and kernel.grouped(attn)  # not tested on a GPU yet
+    if k.shape[1] != q.shape[1] and not grouped:
         k, v = spread(q, k, v)
     # A kernel writes neither outputs nor gradients of padding.
     q, k, v = attn.clean(q, k, v, documents.real(mask), self_attention=True)
