@@ -30,6 +30,14 @@ def test_the_tables_list_every_mechanism(page, columns):
     assert not [n for n in named if n not in weft.attentions()]
 
 
+def test_the_readme_and_the_site_recommend_the_same():
+    readme, site = (
+        re.findall(r"^\| .* \|$", (ROOT / page).read_text().partition("| situation |")[2].partition("\n\n")[0], re.M)
+        for page in ("README.md", "docs/which.md")
+    )
+    assert readme == site and len(site) > 5
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_are_valid(page):
     docs = ROOT / "docs"
