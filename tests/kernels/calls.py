@@ -248,7 +248,7 @@ REAL = listed(
             of(300, D=20, B=2, H=2, mask="ends", block_size=24),
             of(1000, D=64, B=2, H=2, causal=False, mask="random", ties=True),
             of(3000, D=64, H=2, ties=True, block_size=300, split=True),
-            of(900, D=64, B=2, H=2, mask="random", slack=3.0, summary="deepsets-mean"),
+            of(900, D=64, B=2, H=2, mask="random", slack=7, summary="deepsets-mean"),
         ),
         "combiner-axial-vertical": (
             of(1000, D=64, B=2, H=2),
