@@ -14,13 +14,13 @@ pytest.importorskip("triton")
 
 P, KEY = 0.3, 2**61 + 98765
 CALLS = {
-    "axial": ({"block_size": 9}, {"block_size": 30}),
-    "bigbird": ({"block_size": 6, "random_blocks": 1}, {"block_size": 20}),
+    "axial": ({"block_size": 9}, {"block_size": 13}),
+    "bigbird": ({"block_size": 6, "random_blocks": 1}, {"block_size": 10}),
     "combiner-fixed": ({"block_size": 16}, {"block_size": 20}),
     "local": ({"block_size": 9}, {"block_size": 40}),
     "longformer": ({"window": 8}, {"window": 7, "global_tokens": 3}),
     "sparse": ({"block_size": 8, "columns": 2}, {"block_size": 17, "columns": 3, "leading_column": True}),
-    "strided": ({"block_size": 4, "pattern": "strided"}, {"block_size": 40, "pattern": "strided"}),
+    "strided": ({"block_size": 4, "pattern": "strided"}, {"block_size": 9, "pattern": "strided"}),
 }
 
 
@@ -54,10 +54,10 @@ def test_sinkhorn_drops_the_same_forward_and_backward():
         assert (kept - attn(q, k, v)).norm() < 0.1 * kept.norm()
 
 
-# All combinations on a GPU; two of each mechanism in Triton's interpreter, which is slow.
+# All combinations on a GPU; one or two of each mechanism in Triton's interpreter, which is slow.
 EVERY = [(name, i, causal, masked) for name in CALLS for i in (0, 1) for causal in (True, False) for masked in (0, 1)]
 EVERY = [case for case in EVERY if not (case[0] == "bigbird" and case[2])]
-FEW = [(name, i, i == 0 and name != "bigbird", i) for name in CALLS for i in (0, 1)]
+FEW = [(name, i, i == 0, i) for name in CALLS for i in (0, 1) if i or name not in ("axial", "bigbird", "strided")]
 
 
 @pytest.mark.parametrize(("name", "which", "causal", "masked"), FEW if DEVICE == "cpu" else EVERY)

@@ -76,7 +76,7 @@ GROUPED = [
 def test_packed_kernels_read_grouped_heads_in_place(name, options, causal, monkeypatch):
     torch.manual_seed(0)
     attn = weft.make_attention(name, heads=2, head_dim=16, causal=causal, backend="triton", **options).to(DEVICE)
-    documents = weft.Segments.from_lengths(SHORT if DEVICE == "cpu" else MANY, device=DEVICE)
+    documents = weft.Segments.from_lengths([[6, 1], [4]] if DEVICE == "cpu" else MANY, device=DEVICE)
     B, L = documents.shape
     q, k, v, dout = (torch.randn(B, heads, L, 16, device=DEVICE) for heads in (2, 1, 1, 2))
 

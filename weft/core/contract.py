@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from . import sharding
 from .decoding import Decoding
-from .dispatch import Kernel, check_backend, plain, reads_groups, use_kernel
+from .dispatch import Kernel, check_backend, plain, use_kernel
 from .heads import spread
 from .packing import packed, packed_weights
 from .precision import autocast, autocasts, without_autocast
@@ -124,7 +124,7 @@ class Attention(Decoding, nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None, **inputs: Any
     ) -> Tensor:
         if self.fused is not None and use_kernel(self, q, k, v, bias):
-            if k.shape[1] != q.shape[1] and not reads_groups(self):
+            if k.shape[1] != q.shape[1] and not self.fused.grouped(self):
                 k, v = spread(q, k, v)
             return self.fused.run(self, q, k, v, mask, bias)
         if k.shape[1] != q.shape[1]:

@@ -28,11 +28,8 @@ LARGEST_HEAD = 256
 OLDEST = (8, 0)  # compute capability from which on "auto" uses the kernels
 TESTED = (9, 0)  # compute capability on which the kernels were tested and tuned
 # What was not tested on any GPU yet, so that "auto" does not use it: by mechanism.
-UNTESTED_WIDE = frozenset(  # heads over 128
-    "bigbird combiner-logsparse combiner-mixture combiner-routing linear logsparse performer reformer routing".split()
-)
+UNTESTED_WIDE = frozenset("logsparse performer reformer routing sinkhorn sparse".split())  # heads over 128
 UNTESTED_DROPOUT = frozenset({"axial", "bigbird"})  # and sparse with pattern="strided"
-UNTESTED_GROUPED = frozenset({"sinkhorn", "subsampled"})
 
 _log = logging.getLogger("weft")
 _INSTALLED = importlib.util.find_spec("triton") is not None
@@ -109,14 +106,9 @@ def step_kernel(attn: Any, q: Tensor, v: Tensor, inner: Any) -> Callable[..., Te
     return kernel.step(attn, inner)
 
 
-def reads_groups(attn: Any) -> bool:
-    """Whether the mechanism's kernel gets k and v with fewer heads than q as they are."""
-    return attn.fused.grouped(attn) and not (attn.backend == "auto" and attn.name in UNTESTED_GROUPED)
-
-
 def _untested(attn: Any) -> bool:
     """Whether no call of this kind was tested on a GPU."""
-    if attn.head_dim > 128 and attn.name in UNTESTED_WIDE:
+    if attn.head_dim > 128 and (attn.name in UNTESTED_WIDE or attn.name == "linear" and not attn.causal):
         return True
     strided = getattr(attn, "pattern", None) == "strided"
     return bool(attn.dropout and attn.training and (strided or attn.name in UNTESTED_DROPOUT))
