@@ -38,6 +38,8 @@ PROFILED = 6  # steps
 
 def measured(config: Any, steps: int, warmup: int, how: How) -> dict[str, float]:
     began = time.perf_counter()
+    if how.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     training = Training(config)
     training.model.train()
 

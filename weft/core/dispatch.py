@@ -29,7 +29,7 @@ OLDEST = (8, 0)  # compute capability from which on "auto" uses the kernels
 TESTED = (9, 0)  # compute capability on which the kernels were tested and tuned
 # What was not tested on any GPU yet, so that "auto" does not use it: by mechanism.
 UNTESTED_WIDE = frozenset("logsparse performer reformer routing sinkhorn sparse".split())  # heads over 128
-UNTESTED_DROPOUT = frozenset({"axial", "bigbird"})  # and sparse with pattern="strided"
+UNTESTED_DROPOUT = frozenset({"axial", "bigbird", "sinkhorn"})  # and sparse with pattern="strided"
 
 _log = logging.getLogger("weft")
 _INSTALLED = importlib.util.find_spec("triton") is not None
