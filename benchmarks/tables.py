@@ -66,10 +66,13 @@ def ms(value: float) -> str:
 
 @functools.cache
 def rows() -> dict[tuple[str, int, bool], dict[str, tuple[float, float]]]:
-    """By name, length and direction: each time from the newest run that has it, and cuDNN's in the same run."""
+    """By name, length and direction: each time from the newest run that has it, and cuDNN's in the same run; if that
+    run has none in this direction, in the newest run that has."""
     found: dict[tuple[str, int, bool], dict[str, tuple[float, float]]] = {}
-    for run in results("gpu_attention")["runs"]:  # newest first
-        cudnn = {(row["L"], row["causal"]): row for row in run["rows"] if row["name"] == "cudnn"}
+    runs = results("gpu_attention")["runs"]  # newest first
+    newest = {(row["L"], row["causal"]): row for run in reversed(runs) for row in run["rows"] if row["name"] == "cudnn"}
+    for run in runs:
+        cudnn = newest | {(row["L"], row["causal"]): row for row in run["rows"] if row["name"] == "cudnn"}
         for row in run["rows"]:
             kept = found.setdefault((row["name"], row["L"], row["causal"]), {})
             base = cudnn[row["L"], row["causal"]]
@@ -144,7 +147,7 @@ def others() -> str:
 
 def first_calls() -> str:
     """Seconds of the first call of a process, and of the first call at each other length."""
-    newest = results("gpu_attention")["runs"][0]["first_calls"]
+    newest = next(run["first_calls"] for run in results("gpu_attention")["runs"] if "first_calls" in run)
     lengths = list(dict.fromkeys(L for row in newest for L in row["seconds"]))
     lines = [["", *(f"{int(L):,}" for L in lengths)]]
     for row in sorted(newest, key=lambda row: row["name"]):
