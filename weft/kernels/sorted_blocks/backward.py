@@ -102,15 +102,14 @@ def sum_gradients(
     d = tl.arange(0, BLOCK_D)
     R += bh * n * width
     DR += bh * n * width
-    products = tl.zeros([ROWS, COLUMNS], tl.float32)
-    weights = tl.zeros([ROWS, COLUMNS], tl.float32)
+    delta = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)  # 1 up to the rounding of R, which would shift all gradients of a row
     for start in range(0, n, COLUMNS):
         j = start + tl.arange(0, COLUMNS)
         r = load_tile(R, i, j, n, width)
-        products += r * load_tile(DR, i, j, n, width)
-        weights += r
-    total = tl.sum(weights, 1)  # 1 up to the rounding of R, which would shift all gradients of a row
-    delta = tl.sum(products, 1) / tl.where(total > 0.0, total, 1.0)
+        delta += tl.sum(r * load_tile(DR, i, j, n, width), 1)
+        total += tl.sum(r, 1)
+    delta /= tl.where(total > 0.0, total, 1.0)
     dsums = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for start in range(0, n, COLUMNS):
         j = start + tl.arange(0, COLUMNS)

@@ -41,7 +41,7 @@ PARTS = 32  # sums of the gradient of `sort`
 
 def longest_block(head_dim: int, size: int) -> int:
     """The most tokens of a block for this head_dim and bytes per element: what fits into a tile."""
-    if head_dim > 128 or size > 2 and not INTERPRETED:  # float32 has not been tested on a GPU
+    if head_dim > 128 or size > 2 and not INTERPRETED:  # Triton 3.6 cannot compile `sum_gradients` in float32
         return 0
     return 64 if size == 2 else 32 if head_dim <= 64 else 16
 
