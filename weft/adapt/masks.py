@@ -91,9 +91,17 @@ class WeftMask(Tensor):
         if func in ADDITIONS and issubclass(cls, UnpaddedBidirectionalMask) and cls.window is None:
             return next(arg for arg in args if not isinstance(arg, WeftMask)).as_subclass(WeftBias)
         if isinstance(func, OpOverload):  # the graph of a compiled layer, which was checked when it was traced
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs or {})
+            return func(*(_plain(arg) for arg in args), **kwargs or {})
         raise ValueError(_read_by_hand())
+
+
+def _plain(x: Any) -> Any:
+    """A mask as a plain tensor, also inside modes that refuse subclasses, such as that of compiled graphs of torch
+    2.11."""
+    if not isinstance(x, WeftMask):
+        return x
+    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+        return x.as_subclass(Tensor)
 
 
 class WeftBias(WeftMask):
