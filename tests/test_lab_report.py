@@ -26,12 +26,13 @@ def sweep(tmp_path):
     return write_sweep(tmp_path / "papers" / "one")
 
 
-def put(job, accuracy, *, step=None, commit="1111111aaaa", failed="", torch="2.11", gpu="NVIDIA H200"):
+def put(job, accuracy, *, step=None, commit="1111111aaaa", failed="", torch="2.11", gpu="NVIDIA H200", **other):
     """The folder of a run: complete, or interrupted after `step`."""
     run, steps = Run(job.folder), step or job.config.steps
     config = dataclasses.replace(job.config, accelerator="auto")
     run.write("config.json", to_json(config))
     start = {"commit": commit, "torch": torch, "gpu": gpu, "time": "2026-01-01", "host": "secret", "command": ["x"]}
+    start |= other
     run.write("environment.json", json.dumps([start]))
     entries = [{"kind": "train", "step": i, "loss": 1 / i, "lr": 1.0, "tokens_per_s": 5.0} for i in range(1, steps + 1)]
     entries += [{"kind": "val", "step": i, "loss": 1.0, "accuracy": accuracy} for i in range(5, steps + 1, 5)]
@@ -103,7 +104,7 @@ def test_different_commits_and_devices_are_marked(sweep):
     jobs = jobs_of(sweep, seeds=[0, 1])
     put(jobs[0], 0.5)
     put(jobs[4], 0.6, commit="2222222bbbb+changes")  # the same cell
-    put(jobs[1], 0.7, gpu="NVIDIA A100")
+    put(jobs[1], 0.7, gpu="NVIDIA A100", gpu_share=12.5)
     (made,) = tables(sweep, gather(sweep))
     assert cell(made, "full", "1×2") == "55.0 ± 7.1 (n=2) [a, b]"
     assert cell(made, "full", "wide, 1x4") == "70.0 (n=1) [c]"
@@ -111,7 +112,7 @@ def test_different_commits_and_devices_are_marked(sweep):
         "full, 1×2 combines runs of different origin: seed 0 [a], seed 1 [b].",
         "[a] commit 1111111, NVIDIA H200, torch 2.11",
         "[b] commit 2222222 with changes, NVIDIA H200, torch 2.11",
-        "[c] commit 1111111, NVIDIA A100, torch 2.11",
+        "[c] commit 1111111, 12.5 % of one NVIDIA A100, torch 2.11",
     ]
 
 

@@ -31,6 +31,8 @@ from . import lock
 from .checkpoint import CannotSave
 from .say import say as say_
 
+SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"  # the part of a GPU that a process may use, if NVIDIA's MPS runs
+
 
 class RunExists(Exception):
     """The folder already contains a run."""
@@ -256,6 +258,9 @@ def environment() -> dict[str, Any]:
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
         found["cuda"] = torch.version.cuda
+        found["multiprocessors"] = torch.cuda.get_device_properties().multi_processor_count
+        if share := os.environ.get(SHARE):
+            found["gpu_share"] = float(share)
     return found
 
 

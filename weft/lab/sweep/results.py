@@ -214,7 +214,9 @@ def _starts(run: Run, config: TrainConfig) -> list[Start]:
     for entry in run.starts():
         on_gpu = config.accelerator != "cpu" and "gpu" in entry
         known = {name: str(entry.get(name, "")) for name in ("commit", "torch", "time")}
-        start = Start(known["commit"], str(entry["gpu"]) if on_gpu else "CPU", known["torch"], known["time"])
+        share = f"{entry['gpu_share']:g} % of one " if "gpu_share" in entry else ""
+        device = f"{share}{entry['gpu']}" if on_gpu else "CPU"
+        start = Start(known["commit"], device, known["torch"], known["time"])
         if not starts or dataclasses.replace(start, time=starts[-1].time) != starts[-1]:
             starts.append(start)
     return starts
