@@ -3,26 +3,32 @@
     python -m experiments.queue --list                              # what is done, what is next, and its minutes
     python -m experiments.queue --minutes 28 --data data --out runs # run what fits, in order
     python -m experiments.queue --only "wide/listops full/*" --seeds 1 2 --set compile=false
+    python -m experiments.queue --only "combiner/enwik8 *" --seeds 0 --share 16  # six at once, 16 % of the GPU each
 
 The minutes are those of a run alone on one H200, and those that it keeps the GPU busy. Several runs share the GPU
 (`--jobs`): a set of runs fits if their busy minutes add up to the available ones, and their minutes to those of all
 jobs. Small models wait for the CPU most of the time, so sharing pays with NVIDIA's MPS (`nvidia-cuda-mps-control -d`);
-without it, use `--jobs 1`. A cell is done when its table's `*.results.json` has a complete run with its config and
-seed. Runs are those of `weft sweep`: an interrupted run continues from its checkpoint if `--out` still has it. At the
-end, the results of all changed tables are written next to their files.
+without it, use `--jobs 1`. `--share` limits every run to a percentage of the multiprocessors, so that runs of fixed
+time are comparable although they share the GPU; their results have the share.
+
+A cell is done when its table's `*.results.json` has a complete run with its config and seed. Runs are those of
+`weft sweep`: an interrupted run continues from its checkpoint if `--out` still has it. At the end, the results of all
+changed tables are written next to their files.
 """
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
+import os
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from weft.lab.run import Run
+from weft.lab.run import SHARE, Run
 from weft.lab.sweep import Job, Sweep, jobs_of, load_sweep, parse_override
 from weft.lab.sweep.cells import started
 from weft.lab.sweep.jobs import DONE, FAILED, Local, run_jobs, saved_step
@@ -154,6 +160,26 @@ def left(entry: Entry, job: Job) -> float:
     return entry.minutes * (1 - saved_step(job.folder) / started(job).steps)
 
 
+def limited(entry: Entry, job: Job, share: float) -> Entry:
+    """The entry of a run that may use this share of the GPU: it takes longer, unless its time is fixed."""
+    busy = entry.minutes * entry.share
+    if job.config.time_budget:
+        return replace(entry, busy=share * entry.minutes)
+    return replace(entry, minutes=max(entry.minutes, busy / share), busy=busy)
+
+
+def need_mps() -> None:
+    """Without MPS, CUDA ignores the share."""
+    try:
+        found = subprocess.run(["nvidia-cuda-mps-control"], input=b"get_server_list\n", capture_output=True, timeout=10)
+        if found.returncode == 0:
+            return
+        why = (found.stdout + found.stderr).decode(errors="replace").strip()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        why = str(error)
+    raise SystemExit(f"--share needs NVIDIA's MPS, which does not run ({why}): start nvidia-cuda-mps-control -d first")
+
+
 def pick(waiting: Sequence[tuple[Entry, Job]], minutes: float, jobs: int = 1) -> list[tuple[Entry, Job]]:
     """All runs that fit, in order, with `jobs` runs at a time; runs that are too long are skipped. If none fits, the
     first one, which continues in the next portion. A run that starts from another run's weights needs that run."""
@@ -173,7 +199,8 @@ def pick(waiting: Sequence[tuple[Entry, Job]], minutes: float, jobs: int = 1) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=28, help="available minutes")
-    parser.add_argument("--jobs", type=int, default=4, help="runs at a time, all on the same device")
+    parser.add_argument("--jobs", type=int, help="runs at a time, all on the same GPU; default: 4, or 100 / share")
+    parser.add_argument("--share", type=float, default=0.0, metavar="PERCENT", help="of the GPU, for every run")
     parser.add_argument("--data", default="", help="folder of the data, if different from the configs")
     parser.add_argument("--out", type=Path, help="folder of the runs; default: runs/ next to each table")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="CELL", help='as listed: "wide/listops full/wide*"')
@@ -181,11 +208,18 @@ def main() -> None:
     parser.add_argument("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="settings that change no result")
     parser.add_argument("--list", action="store_true", help="show the queue without starting anything")
     given = parser.parse_args()
+    if not 0 <= given.share <= 100:
+        parser.error(f"--share is a percentage of the GPU, got {given.share:g}")
+    count = given.jobs or (int(100 / given.share) if given.share else 4)
+    if count * given.share > 100:
+        parser.error(f"{count} jobs with {given.share:g} % each need more than one GPU: use fewer, or a smaller share")
     overrides = dict(parse_override(text) for text in given.set)
     entries = [entry for entry in queue() if entry.seed in given.seeds and matches(entry, given.only)]
     jobs = [(entry, job_of(entry, given.data, given.out, **overrides)) for entry in entries]
+    if given.share:
+        jobs = [(limited(entry, job, given.share / 100), job) for entry, job in jobs]
     waiting = [(entry, job) for entry, job in jobs if not is_done(job)]
-    chosen = pick(waiting, given.minutes, given.jobs)
+    chosen = pick(waiting, given.minutes, count)
     for entry, job in jobs:
         state = "done" if (entry, job) not in waiting else "next" if (entry, job) in chosen else "waiting"
         length = left(entry, job)
@@ -194,9 +228,12 @@ def main() -> None:
     print(f"{len(jobs) - len(waiting)} of {len(jobs)} done, {busy:.0f} minutes of GPU time left")
     if given.list or not chosen:
         return
+    if given.share:
+        need_mps()
+        os.environ[SHARE] = f"{given.share:g}"
     view = View()
     try:
-        states = run_jobs([job for _, job in chosen], Local(given.jobs), minutes=given.minutes, view=view)
+        states = run_jobs([job for _, job in chosen], Local(count), minutes=given.minutes, view=view)
     finally:
         view.close()
     for sweep in {str(job.sweep.file): job.sweep for _, job in chosen}.values():

@@ -15,7 +15,7 @@ from weft.tasks import TrainConfig, get_task
 from weft.tasks.base import DataMissing
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from experiments.queue import Entry, is_done, job_of, left, matches, pick, queue
+from experiments.queue import Entry, is_done, job_of, left, limited, matches, pick, queue
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +78,13 @@ def test_a_portion_holds_what_fits_in_order(tmp_path):
     folder.mkdir(parents=True)
     (folder / "step-00007500.safetensors").touch()
     assert left(*next(waiting(30))) == 7.5
+
+
+def test_a_share_of_the_gpu_slows_runs_of_fixed_steps():
+    timed, steps = Entry("combiner/enwik8", "dense/10 min", 11), Entry("wide/listops", "full/wide*", 2, busy=1)
+    for entry, share, expected in ((timed, 0.2, (11, 0.2)), (steps, 0.2, (5, 0.2)), (steps, 0.8, (2, 0.5))):
+        found = limited(entry, job_of(entry, "", None), share)
+        assert (found.minutes, found.share) == pytest.approx(expected)
 
 
 def test_the_results_page_is_up_to_date():
