@@ -1,4 +1,4 @@
-"""`--time-budget` chooses the steps by timing a few; the run is then like any run with these steps."""
+"""`--time-budget` chooses the steps by timing a few, and again at every evaluation."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ import runs
 
 pytest.importorskip("lightning")
 
-from weft.lab import pace, train
+from weft.lab import loop, pace, train
 from weft.lab.evaluate import evaluate_run
 from weft.lab.run import Run
 from weft.lab.sweep import Cell, Job, Sweep, changed, check_folder, jobs_of
@@ -24,12 +24,22 @@ def losses(folder):
 
 
 @pytest.fixture
-def quick(monkeypatch):
-    """One step takes half a second, on this clock; 0.2 minutes are 24 steps."""
+def seconds(monkeypatch):
+    """A clock on which a step takes `seconds(step, dense)`: half a second, or one with dense attention."""
+    found = {"now": 0.0, "step": lambda step, dense: 1.0 if dense else 0.5}
+    update = loop.Training._update
+
+    def timed(self, step):
+        found["now"] += found["step"](step, self.is_dense)
+        update(self, step)
+
+    monkeypatch.setattr(loop.Training, "_update", timed)
     monkeypatch.setattr(pace, "_time", lambda trial: 1.0 if trial.is_dense else 0.5)
+    monkeypatch.setattr(pace, "clock", lambda: found["now"])
+    return found
 
 
-def test_a_timed_run_equals_one_of_the_chosen_steps(tmp_path, quick, monkeypatch):
+def test_a_timed_run_equals_one_of_the_chosen_steps(tmp_path, seconds, monkeypatch):
     timed = runs.tiny(tmp_path / "timed-s0", time_budget=0.2, schedule="cosine")
     runs.killed_run(monkeypatch, timed, 13)
     assert not (tmp_path / "timed-s0" / "trial").exists()
@@ -48,9 +58,25 @@ def test_a_timed_run_equals_one_of_the_chosen_steps(tmp_path, quick, monkeypatch
     assert result_of(job)["step"] == started(job).steps == 24 and not record.differs(timed)
 
 
-def test_the_time_of_a_dense_finish_counts(quick):
-    config = runs.tiny("unused", time_budget=1.0, subsample="Sall-L4", finetune_dense_at=0.75)
-    assert pace.seconds_per_step(config) == 0.75 * 0.5 + 0.25 * 1.0
+@pytest.mark.parametrize("slow, steps", [(2.0, 35), (0.5, 110)])
+def test_a_run_ends_in_time_at_another_speed_than_the_trial(tmp_path, seconds, slow, steps):
+    """30 s are 60 steps by the trial, with evaluations every 6. Other programs start or end after 10 steps."""
+    seconds["step"] = lambda step, dense: 0.5 * (slow if step > 10 else 1)
+    run = tmp_path / "run-s0"
+    found = train(runs.tiny(run, time_budget=0.5, steps=20, warmup=1, eval_every=2, schedule="cosine"))
+    assert found.steps == steps == Run(run).config().steps and seconds["now"] == pytest.approx(30, rel=0.02)
+    assert Run(run).entries("train")[-1]["lr"] == pytest.approx(0, abs=1e-8)
+    assert read_folder(run, "accuracy").state == "complete"
+
+
+def test_a_dense_finish_keeps_its_fraction_of_the_steps_and_ends_in_time(tmp_path, seconds):
+    config = runs.tiny(tmp_path / "run", time_budget=0.5, subsample="Sall-L4", finetune_dense_at=0.75, eval_every=1)
+    assert pace.seconds_per_step(config) == (0.5, 1.0)
+    turned = []
+    seconds["step"] = lambda step, dense: turned.append(dense) or (2.0 if dense else 1.0)  # half the speed
+    found = train(config)
+    assert found.steps == pytest.approx(24, abs=1) and seconds["now"] == pytest.approx(30, abs=2)
+    assert turned.count(True) / found.steps == pytest.approx(0.25, abs=0.05)
 
 
 def test_the_clock_measures_a_step(tmp_path, monkeypatch):
@@ -62,7 +88,8 @@ def test_the_clock_measures_a_step(tmp_path, monkeypatch):
         self.pending.append(pace.torch.zeros(()))
 
     monkeypatch.setattr("weft.lab.loop.Training._update", update)
-    assert 0.01 <= pace.seconds_per_step(runs.tiny(tmp_path / "run", time_budget=1.0)) < 1
+    each, dense = pace.seconds_per_step(runs.tiny(tmp_path / "run", time_budget=1.0))
+    assert 0.01 <= each == dense < 1
     assert waits == list(range(1, 2 * pace.WARM + pace.TIMED + 1)) and not list(tmp_path.iterdir())
 
 

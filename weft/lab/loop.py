@@ -16,13 +16,13 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..adapt.ensemble import Members
-from ..tasks.config import TrainConfig
+from ..tasks.config import TrainConfig, to_json
 from ..tasks.registry import task_of
 from .build import build_model
 from .checkpoint import Checkpoints, DamagedCheckpoint
@@ -42,6 +42,9 @@ from .signals import Signals
 from .split import Split
 from .start import claim, load_data, newest_checkpoint, start_from
 from .state import AVERAGE, collect, finite, restore, restore_model, with_average
+
+if TYPE_CHECKING:
+    from .pace import Plan
 
 
 class Interrupted(Exception):
@@ -64,16 +67,17 @@ def train(config: TrainConfig, *, resume: bool = False) -> Result:
     CannotSave, RunExists, InUse, OtherData."""
     config.check()
     with Run(config.folder()) as folder:
+        plan = None
         if config.time_budget:
             from .pace import with_steps
 
-            config = with_steps(config, folder, resume)
-        return Training(config, resume, folder).run()
+            config, plan = with_steps(config, folder, resume)
+        return Training(config, resume, folder, plan).run()
 
 
 class Training:
-    def __init__(self, config: TrainConfig, resume: bool = False, folder: Run | None = None):
-        self.config, self._resume = config, resume
+    def __init__(self, config: TrainConfig, resume: bool = False, folder: Run | None = None, plan: Plan | None = None):
+        self.config, self._resume, self.plan = config, resume, plan
         self.fabric = make_fabric(config)
         self.fabric.launch()
         self.processes = Processes(self.fabric)
@@ -116,7 +120,6 @@ class Training:
         self.pending: list[Tensor] = []
         self.computed = 0  # tokens of packed documents since the last look
         self.trained = 0.0  # seconds of training: without evaluations, checkpoints and the first step of each launch
-        self.dense_from = math.ceil(config.steps * config.finetune_dense_at) if config.finetune_dense_at else 0
         self.is_dense, self.begun = False, False
         self.signals = Signals(once=True)
         self.done = self.fabric.broadcast(self.folder.result() if resume and self.main else None)
@@ -176,7 +179,7 @@ class Training:
         began, start = time.perf_counter(), self.step
         self._clock = (began, start)
         self.processes.start_at(start)
-        while self.step < config.steps:
+        while self.step < self.config.steps:
             self._update(self.step + 1)
             if not self.begun:
                 self._begin()
@@ -196,11 +199,23 @@ class Training:
                 self._interrupt()
             if evaluating:
                 self._evaluate()
+                if self.plan is not None:
+                    self._choose_steps(self.plan.steps(self))
         seconds = time.perf_counter() - began
         return seconds, (self.step - start) * self._tokens_per_step() / max(seconds, 1e-9)
 
     def _evaluates(self, step: int) -> bool:
         return step == self.config.steps or (self.config.eval_every > 0 and step % self.config.eval_every == 0)
+
+    @property
+    def dense_from(self) -> int:
+        return math.ceil(self.config.steps * self.config.finetune_dense_at)
+
+    def _choose_steps(self, steps: int) -> None:
+        if steps != self.config.steps:
+            self.config = dataclasses.replace(self.config, steps=steps)
+            self.progress.total = steps
+            self.folder.write("config.json", to_json(self.config))  # for resume
 
     def _interrupt(self) -> None:
         self.fabric.barrier()  # when one process ends, a launcher kills the others: the first may still be writing

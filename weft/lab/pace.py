@@ -1,11 +1,13 @@
-"""`--time-budget MINUTES`: choose the number of steps by timing a few.
+"""`--time-budget MINUTES`: train for this time, with the number of steps that fits.
 
-    steps = 60 · minutes / seconds per step
+    steps = work that fits into the time left / work per step,    work = seconds, as timed in a trial
 
-A trial with its own model trains a few steps and is discarded; then the run has a fixed number of steps, so that its
-schedule, losses and resume are those of any run with these steps. Warm-up, evaluations and checkpoints keep their
-fraction of the steps (the warm-up of inverse_sqrt its steps, because its peak depends on them). Evaluations,
-checkpoints and compilation are not counted. `config.json` has the chosen numbers; a resumed run keeps them.
+The time is that of the whole run up to its last step: loading, compilation, evaluations and checkpoints count, only the
+final test does not. A trial with its own model trains a few steps and is discarded. Its speed gives the first number of
+steps, and warm-up, evaluations and checkpoints their fraction of them (the warm-up of inverse_sqrt keeps its steps,
+because its peak depends on them). Every evaluation corrects the number of steps by the speed since the first one, so
+that the run ends in time when other programs use the device; the schedule follows. `config.json` has the newest
+numbers; a resumed run keeps them.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import dataclasses
 import gc
 import math
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,17 +30,56 @@ if TYPE_CHECKING:
 
 SCALED = ("eval_every", "checkpoint_every")
 CHOSEN = ("steps", "warmup", *SCALED)  # what `--time-budget` replaces
-WARM, TIMED, LONGEST = 3, 50, 10.0  # steps before the clock starts, timed steps, and the most seconds for them
+WARM, TIMED, LONGEST = 3, 20, 3.0  # steps before the clock starts, timed steps, and the most seconds for them
+clock = time.perf_counter
 
 
-def with_steps(config: TrainConfig, folder: Run, resume: bool) -> TrainConfig:
-    """The config with the numbers of an earlier launch, or those for `config.time_budget`."""
+@dataclass
+class Plan:
+    """How many steps fit until `ends`. A step takes `each` seconds if the device is as free as in the trial, and
+    `dense` seconds after subsampled attention has become dense."""
+
+    ends: float
+    each: float
+    dense: float
+    step: int = 0  # of the last call
+    work: float = 0.0  # seconds that the steps so far would have taken in the trial
+    first: tuple[float, float] | None = None  # time and work of the first evaluation; it compiled
+
+    def steps(self, training: Training) -> int:
+        """The new number of steps, after an evaluation."""
+        now, step, config = clock(), training.step, training.config
+        sampled = step - self.step
+        if training.is_dense:
+            sampled = min(max(0, training.dense_from - self.step), sampled)
+        self.work += sampled * self.each + (step - self.step - sampled) * self.dense
+        self.step = step
+        if self.first is None:
+            self.first = now, self.work
+        slower = (now - self.first[0]) / (self.work - self.first[1]) if self.work > self.first[1] else 1.0
+        left = (self.ends - now) / slower
+        if training.is_dense:
+            return max(step, step + round(left / self.dense))
+        return max(step, round((self.work + left) / self.mean(config)))
+
+    def mean(self, config: TrainConfig) -> float:
+        """Seconds per step over the whole run."""
+        sampled = config.finetune_dense_at or 1.0
+        return sampled * self.each + (1 - sampled) * self.dense
+
+
+def with_steps(config: TrainConfig, folder: Run, resume: bool) -> tuple[TrainConfig, Plan | None]:
+    """The config with the numbers of an earlier launch, or those for `config.time_budget` and its plan."""
     if resume and folder.computed():
-        return keep_steps(config, folder.config())
-    each = seconds_per_step(config)
-    config = scaled(config, max(1, round(60 * config.time_budget / each)))
-    say(f"{1000 * each:.1f} ms per step: {config.steps:,} steps in {config.time_budget:g} minutes")
-    return config
+        return keep_steps(config, folder.config()), None
+    began = clock()
+    plan = Plan(began + 60 * config.time_budget, *seconds_per_step(config))
+    now = clock()
+    each = plan.mean(config)
+    # The run will take as long to start as the trial.
+    config = scaled(config, max(1, round((plan.ends - now - (now - began)) / each)))
+    say(f"{1000 * each:.1f} ms per step: about {config.steps:,} steps in {config.time_budget:g} minutes")
+    return config, plan
 
 
 def keep_steps(config: TrainConfig, old: TrainConfig) -> TrainConfig:
@@ -53,28 +95,27 @@ def scaled(config: TrainConfig, steps: int) -> TrainConfig:
     return dataclasses.replace(config, steps=steps, **parts)
 
 
-def seconds_per_step(config: TrainConfig) -> float:
-    """The mean over the run; subsampled attention with a dense finish is timed in both states."""
+def seconds_per_step(config: TrainConfig) -> tuple[float, float]:
+    """Of the run's steps, and of those after subsampled attention has become dense."""
     from .loop import Training
 
     endless = dataclasses.replace(config, steps=10**9, logger="")
     trial = Training(endless, folder=Run(config.folder() / "trial"))  # writes nothing before its first checkpoint
     trial.main = False  # prints nothing
-    dense = config.finetune_dense_at
-    found = _time(trial)
-    if dense:
+    each = dense = _time(trial)
+    if config.finetune_dense_at:
         trial._turn_dense()
-        found = dense * found + (1 - dense) * _time(trial)
+        dense = _time(trial)
     del trial
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return found
+    return each, dense
 
 
 def _time(trial: Training) -> float:
     def run(steps: int) -> float:
-        began = time.perf_counter()
+        began = clock()
         for _ in range(steps):
             trial.step += 1
             trial._update(trial.step)
@@ -82,7 +123,7 @@ def _time(trial: Training) -> float:
         trial.pending.clear()
         if not math.isfinite(loss):
             raise ValueError(f"the loss of step {trial.step} is {loss}: --time-budget could not time the steps")
-        return time.perf_counter() - began
+        return clock() - began
 
     run(WARM)
     each = run(WARM) / WARM

@@ -40,7 +40,7 @@ class Progress:
         now, (then, before) = time.perf_counter(), self._seen
         self._seen = (now, step)
         if self._bar is not None:
-            self._draw(lambda: self._bar.update(self._task, completed=step, description=text))
+            self._draw(lambda: self._bar.update(self._task, completed=step, total=self.total, description=text))
         elif step == self.total or now - self._last_line > 5:
             left = (now - then) / max(1, step - before) * (self.total - step)
             say(f"step {step}/{self.total}  {text}  {left:.0f} s left")

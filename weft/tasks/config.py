@@ -66,7 +66,7 @@ class TrainConfig:
 
     # optimisation
     steps: int = 10_000  # number of weight updates
-    time_budget: float = 0.0  # minutes of training: choose the steps that fit, by timing a few; 0: use steps
+    time_budget: float = 0.0  # minutes up to the last step: train for as many steps as fit; 0: use steps
     batch_size: int = 32  # examples per device and micro-step
     accumulate: int = 1  # micro-steps per update
     optimizer: str = "adam"  # adam, adamw or lion
