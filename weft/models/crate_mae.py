@@ -101,8 +101,10 @@ class CRATEMAE(nn.Module):
         target = normalise(self.patches.cut(images))
         if hidden is None:
             hidden = random_patches(images.shape[0], self.patches.count, self.ratio, images.device)
-        elif hidden.dtype != torch.bool or hidden.shape != target.shape[:2] or not hidden.any():
-            raise ValueError(f"hidden must be boolean {tuple(target.shape[:2])} with some True, got {hidden.shape}")
+        elif hidden.dtype != torch.bool or hidden.shape != target.shape[:2]:
+            raise ValueError(f"hidden must be boolean {tuple(target.shape[:2])}, got {hidden.dtype} {hidden.shape}")
+        elif not torch.compiler.is_compiling() and not hidden.any():  # waits for the device
+            raise ValueError("hidden must have some True: the loss is the mean over hidden patches")
         x = self.encode(images, hidden)
         for block in self.decoder:
             x = block(x)
@@ -120,10 +122,12 @@ class CRATEMAE(nn.Module):
         return model
 
 
-def random_patches(batch: int, count: int, ratio: float, device: torch.device) -> Tensor:
+def random_patches(
+    batch: int, count: int, ratio: float, device: torch.device, generator: torch.Generator | None = None
+) -> Tensor:
     """Boolean (batch, count), True for a random fraction `ratio` of each row: at least one, never all."""
     n = min(max(round(ratio * count), 1), max(count - 1, 1))
-    order = torch.rand(batch, count, device=device).argsort(1)
+    order = torch.rand(batch, count, device=device, generator=generator).argsort(1)
     return torch.zeros(batch, count, dtype=torch.bool, device=device).scatter(1, order[:, :n], True)
 
 

@@ -23,15 +23,15 @@ from .build import AttentionChoice, encoder_blocks
 
 
 class Normalised(nn.Module):
-    """Normalises images (bytes, or floats in [0, 1]) and calls `model`."""
+    """Normalises images (bytes, or floats in [0, 1]) and calls `model`, with further arguments unchanged."""
 
     def __init__(self, model: nn.Module, mean: Sequence[float], std: Sequence[float]):
         super().__init__()
         self.model = model
         self.mean, self.std = (Constant(partial(_per_channel, tuple(values))) for values in (mean, std))
 
-    def forward(self, images: Tensor) -> Tensor:
-        return self.model(_normalise(images, self.mean(images.device), self.std(images.device)))
+    def forward(self, images: Tensor, *args: Tensor) -> Tensor:
+        return self.model(_normalise(images, self.mean(images.device), self.std(images.device)), *args)
 
 
 class ImageClassifier(nn.Module):
