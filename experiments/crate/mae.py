@@ -112,6 +112,7 @@ def cells() -> list[Cell]:
         time_budget=10,
         steps=10_000,  # only for the fractions of warm-up, evaluations and checkpoints
         warmup=500,
+        checkpoint_every=500,
         learning_rate=5e-4,
         beta2=0.95,
         weight_decay=0.05,
