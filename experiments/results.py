@@ -2,56 +2,68 @@
 
     python -m experiments.results            # write them
     python -m experiments.results --check    # fail if they are out of date
+    python -m experiments.results --add runs # first add the runs of `weft sweep --out runs` to the result files
 
 `experiments/claims.md` has the claims of the papers, each with our figure, its command and the verdict. A figure is
 written as {{TABLE CELL}} or {{TABLE CELL steps=1000}} and comes from the table's `*.results.json`: the mean over seeds
 of the complete runs with the sweep's settings, or of those with this number of steps. Below the claims come the tables
-of the queue with the number of cells that are done, and every cell that has been run to the end. Shorter runs are in
-the tables of `weft report`.
+of the queue with the number of cells that are done, and every cell that has been run: its figure, or how far it came.
+Shorter runs are in the tables of `weft report`.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import math
 import re
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from experiments.queue import is_done, job_of, queue, sweep_of
 from weft.lab.sweep import Cell, Sweep
 from weft.lab.sweep.cells import jobs_of
-from weft.lab.sweep.results import Record, read_results, results_file
+from weft.lab.sweep.results import Record, gather, read_results, results_file, write_results
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLOURS = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C564B", "#7F7F7F", "#882255",
+    "#999933", "#332288",
+)  # fmt: skip
+STYLES = ("-", "--", ":", "-.")
+
+
+def fitting(sweep: Sweep, cell: Cell, steps: int = 0) -> list[Record]:
+    """Runs with the cell's current settings, and this number of steps if it is not 0; in order of their seeds."""
+    runs = [
+        record
+        for record in read_results(results_file(sweep))
+        if record.cell == cell.slug
+        and record.overrides == ({"steps": steps} if steps else {})
+        and not record.differs(cell.config)
+    ]
+    return sorted(runs, key=lambda run: run.seed)
 
 
 def finished(sweep: Sweep, cell: Cell, steps: int = 0) -> list[Record]:
-    """Complete runs with the cell's current settings, and this number of steps if it is not 0; one per seed."""
-    runs = {
-        record.seed: record
-        for record in read_results(results_file(sweep))
-        if record.cell == cell.slug
-        and record.state == "complete"
-        and record.overrides == ({"steps": steps} if steps else {})
-        and not record.differs(cell.config)
-    }
-    return [runs[seed] for seed in sorted(runs)]
+    return [run for run in fitting(sweep, cell, steps) if run.state == "complete"]
 
 
 def mean(sweep: Sweep, runs: Sequence[Record]) -> tuple[float, str]:
-    """The mean of the runs, and how it is shown: '35.4 ± 0.3'."""
+    """The mean of the runs, and how it is shown: '35.4 ± 0.3'. Pre-training has only a loss."""
+    if any(sweep.metric not in run.test for run in runs):
+        return math.nan, f"loss {statistics.fmean(run.test['loss'] for run in runs):.3f}"
     values = [run.test[sweep.metric] for run in runs]
     spread = f" ± {sweep.show(statistics.stdev(values))}" if len(values) > 1 else ""
     return statistics.fmean(values), f"{sweep.show(statistics.fmean(values))}{spread}"
 
 
-def claims() -> str:
-    """claims.md with the figures of the result files; "not run" if a claim has none of its figures."""
+def claims(titles: Collection[str] = ()) -> str:
+    """claims.md with the figures of the result files, or "not run" in a column that has none of its figures. Figures of
+    tables with these titles have links to them."""
 
     def figure(match: re.Match[str]) -> str:
         sweep = sweep_of(match["table"])
@@ -64,12 +76,22 @@ def claims() -> str:
     what = r"\{\{(?P<table>\S+) (?P<cell>[^}]+?)(?: steps=(?P<steps>\d+))?\}\}"
     lines = []
     for line in (HERE / "claims.md").read_text().split("\n"):
-        found = [figure(match) for match in re.finditer(what, line)]
-        if found and set(found) == {"not run"}:
-            columns = line.split("|")
-            line = "|".join([" not run " if re.search(what, column) else column for column in columns])
-        lines.append(re.sub(what, figure, line))
+        columns = line.split("|")
+        for number, column in enumerate(columns):
+            matches = list(re.finditer(what, column))
+            if matches and all(figure(match) == "not run" for match in matches):
+                columns[number] = " not run "
+            elif matches:
+                found = dict.fromkeys(sweep_of(match["table"]).title for match in matches if not match["steps"])
+                links = "".join(f"; [runs](#{anchor(title)})" for title in found if title in titles)
+                columns[number] = f"{re.sub(what, figure, column).rstrip()}{links} "
+        lines.append("|".join(columns))
     return "\n".join(lines)
+
+
+def anchor(title: str) -> str:
+    """The address of a heading on its page."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
 
 
 def progress() -> str:
@@ -83,15 +105,16 @@ def progress() -> str:
     for table, seeds in counts.items():
         shown = " | ".join(f"{done} of {count}" for done, count in seeds)
         lines.append(f"| {sweep_of(table).title} | {shown} | `weft sweep experiments/{table}.py` |")
-    done = [sum(seeds[i][0] for seeds in counts.values()) for i in range(3)]
-    lines.append(f"| all | {' | '.join(f'{n} of {len(queue()) // 3}' for n in done)} | `python -m experiments.queue` |")
-    return "\n".join(lines) + "\n"
+    done, cells = [sum(seeds[i][0] for seeds in counts.values()) for i in range(3)], len(queue()) // 3
+    head = f"{done[0]} of {cells} listed cells run to the end; with a second seed {done[1]}, with a third {done[2]}."
+    return "\n".join([head, "", *lines]) + "\n"
 
 
 def section(sweep: Sweep) -> tuple[str, bytes]:
-    """The Markdown of one sweep, empty if nothing has been run to the end, and the plot of its curves, if any."""
+    """The Markdown of one sweep, empty if nothing has been run, and the plot of its curves, if any."""
     done = [(cell, runs) for cell in sweep.cells if (runs := finished(sweep, cell))]
-    if not done:
+    cut = [(cell, run) for cell in sweep.cells for run in fitting(sweep, cell) if run.state != "complete"]
+    if not done and not cut:
         return "", b""
     drawing = plot(sweep, done) if any(len(run.curve) > 1 for _, runs in done for run in runs) else b""
     source, axis = sweep.file.relative_to(HERE.parent), "time" if by_time(done) else "steps"
@@ -99,24 +122,39 @@ def section(sweep: Sweep) -> tuple[str, bytes]:
     lines = [
         f"### {sweep.title}",
         "",
-        f"{len(done)} of {len(sweep.cells)} cells run to the end. Command: `weft sweep {source}`.",
+        f"{len(done)} of {len(sweep.cells)} cells run to the end. Command: `weft sweep {source}`; figures and curves: "
+        f"`{source.with_suffix('.results.json')}`.",
         "",
         *([f"![Validation {sweep.metric} against {axis}](results/{plot_name(sweep)})", ""] if drawing else []),
-        f"| cell | paper | ours ({figure}) | seeds | steps | minutes | difference | run |",
-        "|---|---|---|---|---|---|---|---|",
     ]
+    if done:
+        lines += [f"| cell | paper | ours ({figure}) | seeds | steps | minutes | difference | run |", "|---" * 8 + "|"]
     for cell, runs in done:
         value, ours = mean(sweep, runs)
         paper, off = "–", "–"
         if cell.paper is not None:
-            paper, off = f"{cell.paper:g}", f"{value * sweep.scale - cell.paper:+.2g}"
-        starts = sorted({f"{start.commit[:7]}, {start.device}" for run in runs for start in run.starts})
+            paper, off = f"{cell.paper:g}", f"{value * sweep.scale - cell.paper:+.{sweep.digits}f}"
+        starts = dict.fromkeys(f"{start.commit[:7]}, {start.device}" for run in runs for start in run.starts)
         seeds = ", ".join(str(run.seed) for run in runs)
-        steps = f"{runs[0].step:,} of {runs[0].steps:,}"
+        steps = ", ".join(dict.fromkeys(f"{run.step:,} of {run.steps:,}" for run in runs))
         minutes = ", ".join(f"{run.seconds / 60:.1f}" if run.seconds else "–" for run in runs)
         name = f"{cell.row}, {cell.column}"
         lines.append(f"| {' | '.join((name, paper, ours, seeds, steps, minutes, off, '; '.join(starts)))} |")
+    notes = {cell.note: None for cell, _ in done if cell.note}
+    if notes:
+        lines += ["", *(f"{note[0].upper()}{note[1:]}." for note in notes)]
+    if cut:
+        lines += ["", "Not complete:", ""]
+        lines += [f"- {cell.row}, {cell.column}, seed {run.seed}: {came_to(sweep, run)}" for cell, run in cut]
     return "\n".join(lines) + "\n", drawing
+
+
+def came_to(sweep: Sweep, run: Record) -> str:
+    """How far an incomplete run came, and why it ended."""
+    text = f"{run.step:,} of {run.steps:,} steps"
+    if sweep.metric in run.val:
+        text += f", validation {sweep.metric.replace('_', ' ')} {sweep.show(run.val[sweep.metric])} at {run.val_step:,}"
+    return f"{text}; failed: {run.why}" if run.why else f"{text}; stopped"
 
 
 def by_time(done: Sequence[tuple[Cell, list[Record]]]) -> bool:
@@ -130,6 +168,7 @@ def plot_name(sweep: Sweep) -> str:
 
 
 def plot(sweep: Sweep, done: Sequence[tuple[Cell, list[Record]]]) -> bytes:
+    """Validation curves: a colour for every row of the table, a line style for every column."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -139,19 +178,26 @@ def plot(sweep: Sweep, done: Sequence[tuple[Cell, list[Record]]]) -> bytes:
     matplotlib.rcParams["svg.fonttype"] = "none"
     figure, axes = plt.subplots(figsize=(7, 3.6))
     timed = by_time(done)
-    for number, (cell, runs) in enumerate(done):
-        for run in runs:
-            label = f"{cell.row}, {cell.column}" if run is runs[0] else None
-            steps, values = zip(*run.curve, strict=True)
+    rows = list(dict.fromkeys(cell.row for cell, _ in done))
+    columns = list(dict.fromkeys(cell.column for cell, _ in done))
+    for cell, runs in done:
+        for run in filter(lambda run: run.curve, runs):
+            label = f"{cell.row}, {cell.column}" if len(columns) > 1 else cell.row
+            xs, values = zip(*run.curve, strict=True)
             if timed:
-                steps = [seconds / 60 for _, seconds in run.clock]
-            shown = [value * sweep.scale for value in values]
-            style = "-" if number < len(COLOURS) else "--"
-            axes.plot(steps, shown, style, color=COLOURS[number % len(COLOURS)], label=label, linewidth=1.3)
-    axes.set_xlabel("minutes of training" if timed else "steps")
-    axes.set_ylabel(f"validation {sweep.metric}" + (f" ({sweep.unit})" if sweep.unit else ""))
+                xs = [seconds / 60 for _, seconds in run.clock]
+            axes.plot(
+                xs,
+                [value * sweep.scale for value in values],
+                STYLES[columns.index(cell.column) % len(STYLES)],
+                color=COLOURS[rows.index(cell.row) % len(COLOURS)],
+                label=label if run is runs[0] else None,
+                linewidth=1.3,
+            )
+    axes.set_xlabel("minutes of training, without evaluations and compilation" if timed else "steps")
+    axes.set_ylabel(f"validation {sweep.metric.replace('_', ' ')}" + (f" ({sweep.unit})" if sweep.unit else ""))
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
@@ -162,22 +208,46 @@ def plot(sweep: Sweep, done: Sequence[tuple[Cell, list[Record]]]) -> bytes:
 def page() -> dict[Path, bytes]:
     """The files to write."""
     files: dict[Path, bytes] = {}
-    parts = [claims().replace("<!-- progress -->\n", progress())]
+    sections: dict[str, str] = {}
     for results in sorted(HERE.glob("*/*.results.json")):
         sweep = sweep_of(f"{results.parent.name}/{results.name.removesuffix('.results.json')}")
         text, drawing = section(sweep)
         if text:
-            parts.append(text)
-            if drawing:
-                files[DOCS / "results" / plot_name(sweep)] = drawing
+            sections[sweep.title] = text
+        if drawing:
+            files[DOCS / "results" / plot_name(sweep)] = drawing
+    parts = [claims(sections).replace("<!-- progress -->\n", progress()), *sections.values()]
     files[DOCS / "results.md"] = "\n".join(parts).encode()
     return files
+
+
+def add(runs: Path) -> None:
+    """Add the runs in RUNS/PAPER/TABLE/CELL-sSEED to the result files of their tables."""
+    found = [HERE / path.parent.name / f"{path.name}.py" for path in sorted(runs.glob("*/*")) if "+" not in path.name]
+    tables = [f"{file.parent.name}/{file.stem}" for file in found if file.exists()]
+    if not tables:
+        sys.exit(f"{runs} has no runs of a table of experiments/: expected {runs}/PAPER/TABLE/CELL-sSEED")
+    for table in tables:
+        sweep = sweep_of(table)
+        known, records = (
+            {(r.variant, r.cell, r.seed): r for r in read_results(results_file(sweep))},
+            gather(sweep, runs),
+        )
+        for record in records:
+            if known.get((record.variant, record.cell, record.seed)) != record:
+                shown = sweep.show(record.test[sweep.metric]) if sweep.metric in record.test else came_to(sweep, record)
+                print(f"{table} {record.cell}, seed {record.seed}: {shown}")
+        write_results(results_file(sweep), sweep, records)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is out of date")
-    check = parser.parse_args().check
+    parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="RUNS", help="folders of runs, as for --out")
+    given = parser.parse_args()
+    check = given.check
+    for folder in given.add:
+        add(folder)
     stale = []
     for file, content in page().items():
         if check and file.suffix == ".md" and (not file.exists() or file.read_bytes() != content):

@@ -127,3 +127,29 @@ def test_figures_of_claims_come_from_the_results(monkeypatch, tmp_path):
         "| c | 1,000 steps: 60.3 | d |",
         "| e | not run | f |",
     ]
+
+
+def test_runs_are_added_to_the_tables_and_incomplete_ones_are_named(monkeypatch, tmp_path, capsys):
+    from sweeps import write_sweep
+    from test_lab_report import put
+
+    from experiments import queue, results
+    from weft.lab.sweep import jobs_of
+
+    sweep = write_sweep(tmp_path / "papers" / "one")
+    monkeypatch.setattr(queue, "HERE", tmp_path / "papers")
+    monkeypatch.setattr(results, "HERE", tmp_path / "papers")
+    jobs = jobs_of(sweep, seeds=[0, 1], out=tmp_path / "runs")
+    put(jobs[0], 0.5, gpu_share=12.5)
+    put(jobs[4], 0.6, gpu_share=12.5)  # the same cell
+    put(jobs[1], 0.7, step=7)
+    for _ in range(2):  # adding twice changes nothing
+        results.add(tmp_path / "runs")
+    assert "full-1x2, seed 1: 60.0\n" in capsys.readouterr().out
+    text, drawing = results.section(sweep)
+    assert "1 of 4 cells run to the end" in text and b"validation accuracy" in drawing
+    figures = "| full, 1×2 | 90 | 55.0 ± 7.1 | 0, 1 | 12 of 12 | –, – | -35.0 | 1111111, 12.5 % of one NVIDIA H200 |"
+    assert figures in text
+    assert "- full, wide, 1x4, seed 0: 7 of 12 steps, validation accuracy 70.0 at 5; stopped" in text
+    with pytest.raises(SystemExit, match="has no runs of a table"):
+        results.add(tmp_path / "papers")
