@@ -108,7 +108,7 @@ def queue() -> list[Entry]:
     kinds = ("full", "sparse", "combiner-fixed", "combiner-axial", "combiner-mixture")
     add("combiner/cifar10_density", {f"{kind}/10 min": 12 for kind in kinds})
     add("crate/cifar10", {f"{row}/{data}": 11 for data in ("CIFAR-10", "Tiny-*") for row in ("CRATE", "ViT")})
-    add("crate/mae", {"pre-training/*": 5, "probe/*": 2, "fine-tuned/*": 3, "not pre-trained/*": 3})
+    add("crate/mae", {"pre-training/*": 11, "probe/*": 2, "fine-tuned/*": 3, "not pre-trained/*": 3})
     columns = ("plain", "cached")
     add("cached/tiny_imagenet", {f"{row}/{c}": 11 for row in ("ViT-S", "Swin-T", "PVT-Tiny") for c in columns})
     add("cached/table4", {f"Multi30k {pair}/{c}": 4 for pair in ("De-En", "En-De") for c in columns})
