@@ -4,10 +4,10 @@
     python -m experiments.stability runs/deep --data data --out stability.json
 
 For each checkpoint, on the same training examples without dropout: the loss, its gradient norm, and per layer the norm
-of the attention gradients, the largest |logit|, the entropy of the softmax over its maximum log(keys), the norm of
-the attention's output over that of its input, the RMS of the residual stream, and how alike the examples are: the mean
-cosine of their first tokens, which the classifier reads. At 1 the layer has lost the difference between the examples.
-For `full` attention in weft's own encoder.
+of the attention gradients, the largest |logit|, the entropy of the softmax over its maximum log(keys), the same of the
+first token, which the classifier reads, and that token's weight of itself, the norm of the attention's output over that
+of its input, the RMS of the residual stream, and how alike the examples are: the mean cosine of their first tokens. At
+1 the layer has lost the difference between the examples. For `full` attention in weft's own encoder.
 """
 
 from __future__ import annotations
@@ -48,13 +48,15 @@ def look(model: nn.Module, config: TrainConfig, batch: dict[str, Tensor]) -> dic
         q, k, _ = layer.project(x)
         logits = (q @ k.mT / layer.head_dim**0.5).float()
         hidden = ~mask[:, None, None]
-        entropy = torch.special.entr(logits.masked_fill(hidden, -math.inf).softmax(-1)).sum(-1)
-        entropy = entropy / mask.sum(1).clamp(min=2).log()[:, None, None]
+        weights = logits.masked_fill(hidden, -math.inf).softmax(-1)
+        entropy = torch.special.entr(weights).sum(-1) / mask.sum(1).clamp(min=2).log()[:, None, None]
         real = mask[:, None].expand(entropy.shape)
         seen.append(
             {
                 "largest_logit": logits.masked_fill(hidden, 0).abs().amax().item(),
                 "entropy": entropy[real].mean().item(),
+                "first_entropy": entropy[:, :, 0].mean().item(),
+                "first_self": weights[:, :, 0, 0].mean().item(),
                 "update": (out[mask].norm() / x[mask].norm()).item(),
                 "alike": alike(x[:, 0]),
             }

@@ -108,7 +108,8 @@ def test_stability_reads_every_checkpoint(tmp_path):
     rows = checkpoints(tmp_path / "run", "", 3, "cpu")
     assert [row["step"] for row in rows] == [1, 2] and len(rows[0]["layers"]) == 2
     for layer in rows[1]["layers"]:
-        assert 0 < layer["entropy"] <= 1 and -1 <= layer["alike"] <= 1
+        assert 0 < layer["entropy"] <= 1 and 0 < layer["first_entropy"] <= 1 and -1 <= layer["alike"] <= 1
+        assert 0 < layer["first_self"] < 1
         assert all(layer[name] > 0 for name in ("largest_logit", "gradient", "stream", "update"))
 
 
