@@ -79,8 +79,16 @@ def test_a_packed_run_resumes_in_the_middle_of_an_epoch(tmp_path, monkeypatch, t
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
 
 
-def test_compiled_parts_serve_all_lengths_and_blocks(tmp_path, table, monkeypatch):
-    settings = dict(attention="linear", layers=2, packed=True, eval_every=4)
+@pytest.mark.parametrize(
+    "changes, count",
+    [
+        (dict(packed=True), 3),  # before and after attention; the latter again in eval mode, to compare losses
+        (dict(layers=6), 2),  # a block, and again in eval mode
+        (dict(layers=6, attention="full", subsample="Sall-L4", sigma=0.1, sigma_last=0.2), 3),  # blocks that differ
+    ],
+)
+def test_compiled_parts_serve_all_lengths_and_blocks(tmp_path, table, monkeypatch, changes, count):
+    settings = dict(attention="linear", layers=2, eval_every=4) | changes
     train(config(tmp_path / "eager", table, **settings))
     graphs, compile_ = [], torch.compile
 
@@ -90,7 +98,7 @@ def test_compiled_parts_serve_all_lengths_and_blocks(tmp_path, table, monkeypatc
 
     monkeypatch.setattr(torch, "compile", lambda function, options: compile_(function, backend=backend))
     train(config(tmp_path / "compiled", table, compile=True, **settings))
-    assert len(graphs) == 3  # before and after attention; the latter again in eval mode, to compare losses
+    assert len(graphs) == count
     for mine, theirs in zip(curve(tmp_path / "compiled"), curve(tmp_path / "eager"), strict=True):
         assert mine == (*theirs[:2], pytest.approx(theirs[2], rel=1e-9))
 
