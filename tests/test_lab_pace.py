@@ -59,14 +59,21 @@ def test_a_timed_run_equals_one_of_the_chosen_steps(tmp_path, seconds, monkeypat
 
 
 @pytest.mark.parametrize("slow, steps", [(2.0, 35), (0.5, 110)])
-def test_a_run_ends_in_time_at_another_speed_than_the_trial(tmp_path, seconds, slow, steps):
+def test_a_run_ends_in_time_at_another_speed_than_the_trial(tmp_path, seconds, monkeypatch, slow, steps):
     """30 s are 60 steps by the trial, with evaluations every 6. Other programs start or end after 10 steps."""
     seconds["step"] = lambda step, dense: 0.5 * (slow if step > 10 else 1)
     run = tmp_path / "run-s0"
-    found = train(runs.tiny(run, time_budget=0.5, steps=20, warmup=1, eval_every=2, schedule="cosine"))
+    settings = dict(time_budget=0.5, steps=20, warmup=1, eval_every=2, schedule="cosine")
+    found = train(runs.tiny(run, **settings))
     assert found.steps == steps == Run(run).config().steps and seconds["now"] == pytest.approx(30, rel=0.02)
     assert Run(run).entries("train")[-1]["lr"] == pytest.approx(0, abs=1e-8)
     assert read_folder(run, "accuracy").state == "complete"
+    assert evaluate_run(run)[0] == found.test  # the best checkpoint has an earlier number of steps
+    if slow > 1:
+        seconds["now"] = 0.0
+        runs.killed_run(monkeypatch, runs.tiny(tmp_path / "killed", **settings), 20)
+        kept = Run(tmp_path / "killed").config().steps
+        assert train(runs.tiny(tmp_path / "killed", **settings), resume=True).steps == kept < 60
 
 
 def test_a_dense_finish_keeps_its_fraction_of_the_steps_and_ends_in_time(tmp_path, seconds):

@@ -296,8 +296,9 @@ def from_json(text: str) -> TrainConfig:
 def differences(old: TrainConfig, new: TrainConfig) -> list[str]:
     """The fields that differ but must not change on resume."""
     names = [name for name in field_types() if name not in FREE_ON_RESUME]
-    if old.schedule in ("inverse_sqrt", "constant") and not old.finetune_dense_at:
-        names.remove("steps")  # the steps so far do not depend on the last step, so the run may be extended
+    extends = old.schedule in ("inverse_sqrt", "constant") and not old.finetune_dense_at
+    if extends or old.time_budget:  # the steps so far do not depend on the last step, or the clock chooses it
+        names.remove("steps")
     return [
         f"{name}: {getattr(old, name)!r} -> {getattr(new, name)!r}"
         for name in names
