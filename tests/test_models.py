@@ -143,6 +143,18 @@ def test_a_mask_takes_the_place_of_nonzero_ids():
     assert (model(ids, everything)[0] - model(ids)[0]).abs().max() > 1e-6
 
 
+@promises.sweep(first_setting=True, causal=False)
+def test_documents_without_padding_need_no_mask(case):
+    options = {"attention": case.name, "attention_options": dict(case.options), "dtype": torch.float64}
+    encoder, ids = TextEncoder(VOCAB, **SMALL, **options).eval(), documents(17, 17)
+    outputs = []
+    for encoder.padded in (True, False):
+        torch.manual_seed(0)
+        outputs.append(encoder(ids))
+    torch.testing.assert_close(*outputs)
+    assert encoder._embedded(ids, None, None)[1] is None and encoder.tokens(ids)[1].all()
+
+
 def test_cls_is_masked_with_the_first_token():
     encoder = classifier().encoder
     _, mask = encoder.tokens(torch.tensor([[0, 4, 5], [4, 5, 0]]))

@@ -27,7 +27,8 @@ from .build import AttentionChoice, encoder_blocks
 class TextEncoder(nn.Module):
     """`encoder(ids, mask=None)`: ids (B, S), 0 = padding, to one vector per document (B, dim).
 
-    `mask` (B, S) is True for real tokens; the default is `ids > 0`, and `mask=True` means that all are real.
+    `mask` (B, S) is True for real tokens; the default is `ids > 0`, or without `padded` all of them; `mask=True` means
+    that all are real, which is faster.
     `max_length` includes the CLS token: S + 1 with one, else S. `attention` is a registered name (with its options in
     `attention_options`), a list for mixed attention, or a function from the block number to one of these. With
     `segments` (B, S), which numbers packed documents, the result has one row per document, in order; `max_length` is
@@ -36,6 +37,7 @@ class TextEncoder(nn.Module):
     """
 
     only_read = False
+    padded = True
 
     def __init__(
         self,
@@ -129,8 +131,7 @@ class TextEncoder(nn.Module):
         x, real, documents = self._embedded(ids, mask, segments)
         x = self.norm(self._through(x, real, documents))
         if documents is None:
-            assert real is not None
-            return x, real
+            return x, torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if real is None else real
         if not len(documents):
             return x.new_zeros(0, 1, self.dim), torch.zeros(0, 1, dtype=torch.bool, device=x.device)
         return documents.padded_rows(x, real)
@@ -139,19 +140,22 @@ class TextEncoder(nn.Module):
         self, ids: Tensor, mask: Tensor | Literal[True] | None, segments: Tensor | Segments | None
     ) -> tuple[Tensor, Tensor | None, Segments | None]:
         """The input of the first block, its mask, and where packed documents are."""
+        if mask is None and not self.padded:
+            mask = True
         if segments is None:
-            mask = self._check(ids, mask)
+            real = self._check(ids, mask)
             x = self.embed(ids)
             if self.cls is not None:
                 if current() is not None:
                     raise ValueError("a model with a CLS token cannot be split over ranks; use pooling='mean'")
                 x = torch.cat([self.cls.expand(x.shape[0], 1, -1), x], 1)
-                mask = torch.cat([mask[:, :1], mask], 1)  # CLS is real if the document's first token is
+                real = torch.cat([real[:, :1], real], 1)  # CLS is real if the document's first token is
             first = first_position(x)
-            return self._placed(x, slice(first, first + x.shape[1])), mask, None
+            # kernels are faster without a mask
+            return self._placed(x, slice(first, first + x.shape[1])), None if mask is True else real, None
         documents = documents_of(segments, ids)
         real = self._check(ids, mask, documents.longest)
-        mask = None if mask is True else real  # kernels are faster without one
+        mask = None if mask is True else real
         if not len(documents):
             return self.embed(ids), mask, documents
         if self.cls is None:

@@ -309,6 +309,7 @@ class TextClassification(Classification):
     """Ids in (0 = padding), one class out, through `weft.models.TextClassifier`."""
 
     models: ClassVar[tuple[str, ...]] = ("transformer", "crate")
+    padded: ClassVar[bool] = True  # whether examples differ in length
 
     def inputs(self, batch: Columns) -> tuple[Tensor, ...]:
         return ids_and_segments(batch)
@@ -323,7 +324,7 @@ class TextClassification(Classification):
         if config.model == "crate":
             return crate_text(config, data)
         pooling = config.pooling or "cls"
-        return TextClassifier(
+        model = TextClassifier(
             data.facts["vocab"],
             data.facts["classes"],
             max_length=data.length + (pooling == "cls"),
@@ -331,6 +332,8 @@ class TextClassification(Classification):
             positions=config.positions or "sinusoid",
             **block_options(config),
         )
+        model.encoder.padded = self.padded
+        return model
 
 
 def crate_text(config: TrainConfig, data: TaskData) -> nn.Module:

@@ -106,6 +106,7 @@ class CIFAR10Pixels(TextClassification):
     name = "cifar10-pixels"
     about = "CIFAR-10 as a sequence of 1,024 grey pixels (Long Range Arena)"
     class_names = CIFAR10_NAMES
+    padded = False
     reads = frozenset({"max_length", "pooling", "norm", "qk_norm"})
     defaults = dict(
         layers=3, heads=4, dim=64, head_dim=16, mlp_dim=128, dropout=0.2, steps=35_000, batch_size=256, warmup=175,

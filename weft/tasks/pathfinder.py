@@ -277,6 +277,7 @@ def read_official(folder: Path, size: int) -> tuple[np.ndarray, np.ndarray]:
 
 class Pathfinder(TextClassification):
     class_names = ("not connected", "connected")
+    padded = False
     reads = frozenset({"max_length", "pooling", "norm", "qk_norm"})
     defaults: Mapping[str, Any] = dict(
         layers=4, heads=8, dim=128, head_dim=16, mlp_dim=128, dropout=0.1, steps=62_500, batch_size=256,
