@@ -2,7 +2,7 @@
 
 config.json        every field of the TrainConfig
 data.json          a record of the data, see `weft.lab.kept`
-environment.json   versions, machine and commit, one entry per start
+environment.json   versions, machine, commit and share of the GPU, one entry per start
 metrics.jsonl      one line per step ("train"), evaluation ("val") and the end ("test")
 checkpoints/       see `weft.lab.checkpoint`
 result.json        written once, when the run is complete
