@@ -4,7 +4,8 @@
     weft sweep experiments/combiner/cifar10_density.py
 
 Combiner, https://arxiv.org/abs/2107.05768: the 6-layer model and recipe of Table 1 (`table1.py`), with as many steps as
-fit into ten minutes instead of 400,000. A block is one row of the image. The paper has no full attention here.
+fit into ten minutes instead of 400,000, and 5 % of them as warm-up. A block is one row of the image. The
+paper has no full attention here.
 """
 
 from weft.lab.sweep import Cell
@@ -25,7 +26,7 @@ def cells() -> list[Cell]:
                 "cifar10-density",
                 time_budget=10,
                 steps=400,  # only for the fractions of warm-up, evaluations and checkpoints
-                warmup=10,
+                warmup=20,
                 eval_every=20,
                 eval_batches=10,
                 checkpoint_every=20,
