@@ -116,8 +116,10 @@ def section(sweep: Sweep) -> tuple[str, bytes]:
     cut = [(cell, run) for cell in sweep.cells for run in fitting(sweep, cell) if run.state != "complete"]
     if not done and not cut:
         return "", b""
-    drawing = plot(sweep, done) if any(len(run.curve) > 1 for _, runs in done for run in runs) else b""
-    source, axis = sweep.file.relative_to(HERE.parent), "time" if by_time(done) else "steps"
+    curves = [(cell, [run for run in fitting(sweep, cell) if len(run.curve) > 1]) for cell in sweep.cells]
+    curves = [(cell, runs) for cell, runs in curves if runs]
+    drawing = plot(sweep, curves) if curves else b""
+    source, axis = sweep.file.relative_to(HERE.parent), "time" if by_time(curves) else "steps"
     figure = sweep.metric.replace("_", " ") + (f", {sweep.unit}" if sweep.unit else "")
     lines = [
         f"### {sweep.title}",
@@ -157,17 +159,17 @@ def came_to(sweep: Sweep, run: Record) -> str:
     return f"{text}; failed: {run.why}" if run.why else f"{text}; stopped"
 
 
-def by_time(done: Sequence[tuple[Cell, list[Record]]]) -> bool:
+def by_time(curves: Sequence[tuple[Cell, list[Record]]]) -> bool:
     """Whether the cells had the same time instead of the same number of steps, and their clocks are known."""
-    runs = [run for _, runs in done for run in runs]
-    return all(cell.config.time_budget for cell, _ in done) and all(len(run.clock) == len(run.curve) for run in runs)
+    runs = [run for _, runs in curves for run in runs]
+    return all(cell.config.time_budget for cell, _ in curves) and all(len(run.clock) == len(run.curve) for run in runs)
 
 
 def plot_name(sweep: Sweep) -> str:
     return f"{sweep.file.parent.name}-{sweep.name}.svg"
 
 
-def plot(sweep: Sweep, done: Sequence[tuple[Cell, list[Record]]]) -> bytes:
+def plot(sweep: Sweep, curves: Sequence[tuple[Cell, list[Record]]]) -> bytes:
     """Validation curves: a colour for every row of the table, a line style for every column."""
     import matplotlib
 
@@ -177,12 +179,13 @@ def plot(sweep: Sweep, done: Sequence[tuple[Cell, list[Record]]]) -> bytes:
     matplotlib.rcParams["svg.hashsalt"] = "weft"  # the same file for the same numbers
     matplotlib.rcParams["svg.fonttype"] = "none"
     figure, axes = plt.subplots(figsize=(7, 3.6))
-    timed = by_time(done)
-    rows = list(dict.fromkeys(cell.row for cell, _ in done))
-    columns = list(dict.fromkeys(cell.column for cell, _ in done))
-    for cell, runs in done:
-        for run in filter(lambda run: run.curve, runs):
+    timed = by_time(curves)
+    rows = list(dict.fromkeys(cell.row for cell, _ in curves))
+    columns = list(dict.fromkeys(cell.column for cell, _ in curves))
+    for cell, runs in curves:
+        for run in runs:
             label = f"{cell.row}, {cell.column}" if len(columns) > 1 else cell.row
+            label += "" if run.state == "complete" else " (not complete)"
             xs, values = zip(*run.curve, strict=True)
             if timed:
                 xs = [seconds / 60 for _, seconds in run.clock]
