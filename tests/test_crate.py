@@ -275,7 +275,7 @@ def test_dtype_in_is_dtype_out(dtype):
 
 
 def test_models_compile_without_a_break():
-    images, ids, hidden = torch.randn(2, 3, 8, 8), torch.randint(0, 9, (2, 5)), torch.rand(2, 4) < 0.5
+    images, ids, hidden = torch.randn(2, 3, 8, 8), torch.randint(0, 9, (2, 5)), torch.eye(4)[:2] < 1
     for model, inputs in (
         (CRATE(**IMAGES, tied=True, scale=1.0), [images]),
         (CRATEText(9, 2, dim=8, heads=2, layers=2, pooling="mean", ista={"variant": "mm", "epsilon": 1.0}), [ids]),
@@ -283,8 +283,8 @@ def test_models_compile_without_a_break():
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(*inputs), model(*inputs))
     mae = CRATEMAE(**IMAGES)
-    encode = torch.compile(mae.encode, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(encode(images, hidden), mae.encode(images, hidden))
+    compiled = torch.compile(mae, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(images, hidden), mae(images, hidden))
 
 
 def test_masked_autoencoder_looks_at_hidden_patches_only():
@@ -328,6 +328,7 @@ def test_autoencoder_encoder_in_a_classifier():
         (lambda: weft.ISTA(8, epsilon=0.1), "epsilon"),
         (lambda: weft.ISTA(8, variant="mm", epsilon=0.1, step=0.2), "step"),
         (lambda: weft.ISTA(8, variant="lasso"), "'ista'"),
+        (lambda: CRATEMAE(**IMAGES)(torch.zeros(1, 3, 8, 8), torch.zeros(1, 4).bool()), "some True"),
         (lambda: CRATELayer(8, 2, causal=True, ista={"variant": "mm", "epsilon": 0.1}), "causal"),
         (lambda: CRATELayer(8, 2, kappa=0.5), "tied=True"),
         (lambda: crate("huge"), "tiny, small, base, large"),
