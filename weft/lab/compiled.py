@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..core.contract import quiet_padding
+from ..core.precision import autocast
+from ..core.segments import Segments
 from ..layers import MultiheadAttention
 from ..layers.encoder import EncoderBlock
+from ..models.encoder import TextEncoder
 from ..tasks.base import Task
 from ..tasks.config import TrainConfig
 from .data import Rows, seed_everything, seed_of
@@ -32,18 +37,25 @@ OPTIONS: Any = {"comprehensive_padding": False}
 MANY = 6  # blocks: below, compiling the whole model is fast enough
 
 
-def compile_model(model: nn.Module, packed: bool = False) -> Any:
+def compile_model(model: nn.Module, packed: bool = False, whole_blocks: bool = False) -> Any:
     """torch.compile of the whole model, or of its blocks: many equal blocks share one graph, which takes a tenth of the
-    time. If blocks differ or are packed, of their parts around attention."""
-    blocks = [module for module in model.modules() if isinstance(module, EncoderBlock)]
+    time. With packed documents, of what an encoder computes between two attentions; if blocks differ, or if something
+    is attached to the forward of each (`whole_blocks`: FSDP, activation checkpointing), of their parts around attention.
+    """
+    blocks: list[Any] = [module for module in model.modules() if isinstance(module, EncoderBlock)]
     if not blocks or not packed and len(blocks) < MANY:
         return torch.compile(model, options=OPTIONS)
     equal = len({repr(block) for block in blocks}) == 1
+    if packed and not whole_blocks and all(type(block.attention) is MultiheadAttention for block in blocks):
+        for encoder in model.modules():
+            if isinstance(encoder, TextEncoder):
+                encoder._through = Blocks(encoder)  # type: ignore[method-assign]
+        return model
     for block in blocks:
         if equal and not packed:
-            block.forward = Part(block.forward)  # type: ignore[method-assign]
+            block.forward = Part(block.forward)
             continue
-        block.finish = Part(block.finish, packed)  # type: ignore[method-assign]
+        block.finish = Part(block.finish, packed)
         for layer in block.attention.modules():
             if isinstance(layer, MultiheadAttention):
                 layer.project = Part(layer.project, packed)  # type: ignore[method-assign]
@@ -51,7 +63,7 @@ def compile_model(model: nn.Module, packed: bool = False) -> Any:
 
 
 class Part:
-    """A method that runs compiled where gradients are computed. All blocks share its graphs.
+    """A function that runs compiled where gradients are computed. All blocks share its graphs.
 
     The number of packed tokens and the tables of their attention differ in every batch. A compiled model would break at
     each attention and compile every function around it, first for one number of tokens and then for any."""
@@ -61,18 +73,72 @@ class Part:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        places = [2 if x.dim() == 4 else 1 for x in tensors]  # of the tokens: heads are (B, H, L, D)
         # The last block computes only one token of each document: (documents, dim), or with another context.
-        if not torch.is_grad_enabled() or tensors[0].dim() < 3 or len({x.shape[1] for x in tensors}) > 1:
+        lengths = {x.shape[place] if x.dim() > 1 else 0 for x, place in zip(tensors, places, strict=True)}
+        if not torch.is_grad_enabled() or tensors[0].dim() < 3 or len(lengths) > 1:
             return self.function(*args, **kwargs)
-        for x in tensors if self.packed else ():
-            torch._dynamo.maybe_mark_dynamic(x, 1)
+        for x, place in zip(tensors, places, strict=True):
+            if self.packed:
+                torch._dynamo.maybe_mark_dynamic(x, place)
         return self.compiled(*args, **kwargs)
 
 
+class Blocks:
+    """The blocks of an encoder with packed documents. What is computed between two attentions is one graph: the end of
+    a block and the start of the next."""
+
+    def __init__(self, encoder: TextEncoder):
+        self.encoder, self.eager = encoder, encoder._through
+        # Dynamo limits the graphs of a code object; a model shares none with the others of its process.
+        self.between = Part(FunctionType(between.__code__.replace(), between.__globals__), packed=True)
+
+    def __call__(
+        self, x: Tensor, at: Any, mask: Tensor | None, documents: Segments | None, first: bool = False
+    ) -> Tensor:
+        if documents is None or not len(documents) or not torch.is_grad_enabled():
+            return self.eager(x, at, mask, documents, first)
+        real, heads, before = documents.real(mask), None, self.encoder
+        blocks: Any = list(self.encoder.blocks)
+        for block in blocks:
+            alone = first and block is blocks[-1]
+            x, *inputs = self.between(x, heads, real, at, before, block, alone)
+            if alone:
+                return block.first(x, inputs[0], mask, documents=documents)
+            q, k, v, *more = inputs
+            options = {"x": more[0]} if more else {}
+            heads, before = block.attention.attention(q, k, v, mask, None, documents, **options), block
+        return self.between(x, heads, real, at, before, None, False)[0]
+
+
+def between(
+    x: Tensor,
+    heads: Tensor | None,
+    real: Tensor | None,
+    at: Tensor,
+    before: Any,
+    block: Any,
+    alone: bool,
+) -> tuple[Tensor, ...]:
+    """From the embeddings, or the attention of the block `before`, to that of `block`: the input x of `block`, then the
+    inputs of its attention. They are not projected if only the first tokens are read, `alone`."""
+    if heads is None:
+        x = before._placed(x, at)
+    else:
+        x = before.finish(x, before.attention.merge(heads))
+    if block is None:
+        return (x,)
+    x = quiet_padding(x, real)
+    y = quiet_padding(block.attention_norm(x), real)
+    if alone:
+        return x, *autocast(y)
+    layer = block.attention
+    return x, *layer.project(y, positions=None if layer.rope is None else at), *layer.input(y).values()
+
+
 def has_parts(model: nn.Module) -> bool:
-    return any(
-        isinstance(module.__dict__.get(name), Part) for module in model.modules() for name in ("forward", "finish")
-    )
+    names = ("forward", "finish", "_through")
+    return any(isinstance(module.__dict__.get(name), Part | Blocks) for module in model.modules() for name in names)
 
 
 def check_compiled(

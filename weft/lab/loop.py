@@ -100,7 +100,9 @@ class Training:
         check_memory(self.fabric, self.raw, self.task, few, config)
         if config.checkpoint_activations:
             checkpoint_activations(self.raw, config.offload)
-        self.model = self.fabric.setup_module(compile_model(self.raw, config.packed) if config.compile else self.raw)
+        attached = config.checkpoint_activations or config.strategy == "fsdp"
+        compiled = compile_model(self.raw, config.packed, attached) if config.compile else self.raw
+        self.model = self.fabric.setup_module(compiled)
         # Created after the model is on its device: sharding replaces parameters.
         self.inner_optimizer = make_optimizer(self.raw, config)
         self.optimizer = self.fabric.setup_optimizers(self.inner_optimizer)

@@ -64,11 +64,25 @@ class EncoderBlock(nn.Module):
         if found is not None:  # layers without packing do not get the argument
             x, options = quiet_padding(x, found.mask), {"segments": found}
         x = quiet_padding(x, mask)
-        if not first:
-            return self.finish(x, self.attention(self.attention_norm(x), mask, bias, **options))
+        if first:
+            return self.first(x, self.attention_norm(x), mask, bias, found)
+        return self.finish(x, self.attention(self.attention_norm(x), mask, bias, **options))
+
+    def first(
+        self,
+        x: Tensor,
+        y: Tensor,
+        mask: Tensor | None = None,
+        bias: PositionBias | None = None,
+        documents: Segments | None = None,
+    ) -> Tensor:
+        """The output for the first tokens of x, the normalised x of which is y."""
         itself = isinstance(self.attention, MultiheadAttention)
-        y = self.attention(self.attention_norm(x), mask, bias, **options, **({"first": True} if itself else {}))
-        return self.finish(first_tokens(x, found), y if itself else first_tokens(y, found))
+        options: dict[str, Any] = {"first": True} if itself else {}
+        if documents is not None:
+            options["segments"] = documents
+        y = self.attention(y, mask, bias, **options)
+        return self.finish(first_tokens(x, documents), y if itself else first_tokens(y, documents))
 
     def prefill(
         self,

@@ -113,9 +113,9 @@ class TextEncoder(nn.Module):
                 "weft.parallel.unshard"
             )
         if self.pooling != "mean":
-            x, mask, documents = self._embedded(ids, mask, segments)
+            x, at, mask, documents = self._embedded(ids, mask, segments)
             first = self.training or self.only_read
-            x = self._through(x, mask, documents, first=first)
+            x = self._through(x, at, mask, documents, first=first)
             return self.norm(x if first else first_tokens(x, documents))
         x, mask = self.tokens(ids, mask, segments)
         real = mask[..., None]
@@ -128,8 +128,8 @@ class TextEncoder(nn.Module):
         get their own rows, (documents, N, dim)."""
         if segments is not None:
             refuse("TextEncoder with segments")
-        x, real, documents = self._embedded(ids, mask, segments)
-        x = self.norm(self._through(x, real, documents))
+        x, at, real, documents = self._embedded(ids, mask, segments)
+        x = self.norm(self._through(x, at, real, documents))
         if documents is None:
             return x, torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if real is None else real
         if not len(documents):
@@ -138,8 +138,8 @@ class TextEncoder(nn.Module):
 
     def _embedded(
         self, ids: Tensor, mask: Tensor | Literal[True] | None, segments: Tensor | Segments | None
-    ) -> tuple[Tensor, Tensor | None, Segments | None]:
-        """The input of the first block, its mask, and where packed documents are."""
+    ) -> tuple[Tensor, Any, Tensor | None, Segments | None]:
+        """Embeddings, their places in the table of positions, the mask, and where packed documents are."""
         if mask is None and not self.padded:
             mask = True
         if segments is None:
@@ -152,31 +152,33 @@ class TextEncoder(nn.Module):
                 real = torch.cat([real[:, :1], real], 1)  # CLS is real if the document's first token is
             first = first_position(x)
             # kernels are faster without a mask
-            return self._placed(x, slice(first, first + x.shape[1])), None if mask is True else real, None
+            return x, slice(first, first + x.shape[1]), None if mask is True else real, None
         documents = documents_of(segments, ids)
         real = self._check(ids, mask, documents.longest)
         mask = None if mask is True else real
-        if not len(documents):
-            return self.embed(ids), mask, documents
-        if self.cls is None:
-            return self._placed(self.embed(ids), documents.ready().positions), mask, documents
+        if self.cls is None or not len(documents):
+            return self.embed(ids), documents.ready().positions, mask, documents
         documents, source = documents.with_first()
-        x = self.embed(ids.flatten()[source][None])  # the free tokens get no gradient
-        x = torch.where(documents.positions[..., None] == 0, self.cls, x)
-        return self._placed(x, documents.positions), None if mask is None else mask.flatten()[source][None], documents
+        x = self.embed(ids.flatten()[source][None])
+        return x, documents.positions, None if mask is None else mask.flatten()[source][None], documents
 
-    def _through(self, x: Tensor, mask: Tensor | None, documents: Segments | None, first: bool = False) -> Tensor:
+    def _through(
+        self, x: Tensor, at: Any, mask: Tensor | None, documents: Segments | None, first: bool = False
+    ) -> Tensor:
         """All blocks. With `first`, the last one returns only the first token of each document, (documents, dim)."""
         options: dict[str, Any] = {} if documents is None else {"segments": documents}
         if documents is not None and not len(documents):
             return first_tokens(x, documents) if first else x
+        x = self._placed(x, at)
         *before, last = self.blocks
         for block in before:
             x = block(x, mask, **options)
         return last(x, mask, **options, **({"first": True} if first else {}))
 
     def _placed(self, x: Tensor, at: Any) -> Tensor:
-        """x with the positions `at`, an index into the table of positions."""
+        """x with the positions `at`, an index into the table of positions. Packed documents get their CLS here."""
+        if self.cls is not None and isinstance(at, Tensor):
+            x = torch.where(at[..., None] == 0, self.cls, x)  # what was embedded there gets no gradient
         table = self.positions if self.table is None else self.table(x.device)
         return self.dropout(x if table is None else x + table.to(x.dtype)[at])
 
