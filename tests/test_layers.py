@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import weft
 from weft.core.positions import alibi_slopes, sinusoids
+from weft.layers.dropout import HashedDropout, hashed_dropout
 
 EXACT = {"atol": 1e-10, "rtol": 1e-8}
 
@@ -184,3 +185,33 @@ def test_qk_norm_bounds_the_logits_and_keeps_the_contract(name):
             y, state = layer.step(x[:, t : t + 1], state)
             rest.append(y)
         torch.testing.assert_close(torch.cat([out, *rest], 1), layer(x))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_hashed_dropout_drops_independently(p):
+    torch.manual_seed(0)
+    x = torch.full((1000, 1000), 2.0, requires_grad=True)
+    outs = [hashed_dropout(x, p) for _ in range(2)]
+    outs[0].sum().backward()
+    torch.testing.assert_close(x.grad, outs[0].detach() / 2)
+    torch.testing.assert_close(outs[0].unique(), torch.tensor([0, 2 / (1 - p)]))
+    dropped, again = ((out == 0).double().flatten() - p for out in outs)
+    pairs = [dropped[k:] * dropped[:-k] for k in (1, 2, 16, 1000, 4000)]  # along rows and columns
+    for found in (dropped, dropped * again, *pairs):  # five standard deviations
+        assert abs(found.mean()) < 5 * found.std() / 1000
+    rates = dropped.view(1000, 1000).mean(0), dropped.view(1000, 1000).mean(1)
+    assert all(0.8 < rate.std() / math.sqrt(p * (1 - p) / 1000) < 1.2 for rate in rates)
+
+
+def test_hashed_dropout_runs_in_compiled_graphs():
+    torch.manual_seed(0)
+    layer, x = HashedDropout(0.3), torch.ones(100, 100)
+    compiled = torch.compile(layer, backend="aot_eager")
+    torch.manual_seed(1)
+    expected = hashed_dropout(x, 0.3)
+    torch.manual_seed(1)
+    assert torch.equal(compiled(x), expected)
+    torch.manual_seed(1)
+    expected = torch.dropout(x, 0.3, True)
+    torch.manual_seed(1)
+    assert torch.equal(layer(x), expected) and torch.equal(torch.compile(layer.eval(), backend="aot_eager")(x), x)

@@ -14,6 +14,7 @@ from ..core.contract import quiet_padding
 from ..core.precision import autocast
 from ..core.segments import Segments
 from ..layers import MultiheadAttention
+from ..layers.dropout import HashedDropout
 from ..layers.encoder import EncoderBlock
 from ..models.encoder import TextEncoder
 from ..tasks.base import Task
@@ -32,6 +33,9 @@ class Miscompiled(Exception):
 # Inductor of torch 2.11 pads the strides of large tensors, and then computes wrong results: `performer` with 48 heads,
 # 2,001 tokens and a batch of 32 had a relative error of 1.2.
 OPTIONS: Any = {"comprehensive_padding": False}
+# Inductor sums over rows and columns in one kernel in the backward of a norm. For any number of tokens, that is slow:
+# 240 us for 33,000 tokens of 512 on an H200, where memory needs 100.
+PACKED_OPTIONS = {"triton.mix_order_reduction": False}
 
 
 MANY = 6  # blocks: below, compiling the whole model is fast enough
@@ -40,8 +44,7 @@ MANY = 6  # blocks: below, compiling the whole model is fast enough
 def compile_model(model: nn.Module, packed: bool = False, whole_blocks: bool = False) -> Any:
     """torch.compile of the whole model, or of its blocks: many equal blocks share one graph, which takes a tenth of the
     time. With packed documents, of what an encoder computes between two attentions; if blocks differ, or if something
-    is attached to the forward of each (`whole_blocks`: FSDP, activation checkpointing), of their parts around attention.
-    """
+    is attached to their forward (`whole_blocks`: FSDP, activation checkpointing), of their parts around attention."""
     blocks: list[Any] = [module for module in model.modules() if isinstance(module, EncoderBlock)]
     if not blocks or not packed and len(blocks) < MANY:
         return torch.compile(model, options=OPTIONS)
@@ -69,7 +72,9 @@ class Part:
     each attention and compile every function around it, first for one number of tokens and then for any."""
 
     def __init__(self, function: Callable[..., Any], packed: bool = False):
-        self.function, self.compiled, self.packed = function, torch.compile(function, options=OPTIONS), packed
+        known = torch._inductor.list_options() if packed else []
+        options = OPTIONS | {name: value for name, value in PACKED_OPTIONS.items() if name in known}
+        self.function, self.compiled, self.packed = function, torch.compile(function, options=options), packed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
@@ -92,6 +97,10 @@ class Blocks:
         self.encoder, self.eager = encoder, encoder._through
         # Dynamo limits the graphs of a code object; a model shares none with the others of its process.
         self.between = Part(FunctionType(between.__code__.replace(), between.__globals__), packed=True)
+        for module in list(encoder.modules()):
+            for name, child in module.named_children():
+                if type(child) is nn.Dropout:
+                    setattr(module, name, HashedDropout(child.p))
 
     def __call__(
         self, x: Tensor, at: Any, mask: Tensor | None, documents: Segments | None, first: bool = False
@@ -105,7 +114,7 @@ class Blocks:
             x, *inputs = self.between(x, heads, real, at, before, block, alone)
             if alone:
                 return block.first(x, inputs[0], mask, documents=documents)
-            q, k, v, *more = inputs
+            q, k, v, *more = (z.transpose(1, 2) if z.dim() == 4 else z for z in inputs)
             options = {"x": more[0]} if more else {}
             heads, before = block.attention.attention(q, k, v, mask, None, documents, **options), block
         return self.between(x, heads, real, at, before, None, False)[0]
@@ -133,7 +142,9 @@ def between(
     if alone:
         return x, *autocast(y)
     layer = block.attention
-    return x, *layer.project(y, positions=None if layer.rope is None else at), *layer.input(y).values()
+    qkv = layer.project(y, positions=None if layer.rope is None else at)
+    # By token: for any number of tokens, AOTAutograd wants contiguous gradients, and would copy those of heads.
+    return x, *(z.transpose(1, 2) for z in qkv), *layer.input(y).values()
 
 
 def has_parts(model: nn.Module) -> bool:
