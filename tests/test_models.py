@@ -152,7 +152,7 @@ def test_documents_without_padding_need_no_mask(case):
         torch.manual_seed(0)
         outputs.append(encoder(ids))
     torch.testing.assert_close(*outputs)
-    assert encoder._embedded(ids, None, None)[1] is None and encoder.tokens(ids)[1].all()
+    assert encoder._embedded(ids, None, None)[2] is None and encoder.tokens(ids)[1].all()
 
 
 def test_cls_is_masked_with_the_first_token():
