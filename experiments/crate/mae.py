@@ -7,7 +7,7 @@ From the authors' code, not the paper (White-Box Transformers via Sparse Rate Re
 https://arxiv.org/abs/2306.01129). Pre-training hides three quarters of the patches (AdamW, no labels). The probe
 trains one linear layer on the frozen encoder; fine-tuning trains all of it as published (AdamW, learning rate 5e-5,
 decay 0.01, crops, flips and RandAugment with n = 2, m = 14), but at 32 pixels. Both start from the pre-trained
-run; its ten minutes and the 2,500 steps of 512 are our choice. "not pre-trained" is fine-tuning from random weights.
+run; its ten minutes and the 2,000 steps of 512 are our choice. "not pre-trained" is fine-tuning from random weights.
 """
 
 from __future__ import annotations
@@ -125,6 +125,6 @@ def cells() -> list[Cell]:
         ("not pre-trained", "cifar10-mae-finetune", 5e-5, randaugment, ""),
     ):
         options: dict[str, Any] = dict(learning_rate=rate, weight_decay=0.01, augmentation=augmentation)
-        config = make_config(task, **same, steps=2500, warmup=125, **options)
+        config = make_config(task, **same, steps=2000, warmup=100, **options)
         found.append(Cell(row, "CIFAR-10", config, start=start))
     return found
