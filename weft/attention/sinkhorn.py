@@ -118,7 +118,9 @@ def run_kernel(attn: SinkhornAttention, q: Tensor, k: Tensor, v: Tensor, mask: T
     n = ceil_div(L, m)
     attn.check_blocks(n)
     if not attn.iterations and m <= longest_block(D, q.element_size()):
-        has_token, filled = attn.flags(mask, L, q.device)[1:]
+        has_token = filled = None
+        if mask is not None or n == 1:  # otherwise every block and every slot has a token
+            has_token, filled = attn.flags(mask, L, q.device)[1:]
         sources = None if has_token is None else _sources(has_token)[:, 0]
         slots = None if filled is None else filled.expand(B, 1, m)[:, 0]
         key, threshold = dropout_key(attn, q)

@@ -55,6 +55,7 @@ class Operator:
         # Whether the gradients are those of the first arguments, which are always there; None for the rest.
         self.leading = gradients == (*range(first),) and not any(word.startswith("Tensor?") for word in words[:first])
         self.rest = (None,) * (n - first)
+        self.run, self.fake, self.run_backward = forward, fake, backward  # for operators that contain this one
         self.forward = Taped(lambda tensors, options: forward(*tensors, *options))
         self.backward = Taped(lambda tensors, options: backward(*tensors, *options))
 

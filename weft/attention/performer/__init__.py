@@ -27,11 +27,11 @@ from ...core.dispatch import Kernel
 from ...core.precision import precise
 from ...core.registry import register
 from ...core.scan import causal_sum
-from ...kernels.linear_scan import kernel as linear_scan
+from ...kernels.linear_scan.kernel import linear_scan
 from ...kernels.linear_sum.kernel import linear_sum
 from ...kernels.steps.kernel import Step, sums_step
 from ..linear import drop_values, drops_nothing, with_ones
-from . import kernel as random_features
+from .kernel import LEAST_LENGTH, random_feature_attention
 
 
 def naive(
@@ -187,11 +187,10 @@ def orthogonal_features(count: int, dim: int) -> Tensor:
 
 def run_kernel(attn: PerformerAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
     v = drop_values(v, attn.dropout if attn.training else 0.0)
-    fused = linear_scan.linear_scan if attn.causal else linear_sum
     if attn.kernel == "relu":
-        return fused(q, k, v, mask, features="relu").to(q.dtype)
-    a, b, key_scale, top, rest = random_features.random_features(q, k, mask, attn.projection, attn.epsilon)
-    return fused(a, b, v, mask, features="given", key_scale=key_scale, top=top, rest=rest).to(q.dtype)
+        return (linear_scan if attn.causal else linear_sum)(q, k, v, mask, features="relu").to(q.dtype)
+    found = random_feature_attention(q, k, v, mask, attn.projection, attn.epsilon, causal=attn.causal)
+    return found.to(q.dtype)
 
 
 def step_of(attn: PerformerAttention, state: tuple[Tensor, ...]) -> Step | None:
@@ -211,7 +210,7 @@ register(
     dropout="keys",
     kernel=Kernel(
         run_kernel,
-        least_length=random_features.LEAST_LENGTH,
+        least_length=LEAST_LENGTH,
         dropout=True,
         grouped=drops_nothing,
         step=step_of,

@@ -1,5 +1,5 @@
-"""Fused kernels of Performer: random features of queries and keys for `linear_scan`, forward and backward as one
-PyTorch operator.
+"""Fused kernels of Performer: random features of queries and keys, then `linear_scan` or `linear_sum`, forward and
+backward as one PyTorch operator.
 
     t = x / D^{1/4},   u_m = p_m·t - largest,   largest = max_m p_m·t
 
@@ -35,6 +35,8 @@ from ...core.tiles import (
     tiles_for,
 )
 from ...kernels.launch import launch
+from ...kernels.linear_scan import kernel as linear_scan
+from ...kernels.linear_sum import kernel as linear_sum
 from ...kernels.operator import Operator
 
 LEAST_LENGTH = 256  # the shortest length measured; the kernels are faster from here on: docs/kernels.md
@@ -50,21 +52,20 @@ WORD = 16  # φ is zero-padded to a multiple of this width, so that rows are ali
 SPAN = 4096  # maximum number of tokens per step of `running_top`
 
 
-def random_features(
-    q: Tensor, k: Tensor, mask: Tensor | None, projection: Tensor, epsilon: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q and k (B, H, L, D), mask (B, L), projection (M, D) -> φ(q), φ(k), key_scale, top, rest. k may have fewer heads
-    than q, and φ(k), key_scale and top have those of k."""
-    q, k = autocast(q, k)
-    return _operator(q, k, for_operator(mask), projection, epsilon)
+def random_feature_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, projection: Tensor, epsilon: float, *, causal: bool
+) -> Tensor:
+    """q, k and v (B, H, L, D), mask (B, L), projection (M, D) -> (B, H, L, D). k and v may have fewer heads than q."""
+    q, k, v = autocast(q, k, v)
+    return _operators[causal](q, k, v, for_operator(mask), projection, epsilon)
 
 
-def _forward(q, k, mask, projection, epsilon):
+def _features(q, k, mask, projection, epsilon):
+    """φ(q), φ(k), and a block of what else the attention and the backward read."""
     from .forward import features, running_top, split
 
-    outputs = _outputs(q, k, projection)
-    a, b, key_scale, top, rest, block = outputs
-    q_largest, k_largest, directions = _kept(q, k, projection).split(block)
+    a, b, block = outputs = _empty_features(q, k, projection)
+    key_scale, top, rest, q_largest, k_largest, directions = _kept(q, k, projection).split(block)
     B, _, L, D = q.shape
     M = projection.shape[0]
     launch(
@@ -83,39 +84,33 @@ def _forward(q, k, mask, projection, epsilon):
     return outputs
 
 
-def _outputs(q: Tensor, k: Tensor, projection: Tensor) -> tuple[Tensor, ...]:
-    """φ(q), φ(k), key_scale, top, rest, and what only the backward reads."""
-    phis = (x.new_empty(*x.shape[:3], width(projection.shape[0])) for x in (q, k))
-    numbers = (x.new_empty(x.shape[:3], dtype=torch.float32) for x in (k, k, q))
-    return *phis, *numbers, _kept(q, k, projection).empty(q)
+def _empty_features(q: Tensor, k: Tensor, projection: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    a, b = (x.new_empty(*x.shape[:3], width(projection.shape[0])) for x in (q, k))
+    return a, b, _kept(q, k, projection).empty(q)
 
 
 def _kept(q: Tensor, k: Tensor, projection: Tensor) -> Block:
-    """The largest products of the queries and of the keys, and the directions from `split`."""
+    """key_scale, top, rest, the largest products of the queries and of the keys, and the directions from `split`."""
     half, of_queries, of_keys = q.dtype == torch.bfloat16, *((tuple(x.shape[:3]), torch.float32) for x in (q, k))
     directions = (1 + half, *projection.shape), torch.bfloat16 if half else torch.float32
-    return Block((of_queries, of_keys, directions))
+    return Block((of_keys, of_keys, of_queries, of_queries, of_keys, directions))
 
 
-def _backward(
-    da, db, dtop, drest, q, k, mask, projection, a, b, key_scale, top, rest, block, epsilon
-):  # fmt: skip
+def _feature_gradients(da, db, dtop, drest, q, k, mask, projection, block, epsilon):
     from .backward import feature_gradients, top_gradients
 
-    q_largest, k_largest, directions = _kept(q, k, projection).split(block)
-
+    _, top, _, q_largest, k_largest, directions = _kept(q, k, projection).split(block)
     B, _, L, _ = q.shape
     dq, dk = empty_rows(q), empty_rows(k)
     t = tiles("feature gradients", q)
     through = torch.empty_like(k_largest)
-    dtop, drest = dtop.float().contiguous(), drest.float().contiguous()
     span = min(SPAN, next_power_of_two(L))
     launch(top_gradients, (B * k.shape[1],), k_largest, top, dtop, through, L, SPAN=span, num_warps=8)
     for queries, x, dphi, largest, dnumber, dx in (
         (True, q, da, q_largest, drest, dq),
         (False, k, db, k_largest, through, dk),
     ):
-        flags, x, dphi, H = None if queries else mask, rows_contiguous(x), rows_contiguous(dphi), x.shape[1]
+        flags, x, H = None if queries else mask, rows_contiguous(x), x.shape[1]
         launch(
             feature_gradients, (ceil_div(L, t.queries) * B * H,),
             x, flags_or(flags, x), directions, largest, dphi, dnumber, dx, *strides(x), *strides(dphi), *strides(dx),
@@ -123,6 +118,33 @@ def _backward(
             QUERIES=queries, **_options(q, directions.shape[1], t, flags), **t.launch(),
         )  # fmt: skip
     return dq, dk
+
+
+def _operator(name: str, attention: Operator, kept: int) -> Operator:
+    """The features and `attention`, which keeps that many tensors for its backward."""
+
+    def given(q, k, v, mask, projection, a, b, block):
+        key_scale, top, rest, *_ = _kept(q, k, projection).split(block)
+        return a, b, v, mask, key_scale, top, rest, None
+
+    def forward(q, k, v, mask, projection, epsilon):
+        features = _features(q, k, mask, projection, epsilon)
+        out, *more = attention.run(*given(q, k, v, mask, projection, *features), "given", 0.0)
+        return out, *features, *more
+
+    def fake(q, k, v, mask, projection, epsilon):
+        features = _empty_features(q, k, projection)
+        out, *more = attention.fake(*given(q, k, v, mask, projection, *features), "given", 0.0)
+        return out, *features, *more
+
+    def backward(dout, q, k, v, mask, projection, out, a, b, block, *rest):
+        *more, epsilon = rest
+        arguments = given(q, k, v, mask, projection, a, b, block)
+        da, db, dv, dtop, drest = attention.run_backward(dout, *arguments, out, *more, "given", 0.0)
+        return *_feature_gradients(da, db, dtop, drest, q, k, mask, projection, block, epsilon), dv
+
+    arguments = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor projection, float epsilon"
+    return Operator(name, arguments, forward, fake, backward, outputs=4 + kept)
 
 
 def _options(q: Tensor, M: int, t: Tiles, mask: Tensor | None) -> dict[str, Any]:
@@ -139,14 +161,7 @@ def tiles(kernel: str, q: Tensor) -> Tiles:
     return tiles_for(TILES, kernel, q.shape[3], 2 if q.dtype == torch.bfloat16 else 4)
 
 
-_operator = Operator(
-    "random_features",
-    "Tensor q, Tensor k, Tensor? mask, Tensor projection, float epsilon",
-    _forward,
-    lambda q, k, mask, projection, epsilon: _outputs(q, k, projection),
-    _backward,
-    outputs=6,
-    returned=5,
-    differentiable=(0, 1, 3, 4),
-    gradients=(0, 1),
-)
+_operators = {
+    True: _operator("causal_performer", linear_scan.operator, 1),
+    False: _operator("performer", linear_sum.operator, 2),
+}

@@ -81,7 +81,7 @@ def linear_scan(
     (G) and `rest`, all (B, H, L). k, v, `key_scale` and `top` may have fewer heads, each shared by a group of heads of
     q. Packed documents need the plain form and the `table` of their chunks of CHUNK tokens."""
     q, k, v = autocast(q, k, v)
-    return _operator(q, k, v, for_operator(mask), key_scale, top, rest, table, features, epsilon)
+    return operator(q, k, v, for_operator(mask), key_scale, top, rest, table, features, epsilon)
 
 
 @dataclass(frozen=True)
@@ -344,7 +344,7 @@ def _rows(x: Tensor | None, stand_in: Tensor) -> Tensor:
     return stand_in if x is None else x.float().contiguous()
 
 
-_operator = Operator(
+operator = Operator(
     "linear_scan",
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_scale, Tensor? top, Tensor? rest, Tensor? table,"
     " str features, float epsilon",

@@ -66,7 +66,7 @@ def linear_sum(
     shared by a group of heads of q. Packed documents need the plain form and the `table` of their chunks of SHORTEST
     tokens."""
     q, k, v = autocast(q, k, v)
-    return _operator(q, k, v, for_operator(mask), key_scale, top, rest, table, features, epsilon)
+    return operator(q, k, v, for_operator(mask), key_scale, top, rest, table, features, epsilon)
 
 
 def _forward(q, k, v, mask, key_scale, top, rest, table, features, epsilon):
@@ -191,7 +191,7 @@ def _numbers(x: Tensor | None, stand_in: Tensor) -> Tensor:
     return stand_in if x is None else x.float().contiguous()
 
 
-_operator = Operator(
+operator = Operator(
     "linear_sum",
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_scale, Tensor? top, Tensor? rest, Tensor? table,"
     " str features, float epsilon",
