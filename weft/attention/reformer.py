@@ -26,7 +26,7 @@ from ..core.precision import precise, without_autocast
 from ..core.registry import register
 from ..core.runs import gather_runs, take_mask, take_tokens
 from ..kernels.band.kernel import too_long
-from ..kernels.intervals.kernel import Orders, interval_attention, nearest
+from ..kernels.intervals.kernel import MOST_GROUPS, Orders, hashed_attention, interval_attention, nearest
 
 
 def naive(
@@ -111,6 +111,10 @@ class ReformerAttention(Attention):
 
 
 def run_kernel(attn: ReformerAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
+    if attn.buckets <= MOST_GROUPS:
+        return hashed_attention(
+            q, v, attn.rotations, mask, buckets=attn.buckets, size=attn.chunk, causal=attn.causal
+        )  # fmt: skip
     bucket, inv = nearest(q, attn.rotations.mT, mask, groups=attn.buckets, signed=True)
     orders = Orders.of(bucket, attn.buckets)
     return interval_attention(

@@ -37,8 +37,8 @@ from ..core.recomputing import Replays, once, recomputing
 from ..core.registry import register
 from ..core.runs import Runs, gather_runs, take_mask, take_rows
 from ..kernels.band.kernel import too_long
-from ..kernels.intervals.clusters import MOST_CLUSTERS, cluster_keys
-from ..kernels.intervals.kernel import Orders, group_sums, interval_attention, nearest
+from ..kernels.intervals.clusters import cluster_keys, content_of, empty_content
+from ..kernels.intervals.kernel import MOST_GROUPS, Orders, group_sums, interval_attention, nearest
 
 
 def naive(
@@ -131,18 +131,23 @@ class Clusters(nn.Module):
             self._remember(F.normalize(k.to(self.centroids.dtype), dim=-1), group)
         return group
 
-    @torch.no_grad()
     def assign_orders(self, k: Tensor, mask: Tensor | None) -> Orders:
         """`assign` with the kernels; the tokens sorted by cluster."""
-        if self.clusters <= MOST_CLUSTERS and not torch.compiler.is_compiling():
+        if self.clusters <= MOST_GROUPS and not torch.compiler.is_compiling():
             centroids, learning = self.centroids, self.training and not self.frozen
             if learning and recomputing():
-                centroids, learning = self.replays.recall(k), False
-            before = torch.empty_like(centroids) if learning else None
-            orders = cluster_keys(k, centroids, self.drawn, self.count, mask, self.decay, before)
-            if learning:
-                self.replays.remember(k, before, k)
+                centroids, learning = self.replays.recall(k, content_of), False
+            if not learning:
+                return cluster_keys(k, centroids, self.drawn, self.count, mask, self.decay)
+            before, content = torch.empty_like(centroids), empty_content(k)
+            orders = cluster_keys(k, centroids, self.drawn, self.count, mask, self.decay, before, content)
+            self.replays.remember(k, before, k, content)
             return orders
+        return self._assign_and_sort(k, mask)
+
+    @torch.no_grad()
+    def _assign_and_sort(self, k: Tensor, mask: Tensor | None) -> Orders:
+        """The same with a sort of PyTorch, and as operators that can be compiled."""
         centroids, learning = self.begin(k)
         group, _ = nearest(k, centroids[None], mask, groups=self.clusters)
         orders = Orders.of(group, self.clusters)
@@ -150,7 +155,7 @@ class Clusters(nn.Module):
             unit = F.normalize(k.to(self.centroids.dtype), dim=-1)
             self._remember(unit.repeat_interleave(group.shape[2] // k.shape[1], 1), group[0].long())
         elif learning:
-            self.learn(*group_sums(k, orders, self.drawn.dtype))
+            self.learn(*group_sums(k, orders, len(centroids), self.drawn.dtype))
         return orders
 
     def begin(self, k: Tensor) -> tuple[Tensor, bool]:

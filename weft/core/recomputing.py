@@ -9,6 +9,7 @@ batch. So each training forward draws a ticket from torch's CPU generator. Check
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,8 +59,9 @@ class Replays:
     def __init__(self) -> None:
         self.entries: list[_Entry] = []
 
-    def remember(self, x: Tensor, state: Any, made: Tensor) -> None:
-        """Record that the forward on x started from `state`. `made`, its result, links the entry to the graph."""
+    def remember(self, x: Tensor, state: Any, made: Tensor, content: Tensor | None = None) -> None:
+        """Record that the forward on x started from `state`. `made`, its result, links the entry to the graph.
+        `content` is that of x if `recall` gets another function for it."""
         if torch.compiler.is_compiling():  # a compiled graph recomputes without running this code again
             return
         graph = None
@@ -68,13 +70,15 @@ class Replays:
             graph = weakref.ref(node.metadata.setdefault(_Alive, _Alive()))
         tied = [e for e in self.entries if e.graph is not None and e.graph() is not None]
         untied = [e for e in self.entries if e.graph is None and not e.recalled]
-        self.entries = [*tied, *untied[-self.untied + 1 :], _Entry(_ticket(), _content(x), state, graph)]
+        entry = _Entry(_ticket(), _content(x) if content is None else content, state, graph)
+        self.entries = [*tied, *untied[-self.untied + 1 :], entry]
 
-    def recall(self, x: Tensor) -> Any:
+    def recall(self, x: Tensor, content_of: Callable[[Tensor], Tensor] | None = None) -> Any:
         """Return the initial state of the forward that this one repeats."""
-        ticket, content = _ticket(), _content(x)
+        ticket = _ticket()
         found = [e for e in self.entries if torch.equal(e.ticket, ticket)]
         if len(found) != 1:
+            content = (content_of or _content)(x)
             found = [e for e in found or self.entries if torch.equal(e.content, content)]
         if len(found) != 1:
             raise RuntimeError(

@@ -21,7 +21,14 @@ from ...core.precision import autocast
 from ...core.tiles import Block, block_width, empty_rows, next_power_of_two, precision, rows_contiguous, strides
 from ..band.kernel import check
 from ..grouped import gradients, sum_to_groups
-from ..intervals.kernel import Orders, attend_runs, run_key_gradients, run_query_gradients, run_settings
+from ..intervals.kernel import (
+    Orders,
+    attend_runs,
+    order_tables,
+    run_key_gradients,
+    run_query_gradients,
+    run_settings,
+)
 from ..launch import launch
 from ..lines.kernel import scales
 from ..operator import Operator
@@ -34,43 +41,43 @@ T, WIDE_T = 64, 32  # tokens per tile, in half precision and in float32
 def span_attention(q: Tensor, k: Tensor, v: Tensor, orders: Orders, *, size: int, pool: str, causal: bool) -> Tensor:
     """q, k and v (B, H, L, D) -> (B, H, L, D). `orders` has one order."""
     q, k, v = autocast(q, k, v)
-    return _operator(q, k, v, orders.token, orders.group, orders.start, size, pool, causal)
+    return _operator(q, k, v, orders.tables, orders.groups, size, pool, causal)
 
 
-def _sizes(q: Tensor, start: Tensor, size: int) -> tuple[int, int, int, int]:
-    """Tokens per tile, tiles, groups, and the most runs."""
-    tile, groups = WIDE_T if q.element_size() == 4 else T, start.shape[-1] - 1
-    return tile, ceil_div(q.shape[2], tile), groups, ceil_div(q.shape[2], size) + groups
+def _sizes(q: Tensor, groups: int, size: int) -> tuple[int, int, int]:
+    """Tokens per tile, tiles, and the most runs."""
+    tile = WIDE_T if q.element_size() == 4 else T
+    return tile, ceil_div(q.shape[2], tile), ceil_div(q.shape[2], size) + groups
 
 
-def _kept(q: Tensor, start: Tensor, size: int, causal: bool) -> Block:
+def _kept(q: Tensor, groups: int, size: int, causal: bool) -> Block:
     """The log2 normalisers of out, the summaries qbar, kbar, vbar and their log2 normalisers, and the tables of
     `tables.py`: of runs, of tokens, and of the last tokens before each tile."""
     B, H, L, D = q.shape
-    _, n, groups, R = _sizes(q, start, size)
+    _, n, R = _sizes(q, groups, size)
     summaries, norms = ((B, H, L, D), q.dtype), ((B, H, L), torch.float32)
     runs, tokens = ((B, H, R), torch.int32), ((B, H, L), torch.int32)
     before = ((B, H, n if causal else 0, groups), torch.int32)
     return Block((norms, summaries, summaries, summaries, norms, runs, runs, runs, runs, tokens, tokens, before))
 
 
-def _outputs(q: Tensor, start: Tensor, size: int, causal: bool) -> tuple[Tensor, Tensor]:
-    return empty_rows(q), _kept(q, start, size, causal).empty(q)
+def _outputs(q: Tensor, groups: int, size: int, causal: bool) -> tuple[Tensor, Tensor]:
+    return empty_rows(q), _kept(q, groups, size, causal).empty(q)
 
 
-def _forward(q, k, v, token, group, start, size, pool, causal):
+def _forward(q, k, v, tables, groups, size, pool, causal):
     from .forward import attend
     from .pool import pool_runs
     from .tables import describe_tokens, last_before, list_runs
 
     check(q, k, v, "none")
-    out, block = outputs = _outputs(q, start, size, causal)
-    lse, qbar, kbar, vbar, local, *tables = _kept(q, start, size, causal).split(block)
-    first, end, last, whole, of, about, before = tables
+    out, block = outputs = _outputs(q, groups, size, causal)
+    lse, qbar, kbar, vbar, local, *more = _kept(q, groups, size, causal).split(block)
+    first, end, last, whole, of, about, before = more
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
-    order = token[0], group[0], start[0]
     B, H, L, D = q.shape
-    (tile, n, groups, R), BH, run = _sizes(q, start, size), B * H, min(size, L)
+    order = tuple(x[0] for x in order_tables(tables, B, H, L, groups))
+    (tile, n, R), BH, run = _sizes(q, groups, size), B * H, min(size, L)
     launch(
         list_runs, (BH, ceil_div(R, 128)), order[0], order[2], first, end, last, whole, L, groups, run, R,
         ROWS=128, CAUSAL=causal, num_warps=4,
@@ -90,35 +97,35 @@ def _forward(q, k, v, token, group, start, size, pool, causal):
         q, k, order[0], first, end, qbar, kbar, *strides(q), *strides(k), BH, H, L, R,
         D=D, BLOCK_D=channels, CHUNK=16, POOL=pool, HEADS=H // k.shape[1], num_warps=1,
     )  # fmt: skip
-    attend_runs(qbar, k, v, lse, order, vbar, local, run_settings(q, k, v, start, size, True), more=False)
-    attend_runs(q, k, v, lse, order, out, lse, run_settings(q, k, v, start, size, causal), more=False)
+    attend_runs(qbar, k, v, lse, order, vbar, local, run_settings(q, k, v, groups, size, True), more=False)
+    attend_runs(q, k, v, lse, order, out, lse, run_settings(q, k, v, groups, size, causal), more=False)
     launch(
         attend, (n * BH,),
         q, kbar, vbar, of, about, before, last, whole, out, lse, *strides(q), *strides(out),
-        BH, H, L, n, groups, R, scales(q)[0], **_options(q, start, causal), BR=_runs_per_tile(R), num_warps=4,
+        BH, H, L, n, groups, R, scales(q)[0], **_options(q, groups, causal), BR=_runs_per_tile(R), num_warps=4,
         num_stages=2,
     )  # fmt: skip
     return outputs
 
 
-def _backward(dout, q, k, v, token, group, start, out, block, size, pool, causal):
+def _backward(dout, q, k, v, tables, out, block, groups, size, pool, causal):
     from .backward import collect_earlier, collect_runs, query_gradients, run_gradients
     from .pool import pool_gradients
 
     dq, (dk, by_head_k), (dv, by_head_v) = empty_rows(q), gradients(k, q), gradients(v, q)
-    lse, qbar, kbar, vbar, local, *tables = _kept(q, start, size, causal).split(block)
-    first, end, last, whole, of, about, before = tables
+    lse, qbar, kbar, vbar, local, *more = _kept(q, groups, size, causal).split(block)
+    first, end, last, whole, of, about, before = more
     dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
-    order = token[0], group[0], start[0]
     B, H, L, D = q.shape
-    (tile, n, groups, R), BH = _sizes(q, start, size), B * H
+    order = tuple(x[0] for x in order_tables(tables, B, H, L, groups))
+    (tile, n, R), BH = _sizes(q, groups, size), B * H
     delta, local_delta = torch.empty_like(lse), torch.empty_like(lse)
     dqbar, dkbar, dvbar = (q.new_empty(q.shape) for _ in range(3))
     parts = q.new_empty(BH, n if causal else 0, groups, 2, D)
-    options, warps = _options(q, start, causal), 8 if D > 64 else 4
+    options, warps = _options(q, groups, causal), 8 if D > 64 else 4
     shape, runs = {"D": D, "BLOCK_D": options["BLOCK_D"]}, _runs_per_tile(R)
 
-    settings = run_settings(q, k, v, start, size, causal)
+    settings = run_settings(q, k, v, groups, size, causal)
     run_query_gradients(q, k, v, lse, order, out, dout, lse, delta, dq, settings, more=False)
     run_key_gradients(q, k, v, lse, order, dout, lse, delta, by_head_k, by_head_v, settings, more=False)
     launch(
@@ -145,7 +152,7 @@ def _backward(dout, q, k, v, token, group, start, out, block, size, pool, causal
         collect_runs, (ceil_div(R, 16) * BH,), last, whole, sums, dkbar, dvbar, BH, L, R, chunks, **shape, BR=16,
         num_warps=4,
     )  # fmt: skip
-    settings = run_settings(q, k, v, start, size, True)
+    settings = run_settings(q, k, v, groups, size, True)
     run_query_gradients(qbar, k, v, lse, order, vbar, dvbar, local, local_delta, dqbar, settings, more=False)
     run_key_gradients(qbar, k, v, lse, order, dvbar, local, local_delta, by_head_k, by_head_v, settings, more=True)
     together = max(1, round(size**0.5))  # like `running_max` in combiner/summaries.py, for the same gradients of ties
@@ -161,8 +168,8 @@ def _backward(dout, q, k, v, token, group, start, out, block, size, pool, causal
     return dq, dk, dv
 
 
-def _options(q: Tensor, start: Tensor, causal: bool) -> dict[str, Any]:
-    D, groups = q.shape[3], start.shape[-1] - 1
+def _options(q: Tensor, groups: int, causal: bool) -> dict[str, Any]:
+    D = q.shape[3]
     many = min(64 if D <= 64 and q.element_size() == 2 else 32, max(16, next_power_of_two(groups)))
     return {
         "D": D, "BLOCK_D": block_width(D), "T": WIDE_T if q.element_size() == 4 else T, "BG": many, "CAUSAL": causal,
@@ -176,9 +183,9 @@ def _runs_per_tile(R: int) -> int:
 
 _operator = Operator(
     "combiner_routing",
-    "Tensor q, Tensor k, Tensor v, Tensor token, Tensor group, Tensor start, int size, str pool, bool causal",
+    "Tensor q, Tensor k, Tensor v, Tensor tables, int groups, int size, str pool, bool causal",
     _forward,
-    lambda q, k, v, token, group, start, size, pool, causal: _outputs(q, start, size, causal),
+    lambda q, k, v, tables, groups, size, pool, causal: _outputs(q, groups, size, causal),
     _backward,
     outputs=2,
 )

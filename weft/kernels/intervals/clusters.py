@@ -8,66 +8,81 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...core.blocks import ceil_div
 from ...core.precision import autocast
-from ...core.tiles import Block, block_width, flags_or, next_power_of_two, rows_contiguous, strides
+from ...core.tiles import block_width, flags_or, rows_contiguous, strides
 from ..launch import launch
 from ..operator import InPlace
-from .kernel import Orders, assign_groups, group_dtype
+from .kernel import Orders, assign_groups, empty_tables, group_dtype, sort_by_group, sum_groups
 
-MOST_CLUSTERS = 256  # a tile compares each token with every cluster
-TILE = 256  # tokens
+PARTS = 8  # of a sequence, in `content_of`
 
 
 def cluster_keys(
-    k: Tensor, centroids: Tensor, drawn: Tensor, count: Tensor, mask: Tensor | None, decay: float, copy: Tensor | None
+    k: Tensor,
+    centroids: Tensor,
+    drawn: Tensor,
+    count: Tensor,
+    mask: Tensor | None,
+    decay: float,
+    copy: Tensor | None = None,
+    content: Tensor | None = None,
 ) -> Orders:
-    """Sort keys (B, H or fewer, L, D) by their nearest centroid (H, C, D). With `copy`: first move the centroids by the
-    sums in `drawn` (H, C, D) and `count` (H, C), and copy them; then replace the sums by those of these keys."""
+    """Sort keys (B, H or fewer, L, D) by their nearest centroid (H, C, D). With `copy` and `content`: first move the
+    centroids by the sums in `drawn` (H, C, D) and `count` (H, C), and copy them; then replace the sums by those of
+    these keys, and write their content, of `empty_content`."""
     (k,) = autocast(k)
-    block = _operator(k.detach(), centroids, drawn, count, copy, mask, decay)
-    return Orders(*_tables(k, centroids).split(block))
+    tables = _operator(k, centroids, drawn, count, copy, content, mask, decay)
+    return Orders(tables, centroids.shape[1])
 
 
-def _tables(k: Tensor, centroids: Tensor) -> Block:
-    (B, _, L, _), (H, C, _) = k.shape, centroids.shape
-    slots, starts = ((1, B, H, L), torch.int32), ((1, B, H, C + 1), torch.int32)
-    return Block((slots, slots, starts))
+def empty_content(k: Tensor) -> Tensor:
+    """Memory for sums over the tokens of k (B, heads, L, D), by which to recognise k."""
+    B, H, _, D = k.shape
+    return k.new_empty(B, H, PARTS, D, dtype=torch.int32)
 
 
-def _run(k, centroids, drawn, count, copy, mask, decay) -> tuple[Tensor]:
-    from .assign import group_sums
-    from .sort import count_groups, first_slots, move_centroids, place_tokens
+def content_of(k: Tensor) -> Tensor:
+    (k,) = autocast(k)
+    content = empty_content(k)
+    _sum_tokens(rows_contiguous(k), content)
+    return content
 
-    about = _tables(k, centroids)
-    block = about.empty(k)
-    token, ordered, start = about.split(block)
-    k = rows_contiguous(k)
+
+def _sum_tokens(k: Tensor, content: Tensor) -> None:
+    from .sort import sum_tokens
+
+    B, H, L, D = k.shape
+    launch(
+        sum_tokens, (B * H, PARTS), k, content, *strides(k), H, L, D=D, BLOCK_D=block_width(D), ROWS=64, num_warps=4
+    )  # fmt: skip
+
+
+def _run(k, centroids, drawn, count, copy, content, mask, decay) -> tuple[Tensor]:
+    from .sort import move_centroids
+
+    tables, k = _tables(k, centroids), rows_contiguous(k)
     (B, _, L, D), (H, C, _) = k.shape, centroids.shape
-    tiles, chunk, width = ceil_div(L, TILE), min(32, next_power_of_two(C + 1)), block_width(D)
-    if copy is not None:
-        launch(move_centroids, (H * C,), centroids, drawn, count, copy, decay, D=D, BLOCK_D=width, num_warps=1)
-    group = k.new_empty(1, B, H, L, dtype=group_dtype(C))
-    assign_groups(k, centroids[None], flags_or(mask, k), mask is not None, group, group, C, False)
-    counts = start.new_empty(B * H, tiles, C + 1)
-    launch(
-        count_groups, (tiles, B * H), group, counts, L, tiles, C, TILE=TILE, CHUNK=chunk, num_warps=4
-    )  # fmt: skip
-    launch(first_slots, (B * H,), counts, start, tiles, C, TILES=32, CHUNK=chunk, num_warps=4)
-    launch(
-        place_tokens, (tiles, B * H), group, counts, token, ordered, L, tiles, C, TILE=TILE, CHUNK=chunk, num_warps=4
-    )  # fmt: skip
     if copy is not None:
         launch(
-            group_sums, (C * H,), k, token, start, drawn, count, *strides(k), B, H, L, C,
-            D=D, BLOCK_D=width, ROWS=64, HEADS=H // k.shape[1], num_warps=4,
+            move_centroids, (H * C,), centroids, drawn, count, copy, decay, D=D, BLOCK_D=block_width(D), num_warps=1
         )  # fmt: skip
-    return (block,)
+    group = k.new_empty(1, B, H, L, dtype=group_dtype(C))
+    assign_groups(k, centroids[None], flags_or(mask, k), mask is not None, group, group, C, False)
+    sort_by_group(group, tables, C)
+    if copy is not None:
+        sum_groups(k, tables, H, C, drawn, count, 64)
+        _sum_tokens(k, content)
+    return (tables,)
+
+
+def _tables(k: Tensor, centroids: Tensor) -> Tensor:
+    return empty_tables(k, 1, *centroids.shape[:2])
 
 
 _operator = InPlace(
     "cluster_keys",
-    "Tensor k, Tensor(a!) centroids, Tensor(b!) drawn, Tensor(c!) count, Tensor(d!)? copy, Tensor? mask, float decay",
+    "Tensor k, Tensor(a!) centroids, Tensor(b!) drawn, Tensor(c!) count, Tensor(d!)? copy, Tensor(e!)? content,"
+    " Tensor? mask, float decay",
     _run,
-    lambda k, centroids, drawn, count, copy, mask, decay: _tables(k, centroids).empty(k),
+    lambda k, centroids, *rest: _tables(k, centroids),
 )

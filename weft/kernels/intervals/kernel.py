@@ -44,15 +44,16 @@ TILES = tile_table(
         "key gradients": ((32, 64, 4, 3, 168), (32, 64, 4, 2), (32, 32, 4, 1), (32, 32, 4, 1)),
     }
 )
+MOST_GROUPS = 256  # `sort_by_group` compares each token with every group
+TILE = 256  # tokens
 
 
 @dataclass(frozen=True)
 class Orders:
-    """Tokens sorted by group. The group `groups` is for masked tokens, which attend to nothing."""
+    """Tokens sorted by group, R times. The group `groups` is for masked tokens, which attend to nothing."""
 
-    token: Tensor  # (R, B, H, L): the token in each slot
-    group: Tensor  # (R, B, H, L): its group
-    start: Tensor  # (R, B, H, groups + 1): the first slot of each group
+    tables: Tensor  # int32, of `order_tables`
+    groups: int
 
     @classmethod
     def of(cls, group: Tensor, groups: int) -> Orders:
@@ -60,7 +61,33 @@ class Orders:
         ordered, token = torch.sort(group, dim=-1, stable=True)
         edges = torch.arange(groups + 1, dtype=group.dtype, device=group.device)
         start = torch.searchsorted(ordered, edges.expand(*group.shape[:-1], -1).contiguous(), out_int32=True)
-        return cls(token.to(torch.int32), ordered.to(torch.int32), start)
+        return cls(torch.cat([x.flatten().to(torch.int32) for x in (token, ordered, start)]), groups)
+
+
+def order_tables(tables: Tensor, B: int, H: int, L: int, groups: int) -> list[Tensor]:
+    """The token in each slot and its group, (R, B, H, L), and the first slot of each group, (R, B, H, groups + 1)."""
+    R = tables.numel() // (B * H * (2 * L + groups + 1))
+    widths = L, L, groups + 1
+    return [x.view(R, B, H, n) for x, n in zip(tables.split([R * B * H * n for n in widths]), widths, strict=True)]
+
+
+def empty_tables(x: Tensor, R: int, H: int, groups: int) -> Tensor:
+    """Memory for the tables of R orders of H heads of x (B, heads, L, D)."""
+    return x.new_empty(R * x.shape[0] * H * (2 * x.shape[2] + groups + 1), dtype=torch.int32)
+
+
+def sort_by_group(group: Tensor, tables: Tensor, groups: int) -> None:
+    """Write the tables of a stable sort of group (R, B, H, L), by counting."""
+    from .sort import count_groups, first_slots, place_tokens
+
+    R, B, H, L = group.shape
+    token, ordered, start = order_tables(tables, B, H, L, groups)
+    tiles, chunk, n = ceil_div(L, TILE), min(32, next_power_of_two(groups + 1)), R * B * H
+    counts = start.new_empty(n, tiles, groups + 1)
+    sizes = {"TILE": TILE, "CHUNK": chunk}
+    launch(count_groups, (n, tiles), group, counts, L, tiles, groups, **sizes, num_warps=4)
+    launch(first_slots, (n,), counts, start, tiles, groups, TILES=32, CHUNK=chunk, num_warps=4)
+    launch(place_tokens, (n, tiles), group, counts, token, ordered, L, tiles, groups, **sizes, num_warps=4)
 
 
 def group_dtype(groups: int) -> torch.dtype:
@@ -118,36 +145,38 @@ _nearest = Operator(
 )
 
 
-def group_sums(x: Tensor, orders: Orders, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def group_sums(x: Tensor, orders: Orders, heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x (B, H, L, D) -> for each head and group of the first order, the sum of x / |x| over the batch, (H, groups, D),
     and the number of tokens, (H, groups)."""
     (x,) = autocast(x)
-    return _group_sums(x.detach(), orders.token, orders.start, str(dtype).removeprefix("torch."))
+    return _group_sums(x.detach(), orders.tables, heads, orders.groups, str(dtype).removeprefix("torch."))
 
 
-def _sum_groups(x, token, start, dtype):
-    from .assign import group_sums
-
-    total, count = _sums(x, token, start, dtype)
-    x = rows_contiguous(x)
-    (B, _, L, D), (_, _, H, groups) = x.shape, start.shape
-    groups -= 1
-    launch(
-        group_sums, (groups * H,), x, token[0], start[0], total, count, *strides(x), B, H, L, groups,
-        D=D, BLOCK_D=block_width(D), ROWS=32, HEADS=H // x.shape[1], num_warps=4,
-    )  # fmt: skip
+def _sum_groups(x, tables, H, groups, dtype):
+    total, count = _sums(x, tables, H, groups, dtype)
+    sum_groups(rows_contiguous(x), tables, H, groups, total, count, 32)
     return total, count
 
 
-def _sums(x: Tensor, token: Tensor, start: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
-    H, groups = start.shape[2], start.shape[3] - 1
+def sum_groups(x: Tensor, tables: Tensor, H: int, groups: int, total: Tensor, count: Tensor, rows: int) -> None:
+    from .assign import group_sums
+
+    B, _, L, D = x.shape
+    token, _, start = order_tables(tables, B, H, L, groups)
+    launch(
+        group_sums, (groups * H,), x, token, start, total, count, *strides(x), B, H, L, groups,
+        D=D, BLOCK_D=block_width(D), ROWS=rows, HEADS=H // x.shape[1], num_warps=4,
+    )  # fmt: skip
+
+
+def _sums(x: Tensor, tables: Tensor, H: int, groups: int, dtype: str) -> tuple[Tensor, Tensor]:
     total = x.new_empty(H, groups, x.shape[3], dtype=getattr(torch, dtype))
     return total, total.new_empty(H, groups)
 
 
 _group_sums = Operator(
     "group_sums",
-    "Tensor x, Tensor token, Tensor start, str dtype",
+    "Tensor x, Tensor tables, int heads, int groups, str dtype",
     _sum_groups,
     _sums,
     lambda *arguments: (),  # no gradient reaches a centroid
@@ -173,37 +202,40 @@ def interval_attention(
     """q, k and v (B, H, L, D) -> (B, H, L, D). Without k, the keys are the queries times `inv` = 1 / |q|, (B, H, L)."""
     q, v = autocast(q, v)
     k = None if k is None else autocast(k)[0]
-    tables = orders.token, orders.group, orders.start
-    return _operator(q, k, v, inv, *tables, size, causal, back, others)
+    return _operator(q, k, v, inv, orders.tables, orders.groups, size, causal, back, others)
 
 
-def _forward(q, k, v, inv, token, group, start, size, causal, back, others):
+def _forward(q, k, v, inv, tables, groups, size, causal, back, others):
     out, lse = _outputs(q)
+    _attend(q, k, v, inv, tables, out, lse, groups, size, causal, back, others)
+    return out, lse
+
+
+def _attend(q, k, v, inv, tables, out, lse, groups, size, causal, back, others):
     check(q, q if k is None else k, v, "none")
-    settings = run_settings(q, k, v, start, size, causal, back, others)
+    settings = run_settings(q, k, v, groups, size, causal, back, others)
     q, v = rows_contiguous(q), rows_contiguous(v)
     k, inv = (q, inv) if k is None else (rows_contiguous(k), lse)
-    for number, tables in enumerate(zip(token, group, start, strict=True)):
-        attend_runs(q, k, v, inv, tables, out, lse, settings, more=number > 0)
-    return out, lse
+    for number, order in enumerate(zip(*order_tables(tables, *q.shape[:3], groups), strict=True)):
+        attend_runs(q, k, v, inv, order, out, lse, settings, more=number > 0)
 
 
 def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
     return empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _backward(dout, q, k, v, inv, token, group, start, out, lse, size, causal, back, others):
+def _backward(dout, q, k, v, inv, tables, out, lse, groups, size, causal, back, others):
     dq, dk, dv = _gradients(q, k, v)
     by_head_v = dv if v.shape[1] == q.shape[1] else empty_by_head(v, q)
     by_head_k = dk if k is None or k.shape[1] == q.shape[1] else empty_by_head(k, q)
     delta = torch.empty_like(lse)
-    settings = run_settings(q, k, v, start, size, causal, back, others)
+    settings = run_settings(q, k, v, groups, size, causal, back, others)
     dout, q, v, out = (rows_contiguous(x) for x in (dout, q, v, out))
     k, inv, to_keys = (q, inv, dq) if k is None else (rows_contiguous(k), lse, by_head_k)
-    for number, tables in enumerate(zip(token, group, start, strict=True)):
+    for number, order in enumerate(zip(*order_tables(tables, *q.shape[:3], groups), strict=True)):
         more = number > 0
-        run_query_gradients(q, k, v, inv, tables, out, dout, lse, delta, dq, settings, more=more)
-        run_key_gradients(q, k, v, inv, tables, dout, lse, delta, to_keys, by_head_v, settings, more=more)
+        run_query_gradients(q, k, v, inv, order, out, dout, lse, delta, dq, settings, more=more)
+        run_key_gradients(q, k, v, inv, order, dout, lse, delta, to_keys, by_head_v, settings, more=more)
     sum_to_groups(by_head_k, dk)
     sum_to_groups(by_head_v, dv)
     return dq, dk, dv
@@ -218,13 +250,13 @@ Settings = tuple[dict[str, Any], tuple[int, ...]]  # of `run_settings`
 
 
 def run_settings(
-    q: Tensor, k: Tensor | None, v: Tensor, start: Tensor, size: int, causal: bool, back: bool = False,
+    q: Tensor, k: Tensor | None, v: Tensor, groups: int, size: int, causal: bool, back: bool = False,
     others: bool = False,
 ) -> Settings:  # fmt: skip
     _, H, L, D = q.shape
     options = {"D": D, "BLOCK_D": block_width(D), "PRECISION": precision(q), "SHARED": k is None}
     options["HEADS"] = H // v.shape[1]
-    return options | {"BACK": back, "CAUSAL": causal, "OTHERS": others}, (H, L, start.shape[-1] - 1, min(size, L))
+    return options | {"BACK": back, "CAUSAL": causal, "OTHERS": others}, (H, L, groups, min(size, L))
 
 
 # Launches, for one order. `inv` is read only if keys are normalised queries.
@@ -290,11 +322,50 @@ def _launch(kernel: str, q: Tensor) -> tuple[Tiles, tuple[int], dict[str, int]]:
 
 _operator = Operator(
     "interval_attention",
-    "Tensor q, Tensor? k, Tensor v, Tensor? inv, Tensor token, Tensor group, Tensor start, int size, bool causal,"
-    " bool back, bool others",
+    "Tensor q, Tensor? k, Tensor v, Tensor? inv, Tensor tables, int groups, int size, bool causal, bool back,"
+    " bool others",
     _forward,
     lambda q, *rest: _outputs(q),
     _backward,
     outputs=2,
     fake_backward=_gradients,
+)
+
+
+def hashed_attention(
+    q: Tensor, v: Tensor, rotations: Tensor, mask: Tensor | None, *, buckets: int, size: int, causal: bool
+) -> Tensor:
+    """Reformer: `nearest` to rotations (R, H, D, buckets / 2), the sort and `interval_attention` as one operator."""
+    q, v = autocast(q, v)
+    return _hashed(q, v, rotations, for_operator(mask), buckets, size, causal)
+
+
+def _hash_forward(q, v, rotations, mask, buckets, size, causal):
+    out, lse, inv, tables = _hash_outputs(q, v, rotations, mask, buckets, size, causal)
+    R, B, H, L = rotations.shape[0], *q.shape[:3]
+    group, x = q.new_empty(R, B, H, L, dtype=group_dtype(buckets)), rows_contiguous(q)
+    assign_groups(x, rotations.mT, flags_or(mask, q), mask is not None, group, inv, buckets, True)
+    sort_by_group(group, tables, buckets)
+    _attend(q, None, v, inv, tables, out, lse, buckets, size, causal, True, True)
+    return out, lse, inv, tables
+
+
+def _hash_outputs(q, v, rotations, mask, buckets, size, causal):
+    out, lse = _outputs(q)
+    return out, lse, torch.empty_like(lse), empty_tables(q, rotations.shape[0], q.shape[1], buckets)
+
+
+def _hash_backward(dout, q, v, rotations, mask, out, lse, inv, tables, buckets, size, causal):
+    dq, _, dv = _backward(dout, q, None, v, inv, tables, out, lse, buckets, size, causal, True, True)
+    return dq, dv
+
+
+_hashed = Operator(
+    "hashed_attention",
+    "Tensor q, Tensor v, Tensor rotations, Tensor? mask, int buckets, int size, bool causal",
+    _hash_forward,
+    _hash_outputs,
+    _hash_backward,
+    outputs=4,
+    gradients=(0, 1),
 )

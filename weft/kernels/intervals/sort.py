@@ -5,11 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..rows import load_rows
+
 
 @triton.jit
 def count_groups(GROUP, COUNTS, L, tiles, groups, TILE: tl.constexpr, CHUNK: tl.constexpr):
     """COUNTS (sequences, tiles, groups + 1): the tokens of each group in each tile of a sequence."""
-    tile, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    n, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tile * TILE + tl.arange(0, TILE)
     group = tl.load(GROUP + n * L + i, mask=i < L, other=-1).to(tl.int32)
     for first in range(0, groups + 1, CHUNK):
@@ -46,7 +48,7 @@ def first_slots(COUNTS, START, tiles, groups, TILES: tl.constexpr, CHUNK: tl.con
 @triton.jit
 def place_tokens(GROUP, COUNTS, TOKEN, ORDERED, L, tiles, groups, TILE: tl.constexpr, CHUNK: tl.constexpr):
     """TOKEN and ORDERED (sequences, L): the token in each slot and its group, from the first slots of `first_slots`."""
-    tile, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    n, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tile * TILE + tl.arange(0, TILE)
     group = tl.load(GROUP + n * L + i, mask=i < L, other=-1).to(tl.int32)
     slot = tl.zeros([TILE], tl.int32)
@@ -71,3 +73,18 @@ def move_centroids(CENTROIDS, DRAWN, COUNT, COPY, decay, D: tl.constexpr, BLOCK_
     new = tl.where(count > 0, moved, old).to(CENTROIDS.dtype.element_ty)
     tl.store(CENTROIDS + c * D + d, new, mask=d < D)
     tl.store(COPY + c * D + d, new, mask=d < D)
+
+
+@triton.jit
+def sum_tokens(X, CONTENT, x_b, x_h, x_l, H, L, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
+    """CONTENT (B·H, parts, D): the bits of the sums of x over the tokens of each part of a sequence, in float32."""
+    bh, part, d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK_D)
+    length = tl.cdiv(L, tl.num_programs(1))
+    X += bh // H * x_b + bh % H * x_h
+    total = tl.zeros([BLOCK_D], tl.float32)
+    for first in range(0, length, ROWS):
+        i = first + tl.arange(0, ROWS)
+        live = (i < length) & (part * length + i < L)
+        total += tl.sum(load_rows(X, part * length + i, d, x_l, live, D, BLOCK_D).to(tl.float32), 0)
+    at = CONTENT + (bh * tl.num_programs(1) + part) * D + d
+    tl.store(at, total.to(tl.int32, bitcast=True), mask=d < D)
