@@ -39,18 +39,24 @@ def sort_keys(
 
 @triton.jit
 def order_statistic(KEYS, n, rank, bits, BLOCK: tl.constexpr):
-    """The key with exactly `rank` smaller ones: four bits at a time, from the highest."""
+    """The key with exactly `rank` smaller ones: eight bits at a time, from the highest. Each pass counts the next digit
+    of the keys that begin with the digits found so far; all of these have the same number of smaller keys outside."""
     found = tl.zeros([1], tl.int64)
-    digit = tl.arange(0, 16).to(tl.int64)
-    for step in range(0, bits, 4):
-        shift = bits - 4 - step
-        trial = found + (digit << shift)
-        smaller = tl.zeros([16], tl.int32)
+    rank += tl.zeros([1], tl.int32)
+    for step in range(0, bits, 8):
+        shift = bits - 8 - step
+        counts = tl.zeros([256], tl.int32)
         for first in range(0, n, BLOCK):
             at = first + tl.arange(0, BLOCK)
-            key = tl.load(KEYS + at, mask=at < n, other=1 << 62)
-            smaller += tl.sum((key[None, :] < trial[:, None]).to(tl.int32), 1)
-        found += (tl.sum((smaller <= rank).to(tl.int64), 0) - 1) << shift
+            key = tl.load(KEYS + at, mask=at < n, other=-1)
+            begins = (key >> (shift + 8)) == found
+            digit = tl.where(begins, (key >> shift) & 255, 0).to(tl.int32)
+            others = tl.sum((~begins).to(tl.int32), 0)
+            counts += tl.histogram(digit, 256) - tl.where(tl.arange(0, 256) == 0, others, 0)
+        smaller = tl.cumsum(counts, 0) - counts
+        digit = tl.sum((smaller <= rank).to(tl.int32), 0) - 1
+        rank -= tl.sum(tl.where(tl.arange(0, 256) < digit, counts, 0), 0)
+        found = (found << 8) + digit
     return found
 
 

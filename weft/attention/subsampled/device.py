@@ -26,7 +26,7 @@ from .sampling_2d import COLUMN_BITS, FRESH_SWEEPS, POOL, _pool
 
 WIDEST = 2.0**30  # largest σ, in positions
 FRACTION = 6  # bits for fractions of a position; ties go to the later position
-BLOCK = 4096  # sources per step
+BLOCK = 4096  # sources per step, in 16 warps
 
 
 def can_draw(device: torch.device, length: int, sigma: float | None) -> bool:
@@ -117,8 +117,8 @@ def _sample(tensors, options) -> tuple[Tensor]:
     )  # fmt: skip
     launch(
         choose, (windows,),
-        keys, sources, windows, size, ceil_div(bits + low_bits, 4) * 4, low_bits,
-        CAUSAL=causal, BLOCK=min(BLOCK, 1 << low_bits) if low_bits else 1, num_warps=16,
+        keys, sources, windows, size, ceil_div(bits + low_bits, 8) * 8, low_bits,
+        CAUSAL=causal, BLOCK=BLOCK, num_warps=16,
     )  # fmt: skip
     return (_thinned(key, sources, kept, 2 * count, rank),)
 
@@ -164,8 +164,8 @@ def _thinned(key: Tensor, sources: Tensor, kept: int, start: int, rank: int) -> 
         key, keys, count, start, size, -1, low_bits, rank,
         CAUSAL=False, BIASED=False, GAUSSIAN=False, FRACTION=FRACTION, BLOCK=1024, num_warps=4,
     )  # fmt: skip
-    block = min(BLOCK, 1 << (size - 1).bit_length())
-    launch(thin, (windows,), keys, sources, some, size, kept, ceil_div(32 + low_bits, 4) * 4, BLOCK=block, num_warps=16)
+    bits = ceil_div(32 + low_bits, 8) * 8
+    launch(thin, (windows,), keys, sources, some, size, kept, bits, BLOCK=BLOCK, num_warps=16)
     return some
 
 
