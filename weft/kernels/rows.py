@@ -96,3 +96,22 @@ def row_products(
     out = load_rows(OUT + b * o_b + h * o_h + first.to(tl.int64) * o_l, row, d, o_l, live, D, BLOCK_D).to(tl.float32)
     dout = load_rows(DOUT + b * g_b + h * g_h + first.to(tl.int64) * g_l, row, d, g_l, live, D, BLOCK_D).to(tl.float32)
     tl.store(DELTA + bh.to(tl.int64) * L + first + row, tl.sum(out * dout, 1), mask=live)
+
+
+@triton.jit
+def move_rows(
+    X, Y, NEW_X, NEW_Y, ROW,
+    x_b, x_h, x_l, y_b, y_h, y_l, nx_b, nx_h, nx_l, ny_b, ny_h, ny_l,
+    BH, H, L,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    """Copy rows ROW[i] of X and Y (B, H, L, D) to rows i; with BACK, rows i to rows ROW[i]."""
+    bh, i, d = tl.program_id(0) % BH, tl.program_id(0) // BH * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    b, h, live = (bh // H).to(tl.int64), (bh % H).to(tl.int64), i < L
+    old, new = tl.load(ROW + i, mask=live, other=0).to(tl.int64), i.to(tl.int64)
+    if BACK:
+        old, new = new, old
+    x = load_rows(X + b * x_b + h * x_h, old, d, x_l, live, D, BLOCK_D)
+    y = load_rows(Y + b * y_b + h * y_h, old, d, y_l, live, D, BLOCK_D)
+    store_rows(NEW_X + b * nx_b + h * nx_h, x, new, d, nx_l, live, D, BLOCK_D)
+    store_rows(NEW_Y + b * ny_b + h * ny_h, y, new, d, ny_l, live, D, BLOCK_D)

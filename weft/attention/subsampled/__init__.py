@@ -32,6 +32,7 @@ from ...core.decoding_state import Place
 from ...core.dense import dense_attention, legal, positions
 from ...core.dispatch import Kernel
 from ...core.positions import ALiBi
+from ...core.precision import autocasts
 from ...core.registry import register
 from ...core.staging import send
 from ...core.state import KeyValues
@@ -153,6 +154,8 @@ class SubsampledAttention(Subsampling, FullAttention):
         L, given = q.shape[2], self._fixed is not None
         sources = self._sources(L, q)
         size, _, padded = self._cut(L)
+        if self._whole_windows(q, k, given, mask, bias):
+            return kernel.whole_windows(q, k, v, sources)
         runs = not isinstance(self.layout, tuple) or self._rectangle()[1] == self.layout[1]
         return kernel.subsampled(
             q,
@@ -168,6 +171,22 @@ class SubsampledAttention(Subsampling, FullAttention):
             # Without a mask, only these samples can leave a target without an allowed source.
             stand_in=given or (self.keep < 1 if self.causal else padded > L),
             once=not self.causal and not given,
+        )
+
+    def _whole_windows(self, q: Tensor, k: Tensor, given: bool, mask: Tensor | None, bias: PositionBias | None) -> bool:
+        """Whether PyTorch's attention on gathered keys is faster than the kernels, and equal."""
+        L = q.shape[2]
+        return (
+            not (self.causal or given or isinstance(self.layout, tuple))
+            and mask is None
+            and bias is None
+            and self.keep == 1
+            and self._cut(L)[2] == L
+            and self._cut(L)[0] >= kernel.LEAST_WINDOW
+            and q.is_cuda
+            and k.shape == q.shape
+            and (autocasts(q) or q.element_size() == 2)
+            and not torch.are_deterministic_algorithms_enabled()
         )
 
     def draw(self, length: int, generator: torch.Generator | None = None) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 from ...core.blocks import ceil_div
 from ...core.dispatch import DTYPES, LARGEST_HEAD
 from ...core.precision import autocast
+from ...core.softmax import fused
 from ...core.staging import operator, send
 from ...core.tiles import (
     Block,
@@ -39,6 +40,7 @@ from ...kernels.operator import Operator
 
 LEAST_LENGTH = 1024  # faster than full attention from here on; for shorter sequences don't sample: docs/kernels.md
 COLLECTED = 64  # tokens per program of `collect`
+LEAST_WINDOW = 2048  # targets per window from which on `whole_windows` is faster
 MANY = 8192  # sources per window: the targets no longer fit in the cache, so larger key tiles are faster
 
 # Tuned for half precision and head_dim 64.
@@ -203,6 +205,48 @@ _operator = Operator(
     lambda q, k, v, sources, *rest: _outputs(q, sources),
     _backward,
     outputs=2,
+)
+
+
+def whole_windows(q: Tensor, k: Tensor, v: Tensor, sources: Tensor) -> Tensor:
+    """`subsampled` if every target attends to all sources of its window, sources (W, S) are each token once, and
+    W · S = L: PyTorch's attention on gathered keys and values. cuDNN needs five matrix products for each pair in the
+    backward, `subsampled` seven."""
+    q, k, v = autocast(q, k, v)
+    (B, H, L, D), (W, S) = q.shape, sources.shape
+    k, v = _sorted(k, v, sources)
+    q, k, v = (x.transpose(1, 2).reshape(B * W, S, H, D).transpose(1, 2) for x in (q, k, v))
+    return fused(q, k, v).transpose(1, 2).reshape(B, L, H, D).transpose(1, 2)
+
+
+def _move(k: Tensor, v: Tensor, row: Tensor, new_k: Tensor, new_v: Tensor, back: bool) -> tuple[Tensor, Tensor]:
+    from ...kernels.rows import move_rows
+
+    k, v = rows_contiguous(k), rows_contiguous(v)
+    B, H, L, D = k.shape
+    launch(
+        move_rows, (ceil_div(L, 64) * B * H,), k, v, new_k, new_v, row,
+        *strides(k), *strides(v), *strides(new_k), *strides(new_v), B * H, H, L,
+        D=D, BLOCK_D=block_width(D), ROWS=64, BACK=back, num_warps=4,
+    )  # fmt: skip
+    return new_k, new_v
+
+
+def _empty_sorted(k: Tensor, v: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+    B, H, L, D = k.shape
+    return k.new_empty(B, L, H, D).transpose(1, 2), k.new_empty(B, L, H, D).transpose(1, 2)
+
+
+_sorted = Operator(
+    "sorted_keys",
+    "Tensor k, Tensor v, Tensor row",
+    lambda k, v, row: _move(k, v, row, *_empty_sorted(k, v, row), False),
+    _empty_sorted,
+    lambda dk, dv, k, v, row, *sorted: _move(dk, dv, row, empty_rows(k), empty_rows(v), True),
+    outputs=2,
+    returned=2,
+    differentiable=(0, 1),
+    gradients=(0, 1),
 )
 
 
