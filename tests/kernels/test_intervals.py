@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import weft
 
@@ -24,3 +25,19 @@ def test_centroids_are_updated_equally():
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(fused.state_dict()[name], value, rtol=1e-5, atol=1e-5)
     assert plain.clusters.count.sum() == 2 * mask.sum()
+
+
+def test_recomputation_recognises_keys_with_equal_tickets():
+    """Two forwards after the same seed wait for their backward: each starts again from its own centroids."""
+    torch.manual_seed(0)
+    attn = weft.make_attention("routing", heads=1, head_dim=8, backend="triton", clusters=3, capacity=4, decay=0.5)
+    grads = []
+    for again in (False, True):
+        layer, outs = copy.deepcopy(attn), []
+        inputs = [torch.randn(1, 1, 9, 8, generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
+        for x in (x.requires_grad_() for x in inputs):
+            torch.manual_seed(3)
+            outs.append(checkpoint(layer, x, x, x, use_reentrant=False) if again else layer(x, x, x))
+        grads.append(torch.autograd.grad(outs[0].square().sum() + outs[1].square().sum(), inputs))
+    for plain, recomputed in zip(*grads, strict=True):
+        torch.testing.assert_close(recomputed, plain)

@@ -76,7 +76,8 @@ def _forward(q, k, v, tables, groups, size, pool, causal):
     first, end, last, whole, of, about, before = more
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
     B, H, L, D = q.shape
-    order = tuple(x[0] for x in order_tables(tables, B, H, L, groups))
+    token, group, start = order_tables(tables, (B, H, L), groups)
+    order = token[0], group[0], start[0]
     (tile, n, R), BH, run = _sizes(q, groups, size), B * H, min(size, L)
     launch(
         list_runs, (BH, ceil_div(R, 128)), order[0], order[2], first, end, last, whole, L, groups, run, R,
@@ -117,7 +118,8 @@ def _backward(dout, q, k, v, tables, out, block, groups, size, pool, causal):
     first, end, last, whole, of, about, before = more
     dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
     B, H, L, D = q.shape
-    order = tuple(x[0] for x in order_tables(tables, B, H, L, groups))
+    token, group, start = order_tables(tables, (B, H, L), groups)
+    order = token[0], group[0], start[0]
     (tile, n, R), BH = _sizes(q, groups, size), B * H
     delta, local_delta = torch.empty_like(lse), torch.empty_like(lse)
     dqbar, dkbar, dvbar = (q.new_empty(q.shape) for _ in range(3))

@@ -10,6 +10,7 @@ no run is padded. The plain versions in `weft/attention/` are the reference. Tri
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,7 @@ TILES = tile_table(
         "key gradients": ((32, 64, 4, 3, 168), (32, 64, 4, 2), (32, 32, 4, 1), (32, 32, 4, 1)),
     }
 )
+Tables = tuple[Tensor, Tensor, Tensor]  # token, group and start, of `order_tables`
 MOST_GROUPS = 256  # `sort_by_group` compares each token with every group
 TILE = 256  # tokens
 
@@ -64,11 +66,12 @@ class Orders:
         return cls(torch.cat([x.flatten().to(torch.int32) for x in (token, ordered, start)]), groups)
 
 
-def order_tables(tables: Tensor, B: int, H: int, L: int, groups: int) -> list[Tensor]:
+def order_tables(tables: Tensor, sizes: Sequence[int], groups: int) -> Tables:
     """The token in each slot and its group, (R, B, H, L), and the first slot of each group, (R, B, H, groups + 1)."""
+    B, H, L = sizes
     R = tables.numel() // (B * H * (2 * L + groups + 1))
-    widths = L, L, groups + 1
-    return [x.view(R, B, H, n) for x, n in zip(tables.split([R * B * H * n for n in widths]), widths, strict=True)]
+    token, group, start = tables.split([R * B * H * n for n in (L, L, groups + 1)])
+    return token.view(R, B, H, L), group.view(R, B, H, L), start.view(R, B, H, groups + 1)
 
 
 def empty_tables(x: Tensor, R: int, H: int, groups: int) -> Tensor:
@@ -81,7 +84,7 @@ def sort_by_group(group: Tensor, tables: Tensor, groups: int) -> None:
     from .sort import count_groups, first_slots, place_tokens
 
     R, B, H, L = group.shape
-    token, ordered, start = order_tables(tables, B, H, L, groups)
+    token, ordered, start = order_tables(tables, (B, H, L), groups)
     tiles, chunk, n = ceil_div(L, TILE), min(32, next_power_of_two(groups + 1)), R * B * H
     counts = start.new_empty(n, tiles, groups + 1)
     sizes = {"TILE": TILE, "CHUNK": chunk}
@@ -162,7 +165,7 @@ def sum_groups(x: Tensor, tables: Tensor, H: int, groups: int, total: Tensor, co
     from .assign import group_sums
 
     B, _, L, D = x.shape
-    token, _, start = order_tables(tables, B, H, L, groups)
+    token, _, start = order_tables(tables, (B, H, L), groups)
     launch(
         group_sums, (groups * H,), x, token, start, total, count, *strides(x), B, H, L, groups,
         D=D, BLOCK_D=block_width(D), ROWS=rows, HEADS=H // x.shape[1], num_warps=4,
@@ -216,7 +219,7 @@ def _attend(q, k, v, inv, tables, out, lse, groups, size, causal, back, others):
     settings = run_settings(q, k, v, groups, size, causal, back, others)
     q, v = rows_contiguous(q), rows_contiguous(v)
     k, inv = (q, inv) if k is None else (rows_contiguous(k), lse)
-    for number, order in enumerate(zip(*order_tables(tables, *q.shape[:3], groups), strict=True)):
+    for number, order in enumerate(zip(*order_tables(tables, q.shape[:3], groups), strict=True)):
         attend_runs(q, k, v, inv, order, out, lse, settings, more=number > 0)
 
 
@@ -232,7 +235,7 @@ def _backward(dout, q, k, v, inv, tables, out, lse, groups, size, causal, back, 
     settings = run_settings(q, k, v, groups, size, causal, back, others)
     dout, q, v, out = (rows_contiguous(x) for x in (dout, q, v, out))
     k, inv, to_keys = (q, inv, dq) if k is None else (rows_contiguous(k), lse, by_head_k)
-    for number, order in enumerate(zip(*order_tables(tables, *q.shape[:3], groups), strict=True)):
+    for number, order in enumerate(zip(*order_tables(tables, q.shape[:3], groups), strict=True)):
         more = number > 0
         run_query_gradients(q, k, v, inv, order, out, dout, lse, delta, dq, settings, more=more)
         run_key_gradients(q, k, v, inv, order, dout, lse, delta, to_keys, by_head_v, settings, more=more)
@@ -245,7 +248,6 @@ def _gradients(q: Tensor, k: Tensor | None, v: Tensor, *rest: Any) -> tuple[Tens
     return empty_rows(q), q.new_empty(0) if k is None else empty_rows(k), empty_rows(v)
 
 
-Tables = tuple[Tensor, Tensor, Tensor]  # token, group and start of one order
 Settings = tuple[dict[str, Any], tuple[int, ...]]  # of `run_settings`
 
 
@@ -342,8 +344,7 @@ def hashed_attention(
 
 def _hash_forward(q, v, rotations, mask, buckets, size, causal):
     out, lse, inv, tables = _hash_outputs(q, v, rotations, mask, buckets, size, causal)
-    R, B, H, L = rotations.shape[0], *q.shape[:3]
-    group, x = q.new_empty(R, B, H, L, dtype=group_dtype(buckets)), rows_contiguous(q)
+    group, x = q.new_empty(rotations.shape[0], *q.shape[:3], dtype=group_dtype(buckets)), rows_contiguous(q)
     assign_groups(x, rotations.mT, flags_or(mask, q), mask is not None, group, inv, buckets, True)
     sort_by_group(group, tables, buckets)
     _attend(q, None, v, inv, tables, out, lse, buckets, size, causal, True, True)
