@@ -154,7 +154,7 @@ class SubsampledAttention(Subsampling, FullAttention):
         L, given = q.shape[2], self._fixed is not None
         sources = self._sources(L, q)
         size, _, padded = self._cut(L)
-        if self._whole_windows(q, k, given, mask, bias):
+        if not given and self._whole_windows(q, k, sources, mask, bias):
             return kernel.whole_windows(q, k, v, sources)
         runs = not isinstance(self.layout, tuple) or self._rectangle()[1] == self.layout[1]
         return kernel.subsampled(
@@ -173,17 +173,19 @@ class SubsampledAttention(Subsampling, FullAttention):
             once=not self.causal and not given,
         )
 
-    def _whole_windows(self, q: Tensor, k: Tensor, given: bool, mask: Tensor | None, bias: PositionBias | None) -> bool:
+    def _whole_windows(
+        self, q: Tensor, k: Tensor, sources: Tensor, mask: Tensor | None, bias: PositionBias | None
+    ) -> bool:
         """Whether PyTorch's attention on gathered keys is faster than the kernels, and equal."""
         L = q.shape[2]
         return (
-            not (self.causal or given or isinstance(self.layout, tuple))
+            not (self.causal or isinstance(self.layout, tuple))
             and mask is None
             and bias is None
             and self.keep == 1
             and self._cut(L)[2] == L
             and self._cut(L)[0] >= kernel.LEAST_WINDOW
-            and q.is_cuda
+            and sources.is_cuda
             and k.shape == q.shape
             and (autocasts(q) or q.element_size() == 2)
             and not torch.are_deterministic_algorithms_enabled()
