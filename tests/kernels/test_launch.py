@@ -247,8 +247,9 @@ class Compiled:
         self.ran.append(given)
 
 
-def through_driver(monkeypatch, steps, status=0) -> list[tuple]:
-    """The launches that the CUDA driver gets for pointers 1000 and 2000 and stream 5."""
+def through_driver(monkeypatch, steps, in_c, status=0) -> list[tuple]:
+    """The launches that the CUDA driver gets for pointers 1000 and 2000 and stream 5, from the loop in C or in
+    Python."""
     found = []
 
     def start(config, kernel, arguments, extra):
@@ -261,28 +262,33 @@ def through_driver(monkeypatch, steps, status=0) -> list[tuple]:
         )
         return status
 
-    monkeypatch.setattr(driver, "_start", [start])
-    driver.Launches(steps)([1000, 2000], 5)
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+    monkeypatch.setattr(driver, "_start", [kind(start) if in_c else start])
+    launches = driver.Launches(steps)
+    assert launches.prepared is None or (launches.player is not None) == in_c
+    launches([1000, 2000], 5)
     return found
 
 
-def test_the_driver_gets_the_arguments_of_each_launch(monkeypatch):
+@pytest.mark.parametrize("in_c", [True, False])
+def test_the_driver_gets_the_arguments_of_each_launch(monkeypatch, in_c):
     places = [(0, 16, torch.bfloat16), (1, 0, torch.int8)]
     numbers = "constant", -3, 0.1, 2**40
     compiled = Compiled()
     steps = [(compiled, (9, 2, 1), None, places, numbers), (compiled, (0, 1, 1), None, places, numbers)]
     steps.append((compiled, (3, 1, 1), None, places[::-1], numbers))
-    first, last = through_driver(monkeypatch, steps)  # not the empty grid
+    first, last = through_driver(monkeypatch, steps, in_c)  # not the empty grid
     tenth = ctypes.c_float(0.1).value
     assert first == ((9, 2, 1), (128, 1, 1), 512, 5, 77, [1016, 2000, -3, tenth, 2**40, 0, 0])
     assert last == ((3, 1, 1), (128, 1, 1), 512, 5, 77, [2000, 1016, -3, tenth, 2**40, 0, 0])
     assert not compiled.ran
 
 
+@pytest.mark.parametrize("in_c", [True, False])
 @pytest.mark.parametrize("about, status", [({}, 201), ({"num_ctas": 2}, 0), ({"global_scratch_size": 64}, 0)])
-def test_triton_launches_what_the_driver_does_not(monkeypatch, about, status):
+def test_triton_launches_what_the_driver_does_not(monkeypatch, about, status, in_c):
     compiled = Compiled(**about)
     step = compiled, (9, 2, 1), None, [(0, 16, torch.bfloat16), (1, 0, torch.int8)], ("constant", -3, 0.1, 2**40)
-    found = through_driver(monkeypatch, [step], status)
+    found = through_driver(monkeypatch, [step], in_c, status)
     assert len(found) == (status > 0)
     assert compiled.ran == [(9, 2, 1, 5, 77, (4, 1, 512), None, None, None, 1016, 2000, "constant", -3, 0.1, 2**40)]
