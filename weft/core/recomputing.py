@@ -9,6 +9,7 @@ batch. So each training forward draws a ticket from torch's CPU generator. Check
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +58,13 @@ class Replays:
     untied = 64  # how many entries without a graph are kept
 
     def __init__(self) -> None:
-        self.entries: list[_Entry] = []
+        self.tied: list[_Entry] = []
+        self.loose: deque[_Entry] = deque(maxlen=self.untied)
+        self.recalled = False  # whether any entry was, since the last forward
+
+    @property
+    def entries(self) -> list[_Entry]:
+        return [*self.tied, *self.loose]
 
     def remember(self, x: Tensor, state: Any, made: Tensor, content: Tensor | None = None) -> None:
         """Record that the forward on x started from `state`. `made`, its result, links the entry to the graph.
@@ -68,26 +75,30 @@ class Replays:
         node: Any = made.grad_fn
         if node is not None:
             graph = weakref.ref(node.metadata.setdefault(_Alive, _Alive()))
-        tied = [e for e in self.entries if e.graph is not None and e.graph() is not None]
-        untied = [e for e in self.entries if e.graph is None and not e.recalled]
         entry = _Entry(_ticket(), _content(x) if content is None else content, state, graph)
-        self.entries = [*tied, *untied[-self.untied + 1 :], entry]
+        if self.tied:
+            self.tied = [e for e in self.tied if e.graph is not None and e.graph() is not None]
+        if self.recalled:
+            self.loose = deque((e for e in self.loose if not e.recalled), maxlen=self.untied)
+            self.recalled = False
+        (self.loose if graph is None else self.tied).append(entry)
 
     def recall(self, x: Tensor, content_of: Callable[[Tensor], Tensor] | None = None) -> Any:
         """Return the initial state of the forward that this one repeats."""
         ticket = _ticket()
-        found = [e for e in self.entries if torch.equal(e.ticket, ticket)]
+        entries = self.entries
+        found = [e for e in entries if torch.equal(e.ticket, ticket)]
         if len(found) != 1:
             content = (content_of or _content)(x)
-            found = [e for e in found or self.entries if torch.equal(e.content, content)]
+            found = [e for e in found or entries if torch.equal(e.content, content)]
         if len(found) != 1:
             raise RuntimeError(
                 f"activation checkpointing repeats a forward of a layer with state, but {len(found)} of the "
-                f"{len(self.entries)} forwards waiting for their backward match it (need 1). Use checkpoint(..., "
+                f"{len(entries)} forwards waiting for their backward match it (need 1). Use checkpoint(..., "
                 "preserve_rng_state=True), do not seed the random generator between these forwards, and with "
                 f"use_reentrant=True keep at most {self.untied} forwards waiting"
             )
-        found[0].recalled = True
+        found[0].recalled = self.recalled = True
         return found[0].state
 
     def __reduce__(self) -> tuple[type[Replays], tuple[()]]:
