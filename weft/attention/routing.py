@@ -37,8 +37,9 @@ from ..core.recomputing import Replays, once, recomputing
 from ..core.registry import register
 from ..core.runs import Runs, gather_runs, take_mask, take_rows
 from ..kernels.band.kernel import too_long
-from ..kernels.intervals.clusters import cluster_keys, content_of, empty_content
+from ..kernels.intervals.clusters import content_of, routed_attention
 from ..kernels.intervals.kernel import MOST_GROUPS, Orders, group_sums, interval_attention, nearest
+from ..kernels.operator import Operator, plain_call
 
 
 def naive(
@@ -131,23 +132,24 @@ class Clusters(nn.Module):
             self._remember(F.normalize(k.to(self.centroids.dtype), dim=-1), group)
         return group
 
-    def assign_orders(self, k: Tensor, mask: Tensor | None) -> Orders:
-        """`assign` with the kernels; the tokens sorted by cluster."""
-        if self.clusters <= MOST_GROUPS and not torch.compiler.is_compiling():
-            centroids, learning = self.centroids, self.training and not self.frozen
-            if learning and recomputing():
-                centroids, learning = self.replays.recall(k, content_of), False
-            if not learning:
-                return cluster_keys(k, centroids, self.drawn, self.count, mask, self.decay)
-            before, content = torch.empty_like(centroids), empty_content(k)
-            orders = cluster_keys(k, centroids, self.drawn, self.count, mask, self.decay, before, content)
+    def run_kernel(
+        self, operator: Operator, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *options: Any
+    ) -> Tensor | None:
+        """Attention by an operator of `clustered`. None if this call needs the operators of `assign_orders`."""
+        if self.clusters > MOST_GROUPS or not plain_call(q):
+            return None
+        centroids, learning = self.centroids, self.training and not self.frozen
+        if learning and recomputing():
+            centroids, learning = self.replays.recall(k, content_of), False
+        sizes = self.clusters, self.decay, learning
+        out, before, content = operator(q, k, v, centroids, self.drawn, self.count, mask, *sizes, *options)
+        if learning:
             self.replays.remember(k, before, k, content)
-            return orders
-        return self._assign_and_sort(k, mask)
+        return out
 
     @torch.no_grad()
-    def _assign_and_sort(self, k: Tensor, mask: Tensor | None) -> Orders:
-        """The same with a sort of PyTorch, and as operators that can be compiled."""
+    def assign_orders(self, k: Tensor, mask: Tensor | None) -> Orders:
+        """`assign` with the kernels; the tokens sorted by cluster."""
         centroids, learning = self.begin(k)
         group, _ = nearest(k, centroids[None], mask, groups=self.clusters)
         orders = Orders.of(group, self.clusters)
@@ -244,8 +246,11 @@ class RoutingAttention(Attention):
 
 
 def run_kernel(attn: RoutingAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
-    orders = attn.clusters.assign_orders(k, mask)
-    return interval_attention(q, k, v, orders, size=attn.clusters.size(k.shape[2]), causal=attn.causal)
+    clusters, size = attn.clusters, attn.clusters.size(k.shape[2])
+    out = clusters.run_kernel(routed_attention, q, k, v, mask, size, attn.causal)
+    if out is None:
+        out = interval_attention(q, k, v, clusters.assign_orders(k, mask), size=size, causal=attn.causal)
+    return out
 
 
 register(

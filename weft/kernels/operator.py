@@ -32,6 +32,8 @@ class Operator:
 
     `arguments` is the schema: tensors first, then options. A tensor may be optional; if it is None, its gradient (for
     which `backward` returns any tensor) is dropped. `douts` are the gradients of the outputs number `differentiable`.
+    `backward` gets None for the arguments and outputs number `unsaved`, counted together: they may change before it
+    runs. Eager code may use operators that change tensors in place, see `plain_call`.
     """
 
     def __init__(
@@ -47,10 +49,12 @@ class Operator:
         differentiable: tuple[int, ...] = (0,),
         gradients: tuple[int, ...] = (0, 1, 2),
         fake_backward: Callable[..., Sequence[Tensor]] | None = None,
+        unsaved: tuple[int, ...] = (),
     ):
         words = [word.strip() for word in arguments.split(",")]
         n = self.tensors = sum(word.startswith("Tensor") for word in words)
         self.returned, self.differentiable, self.gradients = returned, differentiable, gradients
+        self.unsaved = unsaved
         first = len(gradients)
         # Whether the gradients are those of the first arguments, which are always there; None for the rest.
         self.leading = gradients == (*range(first),) and not any(word.startswith("Tensor?") for word in words[:first])
@@ -60,7 +64,7 @@ class Operator:
         self.backward = Taped(lambda tensors, options: backward(*tensors, *options))
 
         given = ", ".join([f"Tensor dout{i}" for i in differentiable] + words[:n])
-        saved = ", ".join([f"Tensor output{i}" for i in range(outputs)] + words[n:])
+        saved = ", ".join([f"Tensor{'?' * (n + i in unsaved)} output{i}" for i in range(outputs)] + words[n:])
         _define(name, arguments, outputs, self._run, fake)
         first, after = len(differentiable), len(differentiable) + n + outputs
         like = fake_backward or self._like
@@ -203,7 +207,10 @@ class _Eager(torch.autograd.Function):
     def forward(ctx: Any, operator: Operator, options: tuple, *tensors: Tensor | None) -> Any:
         outputs, tape = operator.forward.run(tensors, options)
         ctx.call = operator, options, tape
-        ctx.save_for_backward(*tensors, *outputs)
+        saved = *tensors, *outputs
+        if operator.unsaved:
+            saved = (*(None if n in operator.unsaved else x for n, x in enumerate(saved)),)
+        ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
         if operator.returned == 1:
             return outputs[0]
@@ -256,6 +263,11 @@ def _replayed(backward: Taped, forward: Tape, tensors: tuple, options: tuple) ->
 
 
 _refuse_second = once_differentiable(_gradients)
+
+
+def plain_call(x: Tensor) -> bool:
+    """Whether an operator with this argument runs its functions directly, not as an opaque operator."""
+    return not torch.compiler.is_compiling() and not _looked_at(x)
 
 
 def _looked_at(x: Any) -> bool:

@@ -316,10 +316,13 @@ def _of_each(x: Tensor, n: int) -> Tensor:
 
 
 def run_kernel(attn: CombinerRouting, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
-    dtype, orders = q.dtype, attn.clusters.assign_orders(k, mask)
+    dtype, clusters, size = q.dtype, attn.clusters, attn.clusters.size(k.shape[2])
     q, k, v = (attn._widen(t) for t in (q, k, v))
-    options: dict[str, Any] = {"size": attn.clusters.size(k.shape[2]), "pool": attn.summary.pool}
-    return kernel.span_attention(q, k, v, orders, **options, causal=attn.causal).to(dtype)
+    out = clusters.run_kernel(kernel.routed_spans, q, k, v, mask, size, attn.summary.pool, attn.causal)
+    if out is None:
+        orders = clusters.assign_orders(k, mask)
+        out = kernel.span_attention(q, k, v, orders, size=size, pool=attn.summary.pool, causal=attn.causal)
+    return out.to(dtype)
 
 
 def lacks(attn: CombinerRouting, *qkv: Tensor) -> str:

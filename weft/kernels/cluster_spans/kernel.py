@@ -21,6 +21,7 @@ from ...core.precision import autocast
 from ...core.tiles import Block, block_width, empty_rows, next_power_of_two, precision, rows_contiguous, strides
 from ..band.kernel import check
 from ..grouped import gradients, sum_to_groups
+from ..intervals.clusters import clustered
 from ..intervals.kernel import (
     Orders,
     attend_runs,
@@ -191,3 +192,5 @@ _operator = Operator(
     _backward,
     outputs=2,
 )
+
+routed_spans = clustered("routed_spans", "int size, str pool, bool causal", _forward, _backward)

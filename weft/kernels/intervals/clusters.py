@@ -1,9 +1,13 @@
-"""Clusters of `routing` in one operator: move the centroids, assign the keys, sort them, and sum each cluster.
+"""Attention in clusters of keys as one operator: move the centroids, assign the keys, sort them, sum each cluster, and
+attend.
 
-PyTorch needs about 35 operators for this, which take longer to queue than the attention takes to run.
+PyTorch needs about 35 operators for the clusters, which take longer to queue than the attention takes to run.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,41 +15,24 @@ from torch import Tensor
 from ...core.precision import autocast
 from ...core.tiles import block_width, flags_or, rows_contiguous, strides
 from ..launch import launch
-from ..operator import InPlace
-from .kernel import Orders, assign_groups, empty_tables, group_dtype, sort_by_group, sum_groups
+from ..operator import Operator
+from .kernel import assign_groups, empty_tables, group_dtype, sort_by_group, sum_groups
+from .kernel import operator as interval_attention
 
 PARTS = 8  # of a sequence, in `content_of`
 
 
-def cluster_keys(
-    k: Tensor,
-    centroids: Tensor,
-    drawn: Tensor,
-    count: Tensor,
-    mask: Tensor | None,
-    decay: float,
-    copy: Tensor | None = None,
-    content: Tensor | None = None,
-) -> Orders:
-    """Sort keys (B, H or fewer, L, D) by their nearest centroid (H, C, D). With `copy` and `content`: first move the
-    centroids by the sums in `drawn` (H, C, D) and `count` (H, C), and copy them; then replace the sums by those of
-    these keys, and write their content, of `empty_content`."""
-    (k,) = autocast(k)
-    tables = _operator(k, centroids, drawn, count, copy, content, mask, decay)
-    return Orders(tables, centroids.shape[1])
-
-
-def empty_content(k: Tensor) -> Tensor:
-    """Memory for sums over the tokens of k (B, heads, L, D), by which to recognise k."""
-    B, H, _, D = k.shape
-    return k.new_empty(B, H, PARTS, D, dtype=torch.int32)
-
-
 def content_of(k: Tensor) -> Tensor:
+    """Sums over the tokens of k (B, heads, L, D), by which to recognise k."""
     (k,) = autocast(k)
-    content = empty_content(k)
+    content = _empty_content(k)
     _sum_tokens(rows_contiguous(k), content)
     return content
+
+
+def _empty_content(k: Tensor) -> Tensor:
+    B, H, _, D = k.shape
+    return k.new_empty(B, H, PARTS, D, dtype=torch.int32)
 
 
 def _sum_tokens(k: Tensor, content: Tensor) -> None:
@@ -57,10 +44,13 @@ def _sum_tokens(k: Tensor, content: Tensor) -> None:
     )  # fmt: skip
 
 
-def _run(k, centroids, drawn, count, copy, content, mask, decay) -> tuple[Tensor]:
+def _cluster(k, centroids, drawn, count, mask, decay, copy, content) -> Tensor:
+    """The tables of keys (B, H or fewer, L, D) sorted by their nearest centroid (H, C, D). With `copy` and `content`:
+    first move the centroids by the sums in `drawn` (H, C, D) and `count` (H, C), and copy them; then replace the sums
+    by those of these keys, and write the content of k."""
     from .sort import move_centroids
 
-    tables, k = _tables(k, centroids), rows_contiguous(k)
+    tables, k = empty_tables(k, 1, *centroids.shape[:2]), rows_contiguous(k)
     (B, _, L, D), (H, C, _) = k.shape, centroids.shape
     if copy is not None:
         launch(
@@ -72,17 +62,52 @@ def _run(k, centroids, drawn, count, copy, content, mask, decay) -> tuple[Tensor
     if copy is not None:
         sum_groups(k, tables, H, C, drawn, count, 64)
         _sum_tokens(k, content)
-    return (tables,)
+    return tables
 
 
-def _tables(k: Tensor, centroids: Tensor) -> Tensor:
-    return empty_tables(k, 1, *centroids.shape[:2])
+def clustered(name: str, options: str, run: Callable[..., Any], run_backward: Callable[..., Any]) -> Operator:
+    """An operator that returns out, the centroids of this call and the content of k. It changes the sums and, unless
+    they are given again (`learning` is False), the centroids, so it is only for a `plain_call`.
+
+        run(q, k, v, tables, groups, *options) -> out, kept
+        run_backward(dout, q, k, v, tables, out, kept, groups, *options) -> dq, dk, dv
+    """
+
+    def forward(q, k, v, centroids, drawn, count, mask, groups, decay, learning, *options):
+        copy = torch.empty_like(centroids) if learning else centroids.new_empty(0)
+        content = _empty_content(k) if learning else centroids.new_empty(0)
+        tables = _cluster(k, centroids, drawn, count, mask, decay, *((copy, content) if learning else (None, None)))
+        out, kept = run(q, k, v, tables, groups, *options)
+        return out, copy, content, tables, kept
+
+    def backward(dout, q, k, v, *rest):
+        out, _, _, tables, kept, groups, _, _, *options = rest[4:]
+        return run_backward(dout, q, k, v, tables, out, kept, groups, *options)
+
+    return Operator(
+        name,
+        "Tensor q, Tensor k, Tensor v, Tensor? centroids, Tensor? drawn, Tensor? count, Tensor? mask, int groups,"
+        f" float decay, bool learning, {options}",
+        forward,
+        _no_shapes,
+        backward,
+        outputs=5,
+        returned=3,
+        unsaved=(3, 4, 5, 6, 8, 9),  # all but q, k, v, out, the tables and `kept`
+    )
 
 
-_operator = InPlace(
-    "cluster_keys",
-    "Tensor k, Tensor(a!) centroids, Tensor(b!) drawn, Tensor(c!) count, Tensor(d!)? copy, Tensor(e!)? content,"
-    " Tensor? mask, float decay",
-    _run,
-    lambda k, centroids, *rest: _tables(k, centroids),
+def _no_shapes(*arguments: Any) -> Any:
+    raise NotImplementedError("this operator is only for plain eager calls")
+
+
+routed_attention = clustered(
+    "routed_attention",
+    "int size, bool causal",
+    lambda q, k, v, tables, groups, size, causal: interval_attention.run(
+        q, k, v, None, tables, groups, size, causal, False, False
+    ),
+    lambda dout, q, k, v, tables, out, lse, groups, size, causal: interval_attention.run_backward(
+        dout, q, k, v, None, tables, out, lse, groups, size, causal, False, False
+    ),
 )

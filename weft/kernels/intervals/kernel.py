@@ -205,7 +205,7 @@ def interval_attention(
     """q, k and v (B, H, L, D) -> (B, H, L, D). Without k, the keys are the queries times `inv` = 1 / |q|, (B, H, L)."""
     q, v = autocast(q, v)
     k = None if k is None else autocast(k)[0]
-    return _operator(q, k, v, inv, orders.tables, orders.groups, size, causal, back, others)
+    return operator(q, k, v, inv, orders.tables, orders.groups, size, causal, back, others)
 
 
 def _forward(q, k, v, inv, tables, groups, size, causal, back, others):
@@ -322,7 +322,7 @@ def _launch(kernel: str, q: Tensor) -> tuple[Tiles, tuple[int], dict[str, int]]:
     return t, (ceil_div(L, rows) * B * H,), {"BQ": t.queries, "BK": t.keys}
 
 
-_operator = Operator(
+operator = Operator(
     "interval_attention",
     "Tensor q, Tensor? k, Tensor v, Tensor? inv, Tensor tables, int groups, int size, bool causal, bool back,"
     " bool others",
