@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 def draw(seed, windows, size, sigma, gaussian, causal, rank=0, kept=None):
     key = torch.tensor([seed])
     options = windows, size, kept or size, sigma, gaussian, causal, rank
-    return device._sample((key,), options)[0].cpu().numpy()
+    return device.sample_windows((key,), options)[0].cpu().numpy()
 
 
 def expected(seed, windows, size, sigma, gaussian, causal, rank=0):
@@ -106,6 +106,22 @@ def test_placements_are_the_swaps_of_their_noise(height, width, rows, columns, c
     options = (*sizes, rows * columns * channels, *sigma, *rest)
     mine = device._place((torch.tensor([seed]),), options)[0].cpu().numpy()
     assert (mine == by_definition(seed, *sizes, sigma, *rest)).all()
+
+
+@pytest.mark.parametrize(("causal", "options"), [(True, {}), (False, {"keep": 0.5})])
+def test_a_call_that_draws_equals_the_call_with_its_sample(monkeypatch, causal, options):
+    """Three times: the third call is a replay."""
+    monkeypatch.setattr(weft.attention.subsampled, "can_draw", lambda *call: True)  # in Triton's interpreter too
+    shape = {"heads": 1, "head_dim": 16, "causal": causal, "backend": "triton"}
+    attn = weft.make_attention("subsampled", windows=3, **shape, **options).to(DEVICE)
+    for _ in range(3):
+        inputs = [torch.randn(1, 1, 20, 16, device=DEVICE, requires_grad=True) for _ in range(3)]
+        out = attn(*inputs)
+        with attn.fixed(attn.last_indices.cpu()):
+            again = attn(*inputs)
+        torch.testing.assert_close(out, again)
+        found, expected = (torch.autograd.grad(x.square().sum(), inputs) for x in (out, again))
+        torch.testing.assert_close(found, expected)
 
 
 def test_compiled_code_draws_the_key_of_eager_code():

@@ -36,11 +36,12 @@ from ...core.precision import autocasts
 from ...core.registry import register
 from ...core.staging import send
 from ...core.state import KeyValues
+from ...kernels.operator import plain_call
 from ..full import FullAttention
 from . import kernel
 from .device import can_draw, draw_device_key, noise_on_device, sample_grid_on_device, sample_windows_on_device
 from .gather import nearest_legal, sampled_attention
-from .sampling import CPU, draw_key, sample_noise, sample_slots, sample_windows
+from .sampling import CPU, draw_key, rank_of, sample_noise, sample_slots, sample_windows
 from .sampling_2d import sample_placement, window_table
 from .tiles import TILE, causal_tiles
 
@@ -140,21 +141,35 @@ class SubsampledAttention(Subsampling, FullAttention):
 
     def _draw_on_device(self, length: int, q: Tensor) -> Tensor:
         """The same distribution as `draw`."""
-        (size, windows, _), per_rank = self._cut(length), not self.same_on_all_ranks
-        key, kept = self._key(0, lambda: draw_device_key(q)), max(1, round(self.keep * size))
+        key, per_rank = self._key(0, lambda: draw_device_key(q)), not self.same_on_all_ranks
         if isinstance(self.layout, tuple) and self.biased:
+            kept = max(1, round(self.keep * self._cut(length)[0]))
             (height, width), cells = self.layout, self._rectangle()
             sigma = self.sigma * height, self.sigma * width
             sizes = (height, width, *cells, self.channels, kept)
             return sample_grid_on_device(key, *sizes, *sigma, self.causal, 0, 0, per_rank)
+        return sample_windows_on_device(key, *(*self._sample_options(length), per_rank))
+
+    def _sample_options(self, length: int) -> tuple[Any, ...]:
+        """Options of `sample_windows_on_device`."""
+        size, windows, _ = self._cut(length)
         gaussian, spread = self.noise == "gaussian" and self.biased, self._spread(length, size)
-        return sample_windows_on_device(key, windows, size, kept, spread, gaussian, self.causal, per_rank)
+        return windows, size, max(1, round(self.keep * size)), spread, gaussian, self.causal
 
     def run_kernel(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         L, given = q.shape[2], self._fixed is not None
-        sources = self._sources(L, q)
         size, _, padded = self._cut(L)
-        if not given and self._whole_windows(q, k, sources, mask, bias):
+        # Without a mask, only these samples can leave a target without an allowed source.
+        stand_in = given or (self.keep < 1 if self.causal else padded > L)
+        whole = not given and self._whole_windows(q, k, mask, bias)
+        if not (given or whole) and self.layout == "1d" and mask is None and plain_call(q):
+            if can_draw(q.device, L, self._spread(L, size)):
+                key, rank = self._key(0, lambda: draw_device_key(q)), rank_of(not self.same_on_all_ranks)
+                sample, alibi = (*self._sample_options(L), rank), bias is not None
+                out, self.last_indices = kernel.drawn(q, k, v, key, sample, alibi=alibi, stand_in=stand_in)
+                return out
+        sources = self._sources(L, q)
+        if whole and sources.is_cuda:
             return kernel.whole_windows(q, k, v, sources)
         runs = not isinstance(self.layout, tuple) or self._rectangle()[1] == self.layout[1]
         return kernel.subsampled(
@@ -168,14 +183,11 @@ class SubsampledAttention(Subsampling, FullAttention):
             mask=mask,
             nearest=None if mask is None else nearest_legal(mask, L, self.causal, q.device),
             alibi=bias is not None,
-            # Without a mask, only these samples can leave a target without an allowed source.
-            stand_in=given or (self.keep < 1 if self.causal else padded > L),
+            stand_in=stand_in,
             once=not self.causal and not given,
         )
 
-    def _whole_windows(
-        self, q: Tensor, k: Tensor, sources: Tensor, mask: Tensor | None, bias: PositionBias | None
-    ) -> bool:
+    def _whole_windows(self, q: Tensor, k: Tensor, mask: Tensor | None, bias: PositionBias | None) -> bool:
         """Whether PyTorch's attention on gathered keys is faster than the kernels, and equal."""
         L = q.shape[2]
         return (
@@ -185,7 +197,7 @@ class SubsampledAttention(Subsampling, FullAttention):
             and self.keep == 1
             and self._cut(L)[2] == L
             and self._cut(L)[0] >= kernel.LEAST_WINDOW
-            and sources.is_cuda
+            and q.is_cuda
             and k.shape == q.shape
             and (autocasts(q) or q.element_size() == 2)
             and not torch.are_deterministic_algorithms_enabled()

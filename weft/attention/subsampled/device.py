@@ -98,7 +98,7 @@ def noise_on_device(key: Tensor, count: int, per_rank: bool) -> Tensor:
     return _noise((key,), (count, rank_of(per_rank)))[0]
 
 
-def _sample(tensors, options) -> tuple[Tensor]:
+def sample_windows(tensors, options) -> tuple[Tensor]:
     from .choose import choose, sort_keys
 
     (key,), (windows, size, kept, sigma, gaussian, causal, rank) = tensors, options
@@ -190,4 +190,4 @@ def _uniform(tensors, options) -> tuple[Tensor]:
     return (out,)
 
 
-_windows, _grid, _noise = Taped(_sample), Taped(_place), Taped(_uniform)
+_windows, _grid, _noise = Taped(sample_windows), Taped(_place), Taped(_uniform)

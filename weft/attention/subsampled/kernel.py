@@ -37,6 +37,7 @@ from ...core.tiles import (
 from ...kernels.grouped import fits, gradients, sum_to_groups
 from ...kernels.launch import launch
 from ...kernels.operator import Operator
+from .device import sample_windows
 
 LEAST_LENGTH = 1024  # faster than full attention from here on; for shorter sequences don't sample: docs/kernels.md
 COLLECTED = 64  # tokens per program of `collect`
@@ -205,6 +206,44 @@ _operator = Operator(
     lambda q, k, v, sources, *rest: _outputs(q, sources),
     _backward,
     outputs=2,
+)
+
+
+def drawn(q: Tensor, k: Tensor, v: Tensor, key: Tensor, sample: tuple, *, alibi: bool, stand_in: bool) -> tuple:
+    """The sample of windows that are runs of tokens, with these options of `device.sample_windows`, and `subsampled`
+    without a mask, as one operator -> out and sources (W, S)."""
+    q, k, v = autocast(q, k, v)
+    return _drawn(q, k, v, key, *sample, alibi, stand_in)
+
+
+def _draw_forward(q, k, v, key, windows, size, kept, sigma, gaussian, causal, rank, alibi, stand_in):
+    (sources,) = sample_windows((key,), (windows, size, kept, sigma, gaussian, causal, rank))
+    out, block = _forward(q, k, v, sources[None], None, None, size, causal, alibi, stand_in, not causal)
+    return out, sources, block
+
+
+def _draw_outputs(q, k, v, key, windows, size, kept, *options):
+    sources = key.new_empty(windows, kept, dtype=torch.int32)
+    out, block = _outputs(q, sources[None])
+    return out, sources, block
+
+
+def _draw_backward(
+    dout, q, k, v, key, out, sources, block, windows, size, kept, sigma, gaussian, causal, rank, alibi, stand_in
+):
+    options = size, causal, alibi, stand_in, not causal
+    return _backward(dout, q, k, v, sources[None], None, None, out, block, *options)
+
+
+_drawn = Operator(
+    "drawn_attention",
+    "Tensor q, Tensor k, Tensor v, Tensor key, int windows, int size, int kept, float? sigma, bool gaussian,"
+    " bool causal, int rank, bool alibi, bool stand_in",
+    _draw_forward,
+    _draw_outputs,
+    _draw_backward,
+    outputs=3,
+    returned=2,
 )
 
 
