@@ -19,7 +19,7 @@ from ..operator import Operator
 from .kernel import assign_groups, empty_tables, group_dtype, sort_by_group, sum_groups
 from .kernel import operator as interval_attention
 
-PARTS = 8  # of a sequence, in `content_of`
+PARTS = 16  # of a sequence, in `content_of`
 
 
 def content_of(k: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def _sum_tokens(k: Tensor, content: Tensor) -> None:
 
     B, H, L, D = k.shape
     launch(
-        sum_tokens, (B * H, PARTS), k, content, *strides(k), H, L, D=D, BLOCK_D=block_width(D), ROWS=64, num_warps=4
+        sum_tokens, (B * H, PARTS), k, content, *strides(k), H, L, D=D, BLOCK_D=block_width(D), ROWS=128, num_warps=4
     )  # fmt: skip
 
 
