@@ -84,7 +84,7 @@ class Operator:
         if torch.is_grad_enabled():
             for x in tensors:
                 if x is not None and x.requires_grad:
-                    return _Eager.apply(self, options, *tensors)
+                    return _apply(self, options, *tensors)
         outputs = self.forward(tensors, options)
         return outputs[0] if self.returned == 1 else tuple(outputs[: self.returned])
 
@@ -223,6 +223,10 @@ class _Eager(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             return _refuse_second(ctx, *douts)
         return _gradients(ctx, *douts)
+
+
+# `_Eager.apply` without its preparations for functorch, which are not needed after `_looked_at`.
+_apply = super(torch.autograd.Function, _Eager).apply
 
 
 def _gradients(ctx: Any, *douts: Tensor | None) -> tuple:
