@@ -215,17 +215,18 @@ def test_a_miscompiled_model_is_detected_and_the_run_continues_without_compilati
     assert losses(tmp_path / "wrong") == losses(tmp_path / "plain")
 
 
-def test_compiler_errors_suggest_no_compile(tmp_path, monkeypatch):
+@pytest.mark.parametrize("says", ["cannot split", "CompiledFunctionBackward returned an invalid gradient"])
+def test_compiler_errors_suggest_no_compile(tmp_path, monkeypatch, says):
     from torch._dynamo.exc import BackendCompilerFailed
 
     class Stuck(torch.nn.Module):
         def forward(self, *inputs):
-            raise BackendCompilerFailed(max, TypeError("cannot split"), None)
+            raise RuntimeError(says) if "gradient" in says else BackendCompilerFailed(max, TypeError(says), None)
 
     monkeypatch.setattr(torch, "compile", lambda model, **options: Stuck())
     command = ["train", "digits", "--out", tmp_path / "run", *runs.options(**TINY)]
     stopped = weft(*command, "--compile")
-    assert stopped.exit_code == 71 and "cannot split" in stopped.output and "--no-compile" in stopped.output
+    assert stopped.exit_code == 71 and says in stopped.output and "--no-compile" in stopped.output
     assert weft(*command, "--resume", "--no-compile").exit_code == 0
 
 

@@ -175,7 +175,9 @@ def compiler_error(error: Exception) -> str:
     """The message for an error of the compiler; an empty string for any other error."""
     from torch._dynamo.exc import BackendCompilerFailed  # slow to import, but torch.compile has imported it already
 
-    if not isinstance(error, BackendCompilerFailed):
+    # Inductor of torch 2.11 may give a gradient the wrong shape, which autograd then refuses.
+    invalid = isinstance(error, RuntimeError) and "CompiledFunctionBackward returned an invalid gradient" in str(error)
+    if not invalid and not isinstance(error, BackendCompilerFailed):
         return ""
     cause = getattr(error, "inner_exception", error)
     reason = f"{type(cause).__name__}: {cause}".splitlines()[0]

@@ -91,7 +91,9 @@ class CRATEMAE(nn.Module):
         """The encoder's tokens, (B, 1 + patches, dim), CLS first. The mask token replaces hidden patches."""
         x = self.patches(images)
         if hidden is not None:
-            x = torch.where(hidden[..., None], self.hidden_token.to(x.dtype), x)
+            # A vector: Inductor of torch 2.11 may give (dim,) as the gradient of a broadcast (1, 1, dim) parameter
+            # (mix-order reductions, https://github.com/pytorch/pytorch/issues/178080).
+            x = torch.where(hidden[..., None], self.hidden_token.flatten().to(x.dtype), x)
         x = torch.cat([self.cls.expand(x.shape[0], -1, -1), x], 1) + self.positions(x.device)
         for block in self.blocks:
             x = block(x)
