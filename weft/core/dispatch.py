@@ -27,9 +27,6 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
 OLDEST = (8, 0)  # compute capability from which on "auto" uses the kernels
 TESTED = (9, 0)  # compute capability on which the kernels were tested and tuned
-# What was not tested on any GPU yet, so that "auto" does not use it: by mechanism.
-UNTESTED_WIDE = frozenset("logsparse performer reformer routing sinkhorn sparse".split())  # heads over 128
-UNTESTED_DROPOUT = frozenset({"axial", "bigbird", "sinkhorn"})  # and sparse with pattern="strided"
 
 _log = logging.getLogger("weft")
 _INSTALLED = importlib.util.find_spec("triton") is not None
@@ -107,11 +104,8 @@ def step_kernel(attn: Any, q: Tensor, v: Tensor, inner: Any) -> Callable[..., Te
 
 
 def _untested(attn: Any) -> bool:
-    """Whether no call of this kind was tested on a GPU."""
-    if attn.head_dim > 128 and (attn.name in UNTESTED_WIDE or attn.name == "linear" and not attn.causal):
-        return True
-    strided = getattr(attn, "pattern", None) == "strided"
-    return bool(attn.dropout and attn.training and (strided or attn.name in UNTESTED_DROPOUT))
+    """Whether no call of this kind has agreed with the plain version on a GPU."""
+    return attn.head_dim > 128 and (attn.name == "performer" or attn.name == "linear" and not attn.causal)
 
 
 def _trusted(attn: Any, q: Tensor) -> bool:
