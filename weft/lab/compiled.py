@@ -34,7 +34,7 @@ class Miscompiled(Exception):
 # 2,001 tokens and a batch of 32 had a relative error of 1.2.
 OPTIONS: Any = {"comprehensive_padding": False}
 # Inductor sums over rows and columns in one kernel in the backward of a norm. For any number of tokens, that is slow:
-# 240 us for 33,000 tokens of 512 on an H200, where memory needs 100.
+# 240 us for 33,000 tokens of 512 on an H200, where memory needs 100. It also has bugs (pytorch issues 178080, 193061).
 PACKED_OPTIONS = {"triton.mix_order_reduction": False}
 
 
