@@ -119,7 +119,7 @@ def test_figures_of_claims_come_from_the_results(monkeypatch, tmp_path):
     lines = (
         "| a | {{wide/listops linear/wide*}} against {{wide/listops linear/deep*}} | b |",
         "| c | 1,000 steps: {{wide/imdb_byte full/wide* steps=1000}} | d |",
-        "| e | {{wide/listops full/deep*}} or {{combiner/enwik8 dense/10 min}} | f |",
+        "| e | {{wide/listops full/deep*}} or {{combiner/table1 Fixed/ImageNet-64}} | f |",
     )
     (tmp_path / "claims.md").write_text("\n".join(lines))
     monkeypatch.setattr(results, "HERE", tmp_path)
