@@ -20,6 +20,7 @@ import re
 import statistics
 import sys
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from experiments.queue import is_done, job_of, queue, sweep_of
@@ -113,8 +114,8 @@ def progress() -> str:
 def section(sweep: Sweep) -> tuple[str, bytes]:
     """The Markdown of one sweep, empty if nothing has been run, and the plot of its curves, if any."""
     done = [(cell, runs) for cell in sweep.cells if (runs := finished(sweep, cell))]
-    cut = [(cell, run) for cell in sweep.cells for run in fitting(sweep, cell) if run.state != "complete"]
-    if not done and not cut:
+    rest = [line for cell in sweep.cells for line in others(sweep, cell)]
+    if not done and not rest:
         return "", b""
     curves = [(cell, [run for run in fitting(sweep, cell) if len(run.curve) > 1]) for cell in sweep.cells]
     curves = [(cell, runs) for cell, runs in curves if runs]
@@ -145,10 +146,27 @@ def section(sweep: Sweep) -> tuple[str, bytes]:
     notes = {cell.note: None for cell, _ in done if cell.note}
     if notes:
         lines += ["", *(f"{note[0].upper()}{note[1:]}." for note in notes)]
-    if cut:
-        lines += ["", "Not complete:", ""]
-        lines += [f"- {cell.row}, {cell.column}, seed {run.seed}: {came_to(sweep, run)}" for cell, run in cut]
+    if rest:
+        lines += ["", "Not complete, or with other settings:", "", *rest]
     return "\n".join(lines) + "\n", drawing
+
+
+def others(sweep: Sweep, cell: Cell) -> list[str]:
+    """Lines about the runs that are not in the table: incomplete, or with other settings than the number of steps."""
+    lines = []
+    for run in read_results(results_file(sweep)):
+        if run.cell != cell.slug or set(run.overrides) == {"steps"}:
+            continue
+        unlike = replace(run, overrides={}).differs(cell.config)
+        if run.state != "complete":
+            text = came_to(sweep, run)
+        elif unlike:
+            text = f"{mean(sweep, [run])[1]} after {run.step:,} steps"
+        else:
+            continue
+        settings = "".join(f", with {what.replace(': ', ' ').replace(' -> ', ' instead of ')}" for what in unlike)
+        lines.append(f"- {cell.row}, {cell.column}, seed {run.seed}: {text}{settings}")
+    return lines
 
 
 def came_to(sweep: Sweep, run: Record) -> str:
@@ -156,7 +174,9 @@ def came_to(sweep: Sweep, run: Record) -> str:
     text = f"{run.step:,} of {run.steps:,} steps"
     if sweep.metric in run.val:
         text += f", validation {sweep.metric.replace('_', ' ')} {sweep.show(run.val[sweep.metric])} at {run.val_step:,}"
-    return f"{text}; failed: {run.why}" if run.why else f"{text}; stopped"
+    if run.why:
+        return f"{text}; failed: {run.why}"
+    return f"{text}; stopped{' before its test' if run.step >= run.steps else ''}"
 
 
 def by_time(curves: Sequence[tuple[Cell, list[Record]]]) -> bool:
