@@ -95,12 +95,14 @@ class Blocks:
 
     def __init__(self, encoder: TextEncoder):
         self.encoder, self.eager = encoder, encoder._through
-        # Dynamo limits the graphs of a code object; a model shares none with the others of its process.
-        self.between = Part(FunctionType(between.__code__.replace(), between.__globals__), packed=True)
+        # Dynamo limits the graphs of a code object, so no two models or places in a model share one.
+        self.start, self.between, self.end = (
+            Part(FunctionType(between.__code__.replace(), between.__globals__), packed=True) for _ in range(3)
+        )
         for module in list(encoder.modules()):
             for name, child in module.named_children():
                 if type(child) is nn.Dropout:
-                    setattr(module, name, HashedDropout(child.p))
+                    setattr(module, name, HashedDropout(child.p).train(child.training))
 
     def __call__(
         self, x: Tensor, at: Any, mask: Tensor | None, documents: Segments | None, first: bool = False
@@ -111,13 +113,14 @@ class Blocks:
         blocks: Any = list(self.encoder.blocks)
         for block in blocks:
             alone = first and block is blocks[-1]
-            x, *inputs = self.between(x, heads, real, at, before, block, alone)
+            part = self.start if heads is None else self.end if alone else self.between
+            x, *inputs = part(x, heads, real, at, before, block, alone)
             if alone:
                 return block.first(x, inputs[0], mask, documents=documents)
             q, k, v, *more = (z.transpose(1, 2) if z.dim() == 4 else z for z in inputs)
             options = {"x": more[0]} if more else {}
             heads, before = block.attention.attention(q, k, v, mask, None, documents, **options), block
-        return self.between(x, heads, real, at, before, None, False)[0]
+        return self.end(x, heads, real, at, before, None, False)[0]
 
 
 def between(
