@@ -63,15 +63,15 @@ def mean(sweep: Sweep, runs: Sequence[Record]) -> tuple[float, str]:
 
 
 def claims(titles: Collection[str] = ()) -> str:
-    """claims.md with the figures of the result files, or "not run" in a column that has none of its figures. Figures of
-    tables with these titles have links to them."""
+    """claims.md with the figures of the result files. A column that has none of its figures says only that they were
+    not run or not complete. Figures of tables with these titles have links to them."""
 
     def figure(match: re.Match[str]) -> str:
         sweep = sweep_of(match["table"])
         (job,) = jobs_of(sweep, seeds=[0], only=[match["cell"]])
         runs = finished(sweep, job.cell, int(match["steps"] or 0))
         if not runs:
-            return "not run"
+            return "not complete" if not match["steps"] and others(sweep, job.cell) else "not run"
         return mean(sweep, runs)[1] + (f" (n = {len(runs)})" if len(runs) > 1 else "")
 
     what = r"\{\{(?P<table>\S+) (?P<cell>[^}]+?)(?: steps=(?P<steps>\d+))?\}\}"
@@ -80,12 +80,14 @@ def claims(titles: Collection[str] = ()) -> str:
         columns = line.split("|")
         for number, column in enumerate(columns):
             matches = list(re.finditer(what, column))
-            if matches and all(figure(match) == "not run" for match in matches):
-                columns[number] = " not run "
-            elif matches:
-                found = dict.fromkeys(sweep_of(match["table"]).title for match in matches if not match["steps"])
-                links = "".join(f"; [runs](#{anchor(title)})" for title in found if title in titles)
-                columns[number] = f"{re.sub(what, figure, column).rstrip()}{links} "
+            if not matches:
+                continue
+            states, column = {figure(match) for match in matches}, re.sub(what, figure, column).rstrip()
+            if states <= {"not run", "not complete"}:
+                column = f" {min(states)}"
+            tables = dict.fromkeys(sweep_of(match["table"]).title for match in matches if not match["steps"])
+            links = "".join(f"; [runs](#{anchor(title)})" for title in tables if title in titles)
+            columns[number] = f"{column}{links} "
         lines.append("|".join(columns))
     return "\n".join(lines)
 
