@@ -42,7 +42,7 @@ MANY = 6  # blocks: below, compiling the whole model is fast enough
 
 
 def compile_model(model: nn.Module, packed: bool = False, whole_blocks: bool = False) -> Any:
-    """torch.compile of the whole model, or of its blocks: many equal blocks share one graph, which compiles several times
+    """torch.compile of the whole model, or of its blocks: equal blocks share one graph, which compiles several times
     faster. With packed documents, of what an encoder computes between two attentions; if blocks differ, or if something
     is attached to their forward (`whole_blocks`: FSDP, activation checkpointing), of their parts around attention."""
     blocks: list[Any] = [module for module in model.modules() if isinstance(module, EncoderBlock)]
