@@ -118,3 +118,12 @@ def test_other_gpus_run_plain_pytorch_and_say_so_once(device, hip, monkeypatch, 
         assert not dispatch.use_kernel(attn, q, q, q, None)
     (line,) = caplog.messages
     assert "NVIDIA" in line and ("hip" if hip else device) in line
+
+
+def test_a_compiled_call_may_change_its_length():
+    attn = weft.make_attention("local", heads=2, head_dim=8, causal=True, block_size=7)
+    torch.compiler.reset()
+    compiled = torch.compile(attn, fullgraph=True, backend="eager")
+    for length in (100, 150):
+        inputs = [torch.randn(1, 2, length, 8) for _ in range(3)]
+        torch.testing.assert_close(compiled(*inputs), attn(*inputs))

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from . import sharding
 from .decoding import Decoding
-from .dispatch import Kernel, check_backend, plain, use_kernel
+from .dispatch import Kernel, check_backend, constant, plain, use_kernel
 from .heads import spread
 from .packing import packed, packed_weights
 from .precision import autocast, autocasts, without_autocast
@@ -210,7 +210,7 @@ class Attention(Decoding, nn.Module):
 
     def check_tensors(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
         """Check types and shapes, but not the length: a packed row may be longer than its documents."""
-        if mask is None and not torch.compiler.is_exporting() and self._plain(q, k, v):
+        if mask is None and self._plain(q, k, v) and not exporting():
             return
         name = self.name
         for label, t in (("q", q), ("k", k), ("v", v)):
@@ -252,7 +252,7 @@ class Attention(Decoding, nn.Module):
                 raise ValueError(
                     f"causal attention needs Lq = Lk, got {Lq} and {Lk}; to decode with a cache, use attn.step"
                 )
-        if torch.compiler.is_exporting() and not self.exports_any_length and _is_dynamic(Lk):
+        if exporting() and not self.exports_any_length and _is_dynamic(Lk):
             raise ValueError(
                 f"{name} with causal={self.causal} cannot be exported with a dynamic length: its sizes are "
                 "computed from the length. Export it with a fixed length, or use one of: full, subsampled; without "
@@ -341,6 +341,13 @@ def quiet_padding(x: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None or mask.shape != x.shape[:2]:  # the mechanism reports a wrong shape
         return x
     return torch.where(mask[..., None] | (x.abs() < LARGEST), x, 0)
+
+
+@constant
+def exporting() -> bool:
+    """Whether torch.export traces this code. Dynamo of torch 2.11 takes `is_exporting` for True when it compiles, too,
+    and calls a constant function instead of tracing it."""
+    return torch.compiler.is_exporting()
 
 
 def _is_dynamic(length: Any) -> bool:
