@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -30,12 +31,20 @@ class Miscompiled(Exception):
     """Compilation failed, or compiled results differ from eager mode; the run can continue without compilation."""
 
 
-# Inductor of torch 2.11 pads the strides of large tensors, and then computes wrong results: `performer` with 48 heads,
-# 2,001 tokens and a batch of 32 had a relative error of 1.2.
-OPTIONS: Any = {"comprehensive_padding": False}
-# Inductor sums over rows and columns in one kernel in the backward of a norm. For any number of tokens, that is slow:
-# 240 us for 33,000 tokens of 512 on an H200, where memory needs 100. It also has bugs (pytorch issues 178080, 193061).
-PACKED_OPTIONS = {"triton.mix_order_reduction": False}
+# Inductor's defaults that compute wrong results without an error, and what replaces them:
+# - torch 2.11 pads the strides of large tensors: `performer` with 48 heads, 2,001 tokens and a batch of 32 had a
+#   relative error of 1.2.
+# - torch 2.10 to 2.13 sum over rows and columns in one kernel in the backward of a norm, with bugs (pytorch issues
+#   190796, 193061; in 178080 a wrong shape). It is not fast either: 240 us for 33,000 packed tokens of 512 on an H200,
+#   where memory needs 100.
+SAFE = {"comprehensive_padding": False, "triton.mix_order_reduction": False}
+
+
+@functools.cache
+def compile_options() -> dict[str, Any]:
+    """`SAFE`, as far as this torch has it."""
+    known = torch._inductor.list_options()
+    return {name: value for name, value in SAFE.items() if name in known}
 
 
 MANY = 6  # blocks: below, compiling the whole model is fast enough
@@ -47,7 +56,7 @@ def compile_model(model: nn.Module, packed: bool = False, whole_blocks: bool = F
     is attached to their forward (`whole_blocks`: FSDP, activation checkpointing), of their parts around attention."""
     blocks: list[Any] = [module for module in model.modules() if isinstance(module, EncoderBlock)]
     if not blocks or not packed and len(blocks) < MANY:
-        return torch.compile(model, options=OPTIONS)
+        return torch.compile(model, options=compile_options())
     equal = len({repr(block) for block in blocks}) == 1
     if packed and not whole_blocks and all(type(block.attention) is MultiheadAttention for block in blocks):
         for encoder in model.modules():
@@ -72,9 +81,8 @@ class Part:
     each attention and compile every function around it, first for one number of tokens and then for any."""
 
     def __init__(self, function: Callable[..., Any], packed: bool = False):
-        known = torch._inductor.list_options() if packed else []
-        options = OPTIONS | {name: value for name, value in PACKED_OPTIONS.items() if name in known}
-        self.function, self.compiled, self.packed = function, torch.compile(function, options=options), packed
+        self.function, self.packed = function, packed
+        self.compiled = torch.compile(function, options=compile_options())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
