@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -61,15 +62,17 @@ def eager_ms(fn: Callable[[], Any], rep: int = 80) -> float:
     return do_bench(fn, warmup=15, rep=rep, return_mode="median")
 
 
-def host_ms(fn: Callable[[], Any], calls: int = 50) -> float:
-    """The time the CPU needs to queue one call."""
+def host_ms(fn: Callable[[], Any], calls: int = 50, rounds: int = 5) -> float:
+    """The time the CPU needs to queue one call: the median of several rounds, which differ by up to a factor of two."""
+    found = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            fn()
+        found.append((time.perf_counter() - start) / calls * 1e3)
     torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        fn()
-    taken = time.perf_counter() - start
-    torch.cuda.synchronize()
-    return taken / calls * 1e3
+    return statistics.median(found)
 
 
 def peak_mib(fn: Callable[[], Any]) -> float:

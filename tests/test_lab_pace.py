@@ -129,3 +129,17 @@ def test_the_steps_of_a_sweep_replace_its_time_budget():
     (job,) = jobs_of(sweep, overrides={"steps": 7})
     assert (job.config.steps, job.config.time_budget, job.variant) == (7, 0, "steps=7+time_budget=0.0")
     assert jobs_of(sweep, overrides={"compile": True})[0].variant == ""
+
+
+def test_a_run_that_starts_faster_than_its_trial_plans_again(tmp_path, seconds, monkeypatch):
+    """The trial takes 14 of 30 s: the first plan is 4 steps. The run finds compiled code and has 16 s."""
+
+    def slow(trial):
+        seconds["now"] += 14
+        return 0.5
+
+    monkeypatch.setattr(pace, "_time", slow)
+    run = tmp_path / "run-s0"
+    found = train(runs.tiny(run, time_budget=0.5, steps=20, warmup=4, eval_every=5, schedule="cosine"))
+    kept = Run(run).config()
+    assert found.steps == 32 and (kept.warmup, kept.eval_every) == (6, 8) and seconds["now"] == pytest.approx(30)

@@ -176,7 +176,6 @@ class Training:
             self.checkpoints.mark_best(self.best["step"])
 
     def _steps(self) -> tuple[float, float]:
-        config = self.config
         self.model.train()
         began, start = time.perf_counter(), self.step
         self._clock = (began, start)
@@ -189,7 +188,9 @@ class Training:
             if self.step == start + 1:
                 self.pending[-1].item()  # compilation and tuning end here
                 self._clock = (time.perf_counter(), self.step)
-            step = self.step
+                if self.plan is not None:
+                    self._choose(self.plan.after_start(self.config))
+            step, config = self.step, self.config
             evaluating = self._evaluates(step)
             saving = evaluating or step % config.checkpoint_every == 0
             stopping = self.processes.any_every_few_seconds(self.signals.count > 0, step)
@@ -202,7 +203,7 @@ class Training:
             if evaluating:
                 self._evaluate()
                 if self.plan is not None:
-                    self._choose_steps(self.plan.steps(self))
+                    self._choose(dataclasses.replace(self.config, steps=self.plan.steps(self)))
         seconds = time.perf_counter() - began
         return seconds, (self.step - start) * self._tokens_per_step() / max(seconds, 1e-9)
 
@@ -213,10 +214,10 @@ class Training:
     def dense_from(self) -> int:
         return math.ceil(self.config.steps * self.config.finetune_dense_at)
 
-    def _choose_steps(self, steps: int) -> None:
-        if steps != self.config.steps:
-            self.config = dataclasses.replace(self.config, steps=steps)
-            self.progress.total = steps
+    def _choose(self, config: TrainConfig) -> None:
+        """Continue with the numbers that the plan has chosen."""
+        if config != self.config:
+            self.config, self.progress.total = config, config.steps
             self.folder.write("config.json", to_json(self.config))  # for resume
 
     def _interrupt(self) -> None:

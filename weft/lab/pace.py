@@ -5,9 +5,10 @@
 The time is that of the whole run up to its last step: loading, compilation, evaluations and checkpoints count, only the
 final test does not. A trial with its own model trains a few steps and is discarded. Its speed gives the first number of
 steps, and warm-up, evaluations and checkpoints their fraction of them (the warm-up of inverse_sqrt keeps its steps,
-because its peak depends on them). Every evaluation corrects the number of steps by the speed since the first one, so
-that the run ends in time when other programs use the device; the schedule follows. `config.json` has the newest
-numbers; a resumed run keeps them.
+because its peak depends on them). The first step corrects all of them, because the run starts in less time than the
+trial if it finds compiled code on disk. Every evaluation corrects the number of steps by the speed since the first
+one, so that the run ends in time when other programs use the device; the schedule follows. `config.json` has the
+newest numbers; a resumed run keeps them.
 """
 
 from __future__ import annotations
@@ -39,12 +40,18 @@ class Plan:
     """How many steps fit until `ends`. A step takes `each` seconds if the device is as free as in the trial, and
     `dense` seconds after subsampled attention has become dense."""
 
+    asked: TrainConfig  # before the steps were chosen
     ends: float
     each: float
     dense: float
     step: int = 0  # of the last call
     work: float = 0.0  # seconds that the steps so far would have taken in the trial
     first: tuple[float, float] | None = None  # time and work of the first evaluation; it compiled
+
+    def after_start(self, config: TrainConfig) -> TrainConfig:
+        """The numbers after the first step, if the time to start was not that of the trial."""
+        steps = max(1, 1 + round((self.ends - clock()) / self.mean(config)))
+        return config if abs(steps - config.steps) <= 0.05 * config.steps else scaled(self.asked, steps)
 
     def steps(self, training: Training) -> int:
         """The new number of steps, after an evaluation."""
@@ -73,7 +80,7 @@ def with_steps(config: TrainConfig, folder: Run, resume: bool) -> tuple[TrainCon
     if resume and folder.computed():
         return keep_steps(config, folder.config()), None
     began = clock()
-    plan = Plan(began + 60 * config.time_budget, *seconds_per_step(config))
+    plan = Plan(config, began + 60 * config.time_budget, *seconds_per_step(config))
     now = clock()
     each = plan.mean(config)
     # The run will take as long to start as the trial.
