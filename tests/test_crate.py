@@ -215,8 +215,8 @@ def test_initial_values():
     assert model.blocks[0].mssa.subspaces.weight.abs().max().item() <= 384**-0.5
     mae = CRATEMAE(dim=384, heads=6, head_dim=64, layers=1, image_size=32, patch=4)
     weights = mae.blocks[0].ista.weight, mae.decoder[0].dictionary.weight, mae.decoder[0].mssa.subspaces.weight
-    for weight, bound in zip(weights, (bound, bound, bound / 2**0.5), strict=True):
-        assert 0.99 * bound < weight.abs().max().item() <= bound
+    for weight, most in zip(weights, (bound, bound, bound / 2**0.5), strict=True):
+        assert 0.99 * most < weight.abs().max().item() <= most
 
 
 def text_model(name: str, **options) -> CRATEText:
