@@ -84,7 +84,7 @@ class CRATEMAE(nn.Module):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
         for layer in self.decoder:  # as the encoder's dictionaries; with smaller values, all tokens become equal
-            nn.init.kaiming_uniform_(layer.dictionary.weight)
+            nn.init.kaiming_uniform_(layer.get_parameter("dictionary.weight"))
         for token in (self.cls, self.hidden_token):
             nn.init.normal_(token, std=0.02)
         self.to(device=device, dtype=dtype)
