@@ -21,8 +21,8 @@ SEEDS = (0,)
 
 HOW: dict[str, Any] = dict(precision="bf16-mixed", compile=True, eval_every=500, checkpoint_every=500)
 COLUMNS: dict[str, tuple[str, dict[str, Any]]] = {
-    "ListOps": ("listops", dict(layers=4, heads=8, mlp_dim=1024, steps=5000)),
-    "Text": ("imdb-byte", dict(layers=4, heads=4, dim=256, mlp_dim=1024, steps=20_000)),
+    "ListOps": ("listops", dict(layers=4, heads=8, mlp_dim=1024, steps=5000, packed=True)),
+    "Text": ("imdb-byte", dict(layers=4, heads=4, dim=256, mlp_dim=1024, steps=20_000, packed=True)),
     "Retrieval": ("matching", dict(layers=4, heads=4, steps=5000)),
     "Image": ("cifar10-pixels", {}),
     "Pathfinder": ("pathfinder32-medium", {}),
