@@ -12,6 +12,7 @@ from torch import nn
 
 from weft.lab import loop
 from weft.lab.checkpoint import read
+from weft.lab.data import Ahead
 from weft.lab.evaluate import evaluate_run, saved_weights
 from weft.lab.optim import layer_groups
 from weft.lab.run import Run
@@ -41,10 +42,10 @@ def pictures(count=8, side=16):
 def test_augmentation_is_timms_and_depends_only_on_the_generator(recipe):
     images = pictures()
     kept = torch.get_rng_state()
-    first, again = (augment.augmented(images, recipe, torch.Generator().manual_seed(2)) for _ in range(2))
+    first, again = (augment.augmenting(images, recipe, torch.Generator().manual_seed(2))() for _ in range(2))
     assert torch.equal(first, again) and first.dtype == torch.uint8 and first.shape == images.shape
     assert torch.equal(torch.get_rng_state(), kept)
-    assert not torch.equal(first, augment.augmented(images, recipe, torch.Generator().manual_seed(3)))
+    assert not torch.equal(first, augment.augmenting(images, recipe, torch.Generator().manual_seed(3))())
     seeds = torch.randint(augment.SEEDS, (8,), generator=torch.Generator().manual_seed(2)).tolist()
     one = augment.transformed(images[5:6].numpy(), seeds[5:6], recipe)  # each image has its own seed
     assert np.array_equal(one[0], first[5].numpy())
@@ -52,14 +53,22 @@ def test_augmentation_is_timms_and_depends_only_on_the_generator(recipe):
 
 def test_worker_processes_give_the_same_images(monkeypatch):
     images = pictures(32)
-    alone = augment.augmented(images, "rand-m9", torch.Generator().manual_seed(0))
+    alone = augment.augmenting(images, "rand-m9", torch.Generator().manual_seed(0))()
     monkeypatch.setattr(augment, "IN_PROCESS", 8)
     monkeypatch.setattr(augment, "cpus", lambda: 2)  # one for a worker
     try:
-        assert torch.equal(augment.augmented(images, "rand-m9", torch.Generator().manual_seed(0)), alone)
+        started = [augment.augmenting(images, "rand-m9", torch.Generator().manual_seed(n)) for n in (0, 1)]
+        assert torch.equal(started[0](), alone) and not torch.equal(started[1](), alone)
     finally:
         augment.workers(1).shutdown()
         augment.workers.cache_clear()
+
+
+def test_each_batch_is_started_once_and_one_ahead():
+    started = []
+    ahead = Ahead(lambda number: started.append(number) or (lambda: (number, len(started))))
+    assert [ahead(number) for number in (0, 1, 7, 8)] == [(0, 2), (1, 3), (7, 5), (8, 6)]
+    assert started == [0, 1, 2, 7, 8, 9]
 
 
 @pytest.mark.parametrize("mixup, cutmix", [(0.8, 0.0), (0.0, 1.0)])
@@ -70,7 +79,7 @@ def test_the_mixed_loss_is_timms(mixup, cutmix):
     images, label = pictures(), torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])
     batch = augment.mixed({"image": images, "label": label}, mixup, cutmix, torch.Generator().manual_seed(5))
     with augment.own_random_numbers() as seed:
-        seed(int(torch.randint(augment.SEEDS, (1,), generator=torch.Generator().manual_seed(5))))
+        seed(5)
         theirs, target = Mixup(mixup, cutmix, label_smoothing=0.1, num_classes=5)(images.float() / 255, label)
     assert torch.equal(batch["image"], theirs) and 0 < batch["share"][0] < 1
 

@@ -1,15 +1,16 @@
-"""Batches from rows in memory: no workers, no queues, and an order that depends only on (seed, step).
+"""Batches from rows in memory, in an order that depends only on (seed, step).
 
 The rows of a task are in memory, on the device if they fit, so a batch is one gather. The step is the whole state of
-the sampler.
+the sampler. Augmentation on the CPU is started one batch ahead.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -99,6 +100,22 @@ class Packing:
         count = 1 + step // int(lengths.max())
         gap = -(tokens + count * (1 + self.free)) % step + count
         return [gap // count + (i < gap % count) for i in range(count)]
+
+
+Batch = TypeVar("Batch")
+
+
+class Ahead(Generic[Batch]):
+    """Batches 0, 1, …, of which the next is already started: `start(number)` returns a function that waits for it."""
+
+    def __init__(self, start: Callable[[int], Callable[[], Batch]]):
+        self.start = start
+        self._next: tuple[int, Callable[[], Batch]] | None = None
+
+    def __call__(self, number: int) -> Batch:
+        wait = self._next[1] if self._next is not None and self._next[0] == number else self.start(number)
+        self._next = number + 1, self.start(number + 1)
+        return wait()
 
 
 class Rows:

@@ -14,6 +14,7 @@ import dataclasses
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,14 @@ import torch
 from torch import Tensor
 
 from ..adapt.ensemble import Members
+from ..core.staging import send
+from ..tasks.base import Columns
 from ..tasks.config import TrainConfig, to_json
 from ..tasks.registry import task_of
 from .build import build_model
 from .checkpoint import Checkpoints, DamagedCheckpoint
 from .compiled import Miscompiled, check_compiled, compile_model, compiler_error
-from .data import Order, Packing, Rows, seed_everything, seed_of
+from .data import Ahead, Order, Packing, Rows, seed_everything, seed_of
 from .divergence import Diverged, LossMonitor
 from .evaluate import Stopped, evaluate, saved_weights
 from .fabric import checkpoint_activations, make_fabric
@@ -109,12 +112,14 @@ class Training:
         self.average = make_average(self.raw, config)
         device = self.fabric.device
         packing = Packing.of(self.raw) if config.packed else None
-        self.rows, self.val, self.test = (
-            Rows(part, device, packing) for part in (self.data.train, self.data.val, self.data.test)
-        )
+        on_host = self.task.on_host(config)
+        place = torch.device("cpu") if on_host else device
+        self.rows = Rows(self.data.train, place, packing)
+        self.val, self.test = (Rows(part, device, packing) for part in (self.data.val, self.data.test))
         self.per_step = config.batch_size * config.accumulate * self.split.world
-        self.order = Order(len(self.rows), self.per_step, config.seed, device, shuffled=not self.task.streams)
+        self.order = Order(len(self.rows), self.per_step, config.seed, place, shuffled=not self.task.streams)
         self.generator = torch.Generator(device=device)
+        self.ahead = Ahead(self._start_batch) if on_host else None
         self.step, self.restored = 0, 0
         self.best: dict[str, Any] | None = None
         self.losses = LossMonitor(config.diverge_at)
@@ -243,7 +248,9 @@ class Training:
             # Masks and augmentation are drawn for the rows of all processes, so they do not depend on their number.
             here = slice(micro * world * size, (micro + 1) * world * size)
             self.generator.manual_seed(seed_of("batch", config.seed, step, micro))
-            batch = self.task.batch(self.rows.take(index[here]), config, self.generator, training=True)
+            number = (step - 1) * config.accumulate + micro
+            rows = self.rows.take(index[here]) if self.ahead is None else self.ahead(number)
+            batch = self.task.batch(rows, config, self.generator, training=True)
             mine = slice(rank * size, (rank + 1) * size)
             if world > 1:
                 batch = {name: column[mine] for name, column in batch.items()}
@@ -263,6 +270,15 @@ class Training:
             self.average.update(self.raw, step)
         assert total is not None
         self.pending.append(total)
+
+    def _start_batch(self, number: int) -> Callable[[], Columns]:
+        """Start the work on the CPU for batch `number` of the run."""
+        config, size = self.config, self.config.batch_size * self.split.world
+        step, micro = divmod(number, config.accumulate)
+        generator = torch.Generator().manual_seed(seed_of("ahead", config.seed, step + 1, micro))
+        index = self.order(step)[micro * size : (micro + 1) * size]
+        started = self.task.ahead(self.rows.take(index), config, generator)
+        return lambda: {name: send(x, self.fabric.device) for name, x in started().items()}
 
     def _look(self) -> None:
         """Fetch the losses from the device, log them, and stop the run if it has diverged."""

@@ -1,7 +1,8 @@
 """timm's image augmentation: `create_transform` (random crops, flips, colour jitter, RandAugment), mixup and CutMix.
 
-timm's transforms take single images and global random numbers. Every image gets its own seed from the step's generator,
-so the result does not depend on the number of worker processes, which are used for large batches.
+timm's transforms take single images on the CPU and global random numbers. Every image gets its own seed from the step's
+generator, so the result does not depend on the number of worker processes, which are used for large batches. The lab
+starts them one step ahead, while the device trains.
 """
 
 from __future__ import annotations
@@ -27,20 +28,18 @@ IN_PROCESS = 64  # images; starting workers takes seconds
 SEEDS = 2**31
 
 
-def augmented(image: Tensor, recipe: str, generator: torch.Generator) -> Tensor:
-    """Images (B, 3, side, side), bytes, through timm's training transform.
+def augmenting(image: Tensor, recipe: str, generator: torch.Generator) -> Callable[[], Tensor]:
+    """Start timm's training transform of images (B, 3, side, side), bytes on the CPU; the returned function gives them.
 
     recipe: "color" for colour jitter, or timm's name of an auto-augmentation, such as rand-m9-mstd0.5-inc1.
     """
-    seeds = torch.randint(SEEDS, (len(image),), generator=generator, device=image.device).tolist()
-    pixels = image.cpu().numpy()
+    seeds = torch.randint(SEEDS, (len(image),), generator=generator).tolist()
+    pixels = image.numpy()
     if len(pixels) < IN_PROCESS or (count := cpus() - 1) < 1:
-        found = transformed(pixels, seeds, recipe)
-    else:
-        parts = [slice(i, i + 16) for i in range(0, len(pixels), 16)]
-        jobs = [workers(count).submit(transformed, pixels[part], seeds[part], recipe) for part in parts]
-        found = np.concatenate([job.result() for job in jobs])
-    return torch.from_numpy(found).to(image.device)
+        return lambda: torch.from_numpy(transformed(pixels, seeds, recipe))
+    parts = [slice(i, i + 16) for i in range(0, len(pixels), 16)]
+    jobs = [workers(count).submit(transformed, pixels[part], seeds[part], recipe) for part in parts]
+    return lambda: torch.from_numpy(np.concatenate([job.result() for job in jobs]))
 
 
 def transformed(images: np.ndarray, seeds: list[int], recipe: str) -> np.ndarray:
@@ -74,7 +73,7 @@ def mixed(batch: Columns, mixup: float, cutmix: float, generator: torch.Generato
     label, B = batch["label"], len(batch["label"])
     mixer = Mixup(mixup, cutmix, label_smoothing=0.0, num_classes=B)
     with own_random_numbers() as seed:
-        seed(int(torch.randint(SEEDS, (1,), generator=generator, device=label.device)))
+        seed(generator.initial_seed() % SEEDS)  # a number drawn on a GPU would have to be waited for
         # The numbers of the images in place of their classes: timm's targets are then the shares.
         image, shares = mixer(batch["image"].float() / 255, torch.arange(B, device=label.device))
     return {**batch, "image": image, "other": label.flip(0), "share": shares.diagonal().float()}

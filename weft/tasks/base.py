@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,6 +116,15 @@ class Task:
     def batch(self, rows: Columns, config: TrainConfig, generator: torch.Generator, training: bool) -> Columns:
         """Prepare rows from the data: augmentation, masking. The generator depends only on the step."""
         return rows
+
+    def on_host(self, config: TrainConfig) -> bool:
+        """Whether training rows go through `ahead` before `batch`."""
+        return False
+
+    def ahead(self, rows: Columns, config: TrainConfig, generator: torch.Generator) -> Callable[[], Columns]:
+        """Start slow work on the training rows of the next step, on the CPU; the returned function gives its result,
+        which `batch` gets on the device."""
+        raise NotImplementedError
 
     def loss(self, model: nn.Module, batch: Columns, config: TrainConfig) -> Tensor:
         """The mean training loss."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers import CachedAttention
-from .augment import augmented, mixed
+from .augment import augmenting, mixed
 from .base import BuiltFromData, Classification, Columns, DataMissing, Known, TaskData, block_options, crate_options
 from .config import TrainConfig
 from .files import DamagedData, decoded, find, split_off
@@ -86,14 +86,16 @@ class ImageClassification(Classification):
         facts |= host_facts(config, known, classes=names or classes, size=size)
         return TaskData(train, val, test, length=(size // config.patch) ** 2, facts=facts, classes=names)
 
+    def on_host(self, config: TrainConfig) -> bool:
+        return bool(config.augmentation)
+
+    def ahead(self, rows: Columns, config: TrainConfig, generator: torch.Generator) -> Callable[[], Columns]:
+        images = augmenting(resized(rows["image"], config.image_size), config.augmentation, generator)
+        return lambda: {**rows, "image": images()}
+
     def batch(self, rows: Columns, config: TrainConfig, generator: torch.Generator, training: bool) -> Columns:
-        image = rows["image"]
-        if config.image_size and image.shape[-1] != config.image_size:
-            size = (config.image_size, config.image_size)
-            image = F.interpolate(image.float(), size=size, mode="bilinear", antialias=True).round().to(torch.uint8)
-        if training and config.augmentation:
-            image = augmented(image, config.augmentation, generator)
-        elif training and config.augment:
+        image = resized(rows["image"], config.image_size)
+        if training and config.augment and not config.augmentation:
             image = crop_and_flip(image, generator)
         batch = {**rows, "image": image}
         if training and (config.mixup or config.cutmix):
@@ -246,6 +248,12 @@ def _takes_size(name: str) -> bool:
         except TypeError:
             return False
     return True
+
+
+def resized(image: Tensor, size: int) -> Tensor:
+    if not size or image.shape[-1] == size:
+        return image
+    return F.interpolate(image.float(), size=(size, size), mode="bilinear", antialias=True).round().to(torch.uint8)
 
 
 def crop_and_flip(image: Tensor, generator: torch.Generator) -> Tensor:
