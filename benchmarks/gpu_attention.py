@@ -2,13 +2,18 @@
 
     python3 -m benchmarks.gpu_attention [--out benchmarks/results/gpu_attention.json] [--lengths L ...] [--only ...]
 
-bfloat16, 16 heads of 64, 16,384 tokens per batch (one sequence where L is longer), backend="auto" (and "triton" for
-kernels that "auto" does not use yet), causal where the mechanism can be, some in both directions. "eager" is the median
-of plain calls (triton.testing.do_bench), "host" the time the CPU needs to queue one forward and backward, "graph" the
-replay of a CUDA graph, which is the time of the kernels, "compiled" the same calls in torch.compile. "first call" are
-the seconds of the first forward and backward, length by length, in a process with an empty Triton cache. Full attention
-is PyTorch's with cuDNN, with FlashAttention, and as compiled FlexAttention, also with the sliding window of
-`longformer`; flash-linear-attention is timed if it is installed.
+bfloat16, 16 heads of 64, 16,384 tokens per batch (one sequence where L is longer), max_length=L, backend="auto" (and
+"triton" for kernels that "auto" does not use yet), causal where the mechanism can be, some in both directions. "eager"
+is the median of plain calls (triton.testing.do_bench), "host" the time the CPU needs to queue one forward and backward,
+"graph" the replay of a CUDA graph, which is the time of the kernels, "compiled" and "reduced" the same calls in
+torch.compile, without and with mode="reduce-overhead". "first call" are the seconds of the first forward and backward,
+length by length, in a process with an empty Triton cache. Full attention is PyTorch's with cuDNN, with FlashAttention,
+and as compiled FlexAttention, also with the sliding window of `longformer`; flash-linear-attention is timed if it is
+installed.
+
+Kernels are compiled first, by several processes, and then loaded. With --when FILE, the times are taken once the file
+exists: the first part can share the GPU with other work, the second cannot. --resume adds the rows that the newest run
+in the file does not have.
 
 `python -m benchmarks.tables` writes the tables of the documentation.
 """
@@ -33,11 +38,24 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 import weft
-from benchmarks.gpu_timing import D, H, about, eager_ms, host_ms, in_parallel, median_ms, peak_mib, sdpa, tensors
+from benchmarks.gpu_timing import (
+    D,
+    H,
+    Results,
+    eager_ms,
+    host_ms,
+    in_parallel,
+    median_ms,
+    peak_mib,
+    sdpa,
+    tensors,
+    wait_for,
+)
 
-LENGTHS = (16384, 65536, 512, 2048, 8192, 4096, 1024)
+LENGTHS = (16384, 2048, 512, 65536, 1024, 8192, 4096)  # most important first
 COMPILED = (16384,)  # lengths at which these are also compiled, which takes seconds for each
 TO_COMPILE = ("combiner-fixed", "linear", "local", "longformer", "sparse", "subsampled")
+MODES = {"compiled": None, "reduced": "reduce-overhead"}
 BOTH_WAYS = ("combiner-fixed", "linear", "local", "performer", "subsampled")  # also timed without the causal mask
 AT = (16384, 65536)  # lengths of the rows that are no mechanism with its defaults
 FULL = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
@@ -61,9 +79,8 @@ def made(name: str, L: int, causal: bool) -> Any:
         return fla_linear
     name, _, variant = name.partition(", ")
     options = VARIANTS[variant](L) if variant in VARIANTS else {}
-    info = weft.attention_info(name)
     attn = weft.make_attention(
-        name, heads=H, head_dim=D, causal=causal, max_length=L if info.needs_max_length else None,
+        name, heads=H, head_dim=D, causal=causal, max_length=L,
         backend="triton" if variant == "triton" else "auto", **options,
     )  # fmt: skip
     return attn.to("cuda", torch.bfloat16)
@@ -117,8 +134,11 @@ def fused(name: str) -> bool:
     return name not in weft.attentions() or weft.attention_info(name).kernel is not None
 
 
+shared_tensors = functools.cache(tensors)
+
+
 def calls(fn: Any, L: int) -> tuple[Any, Any]:
-    inputs, dout = tensors(L)
+    inputs, dout = shared_tensors(L)
 
     def forward() -> Any:
         with torch.no_grad():
@@ -127,19 +147,33 @@ def calls(fn: Any, L: int) -> tuple[Any, Any]:
     return forward, lambda: torch.autograd.grad(fn(*inputs), inputs, dout, allow_unused=True)
 
 
-def measure(fn: Any, L: int, compiled: bool) -> dict[str, float]:
+@functools.cache
+def prepared(name: str, L: int, causal: bool, mode: str) -> tuple[Any, Any]:
+    """The calls of a row in this mode, after their first calls."""
+    fn = made(name, L, causal)
+    if mode != "eager":
+        fn = torch.compile(fn, dynamic=False, mode=MODES[mode])
     forward, both = calls(fn, L)
-    found = {"eager_forward_ms": eager_ms(forward, 30), "eager_both_ms": eager_ms(both, 60)}
-    found |= {"host_ms": host_ms(both, 50 if found["eager_both_ms"] < 10 else 10), "peak_mib": peak_mib(both)}
+    for _ in range(3):  # a CUDA graph is recorded in the second
+        both()
+    if mode == "eager":
+        forward()
+    return forward, both
+
+
+def measure(name: str, L: int, causal: bool, compiled: bool) -> dict[str, float]:
+    forward, both = prepared(name, L, causal, "eager")
+    found = {"eager_forward_ms": eager_ms(forward, 40), "eager_both_ms": eager_ms(both, 80)}
+    found |= {"host_ms": host_ms(both, found["eager_both_ms"]), "peak_mib": peak_mib(both)}
     try:
-        found |= {"forward_ms": median_ms(forward, 30), "both_ms": median_ms(both, 40)}
+        found |= {"forward_ms": median_ms(forward, 15), "both_ms": median_ms(both, 20)}
     except Exception:  # work on the CPU cannot be captured
         torch.cuda.synchronize()
-    if compiled:
-        torch.compiler.reset()
-        _, both = calls(torch.compile(fn, dynamic=False), L)
+    for mode in MODES if compiled else ():
         try:
-            found |= {"compiled_both_ms": eager_ms(both, 60), "compiled_host_ms": host_ms(both)}
+            both = prepared(name, L, causal, mode)[1]
+            found[f"{mode}_both_ms"] = eager_ms(both, 80)
+            found[f"{mode}_host_ms"] = host_ms(both, found[f"{mode}_both_ms"])
         except Exception as error:
             print(f"{L:>6} not compiled: {type(error).__name__}: {str(error)[:120]}", flush=True)
     return {key: round(value, 4) for key, value in found.items()}
@@ -158,9 +192,8 @@ def first_calls(name: str, causal: bool, args: argparse.Namespace) -> None:
         forward()
     print(json.dumps(seconds), flush=True)
     for L in args.lengths:
-        if compiles(name, L, args):
-            torch.compiler.reset()
-            calls(torch.compile(made(name, L, causal), dynamic=False), L)[1]()
+        for mode in MODES if compiles(name, L, args) else ():
+            prepared(name, L, causal, mode)
 
 
 def warm_up(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -180,35 +213,55 @@ def warm_up(args: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
+def load(name: str, L: int, causal: bool, compiled: bool) -> None:
+    """Make the first calls of a row in this process."""
+    try:
+        for mode in ("eager", *MODES) if compiled else ("eager",):
+            prepared(name, L, causal, mode)
+    except Exception as error:  # reported when it is measured
+        print(f"{L:>6} {name:<26} {type(error).__name__}: {str(error)[:120]}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=None, help="write the results to this JSON file")
+    parser.add_argument("--out", type=Path, default=None, help="add the results to this JSON file")
+    parser.add_argument("--resume", action="store_true", help="continue the newest run if it is of this commit")
+    parser.add_argument("--when", type=Path, default=None, help="take times when this file exists")
     parser.add_argument("--lengths", type=int, nargs="*", default=list(LENGTHS))
     parser.add_argument("--only", nargs="*", default=weft.attentions(), help="these mechanisms")
     parser.add_argument("--compiled", type=int, nargs="*", default=list(COMPILED), help="compile at these lengths")
-    parser.add_argument("--at-once", type=int, default=8, help="processes that compile at the same time")
+    parser.add_argument("--at-once", type=int, default=8, help="processes that compile at the same time; 0: none")
     parser.add_argument("--first", nargs=2, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    torch._dynamo.config.recompile_limit = 256  # all rows are calls of the same few functions
     if args.first:
         return first_calls(args.first[0], args.first[1] == "True", args)
     began = time.time()
-    report: dict[str, Any] = about("gpu_attention")
-    report |= {"shape": "bfloat16, 16 heads of 64, 16,384 tokens per batch", "at_once": args.at_once}
-    report |= {"first_calls": warm_up(args), "rows": []}
+    shape = "bfloat16, 16 heads of 64, 16,384 tokens per batch, max_length"
+    results = Results(args.out, "gpu_attention", args.resume, shape=shape)
+    rows = [(L, *row) for L in args.lengths for row in contestants(args.only, L)]
+    rows = [row for row in rows if not results.has("rows", L=row[0], name=row[1], causal=row[2])]
+    if args.at_once:
+        results.run |= {"first_calls": warm_up(args), "at_once": args.at_once}
     print(f"compiled in {time.time() - began:.0f} s", flush=True)
-    for L in args.lengths:
-        for name, causal in contestants(args.only, L):
-            try:
-                times = measure(made(name, L, causal), L, compiles(name, L, args))
-            except Exception as error:  # continue with the other mechanisms
-                print(f"{L:>6} {name:<26} {type(error).__name__}: {str(error)[:120]}", flush=True)
-                torch.cuda.synchronize()
-                continue
-            report["rows"].append({"L": L, "causal": causal, "name": name, **times})
-            shown = " ".join(f"{value:8.3f}" for value in times.values())
-            print(f"{L:>6} {name:<26} {'causal' if causal else 'both':<6} {shown}", flush=True)
-            if args.out:  # kept if the run is stopped
-                args.out.write_text(json.dumps(report, indent=1) + "\n")
+    for L, name, causal in rows:
+        if args.when and args.when.exists():
+            break
+        if fused(name) and not name.startswith("fla "):  # it chooses its tiles by their times
+            load(name, L, causal, compiles(name, L, args))
+    print(f"loaded in {time.time() - began:.0f} s", flush=True)
+    wait_for(args.when)
+    began = time.time()
+    for L, name, causal in rows:
+        try:
+            times = measure(name, L, causal, compiles(name, L, args))
+        except Exception as error:  # continue with the other mechanisms
+            print(f"{L:>6} {name:<26} {type(error).__name__}: {str(error)[:120]}", flush=True)
+            torch.cuda.synchronize()
+            continue
+        results.add("rows", {"L": L, "causal": causal, "name": name, **times})
+        shown = " ".join(f"{value:8.3f}" for value in times.values())
+        print(f"{time.time() - began:4.0f} s {L:>6} {name:<26} {'causal' if causal else 'both':<6} {shown}", flush=True)
 
 
 if __name__ == "__main__":

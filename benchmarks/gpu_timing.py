@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import statistics
 import subprocess
@@ -56,16 +58,21 @@ def median_of(fn: Callable[[], Any], budget_ms: float) -> float:
 
 
 def eager_ms(fn: Callable[[], Any], rep: int = 80) -> float:
-    """Median of plain calls, with a cold cache before each."""
+    """Median of plain calls, with a cold cache before each; of more calls where they differ."""
     from triton.testing import do_bench
 
-    return do_bench(fn, warmup=15, rep=rep, return_mode="median")
+    times = do_bench(fn, warmup=5, rep=rep // 4, return_mode="all")
+    low, middle, high = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
+    if high - low > 0.02 * middle:
+        times += do_bench(fn, warmup=5, rep=rep, return_mode="all")
+    return statistics.median(times)
 
 
-def host_ms(fn: Callable[[], Any], calls: int = 50, rounds: int = 5) -> float:
-    """The time the CPU needs to queue one call: the median of several rounds, which differ by up to a factor of two."""
-    found = []
-    for _ in range(rounds):
+def host_ms(fn: Callable[[], Any], takes_ms: float, rounds: int = 5) -> float:
+    """The time the CPU needs to queue one call: the median of several rounds, which differ by up to a factor of two.
+    `takes_ms` is the time of a call: slow ones are repeated less often."""
+    found, calls = [], max(3, min(50, int(25 / takes_ms)))
+    for _ in range(rounds if takes_ms < 50 else 1):
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(calls):
@@ -103,9 +110,10 @@ def sdpa(backend: SDPBackend, causal: bool) -> Callable[..., Tensor]:
 def about(module: str) -> dict[str, Any]:
     """What a file of results starts with."""
     arguments = list(sys.argv[1:])
-    if "--out" in arguments:
-        at = arguments.index("--out")
-        del arguments[at : at + 2]
+    for option in ("--out", "--when"):
+        if option in arguments:
+            at = arguments.index(option)
+            del arguments[at : at + 2]
     return {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -118,6 +126,42 @@ def commit() -> str:
     """The commit of the code; outside a repository, $WEFT_COMMIT."""
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return done.stdout.strip() or os.environ.get("WEFT_COMMIT", "unknown")
+
+
+class Results:
+    """A file with runs, newest first. Each has the commit, GPU and command, and lists of rows by kind.
+
+    With `resume`, the newest run is continued if it is of the same commit, GPU and torch. The file is written after
+    every row, so that a run which is stopped keeps what it measured.
+    """
+
+    def __init__(self, path: Path | None, module: str, resume: bool, **more: Any):
+        self.path, self.run = path, about(module) | more
+        self.runs = json.loads(path.read_text())["runs"] if path is not None and path.exists() else []
+        same = ("gpu", "torch", "commit")
+        if resume and self.runs and all(self.runs[0][key] == self.run[key] for key in same):
+            self.run = self.runs[0]
+        else:
+            self.runs.insert(0, self.run)
+
+    def has(self, kind: str, **row: Any) -> bool:
+        return any(row.items() <= other.items() for other in self.run.get(kind, []))
+
+    def add(self, kind: str, row: dict[str, Any]) -> None:
+        self.run.setdefault(kind, []).append(row)
+        if self.path is not None:
+            self.path.write_text(json.dumps({"runs": self.runs}, indent=1) + "\n")
+
+
+def wait_for(path: Path | None) -> None:
+    """Wait until the file exists: kernels can be compiled beside other work, but times need the GPU alone."""
+    gc.collect()
+    gc.freeze()  # no collection of what the warm-up left, while times are taken
+    torch.cuda.empty_cache()
+    if path is not None:
+        print(f"ready; waiting for {path}", flush=True)
+        while not path.exists():
+            time.sleep(0.05)
 
 
 def in_parallel(module: str, jobs: list[list[str]], at_once: int) -> Iterator[tuple[list[str], str]]:

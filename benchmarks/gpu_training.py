@@ -9,6 +9,9 @@ times, and the replay of a CUDA graph of the eager layer. At 8,192 tokens also w
 (torch.autograd.set_multithreading_enabled(False)), compiled with mode="reduce-overhead", and with q + k + v in place of
 attention ("none"): what PyTorch and torch.compile take without our code.
 
+Layers are compiled first, by several processes, and then loaded. With --when FILE, the times are taken once the file
+exists. --resume adds the rows that the newest run in the file does not have.
+
 `python -m benchmarks.tables` writes the tables of the documentation.
 """
 
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import json
 import math
@@ -29,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import weft
-from benchmarks.gpu_timing import about, eager_ms, host_ms, in_parallel, median_ms, peak_mib
+from benchmarks.gpu_timing import Results, eager_ms, host_ms, in_parallel, median_ms, peak_mib, wait_for
 
 TOKENS, DIM, HEADS, MLP, LAYERS = 32768, 768, 12, 2048, 12
 LENGTHS = (8192, 512, 32768, 2048, 131072)
@@ -70,9 +74,9 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Layer(attention) for _ in range(LAYERS))
         self.norm, self.head = nn.RMSNorm(DIM), nn.Linear(DIM, 256, bias=False)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, layers: list[Any]) -> Tensor:
         x = self.embed(ids)
-        for layer in self.layers:
+        for layer in layers:
             x = layer(x)
         return self.head(self.norm(x))
 
@@ -96,19 +100,32 @@ def layer_call(layer: nn.Module, L: int) -> Callable[[], Any]:
 
 
 def time_calls(call: Callable[[], Any], way: str) -> dict[str, float]:
-    found = {f"{way}_mib": peak_mib(call), f"{way}_ms": eager_ms(call, 50)}
-    return found | {f"{way}_host_ms": host_ms(call, 20 if found[f"{way}_ms"] < 50 else 3)}
+    found = {f"{way}_mib": peak_mib(call), f"{way}_ms": eager_ms(call, 60)}
+    return found | {f"{way}_host_ms": host_ms(call, found[f"{way}_ms"])}
 
 
-def time_reduced(layer: nn.Module, L: int) -> dict[str, float]:
-    torch.compiler.reset()
-    call = layer_call(torch.compile(layer, dynamic=False, fullgraph=True, mode="reduce-overhead"), L)
-    for _ in range(4):
-        call()
-    return time_calls(call, "reduced")
+@functools.cache
+def built(name: str) -> dict[str, Any]:
+    """A model, and its layers by mode, which share their weights."""
+    torch.manual_seed(0)
+    model = Model(name).cuda()
+    compiled = [torch.compile(layer, dynamic=False, fullgraph=True) for layer in model.layers]
+    reduced = torch.compile(model.layers[0], dynamic=False, fullgraph=True, mode="reduce-overhead")
+    return {"model": model, "eager": list(model.layers), "compiled": compiled, "reduced": [reduced]}
 
 
-def time_steps(model: nn.Module, optimizer: torch.optim.Optimizer, L: int) -> dict[str, float]:
+def load(name: str, L: int) -> None:
+    """Make the first calls of one layer in every mode."""
+    found = built(name)
+    for mode in (*MODES, *["reduced"] * (L in CLOSER)):
+        call = layer_call(found[mode][0], L)
+        for _ in range(4 if mode == "reduced" else 1):  # a CUDA graph is recorded in the second
+            call()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def time_steps(model: nn.Module, layers: list[Any], optimizer: torch.optim.Optimizer, L: int) -> dict[str, float]:
     torch.cuda.reset_peak_memory_stats()
     times: list[float] = []
     while len(times) < 2 or len(times) < 7 and sum(times[1:]) < 1.0:
@@ -116,7 +133,7 @@ def time_steps(model: nn.Module, optimizer: torch.optim.Optimizer, L: int) -> di
         torch.cuda.synchronize()
         began = time.perf_counter()
         with autocast():
-            logits = model(ids[:, :-1])
+            logits = model(ids[:, :-1], layers)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
         loss.backward()
         optimizer.step()
@@ -135,20 +152,11 @@ def time_steps(model: nn.Module, optimizer: torch.optim.Optimizer, L: int) -> di
 
 
 def measure(name: str, L: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of one attention at one length: training steps in each mode, and one layer."""
-    torch.manual_seed(0)
-    torch.compiler.reset()
-    model = Model(name).cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    layer, found = model.layers[0], {}
+    """The rows of one attention at one length: one layer, and training steps in each mode."""
+    load(name, L)
+    model, found = built(name)["model"], {}
     for mode in MODES:
-        if mode == "compiled":
-            for each in model.layers:
-                each.compile(dynamic=False, fullgraph=True)
-        if name != NONE:
-            yield "steps", {"name": name, "L": L, "mode": mode, **time_steps(model, optimizer, L)}
-        call = layer_call(layer, L)
-        call()
+        call = layer_call(built(name)[mode][0], L)
         found |= time_calls(call, mode)
         if L in CLOSER:
             with torch.autograd.set_multithreading_enabled(False):
@@ -157,45 +165,49 @@ def measure(name: str, L: int) -> Iterator[tuple[str, dict[str, Any]]]:
             with contextlib.suppress(RuntimeError):  # work on the CPU cannot be captured
                 found["graph_ms"] = median_ms(call, 60)
     if L in CLOSER:
-        found |= time_reduced(Layer(name).cuda(), L)
+        found |= time_calls(layer_call(built(name)["reduced"][0], L), "reduced")
     yield "layers", {"name": name, "L": L, **{key: round(value, 4) for key, value in found.items()}}
-
-
-def warm_up(attention: str, L: int) -> None:
-    """Compile one layer, for Triton's and Inductor's caches."""
-    layer = Layer(attention).cuda()
-    layer_call(layer, L)()
-    for mode in (None, *["reduce-overhead"] * (L in CLOSER)):
-        torch.compiler.reset()
-        layer_call(torch.compile(layer, dynamic=False, fullgraph=True, mode=mode), L)()
+    for mode in MODES if name != NONE else ():
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+        steps = time_steps(model, built(name)[mode], optimizer, L)
+        yield "steps", {"name": name, "L": L, "mode": mode, **steps}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=None, help="write the results to this JSON file")
+    parser.add_argument("--out", type=Path, default=None, help="add the results to this JSON file")
+    parser.add_argument("--resume", action="store_true", help="continue the newest run if it is of this commit")
+    parser.add_argument("--when", type=Path, default=None, help="take times when this file exists")
     parser.add_argument("--lengths", type=int, nargs="*", default=list(LENGTHS))
     parser.add_argument("--only", nargs="*", default=list(ATTENTIONS), help="these mechanisms")
-    parser.add_argument("--at-once", type=int, default=12, help="processes that compile at the same time")
+    parser.add_argument("--at-once", type=int, default=12, help="processes that compile at the same time; 0: none")
     parser.add_argument("--warm", nargs=2, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    torch._dynamo.config.recompile_limit = 256  # all models are calls of the same layer
     if args.warm:
-        return warm_up(args.warm[0], int(args.warm[1]))
-    report: dict[str, Any] = {**about("gpu_training"), "tokens": TOKENS, "layers": [], "steps": []}
-    began, rows = time.time(), [(name, L) for L in args.lengths for name in args.only if name != NONE or L in CLOSER]
-    for _ in in_parallel("gpu_training", [["--warm", name, str(L)] for name, L in rows], args.at_once):
+        return load(args.warm[0], int(args.warm[1]))
+    began, results = time.time(), Results(args.out, "gpu_training", args.resume, tokens=TOKENS)
+    rows = [(name, L) for L in args.lengths for name in args.only if name != NONE or L in CLOSER]
+    rows = [(name, L) for name, L in rows if not results.has("steps" if name != NONE else "layers", name=name, L=L)]
+    jobs = [["--warm", name, str(L)] for name, L in rows] if args.at_once else []
+    for _ in in_parallel("gpu_training", jobs, args.at_once):
         pass
     print(f"compiled in {time.time() - began:.0f} s", flush=True)
     for name, L in rows:
+        if not (args.when and args.when.exists()):
+            load(name, L)
+    print(f"loaded in {time.time() - began:.0f} s", flush=True)
+    wait_for(args.when)
+    began = time.time()
+    for name, L in rows:
         try:
             for kind, row in measure(name, L):
-                report[kind].append(row)
+                results.add(kind, row)
                 print(f"{time.time() - began:4.0f} s {kind} {json.dumps(row)}", flush=True)
         except Exception as error:  # continue with the others
             print(f"{name} {L}: {type(error).__name__}: {str(error)[:200]}", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
-        if args.out:  # kept if the run is stopped
-            args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -202,18 +201,27 @@ def speedups(causal: bool) -> str:
     return markdown(lines)
 
 
+def trained(kind: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Rows of gpu_training by name, length and mode, each from the newest run that has it."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for run in results("gpu_training")["runs"]:
+        for row in run[kind]:
+            found.setdefault((row["name"], row["L"], row.get("mode")), row)
+    return found
+
+
 def layers() -> str:
     """Milliseconds of a forward and backward of one layer, and the time to queue it."""
     lines = [["L", "attention", "eager", "host", "compiled", "host", "graph", "reduce-overhead", "MiB"]]
     keys = ("eager_ms", "eager_host_ms", "compiled_ms", "compiled_host_ms", "graph_ms", "reduced_ms", "eager_mib")
-    for row in sorted(results("gpu_training")["layers"], key=lambda row: row["L"]):
+    for row in sorted(trained("layers").values(), key=lambda row: row["L"]):
         lines.append([f"{row['L']:,}", row["name"], *(ms(row[key]) if key in row else "–" for key in keys)])
     return markdown(lines)
 
 
 def steps() -> str:
     """Thousands of tokens per second in training, with the speedup over `full` and the memory."""
-    found = {(row["name"], row["L"], row["mode"]): row for row in results("gpu_training")["steps"]}
+    found = trained("steps")
     names, lengths, modes = (list(dict.fromkeys(key[i] for key in found)) for i in range(3))
     lines = [["", *(f"{L:,}" for L in sorted(lengths))]]
     for name, mode in itertools.product(names, modes):
@@ -224,13 +232,6 @@ def steps() -> str:
             cells.append(f"{row['tokens_per_s'] / 1e3:.0f}{share}, {row['peak_gib']:.1f} GiB" if row else "–")
         lines.append([f"`{name}`, {mode}", *cells])
     return markdown(lines)
-
-
-def training(table: Callable[[], str]) -> Callable[[], str]:
-    """A table of gpu_training.json, or how to measure it."""
-    command = "python3 -m benchmarks.gpu_training --out benchmarks/results/gpu_training.json"
-    measured = (ROOT / "benchmarks/results/gpu_training.json").exists()
-    return table if measured else lambda: f"\nNot measured yet: `{command}`.\n\n"
 
 
 def packing() -> str:
@@ -275,6 +276,7 @@ TABLES = {
     "eager": eager,
     "eager-short": lambda: eager(SHORT),
     "attention-source": lambda: source("gpu_attention"),
+    "training-source": lambda: source("gpu_training"),
     "ways": ways,
     "others": others,
     "first-calls": first_calls,
@@ -283,8 +285,8 @@ TABLES = {
     "graph-more": lambda: graph(MORE_GRAPH),
     "graph-speedups": lambda: speedups(True),
     "graph-speedups-bidirectional": lambda: speedups(False),
-    "layers": training(layers),
-    "steps": training(steps),
+    "layers": layers,
+    "steps": steps,
     "listops": listops,
     "packing": packing,
     "packing-source": lambda: source("gpu_packing"),

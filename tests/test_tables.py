@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import weft
-from benchmarks import tables
+from benchmarks import gpu_timing, tables
 
 
 @pytest.mark.parametrize("page", tables.PAGES)
@@ -20,3 +20,15 @@ def test_the_registry_knows_the_crossovers():
     assert found
     for name, length in found.items():
         assert weft.attention_info(name).faster_from == (length or None)
+
+
+def test_a_run_is_continued_only_on_the_same_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_timing.torch.cuda, "get_device_name", lambda: "GPU")
+    runs = []
+    for commit, resume in (("a", False), ("a", True), ("b", True), ("b", False)):
+        monkeypatch.setattr(gpu_timing, "commit", lambda commit=commit: commit)
+        results = gpu_timing.Results(tmp_path / "results.json", "gpu_attention", resume)
+        runs.append((len(results.runs), results.has("rows", L=1, name="x")))
+        results.add("rows", {"L": 1, "name": "x", "ms": 2.0})
+    assert runs == [(1, False), (1, True), (2, False), (3, False)]
+    assert [len(run["rows"]) for run in results.runs] == [1, 1, 2]  # newest first
