@@ -113,6 +113,41 @@ def test_stability_reads_every_checkpoint(tmp_path):
         assert all(layer[name] > 0 for name in ("largest_logit", "gradient", "stream", "update"))
 
 
+def test_watch_names_the_first_tensor_that_is_not_finite(tmp_path, monkeypatch):
+    from experiments.watch import watched
+    from weft.attention.full import FullAttention
+    from weft.lab.loop import Training
+    from weft.tasks import make_config
+
+    plain, update, calls = FullAttention.attend, Training._update, []
+
+    def broken(self, q, k, v, *others):
+        calls.append(q)
+        if len(calls) == 3:  # layer 1, step 2
+            q.register_hook(lambda gradient: gradient * float("nan"))
+        return plain(self, q, k, v, *others)
+
+    def first(self, step):
+        if step == 1:  # before, the need of memory was measured
+            calls.clear()
+        update(self, step)
+
+    monkeypatch.setattr(FullAttention, "attend", broken)
+    monkeypatch.setattr(Training, "_update", first)
+    config = make_config(
+        "digits", steps=4, layers=2, heads=1, head_dim=4, dim=8, mlp_dim=8, eval_every=0, accelerator="cpu",
+        out=str(tmp_path / "run"),
+    )  # fmt: skip
+    found = watched(config)
+    where = found["first"]
+    assert found["steps"] == 2 and found["ended"].startswith("NotFinite")
+    assert (where["step"], where["layer"], where["tensor"]) == (2, 1, "inputs_gradient")
+    exact = [count for name, count in where["again"]["by"].items() if name.startswith("float32")]
+    assert exact == [[0, 0, 0, 0]] * 2  # the same tensors give finite results
+    logits, before = found["rows"][1]["logits"], found["rows"][0]
+    assert min(logits) > 0 and before["gradient"] > 0 and min(before["inputs_gradient"]) > 0
+
+
 def test_figures_of_claims_come_from_the_results(monkeypatch, tmp_path):
     from experiments import results
 
