@@ -66,7 +66,7 @@ VARIANTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "keep 0.5": lambda L: {"keep": 0.5},
 }
 MORE = ("sparse, strided", "subsampled, 2-D", "subsampled, keep 0.5")
-TOO_LONG = {"synthesizer": 8192}  # a parameter per pair of positions
+TOO_LONG = {"synthesizer": 2048}  # a parameter per pair of positions
 
 
 def made(name: str, L: int, causal: bool) -> Any:

@@ -30,7 +30,7 @@ def place(test: str) -> tuple[str, str]:
     """Mechanism and kind of a test."""
     file, _, case = test.partition("::")
     case = case.partition("[")[2]
-    names = sorted(weft.attentions(), key=len, reverse=True)
+    names = sorted((name for name in weft.attentions() if weft.attention_info(name).kernel), key=len, reverse=True)
     name = next((name for name in names if re.match(rf"{name}\b", case)), "others")
     if "test_backends_agree" in test:
         kind = "grouped" if "grouped=" in case else "heads of 256" if " D256 " in case else ""
