@@ -71,7 +71,7 @@ def eager_ms(fn: Callable[[], Any], rep: int = 80) -> float:
 def host_ms(fn: Callable[[], Any], takes_ms: float, rounds: int = 5) -> float:
     """The time the CPU needs to queue one call: the median of several rounds, which differ by up to a factor of two.
     `takes_ms` is the time of a call: slow ones are repeated less often."""
-    found, calls = [], max(3, min(50, int(25 / takes_ms)))
+    found, calls = [], 25 if takes_ms < 10 else 3
     for _ in range(rounds if takes_ms < 50 else 1):
         torch.cuda.synchronize()
         start = time.perf_counter()
