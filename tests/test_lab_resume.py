@@ -124,10 +124,16 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, monkeypatch):
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == []
 
 
-def test_a_diverging_loss_stops_the_run(tmp_path):
+def test_a_diverging_loss_stops_the_run(tmp_path, capsys):
     config = tiny(tmp_path / "run", steps=200, learning_rate=300.0, schedule="constant", warmup=0, clip=0.0)
-    with pytest.raises(Diverged, match="Try a lower learning rate"):
+    with pytest.raises(Diverged, match="a longer warm-up, --clip 1 or --qk-norm"):
         train(config)
+    assert "the warm-up has" not in capsys.readouterr().out
+
+
+def test_a_warm_up_longer_than_the_run_is_reported(tmp_path, capsys):
+    train(tiny(tmp_path / "run", steps=2, learning_rate=8e-3, schedule="cosine", warmup=8))
+    assert "ends at 0.002 instead of reaching 0.008; lower --warmup" in capsys.readouterr().out
 
 
 def test_two_kept_besides_the_best_and_no_pickle(whole):

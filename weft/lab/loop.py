@@ -143,6 +143,12 @@ class Training:
             return Result(self.folder.folder, done["step"], done["val"], done["test"], self.parameters, 0.0, 0.0)
         examples, size, steps = self.data.rows("train"), self.parameters, self.config.steps
         self._say(f"{examples:,} training examples, {size:,} parameters, {steps:,} steps on {self.fabric.device}")
+        peak, highest = self.config.learning_rate, learning_rate(self.config, steps)
+        if self.config.schedule != "inverse_sqrt" and self.config.warmup > steps:
+            self._say(
+                f"the warm-up has {self.config.warmup:,} steps, the run {steps:,}: the learning rate ends at "
+                f"{highest:.2g} instead of reaching {peak:.2g}; lower --warmup"
+            )
         self.progress = Progress(self.config.steps, self.step, show=self.main)
         try:
             with self.signals:
@@ -312,7 +318,10 @@ class Training:
     def _diverged(self, what: str) -> None:
         steps = self.checkpoints.steps()
         kept = f"the last good checkpoint, step {steps[-1]}, is kept" if steps else "there is no checkpoint yet"
-        message = f"{what}; stopped, and {kept}. Try a lower learning rate, a longer warm-up or clipping."
+        ways = ["a lower learning rate", "a longer warm-up"]
+        ways += ["--clip 1"] if not self.config.clip else []
+        ways += ["--qk-norm"] if not self.config.qk_norm and "qk_norm" in self.task.reads else []
+        message = f"{what}; stopped, and {kept}. Try {', '.join(ways[:-1])} or {ways[-1]}."
         self._say(message)
         raise Diverged(message)
 
