@@ -53,6 +53,7 @@ CALLS = [
     ("combiner-routing", True, 7, {"clusters": 2, "capacity": 4, "decay": 1.0}),  # every call finds the same clusters
     ("linear", True, 130, {}),
     ("linear", False, 18, {}),
+    ("linformer", False, 18, {"max_length": 20, "rank": 5}),
     ("local", True, 18, {"block_size": 9}),
     ("logsparse", False, 18, {}),
     ("longformer", False, 18, {"window": 4, "global_tokens": 2}),

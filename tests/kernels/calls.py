@@ -115,6 +115,13 @@ SMALL = listed(
             of(66, H=1, D=64, causal=False, dtype=HALF),
             of(33, H=1, D=160, causal=False, mask="ends"),
         ),
+        "linformer": (
+            of(70, H=1, causal=False, max_length=70),
+            of(41, B=2, H=2, D=20, causal=False, mask="random", max_length=50, rank=5),
+            of(530, H=1, causal=False, mask="ends", max_length=600, rank=33),
+            of(33, B=2, H=1, D=160, causal=False, mask="all", layout="BHLD", max_length=33, rank=1),
+            of(66, H=1, D=64, causal=False, dtype=HALF, max_length=100, rank=17),
+        ),
         "logsparse": (
             of(100, H=1),
             of(70, B=2, H=1, D=20, mask="random"),
@@ -315,6 +322,13 @@ REAL = listed(
             of(17001, D=64, B=2, H=3, causal=False, mask="ends", layout="BHLD"),
             of(777, D=128, B=2, H=2, causal=False, mask="all"),
             of(301, D=20, B=2, H=2, causal=False),
+        ),
+        "linformer": (
+            of(2048, D=64, B=2, H=4, causal=False, max_length=2048),
+            of(1000, D=64, B=2, H=4, causal=False, mask="random", max_length=2001, rank=128),
+            of(17001, D=64, B=1, H=2, causal=False, mask="ends", layout="BHLD", max_length=20000, rank=33),
+            of(777, D=128, B=2, H=2, causal=False, mask="all", max_length=1000, rank=64),
+            of(301, D=20, B=3, H=2, causal=False, max_length=301, rank=5),
         ),
         "logsparse": (
             of(2048, D=64, B=2, H=4),

@@ -121,7 +121,8 @@ def test_compiled_operators_share_no_mask_with_other_nodes(name):
     ours = [node for node in graphs[0].graph.nodes if getattr(node.target, "namespace", "") == "weft"]
     given = [x for node in ours for x in node.all_input_nodes if x.op != "placeholder"]
     masks = [x for x in given if not x.meta["val"].is_floating_point()]
-    assert masks and all(len(x.users) == 1 for x in masks)
+    assert bool(masks) == (name != "linformer")  # there, padding is zero keys and values
+    assert all(len(x.users) == 1 for x in masks)
 
 
 def test_every_kernel_is_compared_to_its_plain_version():

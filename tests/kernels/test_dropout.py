@@ -9,6 +9,7 @@ from counters import mixed, words
 from promises import DEVICE
 
 import weft
+from weft.core.dense import dense_logits
 
 pytest.importorskip("triton")
 
@@ -17,6 +18,7 @@ CALLS = {
     "axial": ({"block_size": 9}, {"block_size": 13}),
     "bigbird": ({"block_size": 6, "random_blocks": 1}, {"block_size": 10}),
     "combiner-fixed": ({"block_size": 16}, {"block_size": 20}),
+    "linformer": ({"max_length": 300}, {"max_length": 320, "rank": 5}),
     "local": ({"block_size": 9}, {"block_size": 40}),
     "longformer": ({"window": 8}, {"window": 7, "global_tokens": 3}),
     "sparse": ({"block_size": 8, "columns": 2}, {"block_size": 17, "columns": 3, "leading_column": True}),
@@ -25,7 +27,7 @@ CALLS = {
 
 
 def factors(B, H, L, column) -> torch.Tensor:
-    """(B, H, L, L): 1/(1 − p), or 0 for what the kernels drop; `column` (L, L) is the number of a query's key."""
+    """(B, H, L, n): 1/(1 − p), or 0 for what the kernels drop; `column` (L, n) is the number of a query's key."""
     low, high = words(KEY)
     heads = mixed(np.arange(B * H)).reshape(B, H, 1, 1)
     word = mixed(mixed(np.arange(L).astype(np.uint32)[:, None] ^ low) ^ high ^ heads)
@@ -56,8 +58,9 @@ def test_sinkhorn_drops_the_same_forward_and_backward():
 
 # All combinations on a GPU; one or two of each mechanism in Triton's interpreter, which is slow.
 EVERY = [(name, i, causal, masked) for name in CALLS for i in (0, 1) for causal in (True, False) for masked in (0, 1)]
-EVERY = [case for case in EVERY if not (case[0] == "bigbird" and case[2])]
-FEW = [(name, i, i == 0, i) for name in CALLS for i in (0, 1) if i or name not in ("axial", "bigbird", "strided")]
+EVERY = [case for case in EVERY if not (case[0] in ("bigbird", "linformer") and case[2])]
+ONE = "axial", "bigbird", "linformer", "strided"
+FEW = [(name, i, i == 0, i) for name in CALLS for i in (0, 1) if i or name not in ONE]
 
 
 @pytest.mark.parametrize(("name", "which", "causal", "masked"), FEW if DEVICE == "cpu" else EVERY)
@@ -75,6 +78,8 @@ def test_kernels_drop_the_same_probabilities_forward_and_backward(name, which, c
     if name == "combiner-fixed":  # a summary is dropped as a whole
         m = options["block_size"]
         column = np.where(i // m == j // m, j, L + j // m)
+    if name == "linformer":
+        column = column[:, : attn.kernel.shape[1]]  # slots
     drop = factors(B, H, L, column).to(tensors[0].device)
     results = []
     for dtype in (torch.float64, torch.float32):
@@ -82,7 +87,11 @@ def test_kernels_drop_the_same_probabilities_forward_and_backward(name, which, c
         if dtype == torch.float64:
             q, k, v = attn.clean(*qkv, mask)
             attn.eval()
-            weights = attn.info.naive(attn, q, k, torch.eye(L, dtype=dtype).expand(B, H, L, L), mask)
+            if name == "linformer":
+                k, v = (attn.kernel[:L].to(dtype).T @ x for x in (k, v))
+                weights = dense_logits(q, k).softmax(-1)
+            else:
+                weights = attn.info.naive(attn, q, k, torch.eye(L, dtype=dtype).expand(B, H, L, L), mask)
             out = (weights * drop) @ v
         else:
             out = attn.train()(*qkv, mask)

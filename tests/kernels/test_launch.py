@@ -27,6 +27,7 @@ CALLS = (
     Call("combiner-logsparse", 20, H=1),
     Call("combiner-routing", 7, H=1, options={"clusters": 2, "capacity": 3}),
     Call("linear", 20, H=1),
+    Call("linformer", 20, H=1, causal=False, options={"max_length": 30, "rank": 5}),
     Call("local", 20, H=1, options={"block_size": 16}, mask="random"),
     Call("longformer", 20, H=1, options={"window": 4, "global_tokens": 2}, causal=False),
     Call("performer", 20, H=1, mask="ends"),

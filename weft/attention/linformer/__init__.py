@@ -15,10 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.contract import Attention, PositionBias, hide
-from ..core.dense import dense_logits
-from ..core.registry import register
-from ..core.softmax import softmax_attention
+from ...core.contract import Attention, PositionBias, hide
+from ...core.dense import dense_logits
+from ...core.dispatch import Kernel
+from ...core.dropout import dropout_key
+from ...core.registry import register
+from ...core.softmax import softmax_attention
+from . import kernel
 
 
 def naive(
@@ -48,6 +51,11 @@ class LinformerAttention(Attention):
         return softmax_attention(q, slots_k, slots_v, dropout=self.dropout if self.training else 0.0)
 
 
+def run_kernel(attn: LinformerAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
+    key, threshold = dropout_key(attn, q)
+    return kernel.attend_slots(q, k, v, attn.kernel, key, threshold)
+
+
 register(
     "linformer",
     LinformerAttention,
@@ -59,4 +67,5 @@ register(
     needs_max_length=True,
     causal=False,
     not_causal="each slot mixes all positions, including future ones; use 'performer' or 'combiner-fixed'",
+    kernel=Kernel(run_kernel, kernel.lacks, dropout=True, grouped=lambda attn: True, auto=lambda attn: False),
 )
