@@ -23,8 +23,7 @@ from ...core.joint import Columns, Rows, valid_in
 from ...core.partitions import default_block
 from ...core.softmax import softmax_attention
 from ...core.state import KeyValues
-from ...kernels.line_pool import kernel as line_pool
-from ...kernels.line_pool.combiner import grid_attention
+from ...kernels.line_pool.combiner import GridPlan, grid_attention
 from ...kernels.lines import kernel
 from ...kernels.lines.kernel import Axis, LinePart, Rule
 from ..axial import decoding_block, row_and_column
@@ -54,6 +53,7 @@ class GridCombiner(Combiner):
     columns_as_spans = False
     columns_split = False  # bidirectional: two spans, above and below the query's row
     rows_as_spans: tuple[Rule, ...] = ()
+    _planned: GridPlan | None = None  # of the first eager call; a compiled one would be compiled again if this changed
 
     def __init__(self, *, block_size: int | None, summary: str, **contract: Any):
         super().__init__(summary=summary, **contract)
@@ -77,15 +77,25 @@ class GridCombiner(Combiner):
         dtype = q.dtype
         q, k, v = (self._widen(t) for t in (q, k, v))
         m = self.block_size or default_block(q.shape[2], self.max_length)
-        spans, parts = self.line_parts()
-        parts = self.direct_parts() + parts
-        if spans and self.pools_in_kernel(k.shape[2], m):
-            out = grid_attention(q, k, v, mask, parts, spans, pool=self.summary.kind, width=m)
+        plan, pool = self._plan(), self.summary.kind
+        if plan.has_kernel(pool, k.shape[2], m):
+            out = grid_attention(q, k, v, mask, plan, pool=pool, width=m)
         else:
             k, v = spread(q, k, v)
+            spans, parts = self.line_parts()
+            parts = self.direct_parts() + parts
             summaries = tuple(self._line_spans(q, k, v, mask, m, *span) for span in spans)
             out = kernel.line_attention(q, k, v, mask, parts, width=m, spans=summaries)
         return out.to(dtype) if self.long_sums else out
+
+    def _plan(self) -> GridPlan:
+        if self._planned is not None and not torch.compiler.is_compiling():
+            return self._planned
+        spans, parts = self.line_parts()
+        plan = GridPlan.of(self.direct_parts() + parts, spans)
+        if not torch.compiler.is_compiling():
+            self._planned = plan
+        return plan
 
     def direct_parts(self) -> list[LinePart]:
         """The own row and column."""
@@ -104,11 +114,6 @@ class GridCombiner(Combiner):
     @property
     def _other_rows(self) -> Rule:
         return "before" if self.causal else "others"
-
-    def pools_in_kernel(self, length: int, width: int) -> bool:
-        """Whether `line_pool` supports the summaries."""
-        kind = self.summary.kind
-        return all(line_pool.has_kernel(kind, axis, length, width) for axis, _ in self.line_parts()[0])
 
     def _line_spans(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, m: int, axis: Axis, which: Rule

@@ -26,7 +26,7 @@ from ...core.dispatch import Kernel, check_backend
 from ...core.joint import Part, Rows, mean_attention
 from ...core.partitions import default_block
 from ...core.registry import attention_info, attentions, make_attention, register
-from ...kernels.line_pool.combiner import grid_attention
+from ...kernels.line_pool.combiner import GridPlan, grid_attention
 from ..axial import Grid, column_part, row_part
 from .axial_horizontal import CombinerAxialHorizontal, row_spans
 from .axial_vertical import CombinerAxialVertical, column_spans
@@ -60,6 +60,8 @@ class CombinerMixture(Attention):
     Factorisations on one grid run as one kernel, others each their own. `backend="triton"` requires a kernel for each;
     "auto" uses those available.
     """
+
+    _plan: GridPlan | None = None
 
     def __init__(
         self,
@@ -95,6 +97,7 @@ class CombinerMixture(Attention):
                 raise ValueError(f"{name} with {options} reads the layer's input, which a mixture does not support")
         self.factorisations = nn.ModuleList(made)
         self.long_sums = any(attn.long_sums for attn in made)
+        self._plan = self._plan_together() if len(made) > 1 else None
 
     @property
     def backend(self) -> str:
@@ -120,11 +123,21 @@ class CombinerMixture(Attention):
         return mean_attention(q, mixture, dropout=dropout, may_be_empty=mask is not None).to(dtype)
 
     def run_kernel(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
-        attns, dtype = self._each(), q.dtype
-        m = getattr(attns[0], "block_size", None) or default_block(q.shape[2], self.max_length)
-        one = len(attns) > 1 and self._on_one_grid() and len({attn.summary.kind for attn in attns}) == 1
-        if not one or not all(attn.pools_in_kernel(q.shape[2], m) for attn in attns):
-            return mean([attn(q, k, v, mask) for attn in attns])
+        plan = self._plan
+        if plan is not None:
+            attn: Any = self.factorisations[0]
+            m, pool = attn.block_size or default_block(q.shape[2], self.max_length), attn.summary.kind
+            if plan.has_kernel(pool, q.shape[2], m):
+                dtype = q.dtype
+                q, k, v = (attn._widen(t) for t in (q, k, v))
+                return grid_attention(q, k, v, mask, plan, pool=pool, width=m).to(dtype)
+        return mean([attn(q, k, v, mask) for attn in self._each()])
+
+    def _plan_together(self) -> GridPlan | None:
+        """How one kernel computes all factorisations: only on one grid and with one kind of summary."""
+        attns = self._each()
+        if not self._on_one_grid() or len({attn.summary.kind for attn in attns}) > 1:
+            return None
         parts: list[Any] = attns[0].direct_parts()
         spans: list[Any] = []
         members: list[int] = []
@@ -132,9 +145,7 @@ class CombinerMixture(Attention):
             more, reading = attn.line_parts(len(spans))
             parts, spans = parts + reading, spans + more
             members.append(len(reading))
-        q, k, v = (attns[0]._widen(t) for t in (q, k, v))
-        options: dict[str, Any] = {"pool": attns[0].summary.kind, "width": m, "members": tuple(members)}
-        return grid_attention(q, k, v, mask, parts, spans, **options).to(dtype)
+        return GridPlan.of(parts, spans, members)
 
     def _on_one_grid(self) -> bool:
         """Return whether all factorisations share their direct sets (own row and own column), so that these can be

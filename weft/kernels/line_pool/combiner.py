@@ -10,6 +10,8 @@ the mean of several Combiners on one grid, whose direct parts are the same (`mix
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,19 +37,37 @@ from ..lines.kernel import (
     line_query_gradients,
 )
 from ..operator import Operator
-from .kernel import line_pool_gradients, pool_lines
+from .kernel import has_kernel, line_pool_gradients, pool_lines
+
+
+@dataclass(frozen=True)
+class GridPlan:
+    """Parts and spans as numbers, made once per mechanism. `members`: how many of the last parts belong to each member
+    of a mixture, in order; all share the parts before."""
+
+    parts: tuple[int, ...]
+    spans: tuple[int, ...]
+    members: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, parts: Sequence[LinePart], spans: Sequence[tuple[Axis, Rule]], members: Sequence[int] = ()
+    ) -> GridPlan:
+        numbers = (x for axis, rule in spans for x in (AXES.index(axis), RULES.index(rule)))
+        return cls(encode(parts), tuple(numbers), tuple(members))
+
+    def has_kernel(self, pool: str, length: int, width: int) -> bool:
+        """Whether the kernels support its spans, of which there is at least one."""
+        return bool(self.spans) and all(has_kernel(pool, AXES[axis], length, width) for axis in {*self.spans[::2]})
 
 
 def grid_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, parts: list[LinePart], spans: list[tuple[Axis, Rule]], *,
-    pool: str, width: int, members: tuple[int, ...] = (),
-) -> Tensor:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, plan: GridPlan, *, pool: str, width: int
+) -> Tensor:
     """q, k and v (B, H, L, D), mask (B, L) -> (B, H, L, D). Source 0 of the parts is the tokens; source 1, 2, .. the
-    `spans`: each cell has one, which pools along its row or column by a rule. `members`: how many of the last parts
-    belong to each member of a mixture, in order; all share the parts before."""
+    spans: each cell has one, which pools along its row or column by a rule."""
     q, k, v = autocast(q, k, v)
-    numbers = tuple(x for axis, rule in spans for x in (AXES.index(axis), RULES.index(rule)))
-    return _operator(q, k, v, for_operator(mask), encode(parts), numbers, members, pool, width)
+    return _operator(q, k, v, for_operator(mask), plan.parts, plan.spans, plan.members, pool, width)
 
 
 def _spans(numbers: tuple[int, ...]) -> list[tuple[Axis, Rule]]:

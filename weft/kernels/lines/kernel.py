@@ -254,7 +254,7 @@ def grid_rows(q: Tensor, k: Tensor, width: int) -> int:
     return ceil_div(max(q.shape[2], k.shape[2]), width)
 
 
-def encode(parts: list[LinePart]) -> tuple[int, ...]:
+def encode(parts: Sequence[LinePart]) -> tuple[int, ...]:
     """Encode each part as three numbers: operator schemas support only plain types."""
     return tuple(x for part in parts for x in (part.source, AXES.index(part.axis), RULES.index(part.rule)))
 
