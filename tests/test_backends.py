@@ -127,3 +127,19 @@ def test_a_compiled_call_may_change_its_length():
     for length in (100, 150):
         inputs = [torch.randn(1, 2, length, 8) for _ in range(3)]
         torch.testing.assert_close(compiled(*inputs), attn(*inputs))
+
+
+def test_only_repeated_plain_calls_skip_the_checks(monkeypatch):
+    pytest.importorskip("triton")
+    attn = weft.make_attention("local", heads=2, head_dim=16, block_size=8, backend="triton")
+    q = torch.randn(1, 2, 20, 16, device=promises.DEVICE)
+    first = attn(q, q, q)
+    checked = []
+    monkeypatch.setattr(attn, "check", lambda *call: checked.append(call))
+    assert torch.equal(attn(q, q, q), first) and not checked
+    attn(q, q, q, torch.ones(1, 20, dtype=torch.bool, device=q.device))
+    attn(q[:, :, :9], q[:, :, :9], q[:, :, :9])
+    attn(q.mT.contiguous().mT, q, q)
+    attn.backend = "torch"
+    attn(q, q, q)
+    assert len(checked) == 4
