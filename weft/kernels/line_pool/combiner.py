@@ -50,9 +50,7 @@ class GridPlan:
     members: tuple[int, ...]
 
     @classmethod
-    def of(
-        cls, parts: Sequence[LinePart], spans: Sequence[tuple[Axis, Rule]], members: Sequence[int] = ()
-    ) -> GridPlan:
+    def of(cls, parts: Sequence[LinePart], spans: Sequence[tuple[Axis, Rule]], members: Sequence[int] = ()) -> GridPlan:
         numbers = (x for axis, rule in spans for x in (AXES.index(axis), RULES.index(rule)))
         return cls(encode(parts), tuple(numbers), tuple(members))
 
