@@ -118,10 +118,23 @@ def test_a_model_that_is_not_finite_stops_the_run_and_is_not_saved(tmp_path, mon
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path, monkeypatch):
     """After a finite loss, right before a checkpoint."""
-    monkeypatch.setattr(loop, "finite", lambda model: False)
+    monkeypatch.setattr(loop, "not_finite", lambda model, optimizer: "weights")
     with pytest.raises(Diverged, match="weights after step 3"):
         train(tiny(tmp_path / "run"))
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == []
+
+
+def test_moments_that_are_not_finite_are_never_saved(tmp_path, monkeypatch):
+    """The square of a gradient of 1e20 is infinite; the weights stay finite."""
+    out = tmp_path / "run"
+
+    def enlarge(training):
+        training.raw.head[-1].bias.register_hook(lambda gradient: gradient * 1e25)
+
+    before_step(monkeypatch, 6, enlarge)
+    with pytest.raises(Diverged, match="the optimizer's moments after step 6 are not finite"):
+        train(tiny(out, clip=0.0))
+    assert Checkpoints(out / "checkpoints").steps() == [3, 5]
 
 
 def test_a_diverging_loss_stops_the_run(tmp_path, capsys):

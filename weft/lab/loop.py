@@ -4,8 +4,8 @@
 
 Data order, dropout, masking and learning rate are functions of (seed, t), so a checkpoint needs only weights, optimizer
 state, module state and t. Losses stay on the device and are checked every `log_every` steps and before every
-checkpoint. A checkpoint is written only if all losses so far and all weights are finite, and before the evaluation of
-its step. The run's folder is created after the first step.
+checkpoint. A checkpoint is written only if all losses so far, all weights and the optimizer's state are finite, and
+before the evaluation of its step. The run's folder is created after the first step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .run import Run
 from .signals import Signals
 from .split import Split
 from .start import claim, load_data, newest_checkpoint, start_from
-from .state import AVERAGE, collect, finite, restore, restore_model, with_average
+from .state import AVERAGE, collect, not_finite, restore, restore_model, with_average
 
 if TYPE_CHECKING:
     from .pace import Plan
@@ -372,8 +372,9 @@ class Training:
             self._say(warning)
 
     def _save(self) -> None:
-        if self.processes.any(not finite(self.raw)):
-            self._diverged(f"the weights after step {self.step} are not finite")
+        odd = not_finite(self.raw, self.inner_optimizer)
+        if self.processes.any(bool(odd)):
+            self._diverged(f"the {odd or 'weights'} after step {self.step} are not finite")
         tensors, extra = collect(self.raw, self.inner_optimizer, keep=self.main)  # on every rank
         if self.average is not None:
             tensors |= {f"{AVERAGE}{name}": p for name, p in self.average.module.named_parameters()}

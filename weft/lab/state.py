@@ -93,10 +93,15 @@ def with_average(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {**{name: t for name, t in tensors.items() if not name.startswith(AVERAGE)}, **found}
 
 
-def finite(model: nn.Module) -> bool:
-    """Whether all weights are finite. Synchronises with the device once."""
-    flags = [torch.isfinite(_local(p)).all() for p in model.parameters()]
-    return bool(torch.stack(flags).all()) if flags else True
+def not_finite(model: nn.Module, optimizer: Optimizer) -> str:
+    """What is not finite: the weights, the optimizer's moments or nothing. Synchronises with the device once.
+
+    A gradient of 1e20 has an infinite square: Adam would never move this weight again, without a sign in the loss."""
+    state = [x for own in optimizer.state.values() for x in own.values() if isinstance(x, Tensor) and x.dim()]
+    groups: dict[str, list[Tensor]] = {"weights": list(model.parameters()), "optimizer's moments": state}
+    flags = {name: [torch.isfinite(_local(x)).all() for x in group] for name, group in groups.items() if group}
+    found = torch.stack([torch.stack(each).all() for each in flags.values()]).tolist() if flags else []
+    return next((name for name, good in zip(flags, found, strict=True) if not good), "")
 
 
 def _whole(value: Tensor, keep: bool) -> Tensor:
