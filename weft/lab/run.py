@@ -116,7 +116,10 @@ class Run:
             )
         changed = config_.differences(self.config(), config)
         if changed:
-            raise RunExists(f"{self.folder} contains another run with different settings: {'; '.join(changed)}")
+            raise RunExists(
+                f"{self.folder} contains another run with different settings: {'; '.join(changed)}; "
+                f"use weft resume {self.folder} to continue it, or choose another --out"
+            )
 
     def lock(self) -> None:
         """Lock the folder for this process; raises InUse if another process holds the lock."""
