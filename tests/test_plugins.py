@@ -14,12 +14,14 @@ import torch
 from sweeps import stand_in
 from typer.testing import CliRunner
 
+import weft.core.registry as mechanisms
 import weft.tasks.registry as registry
 from weft.cli import app
 from weft.lab import evaluate_run, load_run, make_config, train
 from weft.lab.checkpoint import Checkpoints, read
 from weft.lab.run import Run
 from weft.lab.sweep import jobs_of, load_sweep
+from weft.lab.sweep.cells import keep_sweep
 from weft.lab.sweep.jobs import DONE, FAILED, RUNNING, Local, run_jobs
 from weft.tasks import get_task, tasks
 from weft.tasks.digits import Digits
@@ -112,6 +114,55 @@ def test_a_sweep_brings_its_tasks_and_a_run_starts_from_another(file):
         load_sweep(file)
 
 
+MEAN = """
+import weft
+from weft.lab.sweep import Cell
+from weft.tasks import make_config
+
+TITLE, METRIC = "An own mechanism", "accuracy"
+
+
+class Mean(weft.Attention):
+    def attend(self, q, k, v, mask, bias):
+        return v.mean(2, keepdim=True).expand_as(v)
+
+
+weft.register("my-mean", Mean, naive=None, paper="", cost="L")
+
+
+def cells():
+    return [Cell("a", "b", make_config(f"{__file__}:digits", attention="my-mean", **SMALL))]
+"""
+
+
+def test_a_file_registers_a_mechanism(tmp_path, monkeypatch):
+    """A task of weft with it: trained, evaluated, swept and reported, each as in another process."""
+    file = tmp_path / "mean.py"
+    file.write_text(f"SMALL = {SMALL!r}{MEAN}")
+
+    def forget():
+        monkeypatch.setattr(registry, "_ran", {})
+        for known in (mechanisms._classes, mechanisms._infos):
+            known.pop("my-mean", None)
+
+    config = make_config(f"{file}:digits", attention="my-mean", out=str(tmp_path / "run"), **SMALL)
+    result = train(config)
+    forget()
+    assert evaluate_run(tmp_path / "run")[0]["loss"] == pytest.approx(result.test["loss"], rel=1e-6)
+    forget()
+    (job,) = jobs_of(load_sweep(file))
+    keep_sweep(job.sweep)
+    load_sweep(file)  # registers the same class again
+    train(job.config)
+    forget()
+    table = CliRunner().invoke(app, ["report", str(file), "--out", str(tmp_path / "report")])
+    assert table.exit_code == 0 and "(n=1)" in table.output, table.output
+    forget()
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match="restore the file"):
+        load_run(tmp_path / "run")
+
+
 def test_a_run_waits_for_the_one_it_starts_from(file, tmp_path):
     ended = []
     view = lambda states, changed: ended.append(changed.job.cell.row) if changed and changed.state != RUNNING else None  # noqa: E731
@@ -146,7 +197,7 @@ def test_the_example_of_the_documentation_trains(tmp_path):
 
 def test_what_is_wrong_with_a_file(tmp_path):
     (tmp_path / "none.py").write_text("")
-    with pytest.raises(ValueError, match="must set TASKS"):
+    with pytest.raises(ValueError, match="set TASKS to a list"):
         make_config(str(tmp_path / "none.py"))
     with pytest.raises(FileNotFoundError, match="there is no file"):
         make_config(str(tmp_path / "gone.py"))

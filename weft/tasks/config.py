@@ -20,7 +20,7 @@ from typing import Any
 @dataclass
 class TrainConfig:
     task: str = "digits"  # task name, see `weft list`, or a Python file that defines it (FILE.py or FILE.py:NAME)
-    task_file: str = ""  # Python file that defines the task; empty for tasks of weft or an installed package
+    task_file: str = ""  # Python file that defines the task or the attention; empty for those of weft or a package
     preset: str = ""  # settings from a paper, see `weft list`; your options override them
     out: str = ""  # folder of the run; empty: runs/TASK-MODEL-ATTENTION-LAYERSxHEADS-sSEED
     data: str = "data"  # folder that contains the data sets, or the file or folder of this task's data
@@ -199,8 +199,8 @@ class TrainConfig:
         _one_of("pooling", self.pooling, ("", "cls", "mean", "first"))
         for name in ("attention_options", "model_options", "cache_options"):
             self.options(name)
+        self._check_read()  # first: it runs task_file, which may register the attention
         self._check_options()
-        self._check_read()
         if not 0.0 < self.layer_decay <= 1.0:
             raise ValueError(f"layer_decay must be in (0, 1], got {self.layer_decay}")
         if self.ema and (self.strategy == "fsdp" or self.test_on == "average"):

@@ -6,7 +6,8 @@ A package provides tasks as entry points, each a Task or a Task class, under the
     my-task = "my_package.tasks:MyTask"
 
 A file defines `TASKS`, a list of Task objects. Use it like a task name: `weft train FILE.py`, or `FILE.py:NAME` if it
-defines several. From Python, use `add_task(MyTask())`.
+defines several. From Python, use `add_task(MyTask())`. NAME may also be a task of weft, for a file that registers an
+attention mechanism.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ _pending = sorted(module.name for module in pkgutil.iter_modules([str(Path(__fil
 
 _tasks: dict[str, Task] = {}
 _files: dict[str, Path] = {}  # task -> the file that defines it
+_ran: dict[Path, ModuleType] = {}
 
 
 def add_task(task: Task, file: Path | None = None) -> Task:
@@ -79,11 +81,11 @@ def file_of(name: str) -> str:
 
 def task_of(config: TrainConfig) -> Task:
     """The task of a run."""
-    if config.task_file and config.task not in _tasks:
+    if config.task_file and (config.task not in _tasks or Path(config.task_file) not in _ran):
         if not Path(config.task_file).is_file():
             raise FileNotFoundError(
-                f"the task {config.task!r} is defined in {config.task_file}, which does not exist: restore the file, "
-                "or correct task_file in the run's config.json"
+                f"the task {config.task!r} needs {config.task_file}, which does not exist: restore the file, or "
+                "correct task_file in the run's config.json"
             )
         load_tasks(config.task_file)
     return get_task(config.task)
@@ -96,25 +98,27 @@ def resolve(task: str, file: str = "") -> tuple[str, str]:
         file, task = f"{file}.py", task.removeprefix(":")
     if file:
         names = load_tasks(file)
+        if not task and not names:
+            raise ValueError(f"{file} defines no tasks: set TASKS to a list of Task objects, or use {file}:TASK")
         if not task and len(names) > 1:
             raise ValueError(f"{file} defines {', '.join(names)}: choose one as {file}:NAME")
         task = task or names[0]
-        if task not in names:
-            raise ValueError(f"{file} does not define the task {task!r}; it defines {', '.join(names)}")
+        if task not in names and task not in tasks():
+            raise ValueError(f"{file} does not define the task {task!r}; it defines {', '.join(names) or 'none'}")
     return task, str(Path(file).resolve()) if file else file_of(task)
 
 
 def load_tasks(file: str | Path) -> list[str]:
-    """Register the tasks of a file once, and return their names."""
+    """Run a file once, register its tasks, and return their names."""
     path = Path(file).resolve()
     names = [name for name, origin in _files.items() if origin == path]
-    return names or register(run_file(path), path)
+    return names or register(_ran.get(path) or run_file(path), path)
 
 
 def register(module: ModuleType, file: Path) -> list[str]:
     found: Sequence[Task] = getattr(module, "TASKS", ())
-    if not found or not all(isinstance(task, Task) for task in found):
-        raise ValueError(f"{file} defines no tasks: it must set TASKS to a list of Task objects")
+    if not isinstance(found, Sequence) or not all(isinstance(task, Task) for task in found):
+        raise ValueError(f"{file}: TASKS must be a list of Task objects, got {found!r}")
     return [add_task(task, file).name for task in found]
 
 
@@ -129,6 +133,7 @@ def run_file(file: Path) -> ModuleType:
     with _importing_from(file.parent):
         sys.modules[name] = module  # dataclasses look up their module
         spec.loader.exec_module(module)
+    _ran[file] = module
     return module
 
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...attention import make_attention
+from ...attention import attention_info, attentions, make_attention
 from ...models.presets import TASKS
 from ...tasks.config import FREE_ON_RESUME, TrainConfig, differences, field_types, from_json, to_json
 from ...tasks.registry import register, run_file
@@ -130,8 +130,7 @@ def load_sweep(file: str | Path) -> Sweep:
     if not is_sweep(file):
         raise ValueError(f"{file} is not a sweep: it must define TITLE, METRIC and cells()")
     module = run_file(file)
-    if hasattr(module, "TASKS"):
-        register(module, file)
+    register(module, file)
     cells = module.cells()
     if not isinstance(cells, (list, tuple)):
         raise ValueError(f"{file}: cells() must return a list of Cell, got {cells!r}")
@@ -248,7 +247,10 @@ def free(config: TrainConfig) -> frozenset[str]:
 
 @functools.cache
 def padding_matters(attention: str) -> bool:
-    attn = make_attention(attention, heads=2, head_dim=8, max_length=4096)
+    if attention not in attentions():  # of a file that a report does not run
+        return True
+    causal = not attention_info(attention).bidirectional
+    attn = make_attention(attention, heads=2, head_dim=8, causal=causal, max_length=4096)
     return attn.pattern_for(64) != attn.pattern_for(4096)
 
 
