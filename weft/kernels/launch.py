@@ -104,7 +104,9 @@ class Tape:
         steps: list[Step],
     ):
         self.device, self.outputs, self.held, self.steps = device, outputs, held, steps
-        self.made = [(tuple(shape), tuple(strides), dtype) for shape, strides, dtype in made]
+        self.made: list[Any] = [(tuple(shape), tuple(strides), dtype) for shape, strides, dtype in made]
+        with torch.inference_mode(False):  # empty ones, such as gradients of None, are the same tensors in every call
+            self.made = [x if 0 not in x[0] else torch.empty(x[0], dtype=x[2], device=device) for x in self.made]
         self.held_pointers = [x.data_ptr() for x in held]
         self.launches = None if device.type == "cpu" else Launches(steps)
         self.backward: dict[Any, Tape] = {}  # of the backward of this forward, by strides (`operator.py`)
@@ -117,15 +119,19 @@ class Tape:
     def play(self, pointers: list[int]) -> list[Tensor]:
         """Return the outputs for tensors at these addresses."""
         if self.launches is None or torch.are_deterministic_algorithms_enabled():  # PyTorch fills new memory then
-            made = [torch.empty_strided(a, b, dtype=dtype, device=self.device) for a, b, dtype in self.made]
+            empty = self._empty
         else:
-            made = [_empty(shape, strides, dtype) for shape, strides, dtype in self.made]
+            empty = _empty
+        made = [empty(*x) if type(x) is tuple else x for x in self.made]
         pointers = pointers + [x.data_ptr() for x in made] + self.held_pointers
         if self.launches is None:
             self._interpret(pointers)
         else:
             self.launches(pointers, torch._C._cuda_getCurrentRawStream(self.device.index))
         return made[: self.outputs]
+
+    def _empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
 
     def _interpret(self, pointers: list[int]) -> None:
         for kernel, grid, options, slots, rest in self.steps:
