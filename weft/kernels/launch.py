@@ -78,7 +78,8 @@ def _fitting(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str,
 
     if id(kernel) not in _seen:
         _seen.add(id(kernel))
-        for parameter in getattr(kernel, "params", ()):  # none in Triton's interpreter
+        pointers = sum(isinstance(x, Tensor) for x in args)  # first; their alignment matters, whatever their names
+        for parameter in getattr(kernel, "params", ())[pointers:]:  # none in Triton's interpreter
             parameter.do_not_specialize |= parameter.name in SIZES and not parameter.is_constexpr
     while True:
         try:

@@ -104,7 +104,7 @@ def _options(q: Tensor, F: Tensor) -> dict[str, Any]:
         "PART": ceil_div(2 * rank * D, 16) * 16,
         "PRECISION": precision(q),
         "num_warps": 4 if size <= 4096 else 8,
-        "num_stages": 2 if half else 1,
+        "num_stages": (3 if size <= 4096 else 2) if half else 1,
     }
 
 
