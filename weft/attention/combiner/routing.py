@@ -112,9 +112,8 @@ class CombinerRouting(Combiner):
         at = torch.arange(L, device=k.device)
         past = own & (at <= at[:, None])
         place = group.clamp(max=G - 1)[:, :, None, :, None].expand(-1, -1, 1, -1, k.shape[-1])
-        qbar, kbar = (
-            s.finish(s.up_to(f).gather(2, place)[:, :, 0], past.sum(-1), k.dtype) for f in (lifted_q, lifted_k)
-        )
+        count = member.cumsum(-1).gather(2, place[..., 0])[:, :, 0]  # finite summaries at masked tokens, too
+        qbar, kbar = (s.finish(s.up_to(f).gather(2, place)[:, :, 0], count, k.dtype) for f in (lifted_q, lifted_k))
         vbar = softmax_attention(qbar, k, v, allowed=past, may_be_empty=mask is not None)
         until = torch.where(own & (at > at[:, None]), at, L).amin(-1)  # the cluster's next token
         stands = (at <= at[:, None]) & (at[:, None] < until[:, :, None]) & ~same(group)
