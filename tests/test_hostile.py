@@ -320,6 +320,14 @@ def test_padding_does_not_affect_the_gradients_of_a_layer(kind, name, bad):
         torch.testing.assert_close(mine, theirs, **EXACT)
 
 
+@pytest.mark.parametrize("kind", LAYERS)
+def test_layers_refuse_masks_that_are_not_boolean(kind):
+    layer, mask = LAYERS[kind]("full"), masks(9)["inner"]
+    for wrong in (mask.long(), mask.float(), mask.tolist()):
+        with pytest.raises(TypeError, match="mask must be boolean"):
+            layer(torch.randn(2, 9, 12), wrong)
+
+
 def test_padding_of_a_context_does_not_affect_gradients():
     layer = weft.MultiheadAttention(12, HEADS, context_dim=10).double()
     mask = masks(9)["inner"]

@@ -279,9 +279,7 @@ class Attention(Decoding, nn.Module):
                 "causality also linear, performer, linformer"
             )
         if mask is not None:
-            if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-                kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-                raise TypeError(f"mask must be boolean, True for real tokens, got {kind}; use mask.bool()")
+            check_boolean(mask)
             if mask.shape != (B, Lk):
                 raise ValueError(
                     f"mask must be (B, Lk) = ({B}, {Lk}), got {tuple(mask.shape)}; for a causal mask, use causal=True"
@@ -352,13 +350,22 @@ def hide(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else torch.where(mask[:, None, :, None], x, 0)
 
 
+def check_boolean(mask: Any) -> None:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"mask must be boolean, True for real tokens, got {kind}; use mask.bool()")
+
+
 def quiet_padding(x: Tensor, mask: Tensor | None) -> Tensor:
     """Set NaN, infinity and values over LARGEST to 0 at the masked tokens of x (B, L, dim).
 
     Such values would reach the gradients of the layer's weights. Other values stay, so that the output at padding
     equals that of PyTorch's own layers.
     """
-    if mask is None or mask.shape != x.shape[:2]:  # the mechanism reports a wrong shape
+    if mask is None:
+        return x
+    check_boolean(mask)
+    if mask.shape != x.shape[:2]:  # the mechanism reports a wrong shape
         return x
     return torch.where(mask[..., None] | (x.abs() < LARGEST), x, 0)
 
