@@ -11,7 +11,7 @@ from torch import nn
 import weft
 from weft.attention import make_attention
 from weft.layers import MixedAttention
-from weft.models import TextClassifier, TextEncoder, TextMatcher, lra
+from weft.models import LanguageModel, TextClassifier, TextEncoder, TextMatcher, lra
 from weft.models.presets import MIXED, STUDY_ATTENTIONS, TASKS
 from weft.models.sizes import SizeRow, checkpoint_size, study_rows
 
@@ -194,6 +194,8 @@ def test_errors_say_what_to_do():
     ):
         with pytest.raises(error, match=match):
             classifier(**options)
+    with pytest.raises(ValueError, match="linear does not support ALiBi.*choose positions rope"):
+        LanguageModel(20, max_length=8, attention="linear", dim=8, heads=2, layers=1)
 
 
 def test_learned_positions():

@@ -65,6 +65,13 @@ def encoder_blocks(
     return blocks
 
 
+def check_takes_bias(blocks: nn.ModuleList, advice: str) -> None:
+    """Raise an error if a mechanism of the blocks does not support the position bias of the model."""
+    for module in blocks.modules():
+        if isinstance(module, Attention) and module.info is not None and not module.info.bias:
+            raise ValueError(f"{module.name} does not support ALiBi, which is a position bias: {advice}")
+
+
 def _is_named(choice: Any) -> bool:
     return isinstance(choice, str) or (isinstance(choice, tuple) and len(choice) == 2 and isinstance(choice[1], dict))
 

@@ -23,7 +23,7 @@ from ..core.segments import Segments, documents_of
 from ..core.sharding import first_position
 from ..layers import ALiBi, sinusoids
 from ..layers.encoder import decoding_layer, make_norm
-from .build import AttentionChoice, encoder_blocks
+from .build import AttentionChoice, check_takes_bias, encoder_blocks
 from .generate import generate
 
 CHUNK = 8192  # tokens whose logits exist at the same time, if `targets` are given
@@ -91,6 +91,8 @@ class LanguageModel(nn.Module):
             qk_norm=qk_norm,
             place=place,
         )
+        if self.bias is not None:
+            check_takes_bias(self.blocks, "choose positions rope, learned, sinusoid or none")
         self.norm = make_norm(norm, dim, **place)
         self.scores = nn.Linear(dim, vocab, **place)
         nn.init.normal_(self.scores.weight, std=0.02)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers import ALiBi
-from .build import encoder_blocks
+from .build import check_takes_bias, encoder_blocks
 
 CUTOFFS = (20_000, 60_000)
 
@@ -95,6 +95,7 @@ class WordModel(nn.Module):
             attention_dropout=options["attention_dropout"],
             place={},
         )
+        check_takes_bias(self.blocks, "use full, local, longformer or subsampled")
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         x = self.dropout(self.words(ids))

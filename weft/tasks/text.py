@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention import attention_info
 from .base import Columns, DataMissing, Known, Task, TaskData, block_options
 from .config import TrainConfig
 from .files import DamagedData, find, must_fit
@@ -151,12 +150,6 @@ class Bytes(Task):
     def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
         from ..models.language import LanguageModel
 
-        names = config.mechanisms()
-        without = [n for n in ([names] if isinstance(names, str) else names) if not attention_info(n).bias]
-        if config.positions in ("", "alibi") and without:
-            raise ValueError(
-                f"{without[0]} does not support a position bias: give --positions learned, sinusoid, rope or none"
-            )
         return LanguageModel(
             data.facts["vocab"],
             max_length=data.length,
