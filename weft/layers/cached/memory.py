@@ -185,8 +185,14 @@ class RecurrentCache(nn.Module):
         if autocasts(cache):
             dtype = torch.get_autocast_dtype(cache.device.type)
         old, new = cache.to(dtype), tokens.to(dtype)
-        update, reset = _joint(self.update_gate, new, old).sigmoid(), _joint(self.reset_gate, new, old).sigmoid()
-        candidate = _joint(self.candidate, new, reset * old)
+        # W [new, old] per half, and the three layers in one product: a shared `old` is multiplied only once, and needs
+        # no gradient.
+        layers, gates = (self.update_gate, self.reset_gate, self.candidate), 2 * self.width
+        for_new, for_old = torch.cat([layer.weight for layer in layers]).chunk(2, 1)
+        bias = None if self.candidate.bias is None else torch.cat([layer.bias for layer in layers])
+        from_new = F.linear(new, for_new, bias)
+        update, reset = (from_new[..., :gates] + F.linear(old, for_old[:gates])).sigmoid().chunk(2, -1)
+        candidate = from_new[..., gates:] + F.linear(reset * old, for_old[gates:])
         if self.norm is not None:
             candidate = self.norm(F.gelu(candidate))
         update = update.to(cache.dtype)
@@ -291,12 +297,6 @@ class _SumOverRanks(torch.autograd.Function):
         gradient = gradient.clone()
         dist.all_reduce(gradient, group=ctx.group)
         return gradient, None
-
-
-def _joint(linear: nn.Linear, new: Tensor, old: Tensor) -> Tensor:
-    """W [new, old], computed per half: a shared `old` is multiplied only once, and needs no gradient."""
-    for_new, for_old = linear.weight.chunk(2, 1)
-    return F.linear(new, for_new, linear.bias) + F.linear(old, for_old)
 
 
 def _where_alive(alive: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
