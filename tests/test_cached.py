@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import weft
 from weft import CachedAttention, MultiheadAttention
+from weft.layers.cached.layer import _joined
 from weft.layers.cached.resample import resample, resample_grid
 from weft.models.pvt import SpatialReductionAttention
 
@@ -407,3 +408,14 @@ def test_half_precision_keeps_the_cache_exact(dtype: torch.dtype) -> None:
     assert y.dtype == torch.bfloat16 and c.cache.cache.dtype == torch.float32
     y.float().square().sum().backward()
     assert c.cache.update_gate.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("channels, groups", [(48, 24), (10, 5), (40, 8), (18, 18), (6, 1)])
+def test_joined_groups_give_the_same_convolution(channels, groups):
+    conv = nn.Conv2d(channels, channels, 3, padding=1, groups=groups).double()
+    image = torch.randn(2, channels, 3, 5, dtype=torch.float64, requires_grad=True)
+    ours, theirs = _joined(conv, image), conv(image)
+    torch.testing.assert_close(ours, theirs)
+    upstream, wanted = torch.randn_like(ours), [image, *conv.parameters()]
+    pair = [torch.autograd.grad(out, wanted, upstream) for out in (ours, theirs)]
+    torch.testing.assert_close(*pair)
