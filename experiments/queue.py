@@ -63,8 +63,8 @@ LISTOPS = {
     "sinkhorn": ((4, 3), (8, 7)), "bigbird": ((1.8, 0.8), (9, 8)), "full": ((1.8, 0.8), (4.8, 4.4)),
     "sparse": ((1.8, 0.8), (7, 7)), "synthesizer": ((2, 1.2), (6, 5.5)),
 }  # fmt: skip
-# Minutes of 30,000 steps on IMDb, by bytes and by words: wide and deep. Measured: wide words, deep full words, wide
-# full bytes (7 to 9, 22 and 18 ms per step beside other jobs).
+# Minutes of 30,000 steps on IMDb, by bytes and by words: wide and deep. Measured beside other jobs: wide words (7 to 9
+# ms per step), deep full words (22), wide full and local bytes (6.5 at first, 16 and 17 on a full GPU).
 BYTES = {
     "combiner-fixed": ((5, 2.4), (13, 10)), "local": ((5, 1), (13, 9)), "linear": ((5, 2.3), (13, 10)),
     "full": ((5, 1.8), (13, 12)),
@@ -80,10 +80,11 @@ MODERN = {
     "full": (10, 28),
 }  # fmt: skip
 # Minutes of the Long Range Arena's image, Pathfinder and text tasks. Measured: image, full (34 ms per step, eager, with
-# a mask, on a busy GPU), Combiner-Axial (23 ms beside four other runs).
-ARENA = {
-    "Linear Trans.": (14, 35, 6), "Local Attention": (12, 30, 6), "Combiner-Axial": (14, 35, 7),
-    "Transformer": (20, 95, 8),
+# a mask, on a busy GPU), Combiner-Axial (23 ms beside four other runs); text, local (packed and compiled: 20 ms beside
+# four other runs, 40 on a full GPU, 1.5 minutes for start and evaluations).
+ARENA: dict[str, tuple[float, float, Shared]] = {
+    "Linear Trans.": (14, 35, (7, 1.5)), "Local Attention": (12, 30, (7, 1.4)), "Combiner-Axial": (14, 35, (7, 2)),
+    "Transformer": (20, 95, (7, 1.8)),
 }  # fmt: skip
 
 
