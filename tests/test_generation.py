@@ -241,6 +241,26 @@ def test_dropping_more_than_the_history_names_the_limit():
 
 
 @sweep(causal=True, steps=True, first_setting=True)
+@torch.no_grad()
+def test_states_that_were_overwritten_are_refused(case):
+    """Whatever happened since: also if the newest state has as many tokens again."""
+    attn, tokens = made(case), qkv(9)
+    _, early = steps(attn, tokens, attn.start(2, history=3), 0, 5)
+    _, late = steps(attn, tokens, early, 5, 6)
+    cropped = attn.crop(late, 1)
+    _, newest = steps(attn, tokens, cropped, 7, 8)
+    for state in (early, late, cropped):
+        for call in (
+            lambda: steps(attn, tokens, state, 8, 9),  # noqa: B023
+            lambda: attn.reorder(state, torch.tensor([1, 0])),  # noqa: B023
+            lambda: attn.crop(state, 1),  # noqa: B023
+        ):
+            with pytest.raises(ValueError, match="overwritten by later steps"):
+                call()
+    steps(attn, tokens, newest, 8, 9)
+
+
+@sweep(causal=True, steps=True, first_setting=True)
 def test_states_that_do_not_fit_are_refused(case):
     attn, tokens = made(case), qkv(5)
     _, state = attn.prefill(*tokens)

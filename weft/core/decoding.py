@@ -225,6 +225,7 @@ class Decoding:
         It is a copy, unless the state has `max_length` and the number of rows stays the same: then it is in place.
         """
         self._check_state(state)
+        self._check_newest(state)
         if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.is_floating_point() or rows.dtype == torch.bool:
             got = f"{rows.dtype} {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
             raise ValueError(f"rows must be an integer tensor (rows,), got {got}")
@@ -282,9 +283,8 @@ class Decoding:
             state.place.fill_(target)
             state.inner, state.count, state.log, state.newest = self._write(state.inner, inner), target, log, [target]
             return state
-        state.newest[0] = target
-        newest = state.newest if inner is state.inner else [target]
-        return replace(state, count=target, inner=inner, log=log, newest=newest)
+        state.newest[0] = -1  # no earlier state is valid, whatever its count
+        return replace(state, count=target, inner=inner, log=log, newest=[target])
 
     def state_size(self, batch: int, length: int, dtype: torch.dtype = torch.float32) -> int:
         """Bytes of a state with room for `length` tokens."""
