@@ -13,7 +13,8 @@ installed.
 
 Kernels are compiled first, by several processes, and then loaded. With --when FILE, the times are taken once the file
 exists: the first part can share the GPU with other work, the second cannot. --resume adds the rows that the newest run
-in the file does not have.
+in the file does not have. Compiled calls are timed last: in a process that has run "reduce-overhead", capturing a
+CUDA graph has failed.
 
 `python -m benchmarks.tables` writes the tables of the documentation.
 """
@@ -53,9 +54,10 @@ from benchmarks.gpu_timing import (
 )
 
 LENGTHS = (16384, 2048, 512, 65536, 1024, 8192, 4096)  # most important first
+FORWARD = (16384, 2048, 65536)  # lengths at which the forward is also timed alone
 COMPILED = (16384,)  # lengths at which these are also compiled, which takes seconds for each
 TO_COMPILE = ("combiner-fixed", "linear", "local", "longformer", "sparse", "subsampled")
-MODES = {"compiled": None, "reduced": "reduce-overhead"}
+MODES = {"eager": "", "compiled": None, "reduced": "reduce-overhead"}
 BOTH_WAYS = ("combiner-fixed", "linear", "local", "performer", "subsampled")  # also timed without the causal mask
 AT = (16384, 65536)  # lengths of the rows that are no mechanism with its defaults
 FULL = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
@@ -125,10 +127,6 @@ def contestants(only: list[str], L: int) -> list[tuple[str, bool]]:
     return found
 
 
-def compiles(name: str, L: int, args: argparse.Namespace) -> bool:
-    return L in args.compiled and name in TO_COMPILE
-
-
 def fused(name: str) -> bool:
     """Whether calls of this row compile kernels."""
     return name not in weft.attentions() or weft.attention_info(name).kernel is not None
@@ -161,65 +159,58 @@ def prepared(name: str, L: int, causal: bool, mode: str) -> tuple[Any, Any]:
     return forward, both
 
 
-def measure(name: str, L: int, causal: bool, compiled: bool) -> dict[str, float]:
-    forward, both = prepared(name, L, causal, "eager")
-    found = {"eager_forward_ms": eager_ms(forward, 40), "eager_both_ms": eager_ms(both, 80)}
-    found |= {"host_ms": host_ms(both, found["eager_both_ms"]), "peak_mib": peak_mib(both)}
-    try:
-        found |= {"forward_ms": median_ms(forward, 15), "both_ms": median_ms(both, 20)}
-    except Exception:  # work on the CPU cannot be captured
-        torch.cuda.synchronize()
-    for mode in MODES if compiled else ():
+def measure(name: str, L: int, causal: bool, mode: str) -> dict[str, float]:
+    forward, both = prepared(name, L, causal, mode)
+    found = {f"{mode}_both_ms": eager_ms(both, 80)}
+    found["host_ms" if mode == "eager" else f"{mode}_host_ms"] = host_ms(both, found[f"{mode}_both_ms"])
+    if mode == "eager":
+        found["peak_mib"] = peak_mib(both)
+        timed = {"forward_ms": forward, "both_ms": both}
+        if L in FORWARD:
+            found["eager_forward_ms"] = eager_ms(forward, 40)
+        else:
+            del timed["forward_ms"]
         try:
-            both = prepared(name, L, causal, mode)[1]
-            found[f"{mode}_both_ms"] = eager_ms(both, 80)
-            found[f"{mode}_host_ms"] = host_ms(both, found[f"{mode}_both_ms"])
-        except Exception as error:
-            print(f"{L:>6} not compiled: {type(error).__name__}: {str(error)[:120]}", flush=True)
+            found |= {key: median_ms(call, 20) for key, call in timed.items()}
+        except Exception:  # work on the CPU cannot be captured
+            torch.cuda.synchronize()
     return {key: round(value, 4) for key, value in found.items()}
 
 
-def first_calls(name: str, causal: bool, args: argparse.Namespace) -> None:
-    """Print the seconds of the first call at each length. This fills Triton's and Inductor's caches."""
+def first_calls(args: argparse.Namespace) -> None:
+    """Print the seconds of the first call at each length, for every n-th row. This fills Triton's cache."""
     torch.zeros(1, device="cuda")
-    seconds = {}
-    for L in args.lengths:
-        began = time.perf_counter()
-        forward, both = calls(made(name, L, causal), L)
-        both()
-        torch.cuda.synchronize()
-        seconds[L] = round(time.perf_counter() - began, 2)
-        forward()
-    print(json.dumps(seconds), flush=True)
-    for L in args.lengths:
-        for mode in MODES if compiles(name, L, args) else ():
-            prepared(name, L, causal, mode)
+    number, at_once = args.first
+    for (name, causal), lengths in list(kernel_rows(args).items())[number::at_once]:
+        seconds = {}
+        for L in lengths:
+            began = time.perf_counter()
+            try:
+                calls(made(name, L, causal), L)[1]()
+                torch.cuda.synchronize()
+            except Exception:  # reported when it is timed
+                continue
+            seconds[L] = round(time.perf_counter() - began, 2)
+        print(json.dumps({"name": name, "causal": causal, "seconds": seconds}), flush=True)
 
 
-def warm_up(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Seconds of the first calls of every row. A process for each fills a new Triton cache."""
-    os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp())
-    lengths: dict[tuple[str, bool], list[int]] = {}
+def kernel_rows(args: argparse.Namespace) -> dict[tuple[str, bool], list[int]]:
+    """Rows whose calls compile kernels, with their lengths."""
+    found: dict[tuple[str, bool], list[int]] = {}
     for L in args.lengths:
         for row in contestants(args.only, L):
             if row[0] not in FULL and fused(row[0]):
-                lengths.setdefault(row, []).append(L)
-    compiled = ["--compiled", *map(str, args.compiled)]
-    jobs = [["--first", row[0], str(row[1]), "--lengths", *map(str, at), *compiled] for row, at in lengths.items()]
-    found = []
-    for job, printed in in_parallel("gpu_attention", jobs, args.at_once):
-        if printed:
-            found.append({"name": job[1], "causal": job[2] == "True", "seconds": json.loads(printed.splitlines()[0])})
+                found.setdefault(row, []).append(L)
     return found
 
 
-def load(name: str, L: int, causal: bool, compiled: bool) -> None:
-    """Make the first calls of a row in this process."""
-    try:
-        for mode in ("eager", *MODES) if compiled else ("eager",):
-            prepared(name, L, causal, mode)
-    except Exception as error:  # reported when it is measured
-        print(f"{L:>6} {name:<26} {type(error).__name__}: {str(error)[:120]}", flush=True)
+def warm_up(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Seconds of the first calls of every row, by processes that fill a new Triton cache."""
+    os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp())
+    given = ["--lengths", *map(str, args.lengths), "--only", *args.only]
+    jobs = [["--first", str(i), str(args.at_once), *given] for i in range(args.at_once)]
+    found = [printed for _, printed in in_parallel("gpu_attention", jobs, args.at_once)]
+    return [json.loads(line) for printed in found for line in printed.splitlines() if line.startswith("{")]
 
 
 def main() -> None:
@@ -229,39 +220,44 @@ def main() -> None:
     parser.add_argument("--when", type=Path, default=None, help="take times when this file exists")
     parser.add_argument("--lengths", type=int, nargs="*", default=list(LENGTHS))
     parser.add_argument("--only", nargs="*", default=weft.attentions(), help="these mechanisms")
-    parser.add_argument("--compiled", type=int, nargs="*", default=list(COMPILED), help="compile at these lengths")
+    parser.add_argument("--modes", nargs="*", default=list(MODES), help="eager, compiled, reduced")
     parser.add_argument("--at-once", type=int, default=8, help="processes that compile at the same time; 0: none")
-    parser.add_argument("--first", nargs=2, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--first", type=int, nargs=2, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch._dynamo.config.recompile_limit = 256  # all rows are calls of the same few functions
     if args.first:
-        return first_calls(args.first[0], args.first[1] == "True", args)
+        return first_calls(args)
     began = time.time()
     shape = "bfloat16, 16 heads of 64, 16,384 tokens per batch, max_length"
     results = Results(args.out, "gpu_attention", args.resume, shape=shape)
-    rows = [(L, *row) for L in args.lengths for row in contestants(args.only, L)]
-    rows = [row for row in rows if not results.has("rows", L=row[0], name=row[1], causal=row[2])]
-    if args.at_once:
+    rows = [(mode, L, *row) for mode in args.modes for L in args.lengths for row in contestants(args.only, L)]
+    rows = [row for row in rows if row[0] == "eager" or (row[1] in COMPILED and row[2] in TO_COMPILE)]
+    rows = [x for x in rows if not results.has("rows", mode=x[0], L=x[1], name=x[2], causal=x[3])]
+    if args.at_once and "eager" in args.modes:
         results.run |= {"first_calls": warm_up(args), "at_once": args.at_once}
     print(f"compiled in {time.time() - began:.0f} s", flush=True)
-    for L, name, causal in rows:
+    for mode, L, name, causal in rows:
         if args.when and args.when.exists():
             break
-        if fused(name) and not name.startswith("fla "):  # it chooses its tiles by their times
-            load(name, L, causal, compiles(name, L, args))
+        if (mode != "eager" and "eager" in args.modes) or not fused(name) or name.startswith("fla "):
+            continue  # fla chooses its tiles by their times
+        try:
+            prepared(name, L, causal, mode)
+        except Exception as error:  # reported when it is timed
+            print(f"{L:>6} {name:<26} {type(error).__name__}: {str(error)[:120]}", flush=True)
     print(f"loaded in {time.time() - began:.0f} s", flush=True)
     wait_for(args.when)
     began = time.time()
-    for L, name, causal in rows:
+    for mode, L, name, causal in rows:
         try:
-            times = measure(name, L, causal, compiles(name, L, args))
+            times = measure(name, L, causal, mode)
         except Exception as error:  # continue with the other mechanisms
             print(f"{L:>6} {name:<26} {type(error).__name__}: {str(error)[:120]}", flush=True)
             torch.cuda.synchronize()
             continue
-        results.add("rows", {"L": L, "causal": causal, "name": name, **times})
+        results.add("rows", {"L": L, "causal": causal, "name": name, "mode": mode, **times})
         shown = " ".join(f"{value:8.3f}" for value in times.values())
-        print(f"{time.time() - began:4.0f} s {L:>6} {name:<26} {'causal' if causal else 'both':<6} {shown}", flush=True)
+        print(f"{time.time() - began:5.1f} s {L:>6} {name:<26} {'causal' if causal else 'both':<6} {shown}", flush=True)
 
 
 if __name__ == "__main__":

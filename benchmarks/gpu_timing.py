@@ -63,7 +63,7 @@ def eager_ms(fn: Callable[[], Any], rep: int = 80) -> float:
 
     times = do_bench(fn, warmup=5, rep=rep // 4, return_mode="all")
     low, middle, high = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
-    if high - low > 0.02 * middle:
+    if high - low > 0.02 * middle and middle < 50:
         times += do_bench(fn, warmup=5, rep=rep, return_mode="all")
     return statistics.median(times)
 

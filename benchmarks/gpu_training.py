@@ -10,7 +10,8 @@ times, and the replay of a CUDA graph of the eager layer. At 8,192 tokens also w
 attention ("none"): what PyTorch and torch.compile take without our code.
 
 Layers are compiled first, by several processes, and then loaded. With --when FILE, the times are taken once the file
-exists. --resume adds the rows that the newest run in the file does not have.
+exists. --resume adds the rows that the newest run in the file does not have. "reduce-overhead" is timed last: in a
+process that has run it, capturing a CUDA graph has failed.
 
 `python -m benchmarks.tables` writes the tables of the documentation.
 """
@@ -40,7 +41,7 @@ LENGTHS = (8192, 512, 32768, 2048, 131072)
 NONE = "none"  # q + k + v in place of attention
 ATTENTIONS = ("combiner-fixed", "full", NONE, "linear", "local")
 CLOSER = (8192,)  # lengths at which a layer is also timed in one thread, with mode="reduce-overhead", without attention
-MODES = ("eager", "compiled")
+MODES = ("eager", "compiled", "reduced")
 
 
 class Sum(nn.Module):
@@ -114,11 +115,10 @@ def built(name: str) -> dict[str, Any]:
     return {"model": model, "eager": list(model.layers), "compiled": compiled, "reduced": [reduced]}
 
 
-def load(name: str, L: int) -> None:
-    """Make the first calls of one layer in every mode."""
-    found = built(name)
-    for mode in (*MODES, *["reduced"] * (L in CLOSER)):
-        call = layer_call(found[mode][0], L)
+def load(name: str, L: int, modes: tuple[str, ...]) -> None:
+    """Make the first calls of one layer."""
+    for mode in modes:
+        call = layer_call(built(name)[mode][0], L)
         for _ in range(4 if mode == "reduced" else 1):  # a CUDA graph is recorded in the second
             call()
     torch.cuda.synchronize()
@@ -151,26 +151,28 @@ def time_steps(model: nn.Module, layers: list[Any], optimizer: torch.optim.Optim
     }
 
 
-def measure(name: str, L: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def measure(name: str, L: int, modes: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rows of one attention at one length: one layer, and training steps in each mode."""
-    load(name, L)
+    load(name, L, modes)
     model, found = built(name)["model"], {}
-    for mode in MODES:
+    for mode in modes:
         call = layer_call(built(name)[mode][0], L)
         found |= time_calls(call, mode)
-        if L in CLOSER:
+        if L in CLOSER and mode != "reduced":
             with torch.autograd.set_multithreading_enabled(False):
                 found |= time_calls(call, f"{mode}_one_thread")
-        if mode == "eager" and L <= TOKENS:
-            with contextlib.suppress(RuntimeError):  # work on the CPU cannot be captured
-                found["graph_ms"] = median_ms(call, 60)
-    if L in CLOSER:
-        found |= time_calls(layer_call(built(name)["reduced"][0], L), "reduced")
-    yield "layers", {"name": name, "L": L, **{key: round(value, 4) for key, value in found.items()}}
-    for mode in MODES if name != NONE else ():
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-        steps = time_steps(model, built(name)[mode], optimizer, L)
-        yield "steps", {"name": name, "L": L, "mode": mode, **steps}
+    if "eager" in modes and L <= TOKENS:
+        with contextlib.suppress(RuntimeError):  # work on the CPU cannot be captured
+            found["graph_ms"] = median_ms(layer_call(built(name)["eager"][0], L), 60)
+    yield (
+        "layers",
+        {"name": name, "L": L, "modes": list(modes), **{key: round(value, 4) for key, value in found.items()}},
+    )
+    for mode in modes if name != NONE else ():
+        if mode != "reduced":
+            optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+            steps = time_steps(model, built(name)[mode], optimizer, L)
+            yield "steps", {"name": name, "L": L, "mode": mode, **steps}
 
 
 def main() -> None:
@@ -180,28 +182,32 @@ def main() -> None:
     parser.add_argument("--when", type=Path, default=None, help="take times when this file exists")
     parser.add_argument("--lengths", type=int, nargs="*", default=list(LENGTHS))
     parser.add_argument("--only", nargs="*", default=list(ATTENTIONS), help="these mechanisms")
+    parser.add_argument("--modes", nargs="*", default=list(MODES), help="eager, compiled, reduced")
     parser.add_argument("--at-once", type=int, default=12, help="processes that compile at the same time; 0: none")
     parser.add_argument("--warm", nargs=2, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch._dynamo.config.recompile_limit = 256  # all models are calls of the same layer
     if args.warm:
-        return load(args.warm[0], int(args.warm[1]))
+        return load(args.warm[0], int(args.warm[1]), tuple(args.modes))
     began, results = time.time(), Results(args.out, "gpu_training", args.resume, tokens=TOKENS)
-    rows = [(name, L) for L in args.lengths for name in args.only if name != NONE or L in CLOSER]
-    rows = [(name, L) for name, L in rows if not results.has("steps" if name != NONE else "layers", name=name, L=L)]
-    jobs = [["--warm", name, str(L)] for name, L in rows] if args.at_once else []
+    passes = [tuple(mode for mode in args.modes if mode != "reduced"), ("reduced",) if "reduced" in args.modes else ()]
+    passes = [modes for modes in passes if modes]
+    rows = [(name, L, modes) for modes in passes for L in args.lengths for name in args.only]
+    rows = [(name, L, modes) for name, L, modes in rows if L in CLOSER or (name != NONE and modes != ("reduced",))]
+    rows = [x for x in rows if not results.has("layers", name=x[0], L=x[1], modes=list(x[2]))]
+    jobs = [["--warm", name, str(L), "--modes", *modes] for name, L, modes in rows] if args.at_once else []
     for _ in in_parallel("gpu_training", jobs, args.at_once):
         pass
     print(f"compiled in {time.time() - began:.0f} s", flush=True)
-    for name, L in rows:
-        if not (args.when and args.when.exists()):
-            load(name, L)
+    for name, L, modes in rows:
+        if modes == passes[0] and not (args.when and args.when.exists()):
+            load(name, L, modes)
     print(f"loaded in {time.time() - began:.0f} s", flush=True)
     wait_for(args.when)
     began = time.time()
-    for name, L in rows:
+    for name, L, modes in rows:
         try:
-            for kind, row in measure(name, L):
+            for kind, row in measure(name, L, modes):
                 results.add(kind, row)
                 print(f"{time.time() - began:4.0f} s {kind} {json.dumps(row)}", flush=True)
         except Exception as error:  # continue with the others

@@ -15,6 +15,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import weft
 from experiments.convert.table import conversions
 
 from . import generation_tables
@@ -39,15 +40,8 @@ FULL = {
     "flex": "FlexAttention, causal",
     "fla linear": "fla, linear attention",
 }
-GRAPH = ("combiner-fixed", "combiner-axial", "linear", "local", "longformer", "sparse", "subsampled")
-MORE_GRAPH = (
-    "sparse, strided",
-    "performer",
-    "combiner-axial-vertical",
-    "combiner-axial-horizontal",
-    "combiner-mixture",
-)
 LONG = (16384, 65536)
+SHARE = {True: 0.292, False: 0.25}  # of the dense pairs in `subsampled` with its defaults, causal and bidirectional
 
 
 def results(name: str) -> dict[str, Any]:
@@ -125,13 +119,39 @@ def eager(names: tuple[str, ...] = ()) -> str:
 
 
 def ways() -> str:
-    """At 16,384 tokens, forward and backward: eager, host and graph, and the memory."""
-    lines = [["", "eager", "host", "graph", "MiB"]]
+    """At 16,384 tokens: eager forward; forward and backward eager, host and graph, and the memory."""
+    lines = [["", "eager forward", "eager", "host", "of cuDNN's", "graph", "MiB"]]
     for name in ["cudnn", *mechanisms()]:
-        keys = ("eager_both_ms", "host_ms", "both_ms", "peak_mib")
-        cells = [_time(name, 16384, direction(name), key) for key in keys]
-        if cells[0] != "–":
+        at = rows().get((name, 16384, direction(name)), {})
+        if "host_ms" in at:
+            cells = [ms(at[key][0]) for key in ("eager_forward_ms", "eager_both_ms", "host_ms")]
+            base = rows()["cudnn", 16384, True] if name == "cudnn" else at
+            cells.append(f"{at['host_ms'][0] / base['host_ms'][1]:.2f}")
+            cells += [ms(at[key][0]) if key in at else "–" for key in ("both_ms", "peak_mib")]
             lines.append([_label(name), *cells])
+    return markdown(lines)
+
+
+def compiled() -> str:
+    """At 16,384 tokens, forward and backward: eager, compiled and as a CUDA graph, with host times."""
+    keys = ("eager_both_ms", "host_ms", "compiled_both_ms", "compiled_host_ms", "reduced_both_ms", "reduced_host_ms")
+    lines = [["", "eager", "host", "compiled", "host", "reduce-overhead", "host", "graph"]]
+    for name in mechanisms():
+        at = rows().get((name, 16384, direction(name)), {})
+        if "compiled_both_ms" in at:
+            lines.append([_label(name), *(ms(at[key][0]) if key in at else "–" for key in (*keys, "both_ms"))])
+    return markdown(lines)
+
+
+def share() -> str:
+    """The time of `subsampled` over its share of cuDNN's, forward / forward and backward."""
+    lines = [["", *(f"{L:,}" for L in LONG)]]
+    for causal in (True, False):
+        cells = []
+        for at in (rows().get(("subsampled", L, causal), {}) for L in LONG):
+            pairs = [at.get(key) for key in ("forward_ms", "both_ms")]
+            cells.append(" / ".join("–" if x is None else f"{x[0] / x[1] / SHARE[causal]:.2f}" for x in pairs))
+        lines.append(["causal" if causal else "bidirectional", *cells])
     return markdown(lines)
 
 
@@ -178,35 +198,89 @@ def crossover_code() -> str:
     return "FASTER_FROM: dict[str, int | None] = {\n" + "".join(lines) + "}\n"
 
 
-def graph(names: tuple[str, ...]) -> str:
-    """Milliseconds of the kernels, forward / forward and backward."""
-    lengths = sorted({L for name, L, _ in rows() if name in names})
-    lines = [["L", *map(_label, names)]]
-    for L in lengths:
-        cells = [" / ".join(_time(name, L, True, key) for key in ("forward_ms", "both_ms")) for name in names]
-        lines.append([f"{L:,}", *cells])
-    return markdown(lines)
-
-
-def speedups(causal: bool) -> str:
-    """Speedup of the kernels over cuDNN in the same run, forward / forward and backward."""
-    lines = [["speedup over cuDNN", *(f"{L:,}" for L in LONG)]]
-    for name in mechanisms():
+def speedups() -> str:
+    """Speedup of the kernels over cuDNN, forward / forward and backward."""
+    lines = [["", *(f"{L:,}" for L in LONG)]]
+    for name, causal in sorted({(name, causal) for name, _, causal in rows()}, key=lambda row: (row[0], not row[1])):
         cells = []
         for at in (rows().get((name, L, causal), {}) for L in LONG):
             pairs = [at.get(key) for key in ("forward_ms", "both_ms")]
             cells.append(" / ".join("–" if pair is None else f"{pair[1] / pair[0]:.1f}" for pair in pairs))
-        if "–" not in cells[0]:
-            lines.append([_label(name), *cells])
+        if name in mechanisms() and cells != ["– / –"] * len(LONG):
+            lines.append([_label(name) + ("" if causal else ", bidirectional"), *cells])
     return markdown(lines)
 
 
+def kernels() -> str:
+    """What each kernel supports, from the registry."""
+    lines = [["", "from", "dropout", "grouped keys and values", "packed documents in place", "decoding steps"]]
+    for name in weft.attentions():
+        info = weft.attention_info(name)
+        if info.kernel is not None:
+            attn = weft.make_attention(name, heads=4, head_dim=64, causal=info.causal, max_length=1024)
+            has = (info.kernel.dropout, info.kernel.grouped(attn), info.kernel.packed, info.kernel.step)
+            least = f"{info.kernel.least_length:,}" if info.kernel.auto(attn) else "not in `auto`"
+            lines.append([f"`{name}`", least, *("yes" if x else "–" for x in has)])
+    return markdown(lines)
+
+
+def tests() -> str:
+    """By mechanism and kind, how many tests of the kernels passed on a GPU."""
+    report = results("gpu_tests")
+    found: dict[tuple[str, str], dict[str, int]] = {}
+    for row in report["rows"]:
+        at = found.setdefault((row["name"], row["kind"]), {})
+        at[row["outcome"]] = at.get(row["outcome"], 0) + row["tests"]
+    kinds = ["bfloat16", "float16", "float32", "heads of 256", "grouped", "dropout", "packed", "call modes", "steps"]
+
+    def cell(at: dict[str, int] | None) -> str:
+        if at is None:
+            return ""
+        passed, total = at.get("passed", 0), sum(at.values())
+        return f"{passed}" if passed == total else f"{passed} of {total}"
+
+    names = sorted({name for name, _ in found} - {"others"})
+    lines = [["", *kinds], *([f"`{name}`", *(cell(found.get((name, kind))) for kind in kinds)] for name in names)]
+    outcomes = {kind: sum(at.get(kind, 0) for at in found.values()) for kind in ("passed", "failed", "not run")}
+    said = ", ".join(f"{n:,} {outcome}" for outcome, n in outcomes.items())
+    by = ", ".join(
+        f"{sum(row['tests'] for row in report['rows'] if row['commit'] == commit):,} on {commit}"
+        for commit in dict.fromkeys(report["commits"])
+    )
+    return (
+        f"{markdown(lines)}Other tests (launches, draws, refusals): {cell(found['others', 'other'])}. All: {said} "
+        f"({by}; {report['gpu']}, torch {report['torch']}).\n\n"
+    )
+
+
+def windows() -> str:
+    """Eager bidirectional `subsampled` in both ways, forward / forward and backward."""
+    lines = [["targets per window", "kernels", "PyTorch's attention on gathered keys"]]
+    for row in sorted(results("gpu_floor")["runs"][0]["windows"], key=lambda row: row["L"]):
+        cells = [f"{ms(row[f'{way}_forward_ms'])} / {ms(row[f'{way}_both_ms'])}" for way in ("kernels", "whole")]
+        lines.append([f"{row['window']:,}", *cells])
+    return markdown(lines)
+
+
+def floor() -> str:
+    """Bytes and times of `combiner-fixed` beside those of copies."""
+    run = results("gpu_floor")["runs"][0]
+    lines = [["16,384 tokens, CUDA graph replays", "MB", "ms", "TB/s"]]
+    for row in run["memory"]:
+        lines.append([row["name"], f"{row['megabytes']:.0f}", ms(row["ms"]), f"{row['tb_per_s']:.2f}"])
+    for row in run["combiner-fixed"]:
+        name = "`combiner-fixed`, forward" + (f", {row['heads']} heads at a time" if "both_ms" not in row else "")
+        lines.append([name, "235", ms(row["forward_ms"]), f"{235 / row['forward_ms'] / 1e3:.2f}"])
+    return f"{markdown(lines)}{_run(run)}: `{run['command']}`\n\n"
+
+
 def trained(kind: str) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Rows of gpu_training by name, length and mode, each from the newest run that has it."""
+    """Rows of gpu_training by name, length and mode, each value from the newest run that has it."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for run in results("gpu_training")["runs"]:
         for row in run[kind]:
-            found.setdefault((row["name"], row["L"], row.get("mode")), row)
+            key = row["name"], row["L"], row.get("mode")
+            found[key] = row | found.get(key, {})
     return found
 
 
@@ -248,16 +322,16 @@ def packing() -> str:
 
 def listops() -> str:
     """Training steps on ListOps: milliseconds of the GPU and in total, tokens per second with and without padding."""
-    report = results("train_listops")
-    lines = [["", "GPU, ms", "step, ms", "M tokens/s", "of them real"]]
-    for row in report["rows"]:
-        if "error" in row:
-            continue
-        name, shape, *flags = row["model"].split(":")
-        rates = [f"{row[key] / 1e6:.2f}" for key in ("tokens_per_s", "real_tokens_per_s")]
-        lines.append([", ".join([f"`{name}` {shape}", *flags]), ms(row["gpu_ms"]), ms(row["step_ms"]), *rates])
-    where = report["machine"]
-    return f"{markdown(lines)}{where['device']}, torch {where['torch'].split('+')[0]}, commit {where['commit'][:8]}\n\n"
+    lines, where = [["", "GPU, ms", "step, ms", "M tokens/s", "of them real", "commit"]], {}
+    for report in map(results, ("train_listops", "train_listops_deep")):
+        where = report["machine"]
+        for row in report["rows"]:
+            if "error" not in row:
+                name, shape, *flags = row["model"].split(":")
+                cells = [f"{row[key] / 1e6:.2f}" for key in ("tokens_per_s", "real_tokens_per_s")]
+                cells = [ms(row["gpu_ms"]), ms(row["step_ms"]), *cells, where["commit"][:8]]
+                lines.append([", ".join([f"`{name}` {shape}", *flags]), *cells])
+    return f"{markdown(lines)}{where['device']}, torch {where['torch'].split('+')[0]}\n\n"
 
 
 def source(name: str) -> str:
@@ -281,10 +355,13 @@ TABLES = {
     "others": others,
     "first-calls": first_calls,
     "crossovers": crossover_code,
-    "graph": lambda: graph(("cudnn", *GRAPH)),
-    "graph-more": lambda: graph(MORE_GRAPH),
-    "graph-speedups": lambda: speedups(True),
-    "graph-speedups-bidirectional": lambda: speedups(False),
+    "compiled": compiled,
+    "share": share,
+    "graph-speedups": speedups,
+    "kernels": kernels,
+    "tests": tests,
+    "floor": floor,
+    "windows": windows,
     "layers": layers,
     "steps": steps,
     "listops": listops,

@@ -41,7 +41,7 @@ from .device import sample_windows
 
 LEAST_LENGTH = 1024  # faster than full attention from here on; for shorter sequences don't sample: docs/kernels.md
 COLLECTED = 64  # tokens per program of `collect`
-LEAST_WINDOW = 2048  # targets per window from which on `whole_windows` runs, by the times of its parts
+LEAST_WINDOW = 2048  # targets per window from which on `whole_windows` is faster: benchmarks/results/gpu_floor.json
 MANY = 8192  # sources per window: the targets no longer fit in the cache, so larger key tiles are faster
 
 # Tuned for half precision and head_dim 64.

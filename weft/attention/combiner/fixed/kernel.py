@@ -41,11 +41,11 @@ LEAST_LENGTH = 256  # measured: the kernels are faster than the plain version fr
 
 # Keys: kernel, maximum head_dim, bytes per element. Measured with benchmarks/gpu_tune.py; docs/kernels.md.
 TILES: dict[tuple[str, int, int], Tiles] = {
-    ("summarise", 64, 2): Tiles(32, 0, 4, 3),
+    ("summarise", 64, 2): Tiles(32, 0, 2, 3),
     ("summarise", 128, 2): Tiles(32, 0, 8, 3),
     ("summarise", 64, 4): Tiles(16, 0, 4, 3),
     ("summarise", 128, 4): Tiles(16, 0, 8, 3),
-    ("summarise and keep", 64, 2): Tiles(32, 0, 4, 3),  # with the statistics for the backward
+    ("summarise and keep", 64, 2): Tiles(16, 0, 2, 4),  # with the statistics for the backward
     ("summarise and keep", 128, 2): Tiles(32, 0, 8, 3),
     ("summarise and keep", 64, 4): Tiles(16, 0, 4, 3),
     ("summarise and keep", 128, 4): Tiles(16, 0, 8, 3),
