@@ -222,6 +222,14 @@ def test_modern_encoder_reads_positions_only_in_attention(positions):
     torch.testing.assert_close(model(packed, segments=segments), model(ids))
 
 
+@pytest.mark.parametrize("positions", ["sinusoid", "rope", "none"])
+def test_the_class_token_starts_with_a_gradient_like_the_others(positions):
+    torch.manual_seed(0)
+    model = classifier(positions=positions, norm="rms", qk_norm=True, pooling="cls", attention="full")
+    model(documents(9)).square().sum().backward()
+    assert 0 < model.encoder.cls.grad.norm() < 10 * model.encoder.embed.weight.grad.norm()
+
+
 def test_start_values():
     torch.manual_seed(0)
     model = TextClassifier(200, 2, max_length=8, dim=64, heads=16, head_dim=8, layers=1, mlp_dim=32)

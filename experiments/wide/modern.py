@@ -5,7 +5,8 @@
 
 The models of Wide Attention Is The Way Forward For Transformers?, https://arxiv.org/abs/2210.00640, trained with
 `--preset modern`: rotary positions, RMSNorm, QK-norm, AdamW, clipping, cosine decay, batches of 64 (README.md has the
-search). As many steps as in the study. The paper does not have these runs. bfloat16, packed documents.
+search). As many examples as in the study, in half as many steps. The paper does not have these runs. bfloat16, packed
+documents.
 """
 
 from study import SEEDS, cell

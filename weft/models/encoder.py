@@ -76,7 +76,12 @@ class TextEncoder(nn.Module):
         self.vocab, self.dim, self.max_length, self.pooling = vocab, dim, max_length, pooling
         place = {"device": device, "dtype": dtype}
         self.embed = nn.Embedding(vocab, dim, **place)  # N(0, 1), as in PyTorch and the study
-        self.cls = nn.Parameter(torch.zeros(dim, **place)) if pooling == "cls" else None
+        self.cls = None
+        if pooling == "cls":
+            # Zero, as in the study, if positions are added to it; else like a token: norms of a zero vector multiply its
+            # gradient by 1e3 each, which would leave nothing of all others after clipping.
+            start = torch.zeros if positions in ("sinusoid", "learned") else torch.randn
+            self.cls = nn.Parameter(start(dim, **place))
         self.positions = None
         if positions == "learned":
             self.positions = nn.Parameter(torch.empty(max_length, dim, **place).normal_(std=0.02))
