@@ -73,8 +73,8 @@ WORDS = {
     "combiner-fixed": ((4.3, 1.2), (12, 4.5)), "local": ((4.7, 0.6), (12, 4)), "linear": ((4.5, 1.3), (12, 4.5)),
     "full": ((4.3, 1), (12, 4.8)),
 }  # fmt: skip
-# Minutes with the modern recipe, ListOps and IMDb bytes, 5,000 and 15,000 steps of 64: estimated as 2.3 times the GPU time
-# of a deep step of 32. Measured of these: linear and full, 12.4 and 18.3 ms.
+# Minutes with the modern recipe, ListOps and IMDb bytes, 5,000 and 15,000 steps of 64: estimated as 2.3 times the GPU
+# time of a deep step of 32. Measured of these: linear and full, 12.4 and 18.3 ms.
 MODERN: dict[str, tuple[Shared, Shared]] = {
     "combiner-fixed": ((2.8, 2.5), (7, 6.3)), "local": ((2.8, 2.5), (7, 6.3)), "linear": ((2.7, 2.4), (7, 6)),
     "full": ((3.8, 3.5), (8.5, 7.5)), "performer": ((5, 4.6), (12, 11)), "longformer": ((5, 4.6), (12, 11)),

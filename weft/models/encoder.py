@@ -78,8 +78,8 @@ class TextEncoder(nn.Module):
         self.embed = nn.Embedding(vocab, dim, **place)  # N(0, 1), as in PyTorch and the study
         self.cls = None
         if pooling == "cls":
-            # Zero, as in the study, if positions are added to it; else like a token: norms of a zero vector multiply its
-            # gradient by 1e3 each, which would leave nothing of all others after clipping.
+            # Zero, as in the study, if positions are added; else like a token. A norm of a zero vector multiplies its
+            # gradient by 1e3, so that clipping would leave nothing of all others.
             start = torch.zeros if positions in ("sinusoid", "learned") else torch.randn
             self.cls = nn.Parameter(start(dim, **place))
         self.positions = None
