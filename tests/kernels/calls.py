@@ -322,6 +322,7 @@ REAL = listed(
             of(17001, D=64, B=2, H=3, causal=False, mask="ends", layout="BHLD"),
             of(777, D=128, B=2, H=2, causal=False, mask="all"),
             of(301, D=20, B=2, H=2, causal=False),
+            of(1000, D=256, B=2, H=2, causal=False, mask="random"),
         ),
         "linformer": (
             of(2048, D=64, B=2, H=4, causal=False, max_length=2048),
