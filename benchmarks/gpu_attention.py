@@ -13,8 +13,8 @@ installed.
 
 Kernels are compiled first, by several processes, and then loaded. With --when FILE, the times are taken once the file
 exists: the first part can share the GPU with other work, the second cannot. --resume adds the rows that the newest run
-in the file does not have. Compiled calls are timed last: in a process that has run "reduce-overhead", capturing a
-CUDA graph has failed.
+in the file does not have. Compiled calls are timed last: after "reduce-overhead", PyTorch's random generator was left
+in its capturing state, and later calls in the process failed (torch 2.11).
 
 `python -m benchmarks.tables` writes the tables of the documentation.
 """

@@ -10,8 +10,8 @@ times, and the replay of a CUDA graph of the eager layer. At 8,192 tokens also w
 attention ("none"): what PyTorch and torch.compile take without our code.
 
 Layers are compiled first, by several processes, and then loaded. With --when FILE, the times are taken once the file
-exists. --resume adds the rows that the newest run in the file does not have. "reduce-overhead" is timed last: in a
-process that has run it, capturing a CUDA graph has failed.
+exists. --resume adds the rows that the newest run in the file does not have. "reduce-overhead" is timed last: after it,
+PyTorch's random generator was left in its capturing state, and later calls in the process failed (torch 2.11).
 
 `python -m benchmarks.tables` writes the tables of the documentation.
 """
