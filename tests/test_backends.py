@@ -137,9 +137,13 @@ def test_only_repeated_plain_calls_skip_the_checks(monkeypatch):
     checked = []
     monkeypatch.setattr(attn, "check", lambda *call: checked.append(call))
     assert torch.equal(attn(q, q, q), first) and not checked
+    with torch.autocast(q.device.type, dtype=torch.float16):
+        assert attn(q, q, q).dtype == torch.float16 and len(checked) == 1
+        half = attn(q.half(), q.half(), q.half())
+        assert half.dtype == torch.float16 and len(checked) == 1 and torch.is_autocast_enabled(q.device.type)
     attn(q, q, q, torch.ones(1, 20, dtype=torch.bool, device=q.device))
     attn(q[:, :, :9], q[:, :, :9], q[:, :, :9])
     attn(q.mT.contiguous().mT, q, q)
     attn.backend = "torch"
     attn(q, q, q)
-    assert len(checked) == 4
+    assert len(checked) == 5

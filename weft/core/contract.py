@@ -27,7 +27,7 @@ from .decoding import Decoding
 from .dispatch import Kernel, check_backend, constant, plain, use_kernel
 from .heads import spread
 from .packing import packed, packed_weights
-from .precision import autocast, autocasts, without_autocast
+from .precision import autocast, autocasts, settled, without_autocast
 from .recomputing import recomputing
 from .segments import Segments
 from .softmax import softmax_attention
@@ -94,7 +94,8 @@ class Attention(Decoding, nn.Module):
         if mask is None and bias is None and segments is None and not inputs:
             call = self._describe(q, k, v)
             if call is not None and call in self.fused_calls and self.fused.applies(self):  # type: ignore[union-attr]
-                return self.fused.run(self, q, k, v, None, None)  # type: ignore[union-attr]
+                with without_autocast(q):
+                    return self.fused.run(self, q, k, v, None, None)  # type: ignore[union-attr]
         if (context := sharding.current()) is not None:
             self.was_split = True
             return context.attend(self, q, *spread(q, k, v), mask, bias, segments, **inputs)
@@ -121,7 +122,7 @@ class Attention(Decoding, nn.Module):
         """All that the checks and the choice of the backend depend on, in a plain eager call. None for other calls."""
         if torch.compiler.is_compiling() or not type(q) is type(k) is type(v) is Tensor:
             return None
-        if self.was_split or sharding.current() is not None or torch._C._is_any_autocast_enabled():
+        if self.was_split or sharding.current() is not None or not settled(q):
             return None
         options = self.backend, self.training, self.dropout, self.causal, self.max_length, q.get_device()
         sizes = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()
@@ -161,11 +162,12 @@ class Attention(Decoding, nn.Module):
         q, k, v = autocast(q, k, v)
         if mask is None:
             return [q, k, v]
+        real = mask[:, None, :, None]
         if self_attention or self.causal or self.info is None or not self.info.cross:
-            q = hide(q, mask)
+            q = torch.where(real, q, 0)
         elif q.shape[2] == k.shape[2]:
-            q = torch.where(mask[:, None, :, None] | (q.abs() < LARGEST), q, 0)
-        return [q, hide(k, mask), hide(v, mask)]
+            q = torch.where(real | (q.abs() < LARGEST), q, 0)
+        return [q, torch.where(real, k, 0), torch.where(real, v, 0)]
 
     @torch.no_grad()
     def weights(
