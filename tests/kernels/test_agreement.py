@@ -129,3 +129,22 @@ def test_every_kernel_is_compared_to_its_plain_version():
     with_kernels = {name for name in weft.attentions() if "triton" in weft.attention_info(name).backends}
     assert with_kernels == set(SMALL) == set(REAL)
     assert all(any(call.D > 128 and call.L > 1 for call in calls) for calls in SMALL.values())
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if weft.attention_info(name).kernel.cross])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 70), (80, 20)])
+def test_cross_attention(name, queries, keys):
+    torch.manual_seed(0)
+    fused = weft.make_attention(name, heads=2, head_dim=16, max_length=90, backend="triton").to(DEVICE)
+    plain = weft.make_attention(name, heads=2, head_dim=16, max_length=90, backend="torch").to(DEVICE)
+    plain.load_state_dict(fused.state_dict())
+    q, k, v, dout = (
+        torch.randn(2, h, L, 16, device=DEVICE) for h, L in ((2, queries), (1, keys), (1, keys), (2, queries))
+    )
+    found = []
+    for attn in (fused, plain):
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attn(*inputs)
+        found.append([out, *torch.autograd.grad(out, [*inputs, *attn.parameters()], dout)])
+    for mine, theirs in zip(*found, strict=True):
+        assert relative_error(mine, theirs.double()) <= TOLERANCE[torch.float32]

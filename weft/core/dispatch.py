@@ -42,6 +42,7 @@ class Kernel:
     least_length: int = 256  # "auto" uses the kernel from this length on; the shortest measured: docs/kernels.md
     bias: Callable[[Any], bool] = lambda bias: False  # whether it supports this position bias
     dropout: bool = False  # whether it supports dropout
+    cross: bool = False  # whether it supports Lq != Lk
     grouped: Callable[[Any], bool] = lambda attn: False  # whether it reads k and v with fewer heads than q in place
     applies: Callable[[Any], bool] = lambda attn: True  # False: no fused version for these options, use `attend`
     auto: Callable[[Any], bool] = lambda attn: True  # False: "auto" never uses it: it has not been tested on a GPU
@@ -72,12 +73,12 @@ def use_kernel(attn: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any) -> bool:
         return False
     if attn.backend == "auto" and (
         (not q.is_cuda and q.device.type in ("cpu", "meta"))
-        or q.shape[2] < kernel.least_length
+        or k.shape[2] < kernel.least_length
         or not kernel.auto(attn)
         or _untested(attn)
     ):
         return False
-    reason = kernel.lacks(attn, q, k, v) or _cannot(q, v)
+    reason = kernel.lacks(attn, q, k, v) or _cannot(q, v, kernel.cross)
     if bias is not None and not kernel.bias(bias):
         reason = f"the kernel does not support a position bias of type {type(bias).__name__}"
     if attn.dropout and attn.training and not kernel.dropout:
@@ -117,7 +118,7 @@ def _trusted(attn: Any, q: Tensor) -> bool:
     return _passes(index, attn.name, q.shape[3], attn.causal, attn.max_length, options, q.dtype)
 
 
-def _cannot(q: Tensor, v: Tensor) -> str:
+def _cannot(q: Tensor, v: Tensor, cross: bool = False) -> str:
     """Return why no kernel can run on these tensors, or "" if one can."""
     if not _INSTALLED:
         return "Triton is not installed"
@@ -129,7 +130,7 @@ def _cannot(q: Tensor, v: Tensor) -> str:
         return f"the kernels support float32, float16 and bfloat16, got {q.dtype}"
     if q.shape[3] > LARGEST_HEAD:
         return f"the kernels support head_dim up to {LARGEST_HEAD}, got {q.shape[3]}"
-    if v.shape != q.shape and (v.shape[0], *v.shape[2:]) != (q.shape[0], *q.shape[2:]):
+    if v.shape != q.shape and (v.shape[0], *v.shape[2 + cross :]) != (q.shape[0], *q.shape[2 + cross :]):
         return f"the kernels need q and v of the same shape, got {tuple(q.shape)} and {tuple(v.shape)}"
     return ""
 

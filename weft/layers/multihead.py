@@ -175,8 +175,9 @@ class MultiheadAttention(nn.Module):
                 documents = None
             else:
                 x, mask = x[:, : attn.reach], None if mask is None else mask[:, : attn.reach]
-        # Kernels need the queries of all keys.
-        alone = attn.first_sees_all or attn.info is not None and attn.info.cross and attn.fused is None
+        # Most kernels need the queries of all keys.
+        cross = attn.info is not None and attn.info.cross and (attn.fused is None or attn.fused.cross)
+        alone = attn.first_sees_all or cross
         if alone and not attn.causal and self.rope is None and bias is None and not self.input(x):
             if documents is not None and mask is None and reads_first(attn, x, documents):
                 qkv = self.project(first_tokens(x, documents)[None], x)

@@ -32,7 +32,7 @@ def lacks(attn: Any, *qkv: Tensor) -> str:
 
 
 def attend_slots(q: Tensor, k: Tensor, v: Tensor, F: Tensor, key: Tensor | None, threshold: int) -> Tensor:
-    """q (B, H, L, D), k and v the same or with fewer heads, F (max_length, rank). Padded keys and values are zero."""
+    """q (B, H, Lq, D), k and v (B, H or fewer, Lk, D), F (max_length, rank). Padded keys and values are zero."""
     return _operator(q, k, v, F, key, threshold)
 
 
@@ -41,12 +41,12 @@ def _forward(q, k, v, F, key, threshold):
 
     q, k, v, F = (rows_contiguous(x) for x in (q, k, v, F))
     out, slots = _outputs(q, k, F)
-    (B, H, L, D), key_H, (chunk, n) = q.shape, k.shape[1], chunks(q.shape[2])
+    (B, H, L, D), (_, key_H, key_L, _), (chunk, n) = q.shape, k.shape, chunks(k.shape[2])
     parts = slots.new_empty(B * key_H, n, slots.shape[2])
     options = _options(q, F)
     launch(
         slot_sums, (n * B * key_H,),
-        k, v, F, parts, *strides(k), *strides(v), F.stride(0), B * key_H, key_H, L, n, chunk, **options,
+        k, v, F, parts, *strides(k), *strides(v), F.stride(0), B * key_H, key_H, key_L, n, chunk, **options,
     )  # fmt: skip
     total(parts, None, slots)
     launch(
@@ -68,7 +68,8 @@ def _backward(dout, q, k, v, F, key, out, slots, threshold):
 
     dq, dk, dv, dF = (empty_rows(x) for x in (q, k, v, F))
     dout, q, k, v, F = (rows_contiguous(x) for x in (dout, q, k, v, F))
-    (B, H, L, D), key_H, (longest, rank), (chunk, n) = q.shape, k.shape[1], F.shape, chunks(q.shape[2])
+    (B, H, L, D), (_, key_H, key_L, _), (longest, rank) = q.shape, k.shape, F.shape
+    chunk, n = chunks(L)
     parts = slots.new_empty(B * H, n, slots.shape[2])
     dslots = torch.empty_like(slots)
     options = _options(q, F)
@@ -85,7 +86,7 @@ def _backward(dout, q, k, v, F, key, out, slots, threshold):
     launch(
         key_gradients, (tiles * shares,),
         k, v, F, dslots, dk, dv, dF_parts, *strides(k), *strides(v), F.stride(0), *strides(dk), *strides(dv),
-        B * key_H, key_H, L, shares, longest, **options,
+        B * key_H, key_H, key_L, shares, longest, **options,
     )  # fmt: skip
     total(dF_parts, None, dF)
     return dq, dk, dv, dF
