@@ -11,6 +11,7 @@ import weft
 from weft import inspect
 from weft.inspect import figures
 from weft.inspect.measure import nonzero
+from weft.inspect.views import attention_views, outermost
 from weft.models import CRATE, CRATEText, TextClassifier, TextMatcher
 
 
@@ -117,6 +118,26 @@ def test_views_equal_the_effective_attention_of_every_mechanism(name):
     long, _ = inspect.attention_views(layer, [x], map_up_to=4, row=-1)
     assert long[0].map is None
     torch.testing.assert_close(long[0].row, views[0].map[:, :, -1], rtol=1e-4, atol=1e-6)
+
+
+def test_views_of_transformers_models():
+    """Their mechanisms exist after the first call, and do not belong to the state dict."""
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=20)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, attn_implementation="eager")).eval()
+    ids = torch.randint(20, (2, 9))
+    expected = model(ids, output_attentions=True).attentions
+    with pytest.raises(ValueError, match="put one in with weft.swap"):
+        attention_views(model, [ids])
+    weft.swap(model, to="full")
+    for view, wanted in zip(attention_views(model, [ids])[0], expected, strict=True):
+        torch.testing.assert_close(view.map, wanted, atol=1e-6, rtol=1e-5)
+    weft.swap(model, to="linear")
+    views = attention_views(model, [ids])[0]
+    assert [(view.path, *view.mechanisms) for view in views] == [
+        (f"model.layers.{i}.self_attn", "linear", "linear") for i in range(2)
+    ]
+    assert [mechanism.name for _, mechanism in outermost(model)] == ["linear", "linear"]
 
 
 def test_mixed_layers_are_one_view_and_two_documents_two():

@@ -362,6 +362,8 @@ def _instance(choice: Choice, module: nn.Module, q: Tensor, causal: bool, window
         if causal and isinstance(longest, int) and _moves(made):
             # A length-dependent pattern would change during generation, so fix it by the model's maximum length.
             made = _made(choice, module, q, causal, max_length=longest)
+        for other in [other for other in kept if other[0] != choice.number]:  # the layer was swapped again
+            del kept[other]
         kept[key] = made
     attn: Attention = kept[key]  # type: ignore[assignment]
     if any(b.device != q.device for b in attn.buffers()):

@@ -64,6 +64,10 @@ def inspect(
             splits[title], labels = task.inputs(batch), batch.get("label")
         inputs = splits["validation"]
     model = model.to(device)
+    if config.attention == "full" and config.model.startswith(("hf:", "timm:")):  # the model's own attention
+        from ..adapt.surgery import swap
+
+        swap(model, "full")
     galleries = [] if data is None else [shown.part() for shown in task.galleries(model, data, config)]
     about = dict(out=out, title=run.resolve().name, facts=[("task", config.task), ("seed", str(config.seed))])
     if not all(isinstance(t, torch.Tensor) for t in inputs):  # images of many sizes: only what the model finds in them

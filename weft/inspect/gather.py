@@ -15,7 +15,7 @@ from ..layers.cached.memory_attention import MemoryAttention
 from ..models.blocks import blocks
 from .branches import branch_views, has_cache
 from .measure import Measures, cache_shares, measure, subspace_coherence, tokens_per_layer
-from .views import AttentionView, attention_views, outermost
+from .views import AttentionView, attention_views, created, outermost
 from .watch import image_grid, plain
 
 Loader = Callable[[nn.Module], Any] | Mapping[str, Tensor]
@@ -143,7 +143,7 @@ def attention(
     map_up_to: int,
 ) -> dict[str, Any]:
     """Every head of every layer on each example, without padding."""
-    causal = any(mechanism.causal for _, mechanism in outermost(plain(model)))
+    causal = any(mechanism.causal for _, mechanism in created(plain(model), [t[:1] for t in inputs]))
     row = -1 if causal else 0
     memories = {name for name, module in plain(model).named_modules() if isinstance(module, MemoryAttention)}
     shown: list[dict[str, Any]] = []

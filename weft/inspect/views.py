@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..adapt.past import kept_mechanisms
 from ..attention import Attention
 from ..layers.mixed import MixedAttention
 from .watch import looking, plain
@@ -51,16 +52,24 @@ def attention_views(
 
         return attn.register_forward_pre_hook(hook, with_kwargs=True)
 
-    found = outermost(model)
+    found = created(model, inputs)
     if not found:
         raise ValueError(
-            "this model has no weft mechanism to inspect (transformers models that use a weft name create it at each "
-            "call, which inspection cannot see)"
+            'this model has no weft mechanism to inspect: put one in with weft.swap(model, to="full"), which computes '
+            "the same as the model's own attention"
         )
     names = {name: m.name for name, m in found}
     with looking(model, [see(name, m) for name, m in found]):
         output = model(*inputs)
     return _mixed_together(model, calls, names), output
+
+
+def created(model: nn.Module, inputs: Sequence[Tensor]) -> list[tuple[str, Attention]]:
+    """`outermost`. Models of transformers create their mechanisms when they are called."""
+    if any(hasattr(module, "set_attn_implementation") for module in model.modules()):
+        with looking(model, []), kept_random_state():
+            model(*inputs)
+    return outermost(model)
 
 
 def outermost(model: nn.Module) -> list[tuple[str, Attention]]:
@@ -71,6 +80,7 @@ def outermost(model: nn.Module) -> list[tuple[str, Attention]]:
         if isinstance(module, Attention):
             found.append((path, module))
             return
+        found.extend((path, attn) for attn in kept_mechanisms(module))
         for name, child in module.named_children():
             visit(child, f"{path}.{name}" if path else name)
 
