@@ -10,6 +10,7 @@ import torch
 
 import weft
 from weft.tasks import make_config
+from weft.tasks.hosts import _source
 
 pytest.importorskip("lightning")
 transformers = pytest.importorskip("transformers")
@@ -106,6 +107,12 @@ def test_weights_of_a_folder_are_the_start(data):
     long = make_config("classify", tokenizer="bytes", max_length=600, **settings)
     with pytest.raises(ValueError, match="600 is more than the 512 positions"):
         get_task("classify").load(long)
+
+
+def test_options_of_a_model_set_what_follows_from_them():
+    """Llama has as many key heads as heads, unless it is told otherwise."""
+    config = make_config("lm", model="hf:llama", model_options='{"num_attention_heads": 2}')
+    assert _source(config)[0]["num_key_value_heads"] == 2
 
 
 def test_errors_of_hosted_models(tmp_path):

@@ -93,7 +93,7 @@ def _source(config: TrainConfig) -> tuple[dict[str, Any], str | None]:
         if not hasattr(made, option):
             near = difflib.get_close_matches(option, list(made.to_dict()), n=1)
             raise ValueError(f"model_options: {kind} has no {option!r}{f'; did you mean {near[0]!r}?' if near else ''}")
-    made = transformers.CONFIG_MAPPING[kind].from_dict({**made.to_dict(), **config.options("model_options")})
+    made = transformers.CONFIG_MAPPING[kind].from_dict({**values, **config.options("model_options")})
     return {**made.to_dict(), "model_type": kind}, weights
 
 
