@@ -86,8 +86,10 @@ def _alone(folder, monkeypatch):
 
 
 def test_the_commands_have_these_arguments():
-    """Parses every `weft` command of the pages, without running it."""
+    """Parses every `weft` command of the pages, without running it. The settings of `weft train` fit together."""
     from typer.main import get_command
+
+    from weft.tasks import make_config
 
     count, weft_command = 0, get_command(app)
     for page in PAGES:
@@ -103,7 +105,9 @@ def test_the_commands_have_these_arguments():
                         assert name in command.commands, f"{page.name}: {line}"
                         command = command.commands[name]
                     try:
-                        command.make_context(name, words)
+                        given = command.make_context(name, words).params
+                        if name == "train" and not given.pop("resume") and ".py" not in given["task"]:
+                            make_config(**{key: value for key, value in given.items() if value is not None})
                     except Exception as error:
                         raise AssertionError(f"{page.name}: {line}: {error}") from None
                     count += 1

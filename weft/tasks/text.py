@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..attention import attention_info
 from .base import Columns, DataMissing, Known, Task, TaskData, block_options
 from .config import TrainConfig
 from .files import DamagedData, find, must_fit
@@ -127,6 +128,14 @@ class Bytes(Task):
         optimizer="adam", learning_rate=1e-3, schedule="cosine", warmup=1000, beta2=0.999, eps=1e-8, clip=1.0,
         positions="alibi", eval_every=500, eval_batches=50,
     )  # fmt: skip
+
+    def check(self, config: TrainConfig) -> None:
+        super().check(config)
+        if config.positions == "alibi" and not config.model.startswith("hf:"):
+            names = config.mechanisms()
+            for name in [names] if isinstance(names, str) else names:
+                if name != "mixed" and not attention_info(name).bias:
+                    raise ValueError(f"{name} does not support ALiBi: give --positions rope, learned, sinusoid or none")
 
     def content(self, config: TrainConfig) -> bytes:
         path = Path(config.data)
