@@ -107,7 +107,7 @@ def sync(path: Path) -> None:
 def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `folder` when it is complete on disk."""
     if folder.exists():
-        raise DataMissing(f"{folder} already exists: remove it first, or choose another --data")
+        raise DataMissing(f"{folder} already exists: choose another folder, or remove this one first")
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     for stray in folder.parent.glob(f".{folder.name}.*.tmp"):  # left by a kill
