@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from promises import DEVICE, noise, qkv, sweep
+from promises import DEVICE, HEAD_DIM, HEADS, noise, qkv, sweep
 from test_promises import Largest
 from torch.utils.checkpoint import checkpoint
 
@@ -164,6 +164,16 @@ def test_nan_in_padding_has_no_effect():
             found.append([out[segments > 0], *(p.grad.clone() for p in layer.parameters())])
         for clean, poisoned in zip(*found, strict=True):
             torch.testing.assert_close(clean, poisoned)
+
+
+def test_segments_that_were_changed_are_read_again():
+    """Also through memory that NumPy shares, which has no version."""
+    attn, tokens = weft.make_attention("local", heads=HEADS, head_dim=HEAD_DIM), qkv(6)
+    segments = torch.tensor([[1, 1, 1, 2, 2, 0]] * 2, device=DEVICE)
+    shared = segments.numpy() if DEVICE == "cpu" else segments
+    attn(*tokens, segments=segments)
+    shared[:, 2] = 2
+    torch.testing.assert_close(attn(*tokens, segments=segments), attn(*tokens, segments=segments.clone()))
 
 
 def test_lengths_give_the_same_documents_as_numbers():

@@ -85,7 +85,11 @@ class Segments:
             )
         if segments.dim() != 2 or not segments.shape[1]:
             raise ValueError(f"segments must be (B, L) with L of at least 1, got {tuple(segments.shape)}")
-        version = None if segments.is_inference() else segments._version
+        # NumPy and `.data` change a CPU tensor without a new version; reading a tensor on a GPU would wait.
+        if segments.device.type == "cpu":
+            version: Any = on_host(segments).tobytes()
+        else:
+            version = None if segments.is_inference() else segments._version
         kept = _known.get(segments)
         if kept is not None and version is not None and kept[0] == version:
             return kept[1]
