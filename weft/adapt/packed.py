@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..core.segments import Segments
+from ..core.segments import Segments, version_of
 from .masks import is_unpadded, packed_numbers
 
 _known = WeakTensorKeyDictionary()  # offsets or position ids -> (version, documents): read once for all layers
@@ -48,8 +48,7 @@ def documents(module: nn.Module, name: str, mask: Any, q: Tensor, keys: int, kwa
 
 
 def _kept(source: Tensor, q: Tensor, read: Any) -> Segments | None:
-    version = None if source.is_inference() else source._version
-    kept = _known.get(source)
+    version, kept = version_of(source), _known.get(source)
     if kept is None or version is None or kept[0] != (version, q.shape[0], q.device):
         kept = (version, q.shape[0], q.device), read(source, q)
         _known[source] = kept

@@ -85,12 +85,7 @@ class Segments:
             )
         if segments.dim() != 2 or not segments.shape[1]:
             raise ValueError(f"segments must be (B, L) with L of at least 1, got {tuple(segments.shape)}")
-        # NumPy and `.data` change a CPU tensor without a new version; reading a tensor on a GPU would wait.
-        if segments.device.type == "cpu":
-            version: Any = on_host(segments).tobytes()
-        else:
-            version = None if segments.is_inference() else segments._version
-        kept = _known.get(segments)
+        version, kept = version_of(segments), _known.get(segments)
         if kept is not None and version is not None and kept[0] == version:
             return kept[1]
         documents = distinct(*runs(on_host(segments)))
@@ -407,6 +402,14 @@ def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """start, start + 1, ... for each start and length, concatenated."""
     ends = lengths.cumsum()
     return np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
+
+
+def version_of(segments: Tensor) -> bytes | int | None:
+    """What changes with the tensor; None if unknown. NumPy and `.data` change a CPU tensor without a new version, so
+    this is its contents; reading them from a GPU would wait."""
+    if segments.device.type == "cpu":
+        return on_host(segments).tobytes()
+    return None if segments.is_inference() else segments._version
 
 
 def on_host(segments: Tensor) -> np.ndarray:
