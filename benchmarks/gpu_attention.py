@@ -235,6 +235,7 @@ def main() -> None:
     rows = [x for x in rows if not results.has("rows", mode=x[0], L=x[1], name=x[2], causal=x[3])]
     if args.at_once and "eager" in args.modes:
         results.run |= {"first_calls": warm_up(args), "at_once": args.at_once}
+        results.save()
     print(f"compiled in {time.time() - began:.0f} s", flush=True)
     for mode, L, name, causal in rows:
         if args.when and args.when.exists():

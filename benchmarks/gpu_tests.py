@@ -2,7 +2,7 @@
 
     export WEFT_TEST_DEVICE=cuda
     python3 -m pytest tests/kernels -o addopts= -q --collect-only > all.txt
-    COLUMNS=400 python3 -m pytest tests/kernels -o addopts= -v -rfE > log.txt  # wide enough for the reasons of failures
+    python3 -m pytest tests/kernels -o addopts= -v > log.txt
     python3 -m benchmarks.gpu_tests all.txt COMMIT=log.txt ... --gpu "NVIDIA H200" --torch 2.11.0
 
 Of several logs, oldest first, the newest result of each test counts. Failures for lack of memory count as not run.
@@ -23,7 +23,7 @@ import weft
 OUT = Path(__file__).parent / "results/gpu_tests.json"
 KINDS = {"dropout": "dropout", "packed": "packed", "steps": "steps", "call_modes": "call modes"}  # by file
 OUTCOME = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED) (tests/kernels/.*?)\s*$", re.M)
-NO_MEMORY = re.compile(r"^(?:FAILED|ERROR) (tests/kernels/.*?) - \S*(?:OutOfMemory|CUDA error: out of memory)", re.M)
+FAILURE = re.compile(r"^_+ (test_.*?) _+$", re.M)  # the heading of a traceback
 
 
 def place(test: str) -> tuple[str, str]:
@@ -51,9 +51,10 @@ def main() -> None:
     found: dict[str, tuple[str, str]] = {}
     for commit, _, log in (entry.partition("=") for entry in args.logs):
         text = Path(log).read_text()
-        starved = set(NO_MEMORY.findall(text))
+        _, *failures = FAILURE.split(text)
+        starved = {name for name, trace in zip(failures[::2], failures[1::2], strict=True) if "OutOfMemory" in trace}
         for outcome, test in OUTCOME.findall(text):
-            if outcome != "SKIPPED" and test not in starved:
+            if outcome != "SKIPPED" and test.partition("::")[2] not in starved:
                 found[test] = outcome, commit
     counts: Counter[tuple[str, ...]] = Counter()
     for test in tests:

@@ -149,6 +149,9 @@ class Results:
 
     def add(self, kind: str, row: dict[str, Any]) -> None:
         self.run.setdefault(kind, []).append(row)
+        self.save()
+
+    def save(self) -> None:
         if self.path is not None:
             self.path.write_text(json.dumps({"runs": self.runs}, indent=1) + "\n")
 

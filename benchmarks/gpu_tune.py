@@ -62,10 +62,28 @@ TRIALS = [
     Trial(
         "combiner-fixed",
         "attention.combiner.fixed",
+        ("summarise short blocks", 64, 2),
+        False,
+        (16384,),
+        "32/0/4/3 32/0/4/4 16/0/2/4 64/0/8/3 32/0/4/2 32/0/2/3 16/0/4/4 16/0/1/4",
+        square_root,
+    ),  # fmt: skip
+    Trial(
+        "combiner-fixed",
+        "attention.combiner.fixed",
+        ("summarise and keep short blocks", 64, 2),
+        True,
+        (16384,),
+        "32/0/2/3 32/0/4/3 32/0/4/4 16/0/2/4 64/0/8/3 16/0/4/4 32/0/8/3 32/0/4/3/128",
+        square_root,
+    ),  # fmt: skip
+    Trial(
+        "combiner-fixed",
+        "attention.combiner.fixed",
         ("summarise", 64, 2),
         False,
-        LONG,
-        "32/0/4/3 32/0/4/4 16/0/2/4 64/0/8/3 32/0/4/2 32/0/2/3 16/0/4/4 16/0/1/4",
+        (65536,),
+        "32/0/4/3 32/0/2/3 16/0/2/4 16/0/4/4",
         square_root,
     ),  # fmt: skip
     Trial(
@@ -73,8 +91,8 @@ TRIALS = [
         "attention.combiner.fixed",
         ("summarise and keep", 64, 2),
         True,
-        LONG,
-        "32/0/4/3 32/0/4/4 16/0/2/4 64/0/8/3 16/0/4/4 32/0/8/3 32/0/4/3/128",
+        (65536,),
+        "32/0/4/3 32/0/2/3 16/0/2/4 16/0/4/4",
         square_root,
     ),  # fmt: skip
     Trial(

@@ -63,10 +63,15 @@ def rows() -> dict[tuple[str, int, bool], dict[str, tuple[float, float]]]:
     run has none in this direction, in the newest run that has."""
     found: dict[tuple[str, int, bool], dict[str, tuple[float, float]]] = {}
     runs = results("gpu_attention")["runs"]  # newest first
-    newest = {(row["L"], row["causal"]): row for run in reversed(runs) for row in run["rows"] if row["name"] == "cudnn"}
+    newest = {
+        (row["L"], row["causal"]): row
+        for run in reversed(runs)
+        for row in run.get("rows", [])
+        if row["name"] == "cudnn"
+    }
     for run in runs:
-        cudnn = newest | {(row["L"], row["causal"]): row for row in run["rows"] if row["name"] == "cudnn"}
-        for row in run["rows"]:
+        cudnn = newest | {(row["L"], row["causal"]): row for row in run.get("rows", []) if row["name"] == "cudnn"}
+        for row in run.get("rows", []):
             kept = found.setdefault((row["name"], row["L"], row["causal"]), {})
             base = cudnn[row["L"], row["causal"]]
             for key, value in row.items():
@@ -119,17 +124,25 @@ def eager(names: tuple[str, ...] = ()) -> str:
 
 
 def ways() -> str:
-    """At 16,384 tokens: eager forward; forward and backward eager, host and graph, and the memory."""
+    """At 16,384 tokens: eager forward; forward and backward eager, host and graph, and the memory. Then who misses
+    1.5 times cuDNN's host time, or 1.3 times the own graph."""
     lines = [["", "eager forward", "eager", "host", "of cuDNN's", "graph", "MiB"]]
+    slow, late = [], []
     for name in ["cudnn", *mechanisms()]:
         at = rows().get((name, 16384, direction(name)), {})
-        if "host_ms" in at:
-            cells = [ms(at[key][0]) for key in ("eager_forward_ms", "eager_both_ms", "host_ms")]
-            base = rows()["cudnn", 16384, True] if name == "cudnn" else at
-            cells.append(f"{at['host_ms'][0] / base['host_ms'][1]:.2f}")
-            cells += [ms(at[key][0]) if key in at else "–" for key in ("both_ms", "peak_mib")]
-            lines.append([_label(name), *cells])
-    return markdown(lines)
+        if "host_ms" not in at:
+            continue
+        host, (eager, _) = at["host_ms"][0] / at["host_ms"][1], at["eager_both_ms"]
+        cells = [ms(at[key][0]) for key in ("eager_forward_ms", "eager_both_ms", "host_ms")]
+        cells += [f"{host:.2f}", *(ms(at[key][0]) if key in at else "–" for key in ("both_ms", "peak_mib"))]
+        lines.append([_label(name), *cells])
+        slow += [_label(name)] if host > 1.5 else []
+        if "both_ms" in at and eager > 1.3 * at["both_ms"][0]:
+            late.append(f"{_label(name)} ({eager / at['both_ms'][0]:.1f} ×)")
+    return (
+        f"{markdown(lines)}Over 1.5 times cuDNN's host time: {', '.join(slow)}. "
+        f"Over 1.3 times the graph: {', '.join(late)}.\n\n"
+    )
 
 
 def compiled() -> str:
@@ -140,7 +153,8 @@ def compiled() -> str:
         at = rows().get((name, 16384, direction(name)), {})
         if "compiled_both_ms" in at:
             lines.append([_label(name), *(ms(at[key][0]) if key in at else "–" for key in (*keys, "both_ms"))])
-    return markdown(lines)
+    command = "python3 -m benchmarks.gpu_attention --modes compiled reduced"
+    return markdown(lines) if len(lines) > 1 else f"\nNot measured yet: `{command}`.\n\n"
 
 
 def share() -> str:
@@ -265,12 +279,18 @@ def windows() -> str:
 def floor() -> str:
     """Bytes and times of `combiner-fixed` beside those of copies."""
     run = results("gpu_floor")["runs"][0]
-    lines = [["16,384 tokens, CUDA graph replays", "MB", "ms", "TB/s"]]
+    lines = [["16,384 tokens, CUDA graph replays", "MB", "ms", "TB/s", "forward and backward, ms"]]
     for row in run["memory"]:
-        lines.append([row["name"], f"{row['megabytes']:.0f}", ms(row["ms"]), f"{row['tb_per_s']:.2f}"])
-    for row in run["combiner-fixed"]:
-        name = "`combiner-fixed`, forward" + (f", {row['heads']} heads at a time" if "both_ms" not in row else "")
-        lines.append([name, "235", ms(row["forward_ms"]), f"{235 / row['forward_ms'] / 1e3:.2f}"])
+        lines.append([row["name"], f"{row['megabytes']:.0f}", ms(row["ms"]), f"{row['tb_per_s']:.2f}", ""])
+    best = [min(run["summarise"], key=lambda row: row[key]) for key in ("forward_ms", "both_ms")]
+    for row in run["combiner-fixed"] + best:
+        name = "`combiner-fixed`, forward"
+        if "rows" in row:
+            name += f", `summarise` in tiles of {row['rows']}, {row['warps']} warps, {row['stages']} stages"
+        elif "both_ms" not in row:
+            name += f", {row['heads']} heads at a time"
+        both = ms(row["both_ms"]) if "both_ms" in row else ""
+        lines.append([name, "235", ms(row["forward_ms"]), f"{235 / row['forward_ms'] / 1e3:.2f}", both])
     return f"{markdown(lines)}{_run(run)}: `{run['command']}`\n\n"
 
 
@@ -278,7 +298,7 @@ def trained(kind: str) -> dict[tuple[Any, ...], dict[str, Any]]:
     """Rows of gpu_training by name, length and mode, each value from the newest run that has it."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for run in results("gpu_training")["runs"]:
-        for row in run[kind]:
+        for row in run.get(kind, []):
             key = row["name"], row["L"], row.get("mode")
             found[key] = row | found.get(key, {})
     return found

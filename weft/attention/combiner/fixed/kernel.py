@@ -41,12 +41,14 @@ LEAST_LENGTH = 256  # measured: the kernels are faster than the plain version fr
 
 # Keys: kernel, maximum head_dim, bytes per element. Measured with benchmarks/gpu_tune.py; docs/kernels.md.
 TILES: dict[tuple[str, int, int], Tiles] = {
-    ("summarise", 64, 2): Tiles(32, 0, 2, 3),
+    ("summarise", 64, 2): Tiles(32, 0, 4, 3),
     ("summarise", 128, 2): Tiles(32, 0, 8, 3),
     ("summarise", 64, 4): Tiles(16, 0, 4, 3),
     ("summarise", 128, 4): Tiles(16, 0, 8, 3),
-    ("summarise and keep", 64, 2): Tiles(16, 0, 2, 4),  # with the statistics for the backward
+    ("summarise and keep", 64, 2): Tiles(32, 0, 4, 3),  # with the statistics for the backward
     ("summarise and keep", 128, 2): Tiles(32, 0, 8, 3),
+    ("summarise short blocks", 64, 2): Tiles(32, 0, 2, 3),  # up to 128 tokens: benchmarks/results/gpu_floor.json
+    ("summarise and keep short blocks", 64, 2): Tiles(16, 0, 2, 4),
     ("summarise and keep", 64, 4): Tiles(16, 0, 4, 3),
     ("summarise and keep", 128, 4): Tiles(16, 0, 8, 3),
     ("attend", 64, 2): Tiles(64, 32, 4, 3),
@@ -95,7 +97,8 @@ def _forward(q, k, v, mask, table, key, block_size, pool, causal, keep, threshol
     has_mask = mask is not None
     flags = as_flags(mask) if has_mask else q
     if n > 1:
-        t = tiles("summarise and keep" if keep else "summarise", block_size, q)
+        short = " short blocks" * (block_size <= 128 and D <= 64 and q.element_size() == 2)
+        t = tiles(("summarise and keep" if keep else "summarise") + short, block_size, q)
         launch(
             summarise, (n * BH,),
             q, k, v, flags, table, kbar, vbar, local, stats, *strides(q), *strides(k), *strides(v), BH, H, L, n, scale,
