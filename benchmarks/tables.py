@@ -165,7 +165,15 @@ def share() -> str:
         for at in (rows().get(("subsampled", L, causal), {}) for L in LONG):
             pairs = [at.get(key) for key in ("forward_ms", "both_ms")]
             cells.append(" / ".join("–" if x is None else f"{x[0] / x[1] / SHARE[causal]:.2f}" for x in pairs))
-        lines.append(["causal" if causal else "bidirectional", *cells])
+        lines.append(["causal" if causal else "bidirectional, by the kernels", *cells])
+    whole = {row["L"]: row for row in results("gpu_floor")["runs"][0]["windows"]}
+    cells = []
+    for L in LONG:
+        keys = {"whole_forward_ms": "eager_forward_ms", "whole_both_ms": "eager_both_ms"}
+        cudnn = rows()["cudnn", L, False]
+        found = [whole[L][mine] / cudnn[key][0] / SHARE[False] if key in cudnn else None for mine, key in keys.items()]
+        cells.append(" / ".join("–" if x is None else f"{x:.2f}" for x in found))
+    lines.append(["bidirectional, PyTorch's attention on gathered keys (eager, cuDNN from another run)", *cells])
     return markdown(lines)
 
 
