@@ -172,7 +172,8 @@ def measure(name: str, L: int, causal: bool, mode: str) -> dict[str, float]:
             del timed["forward_ms"]
         try:
             found |= {key: median_ms(call, 20) for key, call in timed.items()}
-        except Exception:  # work on the CPU cannot be captured
+        except Exception as error:  # work on the CPU cannot be captured
+            print(f"{L:>6} {name:<26} no CUDA graph: {str(error)[:120]}", flush=True)
             torch.cuda.synchronize()
     return {key: round(value, 4) for key, value in found.items()}
 
