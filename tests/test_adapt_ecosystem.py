@@ -216,10 +216,11 @@ def test_export_with_dynamic_length_is_exact_or_refused(name, causal):
 
 def test_export_of_a_model():
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(24, 4, 32, batch_first=True, dropout=0.0), 1).eval()
-    weft.swap(model, "linear")
+    report = weft.swap(model, "linear")
     length, x = torch.export.Dim("length", min=4, max=64), noise(1, 9, 24)
     exported = torch.export.export(model, (x,), dynamic_shapes=({1: length},), strict=False).module()
     torch.testing.assert_close(exported(noise(1, 23, 24)), model(noise(1, 23, 24)), **CLOSE)
+    report.undo()
     local = nn.TransformerEncoder(nn.TransformerEncoderLayer(24, 4, 32, batch_first=True, dropout=0.0), 1).eval()
     weft.swap(local, "local", block_size=4)
     fixed = torch.export.export(local, (x,), strict=False).module()

@@ -30,8 +30,8 @@ class Patch:
 
     @property
     def in_place(self) -> bool:
-        now = getattr(self.owner, self.name, Missing)
-        return now is self.new or (isinstance(now, (str, bool)) and now == self.new)
+        now = getattr(self.owner, self.name, Missing)  # torch.export copies dicts
+        return now is self.new or (isinstance(now, (str, bool, dict)) and now == self.new)
 
     def revert(self) -> None:
         """Restore the attribute. A module that was outside the model gets its current mode, device and dtype."""
