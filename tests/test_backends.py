@@ -106,6 +106,29 @@ def test_dropout_has_no_kernel(kernels_could_run):
         weft.make_attention("routing", heads=2, head_dim=8, backend="triton", dropout=0.1)(*qkv())
 
 
+@pytest.mark.parametrize(
+    ("rank", "head_dim", "queries", "dropout", "dtype", "used"),
+    [
+        (16, 256, 300, 0.0, torch.bfloat16, True),
+        (128, 64, 300, 0.0, torch.float16, True),
+        (16, 64, 300, 0.0, torch.float32, True),
+        (128, 64, 300, 0.0, torch.float32, False),  # too large
+        (256, 64, 300, 0.0, torch.bfloat16, False),
+        (16, 256, 300, 0.0, torch.float32, False),  # not tested on a GPU
+        (16, 64, 1, 0.0, torch.bfloat16, False),
+        (16, 64, 300, 0.1, torch.bfloat16, False),
+    ],
+)
+def test_auto_uses_the_kernel_of_linformer_where_it_was_tested(
+    rank, head_dim, queries, dropout, dtype, used, kernels_could_run, monkeypatch
+):
+    monkeypatch.setattr(dispatch, "_capability", lambda index: dispatch.TESTED)
+    attn = weft.make_attention("linformer", heads=2, head_dim=head_dim, max_length=300, rank=rank, dropout=dropout)
+    about = {"is_cuda": True, "dtype": dtype, "get_device": lambda: 0}
+    q, k = (SimpleNamespace(shape=(1, 2, L, head_dim), **about) for L in (queries, 300))
+    assert dispatch.use_kernel(attn, q, k, k, None) == used
+
+
 @pytest.mark.parametrize(("device", "hip"), [("xpu", None), ("mps", None), ("cuda", "7.0")])
 def test_other_gpus_run_plain_pytorch_and_say_so_once(device, hip, monkeypatch, caplog):
     monkeypatch.setattr(dispatch, "_INSTALLED", True)

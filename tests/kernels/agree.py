@@ -53,6 +53,11 @@ class Call:
         shape: dict[str, Any] = {"heads": self.H, "head_dim": self.D, "causal": self.causal}
         return weft.make_attention(self.name, backend=backend, **shape, **self.options).to(device)
 
+    def fits(self, dtype: torch.dtype) -> bool:
+        """Whether the kernel supports these sizes in this dtype."""
+        q = torch.empty(self.B, self.H, self.L, self.D, dtype=dtype, device="meta")
+        return not weft.attention_info(self.name).kernel.lacks(self.make("auto", "cpu"), q, q, q)
+
     def tensors(self, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """Fresh random q, k, v, the output's gradient, and the mask."""
         order = [self.layout.index(letter) for letter in "BHLD"]

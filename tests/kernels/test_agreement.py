@@ -48,7 +48,7 @@ def calls() -> list[Call]:
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     found = []
     for given in map(calls_of, NAMES):
-        found += [replace(call, dtype=dtype) for call in given for dtype in dtypes]
+        found += [replace(call, dtype=dtype) for call in given for dtype in dtypes if call.fits(dtype)]
         found += [replace(call, dtype=torch.bfloat16) for call in with_groups(given)]
         found += [replace(given[0], D=LARGEST_HEAD, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
     return found

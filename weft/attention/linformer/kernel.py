@@ -18,15 +18,16 @@ from ...kernels.launch import launch
 from ...kernels.linear_sum.kernel import chunks, total
 from ...kernels.operator import Operator
 
-LARGEST = 8192  # elements of the padded slots of a head, rank times head size: they stay in registers
+LARGEST = 8192  # elements of the padded slots of a head, rank times head size; half of it in float32
 PROGRAMS = 1024  # about the number of programs for the gradients of keys
 
 
 def lacks(attn: Any, *qkv: Tensor) -> str:
-    if block_width(attn.kernel.shape[1]) * block_width(attn.head_dim) > LARGEST:
+    rank, most = attn.kernel.shape[1], LARGEST // 2 if qkv and qkv[0].dtype == torch.float32 else LARGEST
+    if block_width(rank) * block_width(attn.head_dim) > most:
         return (
-            f"the kernel supports rank * head_dim up to {LARGEST}, rounded up to powers of two, got "
-            f"{attn.kernel.shape[1]} * {attn.head_dim}"
+            f"the kernel supports rank * head_dim, each rounded up to a power of two, up to {most} ({LARGEST // 2} in "
+            f"float32), got {rank} * {attn.head_dim}"
         )
     return ""
 
