@@ -6,7 +6,8 @@
 Cached Transformers, https://arxiv.org/abs/2312.12742: width 512, MLP 1,024, 8 heads, 6 layers; ratio 0.5, as many
 slots as tokens; 5,000 steps of 32, base rate 0.05 with 1,000 steps of warm-up, weight decay 0.1 (decoupled, as in the
 code of the Long Range Arena, whose settings the inner attentions use). Ours: bfloat16, and an evaluation every 250
-steps.
+steps. Plain `full` is packed, which gives the same losses; a cached model is padded, because its number of slots is the
+length of a batch.
 """
 
 from weft.lab.sweep import Cell
@@ -41,6 +42,7 @@ def cells() -> list[Cell]:
                 checkpoint_every=250,
                 precision="bf16-mixed",
                 compile=True,
+                packed=attention == "full" and not ratio,
             ),
             paper=figure,
         )
