@@ -227,6 +227,20 @@ def test_export_of_a_model():
     torch.testing.assert_close(fixed(x), local(x), **CLOSE)
 
 
+def test_export_of_a_transformers_model():
+    """Without an attention mask, transformers takes the sequences of a traced model for packed ones."""
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=20)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
+    weft.swap(model, "combiner-fixed", block_size=4)
+    ids = torch.randint(20, (1, 9))
+    given = {"attention_mask": torch.ones_like(ids), "use_cache": False}
+    exported = torch.export.export(model, (ids,), given).module()
+    torch.testing.assert_close(exported(ids, **given).logits, model(ids, **given).logits, **CLOSE)
+    with pytest.raises(ValueError, match="unless they get an attention_mask: pass it"):
+        torch.export.export(model, (ids,), {"use_cache": False})
+
+
 @pytest.mark.parametrize("name", ["full", "linear", "performer", "linformer", "subsampled"])
 @pytest.mark.parametrize("kind", ["layer", "swapped"])
 def test_onnx_with_dynamic_length(kind, name):

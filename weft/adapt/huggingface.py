@@ -275,6 +275,8 @@ def _bias(
     if not pairs and position_bias is None:
         return None, mask
     what = "a mask of pairs" if pairs else "a pairwise bias (T5's relative positions)"
+    if pairs and torch.compiler.is_compiling():
+        what += " (compiled and exported models make one unless they get an attention_mask: pass it)"
     if not attention_info(choice.name).bias:
         raise ValueError(f"{choice.shown} has no matrix of logits and does not support {what}: use weft:full")
     if pairs and causal:
