@@ -199,6 +199,56 @@ def test_gradients_do_not_depend_on_requires_grad_of_other_inputs(case, wanted):
         torch.testing.assert_close(found, full[i], **EXACT)
 
 
+@sweep(first_setting=True)
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap(case):
+    """Calls and gradients of a stack of batches, as torch.func computes those of every sample."""
+    if case.name in ("reformer", "routing", "combiner-routing"):
+        pytest.skip("the sizes of its clusters are read, which vmap refuses")
+    attn, mask = case.make(), masks(9)["inner"]
+    stacks = [torch.stack([x, 0.5 * x]) for x in qkv(9)]
+    with torch.no_grad():
+        one_by_one = torch.stack([attn(*tokens, mask) for tokens in zip(*stacks, strict=True)])
+        torch.testing.assert_close(torch.func.vmap(lambda *x: attn(*x, mask))(*stacks), one_by_one, **EXACT)
+
+    def loss(q, k, v):
+        return (attn(q, k, v, mask) * mask[:, None, :, None]).square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss, argnums=2))(*stacks)
+    leaf = stacks[2].clone().requires_grad_()
+    sum(loss(*tokens) for tokens in zip(*stacks[:2], leaf, strict=True)).backward()
+    torch.testing.assert_close(found, leaf.grad, **EXACT)
+
+
+@sweep(first_setting=True)
+def test_second_derivatives_and_forward_mode(case):
+    """With PyTorch's unfused attention: against differences of first derivatives and of outputs."""
+    attn, mask = case.make(), masks(9)["inner"]
+    real, probe = mask[:, None, :, None], noise(2, HEADS, 9, HEAD_DIM, seed=1)
+    inputs, along = qkv(9), tuple(noise(2, HEADS, 9, HEAD_DIM, seed=2 + i) for i in range(3))
+
+    def out(*tokens):
+        return attn(*tokens, mask) * real
+
+    def size(*tokens, create_graph=False):
+        leaves = [x.detach().requires_grad_() for x in tokens]
+        square = (out(*leaves) * probe).sum().square()
+        grads = torch.autograd.grad(square, leaves, create_graph=create_graph, allow_unused=True)
+        return sum(g.square().sum() for g in grads if g is not None), leaves
+
+    def difference(function):
+        near = [function(*(x + step * a for x, a in zip(inputs, along, strict=True))) for step in (1e-6, -1e-6)]
+        return (near[0] - near[1]) / 2e-6
+
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        total, leaves = size(*inputs, create_graph=True)
+        second = torch.autograd.grad(total, leaves, allow_unused=True)
+        found = sum((g * a).sum() for g, a in zip(second, along, strict=True) if g is not None)
+        torch.testing.assert_close(found, difference(lambda *x: size(*x)[0]), rtol=1e-5, atol=1e-5)
+        tangent = torch.func.jvp(out, inputs, along)[1]
+        torch.testing.assert_close(tangent, difference(out), rtol=1e-5, atol=1e-6)
+
+
 HALF = {torch.float16: 1500.0, torch.bfloat16: 1e4}
 
 

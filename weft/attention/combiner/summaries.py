@@ -155,8 +155,9 @@ def _max_of_others_to(result: Tensor, x: Tensor) -> Tensor:
 
 
 def _written_in_place(x: Tensor) -> bool:
-    """Return whether to write results in place, which is fastest on a CPU without gradients."""
-    return x.device.type == "cpu" and not _differentiable(x) and not torch.compiler.is_compiling()
+    """Return whether to write results in place, which is fastest on a CPU without gradients. torch.func cannot."""
+    plain = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+    return x.device.type == "cpu" and not _differentiable(x) and plain
 
 
 def _differentiable(x: Tensor) -> bool:
