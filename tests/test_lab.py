@@ -215,6 +215,32 @@ def test_a_miscompiled_model_is_detected_and_the_run_continues_without_compilati
     assert losses(tmp_path / "wrong") == losses(tmp_path / "plain")
 
 
+class Backwards(torch.nn.Module):
+    """A miscompiled model: the right values, but twice their gradients."""
+
+    def __init__(self, model, options=None):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs):
+        out = self.model(*inputs)
+        return out + (out - out.detach())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_wrong_gradients_of_a_compiled_model_are_detected(tmp_path, monkeypatch, dropout):
+    monkeypatch.setattr(torch, "compile", Backwards)
+    command = ["train", "digits", "--out", tmp_path / "wrong", *runs.options(**TINY), "--dropout", str(dropout)]
+    stopped = weft(*command, "--compile")
+    if dropout:  # cannot be compared
+        assert stopped.exit_code == 0
+        return
+    assert stopped.exit_code == 71 and "gradient of" in stopped.output and "--no-compile" in stopped.output
+    assert weft(*command, "--resume", "--no-compile").exit_code == 0
+    train(tiny(tmp_path / "plain", dropout=0.0))
+    assert losses(tmp_path / "wrong") == losses(tmp_path / "plain")
+
+
 @pytest.mark.parametrize("says", ["cannot split", "CompiledFunctionBackward returned an invalid gradient"])
 def test_compiler_errors_suggest_no_compile(tmp_path, monkeypatch, says):
     from torch._dynamo.exc import BackendCompilerFailed

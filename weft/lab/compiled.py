@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -23,6 +25,8 @@ from ..tasks.config import TrainConfig
 from .data import Rows, seed_everything, seed_of
 
 TOLERANCE = 0.1  # relative difference of compiled losses: well above rounding, well below compiler bugs
+GRADIENTS = 0.5  # the same of a parameter's gradient
+SMALL = 1e-3  # part of the whole gradient's norm: what is below, such as the gradient of a key's bias, may be rounding
 ROUNDINGS = 3  # tolerate up to 3x autocast's own rounding error
 WAY_OUT = "Continue with --resume --no-compile."
 
@@ -80,6 +84,8 @@ class Part:
     The number of packed tokens and the tables of their attention differ in every batch. A compiled model would break at
     each attention and compile every function around it, first for one number of tokens and then for any."""
 
+    off = False  # for all parts, in `eager_parts`
+
     def __init__(self, function: Callable[..., Any], packed: bool = False):
         self.function, self.packed = function, packed
         self.compiled = torch.compile(function, options=compile_options())
@@ -89,7 +95,7 @@ class Part:
         places = [2 if x.dim() == 4 else 1 for x in tensors]  # of the tokens: heads are (B, H, L, D)
         # The last block computes only one token of each document: (documents, dim), or with another context.
         lengths = {x.shape[place] if x.dim() > 1 else 0 for x, place in zip(tensors, places, strict=True)}
-        if not torch.is_grad_enabled() or tensors[0].dim() < 3 or len(lengths) > 1:
+        if Part.off or not torch.is_grad_enabled() or tensors[0].dim() < 3 or len(lengths) > 1:
             return self.function(*args, **kwargs)
         for x, place in zip(tensors, places, strict=True):
             if self.packed:
@@ -115,7 +121,7 @@ class Blocks:
     def __call__(
         self, x: Tensor, at: Any, mask: Tensor | None, documents: Segments | None, first: bool = False
     ) -> Tensor:
-        if documents is None or not len(documents) or not torch.is_grad_enabled():
+        if Part.off or documents is None or not len(documents) or not torch.is_grad_enabled():
             return self.eager(x, at, mask, documents, first)
         real, heads, before = documents.real(mask), None, self.encoder
         blocks: Any = list(self.encoder.blocks)
@@ -180,6 +186,77 @@ def check_compiled(
         f"the compiled model's losses differ by {off:.0%} from eager mode (rounding: {own:.0%}): torch "
         f"{torch.__version__} compiles this model wrongly. The run was saved. {WAY_OUT}"
     )
+
+
+@contextmanager
+def eager_parts() -> Iterator[None]:
+    Part.off = True
+    try:
+        yield
+    finally:
+        Part.off = False
+
+
+def check_gradients(
+    fabric: Any, compiled: nn.Module, eager: nn.Module, loss: Callable[[nn.Module], Tensor], seed: int
+) -> str:
+    """Raise Miscompiled if gradients in training mode differ by more than rounding explains. Returns why they were not
+    compared, or an empty string. The model's state is restored."""
+    before = {name: x.clone() for name, x in eager.state_dict().items()}
+    parameters = dict(eager.named_parameters())
+
+    def gradients(model: nn.Module, how: Any) -> dict[str, Tensor]:
+        eager.load_state_dict(before)
+        seed_everything("gradients", seed)
+        with how():
+            fabric.backward(loss(model))
+        found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        eager.zero_grad()
+        return found
+
+    @torch.no_grad()
+    def value(seed: int) -> float:
+        eager.load_state_dict(before)
+        seed_everything("gradients", seed)
+        with fabric.autocast():
+            return float(loss(eager))
+
+    try:
+        with eager_parts():
+            if value(seed) != value(seed + 1):
+                return "dropout is random"  # and differs in compiled code
+            expected = gradients(eager, fabric.autocast)
+        found = gradients(compiled, nullcontext)
+        total = sum(float(g.float().norm()) ** 2 for g in expected.values()) ** 0.5
+        if not math.isfinite(total):
+            return "those of eager mode are not finite"
+        worst, off = _furthest(found, expected, total)
+        if off <= GRADIENTS:
+            return ""
+        with eager_parts():
+            exact = gradients(eager, nullcontext)
+        own = _furthest({worst: exact[worst]}, expected, total)[1]
+    except torch.OutOfMemoryError:
+        return "eager mode needs too much memory"
+    finally:
+        eager.load_state_dict(before)
+        eager.zero_grad()
+    if off <= ROUNDINGS * own:  # false if the compiled gradient is NaN
+        return f"{worst} is mostly rounding"
+    raise Miscompiled(
+        f"the compiled model's gradient of {worst} differs by {off:.0%} from eager mode (rounding: {own:.0%}): torch "
+        f"{torch.__version__} compiles this model wrongly. {WAY_OUT}"
+    )
+
+
+def _furthest(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], total: float) -> tuple[str, float]:
+    """The parameter whose gradient differs most, and its relative difference; NaN comes first."""
+    off = {}
+    for name, g in found.items():
+        e = expected[name].float()
+        off[name] = float((g.float() - e).norm()) / max(float(e.norm()), SMALL * total, 1e-30)
+    worst = max(off, key=lambda name: math.inf if math.isnan(off[name]) else off[name])
+    return worst, off[worst]
 
 
 def compiler_error(error: Exception) -> str:

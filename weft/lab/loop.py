@@ -29,7 +29,7 @@ from ..tasks.config import TrainConfig, to_json
 from ..tasks.registry import task_of
 from .build import build_model
 from .checkpoint import Checkpoints, DamagedCheckpoint
-from .compiled import Miscompiled, check_compiled, compile_model, compiler_error
+from .compiled import Miscompiled, check_compiled, check_gradients, compile_model, compiler_error
 from .data import Ahead, Order, Packing, Rows, seed_everything, seed_of
 from .divergence import Diverged, LossMonitor
 from .evaluate import Stopped, evaluate, saved_weights
@@ -191,6 +191,8 @@ class Training:
         began, start = time.perf_counter(), self.step
         self._clock = (began, start)
         self.processes.start_at(start)
+        if self.config.compile and self.step < self.config.steps:
+            self._check_gradients()
         while self.step < self.config.steps:
             self._update(self.step + 1)
             if not self.begun:
@@ -238,29 +240,19 @@ class Training:
 
     def _update(self, step: int) -> None:
         """One weight update, without synchronising with the device."""
-        config, world, rank = self.config, self.split.world, self.split.rank
+        config = self.config
         if self.dense_from and step > self.dense_from and not self.is_dense:
             self._turn_dense()
         seed_everything("step", config.seed, step, self.processes.rank)
         rate = learning_rate(config, step)
         set_learning_rate(self.inner_optimizer, rate)
-        index, numbers = self.order(step - 1), self.order.on_host(step - 1)
         if self.rows.lengths is not None:
-            self.computed += int(self.rows.lengths[numbers].sum())
+            self.computed += int(self.rows.lengths[self.order.on_host(step - 1)].sum())
         if self.task.streams and (step - 1) % self.order.steps_per_epoch == 0:
             self.task.restart(self.raw)
-        size, total = config.batch_size, None
+        total = None
         for micro in range(config.accumulate):
-            # Masks and augmentation are drawn for the rows of all processes, so they do not depend on their number.
-            here = slice(micro * world * size, (micro + 1) * world * size)
-            self.generator.manual_seed(seed_of("batch", config.seed, step, micro))
-            number = (step - 1) * config.accumulate + micro
-            rows = self.rows.take(index[here]) if self.ahead is None else self.ahead(number)
-            batch = self.task.batch(rows, config, self.generator, training=True)
-            mine = slice(rank * size, (rank + 1) * size)
-            if world > 1:
-                batch = {name: column[mine] for name, column in batch.items()}
-            batch = self.split.part(self.task, self.rows.pack(batch, numbers[here][mine]))
+            batch = self._batch(step, micro)
             accumulating = micro < config.accumulate - 1
             with self.split.region(), self.fabric.no_backward_sync(self.model, enabled=accumulating):
                 loss = self.split.loss(self.task, self.model, batch) / config.accumulate
@@ -276,6 +268,20 @@ class Training:
             self.average.update(self.raw, step)
         assert total is not None
         self.pending.append(total)
+
+    def _batch(self, step: int, micro: int) -> Any:
+        config, world, rank, size = self.config, self.split.world, self.split.rank, self.config.batch_size
+        # Masks and augmentation are drawn for the rows of all processes, so they do not depend on their number.
+        here = slice(micro * world * size, (micro + 1) * world * size)
+        self.generator.manual_seed(seed_of("batch", config.seed, step, micro))
+        number = (step - 1) * config.accumulate + micro
+        index, numbers = self.order(step - 1)[here], self.order.on_host(step - 1)[here]
+        rows = self.rows.take(index) if self.ahead is None else self.ahead(number)
+        batch = self.task.batch(rows, config, self.generator, training=True)
+        mine = slice(rank * size, (rank + 1) * size)
+        if world > 1:
+            batch = {name: column[mine] for name, column in batch.items()}
+        return self.split.part(self.task, self.rows.pack(batch, numbers[mine]))
 
     def _start_batch(self, number: int) -> Callable[[], Columns]:
         """Start the work on the CPU for batch `number` of the run."""
@@ -359,6 +365,21 @@ class Training:
         if self._evaluates(self.step) and self.processes.any(missing):
             self._clock = (time.perf_counter(), self.step)
             self._evaluate()
+
+    def _check_gradients(self) -> None:
+        """Before the first step of a launch, on its batch. Streams and recomputed layers have more state."""
+        if self.fabric.world_size > 1 or self.task.streams or self.config.checkpoint_activations:
+            return
+        batch = self._batch(self.step + 1, 0)
+
+        def loss(model: torch.nn.Module) -> Tensor:
+            return self.task.loss(model, batch, self.config)
+
+        try:
+            check_gradients(self.fabric, self.model, self.raw, loss, self.config.seed)
+        except Miscompiled as error:
+            self._say(str(error))
+            raise
 
     def _check_compiled(self) -> None:
         """Once per launch."""
