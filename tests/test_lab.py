@@ -360,7 +360,7 @@ def test_language_models_train_and_are_causal(tmp_path, positions):
 
 def test_an_unsupported_bias_is_refused_early(tmp_path):
     (tmp_path / "t.txt").write_bytes(b"0123456789" * 200)
-    with pytest.raises(ValueError, match="--positions learned"):
+    with pytest.raises(ValueError, match="--positions rope, learned"):
         train(tiny(tmp_path / "run", task="text", data=str(tmp_path / "t.txt"), max_length=8, attention="linear"))
 
 

@@ -7,7 +7,7 @@ From the authors' code, not the paper (White-Box Transformers via Sparse Rate Re
 https://arxiv.org/abs/2306.01129). Pre-training hides three quarters of the patches (AdamW, no labels). The probe
 trains one linear layer on the frozen encoder; fine-tuning trains all of it as published (AdamW, learning rate 5e-5,
 decay 0.01, crops, flips and RandAugment with n = 2, m = 14), but at 32 pixels. Both start from the pre-trained
-run; its 3¼ minutes and the 2,000 steps of 512 are our choice. "not pre-trained" is fine-tuning from random weights.
+run; its ten minutes and the 2,000 steps of 512 are our choice. "not pre-trained" is fine-tuning from random weights.
 """
 
 from __future__ import annotations
@@ -108,12 +108,12 @@ def cells() -> list[Cell]:
     same: dict[str, Any] = dict(batch_size=512, optimizer="adamw", clip=0.0, precision="bf16-mixed", compile=True)
     pretrained = make_config(
         "cifar10-mae",
-        **same,
-        time_budget=3.25,
+        **{**same, "compile": False},  # compiled by torch 2.11 it does not learn, see README.md
+        time_budget=10,
         steps=10_000,  # only for the fractions of warm-up, evaluations and checkpoints
         warmup=500,
         checkpoint_every=500,
-        learning_rate=1e-4,  # with 5e-4, the encodings of all images become equal within 100 steps
+        learning_rate=8e-5,  # with 5e-4 and small batches, all encodings become equal
         beta2=0.95,
         weight_decay=0.05,
     )
