@@ -387,7 +387,8 @@ class CachedAttention(nn.Module):
         assert self.position is not None
         x = quiet_padding(x, valid)
         image = torch.unflatten(x[:, self.prefix :].transpose(1, 2), 2, self._square(x.shape[1], grid))
-        return F.pad(_joined(self.position, image).flatten(2).transpose(1, 2), (0, 0, self.prefix, 0))
+        found = _joined(self.position, image) if image.is_cuda else self.position(image)
+        return F.pad(found.flatten(2).transpose(1, 2), (0, 0, self.prefix, 0))
 
     def _square(self, tokens: int, grid: tuple[int, int] | None) -> tuple[int, int]:
         """Height and width of the image formed by the tokens after the prefix."""
