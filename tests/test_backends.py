@@ -157,6 +157,9 @@ def test_only_repeated_plain_calls_skip_the_checks(monkeypatch):
     attn = weft.make_attention("local", heads=2, head_dim=16, block_size=8, backend="triton")
     q = torch.randn(1, 2, 20, 16, device=promises.DEVICE)
     first = attn(q, q, q)
+    for k, v in ((q.to("meta"), q), (q, q.to("meta"))):
+        with pytest.raises(ValueError, match="one device, got .*meta"):
+            attn(q, k, v)
     checked = []
     monkeypatch.setattr(attn, "check", lambda *call: checked.append(call))
     assert torch.equal(attn(q, q, q), first) and not checked

@@ -124,9 +124,9 @@ class Attention(Decoding, nn.Module):
             return None
         if self.was_split or sharding.current() is not None or not settled(q):
             return None
-        options = self.backend, self.training, self.dropout, self.causal, self.max_length, q.get_device()
+        options = self.backend, self.training, self.dropout, self.causal, self.max_length
         sizes = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()
-        return sizes, q.dtype, k.dtype, v.dtype, options
+        return sizes, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options
 
     def _check_region(self) -> None:
         """After a call on a part of a sequence: its recomputation must know that, too."""
@@ -262,6 +262,8 @@ class Attention(Decoding, nn.Module):
             )
         if not q.dtype == k.dtype == v.dtype:
             raise TypeError(f"q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+        if not q.device == k.device == v.device:
+            raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
         if Lq < 1 or Lk < 1:
             raise ValueError(f"q and k need at least one token, got Lq={Lq}, Lk={Lk}")
         if Lq != Lk:
@@ -288,11 +290,13 @@ class Attention(Decoding, nn.Module):
                 )
 
     def _plain(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether these are tensors of one correct shape and dtype: the common case, without slower checks."""
+        """Whether these are tensors of one correct shape, dtype and device: the common case, without slower checks."""
         if not isinstance(q, Tensor) or not isinstance(k, Tensor) or not isinstance(v, Tensor):
             return False
-        shape, dtype = q.shape, q.dtype
+        shape, dtype, device = q.shape, q.dtype, q.device
         if k.shape != shape or v.shape != shape or k.dtype != dtype or v.dtype != dtype or len(shape) != 4:
+            return False
+        if k.device != device or v.device != device:
             return False
         return shape[1] == self.heads and shape[2] > 0 and shape[3] == self.head_dim and dtype.is_floating_point
 
