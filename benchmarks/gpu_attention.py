@@ -5,16 +5,16 @@
 bfloat16, 16 heads of 64, 16,384 tokens per batch (one sequence where L is longer), max_length=L, backend="auto" (and
 "triton" for kernels that "auto" does not use yet), causal where the mechanism can be, some in both directions. "eager"
 is the median of plain calls (triton.testing.do_bench), "host" the time the CPU needs to queue one forward and backward,
-"graph" the replay of a CUDA graph, which is the time of the kernels, "compiled" and "reduced" the same calls in
-torch.compile, without and with mode="reduce-overhead". "first call" are the seconds of the first forward and backward,
-length by length, in a process with an empty Triton cache. Full attention is PyTorch's with cuDNN, with FlashAttention,
-and as compiled FlexAttention, also with the sliding window of `longformer`; flash-linear-attention is timed if it is
-installed.
+"graph" the replay of a CUDA graph (at 16,384 and 65,536 tokens), which is the time of the kernels, "compiled" and
+"reduced" the same calls in torch.compile, without and with mode="reduce-overhead". "first call" are the seconds of the
+first forward and backward, length by length, in a process with an empty Triton cache. Full attention is PyTorch's with
+cuDNN, with FlashAttention, and as compiled FlexAttention, also with the sliding window of `longformer`;
+flash-linear-attention is timed if it is installed. It chooses its tiles in its first call, by their times.
 
 Kernels are compiled first, by several processes, and then loaded. With --when FILE, the times are taken once the file
 exists: the first part can share the GPU with other work, the second cannot. --resume adds the rows that the newest run
 in the file does not have. Compiled calls are timed last: after "reduce-overhead", PyTorch's random generator was left
-in its capturing state, and later calls in the process failed (torch 2.11).
+in its capturing state, and later draws in the process failed (torch 2.11).
 
 `python -m benchmarks.tables` writes the tables of the documentation.
 """
@@ -53,8 +53,8 @@ from benchmarks.gpu_timing import (
     wait_for,
 )
 
-LENGTHS = (16384, 2048, 512, 65536, 1024, 8192, 4096)  # most important first
-FORWARD = (16384, 2048, 65536)  # lengths at which the forward is also timed alone
+LENGTHS = (16384, 2048, 512, 65536, 1024, 4096, 8192)  # most important first
+FORWARD = (16384, 65536)  # lengths at which the forward is also timed alone, and CUDA graphs
 COMPILED = (16384,)  # lengths at which these are also compiled, which takes seconds for each
 TO_COMPILE = ("combiner-fixed", "linear", "local", "longformer", "sparse", "subsampled")
 MODES = {"eager": "", "compiled": None, "reduced": "reduce-overhead"}
@@ -161,17 +161,14 @@ def prepared(name: str, L: int, causal: bool, mode: str) -> tuple[Any, Any]:
 
 def measure(name: str, L: int, causal: bool, mode: str) -> dict[str, float]:
     forward, both = prepared(name, L, causal, mode)
-    found = {f"{mode}_both_ms": eager_ms(both, 80)}
+    found = {f"{mode}_both_ms": eager_ms(both, 80 if L in FORWARD else 40)}
     found["host_ms" if mode == "eager" else f"{mode}_host_ms"] = host_ms(both, found[f"{mode}_both_ms"])
     if mode == "eager":
         found["peak_mib"] = peak_mib(both)
-        timed = {"forward_ms": forward, "both_ms": both}
-        if L in FORWARD:
-            found["eager_forward_ms"] = eager_ms(forward, 40)
-        else:
-            del timed["forward_ms"]
+    if mode == "eager" and L in FORWARD:
+        found["eager_forward_ms"] = eager_ms(forward, 40)
         try:
-            found |= {key: median_ms(call, 20) for key, call in timed.items()}
+            found |= {"forward_ms": median_ms(forward, 20), "both_ms": median_ms(both, 20)}
         except Exception as error:  # work on the CPU cannot be captured
             print(f"{L:>6} {name:<26} no CUDA graph: {str(error)[:120]}", flush=True)
             torch.cuda.synchronize()
@@ -241,8 +238,8 @@ def main() -> None:
     for mode, L, name, causal in rows:
         if args.when and args.when.exists():
             break
-        if (mode != "eager" and "eager" in args.modes) or not fused(name) or name.startswith("fla "):
-            continue  # fla chooses its tiles by their times
+        if (mode != "eager" and "eager" in args.modes) or not fused(name):
+            continue
         try:
             prepared(name, L, causal, mode)
         except Exception as error:  # reported when it is timed

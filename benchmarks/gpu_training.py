@@ -11,7 +11,7 @@ attention ("none"): what PyTorch and torch.compile take without our code.
 
 Layers are compiled first, by several processes, and then loaded. With --when FILE, the times are taken once the file
 exists. --resume adds the rows that the newest run in the file does not have. "reduce-overhead" is timed last: after it,
-PyTorch's random generator was left in its capturing state, and later calls in the process failed (torch 2.11).
+PyTorch's random generator was left in its capturing state, and later draws in the process failed (torch 2.11).
 
 `python -m benchmarks.tables` writes the tables of the documentation.
 """
@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import weft
-from benchmarks.gpu_timing import Results, eager_ms, host_ms, in_parallel, median_ms, peak_mib, wait_for
+from benchmarks.gpu_timing import Results, eager_ms, generator, host_ms, in_parallel, median_ms, peak_mib, wait_for
 
 TOKENS, DIM, HEADS, MLP, LAYERS = 32768, 768, 12, 2048, 12
 LENGTHS = (8192, 512, 32768, 2048, 131072)
@@ -87,8 +87,9 @@ def autocast() -> Any:
 
 def layer_call(layer: nn.Module, L: int) -> Callable[[], Any]:
     """A forward and backward of one layer."""
-    x = torch.randn(max(1, TOKENS // L), L, DIM, device="cuda", requires_grad=True)
-    dout = torch.randn_like(x)
+    shape = max(1, TOKENS // L), L, DIM
+    x, dout = (torch.randn(shape, device="cuda", generator=generator()) for _ in range(2))
+    x.requires_grad_()
     wanted = [x, *layer.parameters()]
 
     def call() -> Any:
@@ -128,7 +129,7 @@ def time_steps(model: nn.Module, layers: list[Any], optimizer: torch.optim.Optim
     torch.cuda.reset_peak_memory_stats()
     times: list[float] = []
     while len(times) < 2 or len(times) < 7 and sum(times[1:]) < 1.0:
-        ids = torch.randint(256, (max(1, TOKENS // L), L + 1), device="cuda")
+        ids = torch.randint(256, (max(1, TOKENS // L), L + 1), device="cuda", generator=generator())
         torch.cuda.synchronize()
         began = time.perf_counter()
         with autocast():
