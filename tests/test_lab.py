@@ -241,6 +241,42 @@ def test_wrong_gradients_of_a_compiled_model_are_detected(tmp_path, monkeypatch,
     assert losses(tmp_path / "wrong") == losses(tmp_path / "plain")
 
 
+class Biased(torch.nn.Linear):
+    """The gradient of its bias is multiplied by `bias_gradient`, in bfloat16 also by `rounding`."""
+
+    bias_gradient, rounding = 1, 1
+
+    def forward(self, x):
+        factor = self.bias_gradient * (self.rounding if self.weight.dtype == torch.bfloat16 else 1)
+        bias = self.bias.detach() if not factor else self.bias
+        return x.to(self.weight.dtype) @ self.weight.T + bias + (factor - 1) * (bias - bias.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("wrong", "right", "says"),
+    [
+        (dict(bias_gradient=0), {}, "Miscompiled"),
+        ({}, dict(bias_gradient=0), "Miscompiled"),
+        ({}, {}, ""),
+        ({}, dict(rounding=4), {torch.float32: "", torch.bfloat16: "bias is mostly rounding"}),
+    ],
+)
+def test_gradients_of_compiled_models_are_compared_up_to_rounding(wrong, right, says, dtype):
+    x, eager, other = torch.arange(12.0).view(4, 3), Biased(3, 2).to(dtype), Biased(3, 2)
+    other.weight, other.bias = eager.weight, eager.bias
+    vars(other).update(wrong)
+    vars(eager).update(right)
+    fabric = types.SimpleNamespace(device=x.device, autocast=contextlib.nullcontext, backward=torch.Tensor.backward)
+    try:
+        found = compiled.check_gradients(fabric, other, eager, lambda model: model(x).float().square().mean(), seed=0)
+    except compiled.Miscompiled as error:
+        found = "Miscompiled"
+        assert "gradient of bias" in str(error)
+    assert found == (says[dtype] if isinstance(says, dict) else says)
+    assert eager.weight.dtype == dtype and eager.weight.grad is None
+
+
 @pytest.mark.parametrize("says", ["cannot split", "CompiledFunctionBackward returned an invalid gradient"])
 def test_compiler_errors_suggest_no_compile(tmp_path, monkeypatch, says):
     from torch._dynamo.exc import BackendCompilerFailed

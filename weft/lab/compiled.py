@@ -213,7 +213,8 @@ def check_gradients(
         restore()
         seed_everything("gradients", seed)
         with how():
-            fabric.backward(loss(model))
+            value = loss(model)
+        fabric.backward(value)
         return {name: p.grad for name, p in parameters.items() if p.grad is not None}
 
     @torch.no_grad()
@@ -228,38 +229,56 @@ def check_gradients(
             if value(seed) != value(seed + 1):
                 return "dropout is random"  # and differs in compiled code
             expected = gradients(eager, fabric.autocast)
-        found = gradients(compiled, nullcontext)
-        total = sum(float(g.float().norm()) ** 2 for g in expected.values()) ** 0.5
-        if not math.isfinite(total):
+        off = _differences(gradients(compiled, nullcontext), expected)
+        if off is None:
             return "those of eager mode are not finite"
-        worst, off = _furthest(found, expected, total)
-        if off <= GRADIENTS:
+        if all(x <= GRADIENTS for x in off.values()):
             return ""
-        with eager_parts():
-            exact = gradients(eager, nullcontext)
-        own = _furthest({worst: exact[worst]}, expected, total)[1]
+        with eager_parts(), in_float32(eager):
+            own = _differences(gradients(eager, nullcontext), expected) or {}
     except torch.OutOfMemoryError:
         return "eager mode needs too much memory"
     finally:
         restore()
         if fabric.device.type == "cuda":
             torch.cuda.empty_cache()  # eager mode needs more memory
-    if off <= ROUNDINGS * own:  # false if the compiled gradient is NaN
+    wrong = [name for name in off if not off[name] <= max(GRADIENTS, ROUNDINGS * own.get(name, 0.0))]  # NaN is wrong
+    worst = max(wrong or off, key=lambda name: math.inf if math.isnan(off[name]) else off[name])
+    if not wrong:
         return f"{worst} is mostly rounding"
     raise Miscompiled(
-        f"the compiled model's gradient of {worst} differs by {off:.0%} from eager mode (rounding: {own:.0%}): torch "
-        f"{torch.__version__} compiles this model wrongly. {WAY_OUT}"
+        f"the compiled model's gradient of {worst} differs by {off[worst]:.0%} from eager mode (rounding: "
+        f"{own.get(worst, 0.0):.0%}): torch {torch.__version__} compiles this model wrongly. {WAY_OUT}"
     )
 
 
-def _furthest(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], total: float) -> tuple[str, float]:
-    """The parameter whose gradient differs most, and its relative difference; NaN comes first."""
-    off = {}
-    for name, g in found.items():
-        e = expected[name].float()
-        off[name] = float((g.float() - e).norm()) / max(float(e.norm()), SMALL * total, 1e-30)
-    worst = max(off, key=lambda name: math.inf if math.isnan(off[name]) else off[name])
-    return worst, off[worst]
+@contextmanager
+def in_float32(model: nn.Module) -> Iterator[None]:
+    """Compute with weights of 16 bits in float32: without autocast, eager mode would round as before."""
+    kept = [(x, x.data) for x in (*model.parameters(), *model.buffers()) if x.dtype in (torch.bfloat16, torch.float16)]
+    try:
+        for x, data in kept:
+            x.data = data.float()
+        yield
+    finally:
+        model.zero_grad()  # a gradient has the dtype of its parameter
+        for x, data in kept:
+            x.data = data
+
+
+def _differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float] | None:
+    """The relative difference of each parameter's gradient; a missing one is zero. None if `expected` is not finite."""
+    names = list({**expected, **found})
+    norms = []
+    for name in names:
+        zero = torch.zeros_like(expected[name] if name in expected else found[name])
+        g, e = (gradients.get(name, zero).float() for gradients in (found, expected))
+        norms.append(torch.stack([(g - e).norm(), e.norm()]).double())
+    off, size = torch.stack(norms).T.tolist()  # waits for the device once
+    total = math.hypot(*size)
+    if not math.isfinite(total):
+        return None
+    return {name: x / max(n, SMALL * total, 1e-30) for name, x, n in zip(names, off, size, strict=True)}
 
 
 def compiler_error(error: Exception) -> str:
