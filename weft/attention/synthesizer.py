@@ -25,7 +25,7 @@ from ..core.contract import Attention, PositionBias
 from ..core.dense import dense_logits, dense_softmax, legal
 from ..core.registry import register
 from ..core.segments import Segments
-from ..core.softmax import fused_packed, softmax_attention
+from ..core.softmax import fused, fused_packed, softmax_attention
 
 
 def naive(
@@ -71,6 +71,9 @@ class SynthesizerAttention(Attention):
             R = (q @ factors[0]).relu() @ factors[1][:, :, :Lk]
         if R is not None and not self.dot:
             q, k = torch.zeros_like(q), torch.zeros_like(k)
+        dropout = self.dropout if self.training else 0.0
+        if self.causal and mask is None and bias is None and R is None:
+            return fused(q, k, v, is_causal=True, dropout_p=dropout, scale=scale)[..., :width]
         i = torch.arange(Lq, device=q.device).view(1, 1, Lq, 1)
         j = torch.arange(Lk, device=q.device).view(1, 1, 1, Lk)
         if bias is not None:
@@ -79,7 +82,6 @@ class SynthesizerAttention(Attention):
         allowed = None if mask is None else mask[:, None, None]
         if self.causal:
             allowed = j <= i if allowed is None else (j <= i) & allowed
-        dropout = self.dropout if self.training else 0.0
         return softmax_attention(q, k, v, allowed=allowed, bias=R, dropout=dropout, scale=scale)[..., :width]
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, documents: Segments) -> Tensor:
