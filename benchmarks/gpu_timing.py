@@ -53,8 +53,8 @@ def median_of(fn: Callable[[], Any], budget_ms: float) -> float:
         torch.cuda.synchronize()
         return sorted(a.elapsed_time(b) for a, b in zip(marks[:-1], marks[1:], strict=True))
 
-    guess = timed(5)[2]
-    times = timed(max(5, min(200, int(budget_ms / max(guess, 1e-3)))))
+    guess = timed(3)[1]
+    times = timed(max(3, min(200, int(budget_ms / max(guess, 1e-3)))))
     return times[len(times) // 2]
 
 
@@ -73,7 +73,7 @@ def host_ms(fn: Callable[[], Any], takes_ms: float, rounds: int = 5) -> float:
     """The time the CPU needs to queue one call: the median of several rounds, which differ by up to a factor of two.
     `takes_ms` is the time of a call: slow ones are repeated less often."""
     found, calls = [], 25 if takes_ms < 5 else 3
-    for _ in range(rounds if takes_ms < 50 else 1):
+    for _ in range(rounds if takes_ms < 20 else 1):
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(calls):
