@@ -199,7 +199,7 @@ def first_calls() -> str:
 
 def crossovers() -> dict[str, int]:
     """By mechanism, the shortest measured length from which its eager forward and backward is faster than cuDNN at
-    every longer measured length too; 0 if it is slower at the longest one."""
+    every longer measured length too; if it is slower at the longest one, that length with a minus sign."""
     found = {}
     for name in mechanisms():
         causal = direction(name)
@@ -207,7 +207,7 @@ def crossovers() -> dict[str, int]:
         at = {L: times["eager_both_ms"] for L, times in mine.items() if "eager_both_ms" in times}
         if ", " in name or not at:
             continue
-        found[name] = 0
+        found[name] = -max(at)
         for L in sorted(at, reverse=True):
             if at[L][0] >= at[L][1]:
                 break
@@ -216,8 +216,11 @@ def crossovers() -> dict[str, int]:
 
 
 def crossover_code() -> str:
-    lines = [f'    "{name}": {length or None},\n' for name, length in sorted(crossovers().items())]
-    return "FASTER_FROM: dict[str, int | None] = {\n" + "".join(lines) + "}\n"
+    def code(name: str, sign: int) -> str:
+        lines = [f'    "{key}": {abs(L)},\n' for key, L in sorted(crossovers().items()) if L * sign > 0]
+        return f"{name}: dict[str, int] = {{\n{''.join(lines)}}}\n"
+
+    return code("FASTER_FROM", 1) + code("SLOWER_UP_TO", -1)
 
 
 def speedups() -> str:

@@ -18,7 +18,9 @@ def row(info: AttentionInfo) -> tuple[str, ...]:
     mark = {True: "yes", False: "–"}
     learned = "yes, per position" if info.needs_max_length else mark[info.learned]
     able = (directions, mark[info.cross], mark[info.bias], learned, mark[info.steps], mark["triton" in info.backends])
-    faster = "–" if info.faster_from is None else f"{info.faster_from:,}"
+    faster = (
+        f"over {info.slower_up_to:,}" if info.slower_up_to else f"{info.faster_from:,}" if info.faster_from else "–"
+    )
     return (info.name, info.cost, *able, faster, info.paper)
 
 

@@ -1,13 +1,14 @@
 """From which length on eager training was measured to be faster than cuDNN's full attention, on one H200.
 
 `python -m benchmarks.tables` writes the table from benchmarks/results/gpu_attention.json: the shortest measured length
-from which a forward and backward takes less time, at every longer measured length too. None: at no measured length.
+from which a forward and backward takes less time, at every longer measured length too. SLOWER_UP_TO has the longest
+measured length of mechanisms that were slower there.
 """
 
 from __future__ import annotations
 
 # table crossovers
-FASTER_FROM: dict[str, int | None] = {
+FASTER_FROM: dict[str, int] = {
     "axial": 2048,
     "bigbird": 2048,
     "combiner-axial": 2048,
@@ -28,6 +29,8 @@ FASTER_FROM: dict[str, int | None] = {
     "sinkhorn": 2048,
     "sparse": 2048,
     "subsampled": 2048,
-    "synthesizer": None,
+}
+SLOWER_UP_TO: dict[str, int] = {
+    "synthesizer": 16384,
 }
 # end

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from .contract import Attention
-from .crossovers import FASTER_FROM
+from .crossovers import FASTER_FROM, SLOWER_UP_TO
 from .decoding import Decoding
 from .dispatch import Kernel, refuse_triton
 
@@ -42,8 +42,13 @@ class AttentionInfo:
     @property
     def faster_from(self) -> int | None:
         """The length from which on eager training was faster than cuDNN's full attention on an H200 (16 heads of 64);
-        None if at no measured length, or if it was not measured."""
+        None if there is none (see `slower_up_to`), or if it was not measured."""
         return FASTER_FROM.get(self.name)
+
+    @property
+    def slower_up_to(self) -> int | None:
+        """The longest measured length, if eager training was still slower there than cuDNN's full attention."""
+        return SLOWER_UP_TO.get(self.name)
 
     @property
     def backends(self) -> tuple[str, ...]:
