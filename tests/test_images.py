@@ -1,6 +1,10 @@
 """The recipes of image classification: timm's augmentation, mixup, averages of weights and layer decay; ReaL labels."""
 
 import json
+import os
+import signal
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 import pytest
@@ -51,7 +55,7 @@ def test_augmentation_is_timms_and_depends_only_on_the_generator(recipe):
     assert np.array_equal(one[0], first[5].numpy())
 
 
-def test_worker_processes_give_the_same_images(monkeypatch):
+def test_worker_processes_give_the_same_images_also_after_one_is_killed(monkeypatch):
     images = pictures(32)
     alone = augment.augmenting(images, "rand-m9", torch.Generator().manual_seed(0))()
     monkeypatch.setattr(augment, "IN_PROCESS", 8)
@@ -59,9 +63,30 @@ def test_worker_processes_give_the_same_images(monkeypatch):
     try:
         started = [augment.augmenting(images, "rand-m9", torch.Generator().manual_seed(n)) for n in (0, 1)]
         assert torch.equal(started[0](), alone) and not torch.equal(started[1](), alone)
+        pool = augment.workers(1)
+        (worker,) = pool._processes
+        for signal_sent in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):  # the first two stop the run, which saves
+            os.kill(worker, signal_sent)
+            again = augment.augmenting(images, "rand-m9", torch.Generator().manual_seed(0))
+            assert torch.equal(again(), alone)
+            assert (augment.workers(1) is pool) == (signal_sent != signal.SIGKILL)
     finally:
         augment.workers(1).shutdown()
         augment.workers.cache_clear()
+
+
+def test_augmentation_explains_workers_that_end_twice(monkeypatch):
+    class Pool:
+        def submit(self, *work):
+            future = Future()
+            future.set_exception(BrokenProcessPool())
+            return future
+
+    monkeypatch.setattr(augment, "workers", lambda count: Pool())
+    monkeypatch.setattr(augment, "cpus", lambda: 2)
+    started = augment.augmenting(pictures(augment.IN_PROCESS), "rand-m9", torch.Generator())
+    with pytest.raises(RuntimeError, match="ended twice.*memory"):
+        started()
 
 
 def test_each_batch_is_started_once_and_one_ahead():

@@ -10,10 +10,12 @@ from __future__ import annotations
 import functools
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import get_context
 from typing import Any
@@ -26,6 +28,10 @@ from .base import Columns
 
 IN_PROCESS = 64  # images; starting workers takes seconds
 SEEDS = 2**31
+ENDED = (
+    "worker processes of --augmentation ended twice, perhaps because memory is short: use fewer CPUs (taskset), or "
+    "--resume later. A script that trains must do so under if __name__ == '__main__', because workers import it."
+)
 
 
 def augmenting(image: Tensor, recipe: str, generator: torch.Generator) -> Callable[[], Tensor]:
@@ -37,9 +43,23 @@ def augmenting(image: Tensor, recipe: str, generator: torch.Generator) -> Callab
     pixels = image.numpy()
     if len(pixels) < IN_PROCESS or (count := cpus() - 1) < 1:
         return lambda: torch.from_numpy(transformed(pixels, seeds, recipe))
-    parts = [slice(i, i + 16) for i in range(0, len(pixels), 16)]
-    jobs = [workers(count).submit(transformed, pixels[part], seeds[part], recipe) for part in parts]
-    return lambda: torch.from_numpy(np.concatenate([job.result() for job in jobs]))
+
+    def start() -> list[Future[np.ndarray]]:
+        parts = [slice(i, i + 16) for i in range(0, len(pixels), 16)]
+        return [submit(count, pixels[part], seeds[part], recipe) for part in parts]
+
+    def wait() -> Tensor:
+        try:
+            done = [job.result() for job in jobs]
+        except BrokenProcessPool:  # for example, the system has killed a worker because memory was short
+            try:
+                done = [job.result() for job in start()]
+            except BrokenProcessPool as error:
+                raise RuntimeError(ENDED) from error
+        return torch.from_numpy(np.concatenate(done))
+
+    jobs = start()
+    return wait
 
 
 def transformed(images: np.ndarray, seeds: list[int], recipe: str) -> np.ndarray:
@@ -101,6 +121,14 @@ def cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def submit(count: int, *work: Any) -> Future[np.ndarray]:
+    try:
+        return workers(count).submit(transformed, *work)
+    except BrokenProcessPool:  # all its workers have ended; start others
+        workers.cache_clear()
+        return workers(count).submit(transformed, *work)
+
+
 @functools.cache
 def workers(count: int) -> ProcessPoolExecutor:
     # Not forked: this process has threads, and perhaps a GPU.
@@ -108,6 +136,9 @@ def workers(count: int) -> ProcessPoolExecutor:
 
 
 def _begin(parent: int) -> None:
+    # Ctrl-C and `timeout` signal all processes of a group: the parent still needs its workers to save and stop.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
 
     def end_with_the_parent() -> None:
