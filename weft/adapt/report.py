@@ -23,6 +23,7 @@ class Patch:
     old: Any = None
     users: list[nn.Module] = field(default_factory=list)
     place: tuple[Any, Any] | None = None  # the owner's device and dtype when it was changed
+    yields: bool = False  # undo() keeps a value that was set later
 
     def apply(self) -> None:
         self.old, self.place = getattr(self.owner, self.name, Missing), _place(self.owner)
@@ -30,11 +31,17 @@ class Patch:
 
     @property
     def in_place(self) -> bool:
+        return self.yields or self._is_new
+
+    @property
+    def _is_new(self) -> bool:
         now = getattr(self.owner, self.name, Missing)  # torch.export copies dicts
         return now is self.new or (isinstance(now, (str, bool, dict)) and now == self.new)
 
     def revert(self) -> None:
         """Restore the attribute. A module that was outside the model gets its current mode, device and dtype."""
+        if not self._is_new:
+            return
         now = _place(self.owner)
         if isinstance(self.old, nn.Module) and isinstance(self.new, nn.Module):
             if all(module is not self.old for module in self.new.modules()):

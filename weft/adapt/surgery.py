@@ -265,7 +265,8 @@ def _switch_configs(chosen: list[Layer], layers: list[Layer]) -> list[Patch]:
         sharing = [layer for layer in layers if layer.config is config]
         if config._attn_implementation != SWAPPED:
             users = [layer.module for layer in sharing]
-            patches.append(Patch(config, "_attn_implementation_internal", SWAPPED, users=users))
+            # set_attn_implementation() may replace it later.
+            patches.append(Patch(config, "_attn_implementation_internal", SWAPPED, users=users, yields=True))
             for layer in sharing:
                 if layer.rewritten is not None:
                     patches.append(Patch(layer.module, "config", config))
