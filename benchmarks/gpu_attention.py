@@ -257,6 +257,7 @@ def main() -> None:
         results.add("rows", {"L": L, "causal": causal, "name": name, "mode": mode, **times})
         shown = " ".join(f"{value:8.3f}" for value in times.values())
         print(f"{time.time() - began:5.1f} s {L:>6} {name:<26} {'causal' if causal else 'both':<6} {shown}", flush=True)
+    print("finished", flush=True)
 
 
 if __name__ == "__main__":

@@ -216,6 +216,7 @@ def main() -> None:
             print(f"{name} {L}: {type(error).__name__}: {str(error)[:200]}", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
+    print("finished", flush=True)
 
 
 if __name__ == "__main__":
