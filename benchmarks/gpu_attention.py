@@ -9,7 +9,8 @@ is the median of plain calls (triton.testing.do_bench), "host" the time the CPU 
 "reduced" the same calls in torch.compile, without and with mode="reduce-overhead". "first call" are the seconds of the
 first forward and backward, length by length, in a process with an empty Triton cache. Full attention is PyTorch's with
 cuDNN, with FlashAttention, and as compiled FlexAttention, also with the sliding window of `longformer`;
-flash-linear-attention is timed if it is installed. It chooses its tiles in its first call, by their times.
+flash-linear-attention is timed if it is installed. It chooses its tiles in its first call, by their times. "empty" is
+an autograd.Function that only allocates its output and gradients.
 
 Kernels are compiled first, by several processes, and then loaded. With --when FILE, the times are taken once the file
 exists: the first part can share the GPU with other work, the second cannot. --resume adds the rows that the newest run
@@ -61,7 +62,7 @@ MODES = {"eager": "", "compiled": None, "reduced": "reduce-overhead"}
 BOTH_WAYS = ("combiner-fixed", "linear", "local", "performer", "subsampled")  # also timed without the causal mask
 AT = (16384, 65536)  # lengths of the rows that are no mechanism with its defaults
 FULL = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-WINDOW = 512
+EMPTY, WINDOW = "empty", 512
 VARIANTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "strided": lambda L: {"pattern": "strided"},
     "2-D": lambda L: {"layout": (2 ** (int(math.log2(L)) // 2), 2 ** -(-int(math.log2(L)) // 2))},
@@ -75,6 +76,8 @@ def made(name: str, L: int, causal: bool) -> Any:
     """The attention of a row: a mechanism with its variant or backend after a comma, or a full attention."""
     if name in FULL:
         return sdpa(FULL[name], causal)
+    if name == EMPTY:
+        return Empty.apply
     if name.startswith("flex"):
         return flex(L, name != "flex")
     if name == "fla linear":
@@ -100,6 +103,19 @@ def flex(L: int, window: bool) -> Callable[..., Tensor]:
     return lambda q, k, v: compiled(q, k, v, block_mask=blocks)
 
 
+class Empty(torch.autograd.Function):
+    """Only allocates what an attention has to: what PyTorch takes to queue a call without any kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        return torch.empty_like(q)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors)
+
+
 def fla_linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     from fla.ops.linear_attn import chunk_linear_attn
 
@@ -111,7 +127,7 @@ def contestants(only: list[str], L: int) -> list[tuple[str, bool]]:
     """Names and directions of the rows at this length."""
     found = [("cudnn", True), ("cudnn", False)]
     if L == AT[0]:
-        found += [("flash", True), ("flex", True), (f"flex, window of {WINDOW}", True)]
+        found += [(EMPTY, True), ("flash", True), ("flex", True), (f"flex, window of {WINDOW}", True)]
         if importlib.util.find_spec("fla") is not None:
             found.append(("fla linear", True))
     for name in only:
@@ -165,7 +181,7 @@ def measure(name: str, L: int, causal: bool, mode: str) -> dict[str, float]:
     found["host_ms" if mode == "eager" else f"{mode}_host_ms"] = host_ms(both, found[f"{mode}_both_ms"])
     if mode == "eager":
         found["peak_mib"] = peak_mib(both)
-    if mode == "eager" and L in FORWARD:
+    if mode == "eager" and L in FORWARD and name != EMPTY:
         found["eager_forward_ms"] = eager_ms(forward, 40)
         try:
             found |= {"forward_ms": median_ms(forward, 20), "both_ms": median_ms(both, 20)}
@@ -197,7 +213,7 @@ def kernel_rows(args: argparse.Namespace) -> dict[tuple[str, bool], list[int]]:
     found: dict[tuple[str, bool], list[int]] = {}
     for L in args.lengths:
         for row in contestants(args.only, L):
-            if row[0] not in FULL and fused(row[0]):
+            if row[0] not in (*FULL, EMPTY) and fused(row[0]):
                 found.setdefault(row, []).append(L)
     return found
 

@@ -39,6 +39,7 @@ FULL = {
     "flash": "FlashAttention",
     "flex": "FlexAttention, causal",
     "fla linear": "fla, linear attention",
+    "empty": "empty `autograd.Function`",
 }
 LONG = (16384, 65536)
 SHARE = {True: 0.292, False: 0.25}  # of the dense pairs in `subsampled` with its defaults, causal and bidirectional
@@ -128,13 +129,14 @@ def ways() -> str:
     1.5 times cuDNN's host time, or 1.3 times the own graph."""
     lines = [["", "eager forward", "eager", "host", "of cuDNN's", "graph", "MiB"]]
     slow, late = [], []
-    for name in ["cudnn", *mechanisms()]:
+    for name in ["cudnn", "empty", *mechanisms()]:
         at = rows().get((name, 16384, direction(name)), {})
         if "host_ms" not in at:
             continue
         host, (eager, _) = at["host_ms"][0] / at["host_ms"][1], at["eager_both_ms"]
-        cells = [ms(at[key][0]) for key in ("eager_forward_ms", "eager_both_ms", "host_ms")]
-        cells += [f"{host:.2f}", *(ms(at[key][0]) if key in at else "–" for key in ("both_ms", "peak_mib"))]
+        keys = ("eager_forward_ms", "eager_both_ms", "host_ms", "both_ms", "peak_mib")
+        cells = [ms(at[key][0]) if key in at else "–" for key in keys]
+        cells.insert(3, f"{host:.2f}")
         lines.append([_label(name), *cells])
         slow += [_label(name)] if host > 1.5 else []
         if "both_ms" in at and eager > 1.3 * at["both_ms"][0]:
@@ -181,6 +183,7 @@ def others() -> str:
     """Other libraries, and ours beside them: eager forward / forward and backward, at 16,384 tokens."""
     lines = [["", "forward", "forward and backward"]]
     found = dict.fromkeys(name for name, _, causal in rows() if causal and name.split(",")[0] in FULL)
+    found.pop("empty", None)
     for name in [*found, "longformer", "linear", "combiner-fixed"]:
         lines.append([_label(name), *(_time(name, 16384, True, key) for key in ("eager_forward_ms", "eager_both_ms"))])
     return markdown(lines)
