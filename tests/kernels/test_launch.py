@@ -294,3 +294,69 @@ def test_triton_launches_what_the_driver_does_not(monkeypatch, about, status, in
     found = through_driver(monkeypatch, [step], in_c, status)
     assert len(found) == (status > 0)
     assert compiled.ran == [(9, 2, 1, 5, 77, (4, 1, 512), None, None, None, 1016, 2000, "constant", -3, 0.1, 2**40)]
+
+
+def test_many_launches_are_one_graph(monkeypatch):
+    """Its nodes get new arguments if an address changes, and single launches take over if it fails."""
+    started, changed, ran, status = [], [], [], [0]
+
+    def change(graph, node, described):
+        about = driver._Node.from_address(described)
+        first = (ctypes.c_void_p * 7).from_address(about.arguments)[0]
+        changed.append((graph, node, about.grid_x, ctypes.c_uint64.from_address(first).value))
+        return 0
+
+    def run(graph, stream):
+        ran.append((graph, stream))
+        return status[0]
+
+    def make(described, nodes):
+        nodes[:] = [100 + n for n in range(len(described))]
+        return 9, *(ctypes.cast(x, ctypes.c_void_p).value for x in functions), lambda: None
+
+    kinds = [ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * n) for n in (3, 2, 4)]
+    functions = kinds[0](change), kinds[1](run)
+    monkeypatch.setattr(driver, "_start", [kinds[2](lambda *given: started.append(given) or 0)])
+    monkeypatch.setattr(driver, "_make_graph", make)
+    monkeypatch.setattr(driver, "_capturing", lambda: False)
+    places = [(0, 16, torch.bfloat16), (1, 0, torch.int8)]
+    numbers = "constant", -3, 0.1, 2**40
+    grids = [(n + 1, 1, 1) for n in range(driver.GRAPH_FROM)]
+    launches = driver.Launches([(Compiled(), grid, None, places, numbers) for grid in grids])
+    for _ in range(driver.GRAPHED - 1):
+        launches([1000, 2000], 5)
+    assert len(started) == len(grids) * (driver.GRAPHED - 1) and not ran
+    for pointers in ([1000, 2000], [1000, 2000], [3000, 2000]):
+        launches(pointers, 6)
+    assert ran == [(9, 6)] * 3 and len(started) == len(grids) * (driver.GRAPHED - 1)
+    expected = [(9, 100 + n, n + 1, first) for first in (1016, 3016) for n in range(len(grids))]
+    assert changed == expected
+    status[0] = 700
+    launches([1000, 2000], 6)
+    launches([1000, 2000], 6)
+    assert len(ran) == 4 and len(started) == len(grids) * (driver.GRAPHED + 1)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: set WEFT_TEST_DEVICE=cuda")
+def test_graphs_that_wait_keep_their_arguments(monkeypatch):
+    """The same graph is queued with other arguments before it has run."""
+    torch.manual_seed(0)
+    call = Call("combiner-logsparse", 300, D=64)
+    attn = call.make("triton", DEVICE)
+    given = [[x.requires_grad_() for x in call.tensors(DEVICE)[:4]] for _ in range(2 * driver.GRAPHED)]
+    graphs, make = [], driver._make_graph
+    monkeypatch.setattr(driver, "_make_graph", lambda *x: graphs.append(x) or make(*x))
+
+    def results() -> list[torch.Tensor]:
+        found = []
+        torch.cuda._sleep(10**8)
+        for *inputs, dout in given:
+            out = attn(*inputs)
+            found += [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+        return found
+
+    for _ in range(2):
+        found = results()
+    assert graphs
+    forget(monkeypatch)
+    assert all(torch.equal(a, b) for a, b in zip(found, results(), strict=True))

@@ -3,6 +3,8 @@
 Triton's launcher converts every argument of every launch: up to 60 numbers that never change when launches are
 replayed. Here they lie in memory as the driver reads them. A replay writes the addresses, each once for all its
 launches, and calls the driver: in a C function, which is compiled once like Triton's launchers, or in a loop here.
+Many launches are one CUDA graph, whose nodes get new arguments if an address has changed: the driver queues it in the
+time of a few launches.
 """
 
 from __future__ import annotations
@@ -17,9 +19,12 @@ import struct
 import subprocess
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 Step = tuple[Any, tuple[int, int, int], Any, list[tuple], tuple]  # compiled kernel, grid, options, places, numbers
 
@@ -27,10 +32,15 @@ Step = tuple[Any, tuple[int, int, int], Any, list[tuple], tuple]  # compiled ker
 _CHARACTERS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I"}
 _CHARACTERS |= {"u64": "Q", "fp32": "f", "f32": "f", "fp64": "d"}
 _LARGEST_SHARED = 227 * 1024  # bytes; Triton's launcher sets an attribute for more
-# Starts the launches from number `first` on. Returns the number of the first one that failed, or `count`.
+GRAPH_FROM = 4  # launches, from which on they are a graph
+GRAPHED = 4  # the replay that makes the graph, which costs as much as several replays
+# `play` starts the launches from number `first` on. It returns the number of the first one that failed, or `count`.
+# `play_graph` returns 0, or an error.
 _SOURCE = """
 #include <stdint.h>
 typedef int (*Start)(const void *, void *, void **, void **);
+typedef int (*Change)(void *, void *, const void *);
+typedef int (*Run)(void *, void *);
 typedef struct {
     Start start;
     void **launches;           /* configuration, kernel and arguments of each */
@@ -39,15 +49,40 @@ typedef struct {
     const uint64_t *places;    /* of each address: number of a pointer, offset */
     uint64_t slots;
     uint64_t *addresses;
+    uint64_t changed;          /* whether the graph's nodes have other addresses */
 } Tape;
-int play(const Tape *tape, int first) {
-    for (uint64_t n = 0; n < tape->slots; n++)
-        tape->addresses[n] = tape->pointers[tape->places[2 * n]] + tape->places[2 * n + 1];
+typedef struct {
+    Change change;
+    Run run;
+    void *graph;
+    void **nodes;
+    const char *arguments;     /* of each node */
+    uint64_t size;
+} Graph;
+static void place(Tape *tape) {
+    for (uint64_t n = 0; n < tape->slots; n++) {
+        uint64_t address = tape->pointers[tape->places[2 * n]] + tape->places[2 * n + 1];
+        tape->changed |= address ^ tape->addresses[n];
+        tape->addresses[n] = address;
+    }
+}
+int play(Tape *tape, int first) {
+    place(tape);
     for (uint64_t n = first; n < tape->count; n++) {
         void **launch = tape->launches + 3 * n;
         if (tape->start(launch[0], launch[1], (void **)launch[2], 0)) return (int)n;
     }
     return (int)tape->count;
+}
+int play_graph(Tape *tape, const Graph *graph, void *stream) {
+    place(tape);
+    if (tape->changed)
+        for (uint64_t n = 0; n < tape->count; n++) {
+            int error = graph->change(graph->graph, graph->nodes[n], graph->arguments + n * graph->size);
+            if (error) return error;
+        }
+    tape->changed = 0;
+    return graph->run(graph->graph, stream);
 }
 """
 
@@ -60,6 +95,16 @@ class _Config(ctypes.Structure):
         ("stream", ctypes.c_void_p),
         ("attributes", ctypes.c_void_p),
         ("count", ctypes.c_uint),
+    ]
+
+
+class _Node(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2 of cuda.h."""
+
+    _fields_ = [
+        ("function", ctypes.c_void_p),
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
+        *((name, ctypes.c_void_p) for name in ("arguments", "extra", "kernel", "context")),
     ]
 
 
@@ -108,7 +153,8 @@ class Launches:
             self.memory += values, table
             prepared.append((ctypes.addressof(config), compiled.function, ctypes.addressof(table)))
         self.stream, self.lock, self.prepared = 0, threading.Lock(), prepared
-        self.player = _player()
+        self.replays, self.graph = 0, 0  # the graph: address of its description, or 0
+        self.player, self.graph_player = _players()
         if self.player is not None:
             self._prepare_player(self.player, prepared)
 
@@ -124,9 +170,24 @@ class Launches:
         places = (ctypes.c_uint64 * (2 * len(self.places)))(*(x for place in self.places for x in place))
         at = ctypes.addressof
         values = start, at(launches), len(prepared), at(self.given), at(places), len(self.places), at(self.addresses)
-        tape = (ctypes.c_uint64 * 7)(*values)
+        tape = (ctypes.c_uint64 * 8)(*values, 1)
         self.memory += launches, places, tape
         self.tape = at(tape)
+
+    def _prepare_graph(self, prepared: list[tuple[int, int, int]]) -> None:
+        """One node for each launch, in order."""
+        nodes, described = (ctypes.c_uint64 * len(prepared))(), (_Node * len(prepared))()
+        for n, ((_, function, arguments), c) in enumerate(zip(prepared, self.configs, strict=True)):
+            described[n] = _Node(function, c.grid_x, c.grid_y, c.grid_z, c.block_x, 1, 1, c.shared, arguments)
+        try:
+            graph, change, run, forget = _make_graph(described, nodes)
+        except (AttributeError, OSError, RuntimeError):  # replays stay single launches
+            return
+        weakref.finalize(self, forget).atexit = False
+        values = change, run, graph, ctypes.addressof(nodes), ctypes.addressof(described), ctypes.sizeof(_Node)
+        table = (ctypes.c_uint64 * 6)(*values)
+        self.memory += nodes, described, table
+        self.graph = ctypes.addressof(table)
 
     def __call__(self, pointers: Sequence[int], stream: int) -> None:
         if self.prepared is None:
@@ -134,6 +195,16 @@ class Launches:
             return
         start = self.start
         with self.lock:  # the addresses of a launch must not change before the driver has read them
+            # While a graph is captured, no other can start.
+            if len(self.prepared) >= GRAPH_FROM and self.player is not None and not _capturing():
+                self.replays += 1
+                if self.replays == GRAPHED:
+                    self._prepare_graph(self.prepared)
+                if self.graph:
+                    self.pack(self.given, 0, *pointers[: self.most])
+                    if not self.graph_player(self.tape, self.graph, stream):
+                        return
+                    self.graph = 0
             if stream != self.stream:
                 for x in self.configs:
                     x.stream = stream
@@ -159,6 +230,7 @@ class Launches:
 
 
 _start: list[Callable[..., int]] = []
+_capturing = torch.cuda.is_current_stream_capturing
 
 
 def _driver() -> Callable[..., int]:
@@ -169,9 +241,28 @@ def _driver() -> Callable[..., int]:
     return _start[0]
 
 
+def _make_graph(described: Any, nodes: Any) -> tuple[int, int, int, Callable[[], Any]]:
+    """A graph of kernels in a row, the addresses of the functions that change its nodes and start it, and a function
+    that frees it."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    graph, ready, node = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    error = cuda.cuGraphCreate(ctypes.byref(graph), 0)
+    for n, x in enumerate(described):
+        before = (ctypes.c_void_p * 1)(node.value)
+        given = before, ctypes.c_size_t(n > 0), ctypes.byref(x)
+        error = error or cuda.cuGraphAddKernelNode_v2(ctypes.byref(node), graph, *given)
+        nodes[n] = node.value or 0
+    error = error or cuda.cuGraphInstantiateWithFlags(ctypes.byref(ready), graph, ctypes.c_ulonglong(0))
+    if error:
+        raise RuntimeError(f"CUDA error {error}")
+    functions = cuda.cuGraphExecKernelNodeSetParams_v2, cuda.cuGraphLaunch
+    change, run = (ctypes.cast(x, ctypes.c_void_p).value or 0 for x in functions)
+    return ready.value or 0, change, run, lambda: (cuda.cuGraphExecDestroy(ready), cuda.cuGraphDestroy(graph))
+
+
 @functools.cache
-def _player() -> Callable[[int, int], int] | None:
-    """The function of `_SOURCE`, in Triton's cache on disk; None if it cannot be compiled."""
+def _players() -> tuple[Callable[[int, int], int] | None, Any]:
+    """The functions of `_SOURCE`, in Triton's cache on disk; None if they cannot be compiled."""
     try:
         from triton.runtime.cache import get_cache_manager
 
@@ -181,15 +272,15 @@ def _player() -> Callable[[int, int], int] | None:
         if path is None:
             compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")
             if compiler is None:
-                return None
+                return None, None
             with tempfile.TemporaryDirectory() as folder:
                 source, built = Path(folder, "play.c"), Path(folder, name)
                 source.write_text(_SOURCE)
                 command = [compiler, "-O2", "-shared", "-fPIC", str(source), "-o", str(built)]
                 subprocess.run(command, check=True, capture_output=True, timeout=60)
                 path = cache.put(built.read_bytes(), name, binary=True)
-        function = ctypes.CDLL(path).play
+        library = ctypes.CDLL(path)
+        library.play.argtypes, library.play_graph.argtypes = [ctypes.c_void_p, ctypes.c_int], [ctypes.c_void_p] * 3
+        return library.play, library.play_graph
     except Exception:  # the loop in Python does the same
-        return None
-    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int], ctypes.c_int
-    return function
+        return None, None
