@@ -114,12 +114,12 @@ def test_dropout_has_no_kernel(kernels_could_run):
         (16, 64, 300, 0.0, torch.float32, True),
         (128, 64, 300, 0.0, torch.float32, False),  # too large
         (256, 64, 300, 0.0, torch.bfloat16, False),
-        (16, 256, 300, 0.0, torch.float32, False),  # not tested on a GPU
-        (16, 64, 1, 0.0, torch.bfloat16, False),
-        (16, 64, 300, 0.1, torch.bfloat16, False),
+        (16, 256, 300, 0.0, torch.float32, True),
+        (16, 64, 1, 0.0, torch.bfloat16, True),
+        (16, 64, 300, 0.1, torch.bfloat16, True),
     ],
 )
-def test_auto_uses_the_kernel_of_linformer_where_it_was_tested(
+def test_auto_uses_the_kernel_of_linformer_where_it_fits(
     rank, head_dim, queries, dropout, dtype, used, kernels_could_run, monkeypatch
 ):
     monkeypatch.setattr(dispatch, "_capability", lambda index: dispatch.TESTED)

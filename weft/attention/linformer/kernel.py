@@ -26,8 +26,8 @@ def lacks(attn: Any, *qkv: Tensor) -> str:
     rank, most = attn.kernel.shape[1], LARGEST // 2 if qkv and qkv[0].dtype == torch.float32 else LARGEST
     if block_width(rank) * block_width(attn.head_dim) > most:
         return (
-            f"the kernel supports rank * head_dim, each rounded up to a power of two, up to {most} ({LARGEST // 2} in "
-            f"float32), got {rank} * {attn.head_dim}"
+            f"the kernel supports rank * head_dim, each rounded up to a power of two, up to {LARGEST} "
+            f"({LARGEST // 2} in float32), got {rank} * {attn.head_dim}"
         )
     return ""
 
