@@ -50,7 +50,8 @@ def calls() -> list[Call]:
     for given in map(calls_of, NAMES):
         found += [replace(call, dtype=dtype) for call in given for dtype in dtypes if call.fits(dtype)]
         found += [replace(call, dtype=torch.bfloat16) for call in with_groups(given)]
-        found += [replace(given[0], D=LARGEST_HEAD, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+        wide = replace(given[0], D=LARGEST_HEAD)
+        found += [replace(wide, dtype=dtype) for dtype in (torch.bfloat16, torch.float32) if wide.fits(dtype)]
     return found
 
 

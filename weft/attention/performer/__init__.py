@@ -200,6 +200,12 @@ def step_of(attn: PerformerAttention, state: tuple[Tensor, ...]) -> Step | None:
     return sums_step(memory, "softmax", attn.epsilon, top=top, plain=plain, projection=attn.projection)
 
 
+def lacks(attn: PerformerAttention, *qkv: Tensor) -> str:
+    if qkv and qkv[0].dtype == torch.bfloat16 and attn.head_dim > 128:
+        return f"its gradients are not exact enough in bfloat16 with heads over 128, got {attn.head_dim}"
+    return ""
+
+
 register(
     "performer",
     PerformerAttention,
@@ -210,7 +216,8 @@ register(
     dropout="keys",
     kernel=Kernel(
         run_kernel,
-        least_length=LEAST_LENGTH,
+        lacks,
+        LEAST_LENGTH,
         dropout=True,
         grouped=drops_nothing,
         step=step_of,
