@@ -199,6 +199,52 @@ def masked(r: Random, name: str) -> str:
     return words
 
 
+def draw_segments(r: Random, B: int, L: int) -> Tensor:
+    """Documents of random lengths, many of one token, and padding between some of them."""
+    rows = []
+    for _ in range(B):
+        row: list[int] = []
+        while len(row) < L:
+            number = 0 if r.random() < 0.3 else len(row) + 1
+            row += [number] * r.choice((1, 2, r.randint(1, 20), L))
+        rows.append(row[:L])
+    return torch.tensor(rows, dtype=r.choice((torch.int64, torch.int32))).view(B, L)
+
+
+@check
+def packed(r: Random, name: str) -> str:
+    """Outputs and gradients of a packed document are those of the document alone, whatever is in the padding."""
+    m = Mechanism.draw(r, name)
+    if isinstance(m.options.get("layout"), tuple):  # a single length
+        raise Skip
+    call = Call.draw(r, m, cross=False)
+    segments, train, poison = draw_segments(r, *call.q.shape[::2]), r.random() < 0.3, r.choice((0.0, *POISON))
+    words = f"{call} train {train} {poison} segments {segments.tolist()}"
+    attn = m.make().train(train)
+    before = no_change(attn)
+    real = call.real & (segments > 0)[:, None, :, None]
+    inputs = [leaf(x.masked_fill(~real, poison)) for x in (call.q, call.k, call.v)]
+    found = run(attn, inputs, call.mask, call.bias, call.probe, real=real, segments=segments)
+    assert found.out.isfinite().all(), f"out is not finite: {words}"
+    assert not found.out.masked_select((segments == 0)[:, None, :, None]).any(), f"padding is not zero: {words}"
+    out, sums = torch.zeros_like(found.out), [None if g is None else torch.zeros_like(g) for g in found.grads]
+    for b, numbers in enumerate(segments.tolist()):
+        for number in {n for n in numbers if n}:
+            first = numbers.index(number)
+            at = slice(b, b + 1), slice(None), slice(first, first + numbers.count(number))
+            attn.load_state_dict(before)  # training moves clusters
+            mask = None if call.mask is None else call.mask[at[::2]]
+            alone = run(attn, [leaf(x[at]) for x in inputs], mask, call.bias, call.probe[at], real=real[at])
+            out[at] = alone.out
+            for i, (total, part) in enumerate(zip(sums, alone.grads, strict=True)):
+                if total is not None and part is not None:
+                    (total[at] if i < 3 else total).add_(part)
+    assert_close(found.out.where(real, 0), out.where(real, 0), EXACT, f"out: {words}")
+    if not call.ties:
+        compare_gradients(found, Found(out, sums), 1e-7, words, call.probe.norm())
+    return words
+
+
 @check
 def causal(r: Random, name: str) -> str:
     """The future has no effect and no gradient."""

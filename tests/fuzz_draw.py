@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from dataclasses import dataclass
@@ -319,15 +320,13 @@ def run(
     real: Tensor | None = None,
     seed: int = 0,
     context: Any = None,
+    segments: Tensor | None = None,
 ) -> Found:
     """The output and, if `probe` is given, the gradients for it, through real queries only."""
     parameters = [*attn.parameters(), *(bias.parameters() if bias is not None else ())]
     torch.manual_seed(seed)  # the same random sample
-    if context is None:
-        out = attn(*inputs, mask, bias)
-    else:
-        with context:
-            out = attn(*inputs, mask, bias)
+    with context or contextlib.nullcontext():
+        out = attn(*inputs, mask, bias, *([] if segments is None else [segments]))
     if probe is None:
         return Found(out, [])
     wanted = [x for x in (*inputs, *parameters) if x.requires_grad]
