@@ -191,3 +191,14 @@ def test_runs_are_added_to_the_tables_and_incomplete_ones_are_named(monkeypatch,
     assert "- linear, 1×2, seed 0: 80.0 after 12 steps, with learning_rate 0.5 instead of 0." in text
     with pytest.raises(SystemExit, match="has no runs of a table"):
         results.add(tmp_path / "papers")
+
+
+def test_plateau_finds_the_token():
+    from experiments.plateau import leaves_at
+
+    step, _ = leaves_at("full", 1, None, 0, steps=300)
+    assert step is not None and 30 < step < 300
+    full, linear, scaled = (
+        leaves_at(*choice, 0, steps=1)[1] for choice in (("full", 20, None), ("linear", 20, 1.0), ("linear", 20, 4.0))
+    )
+    assert 0 < linear < scaled < full
