@@ -403,6 +403,7 @@ def test_undo_keeps_an_implementation_that_was_set_later():
     subject.set_attn_implementation("eager")
     with pytest.raises(ValueError, match="undo the later change first"):
         first.undo()
+    weft.swap(subject, "local", where="*layers.1.*", block_size=4).undo()
     second.undo()
     first.undo()
     assert subject.config._attn_implementation == "eager" and not hasattr(subject.config, "weft")

@@ -264,8 +264,8 @@ def _switch_configs(chosen: list[Layer], layers: list[Layer]) -> list[Patch]:
     for config in configs.values():
         sharing = [layer for layer in layers if layer.config is config]
         if config._attn_implementation != SWAPPED:
-            users = [layer.module for layer in sharing]
-            # set_attn_implementation() may replace it later.
+            # set_attn_implementation() may replace it later, so layers may have been swapped before.
+            users = [layer.module for layer in sharing if not _is_changed(layer.module)]
             patches.append(Patch(config, "_attn_implementation_internal", SWAPPED, users=users, yields=True))
             for layer in sharing:
                 if layer.rewritten is not None:
