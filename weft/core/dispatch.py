@@ -45,7 +45,7 @@ class Kernel:
     cross: bool = False  # whether it supports Lq != Lk
     grouped: Callable[[Any], bool] = lambda attn: False  # whether it reads k and v with fewer heads than q in place
     applies: Callable[[Any], bool] = lambda attn: True  # False: no fused version for these options, use `attend`
-    auto: Callable[[Any], bool] = lambda attn: True  # False: "auto" never uses it: it has not been tested on a GPU
+    auto: Callable[[Any], bool] = lambda attn: True  # False: "auto" does not use it, because it was not tested on a GPU
     # packed(attn, q, k, v, mask, documents): packed documents in place. Without it, or if it returns None, they are
     # gathered into rows.
     packed: Callable[..., Tensor | None] | None = None
@@ -75,7 +75,6 @@ def use_kernel(attn: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any) -> bool:
         (not q.is_cuda and q.device.type in ("cpu", "meta"))
         or k.shape[2] < kernel.least_length
         or not kernel.auto(attn)
-        or _inexact(attn)
     ):
         return False
     reason = kernel.lacks(attn, q, k, v) or _cannot(q, v, kernel.cross)
@@ -99,14 +98,9 @@ def step_kernel(attn: Any, q: Tensor, v: Tensor, inner: Any) -> Callable[..., Te
         return None
     if not kernel.applies(attn) or kernel.lacks(attn) or _cannot(q, v):
         return None
-    if attn.backend == "auto" and (_inexact(attn) or not _trusted(attn, q)):
+    if attn.backend == "auto" and not (kernel.auto(attn) and _trusted(attn, q)):
         return None
     return kernel.step(attn, inner)
-
-
-def _inexact(attn: Any) -> bool:
-    """Whether a gradient of the kernel was less exact than the tests allow."""
-    return attn.head_dim > 128 and (attn.name == "performer" or attn.name == "linear" and not attn.causal)
 
 
 def _trusted(attn: Any, q: Tensor) -> bool:

@@ -220,6 +220,7 @@ register(
         LEAST_LENGTH,
         dropout=True,
         grouped=drops_nothing,
+        auto=lambda attn: attn.head_dim <= 128,
         step=step_of,
     ),
 )
