@@ -56,17 +56,19 @@ Shared = tuple[float, float]  # minutes, and of these the GPU's
 
 # Minutes of 10,000 steps on ListOps, packed: wide and eager, deep and compiled. Measured: wide linear, local,
 # combiner-fixed, full and synthesizer (7.6, 7.7, 7.4, 7.0 and 9.3 ms per step), deep linear and full (24.8 and 25.5 ms,
-# 12.4 and 18.3 of them busy). Beside other jobs, with earlier graphs: deep linformer (81 ms, 26.5 busy).
+# 12.4 and 18.3 of them busy). Beside other jobs: wide performer and sinkhorn (12.6 and 17.4 ms busy, of which a quarter
+# is due to the other jobs), deep linformer, with earlier graphs (81 ms, 26.5 busy).
 LISTOPS = {
     "linear": ((1.8, 0.9), (5, 2.2)), "local": ((1.8, 0.4), (5, 2.3)), "linformer": ((1.8, 0.8), (10, 4.6)),
-    "combiner-fixed": ((1.8, 1.0), (5, 2.3)), "performer": ((1.9, 1.1), (5, 4)), "longformer": ((1.8, 0.5), (5, 4)),
-    "sinkhorn": ((4, 3), (8, 7)), "bigbird": ((1.8, 0.8), (9, 8)), "full": ((1.8, 0.8), (5, 3.2)),
+    "combiner-fixed": ((1.8, 1.0), (5, 2.3)), "performer": ((2.5, 1.7), (5, 4)), "longformer": ((1.8, 0.5), (5, 4)),
+    "sinkhorn": ((4, 2.4), (8, 7)), "bigbird": ((1.8, 0.8), (9, 8)), "full": ((1.8, 0.8), (5, 3.2)),
     "sparse": ((1.8, 0.8), (7, 7)), "synthesizer": ((2, 1.2), (6, 5.5)),
 }  # fmt: skip
 # Minutes of 30,000 steps on IMDb, by bytes and by words: wide and deep. Measured beside other jobs: wide words (7 to 9
-# ms per step), deep full words (22), wide full and local bytes (6.5 at first, 16 and 17 on a full GPU).
+# ms per step), deep full words (22), wide full and local bytes (6.5 at first, 16 and 17 on a full GPU), wide linear
+# bytes (8.1, 3.8 of them busy).
 BYTES = {
-    "combiner-fixed": ((5, 2.4), (13, 10)), "local": ((5, 1), (13, 9)), "linear": ((5, 2.3), (13, 10)),
+    "combiner-fixed": ((5, 2.4), (13, 10)), "local": ((5, 1), (13, 9)), "linear": ((5, 1.9), (13, 10)),
     "full": ((5, 1.8), (13, 12)),
 }  # fmt: skip
 WORDS = {
@@ -80,10 +82,11 @@ MODERN: dict[str, tuple[Shared, Shared]] = {
     "full": ((3.8, 3.5), (8.5, 7.5)), "performer": ((5, 4.6), (12, 11)), "longformer": ((5, 4.6), (12, 11)),
 }  # fmt: skip
 # Minutes of the Long Range Arena's image, Pathfinder and text tasks. Measured: image, full (34 ms per step, eager, with
-# a mask, on a busy GPU), Combiner-Axial (23 ms beside four other runs); text, local (packed and compiled: 20 ms beside
-# four other runs, 40 on a full GPU, 1.5 minutes for start and evaluations).
+# a mask, on a busy GPU), Combiner-Axial (23 ms beside four other runs); text, packed and compiled: local (20 ms beside
+# four other runs, 40 on a full GPU, 1.5 minutes for start and evaluations), linear (4.7 ms busy), Combiner-Axial (25 ms
+# busy; with `--set packed=false` 16 ms, almost alone, which is the figure here).
 ARENA: dict[str, tuple[float, float, Shared]] = {
-    "Linear Trans.": (14, 35, (7, 1.5)), "Local Attention": (12, 30, (7, 1.4)), "Combiner-Axial": (14, 35, (7, 2)),
+    "Linear Trans.": (14, 35, (7, 1.5)), "Local Attention": (12, 30, (7, 1.4)), "Combiner-Axial": (14, 35, (7, 5)),
     "Transformer": (20, 95, (7, 1.8)),
 }  # fmt: skip
 

@@ -152,9 +152,9 @@ def test_figures_of_claims_come_from_the_results(monkeypatch, tmp_path):
     from experiments import results
 
     lines = (
-        "| a | {{wide/listops linear/wide*}} against {{wide/listops linear/deep*}} | b |",
+        "| a | {{wide/listops linear/wide*}} against {{combiner/table1 Fixed/ImageNet-64}} | b |",
         "| c | 1,000 steps: {{wide/imdb_byte full/wide* steps=1000}} | d |",
-        "| e | {{wide/listops full/deep*}} or {{combiner/table1 Fixed/ImageNet-64}} | f |",
+        "| e | {{wide/listops sinkhorn/deep*}} or {{combiner/table1 Fixed/ImageNet-64}} | f |",
     )
     (tmp_path / "claims.md").write_text("\n".join(lines))
     monkeypatch.setattr(results, "HERE", tmp_path)
