@@ -93,9 +93,10 @@ class CRATEMAE(nn.Module):
         """The encoder's tokens, (B, 1 + patches, dim), CLS first. The mask token replaces hidden patches."""
         x = self.patches(images)
         if hidden is not None:
-            # A vector: Inductor of torch 2.11 may give (dim,) as the gradient of a broadcast (1, 1, dim) parameter
-            # (mix-order reductions, https://github.com/pytorch/pytorch/issues/178080).
-            x = torch.where(hidden[..., None], self.hidden_token.flatten().to(x.dtype), x)
+            # To compile this on a GPU, torch 2.11 needs options={"triton.mix_order_reduction": False}, as in the lab:
+            # its default gives the token a gradient of shape (dim,), and autograd raises an error
+            # (https://github.com/pytorch/pytorch/issues/178080).
+            x = torch.where(hidden[..., None], self.hidden_token.to(x.dtype), x)
         x = torch.cat([self.cls.expand(x.shape[0], -1, -1), x], 1) + self.positions(x.device)
         for block in self.blocks:
             x = block(x)
