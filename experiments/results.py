@@ -260,7 +260,7 @@ def add(runs: Path) -> None:
         )
         for record in records:
             if known.get((record.variant, record.cell, record.seed)) != record:
-                shown = sweep.show(record.test[sweep.metric]) if sweep.metric in record.test else came_to(sweep, record)
+                shown = mean(sweep, [record])[1] if record.state == "complete" else came_to(sweep, record)
                 print(f"{table} {record.cell}, seed {record.seed}: {shown}")
         write_results(results_file(sweep), sweep, records)
 
