@@ -12,7 +12,14 @@ import torch
 import weft
 from weft.attention.subsampled import sampling
 from weft.attention.subsampled.sampling import KEYS, bidirectional_windows, causal_windows, sample_slots
-from weft.attention.subsampled.sampling_2d import home, sample_placement, shuffle_grid, window_table
+from weft.attention.subsampled.sampling_2d import (
+    POOL,
+    home,
+    near_stationary,
+    sample_placement,
+    shuffle_grid,
+    window_table,
+)
 
 
 def causal_sample(L, W, sigma, seed):
@@ -218,14 +225,31 @@ def test_causal_bands_follow_the_law_of_their_prefix():
                 assert abs((found[:, column] == source).double().mean() - p) < 0.08
 
 
-def test_swin_shuffle_spreads_as_reported():
+@pytest.mark.parametrize(("near", "sweeps"), [(False, 200), (True, 20)])
+def test_swin_shuffle_spreads_as_reported(near, sweeps):
     """14 x 14, σ = 10.5: displacement 5.27 per axis (uniform: 5.70), and 0.31 stay in their own 7 x 7."""
-    chains = shuffle_grid(home(48, 14, 14), (10.5, 10.5), 200, torch.Generator().manual_seed(0))
+    generator, sigma = torch.Generator().manual_seed(0), (10.5, 10.5)
+    start = near_stationary(48, 14, 14, sigma, generator) if near else home(48, 14, 14)
+    chains = shuffle_grid(start, sigma, sweeps, generator)
     y, x = np.divmod(np.arange(196).reshape(14, 14), 14)
     for axis, own in ((chains // 14, y), (chains % 14, x)):
         assert abs(np.sqrt(((axis - own) ** 2).mean()) - 5.27) < 0.12
     stay = (chains // 14 // 7 == y // 7) & (chains % 14 // 7 == x // 7)
     assert abs(stay.mean() - 0.31) < 0.02
+
+
+def test_chains_that_start_near_their_distribution_spread_like_long_ones():
+    """Displacements at the edge and in the middle of each axis, with different σ."""
+    generator, sigma = torch.Generator().manual_seed(0), (4.0, 9.0)
+    near = near_stationary(POOL, 16, 24, sigma, generator)
+    assert (np.sort(near.reshape(POOL, -1), 1) == np.arange(384)).all()
+    y, x = np.divmod(np.arange(384).reshape(16, 24), 24)
+    found = []
+    for chains in (shuffle_grid(near, sigma, 50, generator), shuffle_grid(home(POOL, 16, 24), sigma, 400, generator)):
+        rows, columns = abs(chains // 24 - y), abs(chains % 24 - x)
+        found.append([rows[:, 0], rows[:, 8], columns[:, :, 0], columns[:, :, 12]])
+    for mine, theirs in zip(*found, strict=True):
+        assert abs(mine.mean() / theirs.mean() - 1) < 0.1
 
 
 def test_no_source_leaves_its_window():

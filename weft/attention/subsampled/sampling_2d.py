@@ -6,8 +6,7 @@ A placement assigns every source of a height x width grid to a slot. Its distrib
 
     p ∝ exp(−Σ_sources (y_slot − y_source)² / 2σ_y² + (x_slot − x_source)² / 2σ_x²)          σ in cells
 
-This is the stationary distribution of a Markov chain of swaps between neighbours. Initially every source is on its own
-slot:
+This is the stationary distribution of a Markov chain of swaps between neighbours:
 
     for odd y, then for even y, all x:   c₁, c₂ = original rows of the sources on (y−1, x) and (y, x)
                                          swap with probability 1 / (1 + exp((c₂ − c₁) / σ_y²))
@@ -17,6 +16,9 @@ The authors sweep row by row and swap with the Metropolis probability min(1, exp
 same stationary distribution but may not reach it: its certain swaps make a sweep almost deterministic for large σ, and
 on 2 x 2 cells 4 of the 24 placements never occur. Rows of the same parity do not interact, so we swap half of the grid
 at once.
+
+Initially every source is on its own slot. A source moves by about one cell per sweep, so for large σ, chains start near
+their stationary distribution instead.
 
 With `window`, no swap crosses the edges of windows that start at `shift`, so no source leaves its window. Hundreds of
 sweeps per draw would be slow. So a pool of chains is run once per shape and cached. A draw picks a chain from the pool
@@ -40,12 +42,13 @@ COLUMN_BITS = 15  # a chain stores the row and the column of a source in one int
 NEVER = 1 << COLUMN_BITS  # larger than any difference of coordinates
 POOL = 64
 FRESH_SWEEPS = 16
+WARM_UP = 200  # sweeps, as in the authors' code
 
 
 def warm_up(sigma: tuple[float, float], height: int, width: int) -> int:
-    """Sweeps to reach the stationary distribution: the authors' 200, or more for large σ (one cell per sweep)."""
+    """Sweeps from every source on its own slot to the stationary distribution."""
     reach = max(min(sigma[0], height), min(sigma[1], width))
-    return max(200, round(4 * reach * reach))
+    return max(WARM_UP, round(4 * reach * reach))
 
 
 def shuffle_grid(
@@ -117,6 +120,30 @@ def home(chains: int, height: int, width: int) -> np.ndarray:
     return np.broadcast_to(np.arange(height * width).reshape(height, width), (chains, height, width)).copy()
 
 
+def near_stationary(
+    chains: int, height: int, width: int, sigma: tuple[float, float], generator: torch.Generator
+) -> np.ndarray:
+    """Each source draws a row and a column. Sorted by row, and each row by column, there is one on every slot.
+
+    On a large grid, p has independent rows and columns, with the normal distribution around the source, scaled so that
+    every row and column is expected to get as many sources as it has slots.
+    """
+    drawn = []
+    for n, spread, axis in ((height, sigma[0], 1), (width, sigma[1], 2)):
+        at = np.arange(n)
+        p = np.exp(-0.5 * ((at[:, None] - at) / spread) ** 2)
+        for _ in range(100):  # Sinkhorn
+            p /= p.sum(0)
+            p /= p.sum(1, keepdims=True)
+        u = torch.empty(2, chains, height, width, dtype=torch.float64, device=CPU).uniform_(generator=generator).numpy()
+        u = np.moveaxis(u, axis + 1, 1)
+        picked = np.stack([np.searchsorted(row, x) for row, x in zip(p.cumsum(1), u[0], strict=True)])
+        drawn.append(np.moveaxis(picked + u[1], 0, axis).reshape(chains, -1))
+    order = drawn[0].argsort(1)
+    column = np.take_along_axis(drawn[1], order, 1).reshape(chains, height, width)
+    return np.take_along_axis(order.reshape(chains, height, width), column.argsort(2), 2)
+
+
 @lru_cache(maxsize=32)
 def _pool(
     height: int, width: int, sigma: tuple[float, float], band: int, window: int, shift: int
@@ -126,9 +153,12 @@ def _pool(
     chains = home(POOL, 0, width)
     pools = []
     for end in [*range(band, height, band), height]:
-        # Append the next band below the chain, with every source on its own slot.
-        chains = np.concatenate([chains, home(POOL, end, width)[:, chains.shape[1] :]], 1)
-        chains = shuffle_grid(chains, sigma, warm_up(sigma, end, width), generator, window=window, shift=shift)
+        sweeps = warm_up(sigma, end, width)
+        if sweeps > WARM_UP and not window:
+            chains, sweeps = near_stationary(POOL, end, width, sigma, generator), WARM_UP
+        else:  # append the next band below the chain, with every source on its own slot
+            chains = np.concatenate([chains, home(POOL, end, width)[:, chains.shape[1] :]], 1)
+        chains = shuffle_grid(chains, sigma, sweeps, generator, window=window, shift=shift)
         pools.append(chains)
     return tuple(pools)
 
