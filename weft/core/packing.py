@@ -80,7 +80,7 @@ def _in_place(
     if not fused and not (attn.packs and mask is None and flash_runs(q, q.shape[3])):
         return None
     attn.check_length(documents.longest)
-    grouped = fused and attn.backend == "triton" and kernel.grouped(attn)  # not tested on a GPU yet
+    grouped = fused and kernel.grouped(attn)
     if k.shape[1] != q.shape[1] and not grouped:
         k, v = spread(q, k, v)
     # A kernel writes neither outputs nor gradients of padding.
