@@ -194,6 +194,7 @@ def test_wrong_variable_length_attention_is_not_used(monkeypatch):
     def wrong(q, k, *rest, **options):
         return (operator(q, k.flip(0), *rest, **options)[0],)
 
+    monkeypatch.delenv("WEFT_SELF_TEST", raising=False)
     for function, right in ((operator, True), (wrong, False), (None, False)):
         monkeypatch.setattr(self_test, "_results", {})
         monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", function)
