@@ -26,7 +26,6 @@ import argparse
 import functools
 import importlib.util
 import json
-import math
 import os
 import tempfile
 import time
@@ -65,10 +64,9 @@ FULL = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION
 EMPTY, WINDOW = "empty", 512
 VARIANTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "strided": lambda L: {"pattern": "strided"},
-    "2-D": lambda L: {"layout": (2 ** (int(math.log2(L)) // 2), 2 ** -(-int(math.log2(L)) // 2))},
     "keep 0.5": lambda L: {"keep": 0.5},
 }
-MORE = ("sparse, strided", "subsampled, 2-D", "subsampled, keep 0.5")
+MORE = ("sparse, strided", "subsampled, keep 0.5")
 TOO_LONG = {"synthesizer": 16384}  # full attention with wider heads, so it is slower at any length
 
 
@@ -258,6 +256,7 @@ def main() -> None:
             continue
         try:
             prepared(name, L, causal, mode)
+            print(f"{time.time() - began:5.0f} s {L:>6} {name:<26} loaded", flush=True)
         except Exception as error:  # reported when it is timed
             print(f"{L:>6} {name:<26} {type(error).__name__}: {str(error)[:120]}", flush=True)
     print(f"loaded in {time.time() - began:.0f} s", flush=True)

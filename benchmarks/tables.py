@@ -155,8 +155,7 @@ def compiled() -> str:
         at = rows().get((name, 16384, direction(name)), {})
         if "compiled_both_ms" in at:
             lines.append([_label(name), *(ms(at[key][0]) if key in at else "–" for key in (*keys, "both_ms"))])
-    command = "python3 -m benchmarks.gpu_attention --modes compiled reduced"
-    return markdown(lines) if len(lines) > 1 else f"\nNot measured yet: `{command}`.\n\n"
+    return markdown(lines)
 
 
 def share() -> str:
@@ -271,10 +270,8 @@ def tests() -> str:
     lines = [["", *kinds], *([f"`{name}`", *(cell(found.get((name, kind))) for kind in kinds)] for name in names)]
     outcomes = {kind: sum(at.get(kind, 0) for at in found.values()) for kind in ("passed", "failed", "not run")}
     said = ", ".join(f"{n:,} {outcome}" for outcome, n in outcomes.items())
-    by = ", ".join(
-        f"{sum(row['tests'] for row in report['rows'] if row['commit'] == commit):,} on {commit}"
-        for commit in dict.fromkeys(report["commits"])
-    )
+    counts = {x: sum(row["tests"] for row in report["rows"] if row["commit"] == x) for x in report["commits"]}
+    by = ", ".join(f"{n:,} on {commit}" for commit, n in counts.items() if n)
     return (
         f"{markdown(lines)}Other tests (launches, draws, refusals): {cell(found['others', 'other'])}. All: {said} "
         f"({by}; {report['gpu']}, torch {report['torch']}).\n\n"
