@@ -54,7 +54,7 @@ class Operator:
         words = [word.strip() for word in arguments.split(",")]
         n = self.tensors = sum(word.startswith("Tensor") for word in words)
         self.returned, self.differentiable, self.gradients = returned, differentiable, gradients
-        self.unsaved = unsaved
+        self.unsaved, self.backward_tensors = unsaved, len(differentiable) + n + outputs
         first = len(gradients)
         # Whether the gradients are those of the first arguments, which are always there; None for the rest.
         self.leading = gradients == (*range(first),) and not any(word.startswith("Tensor?") for word in words[:first])
@@ -66,7 +66,7 @@ class Operator:
         given = ", ".join([f"Tensor dout{i}" for i in differentiable] + words[:n])
         saved = ", ".join([f"Tensor{'?' * (n + i in unsaved)} output{i}" for i in range(outputs)] + words[n:])
         _define(name, arguments, outputs, self._run, fake)
-        first, after = len(differentiable), len(differentiable) + n + outputs
+        first, after = len(differentiable), self.backward_tensors
         like = fake_backward or self._like
         _define(
             f"{name}_backward", f"{given}, {saved}", len(gradients), self._run_backward,
@@ -107,7 +107,7 @@ class Operator:
         return tuple(self.forward(arguments[: self.tensors], _hashable(arguments[self.tensors :])))
 
     def _run_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
-        count = sum(x is None or isinstance(x, Tensor) for x in arguments)
+        count = self.backward_tensors
         return tuple(self.backward(arguments[:count], _hashable(arguments[count:])))
 
     def _save(self, ctx: Any, inputs: tuple, output: Sequence[Tensor]) -> None:
