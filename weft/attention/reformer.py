@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ..core.contract import Attention, PositionBias
 from ..core.dense import dense_logits, dense_softmax, legal, positions, runs_of, same
-from ..core.dispatch import Kernel
+from ..core.dispatch import Kernel, without_dropout
+from ..core.dropout import dropout_key
 from ..core.precision import precise, without_autocast
 from ..core.registry import register
 from ..core.runs import gather_runs, take_mask, take_tokens
@@ -111,14 +112,17 @@ class ReformerAttention(Attention):
 
 
 def run_kernel(attn: ReformerAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
+    key, threshold = dropout_key(attn, q)
     if attn.buckets <= MOST_GROUPS:
         return hashed_attention(
-            q, v, attn.rotations, mask, buckets=attn.buckets, size=attn.chunk, causal=attn.causal
+            q, v, attn.rotations, mask, buckets=attn.buckets, size=attn.chunk, causal=attn.causal, key=key,
+            threshold=threshold,
         )  # fmt: skip
     bucket, inv = nearest(q, attn.rotations.mT, mask, groups=attn.buckets, signed=True)
     orders = Orders.of(bucket, attn.buckets)
     return interval_attention(
-        q, None, v, orders, size=attn.chunk, causal=attn.causal, back=True, others=True, inv=inv
+        q, None, v, orders, size=attn.chunk, causal=attn.causal, back=True, others=True, inv=inv, key=key,
+        threshold=threshold,
     )  # fmt: skip
 
 
@@ -129,5 +133,5 @@ register(
     paper="Kitaev et al. 2020, Reformer (2001.04451)",
     cost="L*chunk",
     bias=True,
-    kernel=Kernel(run_kernel, too_long, grouped=lambda attn: True),
+    kernel=Kernel(run_kernel, too_long, dropout=True, grouped=lambda attn: True, auto=without_dropout),
 )

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from ..core.blocks import power_of_two
 from ..core.contract import Attention, PositionBias, hide
 from ..core.dense import dense_attention, runs_of, same
-from ..core.dispatch import Kernel
+from ..core.dispatch import Kernel, without_dropout
+from ..core.dropout import dropout_key
 from ..core.joint import Part, joint_attention
 from ..core.partitions import own_block
 from ..core.precision import autocast
@@ -133,16 +134,18 @@ class Clusters(nn.Module):
         return group
 
     def run_kernel(
-        self, operator: Operator, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *options: Any
-    ) -> Tensor | None:
-        """Attention by an operator of `clustered`. None if this call needs the operators of `assign_orders`."""
+        self, operator: Operator, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key: Tensor | None,
+        *options: Any,
+    ) -> Tensor | None:  # fmt: skip
+        """Attention by an operator of `clustered`, with the key of its dropout. None if this call needs the operators
+        of `assign_orders`."""
         if self.clusters > MOST_GROUPS or not plain_call(q):
             return None
         centroids, learning = self.centroids, self.training and not self.frozen
         if learning and recomputing():
             centroids, learning = self.replays.recall(k, content_of), False
         sizes = self.clusters, self.decay, learning
-        out, before, content = operator(q, k, v, centroids, self.drawn, self.count, mask, *sizes, *options)
+        out, before, content = operator(q, k, v, centroids, self.drawn, self.count, mask, key, *sizes, *options)
         if learning:
             self.replays.remember(k, before, k, content)
         return out
@@ -247,9 +250,11 @@ class RoutingAttention(Attention):
 
 def run_kernel(attn: RoutingAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
     clusters, size = attn.clusters, attn.clusters.size(k.shape[2])
-    out = clusters.run_kernel(routed_attention, q, k, v, mask, size, attn.causal)
+    key, threshold = dropout_key(attn, q)
+    out = clusters.run_kernel(routed_attention, q, k, v, mask, key, size, attn.causal, threshold)
     if out is None:
-        out = interval_attention(q, k, v, clusters.assign_orders(k, mask), size=size, causal=attn.causal)
+        orders = clusters.assign_orders(k, mask)
+        out = interval_attention(q, k, v, orders, size=size, causal=attn.causal, key=key, threshold=threshold)
     return out
 
 
@@ -261,5 +266,5 @@ register(
     cost="L*sqrt(L)",
     bias=True,
     length_dependent="without max_length the default capacity depends on the length; set capacity to fix it",
-    kernel=Kernel(run_kernel, too_long, grouped=lambda attn: True),
+    kernel=Kernel(run_kernel, too_long, dropout=True, grouped=lambda attn: True, auto=without_dropout),
 )

@@ -54,6 +54,11 @@ class Kernel:
     step: Callable[..., Callable[..., Tensor] | None] | None = None
 
 
+def without_dropout(attn: Any) -> bool:
+    """For `Kernel.auto`: the kernel's dropout was tested in Triton's interpreter, but not yet on a GPU."""
+    return not (attn.training and attn.dropout)
+
+
 def check_backend(backend: str) -> str:
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")

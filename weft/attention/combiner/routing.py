@@ -317,7 +317,7 @@ def _of_each(x: Tensor, n: int) -> Tensor:
 def run_kernel(attn: CombinerRouting, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
     dtype, clusters, size = q.dtype, attn.clusters, attn.clusters.size(k.shape[2])
     q, k, v = (attn._widen(t) for t in (q, k, v))
-    out = clusters.run_kernel(kernel.routed_spans, q, k, v, mask, size, attn.summary.pool, attn.causal)
+    out = clusters.run_kernel(kernel.routed_spans, q, k, v, mask, None, size, attn.summary.pool, attn.causal)
     if out is None:
         orders = clusters.assign_orders(k, mask)
         out = kernel.span_attention(q, k, v, orders, size=size, pool=attn.summary.pool, causal=attn.causal)

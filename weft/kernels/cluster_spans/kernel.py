@@ -193,4 +193,9 @@ _operator = Operator(
     outputs=2,
 )
 
-routed_spans = clustered("routed_spans", "int size, str pool, bool causal", _forward, _backward)
+routed_spans = clustered(
+    "routed_spans",
+    "int size, str pool, bool causal",
+    lambda q, k, v, tables, key, *options: _forward(q, k, v, tables, *options),
+    lambda dout, q, k, v, tables, key, *rest: _backward(dout, q, k, v, tables, *rest),
+)

@@ -14,18 +14,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..random import kept, row_words
 from ..rows import load_rows, store_rows
 from .forward import asking_slots, bounds, seen_slots, sees
 
 
 @triton.jit
 def query_gradients(
-    Q, K, V, INV, ORDER, GROUP, START, OUT, DOUT, LSE, DELTA, DQ,
+    Q, K, V, INV, ORDER, GROUP, START, KEY, OUT, DOUT, LSE, DELTA, DQ,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l, g_b, g_h, g_l, dq_b, dq_h, dq_l,
-    H, L, groups, size, scale, logit_scale,
+    H, L, groups, size, threshold, earlier, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     BACK: tl.constexpr, CAUSAL: tl.constexpr, OTHERS: tl.constexpr, SHARED: tl.constexpr, MORE: tl.constexpr,
-    PRECISION: tl.constexpr, HEADS: tl.constexpr,
+    PRECISION: tl.constexpr, HEADS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """dq, and DELTA unless MORE."""
     tiles = (L + BQ - 1) // BQ
@@ -45,6 +46,7 @@ def query_gradients(
     q = load_rows(Q + b * q_b + h * q_h, token, d, q_l, live, D, BLOCK_D)
     dout = load_rows(DOUT + b * g_b + h * g_h, token, d, g_l, live, D, BLOCK_D)
     lse = tl.load(LSE + bh * L + token, mask=live, other=0.0)
+    word = row_words(KEY, earlier + bh, token, DROPOUT)
     if MORE:
         delta = tl.load(DELTA + bh * L + token, mask=live, other=0.0)
         dq = load_rows(DQ, token, d, dq_l, live, D, BLOCK_D).to(tl.float32) / logit_scale
@@ -65,7 +67,9 @@ def query_gradients(
             inv = tl.load(INV + bh * L + key, mask=j < stop, other=0.0)[None, :]
             x *= inv
         p = tl.where(allowed, tl.exp2(x * scale - lse[:, None]), 0.0)
-        ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+        dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+        dp *= kept(word[:, None], key[None, :], threshold, DROPOUT)
+        ds = p * (dp - delta[:, None])
         if SHARED:
             ds *= inv
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
@@ -74,12 +78,12 @@ def query_gradients(
 
 @triton.jit
 def key_gradients(
-    Q, K, V, INV, ORDER, GROUP, START, DOUT, LSE, DELTA, DK, DV,
+    Q, K, V, INV, ORDER, GROUP, START, KEY, DOUT, LSE, DELTA, DK, DV,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
-    H, L, groups, size, scale, logit_scale,
+    H, L, groups, size, threshold, earlier, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     BACK: tl.constexpr, CAUSAL: tl.constexpr, OTHERS: tl.constexpr, SHARED: tl.constexpr, MORE: tl.constexpr,
-    PRECISION: tl.constexpr, HEADS: tl.constexpr,
+    PRECISION: tl.constexpr, HEADS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     tiles = (L + BK - 1) // BK
     bh = (tl.program_id(0) // tiles).to(tl.int64)
@@ -120,8 +124,10 @@ def key_gradients(
         if SHARED:
             x *= inv[:, None]
         p = tl.where(allowed, tl.exp2(x * scale - lse[None, :]), 0.0)
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-        ds = p * (tl.dot(v, tl.trans(dout), input_precision=PRECISION) - delta[None, :])
+        word = row_words(KEY, earlier + bh, asking, DROPOUT)
+        factor = kept(word[None, :], token[:, None], threshold, DROPOUT)
+        dv = tl.dot((p * factor).to(dout.dtype), dout, dv, input_precision=PRECISION)
+        ds = p * (tl.dot(v, tl.trans(dout), input_precision=PRECISION) * factor - delta[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     dk *= logit_scale
     if SHARED:

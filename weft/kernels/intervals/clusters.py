@@ -69,31 +69,33 @@ def clustered(name: str, options: str, run: Callable[..., Any], run_backward: Ca
     """An operator that returns out, the centroids of this call and the content of k. It changes the sums and, unless
     they are given again (`learning` is False), the centroids, so it is only for a `plain_call`.
 
-        run(q, k, v, tables, groups, *options) -> out, kept
-        run_backward(dout, q, k, v, tables, out, kept, groups, *options) -> dq, dk, dv
+        run(q, k, v, tables, key, groups, *options) -> out, kept
+        run_backward(dout, q, k, v, tables, key, out, kept, groups, *options) -> dq, dk, dv
+
+    `key` is that of `dropout_key`.
     """
 
-    def forward(q, k, v, centroids, drawn, count, mask, groups, decay, learning, *options):
+    def forward(q, k, v, centroids, drawn, count, mask, key, groups, decay, learning, *options):
         copy = torch.empty_like(centroids) if learning else centroids.new_empty(0)
         content = _empty_content(k) if learning else centroids.new_empty(0)
         tables = _cluster(k, centroids, drawn, count, mask, decay, *((copy, content) if learning else (None, None)))
-        out, kept = run(q, k, v, tables, groups, *options)
+        out, kept = run(q, k, v, tables, key, groups, *options)
         return out, copy, content, tables, kept
 
     def backward(dout, q, k, v, *rest):
-        out, _, _, tables, kept, groups, _, _, *options = rest[4:]
-        return run_backward(dout, q, k, v, tables, out, kept, groups, *options)
+        key, out, _, _, tables, kept, groups, _, _, *options = rest[4:]
+        return run_backward(dout, q, k, v, tables, key, out, kept, groups, *options)
 
     return Operator(
         name,
-        "Tensor q, Tensor k, Tensor v, Tensor? centroids, Tensor? drawn, Tensor? count, Tensor? mask, int groups,"
-        f" float decay, bool learning, {options}",
+        "Tensor q, Tensor k, Tensor v, Tensor? centroids, Tensor? drawn, Tensor? count, Tensor? mask, Tensor? key,"
+        f" int groups, float decay, bool learning, {options}",
         forward,
         _no_shapes,
         backward,
         outputs=5,
         returned=3,
-        unsaved=(3, 4, 5, 6, 8, 9),  # all but q, k, v, out, the tables and `kept`
+        unsaved=(3, 4, 5, 6, 9, 10),  # all but q, k, v, key, out, the tables and `kept`
     )
 
 
@@ -103,11 +105,11 @@ def _no_shapes(*arguments: Any) -> Any:
 
 routed_attention = clustered(
     "routed_attention",
-    "int size, bool causal",
-    lambda q, k, v, tables, groups, size, causal: interval_attention.run(
-        q, k, v, None, tables, groups, size, causal, False, False
+    "int size, bool causal, int threshold",
+    lambda q, k, v, tables, key, groups, size, causal, threshold: interval_attention.run(
+        q, k, v, None, tables, key, groups, size, causal, False, False, threshold
     ),
-    lambda dout, q, k, v, tables, out, lse, groups, size, causal: interval_attention.run_backward(
-        dout, q, k, v, None, tables, out, lse, groups, size, causal, False, False
+    lambda dout, q, k, v, tables, key, out, lse, groups, size, causal, threshold: interval_attention.run_backward(
+        dout, q, k, v, None, tables, key, out, lse, groups, size, causal, False, False, threshold
     ),
 )

@@ -4,7 +4,8 @@ A slot is a place in the sorted order; ORDER is the token in each slot, GROUP it
 each group. A group is cut into runs of `size` slots. The query in slot s attends to an interval of slots [low, high):
 its own run and, with BACK, the run before it in the same group; up to s if causal. With OTHERS it attends to itself
 only if it is alone. Tokens of the group `groups` attend to nothing. With SHARED, keys are the normalised
-queries: K is Q, and INV holds 1 / |q|. HEADS heads of Q share a head of K and V.
+queries: K is Q, and INV holds 1 / |q|. HEADS heads of Q share a head of K and V. For DROPOUT, orders are more heads:
+`earlier` is the number of heads of all earlier ones.
 
 Both ends of the interval grow with s, so a tile of queries needs one range of keys, and a tile of keys one range of
 queries. `attend` continues the softmax that an earlier order stored in OUT and LSE (MORE). Logarithms are to base 2.
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 
 from ..lines.forward import log_normaliser, weigh
+from ..random import kept, row_words
 from ..rows import load_rows, store_rows
 
 
@@ -65,12 +67,12 @@ def bounds(low, high):
 
 @triton.jit
 def attend(
-    Q, K, V, INV, ORDER, GROUP, START, OUT, LSE,
+    Q, K, V, INV, ORDER, GROUP, START, KEY, OUT, LSE,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l,
-    H, L, groups, size, scale,
+    H, L, groups, size, threshold, earlier, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     BACK: tl.constexpr, CAUSAL: tl.constexpr, OTHERS: tl.constexpr, SHARED: tl.constexpr, MORE: tl.constexpr,
-    PRECISION: tl.constexpr, HEADS: tl.constexpr,
+    PRECISION: tl.constexpr, HEADS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     tiles = (L + BQ - 1) // BQ
     bh = (tl.program_id(0) // tiles).to(tl.int64)  # tiles first: neighbours share keys
@@ -89,6 +91,7 @@ def attend(
     live = s < L
     token = tl.load(ORDER + s, mask=live, other=0)
     low, high = seen_slots(s, live, GROUP, START, groups, size, BACK, CAUSAL)
+    word = row_words(KEY, earlier + bh, token, DROPOUT)
     q = load_rows(Q, token, d, q_l, live, D, BLOCK_D)
     if MORE:
         top = tl.load(LSE + token, mask=live, other=float("-inf"))
@@ -109,6 +112,7 @@ def attend(
         if SHARED:
             x *= tl.load(INV + key, mask=j < stop, other=0.0)[None, :]
         p, old, top, total = weigh(x, allowed, top, total, scale)
+        p *= kept(word[:, None], key[None, :], threshold, DROPOUT)
         acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
     out = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     store_rows(OUT, out, token, d, o_l, live, D, BLOCK_D)

@@ -201,42 +201,45 @@ def interval_attention(
     back: bool = False,
     others: bool = False,
     inv: Tensor | None = None,
+    key: Tensor | None = None,
+    threshold: int = 0,
 ) -> Tensor:
-    """q, k and v (B, H, L, D) -> (B, H, L, D). Without k, the keys are the queries times `inv` = 1 / |q|, (B, H, L)."""
+    """q, k and v (B, H, L, D), dropout from `dropout_key` -> (B, H, L, D). Without k, the keys are the queries times
+    `inv` = 1 / |q|, (B, H, L)."""
     q, v = autocast(q, v)
     k = None if k is None else autocast(k)[0]
-    return operator(q, k, v, inv, orders.tables, orders.groups, size, causal, back, others)
+    return operator(q, k, v, inv, orders.tables, key, orders.groups, size, causal, back, others, threshold)
 
 
-def _forward(q, k, v, inv, tables, groups, size, causal, back, others):
+def _forward(q, k, v, inv, tables, key, groups, size, causal, back, others, threshold):
     out, lse = _outputs(q)
-    _attend(q, k, v, inv, tables, out, lse, groups, size, causal, back, others)
+    _attend(q, k, v, inv, tables, key, out, lse, groups, size, causal, back, others, threshold)
     return out, lse
 
 
-def _attend(q, k, v, inv, tables, out, lse, groups, size, causal, back, others):
+def _attend(q, k, v, inv, tables, key, out, lse, groups, size, causal, back, others, threshold):
     check(q, q if k is None else k, v, "none")
-    settings = run_settings(q, k, v, groups, size, causal, back, others)
+    of_call = q, k, v, groups, size, causal, back, others, key, threshold
     q, v = rows_contiguous(q), rows_contiguous(v)
     k, inv = (q, inv) if k is None else (rows_contiguous(k), lse)
     for number, order in enumerate(zip(*order_tables(tables, q.shape[:3], groups), strict=True)):
-        attend_runs(q, k, v, inv, order, out, lse, settings, more=number > 0)
+        attend_runs(q, k, v, inv, order, out, lse, run_settings(*of_call, number), more=number > 0)
 
 
 def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
     return empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _backward(dout, q, k, v, inv, tables, out, lse, groups, size, causal, back, others):
+def _backward(dout, q, k, v, inv, tables, key, out, lse, groups, size, causal, back, others, threshold):
     dq, dk, dv = _gradients(q, k, v)
     by_head_v = dv if v.shape[1] == q.shape[1] else empty_by_head(v, q)
     by_head_k = dk if k is None or k.shape[1] == q.shape[1] else empty_by_head(k, q)
     delta = torch.empty_like(lse)
-    settings = run_settings(q, k, v, groups, size, causal, back, others)
+    of_call = q, k, v, groups, size, causal, back, others, key, threshold
     dout, q, v, out = (rows_contiguous(x) for x in (dout, q, v, out))
     k, inv, to_keys = (q, inv, dq) if k is None else (rows_contiguous(k), lse, by_head_k)
     for number, order in enumerate(zip(*order_tables(tables, q.shape[:3], groups), strict=True)):
-        more = number > 0
+        settings, more = run_settings(*of_call, number), number > 0
         run_query_gradients(q, k, v, inv, order, out, dout, lse, delta, dq, settings, more=more)
         run_key_gradients(q, k, v, inv, order, dout, lse, delta, to_keys, by_head_v, settings, more=more)
     sum_to_groups(by_head_k, dk)
@@ -248,17 +251,20 @@ def _gradients(q: Tensor, k: Tensor | None, v: Tensor, *rest: Any) -> tuple[Tens
     return empty_rows(q), q.new_empty(0) if k is None else empty_rows(k), empty_rows(v)
 
 
-Settings = tuple[dict[str, Any], tuple[int, ...]]  # of `run_settings`
+Settings = tuple[dict[str, Any], Tensor, tuple[int, ...]]  # of `run_settings`
 
 
 def run_settings(
     q: Tensor, k: Tensor | None, v: Tensor, groups: int, size: int, causal: bool, back: bool = False,
-    others: bool = False,
+    others: bool = False, key: Tensor | None = None, threshold: int = 0, number: int = 0,
 ) -> Settings:  # fmt: skip
-    _, H, L, D = q.shape
+    """Options, the key of the dropout of order `number` or any tensor, and sizes."""
+    B, H, L, D = q.shape
     options = {"D": D, "BLOCK_D": block_width(D), "PRECISION": precision(q), "SHARED": k is None}
-    options["HEADS"] = H // v.shape[1]
-    return options | {"BACK": back, "CAUSAL": causal, "OTHERS": others}, (H, L, groups, min(size, L))
+    options |= {"HEADS": H // v.shape[1], "BACK": back, "CAUSAL": causal, "OTHERS": others}
+    options["DROPOUT"] = key is not None
+    earlier = 0 if key is None else number * B * H
+    return options, q if key is None else key, (H, L, groups, min(size, L), threshold, earlier)
 
 
 # Launches, for one order. `inv` is read only if keys are normalised queries.
@@ -271,11 +277,12 @@ def attend_runs(
     """Write out and lse; with `more`, continue from their values."""
     from .forward import attend
 
-    options, sizes = settings
+    options, key, sizes = settings
     t, programs, tile = _launch("attend", q)
     launch(
         attend, programs,
-        q, k, v, inv, *tables, out, lse, *strides(q), *strides(k), *strides(v), *strides(out), *sizes, scales(q)[0],
+        q, k, v, inv, *tables, key, out, lse,
+        *strides(q), *strides(k), *strides(v), *strides(out), *sizes, scales(q)[0],
         MORE=more, **options, **tile, **t.launch(),
     )  # fmt: skip
 
@@ -287,11 +294,11 @@ def run_query_gradients(
     """Write dq and delta; with `more`, add to dq and read delta."""
     from .backward import query_gradients
 
-    options, sizes = settings
+    options, key, sizes = settings
     t, programs, tile = _launch("query gradients", q)
     launch(
         query_gradients, programs,
-        q, k, v, inv, *tables, out, dout, lse, delta, dq,
+        q, k, v, inv, *tables, key, out, dout, lse, delta, dq,
         *strides(q), *strides(k), *strides(v), *strides(out), *strides(dout), *strides(dq), *sizes, *scales(q),
         MORE=more, **options, **tile, **t.launch(),
     )  # fmt: skip
@@ -304,11 +311,11 @@ def run_key_gradients(
     """Write dk and dv; with `more`, add to them."""
     from .backward import key_gradients
 
-    options, sizes = settings
+    options, key, sizes = settings
     t, programs, tile = _launch("key gradients", q)
     launch(
         key_gradients, programs,
-        q, k, v, inv, *tables, dout, lse, delta, dk, dv,
+        q, k, v, inv, *tables, key, dout, lse, delta, dk, dv,
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk), *strides(dv), *sizes, *scales(q),
         MORE=more, **options, **tile, **t.launch(),
     )  # fmt: skip
@@ -324,8 +331,8 @@ def _launch(kernel: str, q: Tensor) -> tuple[Tiles, tuple[int], dict[str, int]]:
 
 operator = Operator(
     "interval_attention",
-    "Tensor q, Tensor? k, Tensor v, Tensor? inv, Tensor tables, int groups, int size, bool causal, bool back,"
-    " bool others",
+    "Tensor q, Tensor? k, Tensor v, Tensor? inv, Tensor tables, Tensor? key, int groups, int size, bool causal,"
+    " bool back, bool others, int threshold",
     _forward,
     lambda q, *rest: _outputs(q),
     _backward,
@@ -335,35 +342,37 @@ operator = Operator(
 
 
 def hashed_attention(
-    q: Tensor, v: Tensor, rotations: Tensor, mask: Tensor | None, *, buckets: int, size: int, causal: bool
-) -> Tensor:
+    q: Tensor, v: Tensor, rotations: Tensor, mask: Tensor | None, *, buckets: int, size: int, causal: bool,
+    key: Tensor | None = None, threshold: int = 0,
+) -> Tensor:  # fmt: skip
     """Reformer: `nearest` to rotations (R, H, D, buckets / 2), the sort and `interval_attention` as one operator."""
     q, v = autocast(q, v)
-    return _hashed(q, v, rotations, for_operator(mask), buckets, size, causal)
+    return _hashed(q, v, rotations, for_operator(mask), key, buckets, size, causal, threshold)
 
 
-def _hash_forward(q, v, rotations, mask, buckets, size, causal):
-    out, lse, inv, tables = _hash_outputs(q, v, rotations, mask, buckets, size, causal)
+def _hash_forward(q, v, rotations, mask, key, buckets, size, causal, threshold):
+    out, lse, inv, tables = _hash_outputs(q, v, rotations, mask, key, buckets, size, causal, threshold)
     group, x = q.new_empty(rotations.shape[0], *q.shape[:3], dtype=group_dtype(buckets)), rows_contiguous(q)
     assign_groups(x, rotations.mT, flags_or(mask, q), mask is not None, group, inv, buckets, True)
     sort_by_group(group, tables, buckets)
-    _attend(q, None, v, inv, tables, out, lse, buckets, size, causal, True, True)
+    _attend(q, None, v, inv, tables, key, out, lse, buckets, size, causal, True, True, threshold)
     return out, lse, inv, tables
 
 
-def _hash_outputs(q, v, rotations, mask, buckets, size, causal):
+def _hash_outputs(q, v, rotations, mask, key, buckets, size, causal, threshold):
     out, lse = _outputs(q)
     return out, lse, torch.empty_like(lse), empty_tables(q, rotations.shape[0], q.shape[1], buckets)
 
 
-def _hash_backward(dout, q, v, rotations, mask, out, lse, inv, tables, buckets, size, causal):
-    dq, _, dv = _backward(dout, q, None, v, inv, tables, out, lse, buckets, size, causal, True, True)
+def _hash_backward(dout, q, v, rotations, mask, key, out, lse, inv, tables, buckets, size, causal, threshold):
+    dq, _, dv = _backward(dout, q, None, v, inv, tables, key, out, lse, buckets, size, causal, True, True, threshold)
     return dq, dv
 
 
 _hashed = Operator(
     "hashed_attention",
-    "Tensor q, Tensor v, Tensor rotations, Tensor? mask, int buckets, int size, bool causal",
+    "Tensor q, Tensor v, Tensor rotations, Tensor? mask, Tensor? key, int buckets, int size, bool causal,"
+    " int threshold",
     _hash_forward,
     _hash_outputs,
     _hash_backward,
