@@ -245,9 +245,11 @@ def kernels() -> str:
         info = weft.attention_info(name)
         if info.kernel is not None:
             attn = weft.make_attention(name, heads=4, head_dim=64, causal=info.causal, max_length=1024)
-            has = (info.kernel.dropout, info.kernel.grouped(attn), info.kernel.packed, info.kernel.step)
+            has = (info.kernel.grouped(attn), info.kernel.packed, info.kernel.step)
             least = f"{info.kernel.least_length:,}" if info.kernel.auto(attn) else "not in `auto`"
-            lines.append([f"`{name}`", least, *("yes" if x else "–" for x in has)])
+            attn.dropout = 0.1
+            drops = ("yes" if info.kernel.auto(attn) else "not in `auto`") if info.kernel.dropout else "–"
+            lines.append([f"`{name}`", least, drops, *("yes" if x else "–" for x in has)])
     return markdown(lines)
 
 
