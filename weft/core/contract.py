@@ -48,6 +48,7 @@ class Attention(Decoding, nn.Module):
     reads_k = True
     exports_any_length = False  # whether torch.export supports a dynamic length; otherwise sizes depend on it
     was_split = False  # whether the last call was on a part of a sequence (context parallelism)
+    qk_gain = 1.0  # the gains of a layer's QK-norm at the start
     long_sums = False  # True if sums over the sequence are computed in float32 for every dtype
 
     def __init__(

@@ -93,6 +93,9 @@ class MultiheadAttention(nn.Module):
             raise ValueError(f"{attention.name} does not read both q and k, so rope=True has no effect: use rope=False")
         self.q_norm = nn.RMSNorm(head_dim, **place) if qk_norm and attention.reads_q else None
         self.k_norm = nn.RMSNorm(head_dim, **place) if qk_norm and attention.reads_k else None
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                nn.init.constant_(norm.weight, attention.qk_gain)
         base = 10000.0 if rope is True else float(rope)
         self.rope = Rotary(head_dim, base).to(device=device) if rope else None
         for linear in (self.q, self.k, self.v, self.out):
