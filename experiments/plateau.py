@@ -3,7 +3,7 @@
     python -m experiments.plateau --attention linear --length 200 400 --gain 1 4
 
 The label is the class (one of 4) of the first of L random tokens. One layer with two heads, the study's rate and
-warm-up, clipping at 1. Prints the step at which the mean loss of the last 30 steps is below 0.3 (1.39 at the start),
+warm-up, clipping at 1. Prints the step at which the mean loss of the last 30 steps is below 0.7 (1.39 at the start),
 and the spread of the class token's attention before: the standard deviation of its weights over their mean, 0 if
 attention is uniform. `--gain` adds QK-norm and sets its gains at the start.
 """
@@ -49,7 +49,7 @@ def leaves_at(attention: str, length: int, gain: float | None, seed: int, steps:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses = [*losses[-29:], loss.item()]
-        if len(losses) == 30 and sum(losses) / 30 < 0.3:
+        if len(losses) == 30 and sum(losses) / 30 < 0.7:
             return step, spread
     return None, spread
 
