@@ -39,7 +39,7 @@ def naive(
 
 
 class LinearAttention(Attention):
-    # At 1, φ is so flat that all keys get nearly the same weight, and training stays there (experiments/wide/README.md).
+    # At 1, φ is so flat that all keys have nearly the same weight: see experiments/wide/README.md.
     qk_gain = 4.0
     long_sums = True
     exports_any_length = property(lambda self: not self.causal)  # type: ignore[assignment]
