@@ -21,7 +21,8 @@ from torch import Tensor
 from ..core.contract import PositionBias
 from ..core.decoding_state import Place
 from ..core.dense import dense_attention, positions
-from ..core.dispatch import Kernel
+from ..core.dispatch import Kernel, without_dropout
+from ..core.dropout import dropout_key
 from ..core.joint import BackwardRows, Layout, Part, Rows, joint_attention, token_positions, valid_in
 from ..core.partitions import LogSpans
 from ..core.precision import gathered
@@ -139,7 +140,8 @@ def _powers(
 
 
 def run_kernel(attn: LogSparseAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
-    return kernel.last_token_attention(q, k, v, mask, causal=attn.causal)
+    key, threshold = dropout_key(attn, q)
+    return kernel.last_token_attention(q, k, v, mask, causal=attn.causal, key=key, threshold=threshold)
 
 
 def lacks(attn: LogSparseAttention, *qkv: Tensor) -> str:
@@ -154,5 +156,5 @@ register(
     cost="L*log(L)",
     bias=True,
     length_dependent="bidirectional spans after a token are counted from the end of the sequence",
-    kernel=Kernel(run_kernel, lacks, grouped=lambda attn: True),
+    kernel=Kernel(run_kernel, lacks, dropout=True, grouped=lambda attn: True, auto=without_dropout),
 )

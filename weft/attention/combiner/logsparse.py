@@ -22,7 +22,8 @@ from torch import Tensor
 from ...core.contract import PositionBias
 from ...core.decoding_state import Place
 from ...core.dense import positions
-from ...core.dispatch import Kernel
+from ...core.dispatch import Kernel, without_dropout
+from ...core.dropout import dropout_key
 from ...core.joint import BackwardRows, Layout, Part, Rows, valid_in
 from ...core.partitions import LogSpans, log_spans
 from ...core.precision import gathered
@@ -237,9 +238,10 @@ def _first_halves(x: Tensor, size: int) -> Tensor:
 
 
 def run_kernel(attn: CombinerLogsparse, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
-    dtype = q.dtype
+    dtype, (key, threshold) = q.dtype, dropout_key(attn, q)
     q, k, v = (attn._widen(t) for t in (q, k, v))
-    return kernel.span_attention(q, k, v, mask, pool=attn.summary.pool, causal=attn.causal).to(dtype)
+    pool, causal = attn.summary.pool, attn.causal
+    return kernel.span_attention(q, k, v, mask, pool=pool, causal=causal, key=key, threshold=threshold).to(dtype)
 
 
 register(
@@ -249,5 +251,5 @@ register(
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*log(L)",
     length_dependent="bidirectional spans after a token are counted from the end of the sequence",
-    kernel=Kernel(run_kernel, kernel.lacks, grouped=lambda attn: True),
+    kernel=Kernel(run_kernel, kernel.lacks, dropout=True, grouped=lambda attn: True, auto=without_dropout),
 )

@@ -12,19 +12,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..random import kept, row_words
 from ..rows import load_rows, store_rows, valid_rows
 from .forward import far_spans, near_spans, rows_of
 
 
 @triton.jit
 def gradients(
-    Q, K, V, MASK, KBAR, VBAR, SOME, OUT, DOUT, LSE, DELTA, DQ, DK, DV, DKBAR, DVBAR, PARTS,
+    Q, K, V, MASK, KBAR, VBAR, SOME, KEY, OUT, DOUT, LSE, DELTA, DQ, DK, DV, DKBAR, DVBAR, PARTS,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, n_b, n_h, n_l, m_b, m_h, m_l, o_b, o_h, o_l, g_b, g_h, g_l,
     dq_b, dq_h, dq_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l, dn_b, dn_h, dn_l, dm_b, dm_h, dm_l,
-    BH, H, L, n, scale, logit_scale,
+    BH, H, L, n, threshold, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr, U: tl.constexpr, REVERSE: tl.constexpr,
     HAS_MASK: tl.constexpr, MORE: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr, SUMMARIES: tl.constexpr,
-    SPAN_GROUP: tl.constexpr,
+    SPAN_GROUP: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """PARTS is (B·H, n, 2, U, D), float32. With SUMMARIES, the gradients of the spans are separate from those of the
     tokens. With MORE, add to DQ, DK and DV."""
@@ -41,6 +42,7 @@ def gradients(
     p = tile * T + tl.arange(0, T)
     live = p < L
     row = rows_of(p, L, REVERSE)
+    word = row_words(KEY, bh, row, DROPOUT)
     q = load_rows(Q + b * q_b + h * q_h, row, d, q_l, live, D, BLOCK_D)
     dout = load_rows(DOUT + b * g_b + h * g_h, row, d, g_l, live, D, BLOCK_D)
     lse = tl.load(LSE + bh.to(tl.int64) * L + row, mask=live, other=float("inf"))  # no query: no probability
@@ -58,8 +60,9 @@ def gradients(
     v = load_rows(VBAR, row, d, m_l, real, D, BLOCK_D)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale - lse[:, None]
     w = tl.where(near_spans(T) & real[None, :], tl.exp2(s), 0.0)
-    dv = tl.dot(tl.trans(w.to(dout.dtype)), dout, input_precision=PRECISION)
-    ds = (w * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None])).to(q.dtype)
+    factor = kept(word[:, None], row[None, :], threshold, DROPOUT)
+    dv = tl.dot(tl.trans((w * factor).to(dout.dtype)), dout, input_precision=PRECISION)
+    ds = (w * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) * factor - delta[:, None])).to(q.dtype)
     dq = tl.dot(ds, k, dq, input_precision=PRECISION)
     dk = tl.dot(tl.trans(ds), q, input_precision=PRECISION) * logit_scale
     if SUMMARIES:
@@ -72,10 +75,11 @@ def gradients(
         k = load_rows(K + b * k_b + h // GROUP * k_h, row, d, k_l, real, D, BLOCK_D).to(tl.float32)
         v = load_rows(V + b * v_b + h // GROUP * v_h, row, d, v_l, real, D, BLOCK_D).to(tl.float32)
         own = tl.where(real, tl.exp2(tl.sum(q.to(tl.float32) * k, 1) * scale - lse), 0.0)
-        dx = own * (tl.sum(dout.to(tl.float32) * v, 1) - delta)
+        factor = kept(word, row, threshold, DROPOUT)
+        dx = own * (tl.sum(dout.to(tl.float32) * v, 1) * factor - delta)
         dq += dx[:, None] * k
         dk += (dx * logit_scale)[:, None] * q.to(tl.float32)
-        dv += own[:, None] * dout.to(tl.float32)
+        dv += (own * factor)[:, None] * dout.to(tl.float32)
     elif not SUMMARIES:
         dk += load_rows(DK, row, d, dk_l, live, D, BLOCK_D).to(tl.float32)
         dv += load_rows(DV, row, d, dv_l, live, D, BLOCK_D).to(tl.float32)
@@ -89,8 +93,9 @@ def gradients(
     v = load_rows(VBAR, far, d, m_l, real, D, BLOCK_D)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale - lse[:, None]
     w = tl.where(real[None, :], tl.exp2(s), 0.0)
-    dv = tl.dot(tl.trans(w.to(dout.dtype)), dout, input_precision=PRECISION)
-    ds = (w * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None])).to(q.dtype)
+    factor = kept(word[:, None], far[None, :], threshold, DROPOUT)
+    dv = tl.dot(tl.trans((w * factor).to(dout.dtype)), dout, input_precision=PRECISION)
+    ds = (w * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) * factor - delta[:, None])).to(q.dtype)
     dq = tl.dot(ds, k, dq, input_precision=PRECISION)
     dk = tl.dot(tl.trans(ds), q, input_precision=PRECISION) * logit_scale
     store_rows(DQ, dq * logit_scale, row, d, dq_l, live, D, BLOCK_D)

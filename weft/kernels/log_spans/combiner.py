@@ -29,10 +29,13 @@ from .kernel import lacks as lacks_spans
 POOLS = ("max", "mean", "sum")
 
 
-def span_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, pool: str, causal: bool) -> Tensor:
-    """q, k and v (B, H, L, D), mask (B, L) -> (B, H, L, D)."""
+def span_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, pool: str, causal: bool, key: Tensor | None = None,
+    threshold: int = 0,
+) -> Tensor:  # fmt: skip
+    """q, k and v (B, H, L, D), mask (B, L), dropout from `dropout_key` -> (B, H, L, D). Spans are dropped whole."""
     q, k, v = autocast(q, k, v)
-    return _operator(q, k, v, for_operator(mask), pool, causal)
+    return _operator(q, k, v, for_operator(mask), key, pool, causal, threshold)
 
 
 def _tree(q: Tensor) -> tuple[int, int, int]:
@@ -55,7 +58,7 @@ def _outputs(q: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     return empty_rows(q), _kept(q, causal).empty(q)
 
 
-def _forward(q, k, v, mask, pool, causal):
+def _forward(q, k, v, mask, key, pool, causal, threshold):
     from .summaries import collect_values, pool_blocks, pool_tiles, span_values
 
     check(q, k, v, "none")
@@ -91,11 +94,11 @@ def _forward(q, k, v, mask, pool, causal):
             collect_values, (n * BH,),
             parts, norms, vbar, local, BH, L, n, levels, U=U, ROWS=16, **shape, num_warps=4,
         )  # fmt: skip
-        attend_spans(q, k, v, flags, kbar, vbar, count, out, lse, has_mask, reverse)
+        attend_spans(q, k, v, flags, kbar, vbar, count, key, out, lse, has_mask, reverse, threshold)
     return outputs
 
 
-def _backward(dout, q, k, v, mask, out, block, pool, causal):
+def _backward(dout, q, k, v, mask, key, out, block, pool, causal, threshold):
     from .summary_gradients import collect_queries, pool_gradients, value_gradients
 
     dq, (dk, by_head_k), (dv, by_head_v) = empty_rows(q), gradients(k, q), gradients(v, q)
@@ -112,8 +115,8 @@ def _backward(dout, q, k, v, mask, out, block, pool, causal):
         qbar, kbar, vbar, local, count, tree = kept[6:] if reverse else kept[:6]
         shape = {"D": D, "BLOCK_D": block_width(D), "T": tile, "REVERSE": reverse}
         span_gradients(
-            q, k, v, flags, kbar, vbar, count, out, dout, lse, delta, dq, by_head_k, by_head_v,
-            dkbar, dvbar, parts,            has_mask, reverse, summaries=True,
+            q, k, v, flags, kbar, vbar, count, key, out, dout, lse, delta, dq, by_head_k, by_head_v,
+            dkbar, dvbar, parts, has_mask, reverse, threshold, summaries=True,
         )  # fmt: skip
         launch(
             value_gradients, (n * BH,),
@@ -138,9 +141,9 @@ def _backward(dout, q, k, v, mask, out, block, pool, causal):
 
 _operator = Operator(
     "combiner_logsparse",
-    "Tensor q, Tensor k, Tensor v, Tensor? mask, str pool, bool causal",
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key, str pool, bool causal, int threshold",
     _forward,
-    lambda q, k, v, mask, pool, causal: _outputs(q, causal),
+    lambda q, k, v, mask, key, pool, causal, threshold: _outputs(q, causal),
     _backward,
     outputs=2,
 )

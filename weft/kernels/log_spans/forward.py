@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from ..lines.forward import log_normaliser, weigh
+from ..random import kept, row_words
 from ..rows import load_rows, store_rows, valid_rows
 
 
@@ -42,12 +43,12 @@ def far_spans(tile, L, T: tl.constexpr, U: tl.constexpr, REVERSE: tl.constexpr):
 
 @triton.jit
 def attend(
-    Q, K, V, MASK, KBAR, VBAR, SOME, OUT, LSE,
+    Q, K, V, MASK, KBAR, VBAR, SOME, KEY, OUT, LSE,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, n_b, n_h, n_l, m_b, m_h, m_l, o_b, o_h, o_l,
-    BH, H, L, scale,
+    BH, H, L, threshold, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr, U: tl.constexpr, REVERSE: tl.constexpr,
     HAS_MASK: tl.constexpr, MORE: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
-    SPAN_GROUP: tl.constexpr,
+    SPAN_GROUP: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """KBAR, VBAR and SOME: keys and values of the spans, and which have any token. Unless MORE, start with the token
     itself."""
@@ -62,6 +63,7 @@ def attend(
     p = tile * T + tl.arange(0, T)
     live = p < L
     row = rows_of(p, L, REVERSE)
+    word = row_words(KEY, bh, row, DROPOUT)
     q = load_rows(Q + b * q_b + h * q_h, row, d, q_l, live, D, BLOCK_D)
     if MORE:
         top = tl.load(LSE + row, mask=live, other=float("-inf"))
@@ -71,6 +73,7 @@ def attend(
         real = valid_rows(MASK + b * L, row, live, HAS_MASK)
         k = load_rows(K + b * k_b + h // GROUP * k_h, row, d, k_l, real, D, BLOCK_D)
         acc = load_rows(V + b * v_b + h // GROUP * v_h, row, d, v_l, real, D, BLOCK_D).to(tl.float32)
+        acc *= kept(word[:, None], row[:, None], threshold, DROPOUT)
         top = tl.where(real, tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale, float("-inf"))
         total = tl.where(real, 1.0, 0.0)
 
@@ -79,6 +82,7 @@ def attend(
     v = load_rows(VBAR, row, d, m_l, real, D, BLOCK_D)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     w, old, top, total = weigh(s, near_spans(T) & real[None, :], top, total, scale)
+    w *= kept(word[:, None], row[None, :], threshold, DROPOUT)
     acc = tl.dot(w.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
 
     far, exist = far_spans(tile, L, T, U, REVERSE)
@@ -87,6 +91,7 @@ def attend(
     v = load_rows(VBAR, far, d, m_l, real, D, BLOCK_D)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     w, old, top, total = weigh(s, real[None, :], top, total, scale)
+    w *= kept(word[:, None], far[None, :], threshold, DROPOUT)
     acc = tl.dot(w.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
     store_rows(OUT, acc / tl.where(total > 0.0, total, 1.0)[:, None], row, d, o_l, live, D, BLOCK_D)
     tl.store(LSE + row, log_normaliser(top, total), mask=live)

@@ -33,25 +33,28 @@ def lacks(attn: Any, *qkv: Tensor) -> str:
     return too_long(attn, *qkv)
 
 
-def last_token_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
-    """q, k and v (B, H, L, D), mask (B, L) -> (B, H, L, D). A span is represented by its token nearest to the query."""
+def last_token_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool, key: Tensor | None = None, threshold: int = 0
+) -> Tensor:
+    """q, k and v (B, H, L, D), mask (B, L), dropout from `dropout_key` -> (B, H, L, D). A span is represented by its
+    token nearest to the query."""
     q, k, v = autocast(q, k, v)
-    return _operator(q, k, v, for_operator(mask), causal)
+    return _operator(q, k, v, for_operator(mask), key, causal, threshold)
 
 
-def _forward(q, k, v, mask, causal):
+def _forward(q, k, v, mask, key, causal, threshold):
     check(q, k, v, "none")
     out, lse = _outputs(q)
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
     flags = flags_or(mask, q)
     for reverse in (False,) if causal else (False, True):
-        attend_spans(q, k, v, flags, k, v, flags, out, lse, mask is not None, reverse)
+        attend_spans(q, k, v, flags, k, v, flags, key, out, lse, mask is not None, reverse, threshold)
     return out, lse
 
 
 def attend_spans(
-    q: Tensor, k: Tensor, v: Tensor, flags: Tensor, kbar: Tensor, vbar: Tensor, some: Tensor, out: Tensor, lse: Tensor,
-    has_mask: bool, reverse: bool,
+    q: Tensor, k: Tensor, v: Tensor, flags: Tensor, kbar: Tensor, vbar: Tensor, some: Tensor, key: Tensor | None,
+    out: Tensor, lse: Tensor, has_mask: bool, reverse: bool, threshold: int,
 ) -> None:  # fmt: skip
     """Write out and lse: the token itself and the spans before it; with `reverse`, add the spans after it."""
     from .forward import attend
@@ -59,9 +62,10 @@ def attend_spans(
     sizes, options = tile_sizes(q, has_mask)
     launch(
         attend, (ceil_div(q.shape[2], options["T"]) * sizes[0],),
-        q, k, v, flags, kbar, vbar, some, out, lse,
-        *strides(q), *strides(k), *strides(v), *strides(kbar), *strides(vbar), *strides(out), *sizes, scales(q)[0],
-        REVERSE=reverse, MORE=reverse, **_shared(q, k, kbar), **options, num_warps=4, num_stages=1,
+        q, k, v, flags, kbar, vbar, some, q if key is None else key, out, lse,
+        *strides(q), *strides(k), *strides(v), *strides(kbar), *strides(vbar), *strides(out), *sizes, threshold,
+        scales(q)[0], REVERSE=reverse, MORE=reverse, DROPOUT=key is not None, **_shared(q, k, kbar), **options,
+        num_warps=4, num_stages=1,
     )  # fmt: skip
 
 
@@ -69,23 +73,23 @@ def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
     return empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _backward(dout, q, k, v, mask, out, lse, causal):
+def _backward(dout, q, k, v, mask, key, out, lse, causal, threshold):
     dq, (dk, by_head_k), (dv, by_head_v) = empty_rows(q), gradients(k, q), gradients(v, q)
     dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
     flags = flags_or(mask, q)
     delta, parts = torch.empty_like(lse), empty_parts(q)
-    given, grads = (q, k, v, flags, k, v, flags, out, dout, lse), (dq, by_head_k, by_head_v, by_head_k, by_head_v)
+    given, grads = (q, k, v, flags, k, v, flags, key, out, dout, lse), (dq, by_head_k, by_head_v, by_head_k, by_head_v)
     for reverse in (False,) if causal else (False, True):
-        span_gradients(*given, delta, *grads, parts, mask is not None, reverse, summaries=False)
+        span_gradients(*given, delta, *grads, parts, mask is not None, reverse, threshold, summaries=False)
     sum_to_groups(by_head_k, dk)
     sum_to_groups(by_head_v, dv)
     return dq, dk, dv
 
 
 def span_gradients(
-    q: Tensor, k: Tensor, v: Tensor, flags: Tensor, kbar: Tensor, vbar: Tensor, some: Tensor, out: Tensor, dout: Tensor,
-    lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dkbar: Tensor, dvbar: Tensor, parts: Tensor,
-    has_mask: bool, reverse: bool, *, summaries: bool,
+    q: Tensor, k: Tensor, v: Tensor, flags: Tensor, kbar: Tensor, vbar: Tensor, some: Tensor, key: Tensor | None,
+    out: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dkbar: Tensor,
+    dvbar: Tensor, parts: Tensor, has_mask: bool, reverse: bool, threshold: int, *, summaries: bool,
 ) -> None:  # fmt: skip
     """Write the gradients of `attend_spans`, which are separate for tokens and spans with `summaries`. With `reverse`,
     add to those of tokens."""
@@ -95,10 +99,11 @@ def span_gradients(
     n, D = ceil_div(q.shape[2], options["T"]), q.shape[3]
     launch(
         backward.gradients, (n * sizes[0],),
-        q, k, v, flags, kbar, vbar, some, out, dout, lse, delta, dq, dk, dv, dkbar, dvbar, parts,
+        q, k, v, flags, kbar, vbar, some, q if key is None else key, out, dout, lse, delta, dq, dk, dv, dkbar, dvbar,
+        parts,
         *strides(q), *strides(k), *strides(v), *strides(kbar), *strides(vbar), *strides(out), *strides(dout),
-        *strides(dq), *strides(dk), *strides(dv), *strides(dkbar), *strides(dvbar), *sizes, n, *scales(q),
-        REVERSE=reverse, MORE=reverse, **_shared(q, k, kbar), SUMMARIES=summaries, **options,
+        *strides(dq), *strides(dk), *strides(dv), *strides(dkbar), *strides(dvbar), *sizes, n, threshold, *scales(q),
+        REVERSE=reverse, MORE=reverse, DROPOUT=key is not None, **_shared(q, k, kbar), SUMMARIES=summaries, **options,
         num_warps=8 if D > 64 else 4, num_stages=1,
     )  # fmt: skip
     if n > 1:
@@ -129,7 +134,7 @@ def tile_sizes(q: Tensor, has_mask: bool) -> tuple[tuple[int, int, int], dict[st
 
 _operator = Operator(
     "last_token_attention",
-    "Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal",
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key, bool causal, int threshold",
     _forward,
     lambda q, *rest: _outputs(q),
     _backward,
