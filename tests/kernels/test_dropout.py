@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from promises import DEVICE
 
 import weft
 from weft.core.dense import dense_logits
+from weft.kernels.lines.kernel import LinePart
 
 pytest.importorskip("triton")
 
@@ -29,6 +31,12 @@ CALLS = {
     "routing": ({"clusters": 3, "capacity": 5}, {"clusters": 2, "capacity": 9}),
     "sparse": ({"block_size": 8, "columns": 2}, {"block_size": 17, "columns": 3, "leading_column": True}),
     "strided": ({"block_size": 4, "pattern": "strided"}, {"block_size": 9, "pattern": "strided"}),
+}
+GRIDS = {
+    "combiner-axial": ({}, {}),
+    "combiner-axial-horizontal": ({}, {"split": True}),
+    "combiner-axial-vertical": ({}, {"summary": "relu-max"}),  # pooled by PyTorch
+    "combiner-mixture": ({}, {"mixture": "joint"}),
 }
 
 
@@ -55,7 +63,7 @@ def span_ends(i, j, L):
 def test_every_kernel_with_dropout_is_tested():
     infos = [weft.attention_info(name) for name in weft.attentions()]
     able = {x.name for x in infos if x.kernel is not None and x.kernel.dropout and x.dropout == "probabilities"}
-    assert able == {*CALLS, "sinkhorn"} - {"strided"}  # sinkhorn has two matrices: the next test
+    assert able == {*CALLS, *GRIDS, "sinkhorn"} - {"strided"}  # sinkhorn has two matrices: the next test
 
 
 def test_sinkhorn_drops_the_same_forward_and_backward():
@@ -126,6 +134,53 @@ def test_kernels_drop_the_same_probabilities_forward_and_backward(name, which, c
         results.append((out, *torch.autograd.grad(out, qkv, dout, allow_unused=True, materialize_grads=True)))
     for truth, mine in zip(*results, strict=True):
         assert (truth - mine).norm() <= 1e-4 * truth.norm()
+
+
+def numbers(attn, L) -> np.ndarray:
+    """(L, n): the numbers of every query's keys, in the order of the plain version of a grid Combiner."""
+    m = attn.block_size
+    i, rows = np.arange(L)[:, None], -(-L // m)
+    cells = {"row": i // m * m + np.arange(m), "column": np.arange(rows) * m + i % m}
+    if attn.name == "combiner-axial":
+        parts = [LinePart(0, "row", "all"), LinePart(1, "column", "others")]
+    else:
+        parts = attn.direct_parts() + attn.line_parts()[1]
+        if attn.columns_split:
+            parts.sort(key=lambda part: part.axis == "column")
+    return np.concatenate([part.source * rows * m + cells[part.axis] for part in parts], 1)
+
+
+EVERY_GRID = [(name, i, *flags) for name in GRIDS for i in (0, 1) for flags in product((True, False), (0, 1))]
+# A mixture runs all kernels of -horizontal and -vertical, except with the summaries that PyTorch pools.
+FEW_GRIDS = [(name, i, i == 0, i) for name in ("combiner-axial", "combiner-mixture") for i in (0, 1)]
+FEW_GRIDS += [("combiner-axial-vertical", 1, False, 1)]
+
+
+@pytest.mark.parametrize(("name", "which", "causal", "masked"), FEW_GRIDS if DEVICE == "cpu" else EVERY_GRID)
+def test_grid_combiners_drop_what_the_plain_version_drops(name, which, causal, masked, monkeypatch):
+    """The plain version drops the same keys and summaries of its softmax; a mixture those of each factorisation."""
+    torch.manual_seed(0)
+    B, H, L, D = (1, 1 + (name == "combiner-axial"), 5 - which, 16) if DEVICE == "cpu" else (2, 4, 300, 64)
+    options = {"block_size": 2 if DEVICE == "cpu" else (9, 130)[which], **GRIDS[name][which]}
+    attn = weft.make_attention(name, heads=H, head_dim=D, causal=causal, dropout=P, **options)
+    monkeypatch.setattr(torch, "randint", lambda *_, device: torch.tensor([KEY], device=device))
+    heads = H, max(1, H // 2), max(1, H // 2), H
+    tensors = [torch.randn(B, L, h, D).transpose(1, 2) for h in heads]
+    mask = torch.rand(B, L) > 0.2 if masked else None
+    softmaxes = list(getattr(attn, "factorisations", [attn]))
+    drops = [factors(B, H, L, numbers(each, L)).to(tensors[0].device) for each in softmaxes]
+    results = []
+    for backend, dtype in (("torch", torch.float64), ("triton", torch.float32)):
+        *qkv, dout = (x.to(dtype).requires_grad_() for x in tensors)
+        attn.backend = backend
+        left = iter(drops)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.nn.functional, "dropout", lambda p, rate, left=left: p * next(left))
+            out = attn(*qkv, mask)
+        assert len(list(left)) == (0 if backend == "torch" else len(drops))
+        results.append((out, *torch.autograd.grad(out, qkv, dout)))
+    for truth, mine in zip(*results, strict=True):
+        assert (truth - mine).norm() < 1e-4 * truth.norm()
 
 
 def test_dropout_is_repeated_from_the_seed_and_gone_in_eval():

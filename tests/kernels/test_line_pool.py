@@ -48,4 +48,4 @@ def test_the_operator_passes_opcheck():
     mask = torch.tensor([[True, False, True]])
     parts, spans = (0, 0, 0, 1, 1, 1), (1, 1)  # own row up to the token; one member: spans of the columns above
     with poisoned_memory():  # bytes that nothing writes are the same in every run
-        torch.library.opcheck(torch.ops.weft.grid_attention, (q, k, v, mask, parts, spans, (1,), "max", 2))
+        torch.library.opcheck(torch.ops.weft.grid_attention, (q, k, v, mask, None, parts, spans, (1,), "max", 2, 0))

@@ -17,7 +17,8 @@ from torch import Tensor
 from ...core.blocks import ceil_div
 from ...core.contract import PositionBias
 from ...core.decoding_state import Place, tree_map
-from ...core.dispatch import Kernel
+from ...core.dispatch import Kernel, without_dropout
+from ...core.dropout import dropout_key
 from ...core.heads import spread
 from ...core.joint import Columns, Rows, valid_in
 from ...core.partitions import default_block
@@ -77,15 +78,15 @@ class GridCombiner(Combiner):
         dtype = q.dtype
         q, k, v = (self._widen(t) for t in (q, k, v))
         m = self.block_size or default_block(q.shape[2], self.max_length)
-        plan, pool = self._plan(), self.summary.kind
+        plan, pool, (key, threshold) = self._plan(), self.summary.kind, dropout_key(self, q)
         if plan.has_kernel(pool, k.shape[2], m):
-            out = grid_attention(q, k, v, mask, plan, pool=pool, width=m)
+            out = grid_attention(q, k, v, mask, plan, pool=pool, width=m, key=key, threshold=threshold)
         else:
             k, v = spread(q, k, v)
             spans, parts = self.line_parts()
             parts = self.direct_parts() + parts
             summaries = tuple(self._line_spans(q, k, v, mask, m, *span) for span in spans)
-            out = kernel.line_attention(q, k, v, mask, parts, width=m, spans=summaries)
+            out = kernel.line_attention(q, k, v, mask, parts, width=m, spans=summaries, key=key, threshold=threshold)
         return out.to(dtype) if self.long_sums else out
 
     def _plan(self) -> GridPlan:
@@ -250,4 +251,10 @@ class GridCombiner(Combiner):
         return KeyValues(kbar, vbar, state.count > 0)
 
 
-KERNEL = Kernel(GridCombiner.run_kernel, least_length=kernel.LEAST_LENGTH, grouped=lambda attn: True)
+KERNEL = Kernel(
+    GridCombiner.run_kernel,
+    least_length=kernel.LEAST_LENGTH,
+    dropout=True,
+    grouped=lambda attn: True,
+    auto=without_dropout,
+)

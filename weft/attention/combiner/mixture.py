@@ -22,7 +22,7 @@ from ...core.blocks import ceil_div
 from ...core.contract import Attention, PositionBias
 from ...core.decoding_state import Place
 from ...core.dense import positions
-from ...core.dispatch import Kernel, check_backend
+from ...core.dispatch import Kernel, check_backend, without_dropout
 from ...core.joint import Part, Rows, mean_attention
 from ...core.partitions import default_block
 from ...core.registry import attention_info, attentions, make_attention, register
@@ -57,8 +57,8 @@ def naive(
 class CombinerMixture(Attention):
     """`factorisations`: names or (name, {options}). `block_size` and `summary` are passed to all that support them.
 
-    Factorisations on one grid run as one kernel, others each their own. `backend="triton"` requires a kernel for each;
-    "auto" uses those available.
+    Factorisations on one grid run as one kernel, others each their own; with dropout all do, because each drops its own
+    probabilities. `backend="triton"` requires a kernel for each; "auto" uses those available.
     """
 
     _plan: GridPlan | None = None
@@ -124,7 +124,7 @@ class CombinerMixture(Attention):
 
     def run_kernel(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         plan = self._plan
-        if plan is not None:
+        if plan is not None and not (self.training and self.dropout):
             attn: Any = self.factorisations[0]
             m, pool = attn.block_size or default_block(q.shape[2], self.max_length), attn.summary.kind
             if plan.has_kernel(pool, q.shape[2], m):
@@ -235,5 +235,5 @@ register(
     cost="L*sqrt(L)",
     length_dependent="without max_length the default block size (combiner-routing: capacity) depends on the length; "
     "set block_size (capacity) to fix it; bidirectional spans of combiner-logsparse are counted from the end",
-    kernel=Kernel(CombinerMixture.run_kernel, lacks, grouped=lambda attn: True),
+    kernel=Kernel(CombinerMixture.run_kernel, lacks, dropout=True, grouped=lambda attn: True, auto=without_dropout),
 )

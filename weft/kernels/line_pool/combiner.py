@@ -60,12 +60,15 @@ class GridPlan:
 
 
 def grid_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, plan: GridPlan, *, pool: str, width: int
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, plan: GridPlan, *, pool: str, width: int,
+    key: Tensor | None = None, threshold: int = 0,
+) -> Tensor:  # fmt: skip
     """q, k and v (B, H, L, D), mask (B, L) -> (B, H, L, D). Source 0 of the parts is the tokens; source 1, 2, .. the
-    spans: each cell has one, which pools along its row or column by a rule."""
+    spans: each cell has one, which pools along its row or column by a rule. `key` and `threshold` are those of
+    `dropout_key`; not for a mean, whose members drop independently."""
+    assert key is None or not plan.members
     q, k, v = autocast(q, k, v)
-    return _operator(q, k, v, for_operator(mask), plan.parts, plan.spans, plan.members, pool, width)
+    return _operator(q, k, v, for_operator(mask), key, plan.parts, plan.spans, plan.members, pool, width, threshold)
 
 
 def _spans(numbers: tuple[int, ...]) -> list[tuple[Axis, Rule]]:
@@ -98,7 +101,7 @@ def _member_of(parts: int, members: tuple[int, ...]) -> list[int]:
     return [-1] * (parts - sum(members)) + [number for number, count in enumerate(members) for _ in range(count)]
 
 
-def _forward(q, k, v, mask, parts, numbers, members, pool, width):
+def _forward(q, k, v, mask, key, parts, numbers, members, pool, width, threshold):
     from .mixture import average
 
     check(q, [(k, v, None)])
@@ -117,10 +120,10 @@ def _forward(q, k, v, mask, parts, numbers, members, pool, width):
         shared = q.new_empty(B, L, H, D).transpose(1, 2), torch.empty_like(lse)
     begun = {-1: shared}
     for number, (part, member) in enumerate(zip(decode(parts), _member_of(len(parts) // 3, members), strict=True)):
-        keys, lines = sources[part.source], Lines.of(part.axis, n, width)
+        s, lines, dropout = part.source, Lines.of(part.axis, n, width), (key, threshold)
         its_out, its_lse = shared if member < 0 else (outs[member].transpose(1, 2), lses[member])
         old = begun.get(member, shared)
-        attend_lines(q, *keys, its_out, its_lse, lines, part.rule, more=number > 0, old=old)
+        attend_lines(q, *sources[s], its_out, its_lse, lines, part.rule, *dropout, source=s, more=number > 0, old=old)
         begun[member] = its_out, its_lse
     if members:
         launch(
@@ -130,7 +133,7 @@ def _forward(q, k, v, mask, parts, numbers, members, pool, width):
     return outputs
 
 
-def _backward(dout, q, k, v, mask, out, block, parts, numbers, members, pool, width):
+def _backward(dout, q, k, v, mask, key, out, block, parts, numbers, members, pool, width, threshold):
     from .mixture import products
 
     lse, outs, lses, kept = _split(q, mask, numbers, members, width, block)
@@ -148,12 +151,12 @@ def _backward(dout, q, k, v, mask, out, block, parts, numbers, members, pool, wi
         )  # fmt: skip
     begun = set()
     for number, (part, member) in enumerate(zip(decode(parts), _member_of(len(parts) // 3, members), strict=True)):
-        keys, lines = sources[part.source], Lines.of(part.axis, n, width)
+        s, lines, rule, dropout = part.source, Lines.of(part.axis, n, width), part.rule, (key, threshold)
         sums = (lse, delta) if member < 0 else (lses[member], deltas[member])
-        known = bool(members) or number > 0
-        line_query_gradients(q, *keys, out, dout, *sums, dq, lines, part.rule, more=number > 0, known=known)
-        line_key_gradients(q, *keys, dout, *sums, *written[part.source], lines, part.rule, more=part.source in begun)
-        begun.add(part.source)
+        keys, more, known = sources[s], number > 0, bool(members) or number > 0
+        line_query_gradients(q, *keys, out, dout, *sums, dq, lines, rule, *dropout, source=s, more=more, known=known)
+        line_key_gradients(q, *keys, dout, *sums, *written[s], lines, rule, *dropout, source=s, more=s in begun)
+        begun.add(s)
     for (axis, rule), (qbar, kbar, vbar, local, some), (dkbar, dvbar) in zip(
         _spans(numbers), kept, of_spans, strict=True
     ):
@@ -170,9 +173,10 @@ def _backward(dout, q, k, v, mask, out, block, parts, numbers, members, pool, wi
 
 _operator = Operator(
     "grid_attention",
-    "Tensor q, Tensor k, Tensor v, Tensor? mask, int[] parts, int[] spans, int[] members, str pool, int width",
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key, int[] parts, int[] spans, int[] members, str pool,"
+    " int width, int threshold",
     _forward,
-    lambda q, k, v, mask, parts, numbers, members, pool, width: _outputs(q, mask, numbers, members, width),
+    lambda q, k, v, mask, key, parts, numbers, members, pool, width, *rest: _outputs(q, mask, numbers, members, width),
     _backward,
     outputs=2,
 )

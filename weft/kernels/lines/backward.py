@@ -24,7 +24,7 @@ def query_gradients(
     BH, H, queries, keys, cells, line_step, cell_step, threshold, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     RULE: tl.constexpr, HAS_FLAGS: tl.constexpr, MORE: tl.constexpr, KNOWN: tl.constexpr, PRECISION: tl.constexpr,
-    GROUP: tl.constexpr, DROPOUT: tl.constexpr,
+    GROUP: tl.constexpr, DROPOUT: tl.constexpr, SOURCE: tl.constexpr,
 ):  # fmt: skip
     """Unless KNOWN, it also computes delta."""
     bh, b, h, line, q_first = place(BH, H, cells, BQ)
@@ -66,7 +66,7 @@ def query_gradients(
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         p = tl.where(allowed, tl.exp2(s * scale - lse[:, None]), 0.0)
         dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
-        dp *= kept(word[:, None], (first + j * cell_step)[None, :], threshold, DROPOUT)
+        dp *= kept(word[:, None], (SOURCE * keys + first + j * cell_step)[None, :], threshold, DROPOUT)
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     dq *= logit_scale
@@ -82,7 +82,7 @@ def key_gradients(
     BH, H, queries, keys, cells, line_step, cell_step, threshold, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     RULE: tl.constexpr, HAS_FLAGS: tl.constexpr, MORE: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
-    GROUP: tl.constexpr, DROPOUT: tl.constexpr,
+    GROUP: tl.constexpr, DROPOUT: tl.constexpr, SOURCE: tl.constexpr,
 ):  # fmt: skip
     """KEEP stores PRODUCTS_j = dk_j · k_j + dv_j · v_j, the delta of keys and values that are summaries."""
     bh, b, h, line, k_first = place(BH, H, cells, BK)
@@ -122,7 +122,7 @@ def key_gradients(
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         p = tl.where(allowed, tl.exp2(s * scale - lse[None, :]), 0.0)
         word = row_words(KEY, bh, first + i * cell_step, DROPOUT)
-        factor = kept(word[None, :], (first + j * cell_step)[:, None], threshold, DROPOUT)
+        factor = kept(word[None, :], (SOURCE * keys + first + j * cell_step)[:, None], threshold, DROPOUT)
         dv = tl.dot((p * factor).to(dout.dtype), dout, dv, input_precision=PRECISION)
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION) * factor
         ds = p * (dp - delta[None, :])

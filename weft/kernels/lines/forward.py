@@ -8,8 +8,9 @@ is token l·line_step + p·cell_step. A query attends to keys on its own line by
 
 `attend` continues the running softmax that earlier parts stored in OLD_OUT and OLD_LSE, often OUT and LSE themselves
 (MORE). So all parts share one normaliser, and each part is a separate call. LSE is -inf for a query without keys so
-far. Logarithms are to base 2. Program ids run over heads first, so concurrent programs read whole rows of (B, L, H, D)
-memory, also along a column.
+far. Logarithms are to base 2. Dropout numbers the keys of all sources: key t of source SOURCE has the number
+SOURCE · keys + t. Program ids run over heads first, so concurrent programs read whole rows of (B, L, H, D) memory, also
+along a column.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def attend(
     BH, H, queries, keys, cells, line_step, cell_step, threshold, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     RULE: tl.constexpr, HAS_FLAGS: tl.constexpr, MORE: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
-    DROPOUT: tl.constexpr,
+    DROPOUT: tl.constexpr, SOURCE: tl.constexpr,
 ):  # fmt: skip
     bh, b, h, line, q_first = place(BH, H, cells, BQ)
     first = line * line_step
@@ -113,7 +114,7 @@ def attend(
         allowed = sees(i[:, None], j[None, :], RULE) & real[None, :]
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         p, old, top, total = weigh(s, allowed, top, total, scale)
-        p *= kept(word[:, None], (first + j * cell_step)[None, :], threshold, DROPOUT)
+        p *= kept(word[:, None], (SOURCE * keys + first + j * cell_step)[None, :], threshold, DROPOUT)
         acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
     out = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     store_rows(OUT, out, i, d, cell_step * o_l, live, D, BLOCK_D)

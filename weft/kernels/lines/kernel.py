@@ -93,7 +93,7 @@ def line_attention(
     """Attention of q (B, H, Lq, D) over the `parts` of a grid with rows of `width` tokens.
 
     Source 0 is k, v (B, H, L, D) and mask (B, L); sources 1, 2, .. are `spans`: keys and values (B, H, cells, D) and
-    which of them have any token, (B or 1, cells). `key` and `threshold` are those of `dropout_key`; without spans.
+    which of them have any token, (B or 1, cells). `key` and `threshold` are those of `dropout_key`.
     """
     q, k, v = autocast(q, k, v)
     sources = [q, k, v, for_operator(mask)]
@@ -110,8 +110,8 @@ def _forward(q, k, v, mask, *rest):
     q = rows_contiguous(q)
     n = grid_rows(q, k, width)
     for number, part in enumerate(decode(parts)):
-        lines = Lines.of(part.axis, n, width)
-        attend_lines(q, *sources[part.source], out, lse, lines, part.rule, key, threshold, more=number > 0)
+        s, lines, dropout = part.source, Lines.of(part.axis, n, width), (key, threshold)
+        attend_lines(q, *sources[s], out, lse, lines, part.rule, *dropout, source=s, more=number > 0)
     return out, lse
 
 
@@ -130,13 +130,11 @@ def _backward(dout, q, k, v, mask, *rest):
     sources = _sources(k, v, mask, *spans)
     begun = set()
     for number, part in enumerate(decode(parts)):
-        keys, lines = sources[part.source], Lines.of(part.axis, n, width)
-        dropout = key, threshold
-        line_query_gradients(q, *keys, out, dout, lse, delta, dq, lines, part.rule, *dropout, more=number > 0)
-        line_key_gradients(
-            q, *keys, dout, lse, delta, *written[part.source], lines, part.rule, *dropout, more=part.source in begun
-        )
-        begun.add(part.source)
+        s, lines, dropout = part.source, Lines.of(part.axis, n, width), (key, threshold)
+        keys, rule = sources[s], part.rule
+        line_query_gradients(q, *keys, out, dout, lse, delta, dq, lines, rule, *dropout, source=s, more=number > 0)
+        line_key_gradients(q, *keys, dout, lse, delta, *written[s], lines, rule, *dropout, source=s, more=s in begun)
+        begun.add(s)
     sum_to_groups(by_head_k, dk)
     sum_to_groups(by_head_v, dv)
     return dq, dk, dv, *(x for pair in of_spans for x in pair)
@@ -159,18 +157,20 @@ def _operator(spans: int) -> Operator:
 _operators = [_operator(spans) for spans in range(5)]
 
 
-# Launches. `flags` (B or 1, cells): which keys are allowed; None: all. k, v and flags belong to one source.
+# Launches. `flags` (B or 1, cells): which keys are allowed; None: all. k, v and flags belong to one source; its number
+# only matters for dropout.
 
 
 def attend_lines(
     q: Tensor, k: Tensor, v: Tensor, flags: Tensor | None, out: Tensor, lse: Tensor, lines: Lines, rule: Rule,
-    key: Tensor | None = None, threshold: int = 0, *, more: bool, old: tuple[Tensor, Tensor] | None = None,
+    key: Tensor | None = None, threshold: int = 0, *, source: int = 0, more: bool,
+    old: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Write out and lse; with `more`, continue from their values, or from those in `old`, with the same strides."""
     from .forward import attend
 
     t = tiles(TILES, "attend", lines.cells, q)
-    common, options = _common(q, k, flags, key, lines, rule, threshold)
+    common, options = _common(q, k, flags, key, lines, rule, threshold, source)
     launch(
         attend, _programs(q, lines, t.queries),
         q, k, v, _pointer(flags, q), _pointer(key, q), out, lse, *(old or (out, lse)),
@@ -181,14 +181,14 @@ def attend_lines(
 
 def line_query_gradients(
     q: Tensor, k: Tensor, v: Tensor, flags: Tensor | None, out: Tensor, dout: Tensor, lse: Tensor, delta: Tensor,
-    dq: Tensor, lines: Lines, rule: Rule, key: Tensor | None = None, threshold: int = 0, *, more: bool,
-    known: bool | None = None,
+    dq: Tensor, lines: Lines, rule: Rule, key: Tensor | None = None, threshold: int = 0, *, source: int = 0,
+    more: bool, known: bool | None = None,
 ) -> None:  # fmt: skip
     """Write dq; with `more`, add to it. `known`: read delta instead of writing it; by default, with `more`."""
     from .backward import query_gradients
 
     t = tiles(TILES, "query gradients", lines.cells, q)
-    common, options = _common(q, k, flags, key, lines, rule, threshold)
+    common, options = _common(q, k, flags, key, lines, rule, threshold, source)
     launch(
         query_gradients, _programs(q, lines, t.queries),
         q, k, v, _pointer(flags, q), _pointer(key, q), out, dout, lse, delta, dq,
@@ -199,14 +199,14 @@ def line_query_gradients(
 
 def line_key_gradients(
     q: Tensor, k: Tensor, v: Tensor, flags: Tensor | None, dout: Tensor, lse: Tensor, delta: Tensor, dk: Tensor,
-    dv: Tensor, lines: Lines, rule: Rule, key: Tensor | None = None, threshold: int = 0, *, more: bool,
-    products: Tensor | None = None,
+    dv: Tensor, lines: Lines, rule: Rule, key: Tensor | None = None, threshold: int = 0, *, source: int = 0,
+    more: bool, products: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write dk and dv; with `more`, add to them. `products` (B, H, cells) gets dk_j · k_j + dv_j · v_j."""
     from .backward import key_gradients
 
     t = tiles(TILES, "key gradients", lines.cells, q)
-    common, options = _common(q, k, flags, key, lines, rule, threshold)
+    common, options = _common(q, k, flags, key, lines, rule, threshold, source)
     launch(
         key_gradients, _programs(q, lines, t.keys),
         q, k, v, _pointer(flags, q), _pointer(key, q), dout, lse, delta, dk, dv, lse if products is None else products,
@@ -216,13 +216,15 @@ def line_key_gradients(
 
 
 def _common(
-    q: Tensor, k: Tensor, flags: Tensor | None, key: Tensor | None, lines: Lines, rule: Rule, threshold: int
+    q: Tensor, k: Tensor, flags: Tensor | None, key: Tensor | None, lines: Lines, rule: Rule, threshold: int,
+    source: int,
 ):  # fmt: skip
     B, H, L, D = q.shape
     per_batch = flags.stride(0) if flags is not None and flags.shape[0] > 1 else 0
     sizes = (per_batch, B * H, H, L, k.shape[2], lines.cells, lines.line_step, lines.cell_step, threshold)
     options = {"D": D, "BLOCK_D": block_width(D), "PRECISION": precision(q), "GROUP": H // k.shape[1]}
-    return sizes, {**options, "RULE": rule, "HAS_FLAGS": flags is not None, "DROPOUT": key is not None}
+    dropout = {"DROPOUT": key is not None, "SOURCE": 0 if key is None else source}
+    return sizes, {**options, **dropout, "RULE": rule, "HAS_FLAGS": flags is not None}
 
 
 def _programs(q: Tensor, lines: Lines, tile: int) -> tuple[int]:

@@ -28,7 +28,8 @@ from ....core.blocks import ceil_div
 from ....core.contract import Attention, PositionBias, hide
 from ....core.decoding_state import Place
 from ....core.dense import dense_softmax, legal, positions, real_tokens
-from ....core.dispatch import Kernel
+from ....core.dispatch import Kernel, without_dropout
+from ....core.dropout import dropout_key
 from ....core.heads import spread
 from ....core.joint import Columns, Part, Rows, joint_attention
 from ....core.packing import packed_weights
@@ -270,7 +271,8 @@ class RowState:
 
 def run_kernel(attn: CombinerAxial, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
     m = attn.block_size or default_block(q.shape[2], attn.max_length)
-    return kernel.combiner_axial(q, k, v, mask, block_size=m, causal=attn.causal)
+    key, threshold = dropout_key(attn, q)
+    return kernel.combiner_axial(q, k, v, mask, block_size=m, causal=attn.causal, key=key, threshold=threshold)
 
 
 def step_of(attn: CombinerAxial, state: RowState) -> Step | None:
@@ -290,5 +292,13 @@ register(
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
     length_dependent="without max_length the default block size depends on the length; set block_size to fix it",
-    kernel=Kernel(run_kernel, lacks, kernel.LEAST_LENGTH, grouped=lambda attn: True, step=step_of),
+    kernel=Kernel(
+        run_kernel,
+        lacks,
+        kernel.LEAST_LENGTH,
+        dropout=True,
+        grouped=lambda attn: True,
+        auto=without_dropout,
+        step=step_of,
+    ),
 )

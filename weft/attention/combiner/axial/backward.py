@@ -1,9 +1,9 @@
 """Triton kernels: backward pass of the rows of `combiner-axial`. See `forward.py` for s, α and the summaries.
 
     da_ij   = α_ij (dvbar_i · v_j + dkbar_i · k_j - Δ_i)     Δ_i = dvbar_i · vbar_i + dkbar_i · kbar_i
-    ds_ij   = p_ij (dout_i · v_j - delta_i) + da_ij          p only for j ≤ i
+    ds_ij   = p_ij (f_ij dout_i · v_j - delta_i) + da_ij     p only for j ≤ i; f: the factor of dropout
     dq_i   += Σ_j ds_ij k_j
-    dk_j    = Σ_i ds_ij q_i + α_ij dkbar_i       dv_j = Σ_i p_ij dout_i + α_ij dvbar_i
+    dk_j    = Σ_i ds_ij q_i + α_ij dkbar_i       dv_j = Σ_i p_ij f_ij dout_i + α_ij dvbar_i
 
 The column kernel runs first. It computes the first part of dq, and delta, dkbar, dvbar and Δ (PRODUCTS).
 """
@@ -14,16 +14,18 @@ import triton
 import triton.language as tl
 
 from ....kernels.lines.forward import place
+from ....kernels.random import kept, row_words
 from ....kernels.rows import load_rows, store_rows, valid_rows
 
 
 @triton.jit
 def row_query_gradients(
-    Q, K, V, MASK, DOUT, DKBAR, DVBAR, LOCAL, PRODUCTS, LSE, DELTA, DQ,
+    Q, K, V, MASK, KEY, DOUT, DKBAR, DVBAR, LOCAL, PRODUCTS, LSE, DELTA, DQ,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, s_b, s_h, s_l, dq_b, dq_h, dq_l,
-    BH, H, L, n, m, scale, logit_scale,
+    BH, H, L, n, m, threshold, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
+    DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Adds to DQ, which the column kernel has written."""
     bh, b, h, row, q_first = place(BH, H, m, BQ)
@@ -48,6 +50,7 @@ def row_query_gradients(
     delta = tl.load(DELTA + bh * L + first + i, mask=live, other=0.0)
     local = tl.load(LOCAL + bh * n * m + first + i, mask=live, other=0.0)
     products = tl.load(PRODUCTS + bh * n * m + first + i, mask=live, other=0.0)
+    word = row_words(KEY, bh, first + i, DROPOUT)
     dq = tl.zeros([BQ, BLOCK_D], tl.float32)
     for begin in range(0, end, BK):
         j = begin + tl.arange(0, BK)
@@ -62,6 +65,7 @@ def row_query_gradients(
         if CAUSAL:
             allowed = allowed & (j[None, :] <= i[:, None])
         dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+        dp *= kept(word[:, None], (first + j)[None, :], threshold, DROPOUT)
         ds += tl.where(allowed, tl.exp2(logit - lse[:, None]) * (dp - delta[:, None]), 0.0)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     dq = dq * logit_scale + load_rows(DQ, i, d, dq_l, live, D, BLOCK_D).to(tl.float32)
@@ -70,11 +74,12 @@ def row_query_gradients(
 
 @triton.jit
 def row_key_gradients(
-    Q, K, V, MASK, DOUT, DKBAR, DVBAR, LOCAL, PRODUCTS, LSE, DELTA, DK, DV,
+    Q, K, V, MASK, KEY, DOUT, DKBAR, DVBAR, LOCAL, PRODUCTS, LSE, DELTA, DK, DV,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, s_b, s_h, s_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
-    BH, H, L, n, m, scale, logit_scale,
+    BH, H, L, n, m, threshold, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
+    DROPOUT: tl.constexpr,
 ):  # fmt: skip
     bh, b, h, row, k_first = place(BH, H, m, BK)
     first = row * m
@@ -123,8 +128,9 @@ def row_key_gradients(
         dalpha = tl.dot(v, tl.trans(dvbar), input_precision=PRECISION)
         dalpha = tl.dot(k, tl.trans(dkbar), dalpha, input_precision=PRECISION)
         ds = alpha * (dalpha - products[None, :])
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+        factor = kept(row_words(KEY, bh, first + i, DROPOUT)[None, :], (first + j)[:, None], threshold, DROPOUT)
+        dv = tl.dot((p * factor).to(dout.dtype), dout, dv, input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION) * factor
         ds += p * (dp - delta[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     # α dkbar is not the gradient of a logit; it was multiplied by √D to cancel this scale

@@ -5,7 +5,8 @@
     vbar_i = Σ_j α_ij v_j       kbar_i = Σ_j α_ij k_j       α_i = softmax over the whole row
 
 `summarise` first processes the keys up to i and stores the direct part. It then continues the same running softmax with
-the keys after i. An empty cell of the last row has query 0, which gives the mean over the row.
+the keys after i. An empty cell of the last row has query 0, which gives the mean over the row. Dropout applies to the
+direct part, which then needs its own sum, and to whole summaries, but not to α.
 """
 
 from __future__ import annotations
@@ -14,25 +15,32 @@ import triton
 import triton.language as tl
 
 from ....kernels.lines.forward import log_normaliser, place, weigh
+from ....kernels.random import kept, row_words
 from ....kernels.rows import load_rows, store_rows, valid_rows
 
 
 @triton.jit
-def summarise_tile(q, k, v, allowed, kbar, vbar, top, total, scale, PRECISION: tl.constexpr):
+def summarise_tile(
+    q, k, v, allowed, kbar, vbar, direct, factor, top, total, scale, PRECISION: tl.constexpr, DROPOUT: tl.constexpr
+):  # fmt: skip
+    """With DROPOUT, adds to `direct`, the sum of the values with the weights times `factor`."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     p, old, top, total = weigh(s, allowed, top, total, scale)
+    if DROPOUT:
+        direct = tl.dot((p * factor).to(v.dtype), v, direct * old[:, None], input_precision=PRECISION)
     vbar = tl.dot(p.to(v.dtype), v, vbar * old[:, None], input_precision=PRECISION)
     kbar = tl.dot(p.to(k.dtype), k, kbar * old[:, None], input_precision=PRECISION)
-    return kbar, vbar, top, total
+    return kbar, vbar, direct, top, total
 
 
 @triton.jit
 def summarise(
-    Q, K, V, MASK, KBAR, VBAR, LOCAL, OUT, LSE,
+    Q, K, V, MASK, KEY, KBAR, VBAR, LOCAL, OUT, LSE,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, s_b, s_h, s_l, o_b, o_h, o_l,
-    BH, H, L, n, m, scale,
+    BH, H, L, n, m, threshold, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
+    DROPOUT: tl.constexpr,
 ):  # fmt: skip
     bh, b, h, row, q_first = place(BH, H, m, BQ)
     first = row * m
@@ -47,9 +55,11 @@ def summarise(
     d = tl.arange(0, BLOCK_D)
     i = q_first + tl.arange(0, BQ)
     live = i < end
+    word = row_words(KEY, bh, first + i, DROPOUT)
     q = load_rows(Q, i, d, q_l, live, D, BLOCK_D)
     vbar = tl.zeros([BQ, BLOCK_D], tl.float32)
     kbar = tl.zeros([BQ, BLOCK_D], tl.float32)
+    direct = tl.zeros([BQ, BLOCK_D], tl.float32)
     top = tl.full([BQ], float("-inf"), tl.float32)
     total = tl.zeros([BQ], tl.float32)
     direct_end = tl.minimum(end, q_first + BQ) if CAUSAL else end
@@ -61,8 +71,11 @@ def summarise(
         allowed = real[None, :]
         if CAUSAL:
             allowed = allowed & (j[None, :] <= i[:, None])
-        kbar, vbar, top, total = summarise_tile(q, k, v, allowed, kbar, vbar, top, total, scale, PRECISION)
-    out = vbar / tl.where(total > 0.0, total, 1.0)[:, None]
+        factor = kept(word[:, None], (first + j)[None, :], threshold, DROPOUT)
+        kbar, vbar, direct, top, total = summarise_tile(
+            q, k, v, allowed, kbar, vbar, direct, factor, top, total, scale, PRECISION, DROPOUT
+        )
+    out = (direct if DROPOUT else vbar) / tl.where(total > 0.0, total, 1.0)[:, None]
     store_rows(OUT, out, i, d, o_l, live, D, BLOCK_D)
     tl.store(LSE + bh * L + first + i, log_normaliser(top, total), mask=live)
     if CAUSAL:
@@ -72,7 +85,9 @@ def summarise(
             k = load_rows(K, j, d, k_l, real, D, BLOCK_D)
             v = load_rows(V, j, d, v_l, real, D, BLOCK_D)
             allowed = real[None, :] & (j[None, :] > i[:, None])
-            kbar, vbar, top, total = summarise_tile(q, k, v, allowed, kbar, vbar, top, total, scale, PRECISION)
+            kbar, vbar, _, top, total = summarise_tile(
+                q, k, v, allowed, kbar, vbar, direct, 1.0, top, total, scale, PRECISION, False
+            )
     share = 1.0 / tl.where(total > 0.0, total, 1.0)
     store_rows(KBAR, kbar * share[:, None], i, d, s_l, i < m, D, BLOCK_D)
     store_rows(VBAR, vbar * share[:, None], i, d, s_l, i < m, D, BLOCK_D)

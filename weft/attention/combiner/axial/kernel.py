@@ -46,6 +46,8 @@ from ....kernels.operator import Operator
 
 LEAST_LENGTH = 256  # the shortest measured; the kernels beat the plain version from here on: docs/kernels.md
 
+SPANS = 1  # the source of the summaries, for dropout; 0: the tokens
+
 # Not yet tuned.
 TILES = tile_table(
     {
@@ -56,14 +58,17 @@ TILES = tile_table(
 )
 
 
-def combiner_axial(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, block_size: int, causal: bool) -> Tensor:
+def combiner_axial(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, block_size: int, causal: bool, key: Tensor | None = None,
+    threshold: int = 0,
+) -> Tensor:  # fmt: skip
     """Run the mechanism on q, k, v (B, H, L, D), zero at masked tokens, and mask (B, L). k and v may have fewer
-    heads."""
+    heads. `key` and `threshold` are those of `dropout_key`."""
     q, k, v = autocast(q, k, v)
-    return _operator(q, k, v, for_operator(mask), block_size, causal)
+    return _operator(q, k, v, for_operator(mask), key, block_size, causal, threshold)
 
 
-def _forward(q, k, v, mask, block_size, causal):
+def _forward(q, k, v, mask, key, block_size, causal, threshold):
     from .forward import summarise
 
     check(q, [(k, v, mask)])
@@ -74,16 +79,17 @@ def _forward(q, k, v, mask, block_size, causal):
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
     if n == 1:  # nothing to summarise
         flags = None if mask is None else as_flags(mask)
-        attend_lines(q, k, v, flags, out, lse, *_row(m, causal), more=False)
+        attend_lines(q, k, v, flags, out, lse, *_row(m, causal), key, threshold, more=False)
         return outputs
     t = tiles(TILES, "summarise", m, q)
     launch(
         summarise, (n * ceil_div(m, t.queries) * B * H,),
-        q, k, v, flags_or(mask, q), kbar, vbar, local, out, lse,
-        *strides(q), *strides(k), *strides(v), *strides(kbar), *strides(out), B * H, H, L, n, m, scales(q)[0],
-        BQ=t.queries, BK=t.keys, **_options(q, k, mask, causal), **t.launch(),
+        q, k, v, flags_or(mask, q), q if key is None else key, kbar, vbar, local, out, lse,
+        *strides(q), *strides(k), *strides(v), *strides(kbar), *strides(out), B * H, H, L, n, m, threshold,
+        scales(q)[0], BQ=t.queries, BK=t.keys, **_options(q, k, mask, key, causal), **t.launch(),
     )  # fmt: skip
-    attend_lines(q, kbar, vbar, _rows_with_tokens(mask, n, m), out, lse, *_columns(n, m, causal), more=True)
+    spans, (columns, rule) = (kbar, vbar, _rows_with_tokens(mask, n, m)), _columns(n, m, causal)
+    attend_lines(q, *spans, out, lse, columns, rule, key, threshold, source=SPANS, more=True)
     return outputs
 
 
@@ -105,7 +111,7 @@ def _split(q: Tensor, m: int, block: Tensor) -> tuple[Tensor, Tensor, Tensor, Te
     return lse, kbar.transpose(1, 2), vbar.transpose(1, 2), local
 
 
-def _backward(dout, q, k, v, mask, out, block, block_size, causal):
+def _backward(dout, q, k, v, mask, key, out, block, block_size, causal, threshold):
     from .backward import row_key_gradients, row_query_gradients
 
     lse, kbar, vbar, local = _split(q, block_size, block)
@@ -117,29 +123,33 @@ def _backward(dout, q, k, v, mask, out, block, block_size, causal):
     flags = None if mask is None else as_flags(mask)
     if n == 1:
         row, rule = _row(m, causal)
-        line_query_gradients(q, k, v, flags, out, dout, lse, delta, dq, row, rule, more=False)
-        line_key_gradients(q, k, v, flags, dout, lse, delta, by_head_k, by_head_v, row, rule, more=False)
+        line_query_gradients(q, k, v, flags, out, dout, lse, delta, dq, row, rule, key, threshold, more=False)
+        own = by_head_k, by_head_v
+        line_key_gradients(q, k, v, flags, dout, lse, delta, *own, row, rule, key, threshold, more=False)
         sum_to_groups(by_head_k, dk)
         sum_to_groups(by_head_v, dv)
         return dq, dk, dv
     dkbar, dvbar, products = torch.empty_like(kbar), torch.empty_like(vbar), torch.empty_like(local)
     spans = kbar, vbar, _rows_with_tokens(mask, n, m)
     columns, rule = _columns(n, m, causal)
-    line_query_gradients(q, *spans, out, dout, lse, delta, dq, columns, rule, more=False)
-    line_key_gradients(q, *spans, dout, lse, delta, dkbar, dvbar, columns, rule, more=False, products=products)
-    given = q, k, v, q if flags is None else flags, dout, dkbar, dvbar, local, products, lse, delta
+    line_query_gradients(q, *spans, out, dout, lse, delta, dq, columns, rule, key, threshold, source=SPANS, more=False)
+    line_key_gradients(
+        q, *spans, dout, lse, delta, dkbar, dvbar, columns, rule, key, threshold, source=SPANS, more=False,
+        products=products,
+    )  # fmt: skip
+    given = q, k, v, *(q if x is None else x for x in (flags, key)), dout, dkbar, dvbar, local, products, lse, delta
     given_strides = *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dkbar)
     t = tiles(TILES, "row query gradients", m, q)
     launch(
         row_query_gradients, (n * ceil_div(m, t.queries) * B * H,),
-        *given, dq, *given_strides, *strides(dq), B * H, H, L, n, m, *scales(q),
-        BQ=t.queries, BK=t.keys, **_options(q, k, mask, causal), **t.launch(),
+        *given, dq, *given_strides, *strides(dq), B * H, H, L, n, m, threshold, *scales(q),
+        BQ=t.queries, BK=t.keys, **_options(q, k, mask, key, causal), **t.launch(),
     )  # fmt: skip
     t = tiles(TILES, "row key gradients", m, q)
     launch(
         row_key_gradients, (n * ceil_div(m, t.keys) * B * H,),
         *given, by_head_k, by_head_v, *given_strides, *strides(by_head_k), *strides(by_head_v), B * H, H, L, n, m,
-        *scales(q), BQ=t.queries, BK=t.keys, **_options(q, k, mask, causal), **t.launch(),
+        threshold, *scales(q), BQ=t.queries, BK=t.keys, **_options(q, k, mask, key, causal), **t.launch(),
     )  # fmt: skip
     sum_to_groups(by_head_k, dk)
     sum_to_groups(by_head_v, dv)
@@ -148,15 +158,15 @@ def _backward(dout, q, k, v, mask, out, block, block_size, causal):
 
 _operator = Operator(
     "combiner_axial",
-    "Tensor q, Tensor k, Tensor v, Tensor? mask, int block_size, bool causal",
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key, int block_size, bool causal, int threshold",
     _forward,
-    lambda q, k, v, mask, block_size, causal: _outputs(q, block_size),
+    lambda q, k, v, mask, key, block_size, causal, threshold: _outputs(q, block_size),
     _backward,
     outputs=2,
 )
 
 
-def _options(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> dict[str, int | str]:
+def _options(q: Tensor, k: Tensor, mask: Tensor | None, key: Tensor | None, causal: bool) -> dict[str, int | str]:
     D = q.shape[3]
     return {
         "D": D,
@@ -165,6 +175,7 @@ def _options(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> dict[st
         "CAUSAL": causal,
         "HAS_MASK": mask is not None,
         "GROUP": q.shape[1] // k.shape[1],
+        "DROPOUT": key is not None,
     }
 
 
