@@ -101,9 +101,18 @@ def test_tensors_no_kernel_takes(kernels_could_run, q, v, reason):
     assert not dispatch.use_kernel(combiner(), q, q, v, None)
 
 
-def test_dropout_has_no_kernel(kernels_could_run):
+def test_refuses_dropout_if_the_kernel_has_none(kernels_could_run):
     with pytest.raises(ValueError, match="dropout"):
-        weft.make_attention("routing", heads=2, head_dim=8, backend="triton", dropout=0.1)(*qkv())
+        weft.make_attention("combiner-routing", heads=2, head_dim=8, backend="triton", dropout=0.1)(*qkv())
+
+
+@pytest.mark.parametrize("name", ["combiner-axial", "combiner-axial-vertical", "combiner-mixture"])
+def test_auto_does_not_use_dropout_that_was_not_tested_on_a_gpu(name, kernels_could_run, monkeypatch):
+    monkeypatch.setattr(dispatch, "_capability", lambda index: dispatch.TESTED)
+    attn = weft.make_attention(name, heads=2, head_dim=8, dropout=0.1)
+    q = SimpleNamespace(shape=(1, 2, 300, 8), is_cuda=True, dtype=torch.bfloat16, get_device=lambda: 0)
+    assert not dispatch.use_kernel(attn, q, q, q, None)
+    assert dispatch.use_kernel(attn.eval(), q, q, q, None)
 
 
 @pytest.mark.parametrize(
