@@ -57,7 +57,7 @@ def naive(
 class CombinerMixture(Attention):
     """`factorisations`: names or (name, {options}). `block_size` and `summary` are passed to all that support them.
 
-    Factorisations on one grid run as one kernel, others each their own; with dropout all do, because each drops its own
+    Factorisations on one grid run as one kernel. With dropout each has its own kernel, because each drops its own
     probabilities. `backend="triton"` requires a kernel for each; "auto" uses those available.
     """
 
