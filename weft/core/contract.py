@@ -108,14 +108,22 @@ class Attention(Decoding, nn.Module):
         return self.compute(q, k, v, mask, bias, **inputs)
 
     def compute(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None, **inputs: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        bias: PositionBias | None,
+        *,
+        zeroed: bool = False,
+        **inputs: Any,
     ) -> Tensor:
-        """A checked call."""
+        """A checked call. `zeroed`: masked tokens are zero already."""
         if not autocasts(q):
-            if mask is not None:
+            if mask is not None and not zeroed:
                 q, k, v = self.clean(q, k, v, mask)
             return self._dispatch(q, k, v, mask, bias, **inputs)
-        q, k, v = self.clean(q, k, v, mask)
+        q, k, v = self.clean(q, k, v, None if zeroed else mask)
         with without_autocast(q):
             return self._dispatch(q, k, v, mask, bias, **inputs)
 

@@ -196,11 +196,7 @@ class Segments:
 
     def as_rows(self, x: Tensor) -> Tensor:
         """x (B, L, ...) -> (documents, longest, ...). What follows a document is zero."""
-        (rows,), filled = self.one_per_row.unpack(x), self.one_per_row.filled
-        if filled is None:
-            return rows
-        kept = torch.unflatten(filled, 0, (self.read, -1)).view(self.read, -1, *[1] * (x.dim() - 2))
-        return rows.masked_fill(~kept, 0)
+        return self.one_per_row.unpack(x)[0]
 
     @outside_graphs("the tables of segments are computed on the CPU")
     def padded_rows(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -277,8 +273,9 @@ class Plan:
     shapes: list[tuple[int, int]]  # rows and length of each group
     index: Tensor  # (slots,): the token of each slot, in the flattened batch; its document's last token for padding
     filled: Tensor | None  # (slots,): False for padding; None if there is none
+    free: Tensor | None  # the slots of padding
     inverse: Tensor  # (B L,): the slot of each token, 0 for padding
-    inside: Tensor | None  # (B L,): False for padding; None if there is none
+    outside: Tensor | None  # the tokens of the batch that are padding; None if there are none
 
     @classmethod
     def of(cls, segments: Segments, groups: list[np.ndarray], rooms: np.ndarray, shapes: list[tuple[int, int]]) -> Plan:
@@ -292,8 +289,8 @@ class Plan:
         total = segments.shape[0] * segments.shape[1]
         inverse = np.zeros(total, np.int64)
         inverse[index[filled]] = np.flatnonzero(filled)
-        inside = np.zeros(total, bool)
-        inside[index] = True
+        outside = np.ones(total, bool)
+        outside[index] = False
 
         def sent(x: np.ndarray) -> Tensor:
             return send(torch.from_numpy(x), segments.device)
@@ -302,8 +299,9 @@ class Plan:
             shapes,
             sent(index),
             None if filled.all() else sent(filled),
+            None if filled.all() else sent(np.flatnonzero(~filled)),
             sent(inverse),
-            None if inside.all() else sent(inside),
+            sent(np.flatnonzero(outside)) if outside.any() else None,
         )
 
     def split(self, slots: Tensor) -> list[Tensor]:
@@ -314,30 +312,31 @@ class Plan:
     def unpack(self, x: Tensor, by_head: bool = False) -> tuple[Tensor, ...]:
         """x (B, L, ...) -> (rows, length, ...) for each group; `by_head`, (B, H, L, D) -> (rows, H, length, D).
 
-        Padding is finite where x is, and gets no gradient."""
+        Padding is zero, and gets no gradient."""
         return _Unpack.apply(x, self, by_head)
 
     def repack(self, outs: Sequence[Tensor], shape: tuple[int, int], by_head: bool = False) -> Tensor:
         """(rows, length, ...) of each group -> (B, L, ...), zeros for padding; or by head."""
         return _Repack.apply(self, shape, by_head, *outs)
 
-    def to_slots(self, x: Tensor, by_head: bool, keep: Tensor | None) -> tuple[Tensor, ...]:
+    def to_slots(self, x: Tensor, by_head: bool) -> tuple[Tensor, ...]:
         x = x.transpose(1, 2) if by_head else x
-        parts = self.split(_take(x.reshape(x.shape[0] * x.shape[1], -1), self.index, keep))
+        parts = self.split(_take(x.reshape(x.shape[0] * x.shape[1], -1), self.index, self.free))
         groups = (part.view(*part.shape[:2], *x.shape[2:]) for part in parts)
         return tuple(group.transpose(1, 2) if by_head else group for group in groups)
 
     def to_tokens(self, groups: Sequence[Tensor], shape: tuple[int, int], by_head: bool) -> Tensor:
         groups = [group.transpose(1, 2) for group in groups] if by_head else groups
         flat = [group.reshape(group.shape[0] * group.shape[1], -1) for group in groups]
-        whole = _take(flat[0] if len(flat) == 1 else torch.cat(flat), self.inverse, self.inside)
+        whole = _take(flat[0] if len(flat) == 1 else torch.cat(flat), self.inverse, self.outside)
         whole = whole.view(*shape, *groups[0].shape[2:])
         return whole.transpose(1, 2) if by_head else whole
 
 
-def _take(x: Tensor, index: Tensor, keep: Tensor | None) -> Tensor:
+def _take(x: Tensor, index: Tensor, gaps: Tensor | None) -> Tensor:
+    """The rows `index` of x, zeros at `gaps`."""
     taken = x.index_select(0, index)
-    return taken if keep is None else torch.where(keep[:, None], taken, 0).to(x.dtype)
+    return taken if gaps is None else taken.index_fill_(0, gaps, 0)
 
 
 # Every token is in one slot, so the gradient of one direction is the other direction. With plain operators, the
@@ -349,7 +348,7 @@ class _Unpack(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, plan: Plan, by_head: bool) -> tuple[Tensor, ...]:
         ctx.plan, ctx.by_head, ctx.shape = plan, by_head, (x.shape[0], x.shape[2 if by_head else 1])
         ctx.set_materialize_grads(False)
-        groups = plan.to_slots(x, by_head, None)
+        groups = plan.to_slots(x, by_head)
         ctx.like = [(group.shape, group.dtype) for group in groups]
         return groups
 
@@ -373,7 +372,7 @@ class _Repack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return None, None, None, *ctx.plan.to_slots(grad, ctx.by_head, ctx.plan.filled)
+        return None, None, None, *ctx.plan.to_slots(grad, ctx.by_head)
 
 
 def documents_of(segments: Tensor | Segments, x: Tensor) -> Segments:
