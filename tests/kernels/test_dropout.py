@@ -12,7 +12,7 @@ from counters import mixed, words
 from promises import DEVICE
 
 import weft
-from weft.core.dense import dense_logits
+from weft.core.dense import dense_logits, runs_of, same
 from weft.kernels.lines.kernel import LinePart
 
 pytest.importorskip("triton")
@@ -23,6 +23,7 @@ CALLS = {
     "bigbird": ({"block_size": 6, "random_blocks": 1}, {"block_size": 10}),
     "combiner-fixed": ({"block_size": 16}, {"block_size": 20}),
     "combiner-logsparse": ({"summary": "mean"}, {"summary": "max"}),
+    "combiner-routing": ({"clusters": 3, "capacity": 5}, {"clusters": 4, "capacity": 9, "summary": "mean"}),
     "linformer": ({"max_length": 300}, {"max_length": 320, "rank": 5}),
     "local": ({"block_size": 9}, {"block_size": 40}),
     "logsparse": ({}, {}),
@@ -60,6 +61,17 @@ def span_ends(i, j, L):
     return np.where(i == j, i, np.where(after, L - 1 - end, end))
 
 
+def last_tokens(attn, k, mask):
+    """(B, H, L, L): the token whose summary query i reads for j: the last one, up to i if causal, of j's run; j itself
+    if they share a run."""
+    nearest = (k @ attn.clusters.centroids.mT).argmax(-1)
+    group, run = runs_of(nearest, mask, attn.clusters.size(k.shape[2]))
+    together, t = same(group) & same(run), torch.arange(k.shape[2])
+    up_to = t <= t[:, None, None] if attn.causal else t >= 0
+    last = torch.where(together[:, :, None] & up_to, t, -1).amax(-1)
+    return torch.where(together, t, last).cpu().numpy()
+
+
 def test_every_kernel_with_dropout_is_tested():
     infos = [weft.attention_info(name) for name in weft.attentions()]
     able = {x.name for x in infos if x.kernel is not None and x.kernel.dropout and x.dropout == "probabilities"}
@@ -93,8 +105,9 @@ def test_kernels_drop_the_same_probabilities_forward_and_backward(name, which, c
     name = "sparse" if name == "strided" else name
     group = 1 + which  # heads of q for each head of k and v
     B, H, L, D = (2 // group, group, 25, 16) if DEVICE == "cpu" else (2, 4, 300, 64)
-    L = max(L, 40) if "logsparse" in name else L  # two tiles of the kernel
+    L = max(L, 40) if name.endswith(("logsparse", "combiner-routing")) else L  # two tiles of the kernel
     attn = weft.make_attention(name, heads=H, head_dim=D, causal=causal, dropout=P, backend="triton", **options)
+    wide = copy.deepcopy(attn).double().eval()
     monkeypatch.setattr(torch, "randint", lambda *_, device: torch.tensor([KEY], device=device))
     tensors = [torch.randn(B, L, heads, D).transpose(1, 2) for heads in (H, H // group, H // group, H)]
     mask = torch.rand(B, L) > 0.2 if masked else None
@@ -105,11 +118,13 @@ def test_kernels_drop_the_same_probabilities_forward_and_backward(name, which, c
         column = np.where(i // m == j // m, j, L + j // m)
     if name == "combiner-logsparse":
         column = span_ends(i, j, L)
+    if name == "combiner-routing":
+        column = last_tokens(wide, tensors[1].double().repeat_interleave(group, 1), mask)
     if name == "linformer":
         column = column[:, : attn.kernel.shape[1]]  # slots
     rounds = options.get("hashes", 1)  # each has its own dropout
     drops = factors(rounds * B, H, L, column).view(rounds, B, H, L, -1).to(tensors[0].device)
-    wide, results = copy.deepcopy(attn).double().eval(), []
+    results = []
     for dtype in (torch.float64, torch.float32):
         *qkv, dout = (x.to(dtype).requires_grad_() for x in tensors)
         if dtype == torch.float64:
