@@ -109,14 +109,18 @@ def test_refuses_dropout_if_the_kernel_has_none(kernels_could_run, monkeypatch):
         attn(*qkv())
 
 
-@pytest.mark.parametrize("name", ["combiner-axial", "combiner-axial-vertical", "combiner-mixture", "combiner-routing"])
+UNTESTED = "combiner-axial", "combiner-axial-vertical", "combiner-mixture", "combiner-routing", "subsampled"
+
+
+@pytest.mark.parametrize("name", UNTESTED)
 def test_auto_does_not_use_dropout_that_was_not_tested_on_a_gpu(name, kernels_could_run, monkeypatch):
     monkeypatch.setattr(dispatch, "_capability", lambda index: dispatch.TESTED)
     attn = weft.make_attention(name, heads=2, head_dim=8, dropout=0.1)
     about = {"is_cuda": True, "dtype": torch.bfloat16, "get_device": lambda: 0, "stride": lambda dim: 8}
     q = SimpleNamespace(shape=(1, 2, 1100, 8), **about)
     assert not dispatch.use_kernel(attn, q, q, q, None)
-    assert dispatch.use_kernel(attn.eval(), q, q, q, None)
+    attn.eval().sampling = True  # else `subsampled` is dense
+    assert dispatch.use_kernel(attn, q, q, q, None)
 
 
 @pytest.mark.parametrize(

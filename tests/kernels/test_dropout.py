@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from itertools import product
 
 import numpy as np
@@ -12,6 +13,7 @@ from counters import mixed, words
 from promises import DEVICE
 
 import weft
+from weft.attention.subsampled.gather import sampled_attention
 from weft.core.dense import dense_logits, runs_of, same
 from weft.kernels.lines.kernel import LinePart
 
@@ -75,7 +77,8 @@ def last_tokens(attn, k, mask):
 def test_every_kernel_with_dropout_is_tested():
     infos = [weft.attention_info(name) for name in weft.attentions()]
     able = {x.name for x in infos if x.kernel is not None and x.kernel.dropout and x.dropout == "probabilities"}
-    assert able == {*CALLS, *GRIDS, "sinkhorn"} - {"strided"}  # sinkhorn has two matrices: the next test
+    others = {"sinkhorn", "subsampled"}  # two matrices, and random samples: in their own tests
+    assert able == {*CALLS, *GRIDS, *others} - {"strided"}
 
 
 def test_sinkhorn_drops_the_same_forward_and_backward():
@@ -196,6 +199,53 @@ def test_grid_combiners_drop_what_the_plain_version_drops(name, which, causal, m
         results.append((out, *torch.autograd.grad(out, qkv, dout)))
     for truth, mine in zip(*results, strict=True):
         assert (truth - mine).norm() < 1e-4 * truth.norm()
+
+
+LENGTH = 99 if DEVICE == "cpu" else 297
+SAMPLES = {  # options, causal, masked, ALiBi
+    "drawn": ({"windows": 3, "keep": 0.8}, True, False, False),
+    "masked": ({"windows": 2}, False, True, True),
+    "once": ({"windows": 3}, False, False, False),
+    "rectangles": ({"windows": (2, 2), "layout": (LENGTH // 3, 3)}, False, False, False),
+    "given": ({"windows": 2}, True, True, True),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_subsampled_drops_each_source_of_a_sample(name, monkeypatch):
+    """Also each copy of a source that a given sample repeats, but not the token that stands in for a sample."""
+    torch.manual_seed(0)
+    options, causal, masked, alibi = SAMPLES[name]
+    B, H, L, D = (2, 2, LENGTH, 16) if DEVICE == "cpu" else (2, 4, LENGTH, 64)
+    attn = weft.make_attention("subsampled", heads=H, head_dim=D, causal=causal, dropout=P, backend="triton", **options)
+    key = torch.tensor([KEY]), round(P * 2**24)
+    monkeypatch.setattr(weft.attention.subsampled, "dropout_key", lambda *call: key)
+    if name == "drawn":
+        monkeypatch.setattr(weft.attention.subsampled, "can_draw", lambda *call: True)  # in Triton's interpreter too
+    tensors = [torch.randn(B, L, heads, D).transpose(1, 2) for heads in (H, H // 2, H // 2, H)]
+    mask, bias = torch.rand(B, L) > 0.3 if masked else torch.ones(B, L) > 0, weft.ALiBi(H) if alibi else None
+    given = torch.arange(L // 2, L).repeat(2, 2) if name == "given" else None  # none for the first targets, if causal
+    *qkv, dout = (x.requires_grad_() for x in tensors)
+    with nullcontext() if given is None else attn.fixed(given):
+        out = attn(*qkv, mask if masked else None, bias)
+    out = out * mask[:, None, :, None]
+    mine = out, *torch.autograd.grad(out, qkv, dout)
+
+    sources = attn.last_indices.long().to(mask.device).sort(-1).values
+    real = mask[:, sources.clamp(max=L - 1)] & (sources < L)
+    slot = (real.cumsum(-1) - 1)[:, None, :, None]  # of the real ones, in order
+    drops = factors(B, H, L, np.arange(sources.shape[1])[None]).to(mask.device)
+    b, h = torch.arange(B).view(B, 1, 1, 1, 1), torch.arange(H).view(H, 1, 1, 1)
+
+    def kept(t, s):
+        return drops[b, h, t, slot] if t.dim() == 5 else torch.ones_like(s)
+
+    *qkv, dout = (x.detach().double().requires_grad_() for x in tensors)
+    k, v = (x.repeat_interleave(2, 1) * mask[:, None, :, None] for x in qkv[1:])
+    options = {"targets": attn.targets(L), "causal": causal, "mask": mask if masked else None, "bias": bias}
+    out = sampled_attention(qkv[0], k, v, sources, gate=kept, **options) * mask[:, None, :, None]
+    for truth, found in zip((out, *torch.autograd.grad(out, qkv, dout)), mine, strict=True):
+        assert (truth - found).norm() < 1e-4 * truth.norm()
 
 
 def test_dropout_is_repeated_from_the_seed_and_gone_in_eval():
