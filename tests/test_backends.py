@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import promises
@@ -101,18 +102,25 @@ def test_tensors_no_kernel_takes(kernels_could_run, q, v, reason):
     assert not dispatch.use_kernel(combiner(), q, q, v, None)
 
 
-def test_refuses_dropout_if_the_kernel_has_none(kernels_could_run):
+def test_refuses_dropout_if_the_kernel_has_none(kernels_could_run, monkeypatch):
+    attn = weft.make_attention("local", heads=2, head_dim=8, backend="triton", dropout=0.1)
+    monkeypatch.setattr(attn, "fused", replace(attn.fused, dropout=False))
     with pytest.raises(ValueError, match="dropout"):
-        weft.make_attention("combiner-routing", heads=2, head_dim=8, backend="triton", dropout=0.1)(*qkv())
+        attn(*qkv())
 
 
-@pytest.mark.parametrize("name", ["combiner-axial", "combiner-axial-vertical", "combiner-mixture"])
+UNTESTED = "combiner-axial", "combiner-axial-vertical", "combiner-mixture", "combiner-routing", "subsampled"
+
+
+@pytest.mark.parametrize("name", UNTESTED)
 def test_auto_does_not_use_dropout_that_was_not_tested_on_a_gpu(name, kernels_could_run, monkeypatch):
     monkeypatch.setattr(dispatch, "_capability", lambda index: dispatch.TESTED)
     attn = weft.make_attention(name, heads=2, head_dim=8, dropout=0.1)
-    q = SimpleNamespace(shape=(1, 2, 300, 8), is_cuda=True, dtype=torch.bfloat16, get_device=lambda: 0)
+    about = {"is_cuda": True, "dtype": torch.bfloat16, "get_device": lambda: 0, "stride": lambda dim: 8}
+    q = SimpleNamespace(shape=(1, 2, 1100, 8), **about)
     assert not dispatch.use_kernel(attn, q, q, q, None)
-    assert dispatch.use_kernel(attn.eval(), q, q, q, None)
+    attn.eval().sampling = True  # else `subsampled` is dense
+    assert dispatch.use_kernel(attn, q, q, q, None)
 
 
 @pytest.mark.parametrize(

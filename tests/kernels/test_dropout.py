@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from itertools import product
 
 import numpy as np
@@ -12,7 +13,8 @@ from counters import mixed, words
 from promises import DEVICE
 
 import weft
-from weft.core.dense import dense_logits
+from weft.attention.subsampled.gather import sampled_attention
+from weft.core.dense import dense_logits, runs_of, same
 from weft.kernels.lines.kernel import LinePart
 
 pytest.importorskip("triton")
@@ -23,6 +25,7 @@ CALLS = {
     "bigbird": ({"block_size": 6, "random_blocks": 1}, {"block_size": 10}),
     "combiner-fixed": ({"block_size": 16}, {"block_size": 20}),
     "combiner-logsparse": ({"summary": "mean"}, {"summary": "max"}),
+    "combiner-routing": ({"clusters": 3, "capacity": 5}, {"clusters": 4, "capacity": 9, "summary": "mean"}),
     "linformer": ({"max_length": 300}, {"max_length": 320, "rank": 5}),
     "local": ({"block_size": 9}, {"block_size": 40}),
     "logsparse": ({}, {}),
@@ -60,10 +63,22 @@ def span_ends(i, j, L):
     return np.where(i == j, i, np.where(after, L - 1 - end, end))
 
 
+def last_tokens(attn, k, mask):
+    """(B, H, L, L): the token whose summary query i reads for j: the last one, up to i if causal, of j's run; j itself
+    if they share a run."""
+    nearest = (k @ attn.clusters.centroids.mT).argmax(-1)
+    group, run = runs_of(nearest, mask, attn.clusters.size(k.shape[2]))
+    together, t = same(group) & same(run), torch.arange(k.shape[2])
+    up_to = t <= t[:, None, None] if attn.causal else t >= 0
+    last = torch.where(together[:, :, None] & up_to, t, -1).amax(-1)
+    return torch.where(together, t, last).cpu().numpy()
+
+
 def test_every_kernel_with_dropout_is_tested():
     infos = [weft.attention_info(name) for name in weft.attentions()]
     able = {x.name for x in infos if x.kernel is not None and x.kernel.dropout and x.dropout == "probabilities"}
-    assert able == {*CALLS, *GRIDS, "sinkhorn"} - {"strided"}  # sinkhorn has two matrices: the next test
+    others = {"sinkhorn", "subsampled"}  # two matrices, and random samples: in their own tests
+    assert able == {*CALLS, *GRIDS, *others} - {"strided"}
 
 
 def test_sinkhorn_drops_the_same_forward_and_backward():
@@ -93,8 +108,9 @@ def test_kernels_drop_the_same_probabilities_forward_and_backward(name, which, c
     name = "sparse" if name == "strided" else name
     group = 1 + which  # heads of q for each head of k and v
     B, H, L, D = (2 // group, group, 25, 16) if DEVICE == "cpu" else (2, 4, 300, 64)
-    L = max(L, 40) if "logsparse" in name else L  # two tiles of the kernel
+    L = max(L, 40) if name.endswith(("logsparse", "combiner-routing")) else L  # two tiles of the kernel
     attn = weft.make_attention(name, heads=H, head_dim=D, causal=causal, dropout=P, backend="triton", **options)
+    wide = copy.deepcopy(attn).double().eval()
     monkeypatch.setattr(torch, "randint", lambda *_, device: torch.tensor([KEY], device=device))
     tensors = [torch.randn(B, L, heads, D).transpose(1, 2) for heads in (H, H // group, H // group, H)]
     mask = torch.rand(B, L) > 0.2 if masked else None
@@ -105,11 +121,13 @@ def test_kernels_drop_the_same_probabilities_forward_and_backward(name, which, c
         column = np.where(i // m == j // m, j, L + j // m)
     if name == "combiner-logsparse":
         column = span_ends(i, j, L)
+    if name == "combiner-routing":
+        column = last_tokens(wide, tensors[1].double().repeat_interleave(group, 1), mask)
     if name == "linformer":
         column = column[:, : attn.kernel.shape[1]]  # slots
     rounds = options.get("hashes", 1)  # each has its own dropout
     drops = factors(rounds * B, H, L, column).view(rounds, B, H, L, -1).to(tensors[0].device)
-    wide, results = copy.deepcopy(attn).double().eval(), []
+    results = []
     for dtype in (torch.float64, torch.float32):
         *qkv, dout = (x.to(dtype).requires_grad_() for x in tensors)
         if dtype == torch.float64:
@@ -181,6 +199,53 @@ def test_grid_combiners_drop_what_the_plain_version_drops(name, which, causal, m
         results.append((out, *torch.autograd.grad(out, qkv, dout)))
     for truth, mine in zip(*results, strict=True):
         assert (truth - mine).norm() < 1e-4 * truth.norm()
+
+
+LENGTH = 99 if DEVICE == "cpu" else 297
+SAMPLES = {  # options, causal, masked, ALiBi
+    "drawn": ({"windows": 3, "keep": 0.8}, True, False, False),
+    "masked": ({"windows": 2}, False, True, True),
+    "once": ({"windows": 3}, False, False, False),
+    "rectangles": ({"windows": (2, 2), "layout": (LENGTH // 3, 3)}, False, False, False),
+    "given": ({"windows": 2}, True, True, True),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_subsampled_drops_each_source_of_a_sample(name, monkeypatch):
+    """Also each copy of a source that a given sample repeats, but not the token that stands in for a sample."""
+    torch.manual_seed(0)
+    options, causal, masked, alibi = SAMPLES[name]
+    B, H, L, D = (2, 2, LENGTH, 16) if DEVICE == "cpu" else (2, 4, LENGTH, 64)
+    attn = weft.make_attention("subsampled", heads=H, head_dim=D, causal=causal, dropout=P, backend="triton", **options)
+    key = torch.tensor([KEY]), round(P * 2**24)
+    monkeypatch.setattr(weft.attention.subsampled, "dropout_key", lambda *call: key)
+    if name == "drawn":
+        monkeypatch.setattr(weft.attention.subsampled, "can_draw", lambda *call: True)  # in Triton's interpreter too
+    tensors = [torch.randn(B, L, heads, D).transpose(1, 2) for heads in (H, H // 2, H // 2, H)]
+    mask, bias = torch.rand(B, L) > 0.3 if masked else torch.ones(B, L) > 0, weft.ALiBi(H) if alibi else None
+    given = torch.arange(L // 2, L).repeat(2, 2) if name == "given" else None  # none for the first targets, if causal
+    *qkv, dout = (x.requires_grad_() for x in tensors)
+    with nullcontext() if given is None else attn.fixed(given):
+        out = attn(*qkv, mask if masked else None, bias)
+    out = out * mask[:, None, :, None]
+    mine = out, *torch.autograd.grad(out, qkv, dout)
+
+    sources = attn.last_indices.long().to(mask.device).sort(-1).values
+    real = mask[:, sources.clamp(max=L - 1)] & (sources < L)
+    slot = (real.cumsum(-1) - 1)[:, None, :, None]  # of the real ones, in order
+    drops = factors(B, H, L, np.arange(sources.shape[1])[None]).to(mask.device)
+    b, h = torch.arange(B).view(B, 1, 1, 1, 1), torch.arange(H).view(H, 1, 1, 1)
+
+    def kept(t, s):
+        return drops[b, h, t, slot] if t.dim() == 5 else torch.ones_like(s)
+
+    *qkv, dout = (x.detach().double().requires_grad_() for x in tensors)
+    k, v = (x.repeat_interleave(2, 1) * mask[:, None, :, None] for x in qkv[1:])
+    options = {"targets": attn.targets(L), "causal": causal, "mask": mask if masked else None, "bias": bias}
+    out = sampled_attention(qkv[0], k, v, sources, gate=kept, **options) * mask[:, None, :, None]
+    for truth, found in zip((out, *torch.autograd.grad(out, qkv, dout)), mine, strict=True):
+        assert (truth - found).norm() < 1e-4 * truth.norm()
 
 
 def test_dropout_is_repeated_from_the_seed_and_gone_in_eval():

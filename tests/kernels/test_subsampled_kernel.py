@@ -3,6 +3,8 @@ unsupported calls."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -39,12 +41,19 @@ def test_unsupported_calls_raise_an_error(monkeypatch):
     monkeypatch.setattr(dispatch, "_INSTALLED", True)
     monkeypatch.setattr(dispatch, "_INTERPRETED", True)  # so that a CPU tensor is no reason
     q, k, v = torch.randn(3, 1, 2, 12, 8).unbind()
-    with pytest.raises(ValueError, match="dropout"):
-        make(dropout=0.1)(q, k, v)
     with pytest.raises(ValueError, match="RelativeBias"):
         make()(q, k, v, bias=weft.RelativeBias(2, 4))
     with pytest.raises(ValueError, match="graph"):
         make(layout="graph")
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_dropout_needs_the_kernels(dropout):
+    """PyTorch's attention on whole windows would draw its own."""
+    q = SimpleNamespace(shape=(1, 2, 8192, 8), is_cuda=True, device=torch.device("cuda"), element_size=lambda: 2)
+    attn = make(dropout=dropout, windows=2)
+    assert attn._whole_windows(q, q, None, None) == (not dropout)
+    assert attn.eval()._whole_windows(q, q, None, None)  # sampled too with attn.sampling = True
 
 
 def test_dense_attention_needs_no_kernel():

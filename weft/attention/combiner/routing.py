@@ -30,7 +30,8 @@ from ...core.blocks import ceil_div
 from ...core.contract import PositionBias
 from ...core.decoding_state import Place
 from ...core.dense import runs_of, same
-from ...core.dispatch import Kernel
+from ...core.dispatch import Kernel, without_dropout
+from ...core.dropout import dropout_key
 from ...core.joint import Part, Rows, token_positions
 from ...core.partitions import default_block
 from ...core.registry import register
@@ -317,10 +318,11 @@ def _of_each(x: Tensor, n: int) -> Tensor:
 def run_kernel(attn: CombinerRouting, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
     dtype, clusters, size = q.dtype, attn.clusters, attn.clusters.size(k.shape[2])
     q, k, v = (attn._widen(t) for t in (q, k, v))
-    out = clusters.run_kernel(kernel.routed_spans, q, k, v, mask, None, size, attn.summary.pool, attn.causal)
+    key, threshold = dropout_key(attn, q)
+    options = size, attn.summary.pool, attn.causal, threshold
+    out = clusters.run_kernel(kernel.routed_spans, q, k, v, mask, key, *options)
     if out is None:
-        orders = clusters.assign_orders(k, mask)
-        out = kernel.span_attention(q, k, v, orders, size=size, pool=attn.summary.pool, causal=attn.causal)
+        out = kernel.span_attention(q, k, v, clusters.assign_orders(k, mask), key, *options)
     return out.to(dtype)
 
 
@@ -346,5 +348,5 @@ register(
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*sqrt(L)",
     length_dependent="without max_length the default capacity depends on the length; set capacity to fix it",
-    kernel=Kernel(run_kernel, lacks, WHOLE + 1, grouped=lambda attn: True),
+    kernel=Kernel(run_kernel, lacks, WHOLE + 1, dropout=True, grouped=lambda attn: True, auto=without_dropout),
 )

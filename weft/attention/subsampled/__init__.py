@@ -30,7 +30,8 @@ from ...core.blocks import ceil_div
 from ...core.contract import PositionBias
 from ...core.decoding_state import Place
 from ...core.dense import dense_attention, legal, positions
-from ...core.dispatch import Kernel
+from ...core.dispatch import Kernel, without_dropout
+from ...core.dropout import dropout_key
 from ...core.positions import ALiBi
 from ...core.precision import autocasts
 from ...core.registry import register
@@ -164,13 +165,15 @@ class SubsampledAttention(Subsampling, FullAttention):
         whole = not given and self._whole_windows(q, k, mask, bias)
         if not (given or whole) and self.layout == "1d" and mask is None and plain_call(q):
             if can_draw(q.device, L, self._spread(L, size)):
-                key, rank = self._key(0, lambda: draw_device_key(q)), rank_of(not self.same_on_all_ranks)
+                seed, rank = self._key(0, lambda: draw_device_key(q)), rank_of(not self.same_on_all_ranks)
                 sample, alibi = (*self._sample_options(L), rank), bias is not None
-                out, self.last_indices = kernel.drawn(q, k, v, key, sample, alibi=alibi, stand_in=stand_in)
+                key, threshold = dropout_key(self, q)
+                out, self.last_indices = kernel.drawn(q, k, v, seed, key, sample, alibi, stand_in, threshold)
                 return out
         sources = self._sources(L, q)
         if whole and sources.is_cuda:
             return kernel.whole_windows(q, k, v, sources)
+        key, threshold = dropout_key(self, q)
         runs = not isinstance(self.layout, tuple) or self._rectangle()[1] == self.layout[1]
         return kernel.subsampled(
             q,
@@ -185,6 +188,8 @@ class SubsampledAttention(Subsampling, FullAttention):
             alibi=bias is not None,
             stand_in=stand_in,
             once=not self.causal and not given,
+            key=key,
+            threshold=threshold,
         )
 
     def _whole_windows(self, q: Tensor, k: Tensor, mask: Tensor | None, bias: PositionBias | None) -> bool:
@@ -194,6 +199,7 @@ class SubsampledAttention(Subsampling, FullAttention):
             not (self.causal or isinstance(self.layout, tuple))
             and mask is None
             and bias is None
+            and not (self.dropout and self.training)
             and self.keep == 1
             and self._cut(L)[2] == L
             and self._cut(L)[0] >= kernel.LEAST_WINDOW
@@ -429,7 +435,9 @@ register(
         lacks,
         kernel.LEAST_LENGTH,
         bias=lambda bias: type(bias) is ALiBi,
+        dropout=True,
         grouped=lambda attn: True,
         applies=lambda attn: attn.samples_now,
+        auto=without_dropout,
     ),
 )

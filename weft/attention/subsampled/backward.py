@@ -15,21 +15,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...kernels.random import kept, row_words
 from ...kernels.rows import load_rows, store_rows
 from .forward import absolute, biased, next_sources, seen_sources, target_rows
 
 
 @triton.jit
 def query_tile(
-    q, dout, dq, lse, delta, K, V, pos, slot, seen, i, d, k_l, v_l, reference, slope, scale,
+    q, word, dout, dq, lse, delta, K, V, pos, slot, seen, i, d, k_l, v_l, reference, slope, threshold, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, EDGE: tl.constexpr, CAUSAL: tl.constexpr,
-    ALIBI: tl.constexpr, PRECISION: tl.constexpr,
+    ALIBI: tl.constexpr, PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     here = slot < seen if EDGE else None
     k = load_rows(K, pos.to(tl.int64), d, k_l, here, D, BLOCK_D)
     v = load_rows(V, pos.to(tl.int64), d, v_l, here, D, BLOCK_D)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+    dp *= kept(word[:, None], slot[None, :], threshold, DROPOUT)
     p = tl.exp2(biased(s, i, pos, reference, slope, scale, CAUSAL, ALIBI) - lse[:, None])
     if EDGE:
         allowed = (slot < seen)[None, :]
@@ -42,11 +44,12 @@ def query_tile(
 
 @triton.jit
 def query_gradients(
-    Q, K, V, SOURCES, FIRST, TARGETS, SLOPES, OUT, DOUT, LSE, DELTA, DQ,
+    Q, K, V, SOURCES, FIRST, TARGETS, SLOPES, KEY, OUT, DOUT, LSE, DELTA, DQ,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l, g_b, g_h, g_l, dq_b, dq_h, dq_l,
-    BH, H, L, W, P, S, scale, logit_scale,
+    BH, H, L, W, P, S, threshold, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_MASK: tl.constexpr, ALIBI: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
+    DROPOUT: tl.constexpr,
 ):  # fmt: skip
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
     w = tile % W
@@ -70,6 +73,7 @@ def query_gradients(
     reference = w * P + start
     slope = tl.load(SLOPES + h) if ALIBI else 0.0
 
+    word = row_words(KEY, bh, i, DROPOUT)
     q = load_rows(Q + b * q_b + h * q_h, row, d, q_l, live, D, BLOCK_D)
     dout = load_rows(DOUT + b * g_b + h * g_h, row, d, g_l, live, D, BLOCK_D)
     out = load_rows(OUT + b * o_b + h * o_h, row, d, o_l, live, D, BLOCK_D)
@@ -84,15 +88,15 @@ def query_gradients(
     for first in range(0, inner, BK):
         ahead = next_sources(SOURCES, first + slot, S, BK)
         dq = query_tile(
-            q, dout, dq, lse, delta, K, V, pos, first + slot, seen, i, d, k_l, v_l, reference, slope, scale,
-            D, BLOCK_D, False, CAUSAL, ALIBI, PRECISION,
+            q, word, dout, dq, lse, delta, K, V, pos, first + slot, seen, i, d, k_l, v_l, reference, slope, threshold,
+            scale, D, BLOCK_D, False, CAUSAL, ALIBI, PRECISION, DROPOUT,
         )  # fmt: skip
         pos = ahead
     for first in tl.range(inner, seen, BK, num_stages=1):
         ahead = next_sources(SOURCES, first + slot, S, BK)
         dq = query_tile(
-            q, dout, dq, lse, delta, K, V, pos, first + slot, seen, i, d, k_l, v_l, reference, slope, scale,
-            D, BLOCK_D, True, CAUSAL, ALIBI, PRECISION,
+            q, word, dout, dq, lse, delta, K, V, pos, first + slot, seen, i, d, k_l, v_l, reference, slope, threshold,
+            scale, D, BLOCK_D, True, CAUSAL, ALIBI, PRECISION, DROPOUT,
         )  # fmt: skip
         pos = ahead
     store_rows(DQ + b * dq_b + h * dq_h, dq * logit_scale, row, d, dq_l, live, D, BLOCK_D)
@@ -100,9 +104,9 @@ def query_gradients(
 
 @triton.jit
 def key_tile(
-    k, v, dk, dv, Q, DOUT, LSE, DELTA, TARGETS, w, start, P, L, pos, d, q_l, g_l, slope, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, EDGE: tl.constexpr, CAUSAL: tl.constexpr,
-    ALIBI: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
+    k, v, dk, dv, Q, DOUT, LSE, DELTA, TARGETS, KEY, bh, w, start, P, L, pos, slot, d, q_l, g_l, slope, threshold,
+    scale, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, EDGE: tl.constexpr, CAUSAL: tl.constexpr,
+    ALIBI: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Computed as (sources, targets), so that the next two products read the probabilities from registers. EDGE: some
     targets do not exist or do not attend to all of these sources."""
@@ -130,20 +134,21 @@ def key_tile(
     p = tl.exp2(logit - absolute(lse, i, reference, -slope, CAUSAL, ALIBI)[None, :])
     if EDGE and CAUSAL:
         p = tl.where(pos[:, None] <= i[None, :], p, 0.0)
-    dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-    ds = p * (dp - delta[None, :])
+    factor = kept(row_words(KEY, bh, i, DROPOUT)[None, :], slot[:, None], threshold, DROPOUT)
+    dv = tl.dot((p * factor).to(dout.dtype), dout, dv, input_precision=PRECISION)
+    ds = p * (dp * factor - delta[None, :])
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 
 
 @triton.jit
 def key_gradients(
-    Q, K, V, SOURCES, FIRST, TARGETS, SLOPES, DOUT, LSE, DELTA, PART_K, PART_V,
+    Q, K, V, SOURCES, FIRST, TARGETS, SLOPES, KEY, DOUT, LSE, DELTA, PART_K, PART_V,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
-    BH, H, L, W, P, S, scale, logit_scale,
+    BH, H, L, W, P, S, threshold, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_MASK: tl.constexpr, ALIBI: tl.constexpr, GRID: tl.constexpr, ONCE: tl.constexpr, PRECISION: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """PART_K and PART_V: rows per token if ONCE, else per slot of a window, (B, H, W · S, D)."""
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
@@ -185,13 +190,13 @@ def key_gradients(
     for t in tl.range(0, tl.maximum(before, 0) + (tl.maximum(end - after, 0) + BQ - 1) // BQ, num_stages=1):
         start = tl.where(t < before, begin + t * BQ, after + (t - tl.maximum(before, 0)) * BQ)
         dk, dv = key_tile(
-            k, v, dk, dv, Q, DOUT, LSE, DELTA, TARGETS, w, start, P, L, pos, d, q_l, g_l, slope, scale,
-            D, BLOCK_D, BQ, True, CAUSAL, ALIBI, GRID, PRECISION,
+            k, v, dk, dv, Q, DOUT, LSE, DELTA, TARGETS, KEY, bh, w, start, P, L, pos, slot, d, q_l, g_l, slope,
+            threshold, scale, D, BLOCK_D, BQ, True, CAUSAL, ALIBI, GRID, PRECISION, DROPOUT,
         )  # fmt: skip
     for start in range(inner, whole, BQ):
         dk, dv = key_tile(
-            k, v, dk, dv, Q, DOUT, LSE, DELTA, TARGETS, w, start, P, L, pos, d, q_l, g_l, slope, scale,
-            D, BLOCK_D, BQ, False, CAUSAL, ALIBI, GRID, PRECISION,
+            k, v, dk, dv, Q, DOUT, LSE, DELTA, TARGETS, KEY, bh, w, start, P, L, pos, slot, d, q_l, g_l, slope,
+            threshold, scale, D, BLOCK_D, BQ, False, CAUSAL, ALIBI, GRID, PRECISION, DROPOUT,
         )  # fmt: skip
     row = (pos if ONCE else w * S + slot).to(tl.int64)
     store_rows(PART_K + b * dk_b + h * dk_h, dk * logit_scale, row, d, dk_l, here, D, BLOCK_D)

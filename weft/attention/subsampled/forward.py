@@ -4,7 +4,8 @@ SOURCES (W, S) holds the sources of each window sorted by position; empty slots 
 (W, L + 1) is the number of sources before a position. Because sources are sorted, causality is a length: a tile of
 targets [a, b) needs the first FIRST[b] sources, and only those from FIRST[a + 1] on need a comparison with the target.
 With a mask (HAS_MASK), each sequence has its own SOURCES and FIRST without masked tokens. Logarithms are to base 2:
-`scale` includes log2(e)/√D, SLOPES log2(e).
+`scale` includes log2(e)/√D, SLOPES log2(e). For DROPOUT, the key index of a source is its slot, because a given sample
+may repeat a source.
 
 Program ids run over heads first, so concurrent programs read whole rows of (B, L, H, D) memory.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...kernels.random import kept, row_words
 from ...kernels.rows import load_rows, store_rows
 
 
@@ -79,9 +81,9 @@ def absolute(lse, i, reference, slope, CAUSAL: tl.constexpr, ALIBI: tl.constexpr
 
 @triton.jit
 def attend_tile(
-    q, acc, top, total, K, V, pos, slot, seen, i, d, k_l, v_l, reference, slope, scale,
+    q, word, acc, top, total, K, V, pos, slot, seen, i, d, k_l, v_l, reference, slope, threshold, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, EDGE: tl.constexpr, CAUSAL: tl.constexpr,
-    ALIBI: tl.constexpr, STAND_IN: tl.constexpr, PRECISION: tl.constexpr,
+    ALIBI: tl.constexpr, STAND_IN: tl.constexpr, PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Add one tile of sources to the running softmax. EDGE: some pairs are not allowed."""
     here = slot < seen if EDGE else None
@@ -105,18 +107,19 @@ def attend_tile(
         p = tl.exp2(s * scale - shift[:, None])
     old = tl.exp2(top - shift)
     total = total * old + tl.sum(p, 1)
+    p *= kept(word[:, None], slot[None, :], threshold, DROPOUT)
     acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
     return acc, new_top, total
 
 
 @triton.jit
 def attend(
-    Q, K, V, SOURCES, FIRST, TARGETS, NEAREST, SLOPES, OUT, LSE,
+    Q, K, V, SOURCES, FIRST, TARGETS, NEAREST, SLOPES, KEY, OUT, LSE,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l,
-    BH, H, L, W, P, S, scale,
+    BH, H, L, W, P, S, threshold, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_MASK: tl.constexpr, ALIBI: tl.constexpr, STAND_IN: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     bh, tile = tl.program_id(0) % BH, tl.program_id(0) // BH
     w = tile % W
@@ -140,6 +143,7 @@ def attend(
     reference = w * P + start
     slope = tl.load(SLOPES + h) if ALIBI else 0.0
 
+    word = row_words(KEY, bh, i, DROPOUT)
     q = load_rows(Q, i.to(tl.int64), d, q_l, live, D, BLOCK_D)
     acc = tl.zeros([BQ, BLOCK_D], tl.float32)
     top = tl.full([BQ], float("-inf"), tl.float32)
@@ -151,15 +155,15 @@ def attend(
     for first in range(0, inner, BK):
         ahead = next_sources(SOURCES, first + slot, S, BK)
         acc, top, total = attend_tile(
-            q, acc, top, total, K, V, pos, first + slot, seen, i, d, k_l, v_l, reference, slope, scale,
-            D, BLOCK_D, False, CAUSAL, ALIBI, STAND_IN, PRECISION,
+            q, word, acc, top, total, K, V, pos, first + slot, seen, i, d, k_l, v_l, reference, slope, threshold, scale,
+            D, BLOCK_D, False, CAUSAL, ALIBI, STAND_IN, PRECISION, DROPOUT,
         )  # fmt: skip
         pos = ahead
     for first in tl.range(inner, seen, BK, num_stages=1):  # a few tiles at most
         ahead = next_sources(SOURCES, first + slot, S, BK)
         acc, top, total = attend_tile(
-            q, acc, top, total, K, V, pos, first + slot, seen, i, d, k_l, v_l, reference, slope, scale,
-            D, BLOCK_D, True, CAUSAL, ALIBI, STAND_IN, PRECISION,
+            q, word, acc, top, total, K, V, pos, first + slot, seen, i, d, k_l, v_l, reference, slope, threshold, scale,
+            D, BLOCK_D, True, CAUSAL, ALIBI, STAND_IN, PRECISION, DROPOUT,
         )  # fmt: skip
         pos = ahead
 

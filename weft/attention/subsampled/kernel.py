@@ -69,12 +69,14 @@ def subsampled(
     alibi: bool = False,
     stand_in: bool = True,
     once: bool = False,
+    key: Tensor | None = None,
+    threshold: int = 0,
 ) -> Tensor:
     """`sampled_attention` on q, k, v (B, H, L, D) and sources (W, S). k and v may have fewer heads. Windows are runs of
     `size` tokens, or given by `targets` (W, size). k and v must be zero where `mask` is False.
 
     `nearest` (B, L), only with a mask: the token to use for targets without an allowed source. stand_in=False asserts
-    that there is no such target; once=True asserts that no source appears twice.
+    that there is no such target; once=True asserts that no source appears twice. Dropout is from `dropout_key`.
     """
     q, k, v = autocast(q, k, v)
     if sources.dtype != torch.int32:  # not drawn on the device
@@ -85,8 +87,8 @@ def subsampled(
     if mask is not None:
         assert nearest is not None
         sources, nearest = seen_through(mask, sources), nearest.to(torch.int32)
-    options = (size, causal, alibi, stand_in or mask is not None, once)
-    return _operator(q, k, v, sources, targets, nearest, *options)
+    options = (size, causal, alibi, stand_in or mask is not None, once, threshold)
+    return _operator(q, k, v, sources, targets, nearest, key, *options)
 
 
 def seen_through(mask: Tensor, sources: Tensor) -> Tensor:
@@ -111,7 +113,7 @@ def place_indices(indices: Tensor, device: torch.device, ordered: bool) -> Tenso
     return send(torch.from_numpy(np.sort(array) if ordered else array), device)
 
 
-def _forward(q, k, v, sources, targets, nearest, size, causal, alibi, stand_in, once):
+def _forward(q, k, v, sources, targets, nearest, key, size, causal, alibi, stand_in, once, threshold):
     from .forward import attend, count_before
 
     check(q, k, v, sources)
@@ -128,10 +130,11 @@ def _forward(q, k, v, sources, targets, nearest, size, causal, alibi, stand_in, 
     launch(
         attend, (W * ceil_div(size, t.queries) * B * H,),
         q, k, v, sources, first, sources if targets is None else targets, sources if nearest is None else nearest,
-        slopes(H, q.device) if alibi else q, out, lse, *strides(q), *strides(k), *strides(v), *strides(out),
-        B * H, H, L, W, size, S, math.log2(math.e) / math.sqrt(D), D=D, BLOCK_D=block_width(D), BQ=t.queries,
+        slopes(H, q.device) if alibi else q, q if key is None else key, out, lse,
+        *strides(q), *strides(k), *strides(v), *strides(out),
+        B * H, H, L, W, size, S, threshold, math.log2(math.e) / math.sqrt(D), D=D, BLOCK_D=block_width(D), BQ=t.queries,
         BK=t.keys, CAUSAL=causal, HAS_MASK=nearest is not None, ALIBI=alibi, STAND_IN=stand_in,
-        GRID=targets is not None, PRECISION=precision(q), GROUP=H // k.shape[1], **t.launch(),
+        GRID=targets is not None, PRECISION=precision(q), GROUP=H // k.shape[1], DROPOUT=key is not None, **t.launch(),
     )  # fmt: skip
     return outputs
 
@@ -147,7 +150,9 @@ def _kept(q: Tensor, sources: Tensor) -> Block:
     return Block((((B, H, L), torch.float32), ((*sources.shape[:2], L + 1), torch.int32)))
 
 
-def _backward(dout, q, k, v, sources, targets, nearest, out, block, size, causal, alibi, stand_in, once):
+def _backward(
+    dout, q, k, v, sources, targets, nearest, key, out, block, size, causal, alibi, stand_in, once, threshold
+):
     from ...kernels.rows import clear
     from .backward import collect, key_gradients, query_gradients
 
@@ -168,22 +173,24 @@ def _backward(dout, q, k, v, sources, targets, nearest, out, block, size, causal
     slope = slopes(H, q.device) if alibi else q
     shape = {"D": D, "BLOCK_D": width, "CAUSAL": causal, "HAS_MASK": nearest is not None, "PRECISION": precision(q)}
     options = {**shape, "ALIBI": alibi, "GRID": targets is not None, "GROUP": H // k.shape[1]}
+    options["DROPOUT"], drops = key is not None, q if key is None else key
     delta = torch.empty_like(lse)
     t = tiles("query gradients", size, S, q)
     launch(
         query_gradients, (W * ceil_div(size, t.queries) * BH,),
-        q, k, v, sources, first, table, slope, out, dout, lse, delta, dq,
+        q, k, v, sources, first, table, slope, drops, out, dout, lse, delta, dq,
         *strides(q), *strides(k), *strides(v), *strides(out), *strides(dout), *strides(dq),
-        BH, H, L, W, size, S, scale, logit_scale, BQ=t.queries, BK=t.keys, **options, **t.launch(),
+        BH, H, L, W, size, S, threshold, scale, logit_scale, BQ=t.queries, BK=t.keys, **options, **t.launch(),
     )  # fmt: skip
     # Rounded to the dtype of q like the gradient itself; heads are adjacent because concurrent programs write them.
     part_k, part_v = (by_head_k, by_head_v) if once else q.new_empty(2, B, W * S, H, D).transpose(2, 3).unbind()
     t = tiles("key gradients", size, S, q)
     launch(
         key_gradients, (W * ceil_div(S, t.keys) * BH,),
-        q, k, v, sources, first, table, slope, dout, lse, delta, part_k, part_v,
+        q, k, v, sources, first, table, slope, drops, dout, lse, delta, part_k, part_v,
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(part_k), *strides(part_v),
-        BH, H, L, W, size, S, scale, logit_scale, BQ=t.queries, BK=t.keys, ONCE=once, **options, **t.launch(),
+        BH, H, L, W, size, S, threshold, scale, logit_scale, BQ=t.queries, BK=t.keys, ONCE=once, **options,
+        **t.launch(),
     )  # fmt: skip
     if not once:
         n = ceil_div(L, COLLECTED)
@@ -200,8 +207,8 @@ def _backward(dout, q, k, v, sources, targets, nearest, out, block, size, causal
 
 _operator = Operator(
     "subsampled",
-    "Tensor q, Tensor k, Tensor v, Tensor sources, Tensor? targets, Tensor? nearest, int size, bool causal, bool alibi,"
-    " bool stand_in, bool once",
+    "Tensor q, Tensor k, Tensor v, Tensor sources, Tensor? targets, Tensor? nearest, Tensor? key, int size,"
+    " bool causal, bool alibi, bool stand_in, bool once, int threshold",
     _forward,
     lambda q, k, v, sources, *rest: _outputs(q, sources),
     _backward,
@@ -209,36 +216,41 @@ _operator = Operator(
 )
 
 
-def drawn(q: Tensor, k: Tensor, v: Tensor, key: Tensor, sample: tuple, *, alibi: bool, stand_in: bool) -> tuple:
-    """The sample of windows that are runs of tokens, with these options of `device.sample_windows`, and `subsampled`
-    without a mask, as one operator -> out and sources (W, S)."""
+def drawn(
+    q: Tensor, k: Tensor, v: Tensor, seed: Tensor, key: Tensor | None, sample: tuple, alibi: bool, stand_in: bool,
+    threshold: int,
+) -> tuple:  # fmt: skip
+    """The sample of windows that are runs of tokens, with this key `seed` and options of `device.sample_windows`, and
+    `subsampled` without a mask, as one operator -> out and sources (W, S)."""
     q, k, v = autocast(q, k, v)
-    return _drawn(q, k, v, key, *sample, alibi, stand_in)
+    return _drawn(q, k, v, seed, key, *sample, alibi, stand_in, threshold)
 
 
-def _draw_forward(q, k, v, key, windows, size, kept, sigma, gaussian, causal, rank, alibi, stand_in):
-    (sources,) = sample_windows((key,), (windows, size, kept, sigma, gaussian, causal, rank))
-    out, block = _forward(q, k, v, sources[None], None, None, size, causal, alibi, stand_in, not causal)
+def _draw_forward(q, k, v, seed, key, windows, size, kept, sigma, gaussian, causal, rank, alibi, stand_in, threshold):
+    (sources,) = sample_windows((seed,), (windows, size, kept, sigma, gaussian, causal, rank))
+    options = size, causal, alibi, stand_in, not causal, threshold
+    out, block = _forward(q, k, v, sources[None], None, None, key, *options)
     return out, sources, block
 
 
-def _draw_outputs(q, k, v, key, windows, size, kept, *options):
-    sources = key.new_empty(windows, kept, dtype=torch.int32)
+def _draw_outputs(q, k, v, seed, key, windows, size, kept, *options):
+    sources = seed.new_empty(windows, kept, dtype=torch.int32)
     out, block = _outputs(q, sources[None])
     return out, sources, block
 
 
 def _draw_backward(
-    dout, q, k, v, key, out, sources, block, windows, size, kept, sigma, gaussian, causal, rank, alibi, stand_in
-):
-    options = size, causal, alibi, stand_in, not causal
-    return _backward(dout, q, k, v, sources[None], None, None, out, block, *options)
+    dout, q, k, v, seed, key, out, sources, block,
+    windows, size, kept, sigma, gaussian, causal, rank, alibi, stand_in, threshold,
+):  # fmt: skip
+    options = size, causal, alibi, stand_in, not causal, threshold
+    return _backward(dout, q, k, v, sources[None], None, None, key, out, block, *options)
 
 
 _drawn = Operator(
     "drawn_attention",
-    "Tensor q, Tensor k, Tensor v, Tensor key, int windows, int size, int kept, float? sigma, bool gaussian,"
-    " bool causal, int rank, bool alibi, bool stand_in",
+    "Tensor q, Tensor k, Tensor v, Tensor seed, Tensor? key, int windows, int size, int kept, float? sigma,"
+    " bool gaussian, bool causal, int rank, bool alibi, bool stand_in, int threshold",
     _draw_forward,
     _draw_outputs,
     _draw_backward,

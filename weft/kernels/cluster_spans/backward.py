@@ -13,31 +13,34 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..random import kept, row_words
 from ..rows import load_rows, store_rows
 from .forward import earlier_tokens, standing, whole_runs
 
 
 @triton.jit
-def summary_gradients(dq, q, dout, lse, delta, KBAR, VBAR, j, exist, allowed, d, scale, logit_scale, D: tl.constexpr,
-                      BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def summary_gradients(dq, q, word, dout, lse, delta, KBAR, VBAR, j, exist, allowed, d, threshold, scale, logit_scale,
+                      D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+                      DROPOUT: tl.constexpr):  # fmt: skip
     """Add to dq, which is not scaled. Return it with the gradients of the summaries at tokens j."""
     k = load_rows(KBAR, j, d, D, exist, D, BLOCK_D)
     v = load_rows(VBAR, j, d, D, exist, D, BLOCK_D)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale - lse[:, None]
     p = tl.where(allowed, tl.exp2(s), 0.0)
-    dv = tl.dot(tl.trans(p.to(dout.dtype)), dout, input_precision=PRECISION)
-    ds = (p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None])).to(q.dtype)
+    factor = kept(word[:, None], j[None, :], threshold, DROPOUT)
+    dv = tl.dot(tl.trans((p * factor).to(dout.dtype)), dout, input_precision=PRECISION)
+    ds = (p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) * factor - delta[:, None])).to(q.dtype)
     dk = tl.dot(tl.trans(ds), q, input_precision=PRECISION) * logit_scale
     return tl.dot(ds, k, dq, input_precision=PRECISION), dk, dv
 
 
 @triton.jit
 def query_gradients(
-    Q, KBAR, VBAR, OF, ABOUT, BEFORE, LAST, FROM, DOUT, LSE, DELTA, DQ, DKBAR, DVBAR, PARTS,
+    Q, KBAR, VBAR, OF, ABOUT, BEFORE, LAST, FROM, KEY, DOUT, LSE, DELTA, DQ, DKBAR, DVBAR, PARTS,
     q_b, q_h, q_l, g_b, g_h, g_l, dq_b, dq_h, dq_l,
-    BH, H, L, n, groups, R, scale, logit_scale,
+    BH, H, L, n, groups, R, threshold, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr, BG: tl.constexpr, BR: tl.constexpr,
-    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Add to DQ; write DKBAR and DVBAR (B·H, L, D), and PARTS (B·H, n, groups, 2, D)."""
     bh, tile = (tl.program_id(0) % BH).to(tl.int64), tl.program_id(0) // BH
@@ -58,6 +61,7 @@ def query_gradients(
     live = i < L
     group = tl.load(OF + i, mask=live, other=groups)
     about = tl.load(ABOUT + i, mask=live, other=0)
+    word = row_words(KEY, bh, i, DROPOUT)
     q = load_rows(Q + b * q_b + h * q_h, i, d, q_l, live, D, BLOCK_D)
     dout = load_rows(DOUT + b * g_b + h * g_h, i, d, g_l, live, D, BLOCK_D)
     lse = tl.load(LSE + bh * L + i, mask=live, other=float("inf"))  # no query: no probability
@@ -68,15 +72,17 @@ def query_gradients(
     if CAUSAL:
         near = standing(i, group, i, group, about)
         dq, dk, dv = summary_gradients(
-            dq, q, dout, lse, delta, KBAR, VBAR, i, about > 0, near, d, scale, logit_scale, D, BLOCK_D, PRECISION
-        )
+            dq, q, word, dout, lse, delta, KBAR, VBAR, i, about > 0, near, d, threshold, scale, logit_scale, D,
+            BLOCK_D, PRECISION, DROPOUT,
+        )  # fmt: skip
         for start in range(0, groups, BG):
             g = start + tl.arange(0, BG)
             j, exist, until = earlier_tokens(BEFORE, ABOUT, g, groups)
             far = standing(i, group, j, g, until)
             dq, part_k, part_v = summary_gradients(
-                dq, q, dout, lse, delta, KBAR, VBAR, j, exist, far, d, scale, logit_scale, D, BLOCK_D, PRECISION
-            )
+                dq, q, word, dout, lse, delta, KBAR, VBAR, j, exist, far, d, threshold, scale, logit_scale, D,
+                BLOCK_D, PRECISION, DROPOUT,
+            )  # fmt: skip
             store_rows(PARTS, part_k, g, d, 2 * D, exist, D, BLOCK_D)
             store_rows(PARTS + D, part_v, g, d, 2 * D, exist, D, BLOCK_D)
     store_rows(DKBAR, dk, i, d, D, live, D, BLOCK_D)
@@ -87,7 +93,9 @@ def query_gradients(
         v = load_rows(VBAR, last, d, D, readable, D, BLOCK_D)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale - lse[:, None]
         p = tl.where(allowed, tl.exp2(s), 0.0)
-        ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+        dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+        dp *= kept(word[:, None], last[None, :], threshold, DROPOUT)
+        ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     store_rows(DQ, dq * logit_scale, i, d, dq_l, live, D, BLOCK_D)
 
@@ -121,11 +129,11 @@ def collect_earlier(
 
 @triton.jit
 def run_gradients(
-    Q, KBAR, VBAR, ABOUT, LAST, FROM, DOUT, LSE, DELTA, CHUNKS,
+    Q, KBAR, VBAR, ABOUT, LAST, FROM, KEY, DOUT, LSE, DELTA, CHUNKS,
     q_b, q_h, q_l, g_b, g_h, g_l,
-    BH, H, L, R, chunk, chunks, scale, logit_scale,
+    BH, H, L, R, chunk, chunks, threshold, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr, BR: tl.constexpr,
-    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """CHUNKS (B·H, chunks, R, 2, D), float32: gradients of BR whole runs from one chunk of queries."""
     bh, rest = (tl.program_id(0) % BH).to(tl.int64), tl.program_id(0) // BH
@@ -159,8 +167,9 @@ def run_gradients(
             allowed = allowed & (last[:, None] != about[None, :])
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale - lse[None, :]
         p = tl.where(allowed, tl.exp2(s), 0.0)
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-        ds = p * (tl.dot(v, tl.trans(dout), input_precision=PRECISION) - delta[None, :])
+        factor = kept(row_words(KEY, bh, i, DROPOUT)[None, :], last[:, None], threshold, DROPOUT)
+        dv = tl.dot((p * factor).to(dout.dtype), dout, dv, input_precision=PRECISION)
+        ds = p * (tl.dot(v, tl.trans(dout), input_precision=PRECISION) * factor - delta[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     CHUNKS += (bh * chunks + part) * R * 2 * D
     store_rows(CHUNKS, dk * logit_scale, c, d, 2 * D, c < R, D, BLOCK_D)

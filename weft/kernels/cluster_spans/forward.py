@@ -6,7 +6,8 @@ A tile of T tokens, in order of position, attends to two kinds of summaries, whi
               the tile needs its own tokens, and for every group the last token before the tile
     whole     runs as a whole, at their last token, FROM a position on; not the own run
 
-Logarithms are to base 2.
+For DROPOUT, the key index of a summary is its token: no query attends to that token directly, or to another summary at
+it. Logarithms are to base 2.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 
 from ..lines.forward import log_normaliser, weigh
+from ..random import kept, row_words
 from ..rows import load_rows, store_rows
 
 
@@ -44,23 +46,24 @@ def whole_runs(FROM, LAST, c, R, L, i, about, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def add_summaries(acc, top, total, q, KBAR, VBAR, j, exist, allowed, d, scale, D: tl.constexpr, BLOCK_D: tl.constexpr,
-                  PRECISION: tl.constexpr):  # fmt: skip
+def add_summaries(acc, top, total, q, word, KBAR, VBAR, j, exist, allowed, d, threshold, scale, D: tl.constexpr,
+                  BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, DROPOUT: tl.constexpr):  # fmt: skip
     """Add the summaries at tokens j to the running softmax."""
     k = load_rows(KBAR, j, d, D, exist, D, BLOCK_D)
     v = load_rows(VBAR, j, d, D, exist, D, BLOCK_D)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     p, old, top, total = weigh(s, allowed, top, total, scale)
+    p *= kept(word[:, None], j[None, :], threshold, DROPOUT)
     return tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION), top, total
 
 
 @triton.jit
 def attend(
-    Q, KBAR, VBAR, OF, ABOUT, BEFORE, LAST, FROM, OUT, LSE,
+    Q, KBAR, VBAR, OF, ABOUT, BEFORE, LAST, FROM, KEY, OUT, LSE,
     q_b, q_h, q_l, o_b, o_h, o_l,
-    BH, H, L, n, groups, R, scale,
+    BH, H, L, n, groups, R, threshold, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr, BG: tl.constexpr, BR: tl.constexpr,
-    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """KBAR and VBAR are (B·H, L, D)."""
     bh, tile = (tl.program_id(0) % BH).to(tl.int64), tl.program_id(0) // BH
@@ -79,6 +82,7 @@ def attend(
     live = i < L
     group = tl.load(OF + i, mask=live, other=groups)
     about = tl.load(ABOUT + i, mask=live, other=0)
+    word = row_words(KEY, bh, i, DROPOUT)
     q = load_rows(Q + b * q_b + h * q_h, i, d, q_l, live, D, BLOCK_D)
     top = tl.load(LSE + i, mask=live, other=float("-inf"))
     total = tl.where(top == float("-inf"), 0.0, 1.0)
@@ -86,19 +90,22 @@ def attend(
     if CAUSAL:
         near = standing(i, group, i, group, about)
         acc, top, total = add_summaries(
-            acc, top, total, q, KBAR, VBAR, i, about > 0, near, d, scale, D, BLOCK_D, PRECISION
-        )
+            acc, top, total, q, word, KBAR, VBAR, i, about > 0, near, d, threshold, scale, D, BLOCK_D, PRECISION,
+            DROPOUT,
+        )  # fmt: skip
         for start in range(0, groups, BG):
             g = start + tl.arange(0, BG)
             j, exist, until = earlier_tokens(BEFORE, ABOUT, g, groups)
             far = standing(i, group, j, g, until)
             acc, top, total = add_summaries(
-                acc, top, total, q, KBAR, VBAR, j, exist, far, d, scale, D, BLOCK_D, PRECISION
-            )
+                acc, top, total, q, word, KBAR, VBAR, j, exist, far, d, threshold, scale, D, BLOCK_D, PRECISION,
+                DROPOUT,
+            )  # fmt: skip
     for start in range(0, R, BR):
         last, readable, allowed = whole_runs(FROM, LAST, start + tl.arange(0, BR), R, L, i, about, CAUSAL)
         acc, top, total = add_summaries(
-            acc, top, total, q, KBAR, VBAR, last, readable, allowed, d, scale, D, BLOCK_D, PRECISION
-        )
+            acc, top, total, q, word, KBAR, VBAR, last, readable, allowed, d, threshold, scale, D, BLOCK_D, PRECISION,
+            DROPOUT,
+        )  # fmt: skip
     store_rows(OUT, acc / tl.where(total > 0.0, total, 1.0)[:, None], i, d, o_l, live, D, BLOCK_D)
     tl.store(LSE + i, log_normaliser(top, total), mask=live)

@@ -39,10 +39,13 @@ LONGEST_RUN = 1024  # the backward of the pooling holds √LONGEST_RUN rows in r
 T, WIDE_T = 64, 32  # tokens per tile, in half precision and in float32
 
 
-def span_attention(q: Tensor, k: Tensor, v: Tensor, orders: Orders, *, size: int, pool: str, causal: bool) -> Tensor:
-    """q, k and v (B, H, L, D) -> (B, H, L, D). `orders` has one order."""
+def span_attention(
+    q: Tensor, k: Tensor, v: Tensor, orders: Orders, key: Tensor | None, size: int, pool: str, causal: bool,
+    threshold: int,
+) -> Tensor:  # fmt: skip
+    """q, k and v (B, H, L, D), dropout from `dropout_key` -> (B, H, L, D). `orders` has one order."""
     q, k, v = autocast(q, k, v)
-    return _operator(q, k, v, orders.tables, orders.groups, size, pool, causal)
+    return _operator(q, k, v, orders.tables, key, orders.groups, size, pool, causal, threshold)
 
 
 def _sizes(q: Tensor, groups: int, size: int) -> tuple[int, int, int]:
@@ -66,7 +69,7 @@ def _outputs(q: Tensor, groups: int, size: int, causal: bool) -> tuple[Tensor, T
     return empty_rows(q), _kept(q, groups, size, causal).empty(q)
 
 
-def _forward(q, k, v, tables, groups, size, pool, causal):
+def _forward(q, k, v, tables, key, groups, size, pool, causal, threshold):
     from .forward import attend
     from .pool import pool_runs
     from .tables import describe_tokens, last_before, list_runs
@@ -100,17 +103,18 @@ def _forward(q, k, v, tables, groups, size, pool, causal):
         D=D, BLOCK_D=channels, CHUNK=16, POOL=pool, HEADS=H // k.shape[1], num_warps=1,
     )  # fmt: skip
     attend_runs(qbar, k, v, lse, order, vbar, local, run_settings(q, k, v, groups, size, True), more=False)
-    attend_runs(q, k, v, lse, order, out, lse, run_settings(q, k, v, groups, size, causal), more=False)
+    settings = run_settings(q, k, v, groups, size, causal, key=key, threshold=threshold)
+    attend_runs(q, k, v, lse, order, out, lse, settings, more=False)
     launch(
         attend, (n * BH,),
-        q, kbar, vbar, of, about, before, last, whole, out, lse, *strides(q), *strides(out),
-        BH, H, L, n, groups, R, scales(q)[0], **_options(q, groups, causal), BR=_runs_per_tile(R), num_warps=4,
-        num_stages=2,
+        q, kbar, vbar, of, about, before, last, whole, q if key is None else key, out, lse, *strides(q), *strides(out),
+        BH, H, L, n, groups, R, threshold, scales(q)[0], **_options(q, groups, causal), BR=_runs_per_tile(R),
+        DROPOUT=key is not None, num_warps=4, num_stages=2,
     )  # fmt: skip
     return outputs
 
 
-def _backward(dout, q, k, v, tables, out, block, groups, size, pool, causal):
+def _backward(dout, q, k, v, tables, key, out, block, groups, size, pool, causal, threshold):
     from .backward import collect_earlier, collect_runs, query_gradients, run_gradients
     from .pool import pool_gradients
 
@@ -128,14 +132,15 @@ def _backward(dout, q, k, v, tables, out, block, groups, size, pool, causal):
     options, warps = _options(q, groups, causal), 8 if D > 64 else 4
     shape, runs = {"D": D, "BLOCK_D": options["BLOCK_D"]}, _runs_per_tile(R)
 
-    settings = run_settings(q, k, v, groups, size, causal)
+    settings = run_settings(q, k, v, groups, size, causal, key=key, threshold=threshold)
+    drops = q if key is None else key
     run_query_gradients(q, k, v, lse, order, out, dout, lse, delta, dq, settings, more=False)
     run_key_gradients(q, k, v, lse, order, dout, lse, delta, by_head_k, by_head_v, settings, more=False)
     launch(
         query_gradients, (n * BH,),
-        q, kbar, vbar, of, about, before, last, whole, dout, lse, delta, dq, dkbar, dvbar, parts,
-        *strides(q), *strides(dout), *strides(dq), BH, H, L, n, groups, R, *scales(q), **options, BR=runs,
-        num_warps=warps, num_stages=1,
+        q, kbar, vbar, of, about, before, last, whole, drops, dout, lse, delta, dq, dkbar, dvbar, parts,
+        *strides(q), *strides(dout), *strides(dq), BH, H, L, n, groups, R, threshold, *scales(q), **options, BR=runs,
+        DROPOUT=key is not None, num_warps=warps, num_stages=1,
     )  # fmt: skip
     if causal and n > 1:
         launch(
@@ -147,9 +152,9 @@ def _backward(dout, q, k, v, tables, out, block, groups, size, pool, causal):
     sums = lse.new_empty(BH, chunks, R, 2, D)
     launch(
         run_gradients, (chunks * ceil_div(R, runs) * BH,),
-        q, kbar, vbar, about, last, whole, dout, lse, delta, sums, *strides(q), *strides(dout),
-        BH, H, L, R, chunk, chunks, *scales(q), **shape, T=32, BR=runs, CAUSAL=causal, PRECISION=precision(q),
-        num_warps=warps, num_stages=2,
+        q, kbar, vbar, about, last, whole, drops, dout, lse, delta, sums, *strides(q), *strides(dout),
+        BH, H, L, R, chunk, chunks, threshold, *scales(q), **shape, T=32, BR=runs, CAUSAL=causal,
+        PRECISION=precision(q), DROPOUT=key is not None, num_warps=warps, num_stages=2,
     )  # fmt: skip
     launch(
         collect_runs, (ceil_div(R, 16) * BH,), last, whole, sums, dkbar, dvbar, BH, L, R, chunks, **shape, BR=16,
@@ -186,16 +191,12 @@ def _runs_per_tile(R: int) -> int:
 
 _operator = Operator(
     "combiner_routing",
-    "Tensor q, Tensor k, Tensor v, Tensor tables, int groups, int size, str pool, bool causal",
+    "Tensor q, Tensor k, Tensor v, Tensor tables, Tensor? key, int groups, int size, str pool, bool causal,"
+    " int threshold",
     _forward,
-    lambda q, k, v, tables, groups, size, pool, causal: _outputs(q, groups, size, causal),
+    lambda q, k, v, tables, key, groups, size, pool, causal, threshold: _outputs(q, groups, size, causal),
     _backward,
     outputs=2,
 )
 
-routed_spans = clustered(
-    "routed_spans",
-    "int size, str pool, bool causal",
-    lambda q, k, v, tables, key, *options: _forward(q, k, v, tables, *options),
-    lambda dout, q, k, v, tables, key, *rest: _backward(dout, q, k, v, tables, *rest),
-)
+routed_spans = clustered("routed_spans", "int size, str pool, bool causal, int threshold", _forward, _backward)
