@@ -56,6 +56,25 @@ def test_grouped_queries():
     torch.testing.assert_close(grouped(x), grouped.out(out.transpose(1, 2).flatten(2)), **EXACT)
 
 
+def test_heads_stay_side_by_side_in_memory():
+    """Otherwise the output projection and all gradients copy them."""
+    rotary = layer(12, 2, head_dim=6, rope=True, qk_norm=True)
+    assert all(heads.transpose(1, 2).is_contiguous() for heads in rotary.project(inputs()))
+
+
+def test_compiled_rope_reads_a_table():
+    """Inductor would compute its cosines again for every head, in float64. An exported program needs no operator."""
+    rotary, x = layer(12, 2, head_dim=6, rope=True, causal=True), inputs()
+    graphs = []
+    compiled = torch.compile(rotary, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    torch.testing.assert_close(compiled(x), rotary(x))
+    names = ["rotary_table" in str(node.target) for graph in graphs for node in graph.graph.nodes]
+    assert sum(names) == 1  # for q and k
+    exported = torch.export.export(rotary, (x,))
+    assert not any("weft" in str(node.target) for node in exported.graph.nodes)
+    torch.testing.assert_close(exported.module()(x), rotary(x))
+
+
 def test_rope_turns_only_with_distance():
     rotary = layer(12, 2, head_dim=6, rope=True)
     x = torch.nn.functional.pad(inputs(5), (0, 0, 3, 0))  # three masked tokens in front shift all positions

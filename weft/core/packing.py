@@ -57,6 +57,7 @@ def packed(
     plan = documents.plan(attn.pattern_for, block, attn.max_length)
     masks = _masks(attn, documents, plan, mask)
     attn.check_length(documents.longest)
+    compute: Any = attn.compute  # a mechanism may have more inputs
     with one_call(attn, k, documents.real(mask)), without_cudnn(q):
         heads = zip(*(plan.unpack(x, by_head=True) for x in (q, k, v)), strict=True)
         more = {name: plan.unpack(x) for name, x in inputs.items()}
@@ -68,7 +69,7 @@ def packed(
                 continue
             if block is None:  # a row of blocks may be longer than max_length
                 attn.check(*group, real, bias)
-            outs.append(attn.compute(*group, real, bias, zeroed=mask is None, **own))
+            outs.append(compute(*group, real, bias, zeroed=mask is None, **own))
     return plan.repack(outs, documents.shape, by_head=True)
 
 

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .staging import operator
+
 
 class ALiBi(nn.Module):
     """Press et al., Train Short, Test Long, https://arxiv.org/abs/2108.12409
@@ -118,14 +120,33 @@ class Rotary(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """x (B, H, L, D) at integer positions (L,) or (B, L)."""
-        # Not a buffer: half precision would round the frequencies, and to_empty() would not initialise them.
-        channels = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=x.device)
-        angle = positions.double()[..., None] * self.base ** (-channels / self.head_dim)
-        if angle.dim() == 3:
-            angle = angle[:, None]
-        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-        a, b = x.chunk(2, -1)
-        return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+        return rotated(x.transpose(1, 2), self.table(positions, x.dtype)).transpose(1, 2)
+
+    def table(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """For `rotated`: cosines and sines (2, L, 1, D / 2), or (2, B, L, 1, D / 2)."""
+        # An exported program must not need an operator of ours.
+        exports = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+        make = rotary_table.__wrapped__ if exports else rotary_table  # type: ignore[attr-defined]
+        return make(positions, self.head_dim, self.base, dtype).unsqueeze(-2)
+
+
+# An operator, because Inductor would compute the cosines again for every head, in float64.
+@operator(
+    "weft::rotary_table",
+    "(Tensor positions, int head_dim, float base, ScalarType dtype) -> Tensor",
+    lambda positions, head_dim, base, dtype: positions.new_empty(2, *positions.shape, head_dim // 2, dtype=dtype),
+)
+def rotary_table(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> Tensor:
+    # Not a buffer: half precision would round the frequencies, and to_empty() would not initialise them.
+    channels = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device)
+    angle = positions.double()[..., None] * base ** (-channels / head_dim)
+    return torch.stack([angle.cos(), angle.sin()]).to(dtype)
+
+
+def rotated(x: Tensor, table: Tensor) -> Tensor:
+    """x (B, L, H, D) with the `table` of a `Rotary`."""
+    (cos, sin), (a, b) = table, x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
 
 class Constant(nn.Module):

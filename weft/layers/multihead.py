@@ -11,7 +11,7 @@ from ..attention import Attention, make_attention
 from ..core.contract import PositionBias, quiet_padding
 from ..core.decoding_state import DecodingState, next_positions
 from ..core.packing import packed_first, reads_first
-from ..core.positions import Rotary
+from ..core.positions import Rotary, rotated
 from ..core.segments import Segments, documents_of, first_tokens
 from ..core.sharding import first_position
 
@@ -115,6 +115,8 @@ class MultiheadAttention(nn.Module):
                 f"this layer needs a context of width {self.v.in_features} (context_dim), got {source.shape[-1]}: "
                 f"call it with context=(B, L, {self.v.in_features})"
             )
+        # By token, (B, L, H, D), up to the end: norms and rotations of heads would return (B, H, L, D) memory, and
+        # everything after the attention would copy it back.
         v = self._split(self.v(source), self.kv_heads)
         q = self._split(self.q(x), self.heads) if self.q is not None else None
         k = self._split(self.k(source), self.kv_heads) if self.k is not None else None
@@ -127,10 +129,11 @@ class MultiheadAttention(nn.Module):
                 raise ValueError("rotary positions do not support cross attention: create the layer with rope=False")
             start = start + first_position(x)
             at = torch.arange(start, start + x.shape[1], device=x.device) if positions is None else positions
-            q, k = self.rope(q, at), self.rope(k, at)
-        q = v.new_zeros(x.shape[0], self.heads, x.shape[1], self.head_dim) if q is None else q
+            table = self.rope.table(at, q.dtype)
+            q, k = rotated(q, table), rotated(k, table)
+        q = v.new_zeros(*x.shape[:2], self.heads, self.head_dim) if q is None else q
         k = (q if q.shape == v.shape else torch.zeros_like(v)) if k is None else k
-        return q, k, v
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def forward(
         self,
@@ -258,7 +261,7 @@ class MultiheadAttention(nn.Module):
         return {"x": x} if getattr(self.attention, "needs_input", False) else {}
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
-        return torch.unflatten(x, -1, (heads, self.head_dim)).transpose(1, 2)
+        return torch.unflatten(x, -1, (heads, self.head_dim))
 
     def _check(self, x: Tensor, context: Tensor | None) -> None:
         if x.dim() != 3 or x.shape[-1] != self.dim:
