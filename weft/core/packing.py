@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ def packed(
     plan = documents.plan(attn.pattern_for, block, attn.max_length)
     masks = _masks(attn, documents, plan, mask)
     attn.check_length(documents.longest)
-    compute: Any = attn.compute  # a mechanism may have more inputs
+    check, compute = cast(Any, attn.check), cast(Any, attn.compute)  # a mechanism may have more inputs
     with one_call(attn, k, documents.real(mask)), without_cudnn(q):
         heads = zip(*(plan.unpack(x, by_head=True) for x in (q, k, v)), strict=True)
         more = {name: plan.unpack(x) for name, x in inputs.items()}
@@ -68,7 +68,7 @@ def packed(
                 outs.append(attn(*group, None, bias, **own))  # finds a call that a kernel has run before
                 continue
             if block is None:  # a row of blocks may be longer than max_length
-                attn.check(*group, real, bias)
+                check(*group, real, bias)
             outs.append(compute(*group, real, bias, zeroed=mask is None, **own))
     return plan.repack(outs, documents.shape, by_head=True)
 
