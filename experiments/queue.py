@@ -54,40 +54,39 @@ class Entry:
 
 Shared = tuple[float, float]  # minutes, and of these the GPU's
 
-# Minutes of 10,000 steps on ListOps, packed: wide and eager, deep and compiled. Measured: wide linear, local,
-# combiner-fixed, full and synthesizer (7.6, 7.7, 7.4, 7.0 and 9.3 ms per step), deep linear and full (24.8 and 25.5 ms,
-# 12.4 and 18.3 of them busy). Beside other jobs: wide performer and sinkhorn (12.6 and 17.4 ms busy, of which a quarter
-# is due to the other jobs), deep linformer, with earlier graphs (81 ms, 26.5 busy).
+# Minutes of 10,000 steps on ListOps, packed: wide and eager, deep and compiled. Measured: all deep cells but local, and
+# wide sinkhorn, alone on the GPU: 12 (combiner-fixed) to 32 ms (sparse) of a step keep it busy. Of those that gather
+# their documents (bigbird, linformer, performer, sinkhorn, sparse), 2.5 ms less since. sparse waits for the CPU.
 LISTOPS = {
-    "linear": ((1.8, 0.9), (5, 2.2)), "local": ((1.8, 0.4), (5, 2.3)), "linformer": ((1.8, 0.8), (10, 4.6)),
-    "combiner-fixed": ((1.8, 1.0), (5, 2.3)), "performer": ((2.5, 1.7), (5, 4)), "longformer": ((1.8, 0.5), (5, 4)),
-    "sinkhorn": ((4, 2.4), (8, 7)), "bigbird": ((1.8, 0.8), (9, 8)), "full": ((1.8, 0.8), (5, 3.2)),
-    "sparse": ((1.8, 0.8), (7, 7)), "synthesizer": ((2, 1.2), (6, 5.5)),
+    "linear": ((1.8, 0.9), (5, 2.2)), "local": ((1.8, 0.4), (5, 2.3)), "linformer": ((1.8, 0.8), (6.3, 2.4)),
+    "combiner-fixed": ((1.8, 1.0), (4.1, 2.0)), "performer": ((2.5, 1.7), (7, 2.9)),
+    "longformer": ((1.8, 0.5), (4.1, 2.4)), "sinkhorn": ((3.2, 2.2), (8.7, 3.4)), "bigbird": ((1.8, 0.8), (8.6, 2.7)),
+    "full": ((1.8, 0.8), (3.1, 3.0)), "sparse": ((1.8, 0.8), (20, 4.9)), "synthesizer": ((2, 1.2), (6.8, 4.1)),
 }  # fmt: skip
 # Minutes of 30,000 steps on IMDb, by bytes and by words: wide and deep. Measured beside other jobs: wide words (7 to 9
 # ms per step), deep full words (22), wide full and local bytes (6.5 at first, 16 and 17 on a full GPU), wide linear
-# bytes (8.1, 3.8 of them busy).
+# bytes (8.1, 3.8 of them busy). Alone: deep linear bytes (20.3, 10.1 busy).
 BYTES = {
-    "combiner-fixed": ((5, 2.4), (13, 10)), "local": ((5, 1), (13, 9)), "linear": ((5, 1.9), (13, 10)),
-    "full": ((5, 1.8), (13, 12)),
+    "combiner-fixed": ((5, 2.4), (10.2, 5.2)), "local": ((5, 1), (10.2, 5)), "linear": ((5, 1.9), (10.2, 5.1)),
+    "full": ((5, 1.8), (10.2, 6.5)),
 }  # fmt: skip
 WORDS = {
     "combiner-fixed": ((4.3, 1.2), (12, 4.5)), "local": ((4.7, 0.6), (12, 4)), "linear": ((4.5, 1.3), (12, 4.5)),
     "full": ((4.3, 1), (12, 4.8)),
 }  # fmt: skip
-# Minutes with the modern recipe, ListOps and IMDb bytes, 5,000 and 15,000 steps of 64: estimated as 2.3 times the GPU
-# time of a deep step of 32. Measured of these: linear and full, 12.4 and 18.3 ms.
+# Minutes with the modern recipe, ListOps and IMDb bytes, 5,000 and 15,000 steps of 64: estimated as twice the GPU time
+# of a deep step of 32.
 MODERN: dict[str, tuple[Shared, Shared]] = {
-    "combiner-fixed": ((2.8, 2.5), (7, 6.3)), "local": ((2.8, 2.5), (7, 6.3)), "linear": ((2.7, 2.4), (7, 6)),
-    "full": ((3.8, 3.5), (8.5, 7.5)), "performer": ((5, 4.6), (12, 11)), "longformer": ((5, 4.6), (12, 11)),
+    "combiner-fixed": ((2.6, 2.0), (6, 5.2)), "local": ((2.6, 2.0), (6, 5.0)), "linear": ((2.7, 2.1), (6, 5.1)),
+    "full": ((3.3, 3.0), (7, 6.5)), "performer": ((4, 2.9), (9, 7.5)), "longformer": ((3, 2.4), (7, 6.2)),
 }  # fmt: skip
-# Minutes of the Long Range Arena's image, Pathfinder and text tasks. Measured: image, full (34 ms per step, eager, with
-# a mask, on a busy GPU), Combiner-Axial (23 ms beside four other runs); text, packed and compiled: local (20 ms beside
-# four other runs, 40 on a full GPU, 1.5 minutes for start and evaluations), linear (4.7 ms busy), Combiner-Axial (25 ms
-# busy; with `--set packed=false` 16 ms, almost alone, which is the figure here).
-ARENA: dict[str, tuple[float, float, Shared]] = {
-    "Linear Trans.": (14, 35, (7, 1.5)), "Local Attention": (12, 30, (7, 1.4)), "Combiner-Axial": (14, 35, (7, 5)),
-    "Transformer": (20, 95, (7, 1.8)),
+# Minutes of the Long Range Arena's image, Pathfinder and text tasks. Measured alone: image (4.7, 4.8, 7.9 and 14.8 ms
+# busy); text, packed and compiled: local (20 ms beside four other runs, 40 on a full GPU, 1.5 minutes for start
+# and evaluations), linear (4.7 ms busy), Combiner-Axial (25 ms busy; with `--set packed=false` 16 ms, almost alone,
+# which is the figure here). Pathfinder is estimated from image: twice the width, four layers instead of three.
+ARENA: dict[str, tuple[Shared, Shared, Shared]] = {
+    "Linear Trans.": ((4.8, 2.8), (14, 13), (7, 1.5)), "Local Attention": ((5, 2.8), (14, 13), (7, 1.4)),
+    "Combiner-Axial": ((4.9, 4.6), (22, 22), (7, 5)), "Transformer": ((8.8, 8.6), (42, 42), (7, 1.8)),
 }  # fmt: skip
 
 
