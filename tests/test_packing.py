@@ -12,7 +12,7 @@ from test_promises import Largest
 from torch.utils.checkpoint import checkpoint
 
 import weft
-from weft.core.segments import PADDING
+from weft.core.segments import PADDING, ROUND
 from weft.models.crate import CRATELayer
 
 # One token; equal lengths; padding before, between and after documents; a row of padding.
@@ -99,11 +99,14 @@ def test_defaults_follow_the_length_of_each_document(name):
 
 
 @sweep(first_setting=True)
-def test_weights_of_packed_documents(case):
+def test_weights_of_packed_documents(case, monkeypatch):
     attn, (q, k, v) = case.make(), qkv(29, B=3)
-    w = attn.weights(q, k, v, segments=PACKED)
-    torch.testing.assert_close(w @ v, attn(q, k, v, segments=PACKED), atol=1e-9, rtol=1e-9)
-    assert (w * (PACKED[:, None, :, None] != PACKED[:, None, None]) == 0).all()
+    for multiple in (1, 64):  # lengths of groups as on a CPU, and as on a GPU
+        monkeypatch.setitem(ROUND, "cpu", multiple)
+        packed = PACKED.clone()  # plans are kept with the tensor
+        w = attn.weights(q, k, v, segments=packed)
+        torch.testing.assert_close(w @ v, attn(q, k, v, segments=packed), atol=1e-9, rtol=1e-9)
+        assert (w * (packed[:, None, :, None] != packed[:, None, None]) == 0).all()
 
 
 @pytest.mark.parametrize("name", ("linear", "local", "combiner-fixed", "full"))

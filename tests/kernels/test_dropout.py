@@ -69,8 +69,9 @@ def last_tokens(attn, k, mask):
     nearest = (k @ attn.clusters.centroids.mT).argmax(-1)
     group, run = runs_of(nearest, mask, attn.clusters.size(k.shape[2]))
     together, t = same(group) & same(run), torch.arange(k.shape[2])
-    up_to = t <= t[:, None, None] if attn.causal else t >= 0
-    last = torch.where(together[:, :, None] & up_to, t, -1).amax(-1)
+    last = torch.where(together, t, -1).amax(-1)[:, :, None].expand_as(together)
+    if attn.causal:  # query by query: (B, H, L, L, L) would not fit
+        last = torch.stack([torch.where(together & (t <= i), t, -1).amax(-1) for i in t], 2)
     return torch.where(together, t, last).cpu().numpy()
 
 

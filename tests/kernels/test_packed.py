@@ -188,15 +188,17 @@ def test_variable_length_attention_of_first_tokens(name, options, variable):
     close(found)
 
 
-def test_wrong_variable_length_attention_is_not_used(monkeypatch):
-    device, operator = torch.device(DEVICE), flash if DEVICE == "cpu" else torch.ops.aten._flash_attention_forward
+@pytest.mark.parametrize("kind", ["right", "wrong", "missing"])
+def test_wrong_variable_length_attention_is_not_used(kind, monkeypatch):
+    operator, calls = flash if DEVICE == "cpu" else torch.ops.aten._flash_attention_forward, []
 
-    def wrong(q, k, *rest, **options):
-        return (operator(q, k.flip(0), *rest, **options)[0],)
+    def changed(q, k, *rest, **options):
+        calls.append(kind)
+        return (operator(q, k.flip(0) if kind == "wrong" else k, *rest, **options)[0],)
 
     monkeypatch.delenv("WEFT_SELF_TEST", raising=False)
-    for function, right in ((operator, True), (wrong, False), (None, False)):
-        monkeypatch.setattr(self_test, "_results", {})
-        monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", function)
-        with torch.inference_mode():
-            assert self_test.variable_lengths_pass(device) is right
+    monkeypatch.setattr(self_test, "_results", {})
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", None if kind == "missing" else changed)
+    with torch.inference_mode():
+        found = self_test.variable_lengths_pass(torch.device(DEVICE))
+    assert bool(calls) == (kind != "missing") and found == (kind == "right")

@@ -130,7 +130,7 @@ def packed_weights(
     B, H, L, _ = q.shape
     whole = q.new_zeros(B * L, B * L, H)
     if len(documents):
-        plan = documents.plan(attn.pattern_for, None)
+        plan = documents.plan(attn.pattern_for, None, attn.max_length)
         heads = zip(*(plan.unpack(x, by_head=True) for x in (q, k, v)), strict=True)
         more = {name: plan.unpack(x) for name, x in inputs.items()}
         at = plan.split(plan.index)

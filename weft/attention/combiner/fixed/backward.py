@@ -111,8 +111,8 @@ def span_gradients(
 def collect(
     PART_K, PART_V, TABLE, VBAR, STATS, DKBAR, DVBAR, MEAN_DALPHA,
     BH, n, chunk, chunks,
-    m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    CAUSAL: tl.constexpr, PACKED: tl.constexpr,
+    m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """Sum over the chunks that may attend to each summary: the gradient of every token that shares a pooled key entry,
     the gradient of vbar, and Σ_j α_j dα_j."""
@@ -130,7 +130,7 @@ def collect(
         length = tl.load(TABLE + 8 * s + 7, mask=live, other=0)
     elif CAUSAL:
         begin = (first + 1) * m // chunk
-    for c in tl.range(begin, chunks, num_stages=STAGES):
+    for c in range(begin, chunks):
         seen = live
         if PACKED:
             seen = live & (length > c * chunk)

@@ -69,9 +69,6 @@ TILES: dict[tuple[str, int, int], Tiles] = {
     ("query gradients", 128, 4): Tiles(32, 32, 4, 1),
 }
 
-COLLECT = Tiles(16, 0, 4, 1)
-CHUNK = 1024  # least number of queries
-
 
 def combiner_fixed(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, block_size: int, pool: str, causal: bool,
@@ -186,9 +183,9 @@ def _backward(dout, q, k, v, mask, table, key, out, block, block_size, pool, cau
         mean_dalpha = part_k.new_empty(BH, n)
         weighted = part_k.new_empty(BH, n, key_tiles, D)
         launch(
-            collect, (ceil_div(n, COLLECT.queries) * BH,),
+            collect, (ceil_div(n, 16) * BH,),
             part_k, part_v, table, vbar, stats, dkbar, dvbar, mean_dalpha, BH, n, chunk, chunks,
-            ROWS=COLLECT.queries, STAGES=COLLECT.stages, **shape, PACKED=packed, **COLLECT.launch(),
+            ROWS=16, **shape, PACKED=packed, num_warps=4,
         )  # fmt: skip
     else:
         launch(
@@ -258,7 +255,7 @@ def tiles(kernel: str, most: int, q: Tensor) -> Tiles:
 def query_chunks(L: int) -> tuple[int, int]:
     """Length and number of the query chunks whose gradients are summed separately. They depend only on L, so the
     gradient of a sequence does not depend on the rest of the batch."""
-    chunk = max(CHUNK, ceil_div(ceil_div(L, 32), 128) * 128)
+    chunk = max(1024, ceil_div(ceil_div(L, 32), 128) * 128)
     return chunk, ceil_div(L, chunk)
 
 
