@@ -109,7 +109,7 @@ def test_refuses_dropout_if_the_kernel_has_none(kernels_could_run, monkeypatch):
         attn(*qkv())
 
 
-UNTESTED = "combiner-axial", "combiner-axial-vertical", "combiner-mixture", "combiner-routing", "subsampled"
+UNTESTED = "combiner-axial-horizontal", "combiner-axial-vertical", "combiner-mixture", "combiner-routing"
 
 
 @pytest.mark.parametrize("name", UNTESTED)
@@ -119,8 +119,7 @@ def test_auto_does_not_use_dropout_that_was_not_tested_on_a_gpu(name, kernels_co
     about = {"is_cuda": True, "dtype": torch.bfloat16, "get_device": lambda: 0, "stride": lambda dim: 8}
     q = SimpleNamespace(shape=(1, 2, 1100, 8), **about)
     assert not dispatch.use_kernel(attn, q, q, q, None)
-    attn.eval().sampling = True  # else `subsampled` is dense
-    assert dispatch.use_kernel(attn, q, q, q, None)
+    assert dispatch.use_kernel(attn.eval(), q, q, q, None)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..core.contract import PositionBias
 from ..core.decoding_state import Place
 from ..core.dense import dense_attention, positions
-from ..core.dispatch import Kernel, without_dropout
+from ..core.dispatch import Kernel
 from ..core.dropout import dropout_key
 from ..core.joint import BackwardRows, Layout, Part, Rows, joint_attention, token_positions, valid_in
 from ..core.partitions import LogSpans
@@ -156,5 +156,5 @@ register(
     cost="L*log(L)",
     bias=True,
     length_dependent="bidirectional spans after a token are counted from the end of the sequence",
-    kernel=Kernel(run_kernel, lacks, dropout=True, grouped=lambda attn: True, auto=without_dropout),
+    kernel=Kernel(run_kernel, lacks, dropout=True, grouped=lambda attn: True),
 )

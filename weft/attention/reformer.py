@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..core.contract import Attention, PositionBias
 from ..core.dense import dense_logits, dense_softmax, legal, positions, runs_of, same
-from ..core.dispatch import Kernel, without_dropout
+from ..core.dispatch import Kernel
 from ..core.dropout import dropout_key
 from ..core.precision import precise, without_autocast
 from ..core.registry import register
@@ -133,5 +133,5 @@ register(
     paper="Kitaev et al. 2020, Reformer (2001.04451)",
     cost="L*chunk",
     bias=True,
-    kernel=Kernel(run_kernel, too_long, dropout=True, grouped=lambda attn: True, auto=without_dropout),
+    kernel=Kernel(run_kernel, too_long, dropout=True, grouped=lambda attn: True),
 )

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from ..core.blocks import power_of_two
 from ..core.contract import Attention, PositionBias, hide
 from ..core.dense import dense_attention, runs_of, same
-from ..core.dispatch import Kernel, without_dropout
+from ..core.dispatch import Kernel
 from ..core.dropout import dropout_key
 from ..core.joint import Part, joint_attention
 from ..core.partitions import own_block
@@ -266,5 +266,5 @@ register(
     cost="L*sqrt(L)",
     bias=True,
     length_dependent="without max_length the default capacity depends on the length; set capacity to fix it",
-    kernel=Kernel(run_kernel, too_long, dropout=True, grouped=lambda attn: True, auto=without_dropout),
+    kernel=Kernel(run_kernel, too_long, dropout=True, grouped=lambda attn: True),
 )

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...core.contract import PositionBias
 from ...core.decoding_state import Place
 from ...core.dense import positions
-from ...core.dispatch import Kernel, without_dropout
+from ...core.dispatch import Kernel
 from ...core.dropout import dropout_key
 from ...core.joint import BackwardRows, Layout, Part, Rows, valid_in
 from ...core.partitions import LogSpans, log_spans
@@ -251,5 +251,5 @@ register(
     paper="Ren et al. 2021, Combiner: Full Attention Transformer with Sparse Computation Cost (2107.05768)",
     cost="L*log(L)",
     length_dependent="bidirectional spans after a token are counted from the end of the sequence",
-    kernel=Kernel(run_kernel, kernel.lacks, dropout=True, grouped=lambda attn: True, auto=without_dropout),
+    kernel=Kernel(run_kernel, kernel.lacks, dropout=True, grouped=lambda attn: True),
 )

@@ -30,7 +30,7 @@ from ...core.blocks import ceil_div
 from ...core.contract import PositionBias
 from ...core.decoding_state import Place
 from ...core.dense import dense_attention, legal, positions
-from ...core.dispatch import Kernel, without_dropout
+from ...core.dispatch import Kernel
 from ...core.dropout import dropout_key
 from ...core.positions import ALiBi
 from ...core.precision import autocasts
@@ -438,6 +438,5 @@ register(
         dropout=True,
         grouped=lambda attn: True,
         applies=lambda attn: attn.samples_now,
-        auto=without_dropout,
     ),
 )

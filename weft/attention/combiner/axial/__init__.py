@@ -28,7 +28,7 @@ from ....core.blocks import ceil_div
 from ....core.contract import Attention, PositionBias, hide
 from ....core.decoding_state import Place
 from ....core.dense import dense_softmax, legal, positions, real_tokens
-from ....core.dispatch import Kernel, without_dropout
+from ....core.dispatch import Kernel
 from ....core.dropout import dropout_key
 from ....core.heads import spread
 from ....core.joint import Columns, Part, Rows, joint_attention
@@ -298,7 +298,6 @@ register(
         kernel.LEAST_LENGTH,
         dropout=True,
         grouped=lambda attn: True,
-        auto=without_dropout,
         step=step_of,
     ),
 )
