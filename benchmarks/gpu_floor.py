@@ -1,6 +1,7 @@
 """How close kernels are to the memory: what the card copies and reads, and `combiner-fixed` beside it.
 
     python3 -m benchmarks.gpu_floor [--out benchmarks/results/gpu_floor.json]
+    ncu --profile-from-start off --clock-control none --set full python3 -m benchmarks.gpu_floor --once
 
 bfloat16, 16 heads of 64, 16,384 tokens, causal, medians of CUDA graph replays. With the default pool "max", the forward
 of `combiner-fixed` reads q, k and v to summarise blocks, then reads them again and writes the output: 7 tensors, as
@@ -66,6 +67,18 @@ def fixed(heads: int) -> dict[str, Any]:
     return found
 
 
+def once() -> None:
+    """One forward and backward of `combiner-fixed` for a profiler."""
+    attn = weft.make_attention("combiner-fixed", heads=H, head_dim=D, causal=True, max_length=TOKENS)
+    both = calls(attn.cuda().bfloat16(), TOKENS)[1]
+    both()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    both()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
 def windows(L: int) -> dict[str, Any]:
     attn, found = weft.make_attention("subsampled", heads=H, head_dim=D, max_length=L).cuda(), {}
     least = subsampled.LEAST_WINDOW
@@ -81,7 +94,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=None, help="add the results to this JSON file")
     parser.add_argument("--when", type=Path, default=None, help="take times when this file exists")
+    parser.add_argument("--once", action="store_true", help="only one forward and backward, for a profiler")
     args = parser.parse_args()
+    if args.once:
+        return once()
     results = Results(args.out, "gpu_floor", False)
     rows: list[tuple[str, Any]] = [
         ("memory", memory),

@@ -307,6 +307,17 @@ def floor() -> str:
     return f"{markdown(lines)}{_run(run)}: `{run['command']}`\n\n"
 
 
+def counters() -> str:
+    """What the profiler counted in the kernels of `combiner-fixed`."""
+    lines = [["kernel", "µs", "issue slots busy", "DRAM busy", "active warps", "registers", "programs"]]
+    report = results("gpu_counters")
+    for row in report["rows"]:
+        shares = (f"{row[key]:.0f} %" for key in ("issue_percent", "dram_percent", "warps_percent"))
+        numbers = f"{row['registers']:.0f}", f"{row['programs']:,}"
+        lines.append([f"`{row['kernel']}`", f"{row['us']:.1f}", *shares, *numbers])
+    return markdown(lines) + f"{_run(report)}: `{report['command']}`\n\n"
+
+
 def trained(kind: str) -> dict[tuple[Any, ...], dict[str, Any]]:
     """Rows of gpu_training by name, length and mode, each value from the newest run that has it."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -394,6 +405,7 @@ TABLES = {
     "kernels": kernels,
     "tests": tests,
     "floor": floor,
+    "counters": counters,
     "windows": windows,
     "layers": layers,
     "steps": steps,
