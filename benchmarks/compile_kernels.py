@@ -136,21 +136,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=None, help="write the results to this JSON file")
     parser.add_argument("--capability", nargs="+", default=list(SHARED), choices=list(SHARED), metavar="X.Y")
-    parser.add_argument("--only", nargs="+", default=weft.attentions(), help="these mechanisms")
+    able = [name for name in weft.attentions() if weft.attention_info(name).kernel is not None]
+    parser.add_argument("--only", nargs="+", default=able, metavar="NAME", help="these mechanisms")
     args = parser.parse_args()
+    for name in args.only:
+        if name not in able:
+            parser.error(f"{name!r} has no kernel; those that have one: {', '.join(able)}")
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.exit("TRITON_INTERPRET=1 compiles nothing: unset it")
     import triton
 
-    names = [name for name in args.only if weft.attention_info(name).kernel is not None]
-    jobs = [(name, capability) for capability in args.capability for name in names]
+    jobs = [(name, capability) for capability in args.capability for name in args.only]
     rows = []
     with ProcessPoolExecutor(os.cpu_count(), initializer=with_zeros, max_tasks_per_child=1) as pool:
         for row in pool.map(compiled, *zip(*jobs, strict=True)):
             rows.append(row)
             problems = [f"{key}: {', '.join(row[key])}" for key in ("spills", "fewer_stages", "failed") if row[key]]
             print(f"{row['capability']} {row['name']:<26} {row['kernels']:>3} kernels", *problems, flush=True)
-    command = " ".join(["python -m benchmarks.compile_kernels", *(x for x in sys.argv[1:] if x != "--out")])
+    command = f"python -m benchmarks.compile_kernels --capability {' '.join(args.capability)}"
     about = {"commit": commit(), "torch": torch.__version__, "triton": triton.__version__, "command": command}
     if args.out:
         args.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")

@@ -42,6 +42,14 @@ FULL = {
     "empty": "empty `autograd.Function`",
 }
 LONG = (16384, 65536)
+GPUS = {
+    "8.0": "A100",
+    "8.6": "RTX 30, A10",
+    "8.9": "RTX 40, L4, L40",
+    "9.0": "H100, H200",
+    "10.0": "B200",
+    "12.0": "RTX 50",
+}
 SHARE = {True: 0.292, False: 0.25}  # of the dense pairs in `subsampled` with its defaults, causal and bidirectional
 
 
@@ -253,6 +261,19 @@ def kernels() -> str:
     return markdown(lines)
 
 
+def compiled_for() -> str:
+    """The GPUs for which all kernels were compiled without one."""
+    report = results("compiled_kernels")
+    lines = [["compute capability", "GPUs", "kernels", "spill registers", "fewer pipeline stages", "failed"]]
+    for capability, gpus in GPUS.items():
+        rows = [row for row in report["rows"] if row["capability"] == capability]
+        if rows:
+            sets = [{kernel for row in rows for kernel in row[key]} for key in ("spills", "fewer_stages", "failed")]
+            lines.append([capability, gpus, str(sum(row["kernels"] for row in rows)), *(str(len(x)) for x in sets)])
+    about = f"torch {report['torch'].split('+')[0]}, Triton {report['triton']}, commit {report['commit']}"
+    return f"{markdown(lines)}{about}: `{report['command']}`\n\n"
+
+
 def tests() -> str:
     """By mechanism and kind, how many tests of the kernels passed on a GPU."""
     report = results("gpu_tests")
@@ -403,6 +424,7 @@ TABLES = {
     "share": share,
     "graph-speedups": speedups,
     "kernels": kernels,
+    "compiled-for": compiled_for,
     "tests": tests,
     "floor": floor,
     "counters": counters,

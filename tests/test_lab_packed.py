@@ -12,7 +12,9 @@ pytest.importorskip("lightning")
 
 import weft
 from weft.lab import make_config, train
+from weft.lab.compiled import compile_model
 from weft.lab.data import Packing
+from weft.layers.dropout import HashedDropout
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +119,14 @@ def test_tasks_without_documents_and_other_models_refuse_it(tmp_path, table):
         make_config("classify", data=str(table), model="hf:bert", packed=True)
     with pytest.raises(ValueError, match="packed has no effect on the task digits"):
         runs.tiny(tmp_path, packed=True)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiled_models_have_the_cheaper_dropout(packed):
+    model = weft.models.TextClassifier(
+        20, 2, max_length=16, dim=8, heads=2, head_dim=4, layers=2, mlp_dim=8, dropout=0.1
+    )
+    before = sum(type(module) is torch.nn.Dropout for module in model.modules())
+    compile_model(model, packed)
+    kinds = [type(module) for module in model.modules()]
+    assert before and kinds.count(HashedDropout) == before and torch.nn.Dropout not in kinds

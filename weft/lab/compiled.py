@@ -58,6 +58,10 @@ def compile_model(model: nn.Module, packed: bool = False, whole_blocks: bool = F
     """torch.compile of the whole model, or of its blocks: equal blocks share one graph, which compiles several times
     faster. With packed documents, of what an encoder computes between two attentions; if blocks differ, or if something
     is attached to their forward (`whole_blocks`: FSDP, activation checkpointing), of their parts around attention."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is nn.Dropout:
+                setattr(module, name, HashedDropout(child.p).train(child.training))
     blocks: list[Any] = [module for module in model.modules() if isinstance(module, EncoderBlock)]
     if not blocks or not packed and len(blocks) < MANY:
         return torch.compile(model, options=compile_options())
@@ -113,10 +117,6 @@ class Blocks:
         self.start, self.between, self.end = (
             Part(FunctionType(between.__code__.replace(), between.__globals__), packed=True) for _ in range(3)
         )
-        for module in list(encoder.modules()):
-            for name, child in module.named_children():
-                if type(child) is nn.Dropout:
-                    setattr(module, name, HashedDropout(child.p).train(child.training))
 
     def __call__(
         self, x: Tensor, at: Any, mask: Tensor | None, documents: Segments | None, first: bool = False
