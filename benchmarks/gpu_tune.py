@@ -105,6 +105,33 @@ TRIALS = [
         square_root,
     ),  # fmt: skip
     Trial(
+        "combiner-fixed",
+        "attention.combiner.fixed",
+        ("span gradients", 64, 2),
+        True,
+        LONG,
+        "32/64/4/3 32/64/4/3/128 32/64/4/2/128 64/64/4/2 32/64/8/3 64/64/8/2 32/32/4/3",
+        square_root,
+    ),  # fmt: skip
+    Trial(
+        "combiner-fixed",
+        "attention.combiner.fixed",
+        ("key gradients", 64, 2),
+        True,
+        LONG,
+        "32/64/4/3 32/64/4/3/128 32/64/4/2/128 64/64/4/2 32/128/8/2 16/64/4/3 32/32/4/3",
+        square_root,
+    ),  # fmt: skip
+    Trial(
+        "combiner-fixed",
+        "attention.combiner.fixed",
+        ("query gradients", 64, 2),
+        True,
+        LONG,
+        "64/32/4/3 64/32/4/3/80 64/32/4/2 64/64/4/2 128/32/8/3 128/64/8/2",
+        square_root,
+    ),  # fmt: skip
+    Trial(
         "subsampled",
         "attention.subsampled",
         ("attend", 64, 2),

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .contract import exporting
 from .staging import operator
 
 
@@ -125,8 +126,7 @@ class Rotary(nn.Module):
     def table(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """For `rotated`: cosines and sines (2, L, 1, D / 2), or (2, B, L, 1, D / 2)."""
         # An exported program must not need an operator of ours.
-        exports = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
-        make = rotary_table.__wrapped__ if exports else rotary_table  # type: ignore[attr-defined]
+        make = rotary_table.__wrapped__ if exporting() else rotary_table  # type: ignore[attr-defined]
         return make(positions, self.head_dim, self.base, dtype).unsqueeze(-2)
 
 
