@@ -81,6 +81,23 @@ def test_each_document_equals_the_document_alone(case):
     compare_mechanism(attn.train(), PACKED, noise(*PACKED.shape, seed=2) > -1, bias)
 
 
+def test_a_bias_is_not_asked_beyond_the_longest_document(monkeypatch):
+    """On a GPU, documents are padded to a multiple of 64 tokens."""
+    monkeypatch.setitem(ROUND, DEVICE, 64)
+    attn = weft.make_attention("full", heads=2, head_dim=4).double()
+    values = noise(2, 9, 9, seed=3)
+
+    def bias(i, j):
+        assert max(i.max(), j.max()) < 9
+        return values[torch.arange(2).view(1, 2, 1, 1), i, j]
+
+    q, k, v = qkv(14, B=1, H=2, D=4)
+    out = attn(q, k, v, bias=bias, segments=weft.Segments.from_lengths([9, 5], device=q.device))
+    for at in (slice(0, 9), slice(9, 14)):
+        alone = attn(q[:, :, at], k[:, :, at], v[:, :, at], bias=bias)
+        torch.testing.assert_close(out[:, :, at], alone, atol=1e-9, rtol=1e-9)
+
+
 LENGTHS = {"routing": 600, "combiner-routing": 600, "sparse": 2100}  # where the default of a longer document differs
 
 

@@ -166,6 +166,20 @@ def test_every_target_has_a_source(causal):
             assert all((g.transpose(1, 2)[~mask] == 0).all() for g in grads[1:])
 
 
+def test_the_token_instead_of_a_sample_obeys_the_bias():
+    """Token 3 is the only allowed source of target 3, and not in its sample."""
+    q, k, v = torch.randn(3, 1, 1, 4, 2, dtype=torch.float64)
+    mask, sources = torch.tensor([[False, False, False, True]]), torch.tensor([[0, 1, 2, 0]])
+
+    def out(value):
+        def bias(i, j):
+            return 0.0 * (i + j) + value
+
+        return sampled_attention(q, k, v, sources, causal=True, mask=mask, bias=bias)[0, 0, 3]
+
+    assert torch.equal(out(1.0), v[0, 0, 3]) and not out(float("-inf")).any()
+
+
 def test_causal_under_perturbation():
     for options in ({}, {"keep": 0.5}, {"biased": False}, {"layout": (5, 4)}):
         for t in (0, 6, 12, 19):

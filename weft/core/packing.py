@@ -54,7 +54,7 @@ def packed(
     if out is not None:
         return out
     block = attn.separate_blocks if bias is None else None  # a bias needs the positions in the document
-    plan = documents.plan(attn.pattern_for, block, attn.max_length)
+    plan = documents.plan(attn.pattern_for, block, longest_row(attn, bias, documents))
     masks = _masks(attn, documents, plan, mask)
     attn.check_length(documents.longest)
     check, compute = cast(Any, attn.check), cast(Any, attn.compute)  # a mechanism may have more inputs
@@ -71,6 +71,11 @@ def packed(
                 check(*group, real, bias)
             outs.append(compute(*group, real, bias, zeroed=mask is None, **own))
     return plan.repack(outs, documents.shape, by_head=True)
+
+
+def longest_row(attn: Attention, bias: PositionBias | None, documents: Segments) -> int | None:
+    """The most tokens to which groups may be padded. A bias may be a table that ends at the longest document."""
+    return attn.max_length if bias is None else documents.longest
 
 
 def _in_place(
@@ -130,7 +135,7 @@ def packed_weights(
     B, H, L, _ = q.shape
     whole = q.new_zeros(B * L, B * L, H)
     if len(documents):
-        plan = documents.plan(attn.pattern_for, None, attn.max_length)
+        plan = documents.plan(attn.pattern_for, None, longest_row(attn, bias, documents))
         heads = zip(*(plan.unpack(x, by_head=True) for x in (q, k, v)), strict=True)
         more = {name: plan.unpack(x) for name, x in inputs.items()}
         at = plan.split(plan.index)

@@ -71,9 +71,11 @@ def sampled_attention(
     alive = allowed.any(-1).expand(-1, -1, *targets.shape).flatten(2)[..., None]
     nearest = nearest_legal(mask, L, causal, q.device)
     instead = v.gather(2, nearest[:, None, :, None].expand(v.shape))
+    pair = torch.arange(L, device=q.device)[None, None], nearest[:, None]
     if gate is not None:
-        position = torch.arange(L, device=q.device)
-        instead = instead * gate(position[None, None], nearest[:, None])[..., None].to(v.dtype)
+        instead = instead * gate(*pair)[..., None].to(v.dtype)
+    if bias is not None:  # -inf forbids a pair
+        instead = torch.where(bias(*pair)[..., None] == float("-inf"), 0, instead)
     return torch.where(_in_order(alive, slot_of_target, L), out, instead)
 
 
