@@ -34,7 +34,7 @@ TINY = dict(
 )
 """
 # Stands for `weft resume FOLDER` where only the sweep is tested: no torch, done in an instant, or slowly if it has 500
-# steps or more. Fails in a folder that has a file "broken".
+# steps or more. Fails in a folder that has a file "broken", and the first time in one that has a file "large".
 STAND_IN = """
 import json, pathlib, signal, sys, time
 folder = pathlib.Path(sys.argv[1])
@@ -50,6 +50,10 @@ if (folder / "broken").exists():
     print("reading")
     print("weft: the data is missing", file=sys.stderr)
     sys.exit(66)
+if (folder / "large").exists():
+    (folder / "large").unlink()
+    print("weft: out of memory", file=sys.stderr)
+    sys.exit(73)
 with open(folder / "metrics.jsonl", "a") as log:
     for step in range(first, steps + 1):
         entry = {"kind": "train", "step": step, "loss": 1 / step, "lr": 1, "tokens_per_s": 5.0}

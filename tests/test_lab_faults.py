@@ -345,7 +345,9 @@ def test_a_step_that_cannot_fit_into_memory_is_refused(tmp_path, monkeypatch):
         memory.check_memory(fabric, model, None, {"x": torch.zeros(1)}, config)
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), MemoryError()])
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory."), MemoryError(), RuntimeError("CUDA error: out of memory")]
+)
 def test_out_of_memory_suggests_options(tmp_path, monkeypatch, error):
     def full(training):
         raise error

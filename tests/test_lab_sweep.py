@@ -192,6 +192,23 @@ def test_the_number_of_parallel_runs_is_limited(sweep, command):
     assert max(most) == 3
 
 
+def test_a_run_without_memory_starts_again_beside_fewer(sweep, command, capsys):
+    jobs = jobs_of(sweep, seeds=[0])
+    jobs[0] = jobs_of(sweep, seeds=[0], overrides={"steps": 500})[0]  # slow
+    large = jobs[1].folder
+    large.mkdir(parents=True)
+    (large / "large").touch()
+    engine = Local(2, command)
+    states = run_jobs(jobs, engine, view=View(live=False), pause=0.01)
+    assert names(states, DONE) == [job.folder.name for job in jobs] and engine.limit == 1
+    said = capsys.readouterr().out
+    assert "waiting  full / wide, 1x4 / seed 0: out of memory beside 1 other run, starts again later" in said
+    (large / "result.json").unlink()
+    (large / "large").touch()
+    alone = run_jobs(jobs[1:2], Local(2, command), pause=0.01)
+    assert alone[0].state == FAILED and alone[0].why == "weft: out of memory (exit code 73)"
+
+
 def test_minutes_stop_a_sweep_and_a_second_one_continues(sweep, command):
     jobs = jobs_of(sweep, seeds=[0], overrides={"steps": 500})
     states = run_jobs(jobs, Local(2, command), minutes=1 / 60, pause=0.01)

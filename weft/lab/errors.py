@@ -99,7 +99,8 @@ def explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", 130
     text = str(error)
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in text:
+    full = "allocate memory" in text or "CUDA error: out of memory" in text  # of the system, or of the driver
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or full:
         return f"out of memory: {(text.splitlines() or ['allocation failed'])[0]} {SMALLER}", NO_MEMORY
     if isinstance(error, UnicodeDecodeError):
         return f"a file is not {error.encoding} text: {error}", NO_DATA

@@ -22,11 +22,11 @@ from typing import Protocol
 
 from ...tasks.augment import cpus
 from .. import lock
+from ..errors import INTERRUPTED, NO_MEMORY
 from ..run import Run
 from ..signals import Signals
 from .cells import Job, check_folder, result_of, started, write_config
 
-INTERRUPTED = 75  # exit code of `weft train` after a signal, when it has saved
 BUSY = -1000  # not an exit code: another process has locked the folder
 WAITING, RUNNING, DONE, FAILED, STOPPED, IN_USE = "waiting", "running", "done", "failed", "stopped", "in use"
 
@@ -44,6 +44,7 @@ class Handle(Protocol):
 
 class Engine(Protocol):
     limit: int  # maximum number of runs at a time
+    one_device: bool  # whether all runs share a device
 
     def start(self, folder: Path) -> Handle: ...
 
@@ -62,6 +63,7 @@ class State:
     left: float = math.nan  # seconds
     value: float = math.nan  # the test metric of a complete run, else the last validation metric
     why: str = ""
+    code: int = 0  # exit code
     log: list[str] = field(default_factory=list)
     handle: Handle | None = None
     watch: Watch | None = None
@@ -119,7 +121,10 @@ class Watch:
 
 
 class Local:
-    """Processes on this machine, all on the same device. `command` replaces `weft resume`."""
+    """Processes on this machine, all on the same device. `command` replaces `weft resume`. If a run does not get enough
+    memory beside others, it is started again, and fewer run at a time."""
+
+    one_device = True
 
     def __init__(self, jobs: int = 1, command: Sequence[str] = ()):
         if jobs < 1:
@@ -225,6 +230,8 @@ def run_jobs(
                         view(states, state)
                 for state in running:
                     if _look(state, stopping=late or heard > 0):
+                        if state.code == NO_MEMORY and engine.one_device:
+                            _wait_for_memory(state, running, engine)
                         view(states, state)
                 view(states, None)
                 running = [state for state in states if state.state == RUNNING]
@@ -269,7 +276,7 @@ def _look(state: State, stopping: bool) -> bool:
     state.left = watch.left(state.steps)
     if code is None:
         return False
-    state.handle = None
+    state.handle, state.code = None, code
     if code == BUSY:
         state.state, state.why = IN_USE, f"in use by {lock.holder(job.folder)}"
         return True
@@ -290,6 +297,14 @@ def _look(state: State, stopping: bool) -> bool:
         kept = {"state": state.state, "exit": code, "step": state.step, "why": state.why, "log": state.log}
         Run(job.folder).write("outcome.json", json.dumps(kept, indent=2) + "\n")
     return True
+
+
+def _wait_for_memory(state: State, running: Sequence[State], engine: Engine) -> None:
+    """Start the run again when one of the others has ended. Alone, it has failed."""
+    others = sum(other.state == RUNNING for other in running)
+    if others:
+        engine.limit, state.state = others, WAITING
+        state.why = f"out of memory beside {others} other run{'s' * (others > 1)}, starts again later"
 
 
 def _stop(states: Sequence[State]) -> None:

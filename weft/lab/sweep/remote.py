@@ -83,6 +83,8 @@ class RayEngine:
     """Ray gives each run `cpus` CPUs and `gpus` GPUs; with half a GPU, two runs share one. If it loses the machine or
     the worker of a run, it starts the run again elsewhere, from its last checkpoint."""
 
+    one_device = False
+
     def __init__(
         self, jobs: int = 0, *, address: str = "", gpus: float = -1, cpus: int = 1, command: Sequence[str] = ()
     ):
@@ -124,6 +126,8 @@ class RayEngine:
 
 class SlurmEngine:
     """One Slurm job per run. `cluster` is submitit's: "slurm", or "local" for tests without Slurm."""
+
+    one_device = False
 
     def __init__(
         self,
