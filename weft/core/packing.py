@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ def packed(
     plan = documents.plan(attn.pattern_for, block, longest_row(attn, bias, documents))
     masks = _masks(attn, documents, plan, mask)
     attn.check_length(documents.longest)
-    check, compute = cast(Any, attn.check), cast(Any, attn.compute)  # a mechanism may have more inputs
+    mechanism: Any = attn  # may have more inputs
     with one_call(attn, k, documents.real(mask)), without_cudnn(q):
         heads = zip(*(plan.unpack(x, by_head=True) for x in (q, k, v)), strict=True)
         more = {name: plan.unpack(x) for name, x in inputs.items()}
@@ -65,11 +65,11 @@ def packed(
         for number, (group, real) in enumerate(zip(heads, masks, strict=True)):
             own = {name: x[number] for name, x in more.items()}
             if block is None and real is None:
-                outs.append(attn(*group, None, bias, **own))  # finds a call that a kernel has run before
+                outs.append(mechanism(*group, None, bias, **own))  # finds a call that a kernel has run before
                 continue
             if block is None:  # a row of blocks may be longer than max_length
-                check(*group, real, bias)
-            outs.append(compute(*group, real, bias, zeroed=mask is None, **own))
+                mechanism.check(*group, real, bias)
+            outs.append(mechanism.compute(*group, real, bias, zeroed=mask is None, **own))
     return plan.repack(outs, documents.shape, by_head=True)
 
 
