@@ -28,6 +28,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -95,18 +96,24 @@ def _weft(args: list[str], log: str, limit: int, humble: bool) -> None:
 
 
 class Forked:
-    """The same command, forked from a process with all imports done, so that it starts quickly."""
+    """The same command, forked from a process with all imports done, so that it starts quickly.
+
+    `Process.start` and `exitcode` read the exit codes of all children, and each can be read only once: if two threads
+    do so at once, one of them gets 255. So they take turns.
+    """
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["weft.cli", "weft.lab.loop", "lightning.fabric", "sklearn.datasets"])
     numbers = itertools.count()
+    turn = threading.Lock()
 
     def __init__(self, folder: Path, *args: Any, limit: int = 0, humble: bool = False):
         self.log = folder / f"output-{next(self.numbers)}.txt"
         self.log.touch()
         given = ([str(arg) for arg in args], str(self.log), limit, humble)
         self.process = self.context.Process(target=_weft, args=given)
-        self.process.start()
+        with self.turn:
+            self.process.start()
 
     @property
     def pid(self) -> int:
@@ -114,23 +121,20 @@ class Forked:
 
     @property
     def returncode(self) -> int | None:
-        return self.process.exitcode
+        return self.poll()
 
     def poll(self) -> int | None:
-        return self.process.exitcode
+        with self.turn:
+            return self.process.exitcode
 
     def send_signal(self, number: int) -> None:
-        if self.process.is_alive():
+        if self.poll() is None:
             os.kill(self.pid, number)
 
-    def wait(self, timeout: float | None = None) -> int | None:
-        self.process.join(timeout)
-        return self.returncode
-
-    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
-        self.process.join(timeout)
-        if self.process.is_alive():
-            self.process.kill()
+    def communicate(self, timeout: float = 300) -> tuple[str, None]:
+        until(self, lambda: False, timeout)
+        if self.poll() is None:
+            self.send_signal(signal.SIGKILL)
             raise Failed(f"it did not end within {timeout:.0f} s")
         return self.log.read_text(errors="replace"), None
 
