@@ -82,6 +82,36 @@ def test_bfloat16_scan_tiles_are_correct_in_float32(call, monkeypatch):
     launch.forget()
 
 
+CHUNKED = [
+    Call("combiner-fixed", 150, mask="random", options={"block_size": 16}),
+    Call("combiner-fixed", 150, H=1, causal=False, options={"block_size": 20}),
+    Call("longformer", 150, H=1, causal=False, mask="random", options={"window": 8, "global_tokens": 3}),
+    Call("sparse", 150, H=1, options={"block_size": 16, "columns": 2}),
+    Call("linear", 150, H=1, causal=False, mask="random"),
+]
+
+
+@pytest.mark.parametrize("call", CHUNKED, ids=str)
+def test_sums_in_many_chunks(call, monkeypatch):
+    """On a CPU, no other call is long enough for two chunks."""
+    from weft.attention.combiner.fixed import kernel as fixed
+    from weft.kernels.band import kernel as band
+    from weft.kernels.linear_sum import kernel as linear_sum
+
+    def short(L: int, *rest: int) -> tuple[int, int]:
+        used.append(L)
+        return 64, -(-L // 64)
+
+    used: list[int] = []
+    launch.forget()
+    for module, name in ((fixed, "query_chunks"), (band, "query_chunks"), (linear_sum, "chunks")):
+        monkeypatch.setattr(module, name, short)
+    torch.manual_seed(0)
+    check(call)
+    launch.forget()
+    assert used
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_queries_keys_and_values_may_be_one_tensor(name):
     call = replace(calls_of(name)[0], dtype=torch.float32)

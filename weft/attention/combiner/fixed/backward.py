@@ -111,38 +111,30 @@ def span_gradients(
 def collect(
     PART_K, PART_V, TABLE, VBAR, STATS, DKBAR, DVBAR, MEAN_DALPHA,
     BH, n, chunk, chunks,
-    m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr,
+    m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNKS: tl.constexpr, CAUSAL: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Sum over the chunks that may attend to each summary: the gradient of every token that shares a pooled key entry,
-    the gradient of vbar, and Σ_j α_j dα_j."""
-    bh = (tl.program_id(0) % BH).to(tl.int64)
+    """Sum over the chunks that may attend to a summary: the gradient of every token that shares a pooled key entry, the
+    gradient of vbar, and Σ_j α_j dα_j."""
+    bh, s = (tl.program_id(0) % BH).to(tl.int64), tl.program_id(0) // BH
+    at = bh * n + s
     d = tl.arange(0, BLOCK_D)
-    first = tl.program_id(0) // BH * ROWS
-    s = first + tl.arange(0, ROWS)
-    live = s < n
-    dkbar = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    dvbar = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    begin = 0
+    c = tl.arange(0, CHUNKS).to(tl.int64)
+    seen = c < chunks
     own = s
     if PACKED:
-        own = s - tl.load(TABLE + 8 * s + 4, mask=live, other=0)
-        length = tl.load(TABLE + 8 * s + 7, mask=live, other=0)
-    elif CAUSAL:
-        begin = (first + 1) * m // chunk
-    for c in range(begin, chunks):
-        seen = live
-        if PACKED:
-            seen = live & (length > c * chunk)
-        if CAUSAL:
-            seen = seen & ((c + 1) * chunk > (own + 1) * m)
-        dkbar += load_rows(PART_K + (bh * chunks + c) * n * D, s, d, D, seen, D, BLOCK_D)
-        dvbar += load_rows(PART_V + (bh * chunks + c) * n * D, s, d, D, seen, D, BLOCK_D)
-    vbar = load_rows(VBAR + bh * n * D, s, d, D, live, D, BLOCK_D).to(tl.float32)
-    k_share = load_rows(STATS + bh * n * 4 * D + 3 * D, s, d, 4 * D, live, D, BLOCK_D)
-    store_rows(DKBAR + bh * n * D, dkbar / tl.maximum(k_share, 1.0), s, d, D, live, D, BLOCK_D)
-    store_rows(DVBAR + bh * n * D, dvbar, s, d, D, live, D, BLOCK_D)
-    tl.store(MEAN_DALPHA + bh * n + s, tl.sum(dvbar * vbar, 1), mask=live)
+        own = s - tl.load(TABLE + 8 * s + 4)
+        seen = seen & (tl.load(TABLE + 8 * s + 7) > c * chunk)
+    if CAUSAL:
+        seen = seen & ((c + 1) * chunk > (own + 1) * m)
+    part = (bh * chunks * n + s) * D
+    dkbar = tl.sum(load_rows(PART_K + part, c, d, n * D, seen, D, BLOCK_D), 0)
+    dvbar = tl.sum(load_rows(PART_V + part, c, d, n * D, seen, D, BLOCK_D), 0)
+    vbar = tl.load(VBAR + at * D + d, mask=d < D, other=0.0).to(tl.float32)
+    k_share = tl.load(STATS + (4 * at + 3) * D + d, mask=d < D, other=1.0)
+    tl.store(DKBAR + at * D + d, dkbar / tl.maximum(k_share, 1.0), mask=d < D)
+    tl.store(DVBAR + at * D + d, dvbar, mask=d < D)
+    tl.store(MEAN_DALPHA + at, tl.sum(dvbar * vbar, 0))
 
 
 @triton.jit

@@ -183,9 +183,9 @@ def _backward(dout, q, k, v, mask, table, key, out, block, block_size, pool, cau
         mean_dalpha = part_k.new_empty(BH, n)
         weighted = part_k.new_empty(BH, n, key_tiles, D)
         launch(
-            collect, (ceil_div(n, 16) * BH,),
+            collect, (n * BH,),
             part_k, part_v, table, vbar, stats, dkbar, dvbar, mean_dalpha, BH, n, chunk, chunks,
-            ROWS=16, **shape, PACKED=packed, num_warps=4,
+            CHUNKS=next_power_of_two(chunks), **shape, PACKED=packed, num_warps=2 if width <= 64 else 4,
         )  # fmt: skip
     else:
         launch(
@@ -253,8 +253,8 @@ def tiles(kernel: str, most: int, q: Tensor) -> Tiles:
 
 
 def query_chunks(L: int) -> tuple[int, int]:
-    """Length and number of the query chunks whose gradients are summed separately. They depend only on L, so the
-    gradient of a sequence does not depend on the rest of the batch."""
+    """Length and number (up to 32) of the query chunks whose gradients are summed separately. They depend only on L, so
+    the gradient of a sequence does not depend on the rest of the batch."""
     chunk = max(1024, ceil_div(ceil_div(L, 32), 128) * 128)
     return chunk, ceil_div(L, chunk)
 
