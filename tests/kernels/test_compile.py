@@ -23,6 +23,7 @@ def run(*options: str, cache: Path) -> subprocess.CompletedProcess[str]:
 def test_kernels_compile_without_a_gpu(tmp_path):
     done = run("--capability", "8.9", "--only", "combiner-fixed", cache=tmp_path)
     assert done.returncode == 0 and "0 of 1 failed" in done.stdout, done.stdout + done.stderr
+    assert "TRITON_DEFAULT_FP_FUSION" not in done.stderr
 
 
 def test_only_mechanisms_with_kernels_are_compiled(tmp_path):

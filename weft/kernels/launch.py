@@ -45,6 +45,7 @@ _compiling = 0.0  # seconds so far, negative once reported
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """`kernel[grid](*args, **options)`, recorded if a `Taped` function is recording."""
+    options["enable_fp_fusion"] = True  # Triton 3.10 no longer does by default, and 3.9 warns about it
     recorder: _Recorder | None = getattr(_current, "recorder", None)
     if recorder is None:
         _timed(kernel, grid, args, options)
