@@ -98,6 +98,15 @@ def test_a_bias_is_not_asked_beyond_the_longest_document(monkeypatch):
         torch.testing.assert_close(out[:, :, at], alone, atol=1e-9, rtol=1e-9)
 
 
+def test_groups_have_few_shapes_for_kernels(monkeypatch):
+    """Triton compiles a kernel again for lengths and addresses that are no multiples of 16."""
+    monkeypatch.setitem(ROUND, "cpu", 64)
+    monkeypatch.setitem(PADDING, "cpu", 5)
+    documents = weft.Segments.from_lengths([[2001], [1990], [700], [130]])
+    plan = documents.plan(lambda length: None, None, most=2001)
+    assert plan.shapes == [(1, 2000), (1, 704), (1, 192), (1, 2001)]
+
+
 LENGTHS = {"routing": 600, "combiner-routing": 600, "sparse": 2100}  # where the default of a longer document differs
 
 

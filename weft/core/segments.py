@@ -21,6 +21,7 @@ from .staging import outside_graphs, send
 # A group with this many padded tokens costs about as much as one more group: kernel launches against arithmetic.
 PADDING = {"cpu": 256, "cuda": 8192}
 ROUND = {"cpu": 1, "cuda": 64}  # groups have lengths that are multiples of this: fewer shapes to prepare kernels for
+ALIGNMENT = 16  # Triton compiles kernels again for sizes and addresses that are no multiples of this
 ALIGNED = 1.25  # how much longer a row may get if every document starts a new block
 
 _known = WeakTensorKeyDictionary()  # segment tensor -> (its version, Segments)
@@ -235,16 +236,17 @@ class Segments:
             by_kind.setdefault(kinds[int(self.lengths[document])], []).append(document)
         limit = PADDING.get(self.device.type, PADDING["cuda"])
         groups = [group for members in by_kind.values() for group in _split(members, self.lengths, limit)]
-        rooms, shapes = np.empty_like(self.lengths), []
-        multiple = ROUND.get(self.device.type, 1)
+        rooms, multiple = np.empty_like(self.lengths), ROUND.get(self.device.type, 1)
         for group in groups:
-            longest = int(self.lengths[group].max())
-            rounded = -(-longest // multiple) * multiple
-            if (most is None or rounded <= most) and pattern(rounded) == kinds[longest]:
-                longest = rounded
-            rooms[group] = longest
-            shapes.append((len(group), longest))
-        return Plan.of(self, groups, rooms, shapes)
+            longest = room = int(self.lengths[group].max())
+            for step in (multiple, min(multiple, ALIGNMENT)):
+                rounded = -(-longest // step) * step
+                if (most is None or rounded <= most) and pattern(rounded) == kinds[longest]:
+                    room = rounded
+                    break
+            rooms[group] = room
+        groups.sort(key=lambda group: bool(rooms[group[0]] % ALIGNMENT))  # last, so that the others start at multiples
+        return Plan.of(self, groups, rooms, [(len(group), int(rooms[group[0]])) for group in groups])
 
     def _spread(self, values: np.ndarray) -> Tensor:
         if self.padded:

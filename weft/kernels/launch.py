@@ -31,7 +31,7 @@ RECORDED = 2  # the call with the same shapes and options that is recorded: reco
 REMEMBERED = 1024  # tapes per function; more are forgotten all at once
 NOTICE = 5.0  # seconds of compiling after which to say so
 # Numbers that change from call to call. Triton would compile a kernel again for every combination of multiples of 16.
-SIZES = frozenset("BH n R nodes levels cells groups W P S".split())
+SIZES = frozenset("BH n R nodes levels cells groups entries W P S".split())
 
 _log = logging.getLogger("weft")
 _current = threading.local()

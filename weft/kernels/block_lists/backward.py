@@ -20,7 +20,7 @@ from .forward import list_of, listed, place
 def query_gradients(
     Q, K, V, MASK, TABLE, KEY, OUT, DOUT, LSE, DELTA, DQ,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l, g_b, g_h, g_l, dq_b, dq_h, dq_l,
-    BH, H, L, n, m, width, threshold, scale, logit_scale,
+    BH, H, L, n, m, entries, threshold, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, HAS_MASK: tl.constexpr,
     PRECISION: tl.constexpr, GROUP: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
@@ -41,9 +41,9 @@ def query_gradients(
     lse = tl.load(LSE + bh * L + i, mask=live, other=0.0)
     word = row_words(KEY, bh, i, DROPOUT)
     dq = tl.zeros([BQ, BLOCK_D], tl.float32)
-    start, stop = list_of(TABLE, h, block, n, m, width, BK)
+    start, stop = list_of(TABLE, h, block, n, m, entries, BK)
     for t in range(start, stop):
-        j, real = listed(t, TABLE, h, n, m, width, L, BK)
+        j, real = listed(t, TABLE, h, n, m, entries, L, BK)
         real = valid_rows(MASK, j, real, HAS_MASK)
         k = load_rows(K, j, d, k_l, real, D, BLOCK_D)
         v = load_rows(V, j, d, v_l, real, D, BLOCK_D)
@@ -60,7 +60,7 @@ def query_gradients(
 def key_gradients(
     Q, K, V, MASK, TABLE, KEY, DOUT, LSE, DELTA, DK, DV,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
-    BH, H, L, n, m, width, threshold, scale, logit_scale,
+    BH, H, L, n, m, entries, threshold, scale, logit_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, HAS_MASK: tl.constexpr,
     PRECISION: tl.constexpr, GROUP: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
@@ -78,9 +78,9 @@ def key_gradients(
     v = load_rows(V + b * v_b + h // GROUP * v_h, j, d, v_l, real, D, BLOCK_D)
     dk = tl.zeros([BK, BLOCK_D], tl.float32)
     dv = tl.zeros([BK, BLOCK_D], tl.float32)
-    start, stop = list_of(TABLE, h, block, n, m, width, BQ)
+    start, stop = list_of(TABLE, h, block, n, m, entries, BQ)
     for t in range(start, stop):
-        i, live = listed(t, TABLE, h, n, m, width, L, BQ)
+        i, live = listed(t, TABLE, h, n, m, entries, L, BQ)
         q = load_rows(Q, i, d, q_l, live, D, BLOCK_D)
         dout = load_rows(DOUT, i, d, g_l, live, D, BLOCK_D)
         lse = tl.load(LSE + i, mask=live, other=float("inf"))  # no query: no probability

@@ -26,18 +26,18 @@ def place(BH, H, n, m, TILE: tl.constexpr):
 
 
 @triton.jit
-def list_of(TABLE, h, block, n, m, width, TILE: tl.constexpr):
+def list_of(TABLE, h, block, n, m, entries, TILE: tl.constexpr):
     """The tiles of the list of a block, from `start` to `stop`."""
     tiles = (m + TILE - 1) // TILE
-    TABLE += h * width + block
+    TABLE += h * entries + block
     return tl.load(TABLE) * tiles, tl.load(TABLE + 1) * tiles
 
 
 @triton.jit
-def listed(t, TABLE, h, n, m, width, L, TILE: tl.constexpr):
+def listed(t, TABLE, h, n, m, entries, L, TILE: tl.constexpr):
     """Tokens of tile t of the lists, and which of them exist."""
     tiles = (m + TILE - 1) // TILE
-    block = tl.load(TABLE + h * width + n + 1 + t // tiles)
+    block = tl.load(TABLE + h * entries + n + 1 + t // tiles)
     place = t % tiles * TILE + tl.arange(0, TILE)
     return block * m + place, (place < m) & (block * m + place < L)
 
@@ -46,7 +46,7 @@ def listed(t, TABLE, h, n, m, width, L, TILE: tl.constexpr):
 def attend(
     Q, K, V, MASK, TABLE, KEY, OUT, LSE,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l,
-    BH, H, L, n, m, width, threshold, scale,
+    BH, H, L, n, m, entries, threshold, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, HAS_MASK: tl.constexpr,
     PRECISION: tl.constexpr, GROUP: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
@@ -63,9 +63,9 @@ def attend(
     top = tl.full([BQ], float("-inf"), tl.float32)
     total = tl.zeros([BQ], tl.float32)
     acc = tl.zeros([BQ, BLOCK_D], tl.float32)
-    start, stop = list_of(TABLE, h, block, n, m, width, BK)
+    start, stop = list_of(TABLE, h, block, n, m, entries, BK)
     for t in range(start, stop):
-        j, real = listed(t, TABLE, h, n, m, width, L, BK)
+        j, real = listed(t, TABLE, h, n, m, entries, L, BK)
         real = valid_rows(MASK, j, real, HAS_MASK)
         k = load_rows(K, j, d, k_l, real, D, BLOCK_D)
         v = load_rows(V, j, d, v_l, real, D, BLOCK_D)
