@@ -166,6 +166,19 @@ def test_transformers_in_a_fresh_process(tmp_path):
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
 
 
+def test_the_settings_of_generation_are_kept(tmp_path):
+    """Also if the model has tensors of a mechanism, and so is not loaded by from_pretrained alone."""
+    pytest.importorskip("transformers")
+    import zoo
+
+    model = zoo.build("llama/LlamaForCausalLM", "sdpa")
+    model.generation_config.update(eos_token_id=7, max_new_tokens=5, num_beams=3)
+    weft.swap(model, "synthesizer", max_length=64)
+    model.save_pretrained(tmp_path)
+    again = weft.huggingface.load(tmp_path).generation_config
+    assert (again.eos_token_id, again.max_new_tokens, again.num_beams) == (7, 5, 3)
+
+
 def test_undo_removes_the_description(tmp_path):
     pytest.importorskip("transformers")
     import zoo

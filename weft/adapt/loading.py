@@ -40,6 +40,9 @@ def load(folder: str | Path, **options: Any) -> Any:
         apply(model, description)
         return model
     model = cls.from_pretrained(None, config=config, state_dict=plain, **options)
+    settings = Path(folder) / "generation_config.json"
+    if "generation_config" not in options and model.can_generate() and settings.exists():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     apply(model, description)
     own = _renamed(own, [key for key in model.state_dict() if _is_own(key)])
     unknown = model.load_state_dict(own, strict=False).unexpected_keys
