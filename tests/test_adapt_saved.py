@@ -179,6 +179,27 @@ def test_the_settings_of_generation_are_kept(tmp_path):
     assert (again.eos_token_id, again.max_new_tokens, again.num_beams) == (7, 5, 3)
 
 
+def test_a_pickled_model_can_be_swapped_in_a_fresh_process(tmp_path):
+    """Mechanisms of an earlier swap are not taken for those of the next one."""
+    pytest.importorskip("transformers")
+    code = (
+        "import copy, sys, torch, weft; from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "path, ids = sys.argv[1], torch.arange(24)[None]\n"
+        "sizes = {'num_hidden_layers': 2, 'num_attention_heads': 2, 'vocab_size': 40}\n"
+        "if sys.argv[2] == 'save':\n"
+        "    model = LlamaForCausalLM(LlamaConfig(hidden_size=16, intermediate_size=16, **sizes)).eval()\n"
+        "    plain = copy.deepcopy(model)\n"
+        "    weft.swap(model, 'local', block_size=4), model(ids), weft.swap(plain, 'linear')\n"
+        "    torch.save([model, plain(ids).logits.detach()], path)\n"
+        "else:\n"
+        "    model, expected = torch.load(path, weights_only=False)\n"
+        "    weft.swap(model, 'linear')\n"
+        "    torch.testing.assert_close(model(ids).logits.detach(), expected)\n"
+    )
+    for what in ("save", "load"):
+        subprocess.run([sys.executable, "-c", code, str(tmp_path / "model.pt"), what], check=True, timeout=120)
+
+
 def test_undo_removes_the_description(tmp_path):
     pytest.importorskip("transformers")
     import zoo

@@ -12,7 +12,7 @@ the earlier queries (see `past.py`).
 
 from __future__ import annotations
 
-import itertools
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,7 +46,7 @@ class Choice:
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
-    number: int = field(default_factory=itertools.count().__next__)  # unique id
+    number: str = field(default_factory=lambda: uuid.uuid4().hex)  # unique id, also among those of pickled models
 
     @property
     def shown(self) -> str:
