@@ -145,6 +145,30 @@ def test_a_changed_part_of_a_model():
         assert torch.equal(found.sequences, expected)
 
 
+@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("pad", [0, 4, 8])
+def test_a_changed_part_of_a_model_with_sliding_windows(part, pad):
+    """All layers share a mask, but only the unchanged ones have a window in their cache instead of all tokens."""
+    model, ids = mistral("sdpa", 6), tokens()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            parameter.data *= 20
+    mask = torch.ones_like(ids)
+    mask[1, :pad] = 0
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits
+        weft.swap(model, to="longformer", where=f"model.layers.{part}.*")
+        cache, found = DynamicCache(config=model.config), []
+        for end in (8, 10, 11):
+            start = cache.get_seq_length()
+            call = {"attention_mask": mask[:, :end], "past_key_values": cache, "use_cache": True}
+            found.append(model(ids[:, start:end], **call).logits)
+    assert [isinstance(layer, StateLayer) for layer in cache.layers] == [part == 0, part == 1]
+    torch.testing.assert_close(torch.cat(found, 1)[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=1e-4)
+    beams = [generate(model, ids, mask, use_cache=c, beams=3).sequences for c in (True, False)]
+    assert torch.equal(*beams)
+
+
 def test_encoder_decoder_models():
     first, second = (generate(bart("weft:linear"), tokens(), padding("right"), use_cache=c) for c in (True, False))
     assert keeps_states(first.past_key_values)

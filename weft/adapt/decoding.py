@@ -11,6 +11,7 @@ import copy
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
@@ -69,6 +70,17 @@ class StateLayer(CacheLayerMixin):
     def columns(self) -> int:
         """The number of columns in the mask of the current call."""
         return self.length
+
+    def lengthened(self, mask: Tensor | None, columns: int) -> Tensor | None:
+        """The padding mask of all tokens, from that of the last ones: the layer that it was made for may have no state,
+        and only a sliding window in its cache."""
+        early = self.columns - columns
+        if not early or (mask is None and self.padding is None):
+            return mask
+        if self.padding is None:
+            return F.pad(mask, (early, 0), value=True)  # type: ignore[arg-type]
+        mask = self.padding.new_ones(self.padding.shape[0], columns) if mask is None else mask
+        return torch.cat([self.padding[:, :early], mask], 1)
 
     def padding_of(self, mask: Tensor | None) -> Tensor | None:
         """The padding mask (B, columns)."""

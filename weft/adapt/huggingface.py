@@ -225,7 +225,10 @@ def _attend_next(
     if window or kwargs.get("sliding_window"):
         _refuse(choice, module, state.columns, None, window, kwargs, {})
     row = last_row(mask)
-    padding = state.padding_of(_unpacked(choice.shown, module, mask, state.columns) if row is None else row)
+    if row is None:
+        columns = min(state.columns, mask.shape[-1]) if mask is not None and window else state.columns
+        row = state.lengthened(_unpacked(choice.shown, module, mask, columns), columns)
+    padding = state.padding_of(row)
     k = state.new_keys
     assert k is not None
     q, k, v = autocast(q, *spread(q, k, v))
@@ -386,6 +389,8 @@ def _unpacked(name: str, module: nn.Module, mask: Tensor | None, keys: int) -> T
         return None
     with torch._C.DisableTorchFunctionSubclass():
         shape = tuple(mask.shape)
+    if len(shape) == 4 and shape[-1] > keys and window_of(mask):  # a layer with a state has seen all tokens
+        mask, shape = mask[..., -keys:], (*shape[:-1], keys)
     if len(shape) != 4 or shape[-1] != keys:
         raise ValueError(
             f"{type(module).__name__} passes a mask of shape {shape} to {name}, expected (batch, 1, "
