@@ -56,6 +56,22 @@ def test_full_equals_sdpa():
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
+def test_full_separates_documents_in_chunks():
+    """With a cache, transformers' matrix of chunks does not separate documents, but the offsets do."""
+    settings = {"hidden_size": 24, "intermediate_size": 32, "intermediate_size_mlp": 32, "num_hidden_layers": 1}
+    settings |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 40, "pad_token_id": 0}
+    settings |= {"attention_chunk_size": 6, "layer_types": ["chunked_attention"], "moe_layers": []}
+    model, ids = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**settings)).eval(), tokens(1, 17)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            parameter.data *= 20
+    expected = model(ids, position_ids=POSITIONS, use_cache=False).logits
+    weft.swap(model, to="full")
+    for use_cache in (False, True):
+        logits = model(ids, position_ids=POSITIONS, use_cache=use_cache, **FLASH).logits
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", ("longformer", "full", "local"))
 def test_sliding_windows_within_documents(name):
     model, ids = mistral(f"weft:{name}", 3).double(), tokens(1, 17)

@@ -255,16 +255,18 @@ def _full(
     packed: Segments | None = None,
 ) -> Run:
     """Full attention, with the features that only it supports."""
-    if mask is not None and mask.dim() == 4:  # the matrix contains causality and padding
-        allowed, added = _split(mask, position_bias)
-        return lambda v, p: masked_full(q, k, v, allowed=allowed, added=added, dropout=p, **special)
-    near = None
-    if window:
-        j = torch.arange(k.shape[2], device=q.device)
-        near = in_window(j[k.shape[2] - q.shape[2] :, None], j, window, causal)[None, None]
+    together = None  # which pairs belong to the same document
     if packed is not None:
         numbers = packed.numbers[:, None]
-        near = both(near, (numbers[..., None] == numbers[..., None, :]) & (numbers > 0)[..., None, :])
+        together = (numbers[..., None] == numbers[..., None, :]) & (numbers > 0)[..., None, :]
+    if mask is not None and mask.dim() == 4:  # the matrix contains causality and padding
+        allowed, added = _split(mask, position_bias)
+        allowed = allowed if together is None else allowed & together
+        return lambda v, p: masked_full(q, k, v, allowed=allowed, added=added, dropout=p, **special)
+    near = together
+    if window:
+        j = torch.arange(k.shape[2], device=q.device)
+        near = both(near, in_window(j[k.shape[2] - q.shape[2] :, None], j, window, causal)[None, None])
     return lambda v, p: masked_full(
         q, k, v, mask, causal=causal, allowed=near, added=position_bias, dropout=p, **special
     )
