@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -138,6 +140,11 @@ def test_views_of_transformers_models():
         (f"model.layers.{i}.self_attn", "linear", "linear") for i in range(2)
     ]
     assert [mechanism.name for _, mechanism in outermost(model)] == ["linear", "linear"]
+
+
+def test_inspection_needs_no_other_library():
+    code = "import sys; sys.modules.update(dict.fromkeys(['transformers', 'timm'])); import weft.inspect"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_mixed_layers_are_one_view_and_two_documents_two():

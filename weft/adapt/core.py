@@ -218,6 +218,12 @@ def trains(name: str, causal: bool, options: dict[str, Any]) -> bool:
     return any(True for _ in make_attention(name, heads=2, head_dim=8, causal=causal, **options).parameters())
 
 
+def kept_mechanisms(module: nn.Module) -> list[Any]:
+    """The mechanisms that earlier calls of a transformers layer created outside of its state dict."""
+    state = module.__dict__.get("_weft")
+    return [] if state is None else list(state.mechanisms.values())
+
+
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Use a fixed seed on the CPU, and restore the caller's random state."""

@@ -61,12 +61,6 @@ def layer_state(module: nn.Module) -> LayerState:
     return state
 
 
-def kept_mechanisms(module: nn.Module) -> list[Any]:
-    """The mechanisms that earlier calls of a transformers layer created outside of its state dict."""
-    state = module.__dict__.get("_weft")
-    return [] if state is None else list(state.mechanisms.values())
-
-
 def remember(module: nn.Module, q: Tensor) -> None:
     """Store the queries of a call without a past, in case a cache continues from here."""
     if torch.compiler.is_compiling():

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..adapt.past import kept_mechanisms
+from ..adapt.core import kept_mechanisms
 from ..attention import Attention
 from ..layers.mixed import MixedAttention
 from .watch import looking, plain
