@@ -122,6 +122,13 @@ def test_views_equal_the_effective_attention_of_every_mechanism(name):
     torch.testing.assert_close(long[0].row, views[0].map[:, :, -1], rtol=1e-4, atol=1e-6)
 
 
+def test_views_of_grouped_keys_have_all_heads():
+    layer, x = weft.MultiheadAttention(16, 4, kv_heads=2).eval(), torch.randn(2, 10, 16)
+    (short,), (long,) = (inspect.attention_views(layer, [x], map_up_to=n)[0] for n in (10, 4))
+    assert len(long.mechanisms) == 4
+    torch.testing.assert_close(long.row, short.row)
+
+
 def test_views_of_transformers_models():
     """Their mechanisms exist after the first call, and do not belong to the state dict."""
     transformers = pytest.importorskip("transformers")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..adapt.core import kept_mechanisms
 from ..attention import Attention
+from ..core.heads import spread
 from ..layers.mixed import MixedAttention
 from .watch import looking, plain
 
@@ -112,6 +113,7 @@ def attention_row(
     attn: Attention, q: Tensor, k: Tensor, mask: Tensor | None = None, bias: Any = None, *, row: int = 0, **packed: Any
 ) -> Tensor:
     """One row of `attn.weights`, (B, H, Lk), at the cost of one call and its backward pass."""
+    k, _ = spread(q, k, k)  # one row for each head of q
     with torch.enable_grad():
         v = torch.zeros(*k.shape[:3], 1, dtype=k.dtype, device=k.device, requires_grad=True)
         out = attn(q.detach(), k.detach(), v, mask, bias, **packed)
