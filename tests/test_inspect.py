@@ -149,6 +149,22 @@ def test_views_of_transformers_models():
     assert [mechanism.name for _, mechanism in outermost(model)] == ["linear", "linear"]
 
 
+def test_views_of_mechanisms_that_the_first_call_creates():
+    """The layer was bidirectional, and is called with a causal mask."""
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 16, batch_first=True).eval()
+    weft.swap(layer, to="linear")
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(9)
+    (view,), _ = attention_views(layer, [torch.randn(1, 9, 16), mask])
+    assert (view.map.triu(1) == 0).all() and (view.map[0, 0].tril() > 0).sum() == 45
+
+
+def test_attention_without_a_mechanism_is_an_error():
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 16, batch_first=True).eval()
+    weft.swap(layer, to="full")
+    with pytest.raises(ValueError, match="no mechanism of this model was called"):
+        attention_views(layer, [torch.randn(1, 9, 16), torch.randn(9, 9)])
+
+
 def test_inspection_needs_no_other_library():
     code = "import sys; sys.modules.update(dict.fromkeys(['transformers', 'timm'])); import weft.inspect"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..adapt.core import kept_mechanisms
+from ..adapt.core import Core, kept_mechanisms
 from ..attention import Attention
 from ..core.heads import spread
 from ..layers.mixed import MixedAttention
@@ -62,12 +62,17 @@ def attention_views(
     names = {name: m.name for name, m in found}
     with looking(model, [see(name, m) for name, m in found]):
         output = model(*inputs)
+    if not calls:
+        raise ValueError(
+            "no mechanism of this model was called: full attention with pairwise masks, biases or windows of another "
+            "library is computed without one, and cannot be inspected"
+        )
     return _mixed_together(model, calls, names), output
 
 
 def created(model: nn.Module, inputs: Sequence[Tensor]) -> list[tuple[str, Attention]]:
-    """`outermost`. Models of transformers create their mechanisms when they are called."""
-    if any(hasattr(module, "set_attn_implementation") for module in model.modules()):
+    """`outermost`. Layers of other libraries create mechanisms when they are called."""
+    if any(isinstance(module, Core) or hasattr(module, "set_attn_implementation") for module in model.modules()):
         with looking(model, []), kept_random_state():
             model(*inputs)
     return outermost(model)
