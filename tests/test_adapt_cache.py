@@ -42,6 +42,7 @@ def test_every_layer_is_cached_and_undone(model):
         assert not torch.allclose(subject(x), before, atol=1e-4)
     report.undo()
     assert [id(m) for m in subject.modules()] == [id(m) for m in modules]
+    assert not any(m._forward_pre_hooks for m in modules)
     assert all(torch.equal(value, state[key]) for key, value in subject.state_dict().items() if "running" not in key)
     with torch.no_grad():
         torch.testing.assert_close(subject(x), before)

@@ -40,6 +40,10 @@ class CachedLayer(nn.Module):
         """σ(λ) per head: the weight of the cached branch in the output."""
         return self.cached.share
 
+    def release(self) -> None:
+        """See `CachedAttention.release`."""
+        self.cached.release()
+
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         named = dict(zip(self.cached.names, args, strict=False)) | kwargs
         self._refuse_past(named)

@@ -48,6 +48,10 @@ class Patch:
                 self.old.train(self.new.training)
                 if now is not None and now != self.place:
                     self.old.to(device=now[0], dtype=now[1])
+            else:  # a cache around it
+                release: Any = getattr(self.new, "release", None)
+                if release is not None:
+                    release()
         _set(self.owner, self.name, self.old)
 
 

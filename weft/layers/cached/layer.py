@@ -111,7 +111,7 @@ class CachedAttention(nn.Module):
                     f"mix='heads' needs the heads of {type(inner).__name__} before its output projection, but it has "
                     f"neither per_head and merge nor a linear layer named {', '.join(NAMES)}: use mix='projected'"
                 )
-            projection.register_forward_pre_hook(self._before_projection)
+            self._hook = projection.register_forward_pre_hook(self._before_projection)
         self.causal = is_causal(inner) if causal is None else causal
         if self.causal:
             refuse_leaks(o)
@@ -256,6 +256,11 @@ class CachedAttention(nn.Module):
             return call.branches
         own, output, _ = self._own(x, args, kwargs)
         return own, self._remembered(x, output, valid, grid, write=False)
+
+    def release(self) -> None:
+        """Remove what this layer has added to `inner`, which is used without a cache from now on."""
+        if self._mixes_inside:
+            self._hook.remove()
 
     def reset(self, rows: Tensor | None = None) -> None:
         """Clear the whole cache, or only the streams where `rows` (B,) is True."""
