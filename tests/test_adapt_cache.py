@@ -48,6 +48,32 @@ def test_every_layer_is_cached_and_undone(model):
         torch.testing.assert_close(subject(x), before)
 
 
+def test_an_adapter_around_the_output_projection():
+    """It gets the mixed heads, and so equals the same adapter merged into the weights."""
+
+    class Adapter(torch.nn.Module):
+        def __init__(self, base: torch.nn.Linear):
+            super().__init__()
+            self.base, self.down = base, torch.nn.Linear(base.in_features, 2, bias=False)
+            self.up = torch.nn.Linear(2, base.out_features, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(x) + self.up(self.down(x))
+
+    subject, x = encoder(), noise(2, 9, 24)
+    weft.cache(subject, ratio=1.0)
+    layer = subject.layers[0].self_attn.inner
+    layer.out_proj = adapter = Adapter(layer.out_proj)
+    subject.train()(x)
+    subject.eval()
+    for model in (subject, copy.deepcopy(subject)):
+        with torch.no_grad():
+            apart, inner = model(x), model.layers[0].self_attn.inner
+            inner.out_proj = inner.out_proj.base
+            inner.out_proj.weight += adapter.up.weight @ adapter.down.weight
+            torch.testing.assert_close(model(x), apart)
+
+
 def test_the_memory_is_in_the_output():
     """Two caches with different histories give different outputs for the same input."""
     subject, x = encoder(), noise(2, 9, 24)

@@ -111,6 +111,7 @@ class CachedAttention(nn.Module):
                     f"mix='heads' needs the heads of {type(inner).__name__} before its output projection, but it has "
                     f"neither per_head and merge nor a linear layer named {', '.join(NAMES)}: use mix='projected'"
                 )
+            self._projection = next(name for name in NAMES if getattr(inner, name, None) is projection)
             self._hook = projection.register_forward_pre_hook(self._before_projection)
         self.causal = is_causal(inner) if causal is None else causal
         if self.causal:
@@ -308,6 +309,8 @@ class CachedAttention(nn.Module):
 
     def _called(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         """The output of the inner layer with mixed heads, and its other return values."""
+        if not torch.compiler.is_compiling():
+            self._follow_projection()
         self._call = call
         try:
             output = call_with_projection(self.inner, call.x, *args, **kwargs)
@@ -319,6 +322,13 @@ class CachedAttention(nn.Module):
                 "use mix='projected'"
             )
         return self._split(output, call.x)
+
+    def _follow_projection(self) -> None:
+        """Move the hook to the module that now takes the heads: an adapter may have been put around the projection."""
+        now = getattr(self.inner, self._projection, None)
+        if isinstance(now, nn.Module) and self._hook.id not in now._forward_pre_hooks:
+            self._hook.remove()
+            self._hook = now.register_forward_pre_hook(self._before_projection)
 
     def _before_projection(self, projection: nn.Module, given: tuple[Any, ...]) -> Any:
         """Mix the heads that enter the inner layer's output projection; outside of our calls, do nothing."""
