@@ -191,6 +191,20 @@ def test_every_mechanism_is_swapped_in_or_skipped_with_a_reason(to):
         report.undo()
 
 
+@pytest.mark.parametrize("model", ["timm ViT", "timm Swin", "timm PVTv2", "nn.TransformerEncoder"])
+def test_dropout_that_is_set_after_the_swap(model):
+    build, inputs = MODELS[model]
+    subject, x = build(), inputs()
+    weft.swap(subject, "full")
+    for p in (0.5, 0.0):
+        for module in subject.modules():
+            if hasattr(module, "attn_drop"):
+                module.train().attn_drop.p = p
+            elif isinstance(module, nn.MultiheadAttention):
+                module.train().dropout = p
+        assert torch.equal(subject(x), subject(x)) == (p == 0)
+
+
 def test_undo_in_reverse_order():
     subject, x = encoder(), noise(2, 9, 24)
     before = subject(x)

@@ -59,7 +59,8 @@ class TimmAttention(timm.layers.Attention):
             raise ValueError("prefix moves tokens, so it does not support masks and causality: use prefix=0")
         if self.prefix:
             q, k, v = (t.roll(-self.prefix, 2) for t in (q, k, v))
-        out = self.weft(q, k, v, causal=causal, **({} if mask is None else pairs(mask, k.shape[0])))
+        given = {} if mask is None else pairs(mask, k.shape[0])
+        out = self.weft(q, k, v, causal=causal, dropout=self.attn_drop.p, **given)
         return out.roll(self.prefix, 2) if self.prefix else out
 
 
@@ -86,7 +87,7 @@ class TimmWindowAttention(timm.models.swin_transformer.WindowAttention):
                 values = values + mask[window.view(-1, *[1] * (place.dim() - 1)), i, j]
             return values
 
-        out = self.weft(q, k, v, bias=bias)
+        out = self.weft(q, k, v, bias=bias, dropout=self.attn_drop.p)
         return self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
 
 
@@ -105,7 +106,8 @@ class TimmReducedAttention(timm.models.pvt_v2.Attention):
             source = self.norm(source)
             source = source if self.act is None else self.act(source)
         k, v = self.kv(source).unflatten(-1, (2, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4).unbind(0)
-        return self.proj_drop(self.proj(self.weft(q, k, v).transpose(1, 2).flatten(2)))
+        out = self.weft(q, k, v, dropout=self.attn_drop.p)
+        return self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
 
 
 def layer(

@@ -75,7 +75,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         """Convert PyTorch's masks to arguments of `Core`."""
         B, H, Lq = q.shape[:3]
         Lk = k.shape[2]
-        found: dict[str, Any] = {"causal": False}
+        found: dict[str, Any] = {"causal": False, "dropout": self.dropout}
         if padding is not None:
             found["mask"] = _attended(padding, "key_padding_mask")
         if pairs is None:
