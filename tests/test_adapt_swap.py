@@ -409,6 +409,15 @@ def test_transformers_models():
         assert not any(m._forward_pre_hooks or "_weft" in m.__dict__ for m in subject.modules())
 
 
+def test_undo_casts_a_learned_mechanism_that_a_later_swap_removed():
+    subject = next(transformers_models())
+    weft.swap(subject, "synthesizer", max_length=16)
+    second = weft.swap(subject, "linear")
+    subject.bfloat16().train()
+    second.undo()
+    assert {p.dtype for p in subject.parameters()} == {torch.bfloat16} and all(m.training for m in subject.modules())
+
+
 def test_undo_keeps_an_implementation_that_was_set_later():
     subject = next(transformers_models())
     ids = torch.randint(2, 40, (2, 9), generator=torch.Generator().manual_seed(1))

@@ -43,9 +43,10 @@ class Patch:
         if not self._is_new:
             return
         now = _place(self.owner)
-        if isinstance(self.old, nn.Module) and isinstance(self.new, nn.Module):
-            if all(module is not self.old for module in self.new.modules()):
-                self.old.train(self.new.training)
+        if isinstance(self.old, nn.Module):
+            wraps = isinstance(self.new, nn.Module) and any(module is self.old for module in self.new.modules())
+            if not wraps:
+                self.old.train((self.new if isinstance(self.new, nn.Module) else self.owner).training)
                 if now is not None and now != self.place:
                     self.old.to(device=now[0], dtype=now[1])
             else:  # a cache around it
