@@ -418,6 +418,15 @@ def test_undo_casts_a_learned_mechanism_that_a_later_swap_removed():
     assert {p.dtype for p in subject.parameters()} == {torch.bfloat16} and all(m.training for m in subject.modules())
 
 
+def test_training_after_a_first_call_in_inference_mode():
+    subject = next(transformers_models())
+    weft.swap(subject, "performer", probe=False)
+    ids = torch.randint(2, 40, (2, 9), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        subject(ids)
+    subject(ids).logits.sum().backward()
+
+
 def test_undo_keeps_an_implementation_that_was_set_later():
     subject = next(transformers_models())
     ids = torch.randint(2, 40, (2, 9), generator=torch.Generator().manual_seed(1))

@@ -374,13 +374,15 @@ def _instance(choice: Choice, module: nn.Module, q: Tensor, causal: bool, window
         kept[key] = made
     attn: Attention = kept[key]  # type: ignore[assignment]
     if any(b.device != q.device for b in attn.buffers()):
-        attn.to(q.device)
+        with torch.inference_mode(False):
+            attn.to(q.device)
     return attn.train(module.training)
 
 
 def _made(choice: Choice, module: nn.Module, q: Tensor, causal: bool, **more: Any) -> Attention:
-    # Seed random features with the layer index, so that they are the same in every process and after loading.
-    with seeded(getattr(module, "layer_idx", None) or 0):
+    # Seed random features with the layer index, so that they are the same in every process and after loading. The first
+    # call may be in inference mode, whose tensors cannot be used in training.
+    with torch.inference_mode(False), seeded(getattr(module, "layer_idx", None) or 0):
         shape: dict[str, Any] = {"heads": q.shape[1], "head_dim": q.shape[3], "causal": causal}
         return make_attention(choice.name, **shape, **{**choice.options, **more}).to(q.device)
 
