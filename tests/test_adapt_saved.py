@@ -166,6 +166,24 @@ def test_transformers_in_a_fresh_process(tmp_path):
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
 
 
+@pytest.mark.parametrize("to", ["linear", "synthesizer"])
+@pytest.mark.parametrize("change_base, save_base", [(True, False), (False, True)])
+def test_a_base_model_that_is_changed_or_saved_alone(to, change_base, save_base, tmp_path):
+    """It shares its config with the model around it, but its paths are shorter."""
+    pytest.importorskip("transformers")
+    import zoo
+
+    model, ids = zoo.build("llama/LlamaForCausalLM", "sdpa"), zoo.tokens()
+    weft.swap(model.model if change_base else model, to, max_length=64)
+    weft.cache(model.model if change_base else model, 0.5)
+    model.train()(ids)
+    model.eval()
+    saved = model.model if save_base else model
+    saved.save_pretrained(tmp_path)
+    again = weft.huggingface.load(tmp_path).eval()
+    torch.testing.assert_close(again(ids)[0], saved(ids)[0], **CLOSE)
+
+
 def test_the_settings_of_generation_are_kept(tmp_path):
     """Also if the model has tensors of a mechanism, and so is not loaded by from_pretrained alone."""
     pytest.importorskip("transformers")

@@ -37,19 +37,29 @@ def load(folder: str | Path, **options: Any) -> Any:
             plain[name] = value
     if not own:
         model = cls.from_pretrained(folder, config=config, **options)
-        apply(model, description)
+        apply(model, _rooted(description, model))
         return model
     model = cls.from_pretrained(None, config=config, state_dict=plain, **options)
     settings = Path(folder) / "generation_config.json"
     if "generation_config" not in options and model.can_generate() and settings.exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-    apply(model, description)
+    apply(model, _rooted(description, model))
     own = _renamed(own, [key for key in model.state_dict() if _is_own(key)])
     unknown = model.load_state_dict(own, strict=False).unexpected_keys
     lost = [key for key in model.state_dict() if _is_own(key) and key not in own]
     if unknown or lost:
         raise ValueError(f"{folder} does not have the tensors that its config.json describes: {[*unknown, *lost]}")
     return model
+
+
+def _rooted(description: dict[str, Any], model: Any) -> dict[str, Any]:
+    """The description with the paths of this model: it may have been changed or saved as a part of another one."""
+    prefix, known = f"{model.base_model_prefix}.", {path for path, _ in model.named_modules()}
+
+    def here(path: str) -> str:
+        return next((p for p in (path, prefix + path, path.removeprefix(prefix)) if p in known), path)
+
+    return {kind: {here(path): settings for path, settings in layers.items()} for kind, layers in description.items()}
 
 
 def _renamed(tensors: dict[str, Tensor], wanted: list[str]) -> dict[str, Tensor]:
