@@ -21,6 +21,7 @@ from weft.lab import make_config, train
 from weft.lab.run import Run, RunExists
 from weft.lab.sweep import changed, check_folder, is_sweep, jobs_of, load_sweep, parse_override
 from weft.lab.sweep.jobs import DONE, FAILED, IN_USE, RUNNING, STOPPED, WAITING, Local, Process, run_jobs, survey
+from weft.lab.sweep.results import gather
 from weft.lab.sweep.view import View, failures, line, table
 from weft.tasks.config import to_json
 
@@ -104,6 +105,14 @@ def test_overrides_change_the_folder(sweep, tmp_path):
     # these change nothing that is computed, or nothing at all
     assert jobs_of(sweep, overrides={"compile": True, "steps": 12})[0].folder == sweep.runs() / "small" / "full-1x2-s0"
     assert jobs_of(sweep, out=tmp_path / "far")[0].folder == tmp_path / "far" / "one" / "small" / "full-1x2-s0"
+
+
+def test_the_value_of_an_override_may_contain_a_plus(sweep, command):
+    overrides = {"attention": "full+linear", "diverge_at": 2e20}
+    (state,) = run_jobs(jobs_of(sweep, seeds=[0], only=["full/1×2"], overrides=overrides), Local(1, command))
+    assert state.state == DONE and state.job.folder.parent.name == "small+attention=full+linear"
+    (record,) = gather(sweep)
+    assert record.overrides == {"attention": "full+linear"} and not record.differs(sweep.cells[0].config)
 
 
 def test_invalid_selections_are_refused(sweep):

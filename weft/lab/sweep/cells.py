@@ -27,7 +27,7 @@ import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,11 @@ class Job:
     sweep: Sweep
     cell: Cell
     config: TrainConfig  # with the seed, the folder and the overrides
-    variant: str = ""  # overrides that change the computation: "steps=100"
+    overrides: Mapping[str, Any] = field(default_factory=dict)  # those that change the computation
+
+    @property
+    def variant(self) -> str:
+        return as_text(self.overrides)
 
     @property
     def folder(self) -> Path:
@@ -191,8 +195,8 @@ def jobs_of(
     if not cells:
         known = ", ".join(f"{cell.row}/{cell.column}" for cell in sweep.cells)
         raise ValueError(f"no cell of {sweep.file.name} matches {' or '.join(only)}; its cells: {known}")
-    variant = variant_of(sweep, overrides)
-    folder = sweep.runs(out) / (f"{sweep.name}+{_slug(variant, '=+')}" if variant else sweep.name)
+    changing = overrides_of(sweep, overrides)
+    folder = sweep.runs(out) / (f"{sweep.name}+{_slug(as_text(changing), '=+')}" if changing else sweep.name)
     jobs = []
     for seed in dict.fromkeys(sweep.seeds if seeds is None else seeds):
         for cell in cells:
@@ -202,19 +206,24 @@ def jobs_of(
                 other, _, slug = cell.start.rpartition("/")
                 config.init_from = str((sweep.runs(out) / other if other else folder) / f"{slug}-s{seed}")
             config.check()
-            jobs.append(Job(sweep, cell, config, variant))
+            jobs.append(Job(sweep, cell, config, changing))
     return jobs
 
 
-def variant_of(sweep: Sweep, overrides: Mapping[str, Any]) -> str:
-    """The overrides that change what some cell computes, as text."""
-    kept = []
+def as_text(overrides: Mapping[str, Any]) -> str:
+    """'steps=100+dropout=0.0'."""
+    return "+".join(f"{name}={value}" for name, value in overrides.items())
+
+
+def overrides_of(sweep: Sweep, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The overrides that change what some cell computes."""
+    kept = {}
     ignored = [free(dataclasses.replace(cell.config, **overrides)) for cell in sweep.cells]
     for name, value in sorted(overrides.items()):
         pairs = zip(sweep.cells, ignored, strict=True)
         if any(name not in same and getattr(cell.config, name) != value for cell, same in pairs):
-            kept.append(f"{name}={value}")
-    return "+".join(kept)
+            kept[name] = value
+    return kept
 
 
 def changed(old: TrainConfig, new: TrainConfig) -> list[str]:
@@ -279,9 +288,7 @@ def write_config(job: Job) -> None:
     """Write the config that `weft resume` reads."""
     Run(job.folder).write("config.json", to_json(started(job)))
     if job.variant:
-        names = [part.split("=")[0] for part in job.variant.split("+")]
-        overrides = {name: getattr(job.config, name) for name in names}
-        Run(job.folder.parent).write("overrides.json", json.dumps(overrides) + "\n")
+        Run(job.folder.parent).write("overrides.json", json.dumps(job.overrides) + "\n")
 
 
 def result_of(job: Job) -> dict[str, Any] | None:
