@@ -60,6 +60,13 @@ def test_mean_and_sample_deviation_next_to_the_papers_value(sweep):
     assert made.notes == ["All runs: commit 1111111, NVIDIA H200, torch 2.11."]
 
 
+def test_a_seed_may_be_negative(sweep):
+    for job, accuracy in zip(jobs_of(sweep, only=["full/1×2"], seeds=[-1, 1]), (0.5, 0.6), strict=True):
+        put(job, accuracy)
+    (made,) = tables(sweep, gather(sweep))
+    assert cell(made, "full", "1×2") == "55.0 ± 7.1 (n=2)"
+
+
 def test_interrupted_runs_show_their_step_and_are_not_averaged(sweep):
     jobs = jobs_of(sweep, only=["full/1×2"], seeds=[0, 1, 2, 3])
     put(jobs[0], 0.5)

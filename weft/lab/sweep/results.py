@@ -24,6 +24,7 @@ from .cells import Sweep, changed
 
 FORMAT = 1
 POINTS = 60  # per curve
+NAME = r"(.+)-s(-?\d+)"  # the folder of a run: the cell's slug and the seed
 NEVER_KEPT = ("out", "data", "task_file", "init_from")  # paths of one machine
 
 Points = list[tuple[float, float]]
@@ -82,7 +83,7 @@ def read_folder(folder: Path, metric: str) -> Record:
     run = Run(folder)
     config, result, val = run.config(), run.result(), run.entries("val")
     losses = [(entry["step"], entry["loss"]) for entry in run.entries("train")]
-    name, seed = re.fullmatch(r"(.+)-s(\d+)", folder.name).groups()  # type: ignore[union-attr]  # by its caller
+    name, seed = re.fullmatch(NAME, folder.name).groups()  # type: ignore[union-attr]  # by its caller
     overrides = folder.parent / "overrides.json"
     record = Record(
         cell=name,
@@ -136,7 +137,7 @@ def read_runs(sweep: Sweep, base: Path) -> list[Record]:
     for group in [base / sweep.name, *sorted(base.glob(f"{sweep.name}+*"))]:
         for config in sorted(group.glob("*-s*/config.json")):
             folder = config.parent
-            if (_failed(folder) or (folder / "environment.json").exists()) and re.fullmatch(r".+-s\d+", folder.name):
+            if (_failed(folder) or (folder / "environment.json").exists()) and re.fullmatch(NAME, folder.name):
                 records.append(read_folder(folder, sweep.metric))
     return records
 
