@@ -91,6 +91,26 @@ def test_a_hosted_model_resumes_predicts_and_is_exported(case, data):
         assert torch.allclose(plain(ids).logits, other(ids), atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["ema", "average"])
+def test_averages_include_tied_weights(kind, data):
+    """GPT-2's output layer is its embedding: one parameter with two names."""
+    from weft.lab import evaluate_run, train
+    from weft.lab.checkpoint import read
+
+    if kind == "ema":
+        pytest.importorskip("timm")
+    options = dict(model="hf:gpt2", model_options=json.dumps(OPTIONS["gpt2"]), max_length=16, learning_rate=0.01)
+    options |= dict(ema=0.7) if kind == "ema" else dict(test_on="average")
+    run, name = data / "run", "model.transformer.wte.weight"
+    found = train(make_config("lm", data=str(data / "lm.txt"), out=str(run), **options, **STEPS))
+    (first, _), (last, _) = (read(run / f"checkpoints/step-0000000{i}.safetensors") for i in (2, 4))
+    mean = last[f"average/{name}"] if kind == "ema" else (first[f"model/{name}"] + last[f"model/{name}"]) / 2
+    assert torch.allclose(dict(weft.load(run).model.named_parameters())[name], mean)
+    assert evaluate_run(run)[0] == found.test
+    if kind == "ema":
+        assert evaluate_run(run, split="val")[0] == found.val  # measured in training, on the average
+
+
 def test_weights_of_a_folder_are_the_start(data):
     config = transformers.BertConfig(**TINY, vocab_size=320)
     model = transformers.BertForSequenceClassification(config)

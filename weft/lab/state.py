@@ -70,6 +70,11 @@ def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], extra: Mappin
     if set(own) != set(saved) | set(extra):
         odd = sorted(set(own) ^ (set(saved) | set(extra)))
         raise ValueError(f"the checkpoint belongs to another model: only one of the two has {', '.join(odd[:5])}")
+    firsts: dict[Tensor, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = firsts.setdefault(parameter, name)
+        if first != name and first in saved and name in saved:
+            saved[name] = saved[first]  # of tied weights, averages have only the first name
     state: dict[str, Any] = {**extra}
     for name, value in saved.items():
         if value.shape != own[name].shape:
