@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -190,6 +191,21 @@ def test_a_failed_run_does_not_stop_the_sweep_and_is_tried_again(sweep, command,
     assert names(states, DONE) == [job.folder.name for job in jobs]
     assert (jobs[0].folder / "log.txt").read_text() == before  # what was done was not run again
     assert not (broken / "outcome.json").exists()
+
+
+def test_a_run_starts_only_from_a_complete_run(sweep, command):
+    first, second = sweep.cells[0], dataclasses.replace(sweep.cells[1], start=sweep.cells[0].slug)
+    sweep = dataclasses.replace(sweep, cells=(first, second), seeds=(0,))
+    before, after = jobs_of(sweep)
+    Run(before.folder).write("config.json", to_json(before.config))
+    Run(before.folder).checkpoints.mkdir()
+    (before.folder / "checkpoints/step-00000003.safetensors").touch()  # interrupted
+    (state,) = run_jobs([after], Local(1, command))
+    assert (state.state, after.folder.exists()) == (FAILED, False)
+    assert failures([state]).endswith("full-1x2-s0, which is not complete: run it first")
+    assert names(run_jobs([after, before], Local(2, command)), DONE) == ["full-wide-1x4-s0", "full-1x2-s0"]
+    shutil.rmtree(after.folder)
+    assert run_jobs([after], Local(1, command))[0].state == DONE
 
 
 def test_the_number_of_parallel_runs_is_limited(sweep, command):

@@ -244,11 +244,21 @@ def run_jobs(
 
 
 def _ready(state: State, states: Sequence[State]) -> bool:
-    """Whether the run it starts from is complete. If that run failed, this one fails too."""
-    first = next((other for other in states if str(other.job.folder) == state.job.config.init_from), None)
+    """Whether the run it starts from is complete. If that run failed, this one fails too, and also if that run is not
+    among these and not complete."""
+    job = state.job
+    first = next((other for other in states if str(other.job.folder) == job.config.init_from), None)
     if first is not None and first.state in (FAILED, STOPPED, IN_USE):
         state.state, state.why = first.state, f"it starts from {first.job.folder.name}, which is {first.state}"
-    return first is None or first.state == DONE
+    elif first is None and job.cell.start and not saved_step(job.folder) and not _complete(Path(job.config.init_from)):
+        state.state, state.why = FAILED, f"it starts from {job.config.init_from}, which is not complete: run it first"
+    return state.state == WAITING and (first is None or first.state == DONE)
+
+
+def _complete(folder: Path) -> bool:
+    run = Run(folder)
+    result = run.result()
+    return result is not None and result["step"] >= run.config().steps
 
 
 def _start(state: State, engine: Engine) -> None:

@@ -98,7 +98,8 @@ def failures(states: Sequence[State]) -> str:
     for state in states:
         if state.state == FAILED:
             lines = "\n".join(f"    {text}" for text in state.log)
-            parts.append(f"{state.job.name} failed; the end of {state.job.folder / 'log.txt'}:\n{lines}")
+            end = f"; the end of {state.job.folder / 'log.txt'}:\n{lines}" if lines else f": {state.why}"
+            parts.append(f"{state.job.name} failed{end}")
     return "\n".join(parts)
 
 
