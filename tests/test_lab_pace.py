@@ -128,7 +128,14 @@ def test_the_steps_of_a_sweep_replace_its_time_budget():
     sweep = Sweep(Path("table.py"), "", "loss", (Cell("row", "column", TrainConfig(time_budget=10, steps=100)),))
     (job,) = jobs_of(sweep, overrides={"steps": 7})
     assert (job.config.steps, job.config.time_budget, job.variant) == (7, 0, "steps=7+time_budget=0.0")
-    assert jobs_of(sweep, overrides={"compile": True})[0].variant == ""
+    assert jobs_of(sweep, overrides={"compile": True, "checkpoint_every": 9})[0].variant == ""
+
+
+def test_another_warmup_of_a_time_budget_is_another_run():
+    sweep = Sweep(Path("table.py"), "", "loss", (Cell("row", "column", TrainConfig(time_budget=10, warmup=10)),))
+    for name, value in (("warmup", 50), ("eval_every", 5)):
+        assert jobs_of(sweep, overrides={name: value})[0].folder.parent.name == f"table+{name}={value}"
+    assert jobs_of(sweep, overrides={"warmup": 10})[0].folder.parent.name == "table"
 
 
 def test_a_run_that_starts_faster_than_its_trial_plans_again(tmp_path, seconds, monkeypatch):

@@ -216,9 +216,10 @@ def as_text(overrides: Mapping[str, Any]) -> str:
 
 
 def overrides_of(sweep: Sweep, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The overrides that change what some cell computes."""
+    """The overrides that change what some cell computes. `time_budget` scales the warm-up and the steps between
+    evaluations, so others give another run."""
     kept = {}
-    ignored = [free(dataclasses.replace(cell.config, **overrides)) for cell in sweep.cells]
+    ignored = [free(dataclasses.replace(cell.config, **overrides)) - set(CHOSEN) | FREE for cell in sweep.cells]
     for name, value in sorted(overrides.items()):
         pairs = zip(sweep.cells, ignored, strict=True)
         if any(name not in same and getattr(cell.config, name) != value for cell, same in pairs):
