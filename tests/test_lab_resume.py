@@ -61,6 +61,15 @@ def test_a_killed_run_resumes_to_the_last_bit(tmp_path, monkeypatch, whole, step
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_a_run_cannot_end_before_the_step_it_has_reached(tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    killed_run(monkeypatch, tiny(out, schedule="constant"), 11)
+    with pytest.raises(ValueError, match="is at step 10: give as many --steps or more"):
+        train(tiny(out, schedule="constant", steps=6), resume=True)
+    assert Run(out).config().steps == 12 and Run(out).result() is None
+    assert train(tiny(out, schedule="constant", steps=10), resume=True).steps == 10
+
+
 def test_a_kill_before_the_best_checkpoint_is_linked(tmp_path, monkeypatch, whole):
     out = tmp_path / "run"
 

@@ -422,6 +422,9 @@ class Training:
                 f"the run uses {numbers['per_step']} examples per step, these settings {self.per_step}: choose "
                 "batch_size and accumulate so that batch_size x accumulate x processes stays the same"
             )
+        if numbers["step"] > self.config.steps:
+            reached = f"{self.folder.folder} is at step {numbers['step']}"
+            raise ValueError(f"{reached}: give as many --steps or more, or choose another --out")
         if numbers["rows"] != len(self.rows):
             raise OtherData(f"the run was trained on {numbers['rows']} examples, the data now has {len(self.rows)}")
         if numbers["dense"]:
