@@ -1,6 +1,7 @@
 """Two processes equal one process with twice the batch, and one process can resume their checkpoints."""
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -96,6 +97,19 @@ def test_accumulation_equals_the_larger_batch(tmp_path, alone):
     out = tmp_path / "run"
     train(make_config("digits", out=str(out), batch_size=4, accumulate=4, **SETTINGS))
     a, b = (torch.tensor([loss for _, loss in curve(o)["train"]]) for o in (out, alone))
+    torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
+
+
+def test_accumulation_weighs_tokens_of_sentences_of_any_length(tmp_path):
+    """The mean over the tokens of a step, not the mean of the means of its parts."""
+    rng = random.Random(0)
+    rows = [[rng.choice(("Ada", "sleeps")) for _ in range(rng.choice((1, 2, 14)))] for _ in range(60)]
+    text = "\n\n".join("\n".join(f"{word} {'B-PER' if word == 'Ada' else 'O'}" for word in row) for row in rows)
+    (tmp_path / "names.conll").write_text(text)
+    given = {**SETTINGS, "data": str(tmp_path / "names.conll"), "tokenizer": "words", "max_length": 16, "eval_every": 0}
+    for size in (8, 2):
+        train(make_config("tag", out=str(tmp_path / str(size)), batch_size=size, accumulate=8 // size, **given))
+    a, b = (torch.tensor([loss for _, loss in curve(tmp_path / name)["train"]]) for name in ("8", "2"))
     torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
 
 

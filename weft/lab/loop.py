@@ -14,7 +14,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -250,12 +250,16 @@ class Training:
             self.computed += int(self.rows.lengths[self.order.on_host(step - 1)].sum())
         if self.task.streams and (step - 1) % self.order.steps_per_epoch == 0:
             self.task.restart(self.raw)
+        batches: Iterable[Any] = (self._batch(step, micro) for micro in range(config.accumulate))
+        divisors: Sequence[int | Tensor] = [config.accumulate] * config.accumulate
+        if self.task.uneven and config.accumulate * self.world > 1:
+            batches = list(batches)
+            divisors = self._divisors(batches)
         total = None
-        for micro in range(config.accumulate):
-            batch = self._batch(step, micro)
+        for micro, batch in enumerate(batches):
             accumulating = micro < config.accumulate - 1
             with self.split.region(), self.fabric.no_backward_sync(self.model, enabled=accumulating):
-                loss = self.split.loss(self.task, self.model, batch) / config.accumulate
+                loss = self.split.loss(self.task, self.model, batch) / divisors[micro]
                 # A process has one device, so a second thread for its backward only costs host time.
                 with torch.autograd.set_multithreading_enabled(False):
                     self.fabric.backward(loss)
@@ -268,6 +272,14 @@ class Training:
             self.average.update(self.raw, step)
         assert total is not None
         self.pending.append(total)
+
+    def _divisors(self, batches: Sequence[Any]) -> list[Tensor]:
+        """Of the mean losses of these batches, so that the step's loss is the mean over all its targets."""
+        counts = torch.stack([self.task.count(batch) for batch in batches]).float()
+        total = counts.sum()
+        if self.world > 1:
+            total = self.fabric.all_reduce(total, reduce_op="mean")
+        return list(total / counts)
 
     def _batch(self, step: int, micro: int) -> Any:
         config, world, rank, size = self.config, self.split.world, self.split.rank, self.config.batch_size

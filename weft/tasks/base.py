@@ -84,6 +84,7 @@ class Task:
     presets: Mapping[str, Mapping[str, Any]] = {}
     models: ClassVar[tuple[str, ...]] = ("transformer",)  # allowed values of config.model
     splits: ClassVar[bool] = False  # whether it has `part` and `count`, for context parallelism
+    uneven: ClassVar[bool] = False  # examples differ in their number of targets: `count` weighs the parts of a step
     streams: ClassVar[bool] = False  # rows are consecutive pieces of parallel texts, used in order
     hosts: ClassVar[str] = ""  # AutoModelFor… of transformers, if --model hf:NAME is supported
     answers: ClassVar[str] = "logits"  # what the model returns: logits, values, or nll (of each target); for ensembles

@@ -107,6 +107,7 @@ class Tag(TextTable):
     about = "tags of the tokens of your own texts: --data FILE.conll (.jsonl, .parquet, a folder)"
     metric, hosts = "f1", "TokenClassification"
     models = ("transformer",)
+    uneven = True
     reads = frozenset({"max_length", "text_column", "label_column", "tokenizer", "norm", "qk_norm"})
     defaults = {**TextTable.defaults, "positions": "learned", "pooling": ""}
 
@@ -192,6 +193,9 @@ class Tag(TextTable):
         logits = model(*self.inputs(batch)).float()
         return F.cross_entropy(logits.flatten(0, 1), batch["tags"].long().flatten(), ignore_index=NOTHING,
                                label_smoothing=config.label_smoothing)  # fmt: skip
+
+    def count(self, batch: Columns) -> Tensor:
+        return (batch["tags"] != NOTHING).sum()
 
     def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
         logits, label = model(*self.inputs(batch)).float(), batch["tags"].long()

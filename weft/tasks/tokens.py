@@ -286,7 +286,7 @@ class MaskedTokens(Tokens, Masked):
     with its own embedding, and is padded if both end before it is full.
     """
 
-    overlap, splits = 0, False
+    overlap, splits, uneven = 0, False, True
     reads = frozenset({"max_length", "mask_rate"})
 
     def read(self, config: TrainConfig, known: Known | None) -> TaskData:
@@ -318,6 +318,9 @@ class MaskedTokens(Tokens, Masked):
 
     def as_inputs(self, ids: Tensor) -> Columns:
         return {"ids": ids, "segment": torch.ones_like(ids)}
+
+    def count(self, batch: Columns) -> Tensor:
+        return batch["counts"].sum()
 
     def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
         return Masked.score(self, model, batch)

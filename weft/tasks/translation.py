@@ -36,7 +36,7 @@ CORPORA = {
 
 
 class Translation(Task):
-    metric = "bleu"
+    metric, uneven = "bleu", True
     reads = frozenset({"max_length"})
     defaults = dict(
         layers=6, heads=4, dim=512, mlp_dim=1024, dropout=0.3, steps=50_000, batch_size=128, learning_rate=0.095,
@@ -98,6 +98,9 @@ class Translation(Task):
     def loss(self, model: nn.Module, batch: Columns, config: TrainConfig) -> Tensor:
         logits, target = model(*self.inputs(batch)).flatten(0, 1).float(), batch["target"][:, 1:].flatten()
         return F.cross_entropy(logits, target, ignore_index=PAD, label_smoothing=config.label_smoothing)
+
+    def count(self, batch: Columns) -> Tensor:
+        return (batch["target"][:, 1:] != PAD).sum()
 
     def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
         """The statistics of BLEU: matching and all n-grams, and the lengths."""
