@@ -21,8 +21,8 @@ SETTINGS = dict(
 )  # fmt: skip
 
 # One launch for both strategies, because starting processes takes most of the time. For each, a complete run whose
-# first process is slow to mark the best checkpoint. Then a shorter run with DDP, and one with FSDP in which rank 1 dies
-# in step 8: the other must not hang, and nothing may be lost.
+# first process is slow to mark the best checkpoint. Then a run that draws masks in evaluations, a shorter run with DDP,
+# and one with FSDP in which rank 1 dies in step 8: the other must not hang, and nothing may be lost.
 SCRIPT = """
 import json, os, sys, time
 from weft.lab import loop, make_config, train
@@ -32,12 +32,13 @@ mark = Checkpoints.mark_best
 Checkpoints.mark_best = lambda self, step: (time.sleep(0.3), mark(self, step))
 settings = json.loads(sys.argv[1])
 
-def run(strategy, name, **changes):
+def run(strategy, name, task="digits", **changes):
     out = f"{settings['out']}-{strategy}{name}"
-    train(make_config("digits", **{**settings, "strategy": strategy, "out": out, **changes}))
+    train(make_config(task, **{**settings, "strategy": strategy, "out": out, **changes}))
 
 for strategy in ("ddp", "fsdp"):
     run(strategy, "-whole", eval_every=9)
+run("ddp", "-masked", "masked", steps=2, max_length=32, data=sys.argv[2])
 run("ddp", "", steps=6)
 update = loop.Training._update
 
@@ -68,10 +69,14 @@ def test_two_processes_equal_one_with_twice_the_batch(tmp_path, alone):
     script.write_text(SCRIPT)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)]
     given = json.dumps({**SETTINGS, "out": str(tmp_path / "run"), "batch_size": 8})
-    done = subprocess.run([*torchrun, given], capture_output=True, text=True, timeout=240)
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(random.Random(0).choices(["attention", "cache", "rank", "mesh"], k=900)))
+    done = subprocess.run([*torchrun, given, str(text)], capture_output=True, text=True, timeout=240)
     assert done.returncode != 0 and (tmp_path / "run-fsdp").exists(), done.stderr[-3000:]
     for strategy in ("ddp", "fsdp"):
         compare(tmp_path / f"run-{strategy}", tmp_path / f"run-{strategy}-whole", alone)
+    test = json.loads((tmp_path / "run-ddp-masked" / "result.json").read_text())["test"]
+    assert evaluate_run(tmp_path / "run-ddp-masked")[0] == pytest.approx(test, rel=1e-6)  # the same masks
 
 
 def compare(out: Path, complete: Path, alone: Path) -> None:

@@ -60,10 +60,11 @@ def evaluate(
             tell(done, few)
             if stop():
                 raise Stopped
-            first = (number * world + rank) * per_call
+            here = number * world + rank
+            first = here * per_call
             index = torch.arange(first, first + per_call, device=device)
             counts = index < len(rows)
-            generator = torch.Generator(device=device).manual_seed(seed_of("evaluate", config.seed, number))
+            generator = torch.Generator(device=device).manual_seed(seed_of("evaluate", config.seed, here))
             batch = task.batch(rows.take(index.clamp(max=len(rows) - 1)), config, generator, training=False)
             batch = rows.pack(batch, np.arange(first, first + per_call).clip(max=len(rows) - 1))
             for key, values in task.score(model, split.part(task, batch)).items():
