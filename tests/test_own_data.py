@@ -96,6 +96,19 @@ def test_rows_are_split_once_and_by_a_column(table, tmp_path):
         )
     )
     assert [load("classify", path).rows(split) for split in ("train", "val", "test")] == [30, 6, 4]
+    path.write_text(path.read_text().replace('"split"', '"Split "'))  # as other columns, in any case
+    assert [load("classify", path).rows(split) for split in ("train", "val", "test")] == [30, 6, 4]
+
+
+def test_sentences_of_an_unknown_split_are_refused(tmp_path):
+    path = tmp_path / "tags.jsonl"
+    rows = [{"tokens": ["Ada"], "tags": ["O", "B"][i % 2 :][:1], "split": "holdout" if i > 20 else "train"}
+            for i in range(40)]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataMissing, match="line 22: column 'split' must be train, validation or test, got 'holdout'"):
+        load("tag", path)
+    path.write_text(path.read_text().replace("holdout", "test"))
+    assert load("tag", path).rows("test") == 19
 
 
 def test_parquet_and_folders_are_read(table, tmp_path):

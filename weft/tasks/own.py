@@ -28,7 +28,7 @@ from .files import DamagedData, as_ids, as_utf8, pad_rows, split_off
 from .hosts import host_facts, hosted_model, longest, tokenizer_of
 from .imdb import WORD
 from .registry import add_task
-from .tables import LABEL, SPLITS, TEXT, Table, read_tables
+from .tables import LABEL, TEXT, Table, read_tables
 from .text import Bytes
 from .tokens import Pieces, windows
 
@@ -134,10 +134,7 @@ class TextTable(BuiltFromData, TextClassification):
                 raise DataMissing(
                     f"{where}: column {label!r} is empty; fill it in, or leave out such rows with --skip-unlabelled"
                 )
-            split = str(row.get("split") or "").lower()
-            if "split" in table.columns and split not in SPLITS:
-                raise DataMissing(f"{where}: column 'split' must be train, validation or test, got {row['split']!r}")
-            rows.append((row[text], str(row[label]).strip(), where, SPLITS.get(split, "")))
+            rows.append((row[text], str(row[label]).strip(), where, table.split(row, where)))
         if not rows:
             raise DamagedData(table.path, "it has no rows")
         return rows

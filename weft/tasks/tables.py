@@ -45,6 +45,17 @@ class Table:
             raise DamagedData(self.path, which, f"Choose with {option}: {', '.join(self.columns)}.")
         return found[0]
 
+    def split(self, row: dict[str, Any], where: str) -> str:
+        """The part that a row belongs to, train, val or test, by its column `split`; empty without this column."""
+        column = next((name for name in self.columns if name.strip().lower() == "split"), None)
+        if column is None:
+            return ""
+        found = SPLITS.get(str(row[column]).strip().lower())
+        if found is None:
+            what = f"column {column!r} must be train, validation or test, got {row[column]!r}"
+            raise DataMissing(f"{where}: {what}")
+        return found
+
 
 def read_table(path: Path) -> Table:
     if not path.exists():

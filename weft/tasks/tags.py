@@ -149,7 +149,7 @@ class Tag(TextTable):
             if len(tokens) != len(tags):
                 counts = f"{len(tokens)} tokens, but {columns[1]!r} has {len(tags)} tags"
                 raise DataMissing(f"{where}: column {columns[0]!r} has {counts}")
-            rows.append((tokens, tags, where, SPLITS.get(str(row.get("split") or "").lower(), "")))
+            rows.append((tokens, tags, where, table.split(row, where)))
         if not rows:
             raise DamagedData(table.path, "it has no sentences")
         return rows
