@@ -9,8 +9,9 @@ from typer.testing import CliRunner
 import weft
 from weft.cli import app
 from weft.lab import train
-from weft.tasks import DataMissing, get_task, make_config
+from weft.tasks import DataMissing, Known, get_task, make_config
 from weft.tasks.glue import LABELS, SCORES, correlation, examples, pairs, ranks
+from weft.tasks.text import ids_of
 from weft.tasks.tokens import Pieces
 
 BRIEF = dict(steps=40, learning_rate=1e-2, eval_every=40, checkpoint_every=40)
@@ -82,6 +83,18 @@ def test_the_longer_text_is_cut_and_each_has_its_kind():
     kinds = rows["kinds"][0].tolist()
     assert kinds == [1, 1, 1, 1, 2, 2]  # "g" and " h" stay whole
     assert code.bpe.decode(rows["ids"][0, 4:].tolist()) == "g h"
+
+
+def test_the_padding_and_truncation_of_a_tokenizer_file_are_not_used():
+    text = "a film with a long name"
+    code = Pieces.of([text], 300)
+    true, plain = code.bpe.encode(text).ids, code.tokenizer
+    code.bpe.enable_padding(length=64)
+    code.bpe.enable_truncation(3)
+    padded = code.bpe.to_str()
+    for tokenizer in (plain, padded):
+        assert ids_of(text, Known({}, tokenizer=tokenizer)) == true  # the prompt of `weft generate`
+        assert pairs(Pieces(tokenizer), [(text,)], 32)["kinds"].sum() == len(true)
 
 
 def test_a_masked_model_is_fine_tuned_and_predicts(tmp_path):

@@ -73,7 +73,6 @@ def encoder(vocabulary: list[str] | None, tokenizer: str | None, length: int) ->
     """From a text to ids without 0, which is padding, and the number of ids with it."""
     if tokenizer is not None:
         pieces = Pieces(tokenizer)
-        pieces.bpe.no_padding()
         pieces.bpe.enable_truncation(length)  # keeps special tokens at the end
         return lambda text: np.array(pieces.bpe.encode(text).ids, np.int32) + 1, len(pieces) + 1
     if vocabulary is not None:
@@ -269,8 +268,6 @@ class TextModel(BuiltFromData, Bytes):
             vocab = 256
         else:
             pieces = Pieces(tokenizer)
-            pieces.bpe.no_padding()
-            pieces.bpe.no_truncation()
             arrays = [np.array(pieces.bpe.encode(text).ids, np.int32) for text in texts]
             vocab = len(pieces)
         train, val, test = ({"bytes": windows(array, length, self.overlap)} for array in arrays)

@@ -79,7 +79,6 @@ def encode_tokens(sentences: Sequence[Sequence[str]], known: Known) -> tuple[lis
     pieces = None
     if known.tokenizer is not None:
         pieces = Pieces(known.tokenizer)
-        pieces.bpe.no_padding()
         pieces.bpe.enable_truncation(known.length)
     number = {word: i for i, word in enumerate(known.vocabulary or ())}
     for tokens in sentences:

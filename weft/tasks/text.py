@@ -107,9 +107,9 @@ def counted(losses: Tensor, counts: Tensor) -> dict[str, Tensor]:
 def ids_of(text: str, known: Known) -> list[int]:
     """The tokens of a text in a run's code: pieces, words or bytes."""
     if known.tokenizer is not None:
-        from tokenizers import Tokenizer
+        from .tokens import Pieces
 
-        return Tokenizer.from_str(known.tokenizer).encode(text).ids
+        return Pieces(known.tokenizer).bpe.encode(text).ids
     if known.vocabulary is not None:
         number = {word: i for i, word in enumerate(known.vocabulary)}
         return [number.get(word, number["<unk>"]) for word in text.replace("\n", " <eos> ").split()]

@@ -87,6 +87,8 @@ class Pieces:
 
         self.tokenizer: str | None = tokenizer
         self.bpe = Tokenizer.from_str(tokenizer)
+        self.bpe.no_padding()  # a file may ask for it
+        self.bpe.no_truncation()
 
     @classmethod
     def of(cls, text: Iterable[str], size: int) -> Pieces:
