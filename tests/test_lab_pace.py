@@ -110,6 +110,7 @@ def test_packed_runs_count_as_padded_ones_unless_the_pattern_depends_on_the_padd
     for attention, same in (("linear", True), ("combiner-fixed", True), ("bigbird", False), ("mixed", False)):
         old = TrainConfig(attention=attention)
         assert (not changed(old, TrainConfig(attention=attention, packed=True))) is same, attention
+    assert changed(TrainConfig(cache=0.5), TrainConfig(cache=0.5, packed=True)) == ["packed: False -> True"]
     study = TrainConfig(task="listops", attention="bigbird")  # has the pattern of padded documents
     assert not changed(study, dataclasses.replace(study, packed=True))
     assert changed(TrainConfig(), TrainConfig(packed=True, steps=7)) == ["steps: 10000 -> 7"]

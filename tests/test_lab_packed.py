@@ -63,6 +63,14 @@ def test_packed_batches_give_the_losses_of_padded_ones(tmp_path, table, chosen, 
         assert mine[:2] == theirs[:2] and mine[2] == pytest.approx(theirs[2], rel=1e-9)
 
 
+def test_fillers_are_no_samples_of_a_cache(tmp_path, table, monkeypatch):
+    train(config(tmp_path / "filled", table, cache=0.5, packed=True))
+    monkeypatch.setattr(Packing, "fillers", lambda self, lengths: [])
+    train(config(tmp_path / "plain", table, cache=0.5, packed=True))
+    found, expected = (np.array([loss for *_, loss in curve(tmp_path / name)]) for name in ("filled", "plain"))
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
 @pytest.mark.parametrize("free", [0, 1])
 def test_fillers_leave_few_shapes(free):
     draw, shapes = np.random.default_rng(0), set()

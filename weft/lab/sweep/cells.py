@@ -244,13 +244,13 @@ def changed(old: TrainConfig, new: TrainConfig) -> list[str]:
 
 def free(config: TrainConfig) -> frozenset[str]:
     """The settings that may differ between two runs of this config. Packed batches give the losses of padded ones,
-    except for dropout's random numbers, if the mechanism's pattern does not depend on the padding; `time_budget`
-    chooses the steps by the speed of the device."""
+    except for dropout's random numbers, if the mechanism's pattern does not depend on the padding, nor the slots of a
+    cache; `time_budget` chooses the steps by the speed of the device."""
     names = set(config.attention.split("+"))
     if config.task in TASKS:  # `lra` gives it the pattern of the task's length
         names -= {"bigbird"}
     same = set(CHOSEN) if config.time_budget else set()
-    if config.attention != "mixed" and not any(map(padding_matters, names)):
+    if config.attention != "mixed" and not config.cache and not any(map(padding_matters, names)):
         same.add("packed")
     return FREE | same
 

@@ -216,7 +216,7 @@ class CachedAttention(nn.Module):
         real = documents.real(both(mask, valid))
         if not len(documents):
             return torch.where(torch.zeros((), dtype=torch.bool, device=x.device), x, 0)
-        rows = Segments.from_lengths(documents.lengths[:, None].tolist(), device=x.device)
+        rows = Segments.from_lengths(documents.lengths[: documents.read, None].tolist(), device=x.device)
         seen = documents.as_rows(torch.ones_like(x[..., 0], dtype=torch.bool) if real is None else real)
         y = self._forward(documents.as_rows(x), (seen, bias), {"segments": rows}, None, None)
         return documents.one_per_row.repack([y], documents.shape)
