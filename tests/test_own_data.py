@@ -100,6 +100,13 @@ def test_rows_are_split_once_and_by_a_column(table, tmp_path):
     assert [load("classify", path).rows(split) for split in ("train", "val", "test")] == [30, 6, 4]
 
 
+def test_labels_that_look_like_numbers_are_classes(tmp_path):
+    path = tmp_path / "labels.csv"
+    for labels, names in ((("10", "9", "-1"), ["-1", "9", "10"]), (("5", "--5", "²"), ["--5", "5", "²"])):
+        path.write_text("text,label\n" + "".join(f"a,{labels[i % 3]}\n" for i in range(40)))
+        assert load("classify", path).classes == names
+
+
 def test_sentences_of_an_unknown_split_are_refused(tmp_path):
     path = tmp_path / "tags.jsonl"
     rows = [{"tokens": ["Ada"], "tags": ["O", "B"][i % 2 :][:1], "split": "holdout" if i > 20 else "train"}

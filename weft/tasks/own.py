@@ -12,6 +12,7 @@ test data. `--model hf:NAME` trains a model of transformers, see hosts.py.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -184,7 +185,7 @@ class Classify(TextTable):
                 f"the {len(labels)} rows have {len(found)} different labels: choose another column with "
                 "--label-column, or train numbers with `weft train regress`"
             )
-        numbers = all(label.lstrip("-").isdigit() for label in found)
+        numbers = all(re.fullmatch(r"-?\d+", label) for label in found)
         return sorted(found, key=int if numbers else None)  # type: ignore[arg-type]
 
     def labels(self, found: Sequence[tuple[str, str]], names: list[str] | None) -> Tensor:
