@@ -61,6 +61,14 @@ def test_a_killed_run_resumes_to_the_last_bit(tmp_path, monkeypatch, whole, step
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_the_dense_finish_is_announced_once(tmp_path, monkeypatch, capsys):
+    config = tiny(tmp_path / "run", subsample="Sall-L4", finetune_dense_at=0.5)
+    killed_run(monkeypatch, config, 11)
+    assert "dense from step 7" in capsys.readouterr().out
+    train(config, resume=True)
+    assert "dense from" not in capsys.readouterr().out
+
+
 def test_a_run_cannot_end_before_the_step_it_has_reached(tmp_path, monkeypatch):
     out = tmp_path / "run"
     killed_run(monkeypatch, tiny(out, schedule="constant"), 11)

@@ -243,6 +243,7 @@ class Training:
         config = self.config
         if self.dense_from and step > self.dense_from and not self.is_dense:
             self._turn_dense()
+            self._say(f"subsampled attention is dense from step {step}")
         seed_everything("step", config.seed, step, self.processes.rank)
         rate = learning_rate(config, step)
         set_learning_rate(self.inner_optimizer, rate)
@@ -507,7 +508,6 @@ class Training:
 
         make_dense(self.raw)
         self.is_dense = True
-        self._say(f"subsampled attention is dense from step {self.step + 1}")
 
     def _tokens_per_step(self) -> int:
         return self.per_step * self.data.length * self.data.documents
