@@ -112,6 +112,31 @@ def test_two_towers_with_the_same_numbers(tmp_path):
         assert torch.equal(again.state_dict()[key], value), key
 
 
+@pytest.mark.parametrize("whole", ["", "before", "after"])
+def test_parts_of_a_model_that_are_changed_alone(whole, tmp_path):
+    """Their configs describe the changes; the latest counts."""
+    transformers = pytest.importorskip("transformers")
+    import zoo
+
+    transformers.logging.set_verbosity_error()
+    model = zoo.build("clip/CLIPModel", "sdpa")
+    if whole == "before":
+        weft.swap(model, "local", block_size=4)
+    weft.swap(model.vision_model, "linformer", max_length=40, rank=4)
+    if whole == "after":
+        weft.swap(model, "local", block_size=4)
+    model.save_pretrained(tmp_path)
+    again = weft.huggingface.load(tmp_path)
+    description = weft.describe(again)
+    assert description == weft.describe(model)
+    assert {s["to"] for path, s in description["swapped"].items() if "vision" in path} == {
+        "local" if whole == "after" else "linformer"
+    }
+    assert whole == "" or any("text" in path for path in description["swapped"])
+    for key, value in model.state_dict().items():
+        assert torch.equal(again.state_dict()[key], value), key
+
+
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize(
     "name, to",

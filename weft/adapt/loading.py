@@ -23,33 +23,63 @@ def load(folder: str | Path, **options: Any) -> Any:
     `options` go to `from_pretrained`.
     """
     config = transformers.AutoConfig.from_pretrained(folder)
-    description = vars(config).pop("weft", None)
-    if description is None:
-        raise ValueError(f"{folder}/config.json describes no swap or cache: use from_pretrained")
+    described = {path: vars(part).pop("weft") for path, part in _configs(config).items() if "weft" in vars(part)}
+    if not described:
+        raise ValueError(
+            f"{folder}/config.json describes no swap or cache: use from_pretrained. If only a part of the model was "
+            "changed, change it through the whole model (weft.swap with where=...), and save it again"
+        )
+    cached = any(description.get("cached") for description in described.values())
     cls = getattr(transformers, config.architectures[0])
     plain: dict[str, Tensor] = {}
     own: dict[str, Tensor] = {}
     for key, value in _tensors(Path(folder)).items():
-        name = key.replace(".cached.inner.", ".", 1) if description.get("cached") else key
+        name = key.replace(".cached.inner.", ".", 1) if cached else key
         if _is_own(name):
             own[key] = value
         else:
             plain[name] = value
     if not own:
         model = cls.from_pretrained(folder, config=config, **options)
-        apply(model, _rooted(description, model))
+        apply(model, _joined(described, model))
         return model
     model = cls.from_pretrained(None, config=config, state_dict=plain, **options)
     settings = Path(folder) / "generation_config.json"
     if "generation_config" not in options and model.can_generate() and settings.exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-    apply(model, _rooted(description, model))
+    apply(model, _joined(described, model))
     own = _renamed(own, [key for key in model.state_dict() if _is_own(key)])
     unknown = model.load_state_dict(own, strict=False).unexpected_keys
     lost = [key for key in model.state_dict() if _is_own(key) and key not in own]
     if unknown or lost:
         raise ValueError(f"{folder} does not have the tensors that its config.json describes: {[*unknown, *lost]}")
     return model
+
+
+def _configs(config: Any, path: str = "") -> dict[str, Any]:
+    """The config and those of the model's parts, such as vision_config, by path."""
+    found = {path: config}
+    for name, part in vars(config).items():
+        if isinstance(part, transformers.PreTrainedConfig):
+            found |= _configs(part, f"{path}.{name}" if path else name)
+    return found
+
+
+def _joined(described: dict[str, dict[str, Any]], model: Any) -> dict[str, Any]:
+    """One description with the paths of this model. Those of parts are the latest, see `surgery._note`."""
+    known, configs = dict(model.named_modules()), _configs(model.config)
+    joined: dict[str, Any] = {}
+    for path, description in described.items():
+        if path:
+            places = [p for p, module in known.items() if p and getattr(module, "config", None) is configs[path]]
+            wanted = [layer for layers in description.values() for layer in layers]
+            place = next((p for p in places if all(f"{p}.{layer}" in known for layer in wanted)), path)
+            found = {k: {f"{place}.{p}": s for p, s in layers.items()} for k, layers in description.items()}
+        else:
+            found = _rooted(description, model)
+        for kind, layers in found.items():
+            joined[kind] = {**joined.get(kind, {}), **layers}
+    return joined
 
 
 def _rooted(description: dict[str, Any], model: Any) -> dict[str, Any]:

@@ -209,14 +209,19 @@ def _operate(
 
 def _note(model: nn.Module) -> None:
     """Store the description in the config of a transformers model, so that save_pretrained writes it."""
-    config = getattr(model, "config", None)
-    if not hasattr(config, "_attn_implementation"):
-        return
-    found = describe(model)
-    if found:
-        config.weft = found  # type: ignore[union-attr]
-    elif "weft" in vars(config):
-        del config.weft  # type: ignore[union-attr]
+    noted: set[int] = set()
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if not hasattr(config, "_attn_implementation") or id(config) in noted:
+            continue
+        noted.add(id(config))
+        if module is not model and "weft" not in vars(config):  # a part of the model that was not changed alone
+            continue
+        found = describe(module)
+        if found:
+            config.weft = found
+        elif "weft" in vars(config):
+            del config.weft
 
 
 def _warn(model: nn.Module, report: Report) -> None:
