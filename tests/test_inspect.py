@@ -165,6 +165,16 @@ def test_attention_without_a_mechanism_is_an_error():
         attention_views(layer, [torch.randn(1, 9, 16), torch.randn(9, 9)])
 
 
+def test_full_attention_with_a_sliding_window_is_an_error():
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=20)
+    config = transformers.MistralConfig(**sizes, num_key_value_heads=2, sliding_window=4)
+    model = transformers.MistralForCausalLM(config).eval()
+    weft.swap(model, to="full")
+    with pytest.raises(ValueError, match="no mechanism of this model was called: full attention with .* windows"):
+        attention_views(model, [torch.randint(20, (1, 9))])
+
+
 def test_inspection_needs_no_other_library():
     code = "import sys; sys.modules.update(dict.fromkeys(['transformers', 'timm'])); import weft.inspect"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -54,7 +54,7 @@ def attention_views(
         return attn.register_forward_pre_hook(hook, with_kwargs=True)
 
     found = created(model, inputs)
-    if not found:
+    if not found and not any(map(_runs_weft, model.modules())):
         raise ValueError(
             'this model has no weft mechanism to inspect: put one in with weft.swap(model, to="full"), which computes '
             "the same as the model's own attention"
@@ -68,6 +68,11 @@ def attention_views(
             "library is computed without one, and cannot be inspected"
         )
     return _mixed_together(model, calls, names), output
+
+
+def _runs_weft(module: nn.Module) -> bool:
+    """Whether a module of transformers calls weft's attention functions."""
+    return str(getattr(getattr(module, "config", None), "_attn_implementation", "")).startswith("weft")
 
 
 def created(model: nn.Module, inputs: Sequence[Tensor]) -> list[tuple[str, Attention]]:
