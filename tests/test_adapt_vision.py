@@ -11,7 +11,7 @@ import weft
 
 timm = pytest.importorskip("timm")
 torchvision = pytest.importorskip("torchvision")
-from timm.models import davit, hiera, maxxvit, metaformer, mvitv2, nest, tnt, twins, visformer  # noqa: E402
+from timm.models import davit, hiera, maxxvit, metaformer, mvitv2, nest, swin_transformer_v2, tnt, twins, visformer  # noqa: E402
 from torchvision.models import swin_transformer as tv  # noqa: E402
 
 VIT = {"img_size": 64, "depth": 2, "embed_dim": 48, "num_heads": 4, "num_classes": 5}
@@ -145,6 +145,26 @@ def test_cosine_attention_is_refused_by_name_where_it_does_not_fit():
     model, _ = built("SwinV2")
     with pytest.warns(UserWarning, match=r"layers.0.blocks.0.attn: the layer uses a position bias, which linear"):
         weft.swap(model, "linear")
+
+
+@pytest.mark.parametrize("options", [{"qkv_bias": False}, {"qkv_bias_separate": True}], ids="+".join)
+def test_adapters_around_projections_are_called(options):
+    class Adapter(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.weight, self.inner = inner.weight, inner
+
+        def forward(self, x):
+            return self.inner(x) + 3 * x.repeat(1, 1, 3)
+
+    layer = swin_transformer_v2.WindowAttention(16, (4, 4), 2, **options).double().eval()
+    layer.qkv, x = Adapter(layer.qkv), torch.randn(2, 16, 16, dtype=torch.float64)
+    for bias in (layer.q_bias, layer.v_bias):
+        if bias is not None:
+            torch.nn.init.normal_(bias)
+    expected = layer(x)
+    weft.swap(torch.nn.ModuleList([layer]), "full")
+    torch.testing.assert_close(layer(x), expected)
 
 
 CACHED = ["TNT", "DaViT", "relative positions", "EVA", "DINOv3", "BEiT", "BEiT, shared bias", "SwinV2"]

@@ -114,9 +114,12 @@ add_layer(LocallyGroupedAttn, grouped_attention, shape=of_projection, tokens=Fal
 
 def cosine_attention(layer: Any, attend: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
     """Swin V2: logits are cosines of q and k, times a learned factor per head."""
-    bias = None if layer.q_bias is None else torch.cat((layer.q_bias, layer.k_bias, layer.v_bias))
-    qkv = F.linear(x, layer.qkv.weight, bias).unflatten(-1, (3, layer.num_heads, -1))
-    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    if layer.q_bias is None:
+        qkv = layer.qkv(x)
+    else:
+        bias = torch.cat((layer.q_bias, layer.k_bias, layer.v_bias))
+        qkv = layer.qkv(x) + bias if layer.qkv_bias_separate else F.linear(x, layer.qkv.weight, bias)
+    q, k, v = qkv.unflatten(-1, (3, layer.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     factor = layer.logit_scale.clamp(max=math.log(100)).exp() * q.shape[-1] ** 0.5  # attend divides by √D
     table = layer.cpb_mlp(layer.relative_coords_table).view(-1, layer.num_heads)
     added = 16 * table[layer.relative_position_index].permute(2, 0, 1).sigmoid()[None]
