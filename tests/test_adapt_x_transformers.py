@@ -112,3 +112,19 @@ def test_saved_copied_and_generated():
     report.undo()
     weft.swap(net, "full")
     assert torch.equal(wrapper.generate(ids, 3, temperature=0.0), wrapper.generate(ids, 3, **greedy))
+
+
+def test_dropout_over_memories():
+    """Without dropout, two passes over the same tokens and memories are equal."""
+    layers = x_transformers.Decoder(
+        dim=32, depth=1, heads=4, attn_dim_head=8, attn_dropout=0.5, rel_pos_bias=True, verbose=False
+    )
+    net = x_transformers.TransformerWrapper(num_tokens=50, max_seq_len=64, max_mem_len=8, attn_layers=layers)
+    ids = tokens()
+    _, memories = net.eval()(ids, return_mems=True)
+    weft.swap(net, "full")
+    first, second = (net(ids, mems=memories, return_mems=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    net.train()
+    first, second = (net(ids, mems=memories, return_mems=True)[0] for _ in range(2))
+    assert not torch.allclose(first, second, atol=1e-3)

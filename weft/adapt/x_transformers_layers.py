@@ -92,7 +92,8 @@ def attend(
     if causal and q.shape[2] != k.shape[2]:
         if core.name != "full":
             raise ValueError(f"{core.name} cannot continue a cache or memories of x-transformers: use cache_kv=False")
-        return masked_full(q, k, v, causal=True, **given), Intermediates()
+        dropout = original.dropout if layer.training else 0.0
+        return masked_full(q, k, v, causal=True, dropout=dropout, **given), Intermediates()
     return core(q, k, v, causal=causal, dropout=original.dropout, **given), Intermediates()
 
 
