@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 
 import pytest
 import torch
@@ -304,3 +305,21 @@ def test_tags_are_trained_and_predicted(tmp_path):
     other.write_text('{"tokens": ["a", "b"], "tags": ["O"]}\n')
     with pytest.raises(DataMissing, match="uneven.jsonl, line 1: column 'tokens' has 2 tokens, but 'tags' has 1 tags"):
         load("tag", other)
+
+
+def test_tags_of_a_data_set_are_its_class_names(tmp_path, monkeypatch):
+    """`datasets` stores tags as numbers, and their names in the features."""
+    from types import SimpleNamespace
+
+    names = SimpleNamespace(names=["O", "B-PER", "I-PER"])
+    for feature in (SimpleNamespace(feature=names), [names]):  # new and old versions
+
+        class Rows(list):
+            features = {"tokens": SimpleNamespace(feature=SimpleNamespace(dtype="string")), "ner_tags": feature}
+            column_names = ["tokens", "ner_tags"]
+
+        rows = Rows([{"tokens": ["Ada", "Byron", "sleeps"], "ner_tags": [1, 2, 0]}] * 20)
+        library = SimpleNamespace(load_from_disk=lambda path, rows=rows: {"train": rows})
+        monkeypatch.setitem(sys.modules, "datasets", library)
+        (tmp_path / "dataset_dict.json").touch()
+        assert load("tag", tmp_path).classes == ["B-PER", "I-PER", "O"]

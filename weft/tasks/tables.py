@@ -176,14 +176,26 @@ def _by_split(found: Any, path: Path) -> dict[str, Table]:
     tables = {}
     for split, rows in found.items():
         if split in SPLITS or split == "":
-            names = {column: feature.names for column, feature in rows.features.items() if hasattr(feature, "names")}
-            listed = [
-                {**row, **{c: names[c][row[c]] for c in names if isinstance(row[c], int) and row[c] >= 0}}
-                for row in rows
-            ]
+            names = {column: _names(feature) for column, feature in rows.features.items()}
+            listed = [{column: _named(value, names[column]) for column, value in row.items()} for row in rows]
             tables[SPLITS.get(split, "")] = Table(
                 path, rows.column_names, listed, [f"row {n}" for n in range(len(listed))]
             )
     if not tables:
         raise DamagedData(path, f"its splits are {', '.join(found)}; one must be named train")
     return tables
+
+
+def _names(feature: Any) -> list[str] | None:
+    """The classes of a feature of `datasets`, a ClassLabel or a list of them; None for other features."""
+    if isinstance(feature, list):  # how older versions write a list of features
+        feature = feature[0]
+    while hasattr(feature, "feature"):
+        feature = feature.feature
+    return getattr(feature, "names", None)
+
+
+def _named(value: Any, names: list[str] | None) -> Any:
+    if names is not None and isinstance(value, list):
+        return [_named(entry, names) for entry in value]
+    return names[value] if names is not None and isinstance(value, int) and value >= 0 else value
