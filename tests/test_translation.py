@@ -106,6 +106,31 @@ def test_bleu_says_what_it_needs(tmp_path, monkeypatch) -> None:
         get_task("iwslt14-de-en").load(make_config("iwslt14-de-en", data=str(tmp_path)))
 
 
+def test_bleu_equals_sacrebleu_without_common_fourgrams(tmp_path) -> None:
+    metrics = pytest.importorskip("sacrebleu.metrics")
+    pytest.importorskip("tokenizers")
+    folder = tmp_path / "iwslt14.de-en"
+    folder.mkdir()
+    truth = ["one cat is on the mat now", "the dog runs"]
+    for part in ("train", "valid", "test"):
+        for side in ("de", "en"):
+            (folder / f"{part}.{side}").write_text("\n".join(truth) + "\n")
+    task = get_task("iwslt14-de-en")
+    batch = task.load(make_config("iwslt14-de-en", data=str(tmp_path))).test
+    answers = ["the cat sat on a mat today", "a dog"]
+    ids = [[*task.tokenizer.encode(text).ids, END] for text in answers]
+    rows = torch.tensor([row + [PAD] * (40 - len(row)) for row in ids])
+
+    def model(source, target=None):
+        return rows if target is None else torch.zeros(*target.shape, task.tokenizer.get_vocab_size())
+
+    batch = task.batch(batch, None, torch.Generator(), training=False)
+    sums = {name: float(values.sum()) for name, values in task.score(model, batch).items()}
+    expected = metrics.BLEU().corpus_score(answers, [truth]).score
+    assert expected > 1
+    assert task.summary(sums)["bleu"] == pytest.approx(expected)
+
+
 def test_trains_and_translates_by_command(tmp_path) -> None:
     """Overfits a few sentences: BLEU 100, and the command prints them."""
     for package in ("sacrebleu", "tokenizers", "lightning"):

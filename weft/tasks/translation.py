@@ -119,7 +119,8 @@ class Translation(Task):
 
     def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
         matching, everything = ([int(sums[f"{what}{n}"]) for n in NGRAMS] for what in ("matching", "all"))
-        score = self.bleu.compute_bleu(matching, everything, int(sums["length"]), int(sums["true_length"]))
+        lengths = int(sums["length"]), int(sums["true_length"])
+        score = self.bleu.compute_bleu(matching, everything, *lengths, smooth_method=self.bleu.smooth_method)
         return {"loss": sums["loss"] / sums["count"], "bleu": score.score}
 
 
