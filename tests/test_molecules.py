@@ -60,9 +60,12 @@ def test_graphs_are_stored_once_and_then_need_no_rdkit(tmp_path, monkeypatch) ->
         patch.setattr("weft.tasks.graphs.os.access", lambda *_: False)
         assert np.array_equal(graphs(other, ["C", "CCO"])["pairs"], first["pairs"])
     assert [file.name for file in other.parent.iterdir()] == [table.name]
+    table.write_text("smiles,lipo\nCCO,2\nC,1\n")  # as large as before, in another order
+    swapped = graphs(table, ["CCO", "C"])
+    assert all(np.array_equal(first[key][::-1], swapped[key]) for key in first)
     monkeypatch.setitem(sys.modules, "rdkit", None)
-    again = graphs(table, ["C", "CCO"])
-    assert all(np.array_equal(first[key], again[key]) for key in first)
+    again = graphs(table, ["CCO", "C"])
+    assert all(np.array_equal(swapped[key], again[key]) for key in first)
     table.write_text("smiles,lipo\nC,1\nCCO,2\nN,3\n")
     with pytest.raises(DataMissing, match=r"weft\[graphs\]"):
         graphs(table, ["C", "CCO", "N"])

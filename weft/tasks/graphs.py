@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ def molecule(smiles: str) -> tuple[np.ndarray, np.ndarray]:
 
 def graphs(path: Path, smiles: list[str]) -> dict[str, np.ndarray]:
     """All molecules of a table: "nodes" (m, N, 9) and "pairs" (m, N, N), padded with 0; stored next to `path`."""
-    target, state = path.with_name(f"{path.name}.graphs.npz"), np.array([path.stat().st_size, len(smiles)])
+    target = path.with_name(f"{path.name}.graphs.npz")
+    state = np.array([path.stat().st_size, len(smiles), zlib.crc32("\n".join(map(str, smiles)).encode())])
     found = _read(target, state)
     if found is None:
         rdkit()
