@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import sys
 
 import pytest
@@ -223,8 +224,6 @@ def test_a_folder_of_mixed_images(pictures, tmp_path):
     assert all(abs(a - b) <= 6 for one, two in zip(shown, expected, strict=True) for a, b in zip(one, two, strict=True))
     split = tmp_path / "split"
     for part in ("train", "Validation"):
-        import shutil
-
         shutil.copytree(pictures, split / part)
     assert [load("images", split, image_size=8).rows(s) for s in ("train", "val", "test")] == [18, 20, 2]
 
@@ -251,19 +250,23 @@ def spans(tags):
     found, kind, first = set(), None, 0
     for i, tag in enumerate([*tags, "O"]):
         prefix, _, name = tag.partition("-")
-        if kind and (tag == "O" or prefix == "B" or name != kind):
+        if kind and (tag == "O" or prefix in "BSU" or name != kind):
             found.add((kind, first, i - 1))
             kind = None
         if tag != "O" and kind is None:
             kind, first = name, i
+        if kind and prefix in "ESLU":
+            found.add((kind, first, i))
+            kind = None
     return found
 
 
-def test_entity_f1_equals_counting_spans(tmp_path):
+@pytest.mark.parametrize("prefixes", ["BI", "BEIS", "BILU"])
+def test_entity_f1_equals_counting_spans(prefixes, tmp_path):
     import random
 
     draw = random.Random(0)
-    names = ["B-LOC", "B-PER", "I-LOC", "I-PER", "O"]
+    names = sorted(["O", *(f"{prefix}-{kind}" for prefix in prefixes for kind in ("LOC", "PER"))])
     sentences = [[draw.choice(names) for _ in range(draw.randint(1, 9))] for _ in range(60)]
     path = tmp_path / "tags.jsonl"
     path.write_text("".join(json.dumps({"tokens": ["é"] * len(s), "tags": s}) + "\n" for s in sentences))

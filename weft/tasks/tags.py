@@ -4,8 +4,8 @@
     weft train tag --data sentences.jsonl   {"tokens": ["Ada", "lives", "here"], "tags": ["B-PER", "O", "O"]}
 
 The metric is the F1 of whole entities, as conlleval computes it: an entity begins at B-X, at S-X, or at I-X after
-another tag, and must have the right borders and type. A tag without such a prefix is an entity of one token, except O;
-if no tag is O, the F1 is the accuracy. A token's tag is predicted at its first byte or piece.
+another tag, E-X or S-X, and must have the right borders and type. A tag without such a prefix is an entity of one
+token, except O; if no tag is O, the F1 is the accuracy. A token's tag is predicted at its first byte or piece.
 """
 
 from __future__ import annotations
@@ -167,12 +167,14 @@ class Tag(TextTable):
         kinds = sorted({name[2:] if name.startswith(PREFIXES) else name for name in names if name != "O"})
         kind = [0 if n == "O" else 1 + kinds.index(n[2:] if n.startswith(PREFIXES) else n) for n in names]
         begins = [n != "O" and not n.startswith(("I-", "E-", "L-")) for n in names]
+        ends = [n.startswith(("E-", "S-", "L-", "U-")) for n in names]
         return {
             "ids": torch.from_numpy(pad_rows(ids, known.length, np.int32)),
             "tags": torch.from_numpy(label),
-            # the same in every row: the type of each class, 0 for O, and whether it always begins an entity
+            # the same in every row: the type of each class, 0 for O, and whether it always begins or ends an entity
             "kind": torch.tensor(kind, dtype=torch.int16).expand(len(part), -1),
             "begins": torch.tensor(begins).expand(len(part), -1),
+            "ends": torch.tensor(ends).expand(len(part), -1),
         }
 
     def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
@@ -245,9 +247,9 @@ class Tag(TextTable):
 def entities(tags: Tensor, real: Tensor, batch: Columns) -> tuple[Tensor, Tensor, Tensor]:
     """For tags (B, L): where an entity begins, its type, and the position of its last token."""
     kind = batch["kind"].long().gather(1, tags).masked_fill(~real, 0)
-    begins = batch["begins"].gather(1, tags)
+    begins, ends = (batch[name].gather(1, tags) for name in ("begins", "ends"))
     before, after = F.pad(kind, (1, 0))[:, :-1], F.pad(kind, (0, 1))[:, 1:]
-    begin = (kind > 0) & (begins | (before != kind))
+    begin = (kind > 0) & (begins | (before != kind) | F.pad(ends, (1, 0))[:, :-1])
     next_begins = F.pad(begin, (0, 1))[:, 1:]
     end = (kind > 0) & (next_begins | (after != kind))
     L = tags.shape[1]
