@@ -228,6 +228,15 @@ def test_a_folder_of_mixed_images(pictures, tmp_path):
     assert [load("images", split, image_size=8).rows(s) for s in ("train", "val", "test")] == [18, 20, 2]
 
 
+@pytest.mark.parametrize("task", ["images", "imagefolder", "pets"])
+def test_hidden_folders_are_no_classes(task, pictures, tmp_path):
+    for part in ("train", "val"):
+        shutil.copytree(pictures, tmp_path / "split" / part)
+        (tmp_path / "split" / part / ".ipynb_checkpoints").mkdir()
+    data = load(task, tmp_path / "split", image_size=8)
+    assert data.classes == ["cat", "dog"] and data.facts["classes"] == 2
+
+
 def test_errors_of_image_folders(pictures, tmp_path):
     broken = pictures / "dog" / "broken.jpg"
     whole = (pictures / "dog" / "0.jpg").read_bytes()

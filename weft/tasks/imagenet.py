@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from .base import BuiltFromData, Columns, Known, TaskData
 from .config import TrainConfig
 from .files import DamagedData, alone, atomic, decoded, find
-from .images import PICTURES, ImageClassification, refuse_strange
+from .images import PICTURES, ImageClassification, class_folders, refuse_strange
 from .registry import add_task
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -44,7 +44,7 @@ class StoredImages(BuiltFromData, ImageClassification):
         folder = Path(config.data)
         if not (folder / "train").is_dir():
             folder = find(config.data, (self.folder,), how)
-        classes = (known and known.classes) or folders(folder / "train")
+        classes = (known and known.classes) or class_folders(folder / "train")
         if len(classes) < 2:
             raise DamagedData(folder, "train/ needs a sub-folder for each of at least two classes")
         train, test = (stored(folder, part, classes, size) for part in ("train", "val"))
@@ -75,7 +75,7 @@ class StoredImages(BuiltFromData, ImageClassification):
 
 def real_labels(path: Path, images: Path, classes: int) -> Tensor:
     """(n, most labels of an image), −1 for none, in the order of `stored`. Set i belongs to ILSVRC2012_val_{i + 1}."""
-    files = [file.stem for file, _ in listing(images, folders(images))]
+    files = [file.stem for file, _ in listing(images, class_folders(images))]
     try:
         sets = [[int(label) for label in labels] for labels in json.loads(path.read_text())]
         numbers = [int(name.rpartition("_")[2]) - 1 for name in files]
@@ -93,10 +93,6 @@ def real_labels(path: Path, images: Path, classes: int) -> Tensor:
     return found
 
 
-def folders(place: Path) -> list[str]:
-    return sorted(p.name for p in place.glob("*") if p.is_dir())
-
-
 def stored(folder: Path, part: str, classes: list[str], size: int) -> Columns:
     """All images of a part in shuffled order, decoded once into a memory-mapped file next to the folder.
 
@@ -104,7 +100,7 @@ def stored(folder: Path, part: str, classes: list[str], size: int) -> Columns:
     """
     target = folder.with_name(f"{folder.name}-{part}-{size}.npy")
     about = target.with_suffix(".labels.json")
-    names = folders(folder / part)
+    names = class_folders(folder / part)
     refuse_strange(folder / part, names, classes)
     state = {name: (folder / part / name).stat().st_mtime_ns for name in names}
     found = _read(target, about, state)

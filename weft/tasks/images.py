@@ -281,7 +281,7 @@ class ImageFolder(BuiltFromData, ImageClassification):
             folder = find(config.data, ("imagefolder",), "give a folder with train/CLASS/… and val/CLASS/… with --data")
         if not (folder / "train").is_dir():
             raise DamagedData(folder, "it is not a folder with train/ and val/")
-        classes = (known and known.classes) or sorted(p.name for p in (folder / "train").glob("*") if p.is_dir())
+        classes = (known and known.classes) or class_folders(folder / "train")
         if len(classes) < 2:
             raise DamagedData(folder, "train/ needs a sub-folder for each of at least two classes")
         size = config.image_size or self.size
@@ -294,6 +294,10 @@ class ImageFolder(BuiltFromData, ImageClassification):
         return self.data(config, kept, val_part, val, len(classes), classes, known)
 
 
+def class_folders(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.glob("*") if p.is_dir() and not p.name.startswith("."))
+
+
 def refuse_strange(folder: Path, names: list[str], classes: list[str]) -> None:
     strange = [name for name in names if name not in classes]
     if strange:
@@ -303,7 +307,7 @@ def refuse_strange(folder: Path, names: list[str], classes: list[str]) -> None:
 
 def read_folder(folder: Path, classes: list[str], size: int) -> Columns:
     """All images of a folder, resized (shorter side) and centre-cropped to `size`."""
-    refuse_strange(folder, sorted(p.name for p in folder.glob("*") if p.is_dir()), classes)
+    refuse_strange(folder, class_folders(folder), classes)
     files = [(p, i) for i, name in enumerate(classes) for p in sorted((folder / name).rglob("*"))]
     files = [(p, i) for p, i in files if p.suffix.lower() in PICTURES]
     if not files:
@@ -339,9 +343,7 @@ class Images(ImageFolder):
         inside = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
         places = {SPLITS[p.name.lower()]: p for p in inside if p.name.lower() in SPLITS}
         parts = places if "train" in places else {"train": folder}
-        classes = (known and known.classes) or sorted(
-            p.name for p in parts["train"].iterdir() if p.is_dir() and not p.name.startswith(".")
-        )
+        classes = (known and known.classes) or class_folders(parts["train"])
         if len(classes) < 2:
             what = f"it has {len(classes)} sub-folder{'' if len(classes) == 1 else 's'}"
             raise DamagedData(parts["train"], what, "Put the images into one sub-folder per class, at least two.")
