@@ -90,9 +90,11 @@ def test_scaffolds_stay_together() -> None:
     needs_rdkit()
     smiles = [ring + "C" * i for ring in ("c1ccccc1", "C1CCCC1", "c1ccncc1", "C1CC1") for i in range(1, 6)]
     parts = divided(smiles, np.arange(20), "scaffold")
-    assert sorted(np.concatenate(parts).tolist()) == list(range(20)) and [len(p) for p in parts] == [16, 2, 2]
+    assert sorted(np.concatenate(parts).tolist()) == list(range(20)) and [len(p) for p in parts] == [10, 5, 5]
     families = [{row // 5 for row in part.tolist()} for part in parts]
-    assert len(families[0]) == 4 and len(families[1]) == len(families[2]) == 1  # the last family is cut by its size
+    assert [len(family) for family in families] == [2, 1, 1]
+    with pytest.raises(DataMissing, match="2 scaffolds, too few for three parts"):
+        divided(smiles, np.arange(10), "scaffold")
     shuffled = divided(smiles, np.arange(20), "random")
     assert all(np.array_equal(a, b) for a, b in zip(shuffled, divided(smiles, np.arange(20), "random"), strict=True))
 

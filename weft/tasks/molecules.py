@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .base import BuiltFromData, Columns, Known, Task, TaskData
+from .base import BuiltFromData, Columns, DataMissing, Known, Task, TaskData
 from .config import TrainConfig
 from .files import DamagedData, find, read_parquet
 from .graphs import ATOM_SIZES, BOND_SIZES, FAR, graphs, pair_features, scaffold
@@ -175,15 +175,21 @@ def made_split(path: Path, count: int) -> list[np.ndarray] | None:
 
 
 def divided(smiles: list[str], rows: np.ndarray, split: str) -> list[np.ndarray]:
-    """Rows of the three parts, 80, 10 and 10 %: shuffled, or by scaffold."""
+    """Rows of the three parts, 80, 10 and 10 %: shuffled, or by scaffold, as near to this as whole groups allow."""
+    a, b = len(rows) * 8 // 10, len(rows) * 9 // 10
     if split == "random":
         rows = np.random.Generator(np.random.PCG64(0)).permutation(rows)
     else:
         groups = defaultdict(list)
         for row in rows.tolist():
             groups[scaffold(smiles[row])].append(row)
-        rows = np.array([r for group in sorted(groups.values(), key=lambda g: (-len(g), g[0])) for r in group])
-    a, b = len(rows) * 8 // 10, len(rows) * 9 // 10
+        if len(groups) < 3:
+            raise DataMissing(f"the molecules have {len(groups)} scaffolds, too few for three parts: use split random")
+        ordered = sorted(groups.values(), key=lambda g: (-len(g), g[0]))
+        ends = np.cumsum([len(group) for group in ordered])
+        first = int(np.abs(ends[:-2] - a).argmin())
+        second = first + 1 + int(np.abs(ends[first + 1 : -1] - b).argmin())
+        rows, a, b = np.array([r for group in ordered for r in group]), int(ends[first]), int(ends[second])
     return [rows[:a], rows[a:b], rows[b:]]
 
 
