@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import weft
-from weft.tasks import make_config
+from weft.tasks import get_task, make_config
 from weft.tasks.hosts import _source
 
 pytest.importorskip("lightning")
@@ -127,6 +127,22 @@ def test_weights_of_a_folder_are_the_start(data):
     long = make_config("classify", tokenizer="bytes", max_length=600, **settings)
     with pytest.raises(ValueError, match="600 is more than the 512 positions"):
         get_task("classify").load(long)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "phi3"])
+def test_special_tokens_outside_of_the_vocabulary_are_left_out(kind, data):
+    """By default, both models pad with an id that a smaller vocabulary does not have."""
+    from weft.tasks.tokens import Pieces
+
+    task = get_task("classify")
+    (data / "tokenizer.json").write_text(Pieces.of(["lovely film", "dull film"], 300).tokenizer)
+    options = json.dumps(OPTIONS.get(kind, {**TINY, "num_key_value_heads": 2}))
+    config = make_config("classify", data=str(data / "classify.jsonl"), model=f"hf:{kind}", model_options=options,
+                         tokenizer=str(data / "tokenizer.json"), max_length=24)  # fmt: skip
+    found = task.load(config)
+    model = task.model(config, found)
+    assert model.pad < model.model.config.vocab_size < 300
+    assert task.loss(model, {name: column[:8] for name, column in found.train.items()}, config).isfinite()
 
 
 def test_options_of_a_model_set_what_follows_from_them():

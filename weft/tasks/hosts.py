@@ -152,6 +152,11 @@ def host_facts(
     description = values.pop("weft", None)
     made = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
     ids = vocab - 1 if from_file and padding else vocab
+    if weights is None and vocab:
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            special = getattr(made, name, None)
+            if isinstance(special, int) and special >= ids:  # of the model's own vocabulary, which is larger
+                setattr(made, name, None)
     if weights is None and not from_file:
         made.bos_token_id = made.eos_token_id = None
         made.pad_token_id = 0 if padding else None
