@@ -10,6 +10,7 @@ import torch
 
 import weft
 from weft.tasks import get_task, make_config
+from weft.tasks.base import Known
 from weft.tasks.hosts import _source
 
 pytest.importorskip("lightning")
@@ -129,9 +130,9 @@ def test_weights_of_a_folder_are_the_start(data):
         get_task("classify").load(long)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "phi3"])
-def test_special_tokens_outside_of_the_vocabulary_are_left_out(kind, data):
-    """By default, both models pad with an id that a smaller vocabulary does not have."""
+@pytest.mark.parametrize("kind", ["gpt2", "phi3", "llama"])
+def test_no_piece_of_a_file_is_padding(kind, data):
+    """The default padding of these models is a piece of another vocabulary, or outside of it."""
     from weft.tasks.tokens import Pieces
 
     task = get_task("classify")
@@ -143,6 +144,11 @@ def test_special_tokens_outside_of_the_vocabulary_are_left_out(kind, data):
     model = task.model(config, found)
     assert model.pad < model.model.config.vocab_size < 300
     assert task.loss(model, {name: column[:8] for name, column in found.train.items()}, config).isfinite()
+    known = Known(found.facts, tokenizer=found.tokenizer, length=found.length)
+    for end in "!#":  # the first pieces, with ids that are special in other vocabularies
+        rows = [task.encode([text], known) for text in ("dull", "dull" + end)]
+        one, other = (model.eval()(*task.inputs(row)) for row in rows)
+        assert not torch.allclose(one, other)
 
 
 def test_options_of_a_model_set_what_follows_from_them():

@@ -86,6 +86,9 @@ def save_tokenizer(model: Hosted, known: Known, folder: Path) -> None:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
     pad = "<pad>" if pads else None if model.pad is None else tokenizer.id_to_token(model.pad)
+    if pad is None and model.pad is not None:  # the id after those of the tokenizer
+        pad = next(name for name in ("<pad>", "<padding>", "<weft-pad>") if tokenizer.token_to_id(name) is None)
+        tokenizer.add_special_tokens([pad])
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, model_max_length=known.length).save_pretrained(
         folder
     )

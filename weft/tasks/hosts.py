@@ -160,6 +160,8 @@ def host_facts(
     if weights is None and not from_file:
         made.bos_token_id = made.eos_token_id = None
         made.pad_token_id = 0 if padding else None
+    elif padding and made.pad_token_id is None and weights is None:
+        made.pad_token_id, ids = ids, ids + 1  # not an id of the tokenizer: decoders take the last other id as the end
     elif padding and made.pad_token_id is None:
         end = made.eos_token_id
         made.pad_token_id = (end[0] if isinstance(end, list) else end) or 0
