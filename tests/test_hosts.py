@@ -22,6 +22,7 @@ CASES = {
     "llama": ("regress", dict(model="hf:{config}", attention="linear", cache=0.5, max_length=16)),
     "gpt2": ("lm", dict(model="hf:gpt2", subsample="S1-L2", tokenizer="bpe:300", max_length=16)),
     "roberta": ("tag", dict(model="hf:roberta", tokenizer="bpe:300", max_length=16)),
+    "unigram": ("classify", dict(model="hf:bert", tokenizer="unigram:300", max_length=16)),
     "vit": ("images", dict(model="hf:vit", attention="linformer", image_size=16)),
     "timm": ("images", dict(model="timm:deit_tiny_patch16_224", attention="local", cache=0.5, image_size=16)),
 }
@@ -90,6 +91,12 @@ def test_a_hosted_model_resumes_predicts_and_is_exported(case, data):
         ids = transformers.AutoTokenizer.from_pretrained(folder)("Ada sleeps", return_tensors="pt").input_ids
         assert plain.config.id2label == {0: "B-LOC", 1: "B-PER", 2: "O"}
         assert torch.allclose(plain(ids).logits, other(ids), atol=1e-6)
+    if case == "unigram":
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        known = Known({}, tokenizer=(run / "tokenizer.json").read_text(), length=16)
+        texts = ["a dull film", "zürich"]  # two letters are unknown
+        rows = tokenizer(texts, padding="max_length", max_length=16).input_ids
+        assert rows == get_task(task).encode(texts, known)["ids"].tolist()
 
 
 @pytest.mark.parametrize("kind", ["ema", "average"])

@@ -74,7 +74,12 @@ def save_tokenizer(model: Hosted, known: Known, folder: Path) -> None:
     pads = model.pad is not None and not model.shift  # our ids, with padding at 0
     if known.tokenizer is not None:
         values = json.loads(known.tokenizer)
-        if pads:  # a BPE that was trained here
+        if pads and values["model"]["type"] == "Unigram":  # trained here
+            values["model"]["vocab"] = [["<pad>", 0.0], *values["model"]["vocab"]]
+            values["model"]["unk_id"] += 1
+            for added in values["added_tokens"]:
+                added["id"] += 1
+        elif pads:  # a BPE that was trained here
             values["model"]["vocab"] = {"<pad>": 0, **{word: i + 1 for word, i in values["model"]["vocab"].items()}}
         tokenizer = Tokenizer.from_str(json.dumps(values))
     elif known.vocabulary is not None:
