@@ -335,3 +335,19 @@ def test_tags_of_a_data_set_are_its_class_names(tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "datasets", library)
         (tmp_path / "dataset_dict.json").touch()
         assert load("tag", tmp_path).classes == ["B-PER", "I-PER", "O"]
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_tags_of_a_parquet_file_are_their_names(old, tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    kind = {"names": ["O", "B-PER", "I-PER"], "_type": "ClassLabel"}
+    features = {"tokens": {"feature": {"dtype": "string", "_type": "Value"}, "_type": "List"},
+                "ner_tags": [kind] if old else {"feature": kind, "_type": "List"}}  # fmt: skip
+    about = {"huggingface": json.dumps({"info": {"features": features}})}
+    table = pa.table({"tokens": [["Ada", "Byron", "sleeps"]] * 20, "ner_tags": [[1, 2, 0]] * 20})
+    parquet.write_table(table.replace_schema_metadata(about), tmp_path / "tags.parquet")
+    assert load("tag", tmp_path / "tags.parquet").classes == ["B-PER", "I-PER", "O"]
+    parquet.write_table(table.replace_schema_metadata({"huggingface": "broken"}), tmp_path / "tags.parquet")
+    assert load("tag", tmp_path / "tags.parquet").classes == ["0", "1", "2"]

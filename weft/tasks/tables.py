@@ -145,7 +145,19 @@ def _parquet(path: Path) -> Table:
         table = parquet.read_table(path)
     except Exception as error:  # pyarrow raises many kinds
         raise DamagedData(path, f"it cannot be read ({error})") from error
-    return Table(path, table.column_names, table.to_pylist(), [f"row {n}" for n in range(table.num_rows)])
+    names = _tag_names(table.schema.metadata or {})
+    rows = [{column: _named(value, names.get(column)) for column, value in row.items()} for row in table.to_pylist()]
+    return Table(path, table.column_names, rows, [f"row {n}" for n in range(table.num_rows)])
+
+
+def _tag_names(metadata: dict[bytes, bytes]) -> dict[str, list[str]]:
+    """The names of tags by column, if `datasets` wrote the file: it stores tags as numbers."""
+    try:
+        features = json.loads(metadata[b"huggingface"])["info"]["features"]
+        lists = {name: kind[0] if isinstance(kind, list) else kind.get("feature") for name, kind in features.items()}
+        return {name: kind["names"] for name, kind in lists.items() if kind and kind.get("_type") == "ClassLabel"}
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return {}
 
 
 def _datasets() -> Any:
