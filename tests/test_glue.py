@@ -56,6 +56,19 @@ def test_csv_with_quotes_is_read(tmp_path):
     assert examples(tmp_path / "dev.csv") == [(('a, "b"', "c"), "yes")]
 
 
+def test_labels_that_the_run_does_not_have_are_named(tmp_path):
+    (tmp_path / "train.tsv").write_text("sentence\tlabel\n" + "a fine film\t1\na dull film\t0\n" * 10)
+    (tmp_path / "dev.tsv").write_text("sentence\tlabel\nfine\t2\n")
+    task, config = get_task("glue"), make_config("glue", data=str(tmp_path), tokenizer="bpe:300")
+    with pytest.raises(DataMissing, match="the label '2' is not in train.tsv"):
+        task.load(config)
+    (tmp_path / "dev.tsv").write_text("sentence\tlabel\nfine\t1\n")
+    data = task.load(config)
+    (tmp_path / "dev.tsv").write_text("sentence\tlabel\nfine\t2\n")
+    with pytest.raises(DataMissing, match="the label '2' is not among the classes of the run"):
+        task.load_again(config, Known(data.facts, None, data.classes, data.tokenizer, data.length))
+
+
 def test_scores_are_predicted_and_correlated(tmp_path):
     x, y = np.random.default_rng(0).integers(0, 4, (2, 50)).astype(float)
     assert correlation(x, y) == pytest.approx(np.corrcoef(x, y)[0, 1])

@@ -71,7 +71,11 @@ class Glue(BuiltFromData, Classification):
         length = known.length if known else config.max_length or self.length
         texts = [text for pair, _ in train for text in pair]
         tokenizer = known.tokenizer if known else self._tokenizer(config, texts)
-        classes = known.classes if known else self.names(train, test, folder)
+        classes = known.classes if known else self.names(train, folder)
+        strange = next((label for _, label in [*train, *test] if classes and label not in classes), None)
+        if strange is not None:
+            where = "among the classes of the run" if known else "in train.tsv"
+            raise DamagedData(folder, f"the label {strange!r} is not {where}")
         assert tokenizer is not None
         code = Pieces(tokenizer)
 
@@ -83,13 +87,10 @@ class Glue(BuiltFromData, Classification):
         parts = rows([train[i] for i in stay]), rows([train[i] for i in out]), rows(test)
         return TaskData(*parts, length, facts, classes=classes, tokenizer=tokenizer)
 
-    def names(self, train: Sequence[Example], test: Sequence[Example], folder: Path) -> list[str] | None:
+    def names(self, train: Sequence[Example], folder: Path) -> list[str] | None:
         classes = sorted({label for _, label in train})
         if len(classes) < 2:
             raise DamagedData(folder / "train.tsv", f"its labels are all {classes[0]!r}; at least two are needed")
-        strange = next((label for _, label in test if label not in classes), None)
-        if strange is not None:
-            raise DamagedData(folder, f"the label {strange!r} of the test part is not in train.tsv")
         return classes
 
     def labels(self, part: Sequence[Example], classes: list[str] | None) -> Columns:
@@ -153,7 +154,7 @@ class Scores(Glue):
     def __init__(self) -> None:
         self.found: dict[int, tuple[float, float]] = {}
 
-    def names(self, train: Sequence[Example], test: Sequence[Example], folder: Path) -> None:
+    def names(self, train: Sequence[Example], folder: Path) -> None:
         return None
 
     def labels(self, part: Sequence[Example], classes: list[str] | None) -> Columns:
