@@ -116,6 +116,19 @@ def test_bad_annotations_are_named(coco) -> None:
         get_task("coco-retinanet").load(make_config("coco-retinanet", data=str(coco)))
 
 
+def test_masks_that_are_not_polygons_are_named(coco) -> None:
+    truth = coco / "coco" / "annotations" / "instances_train2017.json"
+    about = json.loads(truth.read_text())
+    for found in about["annotations"]:
+        found["segmentation"] = {"size": [4, 4], "counts": [0, 16]}
+    truth.write_text(json.dumps(about))
+    task = get_task("coco-mask-rcnn")
+    config = make_config("coco-mask-rcnn", data=str(coco))
+    rows = {"number": task.load(config).train["number"][:2]}
+    with pytest.raises(DataMissing, match=r"instances_train2017.json .*must have a segmentation of polygons"):
+        task.batch(rows, config, torch.Generator(), training=True)
+
+
 def test_an_untrained_detector_answers_in_the_pictures_coordinates(coco) -> None:
     for package in ("torchvision", "pycocotools"):
         pytest.importorskip(package)

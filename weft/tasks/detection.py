@@ -69,6 +69,10 @@ class Part:
         found = {"image": pixels.transpose(2, 0, 1), "boxes": boxes}
         found["labels"] = np.array([o["category_id"] for o in objects], np.int64)
         if masks:
+            strange = next((o for o in objects if not isinstance(o.get("segmentation"), list)), None)
+            if strange is not None:
+                what = f"an object of image {picture['id']} must have a segmentation of polygons, got {strange!r:.200}"
+                raise DamagedData(self.truth, what, "Convert its masks, or train coco-retinanet, which needs none.")
             shapes = [outline(o["segmentation"], *pixels.shape[:2]) for o in objects]
             found["masks"] = np.stack(shapes) if shapes else np.zeros((0, *pixels.shape[:2]), np.uint8)
         found["size"] = np.array(pixels.shape[:2])
