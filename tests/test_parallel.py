@@ -115,16 +115,18 @@ def test_what_is_not_supported_is_refused(monkeypatch):
         weft.make_attention("local", heads=2, head_dim=8)(q, q, q)
 
 
-def test_recomputing_outside_of_the_block_is_refused():
+@pytest.mark.parametrize("name", SHARDED)
+def test_recomputing_outside_of_the_block_is_refused(name):
     """It would treat the part as a whole sequence."""
     from torch.utils.checkpoint import checkpoint
 
     from weft.core import sharding
     from weft.parallel.traffic import _Counting
 
-    attn = weft.make_attention("linear", heads=2, head_dim=8, causal=True)
+    attn = weft.make_attention(name, heads=2, head_dim=8, causal=True)
     q = torch.randn(1, 2, 10, 8, requires_grad=True)
     with sharding.use(_Counting(0, 2, 20)):
+        checkpoint(attn, q, q, q, use_reentrant=False).sum().backward()
         out = checkpoint(attn, q, q, q, use_reentrant=False)
     with pytest.raises(RuntimeError, match=r"outside of weft.parallel.context: call backward\(\) inside"):
         out.sum().backward()

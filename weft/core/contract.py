@@ -98,8 +98,11 @@ class Attention(Decoding, nn.Module):
                 with without_autocast(q):
                     return self.fused.run(self, q, k, v, None, None)  # type: ignore[union-attr]
         if (context := sharding.current()) is not None:
-            self.was_split = True
-            return context.attend(self, q, *spread(q, k, v), mask, bias, segments, **inputs)
+            self.was_split = False  # the context may call this mechanism on tokens that it has gathered
+            try:
+                return context.attend(self, q, *spread(q, k, v), mask, bias, segments, **inputs)
+            finally:
+                self.was_split = True
         if self.was_split:
             self._check_region()
         if segments is not None:
