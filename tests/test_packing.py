@@ -107,6 +107,16 @@ def test_groups_have_few_shapes_for_kernels(monkeypatch):
     assert plan.shapes == [(1, 2000), (1, 704), (1, 192), (1, 2001)]
 
 
+def test_mechanisms_share_groups_only_if_they_may_be_padded_alike(monkeypatch):
+    """193 tokens are four blocks of 64 or of 50, but 256 tokens are four and six."""
+    monkeypatch.setitem(ROUND, DEVICE, 64)
+    q, k, v = qkv(193)
+    segments = weft.Segments.from_lengths([[193]] * len(q), device=q.device)
+    for block_size in (64, 50):
+        attn = weft.make_attention("bigbird", heads=HEADS, head_dim=HEAD_DIM, block_size=block_size).double()
+        torch.testing.assert_close(attn(q, k, v, segments=segments), attn(q, k, v))
+
+
 LENGTHS = {"routing": 600, "combiner-routing": 600, "sparse": 2100}  # where the default of a longer document differs
 
 

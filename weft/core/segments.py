@@ -217,16 +217,22 @@ class Segments:
 
     def plan(self, pattern: Callable[[int], Hashable], block: int | None, most: int | None = None) -> Plan:
         """Where each document goes, for a mechanism with this `pattern`, `separate_blocks` and `max_length`."""
-        sizes = np.unique(self.lengths).tolist()
-        kinds = {size: pattern(size) for size in sizes}
+        kinds = {size: pattern(size) for size in np.unique(self.lengths).tolist()}
+        for size in [*kinds]:  # mechanisms may agree on the lengths, but not on those to which groups are padded
+            for rounded in self._rounded(size):
+                if rounded not in kinds and (most is None or rounded <= most):
+                    kinds[rounded] = pattern(rounded)
         key = block, tuple(kinds.values()), most
         if key not in self.plans:
-            self.plans[key] = self._planned(pattern, kinds, block, most)
+            self.plans[key] = self._planned(kinds, block, most)
         return self.plans[key]
 
-    def _planned(
-        self, pattern: Callable[[int], Hashable], kinds: dict[int, Hashable], block: int | None, most: int | None
-    ) -> Plan:
+    def _rounded(self, length: int) -> tuple[int, ...]:
+        """Lengths to which a group may be padded, the best first."""
+        multiple = ROUND.get(self.device.type, 1)
+        return tuple(-(-length // step) * step for step in (multiple, min(multiple, ALIGNMENT)))
+
+    def _planned(self, kinds: dict[int, Hashable], block: int | None, most: int | None) -> Plan:
         if block is not None:
             rooms = -(-self.lengths // block) * block
             if rooms.sum() <= ALIGNED * self.lengths.sum():  # all documents in one row, each on its own blocks
@@ -236,15 +242,11 @@ class Segments:
             by_kind.setdefault(kinds[int(self.lengths[document])], []).append(document)
         limit = PADDING.get(self.device.type, PADDING["cuda"])
         groups = [group for members in by_kind.values() for group in _split(members, self.lengths, limit)]
-        rooms, multiple = np.empty_like(self.lengths), ROUND.get(self.device.type, 1)
+        rooms = np.empty_like(self.lengths)
         for group in groups:
-            longest = room = int(self.lengths[group].max())
-            for step in (multiple, min(multiple, ALIGNMENT)):
-                rounded = -(-longest // step) * step
-                if (most is None or rounded <= most) and pattern(rounded) == kinds[longest]:
-                    room = rounded
-                    break
-            rooms[group] = room
+            longest = int(self.lengths[group].max())
+            fitting = (n for n in self._rounded(longest) if n in kinds and kinds[n] == kinds[longest])
+            rooms[group] = next((n for n in fitting if most is None or n <= most), longest)
         groups.sort(key=lambda group: bool(rooms[group[0]] % ALIGNMENT))  # last, so that the others start at multiples
         return Plan.of(self, groups, rooms, [(len(group), int(rooms[group[0]])) for group in groups])
 
