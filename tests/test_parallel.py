@@ -115,6 +115,20 @@ def test_what_is_not_supported_is_refused(monkeypatch):
         weft.make_attention("local", heads=2, head_dim=8)(q, q, q)
 
 
+@pytest.mark.parametrize("kind", ["module", "function", "share of heads"])
+def test_full_refuses_a_bias_whose_gradient_it_does_not_compute(kind):
+    from weft.core import sharding
+    from weft.parallel.traffic import _Counting
+
+    learned = weft.RelativeBias(2, 4)
+    bias = (lambda i, j: learned(i, j)) if kind == "function" else learned
+    layer = weft.MultiheadAttention(8, 2)
+    if kind == "share of heads":
+        layer = weft.MixedAttention(8, 2, attentions=["full", "full"])
+    with sharding.use(_Counting(0, 2, 20)), pytest.raises(ValueError, match="does not compute the gradient"):
+        layer(torch.randn(1, 10, 8), None, bias)
+
+
 @pytest.mark.parametrize("name", SHARDED)
 def test_recomputing_outside_of_the_block_is_refused(name):
     """It would treat the part as a whole sequence."""

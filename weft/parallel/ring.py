@@ -24,7 +24,7 @@ def full(
     context: Context, attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None
 ) -> Tensor:
     refuse_dropout(attn)
-    if isinstance(bias, torch.nn.Module) and any(p.requires_grad for p in bias.parameters()):
+    if bias is not None and _learned(bias, q.device):
         raise ValueError(
             f"full does not support {type(bias).__name__} with context parallelism: the ring does not compute the "
             "gradient of its parameters; use weft.ALiBi or rotary positions"
@@ -48,6 +48,14 @@ def full(
     q, k, v = context.move(there, q, k, v)
     out = _Ring.apply(q, k, v, context.move_flags(there, real), context, halves, True, bias)
     return context.move(back, out)[0]
+
+
+def _learned(bias: Any, device: torch.device) -> bool:
+    """Whether a position bias has parameters; those of a function show in its result."""
+    if isinstance(bias, torch.nn.Module):
+        return any(p.requires_grad for p in bias.parameters())
+    first = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
+    return bias(first, first).requires_grad
 
 
 class _Ring(torch.autograd.Function):
