@@ -254,6 +254,20 @@ def test_cross_attention_is_refused():
         layer(x, context=x, segments=torch.ones(1, 4, dtype=torch.long))
 
 
+def test_a_bias_of_single_rows_is_refused():
+    """Documents are gathered into other rows."""
+
+    def bias(i, j):
+        return (i - j) * noise(2, HEADS, 1, 1, seed=1)
+
+    q, _, _ = qkv(10, B=2)
+    attn = weft.make_attention("full", heads=HEADS, head_dim=HEAD_DIM)
+    segments = torch.tensor([[1] * 6 + [0] * 4, [1] * 10], device=q.device)
+    for call in (attn, attn.weights):
+        with pytest.raises(ValueError, match="same for all rows, but this one has values for 2"):
+            call(q, q, q, None, bias, segments)
+
+
 def test_lengths_that_cannot_be_are_refused():
     for lengths, more in (([0, 3], {}), ([2.5], {}), ([3, 4], {"length": 6})):
         with pytest.raises(ValueError):

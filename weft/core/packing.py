@@ -158,7 +158,22 @@ def checked(attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bia
         raise ValueError(
             f"segments are for self-attention: q and k must have the same length, got {q.shape[2]} and {k.shape[2]}"
         )
+    if bias is not None and q.shape[0] > 1:
+        _check_rows(attn, bias, q.shape[0], q.device)
     return documents_of(segments, q[:, 0])
+
+
+@torch.no_grad()
+def _check_rows(attn: Any, bias: Any, batch: int, device: torch.device) -> None:
+    """Documents move to other rows, where a bias with values for each row would not find them."""
+    attn.check_bias(bias, batch, 1, device)
+    first = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
+    rows = bias(first, first).shape[0]
+    if rows > 1:
+        raise ValueError(
+            f"segments need a position bias that is the same for all rows, but this one has values for {rows}; pass "
+            "one document per row, or one row per call"
+        )
 
 
 @contextmanager
