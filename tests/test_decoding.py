@@ -66,6 +66,31 @@ def test_masked_tokens_may_be_nan(case):
         torch.testing.assert_close(out[mask], wanted[mask], **EXACT)
 
 
+LAYERS = {
+    "multihead": lambda: weft.MultiheadAttention(8, 2, causal=True),
+    "mixed": lambda: weft.MixedAttention(8, 2, attentions=["full", "linear"], causal=True),
+    "mssa": lambda: weft.MSSA(8, 2, causal=True),
+    "cached": lambda: weft.CachedAttention(weft.MultiheadAttention(8, 2, causal=True), length=4, delayed=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:this cache was never written")
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_masked_tokens_of_a_layer_may_be_nan(kind, grad):
+    """They are zeroed on entry: otherwise they would reach the gradients of the weights."""
+    layer = LAYERS[kind]().eval()
+    state, mask = layer.start(2), torch.tensor([True, False])
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):
+            x = torch.randn(2, 1, 8).masked_fill(~mask[:, None, None], float("nan"))
+            out, state = layer.step(x, state, mask)
+            assert out.isfinite().all()
+    if grad:
+        out.sum().backward()
+        assert all(p.grad is None or p.grad.isfinite().all() for p in layer.parameters())
+
+
 @sweep(causal=True, steps=True)
 def test_decoding_may_branch(case):
     """An earlier state stays valid or raises an error; deep copies and saved states are always valid."""

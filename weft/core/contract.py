@@ -388,6 +388,12 @@ def quiet_padding(x: Tensor, mask: Tensor | None) -> Tensor:
     return torch.where(mask[..., None] | (x.abs() < LARGEST), x, 0)
 
 
+def quiet_token(x: Tensor, mask: Tensor | None) -> Tensor:
+    """`quiet_padding` for a step: x (B, 1, dim), mask (B,). The mechanism reports a wrong mask."""
+    fits = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == x.shape[:1]
+    return quiet_padding(x, mask[:, None]) if fits else x  # type: ignore[index]
+
+
 @constant
 def exporting() -> bool:
     """Whether torch.export traces this code. Dynamo of torch 2.11 takes `is_exporting` for True when it compiles, too,

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import make_attention
-from ..core.contract import PositionBias, quiet_padding
+from ..core.contract import PositionBias, quiet_padding, quiet_token
 from ..core.decoding_state import DecodingState
 from ..core.segments import Segments, documents_of
 
@@ -134,7 +134,8 @@ class MSSA(nn.Module):
         self, x: Tensor, state: DecodingState, mask: Tensor | None = None, bias: PositionBias | None = None
     ) -> tuple[Tensor, DecodingState]:
         """Decode one token x (B, 1, dim); returns its output and the next state."""
-        q, k, v = self.project(x)
+        # Without gradients, the mechanism's own mask is enough.
+        q, k, v = self.project(quiet_token(x, mask) if torch.is_grad_enabled() else x)
         out, state = self.attention.step(q, k, v, state, mask, bias)
         return self.merge(out), state
 

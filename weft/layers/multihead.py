@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Attention, make_attention
-from ..core.contract import PositionBias, quiet_padding
+from ..core.contract import PositionBias, quiet_padding, quiet_token
 from ..core.decoding_state import DecodingState, next_positions
 from ..core.packing import packed_first, reads_first
 from ..core.positions import Rotary, rotated
@@ -242,6 +242,7 @@ class MultiheadAttention(nn.Module):
         return self.attention.prefill(q, k, v, mask, bias, state, max_length, **self.input(x))
 
     def step_heads(self, x, state, mask=None, bias=None) -> tuple[Tensor, DecodingState]:
+        x = quiet_token(x, mask) if torch.is_grad_enabled() else x  # otherwise the mechanism's own mask is enough
         q, k, v = self.project(x, positions=self._positions(state, x))
         return self.attention.step(q, k, v, state, mask, bias, **self.input(x))
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ...attention import Attention
 from ...core.blocks import both
-from ...core.contract import quiet_padding
+from ...core.contract import quiet_padding, quiet_token
 from ...core.segments import Segments, documents_of
 from ...core.sharding import current, use
 from ..multihead import MultiheadAttention
@@ -281,6 +281,7 @@ class CachedAttention(nn.Module):
 
     def step(self, x: Tensor, state: Any, mask: Tensor | None = None, bias: Any = None) -> tuple[Tensor, Any]:
         """Decode one token x (B, 1, dim); returns its output and the next state. Reads the cache without writing it."""
+        x = quiet_token(x, mask)
         own, state = self._stepping().step_heads(x, state, mask, bias)
         return self._with_memory(x, own), state
 
