@@ -81,6 +81,20 @@ def test_each_document_equals_the_document_alone(case):
     compare_mechanism(attn.train(), PACKED, noise(*PACKED.shape, seed=2) > -1, bias)
 
 
+def test_subsampled_samples_where_full_attention_has_variable_lengths(monkeypatch):
+    """As on a GPU in half precision."""
+    monkeypatch.setattr("weft.core.packing.flash_runs", lambda x, width: True)
+    monkeypatch.setattr("weft.attention.full.fused_packed", lambda q, k, v, documents, **options: v)
+    attn = weft.make_attention("subsampled", heads=HEADS, head_dim=HEAD_DIM)
+    q, k, v = qkv(20)
+    segments = weft.Segments.from_lengths([[20]] * len(q), device=q.device)
+    torch.manual_seed(0)
+    out = attn(q, k, v, segments=segments)
+    torch.manual_seed(0)
+    torch.testing.assert_close(out, attn(q, k, v))
+    assert torch.equal(attn.eval()(q, k, v, segments=segments), v)
+
+
 def test_a_bias_is_not_asked_beyond_the_longest_document(monkeypatch):
     """On a GPU, documents are padded to a multiple of 64 tokens."""
     monkeypatch.setitem(ROUND, DEVICE, 64)
@@ -123,7 +137,7 @@ LENGTHS = {"routing": 600, "combiner-routing": 600, "sparse": 2100}  # where the
 @pytest.mark.parametrize("name", [n for n in weft.attentions() if "default" in weft.attention_info(n).length_dependent])
 def test_defaults_follow_the_length_of_each_document(name):
     long = LENGTHS.get(name, 8300)
-    attn = weft.make_attention(name, heads=1, head_dim=2, causal=True).double()
+    attn = weft.make_attention(name, heads=1, head_dim=2, causal=True).double().eval()  # centroids move in training
     assert attn.pattern_for(long) != attn.pattern_for(40)
     segments = weft.Segments.from_lengths([40, long, 30])
     q, k, v = qkv(long + 70, B=1, H=1, D=2)
