@@ -71,6 +71,7 @@ LAYERS = {
     "mixed": lambda: weft.MixedAttention(8, 2, attentions=["full", "linear"], causal=True),
     "mssa": lambda: weft.MSSA(8, 2, causal=True),
     "cached": lambda: weft.CachedAttention(weft.MultiheadAttention(8, 2, causal=True), length=4, delayed=True),
+    "block": lambda: weft.layers.EncoderBlock(8, weft.MultiheadAttention(8, 2, causal=True), mlp_dim=8),
 }
 
 
@@ -80,7 +81,7 @@ LAYERS = {
 def test_masked_tokens_of_a_layer_may_be_nan(kind, grad):
     """They are zeroed on entry: otherwise they would reach the gradients of the weights."""
     layer = LAYERS[kind]().eval()
-    state, mask = layer.start(2), torch.tensor([True, False])
+    state, mask = (layer.attention if kind == "block" else layer).start(2), torch.tensor([True, False])
     with torch.set_grad_enabled(grad):
         for _ in range(3):
             x = torch.randn(2, 1, 8).masked_fill(~mask[:, None, None], float("nan"))

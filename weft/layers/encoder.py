@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.contract import PositionBias, quiet_padding
+from ..core.contract import PositionBias, quiet_padding, quiet_token
 from ..core.segments import Segments, documents_of, first_tokens
 from .feedforward import FeedForward
 from .multihead import MultiheadAttention
@@ -101,6 +101,7 @@ class EncoderBlock(nn.Module):
         self, x: Tensor, state: Any, mask: Tensor | None = None, bias: PositionBias | None = None
     ) -> tuple[Tensor, Any]:
         """Decode one token x (B, 1, dim); returns its output and the next state."""
+        x = quiet_token(x, mask)
         y, state = decoding_layer(self.attention).step(self.attention_norm(x), state, mask, bias)
         return self.finish(x, y), state
 
