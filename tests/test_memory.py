@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from weft import MultiheadAttention
+from weft import CachedAttention, MultiheadAttention
 from weft.layers import AttentionCache, MemoryTokens, RecurrentMemory, SegmentMemory, TransformerXLAttention, sinusoids
 
 
@@ -178,6 +179,27 @@ def test_the_attention_cache_under_checkpointing() -> None:
         plain(x).square().sum().backward()
         checkpoint(saved, y, use_reentrant=False).square().sum().backward()
         torch.testing.assert_close(y.grad, x.grad)
+
+
+def test_padding_of_the_attention_cache_may_be_nan() -> None:
+    layer, mask = AttentionCache(MultiheadAttention(8, 2)).double(), torch.arange(6) < torch.tensor([[6], [4]])
+    for step in range(2):
+        y = layer(tokens(2, 6, 8, seed=step).masked_fill(~mask[..., None], torch.nan), mask)
+    y[mask].sum().backward()
+    assert y.isfinite().all() and all(p.grad.isfinite().all() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("kind", ["attention cache", "delayed cache"])
+def test_the_memory_of_a_step_may_be_used_for_the_next(kind: str) -> None:
+    """What is kept is a copy; otherwise a delayed cache would read the current segment."""
+    layer: nn.Module = AttentionCache(MultiheadAttention(8, 2))
+    if kind == "delayed cache":
+        layer = CachedAttention(MultiheadAttention(8, 2, causal=True), length=6, delayed=True)
+    again, (first, second) = copy.deepcopy(layer.double()), tokens(2, 2, 6, 8)
+    layer(first)
+    expected, buffer = layer(second), first.clone()
+    again(buffer)
+    torch.testing.assert_close(again(buffer.copy_(second)), expected)
 
 
 def test_refusals() -> None:

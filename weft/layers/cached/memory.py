@@ -132,7 +132,8 @@ class RecurrentCache(nn.Module):
             self.updates = (once(self.updates) if torch.compiler.is_compiling() else self.updates) + 1
             if self.delayed:
                 everyone = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
-                self.pending, self.pending_alive = tokens.detach(), everyone if alive is None else alive
+                # A copy: the tokens may be x itself, whose memory the caller may reuse.
+                self.pending, self.pending_alive = tokens.detach().clone(), everyone if alive is None else alive
             if not torch.compiler.is_compiling():
                 self._resize_copies()
         return read

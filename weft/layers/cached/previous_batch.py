@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ...core.contract import quiet_padding
 from ...core.recomputing import Replays, recomputing
 from ...core.sharding import refuse
 from ..multihead import MultiheadAttention
@@ -38,7 +39,7 @@ class AttentionCache(nn.Module):
         refuse("AttentionCache")
         if not self.training:
             return self.inner(x, mask)
-        again = recomputing()
+        x, again = quiet_padding(x, mask), recomputing()
         previous = self.replays.recall(x) if again else self.previous
         valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
         if previous is None or previous[0].shape != x.shape:
@@ -48,7 +49,7 @@ class AttentionCache(nn.Module):
             y = self.inner(x, torch.cat([previous[1], valid], 1), context=seen)
         if not again:
             self.replays.remember(x, previous, y)
-            self.previous = x.detach(), valid
+            self.previous = x.detach().clone(), valid.clone()  # the caller may reuse their memory
         return y
 
     def reset(self) -> None:
