@@ -117,6 +117,24 @@ def test_decoding_may_branch(case):
 
 
 @sweep(causal=True, steps=True)
+def test_branches_after_a_differentiable_step_are_separate(case):
+    """Without gradients both go on in place."""
+    attn, tokens, other = made(case), split(20), split(20, seed=7)
+    with torch.no_grad():
+        expected, _ = decode(attn, tokens)
+        branched, _ = decode(attn, tokens[:6] + other[6:])
+        _, state = decode(attn, tokens[:6])
+    _, branch = attn.step(*(x.clone().requires_grad_() for x in other[6]), state)
+    _, state = attn.step(*(x.clone().requires_grad_() for x in tokens[6]), state)
+    with torch.no_grad():
+        for t in range(7, 20):
+            out, state = attn.step(*tokens[t], state)
+            torch.testing.assert_close(out, expected[:, :, t : t + 1], **EXACT)
+            out, branch = attn.step(*other[t], branch)
+            torch.testing.assert_close(out, branched[:, :, t : t + 1], **EXACT)
+
+
+@sweep(causal=True, steps=True)
 @pytest.mark.parametrize("first", [True, False])
 def test_invalid_tokens_are_refused(case, first):
     attn = made(case)

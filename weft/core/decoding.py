@@ -186,8 +186,10 @@ class Decoding:
             if mask is not None:
                 q, k, v = (torch.where(mask[:, None, None, None], t, 0) for t in (q, k, v))
             with without_autocast(q), without_cudnn(q):
-                at = self._place(state, not in_place)
-                out, state.inner = self.attend_next(q, k, v, state.inner, mask, bias, at, **inputs)
+                at, before = self._place(state, not in_place), state.inner
+                out, state.inner = self.attend_next(q, k, v, before, mask, bias, at, **inputs)
+            if not in_place and state.place is None:  # both states may go on without gradients, in place
+                state.inner = tree_map(lambda new, old: new.clone() if new is old else new, state.inner, before)
             if not compiling and state.ready is not None and state.ready.kernel is None:
                 state.ready.inner = state.inner
         if state.place is not None:
