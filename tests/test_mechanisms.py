@@ -125,3 +125,21 @@ def test_centroids_learn_in_training_only():
     assert not torch.equal(attn.clusters.centroids, start)
     torch.testing.assert_close(attn.clusters.centroids.norm(dim=-1), torch.ones(HEADS, 3).double())
     assert torch.equal(attn.eval()(q, k, v), once)
+
+
+@pytest.mark.parametrize(("name", "option"), [("longformer", "window"), ("local", "block_size")])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_changed_window_counts_everywhere(name, option, causal):
+    """In parallel, in packed documents and in decoding."""
+    attn, wanted = (make(name, causal=causal, **{option: n}) for n in (50, 7))
+    setattr(attn, option, 7)
+    q, k, v = qkv(93)
+    segments = weft.Segments.from_lengths([[48, 45]] * len(q), device=q.device)
+    torch.testing.assert_close(attn(q, k, v), wanted(q, k, v))
+    torch.testing.assert_close(attn(q, k, v, segments=segments), wanted(q, k, v, segments=segments))
+    if causal:
+        state, outs = attn.start(len(q)), []
+        for t in range(20):
+            out, state = attn.step(*(x[:, :, t : t + 1] for x in (q, k, v)), state)
+            outs.append(out)
+        torch.testing.assert_close(torch.cat(outs, 2), wanted(q, k, v)[:, :, :20])

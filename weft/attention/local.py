@@ -40,7 +40,11 @@ class LocalAttention(Attention):
         super().__init__(**contract)
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
-        self.block_size = self.separate_blocks = block_size
+        self.block_size = block_size
+
+    @property
+    def separate_blocks(self) -> int:  # type: ignore[override]
+        return self.block_size
 
     @property
     def reach(self) -> int:

@@ -47,8 +47,16 @@ class LongformerAttention(Attention):
         if window < 1 or global_tokens < 0:
             raise ValueError(f"window must be at least 1 and global_tokens at least 0, got {window}, {global_tokens}")
         self.window, self.global_tokens = window, global_tokens
-        self.left = window - 1 if self.causal else (window - 1) // 2  # tokens visible to the left and to the right
-        self.right = 0 if self.causal else window // 2
+
+    @property
+    def left(self) -> int:
+        """Tokens visible to the left."""
+        return self.window - 1 if self.causal else (self.window - 1) // 2
+
+    @property
+    def right(self) -> int:
+        """Tokens visible to the right."""
+        return 0 if self.causal else self.window // 2
 
     @property
     def reach(self) -> int | None:
