@@ -115,6 +115,20 @@ def test_what_is_not_supported_is_refused(monkeypatch):
         weft.make_attention("local", heads=2, head_dim=8)(q, q, q)
 
 
+@pytest.mark.parametrize("name", SHARDED)
+def test_second_derivatives_are_refused(name):
+    """They would lack what comes from other ranks."""
+    from weft.core import sharding
+    from weft.parallel.traffic import _Counting
+
+    attn = weft.make_attention(name, heads=2, head_dim=8)
+    q = torch.randn(1, 2, 10, 8, requires_grad=True)
+    with sharding.use(_Counting(0, 2, 20)), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        (gradient,) = torch.autograd.grad(attn(q, q, q).square().sum(), q, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            gradient.sum().backward()
+
+
 @pytest.mark.parametrize("kind", ["module", "function", "share of heads"])
 def test_full_refuses_a_bias_whose_gradient_it_does_not_compute(kind):
     from weft.core import sharding

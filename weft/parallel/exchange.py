@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 Numbers = Sequence[int] | range | Tensor
 
@@ -63,6 +64,7 @@ class _Rows(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable  # what other ranks send has no graph
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
         exchange = ctx.exchange
         received = ctx.context.all_to_all([dout[at] for at in exchange.place], [len(at) for at in exchange.send])

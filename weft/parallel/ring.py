@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..core.contract import PositionBias
 from .context import Context, refuse_dropout, sharded, split_sizes
@@ -81,6 +82,7 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable  # what other ranks send has no graph
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, real, out, size = ctx.saved_tensors
         context, at, causal, bias = ctx.settings

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ...core.precision import autocasts
 from ...core.recomputing import Replays, once, recomputing
@@ -294,6 +295,7 @@ class _SumOverRanks(torch.autograd.Function):
         return x
 
     @staticmethod
+    @once_differentiable  # what other ranks send has no graph
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         gradient = gradient.clone()
         dist.all_reduce(gradient, group=ctx.group)
