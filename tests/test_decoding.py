@@ -117,6 +117,21 @@ def test_decoding_may_branch(case):
 
 
 @sweep(causal=True, steps=True)
+@pytest.mark.parametrize("cast", [False, True])
+def test_autocast_belongs_to_the_dtype_of_a_state(case, cast):
+    """A state that started with or without it must go on in the same way."""
+    attn, token = made(case).float(), [x.float() for x in split(1)[0]]
+    with torch.autocast(token[0].device.type, torch.bfloat16, enabled=cast):
+        _, state = attn.step(*token, attn.start(2))
+        _, state = attn.step(*token, state)
+    with (
+        torch.autocast(token[0].device.type, torch.bfloat16, enabled=not cast),
+        pytest.raises(TypeError, match="use the same dtype"),
+    ):
+        attn.step(*token, state)
+
+
+@sweep(causal=True, steps=True)
 def test_branches_after_a_differentiable_step_are_separate(case):
     """Without gradients both go on in place."""
     attn, tokens, other = made(case), split(20), split(20, seed=7)

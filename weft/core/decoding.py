@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from .decoding_state import DecodingState, Log, Place, Ready, tree_bytes, tree_map
 from .dispatch import step_kernel
 from .heads import spread
-from .precision import autocast, without_autocast
+from .precision import autocast, dtype_after, without_autocast
 from .softmax import without_cudnn
 
 
@@ -347,7 +347,8 @@ class Decoding:
         """The state to change: a new one around the same buffers, or with `max_length` the given one."""
         if state.max_length is None:
             state = state.twin()
-        state.device, state.dtype = q.device, q.dtype
+        if state.device is None or state.dtype is None:
+            state.device, state.dtype = q.device, dtype_after(q)
         return state
 
     def _kernel(self, q: Tensor, v: Tensor, state: DecodingState) -> Callable[..., Tensor] | None:
@@ -463,9 +464,11 @@ class Decoding:
                 )
         if not q.dtype == k.dtype == v.dtype:
             raise TypeError(f"q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-        if state.dtype not in (None, q.dtype) or state.device not in (None, q.device):
+        dtype = dtype_after(q)
+        if state.dtype not in (None, dtype) or state.device not in (None, q.device):
+            cast = "" if dtype == q.dtype else " (autocast)"
             raise TypeError(
-                f"the state holds {state.dtype} on {state.device}, but q is {q.dtype} on {q.device}; "
+                f"the state holds {state.dtype} on {state.device}, but q is {dtype}{cast} on {q.device}; "
                 "use the same dtype and device for all steps, or call start() again"
             )
         if state.place is None or not torch.compiler.is_compiling():  # compiled steps do not know the position

@@ -30,6 +30,13 @@ def autocast(*tensors: Tensor) -> list[Tensor]:
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
 
 
+def dtype_after(x: Tensor) -> torch.dtype:
+    """The dtype of x after `autocast`."""
+    if x.dtype == torch.float64 or not autocasts(x):
+        return x.dtype
+    return torch.get_autocast_dtype(x.device.type)
+
+
 def settled(x: Tensor) -> bool:
     """Return whether autocast would leave x as it is."""
     if not torch._C._is_any_autocast_enabled():
