@@ -115,6 +115,22 @@ def test_what_is_not_supported_is_refused(monkeypatch):
         weft.make_attention("local", heads=2, head_dim=8)(q, q, q)
 
 
+def test_dropout_also_applies_to_global_tokens():
+    from weft.core import sharding
+    from weft.parallel.traffic import _Counting
+
+    class Alone(_Counting):
+        def all_to_all(self, parts, counts):
+            return parts
+
+    attn = weft.make_attention("longformer", heads=2, head_dim=8, window=4, global_tokens=2, dropout=0.5)
+    q = torch.randn(1, 2, 40, 8)
+    with sharding.use(Alone(0, 1, 40)):
+        out = attn(q, q, torch.ones_like(q))
+        assert ((out - 1).abs().amax((0, 1, 3))[:2] > 1e-5).all()
+        torch.testing.assert_close(attn.eval()(q, q, torch.ones_like(q)), torch.ones_like(q))
+
+
 @pytest.mark.parametrize("name", SHARDED)
 def test_second_derivatives_are_refused(name):
     """They would lack what comes from other ranks."""

@@ -113,7 +113,8 @@ def _global_rows(
         at = torch.arange(context.start, context.stop, device=q.device)
         values = bias(torch.arange(g, device=q.device)[None, None, :, None], at[None, None, None])
     allowed = None if mask is None else mask[:, None, None]
-    share = torch.cat(partial_attention(top, k, v, allowed, values), -1)  # (B, H, g, D + 1)
+    dropout = attn.dropout if attn.training else 0.0
+    share = torch.cat(partial_attention(top, k, v, allowed, values, dropout), -1)  # (B, H, g, D + 1)
     plan = context.plan("shares", lambda r: range(r, r + 1), lambda r: everybody)
     (shares,) = context.move(plan, share.flatten(2)[:, :, None])
     parts = [torch.unflatten(s, 2, (g, -1)).split([q.shape[-1], 1], -1) for s in shares.unbind(2)]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Partial = tuple[Tensor, Tensor]  # out (.., Q, D), and the logarithm of its normaliser (.., Q, 1), -inf without a key
 
 
 def partial_attention(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None, bias: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None, bias: Tensor | None = None, dropout: float = 0.0
 ) -> Partial:
     dtype = torch.promote_types(q.dtype, torch.float32)
     logits = q.to(dtype) @ k.to(dtype).mT * q.shape[-1] ** -0.5
@@ -21,7 +22,7 @@ def partial_attention(
         logits = logits.masked_fill(~allowed, float("-inf"))
     alive = logits.detach().amax(-1, keepdim=True) != float("-inf")
     logits = logits.masked_fill(~alive, 0)  # no NaN, and no gradient after the next lines
-    out = (logits.softmax(-1) @ v.to(dtype)).masked_fill(~alive, 0)
+    out = (F.dropout(logits.softmax(-1), dropout) @ v.to(dtype)).masked_fill(~alive, 0)
     return out, logits.logsumexp(-1, keepdim=True).masked_fill(~alive, float("-inf"))
 
 
