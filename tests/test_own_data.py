@@ -75,6 +75,10 @@ def test_the_commands_predict_and_export(table, tmp_path):
     assert (
         len(rows) == 40 and rows[0]["text"] == reviews()[0][0] and float(rows[0]["answer"]) == float(rows[0]["answer"])
     )
+    done = CliRunner().invoke(app, ["predict", str(tmp_path / "run"), str(tmp_path / "out.csv")])
+    again = list(csv.DictReader(done.stdout.splitlines(keepends=True)))
+    assert [row["answer"] for row in again] == [row["predicted_answer"] for row in again]
+    assert [{k: v for k, v in row.items() if k != "predicted_answer"} for row in again] == rows
     assert CliRunner().invoke(app, ["export", str(tmp_path / "run"), str(tmp_path / "e")]).exit_code == 0
     assert CliRunner().invoke(app, ["--version"]).output == f"weft {weft.__version__}\n"
 

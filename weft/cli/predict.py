@@ -24,7 +24,10 @@ def predict(
     batch_size: Annotated[int, typer.Option(min=1, help="examples at a time")] = 32,
     device: Annotated[str, typer.Option(help="cpu or cuda; default: cuda if available")] = "",
 ) -> None:
-    """Predict the answers for the examples of a file. The columns of a table are kept, and the answers added."""
+    """Predict the answers for the examples of a file. The columns of a table are kept, and the answers added.
+
+    The new columns are answer and, for classes, probability; predicted_answer … if the table has these names already.
+    """
     import torch
 
     from ..lab.trained import load
@@ -40,7 +43,7 @@ def predict(
     else:
         rows, examples = read_examples(file, text_column, tokens=model.task.name == "tag")
     answers = model.predict(examples, batch_size)
-    table = [{**_joined(row), **_joined(answer)} for row, answer in zip(rows, answers, strict=True)]
+    table = [_with_answer(_joined(row), _joined(answer)) for row, answer in zip(rows, answers, strict=True)]
     if out is None:
         _write(table, sys.stdout)
         return
@@ -91,6 +94,16 @@ def read_examples(file: Path, text_column: str, tokens: bool) -> tuple[list[dict
 def _joined(row: dict[str, Any]) -> dict[str, Any]:
     """Lists of tokens and tags with spaces between, as in a text."""
     return {k: " ".join("" if x is None else str(x) for x in v) if isinstance(v, list) else v for k, v in row.items()}
+
+
+def _with_answer(row: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+    """The row and its answer, whose columns get another name if the row has them already."""
+    added = {}
+    for name, value in answer.items():
+        while name in row:
+            name = f"predicted_{name}"
+        added[name] = value
+    return row | added
 
 
 def _write(table: list[dict[str, Any]], target: Any) -> None:
