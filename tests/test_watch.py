@@ -13,6 +13,7 @@ pytest.importorskip("lightning")
 
 from browser import CHROMIUM, browser
 
+from weft.lab.report import read_run
 from weft.lab.run import Run
 from weft.lab.watch import find_runs, serve, state_of
 from weft.tasks import make_config
@@ -60,6 +61,17 @@ def test_the_page_follows_the_runs(server, tmp_path):
     (tmp_path / "b" / ".lock").unlink()
     assert state_of(tmp_path / "b") == "stopped"
     assert {run.name for run in find_runs([tmp_path])} == {"a", "b"}
+
+
+def test_the_metric_is_the_tasks_own(tmp_path):
+    config = make_config("tag", data="x")
+    run = Run(put(tmp_path / "run", 3))
+    run.write("config.json", to_json(config))
+    run.log([{"kind": "val", "step": 3, "loss": 1.0, "accuracy": 0.9, "f1": 0.5}])
+    assert read_run(run.folder)["metric"] == "f1" and read_run(run.folder)["val"] == [(3, 0.5)]
+    config.task, config.task_file = "gone", str(tmp_path / "gone.py")
+    run.write("config.json", to_json(config))
+    assert read_run(run.folder)["metric"] == "accuracy"
 
 
 def test_only_this_machine_is_served(server):

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..pages import Curve, Part, chart, heading, page, table
+from ..tasks.config import TrainConfig
+from ..tasks.registry import task_of
 from .run import Run
 
 
@@ -15,7 +17,8 @@ def read_run(folder: Path) -> dict[str, Any]:
     run = Run(folder)
     config, result = run.config(), run.result()
     val = run.entries("val")
-    metric = next((k for k in (val[-1] if val else {}) if k not in ("kind", "step", "loss")), "loss")
+    logged = [k for k in (val[-1] if val else {}) if k not in ("kind", "step", "loss")]
+    metric = next((k for k in (_metric(config), *logged) if k in logged), "loss")
     return {
         "name": folder.name,
         "task": config.task,
@@ -29,6 +32,14 @@ def read_run(folder: Path) -> dict[str, Any]:
         "environment": (run.starts() or [{}])[-1],
         "galleries": run.galleries(),
     }
+
+
+def _metric(config: TrainConfig) -> str:
+    """The metric of the run's task; empty if the file that defines the task is gone or broken."""
+    try:
+        return task_of(config).metric
+    except Exception:  # code of the user
+        return ""
 
 
 def smooth(points: Sequence[tuple[float, float]], window: int = 10) -> list[tuple[float, float]]:
