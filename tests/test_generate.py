@@ -211,6 +211,13 @@ def test_the_command_continues_a_prompt(run, tmp_path):
         assert CliRunner().invoke(app, [*words, *more], input=given).stdout == found.stdout
 
 
+def test_the_command_counts_the_tokens_of_a_text_that_ends_early(run, monkeypatch):
+    whole = LanguageModel.generate
+    monkeypatch.setattr(LanguageModel, "generate", lambda model, ids, n, *a, **named: whole(model, ids, 3, *a, **named))
+    found = CliRunner().invoke(app, ["generate", str(run), "--tokens", "40", "--prompt", "abc", "--device", "cpu"])
+    assert "3 tokens in" in found.stderr
+
+
 def test_the_command_refuses(run, tmp_path, monkeypatch):
     def refusal(*words: str, given: str | None = None) -> str:
         found = CliRunner().invoke(app, ["generate", *words], input=given, env={"COLUMNS": "400"})

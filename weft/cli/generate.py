@@ -65,15 +65,14 @@ def generate(
         unread = ""
 
     begin = time.perf_counter()
-    model.to(place).generate(
+    found = model.to(place).generate(
         torch.tensor([ids], device=place), tokens, temperature, top_k, top_p, stream=show, seed=seed
     )
     seconds = time.perf_counter() - begin
     print(flush=True)
-    attention = config.attention
-    print(
-        f"{tokens} tokens in {seconds:.1f} s: {tokens / seconds:.1f} tokens/s ({attention}, {place})", file=sys.stderr
-    )
+    new = found.shape[1] - len(ids)  # fewer than asked for if a model of transformers ends the text
+    speed = f"{new / seconds:.1f} tokens/s ({config.attention}, {place})"
+    print(f"{new} tokens in {seconds:.1f} s: {speed}", file=sys.stderr)
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:
