@@ -76,6 +76,8 @@ def test_a_run_cannot_end_before_the_step_it_has_reached(tmp_path, monkeypatch):
         train(tiny(out, schedule="constant", steps=6), resume=True)
     assert Run(out).config().steps == 12 and Run(out).result() is None
     assert train(tiny(out, schedule="constant", steps=10), resume=True).steps == 10
+    with pytest.raises(ValueError, match="is at step 10: give as many --steps or more"):  # complete
+        train(tiny(out, schedule="constant", steps=6), resume=True)
 
 
 def test_a_kill_before_the_best_checkpoint_is_linked(tmp_path, monkeypatch, whole):

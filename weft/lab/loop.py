@@ -139,6 +139,7 @@ class Training:
     def run(self) -> Result:
         if self._complete():
             done = self.done
+            self._check_reached(done["step"])
             self._say(f"{self.folder.folder} is complete: {done['test']}")
             return Result(self.folder.folder, done["step"], done["val"], done["test"], self.parameters, 0.0, 0.0)
         examples, size, steps = self.data.rows("train"), self.parameters, self.config.steps
@@ -429,15 +430,18 @@ class Training:
             self.checkpoints.save(self.step, tensors, numbers)
         self._clock = (time.perf_counter(), self.step)
 
+    def _check_reached(self, step: int) -> None:
+        if step > self.config.steps:
+            reached = f"{self.folder.folder} is at step {step}"
+            raise ValueError(f"{reached}: give as many --steps or more, or choose another --out")
+
     def _restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         if numbers["per_step"] != self.per_step:
             raise ValueError(
                 f"the run uses {numbers['per_step']} examples per step, these settings {self.per_step}: choose "
                 "batch_size and accumulate so that batch_size x accumulate x processes stays the same"
             )
-        if numbers["step"] > self.config.steps:
-            reached = f"{self.folder.folder} is at step {numbers['step']}"
-            raise ValueError(f"{reached}: give as many --steps or more, or choose another --out")
+        self._check_reached(numbers["step"])
         if numbers["rows"] != len(self.rows):
             raise OtherData(f"the run was trained on {numbers['rows']} examples, the data now has {len(self.rows)}")
         if numbers["dense"]:
