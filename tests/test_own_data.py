@@ -59,6 +59,8 @@ def test_a_run_predicts_without_its_data_and_survives_export(table, tmp_path):
         model.predict([3])
     with pytest.raises(FileNotFoundError, match="neither a run nor an exported model"):
         weft.load(tmp_path)
+    with pytest.raises(ValueError, match="which must be best, last or average, got 'newest'"):
+        weft.load(tmp_path / "run", "newest")
 
 
 def test_the_commands_predict_and_export(table, tmp_path):

@@ -148,6 +148,8 @@ def _load(run: Run, config: TrainConfig, which: str, other: bool) -> tuple[nn.Mo
 def saved_weights(run: Run, which: str = "best") -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and numbers of a run's best or last checkpoint; with "average", the mean weights of those kept. The
     weights are the moving average if the run has one."""
+    if which not in ("best", "last", "average"):
+        raise ValueError(f"which must be best, last or average, got {which!r}")
     kept = checkpoint.Checkpoints(run.checkpoints, say=run.say)
     if which == "best" and kept.best.exists():
         try:
