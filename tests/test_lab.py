@@ -21,6 +21,7 @@ from weft.lab.data import Order, Rows, seed_of
 from weft.lab.evaluate import evaluate
 from weft.lab.optim import learning_rate, make_optimizer
 from weft.lab.run import Run
+from weft.layers.cached import RecurrentCache
 from weft.tasks import get_task
 from weft.tasks.config import FREE_ON_RESUME, field_help, from_json, to_json
 
@@ -141,6 +142,24 @@ def test_evaluation_counts_every_row_once(tmp_path):
     model, config, data = load_run(tmp_path / "run")
     logits = model(data.test["ids"].long())
     assert (logits.argmax(-1) == data.test["label"]).double().mean().item() == pytest.approx(found["accuracy"])
+
+
+def test_streams_are_evaluated_as_they_were_trained(tmp_path, recwarn):
+    """With as many streams, and with what the caches hold unless they are written in eval()."""
+    (tmp_path / "text").write_text("a text to predict. " * 200)
+    small = dict(task="text-streams", data=str(tmp_path / "text"), max_length=16, batch_size=2, cache=0.5)
+    train(tiny(tmp_path / "run", **small))
+    with pytest.raises(ValueError, match="text-streams reads a text as batch_size streams.* batch_size 2"):
+        evaluate_run(tmp_path / "run", batch_size=1)
+    kept = tiny(tmp_path / "kept", **small, cache_options='{"scope": "stream", "eval_update": true}')
+    train(kept)
+    for out, written in (("run", True), ("kept", False)):
+        model, config, _ = load_run(tmp_path / out)
+        caches = [m for m in model.modules() if isinstance(m, RecurrentCache)]
+        with get_task(config.task).evaluating(model):
+            assert [bool(cache.updates) for cache in caches] == [written] * config.layers
+        assert all(cache.updates for cache in caches)
+    assert not [w for w in recwarn if "never written" in str(w.message)]
 
 
 def test_partial_evaluation_is_spread_over_the_split(tmp_path):

@@ -100,9 +100,7 @@ def evaluate_run(
         raise ValueError(f"split must be train, val or test, got {split!r}")
     run = Run(Path(folder), say=lambda text: say(text, error=True))
     config = run.config()
-    which = which or config.test_on
-    if which not in ("best", "last", "average"):
-        raise ValueError(f"which must be best, last or average, got {which!r}")
+    which, streams = which or config.test_on, config.batch_size
     for name, value in changes.items():
         if not hasattr(config, name):
             raise TypeError(f"TrainConfig has no field {name!r}")
@@ -111,6 +109,8 @@ def evaluate_run(
     config.context_parallel = 1
     config.check()
     task = task_of(config)
+    if task.streams and config.batch_size != streams:
+        raise ValueError(f"{config.task} reads a text as batch_size streams: evaluate it with batch_size {streams}")
     model, data, step = _load(run, config, which, other="data" in changes)
     fabric = make_fabric(config)
     fabric.launch()

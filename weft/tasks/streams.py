@@ -1,7 +1,8 @@
 """Texts as parallel streams, for models with memory: step t has the t-th piece of every stream.
 
 A batch has `batch_size` streams. A memory (a gated recurrent cache, or Transformer-XL's) is carried from piece to piece
-and cleared when the text starts again. An evaluation starts with empty memories and preserves those of training.
+and cleared when the text starts again. An evaluation starts with empty memories and preserves those of training;
+caches without `eval_update` are read as training left them.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class Streams(BuiltFromData, Bytes):
     def evaluating(self, model: nn.Module) -> Iterator[None]:
         caches = [(m, copy.deepcopy(m.state_dict())) for m in memories(model) if isinstance(m, RecurrentCache)]
         others = [(m, m.get_extra_state()) for m in memories(model) if not isinstance(m, RecurrentCache)]
-        self.restart(model)
+        for module in memories(model):
+            if getattr(module, "eval_update", True):  # eval() does not write other caches: they stay as trained
+                module.reset()
         try:
             yield
         finally:
