@@ -218,6 +218,11 @@ def test_folders_of_folders_and_single_files(sweep, tmp_path):
     assert (other.file.parent / "more.report.md").exists() and not (other.file.parent / "report.md").exists()
     nothing = runner.invoke(app, ["report", str(tmp_path / "out")])
     assert nothing.exit_code == 2 and "contains no run" in nothing.output
+    inside = jobs_of(other)[0].folder
+    for paths, says in (([inside.parent], "a folder of runs"), ([inside, "none"], "none does not exist"),
+                        ([inside, tmp_path / "papers"], "is a run, but not all paths are")):  # fmt: skip
+        refused = runner.invoke(app, ["report", *map(str, paths)])
+        assert refused.exit_code == 2 and says in refused.output
 
 
 def test_runs_in_another_folder(sweep, tmp_path):

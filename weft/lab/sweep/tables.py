@@ -35,10 +35,17 @@ def sweep_folders(paths: Sequence[Path]) -> dict[Path, list[Path]]:
     """Report paths (without suffix) and the sweep files each one covers."""
     found: dict[Path, list[Path]] = {}
     for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(f"{path} does not exist")
+    for path in paths:
+        if (path / "config.json").exists():
+            raise ValueError(f"{path} is a run, but not all paths are: give either runs or sweeps")
         if path.is_file():
             found[path.parent / f"{path.stem}.report"] = [path]
             continue
         files = [file for pattern in ("*.py", "*/*.py") for file in sorted(path.glob(pattern)) if is_sweep(file)]
+        if not files and any(path.glob("*/config.json")):
+            raise ValueError(f"{path} is not a run, but a folder of runs: name them, as in {path}/*")
         if not files:
             raise FileNotFoundError(f"{path} contains no run and no Python file that defines TITLE, METRIC and cells()")
         for file in files:
