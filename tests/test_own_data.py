@@ -81,6 +81,9 @@ def test_the_commands_predict_and_export(table, tmp_path):
     again = list(csv.DictReader(done.stdout.splitlines(keepends=True)))
     assert [row["answer"] for row in again] == [row["predicted_answer"] for row in again]
     assert [{k: v for k, v in row.items() if k != "predicted_answer"} for row in again] == rows
+    (tmp_path / "empty.csv").touch()
+    refused = CliRunner().invoke(app, ["predict", str(tmp_path / "run"), str(tmp_path / "empty.csv")])
+    assert "the first line must name the columns" in refused.output and "--data" not in refused.output
     assert CliRunner().invoke(app, ["export", str(tmp_path / "run"), str(tmp_path / "e")]).exit_code == 0
     assert CliRunner().invoke(app, ["--version"]).output == f"weft {weft.__version__}\n"
 
@@ -139,7 +142,7 @@ def test_parquet_and_folders_are_read(table, tmp_path):
     assert data.rows("test") == 4 and data.rows("train") == 36 and data.tokenizer
 
 
-def test_errors_name_the_file_the_line_and_the_column(table, tmp_path):
+def test_errors_name_the_file_the_line_and_the_column(table, tmp_path, monkeypatch):
     content = table.read_text()
     cases = {
         "missing.csv": (
@@ -150,6 +153,7 @@ def test_errors_name_the_file_the_line_and_the_column(table, tmp_path):
         "quotes.csv": (content + '99,"open,good\n', r"quotes.csv.*line 62"),
         "broken.jsonl": ('{"text": "a", "label": 1}\n{"text":\n', r"broken.jsonl.*line 2 is not valid JSON"),
         "columns.csv": ("a,b\n1,2\n", r"columns.csv.*no column is named 'text'.*--text-column: a, b"),
+        "twice.csv": ("text,text,label\na,b,x\n", r"twice.csv.*several columns are named 'text'"),
         "one.csv": ("text,label\n" + "a,x\n" * 40, "1 class"),
         "table.xlsx": ("text,label\n", r"table.xlsx.*not one of .csv"),
     }
@@ -162,6 +166,9 @@ def test_errors_name_the_file_the_line_and_the_column(table, tmp_path):
     assert load("classify", tmp_path / "missing.csv", skip_unlabelled=True).rows("train") == 33
     with pytest.raises(DataMissing, match="line 2: the label must be a number, got 'good'"):
         load("regress", table)
+    monkeypatch.setitem(sys.modules, "datasets", None)  # not installed
+    with pytest.raises(DataMissing, match="^data does not exist: give a .csv"):
+        load("classify", "data")
     with pytest.raises(DataMissing, match="does not exist"):
         load("classify", tmp_path / "nothing.csv")
     with pytest.raises(ValueError, match="--tokenizer must be .* bpe:SIZE, unigram:SIZE or a tokenizer.json"):

@@ -172,7 +172,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 class DamagedData(DataMissing):
     """Data that exists but is invalid. It may be the user's own, so never advise removing it."""
 
-    def __init__(self, path: Path, what: str, way_out: str = "Fix it, or give other data with --data."):
+    def __init__(self, path: Path, what: str, way_out: str = "Fix it, or use other data."):
         super().__init__(f"{path} cannot be used: {what}. {way_out}")
 
 

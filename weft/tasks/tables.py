@@ -100,6 +100,8 @@ def _csv(path: Path, delimiter: str | None) -> Table:
         columns = next(reader, [])
         if not any(columns):
             raise DamagedData(path, "it is empty; the first line must name the columns")
+        if twice := [name for name in columns if name and columns.count(name) > 1]:
+            raise DamagedData(path, f"several columns are named {twice[0]!r}", "Rename them.")
         begin = reader.line_num + 1
         for values in reader:
             line, begin = begin, reader.line_num + 1
@@ -177,7 +179,14 @@ def _from_hub(name: str) -> dict[str, Table]:
     if name.count("/") > 1 or name.startswith((".", "/")):
         raise DataMissing(f"{name} does not exist: give a {', '.join(ENDINGS)} file, or a folder, with --data")
     try:
-        return _by_split(_datasets().load_dataset(name), Path(name))
+        import datasets
+    except ImportError:
+        raise DataMissing(
+            f"{name} does not exist: give a {', '.join(ENDINGS)} file, or a folder, with --data (the name of a data "
+            "set on the hub needs `pip install datasets`)"
+        ) from None
+    try:
+        return _by_split(datasets.load_dataset(name), Path(name))
     except DataMissing:
         raise
     except Exception as error:
