@@ -230,6 +230,9 @@ def test_the_command_refuses(run, tmp_path, monkeypatch):
     assert "not both" in refusal(str(run), "--prompt", "a", "--file", "b")
     assert "does not exist" in refusal(str(run), "--file", str(tmp_path / "none"))
     assert str(tmp_path) in refusal(str(tmp_path), "--prompt", "a")
+    (tmp_path / "texts.txt").write_text("a\nbcd\n")
+    other = CliRunner().invoke(app, ["predict", str(run), str(tmp_path / "texts.txt")], env={"COLUMNS": "400"})
+    assert other.exit_code == 2 and "weft generate" in other.output
     trained = weft.load(run)
     trained.model, trained.config = nn.Linear(1, 1), make_config("digits")
     monkeypatch.setattr(weft.lab.trained, "load", lambda *given: trained)

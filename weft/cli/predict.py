@@ -31,11 +31,17 @@ def predict(
     import torch
 
     from ..lab.trained import load
+    from ..tasks.base import Task
     from ..tasks.glue import Glue, sentences
 
     if not file.exists():
         raise typer.BadParameter(f"{file} does not exist")
     model = load(run, which, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if type(model.task).decode is Task.decode:
+        raise typer.BadParameter(
+            f"{run} was trained on {model.task.name!r}, which has no answers; language models continue a text with "
+            "weft generate"
+        )
     rows: list[dict[str, Any]]
     examples: list[Any]
     if isinstance(model.task, Glue) and file.suffix in (".tsv", ".csv") and not text_column:
