@@ -12,9 +12,11 @@ from typer.testing import CliRunner
 import weft
 import weft.lab.trained
 from weft.cli import app
+from weft.cli.generate import code_of
 from weft.layers import MSSA, MixedAttention
 from weft.models import LanguageModel
 from weft.models.generate import sample
+from weft.tasks.base import Known
 from weft.tasks.config import make_config
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
@@ -216,6 +218,16 @@ def test_the_command_counts_the_tokens_of_a_text_that_ends_early(run, monkeypatc
     monkeypatch.setattr(LanguageModel, "generate", lambda model, ids, n, *a, **named: whole(model, ids, 3, *a, **named))
     found = CliRunner().invoke(app, ["generate", str(run), "--tokens", "40", "--prompt", "abc", "--device", "cpu"])
     assert "3 tokens in" in found.stderr
+
+
+def test_the_space_after_a_prompt_is_printed():
+    """Decoders of SentencePiece's kind drop the space before the first token."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁Once": 0, "▁upon": 1, "▁a": 2}))
+    made.pre_tokenizer, made.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
+    encode, writer = code_of(Known({}, tokenizer=made.to_str()))
+    write = writer(encode("Once upon"))
+    assert [write(2), write(0)] == [" a", " Once"]
 
 
 def test_the_command_refuses(run, tmp_path, monkeypatch):

@@ -56,7 +56,7 @@ def generate(
     if not ids:
         raise typer.BadParameter("the prompt is empty: give at least one token with --prompt or --file")
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    write = writer()
+    write = writer(ids)
     unread = text  # printed with the first token: what fails before it prints nothing
 
     def show(new: Any) -> None:
@@ -89,8 +89,8 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     return sys.stdin.read()
 
 
-def code_of(data: Known) -> tuple[Callable[[str], list[int]], Callable[[], Callable[[int], str]]]:
-    """How the run encodes text, and a function from each new id to the text it completes."""
+def code_of(data: Known) -> tuple[Callable[[str], list[int]], Callable[[list[int]], Callable[[int], str]]]:
+    """How the run encodes text; and for a prompt's ids, a function from each new id to the text it completes."""
     from ..tasks.text import ids_of
 
     def encode(text: str) -> list[int]:
@@ -101,9 +101,9 @@ def code_of(data: Known) -> tuple[Callable[[str], list[int]], Callable[[], Calla
 
         bpe = Tokenizer.from_str(data.tokenizer)
 
-        def pieces() -> Callable[[int], str]:
-            seen: list[int] = []
-            shown = 0
+        def pieces(prompt: list[int]) -> Callable[[int], str]:
+            seen = prompt[-8:]  # decoders drop the space before the first token
+            shown = len(bpe.decode(seen))
 
             def write(new: int) -> str:
                 nonlocal shown
@@ -119,9 +119,9 @@ def code_of(data: Known) -> tuple[Callable[[str], list[int]], Callable[[], Calla
         return encode, pieces
     if data.vocabulary is not None:
         words = data.vocabulary
-        return encode, lambda: lambda new: "\n" if words[new] == "<eos>" else f" {words[new]}"
+        return encode, lambda prompt: lambda new: "\n" if words[new] == "<eos>" else f" {words[new]}"
 
-    def characters() -> Callable[[int], str]:
+    def characters(prompt: list[int]) -> Callable[[int], str]:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         return lambda new: decoder.decode(bytes([new]))
 
