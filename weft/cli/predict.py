@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -68,7 +69,7 @@ def export(
 
     model = load(run, which)
     model.export(folder)
-    print(f'{folder}: open it with weft.load("{folder}"); next: {model.task.next_command(folder)}')
+    print(f'{folder}: open it with weft.load("{folder}"); next: {model.task.next_command(shlex.quote(str(folder)))}')
 
 
 def read_examples(file: Path, text_column: str, tokens: bool) -> tuple[list[dict[str, Any]], list[Any]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shlex
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -503,7 +504,8 @@ class Training:
             self.folder.write("result.json", json.dumps(done, indent=2) + "\n")
         which = f"best checkpoint: step {self.best['step']}" if self.config.test_on == "best" else self.config.test_on
         self._say(f"test {self.task.metric} {found[self.task.metric]:.4f} ({which})")
-        self._say(f"saved in {self.folder.folder}; next: {self.task.next_command(self.folder.folder)}")
+        folder = self.folder.folder
+        self._say(f"saved in {folder}; next: {self.task.next_command(shlex.quote(str(folder)))}")
         self.fabric.barrier()
         return Result(self.folder.folder, self.step, self.best["val"], found, self.parameters, seconds, rate)
 

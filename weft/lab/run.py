@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -118,7 +119,7 @@ class Run:
         if changed:
             raise RunExists(
                 f"{self.folder} contains another run with different settings: {'; '.join(changed)}; "
-                f"use weft resume {self.folder} to continue it, or choose another --out"
+                f"use weft resume {shlex.quote(str(self.folder))} to continue it, or choose another --out"
             )
 
     def lock(self) -> None:

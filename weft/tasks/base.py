@@ -171,8 +171,8 @@ class Task:
         """What the model finds in image files of the user, if it is not a classifier."""
         return None
 
-    def next_command(self, run: Path) -> str:
-        """What to do with a finished run."""
+    def next_command(self, run: str) -> str:
+        """What to do with a finished run, whose folder is given as a shell needs it."""
         return f"weft inspect {run}"
 
     def begin(self, model: nn.Module, weights: Columns) -> bool:

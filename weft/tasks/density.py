@@ -70,7 +70,7 @@ class Density(Bytes):
         loss = sums["loss"] / sums["count"]
         return {"loss": loss, "bits_per_dimension": loss / math.log(2)}
 
-    def next_command(self, run: Path) -> str:
+    def next_command(self, run: str) -> str:
         return f"weft sample {run}"
 
     def galleries(self, model: nn.Module, data: TaskData, config: TrainConfig) -> list[Gallery]:

@@ -362,7 +362,7 @@ class Images(ImageFolder):
             found["train"] = {name: column[stay] for name, column in found["train"].items()}
         return self.data(config, found["train"], found["val"], found["test"], len(classes), classes, known)
 
-    def next_command(self, run: Path) -> str:
+    def next_command(self, run: str) -> str:
         return f"weft predict {run} FOLDER"
 
 

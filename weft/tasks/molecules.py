@@ -109,7 +109,7 @@ class Molecules(BuiltFromData, Task):
         off = model(*self.inputs(batch)).float() - batch["target"]
         return {"loss": off.abs(), "squares": off.square(), "count": torch.ones_like(off)}
 
-    def next_command(self, run: Path) -> str:
+    def next_command(self, run: str) -> str:
         return f"weft eval {run} --ensemble 10"
 
     def summary(self, sums: Mapping[str, float]) -> dict[str, float]:

@@ -161,7 +161,7 @@ class TextTable(BuiltFromData, TextClassification):
     def labels(self, found: Sequence[tuple[str, str]], names: list[str] | None) -> Tensor:
         raise NotImplementedError
 
-    def next_command(self, run: Path) -> str:
+    def next_command(self, run: str) -> str:
         return f"weft predict {run} FILE"
 
     def encode(self, examples: Sequence[Any], known: Known) -> Columns:
@@ -282,7 +282,7 @@ class TextModel(BuiltFromData, Bytes):
             return hosted_model(config, data.facts, self.hosts, data.length, padding=False)
         return super().model(config, data)
 
-    def next_command(self, run: Path) -> str:
+    def next_command(self, run: str) -> str:
         return f'weft generate {run} --prompt "…"'
 
     def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
