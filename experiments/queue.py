@@ -57,8 +57,8 @@ Shared = tuple[float, float]  # minutes, and of these the GPU's
 # Minutes of 10,000 steps on ListOps, packed: wide and eager, deep and compiled. Measured: wide linear, local,
 # combiner-fixed, full and synthesizer (7.6, 7.7, 7.4, 7.0 and 9.3 ms per step); all deep cells but local, and wide
 # sinkhorn, alone on the GPU: 12 (combiner-fixed, linear) to 32 ms (sparse) of a step keep it busy. Those that gather
-# their documents (bigbird, linformer, performer, sinkhorn, sparse) are expected to take 2.5 ms less since. These minutes
-# are upper bounds, as kernels were compiled for rare lengths during the measured steps; those of sparse are estimated.
+# their documents (bigbird, linformer, performer, sinkhorn, sparse) should take 2.5 ms less since. Their minutes
+# are upper bounds, as kernels were compiled for rare lengths in the measured steps; those of sparse are estimated.
 LISTOPS = {
     "linear": ((1.8, 0.9), (5, 2.2)), "local": ((1.8, 0.4), (5, 2.3)), "linformer": ((1.8, 0.8), (6.3, 2.4)),
     "combiner-fixed": ((1.8, 1.0), (4.1, 2.0)), "performer": ((2.5, 1.7), (7, 2.9)),
