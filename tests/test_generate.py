@@ -213,6 +213,13 @@ def test_the_command_continues_a_prompt(run, tmp_path):
         assert CliRunner().invoke(app, [*words, *more], input=given).stdout == found.stdout
 
 
+@pytest.mark.parametrize(("device", "says"), [("gpu", "must be cpu or cuda"), ("cuda", "finds no NVIDIA GPU")])
+def test_the_command_refuses_other_devices(run, device, says, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = CliRunner().invoke(app, ["generate", str(run), "--prompt", "abc", "--device", device])
+    assert found.exit_code == 2 and says in " ".join(found.stderr.replace("│", "").split())
+
+
 def test_the_command_counts_the_tokens_of_a_text_that_ends_early(run, monkeypatch):
     whole = LanguageModel.generate
     monkeypatch.setattr(LanguageModel, "generate", lambda model, ids, n, *a, **named: whole(model, ids, 3, *a, **named))

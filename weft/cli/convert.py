@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from .device import Device, chosen
+
 
 def convert(
     model: Annotated[str, typer.Argument(help="a folder of save_pretrained with a causal language model, or its name")],
@@ -28,7 +30,7 @@ def convert(
         bool, typer.Option("--bytes", help="the model's tokens are bytes, without a tokenizer")
     ] = False,
     precision: Annotated[str, typer.Option(help="32-true, tf32 or bf16-mixed; default by device")] = "",
-    device: Annotated[str, typer.Option(help="cpu or cuda; default: cuda if available")] = "",
+    device: Device = "",
     seed: Annotated[int, typer.Option(help="of the order of the data")] = 0,
 ) -> None:
     """Convert a trained model to another attention: swap, attention transfer, fine-tuning.
@@ -40,7 +42,7 @@ def convert(
     from ..lab.conversion import convert as run
     from ..lab.say import say
 
-    options = dict(_option(text) for text in option)
+    options, place = dict(_option(text) for text in option), chosen(device)
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
@@ -56,7 +58,6 @@ def convert(
             raise ValueError(f"{model} has no tokenizer: for a model of bytes, add --bytes") from error
         tokens = torch.tensor(tokenizer(content.decode(), verbose=False)["input_ids"])
     loaded = AutoModelForCausalLM.from_pretrained(model)
-    place: Any = device or ("cuda" if torch.cuda.is_available() else "cpu")
     report = run(
         loaded.to(place),
         to,

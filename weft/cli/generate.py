@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .device import Device, chosen
+
 if TYPE_CHECKING:
     from ..tasks.base import Known
 
@@ -27,7 +29,7 @@ def generate(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="of the samples")] = None,
     which: Annotated[str, typer.Option(help="weights to use: best, last or average; default: the tested ones")] = "",
-    device: Annotated[str, typer.Option(help="cpu or cuda; default: cuda if available")] = "",
+    device: Device = "",
 ) -> None:
     """Continue a prompt with a trained language model. Prints the text as it is generated, and tokens/s at the end."""
     import torch
@@ -55,7 +57,7 @@ def generate(
     ids = encode(text)
     if not ids:
         raise typer.BadParameter("the prompt is empty: give at least one token with --prompt or --file")
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = chosen(device)
     write = writer(ids)
     unread = text  # printed with the first token: what fails before it prints nothing
 

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from .device import Device, chosen
+
 
 def predict(
     run: Annotated[Path, typer.Argument(help="the folder of a run or of an exported model")],
@@ -23,21 +25,19 @@ def predict(
     text_column: Annotated[str, typer.Option(help="column of the texts; default: the one named text")] = "",
     which: Annotated[str, typer.Option(help="weights of a run: best, last or average")] = "",
     batch_size: Annotated[int, typer.Option(min=1, help="examples at a time")] = 32,
-    device: Annotated[str, typer.Option(help="cpu or cuda; default: cuda if available")] = "",
+    device: Device = "",
 ) -> None:
     """Predict the answers for the examples of a file. The columns of a table are kept, and the answers added.
 
     The new columns are answer and, for classes, probability; predicted_answer … if the table has these names already.
     """
-    import torch
-
     from ..lab.trained import load
     from ..tasks.base import Task
     from ..tasks.glue import Glue, sentences
 
     if not file.exists():
         raise typer.BadParameter(f"{file} does not exist")
-    model = load(run, which, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model = load(run, which, chosen(device))
     if type(model.task).decode is Task.decode:
         raise typer.BadParameter(
             f"{run} was trained on {model.task.name!r}, which has no answers; language models continue a text with "

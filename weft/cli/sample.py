@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from .device import Device, chosen
+
 
 def sample(
     run: Annotated[Path, typer.Argument(help="the folder of a run of cifar10-density or imagenet64-density")],
@@ -18,7 +20,7 @@ def sample(
     temperature: Annotated[float, typer.Option(min=0, help="below 1: closer to the most likely bytes")] = 1.0,
     seed: Annotated[int, typer.Option(help="of the samples")] = 0,
     which: Annotated[str, typer.Option(help="weights: best, last or average; default: the run's test_on")] = "",
-    device: Annotated[str, typer.Option(help="cpu or cuda; default: cuda if available")] = "",
+    device: Device = "",
 ) -> None:
     """Sample images byte by byte, with the decoding form of the attention, and write them as one sheet, which
     `weft report RUN` shows too."""
@@ -35,7 +37,7 @@ def sample(
     model, task = trained.model, trained.task
     if not isinstance(task, Density) or not isinstance(model, LanguageModel):
         raise typer.BadParameter(f"{run} was trained on {task.name!r}: weft sample needs a density of images")
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = chosen(device)
     start = time.perf_counter()
     generator = torch.Generator(place).manual_seed(seed)
     images = draw(model.to(place).eval(), task.side, count, temperature, generator)

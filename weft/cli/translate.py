@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from .device import Device, chosen
+
 
 def translate(
     run: Annotated[Path, typer.Argument(help="the folder of a run of a translation task")],
@@ -18,11 +20,9 @@ def translate(
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="sentences translated together")] = 32,
     which: Annotated[str, typer.Option(help="weights: best, last or average; default: the run's test_on")] = "",
-    device: Annotated[str, typer.Option(help="cpu or cuda; default: cuda if available")] = "",
+    device: Device = "",
 ) -> None:
     """Translate text line by line; prints one translation per line."""
-    import torch
-
     from ..lab.trained import load
     from ..models.translation import Translator
     from ..tasks.files import lines_of, read_text
@@ -32,7 +32,7 @@ def translate(
     model, config, text = trained.model, trained.config, trained.known.tokenizer
     if not isinstance(model, Translator) or text is None:
         raise typer.BadParameter(f"{run} was trained on {config.task!r}: weft translate needs a translation task")
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = chosen(device)
     model, tokenizer = model.to(place).eval(), load_tokenizer(text)
     lines = lines_of(read_text(file) if file else sys.stdin.read())
     for start in range(0, len(lines), batch):
