@@ -91,10 +91,11 @@ CHUNKED = [
 ]
 
 
-@pytest.mark.parametrize("call", CHUNKED, ids=str)
-def test_sums_in_many_chunks(call, monkeypatch):
-    """On a CPU, no other call is long enough for two chunks."""
+@pytest.fixture
+def chunks_of_64(monkeypatch):
+    """The lengths whose sums were divided into chunks of 64 tokens. On a CPU, no call is long enough for two chunks."""
     from weft.attention.combiner.fixed import kernel as fixed
+    from weft.attention.linformer import kernel as linformer
     from weft.kernels.band import kernel as band
     from weft.kernels.linear_sum import kernel as linear_sum
 
@@ -104,12 +105,18 @@ def test_sums_in_many_chunks(call, monkeypatch):
 
     used: list[int] = []
     launch.forget()
-    for module, name in ((fixed, "query_chunks"), (band, "query_chunks"), (linear_sum, "chunks")):
+    places = (fixed, "query_chunks"), (band, "query_chunks"), (linear_sum, "chunks"), (linformer, "chunks")
+    for module, name in places:
         monkeypatch.setattr(module, name, short)
+    yield used
+    launch.forget()
+
+
+@pytest.mark.parametrize("call", CHUNKED, ids=str)
+def test_sums_in_many_chunks(call, chunks_of_64):
     torch.manual_seed(0)
     check(call)
-    launch.forget()
-    assert used
+    assert chunks_of_64
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -154,6 +161,36 @@ def test_compiled_operators_share_no_mask_with_other_nodes(name):
     masks = [x for x in given if not x.meta["val"].is_floating_point()]
     assert bool(masks) == (name != "linformer")  # there, padding is zero keys and values
     assert all(len(x.users) == 1 for x in masks)
+
+
+FAR = [name for name in NAMES if weft.attention_info(name).kernel.far]  # the others get copies
+
+
+@pytest.mark.parametrize("name", NAMES if DEVICE == "cuda" else [*FAR, "axial", "local"])
+def test_rows_may_span_more_elements_than_32_bits_count(name, chunks_of_64):
+    """Such as those of a joint projection of q, k and v of a million tokens. Only the rows are touched, so on a CPU
+    most of the memory does not exist."""
+    call = replace(calls_of(name)[0], H=2, D=16, mask="none", bias="", dtype=torch.float16)
+    if name in FAR:  # those of a tile must be near
+        call = replace(call, L=300, options={"max_length": 300})
+    q, k, v, dout, _ = call.tensors(DEVICE)
+    step = 2**31 // (call.L - 1)
+    found = []
+    for backend in ("torch", "triton"):
+        torch.manual_seed(0)
+        attn = call.make(backend, DEVICE)
+        inputs = []
+        for x in (q, k, v, dout):
+            if backend == "triton":
+                memory = torch.empty((call.L - 1) * step + 2 * 16, dtype=torch.float16, device=DEVICE)
+                x = memory.as_strided(x.shape, (1, 16, step, 1)).copy_(x)
+            inputs.append(x.requires_grad_())
+        *qkv, grad = inputs
+        torch.manual_seed(0)
+        out = attn(*qkv)
+        found.append([out, *(x for x in torch.autograd.grad(out, qkv, grad, allow_unused=True) if x is not None)])
+    for plain, fused in zip(*found, strict=True):
+        assert relative_error(fused, plain.double()) <= TOLERANCE[torch.float16]
 
 
 def test_every_kernel_is_compared_to_its_plain_version():

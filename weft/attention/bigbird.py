@@ -31,7 +31,6 @@ from ..core.precision import gathered
 from ..core.registry import register
 from ..core.softmax import softmax_attention
 from ..core.staging import operator, send
-from ..kernels.band.kernel import too_long
 from ..kernels.block_lists.kernel import LEAST_LENGTH, block_list_attention, tables
 
 PLAN_TOKENS = 1024  # the published code draws random blocks from the first 1,024 tokens only
@@ -236,5 +235,5 @@ register(
     causal=False,
     not_causal="its global blocks attend to all tokens; use 'longformer' with global_tokens, or 'combiner-fixed'",
     length_dependent="the last block is global and the random blocks are drawn for the whole length, padding included",
-    kernel=Kernel(run_kernel, too_long, LEAST_LENGTH, dropout=True, grouped=lambda attn: True),
+    kernel=Kernel(run_kernel, least_length=LEAST_LENGTH, dropout=True, grouped=lambda attn: True),
 )

@@ -126,6 +126,7 @@ register(
         run_kernel,
         least_length=kernel.LEAST_LENGTH,
         dropout=True,
+        far=True,
         grouped=drops_nothing,
         packed=run_packed,
         step=step_of,

@@ -106,8 +106,7 @@ register(
     bias=True,
     kernel=Kernel(
         run_kernel,
-        kernel.too_long,
-        kernel.LEAST_LENGTH,
+        least_length=kernel.LEAST_LENGTH,
         dropout=True,
         grouped=lambda attn: True,
         packed=run_packed,

@@ -26,7 +26,6 @@ from ..core.dropout import dropout_key
 from ..core.precision import precise, without_autocast
 from ..core.registry import register
 from ..core.runs import gather_runs, take_mask, take_tokens
-from ..kernels.band.kernel import too_long
 from ..kernels.intervals.kernel import MOST_GROUPS, Orders, hashed_attention, interval_attention, nearest
 
 
@@ -133,5 +132,5 @@ register(
     paper="Kitaev et al. 2020, Reformer (2001.04451)",
     cost="L*chunk",
     bias=True,
-    kernel=Kernel(run_kernel, too_long, dropout=True, grouped=lambda attn: True),
+    kernel=Kernel(run_kernel, dropout=True, grouped=lambda attn: True),
 )

@@ -37,7 +37,6 @@ from ..core.precision import autocast
 from ..core.recomputing import Replays, once, recomputing
 from ..core.registry import register
 from ..core.runs import Runs, gather_runs, take_mask, take_rows
-from ..kernels.band.kernel import too_long
 from ..kernels.intervals.clusters import content_of, routed_attention
 from ..kernels.intervals.kernel import MOST_GROUPS, Orders, group_sums, interval_attention, nearest
 from ..kernels.operator import Operator, plain_call
@@ -266,5 +265,5 @@ register(
     cost="L*sqrt(L)",
     bias=True,
     length_dependent="without max_length the default capacity depends on the length; set capacity to fix it",
-    kernel=Kernel(run_kernel, too_long, dropout=True, grouped=lambda attn: True),
+    kernel=Kernel(run_kernel, dropout=True, grouped=lambda attn: True),
 )

@@ -166,5 +166,5 @@ register(
     needs_max_length=True,
     causal=False,
     not_causal="it summarises whole blocks before sorting them; use 'local' or 'combiner-fixed'",
-    kernel=Kernel(run_kernel, kernel.too_long, kernel.LEAST_LENGTH, dropout=True, grouped=lambda attn: True),
+    kernel=Kernel(run_kernel, least_length=kernel.LEAST_LENGTH, dropout=True, grouped=lambda attn: True),
 )

@@ -153,9 +153,11 @@ class Attention(Decoding, nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None, **inputs: Any
     ) -> Tensor:
         if self.fused is not None and use_kernel(self, q, k, v, bias):
+            if (near := self.fused.near(q, k, v)) is not None:
+                q, k, v = near
             if k.shape[1] != q.shape[1] and not self.fused.grouped(self):
                 k, v = spread(q, k, v)
-            elif mask is None and bias is None and (call := self._describe(q, k, v)) is not None:
+            elif near is None and mask is None and bias is None and (call := self._describe(q, k, v)) is not None:
                 if len(self.fused_calls) >= REMEMBERED:
                     self.fused_calls.clear()
                 self.fused_calls.add(call)

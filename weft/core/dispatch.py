@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .tiles import FAR, far, near_rows
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 BACKENDS = ("auto", "torch", "triton")
@@ -43,6 +45,7 @@ class Kernel:
     bias: Callable[[Any], bool] = lambda bias: False  # whether it supports this position bias
     dropout: bool = False  # whether it supports dropout
     cross: bool = False  # whether it supports Lq != Lk
+    far: bool = False  # whether it indexes rows that span over 2**31 elements (`tiles.far`); else it gets copies
     grouped: Callable[[Any], bool] = lambda attn: False  # whether it reads k and v with fewer heads than q in place
     applies: Callable[[Any], bool] = lambda attn: True  # False: no fused version for these options, use `attend`
     auto: Callable[[Any], bool] = lambda attn: True  # False: "auto" does not use it, because it was not tested on a GPU
@@ -52,6 +55,11 @@ class Kernel:
     # step(attn, inner) returns a function (q, k, v, mask, i) -> output: one token of decoding at position i, a number
     # or a tensor, with the buffers of the state updated in place. Without it, or if it is None, `attend_next` runs.
     step: Callable[..., Callable[..., Tensor] | None] | None = None
+
+
+    def near(self, *qkv: Tensor) -> list[Tensor] | None:
+        """Copies of q, k and v that the kernel can index, or None if it can index these."""
+        return None if self.far or not any(map(far, qkv)) else [near_rows(x) for x in qkv]
 
 
 def without_dropout(attn: Any) -> bool:
@@ -127,6 +135,8 @@ def _cannot(q: Tensor, v: Tensor, cross: bool = False) -> str:
         return _not_nvidia("hip")
     if q.dtype not in DTYPES:
         return f"the kernels support float32, float16 and bfloat16, got {q.dtype}"
+    if q.shape[2] * q.shape[3] >= FAR:
+        return f"the kernels support up to {(FAR - 1) // q.shape[3]} tokens, got {q.shape[2]}"
     if q.shape[3] > LARGEST_HEAD:
         return f"the kernels support head_dim up to {LARGEST_HEAD}, got {q.shape[3]}"
     if v.shape != q.shape and (v.shape[0], *v.shape[2 + cross :]) != (q.shape[0], *q.shape[2 + cross :]):

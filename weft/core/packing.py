@@ -96,7 +96,10 @@ def _in_place(
     # A kernel writes neither outputs nor gradients of padding.
     q, k, v = attn.clean(q, k, v, documents.real(mask), self_attention=True)
     with without_autocast(q):
-        out = kernel.packed(attn, q, k, v, mask, documents) if fused else attn.attend_packed(q, k, v, documents)
+        if fused:
+            out = kernel.packed(attn, *(kernel.near(q, k, v) or (q, k, v)), mask, documents)
+        else:
+            out = attn.attend_packed(q, k, v, documents)
     if out is None or documents.mask is None:
         return out
     return torch.where(documents.mask[:, None, :, None], out, 0)

@@ -26,6 +26,7 @@ class Tiles:
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
+FAR = 2**31
 TileTable = dict[tuple[str, int, int], Tiles]  # by kernel, maximum head_dim, bytes per element
 
 
@@ -76,6 +77,16 @@ def strides(x: Tensor) -> tuple[int, int, int]:
 
 def rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def far(x: Tensor) -> bool:
+    """Whether the rows of x (B, H, L, D) span more elements than 32 bits count, such as those of a joint projection of
+    q, k and v of a million tokens. Most kernels index the rows of a head with 32 bits."""
+    return x.shape[2] * x.stride(2) >= FAR
+
+
+def near_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 and not far(x) else x.contiguous()
 
 
 def empty_rows(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..core.blocks import ceil_div
-from ..core.tiles import block_width, empty_rows, strides
+from ..core.tiles import FAR, block_width, empty_rows, strides
 from .launch import launch
 
 
@@ -16,9 +16,11 @@ def fits(x: Tensor, q: Tensor) -> bool:
 
 def empty_by_head(x: Tensor, q: Tensor) -> Tensor:
     """Empty memory like x (B, heads of x, L, D), but with the heads of q. They are adjacent: concurrent programs write
-    them."""
-    B, H, L, _ = q.shape
-    return empty_rows(x) if x.shape[1] == H else x.new_empty(B, L, H, x.shape[3]).transpose(1, 2)
+    them, unless rows would then be too far apart (`far`)."""
+    B, H, L, D = *q.shape[:3], x.shape[3]
+    if x.shape[1] == H:
+        return empty_rows(x)
+    return x.new_empty(B, H, L, D) if L * H * D >= FAR else x.new_empty(B, L, H, D).transpose(1, 2)
 
 
 def gradients(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:

@@ -67,5 +67,5 @@ register(
     needs_max_length=True,
     causal=False,
     not_causal="each slot mixes all positions, including future ones; use 'performer' or 'combiner-fixed'",
-    kernel=Kernel(run_kernel, kernel.lacks, dropout=True, cross=True, grouped=lambda attn: True),
+    kernel=Kernel(run_kernel, kernel.lacks, dropout=True, cross=True, far=True, grouped=lambda attn: True),
 )

@@ -219,6 +219,7 @@ register(
         lacks,
         LEAST_LENGTH,
         dropout=True,
+        far=True,
         grouped=drops_nothing,
         auto=lambda attn: attn.head_dim <= 128,
         step=step_of,

@@ -32,6 +32,7 @@ from ...core.partitions import fixed_columns, other_blocks, own_block
 from ...core.registry import register
 from ...core.softmax import softmax_attention
 from ...core.state import KeepsAll, KeyValues, attend_to
+from ...core.tiles import near_rows
 from ...kernels.band import kernel as band
 from ..axial import decoding_block
 from . import kernel as strided_kernel
@@ -230,7 +231,7 @@ def run_kernel(attn: SparseAttention, q: Tensor, k: Tensor, v: Tensor, mask: Ten
     if k.shape[2] == 1:
         return first
     # Token 0 ends a block of hidden tokens: there it is in a column, which all others see.
-    q, k, v = (F.pad(x.transpose(1, 2), (0, 0, 0, 0, m - 1, 0)).transpose(1, 2) for x in (q, k, v))
+    q, k, v = (near_rows(F.pad(x.transpose(1, 2), (0, 0, 0, 0, m - 1, 0)).transpose(1, 2)) for x in (q, k, v))
     real = torch.ones(k.shape[0], k.shape[2] - m + 1, dtype=torch.bool, device=k.device) if mask is None else mask
     rest = band.block_and_columns(q, k, v, F.pad(real, (m - 1, 0)), **options, threshold=threshold)
     return torch.cat([first.transpose(1, 2), rest[:, :, m:].transpose(1, 2)], 1).transpose(1, 2)
@@ -239,7 +240,7 @@ def run_kernel(attn: SparseAttention, q: Tensor, k: Tensor, v: Tensor, mask: Ten
 def lacks(attn: SparseAttention, *qkv: Tensor) -> str:
     if attn.cls and (attn.pattern == "strided" or not attn.columns):
         return "with cls=True, the kernel supports only pattern='fixed' with at least one of `columns`"
-    return band.too_long(attn, *qkv)
+    return ""
 
 
 register(

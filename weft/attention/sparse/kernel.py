@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...core.blocks import ceil_div
 from ...core.precision import autocast
-from ...core.tiles import as_flags, empty_rows, for_operator, rows_contiguous
+from ...core.tiles import as_flags, empty_rows, for_operator, near_rows
 from ...kernels.band.kernel import attend_near, check, near_gradients
 from ...kernels.grouped import gradients, sum_to_groups
 from ...kernels.lines.kernel import Lines, Rule, attend_lines, line_key_gradients, line_query_gradients
@@ -38,7 +38,7 @@ def _forward(q, k, v, mask, key, block_size, causal, threshold):
     out, lse = attend_near(q, k, v, mask, *near, threshold=threshold, key=key)
     lines, rule = _columns(q, block_size, causal)
     if lines.cells > 2:
-        q, k, v = (rows_contiguous(x) for x in (q, k, v))
+        q, k, v = (near_rows(x) for x in (q, k, v))
         attend_lines(q, k, v, _flags(mask), out, lse, lines, rule, key, threshold, more=True)
     return out, lse
 
@@ -50,7 +50,7 @@ def _backward(dout, q, k, v, mask, key, out, lse, block_size, causal, threshold)
     dq, delta = near_gradients(*given, *near, threshold=threshold, key=key)
     lines, rule = _columns(q, block_size, causal)
     if lines.cells > 2:
-        dout, q, k, v, out = (rows_contiguous(x) for x in (dout, q, k, v, out))
+        dout, q, k, v, out = (near_rows(x) for x in (dout, q, k, v, out))
         keys = k, v, _flags(mask)
         line_query_gradients(q, *keys, out, dout, lse, delta, dq, lines, rule, key, threshold, more=True)
         line_key_gradients(q, *keys, dout, lse, delta, by_head_k, by_head_v, lines, rule, key, threshold, more=True)

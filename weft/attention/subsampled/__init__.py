@@ -437,6 +437,7 @@ register(
         kernel.LEAST_LENGTH,
         bias=lambda bias: type(bias) is ALiBi,
         dropout=True,
+        far=True,
         grouped=lambda attn: True,
         applies=lambda attn: attn.samples_now,
     ),

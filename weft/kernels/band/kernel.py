@@ -29,8 +29,8 @@ from ...core.tiles import (
     empty_rows,
     flags_or,
     for_operator,
+    near_rows,
     precision,
-    rows_contiguous,
     strides,
     tile_table,
     tiles_for,
@@ -53,13 +53,6 @@ TILES = tile_table(
         "block gradients": ((64, 64, 4, 1), (64, 64, 8, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
     }
 )
-
-
-def too_long(attn: Any, *qkv: Tensor) -> str:
-    """Return why the kernels cannot run, or "" if they can."""
-    if qkv and qkv[0].shape[2] * max(x.stride(2) for x in qkv) >= 2**31:
-        return "the sequence is too long for the kernel, which indexes it with 32 bits"
-    return ""
 
 
 def blocks(
@@ -106,7 +99,7 @@ def attend_near(
     from .forward import attend
 
     out, lse = _outputs(q)
-    q, k, v = (rows_contiguous(x) for x in (q, k, v))
+    q, k, v = (near_rows(x) for x in (q, k, v))
     B, H, L, D = q.shape
     m, n, extras, count = _blocks(L, block_size, extras, count, table)
     BH = B * H if table is None else H
@@ -137,7 +130,7 @@ def near_gradients(
     from .short_blocks import block_gradients
 
     dq = empty_rows(q)
-    dout, q, k, v, out = (rows_contiguous(x) for x in (dout, q, k, v, out))
+    dout, q, k, v, out = (near_rows(x) for x in (dout, q, k, v, out))
     B, H, L, D = q.shape
     BH = B * H if table is None else H
     m, n, extras, count = _blocks(L, block_size, extras, count, table)

@@ -21,8 +21,8 @@ from ...core.tiles import (
     empty_rows,
     flags_or,
     for_operator,
+    near_rows,
     precision,
-    rows_contiguous,
     strides,
     tile_table,
     tiles_for,
@@ -70,7 +70,7 @@ def _forward(q, k, v, mask, table, key, block_size, threshold):
 
     check(q, k, v, "none")
     out, lse = _outputs(q)
-    q, k, v = (rows_contiguous(x) for x in (q, k, v))
+    q, k, v = (near_rows(x) for x in (q, k, v))
     programs, sizes, options = _launch("attend", q, k, mask, table, key, block_size, threshold)
     launch(
         attend, programs,
@@ -89,7 +89,7 @@ def _backward(dout, q, k, v, mask, table, key, out, lse, block_size, threshold):
 
     dq, (dk, by_head_k), (dv, by_head_v) = empty_rows(q), gradients(k, q), gradients(v, q)
     delta = torch.empty_like(lse)
-    dout, q, k, v, out = (rows_contiguous(x) for x in (dout, q, k, v, out))
+    dout, q, k, v, out = (near_rows(x) for x in (dout, q, k, v, out))
     given, flags = (*strides(q), *strides(k), *strides(v)), flags_or(mask, q)
     given_key = q if key is None else key
     programs, sizes, options = _launch("query gradients", q, k, mask, table, key, block_size, threshold)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...core.blocks import ceil_div
 from ...core.precision import autocast
-from ...core.tiles import Block, block_width, empty_rows, next_power_of_two, precision, rows_contiguous, strides
+from ...core.tiles import Block, block_width, empty_rows, near_rows, next_power_of_two, precision, strides
 from ..band.kernel import check
 from ..grouped import gradients, sum_to_groups
 from ..intervals.clusters import clustered
@@ -78,7 +78,7 @@ def _forward(q, k, v, tables, key, groups, size, pool, causal, threshold):
     out, block = outputs = _outputs(q, groups, size, causal)
     lse, qbar, kbar, vbar, local, *more = _kept(q, groups, size, causal).split(block)
     first, end, last, whole, of, about, before = more
-    q, k, v = (rows_contiguous(x) for x in (q, k, v))
+    q, k, v = (near_rows(x) for x in (q, k, v))
     B, H, L, D = q.shape
     token, group, start = order_tables(tables, (B, H, L), groups)
     order = token[0], group[0], start[0]
@@ -121,7 +121,7 @@ def _backward(dout, q, k, v, tables, key, out, block, groups, size, pool, causal
     dq, (dk, by_head_k), (dv, by_head_v) = empty_rows(q), gradients(k, q), gradients(v, q)
     lse, qbar, kbar, vbar, local, *more = _kept(q, groups, size, causal).split(block)
     first, end, last, whole, of, about, before = more
-    dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
+    dout, q, k, v = (near_rows(x) for x in (dout, q, k, v))
     B, H, L, D = q.shape
     token, group, start = order_tables(tables, (B, H, L), groups)
     order = token[0], group[0], start[0]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...core.precision import autocast
-from ...core.tiles import block_width, flags_or, rows_contiguous, strides
+from ...core.tiles import block_width, flags_or, near_rows, strides
 from ..launch import launch
 from ..operator import Operator
 from .kernel import assign_groups, empty_tables, group_dtype, sort_by_group, sum_groups
@@ -26,7 +26,7 @@ def content_of(k: Tensor) -> Tensor:
     """Sums over the tokens of k (B, heads, L, D), by which to recognise k."""
     (k,) = autocast(k)
     content = _empty_content(k)
-    _sum_tokens(rows_contiguous(k), content)
+    _sum_tokens(near_rows(k), content)
     return content
 
 
@@ -50,7 +50,7 @@ def _cluster(k, centroids, drawn, count, mask, decay, copy, content) -> Tensor:
     by those of these keys, and write the content of k."""
     from .sort import move_centroids
 
-    tables, k = empty_tables(k, 1, *centroids.shape[:2]), rows_contiguous(k)
+    tables, k = empty_tables(k, 1, *centroids.shape[:2]), near_rows(k)
     (B, _, L, D), (H, C, _) = k.shape, centroids.shape
     if copy is not None:
         launch(

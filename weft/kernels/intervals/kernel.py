@@ -25,9 +25,9 @@ from ...core.tiles import (
     empty_rows,
     flags_or,
     for_operator,
+    near_rows,
     next_power_of_two,
     precision,
-    rows_contiguous,
     strides,
     tile_table,
     tiles_for,
@@ -109,7 +109,7 @@ def nearest(
 
 def _assign(x, directions, mask, groups, signed):
     group, inv = _groups(x, directions, mask, groups, signed)
-    x = rows_contiguous(x)
+    x = near_rows(x)
     assign_groups(x, directions, flags_or(mask, x), mask is not None, group, inv, groups, signed)
     return group, inv
 
@@ -157,7 +157,7 @@ def group_sums(x: Tensor, orders: Orders, heads: int, dtype: torch.dtype) -> tup
 
 def _sum_groups(x, tables, H, groups, dtype):
     total, count = _sums(x, tables, H, groups, dtype)
-    sum_groups(rows_contiguous(x), tables, H, groups, total, count, 32)
+    sum_groups(near_rows(x), tables, H, groups, total, count, 32)
     return total, count
 
 
@@ -220,8 +220,8 @@ def _forward(q, k, v, inv, tables, key, groups, size, causal, back, others, thre
 def _attend(q, k, v, inv, tables, key, out, lse, groups, size, causal, back, others, threshold):
     check(q, q if k is None else k, v, "none")
     of_call = q, k, v, groups, size, causal, back, others, key, threshold
-    q, v = rows_contiguous(q), rows_contiguous(v)
-    k, inv = (q, inv) if k is None else (rows_contiguous(k), lse)
+    q, v = near_rows(q), near_rows(v)
+    k, inv = (q, inv) if k is None else (near_rows(k), lse)
     for number, order in enumerate(zip(*order_tables(tables, q.shape[:3], groups), strict=True)):
         attend_runs(q, k, v, inv, order, out, lse, run_settings(*of_call, number), more=number > 0)
 
@@ -236,8 +236,8 @@ def _backward(dout, q, k, v, inv, tables, key, out, lse, groups, size, causal, b
     by_head_k = dk if k is None or k.shape[1] == q.shape[1] else empty_by_head(k, q)
     delta = torch.empty_like(lse)
     of_call = q, k, v, groups, size, causal, back, others, key, threshold
-    dout, q, v, out = (rows_contiguous(x) for x in (dout, q, v, out))
-    k, inv, to_keys = (q, inv, dq) if k is None else (rows_contiguous(k), lse, by_head_k)
+    dout, q, v, out = (near_rows(x) for x in (dout, q, v, out))
+    k, inv, to_keys = (q, inv, dq) if k is None else (near_rows(k), lse, by_head_k)
     for number, order in enumerate(zip(*order_tables(tables, q.shape[:3], groups), strict=True)):
         settings, more = run_settings(*of_call, number), number > 0
         run_query_gradients(q, k, v, inv, order, out, dout, lse, delta, dq, settings, more=more)
@@ -352,7 +352,7 @@ def hashed_attention(
 
 def _hash_forward(q, v, rotations, mask, key, buckets, size, causal, threshold):
     out, lse, inv, tables = _hash_outputs(q, v, rotations, mask, key, buckets, size, causal, threshold)
-    group, x = q.new_empty(rotations.shape[0], *q.shape[:3], dtype=group_dtype(buckets)), rows_contiguous(q)
+    group, x = q.new_empty(rotations.shape[0], *q.shape[:3], dtype=group_dtype(buckets)), near_rows(q)
     assign_groups(x, rotations.mT, flags_or(mask, q), mask is not None, group, inv, buckets, True)
     sort_by_group(group, tables, buckets)
     _attend(q, None, v, inv, tables, key, out, lse, buckets, size, causal, True, True, threshold)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...core.blocks import ceil_div
 from ...core.precision import autocast
-from ...core.tiles import Block, as_flags, block_width, empty_rows, for_operator, rows_contiguous, strides
+from ...core.tiles import Block, as_flags, block_width, empty_rows, for_operator, near_rows, strides
 from ..grouped import gradients, sum_to_groups
 from ..launch import launch
 from ..lines.kernel import (
@@ -108,7 +108,7 @@ def _forward(q, k, v, mask, key, parts, numbers, members, pool, width, threshold
     about = mask, numbers, members, width
     out, block = outputs = _outputs(q, *about)
     lse, outs, lses, kept = _split(q, *about, block)
-    q, k, v = (rows_contiguous(x) for x in (q, k, v))
+    q, k, v = (near_rows(x) for x in (q, k, v))
     (B, H, L, D), n, flags = q.shape, ceil_div(q.shape[2], width), None if mask is None else as_flags(mask)
     sources: list[tuple[Tensor, Tensor, Tensor | None]] = [(k, v, flags)]
     for (axis, rule), (qbar, kbar, vbar, local, some) in zip(_spans(numbers), kept, strict=True):
@@ -138,7 +138,7 @@ def _backward(dout, q, k, v, mask, key, out, block, parts, numbers, members, poo
 
     lse, outs, lses, kept = _split(q, mask, numbers, members, width, block)
     dq, delta, (dk, by_head_k), (dv, by_head_v) = empty_rows(q), torch.empty_like(lse), gradients(k, q), gradients(v, q)
-    q, k, v, dout = (rows_contiguous(x) for x in (q, k, v, dout))
+    q, k, v, dout = (near_rows(x) for x in (q, k, v, dout))
     (B, H, L, D), n, flags = q.shape, ceil_div(q.shape[2], width), None if mask is None else as_flags(mask)
     sources = [(k, v, flags), *((kbar, vbar, as_flags(some)) for _, kbar, vbar, _, some in kept)]
     of_spans = [(torch.empty_like(kbar), torch.empty_like(vbar)) for _, kbar, vbar, *_ in kept]

@@ -28,8 +28,8 @@ from ...core.tiles import (
     block_width,
     empty_rows,
     for_operator,
+    near_rows,
     precision,
-    rows_contiguous,
     strides,
     tile_table,
     tiles_for,
@@ -107,7 +107,7 @@ def _forward(q, k, v, mask, *rest):
     sources = _sources(k, v, mask, *spans)
     check(q, sources)
     out, lse = _outputs(q)
-    q = rows_contiguous(q)
+    q = near_rows(q)
     n = grid_rows(q, k, width)
     for number, part in enumerate(decode(parts)):
         s, lines, dropout = part.source, Lines.of(part.axis, n, width), (key, threshold)
@@ -125,7 +125,7 @@ def _backward(dout, q, k, v, mask, *rest):
     (dk, by_head_k), (dv, by_head_v) = gradients(k, q), gradients(v, q)
     of_spans = [(empty_rows(keys), empty_rows(values)) for keys, values, _ in _threes(*spans)]
     written = [(by_head_k, by_head_v), *of_spans]
-    q, dout = rows_contiguous(q), rows_contiguous(dout)
+    q, dout = near_rows(q), near_rows(dout)
     n = grid_rows(q, k, width)
     sources = _sources(k, v, mask, *spans)
     begun = set()
@@ -237,7 +237,7 @@ def _pointer(x: Tensor | None, stand_in: Tensor) -> Tensor:
 
 def _sources(*sources: Any) -> list[tuple[Tensor, Tensor, Tensor | None]]:
     return [
-        (rows_contiguous(keys), rows_contiguous(values), None if which is None else as_flags(which))
+        (near_rows(keys), near_rows(values), None if which is None else as_flags(which))
         for keys, values, which in _threes(*sources)
     ]
 

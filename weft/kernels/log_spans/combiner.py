@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...core.blocks import ceil_div
 from ...core.precision import autocast
-from ...core.tiles import Block, block_width, empty_rows, flags_or, for_operator, rows_contiguous, strides
+from ...core.tiles import Block, block_width, empty_rows, flags_or, for_operator, near_rows, strides
 from ..band.kernel import check
 from ..grouped import gradients, sum_to_groups
 from ..launch import launch
@@ -63,7 +63,7 @@ def _forward(q, k, v, mask, key, pool, causal, threshold):
 
     check(q, k, v, "none")
     out, block = outputs = _outputs(q, causal)
-    q, k, v = (rows_contiguous(x) for x in (q, k, v))
+    q, k, v = (near_rows(x) for x in (q, k, v))
     lse, *kept = _kept(q, causal).split(block)
     has_mask = mask is not None
     flags = flags_or(mask, q)
@@ -103,7 +103,7 @@ def _backward(dout, q, k, v, mask, key, out, block, pool, causal, threshold):
 
     dq, (dk, by_head_k), (dv, by_head_v) = empty_rows(q), gradients(k, q), gradients(v, q)
     lse, *kept = _kept(q, causal).split(block)
-    dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
+    dout, q, k, v = (near_rows(x) for x in (dout, q, k, v))
     has_mask = mask is not None
     flags = flags_or(mask, q)
     (BH, H, L), options = tile_sizes(q, has_mask)

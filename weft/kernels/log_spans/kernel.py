@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ...core.blocks import ceil_div
 from ...core.precision import autocast
-from ...core.tiles import block_width, empty_rows, flags_or, for_operator, precision, rows_contiguous, strides
-from ..band.kernel import check, too_long
+from ...core.tiles import block_width, empty_rows, flags_or, for_operator, near_rows, precision, strides
+from ..band.kernel import check
 from ..grouped import gradients, sum_to_groups
 from ..launch import launch
 from ..lines.kernel import scales
@@ -30,7 +30,7 @@ LONGEST = WIDE_T << U
 def lacks(attn: Any, *qkv: Tensor) -> str:
     if qkv and qkv[0].shape[2] > LONGEST:
         return f"the kernel supports up to {LONGEST} tokens, got {qkv[0].shape[2]}"
-    return too_long(attn, *qkv)
+    return ""
 
 
 def last_token_attention(
@@ -45,7 +45,7 @@ def last_token_attention(
 def _forward(q, k, v, mask, key, causal, threshold):
     check(q, k, v, "none")
     out, lse = _outputs(q)
-    q, k, v = (rows_contiguous(x) for x in (q, k, v))
+    q, k, v = (near_rows(x) for x in (q, k, v))
     flags = flags_or(mask, q)
     for reverse in (False,) if causal else (False, True):
         attend_spans(q, k, v, flags, k, v, flags, key, out, lse, mask is not None, reverse, threshold)
@@ -75,7 +75,7 @@ def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
 
 def _backward(dout, q, k, v, mask, key, out, lse, causal, threshold):
     dq, (dk, by_head_k), (dv, by_head_v) = empty_rows(q), gradients(k, q), gradients(v, q)
-    dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
+    dout, q, k, v = (near_rows(x) for x in (dout, q, k, v))
     flags = flags_or(mask, q)
     delta, parts = torch.empty_like(lse), empty_parts(q)
     given, grads = (q, k, v, flags, k, v, flags, key, out, dout, lse), (dq, by_head_k, by_head_v, by_head_k, by_head_v)

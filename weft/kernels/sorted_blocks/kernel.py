@@ -24,6 +24,7 @@ from ...core.tiles import (
     empty_rows,
     flags_or,
     for_operator,
+    near_rows,
     next_power_of_two,
     precision,
     rows_contiguous,
@@ -84,7 +85,7 @@ def _forward(q, k, v, sort, mask, sources, slots, key, m, threshold):
     check(q, k, v, "none")
     out, block = outputs = _outputs(q, k, m)
     sums, R, sorted_k, sorted_v = _split(k, m, block)
-    q, k, v, sort = (rows_contiguous(x) for x in (q, k, v, sort))
+    q, k, v, sort = *(near_rows(x) for x in (q, k, v)), rows_contiguous(sort)
     B, H, L, D = k.shape
     n, BH = ceil_div(L, m), B * H
     shape = {"D": D, "BLOCK_D": block_width(D)}
@@ -117,7 +118,7 @@ def _backward(dout, q, k, v, sort, mask, sources, slots, key, out, block, m, thr
 
     dq, dsort, (dk, by_head_k), (dv, by_head_v) = empty_rows(q), empty_rows(sort), gradients(k, q), gradients(v, q)
     sums, R, sorted_k, sorted_v = _split(k, m, block)
-    dout, q, k, v, sort = (rows_contiguous(x) for x in (dout, q, k, v, sort))
+    dout, q, k, v, sort = *(near_rows(x) for x in (dout, q, k, v)), rows_contiguous(sort)
     B, H, L, D = k.shape
     n, BH = ceil_div(L, m), B * H
     dsorted_k, dsorted_v = by_head_sorted = torch.empty_like(sorted_k), torch.empty_like(sorted_v)

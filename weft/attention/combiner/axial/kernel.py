@@ -25,8 +25,8 @@ from ....core.tiles import (
     empty_rows,
     flags_or,
     for_operator,
+    near_rows,
     precision,
-    rows_contiguous,
     strides,
     tile_table,
 )
@@ -76,7 +76,7 @@ def _forward(q, k, v, mask, key, block_size, causal, threshold):
     m, n = block_size, ceil_div(L, block_size)
     out, block = outputs = _outputs(q, m)
     lse, kbar, vbar, local = _split(q, m, block)
-    q, k, v = (rows_contiguous(x) for x in (q, k, v))
+    q, k, v = (near_rows(x) for x in (q, k, v))
     if n == 1:  # nothing to summarise
         flags = None if mask is None else as_flags(mask)
         attend_lines(q, k, v, flags, out, lse, *_row(m, causal), key, threshold, more=False)
@@ -117,7 +117,7 @@ def _backward(dout, q, k, v, mask, key, out, block, block_size, causal, threshol
     lse, kbar, vbar, local = _split(q, block_size, block)
     dq, delta = empty_rows(q), torch.empty_like(lse)
     (dk, by_head_k), (dv, by_head_v) = gradients(k, q), gradients(v, q)
-    dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
+    dout, q, k, v = (near_rows(x) for x in (dout, q, k, v))
     B, H, L, D = q.shape
     m, n = block_size, ceil_div(L, block_size)
     flags = None if mask is None else as_flags(mask)

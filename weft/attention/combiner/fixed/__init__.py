@@ -365,6 +365,7 @@ register(
         lacks,
         kernel.LEAST_LENGTH,
         dropout=True,
+        far=True,
         grouped=lambda attn: True,
         packed=run_packed,
         step=step_of,
