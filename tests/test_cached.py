@@ -211,6 +211,17 @@ def test_padding_never_enters_the_cache() -> None:
     assert torch.equal(nothing.cache.cache, start)
 
 
+def test_padding_does_not_reach_its_neighbours_in_the_convolution() -> None:
+    c, other = layer(position="conv", length=9), layer(position="conv", length=9)
+    x = tokens(2, 9, 16)
+    valid = torch.arange(9) < torch.tensor([[9], [5]])
+    padded = x.masked_fill(~valid[..., None], 5.0).requires_grad_()
+    y = c(padded, valid)
+    torch.testing.assert_close(y[valid], other(x.masked_fill(~valid[..., None], 0), valid)[valid])
+    y[valid].square().sum().backward()
+    assert (padded.grad[~valid] == 0).all()
+
+
 def test_evaluation_reads_and_never_writes() -> None:
     c = layer(length=5)
     for step in range(2):

@@ -401,7 +401,8 @@ class CachedAttention(nn.Module):
 
     def _positions(self, x: Tensor, valid: Tensor | None, grid: tuple[int, int] | None) -> Tensor:
         assert self.position is not None
-        x = quiet_padding(x, valid)
+        if valid is not None:  # the convolution reads neighbours
+            x = torch.where(valid[..., None], x, 0)
         image = torch.unflatten(x[:, self.prefix :].transpose(1, 2), 2, self._square(x.shape[1], grid))
         found = _joined(self.position, image) if image.is_cuda else self.position(image)
         return F.pad(found.flatten(2).transpose(1, 2), (0, 0, self.prefix, 0))
