@@ -161,3 +161,5 @@ def test_leaks_are_refused() -> None:
         CachedAttention(causal, delayed=True, memory="per_sample")
     with pytest.raises(ValueError, match="eval_update=True needs"):
         CachedAttention(causal, delayed=True, eval_update=True)
+    with pytest.raises(ValueError, match="eval_gate=True stores nothing in eval"):
+        CachedAttention(causal, preset="authors", scope="stream", eval_update=True, position="none")

@@ -45,6 +45,8 @@ class CacheOptions:
             raise ValueError("pool and memory_attention='same' both shrink the cache: use memory_attention='full'")
         if self.eval_update and self.scope != "stream":
             raise ValueError("eval_update=True needs scope='stream': eval() freezes a shared cache")
+        if self.eval_update and self.eval_gate:
+            raise ValueError("eval_gate=True stores nothing in eval(), but eval_update=True keeps writing: choose one")
         if self.delayed and self.eval_gate:
             raise ValueError("eval_gate=True reads the current tokens, which delayed=True forbids: choose one")
         if self.delayed and self.memory == "per_sample":
