@@ -143,10 +143,11 @@ def words(task: str, inputs: list[Tensor], data: TaskData | Known) -> list[Any] 
 
         vocabulary = list(VOCABULARY)
     if data.tokenizer is not None:
+        from ..tasks.own import TextTable
         from ..tasks.tokens import Pieces
 
-        bpe, shift = Pieces(data.tokenizer).bpe, 0 if isinstance(get_task(task), Bytes) else 1
-        pieces = [bpe.decode([i]) for i in range(bpe.get_vocab_size())]
+        bpe, shift = Pieces(data.tokenizer).bpe, int(isinstance(get_task(task), TextTable))
+        pieces = [bpe.decode([i], skip_special_tokens=False) for i in range(bpe.get_vocab_size())]
         vocabulary = ["<pad>"] * shift + pieces
     first = 0 if isinstance(get_task(task), Bytes) else 1  # the id of byte 0; in other tasks, 0 is padding
 
