@@ -15,8 +15,9 @@ from browser import browser, payload, run_browser
 import weft
 from weft import inspect
 from weft.cli.inspect import words
-from weft.inspect.gather import layer_name, pack
+from weft.inspect.gather import attention, layer_name, pack
 from weft.models import CRATE, TextClassifier
+from weft.models.translation import Translator
 from weft.tasks import TaskData
 
 EVIL = ["</script><script>document.title='taken'</script>", "<img src=x onerror=\"document.title='taken'\">", "{{js}}"]
@@ -88,6 +89,41 @@ def test_padding_is_excluded(text_page):
     assert layer["examples"][1]["row"]["shape"] == [48, 7]
     assert layer["examples"][1]["map"]["shape"] == [48, 7, 7]
     assert data["attention"]["examples"][1]["tokens"] == ["[CLS]", *WORDS[:6]]
+
+
+def unpacked(packed):
+    q = torch.tensor(list(base64.b64decode(packed["bytes"])), dtype=torch.uint8).view(torch.int8)
+    q = q.view(packed["shape"]) / 127
+    return torch.tensor(packed["max"]).view(-1, *[1] * (q.dim() - 1)) * q.sign() * q.square()
+
+
+@pytest.mark.parametrize("length", [6, 7, 9])
+def test_every_layer_of_a_translator_has_its_own_tokens(length):
+    """Also if source and target have (almost) the same length; the first row is that of the last real token."""
+    model = Translator(30, dim=16, heads=2, layers=1, mlp_dim=32).eval()
+    source, target = torch.randint(3, 30, (1, 6)), torch.randint(3, 30, (1, length))
+    source[0, 4:] = 0
+    texts = [[f"s{i}" for i in range(6)], [f"t{i}" for i in range(length)]]
+    how = dict(pictures=None, targets=None, classes=None, examples=1)
+    found = attention(model, [source, target], tokens=[texts], map_up_to=64, **how)
+    assert found["examples"][0]["tokens"] == texts[0][:4]
+    encoder, decoder, cross = (layer["examples"][0] for layer in found["layers"])
+    assert (encoder["tokens"], decoder["tokens"], cross["tokens"]) == ("shared", texts[1], "shared")
+    assert cross["queries"] == texts[1] and cross["map"]["shape"] == [2, length, 4]
+    for view in (encoder, decoder, cross):
+        torch.testing.assert_close(unpacked(view["row"]), unpacked(view["map"])[:, -1], atol=0.02, rtol=0)
+    long = attention(model, [source, target], tokens=[texts], map_up_to=3, **how)["layers"][0]["examples"][0]
+    torch.testing.assert_close(unpacked(long["row"]), unpacked(encoder["row"]), atol=1e-6, rtol=0)
+
+
+def test_slots_are_shown_for_real_queries():
+    model = TextClassifier(19, 2, max_length=9, dim=16, heads=2, head_dim=8, layers=1, mlp_dim=8)
+    weft.cache(model)
+    ids = torch.tensor([[1, 2, 3, 4, 0, 0, 0, 0]])
+    model(ids)
+    how = dict(pictures=None, targets=None, classes=None, examples=1, map_up_to=64)
+    own, memory = (layer["examples"][0] for layer in attention(model, [ids], tokens=None, **how)["layers"])
+    assert own["map"]["shape"] == [2, 5, 5] and memory["map"]["shape"] == [2, 5, 9]
 
 
 def test_packed_numbers_are_close_to_the_originals():
@@ -242,6 +278,17 @@ def test_ids_in_readable_form(task, ids, expected):
     if task == "text":
         pair = [torch.tensor([[1, 2]]), torch.tensor([[2, 9]])]
         assert words(task, pair, data) == [(["a", "b"], ["b", "9"])]
+
+
+@pytest.mark.parametrize(("task", "shift"), [("classify", 1), ("glue", 0), ("multi30k-de-en", 0), ("lm", 0)])
+def test_pieces_in_readable_form(task, shift):
+    pytest.importorskip("tokenizers")
+    from weft.tasks.translation import pieces
+
+    made = pieces([("ein Hund", "a dog")])
+    data = TaskData({}, {}, {}, length=3, tokenizer=made.to_str())
+    ids = torch.tensor([[made.token_to_id("<begin>"), *made.encode("a dog").ids]]) + shift
+    assert "".join(words(task, [ids], data)[0]) == "<begin> a dog"
 
 
 def test_a_single_layer_and_a_timm_model(tmp_path):

@@ -153,7 +153,11 @@ def attention(
         views, output = attention_views(model, one, row=row, map_up_to=map_up_to)
         grid = image_grid(plain(model), one[0], pictures, views[0].row.shape[-1])
         texts = _texts(one, tokens[i] if tokens else None, grid)
-        packed = [_packed_view(v, texts, row, v.path.split(" (call")[0] in memories, grid) for v in views]
+        packed, mask = [], None
+        for v in views:
+            memory = v.path.split(" (call")[0] in memories
+            mask = mask if memory else v.mask  # slots are read by the tokens of the view before
+            packed.append(_packed_view(v, texts, row, memory, grid, mask))
         common: list[str] = next((view["tokens"] for view in packed if view["tokens"]), [])
         if not common and texts and views[0].map is not None:  # all layers read slots: label the queries
             common = _labels(texts[0], views[0].map.shape[2]) or []
@@ -237,18 +241,25 @@ def _block_names(model: nn.Module) -> list[str]:
 
 
 def _packed_view(
-    view: AttentionView, texts: list[list[str]], row: int, memory: bool, grid: list[int] | None
+    view: AttentionView, texts: list[list[str]], row: int, memory: bool, grid: list[int] | None, mask: Tensor | None
 ) -> dict[str, Any]:
-    """A view of one example without padding; `tokens` is None if the keys are slots of a memory."""
+    """A view of one example without padding; `tokens` is None if the keys are slots of a memory. `mask` is that of the
+    queries, except in cross attention."""
     one, full = view.row[0], None if view.map is None else view.map[0]
-    labels = _labels(texts[min(view.call, len(texts)) - 1], one.shape[-1]) if texts and not memory else None
+    cross, document = "cross" in view.path, min(view.call, len(texts)) - 1
+    if "decoder" in view.path and not cross and len(texts) > 1:
+        document = 1
+    labels = _labels(texts[document], one.shape[-1]) if texts and not memory else None
+    if full is not None:
+        if mask is not None and not cross and full.shape[1] == mask.shape[1]:
+            full = full[:, mask[0]]
+        if full.shape[1]:
+            one = full[:, row]
     if view.mask is not None:
         real = view.mask[0]
         one = one[:, real]
         labels = [t for t, kept in zip(labels, real.tolist(), strict=True) if kept] if labels else None
-        if full is not None:
-            full = full[:, real] if full.shape[1] == len(real) else full
-            full = full[:, :, real]
+        full = None if full is None else full[:, :, real]
     packed: dict[str, Any] = {"tokens": labels, "row": pack(one), "query": row}
     if memory:
         packed["slots"] = True
@@ -256,6 +267,8 @@ def _packed_view(
             packed["grid"] = grid
     if full is not None:
         packed["map"] = pack(full)
+        if cross and len(texts) > 1:
+            packed["queries"] = _labels(texts[1], full.shape[1])
     return packed
 
 

@@ -65,8 +65,9 @@ function attention() {
     for (let h = 1; h < n; h++) of(h).forEach((v, i) => total[i] += v);
     return total.map(v => v / n);
   }
-  // The keys of a memory are slots, not the query tokens.
-  const asking = () => seen().slots ? (examples[state.example].tokens.length === queries() ? examples[state.example].tokens : []) : tokens();
+  // The keys of a memory are slots, and those of cross attention another text, not the query tokens.
+  const asking = () => seen().queries ?? (!seen().slots ? tokens()
+    : examples[state.example].tokens.length === queries() ? examples[state.example].tokens : []);
   // If the keys form an image (possibly with CLS first), draw them in its shape; otherwise wrap them like text.
   function shape(values) {
     if (cells()) {
@@ -114,7 +115,7 @@ function attention() {
     const readout = el("div", {className: "readout", role: "status"});
     const say = text => readout.textContent = text;
     const single = labels.filter(t => t.length === 1).length > labels.length * .8;
-    const asked = !view.slots && queries() === labels.length ? query() : -1;
+    const asked = !view.slots && !view.queries && queries() === labels.length ? query() : -1;
     const pick = i => {
       const from = document.activeElement?.dataset.choose;  // the control is drawn again: keep the focus on it
       state.query = Math.max(0, Math.min(queries() - 1, i)); heads(); show();

@@ -37,7 +37,8 @@ def attention_views(
 ) -> tuple[list[AttentionView], Any]:
     """All attention layers in call order, and the model's output.
 
-    Full maps have quadratic cost and are computed for at most `map_up_to` tokens; rows are always computed.
+    `row` is the query of the rows; -1 is the last real token. Full maps have quadratic cost and are computed for at
+    most `map_up_to` tokens; rows are always computed.
     """
     model, calls, busy = plain(model), [], False
 
@@ -112,22 +113,33 @@ def _view(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     mask = None if mask is None else mask.detach()
     packed = {} if segments is None else {"segments": segments}
+    at: int | Tensor = row
+    if row == -1 and mask is not None and mask.shape[1] == q.shape[2]:
+        at = mask.cumsum(1).argmax(1)
     if max(q.shape[2], k.shape[2]) <= map_up_to:
-        full = attn.weights(q, k, v, mask, bias, **packed).float().cpu()
-        return full[:, :, row], full, None if mask is None else mask.cpu()
-    one = attention_row(attn, q, k, mask, bias, row=row, **packed)
+        full = attn.weights(q, k, v, mask, bias, **packed).float()
+        one = full[torch.arange(len(full)), :, at].cpu()
+        return one, full.cpu(), None if mask is None else mask.cpu()
+    one = attention_row(attn, q, k, mask, bias, row=at, **packed)
     return one.float().cpu(), None, None if mask is None else mask.cpu()
 
 
 def attention_row(
-    attn: Attention, q: Tensor, k: Tensor, mask: Tensor | None = None, bias: Any = None, *, row: int = 0, **packed: Any
+    attn: Attention,
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None = None,
+    bias: Any = None,
+    *,
+    row: int | Tensor = 0,
+    **packed: Any,
 ) -> Tensor:
-    """One row of `attn.weights`, (B, H, Lk), at the cost of one call and its backward pass."""
+    """One row of `attn.weights` for each example, (B, H, Lk), at the cost of one call and its backward pass."""
     k, _ = spread(q, k, k)  # one row for each head of q
     with torch.enable_grad():
         v = torch.zeros(*k.shape[:3], 1, dtype=k.dtype, device=k.device, requires_grad=True)
         out = attn(q.detach(), k.detach(), v, mask, bias, **packed)
-        (gradient,) = torch.autograd.grad(out[:, :, row].sum(), v)
+        (gradient,) = torch.autograd.grad(out[torch.arange(len(out)), :, row].sum(), v)
     return gradient[..., 0]
 
 
