@@ -151,7 +151,7 @@ def rank(number: int, folder: str) -> None:
 
 
 def caches(model: nn.Module) -> dict[str, Tensor]:
-    return {name: buffer for name, buffer in model.named_buffers() if name.endswith("cache.cache")}
+    return {name: value for name, value in model.state_dict().items() if name.endswith("cache.cache")}
 
 
 @pytest.fixture(scope="module")
@@ -186,3 +186,7 @@ def test_ranks_may_read_their_own_mean(ranks: list[dict]) -> None:
     for kind in ("stored", "none"):
         assert not torch.allclose(torch.cat([r[kind]["y"] for r in ranks])[mask], y[mask])
     torch.testing.assert_close(ranks[0]["stored"]["caches"], ranks[1]["stored"]["caches"])
+    for number, found in enumerate(ranks):
+        alone = Net(sync="none")
+        train(alone, *(t[2 * number : 2 * number + 2] for t in (x, mask)))
+        torch.testing.assert_close(found["none"]["caches"], caches(alone))

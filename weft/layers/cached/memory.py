@@ -74,13 +74,15 @@ class RecurrentCache(nn.Module):
         kept = torch.float32 if kept in (torch.float16, torch.bfloat16) else kept
         empty = torch.zeros(0, length or 0, width, device=device, dtype=kept)
         self.register_buffer("updates", torch.zeros((), dtype=torch.long, device=device))
-        # Per-row state of this rank's batch is saved and moved like buffers. It cannot be a buffer, because
+        # State of this rank alone is saved and moved like buffers. It cannot be a buffer, because
         # DistributedDataParallel overwrites buffers with those of the first rank.
-        self.rows = (("cache",) if scope == "stream" else ()) + (("pending", "pending_alive") if delayed else ())
-        if scope == "stream":
-            self.cache = empty
+        own = scope == "stream" or sync == "none"
+        self.rows = (("cache",) if own else ()) + (("pending", "pending_alive") if delayed else ())
+        start = empty if scope == "stream" else torch.zeros(1, length or 0, width, device=device, dtype=kept)
+        if own:
+            self.cache = start
         else:
-            self.register_buffer("cache", torch.zeros(1, length or 0, width, device=device, dtype=kept))
+            self.register_buffer("cache", start)
         if delayed:
             self.pending, self.pending_alive = empty, torch.zeros(0, dtype=torch.bool, device=device)
         self.replays = Replays()
