@@ -18,6 +18,7 @@ from weft.cli.inspect import words
 from weft.inspect.gather import attention, layer_name, pack
 from weft.models import CRATE, TextClassifier
 from weft.models.translation import Translator
+from weft.models.words import WordModel
 from weft.tasks import TaskData
 
 EVIL = ["</script><script>document.title='taken'</script>", "<img src=x onerror=\"document.title='taken'\">", "{{js}}"]
@@ -114,6 +115,14 @@ def test_every_layer_of_a_translator_has_its_own_tokens(length):
         torch.testing.assert_close(unpacked(view["row"]), unpacked(view["map"])[:, -1], atol=0.02, rtol=0)
     long = attention(model, [source, target], tokens=[texts], map_up_to=3, **how)["layers"][0]["examples"][0]
     torch.testing.assert_close(unpacked(long["row"]), unpacked(encoder["row"]), atol=1e-6, rtol=0)
+
+
+def test_losses_of_tokens_are_no_prediction():
+    sizes = dict(dim=16, heads=2, head_dim=8, layers=1, mlp_dim=8, dropout=0.0, attention_dropout=0.0)
+    model, ids = WordModel(30, 8, attention="full", **sizes), torch.randint(30, (1, 9))
+    how = dict(pictures=None, targets=None, classes=None, examples=1, map_up_to=64)
+    found = attention(model, [ids[:, :-1], ids[:, 1:]], tokens=None, **how)
+    assert found["examples"][0]["prediction"] == ""
 
 
 def test_slots_are_shown_for_real_queries():

@@ -169,7 +169,7 @@ def attention(
                 "tokens": common,
                 "grid": grid,
                 "picture": _picture(pictures[i]) if pictures is not None else None,
-                "prediction": _prediction(output, classes),
+                "prediction": _prediction(output, classes, one[0]),
                 "target": targets[i] if targets else "",
             }
         )
@@ -308,8 +308,10 @@ def _rgb(pixels: Tensor) -> dict[str, Any]:
     return {"height": pixels.shape[0], "width": pixels.shape[1], "bytes": raw}
 
 
-def _prediction(output: Any, classes: Sequence[str] | None) -> str:
+def _prediction(output: Any, classes: Sequence[str] | None, given: Tensor) -> str:
     if not isinstance(output, Tensor) or output.dim() != 2:
+        return ""
+    if classes is None and output.shape == given.shape:  # one value per token, such as its loss
         return ""
     if output.shape[1] == 1:  # a number
         return f"{output.item():.4g}"
