@@ -141,6 +141,20 @@ def test_report_lists_layers_without_maps(tmp_path):
     assert data["branches"]["examples"] == [] and "would change this model's streams" in data["branches"]["missing"]
 
 
+@pytest.mark.parametrize("eval_update", [False, True])
+def test_streams_are_inspected_with_other_rows_and_kept(eval_update):
+    options = dict(length=4, delayed=True, scope="stream", eval_update=eval_update)
+    layer = weft.CachedAttention(weft.MultiheadAttention(8, 2), **options)
+    x = torch.randn(2, 5, 8)
+    layer(x), layer(x)
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    for rows in (1, 3):
+        inspect.attention_views(layer, [torch.randn(rows, 5, 8)])
+    first, second = (inspect.attention_views(layer, [x])[1] for _ in range(2))
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    assert torch.equal(first, second) and torch.equal(first, layer.eval()(x))
+
+
 @browser
 def test_pages_in_a_browser(tmp_path):
     script = """

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..layers.cached import RecurrentCache
+
 
 @contextmanager
 def looking(model: nn.Module, hooks: Sequence[Any]) -> Iterator[None]:
-    """eval() without gradients; afterwards, remove the hooks and restore mode and buffers (e.g. a cache)."""
+    """eval() without gradients; afterwards, remove the hooks and restore mode and buffers (e.g. a cache).
+
+    Every call starts with the streams of a cache as they are now, or with empty ones for another number of rows.
+    """
+    streams = [
+        (m, {name: getattr(m, name) for name in m.rows})
+        for m in model.modules()
+        if isinstance(m, RecurrentCache) and m.scope == "stream"
+    ]
+    hooks = [*hooks, *(m.register_forward_pre_hook(partial(_start, before)) for m, before in streams)]
     modes = [(module, module.training) for module in model.modules()]
     kept = [
         (m, name, buffer, None if buffer is None else buffer.clone())
@@ -32,6 +44,14 @@ def looking(model: nn.Module, hooks: Sequence[Any]) -> Iterator[None]:
             module._buffers[name] = buffer
             if buffer is not None and value is not None:
                 buffer.copy_(value)
+        for cache, before in streams:
+            for name, rows in before.items():
+                setattr(cache, name, rows)
+
+
+def _start(before: dict[str, Tensor], cache: nn.Module, args: tuple[Any, ...]) -> None:
+    for name, rows in before.items():
+        setattr(cache, name, rows if len(rows) == len(args[0]) else rows[:0])
 
 
 def mask_of(args: tuple[Any, ...], kwargs: dict[str, Any], tokens: Tensor) -> Tensor | None:
