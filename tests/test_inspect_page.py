@@ -117,6 +117,13 @@ def test_every_layer_of_a_translator_has_its_own_tokens(length):
     torch.testing.assert_close(unpacked(long["row"]), unpacked(encoder["row"]), atol=1e-6, rtol=0)
 
 
+def test_a_target_may_be_shorter_than_its_source(tmp_path):
+    model = Translator(30, dim=16, heads=2, layers=1, mlp_dim=32)
+    inputs = [torch.randint(3, 30, (1, n)) for n in (9, 4)]
+    data = payload(inspect.report(model, inputs, out=tmp_path / "page.html").read_text("utf-8"))
+    assert data["heatmaps"]["examples"][0]["tokens"] == [0, 1, 2, 3]
+
+
 def test_losses_of_tokens_are_no_prediction():
     sizes = dict(dim=16, heads=2, head_dim=8, layers=1, mlp_dim=8, dropout=0.0, attention_dropout=0.0)
     model, ids = WordModel(30, 8, attention="full", **sizes), torch.randint(30, (1, 9))

@@ -128,7 +128,7 @@ def tokens_per_layer(
     mask = seen[0][1]
     length, width = (min(z.shape[i] for z, _ in seen) for i in (0, 1))
     generator = torch.Generator().manual_seed(seed)
-    real = torch.arange(length) if mask is None else mask[0].nonzero().flatten().cpu()
+    real = torch.arange(length) if mask is None else mask[0, :length].nonzero().flatten().cpu()
     tokens = real[torch.randperm(len(real), generator=generator)[:size]].sort().values
     channels = torch.randperm(width, generator=generator)[:size].sort().values
     return torch.stack([z[tokens][:, channels] for z, _ in seen]), tokens, channels
