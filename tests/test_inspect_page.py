@@ -124,6 +124,14 @@ def test_a_target_may_be_shorter_than_its_source(tmp_path):
     assert data["heatmaps"]["examples"][0]["tokens"] == [0, 1, 2, 3]
 
 
+def test_the_padding_of_a_source_does_not_hide_tokens_of_the_target():
+    model = Translator(30, dim=16, heads=2, layers=1, mlp_dim=32)
+    source, target = torch.randint(3, 30, (1, 4)), torch.randint(3, 30, (1, 6))
+    more = torch.nn.functional.pad(source, (0, 2))
+    rates = [inspect.measure(model, [s, target])["rate"] for s in (source, more)]
+    torch.testing.assert_close(*rates, rtol=1e-5, atol=1e-5)
+
+
 def test_losses_of_tokens_are_no_prediction():
     sizes = dict(dim=16, heads=2, head_dim=8, layers=1, mlp_dim=8, dropout=0.0, attention_dropout=0.0)
     model, ids = WordModel(30, 8, attention="full", **sizes), torch.randint(30, (1, 9))

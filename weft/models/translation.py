@@ -33,7 +33,9 @@ class DecoderBlock(nn.Module):
         attention = MultiheadAttention(dim, heads, causal=True, dropout=dropout, qkv_bias=True, out_bias=True)
         self.block = EncoderBlock(dim, attention, mlp_dim=mlp_dim, dropout=dropout)
 
-    def forward(self, y: Tensor, memory: Tensor, real: Tensor) -> Tensor:
+    def forward(self, y: Tensor, source: tuple[Tensor, Tensor]) -> Tensor:
+        """`source` is the memory and which of its tokens are real."""
+        memory, real = source
         own = self.block.attention(self.block.attention_norm(y))
         return self._finish(y, own, self.keys(memory), real)
 
@@ -90,9 +92,9 @@ class Translator(nn.Module):
         if target is None:
             return self.translate(source)
         with without_cudnn(source):  # nearly every batch has new lengths
-            memory, real, y = self.read(source), source != PAD, self._tokens(target)
+            read, y = (self.read(source), source != PAD), self._tokens(target)
             for block in self.decoder:
-                y = block(y, memory, real)
+                y = block(y, read)
         return self._scores(y)
 
     def read(self, source: Tensor) -> Tensor:
