@@ -16,7 +16,7 @@ import weft
 from weft import inspect
 from weft.cli.inspect import words
 from weft.inspect.gather import attention, layer_name, pack
-from weft.models import CRATE, TextClassifier
+from weft.models import CRATE, TextClassifier, TextMatcher
 from weft.models.translation import Translator
 from weft.models.words import WordModel
 from weft.tasks import TaskData
@@ -115,6 +115,17 @@ def test_every_layer_of_a_translator_has_its_own_tokens(length):
         torch.testing.assert_close(unpacked(view["row"]), unpacked(view["map"])[:, -1], atol=0.02, rtol=0)
     long = attention(model, [source, target], tokens=[texts], map_up_to=3, **how)["layers"][0]["examples"][0]
     torch.testing.assert_close(unpacked(long["row"]), unpacked(encoder["row"]), atol=1e-6, rtol=0)
+
+
+def test_slots_are_read_by_the_second_document():
+    model = TextMatcher(19, max_length=6, dim=16, heads=2, head_dim=8, layers=1, mlp_dim=8)
+    weft.cache(model)
+    pair = [torch.tensor([[1, 2, 3, 0]]), torch.tensor([[4, 5, 6, 0]])]
+    model(*pair)
+    how = dict(pictures=None, targets=None, classes=None, examples=1, map_up_to=64)
+    layers = attention(model, pair, tokens=None, **how)["layers"]
+    assert [layer["name"] for layer in layers][1::2] == ["layer 1 · memory", "layer 1 · memory · call 2"]
+    assert layers[3]["examples"][0]["queries"] == ["4", "5", "6"]
 
 
 def test_a_target_may_be_shorter_than_its_source(tmp_path):

@@ -250,15 +250,18 @@ def _packed_view(
     if "decoder" in view.path and not cross and len(texts) > 1:
         document = 1
     labels = _labels(texts[document], one.shape[-1]) if texts and not memory else None
+    queries = None  # if they are neither the keys nor the tokens of the first document
     if full is not None:
+        if len(texts) > 1 and (cross or (memory and document)):
+            queries = _labels(texts[1], full.shape[1])
         if mask is not None and not cross and full.shape[1] == mask.shape[1]:
-            full = full[:, mask[0]]
+            full, queries = full[:, mask[0]], _real(queries, mask[0])
         if full.shape[1]:
             one = full[:, row]
     if view.mask is not None:
         real = view.mask[0]
         one = one[:, real]
-        labels = [t for t, kept in zip(labels, real.tolist(), strict=True) if kept] if labels else None
+        labels = _real(labels, real)
         full = None if full is None else full[:, :, real]
     packed: dict[str, Any] = {"tokens": labels, "row": pack(one), "query": row}
     if memory:
@@ -267,9 +270,13 @@ def _packed_view(
             packed["grid"] = grid
     if full is not None:
         packed["map"] = pack(full)
-        if cross and len(texts) > 1:
-            packed["queries"] = _labels(texts[1], full.shape[1])
+        if queries is not None:
+            packed["queries"] = queries
     return packed
+
+
+def _real(labels: list[str] | None, mask: Tensor) -> list[str] | None:
+    return [t for t, kept in zip(labels, mask.tolist(), strict=True) if kept] if labels else None
 
 
 def _labels(tokens: list[str], keys: int) -> list[str] | None:
