@@ -222,6 +222,12 @@ def test_padding_does_not_reach_its_neighbours_in_the_convolution() -> None:
     assert (padded.grad[~valid] == 0).all()
 
 
+@pytest.mark.parametrize(("ratio", "width"), [(0.29, 29), (0.28, 28), (0.999, 99), (1.0, 100)])
+def test_cached_channels_are_not_lost_to_rounding(ratio: float, width: int) -> None:
+    """0.29 * 100 is 28.999999999999996 in floating point."""
+    assert CachedAttention(weft.MultiheadAttention(100, 1), ratio=ratio, length=4).width == width
+
+
 def test_evaluation_reads_and_never_writes() -> None:
     c = layer(length=5)
     for step in range(2):

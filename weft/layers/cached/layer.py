@@ -97,7 +97,7 @@ class CachedAttention(nn.Module):
         shows_heads = isinstance(inner, MultiheadAttention) or hasattr(inner, "per_head")
         projection = None if shows_heads or o.mix == "projected" else output_projection(inner, self.heads)
         inside = channels_in(projection) or inside
-        self.width = self.heads * max(1, math.floor(ratio * min(self.dim, inside) / self.heads))
+        self.width = self.heads * max(1, math.floor(round(ratio * min(self.dim, inside) / self.heads, 9)))
         if self.width > min(self.dim, inside):
             raise ValueError(f"{self.heads} heads need at least {self.heads} channels, but the layer has {self.dim}")
         length = slots(length, grid, prefix, o)
