@@ -34,6 +34,14 @@ assert not found, found
     assert done.returncode == 0, done.stderr
 
 
+def test_python_m_weft_is_the_command():
+    command = [sys.executable, "-X", "importtime", "-m", "weft", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("Usage: python -m weft [OPTIONS]")
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "weft.cli" in imported and not imported & set(HEAVY)
+
+
 def test_help_of_a_task_shows_its_defaults():
     pytest.importorskip("lightning")
     text = weft("train", "digits", "--help").output

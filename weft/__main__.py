@@ -1,0 +1,5 @@
+"""`python -m weft` is the command `weft`."""
+
+from .cli import app
+
+app()
