@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("lightning")
 
 import runs
-from runs import Killed, before_step, kill, killed_run
+from runs import Killed, before_step, kill, killed_run, weft
 from safetensors import safe_open
 
 from weft.lab import Diverged, loop, train
@@ -59,6 +59,37 @@ def test_a_killed_run_resumes_to_the_last_bit(tmp_path, monkeypatch, whole, step
     assert numbers == expected
     assert set(ours) == set(theirs) and any(name.startswith("optimizer/") for name in ours)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("step", [3, 8])  # before the first checkpoint, and after it
+def test_a_run_continues_from_another_folder(tmp_path, monkeypatch, step):
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    Path("book.txt").write_bytes(bytes(range(32, 120)) * 40)
+    settings = dict(task="text", data="book.txt", max_length=32)
+    train(tiny("first", **settings))
+    killed_run(monkeypatch, tiny("run", **settings, init_from="first"), step)
+    monkeypatch.chdir(tmp_path / "there")
+    run = tmp_path / "here" / "run"
+    if step == 8:
+        Path("../here/book.txt").rename("book.txt")
+        assert "give a" in weft("resume", run).output
+    assert weft("resume", run, *(["--data=book.txt"] if step == 8 else [])).exit_code == 0
+    assert weft("eval", run).exit_code == 0
+    assert weft("export", run, "exported").exit_code == 0
+    assert str(tmp_path) not in Path("exported/config.json").read_text()
+
+
+def test_the_run_it_starts_from_may_be_moved(tmp_path, monkeypatch):
+    train(tiny(tmp_path / "first"))
+    out = tmp_path / "run"
+    killed_run(monkeypatch, tiny(out, init_from=str(tmp_path / "first")), 8)
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "first").rename(tmp_path / "moved" / "first")
+    with pytest.raises(RunExists, match="init_from"):
+        train(tiny(out, init_from=str(tmp_path / "another")), resume=True)
+    assert train(tiny(out, init_from=str(tmp_path / "moved" / "first")), resume=True).steps == 12
 
 
 def test_the_dense_finish_is_announced_once(tmp_path, monkeypatch, capsys):

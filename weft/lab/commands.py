@@ -15,6 +15,7 @@ from .say import console, plain, say, show_table
 
 def resume_run(
     run: Annotated[Path, typer.Argument(help="the run's folder")],
+    data: Annotated[str, typer.Option(help="where the data is, if not where the run found it")] = "",
 ) -> None:
     """Continue an interrupted run with its original settings."""
     say(f"resuming {run}: loading PyTorch …")
@@ -22,7 +23,7 @@ def resume_run(
     from .run import Run
 
     config = Run(run).config()
-    config.out = str(run)
+    config.out, config.data = str(run), data or config.data
     train(config, resume=True)
 
 

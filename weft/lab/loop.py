@@ -26,7 +26,7 @@ from torch import Tensor
 from ..adapt.ensemble import Members
 from ..core.staging import send
 from ..tasks.base import Columns
-from ..tasks.config import TrainConfig, to_json
+from ..tasks.config import TrainConfig
 from ..tasks.registry import task_of
 from .build import build_model
 from .checkpoint import Checkpoints, DamagedCheckpoint
@@ -233,7 +233,7 @@ class Training:
         """Continue with the numbers that the plan has chosen."""
         if config != self.config:
             self.config, self.progress.total = config, config.steps
-            self.folder.write("config.json", to_json(self.config))  # for resume
+            self.folder.write_config(self.config)  # for resume
 
     def _interrupt(self) -> None:
         self.fabric.barrier()  # when one process ends, a launcher kills the others: the first may still be writing

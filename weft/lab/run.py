@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,8 @@ class Run:
 
     def begin(self, config: TrainConfig, files: Mapping[str, str]) -> None:
         """Write the config, the record of the data and the environment."""
-        for name, text in {"config.json": config_.to_json(config), **files}.items():
+        self.write_config(config)
+        for name, text in files.items():
             self.write(name, text)
         starts = self.starts()
         past = self.folder / "environment.json"
@@ -162,6 +164,14 @@ class Run:
                 temporary.write_text(text, encoding="utf-8", newline="\n")
         except OSError as error:
             raise CannotSave(f"could not write {self.folder / name}: {error}") from error
+
+    def write_config(self, config: TrainConfig) -> None:
+        """With absolute paths, so that the run can be continued from any folder. Data that is not here has only a name,
+        on the hub or inside the task."""
+        data, first = Path(config.data), config.init_from
+        there = str(data.absolute()) if data.exists() else config.data
+        config = replace(config, data=there, init_from=first and str(Path(first).absolute()))
+        self.write("config.json", config_.to_json(config))
 
     def rewind(self, step: int) -> None:
         """Remove every line after `step`: those steps will be repeated, with the same result."""

@@ -10,6 +10,7 @@ transformers and timm have their library's files instead, and these in weft/.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -91,7 +92,8 @@ class Trained(nn.Module):
                 (own / "facts.json").write_text(json.dumps(facts))
             for name, text in self.kept.files().items():
                 (own / name).write_text(text, encoding="utf-8")
-            (own / "config.json").write_text(to_json(self.config))
+            anywhere = dataclasses.replace(self.config, out="", data=Path(self.config.data).name, init_from="")
+            (own / "config.json").write_text(to_json(anywhere))
             (temporary / "README.md").write_text(self._card(target.name, opens), encoding="utf-8")
             if host is None:
                 state = {k: v.detach().cpu().contiguous().clone() for k, v in self.model.state_dict().items()}

@@ -299,10 +299,11 @@ def differences(old: TrainConfig, new: TrainConfig) -> list[str]:
     extends = old.schedule in ("inverse_sqrt", "constant") and not old.finetune_dense_at
     if extends or old.time_budget:  # the steps so far do not depend on the last step, or the clock chooses it
         names.remove("steps")
+    found = [(name, getattr(old, name), getattr(new, name)) for name in names]
     return [
-        f"{name}: {getattr(old, name)!r} -> {getattr(new, name)!r}"
-        for name in names
-        if getattr(old, name) != getattr(new, name)
+        f"{name}: {was!r} -> {now!r}"
+        for name, was, now in found
+        if was != now and not (name == "init_from" and Path(was).name == Path(now).name)  # its folder may have moved
     ]
 
 

@@ -33,7 +33,7 @@ from typing import Any
 
 from ...attention import attention_info, attentions, make_attention
 from ...models.presets import TASKS
-from ...tasks.config import FREE_ON_RESUME, TrainConfig, differences, field_types, from_json, to_json
+from ...tasks.config import FREE_ON_RESUME, TrainConfig, differences, field_types, from_json
 from ...tasks.registry import register, run_file
 from ..pace import CHOSEN, keep_steps
 from ..run import Run, RunExists
@@ -287,7 +287,7 @@ def check_folder(job: Job) -> None:
 
 def write_config(job: Job) -> None:
     """Write the config that `weft resume` reads."""
-    Run(job.folder).write("config.json", to_json(started(job)))
+    Run(job.folder).write_config(started(job))
     if job.variant:
         Run(job.folder.parent).write("overrides.json", json.dumps(job.overrides) + "\n")
 
