@@ -305,7 +305,7 @@ def test_every_kind_of_cell_trains_one_step(run, key):
 
 def test_fine_tuning_starts_from_pretrained_weights(run):
     pytest.importorskip("timm")
-    from weft.lab.evaluate import saved_weights
+    from weft.lab.saving import saved_weights
 
     file = ROOT / "crate/table1.py"
     cells = {(cell.row, cell.column): cell for cell in sweep_of(file).cells}

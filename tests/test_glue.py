@@ -127,8 +127,8 @@ def test_a_masked_model_is_fine_tuned_and_predicts(tmp_path):
     task = get_task("glue")
     data = task.load(config)
     model = task.model(config, data)
-    from weft.lab.evaluate import saved_weights
     from weft.lab.run import Run
+    from weft.lab.saving import saved_weights
 
     weights = {k.removeprefix("model/"): v for k, v in saved_weights(Run(mlm), "last")[0].items()}
     assert task.begin(model, {k: v for k, v in weights.items() if not k.startswith("optimizer")})

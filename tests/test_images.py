@@ -17,9 +17,10 @@ from torch import nn
 from weft.lab import loop
 from weft.lab.checkpoint import read
 from weft.lab.data import Ahead
-from weft.lab.evaluate import evaluate_run, saved_weights
+from weft.lab.evaluate import evaluate_run
 from weft.lab.optim import layer_groups
 from weft.lab.run import Run
+from weft.lab.saving import saved_weights
 from weft.tasks import TaskData, augment, get_task, make_config
 
 pytest.importorskip("timm")

@@ -12,7 +12,7 @@ import runs
 from runs import Killed, before_step, kill, killed_run, weft
 from safetensors import safe_open
 
-from weft.lab import Diverged, loop, train
+from weft.lab import Diverged, saving, train
 from weft.lab.checkpoint import Checkpoints, DamagedCheckpoint, read, write
 from weft.lab.run import Run, RunExists
 
@@ -168,7 +168,7 @@ def test_a_model_that_is_not_finite_stops_the_run_and_is_not_saved(tmp_path, mon
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path, monkeypatch):
     """After a finite loss, right before a checkpoint."""
-    monkeypatch.setattr(loop, "not_finite", lambda model, optimizer: "weights")
+    monkeypatch.setattr(saving, "not_finite", lambda model, optimizer: "weights")
     with pytest.raises(Diverged, match="weights after step 3"):
         train(tiny(tmp_path / "run"))
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == []

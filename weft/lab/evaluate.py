@@ -15,14 +15,14 @@ from ..tasks import TaskData
 from ..tasks.base import Task
 from ..tasks.config import TrainConfig
 from ..tasks.registry import task_of
-from . import checkpoint
 from .build import build_model
 from .data import Packing, Rows, seed_everything, seed_of
 from .kept import check_data, check_numbers, load_kept
 from .run import Run
+from .saving import saved_weights
 from .say import say
 from .split import Split
-from .state import restore_model, with_average
+from .state import restore_model
 
 
 class Stopped(Exception):
@@ -143,29 +143,3 @@ def _load(run: Run, config: TrainConfig, which: str, other: bool) -> tuple[nn.Mo
     model = build_model(config, data)
     restore_model(model, tensors, numbers.get("extra", {}))
     return model, data, int(numbers["step"])
-
-
-def saved_weights(run: Run, which: str = "best") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and numbers of a run's best or last checkpoint; with "average", the mean weights of those kept. The
-    weights are the moving average if the run has one."""
-    if which not in ("best", "last", "average"):
-        raise ValueError(f"which must be best, last or average, got {which!r}")
-    kept = checkpoint.Checkpoints(run.checkpoints, say=run.say)
-    if which == "best" and kept.best.exists():
-        try:
-            tensors, numbers = checkpoint.read(kept.best)
-            return with_average(tensors), numbers
-        except checkpoint.DamagedCheckpoint as error:
-            raise checkpoint.DamagedCheckpoint(f"{error}. Use --which last for the newest valid one") from None
-    newest = kept.newest()
-    if newest is None:
-        raise FileNotFoundError(f"{run.folder} has no readable checkpoint")
-    tensors, numbers = newest
-    if which == "average":
-        # Buffers such as caches and counters are not averaged.
-        others = [checkpoint.read(kept.path(step))[0] for step in kept.steps() if step != numbers["step"]]
-        averaged = {name.split("/")[1] for name in tensors if name.startswith("optimizer/")}
-        for name in (f"model/{name}" for name in averaged):
-            total = sum((other[name].double() for other in others), tensors[name].double())
-            tensors[name] = (total / (1 + len(others))).to(tensors[name].dtype)
-    return with_average(tensors), numbers

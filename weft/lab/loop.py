@@ -33,19 +33,19 @@ from .checkpoint import Checkpoints, DamagedCheckpoint
 from .compiled import Miscompiled, check_compiled, check_gradients, compile_model, compiler_error
 from .data import Ahead, Order, Packing, Rows, seed_everything, seed_of
 from .divergence import Diverged, LossMonitor
-from .evaluate import Stopped, evaluate, saved_weights
+from .evaluate import Stopped, evaluate
 from .fabric import checkpoint_activations, make_fabric
-from .kept import OtherData
 from .memory import check_memory
 from .metrics import Metrics
 from .optim import averaged, learning_rate, make_average, make_optimizer, set_learning_rate
 from .processes import Processes
 from .progress import Progress
 from .run import Run
+from .saving import check_reached, restore_run, save, saved_weights
 from .signals import Signals
 from .split import Split
 from .start import claim, load_data, newest_checkpoint, start_from
-from .state import AVERAGE, collect, not_finite, restore, restore_model, with_average
+from .state import restore_model
 
 if TYPE_CHECKING:
     from .pace import Plan
@@ -132,7 +132,8 @@ class Training:
         self.signals = Signals(once=True)
         self.done = self.fabric.broadcast(self.folder.result() if resume and self.main else None)
         if newest is not None and not self._complete():
-            self._restore(*newest)
+            restore_run(self, *newest)
+            self._say(f"resuming {self.folder.folder} after step {self.step}")
 
     def _complete(self) -> bool:
         return self.done is not None and self.done["step"] >= self.config.steps
@@ -140,7 +141,7 @@ class Training:
     def run(self) -> Result:
         if self._complete():
             done = self.done
-            self._check_reached(done["step"])
+            check_reached(self, done["step"])
             self._say(f"{self.folder.folder} is complete: {done['test']}")
             return Result(self.folder.folder, done["step"], done["val"], done["test"], self.parameters, 0.0, 0.0)
         examples, size, steps = self.data.rows("train"), self.parameters, self.config.steps
@@ -212,7 +213,8 @@ class Training:
             if saving or stopping or step % config.log_every == 0:
                 self._look()
             if saving or stopping:
-                self._save()
+                save(self)
+                self._clock = (time.perf_counter(), self.step)
             if stopping:
                 self._interrupt()
             if evaluating:
@@ -244,7 +246,7 @@ class Training:
         """One weight update, without synchronising with the device."""
         config = self.config
         if self.dense_from and step > self.dense_from and not self.is_dense:
-            self._turn_dense()
+            self.turn_dense()
             self._say(f"subsampled attention is dense from step {step}")
         seed_everything("step", config.seed, step, self.processes.rank)
         rate = learning_rate(config, step)
@@ -334,9 +336,9 @@ class Training:
         for entry in entries:
             problem = self.losses.problem(entry["step"], entry["loss"])
             if problem:
-                self._diverged(problem)
+                self.diverged(problem)
 
-    def _diverged(self, what: str) -> None:
+    def diverged(self, what: str) -> None:
         steps = self.checkpoints.steps()
         kept = f"the last good checkpoint, step {steps[-1]}, is kept" if steps else "there is no checkpoint yet"
         ways = ["a lower learning rate", "a longer warm-up"]
@@ -407,62 +409,6 @@ class Training:
         if warning:
             self._say(warning)
 
-    def _save(self) -> None:
-        odd = not_finite(self.raw, self.inner_optimizer)
-        if self.processes.any(bool(odd)):
-            self._diverged(f"the {odd or 'weights'} after step {self.step} are not finite")
-        tensors, extra = collect(self.raw, self.inner_optimizer, keep=self.main)  # on every rank
-        if self.average is not None:
-            tensors |= {f"{AVERAGE}{name}": p for name, p in self.average.module.named_parameters()}
-        if self.main:
-            self.folder.sync()
-            scaler = getattr(self.fabric.strategy.precision, "scaler", None)
-            numbers = {
-                "extra": extra,
-                "best": self.best,
-                "first_loss": self.losses.first,
-                "per_step": self.per_step,
-                "rows": len(self.rows),
-                "dense": self.is_dense,
-                "scaler": scaler.state_dict() if scaler is not None else None,
-                "config": {k: v for k, v in dataclasses.asdict(self.config).items() if k not in ("out", "data")},
-                "data": self.kept.digest,
-            }
-            self.checkpoints.save(self.step, tensors, numbers)
-        self._clock = (time.perf_counter(), self.step)
-
-    def _check_reached(self, step: int) -> None:
-        if step > self.config.steps:
-            reached = f"{self.folder.folder} is at step {step}"
-            raise ValueError(f"{reached}: give as many --steps or more, or choose another --out")
-
-    def _restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-        if numbers["per_step"] != self.per_step:
-            raise ValueError(
-                f"the run uses {numbers['per_step']} examples per step, these settings {self.per_step}: choose "
-                "batch_size and accumulate so that batch_size x accumulate x processes stays the same"
-            )
-        self._check_reached(numbers["step"])
-        if numbers["rows"] != len(self.rows):
-            raise OtherData(f"the run was trained on {numbers['rows']} examples, the data now has {len(self.rows)}")
-        if numbers["dense"]:
-            self._turn_dense()
-        restore(self.raw, self.inner_optimizer, tensors, numbers["extra"])
-        if self.average is not None:
-            restore_model(self.average.module, with_average(tensors), numbers["extra"])
-        scaler = getattr(self.fabric.strategy.precision, "scaler", None)
-        if scaler is not None and numbers["scaler"]:
-            scaler.load_state_dict(numbers["scaler"])
-        self.step = self.restored = numbers["step"]
-        self.best = self.fabric.broadcast(
-            self.checkpoints.best_until(self.step, numbers["best"]) if self.main else None
-        )
-        entries = self.folder.entries("train") if self.main else []
-        losses = [entry["loss"] for entry in entries if entry["step"] <= self.step]
-        self.trained = max((e["seconds"] for e in entries if e["step"] <= self.step and "seconds" in e), default=0.0)
-        self.losses.restore(numbers["first_loss"], self.fabric.broadcast(losses))
-        self._say(f"resuming {self.folder.folder} after step {self.step}")
-
     def _finish(self, seconds: float, rate: float) -> Result:
         """Test the checkpoint that `test_on` names, by default the best one on validation data."""
         self.fabric.barrier()  # the first process may still be writing it
@@ -509,7 +455,7 @@ class Training:
         self.fabric.barrier()
         return Result(self.folder.folder, self.step, self.best["val"], found, self.parameters, seconds, rate)
 
-    def _turn_dense(self) -> None:
+    def turn_dense(self) -> None:
         from ..adapt.subsample import make_dense
 
         make_dense(self.raw)

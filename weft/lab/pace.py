@@ -111,7 +111,7 @@ def seconds_per_step(config: TrainConfig) -> tuple[float, float]:
     trial.main = False  # prints nothing
     each = dense = _time(trial)
     if config.finetune_dense_at:
-        trial._turn_dense()
+        trial.turn_dense()
         dense = _time(trial)
     del trial
     gc.collect()

@@ -12,10 +12,10 @@ from ..tasks import TaskData
 from ..tasks.base import Task
 from ..tasks.config import TrainConfig
 from .checkpoint import CannotSave, Checkpoints, DamagedCheckpoint
-from .evaluate import saved_weights
 from .kept import Kept, OtherData, check_data, check_numbers, describe, load_kept, read_kept
 from .processes import Processes
 from .run import Run
+from .saving import saved_weights
 from .state import restore_model
 
 Saved = tuple[dict[str, Tensor], dict[str, Any]]

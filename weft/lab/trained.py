@@ -28,10 +28,10 @@ from ..tasks.files import new_folder
 from ..tasks.hosts import host_of
 from ..tasks.registry import task_of
 from .build import build_model
-from .evaluate import saved_weights
 from .hosted import OWN, load_host, save_host
 from .kept import Kept, read_kept
 from .run import Run, commit
+from .saving import saved_weights
 from .state import restore_model
 
 WEIGHTS = "model.safetensors"
