@@ -44,3 +44,14 @@ def device(request):
 
 def pytest_addoption(parser):
     parser.addoption("--every-model", action="store_true", help="sweep every architecture of transformers")
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Bit-identical sums need the same order of additions, so use one thread."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

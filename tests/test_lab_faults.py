@@ -44,7 +44,7 @@ def reviews(folder: Path, changed: bool = False) -> Path:
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory) -> Path:
+def done(tmp_path_factory, one_thread) -> Path:
     """A complete run, to be copied and damaged."""
     out = tmp_path_factory.mktemp("done") / "run"
     train(tiny(out))
@@ -200,7 +200,6 @@ def test_a_damaged_best_checkpoint_is_noted_in_the_result(tmp_path, monkeypatch)
 
 
 def test_a_signal_stops_the_last_evaluation_at_once(tmp_path, monkeypatch, done):
-    torch.set_num_threads(1)
     score, calls = type(get_task("digits")).score, []
 
     def signalled(self, model, batch):

@@ -16,6 +16,7 @@ from weft.lab import Diverged, saving, train
 from weft.lab.checkpoint import Checkpoints, DamagedCheckpoint, read, write
 from weft.lab.run import Run, RunExists
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS = dict(eval_every=5, checkpoint_every=3, log_every=4, dropout=0.2, clip=1.0)
 
 
@@ -29,17 +30,8 @@ def losses(out: Path) -> list[tuple]:
     return [tuple((k, v) for k, v in line.items() if k not in ("tokens_per_s", "seconds")) for line in lines]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Bit-identical sums need the same order of additions, so use one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
+def whole(tmp_path_factory, one_thread) -> Path:
     """An undisturbed run."""
     out = tmp_path_factory.mktemp("whole") / "run"
     train(tiny(out))
