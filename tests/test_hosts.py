@@ -54,7 +54,7 @@ def data(tmp_path):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_hosted_model_resumes_predicts_and_is_exported(case, data):
-    from weft.lab import train
+    from weft.lab import evaluate_run, train
 
     if case == "timm":
         pytest.importorskip("timm")
@@ -76,6 +76,7 @@ def test_a_hosted_model_resumes_predicts_and_is_exported(case, data):
     model = weft.load(run)
     folder = model.export(data / "exported")
     other = weft.load(folder)
+    assert evaluate_run(folder, data=str(source), accelerator="cpu") == evaluate_run(run, accelerator="cpu")
     if task == "lm":
         ids = torch.tensor([[65, 66, 67]])
         assert torch.equal(model(ids), other(ids))

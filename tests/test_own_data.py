@@ -86,6 +86,14 @@ def test_the_commands_predict_and_export(table, tmp_path):
     assert "the first line must name the columns" in refused.output and "--data" not in refused.output
     done = CliRunner().invoke(app, ["export", str(tmp_path / "run"), str(tmp_path / "an export")])
     assert done.exit_code == 0 and f"next: weft predict '{tmp_path / 'an export'}' FILE" in done.output
+    scores = [
+        CliRunner().invoke(app, ["eval", str(tmp_path / name), "--data", str(numbered(table))]).stdout.splitlines()
+        for name in ("run", "an export")
+    ]
+    assert scores[0][1:] == scores[1][1:] and "mae" in scores[0][2]
+    for command, more in (("eval", []), ("predict", [str(table)]), ("inspect", ["--text", "fine"])):
+        refused = CliRunner().invoke(app, [command, str(tmp_path / "an export"), *more, "--which", "last"])
+        assert refused.exit_code and "remove --which last" in refused.output
     assert CliRunner().invoke(app, ["--version"]).output == f"weft {weft.__version__}\n"
 
 

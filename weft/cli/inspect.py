@@ -18,11 +18,11 @@ PIXEL_TASKS = ("digits", "cifar10-pixels", "pathfinder")  # ids are the row-majo
 
 
 def inspect(
-    run: Annotated[Path, typer.Argument(help="the folder of a run")],
+    run: Annotated[Path, typer.Argument(help="the folder of a run or of an exported model")],
     out: Annotated[Path | None, typer.Option(help="output file; default: RUN/inspect.html")] = None,
     examples: Annotated[int, typer.Option(min=1, help="number of validation examples to show")] = 3,
     count: Annotated[int, typer.Option(min=1, help="number of examples per split to measure")] = 200,
-    which: Annotated[str, typer.Option(help="weights to use: best, last or average")] = "best",
+    which: Annotated[str, typer.Option(help="weights: best, last or average; default: the run's test_on")] = "",
     text: Annotated[list[str] | None, typer.Option(help="show this text instead of validation examples")] = None,
     image: Annotated[list[Path] | None, typer.Option(help="show this image file instead; may be repeated")] = None,
     data_at: Annotated[str, typer.Option("--data", help="data folder, if it has moved since the run")] = "",
@@ -35,7 +35,7 @@ def inspect(
     from ..lab import load_run
     from ..tasks.registry import task_of
 
-    if which not in ("best", "last", "average"):
+    if which not in ("", "best", "last", "average"):
         raise typer.BadParameter(f"--which must be best, last or average, got {which!r}")
     if out is None:  # for a read-only run, write to the current folder
         out = run / "inspect.html" if os.access(run, os.W_OK) else Path(f"{run.resolve().name}-inspect.html")

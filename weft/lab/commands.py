@@ -28,7 +28,7 @@ def resume_run(
 
 
 def eval_run(
-    run: Annotated[Path, typer.Argument(help="the run's folder")],
+    run: Annotated[Path, typer.Argument(help="the folder of a run or of an exported model")],
     split: Annotated[str, typer.Option(help="train, val or test")] = "test",
     which: Annotated[str, typer.Option(help="weights: best, last or average; default: the run's test_on")] = "",
     ensemble: Annotated[int, typer.Option(help="average this many sub-models of subsampled attention")] = 0,

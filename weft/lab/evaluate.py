@@ -23,6 +23,7 @@ from .saving import saved_weights
 from .say import say
 from .split import Split
 from .state import restore_model
+from .trained import is_exported, load, own_files
 
 
 class Stopped(Exception):
@@ -86,7 +87,7 @@ def evaluate_run(
     tell: Callable[[int, int], None] = lambda done, total: None,
     **changes: Any,
 ) -> tuple[dict[str, float], int]:
-    """The metrics of a finished or interrupted run, and the step of its weights.
+    """The metrics of a finished or interrupted run or of an exported model, and the step of its weights.
 
     `which` is "best", "last" or "average"; by default, the run's `test_on`. `ensemble` is the number
     of sub-models of subsampled attention that predict together; 0 for the dense model. `stride` evaluates a language
@@ -98,9 +99,9 @@ def evaluate_run(
 
     if split not in ("train", "val", "test"):
         raise ValueError(f"split must be train, val or test, got {split!r}")
-    run = Run(Path(folder), say=lambda text: say(text, error=True))
+    run = Run(own_files(Path(folder)), say=lambda text: say(text, error=True))
     config = run.config()
-    which, streams = which or config.test_on, config.batch_size
+    streams = config.batch_size
     for name, value in changes.items():
         if not hasattr(config, name):
             raise TypeError(f"TrainConfig has no field {name!r}")
@@ -111,7 +112,7 @@ def evaluate_run(
     task = task_of(config)
     if task.streams and config.batch_size != streams:
         raise ValueError(f"{config.task} reads a text as batch_size streams: evaluate it with batch_size {streams}")
-    model, data, step = _load(run, config, which, other="data" in changes)
+    model, data, step = _load(Path(folder), run, config, which, other="data" in changes)
     fabric = make_fabric(config)
     fabric.launch()
     if ensemble:
@@ -124,22 +125,25 @@ def evaluate_run(
 
 
 def load_run(folder: str | Path, which: str = "", *, data: str = "") -> tuple[nn.Module, TrainConfig, TaskData]:
-    """The trained model of a run, in eval mode, with its config and data; `data` overrides the
-    folder of the data."""
-    run = Run(Path(folder), say=lambda text: say(text, error=True))
+    """The trained model of a run or of an exported folder, in eval mode, with its config and data; `data` overrides
+    the folder of the data."""
+    run = Run(own_files(Path(folder)), say=lambda text: say(text, error=True))
     config = run.config()
     config.data = data or config.data
     config.check()
-    model, found, _ = _load(run, config, which or config.test_on, other=bool(data))
+    model, found, _ = _load(Path(folder), run, config, which, other=bool(data))
     return model.eval(), config, found
 
 
-def _load(run: Run, config: TrainConfig, which: str, other: bool) -> tuple[nn.Module, TaskData, int]:
+def _load(folder: Path, run: Run, config: TrainConfig, which: str, other: bool) -> tuple[nn.Module, TaskData, int]:
     """The run's model with its weights, its data, and the step of the weights."""
-    tensors, numbers = saved_weights(run, which)
+    exported = load(folder, which) if is_exported(folder) else None
+    tensors, numbers = saved_weights(run, which or config.test_on) if exported is None else ({}, {})
     data, kept = load_kept(task_of(config), config, run, other=other, say=run.say)
-    check_numbers(run, config, kept, numbers)
     check_data(task_of(config), config, data)
+    if exported is not None:
+        return exported.model, data, exported.step
+    check_numbers(run, config, kept, numbers)
     model = build_model(config, data)
     restore_model(model, tensors, numbers.get("extra", {}))
     return model, data, int(numbers["step"])

@@ -120,28 +120,38 @@ class Trained(nn.Module):
         return "\n".join([*lines, "", "```python", f"model = {opens}", "```", ""])
 
 
+def own_files(folder: Path) -> Path:
+    """Where weft's files are: models of other libraries are exported with their files beside these."""
+    return folder / OWN if (folder / OWN / "config.json").is_file() else folder
+
+
+def is_exported(folder: Path) -> bool:
+    return own_files(folder) != folder or (folder / WEIGHTS).exists()
+
+
 def load(folder: str | Path, which: str = "", device: str | torch.device | None = None) -> Trained:
     """The trained model of a run or of an exported folder, ready for `predict`. Training data is not needed.
 
-    which: the weights of a run: best, last or average; default: the run's `test_on`.
+    which: the weights of a run: best, last or average; default: the run's `test_on`. An export has only those.
     """
     folder = Path(folder)
-    host = folder / OWN / "config.json"
+    own = own_files(folder)
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} is neither a run nor an exported model: it has no config.json")
-    kept = read_kept(host.parent if host.is_file() else folder)
+    kept = read_kept(own)
     if kept is None:
         raise ValueError(f"{folder} has no data.json (written by an older version): train it again to use it")
-    exported = folder / WEIGHTS
+    if which and is_exported(folder):
+        raise ValueError(f"{folder} is an exported model with only one set of weights: remove --which {which}")
     extra: dict[str, Any] = {}
     tensors: dict[str, Tensor] | None = None
-    if host.is_file():
-        config = from_json(host.read_text())
-        facts = json.loads((host.parent / "facts.json").read_text())
+    if own != folder:
+        config = from_json((own / "config.json").read_text())
+        facts = json.loads((own / "facts.json").read_text())
         step, test = int(facts["step"]), facts["test"]
-    elif exported.exists():
+    elif is_exported(folder):
         config = from_json((folder / "config.json").read_text())
-        with safe_open(str(exported), framework="pt", device="cpu") as file:
+        with safe_open(str(folder / WEIGHTS), framework="pt", device="cpu") as file:
             facts = json.loads((file.metadata() or {}).get("weft", "{}"))
             tensors = {f"model/{name}": file.get_tensor(name) for name in file.keys()}
         step, test = int(facts.get("step", 0)), facts.get("test", {})
