@@ -6,6 +6,7 @@ import subprocess
 import threading
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ pytest.importorskip("lightning")
 
 from browser import CHROMIUM, browser
 
-from weft.lab.report import read_run
+from weft.lab.report import name_of, read_run, report
 from weft.lab.run import Run
 from weft.lab.watch import find_runs, serve, state_of
 from weft.tasks import make_config
@@ -61,6 +62,18 @@ def test_the_page_follows_the_runs(server, tmp_path):
     (tmp_path / "b" / ".lock").unlink()
     assert state_of(tmp_path / "b") == "stopped"
     assert {run.name for run in find_runs([tmp_path])} == {"a", "b"}
+
+
+def test_runs_of_the_same_name_have_the_names_of_their_folders(tmp_path, monkeypatch):
+    runs = [tmp_path / name for name in ("one/a/run", "one/b/run", "other")]
+    assert [name_of(run, runs) for run in runs] == ["a/run", "b/run", "other"]
+    assert name_of(runs[0], [runs[0]] * 2) == "run"
+    for run in runs[:2]:
+        put(run, 4)
+    monkeypatch.chdir(runs[0])
+    assert name_of(Path("."), [Path(".")]) == "run"
+    page = report(runs[:2], tmp_path / "page.html").read_text()
+    assert '"a/run"' in page and '"b/run"' in page
 
 
 def test_the_metric_is_the_tasks_own(tmp_path):

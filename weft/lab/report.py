@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,13 @@ def read_run(folder: Path) -> dict[str, Any]:
         "environment": (run.starts() or [{}])[-1],
         "galleries": run.galleries(),
     }
+
+
+def name_of(folder: Path, among: Sequence[Path]) -> str:
+    """The name of a run's folder; if others have the same name, its path below the folder that they share."""
+    place = os.path.abspath(folder)  # "." has no name
+    same = {path for path in map(os.path.abspath, among) if os.path.basename(path) == os.path.basename(place)}
+    return os.path.relpath(place, os.path.commonpath(same)) if len(same) > 1 else os.path.basename(place)
 
 
 def _metric(config: TrainConfig) -> str:
@@ -88,7 +96,8 @@ def report(
     """Write the page of these runs; `marks` (by run name) are labelled steps to draw into its curve."""
     from ..tasks.files import atomic
 
-    runs = [read_run(Path(folder)) for folder in folders]
+    places = [Path(folder) for folder in folders]
+    runs = [{**read_run(place), "name": name_of(place, places)} for place in places]
     if not runs:
         raise ValueError("a report needs at least one run")
     marks = marks or {}

@@ -13,7 +13,7 @@ from typing import Any
 
 from .. import pages
 from .lock import NAME
-from .report import charts, read_run, runs_table
+from .report import charts, name_of, read_run, runs_table
 
 SHOWN = 20  # runs on the page, the newest
 
@@ -81,10 +81,7 @@ class Watch:
         state = (metrics.stat().st_mtime_ns, metrics.stat().st_size, result.exists())
         if self._read.get(folder, (None,))[0] != state:
             self._read[folder] = (state, read_run(folder))
-        run = dict(self._read[folder][1])
-        if sum(other.name == folder.name for other in found) > 1:  # sweeps have runs of the same name
-            run["name"] = f"{folder.parent.name}/{folder.name}"
-        return run
+        return {**self._read[folder][1], "name": name_of(folder, found)}
 
     def page(self) -> str:
         return pages.live(self.data())
