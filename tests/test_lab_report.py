@@ -158,12 +158,25 @@ def test_a_short_run_does_not_replace_saved_results(sweep):
     shutil.rmtree(job.folder)
     put(job, 0.1, step=5)
     assert gather(sweep)[0].test["accuracy"] == 0.5
+    put(job, 0.1, step=job.config.steps)  # stopped in its test
+    assert gather(sweep)[0].test["accuracy"] == 0.5
     put(job, 0.6)  # complete again: now it counts
     assert [record.test["accuracy"] for record in gather(sweep)] == [0.6]
     write_results(results_file(sweep), sweep, gather(sweep))
     sweep.file.write_text(FILE.replace("**TINY", "dropout=0.25, **TINY"))
     (made,) = tables(write_sweep(sweep.file.parent, file=sweep.file.read_text()), gather(sweep))
     assert cell(made, "full", "1×2") == "—" and "dropout: 0.0 -> 0.25" in made.notes[0]
+
+
+def test_a_stopped_run_of_fixed_time_does_not_replace_a_complete_one_with_fewer_steps(tmp_path):
+    sweep = write_sweep(tmp_path / "timed", file=FILE.replace("**TINY", "time_budget=1.0, **TINY"))
+    job = jobs_of(sweep)[0]
+    put(job, 0.5)
+    write_results(results_file(sweep), sweep, gather(sweep))
+    shutil.rmtree(job.folder)
+    faster = dataclasses.replace(job, config=dataclasses.replace(job.config, steps=20))
+    put(faster, 0.1, step=15)
+    assert gather(sweep)[0].test["accuracy"] == 0.5
 
 
 def test_curves_are_thinned_by_means():

@@ -2,7 +2,7 @@
 
 For every run it has the config (shared values once), seed, commit, device, completed steps, final metrics and
 downsampled curves. Tables can be made from it without the run folders. If both exist, the run that matches the file's
-config counts, then the one with more completed steps.
+config counts, then a complete one, then the one with more steps.
 """
 
 from __future__ import annotations
@@ -114,14 +114,15 @@ def read_folder(folder: Path, metric: str) -> Record:
 
 def gather(sweep: Sweep, runs: Path | None = None) -> list[Record]:
     """All known runs: from the run folders and from earlier results."""
-    found: dict[tuple[str, str, int], tuple[tuple[bool, int, bool], Record]] = {}
+    found: dict[tuple[str, str, int], tuple[tuple[bool, bool, int, bool], Record]] = {}
     cells = {cell.slug: cell for cell in sweep.cells}
     here = [(record, True) for record in read_runs(sweep, sweep.runs(runs))]
     for record, fresh in [*here, *((old, False) for old in read_results(results_file(sweep)))]:
         if record.state == "cut" and not record.step:
             continue  # started, no results yet
         fits = record.cell in cells and not record.differs(cells[record.cell].config)
-        key, rank = (record.variant, record.cell, record.seed), (fits, record.step, fresh)
+        key = record.variant, record.cell, record.seed
+        rank = fits, record.state == "complete", record.step, fresh
         if key not in found or rank > found[key][0]:
             found[key] = (rank, record)
     order = list(cells)
