@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 from weft.lab import Diverged, saving, train
 from weft.lab.checkpoint import Checkpoints, DamagedCheckpoint, read, write
+from weft.lab.divergence import LossMonitor
 from weft.lab.run import Run, RunExists
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -184,6 +185,13 @@ def test_a_diverging_loss_stops_the_run(tmp_path, capsys):
     with pytest.raises(Diverged, match="a longer warm-up, --clip 1 or --qk-norm"):
         train(config)
     assert "the warm-up has" not in capsys.readouterr().out
+
+
+def test_negative_losses_that_fall_do_not_diverge():
+    """As the negative log-likelihood of a density may be."""
+    monitor = LossMonitor(5.0)
+    assert not any(monitor.problem(step, -1 - step / 10) for step in range(100))
+    assert monitor.problem(100, 1000.0)
 
 
 def test_a_warm_up_longer_than_the_run_is_reported(tmp_path, capsys):

@@ -23,7 +23,7 @@ class LossMonitor:
         if self.first is None:
             self.first = loss
         self.recent = [*self.recent, loss][-PATIENCE:]
-        limit = self.factor * self.first
+        limit = self.first + (self.factor - 1) * abs(self.first)  # the loss may be negative
         if not math.isfinite(loss):
             return f"the loss of step {step} is {loss}"
         if self.factor and len(self.recent) == PATIENCE and sum(self.recent) / PATIENCE > limit:
