@@ -63,6 +63,14 @@ def test_packed_batches_give_the_losses_of_padded_ones(tmp_path, table, chosen, 
         assert mine[:2] == theirs[:2] and mine[2] == pytest.approx(theirs[2], rel=1e-9)
 
 
+def test_packed_runs_count_the_tokens_of_the_steps_they_time(tmp_path, table):
+    """The first step is not timed."""
+    train(config(tmp_path / "run", table, packed=True, steps=4))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    shares = [line["computed_tokens_per_s"] / line["tokens_per_s"] for line in lines if "tokens_per_s" in line]
+    assert len(shares) == 3 and max(shares) < 0.8  # texts of 1 to 40 letters, padded to 40
+
+
 def test_fillers_are_no_samples_of_a_cache(tmp_path, table, monkeypatch):
     train(config(tmp_path / "filled", table, cache=0.5, packed=True))
     monkeypatch.setattr(Packing, "fillers", lambda self, lengths: [])

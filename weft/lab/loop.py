@@ -203,7 +203,7 @@ class Training:
             self.step += 1
             if self.step == start + 1:
                 self.pending[-1].item()  # compilation and tuning end here
-                self._clock = (time.perf_counter(), self.step)
+                self._clock, self.computed = (time.perf_counter(), self.step), 0
                 if self.plan is not None:
                     self._choose(self.plan.after_start(self.config))
             step, config = self.step, self.config
