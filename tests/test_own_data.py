@@ -70,14 +70,15 @@ def test_the_commands_predict_and_export(table, tmp_path):
     from weft.lab import train
 
     train(make_config("regress", data=str(numbered(table)), out=str(tmp_path / "run"), **TINY))
-    done = CliRunner().invoke(app, ["predict", str(tmp_path / "run"), str(table), "--out", str(tmp_path / "out.csv")])
+    out = tmp_path / "new folder" / "out.csv"
+    done = CliRunner().invoke(app, ["predict", str(tmp_path / "run"), str(table), "--out", str(out)])
     assert done.exit_code == 0, done.output
-    with open(tmp_path / "out.csv", newline="", encoding="utf-8") as file:
+    with open(out, newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert (
         len(rows) == 40 and rows[0]["text"] == reviews()[0][0] and float(rows[0]["answer"]) == float(rows[0]["answer"])
     )
-    done = CliRunner().invoke(app, ["predict", str(tmp_path / "run"), str(tmp_path / "out.csv")])
+    done = CliRunner().invoke(app, ["predict", str(tmp_path / "run"), str(out)])
     again = list(csv.DictReader(done.stdout.splitlines(keepends=True)))
     assert [row["answer"] for row in again] == [row["predicted_answer"] for row in again]
     assert [{k: v for k, v in row.items() if k != "predicted_answer"} for row in again] == rows

@@ -54,6 +54,7 @@ def predict(
     if out is None:
         _write(table, sys.stdout)
         return
+    out.parent.mkdir(parents=True, exist_ok=True)
     with open(out, "w", newline="", encoding="utf-8") as target:
         _write(table, target)
     print(f"{len(table)} predictions in {out}")
