@@ -16,6 +16,7 @@ from weft.lab import Diverged, saving, train
 from weft.lab.checkpoint import Checkpoints, DamagedCheckpoint, read, write
 from weft.lab.divergence import LossMonitor
 from weft.lab.run import Run, RunExists
+from weft.lab.trained import load
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS = dict(eval_every=5, checkpoint_every=3, log_every=4, dropout=0.2, clip=1.0)
@@ -83,6 +84,13 @@ def test_the_run_it_starts_from_may_be_moved(tmp_path, monkeypatch):
     with pytest.raises(RunExists, match="init_from"):
         train(tiny(out, init_from=str(tmp_path / "another")), resume=True)
     assert train(tiny(out, init_from=str(tmp_path / "moved" / "first")), resume=True).steps == 12
+
+
+def test_a_run_may_start_from_an_exported_model(tmp_path):
+    load(train(tiny(tmp_path / "first")).folder, "last").export(tmp_path / "exported")
+    for name in ("first", "exported"):
+        train(tiny(tmp_path / f"from {name}", init_from=str(tmp_path / name)))
+    assert losses(tmp_path / "from first") == losses(tmp_path / "from exported")
 
 
 def test_the_dense_finish_is_announced_once(tmp_path, monkeypatch, capsys):

@@ -98,7 +98,7 @@ class Training:
         self.split = Split(self.fabric, config, self.data.length)
         self.raw = build_model(config, self.data)
         if config.init_from and newest is None:
-            start_from(Run(Path(config.init_from)), self.raw, self.task, self.kept)
+            start_from(Path(config.init_from), self.raw, self.task, self.kept)
         self.parameters = sum(p.numel() for p in self.raw.parameters())
         few = {name: column[: min(2, config.batch_size)] for name, column in self.data.train.items()}
         check_memory(self.fabric, self.raw, self.task, few, config)

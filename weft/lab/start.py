@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +17,8 @@ from .kept import Kept, OtherData, check_data, check_numbers, describe, load_kep
 from .processes import Processes
 from .run import Run
 from .saving import saved_weights
-from .state import restore_model
+from .state import collect, restore_model
+from .trained import is_exported, load, own_files
 
 Saved = tuple[dict[str, Tensor], dict[str, Any]]
 
@@ -60,14 +62,18 @@ def load_data(
     return data, kept
 
 
-def start_from(run: Run, model: nn.Module, task: Task, kept: Kept) -> None:
-    """Load the last weights of another run (`init_from`)."""
-    tensors, numbers = saved_weights(run, "last")
+def start_from(folder: Path, model: nn.Module, task: Task, kept: Kept) -> None:
+    """Load the last weights of another run, or those of an exported model (`init_from`)."""
+    if is_exported(folder):
+        tensors, extra = collect(load(folder).model, None)
+    else:
+        tensors, numbers = saved_weights(Run(folder), "last")
+        extra = numbers["extra"]
     weights = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
     if task.begin(model, weights):
         return
-    was = read_kept(run.folder)
+    was = read_kept(own_files(folder))
     for name in ("vocabulary", "classes", "tokenizer"):
         if was is not None and was.record[name] != kept.record[name]:
-            raise OtherData(f"init_from: {run.folder} was trained with a different {name}")
-    restore_model(model, tensors, numbers["extra"])
+            raise OtherData(f"init_from: {folder} was trained with a different {name}")
+    restore_model(model, tensors, extra)

@@ -25,7 +25,7 @@ class TrainConfig:
     out: str = ""  # folder of the run; empty: runs/TASK-MODEL-ATTENTION-LAYERSxHEADS-sSEED
     data: str = "data"  # folder that contains the data sets, or the file or folder of this task's data
     seed: int = 0  # seed for weights, data order and dropout
-    init_from: str = ""  # folder of a run of the same model; start from its last good weights
+    init_from: str = ""  # folder of a run of the same model, or of its export; start from its last good weights
 
     # the model
     model: str = "transformer"  # or crate; for images crate-tiny …, pvt-tiny …, timm:NAME; hf:TYPE, FOLDER or JSON file
