@@ -476,3 +476,14 @@ def test_compiled():
     compiled = torch.compile(subject, backend="aot_eager", fullgraph=True)
     out, expected = (m(x, src_key_padding_mask=padding) for m in (compiled, subject))
     torch.testing.assert_close(out[~padding], expected[~padding], **CLOSE)
+
+
+def test_compiled_before_the_swap():
+    """`compile()` changes how a module is called, but the test of the layers is not compiled."""
+    pytest.importorskip("transformers")
+    import zoo
+
+    subject = zoo.build("llama/LlamaForCausalLM", "sdpa")
+    subject.compile(backend="eager")
+    report = weft.swap(subject, "linear")
+    assert len(report.replaced) == 2
