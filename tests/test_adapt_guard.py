@@ -252,6 +252,8 @@ def test_swap_refuses_windows_that_the_model_can_outgrow():
     with pytest.warns(UserWarning, match="2 of 2 attention layers keep their own attention.*model.layers.0.self_attn"):
         report = weft.swap(model, "linear")
     assert not report.replaced and "refused: " in str(report) and "2 of them refused" in str(report)
+    with pytest.warns(UserWarning, match="2 of 2"):
+        assert not weft.swap(torch.nn.Sequential(model), "linear").replaced
     assert weft.swap(model, "linear", max_length=5).replaced  # never longer than the window
     model(zoo.tokens()[:, :5])
     gemma = zoo.build("gemma3_text/Gemma3ForCausalLM", "sdpa")  # one layer with a window, one without

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -93,6 +94,20 @@ def test_transformers(name, change, tmp_path):
         again = weft.huggingface.load(tmp_path)
     torch.testing.assert_close(zoo.outputs(again, inputs), expected, **CLOSE)
     assert weft.describe(again) == weft.describe(model)
+
+
+@pytest.mark.parametrize("change", [partial(weft.swap, to="linear"), partial(weft.cache, ratio=0.5)])
+@pytest.mark.parametrize("wrap", [torch.nn.Sequential, partial(torch.compile, backend="eager")])
+def test_a_model_that_is_changed_through_a_wrapper(wrap, change, tmp_path):
+    pytest.importorskip("transformers")
+    import zoo
+
+    model, inputs = zoo.build("mistral/MistralForCausalLM", "sdpa"), {"input_ids": zoo.tokens()[:, :5]}
+    change(wrap(model), **({"max_length": 5} if "to" in change.keywords else {}))
+    model.save_pretrained(tmp_path)
+    again = weft.huggingface.load(tmp_path)
+    assert weft.describe(again) == weft.describe(model) != {}
+    torch.testing.assert_close(zoo.outputs(again, inputs), zoo.outputs(model, inputs), **CLOSE)
 
 
 def test_two_towers_with_the_same_numbers(tmp_path):

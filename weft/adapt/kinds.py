@@ -65,6 +65,16 @@ def find_layers(model: nn.Module) -> list[Layer]:
     return sorted(known + unknown, key=lambda layer: order[id(layer.module)])
 
 
+def whole_models(model: nn.Module) -> list[nn.Module]:
+    """The outermost transformers models, which may be in a wrapper (torch.compile, DistributedDataParallel); if there
+    is none, the model itself."""
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if hasattr(type(module), "set_attn_implementation") and not any(_inside(path, outer) for outer in found):
+            found[path] = module
+    return list(found.values()) or [model]
+
+
 def _recognise(layer: Layer, model: nn.Module) -> bool:
     module = layer.module
     layer.config = getattr(module, "config", None)

@@ -21,7 +21,7 @@ from torch import nn
 from ..attention import attention_info
 from .added import LAYERS
 from .core import seeded
-from .kinds import Layer, find_layers
+from .kinds import Layer, find_layers, whole_models
 from .plans import PLANS, behind_hooks, home, unfit
 from .report import Patch, Report, Row
 from .saved import RECORD, describe
@@ -74,8 +74,10 @@ def swap(
     if probe and any(layer.__dict__.get("_weft") is not None for layer in report.layers):
         from .probe import refusals
 
+        refused: dict[int, str] = {}
         try:
-            refused = refusals(model, report.layers, max_length)
+            for whole in whole_models(model):
+                refused |= refusals(whole, report.layers, max_length)
         except BaseException:
             report.undo()
             raise
@@ -209,13 +211,14 @@ def _operate(
 
 def _note(model: nn.Module) -> None:
     """Store the description in the config of a transformers model, so that save_pretrained writes it."""
+    whole = whole_models(model)
     noted: set[int] = set()
     for module in model.modules():
-        config: Any = getattr(module, "config", None)
+        config: Any = vars(module).get("config")  # wrappers forward the attribute
         if not hasattr(config, "_attn_implementation") or id(config) in noted:
             continue
         noted.add(id(config))
-        if module is not model and "weft" not in vars(config):  # a part of the model that was not changed alone
+        if module not in whole and "weft" not in vars(config):  # a part of the model that was not changed alone
             continue
         found = describe(module)
         if found:
