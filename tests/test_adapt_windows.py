@@ -152,3 +152,36 @@ def test_full_keeps_caps_and_sinks(model):
     report.undo()
     with pytest.warns(UserWarning, match="layers.0.self_attn.*a soft cap or sinks"):
         assert not weft.swap(subject, "longformer").replaced
+
+
+def test_full_keeps_the_sinks_of_each_query():
+    if "inkling2_text/Inkling2ForCausalLM" not in zoo.every():
+        pytest.skip("this transformers has no Inkling2")
+    subject, inputs = built("inkling2_text/Inkling2ForCausalLM")
+    expected = real(zoo.outputs(subject, inputs), inputs)
+    with pytest.warns(UserWarning, match="does not know .*AttentionResidual"):  # no attention layer
+        report = weft.swap(subject, "full")
+    assert len(report.replaced) == 2
+    torch.testing.assert_close(real(zoo.outputs(subject, inputs), inputs), expected, **CLOSE)
+    report.undo()
+    with pytest.warns(UserWarning, match="attention sinks"):
+        assert not weft.swap(subject, "local", where="*.self_attn").replaced
+
+
+def test_full_keeps_the_chosen_blocks_of_keys():
+    if "minimax_m3_vl_text/MiniMaxM3VLForCausalLM" not in zoo.every():
+        pytest.skip("this transformers has no MiniMax M3")
+    config = zoo._tiny(transformers.MiniMaxM3VLTextConfig, "MiniMaxM3VLForCausalLM")
+    config.layer_types = ["minimax_m3_sparse", "full_attention"]
+    config.index_block_size = config.index_topk_blocks = 2  # 4 of 11 tokens
+    torch.manual_seed(0)
+    subject = transformers.MiniMaxM3VLForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+    inputs = {"input_ids": zoo.tokens()}
+    expected = zoo.outputs(subject, inputs)
+    report = weft.swap(subject, "full")
+    torch.testing.assert_close(zoo.outputs(subject, inputs), expected, **CLOSE)
+    ids = [subject.generate(zoo.tokens(), max_new_tokens=4, do_sample=False, use_cache=c) for c in (True, False)]
+    assert torch.equal(*ids)
+    report.undo()
+    with pytest.warns(UserWarning, match="1 of 2.*layers.0.self_attn.*a choice of keys"):
+        assert weft.swap(subject, "linear").replaced == ["model.layers.1.self_attn"]

@@ -57,6 +57,15 @@ def in_window(i: Tensor, j: Tensor, window: int, causal: bool) -> Tensor:
     return (j >= i - left) & (j <= i + right)
 
 
+def in_blocks(chosen: Tensor, size: int, heads: int, keys: int) -> Tensor:
+    """Which keys are in the chosen blocks (B, H or fewer, Lq, blocks) of each query; -1 is no block."""
+    blocks = -(-keys // size)
+    kept = torch.zeros(*chosen.shape[:3], blocks + 1, dtype=torch.bool, device=chosen.device)
+    kept.scatter_(-1, chosen % (blocks + 1), True)
+    kept = kept[..., :blocks].repeat_interleave(size, -1)[..., :keys]
+    return kept.repeat_interleave(heads // chosen.shape[1], 1)
+
+
 def total(*biases: PositionBias | None) -> PositionBias | None:
     """The sum of all biases that are not None."""
     found: Any = None

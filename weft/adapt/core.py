@@ -135,7 +135,8 @@ def masked_full(
     """Full attention with tensor masks: `allowed` is boolean, `added` is added to the logits; both broadcast to
     (B, H, Lq, Lk).
 
-    `softcap` c makes logits c tanh(logits / c); `sinks` (H,) is one extra logit per head without a key.
+    `softcap` c makes logits c tanh(logits / c); `sinks` is one extra logit without a key per head (H,), or per query
+    (B, H, Lq, 1).
     When causal, the queries are the last Lq of the Lk positions, as with a key-value cache.
     """
     k, v = hide(k, mask), hide(v, mask)
@@ -156,10 +157,11 @@ def masked_full(
     if allowed is not None:
         logits = logits.masked_fill(~allowed, float("-inf"))
     sink = logits.new_full((1,), float("-inf")) if sinks is None else sinks.to(logits)
-    highest = torch.maximum(logits.amax(-1, keepdim=True), sink.view(1, -1, 1, 1)).detach()
+    sink = sink if sink.dim() == 4 else sink.view(1, -1, 1, 1)
+    highest = torch.maximum(logits.amax(-1, keepdim=True), sink).detach()
     highest = highest.masked_fill(highest == float("-inf"), 0)  # a query without keys
     exp = (logits - highest).exp()
-    total = exp.sum(-1, keepdim=True) + (sink.view(1, -1, 1, 1) - highest).exp()
+    total = exp.sum(-1, keepdim=True) + (sink - highest).exp()
     share = exp / total.masked_fill(total == 0, 1)
     return nn.functional.dropout(share, dropout).to(v.dtype) @ v
 

@@ -26,7 +26,7 @@ from ..core.blocks import both
 from ..core.heads import spread
 from ..core.precision import autocast
 from ..core.segments import Segments
-from .biases import PairBias, WindowBias, in_window, total
+from .biases import PairBias, WindowBias, in_blocks, in_window, total
 from .core import Core, connected, learns, masked_full, rescaled, rows_are_independent, seeded, trains
 from .decoding import StateLayer, begin, note_recording, state_layer
 from .guard import called, guard, install
@@ -173,7 +173,7 @@ def _attend(
     packed = documents(module, choice.shown, mask, query, key.shape[2], kwargs)
     row = last_row(mask) if attention_info(choice.name).steps and choice.name != "full" else None
     mask = _unpacked(choice.shown, module, mask, key.shape[2]) if row is None else row
-    special = {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
+    special = {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux", kwargs.get("sinks"))}
     special = {name: value for name, value in special.items() if value is not None and choice.name == "full"}
     _refuse(choice, module, key.shape[2], mask, window, kwargs, special)
     causal = _is_causal(choice.shown, module, said, is_causal)
@@ -182,6 +182,9 @@ def _attend(
     k, v = (key, value) if choice.name != "full" else spread(query, key, value)
     q, k, v = autocast(rescaled(query, scaling), k, v)
     of_matrix = mask is not None and mask.dim() == 4
+    indexer: Any = getattr(module, "indexer", None)
+    chosen = kwargs.get("block_indices")  # MiniMax M3
+    chosen = None if chosen is None or choice.name != "full" else in_blocks(chosen, indexer.block_size, *k.shape[1:3])
     over_cache = causal and q.shape[2] != k.shape[2]
     alone = not (of_matrix or output_attentions or dropout or position_bias is not None or packed is not None)
     if causal and choice.name != "full" and alone:
@@ -191,9 +194,10 @@ def _attend(
             began = begin(module, attn, choice.shown, choice.options, key, value, q, k, v, mask, _near(attn, window))
             if began is not None:
                 return _heads_last(began), None
-    if choice.name == "full" and (of_matrix or special or over_cache or window or position_bias is not None):
+    plain = position_bias is None and chosen is None and not (of_matrix or special or over_cache or window)
+    if choice.name == "full" and not plain:
         # No earlier queries are needed, so any cache works.
-        run = _full(q, k, mask, position_bias, causal, window, special, packed)
+        run = _full(q, k, mask, position_bias, causal, window, special, packed, chosen)
     elif choice.name == "longformer" and window and over_cache and position_bias is None:
         window = min(window, choice.options.get("window", window))
         k, v = spread(q, k, v)
@@ -253,12 +257,14 @@ def _full(
     window: int | None,
     special: dict[str, Any],
     packed: Segments | None = None,
+    chosen: Tensor | None = None,
 ) -> Run:
     """Full attention, with the features that only it supports."""
-    together = None  # which pairs belong to the same document
+    together = chosen  # which pairs belong to the same document, and to the blocks that the layer has chosen
     if packed is not None:
         numbers = packed.numbers[:, None]
-        together = (numbers[..., None] == numbers[..., None, :]) & (numbers > 0)[..., None, :]
+        same = (numbers[..., None] == numbers[..., None, :]) & (numbers > 0)[..., None, :]
+        together = both(together, same)
     if mask is not None and mask.dim() == 4:  # the matrix contains causality and padding
         allowed, added = _split(mask, position_bias)
         allowed = allowed if together is None else allowed & together
@@ -423,12 +429,19 @@ def _refuse(
 ) -> None:
     """Reject features beyond softmax(q kᵀ) v that the mechanism does not support; `special` lists those it does."""
     told = kwargs.get("sliding_window")
-    sinks = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else getattr(module, "sinks", None)
+    sinks = next((kwargs[name] for name in ("s_aux", "sinks") if kwargs.get(name) is not None), None)
+    sinks = getattr(module, "sinks", None) if sinks is None else sinks
     of_matrix = mask is not None and mask.dim() == 4
     unseen = told if told and not window and not of_matrix and not fits(length, told) else None
     if window and (not attention_info(choice.name).bias or choice.options.get("global_tokens")):
         unseen = window
+    blocks = kwargs.get("block_indices")
+    if blocks is not None:
+        indexer: Any = module.indexer
+        covers = choice.name == "full" or fits(length, indexer.topk_blocks * indexer.block_size)
+        blocks = None if covers else blocks
     asked = {
+        "a choice of keys for each query": blocks,
         "a soft cap on the logits": None if "softcap" in special else kwargs.get("softcap"),
         "attention sinks": None if "sinks" in special else sinks,
         "a paged cache": kwargs.get("cache") if "cache" in kwargs else kwargs.get("block_table"),
