@@ -57,7 +57,7 @@ def test_full_equals_sdpa():
 
 
 def test_full_separates_documents_in_chunks():
-    """With a cache, transformers' matrix of chunks does not separate documents, but the offsets do."""
+    """With a cache, transformers counts chunks from the start of the row."""
     settings = {"hidden_size": 24, "intermediate_size": 32, "intermediate_size_mlp": 32, "num_hidden_layers": 1}
     settings |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 40, "pad_token_id": 0}
     settings |= {"attention_chunk_size": 6, "layer_types": ["chunked_attention"], "moe_layers": []}
@@ -67,9 +67,11 @@ def test_full_separates_documents_in_chunks():
             parameter.data *= 20
     expected = model(ids, position_ids=POSITIONS, use_cache=False).logits
     weft.swap(model, to="full")
-    for use_cache in (False, True):
-        logits = model(ids, position_ids=POSITIONS, use_cache=use_cache, **FLASH).logits
+    for more in ({}, FLASH):
+        logits = model(ids, position_ids=POSITIONS, use_cache=False, **more).logits
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match="Llama4TextAttention has chunks.*use_cache=False"):
+        model(ids, position_ids=POSITIONS, **FLASH)
 
 
 @pytest.mark.parametrize("name", ("longformer", "full", "local"))

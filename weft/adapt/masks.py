@@ -112,6 +112,10 @@ class StaticMask(WeftMask):
     """A matrix for causal attention over a static cache."""
 
 
+class ChunkedMask(WeftMask):
+    """A matrix with chunks that are counted from the start of the row, whatever documents are in it."""
+
+
 class CausalMask(WeftMask):
     """Padding mask for causal attention."""
 
@@ -172,6 +176,11 @@ def last_row(mask: Tensor | None) -> Tensor | None:
 def is_unpadded(mask: Any) -> bool:
     """Whether this is one of our masks, without padding, for causal attention."""
     return issubclass(_kind(mask), UnpaddedCausalMask)
+
+
+def is_chunked(mask: Any) -> bool:
+    """Whether this is one of our masks with chunks that do not start again in every document."""
+    return issubclass(_kind(mask), ChunkedMask)
 
 
 def packed_numbers(mask: Any) -> Tensor | None:
@@ -349,7 +358,8 @@ def mask_function_of(name: str, takes_matrix: bool, decodes: bool = False) -> Ca
             assert matrix is not None  # nothing may be skipped
             if beyond == ["a static cache"]:
                 return _static_step(matrix) if isinstance(q_offset, Tensor) else _marked(matrix, StaticMask)
-            return _marked(matrix, WeftMask)
+            chunked = "chunked_overlay" in parts and PACKED.isdisjoint(parts)
+            return _marked(matrix, ChunkedMask if chunked else WeftMask)
         if packed is not None:
             numbers = packed.expand(batch_size, -1) + 1
             mask = _marked(numbers[:, None, None].expand(-1, 1, q_length, -1), PackedMask, window)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core.segments import Segments, version_of
-from .masks import is_unpadded, packed_numbers
+from .masks import is_chunked, is_unpadded, packed_numbers
 
 _known = WeakTensorKeyDictionary()  # offsets or position ids -> (version, documents): read once for all layers
 
@@ -31,6 +31,11 @@ def documents(module: nn.Module, name: str, mask: Any, q: Tensor, keys: int, kwa
         if offsets is None and numbers is None:  # transformers treats the model as packed, unless it gets a mask
             return None
         raise ValueError(f"{name} does not support packed sequences in a compiled model: compile its other layers")
+    if offsets is not None and is_chunked(mask):
+        raise ValueError(
+            f"{type(module).__name__} has chunks, which would start with the row and not with each packed document: "
+            "pass position_ids that start again, without attention_mask, and use_cache=False"
+        )
     if offsets is not None:
         other = kwargs.get("cu_seq_lens_k")
         if q.shape[0] != 1 or q.shape[2] != keys or (other is not None and not torch.equal(other, offsets)):
