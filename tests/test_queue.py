@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -163,6 +164,13 @@ def test_figures_of_claims_come_from_the_results(monkeypatch, tmp_path):
         "| c | 1,000 steps: 60.3 | d |",
         "| e | not run | f |",
     ]
+
+
+def test_a_result_may_be_nan():
+    from experiments import results
+
+    sweep, runs = SimpleNamespace(metric="accuracy", show=str), [SimpleNamespace(test={"accuracy": None})] * 2
+    assert results.mean(sweep, runs)[1] == "not a number"
 
 
 def test_runs_are_added_to_the_tables_and_incomplete_ones_are_named(monkeypatch, tmp_path, capsys):
