@@ -191,6 +191,16 @@ def test_tables_with_semicolons_and_a_byte_order_mark(tmp_path):
     assert read_table(path).rows == [{"text": "a; b", "label": "x"}]
 
 
+def test_a_text_may_be_longer_than_the_limit_of_the_csv_module(tmp_path):
+    path = tmp_path / "books.csv"
+    path.write_text(f"text,label\n{'a' * 200_000},x\n")
+    limit = csv.field_size_limit(131_072)  # the default, which other readers may have raised
+    try:
+        assert len(read_table(path).rows[0]["text"]) == 200_000
+    finally:
+        csv.field_size_limit(limit)
+
+
 def test_a_language_model_of_a_french_text(tmp_path):
     path = tmp_path / "livre.txt"
     path.write_text("Longtemps, je me suis couché de bonne heure. Où êtes-vous ? " * 80, encoding="utf-8")

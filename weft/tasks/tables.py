@@ -94,6 +94,7 @@ def _csv(path: Path, delimiter: str | None) -> Table:
     if delimiter is None:
         first = text.split("\n", 1)[0]
         delimiter = max(",;\t", key=first.count)
+    csv.field_size_limit(2**31 - 1)  # the default, 131,072 characters, is less than a long document
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     rows, places, begin = [], [], 1
     try:
