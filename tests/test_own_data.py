@@ -174,6 +174,11 @@ def test_errors_name_the_file_the_line_and_the_column(table, tmp_path, monkeypat
             load("classify", path)
         assert path.exists()
     assert load("classify", tmp_path / "missing.csv", skip_unlabelled=True).rows("train") == 33
+    (tmp_path / "nan.jsonl").write_text("".join(f'{{"text": "a", "label": {y}}}\n' for y in [1, 2] * 20 + ["NaN"]))
+    for task in ("classify", "regress"):
+        with pytest.raises(DataMissing, match="nan.jsonl, line 41: column 'label' is empty"):
+            load(task, tmp_path / "nan.jsonl")
+        assert load(task, tmp_path / "nan.jsonl", skip_unlabelled=True).rows("train") == 33
     with pytest.raises(DataMissing, match="line 2: the label must be a number, got 'good'"):
         load("regress", table)
     monkeypatch.setitem(sys.modules, "datasets", None)  # not installed

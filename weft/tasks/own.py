@@ -128,7 +128,7 @@ class TextTable(BuiltFromData, TextClassification):
             where = f"{table.path}, {place}"
             if not isinstance(row[text], str):
                 raise DataMissing(f"{where}: column {text!r} must be text, got {row[text]!r}")
-            if row[label] is None or str(row[label]).strip() == "":
+            if row[label] is None or row[label] != row[label] or str(row[label]).strip() == "":  # the second for NaN
                 if config.skip_unlabelled:
                     continue
                 raise DataMissing(
