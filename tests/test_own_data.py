@@ -375,6 +375,27 @@ def test_tags_of_a_data_set_are_its_class_names(tmp_path, monkeypatch):
         assert load("tag", tmp_path).classes == ["B-PER", "I-PER", "O"]
 
 
+def test_the_number_for_no_label_is_no_class(tmp_path):
+    """`datasets` writes -1 for examples without a label, such as the tests of GLUE."""
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    label = {"names": ["neg", "pos"], "_type": "ClassLabel"}
+    features = {"text": {"dtype": "string", "_type": "Value"}, "label": label}
+    about = {"huggingface": json.dumps({"info": {"features": features}})}
+    for part, labels in (("train", [0, 1] * 20), ("test", [-1] * 5)):
+        table = pa.table({"text": ["a"] * len(labels), "label": labels}).replace_schema_metadata(about)
+        parquet.write_table(table, tmp_path / f"{part}.parquet")
+    with pytest.raises(DataMissing, match="test.parquet, row 0: column 'label' is empty"):
+        load("classify", tmp_path)
+    data = load("classify", tmp_path, skip_unlabelled=True)
+    assert data.classes == ["0", "1"] and data.rows("test") == 4  # held out of the training rows
+    tags = {"tags": [["O", None]] * 20, "tokens": [["a", "b"]] * 20}
+    parquet.write_table(pa.table(tags), tmp_path / "tags.parquet")
+    with pytest.raises(DataMissing, match="row 0: column 'tags' must be a list of tokens, got"):
+        load("tag", tmp_path / "tags.parquet")
+
+
 @pytest.mark.parametrize("old", [False, True])
 def test_tags_of_a_parquet_file_are_their_names(old, tmp_path):
     pa = pytest.importorskip("pyarrow")

@@ -135,7 +135,7 @@ class TextTable(BuiltFromData, TextClassification):
                     f"{where}: column {label!r} is empty; fill it in, or leave out such rows with --skip-unlabelled"
                 )
             rows.append((row[text], str(row[label]).strip(), where, table.split(row, where)))
-        if not rows:
+        if not table.rows:
             raise DamagedData(table.path, "it has no rows")
         return rows
 

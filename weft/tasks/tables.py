@@ -148,17 +148,20 @@ def _parquet(path: Path) -> Table:
         table = parquet.read_table(path)
     except Exception as error:  # pyarrow raises many kinds
         raise DamagedData(path, f"it cannot be read ({error})") from error
-    names = _tag_names(table.schema.metadata or {})
+    names = _class_names(table.schema.metadata or {})
     rows = [{column: _named(value, names.get(column)) for column, value in row.items()} for row in table.to_pylist()]
     return Table(path, table.column_names, rows, [f"row {n}" for n in range(table.num_rows)])
 
 
-def _tag_names(metadata: dict[bytes, bytes]) -> dict[str, list[str]]:
-    """The names of tags by column, if `datasets` wrote the file: it stores tags as numbers."""
+def _class_names(metadata: dict[bytes, bytes]) -> dict[str, Sequence[Any]]:
+    """The names of classes by column, if `datasets` wrote the file: it stores classes as numbers. Tags get their names,
+    labels stay numbers."""
     try:
         features = json.loads(metadata[b"huggingface"])["info"]["features"]
-        lists = {name: kind[0] if isinstance(kind, list) else kind.get("feature") for name, kind in features.items()}
-        return {name: kind["names"] for name, kind in lists.items() if kind and kind.get("_type") == "ClassLabel"}
+        kinds = {name: kind[0] if isinstance(kind, list) else kind.get("feature", kind)
+                 for name, kind in features.items()}  # fmt: skip
+        return {name: range(len(kind["names"])) if kind is features[name] else kind["names"]
+                for name, kind in kinds.items() if kind.get("_type") == "ClassLabel"}  # fmt: skip
     except (KeyError, ValueError, TypeError, AttributeError):
         return {}
 
@@ -217,7 +220,9 @@ def _names(feature: Any) -> list[str] | None:
     return getattr(feature, "names", None)
 
 
-def _named(value: Any, names: list[str] | None) -> Any:
+def _named(value: Any, names: Sequence[Any] | None) -> Any:
     if names is not None and isinstance(value, list):
         return [_named(entry, names) for entry in value]
-    return names[value] if names is not None and isinstance(value, int) and value >= 0 else value
+    if names is None or not isinstance(value, int):
+        return value
+    return names[value] if value >= 0 else None  # -1: unlabelled

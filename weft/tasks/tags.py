@@ -141,7 +141,7 @@ class Tag(TextTable):
             where, found = f"{table.path}, {place}", []
             for column in columns:
                 value = row[column].split() if isinstance(row[column], str) else row[column]
-                if not isinstance(value, list) or not value:
+                if not isinstance(value, list) or not value or None in value:
                     raise DataMissing(f"{where}: column {column!r} must be a list of tokens, got {row[column]!r:.60}")
                 found.append([str(entry) for entry in value])
             tokens, tags = found
