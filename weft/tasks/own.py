@@ -263,7 +263,7 @@ class TextModel(BuiltFromData, Bytes):
             raise ValueError("--tokenizer words is for classify, regress and tag; use bytes, bpe:SIZE or a "
                              "tokenizer.json")  # fmt: skip
         texts = [part.decode("utf-8", errors="replace") for part in parts]  # a cut may be inside a character
-        tokenizer = known.tokenizer if known else meaning_of(config, texts[0].splitlines())[1]
+        tokenizer = known.tokenizer if known else meaning_of(config, texts[0].splitlines(keepends=True))[1]
         if tokenizer is None:
             arrays = [np.frombuffer(part, np.uint8).astype(np.int32) for part in parts]
             vocab = 256
