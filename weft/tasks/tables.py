@@ -135,6 +135,11 @@ def _json_lines(path: Path) -> Table:
     for place, row in found:
         if not isinstance(row, dict):
             raise DamagedData(path, f'{place} must be an object such as {{"text": "…", "label": "…"}}, got {row!r:.40}')
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            what = f"{place} has half of a surrogate pair (\\ud800 to \\udfff), which is no character"
+            raise DamagedData(path, what) from None
     columns = list(dict.fromkeys(name for _, row in found for name in row))
     return Table(path, columns, [{name: row.get(name) for name in columns} for _, row in found], [p for p, _ in found])
 
