@@ -225,6 +225,14 @@ def test_a_language_model_of_a_french_text(tmp_path):
             assert made.decode(made.encode(text).ids) == text, kind
 
 
+def test_hidden_files_of_a_folder_are_no_texts(tmp_path):
+    for name, content in (("b/2.txt", b"two" * 99), ("1.txt", b"one"), (".DS_Store", b"\xff"), (".git/HEAD", b"ref")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    data = load("lm", tmp_path, max_length=4)
+    assert bytes(data.train["bytes"][:2, :4].flatten().tolist()) == b"one\ntwot"
+
+
 def test_texts_in_other_encodings_name_file_and_line(tmp_path):
     text = "Bonjour.\nL'été à la mer.\n" * 100
     (tmp_path / "latin.txt").write_bytes(text.encode("latin1"))

@@ -30,7 +30,7 @@ from .hosts import host_facts, hosted_model, longest, tokenizer_of
 from .imdb import WORD
 from .registry import add_task
 from .tables import LABEL, TEXT, Table, read_tables
-from .text import Bytes
+from .text import Bytes, files_of
 from .tokens import Pieces, windows
 
 MADE = {"bpe": Pieces.of, "unigram": Pieces.unigram}  # tokenizers trained on the texts
@@ -250,7 +250,7 @@ class TextModel(BuiltFromData, Bytes):
     def content(self, config: TrainConfig) -> bytes:
         path = Path(config.data)
         if path.is_dir():
-            for file in sorted(p for p in path.rglob("*") if p.is_file()):
+            for file in files_of(path):
                 as_utf8(file, file.read_bytes())
         content = super().content(config)
         as_utf8(path, content)

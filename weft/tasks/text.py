@@ -33,11 +33,17 @@ NOTHING = -100  # a target that cross_entropy ignores
 ENWIK8_MD5 = "a1fa5ffddb56f4953e226637dabbb36a"
 
 
+def files_of(folder: Path) -> list[Path]:
+    """Its files in order of name, without hidden ones such as .DS_Store and those in .git/."""
+    files = [p for p in sorted(folder.rglob("*")) if p.is_file()]
+    return [p for p in files if not any(name.startswith(".") for name in p.relative_to(folder).parts)]
+
+
 def read_bytes(path: Path) -> bytes:
     """A plain, .xz or .zip file, or the plain files of a folder in order of name."""
     try:
         if path.is_dir():
-            files = [p for p in sorted(path.rglob("*")) if p.is_file()]
+            files = files_of(path)
             must_fit(path, sum(p.stat().st_size for p in files))
             return b"\n".join(p.read_bytes() for p in files)
         must_fit(path, path.stat().st_size)
