@@ -12,6 +12,7 @@ import torch
 
 import weft
 from weft.tasks import DataMissing, get_task, make_config
+from weft.tasks.base import Known
 from weft.tasks.tables import read_table
 
 pytest.importorskip("lightning")
@@ -364,6 +365,15 @@ def test_tags_are_trained_and_predicted(tmp_path):
     other.write_text('{"tokens": ["a", "b"], "tags": ["O"]}\n')
     with pytest.raises(DataMissing, match="uneven.jsonl, line 1: column 'tokens' has 2 tokens, but 'tags' has 1 tags"):
         load("tag", other)
+
+
+@pytest.mark.parametrize("tokenizer", ["words", "bpe:300"])
+def test_tokens_that_are_numbers_are_predicted_as_trained(tokenizer, tmp_path):
+    path = tmp_path / "calls.jsonl"
+    path.write_text('{"tokens": ["Call", 911], "tags": ["O", "B"]}\n' * 20)
+    data = load("tag", path, tokenizer=tokenizer)
+    known = Known(data.facts, data.vocabulary, data.classes, data.tokenizer, data.length)
+    assert torch.equal(get_task("tag").encode([["Call", 911]], known)["ids"][0], data.train["ids"][0])
 
 
 def test_tags_of_a_data_set_are_its_class_names(tmp_path, monkeypatch):

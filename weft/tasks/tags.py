@@ -227,7 +227,7 @@ class Tag(TextTable):
 
     def encode(self, examples: Sequence[Any], known: Known) -> Columns:
         """Lists of tokens, or texts, which are cut at white space."""
-        sentences = [text.split() if isinstance(text, str) else list(text) for text in examples]
+        sentences = [text.split() if isinstance(text, str) else [str(token) for token in text] for text in examples]
         ids, starts = encode_tokens(sentences, known)
         longest = max(map(len, starts), default=0)
         at = np.full((len(starts), longest), -2, np.int64)  # -1: beyond max_length, -2: no token
