@@ -100,6 +100,19 @@ def test_a_hosted_model_resumes_predicts_and_is_exported(case, data):
         assert rows == get_task(task).encode(texts, known)["ids"].tolist()
 
 
+def test_exported_words_are_those_of_training(data):
+    """The \\w of tokenizers has combining marks, which that of Python has not."""
+    from weft.lab.hosted import save_tokenizer
+    from weft.tasks.hosts import Hosted
+
+    text = "हिन्दी cafe\u0301 noir, ²_x"
+    known = Known({}, ["<pad>", "<unk>", "ह", "न", "द", "cafe", "noir", "²_x"], length=16)
+    save_tokenizer(Hosted(torch.nn.Identity(), pad=0), known, data)
+    ours = get_task("classify").encode([text], known)["ids"][0]
+    theirs = transformers.AutoTokenizer.from_pretrained(data)(text).input_ids
+    assert theirs == ours[ours > 0].tolist() == [2, 3, 4, 5, 6, 7]
+
+
 @pytest.mark.parametrize("kind", ["ema", "average"])
 def test_averages_include_tied_weights(kind, data):
     """GPT-2's output layer is its embedding: one parameter with two names."""

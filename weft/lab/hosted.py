@@ -84,7 +84,8 @@ def save_tokenizer(model: Hosted, known: Known, folder: Path) -> None:
         tokenizer = Tokenizer.from_str(json.dumps(values))
     elif known.vocabulary is not None:
         tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(known.vocabulary)}, unk_token="<unk>"))
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\w+"), "removed", invert=True)
+        words = Regex(r"[\p{L}\p{N}_]+")  # Python's \w+; that of tokenizers has combining marks too
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(words, "removed", invert=True)
     else:
         vocab = {character: byte + pads for byte, character in bytes_to_unicode().items()}
         tokenizer = Tokenizer(models.BPE({**({"<pad>": 0} if pads else {}), **vocab}, []))
