@@ -237,6 +237,17 @@ def test_the_space_after_a_prompt_is_printed():
     assert [write(2), write(0)] == [" a", " Once"]
 
 
+def test_a_prompt_has_no_end():
+    """BERT's tokenizer, for one, puts [CLS] before a text and [SEP] after it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "Once": 2, "upon": 3}))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    template = dict(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    made.post_processor = tokenizers.processors.TemplateProcessing(**template)
+    encode, _ = code_of(Known({}, tokenizer=made.to_str()))
+    assert encode("Once upon") == [0, 2, 3] and encode("") == [0]
+
+
 def test_the_command_refuses(run, tmp_path, monkeypatch):
     def refusal(*words: str, given: str | None = None) -> str:
         found = CliRunner().invoke(app, ["generate", *words], input=given, env={"COLUMNS": "400"})

@@ -111,11 +111,15 @@ def counted(losses: Tensor, counts: Tensor) -> dict[str, Tensor]:
 
 
 def ids_of(text: str, known: Known) -> list[int]:
-    """The tokens of a text in a run's code: pieces, words or bytes."""
+    """The tokens of a text that goes on, in a run's code: pieces, words or bytes."""
     if known.tokenizer is not None:
         from .tokens import Pieces
 
-        return Pieces(known.tokenizer).bpe.encode(text).ids
+        found = Pieces(known.tokenizer).bpe.encode(text)
+        ids, special = found.ids, found.special_tokens_mask
+        while len(ids) > 1 and special[len(ids) - 1]:  # the end that some tokenizers add
+            ids.pop()
+        return ids
     if known.vocabulary is not None:
         number = {word: i for i, word in enumerate(known.vocabulary)}
         return [number.get(word, number["<unk>"]) for word in text.replace("\n", " <eos> ").split()]
