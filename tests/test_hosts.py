@@ -113,6 +113,22 @@ def test_exported_words_are_those_of_training(data):
     assert theirs == ours[ours > 0].tolist() == [2, 3, 4, 5, 6, 7]
 
 
+def test_a_text_longer_than_the_table_of_positions_is_refused(data):
+    for kind, options in (("gpt2", {**OPTIONS["gpt2"], "n_positions": 18}), ("llama", TINY)):
+        options = json.dumps({"max_position_embeddings": 18, **options})
+        config = make_config("lm", data=str(data / "lm.txt"), model=f"hf:{kind}", model_options=options, max_length=16)
+        task = get_task("lm")
+        model = task.model(config, task.load(config)).eval()
+        assert model.model.config.max_position_embeddings == 18
+        prompt = torch.ones(1, 12, dtype=torch.long)
+        assert model.generate(prompt, 7, temperature=0).shape == (1, 19)
+        if kind == "llama":
+            assert model.generate(prompt, 8, temperature=0).shape == (1, 20)
+            continue
+        with pytest.raises(ValueError, match="a prompt of 12 tokens and 8 new ones exceed the 18 positions"):
+            model.generate(prompt, 8, temperature=0)
+
+
 @pytest.mark.parametrize("kind", ["ema", "average"])
 def test_averages_include_tied_weights(kind, data):
     """GPT-2's output layer is its embedding: one parameter with two names."""

@@ -224,6 +224,13 @@ class Hosted(nn.Module):
             chosen = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
         chosen |= {} if stop is None else {"eos_token_id": stop}
         inner: Any = self.model
+        most = getattr(inner.config, "max_position_embeddings", None)
+        rotary = any(name.startswith("rope") for name in inner.config.to_dict())  # they have no table of positions
+        if most and not rotary and ids.shape[1] + max_new_tokens - 1 > most:
+            raise ValueError(
+                f"a prompt of {ids.shape[1]} tokens and {max_new_tokens} new ones exceed the {most} positions of the "
+                "model: shorten the prompt, or generate fewer tokens"
+            )
         return inner.generate(
             ids,
             attention_mask=torch.ones_like(ids),
