@@ -226,6 +226,12 @@ def test_the_task_reads_what_was_converted(tmp_path) -> None:
 
 C4, AAN = "c4-train.00000-of-00001.json.gz", "lra_release/new_aan_pairs.eval.tsv"
 COCO = "annotations/instances_val2017.json"
+
+
+def truth(images: str, annotations: str = "") -> bytes:
+    return f'{{"images": [{images}], "annotations": [{annotations}], "categories": []}}'.encode()
+
+
 BAD = [
     ("wikitext-103", "wiki.valid.tokens", b"", "part valid has no text"),
     ("c4", C4, gzip.compress(b'{"text": "a"}\n{"no": 1}\n'), "line 2 .*JSON"),
@@ -241,10 +247,10 @@ BAD = [
     ("imagenet", "LOC_val_solution.csv", b"ImageId,PredictionString\n\xff,n02 1\n", "line 2 is not UTF-8"),
     ("iwslt", "IWSLT14.TED.dev2010.de-en.de.xml", b"<a>\n<b>\n</a>", "line 3 is not XML"),
     ("pcqm4mv2", "raw/data.csv.gz", b"idx,smiles,homolumogap\n", "data.csv.gz .*after line 0, it is not"),
-    ("coco", COCO, b'{"images": [{"id": 1, "file_name": "2.jpg"}], "annotations": []}', "val2017/2.jpg is missing"),
+    ("coco", COCO, truth('{"id": 1, "file_name": "2.jpg"}'), "val2017/2.jpg is missing"),
     ("coco", COCO, b'{"images": [\n1,\n', f"{COCO} .*line 3 is not JSON"),
-    ("coco", COCO, b'{"images": [{"id": 1}], "annotations": []}', r"images\[0\] must have id and file_name"),
-    ("coco", COCO, b'{"images": [], "annotations": [{"bbox": [1, 2, 3, 4]}]}', r"annotations\[0\] must have the"),
+    ("coco", COCO, truth('{"id": 1}'), r"images\[0\] must have id and file_name"),
+    ("coco", COCO, truth("", '{"bbox": [1, 2, 3, 4]}'), r"annotations\[0\] must have an id"),
 ]
 
 

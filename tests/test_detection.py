@@ -111,9 +111,15 @@ def test_a_missing_package_is_named_before_training(coco, monkeypatch) -> None:
 
 def test_bad_annotations_are_named(coco) -> None:
     truth = coco / "coco" / "annotations" / "instances_val2017.json"
-    truth.write_text('{"images": []}')
-    with pytest.raises(DataMissing, match=r"instances_val2017.json .*lists images and annotations"):
-        get_task("coco-retinanet").load(make_config("coco-retinanet", data=str(coco)))
+    whole = json.loads(truth.read_text())
+    lists, values = "lists images, annotations and categories", r"annotations\[0\] must have an id, .*iscrowd 0 or 1"
+    for says, names in ((lists, ("annotations", "categories")), (values, ("id", "area", "iscrowd"))):
+        for name in names:  # some are read only by pycocotools, after training
+            about = whole | {"annotations": [whole["annotations"][0].copy()]}
+            del (about if says is lists else about["annotations"][0])[name]
+            truth.write_text(json.dumps(about))
+            with pytest.raises(DataMissing, match=f"instances_val2017.json .*{says}"):
+                get_task("coco-retinanet").load(make_config("coco-retinanet", data=str(coco)))
 
 
 def test_masks_that_are_not_polygons_are_named(coco) -> None:

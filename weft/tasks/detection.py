@@ -42,10 +42,10 @@ class Part:
     def __init__(self, folder: Path, part: str):
         self.folder, self.truth = folder / part, folder / "annotations" / f"instances_{part}.json"
         about = read_truth(self.truth)
-        self.names = {kind["id"]: kind["name"] for kind in about.get("categories", [])}
+        self.names = {kind["id"]: kind["name"] for kind in about["categories"]}
         self.objects: dict[int, list[dict[str, Any]]] = defaultdict(list)
         for found in about["annotations"]:
-            if not found.get("iscrowd") and min(found["bbox"][2:]) >= 1:
+            if not found["iscrowd"] and min(found["bbox"][2:]) >= 1:
                 self.objects[found["image_id"]].append(found)
         self.kept: dict[tuple[int, bool, torch.device], Columns] = {}
         self.pictures = [i for i in about["images"] if self.objects[i["id"]] or part.startswith("val")]
@@ -80,16 +80,16 @@ class Part:
 
 
 def read_truth(path: Path) -> dict[str, Any]:
-    """A file of COCO's annotations; what is used of it is checked."""
+    """A file of COCO's annotations; what is used of it, here and by pycocotools, is checked."""
     try:
         about = json.loads(path.read_bytes())
     except json.JSONDecodeError as error:
         raise DamagedData(path, f"line {error.lineno} is not JSON ({error})") from error
     except (OSError, ValueError) as error:
         raise DamagedData(path, f"it cannot be read ({error})") from error
-    whole = isinstance(about, dict) and all(isinstance(about.get(key), list) for key in ("images", "annotations"))
-    if not whole:
-        raise DamagedData(path, "it must be an object with the lists images and annotations")
+    lists = ("images", "annotations", "categories")
+    if not (isinstance(about, dict) and all(isinstance(about.get(key), list) for key in lists)):
+        raise DamagedData(path, "it must be an object with the lists images, annotations and categories")
     pictures = set()
     for number, image in enumerate(about["images"]):
         if not isinstance(image, dict) or not {"id", "file_name"} <= set(image):
@@ -99,11 +99,13 @@ def read_truth(path: Path) -> dict[str, Any]:
         try:
             sides = [float(side) for side in found["bbox"]]
             sound = len(sides) == 4 and 0 < found["category_id"] < CLASSES and found["image_id"] in pictures
+            sound = sound and "id" in found and float(found["area"]) >= 0 and found["iscrowd"] in (0, 1)
         except (KeyError, TypeError, ValueError):
             sound = False
         if not sound:
-            what = f"annotations[{number}] must have the image_id of an image, a category_id from 1 to {CLASSES - 1} "
-            raise DamagedData(path, f"{what}and bbox [x, y, width, height], got {found!r:.200}")
+            what = f"annotations[{number}] must have an id, the image_id of an image, a category_id from 1 to "
+            what += f"{CLASSES - 1}, bbox [x, y, width, height], area, and iscrowd 0 or 1"
+            raise DamagedData(path, f"{what}; got {found!r:.200}")
     return about
 
 
