@@ -285,6 +285,14 @@ def test_hidden_folders_are_no_classes(task, pictures, tmp_path):
     assert data.classes == ["cat", "dog"] and data.facts["classes"] == 2
 
 
+def test_trains_are_a_class(pictures):
+    (pictures / "dog").rename(pictures / "train")
+    assert load("images", pictures, image_size=8).classes == ["cat", "train"]
+    (pictures / "cat").rename(pictures / "val")
+    with pytest.raises(DataMissing, match="train cannot be used: it has 0 sub-folders"):
+        load("images", pictures)
+
+
 def test_errors_of_image_folders(pictures, tmp_path):
     broken = pictures / "dog" / "broken.jpg"
     whole = (pictures / "dog" / "0.jpg").read_bytes()

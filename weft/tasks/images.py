@@ -342,7 +342,8 @@ class Images(ImageFolder):
             raise DataMissing(f"{folder} is not a folder: give one with a sub-folder of images per class with --data")
         inside = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
         places = {SPLITS[p.name.lower()]: p for p in inside if p.name.lower() in SPLITS}
-        parts = places if "train" in places else {"train": folder}
+        trains = list(places) == ["train"] and not class_folders(places["train"])  # a class, not a part
+        parts = places if "train" in places and not trains else {"train": folder}
         classes = (known and known.classes) or class_folders(parts["train"])
         if len(classes) < 2:
             what = f"it has {len(classes)} sub-folder{'' if len(classes) == 1 else 's'}"
