@@ -89,6 +89,15 @@ def test_scores_are_predicted_and_correlated(tmp_path):
         get_task("sts-b").load(make_config("sts-b", data=str(tmp_path)))
 
 
+@pytest.mark.parametrize("name", ["sts-b", "coco-retinanet"])
+def test_an_evaluation_forgets_one_that_was_interrupted(name, monkeypatch):
+    """Tasks that keep predictions until `summary` must not mix those of two evaluations."""
+    task = get_task(name)
+    monkeypatch.setattr(task, "found", {7: (1.0, 2.0)})
+    with task.evaluating(torch.nn.Identity()):
+        assert task.found == {}
+
+
 def test_the_longer_text_is_cut_and_each_has_its_kind():
     code = Pieces.of(["a b c d e f g h"], 300)
     rows = pairs(code, [("a b c d e f", "g h"), ("a",)], 6)

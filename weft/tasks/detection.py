@@ -14,9 +14,9 @@ from __future__ import annotations
 import io
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +235,11 @@ class Detection(Task):
             if masks is not None:
                 targets[-1]["masks"] = masks
         return torch.stack(list(model(images, targets).values())).sum()
+
+    @contextmanager
+    def evaluating(self, model: nn.Module) -> Iterator[None]:
+        self.found = {}  # without those of an evaluation that was interrupted
+        yield
 
     def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
         """Detections are kept until `summary`: average precision is not a sum over images."""

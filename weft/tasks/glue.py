@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,11 @@ class Scores(Glue):
 
     def loss(self, model: nn.Module, batch: Columns, config: TrainConfig) -> Tensor:
         return F.mse_loss(model(*self.inputs(batch)).float()[:, 0], batch["label"])
+
+    @contextmanager
+    def evaluating(self, model: nn.Module) -> Iterator[None]:
+        self.found = {}  # without those of an evaluation that was interrupted
+        yield
 
     def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
         answer = model(*self.inputs(batch)).float()[:, 0]
