@@ -30,6 +30,7 @@ from .files import DamagedData, find, must_fit
 from .registry import add_task
 
 NOTHING = -100  # a target that cross_entropy ignores
+PACKED = (".gz", ".bz2", ".zst", ".7z", ".tar", ".tgz", ".tar.xz", ".txz")
 ENWIK8_MD5 = "a1fa5ffddb56f4953e226637dabbb36a"
 
 
@@ -46,6 +47,8 @@ def read_bytes(path: Path) -> bytes:
             files = files_of(path)
             must_fit(path, sum(p.stat().st_size for p in files))
             return b"\n".join(p.read_bytes() for p in files)
+        if path.name.lower().endswith(PACKED):
+            raise DamagedData(path, "it is a packed file", "Unpack it; of packed files, only .xz and .zip are read.")
         must_fit(path, path.stat().st_size)
         if path.suffix == ".xz":
             return _unpack_xz(path)
