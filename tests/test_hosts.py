@@ -111,6 +111,12 @@ def test_exported_words_are_those_of_training(data):
     ours = get_task("classify").encode([text], known)["ids"][0]
     theirs = transformers.AutoTokenizer.from_pretrained(data)(text).input_ids
     assert theirs == ours[ours > 0].tolist() == [2, 3, 4, 5, 6, 7]
+    tokens = ["Ada", ",", "U.N.", "हिन्दी"]
+    known = Known({}, ["<pad>", "<unk>", *tokens], length=16)
+    tagger = transformers.BertForTokenClassification(transformers.BertConfig(**TINY, vocab_size=9))
+    save_tokenizer(Hosted(tagger, pad=0), known, data)
+    theirs = transformers.AutoTokenizer.from_pretrained(data)(tokens, is_split_into_words=True).input_ids
+    assert theirs == get_task("tag").encode([tokens], known)["ids"][0, :4].tolist() == [2, 3, 4, 5]
 
 
 def test_a_text_longer_than_the_table_of_positions_is_refused(data):

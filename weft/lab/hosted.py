@@ -85,7 +85,9 @@ def save_tokenizer(model: Hosted, known: Known, folder: Path) -> None:
     elif known.vocabulary is not None:
         tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(known.vocabulary)}, unk_token="<unk>"))
         words = Regex(r"[\p{L}\p{N}_]+")  # Python's \w+; that of tokenizers has combining marks too
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(words, "removed", invert=True)
+        cut = pre_tokenizers.Split(words, "removed", invert=True)
+        whole = "TokenClassification" in type(model.model).__name__  # the tokens of `tag`, with their punctuation
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit() if whole else cut
     else:
         vocab = {character: byte + pads for byte, character in bytes_to_unicode().items()}
         tokenizer = Tokenizer(models.BPE({**({"<pad>": 0} if pads else {}), **vocab}, []))
