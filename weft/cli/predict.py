@@ -37,6 +37,8 @@ def predict(
 
     if not file.exists():
         raise typer.BadParameter(f"{file} does not exist")
+    if out is not None and not out.parent.is_dir():
+        raise typer.BadParameter(f"--out: there is no folder {out.parent}")
     model = load(run, which, chosen(device))
     if type(model.task).decode is Task.decode:
         raise typer.BadParameter(
