@@ -288,6 +288,14 @@ def test_hidden_folders_are_no_classes(task, pictures, tmp_path):
     assert data.classes == ["cat", "dog"] and data.facts["classes"] == 2
 
 
+def test_many_images_are_normalised_by_all_classes():
+    image = torch.zeros(20_000, 3, 1, 1, dtype=torch.uint8)
+    image[10_000:] = 255  # sorted by class, as folders are read
+    rows = {"image": image, "label": torch.arange(20_000) // 10_000}
+    facts = get_task("images").data(make_config("images", image_size=4), rows, rows, rows, 2).facts
+    assert facts["mean"] == pytest.approx([0.5] * 3) and facts["std"] == pytest.approx([0.5] * 3, rel=1e-3)
+
+
 def test_trains_are_a_class(pictures):
     (pictures / "dog").rename(pictures / "train")
     assert load("images", pictures, image_size=8).classes == ["cat", "train"]
