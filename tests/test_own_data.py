@@ -14,6 +14,7 @@ import weft
 from weft.tasks import DataMissing, get_task, make_config
 from weft.tasks.base import Known
 from weft.tasks.tables import read_table
+from weft.tasks.tags import read_columns
 
 pytest.importorskip("lightning")
 TINY = dict(
@@ -393,6 +394,12 @@ def test_tokens_that_are_numbers_are_predicted_as_trained(tokenizer, tmp_path):
     data = load("tag", path, tokenizer=tokenizer)
     known = Known(data.facts, data.vocabulary, data.classes, data.tokenizer, data.length)
     assert torch.equal(get_task("tag").encode([["Call", 911]], known)["ids"][0], data.train["ids"][0])
+
+
+def test_a_token_may_contain_a_no_break_space(tmp_path):
+    (tmp_path / "prices.conll").write_text("10\u00a0000 X  B-NUM\r\n€ X O \n\u00a0 X O\n", encoding="utf-8")
+    row = {"tokens": ["10\u00a0000", "€", "\u00a0"], "tags": ["B-NUM", "O", "O"]}
+    assert read_columns(tmp_path / "prices.conll").rows == [row]
 
 
 def test_tags_of_a_data_set_are_its_class_names(tmp_path, monkeypatch):

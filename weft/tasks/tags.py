@@ -42,7 +42,8 @@ def read_columns(path: Path, tagged: bool = True) -> Table:
     tags: list[str] = []
     first = 1
     for number, line in enumerate([*lines_of(read_text(path)), ""], 1):
-        columns = line.split("\t") if "\t" in line else line.split()
+        # Tokens may contain other kinds of white space, such as the no-break space in 10 000.
+        columns = line.split("\t") if "\t" in line else [column for column in line.split(" ") if column]
         if not line.strip() or columns[0] == "-DOCSTART-":
             if tokens:
                 rows.append({"tokens": tokens, "tags": tags})
