@@ -247,6 +247,14 @@ def test_archives(tmp_path, monkeypatch):
         load("text", path)
 
 
+@pytest.mark.parametrize("name", ["t.gz", "t.tar", "t.tar.xz"])
+def test_packed_text_that_is_not_unpacked_is_refused(tmp_path, name):
+    (tmp_path / name).write_bytes(gzip.compress(b"text") * 999)
+    for task in ("text", "lm"):
+        with pytest.raises(DataMissing, match="it is a packed file. Unpack it"):
+            load(task, tmp_path / name)
+
+
 def test_invalid_numbers_of_examples(tmp_path):
     for name, count in (("listops", -5), ("pathfinder32-easy", -5), ("pathfinder32-easy", 3)):
         said = weft("data", "make", name, "--data", tmp_path, "--count", count)

@@ -369,14 +369,6 @@ def test_compressed_text_is_read(tmp_path, kind):
     assert text.read_bytes(path) == content
 
 
-@pytest.mark.parametrize("name", ["t.gz", "t.tar", "t.tar.xz"])
-def test_packed_text_that_is_not_unpacked_is_refused(tmp_path, name):
-    (tmp_path / name).write_bytes(lzma.compress(bytes(9999)))
-    for task in ("text", "lm"):
-        with pytest.raises(DataMissing, match="it is a packed file. Unpack it"):
-            get_task(task).load(make_config(task, data=str(tmp_path / name), max_length=16))
-
-
 def test_a_modified_enwik8_is_rejected(tmp_path):
     (tmp_path / "enwik8").write_bytes(b"x" * 1000)
     with pytest.raises(DataMissing, match="1,000 bytes, enwik8 has 100,000,000"):
