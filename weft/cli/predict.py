@@ -37,8 +37,8 @@ def predict(
 
     if not file.exists():
         raise typer.BadParameter(f"{file} does not exist")
-    if out is not None and not out.parent.is_dir():
-        raise typer.BadParameter(f"--out: there is no folder {out.parent}")
+    if out is not None:  # fail before predicting
+        out.parent.mkdir(parents=True, exist_ok=True)
     model = load(run, which, chosen(device))
     if type(model.task).decode is Task.decode:
         raise typer.BadParameter(
@@ -56,7 +56,6 @@ def predict(
     if out is None:
         _write(table, sys.stdout)
         return
-    out.parent.mkdir(parents=True, exist_ok=True)
     with open(out, "w", newline="", encoding="utf-8") as target:
         _write(table, target)
     print(f"{len(table)} predictions in {out}")
