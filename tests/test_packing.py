@@ -229,6 +229,19 @@ def test_segments_that_were_changed_are_read_again():
     torch.testing.assert_close(attn(*tokens, segments=segments), attn(*tokens, segments=segments.clone()))
 
 
+@pytest.mark.parametrize("kind", ("numbers", "lengths"))
+def test_training_after_the_same_segments_in_inference_mode(kind):
+    """Their tables are kept, and some are saved for the backward."""
+    segments = PACKED.clone() if kind == "numbers" else weft.Segments.from_lengths([[9, 13], [20], [3, 4]], 29, DEVICE)
+    attn = weft.make_attention("linear", heads=HEADS, head_dim=HEAD_DIM)
+    text = weft.models.LanguageModel(9, max_length=29, dim=8, heads=2, head_dim=4, layers=1, mlp_dim=8).to(DEVICE)
+    ids = torch.zeros_like(PACKED)
+    with torch.inference_mode():
+        attn(*qkv(29, B=3), segments=segments), text(ids, segments=segments)
+    attn(*(x.requires_grad_() for x in qkv(29, B=3)), segments=segments).sum().backward()
+    text(ids, segments=segments).sum().backward()
+
+
 def test_lengths_give_the_same_documents_as_numbers():
     numbers = torch.tensor([[3, 3, 3, 1, 1, 0], [2, 2, 2, 2, 2, 2]])
     made, read = weft.Segments.from_lengths([[3, 2], [6]]), weft.Segments.from_tensor(numbers)

@@ -119,7 +119,7 @@ class Segments:
     @cached_property
     def first(self) -> Tensor:
         """(documents without fillers,): the first token of each document in the flattened batch."""
-        return send(torch.from_numpy((self.rows * self.shape[1] + self.starts)[: self.read]), self.device)
+        return on_device((self.rows * self.shape[1] + self.starts)[: self.read], self.device)
 
     @property
     def read(self) -> int:
@@ -134,12 +134,12 @@ class Segments:
         begin, end = np.append(0, first + self.lengths), np.append(first, total)
         gaps = -(-(end - begin) // self.longest)  # pieces
         pieces = np.repeat(begin, gaps) + self.longest * ranges(np.zeros_like(gaps), gaps)
-        return send(torch.from_numpy(np.sort(np.concatenate([first, pieces, [total]])).astype(np.int32)), self.device)
+        return on_device(np.sort(np.concatenate([first, pieces, [total]])).astype(np.int32), self.device)
 
     @cached_property
     def mask(self) -> Tensor | None:
         """(B, L): True for the tokens of documents; None if there is no padding."""
-        return self.numbers > 0 if self.padded else None
+        return self._spread(np.ones(int(self.lengths.sum()), bool)) if self.padded else None
 
     def real(self, mask: Tensor | None) -> Tensor | None:
         """The tokens of documents that `mask` (B, L) does not hide."""
@@ -166,7 +166,7 @@ class Segments:
             table[: len(n), 5] = counts[n]
             table[: len(n), 6] = self.starts[n]
             table[: len(n), 7] = self.lengths[n]
-            self.tables[block] = send(torch.from_numpy(table), self.device)
+            self.tables[block] = on_device(table, self.device)
         return self.tables[block]
 
     def _room(self, blocks: int) -> int:
@@ -187,7 +187,7 @@ class Segments:
         lengths, first = self.lengths + 1, self.rows * self.shape[1] + self.starts
         source = np.maximum(ranges(first - 1, lengths), np.repeat(first, lengths))
         found = Segments.from_lengths(lengths.tolist(), device=self.device, fillers=self.fillers)
-        return found.ready(), send(torch.from_numpy(source), self.device)
+        return found.ready(), on_device(source, self.device)
 
     @cached_property
     def one_per_row(self) -> Plan:
@@ -209,9 +209,7 @@ class Segments:
         """The first `count` tokens of each document, (documents, count, ...), and which of them are real."""
         at = np.arange(min(count, self.longest))
         first, lengths = (x[: self.read, None] for x in (self.rows * self.shape[1] + self.starts, self.lengths))
-        index, real = (
-            send(torch.from_numpy(part), self.device) for part in (first + np.minimum(at, lengths - 1), at < lengths)
-        )
+        index, real = (on_device(part, self.device) for part in (first + np.minimum(at, lengths - 1), at < lengths))
         real = real if mask is None else real & mask.flatten()[index]
         return torch.unflatten(x.flatten(0, 1).index_select(0, index.flatten()), 0, index.shape), real
 
@@ -252,9 +250,9 @@ class Segments:
 
     def _spread(self, values: np.ndarray) -> Tensor:
         if self.padded:
-            values, placed = np.zeros(self.shape[0] * self.shape[1], np.int64), values
+            values, placed = np.zeros(self.shape[0] * self.shape[1], values.dtype), values
             values[self.places] = placed
-        return send(torch.from_numpy(values).view(self.shape), self.device)
+        return on_device(values.reshape(self.shape), self.device)
 
 
 def _split(members: list[int], lengths: np.ndarray, limit: int) -> Iterator[np.ndarray]:
@@ -297,7 +295,7 @@ class Plan:
         outside[index] = False
 
         def sent(x: np.ndarray) -> Tensor:
-            return send(torch.from_numpy(x), segments.device)
+            return on_device(x, segments.device)
 
         return cls(
             shapes,
@@ -377,6 +375,12 @@ class _Repack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return None, None, None, *ctx.plan.to_slots(grad, ctx.by_head)
+
+
+def on_device(x: np.ndarray, device: torch.device) -> Tensor:
+    """x as a tensor that training can read even if it was made in inference mode: tables are kept for later calls."""
+    with torch.inference_mode(False):
+        return send(torch.from_numpy(x), device)
 
 
 def documents_of(segments: Tensor | Segments, x: Tensor) -> Segments:
