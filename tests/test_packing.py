@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 
 import pytest
@@ -200,6 +201,21 @@ def test_routing_learns_once_and_again_under_checkpointing():
     for once, again in zip(found[:4], found[4:], strict=True):
         for a, b in zip(once, again, strict=True):
             torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_routing_repeats_packed_forwards_in_flight(same):
+    found = []
+    for repeated in (False, True):
+        torch.manual_seed(0)
+        attn = weft.make_attention("routing", heads=1, head_dim=6, clusters=3, decay=0.5).double().train()
+        qkvs = [qkv(29, B=3, H=1, seed=0 if same else n, grad=True) for n in range(4)]
+        projected = [[2 * x for x in each] for each in qkvs]
+        call = functools.partial(checkpoint, attn, use_reentrant=False) if repeated else attn
+        outs = [call(*each, segments=PACKED) for each in projected]
+        found.append(torch.autograd.grad(sum(out.square().sum() for out in outs), [x for each in qkvs for x in each]))
+    for once, again in zip(*found, strict=True):
+        torch.testing.assert_close(once, again)
 
 
 def test_nan_in_padding_has_no_effect():

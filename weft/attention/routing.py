@@ -101,11 +101,11 @@ class Clusters(nn.Module):
         if not self.training or self.frozen:
             yield
             return
-        k = hide(autocast(k)[0], real)
+        used, k = k, hide(autocast(k)[0], real)
         k = k.repeat_interleave(len(self.centroids) // k.shape[1], 1)
         before, recalled = self.centroids, self.replays.recall(k) if recomputing() else None
         if recalled is None:
-            self.assign(k, real)
+            self.assign(k, real, used)
         else:
             self.centroids = recalled
         try:
@@ -122,9 +122,9 @@ class Clusters(nn.Module):
         return self.capacity or power_of_two(2 * length**0.5, least=32)
 
     @torch.no_grad()
-    def assign(self, k: Tensor, mask: Tensor | None) -> Tensor:
+    def assign(self, k: Tensor, mask: Tensor | None, used: Tensor | None = None) -> Tensor:
         """Return the cluster of every key, (B, H, L). Masked tokens get their own cluster, number `clusters`."""
-        centroids, learning = self.begin(k)
+        centroids, learning = self.begin(k, used)
         group = _nearest(k, centroids)
         if mask is not None:
             group = group.masked_fill(~mask[:, None], self.clusters)
@@ -162,14 +162,15 @@ class Clusters(nn.Module):
             self.learn(*group_sums(k, orders, len(centroids), self.drawn.dtype))
         return orders
 
-    def begin(self, k: Tensor) -> tuple[Tensor, bool]:
-        """The centroids for a call with these keys, and whether it must `learn` from them."""
+    def begin(self, k: Tensor, used: Tensor | None = None) -> tuple[Tensor, bool]:
+        """The centroids for a call with these keys, and whether it must `learn` from them. `used`: the keys in the
+        graph of the call, if k is a copy that is not."""
         learning = self.training and not self.frozen
         if learning and recomputing():
             return self.replays.recall(k), False
         if learning:
             self._fold()
-            self.replays.remember(k, self.centroids.clone(), k)
+            self.replays.remember(k, self.centroids.clone(), k if used is None else used)
         return self.centroids, learning
 
     @torch.no_grad()
