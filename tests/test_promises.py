@@ -251,6 +251,14 @@ def test_dropout_acts_in_training_only(case):
     outs = torch.stack([dropping(q, k, v) for _ in range(2)])
     if case.name != "subsampled":
         assert not torch.equal(outs[0], outs[1])
+    later = case.make().train()
+    later.dropout = 0.3  # as layers of other libraries do
+    outs = []
+    for attn in (later, dropping):
+        attn.load_state_dict(plain.state_dict())  # routing's clusters follow the keys
+        torch.manual_seed(0)
+        outs.append(attn(q, k, v))
+    torch.testing.assert_close(*outs, **EXACT)
 
 
 @pytest.mark.parametrize("name", [n for n in weft.attentions() if weft.attention_info(n).subquadratic])

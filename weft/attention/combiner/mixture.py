@@ -109,6 +109,16 @@ class CombinerMixture(Attention):
         for attn in self._each():
             attn.backend = backend
 
+    @property
+    def dropout(self) -> float:
+        return self._dropout
+
+    @dropout.setter
+    def dropout(self, dropout: float) -> None:
+        self._dropout = dropout
+        for attn in self._each():
+            attn.dropout = dropout
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         attns = self._each()
         if q.device.type != "cpu" or not self._on_one_grid():  # on a GPU, each factorisation chooses its kernel
