@@ -145,6 +145,18 @@ def test_second_derivatives_are_refused(name):
             gradient.sum().backward()
 
 
+@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("method", ["weights", "prefill"])
+def test_methods_that_need_the_whole_sequence_are_refused(name, method):
+    from weft.core import sharding
+    from weft.parallel.traffic import _Counting
+
+    attn = weft.make_attention(name, heads=2, head_dim=8, causal=True, max_length=20)
+    q = torch.randn(1, 2, 10, 8)
+    with sharding.use(_Counting(0, 2, 20)), pytest.raises(ValueError, match=f"{method} does not support context"):
+        getattr(attn, method)(q, q, q)
+
+
 @pytest.mark.parametrize("kind", ["module", "function", "share of heads"])
 def test_full_refuses_a_bias_whose_gradient_it_does_not_compute(kind):
     from weft.core import sharding

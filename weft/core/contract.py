@@ -194,6 +194,7 @@ class Attention(Decoding, nn.Module):
         segments: Tensor | Segments | None = None,
     ) -> Tensor:
         """Effective matrix (B, H, Lq, Lk) with `weights @ v == attn(q, k, v)`. Quadratic in L: use it for small L."""
+        sharding.refuse("weights")
         k, v = spread(q, k, v)
         if segments is not None:
             return packed_weights(self, q, k, v, mask, bias, segments, {})

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import sharding
 from .decoding_state import DecodingState, Log, Place, Ready, tree_bytes, tree_map
 from .dispatch import step_kernel
 from .heads import spread
@@ -117,6 +118,7 @@ class Decoding:
         `mask` (B, L) is False for padding, which may be on the left. Padding counts as positions, as in the parallel
         form with the same mask. Tokens after earlier ones are processed step by step by most mechanisms.
         """
+        sharding.refuse("prefill")
         k, v = spread(q, k, v)
         self._check_decodes()
         self.check(q, k, v, mask, bias)
@@ -339,9 +341,8 @@ class Decoding:
         if n == 0:
             return self.empty_state(k, capacity)
         x = {name: value[:, :n] for name, value in inputs.items()}
-        return self.state_after(
-            q[:, :, :n], k[:, :, :n], v[:, :, :n], None if mask is None else mask[:, :n], capacity, **x
-        )
+        mask = None if mask is None else mask[:, :n]
+        return self.state_after(q[:, :, :n], k[:, :, :n], v[:, :, :n], mask, capacity, **x)
 
     def _own(self, state: DecodingState, q: Tensor) -> DecodingState:
         """The state to change: a new one around the same buffers, or with `max_length` the given one."""
@@ -370,8 +371,7 @@ class Decoding:
                 state.place = torch.zeros((), dtype=torch.long, device=k.device)
         if state.max_length is None and state.count + n > state.capacity:
             state.capacity = max(state.count + n, state.capacity + max(16, state.capacity // 8))
-            if self.max_length is not None:
-                state.capacity = min(state.capacity, self.max_length)
+            state.capacity = min(state.capacity, self.max_length or state.capacity)
             state.inner = self._grown(state.inner, state.batch, state.capacity)
 
     def _grown(self, inner: Any, batch: int, capacity: int) -> Any:

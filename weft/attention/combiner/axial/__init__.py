@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ....core import sharding
 from ....core.blocks import ceil_div
 from ....core.contract import Attention, PositionBias, hide
 from ....core.decoding_state import Place
@@ -136,6 +137,7 @@ class CombinerAxial(Attention):
         x: Tensor | None = None,
     ) -> Tensor:
         """The keys of `proj` spans depend on v, so they are computed from v before the identity replaces v."""
+        sharding.refuse("weights")
         k, v = spread(q, k, v)
         if segments is not None:
             return packed_weights(self, q, k, v, mask, bias, segments, {} if x is None else {"x": x})
