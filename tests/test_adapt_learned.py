@@ -34,7 +34,8 @@ def test_their_tensors_belong_to_the_model(build, name, options, dtype, tmp_path
     report = weft.swap(model, to=name, **options)
     assert len(report.replaced) == 2 and not report.left
     own = {key: value for key, value in model.state_dict().items() if key not in before}
-    assert own and all(value.dtype == dtype for value in own.values() if value.is_floating_point())
+    rounded = [x for key, x in own.items() if x.is_floating_point() and ".clusters." not in key]  # these stay float32
+    assert own and all(x.dtype == dtype for x in rounded)
     first = {key: value.clone() for key, value in own.items()}
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), 1.0)

@@ -33,7 +33,7 @@ from ..core.dispatch import Kernel
 from ..core.dropout import dropout_key
 from ..core.joint import Part, joint_attention
 from ..core.partitions import own_block
-from ..core.precision import autocast
+from ..core.precision import autocast, precise
 from ..core.recomputing import Replays, once, recomputing
 from ..core.registry import register
 from ..core.runs import Runs, gather_runs, take_mask, take_rows
@@ -46,7 +46,7 @@ def naive(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
 ) -> Tensor:
     """The paper picks the w best tokens per centroid; here every token belongs to one run of one cluster."""
-    nearest = (k @ attn.clusters.centroids.mT).argmax(-1)
+    nearest = (k.to(attn.clusters.centroids.dtype) @ attn.clusters.centroids.mT).argmax(-1)
     group, run = runs_of(nearest, mask, attn.clusters.size(k.shape[2]))
     return dense_attention(attn, q, k, v, mask, bias, same(group) & same(run))
 
@@ -84,6 +84,13 @@ class Clusters(nn.Module):
         self.register_buffer("drawn", torch.zeros(heads, clusters, head_dim))  # sum of the unit keys of the last batch
         self.register_buffer("count", torch.zeros(heads, clusters))
         self.replays = Replays()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Clusters:
+        """Casts to half precision keep float32 here, where a step of the moving average would be rounded away."""
+        super()._apply(fn, recurse)
+        for name, buffer in self.named_buffers():
+            self._buffers[name] = precise(buffer)
+        return self
 
     @contextmanager
     def looking(self) -> Iterator[None]:

@@ -47,7 +47,7 @@ WHOLE = 1024
 def naive(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None
 ) -> Tensor:
-    nearest = (k @ attn.clusters.centroids.mT).argmax(-1)
+    nearest = (k.to(attn.clusters.centroids.dtype) @ attn.clusters.centroids.mT).argmax(-1)
     group, run = runs_of(nearest, mask, attn.clusters.size(k.shape[2]))
     together = same(group) & same(run)
     first = ~together.tril(-1).any(-1)  # identify a run by its first token
