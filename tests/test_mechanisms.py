@@ -116,6 +116,17 @@ def test_reformer_does_not_read_k():
     assert torch.equal(attn(q, k, v), attn(q, torch.randn_like(k), v)) and not attn.reads_k
 
 
+@pytest.mark.parametrize("name", ("combiner-logsparse", "logsparse", "subsampled"))
+def test_the_default_device_does_not_matter(name):
+    attn = make(name, causal=True).train()
+    q, k, v = qkv(1200 if name == "subsampled" else 130, B=1)
+    torch.manual_seed(0)
+    expected = attn(q, k, v)
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        assert torch.equal(attn(q, k, v), expected)
+
+
 def test_centroids_learn_in_training_only():
     attn = make("routing", clusters=3, decay=0.5)
     q, k, v = qkv(20)

@@ -63,7 +63,7 @@ class LogSpans:
         levels = m.bit_length() - 1
         nodes = [(start, 1 << b) for b in range(1, levels) for start in range(0, m, 2 << b)]
         t, g = torch.arange(m, device=device), torch.arange(n, device=device)
-        start, size = send(torch.tensor(nodes, dtype=torch.long).view(-1, 2), device).unbind(1)
+        start, size = send(torch.tensor(nodes, dtype=torch.long, device="cpu").view(-1, 2), device).unbind(1)
         self.last_local = start + size - 1  # (nodes,): the last token of each local node
         self.members = (t >= start[:, None]) & (t < (start + size)[:, None])  # (nodes, m)
         self.sees_local = (t[:, None] >= start + size) & (t[:, None] < start + 2 * size)  # (m, nodes)

@@ -194,7 +194,7 @@ def spans_before(
             nodes_v.append(softmax_attention(query, node_k, node_v, allowed=allowed)[:, :, :, 0])
             nodes_some.append(counts[b][..., 0] > 0)
             offsets.append(offsets[-1] + nodes_k[-1].shape[2])
-        at = spans.pair + send(torch.tensor(offsets[:-1]), k.device)
+        at = spans.pair + send(torch.tensor(offsets[:-1], device="cpu"), k.device)
         at = torch.where(spans.sees_upper, at, 0)
 
         def of_block(nodes: list[Tensor]) -> Tensor:

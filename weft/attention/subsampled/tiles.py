@@ -29,10 +29,10 @@ def causal_tiles(q: Tensor, k: Tensor, v: Tensor, sources: Tensor) -> Tensor:
         k_w, v_w = k.index_select(2, chosen), v.index_select(2, chosen)
         for start in range(w * P, (w + 1) * P, TILE):
             end = min(start + TILE, (w + 1) * P)
-            legal_for_all, n = torch.searchsorted(chosen, torch.tensor([start + 1, end])).tolist()
+            legal_for_all, n = torch.searchsorted(chosen, chosen.new_tensor([start + 1, end])).tolist()
             n = min(ceil_div(n, ALIGN) * ALIGN, P)
-            mask = torch.zeros(end - start, n, dtype=q.dtype)
-            future = chosen[legal_for_all:n] > torch.arange(start, end)[:, None]
+            mask = q.new_zeros(end - start, n)
+            future = chosen[legal_for_all:n] > torch.arange(start, end, device=q.device)[:, None]
             mask[:, legal_for_all:].masked_fill_(future, float("-inf"))
             tile = q[:, :, start:end], k_w[:, :, :n], v_w[:, :, :n]
             out.append(scaled_dot_product_attention(*tile, attn_mask=mask))
