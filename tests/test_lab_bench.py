@@ -323,6 +323,21 @@ def test_advice_measures_and_recommends_with_reasons():
     assert shown.exit_code == 0 and "combiner-fixed" in shown.output and "- " in shown.output
 
 
+def test_advice_recommends_nothing_slower_than_full_attention():
+    from weft.lab.bench.advise import Advice, Row, _recommend
+
+    rows = [Row("linear", 10), Row("full", 20, state_mib=1), Row("combiner-fixed", 30), Row("longformer", 40)]
+    _recommend(advice := Advice(rows), 1024, causal=True)
+    assert advice.recommended == ["linear"]
+
+
+def test_advice_says_why_a_mechanism_that_you_name_cannot_run():
+    import weft
+
+    advice = weft.advise(64, causal=True, heads=1, head_dim=8, only=["bigbird"], budget=0.1, device="cpu")
+    assert "bigbird" in next(row.error for row in advice.rows if row.name == "bigbird")
+
+
 def test_exaflop_of_table_7():
     """Counted on the model, within 3 % of the figures that the subsampled paper prints with two digits."""
     from weft.lab.bench.exaflop import table_7

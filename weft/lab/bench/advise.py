@@ -89,9 +89,8 @@ def advise(
         raise ValueError(f"length must be at least 1, got {length}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     how = How(device, precision or ("bf16-true" if device == "cuda" else "32-true"), repeats=7, budget=budget)
-    infos = [attention_info(name) for name in only or CANDIDATES]
-    able = [info.name for info in infos if (info.causal if causal else info.bidirectional)]
-    names = list(dict.fromkeys(["full", *able]))
+    usual = [info.name for info in map(attention_info, CANDIDATES) if not causal or info.causal]
+    names = [attention_info(name).name for name in dict.fromkeys(["full", *(only or usual)])]
     rows = {name: Row(name) for name in names}
     progress(f"measuring {len(names)} mechanisms at {length:,} tokens on {device}")
     torch.manual_seed(0)
@@ -169,12 +168,14 @@ def _recommend(advice: Advice, length: int, causal: bool) -> None:
             f"full: exact, and at {length:,} tokens nothing that sees all tokens is clearly faster ({full.ms:.3g} ms)",
         )
         return
-    combiner = min((row for row in seeing if row.name.startswith("combiner")), key=lambda row: row.ms, default=None)
+    faster = [row.name for row in good if full is None or row.ms < full.ms]
+    combiners = [row for row in seeing if row.name.startswith("combiner") and row.name in faster]
+    combiner = min(combiners, key=lambda row: row.ms, default=None)
     if combiner is not None:
         add(combiner, f"{combiner.name}: keeps the softmax over all tokens, in {times(combiner)}")
     if fastest is not None and fastest is not combiner and (combiner is None or fastest.ms * CLOSE < combiner.ms):
         add(fastest, f"{fastest.name}: the fastest that sees all tokens, without a softmax, in {times(fastest)}")
-    window = next((row for row in good if row.name == "longformer"), None)
+    window = next((row for row in good if row.name == "longformer" and row.name in faster), None)
     if window is not None:
         add(window, f"longformer: changes a pretrained model least, a window of nearby tokens, in {times(window)}")
     steps = [row for row in seeing if row.state_mib == row.state_mib]
