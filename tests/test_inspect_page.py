@@ -262,6 +262,23 @@ def test_command_on_a_run(tmp_path):
     assert missing.exit_code == 2 and "it has no config.json" in re.sub(r"[\s│]+", " ", missing.output)
 
 
+def test_command_shows_the_weights_that_were_tested(tmp_path):
+    pytest.importorskip("sklearn")
+    from typer.testing import CliRunner
+
+    from weft.cli import app
+    from weft.lab import make_config, train
+
+    run = tmp_path / "run"
+    small = dict(layers=1, heads=1, head_dim=4, dim=4, mlp_dim=4, batch_size=8, warmup=1, accelerator="cpu")
+    train(make_config("digits", steps=1, test_on="last", out=str(run), **small))
+    best = run / "checkpoints" / "best.safetensors"  # a link to the last one
+    best.unlink()
+    best.write_bytes(b"damaged")
+    done = CliRunner().invoke(app, ["inspect", str(run), "--count", "2", "--examples", "1"])
+    assert done.exit_code == 0, done.output
+
+
 def test_your_own_text_and_image(tmp_path):
     """Runs of a language model and of an image classifier, on examples that are not in their data."""
     pytest.importorskip("lightning")
