@@ -161,6 +161,11 @@ def test_importing_weft_is_light():
     assert found.stdout.strip() == "[]"
 
 
+def test_import_weft_is_enough_for_every_part():
+    parts = "adapt huggingface inspect lab layers models parallel tasks timm".split()
+    subprocess.run([sys.executable, "-c", f"import weft; [getattr(weft, n) for n in {parts}]"], check=True, cwd=ROOT)
+
+
 def test_every_page_is_in_the_navigation_of_the_site():
     navigation = (ROOT / "mkdocs.yml").read_text()
     pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}

@@ -13,7 +13,7 @@ if TYPE_CHECKING or not _interrupt.IS_COMMAND:  # the command `weft` imports tor
     from .layers import ISTA, MSSA, CachedAttention, MixedAttention, MultiheadAttention
 
 if TYPE_CHECKING:
-    from . import adapt, inspect, layers, models, parallel
+    from . import adapt, inspect, lab, layers, models, parallel, tasks
     from .adapt import huggingface as huggingface
     from .adapt import timm as timm
     from .adapt.ensemble import ensemble
@@ -49,6 +49,7 @@ __all__ = [
     "describe",
     "ensemble",
     "inspect",
+    "lab",
     "layers",
     "load",
     "make_attention",
@@ -60,10 +61,12 @@ __all__ = [
     "subsample",
     "subsampling",
     "swap",
+    "tasks",
 ]
 
 # Imported on first use, so that `import weft` stays quick: names, and the modules they come from.
 _MODULES = {"parallel": "parallel", "inspect": "inspect", "layers": "layers", "models": "models"}
+_MODULES |= {"lab": "lab", "tasks": "tasks"}
 _MODULES |= {"adapt": "adapt", "huggingface": "adapt.huggingface", "timm": "adapt.timm"}  # these need their library
 _NAMES = {"cache": "adapt.surgery", "swap": "adapt.surgery", "ensemble": "adapt.ensemble"}
 _NAMES |= {"load": "lab.trained", "advise": "lab.bench.advise", "convert": "lab.conversion"}
