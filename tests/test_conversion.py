@@ -269,6 +269,11 @@ def test_the_command(tmp_path):
     command += [tmp_path / "text.txt", "--out", tmp_path / "out", "--steps", 2, "--length", 32, "--device", "cpu"]
     refused = CliRunner().invoke(app, [str(each) for each in command])
     assert refused.exit_code == 2 and "no tokenizer" in refused.output and "--bytes" in refused.output
+    missing = CliRunner().invoke(app, [str(each) for each in ["convert", tmp_path / "modle", *command[2:]]])
+    assert missing.exit_code == 2 and "neither a folder of save_pretrained" in missing.output
+    for name in ("model", "modle"):
+        with pytest.raises((ValueError, FileNotFoundError), match="weft.huggingface.load|does not exist"):
+            weft.load(tmp_path / name)
     done = CliRunner().invoke(app, [str(each) for each in [*command, "--bytes"]])
     assert done.exit_code == 0, done.output
     assert "2 layers replaced" in done.output and (tmp_path / "out" / "conversion.json").exists()

@@ -48,6 +48,11 @@ def convert(
     except ImportError as error:
         raise ImportError("weft convert needs transformers: pip install 'weft[huggingface]'") from error
     content = data.read_bytes()
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(model)
+    except OSError as error:
+        problem = str(error).splitlines()[0]
+        raise ValueError(f"{model} is neither a folder of save_pretrained nor a model of the hub: {problem}") from error
     tokenizer = None
     if as_bytes:
         tokens = torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -57,7 +62,6 @@ def convert(
         except (OSError, ValueError) as error:
             raise ValueError(f"{model} has no tokenizer: for a model of bytes, add --bytes") from error
         tokens = torch.tensor(tokenizer(content.decode(), verbose=False)["input_ids"])
-    loaded = AutoModelForCausalLM.from_pretrained(model)
     report = run(
         loaded.to(place),
         to,

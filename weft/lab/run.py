@@ -72,7 +72,7 @@ class Run:
         try:
             return config_.from_json(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise FileNotFoundError(f"{self.folder} is not a run: it has no config.json") from None
+            raise FileNotFoundError(f"{self.folder} is not a run: {missing_config(self.folder)}") from None
         except ValueError as error:
             raise DamagedFile(
                 f"{path}: {_what(error)}. Repair it by hand; the header of every file in "
@@ -240,6 +240,10 @@ class Run:
                 with suppress(OSError):
                     os.close(handle)
         self._metrics = self._lock = None
+
+
+def missing_config(folder: Path) -> str:
+    return "it has no config.json" if folder.exists() else "it does not exist"
 
 
 def _what(error: Exception) -> str:

@@ -30,7 +30,7 @@ from ..tasks.registry import task_of
 from .build import build_model
 from .hosted import OWN, load_host, save_host
 from .kept import Kept, read_kept
-from .run import Run, commit
+from .run import Run, commit, missing_config
 from .saving import saved_weights
 from .state import restore_model
 
@@ -137,10 +137,13 @@ def load(folder: str | Path, which: str = "", device: str | torch.device | None 
     folder = Path(folder)
     own = own_files(folder)
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} is neither a run nor an exported model: it has no config.json")
+        raise FileNotFoundError(f"{folder} is neither a run nor an exported model: {missing_config(folder)}")
     kept = read_kept(own)
     if kept is None:
-        raise ValueError(f"{folder} has no data.json (written by an older version): train it again to use it")
+        raise ValueError(
+            f"{folder} is neither a run nor an exported model: it has no data.json. weft.huggingface.load opens "
+            "models of transformers, weft.timm.load those of timm"
+        )
     if which and is_exported(folder):
         raise ValueError(f"{folder} is an exported model with only one set of weights: remove --which {which}")
     extra: dict[str, Any] = {}
