@@ -69,3 +69,17 @@ def test_train_prints_before_it_imports_torch():
     code += "from weft.cli import app; app()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "training digits: loading PyTorch …\n" and "torch" in done.stderr and done.returncode
+
+
+def test_a_long_evaluation_shows_its_batches(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("sklearn")
+    import itertools
+
+    from weft.lab import make_config, progress, train
+
+    clock = itertools.count(step=3)  # seconds
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: float(next(clock)))
+    small = dict(layers=1, heads=1, head_dim=4, dim=4, mlp_dim=4, batch_size=64, warmup=1, accelerator="cpu")
+    train(make_config("digits", steps=1, out=str(tmp_path / "run"), **small))
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.partition(" batch ")[0] for line in lines if " batch " in line} == {"validation", "test"}

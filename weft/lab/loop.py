@@ -363,13 +363,13 @@ class Training:
         self.progress.evaluated(self.step, self.task.metric, value, better)
         self._clock = (time.perf_counter(), self.step)
 
-    def _score(self, rows: Rows, batches: int = 0) -> dict[str, float]:
+    def _score(self, rows: Rows, batches: int = 0, what: str = "validation") -> dict[str, float]:
         def stop() -> bool:
             return self.processes.any(self.signals.count > 0)
 
-        model, split = self.model, self.split
+        how: dict[str, Any] = dict(batches=batches, stop=stop, tell=self.progress.counter(what), split=self.split)
         with averaged(self.raw, self.average):
-            return evaluate(self.fabric, model, self.task, rows, self.config, batches=batches, stop=stop, split=split)
+            return evaluate(self.fabric, self.model, self.task, rows, self.config, **how)
 
     def _new_best(self, found: dict[str, float]) -> None:
         self.best = {"step": self.step, "value": found[self.task.metric], "val": found}
@@ -429,7 +429,7 @@ class Training:
         assert self.best is not None
         if self.config.ensemble:
             self.model = self.fabric.setup_module(Members(self.raw, self.config.ensemble, self.task.answers))
-        found = self._score(self.test)
+        found = self._score(self.test, what="test")
         self._log([{"kind": "test", "step": self.step, **found}])
         if self.main:
             self.folder.sync()

@@ -46,6 +46,24 @@ class Progress:
             say(f"step {step}/{self.total}  {text}  {left:.0f} s left")
             self._last_line = now
 
+    def counter(self, what: str) -> Callable[[int, int], None]:
+        """Shows every five seconds how many batches of an evaluation are done."""
+        start = last = time.perf_counter()
+
+        def tell(done: int, total: int) -> None:
+            nonlocal last
+            now = time.perf_counter()
+            if not self.show or not done or now - last < 5:
+                return
+            last = now
+            text = f"{what} batch {done}/{total}  {(now - start) / done * (total - done):.0f} s left"
+            if self._bar is not None:
+                self._draw(lambda: self._bar.update(self._task, description=text))
+            else:
+                say(text)
+
+        return tell
+
     def evaluated(self, step: int, metric: str, value: float, best: bool) -> None:
         self.metric = f"  {metric} {value:.4f}"
         self.say(f"step {step}  validation {metric} {value:.4f}{'  (best so far)' if best else ''}")
