@@ -241,3 +241,13 @@ def test_figures_draw():
     assert len(drawn["text"].axes) == 2 and len(drawn["maps"].axes) == 3
     for figure in drawn.values():
         figure.canvas.draw()
+
+
+def test_a_single_argument_needs_no_list():
+    model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, batch_first=True), 2).eval()
+    weft.swap(model, "full")
+    x = torch.randn(1, 5, 8)  # without its batch, the model accepts it too
+    torch.testing.assert_close(weft.inspect.measure(model, x), weft.inspect.measure(model, [x]), rtol=0, atol=0)
+    crate = weft.models.CRATE(dim=8, heads=2, layers=1, classes=2, image_size=8, patch=4).eval()
+    images = torch.rand(2, 3, 8, 8)
+    assert weft.inspect.attention_views(crate, images)[0][0].map.shape == (2, 2, 5, 5)

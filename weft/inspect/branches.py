@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.cached import BranchMaps, CachedAttention, branch_maps
-from .watch import image_grid, plain
+from .watch import arguments, image_grid, plain
 
 
 class BranchView(NamedTuple):
@@ -28,7 +28,7 @@ class BranchView(NamedTuple):
 
 
 def branch_views(
-    model: nn.Module, inputs: Sequence[Tensor], *, grid: Sequence[int] | None = None
+    model: nn.Module, inputs: Tensor | Sequence[Tensor], *, grid: Sequence[int] | None = None
 ) -> tuple[list[BranchView], list[str]]:
     """The views of the first example in call order, and the paths of layers without a view.
 
@@ -36,7 +36,7 @@ def branch_views(
     view.
     """
     model = plain(model)
-    one = [t[:1] for t in inputs]
+    one = [t[:1] for t in arguments(inputs)]
     views: list[BranchView] = []
     windows: list[str] = []
     calls: dict[str, int] = {}

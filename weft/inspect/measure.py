@@ -24,14 +24,14 @@ from ..layers.mssa import MSSA
 from ..models.blocks import blocks
 from ..models.crate import CRATELayer
 from .rates import EPSILON, coding_rate, coherence, heads_rate, subspace_rate
-from .watch import first_tensor, in_batches, looking, mask_of, on_output, plain
+from .watch import arguments, first_tensor, in_batches, looking, mask_of, on_output, plain
 
 Measures = dict[str, Tensor]
 
 
 def measure(
     model: nn.Module,
-    inputs: Sequence[Tensor],
+    inputs: Tensor | Sequence[Tensor],
     *,
     epsilon: float = EPSILON,
     normalise: bool = False,
@@ -41,7 +41,7 @@ def measure(
 
     `inputs` are the model's arguments, one row per example. `normalise` computes `subspace_rate` of unit tokens too.
     """
-    model = plain(model)
+    model, inputs = plain(model), arguments(inputs)
     found: dict[str, list[Tensor]] = defaultdict(list)  # per batch (layers, examples)
     here: dict[str, dict[int, list[Tensor]]] = {}  # of the current batch: measurement, layer, calls
 
@@ -105,14 +105,14 @@ def nonzero(z: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def tokens_per_layer(
-    model: nn.Module, inputs: Sequence[Tensor], *, size: int = 50, seed: int = 0
+    model: nn.Module, inputs: Tensor | Sequence[Tensor], *, size: int = 50, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A random sub-matrix (at most `size` tokens by `size` channels) of every block's output for one example.
 
     Returns the sub-matrix (layers, tokens, channels), the chosen tokens and the chosen channels. They are the same in
     all layers, so in a pyramid they are limited by its smallest layers.
     """
-    model = plain(model)
+    model, inputs = plain(model), arguments(inputs)
     layers = blocks(model)
     seen: list[tuple[Tensor, Tensor | None]] = []
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .. import pages
 from . import gather
+from .watch import arguments
 
 
 def report(
@@ -40,7 +41,7 @@ def report(
     `galleries` (of `weft.pages.gallery`) are shown first. Without `inputs`, the page has only them and the
     weights of caches.
     """
-    inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    inputs = arguments(inputs)
     data: dict[str, Any] = {
         "title": title or type(model).__name__,
         "facts": gather.facts(model) + [list(pair) for pair in facts],

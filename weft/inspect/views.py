@@ -17,7 +17,7 @@ from ..adapt.core import Core, kept_mechanisms
 from ..attention import Attention
 from ..core.heads import spread
 from ..layers.mixed import MixedAttention
-from .watch import looking, plain
+from .watch import arguments, looking, plain
 
 
 @dataclass
@@ -33,14 +33,14 @@ class AttentionView:
 
 
 def attention_views(
-    model: nn.Module, inputs: Sequence[Tensor], *, row: int = 0, map_up_to: int = 256
+    model: nn.Module, inputs: Tensor | Sequence[Tensor], *, row: int = 0, map_up_to: int = 256
 ) -> tuple[list[AttentionView], Any]:
     """All attention layers in call order, and the model's output.
 
     `row` is the query of the rows; -1 is the last real token. Full maps have quadratic cost and are computed for at
     most `map_up_to` tokens; rows are always computed.
     """
-    model, calls, busy = plain(model), [], False
+    model, inputs, calls, busy = plain(model), arguments(inputs), [], False
 
     def see(path: str, attn: Attention):
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

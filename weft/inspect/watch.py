@@ -95,6 +95,11 @@ def image_grid(model: nn.Module, first: Tensor, pictures: Tensor | None, keys: i
     return None
 
 
+def arguments(inputs: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """The arguments of a model; a tensor is the only one."""
+    return [inputs] if isinstance(inputs, Tensor) else list(inputs)
+
+
 def in_batches(inputs: Sequence[Tensor], size: int) -> Iterator[tuple[Tensor, ...]]:
     for start in range(0, len(inputs[0]), size):
         yield tuple(t[start : start + size] for t in inputs)
