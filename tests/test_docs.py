@@ -166,6 +166,13 @@ def test_import_weft_is_enough_for_every_part():
     subprocess.run([sys.executable, "-c", f"import weft; [getattr(weft, n) for n in {parts}]"], check=True, cwd=ROOT)
 
 
+@pytest.mark.parametrize(("part", "library"), [("huggingface", "transformers"), ("timm", "timm")])
+def test_a_part_names_the_extra_that_it_needs(part, library):
+    code = f"import sys; sys.modules['{library}'] = None; import weft; weft.{part}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert f"pip install 'weft[{part}]'" in done.stderr
+
+
 def test_every_page_is_in_the_navigation_of_the_site():
     navigation = (ROOT / "mkdocs.yml").read_text()
     pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}

@@ -19,7 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface
+except ImportError as error:
+    raise ImportError("weft.huggingface needs transformers: pip install 'weft[huggingface]'") from error
 
 from ..attention import Attention, attention_info, attentions, make_attention
 from ..core.blocks import both

@@ -13,12 +13,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-import timm.layers
-import timm.models
-import timm.models.pvt_v2
-import timm.models.swin_transformer
 import torch
 from torch import Tensor
+
+try:
+    import timm.layers
+    import timm.models
+    import timm.models.pvt_v2
+    import timm.models.swin_transformer
+except ImportError as error:
+    raise ImportError("weft.timm needs timm: pip install 'weft[timm]'") from error
 
 from ..attention import attention_info
 from .added import pairs

@@ -81,7 +81,10 @@ def pvt_sizes(presets: Iterable[str] = ("paper", "authors")) -> list[CostRow]:
 
 def timm_sizes(names: Iterable[str] = TIMM_MODELS) -> list[CostRow]:
     """The paper's other models, from timm, plain and cached; the paper prints no counts for them."""
-    import timm
+    try:
+        import timm
+    except ImportError as error:
+        raise ImportError("these sizes need timm: pip install 'weft[timm]'") from error
 
     from ...adapt.surgery import cache
 
