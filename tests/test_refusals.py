@@ -108,3 +108,21 @@ def test_registering_twice_or_without_a_reason():
     with pytest.raises(ValueError, match="not_causal"):
         weft.register("new", weft.Attention, naive=torch.add, paper="", cost="L", causal=False)
     assert "new" not in weft.attentions()
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [("8", 4), (8.0, 4), (0, 4), (2, None)])
+def test_sizes_that_are_no_positive_integers(heads, head_dim):
+    with pytest.raises(ValueError, match="heads and head_dim must be integers of at least 1, got"):
+        weft.make_attention("linear", heads=heads, head_dim=head_dim)
+
+
+def test_swap_of_something_that_is_no_module():
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module, got str"):
+        weft.swap("gpt2", to="linear")
+
+
+@pytest.mark.parametrize("name", weft.attentions())
+def test_a_mechanism_shows_its_options(name):
+    causal = weft.attention_info(name).causal
+    shown = repr(weft.make_attention(name, heads=3, head_dim=5, causal=causal, max_length=70))
+    assert f"heads=3, head_dim=5, causal={causal}, max_length=70" in shown

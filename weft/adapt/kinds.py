@@ -41,6 +41,8 @@ class Layer:
 
 def find_layers(model: nn.Module) -> list[Layer]:
     """All attention layers, and other modules with "attention" in their class name, in model order."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
         for name, child in parent.named_children():

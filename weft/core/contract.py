@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -62,8 +63,8 @@ class Attention(Decoding, nn.Module):
         backend: str = "auto",
     ):
         super().__init__()
-        if heads < 1 or head_dim < 1:
-            raise ValueError(f"heads and head_dim must be at least 1, got {heads} and {head_dim}")
+        if not all(isinstance(n, Integral) and n >= 1 for n in (heads, head_dim)):
+            raise ValueError(f"heads and head_dim must be integers of at least 1, got {heads!r} and {head_dim!r}")
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout must be in [0, 1), got {dropout}")
         if max_length is not None and max_length < 1:
@@ -81,6 +82,12 @@ class Attention(Decoding, nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         """Plain PyTorch version. The arguments have been checked, and masked tokens are zero."""
         raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        names = ("heads", "head_dim", "causal", *(("max_length",) if self.max_length is not None else ()))
+        options = {name: getattr(self, name, given) for name, given in (self.options or {}).items()}
+        shown = {**{name: getattr(self, name) for name in names}, **options}
+        return ", ".join(f"{name}={value!r}" for name, value in shown.items() if not isinstance(value, nn.Module))
 
     def forward(
         self,

@@ -372,9 +372,6 @@ class SubsampledAttention(Subsampling, FullAttention):
             and not torch.compiler.is_compiling()
         )
 
-    def extra_repr(self) -> str:
-        return f"windows={self.windows}, sigma={self.sigma}, biased={self.biased}, layout={self.layout!r}"
-
 
 def lacks(attn: SubsampledAttention, *qkv: Tensor) -> str:
     return "the kernel does not support layout='graph'" if attn.layout == "graph" else ""
