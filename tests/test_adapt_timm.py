@@ -124,6 +124,9 @@ def test_layers_can_be_pickled():
     model = vit(attn_layer=weft.timm.layer("local", block_size=4))
     again = pickle.loads(pickle.dumps(model))
     assert torch.equal(again(images()), model(images()))
+    chosen = weft.timm.layer("local", block_size=4)  # timm keeps it in the model
+    again = pickle.loads(pickle.dumps(chosen))
+    assert repr(again(8, num_heads=2)) == repr(chosen(8, num_heads=2))
 
 
 def test_wrong_names_and_options_are_refused():

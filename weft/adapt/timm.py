@@ -9,6 +9,7 @@ can convert an existing layer and back.
 
 from __future__ import annotations
 
+import copyreg
 import json
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,21 @@ def layer(
         return TimmAttention(*args, weft=weft, **kwargs)
 
     # timm needs a class. Its instances are plain TimmAttentions, which can be pickled.
-    return type(f"TimmAttention[{name}]", (timm.layers.Attention,), {"__new__": make})
+    made: Any = _Chosen(f"TimmAttention[{name}]", (timm.layers.Attention,), {"__new__": make, "chosen": weft})
+    return made
+
+
+class _Chosen(type):
+    """The classes that `layer` makes. Models of timm keep theirs since timm 1.0.31."""
+
+    chosen: dict[str, Any]
+
+
+copyreg.pickle(_Chosen, lambda cls: (_chosen, (cls.chosen,)))
+
+
+def _chosen(chosen: dict[str, Any]) -> Any:
+    return layer(**chosen)
 
 
 def save(model: Any, folder: str | Path, **model_args: Any) -> None:
