@@ -199,7 +199,8 @@ def test_compiled_models_are_refused_as_well():
 
 SWAPPED = [*WORKS, *FULL_ONLY, *REFUSED, "swin/SwinModel", "beit/BeitModel", "segformer/SegformerModel"]
 SWAPPED += ["paligemma/PaliGemmaModel", "siglip/SiglipModel", "whisper/WhisperModel", "wav2vec2/Wav2Vec2Model"]
-SWAPPED += [model for model in ("lasr_encoder/LasrEncoder", "parakeet_encoder/ParakeetEncoder") if model in zoo.every()]
+SPEECH = ("lasr_ctc/LasrForCTC", "lasr_encoder/LasrEncoder", "parakeet_encoder/ParakeetEncoder")
+SWAPPED += [model for model in SPEECH if model in zoo.every()]
 
 
 @pytest.mark.parametrize("model", SWAPPED)

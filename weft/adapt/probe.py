@@ -103,7 +103,8 @@ def _inputs(model: Any, length: int) -> Iterator[dict[str, Any]]:
         yield {"input_values": torch.zeros(1, 2000, device=like.device, dtype=like.dtype), **sound}
     if "input_features" in takes:  # a spectrum, with its frames first or last
         sizes = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "feature_size")
-        found = [getattr(model.config, name, None) for name in sizes]
+        configs = (model.config, getattr(model.config, "encoder_config", None))
+        found = [getattr(config, name, None) for config in configs for name in sizes]
         mel = next((size for size in found if isinstance(size, int)), 80)
         frames = 2 * getattr(model.config, "max_source_positions", 32)  # Whisper takes only its full length
         for shape in ((1, 64, mel), (1, mel, frames)):
