@@ -120,6 +120,19 @@ def test_dense_finish_keeps_parameters_and_optimizer():
         weft.make_dense(Classifier())
 
 
+def test_switches_count_for_causal_masks_that_come_later():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 16, 0.0, batch_first=True), 2)
+    x, causal = torch.randn(2, 16, 16), nn.Transformer.generate_square_subsequent_mask(16)
+    dense = model.eval()(x, mask=causal)
+    weft.subsample(model, "Sall-L4")
+    assert weft.ensemble(model, 4, progress=False)(x, mask=causal).spread.max() > 0.01
+    torch.testing.assert_close(model(x, mask=causal), dense)  # sampling ends with the ensemble
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 16, 0.0, batch_first=True), 2)
+    weft.subsample(model, "Sall-L4")
+    weft.make_dense(model)
+    torch.testing.assert_close(model(x, mask=causal), model(x, mask=causal))
+
+
 def test_ensemble_averages_probabilities_of_members():
     model, x = Classifier(dropout=0.5).double(), torch.randn(5, 16, 8, dtype=torch.float64)
     weft.subsample(model, "Sall-L4")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Attention, attention_info, make_attention
+from ..attention.subsampled import Subsampling
 from ..core.contract import PositionBias, hide
 from ..core.precision import autocast
 from ..core.softmax import softmax_attention
@@ -59,7 +60,11 @@ class Core(nn.Module):
                 )
             made = make_attention(self.name, causal=causal, dropout=self.dropout, **self.settings)
             self.forms[_form(causal)] = made.train(self.training)
-        return self.forms[_form(causal)]  # type: ignore[return-value]
+        found: Any = self.forms[_form(causal)]
+        first: Any = next(iter(self.forms.values()))
+        if isinstance(found, Subsampling) and found.sampling != first.sampling:  # switched before this form existed
+            found.sampling = first.sampling
+        return found
 
     def forward(
         self,
