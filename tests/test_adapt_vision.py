@@ -182,6 +182,20 @@ def test_caches_are_put_around_layers_of_tokens(name):
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.parametrize("name", ["EVA", "BEiT", "Hiera", "CAFormer", "NesT"])
+def test_models_without_fused_attention(name):
+    timm.layers.set_fused_attn(False)
+    try:
+        model, x = built(name)
+    finally:
+        timm.layers.set_fused_attn(True)
+    expected = model(x)
+    report = weft.swap(model, "full")
+    torch.testing.assert_close(model(x), expected, atol=1e-4, rtol=1e-4)
+    report.undo()
+    assert not any(layer.fused_attn for layer in report.layers)
+
+
 @pytest.mark.parametrize("name", CACHED)
 def test_the_memory_of_a_cache_does_not_use_the_mechanism(name):
     """Swapped to `full` and cached is the same as cached."""

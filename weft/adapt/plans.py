@@ -113,7 +113,10 @@ def _plan_added(layer: Layer, info: AttentionInfo, settings: Settings, causal: b
     heads, head_dim = added.shape(module)
     causal = bool(layer.causal if layer.causal is not None else causal)
     core = _core(module, info, causal, settings, heads=heads, head_dim=head_dim)
-    return [Patch(module, "weft", core), Patch(module, "__class__", added.swapped)]
+    patches = [Patch(module, "weft", core), Patch(module, "__class__", added.swapped)]
+    if getattr(module, "fused_attn", None) is False:  # timm's layers call scaled_dot_product_attention only if True
+        patches.append(Patch(module, "fused_attn", True))
+    return patches
 
 
 def _plan_timm(layer: Layer, info: AttentionInfo, settings: Settings, causal: bool | None, prefix: int) -> list[Patch]:
