@@ -129,6 +129,17 @@ def test_layers_can_be_pickled():
     assert repr(again(8, num_heads=2)) == repr(chosen(8, num_heads=2))
 
 
+@pytest.mark.parametrize(("name", "options"), [("local", {"block_size": 4, "prefix": 1}), ("synthesizer", {})])
+def test_layers_are_saved_and_loaded(name, options, tmp_path):
+    sizes = {"img_size": 64, "depth": 2, "embed_dim": 48, "num_heads": 4}
+    model = vit(attn_layer=weft.timm.layer(name, max_length=17, **options))
+    weft.timm.save(model, tmp_path, **sizes)
+    again = weft.timm.load(tmp_path).eval()
+    assert torch.equal(again(images()), model(images()))
+    assert weft.describe(again) == weft.describe(model) and len(weft.describe(model)["swapped"]) == 2
+    assert pickle.loads(pickle.dumps(model))._model_args.keys() == model._model_args.keys()
+
+
 def test_wrong_names_and_options_are_refused():
     with pytest.raises(ValueError, match="unknown attention"):
         weft.timm.layer("lokal")

@@ -29,7 +29,7 @@ from ..attention import attention_info
 from .added import pairs
 from .core import Core
 from .leaf import fx_leaf
-from .saved import apply, describe
+from .saved import RECORD, apply, describe
 
 
 class TimmAttention(timm.layers.Attention):
@@ -123,7 +123,9 @@ def layer(
     weft = {"name": name, "causal": causal, "max_length": max_length, "prefix": prefix, **options}
 
     def make(cls: type, *args: Any, **kwargs: Any) -> TimmAttention:
-        return TimmAttention(*args, weft=weft, **kwargs)
+        made = TimmAttention(*args, weft=weft, **kwargs)
+        made.__dict__[RECORD] = {"to": name, **{key: value for key, value in weft.items() if key != "name"}}
+        return made
 
     # timm needs a class. Its instances are plain TimmAttentions, which can be pickled.
     made: Any = _Chosen(f"TimmAttention[{name}]", (timm.layers.Attention,), {"__new__": make, "chosen": weft})
@@ -148,9 +150,15 @@ def save(model: Any, folder: str | Path, **model_args: Any) -> None:
 
     `model_args` are the arguments of `timm.create_model` that created it, such as img_size.
     """
-    timm.models.save_for_hf(
-        model, str(folder), model_config={"weft": describe(model)}, model_args=model_args, safe_serialization=True
-    )
+    kept = vars(model).get("_model_args", {})
+    # `load` changes a plain model instead.
+    model._model_args = {key: value for key, value in kept.items() if not isinstance(value, _Chosen)}
+    try:
+        timm.models.save_for_hf(
+            model, str(folder), model_config={"weft": describe(model)}, model_args=model_args, safe_serialization=True
+        )
+    finally:
+        model._model_args = kept
 
 
 def load(folder: str | Path, **model_args: Any) -> Any:
