@@ -47,7 +47,8 @@ def test_help_of_a_task_shows_its_defaults():
     text = weft("train", "digits", "--help").output
     assert "number of weight updates [300]" in text and "[deep, wide]" in text
     assert "--text-column" not in text  # digits has no columns
-    assert "heads per layer [8]" in weft("train", "digits", "--preset", "wide", "--help").output
+    for words in (["digits", "--preset", "wide"], ["--preset", "wide", "digits"], ["--preset=wide", "digits"]):
+        assert "heads per layer [8]" in weft("train", *words, "--help").output
     assert "weft train TASK --help" in weft("train", "--help").output
     assert "weft train TASK --help" in weft("train", "no-such-task", "--help").output
 

@@ -27,7 +27,8 @@ class TrainCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        task, values, presets, hidden = _defaults(ctx.meta["weft.words"])
+        given, *_ = self.make_parser(ctx).parse_args(list(ctx.meta["weft.words"]))
+        task, values, presets, hidden = _defaults(given.get("task"), given.get("preset"))
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -45,10 +46,9 @@ class TrainCommand(TyperCommand):
             formatter.write_text("The defaults depend on the task: weft train TASK --help shows them.")
 
 
-def _defaults(words: list[str]) -> tuple[str, Mapping[str, Any], Iterable[str], set[str]]:
-    """The task in the arguments, the values of its fields, its presets, and the fields that it does not read."""
-    name = next((word for word in words if not word.startswith("-")), "")
-    if not name:
+def _defaults(name: Any, preset: Any) -> tuple[str, Mapping[str, Any], Iterable[str], set[str]]:
+    """The name of the task, the values of its fields, its presets, and the fields that it does not read."""
+    if not isinstance(name, str):  # not given: None, or an object of its own in some versions of click
         return "", {}, (), set()
     from ..tasks.registry import get_task, resolve
 
@@ -56,9 +56,8 @@ def _defaults(words: list[str]) -> tuple[str, Mapping[str, Any], Iterable[str], 
         entry = get_task(resolve(name)[0])
     except (ValueError, FileNotFoundError):
         return "", {}, (), set()
-    preset = re.search(r"--preset[= ](\S+)", " ".join(words))
-    chosen = entry.presets.get(preset[1], {}) if preset else {}
-    values = {name: getattr(TrainConfig, name) for name in field_types()} | dict(entry.defaults) | dict(chosen)
+    values = {name: getattr(TrainConfig, name) for name in field_types()}
+    values |= dict(entry.defaults) | dict(entry.presets.get(preset, {}))
     return entry.name, values, entry.presets, {name for name in OPTIONAL if name not in entry.reads}
 
 
