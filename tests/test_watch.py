@@ -1,7 +1,6 @@
 """The live page of running jobs."""
 
 import json
-import os
 import subprocess
 import threading
 import urllib.error
@@ -37,10 +36,11 @@ def put(folder, steps, **extra):
 def server(tmp_path):
     put(tmp_path / "sweep" / "a", 10, **{"result.json": json.dumps(
         {"step": 10, "best_step": 10, "val": {}, "test": {"accuracy": 0.75}, "parameters": 7})})  # fmt: skip
-    put(tmp_path / "b", 4).joinpath(".lock").write_text(json.dumps({"pid": os.getpid(), "host": os.uname().nodename}))
+    put(tmp_path / "b", 4)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text("{}")  # not a run
-    with serve([tmp_path], 0) as server:
+    with Run(tmp_path / "b") as run, serve([tmp_path], 0) as server:
+        run.lock()
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
@@ -62,6 +62,13 @@ def test_the_page_follows_the_runs(server, tmp_path):
     (tmp_path / "b" / ".lock").unlink()
     assert state_of(tmp_path / "b") == "stopped"
     assert {run.name for run in find_runs([tmp_path])} == {"a", "b"}
+
+
+def test_a_stopped_run_is_not_running_if_another_process_has_its_number(tmp_path):
+    with Run(put(tmp_path / "run", 4)) as run:
+        run.lock()  # by this process, which does not end
+        assert state_of(run.folder) == "running"
+    assert state_of(tmp_path / "run") == "stopped"
 
 
 def test_runs_of_the_same_name_have_the_names_of_their_folders(tmp_path, monkeypatch):

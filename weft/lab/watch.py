@@ -7,12 +7,13 @@ import os
 import platform
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 from .. import pages
-from .lock import NAME
+from . import lock
 from .report import charts, name_of, read_run, runs_table
 
 SHOWN = 20  # runs on the page, the newest
@@ -38,13 +39,12 @@ def state_of(run: Path) -> str:
     if (run / "result.json").exists():
         return "complete"
     try:
-        who = json.loads((run / NAME).read_text())
+        who = json.loads((run / lock.NAME).read_text())
         if who["host"] != platform.node():
             return "running" if (_age(run) or 0) < 600 else "stopped"
-        os.kill(who["pid"], 0)
-        return "running"
-    except PermissionError:  # another user's process
-        return "running"
+        with suppress(PermissionError):  # another user's process
+            os.kill(who["pid"], 0)
+        return "stopped" if lock.is_free(run) else "running"  # the number may be another process's by now
     except (OSError, ValueError, KeyError, TypeError):
         return "stopped"
 
