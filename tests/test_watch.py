@@ -83,6 +83,13 @@ def test_runs_of_the_same_name_have_the_names_of_their_folders(tmp_path, monkeyp
     assert '"a/run"' in page and '"b/run"' in page
 
 
+def test_a_report_of_an_exported_model_is_refused(tmp_path):
+    put(tmp_path / "model", 4, **{"model.safetensors": ""})
+    with pytest.raises(ValueError, match="give the folder of its run"):
+        report([tmp_path / "model"], tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
+
+
 def test_the_metric_is_the_tasks_own(tmp_path):
     config = make_config("tag", data="x")
     run = Run(put(tmp_path / "run", 3))

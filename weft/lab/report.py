@@ -11,6 +11,7 @@ from ..pages import Curve, Part, chart, heading, page, table
 from ..tasks.config import TrainConfig
 from ..tasks.registry import task_of
 from .run import Run
+from .trained import is_exported
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -97,6 +98,8 @@ def report(
     from ..tasks.files import atomic
 
     places = [Path(folder) for folder in folders]
+    for place in filter(is_exported, places):
+        raise ValueError(f"{place} is an exported model, which has no curves: give the folder of its run")
     runs = [{**read_run(place), "name": name_of(place, places)} for place in places]
     if not runs:
         raise ValueError("a report needs at least one run")
