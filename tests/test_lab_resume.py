@@ -15,6 +15,7 @@ from safetensors import safe_open
 from weft.lab import Diverged, saving, train
 from weft.lab.checkpoint import Checkpoints, DamagedCheckpoint, read, write
 from weft.lab.divergence import LossMonitor
+from weft.lab.optim import Average
 from weft.lab.run import Run, RunExists
 from weft.lab.trained import load
 
@@ -53,6 +54,30 @@ def test_a_killed_run_resumes_to_the_last_bit(tmp_path, monkeypatch, whole, step
     assert numbers == expected
     assert set(ours) == set(theirs) and any(name.startswith("optimizer/") for name in ours)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_averages_of_bfloat16_weights_resume_to_the_last_bit(tmp_path, monkeypatch):
+    settings = dict(precision="bf16-true", ema=0.9)
+    train(tiny(tmp_path / "whole", **settings))
+    killed_run(monkeypatch, tiny(tmp_path / "killed", **settings), 6)
+    train(tiny(tmp_path / "killed", **settings), resume=True)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    tensors, _ = read(Checkpoints(tmp_path / "killed" / "checkpoints").path(12))
+    assert {t.dtype for name, t in tensors.items() if name.startswith("average/")} == {torch.float32}
+
+
+def test_averages_follow_their_formula():
+    model = torch.nn.Linear(3, 2).bfloat16()
+    average = Average(model, 0.999)
+    expected = {}
+    for step in range(1, 20):
+        for name, p in model.named_parameters():
+            p.data.add_(0.25)
+            value = p.double()
+            expected[name] = value if step == 1 else 0.999 * expected[name] + 0.001 * value
+        average.update(model, step)
+    for name, value in expected.items():
+        torch.testing.assert_close(average.weights[name].double(), value, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("step", [3, 8])  # before the first checkpoint, and after it

@@ -37,7 +37,7 @@ from .evaluate import Stopped, evaluate
 from .fabric import checkpoint_activations, make_fabric
 from .memory import check_memory
 from .metrics import Metrics
-from .optim import averaged, learning_rate, make_average, make_optimizer, set_learning_rate
+from .optim import Average, averaged, learning_rate, make_optimizer, set_learning_rate
 from .processes import Processes
 from .progress import Progress
 from .run import Run
@@ -110,7 +110,7 @@ class Training:
         # Created after the model is on its device: sharding replaces parameters.
         self.inner_optimizer = make_optimizer(self.raw, config)
         self.optimizer = self.fabric.setup_optimizers(self.inner_optimizer)
-        self.average = make_average(self.raw, config)
+        self.average = Average(self.raw, config.ema) if config.ema else None
         device = self.fabric.device
         packing = Packing.of(self.raw) if config.packed else None
         on_host = self.task.on_host(config)

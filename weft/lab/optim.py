@@ -60,26 +60,33 @@ def layer_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
     return param_groups_layer_decay(host, config.weight_decay, layer_decay=config.layer_decay)
 
 
-def make_average(model: nn.Module, config: TrainConfig) -> Any:
-    """timm's moving average of the weights, or None. Buffers, such as caches, are copied."""
-    if not config.ema:
-        return None
-    try:
-        from timm.utils import ModelEmaV3
-    except ImportError as error:
-        raise ImportError("ema needs timm: pip install 'weft[timm]'") from error
-    return ModelEmaV3(model, decay=config.ema, exclude_buffers=True)
+class Average:
+    """The moving average of the weights, which starts with those of the first step. At least in float32: bfloat16 would
+    round its small changes away."""
+
+    def __init__(self, model: nn.Module, decay: float):
+        self.decay = decay
+        self.weights = {
+            name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+            for name, p in model.named_parameters()
+        }
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, step: int) -> None:
+        mine = list(self.weights.values())
+        values = [p.to(own.dtype) for own, p in zip(mine, model.parameters(), strict=True)]
+        torch._foreach_lerp_(mine, values, 1 - self.decay if step > 1 else 1.0)
 
 
 @contextmanager
-def averaged(model: nn.Module, average: Any) -> Iterator[None]:
+def averaged(model: nn.Module, average: Average | None) -> Iterator[None]:
     """The model has the weights of its average (if any) inside, and its own again afterwards."""
     if average is None:
         yield
         return
     own = [p.detach().clone() for p in model.parameters()]
     with torch.no_grad():
-        _copy(model.parameters(), average.module.parameters())
+        _copy(model.parameters(), average.weights.values())
         try:
             yield
         finally:

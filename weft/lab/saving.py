@@ -14,7 +14,7 @@ from torch import Tensor
 from .checkpoint import Checkpoints, DamagedCheckpoint, read
 from .kept import OtherData
 from .run import Run
-from .state import AVERAGE, collect, not_finite, restore, restore_model, with_average
+from .state import AVERAGE, collect, not_finite, restore, with_average
 
 if TYPE_CHECKING:
     from .loop import Training
@@ -28,7 +28,7 @@ def save(training: Training) -> None:
         training.diverged(f"the {odd or 'weights'} after step {training.step} are not finite")
     tensors, extra = collect(raw, optimizer, keep=training.main)
     if training.average is not None:
-        tensors |= {f"{AVERAGE}{name}": p for name, p in training.average.module.named_parameters()}
+        tensors |= {f"{AVERAGE}{name}": own for name, own in training.average.weights.items()}
     if not training.main:
         return
     training.folder.sync()
@@ -68,7 +68,8 @@ def restore_run(training: Training, tensors: dict[str, Tensor], numbers: dict[st
         training.turn_dense()
     restore(training.raw, training.inner_optimizer, tensors, numbers["extra"])
     if training.average is not None:
-        restore_model(training.average.module, with_average(tensors), numbers["extra"])
+        for name, own in training.average.weights.items():
+            own.copy_(tensors[f"{AVERAGE}{name}"])
     scaler = getattr(training.fabric.strategy.precision, "scaler", None)
     if scaler is not None and numbers["scaler"]:
         scaler.load_state_dict(numbers["scaler"])

@@ -81,7 +81,7 @@ class TrainConfig:
     clip: float = 0.0  # maximum gradient norm; 0: no clipping
     label_smoothing: float = 0.0  # fraction of the target spread over all classes
     layer_decay: float = 1.0  # learning rate of each layer as a multiple of that of the next, by timm
-    ema: float = 0.0  # decay of timm's moving average of the weights, which is then evaluated and tested; 0: none
+    ema: float = 0.0  # decay of the moving average of the weights, which is then evaluated and tested; 0: none
     finetune_dense_at: float = 0.0  # fraction of the steps after which subsampled attention becomes dense; 0: never
 
     # logging and checkpoints
