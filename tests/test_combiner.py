@@ -254,3 +254,28 @@ def test_the_precondition_of_proposition_1(name, causal):
         aligned[0, 0, j] = 60 * q[0, 0, i] / q[0, 0, i].norm()
         if name != "combiner-routing":  # there, another key may be in another cluster
             assert combiner.weights(q, aligned, v)[0, 0, i, j] > 0.99
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("combiner-axial-vertical", {}),
+        ("combiner-mixture", {}),
+        ("combiner-mixture", {"mixture": "joint"}),
+        ("combiner-mixture", {"factorisations": ("combiner-fixed", "combiner-logsparse")}),
+    ],
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_changed_direction_counts_everywhere(name, options, causal):
+    """In the members of a mixture, and in the plan of the kernel."""
+
+    def plans(attn: weft.Attention) -> list:
+        members = [attn, *getattr(attn, "factorisations", ())]
+        return [m._plan() if callable(m._plan) else m._plan for m in members if hasattr(m, "_plan")]
+
+    attn, wanted = make(name, not causal, **options), make(name, causal, **options)
+    plans(attn)
+    attn.causal = causal
+    q, k, v = qkv(30)
+    torch.testing.assert_close(attn(q, k, v), wanted(q, k, v))
+    assert plans(attn) == plans(wanted)

@@ -54,7 +54,8 @@ class GridCombiner(Combiner):
     columns_as_spans = False
     columns_split = False  # bidirectional: two spans, above and below the query's row
     rows_as_spans: tuple[Rule, ...] = ()
-    _planned: GridPlan | None = None  # of the first eager call; a compiled one would be compiled again if this changed
+    # `causal` and plan of the last new plan in eager mode; a compiled one would be compiled again if this changed
+    _planned: tuple[bool, GridPlan] | None = None
 
     def __init__(self, *, block_size: int | None, summary: str, **contract: Any):
         super().__init__(summary=summary, **contract)
@@ -90,12 +91,12 @@ class GridCombiner(Combiner):
         return out.to(dtype) if self.long_sums else out
 
     def _plan(self) -> GridPlan:
-        if self._planned is not None and not torch.compiler.is_compiling():
-            return self._planned
+        if not torch.compiler.is_compiling() and self._planned is not None and self._planned[0] == self.causal:
+            return self._planned[1]
         spans, parts = self.line_parts()
         plan = GridPlan.of(self.direct_parts() + parts, spans)
         if not torch.compiler.is_compiling():
-            self._planned = plan
+            self._planned = self.causal, plan
         return plan
 
     def direct_parts(self) -> list[LinePart]:

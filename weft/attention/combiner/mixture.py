@@ -22,7 +22,7 @@ from ...core.blocks import ceil_div
 from ...core.contract import Attention, PositionBias
 from ...core.decoding_state import Place
 from ...core.dense import positions
-from ...core.dispatch import Kernel, check_backend, without_dropout
+from ...core.dispatch import Kernel, without_dropout
 from ...core.joint import Part, Rows, mean_attention
 from ...core.partitions import default_block
 from ...core.registry import attention_info, attentions, make_attention, register
@@ -72,7 +72,6 @@ class CombinerMixture(Attention):
         summary: str = "max",
         **contract: Any,
     ):
-        self._backend = "auto"
         super().__init__(**contract)
         if mixture not in ("average", "joint"):
             raise ValueError(f"mixture must be 'average' or 'joint', got {mixture!r}")
@@ -97,27 +96,16 @@ class CombinerMixture(Attention):
                 raise ValueError(f"{name} with {options} reads the layer's input, which a mixture does not support")
         self.factorisations = nn.ModuleList(made)
         self.long_sums = any(attn.long_sums for attn in made)
-        self._plan = self._plan_together() if len(made) > 1 else None
+        self._plan = self._plan_together()
 
-    @property
-    def backend(self) -> str:
-        return self._backend
-
-    @backend.setter
-    def backend(self, backend: str) -> None:
-        self._backend = check_backend(backend)
-        for attn in self._each():
-            attn.backend = backend
-
-    @property
-    def dropout(self) -> float:
-        return self._dropout
-
-    @dropout.setter
-    def dropout(self, dropout: float) -> None:
-        self._dropout = dropout
-        for attn in self._each():
-            attn.dropout = dropout
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Members follow changes of the options that they share."""
+        super().__setattr__(name, value)
+        if name in ("backend", "causal", "dropout", "max_length"):
+            for attn in self._each():
+                setattr(attn, name, value)
+        if name == "causal":
+            self._plan = self._plan_together()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         attns = self._each()
@@ -146,7 +134,7 @@ class CombinerMixture(Attention):
     def _plan_together(self) -> GridPlan | None:
         """How one kernel computes all factorisations: only on one grid and with one kind of summary."""
         attns = self._each()
-        if not self._on_one_grid() or len({attn.summary.kind for attn in attns}) > 1:
+        if len(attns) < 2 or not self._on_one_grid() or len({attn.summary.kind for attn in attns}) > 1:
             return None
         parts: list[Any] = attns[0].direct_parts()
         spans: list[Any] = []
