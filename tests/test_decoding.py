@@ -200,6 +200,22 @@ def test_a_state_keeps_its_dtype_and_its_mechanism(case):
         other.step(*tokens[1], state)
 
 
+@pytest.mark.parametrize(
+    ("name", "option", "before", "after"),
+    [("longformer", "window", 8, 4), ("local", "block_size", 8, 4), ("linear", "causal", True, False)],
+)
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_state_is_of_one_setting(name, option, before, after, grad):
+    """Its buffers have the order of the earlier one."""
+    attn = weft.make_attention(name, heads=HEADS, head_dim=HEAD_DIM, **{"causal": True, option: before})
+    tokens = split(11)
+    with torch.set_grad_enabled(grad):
+        _, state = decode(attn, tokens[:10])
+        setattr(attn, option, after)
+        with pytest.raises(ValueError, match=f"{option}={before}.*but this is .*{option}={after}"):
+            attn.step(*tokens[10], state)
+
+
 @pytest.mark.parametrize("batch", [-1, 2.0, True, None])
 def test_start_takes_a_number_of_rows(batch):
     with pytest.raises(ValueError, match="number of rows"):

@@ -258,8 +258,7 @@ class Decoding:
         position = state.position
         if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n <= position:
             raise ValueError(f"n, the number of tokens to drop, must be in 0 … {position}, got {n!r}")
-        target = position - n
-        inner, log = state.inner, state.log
+        target, inner, log = position - n, state.inner, state.log
         if n == 0:
             return state
         if target == 0:
@@ -438,8 +437,9 @@ class Decoding:
             )
 
     def _settings(self) -> dict[str, Any]:
-        sizes = {"name": self.name, "heads": self.heads, "head_dim": self.head_dim, "max_length": self.max_length}
-        return {**(self.options or {}), **sizes}
+        """The options as they are now; those that became modules as they were given."""
+        sizes = {key: getattr(self, key) for key in ("name", "heads", "head_dim", "causal", "max_length")}
+        return {**{key: self.__dict__.get(key, value) for key, value in (self.options or {}).items()}, **sizes}
 
     def _check_newest(self, state: DecodingState) -> None:
         if state.inner is not None and state.place is None and state.newest[0] != state.count:

@@ -14,7 +14,7 @@ from torch import Tensor
 class DecodingState:
     """The mechanism's own state, and the properties that the next token must match."""
 
-    made_for: dict[str, Any]  # name, heads, head_dim, max_length and options of the mechanism
+    made_for: dict[str, Any]  # name, sizes and options of the mechanism
     batch: int
     device: torch.device | None  # None until the first token
     dtype: torch.dtype | None
@@ -51,10 +51,17 @@ class Ready:
     def __init__(self, attn: Any, q: Tensor, inner: Any, kernel: Callable[..., Tensor] | None):
         self.attn, self.inner, self.backend, self.kernel = attn, inner, attn.backend, kernel
         self.shape, self.dtype, self.device = q.shape, q.dtype, q.device
+        self.settings = attn._settings()
 
     def serves(self, attn: Any, q: Tensor, inner: Any) -> bool:
         """Whether its kernel updates these buffers."""
-        return inner is self.inner and attn is self.attn and attn.backend == self.backend and q.dtype is self.dtype
+        return (
+            inner is self.inner
+            and attn is self.attn
+            and attn.backend == self.backend
+            and q.dtype is self.dtype
+            and attn._settings() == self.settings
+        )
 
     def fits(self, attn: Any, q: Tensor, k: Tensor, v: Tensor, state: DecodingState) -> bool:
         """Whether another token can follow without checks."""
