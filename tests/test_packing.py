@@ -181,6 +181,8 @@ def test_a_batch_without_documents_is_zero():
     out = attn(q, k, v, segments=torch.zeros(2, 5, dtype=torch.long))
     out.sum().backward()
     assert (out == 0).all() and (v.grad == 0).all()
+    with torch.autocast(q.device.type, torch.bfloat16):
+        assert attn(q, k, v, segments=torch.zeros(2, 5, dtype=torch.long)).dtype is torch.bfloat16
 
 
 def test_routing_learns_once_and_again_under_checkpointing():

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .dispatch import use_kernel
 from .heads import spread
-from .precision import without_autocast
+from .precision import autocast, without_autocast
 from .segments import Plan, Segments, documents_of
 from .softmax import flash_runs, fused_packed, without_cudnn
 from .staging import outside_graphs
@@ -49,7 +49,8 @@ def packed(
     """`attn` on each document of a packed batch."""
     documents = checked(attn, q, k, v, mask, bias, segments)
     if not len(documents):
-        return torch.where(torch.zeros((), dtype=torch.bool, device=v.device), spread(q, k, v)[1], 0)
+        (v,) = autocast(spread(q, k, v)[1])
+        return torch.where(torch.zeros((), dtype=torch.bool, device=v.device), v, 0)
     out = _in_place(attn, q, k, v, mask, bias, documents)
     if out is not None:
         return out
