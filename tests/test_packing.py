@@ -6,6 +6,7 @@ import copy
 import functools
 import random
 
+import numpy as np
 import pytest
 import torch
 from promises import DEVICE, HEAD_DIM, HEADS, noise, qkv, sweep
@@ -267,6 +268,8 @@ def test_lengths_give_the_same_documents_as_numbers():
         assert torch.equal(a, b)
     assert made.positions.tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]]
     assert weft.Segments.from_tensor(numbers) is read  # read from the GPU only once
+    for lengths in (np.array([[3, 2], [6, 1]]), torch.tensor([[3, 2], [6, 1]]), [list(np.array([3, 2])), [6, 1]]):
+        assert weft.Segments.from_lengths(lengths).lengths.tolist() == [3, 2, 6, 1]
     numbers[0, 5] = 1
     assert weft.Segments.from_tensor(numbers).lengths.tolist() == [3, 3, 6]
 
@@ -314,8 +317,14 @@ def test_a_bias_of_single_rows_is_refused():
 
 
 def test_lengths_that_cannot_be_are_refused():
-    for lengths, more in (([0, 3], {}), ([2.5], {}), ([3, 4], {"length": 6})):
-        with pytest.raises(ValueError):
+    for lengths, more, message in (
+        ([0, 3], {}, "of at least 1, got"),
+        ([2.5], {}, "integers"),
+        (torch.tensor([2.5]), {}, "integers"),
+        ([3, 4], {"length": 6}, "7 tokens in total, more than length=6"),
+        ([], {}, "length, the tokens of a row, must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
             weft.Segments.from_lengths(lengths, **more)
 
 

@@ -50,23 +50,26 @@ class Segments:
     @classmethod
     def from_lengths(
         cls,
-        lengths: Sequence[int] | Sequence[Sequence[int]],
+        lengths: Sequence[int] | Sequence[Sequence[int]] | np.ndarray | Tensor,
         length: int | None = None,
         device: Any = None,
         fillers: int = 0,
     ) -> Segments:
         """Documents of these lengths side by side, from the first token on: in one row, or in a list of rows.
 
-        `length` is L, by default that of the longest row; the rest of a row is padding. Nothing is read from a GPU. The
-        last `fillers` documents are no examples.
+        `length` is L, by default that of the longest row; the rest of a row is padding. Nothing is read from a GPU,
+        except `lengths` if they are there. The last `fillers` documents are no examples.
         """
+        lengths = lengths.tolist() if isinstance(lengths, np.ndarray | Tensor) else lengths
         table: Any = lengths if any(isinstance(x, Sequence) for x in lengths) else [lengths]
-        if any(not isinstance(n, int) or n < 1 for row in table for n in row):
+        if any(not isinstance(n, int | np.integer) or n < 1 for row in table for n in row):
             raise ValueError(f"lengths must be tokens per document, integers of at least 1, got {lengths}")
         sizes = [np.array(row, np.int64) for row in table]
         longest = max(int(row.sum()) for row in sizes)
         length = longest if length is None else length
-        if longest > length or length < 1:
+        if length < 1:
+            raise ValueError(f"length, the tokens of a row, must be at least 1, got {length} with lengths={lengths}")
+        if longest > length:
             raise ValueError(f"the documents of a row have {longest} tokens in total, more than length={length}")
         rows = np.repeat(range(len(sizes)), [len(row) for row in sizes])
         starts = np.concatenate([row.cumsum() - row for row in sizes])
