@@ -399,6 +399,12 @@ def test_a_token_may_contain_a_no_break_space(tmp_path):
     assert read_columns(tmp_path / "prices.conll").rows == [row]
 
 
+def test_a_sentence_may_begin_with_a_number_sign(tmp_path):
+    (tmp_path / "signs.conll").write_text("# newdoc\n# text = # 1 O\n# O\n1 B-NUM\n\n# B-SIGN\n")
+    rows = [{"tokens": ["#", "1"], "tags": ["O", "B-NUM"]}, {"tokens": ["#"], "tags": ["B-SIGN"]}]
+    assert read_columns(tmp_path / "signs.conll").rows == rows
+
+
 def test_tags_of_a_data_set_are_its_class_names(tmp_path, monkeypatch):
     """`datasets` stores tags as numbers, and their names in the features."""
     from types import SimpleNamespace

@@ -34,6 +34,10 @@ COLUMNS = (".conll", ".bio", ".iob", ".iob2", ".txt", ".tsv")
 PREFIXES = ("B-", "I-", "E-", "S-", "L-", "U-")
 
 
+def is_entity_tag(text: str) -> bool:
+    return text == "O" or text.startswith(PREFIXES)
+
+
 def read_columns(path: Path, tagged: bool = True) -> Table:
     """A file with a token and its tag per line: the first and the last column."""
     rows: list[dict[str, Any]] = []
@@ -49,7 +53,7 @@ def read_columns(path: Path, tagged: bool = True) -> Table:
                 rows.append({"tokens": tokens, "tags": tags})
                 places.append(f"lines {first} to {number - 1}")
             tokens, tags, first = [], [], number + 1
-        elif line.startswith("# ") and not tokens:
+        elif line.startswith("# ") and not tokens and not (len(columns) == 2 and is_entity_tag(columns[1])):
             first = number + 1
         elif tagged and (len(columns) < 2 or not columns[-1].strip()):
             what = f"line {number} has a token without a tag, {line.strip()!r:.40}"
