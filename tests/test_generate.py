@@ -154,6 +154,8 @@ def test_samples_follow_the_seed_and_the_limits():
     logits = torch.tensor([[0.5, 0.1, 0.3, 0.1]]).log().expand(4000, -1)
     drawn = torch.bincount(sample(logits, generator=torch.Generator().manual_seed(0)), minlength=4) / 4000
     torch.testing.assert_close(drawn, torch.tensor([0.5, 0.1, 0.3, 0.1]), atol=0.03, rtol=0)
+    for temperature in (1e-300, 1e-40, 1e-37):  # logits divided by these overflow
+        assert sample(logits[:9], temperature).tolist() == [0] * 9
     assert set(sample(logits, top_p=0.7).tolist()) == {0, 2} == set(sample(logits, top_k=2).tolist())
 
 

@@ -87,9 +87,10 @@ def sample(
 ) -> Tensor:
     """Draw one id per row of logits (B, vocab)."""
     check_sampling(temperature, top_k, top_p)
-    if temperature == 0:
+    if temperature < torch.finfo(torch.float32).tiny:
         return logits.argmax(-1)
-    logits = logits.float() / temperature
+    logits = logits.float()
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # without overflow at low temperatures
     if top_k is not None and top_k < logits.shape[-1]:
         least = logits.topk(top_k, -1).values[:, -1:]
         logits = logits.masked_fill(logits < least, float("-inf"))
