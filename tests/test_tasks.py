@@ -387,6 +387,9 @@ def test_masking_hides_the_chosen_tokens():
     assert abs((shown == batch["target"]).float().mean() - 0.1) < 0.03
     untouched = torch.ones(400, 40).scatter(1, batch["chosen"], 0).bool()
     assert torch.equal(batch["ids"][untouched], rows["bytes"].long()[untouched])
+    for name in ("masked", "c4-masked"):
+        with pytest.raises(ValueError, match="mask_rate must be more than 0"):
+            make_config(name, mask_rate=0.0)
 
 
 def test_fetching_from_the_hub(tmp_path, monkeypatch):

@@ -279,6 +279,11 @@ class Masked(Bytes):
     reads = frozenset({"max_length", "mask_rate"})
     defaults = {**Bytes.defaults, "positions": "learned"}
 
+    def check(self, config: TrainConfig) -> None:
+        super().check(config)
+        if not config.mask_rate:
+            raise ValueError("mask_rate must be more than 0: without masked tokens, there is nothing to predict")
+
     def batch(self, rows: Columns, config: TrainConfig, generator: torch.Generator, training: bool) -> Columns:
         """Hide the same number of bytes in every row, so that a mean over rows is a mean over bytes."""
         return self.hide(rows["bytes"].long(), None, config.mask_rate, generator)
