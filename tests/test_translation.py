@@ -83,6 +83,16 @@ def test_padding_and_other_rows_change_nothing() -> None:
         assert finished(alone[0].tolist()) == finished(together[i].tolist())
 
 
+def test_a_line_without_an_end_is_as_long_as_alone() -> None:
+    net = model()
+    scores = net._scores
+    net._scores = lambda y: scores(y).index_fill(-1, torch.tensor(END), -torch.inf)
+    together = net.translate(SOURCE)
+    for i, row in enumerate(SOURCE):
+        alone = net.translate(row[row != PAD][None])[0].tolist()
+        assert together[i].tolist() == alone + [PAD] * (together.shape[1] - len(alone))
+
+
 def test_files_that_are_not_pairs_are_refused(tmp_path) -> None:
     for part in ("train", "valid", "test"):
         (tmp_path / f"{part}.de").write_text("eins\nzwei\n")

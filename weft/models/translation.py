@@ -108,7 +108,9 @@ class Translator(nn.Module):
         """The best translation found, at most `longest` pieces, by default 10 more than 1.5 times the source."""
         K, B, device = beam or self.beam, source.shape[0], source.device
         power = self.length_penalty if length_penalty is None else length_penalty
-        longest = longest or int(1.5 * source.shape[1]) + 10
+        # The limit of a line does not depend on the padding, which comes from other lines.
+        most = source.new_full((B,), longest) if longest else 3 * (source != PAD).sum(1) // 2 + 10
+        longest = longest or 3 * source.shape[1] // 2 + 10
         memory, real = self.read(source).repeat_interleave(K, 0), (source != PAD).repeat_interleave(K, 0)
         keys = [block.keys(memory) for block in self.decoder]  # type: ignore[operator]
         layers: list[Any] = [block.block.attention for block in self.decoder]  # type: ignore[union-attr]
@@ -139,12 +141,14 @@ class Translator(nn.Module):
             go = ends.long().sort(dim=1, stable=True).indices[:, :K]  # the best K that have not ended
             total, token = score.gather(1, go), piece.gather(1, go).view(-1, 1)
             found = lines.gather(1, go[..., None].expand(-1, -1, longest))
-            over = over | (total[:, 0] / (t + 1) ** power <= best_score)
+            last = ~over & (t + 1 == most)
+            best = torch.where((last & (best_score == -torch.inf))[:, None], found[:, 0], best)
+            over = over | last | (total[:, 0] / (t + 1) ** power <= best_score)
             if bool(over.all()):
                 break
             rows = (first + row.gather(1, go)).flatten()
             state = [layer.reorder(one, rows) for layer, one in zip(layers, state, strict=True)]
-        return torch.where((best_score > -torch.inf)[:, None], best, found[:, 0])
+        return best
 
     def _tokens(self, ids: Tensor, start: int = 0) -> Tensor:
         width, L = self.embed.embedding_dim, ids.shape[1]
