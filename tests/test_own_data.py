@@ -164,6 +164,7 @@ def test_errors_name_the_file_the_line_and_the_column(table, tmp_path, monkeypat
         "ragged.csv": (content + "99,a,b,c\n", r"ragged.csv.*line 62 has 4 values, but there are 3 columns"),
         "quotes.csv": (content + '99,"open,good\n', r"quotes.csv.*line 62"),
         "broken.jsonl": ('{"text": "a", "label": 1}\n{"text":\n', r"broken.jsonl.*line 2 is not valid JSON"),
+        "pretty.json": ('{\n  "text": "a",\n  "label": 1\n}\n', r"pretty.json.*line 1.*one whole object per line"),
         "half.jsonl": ('{"text": "a"}\n{"text": "\\ud83d"}', r"half.jsonl.*line 2 has half of a surrogate pair"),
         "columns.csv": ("a,b\n1,2\n", r"columns.csv.*no column is named 'text'.*--text-column: a, b"),
         "twice.csv": ("text,text,label\na,b,x\n", r"twice.csv.*several columns are named 'text'"),

@@ -131,7 +131,8 @@ def _json_lines(path: Path) -> Table:
                 try:
                     found.append((f"line {number}", json.loads(line)))
                 except ValueError as error:
-                    raise DamagedData(path, f"line {number} is not valid JSON ({error})") from None
+                    what = f"line {number} is not valid JSON ({error})"
+                    raise DamagedData(path, what, "Give a list of objects, or one whole object per line.") from None
     for place, row in found:
         if not isinstance(row, dict):
             raise DamagedData(path, f'{place} must be an object such as {{"text": "…", "label": "…"}}, got {row!r:.40}')
