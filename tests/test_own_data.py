@@ -15,6 +15,7 @@ from weft.tasks import DataMissing, get_task, make_config
 from weft.tasks.base import Known
 from weft.tasks.tables import read_table
 from weft.tasks.tags import read_columns
+from weft.tasks.tokens import Pieces
 
 pytest.importorskip("lightning")
 TINY = dict(
@@ -392,6 +393,16 @@ def test_tokens_that_are_numbers_are_predicted_as_trained(tokenizer, tmp_path):
     data = load("tag", path, tokenizer=tokenizer)
     known = Known(data.facts, data.vocabulary, data.classes, data.tokenizer, data.length)
     assert torch.equal(get_task("tag").encode([["Call", 911]], known)["ids"][0], data.train["ids"][0])
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_tokens_are_read_in_the_pieces_of_words_inside_of_a_text(kind, tmp_path):
+    path, tokens = tmp_path / "names.jsonl", ["Ada", "lives", "in", "London"]
+    path.write_text((json.dumps({"tokens": tokens, "tags": ["B", "O", "O", "B"]}) + "\n") * 20)
+    data = load("tag", path, tokenizer=f"{kind}:300")
+    ids = Pieces(data.tokenizer).bpe.encode(" ".join(tokens)).ids
+    assert (data.train["ids"][0][: len(ids) + 1] - 1).tolist() == [*ids, -1]
+    assert (data.train["tags"][0] >= 0).sum() == len(tokens)
 
 
 def test_a_token_may_contain_a_no_break_space(tmp_path):

@@ -37,14 +37,16 @@ MADE = {"bpe": Pieces.of, "unigram": Pieces.unigram}  # tokenizers trained on th
 Encode = Callable[[str], np.ndarray]
 
 
-def meaning_of(config: TrainConfig, texts: Sequence[str]) -> tuple[list[str] | None, str | None]:
+def meaning_of(
+    config: TrainConfig, texts: Sequence[str], spaced: bool = False
+) -> tuple[list[str] | None, str | None]:
     """(vocabulary, tokenizer): of --tokenizer, or those that belong to the model's weights."""
     own = tokenizer_of(config)
-    return make_tokenizer(config.tokenizer, texts) if own is None else (None, own)
+    return make_tokenizer(config.tokenizer, texts, spaced) if own is None else (None, own)
 
 
-def make_tokenizer(kind: str, texts: Sequence[str]) -> tuple[list[str] | None, str | None]:
-    """(vocabulary, tokenizer) as a run stores them, for a value of --tokenizer."""
+def make_tokenizer(kind: str, texts: Sequence[str], spaced: bool = False) -> tuple[list[str] | None, str | None]:
+    """(vocabulary, tokenizer) as a run stores them, for a value of --tokenizer; `spaced` as in `Pieces.of`."""
     if kind in ("", "bytes"):
         return None, None
     if kind == "words":
@@ -55,7 +57,7 @@ def make_tokenizer(kind: str, texts: Sequence[str]) -> tuple[list[str] | None, s
         size = size or "8000"
         if not size.isdigit() or int(size) < 300:
             raise ValueError(f"--tokenizer {name}:SIZE needs a size of at least 300, got {kind!r}")
-        return None, MADE[name](texts, int(size)).tokenizer
+        return None, MADE[name](texts, int(size), spaced).tokenizer
     path = Path(kind)
     if not path.is_file():
         raise ValueError(f"--tokenizer must be bytes, words, bpe:SIZE, unigram:SIZE or a tokenizer.json, got {kind!r}")

@@ -120,7 +120,7 @@ class Tag(TextTable):
         if known is None:
             length = longest(config, config.max_length or self.length)
             texts = [" ".join(tokens) for tokens, _, _ in parts["train"]]
-            vocabulary, tokenizer = meaning_of(config, texts)
+            vocabulary, tokenizer = meaning_of(config, texts, spaced=True)
             if vocabulary is not None:
                 vocabulary = ["<pad>", "<unk>", *sorted({t for tokens, _, _ in parts["train"] for t in tokens})]
             names = sorted({tag for part in parts.values() for _, tags, _ in part for tag in tags})

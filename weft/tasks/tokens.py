@@ -91,11 +91,13 @@ class Pieces:
         self.bpe.no_truncation()
 
     @classmethod
-    def of(cls, text: Iterable[str], size: int) -> Pieces:
+    def of(cls, text: Iterable[str], size: int, spaced: bool = False) -> Pieces:
+        """`spaced`: a text gets a space at its beginning. Texts may then be single words: their pieces are those of
+        words inside of a text."""
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
         tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=spaced)
         tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
@@ -103,14 +105,14 @@ class Pieces:
         return cls(tokenizer.to_str())
 
     @classmethod
-    def unigram(cls, text: Iterable[str], size: int) -> Pieces:
+    def unigram(cls, text: Iterable[str], size: int, spaced: bool = False) -> Pieces:
         """The unigram pieces of SentencePiece, without its normalisation: decoding gives back the text, except for
         characters that are not in the training text, and U+2581, which stands for a space."""
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-        tokenizer = Tokenizer(models.Unigram())
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
-        tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
+        tokenizer, scheme = Tokenizer(models.Unigram()), "always" if spaced else "never"
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+        tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
         trainer = trainers.UnigramTrainer(
             vocab_size=size, show_progress=False, unk_token="<unk>", special_tokens=["<unk>"]
         )
