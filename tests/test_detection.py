@@ -122,6 +122,17 @@ def test_bad_annotations_are_named(coco) -> None:
                 get_task("coco-retinanet").load(make_config("coco-retinanet", data=str(coco)))
 
 
+@pytest.mark.parametrize("segmentation", [None, [], [[1, 2]]])
+def test_objects_without_masks_are_named_before_training(coco, segmentation) -> None:
+    truth = coco / "coco" / "annotations" / "instances_val2017.json"
+    about = json.loads(truth.read_text())
+    about["annotations"][1]["segmentation"] = segmentation
+    truth.write_text(json.dumps(about))
+    with pytest.raises(DataMissing, match=r"instances_val2017.json .*annotations\[1\] .* a segmentation .*retinanet"):
+        get_task("coco-mask-rcnn").load(make_config("coco-mask-rcnn", data=str(coco)))
+    assert get_task("coco-retinanet").load(make_config("coco-retinanet", data=str(coco))).rows("test") == 3
+
+
 def test_masks_that_are_not_polygons_are_named(coco) -> None:
     truth = coco / "coco" / "annotations" / "instances_train2017.json"
     about = json.loads(truth.read_text())

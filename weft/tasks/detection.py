@@ -39,9 +39,9 @@ SHOWN, SURE = 8, 0.5  # images on a page, and the score from which an object is 
 class Part:
     """The images of one part of COCO and their annotations; row `number` of the task's data is `pictures[number]`."""
 
-    def __init__(self, folder: Path, part: str):
+    def __init__(self, folder: Path, part: str, masks: bool):
         self.folder, self.truth = folder / part, folder / "annotations" / f"instances_{part}.json"
-        about = read_truth(self.truth)
+        about = read_truth(self.truth, masks)
         self.names = {kind["id"]: kind["name"] for kind in about["categories"]}
         self.objects: dict[int, list[dict[str, Any]]] = defaultdict(list)
         for found in about["annotations"]:
@@ -79,7 +79,7 @@ class Part:
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in found.items()}
 
 
-def read_truth(path: Path) -> dict[str, Any]:
+def read_truth(path: Path, masks: bool = False) -> dict[str, Any]:
     """A file of COCO's annotations; what is used of it, here and by pycocotools, is checked."""
     try:
         about = json.loads(path.read_bytes())
@@ -100,13 +100,20 @@ def read_truth(path: Path) -> dict[str, Any]:
             sides = [float(side) for side in found["bbox"]]
             sound = len(sides) == 4 and 0 < found["category_id"] < CLASSES and found["image_id"] in pictures
             sound = sound and "id" in found and float(found["area"]) >= 0 and found["iscrowd"] in (0, 1)
-        except (KeyError, TypeError, ValueError):
+            sound = sound and (not masks or is_shape(found["segmentation"]))
+        except (KeyError, IndexError, TypeError, ValueError):
             sound = False
         if not sound:
             what = f"annotations[{number}] must have an id, the image_id of an image, a category_id from 1 to "
             what += f"{CLASSES - 1}, bbox [x, y, width, height], area, and iscrowd 0 or 1"
+            what += ", and a segmentation (coco-retinanet needs none)" if masks else ""
             raise DamagedData(path, f"{what}; got {found!r:.200}")
     return about
+
+
+def is_shape(found: Any) -> bool:
+    """Whether it is a mask as run lengths or as polygons."""
+    return {"size", "counts"} <= set(found) if isinstance(found, dict) else len(found[0]) >= 4
 
 
 def outline(polygons: Any, height: int, width: int) -> np.ndarray:
@@ -174,7 +181,7 @@ class Detection(Task):
         folder = Path(config.data)
         if not (folder / "annotations").is_dir():
             folder = find(config.data, ("coco",), "put COCO 2017 there (cocodataset.org)")
-        self.train, self.test = (Part(folder, part) for part in ("train2017", "val2017"))
+        self.train, self.test = (Part(folder, part, self.masks) for part in ("train2017", "val2017"))
         count, total = len(self.train.pictures), len(self.train.pictures) + len(self.test.pictures)
         cut = count - max(1, count // 100)
         train, val, test = ({"number": torch.arange(a, b)} for a, b in ((0, cut), (cut, count), (count, total)))
