@@ -101,6 +101,25 @@ def test_the_commands_predict_and_export(table, tmp_path):
     assert CliRunner().invoke(app, ["--version"]).output == f"weft {weft.__version__}\n"
 
 
+def test_numbers_of_any_scale_are_learned(table, tmp_path):
+    from weft.lab import train
+
+    path = table.with_name("prices.jsonl")
+    rows = [{"text": text, "label": 1000 + 100 * (kind == "good")} for text, kind in reviews()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {**TINY, "steps": 20, "learning_rate": 0.02, "tokenizer": "words"}
+    found = train(make_config("regress", data=str(path), out=str(tmp_path / "run"), **settings))
+    assert found.test["mae"] < 20
+    model = weft.load(weft.load(tmp_path / "run").export(tmp_path / "exported"))
+    for row, answer in zip(rows[:4], model.predict([row["text"] for row in rows[:4]]), strict=True):
+        assert abs(answer["answer"] - row["label"]) < 20
+    assert "× the model's output" in (tmp_path / "exported/README.md").read_text()
+    task, known = get_task("regress"), model.known
+    del known.facts["scale"]  # as in runs of older versions
+    assert "scale" not in task.load_again(make_config("regress", data=str(path)), known).train
+    assert task.decode(torch.ones(1, 1), {}, known) == [{"answer": 1.0}]
+
+
 def numbered(table):
     path = table.with_name("numbers.jsonl")
     path.write_text("".join(json.dumps({"text": text, "label": i / 7}) + "\n" for i, (text, _) in enumerate(reviews())))

@@ -117,6 +117,9 @@ class Trained(nn.Module):
         if self.classes:
             shown = ", ".join(self.classes[:20]) + (" …" if len(self.classes) > 20 else "")
             lines.append(f"- Classes: {shown}")
+        if "scale" in self.known.facts:
+            mean, deviation = self.known.facts["scale"]
+            lines.append(f"- Answers: {mean:.9g} + {deviation:.9g} × the model's output; `predict` computes this")
         return "\n".join([*lines, "", "```python", f"model = {opens}", "```", ""])
 
 

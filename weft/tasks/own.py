@@ -200,9 +200,24 @@ class Classify(TextTable):
 
 
 class Regress(TextTable):
+    """The model predicts deviations from the mean of the training labels; the fact "scale" is that mean and the
+    labels' standard deviation. Runs of older versions have no scale: their models predict the labels themselves."""
+
     name = "regress"
     about = "numbers from your own texts: --data FILE.csv (.jsonl, .parquet, a folder)"
     metric, higher_is_better, answers = "mae", False, "values"
+
+    def read(self, config: TrainConfig, known: Known | None) -> TaskData:
+        data = super().read(config, known)
+        if known is None:
+            values = data.train["label"].double()
+            data.facts["scale"] = [float(values.mean()), float(values.std(correction=0)) or 1.0]
+        elif "scale" in known.facts:
+            data.facts["scale"] = known.facts["scale"]
+        if "scale" in data.facts:
+            for part in (data.train, data.val, data.test):  # the same in every row
+                part["scale"] = torch.tensor(data.facts["scale"]).expand(len(part["label"]), -1)
+        return data
 
     def names(self, labels: Sequence[str]) -> None:
         return None
@@ -219,18 +234,25 @@ class Regress(TextTable):
         return torch.tensor(values, dtype=torch.float32)
 
     def loss(self, model: nn.Module, batch: Columns, config: TrainConfig) -> Tensor:
-        return F.mse_loss(model(*self.inputs(batch)).float()[:, 0], batch["label"])
+        mean, deviation = _scale(batch)
+        return F.mse_loss(model(*self.inputs(batch)).float()[:, 0], (batch["label"] - mean) / deviation)
 
     def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
-        error = model(*self.inputs(batch)).float()[:, 0] - batch["label"]
+        mean, deviation = _scale(batch)
+        error = model(*self.inputs(batch)).float()[:, 0] * deviation + mean - batch["label"]
         return {"loss": error.square(), "absolute": error.abs(), "count": torch.ones_like(error)}
 
     def decode(self, out: Tensor, rows: Columns, known: Known) -> list[dict[str, Any]]:
-        return [{"answer": value} for value in out[:, 0].tolist()]
+        mean, deviation = known.facts.get("scale", (0.0, 1.0))
+        return [{"answer": value * deviation + mean} for value in out[:, 0].tolist()]
 
     def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
         mse = sums["loss"] / sums["count"]
         return {"loss": mse, "mae": sums["absolute"] / sums["count"], "rmse": math.sqrt(mse)}
+
+
+def _scale(batch: Columns) -> tuple[Any, Any]:
+    return tuple(batch["scale"].unbind(1)) if "scale" in batch else (0.0, 1.0)  # type: ignore[return-value]
 
 
 class TextModel(BuiltFromData, Bytes):
