@@ -79,6 +79,13 @@ def test_two_processes_equal_one_with_twice_the_batch(tmp_path, alone):
     assert evaluate_run(tmp_path / "run-ddp-masked")[0] == pytest.approx(test, rel=1e-6)  # the same masks
 
 
+@pytest.mark.parametrize(("task", "more"), [("text-streams", {}), ("digits", {"time_budget": 1.0})])
+def test_torchrun_with_a_run_that_needs_one_process_is_refused(task, more, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="needs a single process, but torchrun has started 2"):
+        train(make_config(task, data=__file__, out=str(tmp_path / "run"), accelerator="cpu", **more))
+
+
 def compare(out: Path, complete: Path, alone: Path) -> None:
     result = json.loads((complete / "result.json").read_text())
     found, step = evaluate_run(complete)

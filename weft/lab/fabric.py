@@ -19,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 from ..models.blocks import blocks
 from ..tasks.augment import cpus
 from ..tasks.config import TrainConfig
+from ..tasks.registry import task_of
 
 
 def make_fabric(config: TrainConfig) -> Any:
@@ -49,6 +50,14 @@ def make_fabric(config: TrainConfig) -> Any:
         strategy=strategy,
         precision=config.precision,  # type: ignore[arg-type]
     )
+
+
+def check_alone(config: TrainConfig) -> None:
+    """Raise an error if torchrun has started several processes of a run that needs a single one."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    for what, needed in ((config.task, task_of(config).streams), ("time_budget", config.time_budget > 0)):
+        if world > 1 and needed:
+            raise ValueError(f"{what} needs a single process, but torchrun has started {world}: start one")
 
 
 def _connect_again(config: TrainConfig) -> None:

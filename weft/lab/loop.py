@@ -34,7 +34,7 @@ from .compiled import Miscompiled, check_compiled, check_gradients, compile_mode
 from .data import Ahead, Order, Packing, Rows, seed_everything, seed_of
 from .divergence import Diverged, LossMonitor
 from .evaluate import Stopped, evaluate
-from .fabric import checkpoint_activations, make_fabric
+from .fabric import check_alone, checkpoint_activations, make_fabric
 from .memory import check_memory
 from .metrics import Metrics
 from .optim import Average, averaged, learning_rate, make_optimizer, set_learning_rate
@@ -82,6 +82,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> Result:
 class Training:
     def __init__(self, config: TrainConfig, resume: bool = False, folder: Run | None = None, plan: Plan | None = None):
         self.config, self._resume, self.plan = config, resume, plan
+        check_alone(config)
         self.fabric = make_fabric(config)
         self.fabric.launch()
         self.processes = Processes(self.fabric)
