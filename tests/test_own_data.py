@@ -115,6 +115,7 @@ def test_numbers_of_any_scale_are_learned(table, tmp_path):
         assert abs(answer["answer"] - row["label"]) < 20
     assert "× the model's output" in (tmp_path / "exported/README.md").read_text()
     task, known = get_task("regress"), model.known
+    assert found.test["rmse"] == pytest.approx(found.test["loss"] ** 0.5 * known.facts["scale"][1])
     del known.facts["scale"]  # as in runs of older versions
     assert "scale" not in task.load_again(make_config("regress", data=str(path)), known).train
     assert task.decode(torch.ones(1, 1), {}, known) == [{"answer": 1.0}]

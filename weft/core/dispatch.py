@@ -56,7 +56,6 @@ class Kernel:
     # or a tensor, with the buffers of the state updated in place. Without it, or if it is None, `attend_next` runs.
     step: Callable[..., Callable[..., Tensor] | None] | None = None
 
-
     def near(self, *qkv: Tensor) -> list[Tensor] | None:
         """Copies of q, k and v that the kernel can index, or None if it can index these."""
         return None if self.far or not any(map(far, qkv)) else [near_rows(x) for x in qkv]

@@ -239,16 +239,20 @@ class Regress(TextTable):
 
     def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
         mean, deviation = _scale(batch)
-        error = model(*self.inputs(batch)).float()[:, 0] * deviation + mean - batch["label"]
-        return {"loss": error.square(), "absolute": error.abs(), "count": torch.ones_like(error)}
+        off = model(*self.inputs(batch)).float()[:, 0] - (batch["label"] - mean) / deviation  # in deviations
+        error = off * deviation
+        return {
+            "loss": off.square(), "square": error.square(), "absolute": error.abs(), "count": torch.ones_like(off)
+        }  # fmt: skip
 
     def decode(self, out: Tensor, rows: Columns, known: Known) -> list[dict[str, Any]]:
         mean, deviation = known.facts.get("scale", (0.0, 1.0))
         return [{"answer": value * deviation + mean} for value in out[:, 0].tolist()]
 
     def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
-        mse = sums["loss"] / sums["count"]
-        return {"loss": mse, "mae": sums["absolute"] / sums["count"], "rmse": math.sqrt(mse)}
+        count = sums["count"]
+        rmse = math.sqrt(sums["square"] / count)
+        return {"loss": sums["loss"] / count, "mae": sums["absolute"] / count, "rmse": rmse}
 
 
 def _scale(batch: Columns) -> tuple[Any, Any]:
