@@ -37,9 +37,7 @@ MADE = {"bpe": Pieces.of, "unigram": Pieces.unigram}  # tokenizers trained on th
 Encode = Callable[[str], np.ndarray]
 
 
-def meaning_of(
-    config: TrainConfig, texts: Sequence[str], spaced: bool = False
-) -> tuple[list[str] | None, str | None]:
+def meaning_of(config: TrainConfig, texts: Sequence[str], spaced: bool = False) -> tuple[list[str] | None, str | None]:
     """(vocabulary, tokenizer): of --tokenizer, or those that belong to the model's weights."""
     own = tokenizer_of(config)
     return make_tokenizer(config.tokenizer, texts, spaced) if own is None else (None, own)
