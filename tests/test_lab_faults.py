@@ -172,7 +172,7 @@ def test_two_processes_that_start_together(tmp_path, monkeypatch):
 def test_a_damaged_best_checkpoint_is_noted_in_the_result(tmp_path, monkeypatch):
     scores = iter([0.9, 0.1, 0.2])
 
-    def fake(fabric, model, task, rows, config, batches=0, stop=None, split=None):
+    def fake(fabric, model, task, rows, config, batches=0, **how):
         if batches:
             return {"loss": 1.0, "accuracy": next(scores, 0.25)}
         return real(fabric, model, task, rows, config)
