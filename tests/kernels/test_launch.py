@@ -9,6 +9,7 @@ import pytest
 import torch
 from agree import Call, poisoned_memory
 from promises import DEVICE, cases
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
@@ -192,6 +193,14 @@ def test_fewer_stages_when_shared_memory_is_small():
 
     launch.launch(Kernel(), (1,), num_stages=3, STAGES=3)
     assert tried == [(3, 3), (2, 2), (1, 1)]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="in Triton's interpreter")
+@pytest.mark.parametrize("mode", [torch.inference_mode, FakeTensorMode])
+def test_the_check_of_untested_gpus_does_not_depend_on_the_modes_of_the_call(mode, monkeypatch):
+    monkeypatch.setattr(self_test, "_results", {})
+    with mode():
+        assert self_test.passes("local", 16, True, 20, (("block_size", 16),), torch.float32, "cpu")
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="in Triton's interpreter")

@@ -1,4 +1,4 @@
-"""Compare a kernel with the plain version on a GPU where it was never tested, before `backend="auto"` uses it.
+"""Compare a kernel with the plain version where it was never tested, before `backend="auto"` uses it.
 
 Each mechanism is compared once per process, dtype and head size: output and gradients of a small random call, with and
 without padding, and a few steps of decoding. If they differ, or the kernel does not compile, "auto" uses the plain
@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 import logging
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -36,25 +38,27 @@ def passes(
     if os.environ.get("WEFT_SELF_TEST") == "0":
         return True
     key = name, head_dim, causal, repr(options), dtype, device
-    if key not in _results:
-        reason = compare(name, head_dim, causal, max_length, dict(options), dtype, device)
-        if reason:
-            _log.warning("%s uses its plain PyTorch version on this GPU: %s", name, reason)
-        _results[key] = not reason
-    return _results[key]
+    what = f"{name} uses its plain PyTorch version on this GPU:"
+    return _agrees(key, what, compare, name, head_dim, causal, max_length, dict(options), dtype, device)
 
 
 def variable_lengths_pass(device: torch.device) -> bool:
     """Whether PyTorch's flash attention for variable lengths, an undocumented operator, may be used."""
     if os.environ.get("WEFT_SELF_TEST") == "0":
         return True
-    key = "variable lengths", device
+    what = "packed documents are gathered, because PyTorch's attention for variable lengths"
+    return _agrees(("variable lengths", device), what, _compare_documents, device)
+
+
+def _agrees(key: tuple[Any, ...], what: str, comparison: Callable[..., str], *arguments: Any) -> bool:
+    """Whether this comparison finds no difference. A CUDA graph can be captured before it runs, but not while."""
     if key not in _results:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return False
-        reason = _compare_documents(device)
+        with ThreadPoolExecutor(1) as thread:  # where inference mode, autocast, tracing and vmap of the caller are off
+            reason = thread.submit(comparison, *arguments).result()
         if reason:
-            _log.warning("packed documents are gathered, because PyTorch's attention for variable lengths %s", reason)
+            _log.warning("%s %s", what, reason)
         _results[key] = not reason
     return _results[key]
 
@@ -65,14 +69,8 @@ def _compare_documents(device: torch.device) -> str:
 
     documents = Segments.from_lengths([100, 37, 9], device=device, fillers=1)
     keys = [slice(0, 100), slice(100, 137), slice(137, 146)]
-    devices = [] if device.type == "cpu" else [device]
     try:
-        with (
-            torch.random.fork_rng(devices),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            torch.autocast("cuda", enabled=False),
-        ):
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
             q, k, v, dout = torch.randn(4, 1, 146, HEADS, 64, device=device).bfloat16().transpose(2, 3)
             for queries, of in ((q, keys), (q[:, :, :2], [slice(0, 1), slice(1, 2)])):  # all, and one of each document
                 inputs = [x.detach().requires_grad_() for x in (queries, k, v)]
@@ -111,9 +109,8 @@ def compare(
     length = max(LENGTH, kernel.least_length)
     if max_length is not None:
         length = min(length, max_length)
-    devices = [] if device == "cpu" else [device]
     try:
-        with torch.random.fork_rng(devices), torch.enable_grad(), torch.autocast("cuda", enabled=False):
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
             attn = make_attention(
                 name, heads=HEADS, head_dim=head_dim, causal=causal, max_length=max_length, backend="triton", **options
             ).to(device)
