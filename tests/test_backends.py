@@ -11,7 +11,7 @@ import torch
 from promises import cases
 
 import weft
-from weft.core import dispatch
+from weft.core import dispatch, self_test
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ UNTESTED = "combiner-axial-horizontal", "combiner-axial-vertical", "combiner-mix
 
 @pytest.mark.parametrize("name", UNTESTED)
 def test_auto_does_not_use_dropout_that_was_not_tested_on_a_gpu(name, kernels_could_run, monkeypatch):
-    monkeypatch.setattr(dispatch, "_capability", lambda index: dispatch.TESTED)
+    monkeypatch.setattr(dispatch, "_gpu", lambda index: dispatch.TESTED)
     attn = weft.make_attention(name, heads=2, head_dim=8, dropout=0.1)
     about = {"is_cuda": True, "dtype": torch.bfloat16, "get_device": lambda: 0, "stride": lambda dim: 8}
     q = SimpleNamespace(shape=(1, 2, 1100, 8), **about)
@@ -138,11 +138,25 @@ def test_auto_does_not_use_dropout_that_was_not_tested_on_a_gpu(name, kernels_co
 def test_auto_uses_the_kernel_of_linformer_where_it_fits(
     rank, head_dim, queries, dropout, dtype, used, kernels_could_run, monkeypatch
 ):
-    monkeypatch.setattr(dispatch, "_capability", lambda index: dispatch.TESTED)
+    monkeypatch.setattr(dispatch, "_gpu", lambda index: dispatch.TESTED)
     attn = weft.make_attention("linformer", heads=2, head_dim=head_dim, max_length=300, rank=rank, dropout=dropout)
     about = {"is_cuda": True, "dtype": dtype, "get_device": lambda: 0}
     q, k = (SimpleNamespace(shape=(1, 2, L, head_dim), **about) for L in (queries, 300))
     assert dispatch.use_kernel(attn, q, k, k, None) == used
+
+
+@pytest.mark.parametrize(
+    ("gpu", "checked"),
+    [(dispatch.TESTED, False), (((9, 0), "3.9"), True), (((8, 9), "3.6"), True), (((7, 5), "3.6"), False)],
+)
+def test_auto_checks_kernels_where_they_were_never_tested(gpu, checked, kernels_could_run, monkeypatch):
+    calls = []
+    monkeypatch.setattr(dispatch, "_gpu", lambda index: gpu)
+    monkeypatch.setattr(self_test, "passes", lambda *what: calls.append(what) or True)
+    attn = weft.make_attention("linear", heads=2, head_dim=8)
+    q = SimpleNamespace(shape=(1, 2, 300, 8), is_cuda=True, dtype=torch.bfloat16, get_device=lambda: 0)
+    assert dispatch.use_kernel(attn, q, q, q, None) == (gpu[0] >= dispatch.OLDEST)
+    assert bool(calls) == checked
 
 
 @pytest.mark.parametrize(("device", "hip"), [("xpu", None), ("mps", None), ("cuda", "7.0")])

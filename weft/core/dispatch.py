@@ -2,9 +2,10 @@
 
 "torch" runs the plain version, `attend`. "triton" runs the fused kernel, or raises a ValueError with the reason.
 "auto" runs the kernel on NVIDIA GPUs of compute capability 8.0 or newer from the length on where it is faster, and the
-plain version otherwise. Where the kernels were never tested, "auto" first compares a small call of the kernel with the
-plain version, once per process (`self_test.py`). A decoding step runs its kernel with "triton", and with "auto" on
-such a GPU. If there is no step kernel, or it does not support the call, both run the plain version.
+plain version otherwise. On GPUs and with versions of Triton where the kernels were never tested, "auto" first compares
+a small call of the kernel with the plain version, once per process (`self_test.py`). A decoding step runs its kernel
+with "triton", and with "auto" on such a GPU. If there is no step kernel, or it does not support the call, both run the
+plain version.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ BACKENDS = ("auto", "torch", "triton")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
 OLDEST = (8, 0)  # compute capability from which on "auto" uses the kernels
-TESTED = (9, 0)  # compute capability on which the kernels were tested and tuned
+TESTED = (9, 0), "3.6"  # compute capability and version of Triton with which the kernels were tested and tuned
 
 _log = logging.getLogger("weft")
 _INSTALLED = importlib.util.find_spec("triton") is not None
@@ -118,7 +119,7 @@ def step_kernel(attn: Any, q: Tensor, v: Tensor, inner: Any) -> Callable[..., Te
 def _trusted(attn: Any, q: Tensor) -> bool:
     """Whether "auto" may use the kernels on this GPU."""
     index = max(0, q.get_device())
-    if _capability(index) == TESTED:
+    if _gpu(index) == TESTED:
         return True
     options = tuple((attn.options or {}).items())
     return _passes(index, attn.name, q.shape[3], attn.causal, attn.max_length, options, q.dtype)
@@ -149,15 +150,19 @@ def constant(function: Function) -> Function:
     return function
 
 
-_capabilities: dict[int, tuple[int, int]] = {}
+_gpus: dict[int, tuple[tuple[int, int], str]] = {}
 _noted: set[str] = set()
 
 
 @constant
-def _capability(index: int) -> tuple[int, int]:
-    if index not in _capabilities:
-        _capabilities[index] = torch.cuda.get_device_capability(index)
-    return _capabilities[index]
+def _gpu(index: int) -> tuple[tuple[int, int], str]:
+    """Its compute capability, and the version of Triton without the patch level."""
+    if index not in _gpus:
+        import triton
+
+        version = ".".join(triton.__version__.split(".")[:2])
+        _gpus[index] = torch.cuda.get_device_capability(index), version
+    return _gpus[index]
 
 
 @constant
@@ -178,10 +183,10 @@ def _passes(
     options: tuple[Any, ...],
     dtype: torch.dtype,
 ) -> bool:
-    """Whether "auto" may use a kernel on a GPU where it was never tested."""
+    """Whether "auto" may use a kernel on a GPU or with a Triton where it was never tested."""
     from .self_test import passes
 
-    if _capability(index) < OLDEST:
+    if _gpu(index)[0] < OLDEST:
         return False
     return passes(name, head_dim, causal, max_length, options, dtype, index)
 
