@@ -39,7 +39,7 @@ def passes(
         return True
     key = name, head_dim, causal, repr(options), dtype, device
     what = f"{name} uses its plain PyTorch version on this GPU:"
-    return _agrees(key, what, compare, name, head_dim, causal, max_length, dict(options), dtype, device)
+    return _agrees(key, what, device, compare, name, head_dim, causal, max_length, dict(options), dtype, device)
 
 
 def variable_lengths_pass(device: torch.device) -> bool:
@@ -47,16 +47,21 @@ def variable_lengths_pass(device: torch.device) -> bool:
     if os.environ.get("WEFT_SELF_TEST") == "0":
         return True
     what = "packed documents are gathered, because PyTorch's attention for variable lengths"
-    return _agrees(("variable lengths", device), what, _compare_documents, device)
+    return _agrees(("variable lengths", device), what, device, _compare_documents, device)
 
 
-def _agrees(key: tuple[Any, ...], what: str, comparison: Callable[..., str], *arguments: Any) -> bool:
-    """Whether this comparison finds no difference. A CUDA graph can be captured before it runs, but not while."""
+def _agrees(key: tuple[Any, ...], what: str, device: Any, comparison: Callable[..., str], *arguments: Any) -> bool:
+    """Whether this comparison finds no difference. It cannot run while a CUDA graph is captured."""
     if key not in _results:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return False
+
+        def there() -> str:
+            with torch.cuda.device(-1 if str(device) == "cpu" else device):
+                return comparison(*arguments)
+
         with ThreadPoolExecutor(1) as thread:  # where inference mode, autocast, tracing and vmap of the caller are off
-            reason = thread.submit(comparison, *arguments).result()
+            reason = thread.submit(there).result()
         if reason:
             _log.warning("%s %s", what, reason)
         _results[key] = not reason
