@@ -279,3 +279,25 @@ def test_a_changed_direction_counts_everywhere(name, options, causal):
     q, k, v = qkv(30)
     torch.testing.assert_close(attn(q, k, v), wanted(q, k, v))
     assert plans(attn) == plans(wanted)
+
+
+def test_options_that_are_planned_for_are_read_only():
+    mixture, horizontal = make("combiner-mixture", True), make("combiner-axial-horizontal", True, split=True)
+    assert horizontal.split
+    for attn, name, value in (
+        (horizontal, "split", False),
+        (mixture, "block_size", 4),
+        (mixture, "mixture", "joint"),
+        (mixture, "summary", "mean"),
+    ):
+        with pytest.raises(AttributeError, match=name):
+            setattr(attn, name, value)
+
+
+def test_members_on_different_grids_do_not_share_a_kernel(monkeypatch):
+    attn = make("combiner-mixture", True, block_size=5)
+    q, k, v = qkv(30)
+    monkeypatch.setattr("weft.attention.combiner.mixture.grid_attention", lambda *_, **__: torch.zeros_like(q))
+    assert not attn.run_kernel(q, k, v, None, None).any()
+    attn.factorisations[1].block_size = 3
+    torch.testing.assert_close(attn.run_kernel(q, k, v, None, None), attn.info.naive(attn, q, k, v))

@@ -216,6 +216,20 @@ def test_a_state_is_of_one_setting(name, option, before, after, grad):
             attn.step(*tokens[10], state)
 
 
+@pytest.mark.parametrize("mixture", ["average", "joint"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_state_is_of_one_setting_of_the_members(mixture, grad):
+    attn = weft.make_attention(
+        "combiner-mixture", heads=HEADS, head_dim=HEAD_DIM, causal=True, block_size=5, mixture=mixture
+    )
+    tokens = split(13)
+    with torch.set_grad_enabled(grad):
+        _, state = decode(attn, tokens[:12])
+        attn.factorisations[0].block_size = 3
+        with pytest.raises(ValueError, match="'block_size': 5.*but this is .*'block_size': 3"):
+            attn.step(*tokens[12], state)
+
+
 @pytest.mark.parametrize("batch", [-1, 2.0, True, None])
 def test_start_takes_a_number_of_rows(batch):
     with pytest.raises(ValueError, match="number of rows"):

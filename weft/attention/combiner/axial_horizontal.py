@@ -51,8 +51,12 @@ class CombinerAxialHorizontal(GridCombiner):
         **contract: Any,
     ):
         super().__init__(block_size=block_size, summary=summary, **contract)
-        self.split = split
         self.rows_as_spans = ("before", "after") if split else ("others",)
+
+    @property
+    def split(self) -> bool:
+        """Read-only: kernels are planned for it."""
+        return len(self.rows_as_spans) == 2
 
     def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
         m = self.block_size or default_block(k.shape[2], self.max_length)

@@ -83,6 +83,7 @@ class CombinerMixture(Attention):
                     "for other factorisations use mixture='average'"
                 )
             joint = JointAxial(block_size=block_size, summary=summary, **contract)
+            joint.options = {"block_size": block_size, "summary": summary}
             self.factorisations = nn.ModuleList([joint])
             self.long_sums = joint.long_sums
             return
@@ -100,6 +101,8 @@ class CombinerMixture(Attention):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Members follow changes of the options that they share."""
+        if name in ("mixture", "block_size", "summary"):
+            raise AttributeError(f"{name} of a mixture cannot change: change its factorisations, or create a new one")
         super().__setattr__(name, value)
         if name in ("backend", "causal", "dropout", "max_length"):
             for attn in self._each():
@@ -122,7 +125,7 @@ class CombinerMixture(Attention):
 
     def run_kernel(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         plan = self._plan
-        if plan is not None and not (self.training and self.dropout):
+        if plan is not None and self._on_one_grid() and not (self.training and self.dropout):
             attn: Any = self.factorisations[0]
             m, pool = attn.block_size or default_block(q.shape[2], self.max_length), attn.summary.kind
             if plan.has_kernel(pool, q.shape[2], m):
@@ -169,6 +172,10 @@ class CombinerMixture(Attention):
 
     def _each(self) -> list[Any]:
         return list(getattr(self, "factorisations", ()))
+
+    def _settings(self) -> dict[str, Any]:
+        members = {f"factorisations[{i}]": attn._settings() for i, attn in enumerate(self._each())}
+        return {**super()._settings(), **members}
 
 
 def _entries(factorisations: Any) -> list[tuple[str, dict[str, Any]]]:
