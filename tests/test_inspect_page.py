@@ -143,6 +143,23 @@ def test_the_padding_of_a_source_does_not_hide_tokens_of_the_target():
     torch.testing.assert_close(*rates, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("length", [4, 6])
+def test_the_padding_of_a_target_is_excluded(length):
+    model = Translator(30, dim=16, heads=2, layers=2, mlp_dim=32)
+    source, target = torch.randint(3, 30, (1, 6)), torch.randint(3, 30, (1, length))
+    source[0, 5:] = 0
+    more = torch.nn.functional.pad(target, (0, 2))
+    rates = [inspect.measure(model, [source, t])["rate"] for t in (target, more)]
+    torch.testing.assert_close(*rates, rtol=1e-5, atol=1e-5)
+    assert max(inspect.tokens_per_layer(model, [source, more])[1]) < length
+    how = dict(tokens=None, pictures=None, targets=None, classes=None, examples=1, map_up_to=64)
+    pairs = zip(*(attention(model, [source, t], **how)["layers"] for t in (target, more)), strict=True)
+    for (one,), (padded,) in ((a["examples"], b["examples"]) for a, b in pairs):
+        for part in ("row", "map"):
+            torch.testing.assert_close(unpacked(padded[part]), unpacked(one[part]), atol=0.02, rtol=0)
+        assert padded["tokens"] == one["tokens"] and padded.get("queries") == one.get("queries")
+
+
 def test_losses_of_tokens_are_no_prediction():
     sizes = dict(dim=16, heads=2, head_dim=8, layers=1, mlp_dim=8, dropout=0.0, attention_dropout=0.0)
     model, ids = WordModel(30, 8, attention="full", **sizes), torch.randint(30, (1, 9))

@@ -156,7 +156,7 @@ def attention(
         packed, mask = [], None
         for v in views:
             memory = v.path.split(" (call")[0] in memories
-            mask = mask if memory else v.mask  # slots are read by the tokens of the view before
+            mask = mask if memory or "cross" in v.path else v.mask  # these are read by the tokens of the view before
             packed.append(_packed_view(v, texts, row, memory, grid, mask))
         common: list[str] = next((view["tokens"] for view in packed if view["tokens"]), [])
         if not common and texts and views[0].map is not None:  # all layers read slots: label the queries
@@ -244,7 +244,7 @@ def _packed_view(
     view: AttentionView, texts: list[list[str]], row: int, memory: bool, grid: list[int] | None, mask: Tensor | None
 ) -> dict[str, Any]:
     """A view of one example without padding; `tokens` is None if the keys are slots of a memory. `mask` is that of the
-    queries, except in cross attention."""
+    queries."""
     one, full = view.row[0], None if view.map is None else view.map[0]
     cross, document = "cross" in view.path, min(view.call, len(texts)) - 1
     if "decoder" in view.path and not cross and len(texts) > 1:
@@ -254,7 +254,7 @@ def _packed_view(
     if full is not None:
         if len(texts) > 1 and (cross or (memory and document)):
             queries = _labels(texts[1], full.shape[1])
-        if mask is not None and not cross and full.shape[1] == mask.shape[1]:
+        if mask is not None and full.shape[1] == mask.shape[1]:
             full, queries = full[:, mask[0]], _real(queries, mask[0])
         if full.shape[1]:
             one = full[:, row]

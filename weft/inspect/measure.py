@@ -125,10 +125,10 @@ def tokens_per_layer(
         model(*(t[:1] for t in inputs))
     if not seen:
         raise ValueError("no block of this model returned tokens (B, L, dim)")
-    mask = seen[0][1]
     length, width = (min(z.shape[i] for z, _ in seen) for i in (0, 1))
     generator = torch.Generator().manual_seed(seed)
-    real = torch.arange(length) if mask is None else mask[0, :length].nonzero().flatten().cpu()
+    masks = [torch.ones(length, dtype=torch.bool), *(mask[0, :length].cpu() for _, mask in seen if mask is not None)]
+    real = torch.stack(masks).all(0).nonzero().flatten()
     tokens = real[torch.randperm(len(real), generator=generator)[:size]].sort().values
     channels = torch.randperm(width, generator=generator)[:size].sort().values
     return torch.stack([z[tokens][:, channels] for z, _ in seen]), tokens, channels

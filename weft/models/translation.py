@@ -33,10 +33,11 @@ class DecoderBlock(nn.Module):
         attention = MultiheadAttention(dim, heads, causal=True, dropout=dropout, qkv_bias=True, out_bias=True)
         self.block = EncoderBlock(dim, attention, mlp_dim=mlp_dim, dropout=dropout)
 
-    def forward(self, y: Tensor, source: tuple[Tensor, Tensor]) -> Tensor:
-        """`source` is the memory and which of its tokens are real."""
+    def forward(self, y: Tensor, source: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
+        """`source` is the memory and which of its tokens are real. `mask`, of y's, matters only for inspection:
+        padding follows the real tokens, which do not see it."""
         memory, real = source
-        own = self.block.attention(self.block.attention_norm(y))
+        own = self.block.attention(self.block.attention_norm(y), mask)
         return self._finish(y, own, self.keys(memory), real)
 
     def step(self, y: Tensor, keys: tuple[Tensor, Tensor], real: Tensor, state: Any) -> tuple[Tensor, Any]:
@@ -93,8 +94,9 @@ class Translator(nn.Module):
             return self.translate(source)
         with without_cudnn(source):  # nearly every batch has new lengths
             read, y = (self.read(source), source != PAD), self._tokens(target)
+            mask = None if self.training else target != PAD  # causal attention without a mask is faster
             for block in self.decoder:
-                y = block(y, read)
+                y = block(y, read, mask)
         return self._scores(y)
 
     def read(self, source: Tensor) -> Tensor:
