@@ -13,7 +13,7 @@ import weft
 from weft.cli import app
 from weft.models.translation import BEGIN, END, PAD, Translator
 from weft.tasks import DataMissing, get_task, make_config
-from weft.tasks.translation import as_text, pieces, read_pairs
+from weft.tasks.translation import as_text, load_tokenizer, pieces, read_pairs
 
 SIZES = dict(dim=16, heads=2, layers=2, mlp_dim=16, dropout=0.0)
 
@@ -108,6 +108,16 @@ def test_text_survives_the_pieces() -> None:
     made = pieces([("Ein Hund läuft.", "A dog runs.")] * 3)
     ids = made.encode("Ein Hund läuft.").ids
     assert as_text(made, [BEGIN, *ids, END, 5, 6]) == "Ein Hund läuft."
+
+
+def test_names_of_special_pieces_in_a_text_are_text() -> None:
+    pytest.importorskip("tokenizers")
+    text = "An <end> and a <pad> in <begin> text"
+    made = pieces([(text, text)] * 3)
+    for tokenizer in (made, load_tokenizer(made.to_str())):
+        ids = tokenizer.encode(text).ids
+        assert not {PAD, BEGIN, END} & set(ids)
+        assert as_text(tokenizer, [BEGIN, *ids, END]) == text
 
 
 def test_bleu_says_what_it_needs(tmp_path, monkeypatch) -> None:

@@ -168,13 +168,15 @@ def pieces(pairs: list[tuple[str, str]]) -> Any:
         vocab_size=PIECES, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator((text for pair in pairs for text in pair), trainer)
-    return tokenizer
+    return load_tokenizer(tokenizer.to_str())
 
 
 def load_tokenizer(text: str) -> Any:
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_str(text)
+    tokenizer = Tokenizer.from_str(text)
+    tokenizer.encode_special_tokens = True  # a "<end>" in a text is text
+    return tokenizer
 
 
 def as_rows(ids: list[list[int]], longest: int) -> Tensor:
