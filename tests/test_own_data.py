@@ -415,6 +415,16 @@ def test_tokens_that_are_numbers_are_predicted_as_trained(tokenizer, tmp_path):
     assert torch.equal(get_task("tag").encode([["Call", 911]], known)["ids"][0], data.train["ids"][0])
 
 
+def test_words_have_their_combining_marks(tmp_path):
+    rows = [{"text": "यह हिन्दी है, cafe\u0301 ❤\ufe0f! \u0301", "label": "ab"[i % 2]} for i in range(20)]
+    path = tmp_path / "texts.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    data = load("classify", path, tokenizer="words")
+    assert data.vocabulary == ["<pad>", "<unk>", *sorted(["यह", "हिन्दी", "है", "cafe\u0301"])]
+    words = [data.vocabulary[i] for i in data.train["ids"][0] if i]
+    assert words == ["यह", "हिन्दी", "है", "cafe\u0301"]
+
+
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_tokens_are_read_in_the_pieces_of_words_inside_of_a_text(kind, tmp_path):
     path, tokens = tmp_path / "names.jsonl", ["Ada", "lives", "in", "London"]

@@ -71,6 +71,8 @@ def save_tokenizer(model: Hosted, known: Known, folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+    from ..tasks.own import MARKED, words_of
+
     pads = model.pad is not None and not model.shift  # our ids, with padding at 0
     if known.tokenizer is not None:
         values = json.loads(known.tokenizer)
@@ -84,7 +86,9 @@ def save_tokenizer(model: Hosted, known: Known, folder: Path) -> None:
         tokenizer = Tokenizer.from_str(json.dumps(values))
     elif known.vocabulary is not None:
         tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(known.vocabulary)}, unk_token="<unk>"))
-        words = Regex(r"[\p{L}\p{N}_]+")  # Python's \w+; that of tokenizers has combining marks too
+        letters = r"\p{L}\p{N}_"  # Python's \w; that of tokenizers has combining marks too
+        marks = r"\p{M}" if words_of(known.vocabulary) is MARKED else ""
+        words = Regex(rf"[{letters}][{letters}{marks}]*")
         cut = pre_tokenizers.Split(words, "removed", invert=True)
         whole = "TokenClassification" in type(model.model).__name__  # the tokens of `tag`, with their punctuation
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit() if whole else cut

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,9 @@ from .text import Bytes, files_of
 from .tokens import Pieces, windows
 
 MADE = {"bpe": Pieces.of, "unigram": Pieces.unigram}  # tokenizers trained on the texts
+PLACES = chain(range(0x300, 0x1F000), range(0xE0100, 0xE01F0))
+MARKS = "".join(c for c in map(chr, PLACES) if unicodedata.category(c)[0] == "M")
+MARKED = re.compile(rf"\w[\w{MARKS}]*")  # Python's \w has no combining marks, such as vowels in Hindi
 Encode = Callable[[str], np.ndarray]
 
 
@@ -48,7 +53,7 @@ def make_tokenizer(kind: str, texts: Sequence[str], spaced: bool = False) -> tup
     if kind in ("", "bytes"):
         return None, None
     if kind == "words":
-        words = Counter(word for text in texts for word in WORD.findall(text))
+        words = Counter(word for text in texts for word in MARKED.findall(text))
         return ["<pad>", "<unk>", *sorted(words)], None
     name, _, size = kind.partition(":")
     if name in MADE:
@@ -65,6 +70,11 @@ def make_tokenizer(kind: str, texts: Sequence[str], spaced: bool = False) -> tup
         raise ValueError(f"{path} is not a file of a tokenizer ({error})") from None
 
 
+def words_of(vocabulary: list[str]) -> re.Pattern[str]:
+    """What a word is. Vocabularies without combining marks come from texts without them, or from older versions."""
+    return WORD if all(WORD.fullmatch(word) for word in vocabulary[2:]) else MARKED
+
+
 def from_file(config: TrainConfig, tokenizer: str | None) -> bool:
     """Whether the tokenizer was not made from the data."""
     return tokenizer is not None and not config.tokenizer.startswith(tuple(MADE))
@@ -77,8 +87,8 @@ def encoder(vocabulary: list[str] | None, tokenizer: str | None, length: int) ->
         pieces.bpe.enable_truncation(length)  # keeps special tokens at the end
         return lambda text: np.array(pieces.bpe.encode(text).ids, np.int32) + 1, len(pieces) + 1
     if vocabulary is not None:
-        number = {word: i for i, word in enumerate(vocabulary)}
-        return lambda text: np.array([number.get(w, 1) for w in WORD.findall(text)[:length]], np.int32), len(number)
+        number, word = {word: i for i, word in enumerate(vocabulary)}, words_of(vocabulary)
+        return lambda text: np.array([number.get(w, 1) for w in word.findall(text)[:length]], np.int32), len(number)
     return lambda text: as_ids(text.encode()[:length], length), 257
 
 
