@@ -29,13 +29,15 @@ def tokens(*shape: int, seed: int = 1) -> Tensor:
 @pytest.mark.parametrize(
     "options", [{"length": 6}, {}, {"scope": "stream"}, {"delayed": True}, {"delayed": True, "scope": "stream"}]
 )
-def test_checkpoints_restore_a_new_model(options: dict, tmp_path: Path) -> None:
+@pytest.mark.parametrize("assign", [False, True])
+def test_checkpoints_restore_a_new_model(options: dict, assign: bool, tmp_path: Path) -> None:
     trained = layer(**options)
     for step in range(3):
         trained(tokens(3, 6, 16, seed=step))
     torch.save(trained.state_dict(), tmp_path / "c.pt")
-    fresh = layer(seed=9, **options)
-    fresh.load_state_dict(torch.load(tmp_path / "c.pt", weights_only=True))
+    with torch.device("meta" if assign else "cpu"):
+        fresh = layer(seed=9, **options)
+    fresh.load_state_dict(torch.load(tmp_path / "c.pt", weights_only=True), assign=assign)
     assert torch.equal(fresh.cache.cache, trained.cache.cache) and fresh.cache.updates == 3
     x = tokens(3, 6, 16, seed=8)
     assert torch.equal(fresh(x), trained(x))  # training continues identically

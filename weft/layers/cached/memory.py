@@ -283,7 +283,8 @@ class RecurrentCache(nn.Module):
             if saved.dim() != here.dim() or (self.length is not None and saved.shape[1:] != here.shape[1:]):
                 error_msgs.append(f"size mismatch for {prefix}{name}: {tuple(saved.shape)}, here {tuple(here.shape)}")
                 continue
-            setattr(self, name, saved.to(device=here.device, dtype=here.dtype, copy=True))
+            like = saved if local_metadata.get("assign_to_params_buffers") else here  # here may be on the meta device
+            setattr(self, name, saved.to(device=like.device, dtype=like.dtype, copy=True))
 
 
 class _SumOverRanks(torch.autograd.Function):
