@@ -313,6 +313,21 @@ def test_lora(tmp_path):
     torch.testing.assert_close(again.merge_and_unload()(ids).logits, expected, **CLOSE)
 
 
+def test_a_mechanisms_parameters_beside_lora():
+    """PEFT puts a wrapper with a trainable copy around the modules in `modules_to_save`."""
+    peft = pytest.importorskip("peft")
+    model, ids = model_of("llama/LlamaForCausalLM", "synthesizer", max_length=64)
+    for parameter in model.model.layers[0].self_attn.weft.parameters():
+        parameter.data += 1  # no longer those that the layer's number seeds
+    expected = model(ids).logits
+    config = peft.LoraConfig(r=4, target_modules=["v_proj"], modules_to_save=["weft"])
+    tuned = peft.get_peft_model(model, config)
+    torch.testing.assert_close(tuned(ids).logits, expected, **CLOSE)
+    tuned(ids, labels=ids).loss.backward()
+    copies = {key: p.grad for key, p in tuned.named_parameters() if "modules_to_save" in key}
+    assert len(copies) == 4 and all(gradient is not None for gradient in copies.values())
+
+
 @pytest.mark.parametrize("name", ["linear", "combiner-fixed"])
 def test_int8(name):
     quantization = pytest.importorskip("torchao.quantization")

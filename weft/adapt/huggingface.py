@@ -31,7 +31,7 @@ from ..core.heads import spread
 from ..core.precision import autocast
 from ..core.segments import Segments
 from .biases import PairBias, WindowBias, in_blocks, in_window, total
-from .core import Core, connected, learns, masked_full, rescaled, rows_are_independent, seeded, trains
+from .core import connected, learns, masked_full, rescaled, rows_are_independent, seeded, trains
 from .decoding import StateLayer, begin, note_recording, state_layer
 from .guard import called, guard, install
 from .loading import load as load
@@ -359,8 +359,8 @@ def _split(pairs: Tensor, position_bias: Tensor | None) -> tuple[Tensor, Tensor 
 def _instance(choice: Choice, module: nn.Module, q: Tensor, causal: bool, window: int | None = None) -> Attention:
     """The layer's mechanism instance. Only learned ones are submodules, so that the state dict does not change."""
     kept = layer_state(module).mechanisms
-    core = module._modules.get("weft")
-    if isinstance(core, Core) and choice is layer_state(module).choice:
+    core: Any = module._modules.get("weft")  # a Core, or PEFT's wrapper for modules_to_save, which has its attributes
+    if core is not None and choice is layer_state(module).choice:
         shape = (core.settings["heads"], core.settings["head_dim"])
         if shape != (q.shape[1], q.shape[3]):
             raise ValueError(f"{choice.shown} was made for (heads, head size) {shape}, but q is {tuple(q.shape)}")
