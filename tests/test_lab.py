@@ -177,6 +177,23 @@ def test_partial_evaluation_is_spread_over_the_split(tmp_path):
     assert found["accuracy"] == 0.2
 
 
+@pytest.mark.parametrize(("batch_size", "world"), [(64, 1), (7, 1), (200, 1), (5, 3)])
+def test_partial_evaluation_depends_on_no_batch_size(monkeypatch, batch_size, world):
+    """Two batches of the task's 64, of 300 rows."""
+    task, seen = get_task("digits"), []
+    score = lambda model, batch: seen.extend(batch["ids"][:, 0].tolist()) or {"loss": batch["ids"][:, 0]}  # noqa: E731
+    monkeypatch.setattr(task, "score", score)
+    monkeypatch.setattr(task, "summary", dict)
+    rows, one = Rows({"ids": torch.arange(300)[:, None]}, torch.device("cpu")), types.SimpleNamespace(world_size=1)
+    sums = []
+    for rank in range(world):
+        split = types.SimpleNamespace(world=world, rank=rank, region=contextlib.nullcontext, part=lambda _, rows: rows)
+        config = TrainConfig(batch_size=batch_size)
+        sums.append(evaluate(one, torch.nn.Identity(), task, rows, config, batches=2, split=split)["loss"])
+    assert set(seen) == {*range(64), *range(128, 192)}
+    assert sum(sums) == sum(set(seen)) and len(seen) - 128 < batch_size * world
+
+
 def test_a_run_can_be_extended_if_the_schedule_allows(tmp_path):
     same = dict(schedule="constant", eval_every=0, dropout=0.1)
     train(tiny(tmp_path / "long", steps=9, **same))

@@ -420,9 +420,7 @@ def test_words_have_their_combining_marks(tmp_path):
     path = tmp_path / "texts.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     data = load("classify", path, tokenizer="words")
-    assert data.vocabulary == ["<pad>", "<unk>", *sorted(["यह", "हिन्दी", "है", "cafe\u0301"])]
-    words = [data.vocabulary[i] for i in data.train["ids"][0] if i]
-    assert words == ["यह", "हिन्दी", "है", "cafe\u0301"]
+    assert [data.vocabulary[i] for i in data.train["ids"][0] if i] == ["यह", "हिन्दी", "है", "cafe\u0301"]
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])

@@ -120,3 +120,19 @@ def test_masked_segments_hide_real_tokens_in_proportion(tmp_path) -> None:
     assert loss.isfinite() and model.kind.weight.grad[2].abs().max() > 0
     other = {**batch, "segment": batch["segment"].clamp(max=1)}
     assert not torch.equal(model(*task.inputs(other)), model(*task.inputs(batch)))
+
+
+@pytest.mark.parametrize("name", ["masked", "c4-masked"])
+def test_evaluations_hide_the_same_tokens_in_every_batch(name):
+    task, config = get_task(name), make_config(name)
+    rows = {"bytes": torch.randint(1, 256, (5, 40)), "segment": (torch.arange(40) < torch.tensor([[40]] * 4 + [[9]]))}
+
+    def batch(at, training=False, seed=0):
+        part = {key: column[at].int() for key, column in rows.items()}
+        return task.batch(part, config, torch.Generator().manual_seed(seed), training)
+
+    whole, parts = batch(slice(5)), [batch(slice(2), seed=1), batch(slice(2, 5), seed=2)]
+    for key, column in whole.items():
+        assert torch.equal(column, torch.cat([part[key] for part in parts]))
+    assert len({tuple(row) for row in whole["chosen"].tolist()}) == 5
+    assert not torch.equal(batch(slice(5), training=True)["ids"], batch(slice(5), training=True, seed=1)["ids"])

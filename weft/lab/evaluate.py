@@ -43,33 +43,39 @@ def evaluate(
     tell: Callable[[int, int], None] = lambda done, total: None,
     split: Split | None = None,
 ) -> dict[str, float]:
-    """The task's metrics on these rows. The last batch is padded with rows that are not counted: every process gets
-    the same number of batches, and a compiled model sees one shape."""
+    """The task's metrics on these rows, or on the rows of `batches` batches of the task's default size, which do not
+    depend on config.batch_size. The last batch is padded with rows that are not counted: every process gets the same
+    number of batches, and a compiled model sees one shape."""
     was_training = model.training
     model.eval()
     seed_everything("evaluate", config.seed)  # for mechanisms that draw random numbers in every call
     per_call, device = config.batch_size, rows.device
     split = split or Split(fabric, config, 0)
     world, rank = split.world, split.rank
-    count = -(-len(rows) // (per_call * world))
+    chosen = np.arange(len(rows))
+    if batches and task.streams:  # a stream must start at its beginning
+        chosen = chosen[: batches * per_call * world]
+    elif batches:  # spread over all rows, which may be sorted
+        unit = task.defaults.get("batch_size", TrainConfig.batch_size)
+        count = -(-len(rows) // unit)
+        few = min(count, batches)
+        chosen = np.concatenate([chosen[n * unit : (n + 1) * unit] for n in (i * count // few for i in range(few))])
+    calls = -(-len(chosen) // (per_call * world))
+    padded = np.pad(chosen, (0, calls * per_call * world - len(chosen)), mode="edge")
+    index, counts = torch.from_numpy(padded).to(device), torch.arange(len(padded), device=device) < len(chosen)
     sums: dict[str, Tensor] = {}
-    few = min(count, batches) if batches else count
-    # Spread a subset over all rows, which may be sorted; a stream must start at its beginning.
-    numbers = range(few) if task.streams else [i * count // few for i in range(few)]
     with task.evaluating(model), split.region():
-        for done, number in enumerate(numbers):
-            tell(done, few)
+        for number in range(calls):
+            tell(number, calls)
             if stop():
                 raise Stopped
             here = number * world + rank
-            first = here * per_call
-            index = torch.arange(first, first + per_call, device=device)
-            counts = index < len(rows)
+            places = slice(here * per_call, (here + 1) * per_call)
             generator = torch.Generator(device=device).manual_seed(seed_of("evaluate", config.seed, here))
-            batch = task.batch(rows.take(index.clamp(max=len(rows) - 1)), config, generator, training=False)
-            batch = rows.pack(batch, np.arange(first, first + per_call).clip(max=len(rows) - 1))
+            batch = task.batch(rows.take(index[places]), config, generator, training=False)
+            batch = rows.pack(batch, padded[places])
             for key, values in task.score(model, split.part(task, batch)).items():
-                total = values.float().masked_fill(~counts, 0).sum(dtype=torch.float64)
+                total = values.float().masked_fill(~counts[places], 0).sum(dtype=torch.float64)
                 sums[key] = sums[key] + total if key in sums else total
     if fabric.world_size > 1:
         sums = {key: fabric.all_reduce(value, reduce_op="sum") for key, value in sums.items()}

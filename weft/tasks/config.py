@@ -87,7 +87,7 @@ class TrainConfig:
     # logging and checkpoints
     log_every: int = 20  # steps between checks of the losses (each check synchronises with the device)
     eval_every: int = 200  # steps between evaluations on validation data; 0: only at the end
-    eval_batches: int = 0  # batches per evaluation during training; 0: all
+    eval_batches: int = 0  # batches of the task's default batch_size per evaluation during training; 0: all
     checkpoint_every: int = 200  # steps between checkpoints
     keep: int = 2  # number of latest checkpoints to keep in addition to the best
     ensemble: int = 0  # test this many sub-models of subsampled attention together; 0: test the dense model

@@ -286,7 +286,15 @@ class Masked(Bytes):
 
     def batch(self, rows: Columns, config: TrainConfig, generator: torch.Generator, training: bool) -> Columns:
         """Hide the same number of bytes in every row, so that a mean over rows is a mean over bytes."""
-        return self.hide(rows["bytes"].long(), None, config.mask_rate, generator)
+        hide = self.hide if training else self.hide_each
+        return hide(rows["bytes"].long(), None, config.mask_rate, generator)
+
+    def hide_each(self, target: Tensor, real: Tensor | None, rate: float, generator: torch.Generator) -> Columns:
+        """`hide` for evaluations: what is hidden in a row depends on its tokens, not on the batch."""
+        seeds = (target * torch.arange(1, target.shape[1] + 1, device=target.device)).sum(1).tolist()
+        rows = [(target[i : i + 1], None if real is None else real[i : i + 1]) for i in range(len(target))]
+        drawn = [self.hide(*row, rate, generator.manual_seed(seed)) for row, seed in zip(rows, seeds, strict=True)]
+        return {name: torch.cat([columns[name] for columns in drawn]) for name in drawn[0]}
 
     def hide(self, target: Tensor, real: Tensor | None, rate: float, generator: torch.Generator) -> Columns:
         """Hide tokens of target (B, L), only where `real` is True; of short rows, in proportion fewer count."""

@@ -313,9 +313,9 @@ class MaskedTokens(Tokens, Masked):
         )
 
     def batch(self, rows: Columns, config: TrainConfig, generator: torch.Generator, training: bool) -> Columns:
-        return self.hide(rows["bytes"].long(), rows["segment"] > 0, config.mask_rate, generator) | {
-            "segment": rows["segment"].long()
-        }
+        hide = self.hide if training else self.hide_each
+        columns = hide(rows["bytes"].long(), rows["segment"] > 0, config.mask_rate, generator)
+        return {**columns, "segment": rows["segment"].long()}
 
     def inputs(self, batch: Columns) -> tuple[Tensor, ...]:
         return batch["ids"], batch["segment"]
