@@ -162,6 +162,16 @@ def test_resampling_equals_pytorch(how: str, T: int, n: int) -> None:
     torch.testing.assert_close(resample(x, n, torch.ones(2, T, dtype=torch.bool), how)[0], expected)
 
 
+@pytest.mark.parametrize("how", ["linear", "area"])
+def test_resampling_of_long_inputs_is_precise(how: str) -> None:
+    x = 1 + torch.randn(1, 1000, 4, dtype=torch.float64)
+    exact = resample(x, 300, None, how)[0]
+    for dtype in (torch.bfloat16, torch.float16):
+        got = resample(x.to(dtype), 300, None, how)[0]
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), exact, atol=0.03, rtol=0)
+
+
 @pytest.mark.parametrize("how", ["nearest", "linear", "area"])
 def test_resampling_sees_real_tokens_only(how: str) -> None:
     x = tokens(4, 9, 3)

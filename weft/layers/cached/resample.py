@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...core.precision import precise
 from ...core.sharding import current
 
 RESAMPLINGS = ("nearest", "linear", "area", "2d")
@@ -72,12 +73,13 @@ def _slots(x: Tensor, n: int, how: str, order: Tensor | None, L: Tensor, part: t
         weight = (halves - low * 2 * n).to(x.dtype)[..., None] / (2 * n)
         return torch.lerp(token(low), token((low + 1).minimum((L - 1).clamp(min=0))), weight)
     first, end = slot * L // n, ((slot + 1) * L + n - 1) // n
-    count = (end - first).clamp(min=1).to(x.dtype)
     every = torch.arange(x.shape[1], device=x.device)
-    sums = F.pad(_take(x, every, order).cumsum(1), (0, 0, 1, 0))  # of the first 0, 1, ... tokens
+    # Of the first 0, 1, ... tokens. Half precision is too short for differences of such sums.
+    sums = F.pad(precise(_take(x, every, order)).cumsum(1), (0, 0, 1, 0))
+    count = (end - first).clamp(min=1).to(sums.dtype)
     if part is not None:
         first, end = ((at - part[0]).clamp(min=0).minimum(part[1]) for at in (first, end))
-    return (_take(sums, end, None) - _take(sums, first, None)) / count[..., None]
+    return ((_take(sums, end, None) - _take(sums, first, None)) / count[..., None]).to(x.dtype)
 
 
 def resample_grid(x: Tensor, source: tuple[int, int], target: tuple[int, int], prefix: int = 0) -> Tensor:
