@@ -95,6 +95,28 @@ def test_every_mechanism_repeats_its_forward(case):
         compare(made, [noise(2, 9, DIM)] * 3, [1, 2, 0], use_reentrant=reentrant)
 
 
+@pytest.mark.parametrize("name", ["cached", "delayed", "routing", "combiner-routing"])
+def test_compiled_around_a_checkpoint(name):
+    torch.compiler.reset()
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(behind_a_norm(LAYERS[name]()).train())
+    # This backend recomputes in the backward pass what Inductor does.
+    compiled = torch.compile(
+        lambda x: checkpoint(models[1], x, use_reentrant=False), backend="aot_eager_decomp_partition"
+    )
+    batches = [noise(2, 9, DIM, seed=step) for step in range(3)]
+    losses = [[run(x).square().sum() for x in batches] for run in (models[0], compiled)]
+    for expected, got in zip(*losses, strict=True):
+        expected.backward()
+        got.backward()
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad)
+    for a, b in zip(models[0].buffers(), models[1].buffers(), strict=True):
+        torch.testing.assert_close(b, a)
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_without_the_random_state_equal_inputs_are_refused(name):
     different, same = [noise(2, 9, DIM, seed=n) for n in range(3)], [noise(2, 9, DIM)] * 3

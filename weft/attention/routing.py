@@ -177,6 +177,11 @@ class Clusters(nn.Module):
             return self.replays.recall(k), False
         if learning:
             self._fold()
+            if torch.compiler.is_compiling():
+                # A compiled checkpoint would repeat the call with the centroids of the next one. Dynamo leaves
+                # checkpoints with an assignment to eager code, and `once` raises an error in others.
+                self.centroids = self.centroids
+                return once(self.centroids), learning
             self.replays.remember(k, self.centroids.clone(), k if used is None else used)
         return self.centroids, learning
 
@@ -201,7 +206,7 @@ class Clusters(nn.Module):
     def learn(self, total: Tensor, count: Tensor) -> None:
         """Keep the sum of the unit keys of each cluster, and their number, for the next training call."""
         self.drawn.copy_(total)
-        self.count.copy_(once(count) if torch.compiler.is_compiling() else count)
+        self.count.copy_(count)
 
 
 def _nearest(k: Tensor, centroids: Tensor) -> Tensor:
