@@ -69,6 +69,17 @@ def test_static_caches_hold_states(name):
     assert torch.equal(found.sequences, expected)
 
 
+def test_a_static_cache_of_layers_that_are_not_marked_causal():
+    """BigBirdPegasus has is_causal=False in its decoder, and its masks are causal."""
+    import zoo
+
+    model, ids, mask = zoo.build("bigbird_pegasus/BigBirdPegasusForCausalLM", "eager"), zoo.tokens(), padding("left", 2)
+    weft.swap(model, to="linear", where="*.self_attn")
+    static = {"cache_implementation": "static", "disable_compile": True}
+    first, second = (generate(model, ids, mask, use_cache=c, **more) for c, more in ((True, static), (False, {})))
+    torch.testing.assert_close(torch.stack(first.logits), torch.stack(second.logits), atol=1e-5, rtol=1e-5)
+
+
 def test_static_caches_compile():
     """Once for all steps and calls."""
     torch._dynamo.reset()

@@ -150,8 +150,15 @@ def window_of(mask: Tensor | None) -> int | None:
 
 def says_causal(mask: Tensor | None) -> bool | None:
     """Whether this is one of our masks for causal attention; None if unknown."""
+    if is_static(mask):
+        return True
     kind = _kind(mask)
     return issubclass(kind, CausalMask) if issubclass(kind, (CausalMask, BidirectionalMask)) else None
+
+
+def is_static(mask: Any) -> bool:
+    """Whether this is one of our masks for a static cache."""
+    return issubclass(_kind(mask), StaticMask) or hasattr(mask, "weft_static")
 
 
 def read(mask: Tensor) -> Tensor | None:
@@ -167,7 +174,7 @@ def read(mask: Tensor) -> Tensor | None:
 
 def last_row(mask: Tensor | None) -> Tensor | None:
     """The padding mask (B, Lk) of a static cache: what its last token may see. None for other masks."""
-    if mask is None or not (issubclass(_kind(mask), StaticMask) or hasattr(mask, "weft_static")):
+    if mask is None or not is_static(mask):
         return None
     with torch._C.DisableTorchFunctionSubclass():
         return mask[:, 0, -1]
