@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from weft.models.language import TwoSegments
 from weft.models.words import AdaptiveWords, WordModel
-from weft.tasks import get_task, make_config
+from weft.tasks import TaskData, get_task, make_config
 from weft.tasks.text import evaluated
 from weft.tasks.tokens import two_segments
 
@@ -38,6 +38,13 @@ def test_the_paper_model_for_wikitext_103_has_its_size() -> None:
     with torch.device("meta"):
         model = WordModel(267_744, 3072, dropout=0.3, **options)
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == 246.9
+
+
+@pytest.mark.parametrize(("task", "preset"), [("wikitext103", ""), ("enwik8", "pathways")])
+def test_the_paper_models_have_three_rates_of_dropout(task: str, preset: str) -> None:
+    config = make_config(task, preset, dim=16, heads=2, head_dim=8, layers=1, mlp_dim=16)
+    block = get_task(task).model(config, TaskData({}, {}, {}, 8, {"vocab": 30})).blocks[0]
+    assert (block.dropout.p, block.attention.attention.dropout, block.feedforward.dropout.p) == (0.3, 0.1, 0.1)
 
 
 @pytest.mark.parametrize("count", [17, 18, 99, 100, 9])

@@ -28,8 +28,9 @@ def make_norm(kind: str, dim: int, **place: Any) -> nn.Module:
 class EncoderBlock(nn.Module):
     """`block(x, mask=None, bias=None, segments=None)`, x (B, L, dim). `attention` takes the same arguments.
 
-    `norm` is "layer" or "rms". `first=True` returns only the first token of each row or packed document, (rows or
-    documents, dim), and computes the others as far as these need them.
+    `norm` is "layer" or "rms". `mlp_dropout`, inside the MLP, defaults to `dropout`. `first=True` returns only the
+    first token of each row or packed document, (rows or documents, dim), and computes the others as far as these need
+    them.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class EncoderBlock(nn.Module):
         *,
         mlp_dim: int,
         dropout: float = 0.0,
+        mlp_dropout: float | None = None,
         norm: str = "layer",
         device: Any = None,
         dtype: torch.dtype | None = None,
@@ -47,7 +49,8 @@ class EncoderBlock(nn.Module):
         self.attention_norm = make_norm(norm, dim, device=device, dtype=dtype)
         self.attention = attention
         self.feedforward_norm = make_norm(norm, dim, device=device, dtype=dtype)
-        self.feedforward = FeedForward(dim, mlp_dim, dropout=dropout, device=device, dtype=dtype)
+        inside = dropout if mlp_dropout is None else mlp_dropout
+        self.feedforward = FeedForward(dim, mlp_dim, dropout=inside, device=device, dtype=dtype)
         self.dropout = nn.Dropout(dropout)
 
     def forward(

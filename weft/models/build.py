@@ -53,15 +53,18 @@ def encoder_blocks(
     attention_dropout: float | None,
     options: dict[str, Any] | None,
     place: dict[str, Any],
+    mlp_dropout: float | None = None,
     norm: str = "layer",
     **common: Any,
 ) -> nn.ModuleList:
-    """A model's stack of pre-norm blocks. `attention_dropout` defaults to `dropout`; `place` is device and dtype."""
+    """A model's stack of pre-norm blocks. `attention_dropout` and `mlp_dropout` default to `dropout`; `place` is
+    device and dtype."""
+    sizes: dict[str, Any] = dict(mlp_dim=mlp_dim, dropout=dropout, mlp_dropout=mlp_dropout, norm=norm)
     blocks = nn.ModuleList()
     inside = dropout if attention_dropout is None else attention_dropout
     for layer in range(layers):
         inner = attention_layer(attention, layer, dim, heads, options=options, dropout=inside, **common, **place)
-        blocks.append(EncoderBlock(dim, inner, mlp_dim=mlp_dim, dropout=dropout, norm=norm, **place))
+        blocks.append(EncoderBlock(dim, inner, **sizes, **place))
     return blocks
 
 

@@ -54,6 +54,7 @@ class LanguageModel(nn.Module):
         positions: Literal["alibi", "rope", "learned", "sinusoid", "none"] = "alibi",
         dropout: float = 0.1,
         attention_dropout: float | None = None,  # defaults to `dropout`
+        mlp_dropout: float | None = None,  # likewise
         norm: str = "layer",  # or "rms"
         qk_norm: bool = False,  # see MultiheadAttention
         device: Any = None,
@@ -87,6 +88,7 @@ class LanguageModel(nn.Module):
             mlp_dim=mlp_dim,
             dropout=dropout,
             attention_dropout=attention_dropout,
+            mlp_dropout=mlp_dropout,
             norm=norm,
             qk_norm=qk_norm,
             place=place,

@@ -93,6 +93,7 @@ class WordModel(nn.Module):
             mlp_dim=options["mlp_dim"],
             dropout=options["dropout"],
             attention_dropout=options["attention_dropout"],
+            mlp_dropout=options.get("mlp_dropout"),
             place={},
         )
         check_takes_bias(self.blocks, "use full, local, longformer or subsampled")

@@ -394,5 +394,5 @@ def block_options(config: TrainConfig) -> dict[str, Any]:
 
 def norm_options(config: TrainConfig) -> dict[str, Any]:
     """Options that not every model has, if they are set."""
-    given = {"norm": config.norm, "qk_norm": config.qk_norm}
+    given = {"norm": config.norm, "qk_norm": config.qk_norm, "mlp_dropout": config.mlp_dropout}
     return {name: value for name, value in given.items() if value != getattr(TrainConfig, name)}

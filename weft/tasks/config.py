@@ -45,6 +45,7 @@ class TrainConfig:
     max_length: int = 0  # tokens per example; 0: the task's default
     dropout: float = 0.1  # dropout of embeddings, sub-layer outputs and hidden layers
     attention_dropout: float | None = None  # dropout of attention probabilities; default: same as dropout
+    mlp_dropout: float | None = None  # dropout inside the feed-forward layers; default: same as dropout
     positions: str = ""  # sinusoid, learned, rope or none; language models also alibi; empty: the model's default
     norm: str = "layer"  # layer or rms: the normalisation of a block's inputs
     qk_norm: bool = False  # normalise queries and keys, which bounds the attention logits
@@ -180,8 +181,8 @@ class TrainConfig:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a number that is not negative, got {getattr(self, name)}")
         for name in (
-            "dropout", "attention_dropout", "label_smoothing", "finetune_dense_at", "mask_rate", "beta1", "beta2",
-            "ema", "drop_path",
+            "dropout", "attention_dropout", "mlp_dropout", "label_smoothing", "finetune_dense_at", "mask_rate",
+            "beta1", "beta2", "ema", "drop_path",
         ):  # fmt: skip
             if not 0.0 <= (getattr(self, name) or 0.0) < 1.0:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
@@ -230,6 +231,7 @@ class TrainConfig:
 OPTIONAL = (
     "max_length", "eval_stride", "pooling", "packed", "image_size", "patch", "mask_rate", "augment", "augmentation",
     "mixup", "cutmix", "drop_path", "tokenizer", "text_column", "label_column", "skip_unlabelled", "norm", "qk_norm",
+    "mlp_dropout",
 )  # fmt: skip
 
 # Fields that may change on resume, because they do not affect the computation.

@@ -135,7 +135,7 @@ class Bytes(Task):
     metric, higher_is_better = "bits_per_byte", False
     length, overlap, vocab = 1024, 1, 256
     splits = True
-    reads = frozenset({"max_length", "norm", "qk_norm"})
+    reads = frozenset({"max_length", "norm", "qk_norm", "mlp_dropout"})
     defaults: Mapping[str, Any] = dict(
         layers=6, heads=8, dim=512, head_dim=64, mlp_dim=2048, dropout=0.1, steps=10_000, batch_size=16,
         optimizer="adam", learning_rate=1e-3, schedule="cosine", warmup=1000, beta2=0.999, eps=1e-8, clip=1.0,
@@ -252,7 +252,8 @@ class Enwik8(Bytes):
     presets = {
         "pathways": dict(
             layers=16, heads=8, head_dim=128, dim=1024, mlp_dim=4096, steps=10_000, warmup=4000, schedule="linear",
-            learning_rate=1e-3, final_learning_rate=5e-4, batch_size=64, dropout=0.3, attention_dropout=0.1, clip=0.1,
+            learning_rate=1e-3, final_learning_rate=5e-4, batch_size=64, dropout=0.3, attention_dropout=0.1,
+            mlp_dropout=0.1, clip=0.1,
         )
     }  # fmt: skip
 

@@ -270,9 +270,10 @@ class AdaptiveTokens(Likelihoods):
     """Words by a Transformer with ALiBi, adaptive input and adaptive softmax, in the recipe of subsampled attention's
     paper for WikiText-103 (https://arxiv.org/abs/2306.01705)."""
 
+    reads = frozenset({"max_length", "eval_stride", "mlp_dropout"})
     defaults = dict(
-        layers=16, heads=8, head_dim=128, dim=1024, mlp_dim=4096, dropout=0.3, attention_dropout=0.1, steps=64_000,
-        batch_size=64, warmup=16_000, learning_rate=1e-3, final_learning_rate=1e-5, schedule="cosine",
+        layers=16, heads=8, head_dim=128, dim=1024, mlp_dim=4096, dropout=0.3, attention_dropout=0.1, mlp_dropout=0.1,
+        steps=64_000, batch_size=64, warmup=16_000, learning_rate=1e-3, final_learning_rate=1e-5, schedule="cosine",
         optimizer="adam", beta2=0.999, eps=1e-8, clip=0.1, sigma=0.2, sigma_last=0.35, precision="bf16-mixed",
         eval_every=2000, eval_batches=20, checkpoint_every=1000,
     )  # fmt: skip
