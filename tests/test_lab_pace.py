@@ -123,6 +123,8 @@ def test_an_ensemble_is_tested_at_the_end(tmp_path):
     assert found[1] == pytest.approx(mine, rel=1e-6) and found[0] != pytest.approx(mine, rel=1e-6)
     with pytest.raises(ValueError, match="ensemble needs subsampled attention"):
         runs.tiny(tmp_path / "none", ensemble=3)
+    with pytest.raises(ValueError, match="ensemble does not support caches with eval_update"):
+        runs.tiny(tmp_path / "none", ensemble=3, **settings, cache=0.5, cache_options='{"eval_update": true}')
 
 
 def test_the_steps_of_a_sweep_replace_its_time_budget():

@@ -195,6 +195,25 @@ def test_ensemble_refusals():
         weft.ensemble(nn.Sequential(model, _Tuple()), 2, progress=False)(torch.randn(1, 8, 8))
 
 
+def test_an_ensemble_does_not_write_to_caches_and_centroids():
+    torch.manual_seed(0)
+    model, x = Classifier(2), torch.randn(3, 12, 8)
+    model.blocks.append(Block(weft.MultiheadAttention(8, 2, attention="routing")))
+    weft.subsample(model, "Sall-L4")
+    weft.cache(model)
+    model.train()(x)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for dropout in (False, True):
+        first, again = (weft.ensemble(model, 3, progress=False, dropout=dropout, seed=0)(x).mean for _ in range(2))
+        assert torch.equal(first, again)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    streams = Classifier(2)
+    weft.subsample(streams, "Sall-L4")
+    weft.cache(streams, scope="stream", eval_update=True)
+    with pytest.raises(ValueError, match="without eval_update"):
+        weft.ensemble(streams, 3)
+
+
 class _Tuple(nn.Module):
     def forward(self, x):
         return x, x

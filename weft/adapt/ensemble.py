@@ -21,7 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..attention.routing import Clusters
 from ..attention.subsampled import Subsampling
+from ..layers.cached import RecurrentCache
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class Ensemble:
                 "all members would be the same, because the model has no subsampled attention: "
                 "add it with weft.subsample(model, 'Sall-L4')"
             )
+        if any(isinstance(m, RecurrentCache) and m.eval_update for m in model.modules()):
+            raise ValueError("members would write to the caches one after another: create them without eval_update")
         self.model, self.samples, self.micro_batch, self.dropout = model, samples, micro_batch, dropout
         self.regression, self.seed, self.progress, self.output = regression, seed, progress, output or _logits
 
@@ -162,13 +166,14 @@ class _Moments:
 
 @contextmanager
 def _stochastic(model: nn.Module, dropout: bool) -> Iterator[None]:
-    """Turn sampling on, with the rest in eval(), or with `dropout` in train() except batch norm; restore afterwards."""
+    """Turn sampling on, with the rest in eval(), or with `dropout` in train() except what training would update;
+    restore afterwards."""
     modes = {m: m.training for m in model.modules()}
     sampling = {m: m.sampling for m in modes if isinstance(m, Subsampling)}
     try:
         model.train(dropout)
         for module in modes:
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            if isinstance(module, nn.modules.batchnorm._BatchNorm | RecurrentCache | Clusters):
                 module.eval()
         for module in sampling:
             module.sampling = True

@@ -212,6 +212,8 @@ class TrainConfig:
             raise ValueError("finetune_dense_at needs subsampled attention: give --subsample or --attention subsampled")
         if self.ensemble and (self.finetune_dense_at or not self.subsample and "subsampled" not in self.attention):
             raise ValueError("ensemble needs subsampled attention to the end: give --subsample, no --finetune-dense-at")
+        if self.ensemble and self.options("cache_options").get("eval_update"):
+            raise ValueError("ensemble does not support caches with eval_update: remove one of them")
         if self.time_budget and self.devices * self.nodes > 1:
             raise ValueError("time_budget needs a single process: give --steps, or remove --devices and --nodes")
         if self.offload and not self.checkpoint_activations:
