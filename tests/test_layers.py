@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from promises import cases, masks, noise
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import weft
@@ -236,3 +237,43 @@ def test_hashed_dropout_runs_in_compiled_graphs():
     expected = torch.dropout(x, 0.3, True)
     torch.manual_seed(1)
     assert torch.equal(layer(x), expected) and torch.equal(torch.compile(layer.eval(), backend="aot_eager")(x), x)
+
+
+class Int8(nn.Module):
+    """A linear layer without floating point parameters, whose `weight` is a method, as in torch.ao."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.in_features, self.out_features, self.step = linear.in_features, linear.out_features, 0.01
+        self.codes = nn.Parameter((linear.weight / self.step).round().to(torch.int8), requires_grad=False)
+
+    def weight(self) -> torch.Tensor:
+        return self.codes * self.step
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight())
+
+
+def quantized(model: nn.Module) -> nn.Module:
+    for path, module in list(model.named_modules()):
+        if type(module) is nn.Linear:
+            model.set_submodule(path, Int8(module))
+    return model
+
+
+def test_quantized_projections_decode():
+    sizes = {"dim": 16, "heads": 2, "head_dim": 8, "layers": 2, "mlp_dim": 24}
+    model = quantized(weft.models.LanguageModel(20, max_length=12, **sizes).eval())
+    ids = torch.arange(9)[None]
+    torch.testing.assert_close(model.prefill(ids)[0], model(ids))
+
+
+@pytest.mark.parametrize("to", ["linear", "routing", "synthesizer"])
+def test_quantized_projections_can_be_swapped(to):
+    layer = quantized(weft.MultiheadAttention(16, 2)).eval()
+    x, before = torch.randn(2, 9, 16), weft.MultiheadAttention(16, 2).eval()
+    for name in ("q", "k", "v", "out"):
+        getattr(before, name).weight.data = getattr(layer, name).weight()
+    for model in (layer, before):
+        assert weft.swap(model, to=to, max_length=12).replaced
+    torch.testing.assert_close(layer(x), before(x))

@@ -52,7 +52,10 @@ def _core(module: nn.Module, info: AttentionInfo, causal: bool, settings: dict[s
 
 def home(module: nn.Module) -> tuple[Any, Any]:
     """Device and dtype for new tensors of a layer. accelerate leaves offloaded layers on the meta device."""
-    like = next(p for p in module.parameters() if p.is_floating_point())
+    tensors = [*module.parameters(), *module.buffers()]
+    like = next((t for t in tensors if t.is_floating_point()), None)
+    if like is None:  # quantized
+        return tensors[0].device if tensors else None, None
     if like.is_meta:
         hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
         device = next((d for d in (getattr(hook, "execution_device", None) for hook in hooks) if d is not None), "meta")
@@ -86,7 +89,8 @@ def _plan_weft(layer: Layer, info: AttentionInfo, settings: Settings, causal: bo
     if isinstance(module, MultiheadAttention):
         if (new.reads_q and module.q is None) or (new.reads_k and module.k is None):
             return f"{info.name} reads queries and keys, but the layer has no projections for them"
-    return [Patch(module, "attention", new.to(next(module.parameters())).train(module.training))]
+    device, dtype = home(module)
+    return [Patch(module, "attention", new.to(device=device, dtype=dtype).train(module.training))]
 
 
 def _plan_reduced(

@@ -113,7 +113,7 @@ class MSSA(nn.Module):
 
     def start(self, batch: int, *, max_length: int | None = None, history: int = 0) -> DecodingState:
         """The state before the first token; see `Attention.start`."""
-        place = self.subspaces.weight.device
+        place = getattr(self.subspaces.weight, "device", None)  # quantized layers may have a method `weight`
         return self.attention.start(batch, max_length=max_length, history=history, device=place)
 
     def prefill(

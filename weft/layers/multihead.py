@@ -213,7 +213,8 @@ class MultiheadAttention(nn.Module):
 
     def start(self, batch: int, *, max_length: int | None = None, history: int = 0) -> DecodingState:
         """The state before the first token; see `Attention.start`."""
-        return self.attention.start(batch, max_length=max_length, history=history, device=self.v.weight.device)
+        place = getattr(self.v.weight, "device", None)  # quantized layers may have a method `weight`
+        return self.attention.start(batch, max_length=max_length, history=history, device=place)
 
     def prefill(
         self,
