@@ -77,8 +77,8 @@ class Rows:
 class Batches:
     """Batches from an iterable, again from its beginning when it ends. `skip` batches are for validation."""
 
-    def __init__(self, source: Any, skip: int = 0):
-        self.source, self.skip = source, skip
+    def __init__(self, source: Any, model: Any):
+        self.source, self.model, self.skip = source, model, 0
         self.length = None
         self._at, self._iterator, self._last = 0, iter(()), None  # type: int, Any, Any
 
@@ -94,23 +94,23 @@ class Batches:
                         "iterable that can be repeated, such as a DataLoader, or more data"
                     )
             self._at, self._last = self._at + 1, found
-        return cropped(as_batch(self._last), length)
+        return cropped(as_batch(self._last, self.model), length)
 
     def some(self, count: int) -> list[Batch]:
-        return [as_batch(found) for found in itertools.islice(self.source, count)]
+        return [as_batch(found, self.model) for found in itertools.islice(self.source, count)]
 
 
 Source = Tokens | Rows | Batches
 
 
 def sources(
-    data: Any, validation: Any, *, rows: int, length: int | None, seed: int, count: int
+    data: Any, validation: Any, *, model: Any, rows: int, length: int | None, seed: int, count: int
 ) -> tuple[Source, list[Batch]]:
     """The training batches, and `count` validation batches: from `validation`, or held out from the end of `data`
     (iterables: from its beginning)."""
-    source = _source(data, rows, length, seed)
+    source = _source(data, model, rows, length, seed)
     if validation is not None:
-        held = _source(validation, rows, length, seed).some(count)
+        held = _source(validation, model, rows, length, seed).some(count)
     elif isinstance(source, Batches):
         held = source.some(count)
         source.skip = len(held)
@@ -122,7 +122,7 @@ def sources(
     return source, held
 
 
-def _source(data: Any, rows: int, length: int | None, seed: int) -> Source:
+def _source(data: Any, model: Any, rows: int, length: int | None, seed: int) -> Source:
     if not isinstance(data, Tensor) and hasattr(data, "__array__"):
         data = torch.as_tensor(data.__array__())
     if isinstance(data, Tensor):
@@ -131,6 +131,7 @@ def _source(data: Any, rows: int, length: int | None, seed: int) -> Source:
                 f"data must have integer tokens of shape (N,) or (N, L), got {data.dtype} {tuple(data.shape)}; for "
                 "other inputs, pass an iterable of batches"
             )
+        _check(data, model)
         if data.dim() == 2:
             return Rows(data if length is None else data[:, :length], rows, seed)
         if length is None:
@@ -138,15 +139,31 @@ def _source(data: Any, rows: int, length: int | None, seed: int) -> Source:
         return Tokens(data, rows, length, seed)
     if isinstance(data, (str, bytes)) or not hasattr(data, "__iter__"):
         raise TypeError(f"data must be a tensor of tokens or an iterable of batches, got {type(data).__name__}")
-    return Batches(data)
+    return Batches(data, model)
 
 
-def as_batch(found: Any) -> Batch:
-    if isinstance(found, Tensor):
-        return {"input_ids": found}
-    if isinstance(found, Mapping):
-        return dict(found)
-    raise TypeError(f"a batch must be a tensor of tokens or a dict of tensors, got {type(found).__name__}")
+def as_batch(found: Any, model: Any) -> Batch:
+    if not isinstance(found, (Tensor, Mapping)):
+        raise TypeError(f"a batch must be a tensor of tokens or a dict of tensors, got {type(found).__name__}")
+    batch = {"input_ids": found} if isinstance(found, Tensor) else dict(found)
+    if isinstance(batch.get("input_ids"), Tensor):
+        _check(batch["input_ids"], model)
+    return batch
+
+
+def _check(ids: Tensor, model: Any) -> None:
+    """Reject ids outside of the vocabulary of a transformers model, which raise an IndexError or stop the GPU."""
+    if not ids.numel() or not hasattr(model, "get_input_embeddings"):
+        return
+    size = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    parts = ids.flatten().split(2**24)  # of which `long` makes copies: uint16 has no aminmax
+    ends = torch.stack([torch.stack(part.long().aminmax()) for part in parts])
+    least, most = int(ends.min()), int(ends.max())
+    if size is not None and (least < 0 or most >= size):
+        raise ValueError(
+            f"the data has the token {least if least < 0 else most}, but {type(model).__name__} has the tokens 0 to "
+            f"{size - 1:,}: use the tokenizer of this model"
+        )
 
 
 def cropped(batch: Batch, length: int | None) -> Batch:

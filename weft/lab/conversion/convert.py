@@ -105,7 +105,9 @@ def convert(
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS[:3])}, got {precision!r}")
     how = How(parameter.device.type, precision, repeats=5, budget=5.0)
     length = length or _longest(model)
-    source, held = sources(data, validation, rows=batch_size, length=length, seed=seed, count=validation_batches)
+    source, held = sources(
+        data, validation, model=model, rows=batch_size, length=length, seed=seed, count=validation_batches
+    )
     settings: dict[str, Any] = {
         "to": to, "options": {key: value for key, value in options.items() if value is not None}, "steps": steps,
         "transfer_steps": transfer_steps, "length": source.length,
