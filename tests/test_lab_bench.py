@@ -334,7 +334,7 @@ def test_advice_recommends_nothing_slower_than_full_attention():
 def test_advice_says_why_a_mechanism_that_you_name_cannot_run():
     import weft
 
-    advice = weft.advise(64, causal=True, heads=1, head_dim=8, only=["bigbird"], budget=0.1, device="cpu")
+    advice = weft.advise(64, causal=True, heads=1, head_dim=8, only="bigbird", budget=0.1, device="cpu")
     assert "bigbird" in next(row.error for row in advice.rows if row.name == "bigbird")
 
 

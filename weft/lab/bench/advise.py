@@ -77,7 +77,7 @@ def advise(
     head_dim: int = 64,
     batch: int = 1,
     precision: str = "",
-    only: Sequence[str] = (),
+    only: str | Sequence[str] = (),
     budget: float = 10.0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Advice:
@@ -87,6 +87,7 @@ def advise(
     """
     if length < 1:
         raise ValueError(f"length must be at least 1, got {length}")
+    only = [only] if isinstance(only, str) and only else only
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     how = How(device, precision or ("bf16-true" if device == "cuda" else "32-true"), repeats=7, budget=budget)
     usual = [info.name for info in map(attention_info, CANDIDATES) if not causal or info.causal]
