@@ -251,3 +251,40 @@ def test_a_single_argument_needs_no_list():
     crate = weft.models.CRATE(dim=8, heads=2, layers=1, classes=2, image_size=8, patch=4).eval()
     images = torch.rand(2, 3, 8, 8)
     assert weft.inspect.attention_views(crate, images)[0][0].map.shape == (2, 2, 5, 5)
+
+
+class Foreign(torch.nn.Module):
+    """PyTorch's layers in a list or in their encoder, whose padding masks are True at padding, or BERT."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind, self.embed = kind, torch.nn.Embedding(30, 16)
+        layers = [torch.nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True) for _ in range(2)]
+        if kind == "bert":
+            transformers = pytest.importorskip("transformers")
+            sizes = dict(vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+            self.inner = transformers.BertModel(transformers.BertConfig(**sizes, intermediate_size=16))
+        elif kind == "encoder":
+            self.inner = torch.nn.TransformerEncoder(layers[0], 2, enable_nested_tensor=False)
+        else:
+            self.inner = torch.nn.ModuleList(layers)
+
+    def forward(self, ids):
+        if self.kind == "bert":
+            return self.inner(ids, attention_mask=(ids > 0).long())[0]
+        x, pad = self.embed(ids), ids == 0
+        for layer in [self.inner] if self.kind == "encoder" else self.inner:
+            x = layer(x, None, pad)
+        return x
+
+
+@pytest.mark.parametrize("kind", ["list", "encoder", "bert"])
+def test_padding_of_other_libraries_layers_is_not_measured(kind):
+    torch.manual_seed(0)
+    model, ids = Foreign(kind), torch.randint(1, 30, (4, 4))  # as many rows as tokens
+    weft.cache(model)
+    model.train()(ids)
+    rates = [inspect.measure(model.eval(), x)["rate"] for x in (ids, torch.nn.functional.pad(ids, (0, 3)))]
+    torch.testing.assert_close(*rates, rtol=1e-4, atol=1e-4)
+    assert rates[0].min() > 1
+    assert len(inspect.tokens_per_layer(model, torch.nn.functional.pad(ids, (0, 3)))[1]) == 4

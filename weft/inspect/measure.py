@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def measure(
         def whole(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             z = first_tensor(output)
             if z is not None:
-                mask = mask_of(args, kwargs, z)
+                mask = mask_of(block, args, kwargs, z)
                 if not (z if mask is None else z[mask]).isfinite().all():
                     raise ValueError(f"layer {i + 1} returns NaN or infinity: the model has diverged")
                 note("rate", i, coding_rate(F.normalize(z.double(), dim=-1), epsilon, mask))
@@ -64,11 +65,11 @@ def measure(
 
         def projected(args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             w = layer.mssa.subspaces(args[0]).unflatten(-1, (layer.mssa.heads, -1)).transpose(1, 2)
-            mask = mask_of(args, kwargs, args[0])
+            mask = mask_of(layer.mssa, args, kwargs, args[0])
             note("projected_rate", i, heads_rate(w.double(), epsilon, normalise=True, mask=mask))
 
         def whole(args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-            mask = mask_of(args, kwargs, output)
+            mask = mask_of(layer, args, kwargs, output)
             h, U = compressed.pop().double(), layer.mssa.bases.double()
             note("subspace_rate", i, subspace_rate(h, U, epsilon, normalise=normalise, mask=mask))
             note("nonzero", i, nonzero(output, mask))
@@ -116,12 +117,12 @@ def tokens_per_layer(
     layers = blocks(model)
     seen: list[tuple[Tensor, Tensor | None]] = []
 
-    def see(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def see(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         z = first_tensor(output)
         if z is not None and len(seen) < len(layers):  # only the first call of each block
-            seen.append((z[0].double().cpu(), mask_of(args, kwargs, z)))
+            seen.append((z[0].double().cpu(), mask_of(block, args, kwargs, z)))
 
-    with looking(model, [on_output(block, see) for _, block in layers]):
+    with looking(model, [on_output(block, partial(see, block)) for _, block in layers]):
         model(*(t[:1] for t in inputs))
     if not seen:
         raise ValueError("no block of this model returned tokens (B, L, dim)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -54,11 +55,19 @@ def _start(before: dict[str, Tensor], cache: nn.Module, args: tuple[Any, ...]) -
         setattr(cache, name, rows if len(rows) == len(args[0]) else rows[:0])
 
 
-def mask_of(args: tuple[Any, ...], kwargs: dict[str, Any], tokens: Tensor) -> Tensor | None:
-    """The mask among a block's arguments: a boolean tensor of the tokens' shape (B, L)."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor) and value.dtype == torch.bool and value.shape == tokens.shape[:2]:
-            return value
+def mask_of(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: Tensor) -> Tensor | None:
+    """Which tokens (B, L, dim) are real, (B, L), by the block's arguments; None for all."""
+    named = dict(zip(inspect.signature(block.forward).parameters, args, strict=False)) | kwargs
+    for name, mask in named.items():
+        if not isinstance(mask, Tensor) or name.startswith(("memory", "encoder")):  # of another sequence
+            continue
+        if mask.shape == tokens.shape[:2] and "padding" in name:  # in PyTorch's layers, True or -inf is padding
+            return ~mask if mask.dtype == torch.bool else mask == 0
+        if mask.shape == tokens.shape[:2] and mask.dtype == torch.bool and name not in ("src_mask", "tgt_mask"):
+            return mask
+        if name == "attention_mask" and mask.dim() == 4 and mask.shape[-1] == tokens.shape[1]:  # transformers'
+            seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+            return seen.any(2).any(1).expand(len(tokens), -1)  # a token that no query may read is padding
     return None
 
 
