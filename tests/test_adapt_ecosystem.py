@@ -134,13 +134,17 @@ def test_offload_by_accelerate(kind, tmp_path):
         torch.testing.assert_close(model(ids).logits, plain(ids).logits, **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["reformer", "synthesizer"])
+@pytest.mark.parametrize("name", ["reformer", "synthesizer", "weft's own layer"])
 def test_no_parameter_is_unused_in_data_parallel_training(name, one_process):
     if name == "reformer":  # does not read k
         model, ids = model_of("bert/BertModel", "reformer")
         inputs, used = (ids,), [p for key, p in model.named_parameters() if "pooler" not in key]
         for p in model.pooler.parameters():
             p.requires_grad_(False)
+    elif name == "weft's own layer":
+        model, inputs = weft.MultiheadAttention(24, 4, attention="local", rope=True, qk_norm=True), (noise(2, 9, 24),)
+        weft.swap(model, "reformer")
+        used = list(model.parameters())
     else:  # "random" reads neither q nor k
         model = nn.MultiheadAttention(24, 4, batch_first=True, kdim=20, vdim=24)
         weft.swap(model, "synthesizer", max_length=9, kind="random")
@@ -149,7 +153,8 @@ def test_no_parameter_is_unused_in_data_parallel_training(name, one_process):
     parallel = nn.parallel.DistributedDataParallel(model)
     for _ in range(2):  # the second iteration fails if the first has missed a gradient
         out = parallel(*inputs)
-        (out[0] if isinstance(out, tuple) else out.last_hidden_state).square().mean().backward()
+        out = out[0] if isinstance(out, tuple) else getattr(out, "last_hidden_state", out)
+        out.square().mean().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in used)
 
 

@@ -19,6 +19,7 @@ from ..attention.subsampled import Subsampling
 from ..core.contract import PositionBias, hide
 from ..core.precision import autocast
 from ..core.softmax import softmax_attention
+from ..core.unread import connected
 from .biases import PairBias, total
 
 
@@ -102,26 +103,6 @@ class Core(nn.Module):
 
     def extra_repr(self) -> str:
         return f"name={self.name!r}"
-
-
-class _Connected(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, v: Tensor, *unread: Tensor) -> Tensor:
-        ctx.unread = [(t.shape, t.dtype) for t in unread]
-        return v.view_as(v)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        return gradient, *[gradient.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.unread]
-
-
-def connected(attn: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """v, connected to inputs that the mechanism does not read, so that their projections get zero gradients.
-
-    DistributedDataParallel requires a gradient for every parameter.
-    """
-    unread = [t for t, read in ((q, attn.reads_q), (k, attn.reads_k)) if not read and t.requires_grad]
-    return _Connected.apply(v, *unread) if unread else v
 
 
 def masked_full(

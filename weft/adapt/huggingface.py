@@ -30,8 +30,9 @@ from ..core.blocks import both
 from ..core.heads import spread
 from ..core.precision import autocast
 from ..core.segments import Segments
+from ..core.unread import connected
 from .biases import PairBias, WindowBias, in_blocks, in_window, total
-from .core import connected, learns, masked_full, rescaled, rows_are_independent, seeded, trains
+from .core import learns, masked_full, rescaled, rows_are_independent, seeded, trains
 from .decoding import StateLayer, begin, note_recording, state_layer
 from .guard import called, guard, install
 from .loading import load as load

@@ -14,6 +14,7 @@ from ..core.packing import packed_first, reads_first
 from ..core.positions import Rotary, rotated
 from ..core.segments import Segments, documents_of, first_tokens
 from ..core.sharding import first_position
+from ..core.unread import connected
 
 
 class MultiheadAttention(nn.Module):
@@ -131,6 +132,7 @@ class MultiheadAttention(nn.Module):
             at = torch.arange(start, start + x.shape[1], device=x.device) if positions is None else positions
             table = self.rope.table(at, q.dtype)
             q, k = rotated(q, table), rotated(k, table)
+        v = connected(self.attention, q, k, v)
         q = v.new_zeros(*x.shape[:2], self.heads, self.head_dim) if q is None else q
         k = (q if q.shape == v.shape else torch.zeros_like(v)) if k is None else k
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
