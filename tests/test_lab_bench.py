@@ -318,9 +318,9 @@ def test_advice_measures_and_recommends_with_reasons():
     with pytest.raises(ValueError, match="length must be at least 1"):
         weft.advise(0)
     shown = CliRunner().invoke(
-        app, ["advise", "--length", "64", "--heads", "2", "--head-dim", "8", "--only", "combiner-fixed"]
+        app, ["advise", "--length", "64", "--heads", "2", "--head-dim", "8", "--batch-size", "2", "--only", "linear"]
     )
-    assert shown.exit_code == 0 and "combiner-fixed" in shown.output and "- " in shown.output
+    assert shown.exit_code == 0 and "linear" in shown.output and "- " in shown.output
 
 
 def test_advice_recommends_nothing_slower_than_full_attention():

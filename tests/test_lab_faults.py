@@ -325,9 +325,10 @@ def test_invalid_options_are_refused(tmp_path, given, says):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_missing_device_is_refused(tmp_path):
-    done = weft("train", "digits", "--out", tmp_path / "run", *options(accelerator="cuda"))
-    assert done.exit_code == 2 and "use --accelerator cpu" in done.output
+@pytest.mark.parametrize("name", ["device", "accelerator"])
+def test_a_missing_device_is_refused(name, tmp_path):
+    done = weft("train", "digits", "--out", tmp_path / "run", *options(**{name: "cuda"}))
+    assert done.exit_code == 2 and "use --device cpu" in done.output
 
 
 def test_a_step_that_cannot_fit_into_memory_is_refused(tmp_path, monkeypatch):

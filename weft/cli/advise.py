@@ -13,7 +13,7 @@ def advise(
     device: Annotated[str, typer.Option(help="cpu or cuda; default: cuda if available")] = "",
     heads: Annotated[int, typer.Option(min=1, help="heads")] = 8,
     head_dim: Annotated[int, typer.Option(min=1, help="width of a head")] = 64,
-    batch: Annotated[int, typer.Option(min=1, help="sequences per call")] = 1,
+    batch: Annotated[int, typer.Option("--batch-size", "--batch", min=1, help="sequences per call")] = 1,
     precision: Annotated[str, typer.Option(help="32-true, tf32, bf16-mixed or bf16-true; default by device")] = "",
     only: Annotated[str, typer.Option(help="these mechanisms, separated by commas; default: the usual ones")] = "",
 ) -> None:

@@ -35,7 +35,7 @@ def eval_run(
     stride: Annotated[int, typer.Option(min=0, help="language models: overlap windows, one every STRIDE tokens")] = 0,
     data: Annotated[str, typer.Option(help="where the data is, if not where the run found it")] = "",
     batch_size: Annotated[int, typer.Option(help="batch size, if different from training")] = 0,
-    accelerator: Annotated[str, typer.Option(help="cpu, cuda, mps or auto")] = "auto",
+    accelerator: Annotated[str, typer.Option("--device", "--accelerator", help="cpu, cuda, mps or auto")] = "auto",
 ) -> None:
     """Evaluate a run on a split of its task's data."""
     say(f"evaluating {run}: loading PyTorch …", error=True)

@@ -81,7 +81,7 @@ def _check_devices(config: TrainConfig) -> None:
         kind = "cuda" if here["cuda"] else "mps" if here["mps"] else "cpu"
     if kind != "cpu" and not here[kind]:
         found = ", ".join(name for name in ("cuda", "mps") if here[name]) or "none"
-        raise ValueError(f"--accelerator {kind}: no such device here (found: {found}); use --accelerator cpu")
+        raise ValueError(f"--device {kind}: no such device here (found: {found}); use --device cpu")
     if "WORLD_SIZE" in os.environ:  # torchrun has already started the processes
         return
     most = here[kind] if kind != "cpu" else max(2, cpus())

@@ -103,9 +103,10 @@ def train_command() -> Callable[..., None]:
             continue
         kind = _plain(kind)
         flag = "--" + name.replace("_", "-")
-        option = typer.Option(
-            f"{flag}/--no-{flag[2:]}" if kind is bool else flag, help=field_help()[name], show_default=False
-        )
+        flags = [f"{flag}/--no-{flag[2:]}" if kind is bool else flag]
+        if name == "accelerator":
+            flags.insert(0, "--device")  # as in the other commands
+        option = typer.Option(*flags, help=field_help()[name], show_default=False)
         parameters.append(
             inspect.Parameter(
                 name,

@@ -62,7 +62,7 @@ def _lengths(given: str, end: int) -> list[int]:
 def latency(
     tasks: Annotated[str, typer.Option(help="imdb-token, imdb-byte, listops, matching; default: listops")] = "",
     attentions: Attentions = "",
-    batch: Annotated[int, typer.Option(help="batch size; 0: 1 on the CPU, 32 on a GPU")] = 0,
+    batch: Annotated[int, typer.Option("--batch-size", "--batch", help="0: 1 on the CPU, 32 on a GPU")] = 0,
     length: Annotated[int, typer.Option(help="tokens per document; 0: the task's default")] = 0,
     device: Device = "",
     precision: Precision = "32-true",
@@ -103,7 +103,9 @@ def latency(
 def scaling(
     attentions: Attentions = "",
     lengths: Annotated[str, typer.Option(help="comma-separated; default: 1024 to 16384, with --full to 65536")] = "",
-    batch: Annotated[int, typer.Option(help="batch size; 0: 1 on the CPU, 16 on a GPU, as in the paper")] = 0,
+    batch: Annotated[
+        int, typer.Option("--batch-size", "--batch", help="0: 1 on the CPU, 16 on a GPU, as in the paper")
+    ] = 0,
     heads: int = 4,
     head_dim: int = 64,
     causal: Annotated[bool, typer.Option("--causal/--bidirectional", help="BigBird is only bidirectional")] = False,
@@ -160,7 +162,9 @@ def cost(
     schedules: Annotated[str, typer.Option(help="such as S0,S16-L4; default: S0 and the paper's schedules")] = "",
     length: Annotated[int, typer.Option(help="tokens; 0: 4,096 on a GPU or with --full, else 2,048 and 1,024")] = 0,
     windows: Annotated[int, typer.Option(help="of attention alone")] = 4,
-    batch: Annotated[int, typer.Option(help="batch size of a training step; 0: 2 on a GPU or with --full, else 1")] = 0,
+    batch: Annotated[
+        int, typer.Option("--batch-size", "--batch", help="of a training step; 0: 2 on a GPU or with --full, else 1")
+    ] = 0,
     device: Device = "",
     precision: Precision = "32-true",
     repeats: Repeats = 0,
@@ -215,7 +219,7 @@ def cost(
 @bench_app.command()
 def throughput(
     models: Annotated[str, typer.Option(help="pvt-tiny, …; vit-small, swin-tiny, pvtv2-b2 … from timm")] = "",
-    batch: Annotated[int, typer.Option(help="batch size; 0: 4 on the CPU, 256 on a GPU")] = 0,
+    batch: Annotated[int, typer.Option("--batch-size", "--batch", help="0: 4 on the CPU, 256 on a GPU")] = 0,
     device: Device = "",
     precision: Precision = "32-true",
     repeats: Repeats = 0,
@@ -249,7 +253,7 @@ def throughput(
 def generation(
     attentions: Attentions = "",
     lengths: Annotated[str, typer.Option(help="comma-separated; default: 1024 to 16384, with --full to 262144")] = "",
-    batch: Annotated[int, typer.Option(help="sequences decoded at once")] = 1,
+    batch: Annotated[int, typer.Option("--batch-size", "--batch", help="sequences decoded at once")] = 1,
     heads: int = 8,
     head_dim: int = 64,
     limit: Annotated[float, typer.Option(help="seconds; skip prompts that take longer")] = 20.0,
