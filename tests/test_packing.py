@@ -326,6 +326,9 @@ def test_lengths_that_cannot_be_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             weft.Segments.from_lengths(lengths, **more)
+    for one in (5, torch.tensor(5)):
+        with pytest.raises(TypeError, match=r"a list of tokens per document, such as \[5\], got 5"):
+            weft.Segments.from_lengths(one)
 
 
 def test_a_compiled_model_packs_outside_its_graphs():

@@ -5,7 +5,7 @@ Each token has one slot, so gathering and its gradient are the same operation wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -61,6 +61,8 @@ class Segments:
         except `lengths` if they are there. The last `fillers` documents are no examples.
         """
         lengths = lengths.tolist() if isinstance(lengths, np.ndarray | Tensor) else lengths
+        if not isinstance(lengths, Iterable):
+            raise TypeError(f"lengths must be a list of tokens per document, such as [{lengths}], got {lengths}")
         table: Any = lengths if any(isinstance(x, Sequence) for x in lengths) else [lengths]
         if any(not isinstance(n, int | np.integer) or n < 1 for row in table for n in row):
             raise ValueError(f"lengths must be tokens per document, integers of at least 1, got {lengths}")
