@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import shutil
 import tarfile
 import zipfile
@@ -12,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weft.tasks import DataMissing, get_task, make_config
+from weft.tasks import DataMissing, get_task, make_config, tasks
 from weft.tasks.convert import CONVERTERS, convert
+from weft.tasks.fetch import SOURCES
 
 
 def picture(path) -> None:
@@ -278,3 +280,14 @@ def test_unknown_names(tmp_path) -> None:
         convert("ptb", tmp_path, tmp_path)
     with pytest.raises(DataMissing, match="does not exist"):
         convert("c4", tmp_path / "none", tmp_path)
+
+
+def test_the_list_of_data_sets_has_what_every_task_reads(tmp_path) -> None:
+    listed = {frozenset(source.places) for source in SOURCES}
+    for name in tasks():
+        try:
+            get_task(name).load(make_config(name, data=str(tmp_path)))
+        except DataMissing as error:  # "no A or B in FOLDER: what to do", except for tasks with your own data
+            wanted = re.match(rf"no (.+) in {re.escape(str(tmp_path))}: ", str(error))
+            if wanted and name != "imagefolder" and not name.startswith("pathfinder"):
+                assert frozenset(wanted[1].split(" or ")) in listed, name

@@ -206,7 +206,6 @@ DataFolder = Annotated[Path, typer.Option(help="folder of the data sets")]
 @data_app.command("list")
 def data_list(data: DataFolder = Path("data")) -> None:
     """List the data sets in the data folder, and how to get the others."""
-
     from ..tasks.fetch import SOURCES, present
 
     rows = []
@@ -215,6 +214,7 @@ def data_list(data: DataFolder = Path("data")) -> None:
         rows.append((source.name, plain(path) if path else "no", source.how, source.checksum))
     rows.append(("digits", "in scikit-learn", "pip install 'weft[lab]'", ""))
     show_table(("data set", "here", "how to get it", "checksum of the original archive"), rows)
+    say("FOLDER: the data set as its makers distribute it. All other tasks read your own files, given with --data.")
 
 
 @data_app.command("make")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import listops, pathfinder
+from . import listops, pathfinder, translation
 from .base import DataMissing
 from .files import atomic
 from .text import ENWIK8_MD5
@@ -30,7 +30,11 @@ class Source:
 
 
 SOURCES = (
-    Source("listops", ("listops", "listops-1000", "lra_release/listops-1000"), "weft data make listops"),
+    Source(
+        "listops",
+        ("listops", "listops-1000", "lra_release/listops-1000", "lra_release/lra_release/listops-1000"),
+        "weft data make listops",
+    ),
     *(
         Source(
             f"pathfinder{size}-{level}",
@@ -43,19 +47,47 @@ SOURCES = (
     Source("imdb", ("imdb.parquet", "aclImdb"), "weft data get imdb", "md5 7c2ac02c03563afcf9b574c7e56c153a"),
     Source(
         "cifar10",
-        ("cifar-10-batches-bin", "cifar10.parquet"),
+        ("cifar-10-batches-bin", "cifar10.parquet", "cifar10"),
         "weft data get cifar10",
         "md5 c32a1d4ab5d03f1284b67883e8d87530",
     ),
     Source(
         "cifar100",
-        ("cifar-100-binary", "cifar100.parquet"),
+        ("cifar-100-binary", "cifar100.parquet", "cifar100"),
         "weft data get cifar100",
         "md5 03b5dce01913d631647c71ecec9e9cb8",
     ),
     Source("enwik8", ("enwik8", "enwik8.zip", "enwik8.xz"), "weft data get enwik8", f"md5 {ENWIK8_MD5} (unpacked)"),
-    Source("matching", ("matching", "aan", "lra_release/tsv_data"), "the Long Range Arena's lra_release.gz, by hand"),
-)
+    Source(
+        "matching",
+        ("matching", "aan", "lra_release/tsv_data", "lra_release/lra_release/tsv_data", "tsv_data"),
+        "weft data convert aan lra_release",
+    ),
+    *(
+        Source(name, (name,), f"weft data convert {made} FOLDER")
+        for name, made in {
+            "imagenet": "imagenet", "flowers102": "flowers", "pets": "pets", "coco": "coco",
+            "wikitext-103": "wikitext-103", "wiki40b": "wiki40b", "c4": "c4",
+        }.items()
+    ),
+    Source("imagenet22k", ("imagenet22k",), "by hand: imagenet22k/{train,val}/CLASS/*"),
+    Source("imagenet64", ("imagenet64",), "by hand: imagenet64/*.npz"),
+    Source("tiny-imagenet-50", ("tiny-imagenet-50.parquet",), "by hand: tiny-imagenet-50.parquet"),
+    *(
+        Source(
+            f"{corpus}-{a}-{b}",
+            (f"{corpus}.{a}-{b}", f"{corpus}.{b}-{a}", f"{corpus}.parquet"),
+            "by hand: multi30k.parquet" if corpus == "multi30k" else "weft data convert iwslt FOLDER",
+        )
+        for corpus, pairs in translation.CORPORA.items()
+        for a, b in (pair.split("-") for pair in pairs)
+    ),
+    *(
+        Source(name, (f"{file}.parquet", f"{file}.csv"), f"by hand: {file}.parquet or {file}.csv")
+        for name, file in {"qm9": "qm9", "esol": "delaney", "freesolv": "freesolv", "lipophilicity": "lipo"}.items()
+    ),
+    Source("pcqm4mv2", ("pcqm4m-v2/raw/data.csv.gz",), "weft data convert pcqm4mv2 pcqm4m-v2.zip"),
+)  # fmt: skip
 
 HUB: dict[str, tuple[str, dict[str, str]]] = {
     # our name: the hub's, and the hub's columns by ours
