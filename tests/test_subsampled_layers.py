@@ -67,8 +67,7 @@ def test_eval_is_dense_window_attention(size, shift, gate):
     assert (layer(x) - by_definition(layer, x, same)).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("shift", [0, 2])
+@pytest.mark.parametrize(("biased", "shift"), [(False, 0), (False, 1), (False, 2), (True, 0), (True, 2)])
 def test_training_samples_within_windows(biased, shift):
     torch.manual_seed(0)
     layer = SubsampledWindowAttention(6, 2, window=4, shift=shift, biased=biased).double()
@@ -94,7 +93,12 @@ def test_training_samples_within_windows(biased, shift):
 
 
 def test_swin_refusals():
-    for options, says in (({"window": 7}, "even"), ({"window": 4, "shift": 4}, "shift"), ({"sigma": 0.0}, "sigma")):
+    for options, says in (
+        ({"window": 7}, "even"),
+        ({"window": 4, "shift": 4}, "shift"),
+        ({"window": 8, "shift": 3}, "shift must be 0 or half the window, 4"),
+        ({"sigma": 0.0}, "sigma"),
+    ):
         with pytest.raises(ValueError, match=says):
             SubsampledWindowAttention(8, 2, **options)
     with pytest.raises(ValueError, match="height"):

@@ -53,6 +53,11 @@ class SubsampledWindowAttention(Subsampling, nn.Module):
             raise ValueError(f"window must be even, because it is cut into half windows, got {window}")
         if not 0 <= shift < window:
             raise ValueError(f"shift must be in [0, window), got {shift}")
+        if biased and shift not in (0, window // 2):
+            raise ValueError(
+                f"shift must be 0 or half the window, {window // 2}, got {shift}: the half windows of the training "
+                "would lie in several windows; for other shifts use biased=False"
+            )
         if not 0 < sigma < float("inf"):
             raise ValueError(
                 f"sigma must be a positive, finite fraction of the window, got {sigma}; "
