@@ -47,6 +47,14 @@ def test_the_paper_models_have_three_rates_of_dropout(task: str, preset: str) ->
     assert (block.dropout.p, block.attention.attention.dropout, block.feedforward.dropout.p) == (0.3, 0.1, 0.1)
 
 
+def test_the_paper_model_for_wikitext_103_starts_with_smaller_projections() -> None:
+    sizes = dict(dim=64, heads=2, head_dim=32, layers=1, mlp_dim=64, dropout=0.0, attention_dropout=0.0)
+    layer = WordModel(30, 8, attention="full", **sizes).blocks[0].attention
+    found = [linear.weight.abs().max().item() for linear in (layer.q, layer.k, layer.v, layer.out)]
+    bound = math.sqrt(6 / 128)  # of Xavier's uniform distribution
+    assert found == pytest.approx([bound / math.sqrt(2)] * 3 + [bound], rel=0.01)
+
+
 @pytest.mark.parametrize("count", [17, 18, 99, 100, 9])
 @pytest.mark.parametrize("stride", [0, 1, 4, 16])
 def test_overlapping_windows_score_every_target_once_with_more_context(count: int, stride: int) -> None:

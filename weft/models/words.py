@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers import ALiBi
+from ..layers import ALiBi, MultiheadAttention
 from .build import check_takes_bias, encoder_blocks
 
 CUTOFFS = (20_000, 60_000)
@@ -74,7 +74,8 @@ class AdaptiveWords(nn.Module):
 class WordModel(nn.Module):
     """`model(ids, targets)`: the negative log-likelihood of every target (B, L), by a causal Transformer with ALiBi.
 
-    Pre-norm without a norm after the last block, as in the subsampled paper's model for WikiText-103.
+    Pre-norm without a norm after the last block, and queries, keys and values that start at 1/√2 of Xavier's scale, as
+    in the subsampled paper's model for WikiText-103.
     """
 
     def __init__(self, vocab: int, length: int, *, cutoffs: tuple[int, ...] = CUTOFFS, **options: Any):
@@ -97,6 +98,11 @@ class WordModel(nn.Module):
             place={},
         )
         check_takes_bias(self.blocks, "use full, local, longformer or subsampled")
+        for layer in self.blocks.modules():
+            if isinstance(layer, MultiheadAttention):
+                for linear in (layer.q, layer.k, layer.v):
+                    if linear is not None:
+                        nn.init.xavier_uniform_(linear.weight, gain=0.5**0.5)
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         x = self.dropout(self.words(ids))
