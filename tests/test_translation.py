@@ -93,6 +93,19 @@ def test_a_line_without_an_end_is_as_long_as_alone() -> None:
         assert together[i].tolist() == alone + [PAD] * (together.shape[1] - len(alone))
 
 
+@pytest.mark.filterwarnings("ignore:.*attention layers keep their own")
+@pytest.mark.parametrize("delayed", [{}, {"delayed": True}])
+def test_adapters_leave_cross_attention_out(delayed) -> None:
+    cached, sampled, swapped = model(), model(), model()
+    report = weft.cache(cached, **delayed)
+    assert all(path.startswith("encoder") or delayed for path in report.replaced)
+    reports = [report, weft.subsample(sampled, "Sall-L2"), weft.swap(swapped, "local", block_size=4)]
+    assert not any("cross" in path for report in reports for path in report.replaced)
+    for net in (cached, sampled, swapped):
+        net.train()(SOURCE, SOURCE[:, :3]).sum().backward()
+        assert net.eval().translate(SOURCE, longest=4).shape == (len(SOURCE), 4)
+
+
 def test_files_that_are_not_pairs_are_refused(tmp_path) -> None:
     for part in ("train", "valid", "test"):
         (tmp_path / f"{part}.de").write_text("eins\nzwei\n")

@@ -93,6 +93,7 @@ def _recognise(layer: Layer, model: nn.Module) -> bool:
             layer.needs.add("bias")  # shared by all layers
     elif isinstance(module, (MSSA, MultiheadAttention)):
         layer.kind, layer.causal = "weft", module.causal
+        layer.needs = {"cross", "rows"} if getattr(module, "is_cross_attention", False) else set()
     elif isinstance(module, SpatialReductionAttention):
         layer.kind, layer.needs = "weft reduced", set() if module.sr is None else {"cross"}
     elif isinstance(module, nn.MultiheadAttention):

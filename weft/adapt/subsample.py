@@ -68,7 +68,7 @@ def subsample(
 
     `sigma` is one number, or its values in the first and the deepest layer. `where` selects layers by a pattern on
     their paths or a function of path and layer; use it to exclude cross-attention layers with a context of the same
-    width, which cannot be detected. `options` go to the mechanism.
+    width, which cannot be detected unless they have `is_cross_attention = True`. `options` go to the mechanism.
     """
     plan = parse_schedule(schedule)
     paths = [(path, m) for path, m in model.named_modules() if isinstance(m, (MSSA, MultiheadAttention))]
@@ -169,7 +169,8 @@ def _excluded(path: str, layer: nn.Module, where: Any) -> str:
         return "not chosen"
     if callable(where) and not where(path, layer):
         return "not chosen"
-    if isinstance(layer, MultiheadAttention) and layer.v.in_features != layer.dim:
+    other = isinstance(layer, MultiheadAttention) and layer.v.in_features != layer.dim
+    if other or getattr(layer, "is_cross_attention", False):
         return "it attends to another sequence"
     return ""
 

@@ -101,7 +101,7 @@ def cache(model: nn.Module, ratio: float = 0.5, where: Where = None, **options: 
     from ..layers.cached import CachedAttention
 
     layers = find_layers(model)
-    reads_an_encoder = any(x.kind == "transformers" and "cross" in x.needs for x in layers)
+    reads_an_encoder = any(x.kind in ("transformers", "weft") and "cross" in x.needs for x in layers)
     pools = options.pop("pool", 1)
     stages = _stages(layers) if isinstance(pools, (list, tuple)) else {}
 
@@ -122,7 +122,7 @@ def cache(model: nn.Module, ratio: float = 0.5, where: Where = None, **options: 
             return "it does not map tokens (B, L, dim) to as many tokens, which a cache needs"
         if any(isinstance(parent, CachedAttention) for parent, _ in layer.places):
             return "it already has a cache"
-        if "cross" in layer.needs and layer.kind in ("torch", "transformers"):
+        if "cross" in layer.needs and layer.kind in ("torch", "transformers", "weft"):
             return "it attends to another sequence"
         if layer.causal and "delayed" not in options and (reads_an_encoder or layer.kind == "torch"):
             return "it belongs to a decoder, and the paper caches only the encoder: give delayed=True to cache both"

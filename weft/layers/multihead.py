@@ -29,6 +29,8 @@ class MultiheadAttention(nn.Module):
     (rows or documents, dim).
     """
 
+    is_cross_attention = False  # True: it is always called with another sequence; adapters cannot see that
+
     def __init__(
         self,
         dim: int,

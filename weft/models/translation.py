@@ -30,6 +30,7 @@ class DecoderBlock(nn.Module):
         super().__init__()
         self.cross_norm = nn.LayerNorm(dim, eps=NORM_EPS)
         self.cross = MultiheadAttention(dim, heads, dropout=dropout, qkv_bias=True, out_bias=True)
+        self.cross.is_cross_attention = True
         attention = MultiheadAttention(dim, heads, causal=True, dropout=dropout, qkv_bias=True, out_bias=True)
         self.block = EncoderBlock(dim, attention, mlp_dim=mlp_dim, dropout=dropout)
 
