@@ -153,6 +153,15 @@ def test_centroids_learn_in_half_precision(dtype):
     assert (moved[0] - moved[1]).norm() < 0.1 * moved[0].norm()
 
 
+def test_centroids_are_exact_if_created_in_half_precision():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        attn = weft.make_attention("routing", heads=2, head_dim=6)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {x.dtype for x in attn.buffers()} == {torch.float32}
+
+
 @pytest.mark.parametrize(("name", "option"), [("longformer", "window"), ("local", "block_size")])
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_changed_window_counts_everywhere(name, option, causal):

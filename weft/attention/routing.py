@@ -80,9 +80,10 @@ class Clusters(nn.Module):
         self.clusters, self.capacity, self.decay, self.max_length = clusters, capacity, decay, max_length
         self.whole_up_to = whole_up_to
         self.frozen = False
-        self.register_buffer("centroids", F.normalize(torch.randn(heads, clusters, head_dim), dim=-1))
-        self.register_buffer("drawn", torch.zeros(heads, clusters, head_dim))  # sum of the unit keys of the last batch
-        self.register_buffer("count", torch.zeros(heads, clusters))
+        start = F.normalize(precise(torch.randn(heads, clusters, head_dim)), dim=-1)
+        self.register_buffer("centroids", start)
+        self.register_buffer("drawn", torch.zeros_like(start))  # sum of the unit keys of the last batch
+        self.register_buffer("count", start.new_zeros(heads, clusters))
         self.replays = Replays()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Clusters:
