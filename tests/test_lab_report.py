@@ -236,6 +236,10 @@ def test_folders_of_folders_and_single_files(sweep, tmp_path):
                         ([inside, tmp_path / "papers"], "is a run, but not all paths are")):  # fmt: skip
         refused = runner.invoke(app, ["report", *map(str, paths)])
         assert refused.exit_code == 2 and says in refused.output
+    (inside.parent / "overrides.json").write_text("{}")
+    paths = [*map(str, inside.parent.iterdir()), "--out", str(tmp_path / "runs.html")]  # FOLDER/*, as that error says
+    shown = runner.invoke(app, ["report", *paths])
+    assert shown.exit_code == 0 and "runs.html" in shown.output
 
 
 def test_runs_in_another_folder(sweep, tmp_path):

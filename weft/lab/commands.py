@@ -162,10 +162,11 @@ def report_runs(
     For a folder with sweeps: writes report.md, report.html and, for each sweep, NAME.results.json. The tables can be
     made again from these files without the runs.
     """
-    if all((path / "config.json").exists() for path in paths):
+    folders = [path for path in paths if path.name not in ("sweep.json", "overrides.json")]  # beside a sweep's runs
+    if folders and all((path / "config.json").exists() for path in folders):
         from .report import report
 
-        say(f"wrote {report(paths, out or Path('report.html'))}")
+        say(f"wrote {report(folders, out or Path('report.html'))}")
         return
     from .sweep.tables import report_sweeps, sweep_folders
 
