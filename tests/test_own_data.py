@@ -233,7 +233,7 @@ def test_a_text_may_be_longer_than_the_limit_of_the_csv_module(tmp_path):
 
 def test_a_language_model_of_a_french_text(tmp_path):
     path = tmp_path / "livre.txt"
-    path.write_text("Longtemps, je me suis couché\nde bonne heure. Où êtes-vous ?\n\n" * 80, encoding="utf-8")
+    path.write_text("Longtemps, je me suis couché\nde bonne heure. Où êtes-vous, <unk> ?\n\n" * 80, encoding="utf-8")
     bytes_ = load("lm", path, max_length=32)
     assert bytes_.facts["vocab"] == 256
     from tokenizers import Tokenizer
@@ -245,7 +245,7 @@ def test_a_language_model_of_a_french_text(tmp_path):
         text = Tokenizer.from_str(pieces.tokenizer).decode(pieces.train["bytes"][:4, :16].flatten().tolist())
         assert "couché\nde bonne" in text, kind
         made = Tokenizer.from_str(pieces.tokenizer)
-        for text in ("  Où me  couché ? ", " ", "Longtemps", "\n\n me\n"):
+        for text in ("  Où me  couché ? ", " ", "Longtemps", "\n\n me\n", "vous, <unk>"):
             assert made.decode(made.encode(text).ids) == text, kind
 
 

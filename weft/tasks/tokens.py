@@ -30,6 +30,7 @@ from .text import Bytes, Masked, counted, evaluated
 
 PARTS = ("train", "valid", "test")
 LINES = 10_000  # encoded at a time
+NOT_A_CHARACTER = "\ufdd0"  # Unicode guarantees that no text has it, unlike "<unk>"
 
 
 def lines(folder: Path, part: str) -> Iterator[str]:
@@ -114,7 +115,7 @@ class Pieces:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
         tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
         trainer = trainers.UnigramTrainer(
-            vocab_size=size, show_progress=False, unk_token="<unk>", special_tokens=["<unk>"]
+            vocab_size=size, show_progress=False, unk_token=NOT_A_CHARACTER, special_tokens=[NOT_A_CHARACTER]
         )
         tokenizer.train_from_iterator(text, trainer)
         return cls(tokenizer.to_str())
