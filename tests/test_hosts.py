@@ -122,6 +122,12 @@ def test_exported_words_are_those_of_training(data):
     save_tokenizer(Hosted(tagger, pad=0), known, data)
     theirs = transformers.AutoTokenizer.from_pretrained(data)(tokens, is_split_into_words=True).input_ids
     assert theirs == get_task("tag").encode([tokens], known)["ids"][0, :4].tolist() == [2, 3, 4, 5]
+    known, tokens = Known({}, ["<pad>", "<unk>", "<pad>", "<unk>", "Ada"], length=16), ["Ada", "Bob", "<unk>", "<pad>"]
+    save_tokenizer(Hosted(tagger, pad=0), known, data)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(data)
+    theirs = tokenizer(tokens, is_split_into_words=True).input_ids
+    assert theirs == get_task("tag").encode([tokens], known)["ids"][0, :4].tolist() == [4, 1, 3, 2]
+    assert tokenizer.pad_token_id == 0
 
 
 def test_a_text_longer_than_the_table_of_positions_is_refused(data):

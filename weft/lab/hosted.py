@@ -85,7 +85,10 @@ def save_tokenizer(model: Hosted, known: Known, folder: Path) -> None:
             values["model"]["vocab"] = {"<pad>": 0, **{word: i + 1 for word, i in values["model"]["vocab"].items()}}
         tokenizer = Tokenizer.from_str(json.dumps(values))
     elif known.vocabulary is not None:
-        tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(known.vocabulary)}, unk_token="<unk>"))
+        taken = known.vocabulary[2:]  # the corpus may have words such as "<unk>"
+        first, unknown = (name if name not in taken else f"<weft-{name[1:]}" for name in ("<pad>", "<unk>"))
+        ids = {word: i for i, word in enumerate([first, unknown, *taken])}
+        tokenizer = Tokenizer(models.WordLevel(ids, unk_token=unknown))
         letters = r"\p{L}\p{N}_"  # Python's \w; that of tokenizers has combining marks too
         marks = r"\p{M}" if words_of(known.vocabulary) is MARKED else ""
         words = Regex(rf"[{letters}][{letters}{marks}]*")
@@ -97,7 +100,7 @@ def save_tokenizer(model: Hosted, known: Known, folder: Path) -> None:
         tokenizer = Tokenizer(models.BPE({**({"<pad>": 0} if pads else {}), **vocab}, []))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
-    pad = "<pad>" if pads else None if model.pad is None else tokenizer.id_to_token(model.pad)
+    pad = None if model.pad is None else tokenizer.id_to_token(0 if pads else model.pad)
     if pad is None and model.pad is not None:  # the id after those of the tokenizer
         pad = next(name for name in ("<pad>", "<padding>", "<weft-pad>") if tokenizer.token_to_id(name) is None)
         tokenizer.add_special_tokens([pad])
