@@ -180,6 +180,15 @@ def test_a_mechanism_over_the_limit_is_skipped_at_longer_lengths():
     assert report.records[2]["error"] == "over 0 s per call"
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["latency --batch-size -1", "scaling --threads -1", "cost --windows 0", "cost --length -4", "latency --batch -1"],
+)
+def test_sizes_that_cannot_be_are_refused(words):
+    found = invoke(*words.split(), "--device", "cpu")
+    assert found.exit_code == 2 and f"Invalid value for '{words.split()[1]}" in found.output
+
+
 def test_an_unknown_name_is_refused():
     for command in ("latency", "scaling"):
         found = invoke(command, "--attentions", "combiner-fixd")

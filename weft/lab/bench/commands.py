@@ -22,7 +22,7 @@ Precision = Annotated[str, typer.Option(help="32-true, tf32, bf16-mixed or bf16-
 Repeats = Annotated[int, typer.Option("--repeats", "--rounds", help="maximum number of rounds; 0: 10, with --full 30")]
 Budget = Annotated[float, typer.Option(help="seconds per comparison; 0: automatic")]
 Compile = Annotated[bool, typer.Option("--compile", help="use torch.compile")]
-Threads = Annotated[int, typer.Option(help="CPU threads; 0: PyTorch's default")]
+Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0: PyTorch's default")]
 CpuTime = Annotated[bool, typer.Option("--cpu-time", help="measure CPU seconds, for shared machines")]
 Full = Annotated[bool, typer.Option("--full", help="measure everything, not only a few minutes' worth")]
 Out = Annotated[Path | None, typer.Option(help="also write all values to this JSON file, row by row")]
@@ -62,8 +62,8 @@ def _lengths(given: str, end: int) -> list[int]:
 def latency(
     tasks: Annotated[str, typer.Option(help="imdb-token, imdb-byte, listops, matching; default: listops")] = "",
     attentions: Attentions = "",
-    batch: Annotated[int, typer.Option("--batch-size", "--batch", help="0: 1 on the CPU, 32 on a GPU")] = 0,
-    length: Annotated[int, typer.Option(help="tokens per document; 0: the task's default")] = 0,
+    batch: Annotated[int, typer.Option("--batch-size", "--batch", min=0, help="0: 1 on the CPU, 32 on a GPU")] = 0,
+    length: Annotated[int, typer.Option(min=0, help="tokens per document; 0: the task's default")] = 0,
     device: Device = "",
     precision: Precision = "32-true",
     repeats: Repeats = 0,
@@ -104,7 +104,7 @@ def scaling(
     attentions: Attentions = "",
     lengths: Annotated[str, typer.Option(help="comma-separated; default: 1024 to 16384, with --full to 65536")] = "",
     batch: Annotated[
-        int, typer.Option("--batch-size", "--batch", help="0: 1 on the CPU, 16 on a GPU, as in the paper")
+        int, typer.Option("--batch-size", "--batch", min=0, help="0: 1 on the CPU, 16 on a GPU, as in the paper")
     ] = 0,
     heads: int = 4,
     head_dim: int = 64,
@@ -132,7 +132,7 @@ def scaling(
     fitting = [name for name in bench.FIGURE_3 if not causal or attention_info(name).causal]
     names = names_of(attentions, fitting, causal)
     numbers = _lengths(lengths, 17 if full else 15)
-    if numbers[0] < 1 or min(heads, head_dim) < 1 or batch < 0:
+    if numbers[0] < 1 or min(heads, head_dim) < 1:
         raise ValueError("lengths, heads and head_dim must be at least 1")
     how = _how(device, precision, repeats, budget, full, threads, compile=compile, cpu_time=cpu_time)
     batch = batch or (16 if how.device == "cuda" else 1)
@@ -160,10 +160,13 @@ def scaling(
 def cost(
     part: Annotated[str, typer.Option(help="attention, step or both")] = "both",
     schedules: Annotated[str, typer.Option(help="such as S0,S16-L4; default: S0 and the paper's schedules")] = "",
-    length: Annotated[int, typer.Option(help="tokens; 0: 4,096 on a GPU or with --full, else 2,048 and 1,024")] = 0,
-    windows: Annotated[int, typer.Option(help="of attention alone")] = 4,
+    length: Annotated[
+        int, typer.Option(min=0, help="tokens; 0: 4,096 on a GPU or with --full, else 2,048 and 1,024")
+    ] = 0,
+    windows: Annotated[int, typer.Option(min=1, help="of attention alone")] = 4,
     batch: Annotated[
-        int, typer.Option("--batch-size", "--batch", help="of a training step; 0: 2 on a GPU or with --full, else 1")
+        int,
+        typer.Option("--batch-size", "--batch", min=0, help="of a training step; 0: 2 on a GPU or with --full, else 1"),
     ] = 0,
     device: Device = "",
     precision: Precision = "32-true",
@@ -219,7 +222,7 @@ def cost(
 @bench_app.command()
 def throughput(
     models: Annotated[str, typer.Option(help="pvt-tiny, …; vit-small, swin-tiny, pvtv2-b2 … from timm")] = "",
-    batch: Annotated[int, typer.Option("--batch-size", "--batch", help="0: 4 on the CPU, 256 on a GPU")] = 0,
+    batch: Annotated[int, typer.Option("--batch-size", "--batch", min=0, help="0: 4 on the CPU, 256 on a GPU")] = 0,
     device: Device = "",
     precision: Precision = "32-true",
     repeats: Repeats = 0,
