@@ -13,7 +13,7 @@ default. The disagreement of the members is an estimate of uncertainty at no ext
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +88,7 @@ class Ensemble:
                 rows = slice(start, start + size)
                 part = _Moments(self.regression)
                 for member in range(self.samples):
-                    with torch.random.fork_rng(devices=_cuda(inputs)):
+                    with torch.random.fork_rng(devices=_cuda()):
                         torch.manual_seed(seed + member)
                         answer = self.model(
                             *(_cut(x, rows, batch) for x in inputs),
@@ -211,5 +211,6 @@ def _cut(x: Any, rows: slice, batch: int) -> Any:
     return x[rows] if isinstance(x, Tensor) and x.dim() and x.shape[0] == batch else x
 
 
-def _cuda(inputs: tuple[Any, ...]) -> list[torch.device]:
-    return [x.device for x in inputs if isinstance(x, Tensor) and x.is_cuda][:1]
+def _cuda() -> Sequence[int]:
+    """The GPUs whose random generators `torch.manual_seed` sets."""
+    return range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
