@@ -62,37 +62,19 @@ TRIALS = [
     Trial(
         "combiner-fixed",
         "attention.combiner.fixed",
-        ("summarise short blocks", 64, 2),
+        ("summarise", 64, 2),
         False,
-        (16384,),
-        "32/0/4/3 32/0/4/4 16/0/2/4 64/0/8/3 32/0/4/2 32/0/2/3 16/0/4/4 16/0/1/4",
-        square_root,
-    ),  # fmt: skip
-    Trial(
-        "combiner-fixed",
-        "attention.combiner.fixed",
-        ("summarise and keep short blocks", 64, 2),
-        True,
-        (16384,),
-        "32/0/2/3 32/0/4/3 32/0/4/4 16/0/2/4 64/0/8/3 16/0/4/4 32/0/8/3 32/0/4/3/128",
+        LONG,
+        "128/0/4/3 128/0/8/3 64/0/4/3 64/0/2/3 128/0/4/3/128",
         square_root,
     ),  # fmt: skip
     Trial(
         "combiner-fixed",
         "attention.combiner.fixed",
         ("summarise", 64, 2),
-        False,
-        (65536,),
-        "32/0/4/3 32/0/2/3 16/0/2/4 16/0/4/4",
-        square_root,
-    ),  # fmt: skip
-    Trial(
-        "combiner-fixed",
-        "attention.combiner.fixed",
-        ("summarise and keep", 64, 2),
         True,
-        (65536,),
-        "32/0/4/3 32/0/2/3 16/0/2/4 16/0/4/4",
+        LONG,
+        "128/0/4/3 128/0/8/3 64/0/4/3 64/0/2/3 128/0/4/3/128",
         square_root,
     ),  # fmt: skip
     Trial(
@@ -119,7 +101,7 @@ TRIALS = [
         ("key gradients", 64, 2),
         True,
         LONG,
-        "32/64/4/3 32/64/4/3/128 32/64/4/2/128 64/64/4/2 32/128/8/2 16/64/4/3 32/32/4/3",
+        "32/64/4/3 32/64/4/3/128 32/64/4/2/128 64/64/4/2 64/64/4/2/168 32/128/8/2 16/64/4/3 32/32/4/3",
         square_root,
     ),  # fmt: skip
     Trial(
@@ -128,7 +110,7 @@ TRIALS = [
         ("query gradients", 64, 2),
         True,
         LONG,
-        "64/32/4/3 64/32/4/3/80 64/32/4/2 64/64/4/2 128/32/8/3 128/64/8/2",
+        "64/32/4/3 64/32/4/3/96 64/32/4/3/80 64/32/4/2/96 64/32/4/4/96 64/64/4/2 64/64/4/2/128 128/32/8/3",
         square_root,
     ),  # fmt: skip
     Trial(

@@ -3,14 +3,15 @@
     delta_i = Σ_d dout_id out_id
     p_ij = exp2(s_ij - lse_i)            ds_ij = p_ij (dout_i · v_j - delta_i)
     α_j = exp2(qbar·k_j - local)         dα_j = dvbar · v_j          Σ_j α_j dα_j = dvbar · vbar
+    dqbar = Σ_j α_j (dα_j - Σ_j α_j dα_j) k_j / √D
 
 `span_gradients` computes delta and the gradients of the summary keys and values, in chunks of queries, so that every
 multiprocessor has work; `collect` adds the chunks. If there is only one block, `row_products` computes delta.
-`key_gradients` loops over the queries of the block for a tile of keys: dk, dv, and its part of the gradient of the
-pooled query. `query_gradients` loops over the same keys and summaries as the forward for a tile of queries: dq.
+`key_gradients` loops over the queries of the block, and the pooled query, for a tile of keys: dk, dv, and its part of
+the gradient of the pooled query. `query_gradients` loops over the same keys and summaries as the forward for a tile of queries: dq.
 
 Max pooling splits its gradient equally among the entries equal to the maximum, as torch.amax does. The accumulators
-start from the gradients through the pooling and the local softmax. Dropout multiplies p in out and dv, and dout · v in
+start from the gradients through the pooling. Dropout multiplies p in out and dv, and dout · v in
 ds, by the forward's factors; summary s counts as key L + s.
 """
 
@@ -131,15 +132,34 @@ def collect(
     dkbar = tl.sum(load_rows(PART_K + part, c, d, n * D, seen, D, BLOCK_D), 0)
     dvbar = tl.sum(load_rows(PART_V + part, c, d, n * D, seen, D, BLOCK_D), 0)
     vbar = tl.load(VBAR + at * D + d, mask=d < D, other=0.0).to(tl.float32)
-    k_share = tl.load(STATS + (4 * at + 3) * D + d, mask=d < D, other=1.0)
+    k_share = tl.load(STATS + (3 * at + 2) * D + d, mask=d < D, other=1.0)
     tl.store(DKBAR + at * D + d, dkbar / tl.maximum(k_share, 1.0), mask=d < D)
     tl.store(DVBAR + at * D + d, dvbar, mask=d < D)
     tl.store(MEAN_DALPHA + at, tl.sum(dvbar * vbar, 0))
 
 
 @triton.jit
+def add_pooled_query(
+    dk, dv, k, v, real, QBAR, DVBAR, local, delta, d, scale, D: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """Add the gradients through the pooled query, one more query of the block and the only one in its tile; also
+    returns its own gradient through these keys."""
+    one = tl.arange(0, 16) == 0
+    places, mine = d[None, :] + tl.zeros([16, 1], tl.int32), one[:, None] & (d < D)[None, :]
+    qbar = tl.load(QBAR + places, mask=mine, other=0.0).to(k.dtype)
+    dvbar = tl.load(DVBAR + places, mask=mine, other=0.0).to(k.dtype)
+    logit = tl.dot(k, tl.trans(qbar), input_precision=PRECISION)
+    alpha = tl.where(real[:, None] & one[None, :], tl.exp2(logit * scale - local), 0.0)
+    dv = tl.dot(alpha.to(k.dtype), dvbar, dv, input_precision=PRECISION)
+    dalpha = tl.dot(v, tl.trans(dvbar), input_precision=PRECISION)
+    ds = (alpha * (dalpha - delta)).to(k.dtype)
+    dk = tl.dot(ds, qbar, dk, input_precision=PRECISION)
+    return dk, dv, tl.sum(tl.dot(tl.trans(k), ds, input_precision=PRECISION), 1)
+
+
+@triton.jit
 def key_gradients(
-    Q, K, V, MASK, TABLE, DOUT, STATS, KBAR, LOCAL, LSE, DELTA, KEY, DKBAR, DVBAR, MEAN_DALPHA, WEIGHTED, DK, DV,
+    Q, K, V, MASK, TABLE, DOUT, STATS, KBAR, LOCAL, LSE, DELTA, KEY, DKBAR, DVBAR, MEAN_DALPHA, DQBAR, DK, DV,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
     BH, H, L, n, threshold, scale, logit_scale,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
@@ -169,20 +189,16 @@ def key_gradients(
     v = load_rows(V, j, d, v_l, real, D, BLOCK_D)
     dk = tl.zeros([BK, BLOCK_D], tl.float32)
     dv = tl.zeros([BK, BLOCK_D], tl.float32)
-    if SPANS:  # through the local softmax and the pooling
-        qbar = tl.load(STATS + at * 4 * D + d, mask=d < D, other=0.0)
-        dvbar = tl.load(DVBAR + at * D + d, mask=d < D, other=0.0)
-        dkbar = tl.load(DKBAR + at * D + d, mask=d < D, other=0.0)
-        wide_k = k.to(tl.float32)
-        alpha = tl.where(real, tl.exp2(tl.sum(wide_k * qbar[None, :], 1) * scale - tl.load(LOCAL + at)), 0.0)
-        dalpha = tl.sum(v.to(tl.float32) * dvbar[None, :], 1)
-        weighted = tl.sum((alpha * dalpha)[:, None] * wide_k, 0)  # Σ α dα k
-        tl.store(WEIGHTED + (at * TILES + tile % TILES) * D + d, weighted, mask=d < D)
-        dv += alpha[:, None] * dvbar[None, :]
-        dk += (alpha * (dalpha - tl.load(MEAN_DALPHA + at)))[:, None] * qbar[None, :]
+    if SPANS:
+        dk, dv, dqbar = add_pooled_query(
+            dk, dv, k, v, real, STATS + at * 3 * D, DVBAR + at * D, tl.load(LOCAL + at), tl.load(MEAN_DALPHA + at), d,
+            scale, D, PRECISION,
+        )  # fmt: skip
+        tl.store(DQBAR + (at * TILES + tile % TILES) * D + d, dqbar, mask=d < D)
         shares = real[:, None]
         if POOL == "max":
-            shares = shares & (wide_k == tl.load(KBAR + at * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :])
+            shares = shares & (k == tl.load(KBAR + at * D + d, mask=d < D, other=0.0)[None, :])
+        dkbar = tl.load(DKBAR + at * D + d, mask=d < D, other=0.0)
         dk += tl.where(shares, (dkbar / logit_scale)[None, :], 0.0)
 
     for start in range(k_first // BQ * BQ if CAUSAL else 0, end, BQ):
@@ -208,8 +224,20 @@ def key_gradients(
 
 
 @triton.jit
+def add_keys(dq, q, k, v, dout, lse, delta, allowed, factor, scale, ALL: tl.constexpr, PRECISION: tl.constexpr):
+    """Add the gradients through one tile of keys. ALL: all pairs are allowed, `allowed` is not read."""
+    logit = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    p = tl.exp2(logit * scale - lse[:, None])
+    if not ALL:
+        p = tl.where(allowed, p, 0.0)
+    dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION) * factor
+    ds = p * (dp - delta[:, None])
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+
+
+@triton.jit
 def query_gradients(
-    Q, K, V, MASK, TABLE, DOUT, STATS, KBAR, VBAR, LOCAL, LSE, DELTA, KEY, MEAN_DALPHA, WEIGHTED, DQ,
+    Q, K, V, MASK, TABLE, DOUT, STATS, KBAR, VBAR, LOCAL, LSE, DELTA, KEY, DQBAR, DQ,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dq_b, dq_h, dq_l,
     BH, H, L, n, threshold, scale, logit_scale,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
@@ -242,28 +270,33 @@ def query_gradients(
     lse = tl.load(LSE + bh * L + first + i, mask=i < end, other=0.0)
     delta = tl.load(DELTA + bh * L + first + i, mask=i < end, other=0.0)
     dq = tl.zeros([BQ, BLOCK_D], tl.float32)
-    if SPANS:  # through the pooled query: Σ α (dα - Σ α dα) k, in shares
-        STATS += at * 4 * D
+    if SPANS:  # through the pooled query, in shares
         parts = tl.arange(0, PART_ROWS)
-        weighted = tl.sum(load_rows(WEIGHTED + at * PARTS * D, parts, d, D, parts < PARTS, D, BLOCK_D), 0)
-        mean_key = tl.load(STATS + D + d, mask=d < D, other=0.0)
-        share = tl.load(STATS + 2 * D + d, mask=d < D, other=1.0)
-        dqbar = (weighted - tl.load(MEAN_DALPHA + at) * mean_key) / share
+        dqbar = tl.sum(load_rows(DQBAR + at * PARTS * D, parts, d, D, parts < PARTS, D, BLOCK_D), 0)
         shares = valid_rows(MASK, i, i < end, HAS_MASK)[:, None]
         if POOL == "max":
-            shares = shares & (q.to(tl.float32) == tl.load(STATS + d, mask=d < D, other=0.0)[None, :])
-        dq += tl.where(shares, dqbar[None, :], 0.0)
+            shares = shares & (q.to(tl.float32) == tl.load(STATS + at * 3 * D + d, mask=d < D, other=0.0)[None, :])
+        share = tl.load(STATS + (at * 3 + 1) * D + d, mask=d < D, other=1.0)
+        dq += tl.where(shares, (dqbar / share)[None, :], 0.0)
 
     word = row_words(KEY, bh, first + i, DROPOUT)
     own_tiles, tiles, spans = seen_tiles(q_first, end, mine, count, BQ, BK, SPANS, CAUSAL)
-    for t in range(0, tiles):
+    own_whole, span_whole = 0, 0
+    if CAUSAL and not HAS_MASK:  # first the tiles in which all pairs are allowed, as in `attend`
+        own_whole, span_whole = q_first // BK, spans // BK
+        for t in range(0, own_whole + span_whole):
+            own = t < own_whole
+            row = (t - tl.where(own, 0, own_whole)) * BK + tl.arange(0, BK)
+            k = load_rows(tl.where(own, K, KBAR), row, d, tl.where(own, k_l, D), None, D, BLOCK_D)
+            v = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), None, D, BLOCK_D)
+            factor = kept(word[:, None], (row + tl.where(own, first, L))[None, :], threshold, DROPOUT)
+            dq = add_keys(dq, q, k, v, dout, lse, delta, None, factor, scale, True, PRECISION)
+    edge = own_tiles - own_whole
+    for t in range(0, tiles - own_whole - span_whole):
+        t += tl.where(t < edge, own_whole, own_whole + span_whole)
         own, row, live, allowed = seen_tile(t, own_tiles, i, end, mine, spans, MASK, LOCAL, BK, CAUSAL, HAS_MASK)
         k = load_rows(tl.where(own, K, KBAR), row, d, tl.where(own, k_l, D), live, D, BLOCK_D)
         v = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), live, D, BLOCK_D)
-        logit = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        p = tl.where(allowed, tl.exp2(logit * scale - lse[:, None]), 0.0)
         factor = kept(word[:, None], (row + tl.where(own, first, L))[None, :], threshold, DROPOUT)
-        dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION) * factor
-        ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        dq = add_keys(dq, q, k, v, dout, lse, delta, allowed, factor, scale, False, PRECISION)
     store_rows(DQ, dq * logit_scale, i, d, dq_l, i < end, D, BLOCK_D)

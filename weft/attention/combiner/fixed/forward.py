@@ -1,8 +1,8 @@
 """Triton kernels: forward pass. Block summaries, then attention to the own block and the summaries in one softmax.
 
 `summarise` reads q, k and v once and writes one row per block: the summary key and value, the normaliser of the local
-softmax, and for the backward STATS: the pooled query, the mean key of the local softmax, and the number of tokens that
-share each pooled entry. `attend` loops over the keys of the block and then over the summaries for a tile of queries,
+softmax, and for the backward STATS: the pooled query, and the number of tokens that share each entry of the pooled
+query and key. `attend` loops over the keys of the block and then over the summaries for a tile of queries,
 with the running maximum and sum of FlashAttention. Logarithms are to base 2: `scale` includes log2(e)/√D.
 
 Program ids run over heads first, so concurrent programs read whole rows of (B, L, H, D) memory.
@@ -18,32 +18,28 @@ from ....kernels.rows import load_rows, place, store_rows, valid_rows
 
 
 @triton.jit
-def pool_rows(pooled, shared, x, live, POOL: tl.constexpr, KEEP: tl.constexpr):
-    """Pool the live rows of x into `pooled`, row by row; for max, `shared` counts the tokens equal to it so far."""
+def pool_rows(pooled, shared, x, POOL: tl.constexpr, KEEP: tl.constexpr):
+    """Add the rows of a tile x to the pool of the rows before; for max, `shared` counts the rows equal to it."""
     x = x.to(tl.float32)
     if POOL == "max":
-        x = tl.where(live[:, None], x, float("-inf"))
+        top = tl.maximum(pooled, tl.max(x, 0))
         if KEEP:
-            shared = tl.where(x > pooled, 0.0, shared) + tl.where((x >= pooled) & live[:, None], 1.0, 0.0)
-        x = tl.maximum(pooled, x)
+            shared = tl.where(top > pooled, 0.0, shared) + tl.sum((x == top[None, :]).to(tl.float32), 0)
+        pooled = top
     else:
-        x = pooled + x
-    return x, shared
+        pooled += tl.sum(x, 0)
+    return pooled, shared
 
 
 @triton.jit
-def pool_columns(pooled, shared, tokens, POOL: tl.constexpr):
-    """Join the pools of the rows, and count the tokens that share its gradient; zeros for a block without tokens."""
-    if POOL == "max":
-        top = tl.max(pooled, 0)
-        shared = tl.sum(tl.where(pooled == top[None, :], shared, 0.0), 0)
-    else:
-        top = tl.sum(pooled, 0)
-        shared = tl.zeros_like(top) + 1.0
-        if POOL == "mean":
-            shared = tl.zeros_like(top) + tl.maximum(tokens, 1.0)
-            top = top / shared
-    return tl.where(tokens > 0, top, 0.0), tl.maximum(shared, 1.0)
+def pool_result(pooled, shared, tokens, POOL: tl.constexpr):
+    """The pool of a block and the number of tokens that share its gradient; zeros for a block without tokens."""
+    if POOL == "sum":
+        shared = tl.zeros_like(pooled)
+    if POOL == "mean":
+        shared = tl.zeros_like(pooled) + tokens
+        pooled = pooled / tl.maximum(tokens, 1.0)
+    return tl.where(tokens > 0, pooled, 0.0), tl.maximum(shared, 1.0)
 
 
 @triton.jit
@@ -52,7 +48,7 @@ def summarise(
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l,
     BH, H, L, n, scale,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    POOL: tl.constexpr, HAS_MASK: tl.constexpr, KEEP: tl.constexpr, STAGES: tl.constexpr,
+    POOL: tl.constexpr, HAS_MASK: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
     GROUP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     bh, block = tl.program_id(0) % BH, tl.program_id(0) // BH
@@ -65,53 +61,51 @@ def summarise(
     V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
     MASK += b * L + first
 
-    # Every row of the tile has its own sums, so nothing crosses rows (and warps) before the end.
-    none = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    empty = tl.full([ROWS, BLOCK_D], float("-inf") if POOL == "max" else 0.0, tl.float32)
-    pooled, shared = empty, none
-    seen = tl.zeros([ROWS], tl.float32)
-    for start in tl.range(0, m, ROWS, num_stages=STAGES):
-        live = valid_rows(MASK, start + rows, start + rows < end, HAS_MASK)
-        q = load_rows(Q, start + rows, d, q_l, live, D, BLOCK_D)
-        pooled, shared = pool_rows(pooled, shared, q, live, POOL, KEEP)
-        seen += live.to(tl.float32)
-    tokens = tl.sum(seen, 0)
-    qbar, q_share = pool_columns(pooled, shared, tokens, POOL)
+    none = tl.zeros([BLOCK_D], tl.float32)
+    DEAD: tl.constexpr = float("-inf") if POOL == "max" else 0.0
+    empty = tl.full([BLOCK_D], DEAD, tl.float32)
+    pooled, shared, tokens = empty, none, 0.0
+    # Tiles are loaded one ahead: the first keys and values arrive while the queries are pooled.
+    live = valid_rows(MASK, rows, rows < end, HAS_MASK)
+    q = load_rows(Q, rows, d, q_l, live, D, BLOCK_D, DEAD)
+    k = load_rows(K, rows, d, k_l, live, D, BLOCK_D, DEAD)
+    v = load_rows(V, rows, d, v_l, live, D, BLOCK_D)
+    real = live
+    for start in range(ROWS, m + ROWS, ROWS):
+        pooled, shared = pool_rows(pooled, shared, q, POOL, KEEP)
+        tokens += tl.sum(real.to(tl.float32), 0)
+        real = valid_rows(MASK, start + rows, start + rows < end, HAS_MASK)
+        q = load_rows(Q, start + rows, d, q_l, real, D, BLOCK_D, DEAD)
+    qbar, q_share = pool_result(pooled, shared, tokens, POOL)
+    qbar = qbar.to(Q.dtype.element_ty)
 
-    pooled, shared, keys, values = empty, none, none, none
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    for start in tl.range(0, m, ROWS, num_stages=STAGES):
+    # The pooled query attends to its block. All rows of its tile are equal.
+    query = tl.zeros([16, BLOCK_D], qbar.dtype) + qbar[None, :]
+    values = tl.zeros([16, BLOCK_D], tl.float32)
+    top = tl.full([16], float("-inf"), tl.float32)
+    total = tl.zeros([16], tl.float32)
+    pooled, shared = empty, none
+    for start in range(ROWS, m + ROWS, ROWS):
+        pooled, shared = pool_rows(pooled, shared, k, POOL, KEEP)
+        values, top, total = add_tile(
+            values, top, total, query, k, v, live[None, :], 1.0, scale, False, True, PRECISION
+        )  # fmt: skip
         live = valid_rows(MASK, start + rows, start + rows < end, HAS_MASK)
-        k = load_rows(K, start + rows, d, k_l, live, D, BLOCK_D)
+        k = load_rows(K, start + rows, d, k_l, live, D, BLOCK_D, DEAD)
         v = load_rows(V, start + rows, d, v_l, live, D, BLOCK_D)
-        pooled, shared = pool_rows(pooled, shared, k, live, POOL, KEEP)
-        logit = tl.where(live, tl.sum(k.to(tl.float32) * qbar[None, :], 1) * scale, float("-inf"))
-        new_top = tl.maximum(top, logit)
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        old = tl.exp2(top - shift)
-        p = tl.exp2(logit - shift)
-        total = total * old + p
-        if KEEP:
-            keys = keys * old[:, None] + p[:, None] * k.to(tl.float32)
-        values = values * old[:, None] + p[:, None] * v.to(tl.float32)
-        top = new_top
-    kbar, k_share = pool_columns(pooled, shared, tokens, POOL)
-    highest = tl.max(top, 0)
-    weight = tl.exp2(top - tl.where(tokens > 0, highest, 0.0))
-    total = tl.where(tokens > 0, tl.sum(total * weight, 0), 1.0)
-    vbar = tl.sum(values * weight[:, None], 0) / total
+    kbar, k_share = pool_result(pooled, shared, tokens, POOL)
+    # log2 of the local normaliser; -inf marks a block without tokens, which is never attended to
+    local = tl.max(top + tl.log2(total), 0)
+    vbar = tl.max(values / tl.where(total == 0.0, 1.0, total)[:, None], 0)
 
     tl.store(KBAR + at * D + d, kbar.to(KBAR.dtype.element_ty), mask=d < D)
     tl.store(VBAR + at * D + d, vbar.to(VBAR.dtype.element_ty), mask=d < D)
-    # log2 of the local normaliser; -inf marks a block without tokens, which is never attended to
-    tl.store(LOCAL + at, tl.where(tokens > 0, highest + tl.log2(total), float("-inf")))
+    tl.store(LOCAL + at, local)
     if KEEP:
-        STATS += at * 4 * D
-        tl.store(STATS + d, qbar, mask=d < D)
-        tl.store(STATS + D + d, tl.sum(keys * weight[:, None], 0) / total, mask=d < D)
-        tl.store(STATS + 2 * D + d, q_share, mask=d < D)
-        tl.store(STATS + 3 * D + d, k_share, mask=d < D)
+        STATS += at * 3 * D
+        tl.store(STATS + d, qbar.to(tl.float32), mask=d < D)
+        tl.store(STATS + D + d, q_share, mask=d < D)
+        tl.store(STATS + 2 * D + d, k_share, mask=d < D)
 
 
 @triton.jit
