@@ -8,11 +8,12 @@
 `span_gradients` computes delta and the gradients of the summary keys and values, in chunks of queries, so that every
 multiprocessor has work; `collect` adds the chunks. If there is only one block, `row_products` computes delta.
 `key_gradients` loops over the queries of the block, and the pooled query, for a tile of keys: dk, dv, and its part of
-the gradient of the pooled query. `query_gradients` loops over the same keys and summaries as the forward for a tile of queries: dq.
+the gradient of the pooled query. `query_gradients` loops over the same keys and summaries as the forward for a tile of
+queries: dq.
 
 Max pooling splits its gradient equally among the entries equal to the maximum, as torch.amax does. The accumulators
-start from the gradients through the pooling. Dropout multiplies p in out and dv, and dout · v in
-ds, by the forward's factors; summary s counts as key L + s.
+start from the gradients through the pooling. Dropout multiplies p in out and dv, and dout · v in ds, by the forward's
+factors; summary s counts as key L + s.
 """
 
 from __future__ import annotations
