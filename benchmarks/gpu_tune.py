@@ -1,9 +1,10 @@
 """Find the fastest tile sizes: every kernel with every trial, at common lengths.
 
-    python3 -m benchmarks.gpu_tune [--out FILE.json] [--only NAME ...] [--lengths L ...]
+    python3 -m benchmarks.gpu_tune [--out FILE.json] [--only NAME ...] [--lengths L ...] [--when FILE]
 
 bfloat16, 16 heads of 64, causal. Times the whole forward (and the backward, for its kernels) with the tiles of one
-kernel changed. Trials are compiled first, in many processes.
+kernel changed. Trials are compiled first, in many processes. With --when FILE, times are taken once
+the file exists.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import weft
-from benchmarks.gpu_timing import ROOT, D, H, median_ms, tensors
+from benchmarks.gpu_timing import ROOT, D, H, median_ms, tensors, wait_for
 from weft.core.partitions import default_block
 from weft.core.tiles import Tiles
 from weft.kernels.launch import forget
@@ -419,12 +420,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="write the results to this JSON file")
     parser.add_argument("--only", nargs="*", default=None, help="these mechanisms")
     parser.add_argument("--lengths", type=int, nargs="*", default=None, help="these lengths")
+    parser.add_argument("--when", type=Path, default=None, help="take times when this file exists")
     parser.add_argument("--part", type=int, nargs=2, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
         tune(args, (args.part[0], args.part[1]))
         return
     compile_in_parallel()
+    wait_for(args.when)
     results = tune(args)
     for kernel, L in dict.fromkeys((r["kernel"], r["L"]) for r in results):
         some = sorted((r for r in results if (r["kernel"], r["L"]) == (kernel, L)), key=lambda r: r["ms"])

@@ -135,7 +135,7 @@ SMALL = listed(
             of(130, H=1, D=20, dtype=HALF, features=70),
             of(35, B=2, H=1, mask="all", layout="BHLD", features=100),
             of(9, H=1, D=160, features=5),
-            of(20, B=2, H=1, D=128, mask="random", slack=5, features=16, epsilon=0.01),
+            of(20, B=2, H=1, D=128, mask="random", slack=20, features=16, epsilon=0.01),
             of(135, H=1, D=20, mask="random", features=131),
             of(140, H=1, mask="random", kernel="relu"),
             of(530, H=1, causal=False, mask="ends", features=5),
