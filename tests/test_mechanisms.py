@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,13 @@ def test_bigbird_draws_each_block_once_and_never_one_of_the_band(length):
             assert len(set(drawn)) == len(drawn)
             assert not set(drawn) & {0, b - 1, b, b + 1, n - 1}
             assert all(x * 16 < 1024 for x in drawn)
+
+
+@pytest.mark.parametrize("length", (501, 1001, 2001))
+def test_bigbird_draws_from_a_last_block_with_padding_as_from_a_full_one(length):
+    """The published code pads to whole blocks first; 501 and 1,001 are the study's lengths on IMDb."""
+    full = -(-length // 64) * 64
+    np.testing.assert_array_equal(random_plan(length, 64, 3, 8, seed=0), random_plan(full, 64, 3, 8, seed=0))
 
 
 @pytest.mark.parametrize("causal", (False, True))

@@ -120,19 +120,13 @@ class BigBirdAttention(Attention):
     def pattern_for(self, length: int) -> Hashable:
         if self.pattern_of(length) == self.pattern_length:
             return None
-        return ceil_div(length, self.block_size), last_drawn(length, self.block_size)
-
-
-def last_drawn(length: int, block_size: int) -> int:
-    """The last block from which random blocks are drawn."""
-    span = min(length, PLAN_TOKENS)
-    return span // block_size - 1 if span > 2 * block_size else ceil_div(length, block_size) - 1
+        return ceil_div(length, self.block_size)
 
 
 def random_plan(length: int, block_size: int, random_blocks: int, heads: int, seed: int) -> np.ndarray:
     """(heads, n-2, r): the random blocks of query blocks 1..n-2, filled with -1 if fewer than r are eligible."""
     n = ceil_div(length, block_size)
-    last = last_drawn(length, block_size)
+    last = (min(n, PLAN_TOKENS // block_size) if PLAN_TOKENS > 2 * block_size else n) - 1
     generator = np.random.RandomState(seed)
     plan = np.full((heads, max(n - 2, 0), random_blocks), -1)
     for h in range(heads):
