@@ -265,6 +265,8 @@ def query_gradients(
     LOCAL += summaries
 
     q_first = (tile % TILES) * BQ
+    if q_first >= end:
+        return
     i = q_first + tl.arange(0, BQ)
     q = load_rows(Q, i, d, q_l, i < end, D, BLOCK_D)
     dout = load_rows(DOUT, i, d, g_l, i < end, D, BLOCK_D)

@@ -193,6 +193,8 @@ def attend(
     LOCAL += summaries
 
     q_first = (tile % TILES) * BQ
+    if q_first >= end:
+        return
     i = q_first + tl.arange(0, BQ)
     q = load_rows(Q, i, d, q_l, i < end, D, BLOCK_D)
     acc = tl.zeros([BQ, BLOCK_D], tl.float32)
