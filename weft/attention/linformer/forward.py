@@ -51,7 +51,7 @@ def probabilities(q, slots_k, r, scale, R: tl.constexpr, PRECISION: tl.constexpr
     logits = tl.dot(q, tl.trans(slots_k), input_precision=PRECISION) * scale
     logits = tl.where((r < R)[None, :], logits, float("-inf"))
     p = tl.exp(logits - tl.max(logits, 1)[:, None])
-    return p / tl.sum(p, 1)[:, None]
+    return p * (1.0 / tl.sum(p, 1))[:, None]
 
 
 @triton.jit

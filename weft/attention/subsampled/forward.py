@@ -177,5 +177,5 @@ def attend(
         acc += load_rows(V, nearest.to(tl.int64), d, v_l, empty, D, BLOCK_D).to(tl.float32)
         # so that the backward gets exp2(logit - inf) = 0 everywhere
         lse = tl.where(empty, float("inf"), lse)
-    store_rows(OUT, acc / total[:, None], i.to(tl.int64), d, o_l, live, D, BLOCK_D)
+    store_rows(OUT, acc * (1.0 / total)[:, None], i.to(tl.int64), d, o_l, live, D, BLOCK_D)
     tl.store(LSE + i, absolute(lse, i, reference, slope, CAUSAL, ALIBI), mask=live)

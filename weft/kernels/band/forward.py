@@ -209,6 +209,6 @@ def attend(
 
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
-    store_rows(OUT, acc / total[:, None], i, d, o_l, i < end, D, BLOCK_D)
+    store_rows(OUT, acc * (1.0 / total)[:, None], i, d, o_l, i < end, D, BLOCK_D)
     lse = tl.where(empty, float("-inf"), top + tl.log2(total))  # the backward masks rows without keys
     tl.store(LSE + bh * L + first + i, lse, mask=i < end)

@@ -73,6 +73,6 @@ def attend(
         p, old, top, total = weigh(s, real[None, :], top, total, scale)
         p *= kept(word[:, None], j[None, :], threshold, DROPOUT)
         acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
-    out = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    out = acc * (1.0 / tl.where(total > 0.0, total, 1.0))[:, None]
     store_rows(OUT + b * o_b + h * o_h, out, i, d, o_l, live, D, BLOCK_D)
     tl.store(LSE + bh * L + i, log_normaliser(top, total), mask=live)

@@ -107,5 +107,5 @@ def attend(
             acc, top, total, q, word, KBAR, VBAR, last, readable, allowed, d, threshold, scale, D, BLOCK_D, PRECISION,
             DROPOUT,
         )  # fmt: skip
-    store_rows(OUT, acc / tl.where(total > 0.0, total, 1.0)[:, None], i, d, o_l, live, D, BLOCK_D)
+    store_rows(OUT, acc * (1.0 / tl.where(total > 0.0, total, 1.0))[:, None], i, d, o_l, live, D, BLOCK_D)
     tl.store(LSE + i, log_normaliser(top, total), mask=live)

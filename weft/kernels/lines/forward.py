@@ -116,6 +116,6 @@ def attend(
         p, old, top, total = weigh(s, allowed, top, total, scale)
         p *= kept(word[:, None], (SOURCE * keys + first + j * cell_step)[None, :], threshold, DROPOUT)
         acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
-    out = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    out = acc * (1.0 / tl.where(total > 0.0, total, 1.0))[:, None]
     store_rows(OUT, out, i, d, cell_step * o_l, live, D, BLOCK_D)
     tl.store(LSE + i * cell_step, log_normaliser(top, total), mask=live)

@@ -145,7 +145,7 @@ def block_weights(q, k, allowed, scale, PRECISION: tl.constexpr):
     top = tl.max(s, 1)
     p = tl.exp2(s - tl.where(top == float("-inf"), 0.0, top)[:, None])
     total = tl.sum(p, 1)
-    return p / tl.where(total > 0.0, total, 1.0)[:, None]
+    return p * (1.0 / tl.where(total > 0.0, total, 1.0))[:, None]
 
 
 @triton.jit

@@ -75,7 +75,7 @@ def summarise(
         kbar, vbar, direct, top, total = summarise_tile(
             q, k, v, allowed, kbar, vbar, direct, factor, top, total, scale, PRECISION, DROPOUT
         )
-    out = (direct if DROPOUT else vbar) / tl.where(total > 0.0, total, 1.0)[:, None]
+    out = (direct if DROPOUT else vbar) * (1.0 / tl.where(total > 0.0, total, 1.0))[:, None]
     store_rows(OUT, out, i, d, o_l, live, D, BLOCK_D)
     tl.store(LSE + bh * L + first + i, log_normaliser(top, total), mask=live)
     if CAUSAL:

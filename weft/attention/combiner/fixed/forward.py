@@ -223,7 +223,7 @@ def attend(
 
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
-    store_rows(OUT, acc / total[:, None], i, d, o_l, i < end, D, BLOCK_D)
+    store_rows(OUT, acc * (1.0 / total)[:, None], i, d, o_l, i < end, D, BLOCK_D)
     # 0 for a row without keys, so that the backward gets exp2(-inf - 0) = 0 everywhere
     lse = tl.where(empty, 0.0, top + tl.log2(total))
     tl.store(LSE + bh * L + first + i, lse, mask=i < end)
