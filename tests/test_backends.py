@@ -146,14 +146,21 @@ def test_auto_uses_the_kernel_of_linformer_where_it_fits(
 
 
 @pytest.mark.parametrize(
-    ("gpu", "checked"),
-    [(dispatch.TESTED, False), (((9, 0), "3.9"), True), (((8, 9), "3.6"), True), (((7, 5), "3.6"), False)],
+    ("gpu", "changed", "checked"),
+    [
+        (dispatch.TESTED, False, False),
+        (dispatch.TESTED, True, True),
+        (((9, 0), "3.9"), False, True),
+        (((8, 9), "3.6"), False, True),
+        (((7, 5), "3.6"), False, False),
+    ],
 )
-def test_auto_checks_kernels_where_they_were_never_tested(gpu, checked, kernels_could_run, monkeypatch):
+def test_auto_checks_kernels_where_they_were_never_tested(gpu, changed, checked, kernels_could_run, monkeypatch):
     calls = []
     monkeypatch.setattr(dispatch, "_gpu", lambda index: gpu)
     monkeypatch.setattr(self_test, "passes", lambda *what: calls.append(what) or True)
     attn = weft.make_attention("linear", heads=2, head_dim=8)
+    monkeypatch.setattr(type(attn), "fused", replace(attn.fused, tested=not changed))
     q = SimpleNamespace(shape=(1, 2, 300, 8), is_cuda=True, dtype=torch.bfloat16, get_device=lambda: 0)
     assert dispatch.use_kernel(attn, q, q, q, None) == (gpu[0] >= dispatch.OLDEST)
     assert bool(calls) == checked

@@ -2,10 +2,10 @@
 
 "torch" runs the plain version, `attend`. "triton" runs the fused kernel, or raises a ValueError with the reason.
 "auto" runs the kernel on NVIDIA GPUs of compute capability 8.0 or newer from the length on where it is faster, and the
-plain version otherwise. On GPUs and with versions of Triton where the kernels were never tested, "auto" first compares
-a small call of the kernel with the plain version, once per process (`self_test.py`). A decoding step runs its kernel
-with "triton", and with "auto" on such a GPU. If there is no step kernel, or it does not support the call, both run the
-plain version.
+plain version otherwise. On GPUs and with versions of Triton where the kernels were never tested, and for kernels that
+have changed since, "auto" first compares a small call of the kernel with the plain version, once per process
+(`self_test.py`). A decoding step runs its kernel with "triton", and with "auto" on such a GPU. If there is no step
+kernel, or it does not support the call, both run the plain version.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Kernel:
     grouped: Callable[[Any], bool] = lambda attn: False  # whether it reads k and v with fewer heads than q in place
     applies: Callable[[Any], bool] = lambda attn: True  # False: no fused version for these options, use `attend`
     auto: Callable[[Any], bool] = lambda attn: True  # False: "auto" does not use it, because it was not tested on a GPU
+    tested: bool = True  # False: it has changed since it was tested on a GPU, so "auto" compares it first on every GPU
     # packed(attn, q, k, v, mask, documents): packed documents in place. Without it, or if it returns None, they are
     # gathered into rows.
     packed: Callable[..., Tensor | None] | None = None
@@ -119,7 +120,7 @@ def step_kernel(attn: Any, q: Tensor, v: Tensor, inner: Any) -> Callable[..., Te
 def _trusted(attn: Any, q: Tensor) -> bool:
     """Whether "auto" may use the kernels on this GPU."""
     index = max(0, q.get_device())
-    if _gpu(index) == TESTED:
+    if _gpu(index) == TESTED and attn.fused.tested:
         return True
     options = tuple((attn.options or {}).items())
     return _passes(index, attn.name, q.shape[3], attn.causal, attn.max_length, options, q.dtype)

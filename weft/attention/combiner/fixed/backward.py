@@ -30,7 +30,7 @@ from .forward import own_summaries, seen_tile, seen_tiles
 def span_gradients(
     Q, OUT, DOUT, TABLE, KBAR, VBAR, LOCAL, LSE, KEY, DELTA, PART_K, PART_V,
     q_b, q_h, q_l, o_b, o_h, o_l, g_b, g_h, g_l,
-    BH, H, L, n, span_tiles, chunk, chunks, threshold, scale, logit_scale,
+    BH, H, L, n, span_tiles, chunk, chunks, threshold, scale: tl.constexpr, logit_scale: tl.constexpr,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
     PACKED: tl.constexpr,
@@ -141,7 +141,7 @@ def collect(
 
 @triton.jit
 def add_pooled_query(
-    dk, dv, k, v, real, QBAR, DVBAR, local, delta, d, scale, D: tl.constexpr, PRECISION: tl.constexpr
+    dk, dv, k, v, real, QBAR, DVBAR, local, delta, d, scale: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """Add the gradients through the pooled query, one more query of the block and the only one in its tile; also
     returns its own gradient through these keys."""
@@ -162,7 +162,7 @@ def add_pooled_query(
 def key_gradients(
     Q, K, V, MASK, TABLE, DOUT, STATS, KBAR, LOCAL, LSE, DELTA, KEY, DKBAR, DVBAR, MEAN_DALPHA, DQBAR, DK, DV,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
-    BH, H, L, n, threshold, scale, logit_scale,
+    BH, H, L, n, threshold, scale: tl.constexpr, logit_scale: tl.constexpr,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     SPANS: tl.constexpr, POOL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
     DROPOUT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr,
@@ -225,7 +225,8 @@ def key_gradients(
 
 
 @triton.jit
-def add_keys(dq, q, k, v, dout, lse, delta, allowed, factor, scale, ALL: tl.constexpr, PRECISION: tl.constexpr):
+def add_keys(dq, q, k, v, dout, lse, delta, allowed, factor, scale: tl.constexpr, ALL: tl.constexpr,
+             PRECISION: tl.constexpr):  # fmt: skip
     """Add the gradients through one tile of keys. ALL: all pairs are allowed, `allowed` is not read."""
     logit = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     p = tl.exp2(logit * scale - lse[:, None])
@@ -240,7 +241,7 @@ def add_keys(dq, q, k, v, dout, lse, delta, allowed, factor, scale, ALL: tl.cons
 def query_gradients(
     Q, K, V, MASK, TABLE, DOUT, STATS, KBAR, VBAR, LOCAL, LSE, DELTA, KEY, DQBAR, DQ,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dq_b, dq_h, dq_l,
-    BH, H, L, n, threshold, scale, logit_scale,
+    BH, H, L, n, threshold, scale: tl.constexpr, logit_scale: tl.constexpr,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     PARTS: tl.constexpr, PART_ROWS: tl.constexpr,
     SPANS: tl.constexpr, POOL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
@@ -278,28 +279,38 @@ def query_gradients(
         dqbar = tl.sum(load_rows(DQBAR + at * PARTS * D, parts, d, D, parts < PARTS, D, BLOCK_D), 0)
         shares = valid_rows(MASK, i, i < end, HAS_MASK)[:, None]
         if POOL == "max":
-            shares = shares & (q.to(tl.float32) == tl.load(STATS + at * 3 * D + d, mask=d < D, other=0.0)[None, :])
+            shares = shares & (q == tl.load(STATS + at * 3 * D + d, mask=d < D, other=0.0).to(q.dtype)[None, :])
         share = tl.load(STATS + (at * 3 + 1) * D + d, mask=d < D, other=1.0)
         dq += tl.where(shares, (dqbar / share)[None, :], 0.0)
 
     word = row_words(KEY, bh, first + i, DROPOUT)
     own_tiles, tiles, spans = seen_tiles(q_first, end, mine, count, BQ, BK, SPANS, CAUSAL)
-    own_whole, span_whole = 0, 0
-    if CAUSAL and not HAS_MASK:  # first the tiles in which all pairs are allowed, as in `attend`
+    if CAUSAL and not HAS_MASK:  # as in `attend`: first the tiles in which not all pairs are allowed
+        near = tl.minimum(i, end - 1)
+        k = load_rows(K, near, d, k_l, None, D, BLOCK_D)
+        v = load_rows(V, near, d, v_l, None, D, BLOCK_D)
+        factor = kept(word[:, None], (first + i)[None, :], threshold, DROPOUT)
+        dq = add_keys(dq, q, k, v, dout, lse, delta, i[None, :] <= i[:, None], factor, scale, False, PRECISION)
         own_whole, span_whole = q_first // BK, spans // BK
+        if SPANS:
+            s = span_whole * BK + tl.arange(0, BK)
+            live = s < spans
+            kbar = load_rows(KBAR, s, d, D, live, D, BLOCK_D)
+            vbar = load_rows(VBAR, s, d, D, live, D, BLOCK_D)
+            factor = kept(word[:, None], (L + s)[None, :], threshold, DROPOUT)
+            dq = add_keys(dq, q, kbar, vbar, dout, lse, delta, live[None, :], factor, scale, False, PRECISION)
         for t in range(0, own_whole + span_whole):
             own = t < own_whole
             row = (t - tl.where(own, 0, own_whole)) * BK + tl.arange(0, BK)
-            k = load_rows(tl.where(own, K, KBAR), row, d, tl.where(own, k_l, D), None, D, BLOCK_D)
-            v = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), None, D, BLOCK_D)
+            k_all = load_rows(tl.where(own, K, KBAR), row, d, tl.where(own, k_l, D), None, D, BLOCK_D)
+            v_all = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), None, D, BLOCK_D)
+            factors = kept(word[:, None], (row + tl.where(own, first, L))[None, :], threshold, DROPOUT)
+            dq = add_keys(dq, q, k_all, v_all, dout, lse, delta, None, factors, scale, True, PRECISION)
+    else:
+        for t in range(0, tiles):
+            own, row, live, allowed = seen_tile(t, own_tiles, i, end, mine, spans, MASK, LOCAL, BK, CAUSAL, HAS_MASK)
+            k = load_rows(tl.where(own, K, KBAR), row, d, tl.where(own, k_l, D), live, D, BLOCK_D)
+            v = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), live, D, BLOCK_D)
             factor = kept(word[:, None], (row + tl.where(own, first, L))[None, :], threshold, DROPOUT)
-            dq = add_keys(dq, q, k, v, dout, lse, delta, None, factor, scale, True, PRECISION)
-    edge = own_tiles - own_whole
-    for t in range(0, tiles - own_whole - span_whole):
-        t += tl.where(t < edge, own_whole, own_whole + span_whole)
-        own, row, live, allowed = seen_tile(t, own_tiles, i, end, mine, spans, MASK, LOCAL, BK, CAUSAL, HAS_MASK)
-        k = load_rows(tl.where(own, K, KBAR), row, d, tl.where(own, k_l, D), live, D, BLOCK_D)
-        v = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), live, D, BLOCK_D)
-        factor = kept(word[:, None], (row + tl.where(own, first, L))[None, :], threshold, DROPOUT)
-        dq = add_keys(dq, q, k, v, dout, lse, delta, allowed, factor, scale, False, PRECISION)
+            dq = add_keys(dq, q, k, v, dout, lse, delta, allowed, factor, scale, False, PRECISION)
     store_rows(DQ, dq * logit_scale, i, d, dq_l, i < end, D, BLOCK_D)

@@ -3,7 +3,8 @@
 `summarise` reads q, k and v once and writes one row per block: the summary key and value, the normaliser of the local
 softmax, and for the backward STATS: the pooled query, and the number of tokens that share each entry of the pooled
 query and key. `attend` loops over the keys of the block and then over the summaries for a tile of queries,
-with the running maximum and sum of FlashAttention. Logarithms are to base 2: `scale` includes log2(e)/√D.
+with the running maximum and sum of FlashAttention. Causal and without a mask, it starts with the tiles in which not all
+pairs are allowed, so that its loop checks nothing. Logarithms are to base 2: `scale` includes log2(e)/√D.
 
 Program ids run over heads first, so concurrent programs read whole rows of (B, L, H, D) memory.
 """
@@ -46,7 +47,7 @@ def pool_result(pooled, shared, tokens, POOL: tl.constexpr):
 def summarise(
     Q, K, V, MASK, TABLE, KBAR, VBAR, LOCAL, STATS,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l,
-    BH, H, L, n, scale,
+    BH, H, L, n, scale: tl.constexpr,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
     POOL: tl.constexpr, HAS_MASK: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
     GROUP: tl.constexpr, PACKED: tl.constexpr,
@@ -150,7 +151,7 @@ def seen_tile(t, own_tiles, i, end, block, spans, MASK, LOCAL, BK: tl.constexpr,
 
 
 @triton.jit
-def add_tile(acc, top, total, q, k, v, allowed, factor, scale,
+def add_tile(acc, top, total, q, k, v, allowed, factor, scale: tl.constexpr,
              ALL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Add one tile of keys to the running softmax. ALL: all pairs are allowed, `allowed` is not read. `factor` is that
     of dropout."""
@@ -168,10 +169,41 @@ def add_tile(acc, top, total, q, k, v, allowed, factor, scale,
 
 
 @triton.jit
+def first_tiles(
+    q, K, V, KBAR, VBAR, i, near, d, k_l, v_l, spans, word, first, L, threshold, scale: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BK: tl.constexpr, SPANS: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """Start the softmax of a causal tile of queries with the keys of the same tokens and the summaries that do not fill
+    a tile, both with one maximum."""
+    far = spans // BK * BK + tl.arange(0, BK)
+    k = load_rows(K, near, d, k_l, None, D, BLOCK_D)
+    v = load_rows(V, near, d, v_l, None, D, BLOCK_D)
+    s = tl.where(i[None, :] <= i[:, None], tl.dot(q, tl.trans(k), input_precision=PRECISION), float("-inf"))
+    top = tl.max(s, 1) * scale
+    if SPANS:
+        kbar = load_rows(KBAR, far, d, D, far < spans, D, BLOCK_D)
+        vbar = load_rows(VBAR, far, d, D, far < spans, D, BLOCK_D)
+        s_far = tl.dot(q, tl.trans(kbar), input_precision=PRECISION)
+        s_far = tl.where((far < spans)[None, :], s_far, float("-inf"))
+        top = tl.maximum(top, tl.max(s_far, 1) * scale)
+    p = tl.exp2(s * scale - top[:, None])
+    total = tl.sum(p, 1)
+    factor = kept(word[:, None], (first + i)[None, :], threshold, DROPOUT)
+    acc = tl.dot((p * factor).to(v.dtype), v, input_precision=PRECISION)
+    if SPANS:
+        p_far = tl.exp2(s_far * scale - top[:, None])
+        total += tl.sum(p_far, 1)
+        factor = kept(word[:, None], (L + far)[None, :], threshold, DROPOUT)
+        acc = tl.dot((p_far * factor).to(v.dtype), vbar, acc, input_precision=PRECISION)
+    return acc, top, total
+
+
+@triton.jit
 def attend(
     Q, K, V, MASK, TABLE, KBAR, VBAR, LOCAL, KEY, OUT, LSE,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l,
-    BH, H, L, n, threshold, scale,
+    BH, H, L, n, threshold, scale: tl.constexpr,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     SPANS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
     GROUP: tl.constexpr, PACKED: tl.constexpr,
@@ -196,14 +228,16 @@ def attend(
     if q_first >= end:
         return
     i = q_first + tl.arange(0, BQ)
-    q = load_rows(Q, i, d, q_l, i < end, D, BLOCK_D)
-    acc = tl.zeros([BQ, BLOCK_D], tl.float32)
-    top = tl.full([BQ], float("-inf"), tl.float32)
-    total = tl.zeros([BQ], tl.float32)
+    near = tl.minimum(i, end - 1)  # past the end: any row
+    q = load_rows(Q, near, d, q_l, None, D, BLOCK_D)
     word = row_words(KEY, bh, first + i, DROPOUT)
     own_tiles, tiles, spans = seen_tiles(q_first, end, mine, count, BQ, BK, SPANS, CAUSAL)
-    own_whole, span_whole = 0, 0
-    if CAUSAL and not HAS_MASK:  # first the tiles in which all pairs are allowed, without checks
+    if CAUSAL and not HAS_MASK:
+        acc, top, total = first_tiles(
+            q, K, V, KBAR, VBAR, i, near, d, k_l, v_l, spans, word, first, L, threshold, scale, D, BLOCK_D,
+            BK, SPANS, PRECISION, DROPOUT,
+        )  # fmt: skip
+        tl.static_assert(BQ % BK == 0)  # so whole tiles end where the queries begin
         own_whole, span_whole = q_first // BK, spans // BK
         for t in range(0, own_whole + span_whole):
             own = t < own_whole
@@ -212,18 +246,21 @@ def attend(
             v = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), None, D, BLOCK_D)
             factor = kept(word[:, None], (row + tl.where(own, first, L))[None, :], threshold, DROPOUT)
             acc, top, total = add_tile(acc, top, total, q, k, v, None, factor, scale, True, HAS_MASK, PRECISION)
-    edge = own_tiles - own_whole
-    for t in range(0, tiles - own_whole - span_whole):
-        t += tl.where(t < edge, own_whole, own_whole + span_whole)
-        own, row, live, allowed = seen_tile(t, own_tiles, i, end, mine, spans, MASK, LOCAL, BK, CAUSAL, HAS_MASK)
-        k = load_rows(tl.where(own, K, KBAR), row, d, tl.where(own, k_l, D), live, D, BLOCK_D)
-        v = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), live, D, BLOCK_D)
-        factor = kept(word[:, None], (row + tl.where(own, first, L))[None, :], threshold, DROPOUT)
-        acc, top, total = add_tile(acc, top, total, q, k, v, allowed, factor, scale, False, HAS_MASK, PRECISION)
+    else:
+        acc = tl.zeros([BQ, BLOCK_D], tl.float32)
+        top = tl.full([BQ], float("-inf"), tl.float32)
+        total = tl.zeros([BQ], tl.float32)
+        for t in range(0, tiles):
+            own, row, live, allowed = seen_tile(t, own_tiles, i, end, mine, spans, MASK, LOCAL, BK, CAUSAL, HAS_MASK)
+            k = load_rows(tl.where(own, K, KBAR), row, d, tl.where(own, k_l, D), live, D, BLOCK_D)
+            v = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), live, D, BLOCK_D)
+            factor = kept(word[:, None], (row + tl.where(own, first, L))[None, :], threshold, DROPOUT)
+            acc, top, total = add_tile(acc, top, total, q, k, v, allowed, factor, scale, False, HAS_MASK, PRECISION)
 
-    empty = total == 0.0
-    total = tl.where(empty, 1.0, total)
+    if HAS_MASK:  # 0 for a row without keys, so that the backward gets exp2(-inf - 0) = 0 everywhere
+        empty = total == 0.0
+        total = tl.where(empty, 1.0, total)
+        top = tl.where(empty, 0.0, top)
     store_rows(OUT, acc * (1.0 / total)[:, None], i, d, o_l, i < end, D, BLOCK_D)
-    # 0 for a row without keys, so that the backward gets exp2(-inf - 0) = 0 everywhere
-    lse = tl.where(empty, 0.0, top + tl.log2(total))
+    lse = top + tl.log2(total)
     tl.store(LSE + bh * L + first + i, lse, mask=i < end)

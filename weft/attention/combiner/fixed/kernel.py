@@ -45,7 +45,7 @@ TILES: dict[tuple[str, int, int], Tiles] = {
     ("summarise", 128, 2): Tiles(128, 0, 8, 3),
     ("summarise", 64, 4): Tiles(64, 0, 4, 3),
     ("summarise", 128, 4): Tiles(64, 0, 8, 3),
-    ("attend", 64, 2): Tiles(64, 32, 4, 3),
+    ("attend", 64, 2): Tiles(64, 32, 4, 2),
     ("attend", 128, 2): Tiles(64, 32, 4, 2),
     ("attend", 64, 4): Tiles(64, 32, 4, 2),
     ("attend", 128, 4): Tiles(32, 32, 4, 1),
@@ -57,7 +57,7 @@ TILES: dict[tuple[str, int, int], Tiles] = {
     ("key gradients", 128, 2): Tiles(64, 64, 8, 2),
     ("key gradients", 64, 4): Tiles(32, 32, 4, 1),
     ("key gradients", 128, 4): Tiles(32, 32, 4, 1),
-    ("query gradients", 64, 2): Tiles(64, 32, 4, 3),
+    ("query gradients", 64, 2): Tiles(64, 32, 4, 2),
     ("query gradients", 128, 2): Tiles(64, 32, 4, 2),
     ("query gradients", 64, 4): Tiles(32, 32, 4, 2),
     ("query gradients", 128, 4): Tiles(32, 32, 4, 1),
@@ -94,8 +94,8 @@ def _forward(q, k, v, mask, table, key, block_size, pool, causal, keep, threshol
         t = tiles("summarise", block_size, q)
         launch(
             summarise, (n * BH,),
-            q, k, v, flags, table, kbar, vbar, local, stats, *strides(q), *strides(k), *strides(v), BH, H, L, n, scale,
-            m=block_size, D=D, BLOCK_D=width, ROWS=t.queries, POOL=pool, HAS_MASK=has_mask, KEEP=keep,
+            q, k, v, flags, table, kbar, vbar, local, stats, *strides(q), *strides(k), *strides(v), BH, H, L, n,
+            scale=scale, m=block_size, D=D, BLOCK_D=width, ROWS=t.queries, POOL=pool, HAS_MASK=has_mask, KEEP=keep,
             PRECISION=precision(q), GROUP=H // k.shape[1], PACKED=packed, **t.launch(),
         )  # fmt: skip
     t = tiles("attend", block_size, q)
@@ -103,7 +103,7 @@ def _forward(q, k, v, mask, table, key, block_size, pool, causal, keep, threshol
         attend, (n * ceil_div(block_size, t.queries) * BH,),
         q, k, v, flags, table, kbar, vbar, local, q if key is None else key, out, lse,
         *strides(q), *strides(k), *strides(v), *strides(out),
-        BH, H, L, n, threshold, scale, m=block_size, D=D, BLOCK_D=width, BQ=t.queries, BK=t.keys, SPANS=n > 1,
+        BH, H, L, n, threshold, scale=scale, m=block_size, D=D, BLOCK_D=width, BQ=t.queries, BK=t.keys, SPANS=n > 1,
         CAUSAL=causal, HAS_MASK=has_mask, PRECISION=precision(q), DROPOUT=key is not None,
         GROUP=H // k.shape[1], PACKED=packed, **t.launch(),
     )  # fmt: skip
@@ -169,7 +169,7 @@ def _backward(dout, q, k, v, mask, table, key, out, block, block_size, pool, cau
             span_gradients, (span_tiles * (n if packed else chunks) * BH,),
             q, out, dout, table, kbar, vbar, local, lse, key, delta, part_k, part_v,
             *strides(q), *strides(out), *strides(dout),
-            BH, H, L, n, span_tiles, chunk, chunks, threshold, scale, logit_scale,
+            BH, H, L, n, span_tiles, chunk, chunks, threshold, scale=scale, logit_scale=logit_scale,
             BQ=t.queries, BS=t.keys, **options, PACKED=packed, **t.launch(),
         )  # fmt: skip
         dkbar, dvbar = part_k.new_empty(BH, n, D), part_k.new_empty(BH, n, D)
@@ -191,16 +191,15 @@ def _backward(dout, q, k, v, mask, table, key, out, block, block_size, pool, cau
         q, k, v, flags, table, dout, stats, kbar, local, lse, delta, key, dkbar, dvbar, mean_dalpha, dqbar,
         by_head_k, by_head_v,
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(by_head_k), *strides(by_head_v),
-        BH, H, L, n, threshold, scale, logit_scale, BQ=t.queries, BK=t.keys, SPANS=n > 1, POOL=pool, GROUP=group,
-        PACKED=packed,
-        **options, **t.launch(),
+        BH, H, L, n, threshold, scale=scale, logit_scale=logit_scale, BQ=t.queries, BK=t.keys, SPANS=n > 1, POOL=pool,
+        GROUP=group, PACKED=packed, **options, **t.launch(),
     )  # fmt: skip
     t = by_queries
     launch(
         query_gradients, (n * ceil_div(block_size, t.queries) * BH,),
         q, k, v, flags, table, dout, stats, kbar, vbar, local, lse, delta, key, dqbar, dq,
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq),
-        BH, H, L, n, threshold, scale, logit_scale, BQ=t.queries, BK=t.keys, PARTS=key_tiles,
+        BH, H, L, n, threshold, scale=scale, logit_scale=logit_scale, BQ=t.queries, BK=t.keys, PARTS=key_tiles,
         PART_ROWS=next_power_of_two(key_tiles), SPANS=n > 1, POOL=pool, GROUP=group, PACKED=packed,
         **options, **t.launch(),
     )  # fmt: skip
