@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import weft
 from weft.cli import app
 from weft.lab.bench import cost, generation, latency, scaling, throughput
-from weft.lab.bench.report import Report, Table
+from weft.lab.bench.report import Line, Report, Table
 from weft.lab.bench.timing import How, Timing, peak_memory, take_turns
 from weft.models.presets import STUDY_ATTENTIONS
 from weft.tasks import pathfinder
@@ -229,6 +229,13 @@ def test_cost_compares_schedules_with_the_dense_model(tmp_path):
     dense, sampled = rows[4:]
     assert dense["ratio"] == dense["memory_ratio"] == 1
     assert sampled["ratio"] == pytest.approx(sampled["ms"] / dense["ms"])
+
+
+def test_the_share_of_pairs_of_compiled_attention():
+    """Compiled attention does not store its sample."""
+    how = How(device="cpu", repeats=1, budget=0.1, compile=True, memory=False)
+    cost.measure_attention(how, report := Report("cost", how, {}), Line(4), length=32, windows=4, heads=1, head_dim=4)
+    assert all(row["sampled"]["ms"] > 0 and 0.25 <= row["share"] < 0.5 for row in report.records)
 
 
 class Patches(nn.Module):
