@@ -238,6 +238,16 @@ def test_the_share_of_pairs_of_compiled_attention():
     assert all(row["sampled"]["ms"] > 0 and 0.25 <= row["share"] < 0.5 for row in report.records)
 
 
+@pytest.mark.parametrize("precision, size", [("32-true", 4), ("bf16-true", 2)])
+def test_all_memory_has_the_weights_and_moments(precision, size, monkeypatch):
+    monkeypatch.setattr(cost, "take_turns", lambda calls, how: {name: Timing([1.0], memory=0) for name in calls})
+    shape = cost.Shape(layers=1, dim=8, heads=2, mlp_dim=16, length=8, batch=1)
+    how = How(precision=precision)
+    cost.measure_steps(how, report := Report("cost", how, {}), Line(1), shape=shape, schedules=["S0"])
+    net = weft.models.LanguageModel(256, max_length=8, dim=8, heads=2, head_dim=4, layers=1, mlp_dim=16)
+    assert report.records[0]["peak_mib"] * 2**20 == 3 * size * sum(p.numel() for p in net.parameters())
+
+
 class Patches(nn.Module):
     """16 tokens of an image."""
 

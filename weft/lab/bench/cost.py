@@ -34,7 +34,6 @@ KINDS = {
     "causal, ALiBi": (True, True),
 }
 SHARES = 3  # number of draws to count pairs for
-ADAM_BYTES = 12  # per parameter: the weight and Adam's two moments
 # Table 7, the dense baseline (S0): GB per GPU and milliseconds per step.
 TABLE_7 = {"WikiText-103": (21.3, 492), "Enwik8": (30.5, 628), "CIFAR-10": (29.1, 1059), "ImageNet-1k": (4.0, 146)}
 
@@ -146,7 +145,8 @@ def training_step(shape: Shape, schedule: str, how: How) -> Call:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    call.parameters = sum(p.numel() for p in net.parameters())  # type: ignore[attr-defined]
+    # The weights and Adam's two moments, which have the same dtype.
+    call.held = 3 * sum(p.numel() * p.element_size() for p in net.parameters())  # type: ignore[attr-defined]
     return call
 
 
@@ -160,7 +160,7 @@ def measure_steps(how: How, report: Report, line: Line, *, shape: Shape, schedul
             calls[schedule] = training_step(shape, schedule, how)
         except torch.OutOfMemoryError as error:
             trouble[schedule] = reason(error)
-    held = {name: call.parameters * ADAM_BYTES / 2**20 for name, call in calls.items()}  # type: ignore[attr-defined]
+    held = {name: call.held / 2**20 for name, call in calls.items()}  # type: ignore[attr-defined]
     found = take_turns(calls, how)
     calls.clear()
     forget(how)
