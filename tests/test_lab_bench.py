@@ -173,6 +173,11 @@ def test_scaling_continues_without_failing_mechanisms(tmp_path):
     assert "combiner-fixed / sparse" in found.output
 
 
+def test_the_backward_of_a_mechanism_that_does_not_read_the_keys():
+    qkv = [torch.randn(1, 1, 32, 4).requires_grad_() for _ in range(3)]
+    scaling.attend("reformer", qkv, causal=False, backward=True, how=QUICK)()
+
+
 def test_a_mechanism_over_the_limit_is_skipped_at_longer_lengths():
     report = Report("scaling", QUICK, {})
     scaling.measure(["full", "linear"], [8, 16], QUICK, report, batch=1, heads=1, head_dim=2, limit=0.0)
