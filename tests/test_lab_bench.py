@@ -178,6 +178,16 @@ def test_the_backward_of_a_mechanism_that_does_not_read_the_keys():
     scaling.attend("reformer", qkv, causal=False, backward=True, how=QUICK)()
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_forward_and_backward_pass_is_that_of_training(backward, monkeypatch):
+    """Subsampled attention is full attention in eval()."""
+    made: list[nn.Module] = []
+    monkeypatch.setattr(How, "place", lambda how, attn: made.append(attn) or attn)
+    qkv = [torch.randn(1, 1, 32, 4).requires_grad_() for _ in range(3)]
+    scaling.attend("subsampled", qkv, causal=True, backward=backward, how=QUICK)()
+    assert (made[0].last_indices is not None) == backward
+
+
 def test_a_mechanism_over_the_limit_is_skipped_at_longer_lengths():
     report = Report("scaling", QUICK, {})
     scaling.measure(["full", "linear"], [8, 16], QUICK, report, batch=1, heads=1, head_dim=2, limit=0.0)

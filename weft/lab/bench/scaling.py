@@ -40,10 +40,10 @@ CLAIMS = (  # a, b, and the paper's claim about cost(a) / cost(b)
 
 
 def attend(name: str, qkv: Sequence[torch.Tensor], causal: bool, backward: bool, how: How) -> Call:
-    """One call of the mechanism, with the gradients of q, k and v if `backward`."""
+    """One call of the mechanism; if `backward`, in training, with the gradients of q, k and v."""
     _, H, L, D = qkv[0].shape
     with torch.device(how.device):
-        attn = how.place(make_attention(name, heads=H, head_dim=D, causal=causal, max_length=L).eval())
+        attn = how.place(make_attention(name, heads=H, head_dim=D, causal=causal, max_length=L).train(backward))
 
     gradient = torch.randn_like(qkv[0])  # a sum would give strides of 0, which some kernels do not support
 
