@@ -372,6 +372,16 @@ def test_advice_recommends_nothing_slower_than_full_attention():
     assert advice.recommended == ["linear"]
 
 
+@pytest.mark.parametrize(
+    "name, how", [("linear", "without a softmax"), ("performer", "without a softmax"), ("linformer", "projected keys")]
+)
+def test_advice_says_how_the_fastest_sees_all_tokens(name, how):
+    from weft.lab.bench.advise import Advice, Row, _recommend
+
+    _recommend(advice := Advice([Row(name, 10), Row("full", 20)]), 1024, causal=False)
+    assert advice.recommended == [name] and how in advice.reasons[0]
+
+
 def test_advice_says_why_a_mechanism_that_you_name_cannot_run():
     import weft
 

@@ -175,7 +175,8 @@ def _recommend(advice: Advice, length: int, causal: bool) -> None:
     if combiner is not None:
         add(combiner, f"{combiner.name}: keeps the softmax over all tokens, in {times(combiner)}")
     if fastest is not None and fastest is not combiner and (combiner is None or fastest.ms * CLOSE < combiner.ms):
-        add(fastest, f"{fastest.name}: the fastest that sees all tokens, without a softmax, in {times(fastest)}")
+        how = "through projected keys" if fastest.name == "linformer" else "without a softmax"
+        add(fastest, f"{fastest.name}: the fastest that sees all tokens, {how}, in {times(fastest)}")
     window = next((row for row in good if row.name == "longformer" and row.name in faster), None)
     if window is not None:
         add(window, f"longformer: changes a pretrained model least, a window of nearby tokens, in {times(window)}")
