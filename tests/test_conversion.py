@@ -191,6 +191,26 @@ def test_rows_and_batches(tmp_path):
     torch.testing.assert_close(list(reports[0].errors.values()), list(reports[1].errors.values()), atol=1e-3, rtol=1e-2)
 
 
+def test_the_validation_loss_is_the_mean_over_tokens():
+    """The last batch of rows is smaller, and batches may have padding or other lengths."""
+    model, rows = trained(llama()).eval(), stream()[: 180 * 20].view(180, 20).clone()
+    rows[-1] = torch.randint(3, 40, (20,), generator=torch.Generator().manual_seed(1))
+    last, mask = rows[-9:], torch.ones(9, 20, dtype=torch.long)
+    mask[:8, 3:] = 0
+    padded = [{"input_ids": last[part], "attention_mask": mask[part]} for part in (slice(8), slice(8, 9))]
+    short = [last[:8, :5], last[8:]]
+    losses, targets = [language_model_loss(model, {"input_ids": ids}) for ids in short], (8 * 4, 19)
+    expected = [
+        (None, language_model_loss(model, {"input_ids": last})),
+        (padded, language_model_loss(model, {"input_ids": last, "attention_mask": mask})),
+        (short, sum(n * loss for n, loss in zip(targets, losses, strict=True)) / sum(targets)),
+    ]
+    settings = {"steps": 0, "validation_batches": 2, "batch_size": 8, "progress": False, "precision": "32-true"}
+    for validation, loss in expected:
+        report = weft.convert(copy.deepcopy(model), "linear", rows, validation=validation, **settings)
+        assert report.losses["before"] == pytest.approx(loss.item(), rel=1e-4)
+
+
 def test_a_batch_that_does_not_fit_is_split():
     """A pass of more than two rows runs out of memory; the result is that of whole batches."""
     rows = stream()[: 20 * 24].view(20, 24)

@@ -20,6 +20,7 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from ..say import say
 from ..state import collect, restore, restore_model
 from .batches import Batch, Source, count_tokens, cropped, moved, sources
 from .lora import Adapters
-from .parts import Once, Parts
+from .parts import Once, Parts, shares
 from .report import Conversion
 from .transfer import Transfer, originals, teacher_of
 
@@ -339,7 +340,7 @@ class _Job:
             return self._loss(batch) * share
 
         losses = [float(self.parts.sum(self.model, moved(batch, self.device), once)) for batch in self.held]
-        self.report.losses[stage] = sum(losses) / len(losses)
+        self.report.losses[stage] = sum(map(mul, losses, shares(self.held)))
         if self.checkpoints is not None:
             self.report.save(self.checkpoints.folder / "report.json")
 

@@ -7,7 +7,7 @@ The gradients are those of the whole batch. The number of parts doubles after a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,15 +57,21 @@ def split(batch: Batch, parts: int) -> list[tuple[Batch, float]]:
         return [(batch, 1.0)]
     rows = count_rows(batch)
     size = -(-rows // parts)
-    found = []
-    for at in range(0, rows, size):
-        part = {
+    found = [
+        {
             key: value[at : at + size] if isinstance(value, Tensor) and value.shape[:1] == (rows,) else value
             for key, value in batch.items()
         }
-        found.append((part, _weight(part)))
-    total = sum(weight for _, weight in found)
-    return [(part, weight / total if total else 1 / len(found)) for part, weight in found]
+        for at in range(0, rows, size)
+    ]
+    return list(zip(found, shares(found), strict=True))
+
+
+def shares(batches: Sequence[Batch]) -> list[float]:
+    """The part that each batch has of the tokens that count in the loss."""
+    weights = [_weight(batch) for batch in batches]
+    total = sum(weights)
+    return [weight / total if total else 1 / len(weights) for weight in weights]
 
 
 def _weight(batch: Batch) -> int:
@@ -73,4 +79,4 @@ def _weight(batch: Batch) -> int:
         return int((batch["labels"] != -100).sum())
     if batch.get("attention_mask") is not None and batch["attention_mask"].dim() == 2:
         return int(batch["attention_mask"][:, 1:].sum())
-    return count_rows(batch)
+    return batch["input_ids"][:, 1:].numel() if "input_ids" in batch else count_rows(batch)
