@@ -211,6 +211,15 @@ def test_the_validation_loss_is_the_mean_over_tokens():
         assert report.losses["before"] == pytest.approx(loss.item(), rel=1e-4)
 
 
+@pytest.mark.parametrize("build", [llama, language_model])
+def test_new_mechanisms_have_the_mode_of_the_model(build):
+    """A model in train() goes on sampling without another call of train()."""
+    model = build().train()
+    norm = (model.model if build is llama else model).norm.eval()
+    weft.convert(model, "subsampled", stream(), steps=1, length=32, **QUIET)
+    assert [module for module in model.modules() if not module.training] == [norm]
+
+
 def test_a_batch_that_does_not_fit_is_split():
     """A pass of more than two rows runs out of memory; the result is that of whole batches."""
     rows = stream()[: 20 * 24].view(20, 24)

@@ -128,8 +128,7 @@ def convert(
         with torch.random.fork_rng(devices=devices):
             report = job.run(where, options)
     finally:
-        for module, mode in modes.items():
-            module.training = mode
+        _set_modes(model, model, modes)
         if handle is not None:
             os.close(handle)
     if folder is not None:
@@ -412,6 +411,13 @@ def _schedule(step: int, steps: int) -> float:
     if step <= warmup:
         return step / warmup
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+def _set_modes(module: nn.Module, parent: nn.Module, modes: dict[nn.Module, bool]) -> None:
+    """Set train() or eval() as in `modes`; modules that are not there, such as new mechanisms, follow their parent."""
+    module.training = modes.get(module, parent.training)
+    for child in module.children():
+        _set_modes(child, module, modes)
 
 
 def _checksum(model: nn.Module) -> int:
