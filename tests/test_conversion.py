@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import weft
+from weft.attention.routing import Clusters
 from weft.lab.checkpoint import Checkpoints
 from weft.lab.conversion.convert import cross_entropy, language_model_loss
 from weft.lab.conversion.transfer import Transfer, originals, teacher_of
@@ -209,6 +210,22 @@ def test_the_validation_loss_is_the_mean_over_tokens():
     for validation, loss in expected:
         report = weft.convert(copy.deepcopy(model), "linear", rows, validation=validation, **settings)
         assert report.losses["before"] == pytest.approx(loss.item(), rel=1e-4)
+
+
+def test_speed_and_memory_are_those_of_training():
+    """With sampled sources and recomputed blocks, but without a change of centroids."""
+
+    def memory(model, to="subsampled", **options):
+        return weft.convert(model, to, stream(), steps=0, length=64, **options, **QUIET).memory
+
+    plain, recomputed = llama(), llama()
+    recomputed.gradient_checkpointing_enable()
+    dense = memory(plain, windows=16)
+    assert dense["before"] != pytest.approx(dense["after"], rel=0.02)
+    assert memory(recomputed)["before"] < 0.9 * dense["before"]
+    memory(model := language_model(), "routing", clusters=2)
+    centroids = [module for module in model.modules() if isinstance(module, Clusters)]
+    assert centroids and not any(module.count.any() for module in centroids)
 
 
 @pytest.mark.parametrize("build", [llama, language_model])

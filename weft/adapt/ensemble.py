@@ -166,23 +166,27 @@ class _Moments:
 
 @contextmanager
 def _stochastic(model: nn.Module, dropout: bool) -> Iterator[None]:
-    """Turn sampling on, with the rest in eval(), or with `dropout` in train() except what training would update;
-    restore afterwards."""
+    """Turn sampling on, with the rest in eval(), or with `dropout` in train(); restore afterwards."""
     modes = {m: m.training for m in model.modules()}
     sampling = {m: m.sampling for m in modes if isinstance(m, Subsampling)}
     try:
-        model.train(dropout)
-        for module in modes:
-            if isinstance(module, nn.modules.batchnorm._BatchNorm | RecurrentCache | Clusters):
-                module.eval()
-        for module in sampling:
-            module.sampling = True
+        train_unchanged(model, dropout)
+        for sampled in sampling:
+            sampled.sampling = True
         yield
     finally:
         for module, training in modes.items():
             module.training = training
-        for module, value in sampling.items():
-            module.sampling = value
+        for sampled, value in sampling.items():
+            sampled.sampling = value
+
+
+def train_unchanged(model: nn.Module, mode: bool = True) -> None:
+    """model.train(mode), except for what a pass in training would update."""
+    model.train(mode)
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm | RecurrentCache | Clusters):
+            module.eval()
 
 
 def _logits(answer: Any) -> Tensor:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ...adapt.core import learns
+from ...adapt.ensemble import train_unchanged
 from ...adapt.surgery import Where, swap
 from ...attention import Attention, attention_info
 from .. import lock
@@ -354,9 +355,9 @@ class _Job:
         return dict(zip(transfer.errors, found.tolist(), strict=True))
 
     def _measure(self, when: str) -> None:
-        """Speed and peak memory of a forward and backward pass."""
+        """Speed and peak memory of a forward and backward pass in training."""
         batch = moved(self.held[0], self.device)
-        self.model.eval()  # train() would change centroids and caches
+        train_unchanged(self.model)
 
         def once(part: Batch, share: float) -> Tensor:
             found = self._loss(part) * share
@@ -369,6 +370,7 @@ class _Job:
 
         timing = take_turns({"": call}, replace(self.how, precision="32-true"))[""]  # `_loss` has its own
         self.model.zero_grad()
+        self.model.eval()
         if timing.error:
             self._say(f"speed {when} was not measured: {timing.error}")
             return
