@@ -371,6 +371,14 @@ def test_swin_samples_the_last_layers_of_its_first_stages():
     assert 28.2e6 < sum(p.numel() for p in whole.parameters()) < 28.6e6
 
 
+def test_swin_trains_as_swin_does():
+    """300 epochs, 20 of them for the warm-up, and a cosine to a hundredth."""
+    for cell in sweep_of(ROOT / "subsampled/swin.py").cells:
+        config = cell.config
+        assert config.warmup / config.steps == pytest.approx(20 / 300, rel=1e-4) and config.steps == 372_412
+        assert (config.learning_rate, config.final_learning_rate, config.schedule) == (1e-3, 1e-5, "cosine")
+
+
 def test_streams_resume_at_their_position():
     rows = in_streams(np.arange(100), streams=3, length=8)
     assert rows.shape == (12, 9)
