@@ -371,6 +371,14 @@ def test_swin_samples_the_last_layers_of_its_first_stages():
     assert 28.2e6 < sum(p.numel() for p in whole.parameters()) < 28.6e6
 
 
+def test_swin_starts_with_the_weights_of_swin():
+    torch.manual_seed(0)
+    model = module("subsampled/swin").Swin(64, 10, sampled=10, biased=True)
+    linear = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+    assert all(layer.weight.std().item() == pytest.approx(0.02, rel=0.05) for layer in linear)
+    assert not any(layer.bias.any() for layer in linear if layer.bias is not None)
+
+
 def test_swin_trains_as_swin_does():
     """300 epochs, 20 of them for the warm-up, and a cosine to a hundredth."""
     for cell in sweep_of(ROOT / "subsampled/swin.py").cells:

@@ -78,6 +78,11 @@ class Swin(nn.Module):
             if stage < 3:
                 self.merge.append(nn.Sequential(nn.LayerNorm(4 * width), nn.Linear(4 * width, 2 * width, bias=False)))
         self.norm, self.head = nn.LayerNorm(8 * dim), nn.Linear(8 * dim, classes)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.norm_in(self.embed(images).permute(0, 2, 3, 1))
