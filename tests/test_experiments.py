@@ -371,6 +371,12 @@ def test_swin_samples_the_last_layers_of_its_first_stages():
     assert 28.2e6 < sum(p.numel() for p in whole.parameters()) < 28.6e6
 
 
+def test_the_dense_finish_begins_at_the_step_of_the_authors():
+    for name, first in (("wikitext103", 52_500), ("enwik8", 7200)):
+        configs = [cell.config for cell in sweep_of(ROOT / f"subsampled/{name}.py").cells]
+        assert {c.steps * c.finetune_dense_at for c in configs} == {0, first}
+
+
 def test_swin_starts_with_the_weights_of_swin():
     torch.manual_seed(0)
     model = module("subsampled/swin").Swin(64, 10, sampled=10, biased=True)
