@@ -109,6 +109,21 @@ def test_the_teacher_is_the_original_layer(name):
     assert set(transfer.errors) == set(layers)
 
 
+@pytest.mark.parametrize("name", TEACHERS[:1] + TEACHERS[3:5])
+def test_the_teacher_of_a_swapped_layer_has_its_mechanism(name):
+    pytest.importorskip("transformers")
+    import zoo
+
+    model, inputs = zoo.build(name, "eager"), {"input_ids": zoo.tokens()}
+    weft.swap(model, "longformer", window=2, probe=False)
+    expected, copies = zoo.outputs(model, inputs), originals(model, None)
+    report = weft.swap(model, "linear", probe=False)
+    layers = dict(zip(report.replaced, report.layers, strict=True))
+    transfer = Transfer(layers, {path: teacher_of(layer, copies[layer]) for path, layer in layers.items()})
+    with transfer.on(None, learn=False):
+        torch.testing.assert_close(zoo.outputs(model, inputs), expected)
+
+
 @pytest.mark.parametrize("kind", ["torch", "timm"])
 def test_teachers_in_other_libraries(kind):
     if kind == "timm":

@@ -38,9 +38,10 @@ def teacher_of(module: nn.Module, original: nn.Module) -> nn.Module:
     """A layer that computes what the original did, from the inputs that the swapped model passes.
 
     A swapped transformers model passes masks that only weft can read, so the teacher runs weft's full attention, with
-    the windows, biases and caps of the layer.
+    the windows, biases and caps of the layer; or the mechanism of a layer that was swapped before.
     """
-    if module.__dict__.get("_weft") is None:
+    before = original.__dict__.get("_weft")
+    if module.__dict__.get("_weft") is None or (before is not None and before.choice is not None):
         return original
     from ...adapt.huggingface import FULL
     from ...adapt.past import LayerState
