@@ -340,6 +340,11 @@ def test_the_command(tmp_path):
     assert "2 layers replaced" in done.output and (tmp_path / "out" / "conversion.json").exists()
     model = weft.huggingface.load(tmp_path / "out")
     assert weft.describe(model)["swapped"]["model.layers.0.self_attn"]["block_size"] == 8
+    again = ["convert", tmp_path / "out", "--to", "full", "--bytes", *command[6:9], tmp_path / "again", *command[10:]]
+    done = CliRunner().invoke(app, [str(each) for each in again])
+    assert done.exit_code == 0, done.output
+    first, second = (json.loads((tmp_path / name / "conversion.json").read_text()) for name in ("out", "again"))
+    assert second["losses"]["before"] == pytest.approx(first["losses"]["after fine-tuning"])
 
 
 def test_bad_input(tmp_path):

@@ -44,12 +44,15 @@ def convert(
 
     options, place = dict(_option(text) for text in option), chosen(device)
     try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise ImportError("weft convert needs transformers: pip install 'weft[huggingface]'") from error
+    from ..adapt.huggingface import load
+
     content = data.read_bytes()
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(model)
+        swapped = "weft" in vars(AutoConfig.from_pretrained(model))
+        loaded = load(model) if swapped else AutoModelForCausalLM.from_pretrained(model)
     except OSError as error:
         problem = str(error).splitlines()[0]
         raise ValueError(f"{model} is neither a folder of save_pretrained nor a model of the hub: {problem}") from error
