@@ -155,7 +155,11 @@ def add_pooled_query(
     dalpha = tl.dot(v, tl.trans(dvbar), input_precision=PRECISION)
     ds = (alpha * (dalpha - delta)).to(k.dtype)
     dk = tl.dot(ds, qbar, dk, input_precision=PRECISION)
-    return dk, dv, tl.sum(tl.dot(tl.trans(k), ds, input_precision=PRECISION), 1)
+    if k.shape[1] <= 64:
+        dqbar = tl.sum(tl.dot(tl.trans(k), ds, input_precision=PRECISION), 1)
+    else:  # fewer registers
+        dqbar = tl.sum(tl.dot(tl.trans(ds), k, input_precision=PRECISION), 0)
+    return dk, dv, dqbar
 
 
 @triton.jit
@@ -238,6 +242,27 @@ def add_keys(dq, q, k, v, dout, lse, delta, allowed, factor, scale: tl.constexpr
 
 
 @triton.jit
+def add_first_tiles(
+    dq, q, K, V, KBAR, VBAR, dout, lse, delta, i, end, d, k_l, v_l, spans, word, first, L, threshold,
+    scale: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BK: tl.constexpr, SPANS: tl.constexpr,
+    PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """Add the gradients through the tiles with which `attend` starts."""
+    near = tl.minimum(i, end - 1)  # past the end: any row
+    k = load_rows(K, near, d, k_l, None, D, BLOCK_D)
+    v = load_rows(V, near, d, v_l, None, D, BLOCK_D)
+    factor = kept(word[:, None], (first + i)[None, :], threshold, DROPOUT)
+    dq = add_keys(dq, q, k, v, dout, lse, delta, i[None, :] <= i[:, None], factor, scale, False, PRECISION)
+    if SPANS:
+        far = spans // BK * BK + tl.arange(0, BK)
+        kbar = load_rows(KBAR, far, d, D, far < spans, D, BLOCK_D)
+        vbar = load_rows(VBAR, far, d, D, far < spans, D, BLOCK_D)
+        factor = kept(word[:, None], (L + far)[None, :], threshold, DROPOUT)
+        dq = add_keys(dq, q, kbar, vbar, dout, lse, delta, (far < spans)[None, :], factor, scale, False, PRECISION)
+    return dq
+
+
+@triton.jit
 def query_gradients(
     Q, K, V, MASK, TABLE, DOUT, STATS, KBAR, VBAR, LOCAL, LSE, DELTA, KEY, DQBAR, DQ,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dq_b, dq_h, dq_l,
@@ -248,6 +273,7 @@ def query_gradients(
     DROPOUT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (m + BQ - 1) // BQ
+    CHECK_FIRST: tl.constexpr = CAUSAL and not HAS_MASK and BLOCK_D <= 64  # as in `attend`
     bh = tl.program_id(0) % BH
     tile = n * TILES - 1 - tl.program_id(0) // BH
     block = tile // TILES
@@ -285,29 +311,25 @@ def query_gradients(
 
     word = row_words(KEY, bh, first + i, DROPOUT)
     own_tiles, tiles, spans = seen_tiles(q_first, end, mine, count, BQ, BK, SPANS, CAUSAL)
-    if CAUSAL and not HAS_MASK:  # as in `attend`: first the tiles in which not all pairs are allowed
-        near = tl.minimum(i, end - 1)
-        k = load_rows(K, near, d, k_l, None, D, BLOCK_D)
-        v = load_rows(V, near, d, v_l, None, D, BLOCK_D)
-        factor = kept(word[:, None], (first + i)[None, :], threshold, DROPOUT)
-        dq = add_keys(dq, q, k, v, dout, lse, delta, i[None, :] <= i[:, None], factor, scale, False, PRECISION)
+    own_whole, span_whole = 0, 0
+    if CHECK_FIRST:
+        dq = add_first_tiles(
+            dq, q, K, V, KBAR, VBAR, dout, lse, delta, i, end, d, k_l, v_l, spans, word, first, L, threshold, scale,
+            D, BLOCK_D, BK, SPANS, PRECISION, DROPOUT,
+        )  # fmt: skip
+    if CAUSAL and not HAS_MASK:
         own_whole, span_whole = q_first // BK, spans // BK
-        if SPANS:
-            s = span_whole * BK + tl.arange(0, BK)
-            live = s < spans
-            kbar = load_rows(KBAR, s, d, D, live, D, BLOCK_D)
-            vbar = load_rows(VBAR, s, d, D, live, D, BLOCK_D)
-            factor = kept(word[:, None], (L + s)[None, :], threshold, DROPOUT)
-            dq = add_keys(dq, q, kbar, vbar, dout, lse, delta, live[None, :], factor, scale, False, PRECISION)
         for t in range(0, own_whole + span_whole):
             own = t < own_whole
             row = (t - tl.where(own, 0, own_whole)) * BK + tl.arange(0, BK)
-            k_all = load_rows(tl.where(own, K, KBAR), row, d, tl.where(own, k_l, D), None, D, BLOCK_D)
-            v_all = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), None, D, BLOCK_D)
-            factors = kept(word[:, None], (row + tl.where(own, first, L))[None, :], threshold, DROPOUT)
-            dq = add_keys(dq, q, k_all, v_all, dout, lse, delta, None, factors, scale, True, PRECISION)
-    else:
-        for t in range(0, tiles):
+            k = load_rows(tl.where(own, K, KBAR), row, d, tl.where(own, k_l, D), None, D, BLOCK_D)
+            v = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), None, D, BLOCK_D)
+            factor = kept(word[:, None], (row + tl.where(own, first, L))[None, :], threshold, DROPOUT)
+            dq = add_keys(dq, q, k, v, dout, lse, delta, None, factor, scale, True, PRECISION)
+    if not CHECK_FIRST:
+        edge = own_tiles - own_whole
+        for t in range(0, tiles - own_whole - span_whole):
+            t += tl.where(t < edge, own_whole, own_whole + span_whole)
             own, row, live, allowed = seen_tile(t, own_tiles, i, end, mine, spans, MASK, LOCAL, BK, CAUSAL, HAS_MASK)
             k = load_rows(tl.where(own, K, KBAR), row, d, tl.where(own, k_l, D), live, D, BLOCK_D)
             v = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), live, D, BLOCK_D)

@@ -2,9 +2,10 @@
 
 `summarise` reads q, k and v once and writes one row per block: the summary key and value, the normaliser of the local
 softmax, and for the backward STATS: the pooled query, and the number of tokens that share each entry of the pooled
-query and key. `attend` loops over the keys of the block and then over the summaries for a tile of queries,
-with the running maximum and sum of FlashAttention. Causal and without a mask, it starts with the tiles in which not all
-pairs are allowed, so that its loop checks nothing. Logarithms are to base 2: `scale` includes log2(e)/√D.
+query and key. `attend` loops over the keys of the block and then over the summaries for a tile of queries, with the
+running maximum and sum of FlashAttention. CHECK_FIRST (causal, no mask, heads up to 64; wider ones need too many
+registers): it starts with the tiles in which not all pairs are allowed, in one step, so that its loop checks nothing.
+Logarithms are to base 2: `scale` includes log2(e)/√D.
 
 Program ids run over heads first, so concurrent programs read whole rows of (B, L, H, D) memory.
 """
@@ -209,6 +210,7 @@ def attend(
     GROUP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (m + BQ - 1) // BQ  # tiles of queries in a block
+    CHECK_FIRST: tl.constexpr = CAUSAL and not HAS_MASK and BLOCK_D <= 64
     bh = tl.program_id(0) % BH
     tile = n * TILES - 1 - tl.program_id(0) // BH  # the last blocks have the most summaries: start them first
     block = tile // TILES
@@ -232,12 +234,18 @@ def attend(
     q = load_rows(Q, near, d, q_l, None, D, BLOCK_D)
     word = row_words(KEY, bh, first + i, DROPOUT)
     own_tiles, tiles, spans = seen_tiles(q_first, end, mine, count, BQ, BK, SPANS, CAUSAL)
-    if CAUSAL and not HAS_MASK:
+    own_whole, span_whole = 0, 0
+    if CHECK_FIRST:
         acc, top, total = first_tiles(
             q, K, V, KBAR, VBAR, i, near, d, k_l, v_l, spans, word, first, L, threshold, scale, D, BLOCK_D,
             BK, SPANS, PRECISION, DROPOUT,
         )  # fmt: skip
-        tl.static_assert(BQ % BK == 0)  # so whole tiles end where the queries begin
+    else:
+        acc = tl.zeros([BQ, BLOCK_D], tl.float32)
+        top = tl.full([BQ], float("-inf"), tl.float32)
+        total = tl.zeros([BQ], tl.float32)
+    if CAUSAL and not HAS_MASK:  # tiles in which all pairs are allowed
+        tl.static_assert(BQ % BK == 0)
         own_whole, span_whole = q_first // BK, spans // BK
         for t in range(0, own_whole + span_whole):
             own = t < own_whole
@@ -246,11 +254,10 @@ def attend(
             v = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), None, D, BLOCK_D)
             factor = kept(word[:, None], (row + tl.where(own, first, L))[None, :], threshold, DROPOUT)
             acc, top, total = add_tile(acc, top, total, q, k, v, None, factor, scale, True, HAS_MASK, PRECISION)
-    else:
-        acc = tl.zeros([BQ, BLOCK_D], tl.float32)
-        top = tl.full([BQ], float("-inf"), tl.float32)
-        total = tl.zeros([BQ], tl.float32)
-        for t in range(0, tiles):
+    if not CHECK_FIRST:
+        edge = own_tiles - own_whole
+        for t in range(0, tiles - own_whole - span_whole):
+            t += tl.where(t < edge, own_whole, own_whole + span_whole)
             own, row, live, allowed = seen_tile(t, own_tiles, i, end, mine, spans, MASK, LOCAL, BK, CAUSAL, HAS_MASK)
             k = load_rows(tl.where(own, K, KBAR), row, d, tl.where(own, k_l, D), live, D, BLOCK_D)
             v = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), live, D, BLOCK_D)
