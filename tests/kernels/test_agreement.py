@@ -134,6 +134,17 @@ def test_queries_keys_and_values_may_be_one_tensor(name):
         assert relative_error(fused, plain) <= TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("name", NAMES if DEVICE == "cuda" else ["bigbird"])
+def test_training_after_a_call_in_inference_mode(name):
+    """Tables that a kernel keeps for later calls must not be inference tensors."""
+    call = replace(SMALL[name][0], H=3, L=7, mask="none")  # three heads: no other test has left its tables
+    attn, (q, k, v, dout, _) = call.make("triton", DEVICE), call.tensors(DEVICE)
+    with torch.inference_mode():
+        attn(q, k, v)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    assert any(g is not None for g in torch.autograd.grad(attn(*inputs), inputs, dout, allow_unused=True))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_operators_share_no_mask_with_other_nodes(name):
     """Inductor of torch 2.11 gives wrong results without an error if an operator and other nodes read the same tensor

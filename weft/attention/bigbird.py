@@ -195,7 +195,8 @@ def block_table(q: Tensor, pattern_length: int, block_size: int, random_blocks: 
     if (key, q.device) not in _tables:
         if len(_tables) == 64:
             _tables.clear()
-        _tables[key, q.device] = send(_block_table(*key), q.device)
+        with torch.inference_mode(False):  # training may read it later
+            _tables[key, q.device] = send(_block_table(*key), q.device)
     return _tables[key, q.device]
 
 
