@@ -220,6 +220,26 @@ def test_vmap(case):
     torch.testing.assert_close(found, leaf.grad, **EXACT)
 
 
+@pytest.mark.parametrize("options", [{}, {"keep": 0.5}, {"layout": (3, 4)}], ids=str)
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_samples_under_torch_func(options):
+    """In training, torch.func draws the same sample as autograd, and with randomness="different" one per batch."""
+    attn = weft.make_attention("subsampled", heads=HEADS, head_dim=HEAD_DIM, windows=2, **options).double()
+    x, probe = noise(2, HEADS, 12, HEAD_DIM), noise(2, HEADS, 12, HEAD_DIM, seed=1)
+
+    def loss(x):
+        return (attn(x, x, x) * probe).sum()
+
+    leaf = x.clone().requires_grad_()
+    torch.manual_seed(0)
+    loss(leaf).backward()
+    torch.manual_seed(0)
+    torch.testing.assert_close(torch.func.grad(loss)(x), leaf.grad, **EXACT)
+    torch.manual_seed(0)
+    one, other = torch.func.vmap(torch.func.grad(loss), randomness="different")(torch.stack([x, x]))
+    assert not torch.equal(one, other)
+
+
 @sweep(first_setting=True)
 def test_second_derivatives_and_forward_mode(case):
     """With PyTorch's unfused attention: against differences of first derivatives and of outputs."""

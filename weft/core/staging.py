@@ -44,8 +44,8 @@ def outside_graphs(reason: str) -> Callable[[Any_function], Any_function]:
 def operator(
     name: str, schema: str, fake: Callable[..., Tensor], tags: tuple[torch.Tag, ...] = ()
 ) -> Callable[[Function], Function]:
-    """Decorate a function of a tensor and positional arguments: compiled graphs call it as an opaque operator, eager
-    code calls it directly, because calling an operator can take longer than the function itself."""
+    """Decorate a function of a tensor and positional arguments: compiled graphs and torch.func call it as an opaque
+    operator, eager code calls it directly, because calling an operator can take longer than the function itself."""
 
     def decorate(function: Function) -> Function:
         traceable = torch.library.custom_op(name, function, mutates_args=(), schema=schema, tags=tags)
@@ -53,12 +53,17 @@ def operator(
 
         @wraps(function)
         def call(x: Tensor, *arguments: Any) -> Tensor:
-            traced = torch.compiler.is_compiling() or type(x) is not Tensor
+            traced = torch.compiler.is_compiling() or type(x) is not Tensor or transformed()
             return (traceable if traced else function)(x, *arguments)
 
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def transformed() -> bool:
+    """Whether torch.func transforms this code, whose tensors then have no memory that NumPy could read."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def send(x: Tensor, device: torch.device) -> Tensor:
