@@ -382,6 +382,22 @@ def test_layers_take_segments(kind):
     )
 
 
+@pytest.mark.parametrize("kind", [*layers(), "first", "crate text"])
+@pytest.mark.parametrize("wrong", ["floats", "too short"])
+def test_layers_check_a_mask_before_documents_read_it(kind, wrong):
+    """A mask that is too short would hide tokens of other rows."""
+    mask = torch.ones(3, 29) if wrong == "floats" else torch.ones(3, 28, dtype=torch.bool)
+    x, options = torch.randn(3, 29, 8), {"segments": PACKED}
+    if kind == "crate text":
+        layer, x = readers()["crate"], torch.randint(11, PACKED.shape)
+    elif kind == "first":
+        layer, options = weft.MultiheadAttention(8, 2, attention="local", block_size=4), {**options, "first": True}
+    else:
+        layer = layers()[kind]
+    with pytest.raises(TypeError if wrong == "floats" else ValueError, match="mask must be"):
+        layer(x, mask, **options)
+
+
 def test_each_document_is_a_sample_of_the_cache():
     """Training on packed documents writes what training on one document per row writes."""
     made = weft.CachedAttention(weft.MultiheadAttention(8, 2), length=5).double()

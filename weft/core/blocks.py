@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -50,3 +52,17 @@ def both(*conditions: Tensor | None) -> Tensor | None:
         if c is not None:
             result = c if result is None else result & c
     return result
+
+
+def check_boolean(mask: Any) -> None:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"mask must be boolean, True for real tokens, got {kind}; use mask.bool()")
+
+
+def check_mask(mask: Any, shape: tuple[int, ...]) -> None:
+    check_boolean(mask)
+    if mask.shape != shape:
+        raise ValueError(
+            f"mask must be (B, Lk) = {tuple(shape)}, got {tuple(mask.shape)}; for a causal mask, use causal=True"
+        )

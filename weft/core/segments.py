@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import sharding
+from .blocks import check_mask
 from .staging import outside_graphs, send
 
 # A group with this many padded tokens costs about as much as one more group: kernel launches against arithmetic.
@@ -148,7 +149,10 @@ class Segments:
 
     def real(self, mask: Tensor | None) -> Tensor | None:
         """The tokens of documents that `mask` (B, L) does not hide."""
-        return mask if self.mask is None else self.mask if mask is None else self.mask & mask
+        if mask is None:
+            return self.mask
+        check_mask(mask, self.shape)
+        return mask if self.mask is None else self.mask & mask
 
     def table(self, block: int) -> Tensor:
         """(blocks, 8), for kernels: every block of up to `block` tokens; each document starts a new block.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Attention, make_attention
+from ..core.blocks import check_mask
 from ..core.contract import PositionBias, quiet_padding, quiet_token
 from ..core.decoding_state import DecodingState, next_positions
 from ..core.packing import packed_first, reads_first
@@ -178,6 +179,8 @@ class MultiheadAttention(nn.Module):
 
     def _first(self, x: Tensor, mask: Tensor | None, bias: PositionBias | None, documents: Segments | None) -> Tensor:
         attn = self.attention
+        if mask is not None:
+            check_mask(mask, x.shape[:2])
         longest = x.shape[1] if documents is None else documents.longest
         if attn.reach is not None and attn.reach < longest and bias is None:
             if documents is not None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..core.blocks import check_mask
 from ..core.positions import sinusoids
 from ..core.segments import Segments, documents_of
 from ..core.sharding import refuse
@@ -62,6 +63,7 @@ class CRATEText(nn.Module):
             raise ValueError(f"ids must be integers (B, L), got {ids.dtype} {tuple(ids.shape)}")
         refuse("CRATEText")
         mask = torch.ones_like(ids, dtype=torch.bool) if mask is True else ids != self.padding if mask is None else mask
+        check_mask(mask, ids.shape)
         if segments is not None:
             return self._per_document(ids, mask, documents_of(segments, ids))
         mask = torch.cat([mask.new_ones(ids.shape[0], 1), mask], 1)  # CLS is always real
