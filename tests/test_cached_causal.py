@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft import CachedAttention, MixedAttention, MultiheadAttention
+from weft import CachedAttention, MixedAttention, MultiheadAttention, make_attention
 from weft.layers import TransformerXLAttention
 
 SEGMENT, VOCABULARY = 6, 11
@@ -142,6 +142,22 @@ def test_decoding_equals_the_parallel_form() -> None:
         y, state = layer.step(x[:, i : i + 1], state)
         steps.append(y)
     torch.testing.assert_close(torch.cat(steps, 1), layer(x))
+
+
+def test_a_memory_that_reads_positions_neither_decodes_nor_splits() -> None:
+    """A step would be at the first position, and every rank would start there."""
+    from weft.core import sharding
+    from weft.parallel.traffic import _Counting
+
+    memory = make_attention("synthesizer", heads=2, head_dim=2, max_length=16)
+    layer = CachedAttention(MultiheadAttention(8, 2, causal=True), length=4, delayed=True, memory_attention=memory)
+    x = torch.randn(1, 6, 8)
+    layer(x)
+    layer.eval()
+    with pytest.raises(ValueError, match="step-by-step decoding does not support synthesizer as memory_attention"):
+        layer.prefill(x)
+    with sharding.use(_Counting(0, 2, 12)), pytest.raises(ValueError, match="context parallelism does not support syn"):
+        layer(x)
 
 
 def test_leaks_are_refused() -> None:

@@ -54,6 +54,7 @@ class SynthesizerAttention(Attention):
         self.kind, self.dot = kind, dot
         self.packs = kind == "factorized" and D + rank <= 248
         self.reads_q, self.reads_k = dot or kind == "dense", dot
+        self.places_queries = kind != "dense"
         shapes = {"random": [(H, N, N)], "factorized": [(H, N, rank), (H, rank, N)], "dense": [(H, D, D), (H, D, N)]}
         self.factors = nn.ParameterList([nn.Parameter(torch.empty(shape)) for shape in shapes[kind]])
         for factor in self.factors:

@@ -48,6 +48,7 @@ class Attention(Decoding, nn.Module):
     fused: Kernel | None = None  # set by the registry: the kernel, used according to `backend`
     reads_q = True  # False if the output does not depend on q; layers can then skip the projection
     reads_k = True
+    places_queries = False  # True if the output also depends on the position of a query, without a bias
     exports_any_length = False  # whether torch.export supports a dynamic length; otherwise sizes depend on it
     was_split = False  # whether the last call was on a part of a sequence (context parallelism)
     qk_gain = 1.0  # the gains of a layer's QK-norm at the start

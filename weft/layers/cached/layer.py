@@ -201,6 +201,7 @@ class CachedAttention(nn.Module):
             )
         if segments is not None or self.position is not None:
             raise ValueError("the cache with segments or position='conv' does not support context parallelism")
+        self._check_queries("context parallelism")
 
     def _per_document(
         self, x: Tensor, documents: Segments, valid: Tensor | None, mask: Tensor | None = None, bias: Any = None
@@ -424,7 +425,16 @@ class CachedAttention(nn.Module):
             raise ValueError("step-by-step decoding does not write the cache: call eval() first")
         if not isinstance(self.inner, MultiheadAttention) or self.mix != "heads":
             raise ValueError("step-by-step decoding needs a weft.MultiheadAttention inside, and mix='heads'")
+        self._check_queries("step-by-step decoding")
         return self.inner
+
+    def _check_queries(self, what: str) -> None:
+        """The cached branch does not get the positions of its queries."""
+        if self.memory.attention.places_queries:
+            raise ValueError(
+                f"{what} does not support {self.memory.attention.name} as memory_attention, whose logits depend on the "
+                "positions of the queries: use memory_attention='full'"
+            )
 
     def _warn_if_empty(self) -> None:
         """Warn once if eval() reads a cache that was never written."""
