@@ -131,6 +131,17 @@ def test_a_bias_of_minus_infinity_forbids_a_pair(case, L, grad):
 
 
 @sweep()
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_padding_makes_no_nan_inside_the_backward(case):
+    """PyTorch's anomaly mode would report it, even if no gradient has it in the end."""
+    attn = case.make()
+    for mask in masks(9).values():
+        inputs = qkv(9, grad=True)
+        with torch.autograd.detect_anomaly(check_nan=True):
+            attn(*inputs, mask).where(mask[:, None, :, None], 0).square().sum().backward()
+
+
+@sweep()
 @pytest.mark.parametrize("train", (False, True))
 def test_empty_batches(case, train):
     attn = case.make().train(train)

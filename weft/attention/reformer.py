@@ -63,8 +63,9 @@ class ReformerAttention(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         rounds = [self._round(q, v, mask, bias, rotation) for rotation in self.rotations]
         outs, normalisers = (torch.stack(x) for x in zip(*rounds, strict=True))
-        share = normalisers.softmax(0)  # -inf in every round only for tokens without keys; their outs are zero
-        return (torch.where(normalisers.isfinite(), share, 0)[..., None] * outs).sum(0).to(q.dtype)
+        empty = normalisers.isneginf().all(0)  # tokens without keys; their outs are zero
+        share = normalisers.masked_fill(empty, 0).softmax(0)
+        return (share[..., None] * outs).sum(0).to(q.dtype)
 
     def _round(self, q, v, mask, bias, rotation) -> tuple[Tensor, Tensor]:
         """One round of hashing: outputs (B, H, L, D) and log-normalisers (B, H, L)."""
