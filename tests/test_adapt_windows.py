@@ -141,6 +141,31 @@ def test_alibi_models_generate_and_are_saved(model, tmp_path):
     assert torch.equal(subject.generate(ids, **settings), plain)
 
 
+@pytest.mark.parametrize("model", ["bloom/BloomForCausalLM", "mpt/MptForCausalLM"])
+@pytest.mark.parametrize("to, options", [("subsampled", {}), ("synthesizer", {"max_length": 64}), ("routing", {})])
+def test_alibi_models_hold_mechanisms_as_parts_of_their_layers(model, to, options):
+    subject, inputs = built(model)
+    expected = real(zoo.outputs(subject, inputs), inputs)
+    report = weft.swap(subject, to, **options)
+    assert len(report.replaced) == 2 and any(".weft." in name for name, _ in subject.named_modules())
+    for _, first, second, kept in zoo.perturbed(inputs):
+        torch.testing.assert_close(zoo.outputs(subject, first)[kept], zoo.outputs(subject, second)[kept])
+    report.undo()
+    torch.testing.assert_close(real(zoo.outputs(subject, inputs), inputs), expected)
+
+
+@pytest.mark.parametrize("model", ["bloom/BloomForCausalLM", "mpt/MptForCausalLM"])
+def test_caches_of_alibi_models_need_a_swap(model):
+    subject, inputs = built(model)
+    with pytest.warns(UserWarning, match="swap it first"):  # the cache could not read its mask
+        assert not weft.cache(subject, 0.5).replaced
+    weft.swap(subject, "full")
+    assert len(weft.cache(subject, 0.5).replaced) == 2
+    subject.train()
+    for _ in range(2):
+        subject(**inputs).logits.sum().backward()
+
+
 @pytest.mark.parametrize("model", ["gemma2/Gemma2ForCausalLM", "gpt_oss/GptOssForCausalLM"])
 def test_full_keeps_caps_and_sinks(model):
     subject, inputs = built(model)

@@ -125,6 +125,8 @@ def uncacheable(layer: Layer) -> str:
     """Why this transformers layer cannot have a cache; "" if it can."""
     if layer.causal is None:
         return layer.trouble
+    if layer.rewritten not in (None, type(layer.module)):
+        return "it computes attention itself, with a mask of its own: swap it first, for example to 'full'"
     if list(inspect.signature(type(layer.module).forward).parameters)[1:2] != ["hidden_states"]:
         return "its forward does not take hidden_states"
     if "cu_seqlens" in inspect.signature(type(layer.module).forward).parameters:
@@ -138,7 +140,7 @@ def uncacheable(layer: Layer) -> str:
 
 def width_and_heads(layer: Any) -> tuple[int, int]:
     """Channels and heads of a transformers layer, from its projections and config."""
-    config = layer.config
+    config = getattr(layer, "config", None)  # BLOOM and MPT have none
     projection: Any = next((getattr(layer, name) for name in QUERIES if hasattr(layer, name)), None)
     if isinstance(projection, nn.Linear):
         dim = projection.in_features
