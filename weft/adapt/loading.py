@@ -6,13 +6,13 @@ tensors of its caches and mechanisms.
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from .saved import apply
 
@@ -48,7 +48,7 @@ def load(folder: str | Path, **options: Any) -> Any:
     if "generation_config" not in options and model.can_generate() and settings.exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     apply(model, _joined(described, model))
-    own = _renamed(own, [key for key in model.state_dict() if _is_own(key)])
+    own = _renamed(own, model)
     unknown = model.load_state_dict(own, strict=False).unexpected_keys
     lost = [key for key in model.state_dict() if _is_own(key) and key not in own]
     if unknown or lost:
@@ -92,25 +92,15 @@ def _rooted(description: dict[str, Any], model: Any) -> dict[str, Any]:
     return {kind: {here(path): settings for path, settings in layers.items()} for kind, layers in description.items()}
 
 
-def _renamed(tensors: dict[str, Tensor], wanted: list[str]) -> dict[str, Tensor]:
-    """save_pretrained may write other words in the path of a layer, but its numbers stay, and most of its words."""
-
-    def parts(key: str) -> list[str]:
-        return re.split(r"(\.(?:cached|weft)\.)", key, maxsplit=1)
-
-    layers = {parts(key)[0] for key in wanted}
-    places: dict[str, str] = {}
-    for path in {parts(key)[0] for key in tensors}:
-        words = Counter(path.split("."))
-        same = [other for other in layers if re.findall(r"\d+", other) == re.findall(r"\d+", path)]
-        shared = sorted(((words & Counter(other.split("."))).total(), other) for other in same)
-        if path in layers:
-            places[path] = path
-        elif shared and (len(shared) == 1 or shared[-1][0] > shared[-2][0]):
-            places[path] = shared[-1][1]
-    if len(set(places.values())) < len(places):  # two layers would get the same tensors
-        return tensors
-    return {"".join([places.get(p := parts(key)[0], p), *parts(key)[1:]]): value for key, value in tensors.items()}
+def _renamed(tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
+    """The tensors with the names of this model: save_pretrained may have written others, and those of another model, of
+    which this one is a part, or which is a part of this one."""
+    prefix, places = f"{model.base_model_prefix}.", {}
+    for key in filter(_is_own, model.state_dict()):
+        (saved,) = revert_weight_conversion(model, {key: torch.empty(0)})
+        names = (f(name) for name in (saved, key) for f in (str, prefix.__add__, lambda n: n.removeprefix(prefix)))
+        places[next((name for name in names if name in tensors), key)] = key
+    return {places.get(name, name): value for name, value in tensors.items()}
 
 
 def _is_own(key: str) -> bool:
