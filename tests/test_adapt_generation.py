@@ -198,6 +198,23 @@ def test_models_that_use_their_keys_and_values_twice(model):
     assert torch.equal(first, second)
 
 
+@pytest.mark.skipif(not hasattr(transformers, "HrmTextConfig"), reason="this transformers has no HRM")
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_layers_that_run_several_times(cache):
+    """HRM runs its layers in cycles, each with its own part of the cache."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8, "vocab_size": 64}
+    torch.manual_seed(0)
+    model = transformers.HrmTextForCausalLM(transformers.HrmTextConfig(**sizes)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    weft.swap(model, "linear")
+    ids, mask = tokens(), padding("left")
+    more = {} if cache == "dynamic" else {"cache_implementation": "static"}
+    first = generate(model, ids, mask, use_cache=True, **more)
+    assert keeps_states(first.past_key_values)
+    assert torch.equal(first.sequences, generate(model, ids, mask, use_cache=False).sequences)
+
+
 @pytest.mark.parametrize("name, window", [("longformer", 14), ("local", 14), ("linear", 64)])
 def test_sliding_windows_are_outgrown(name, window):
     """A prompt of 11 tokens fits into the model's window, and the result does not."""

@@ -266,7 +266,9 @@ def begin(
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not attn.info.steps or v.shape != k.shape:
         return None
     cache, n = own_cache(cache_of_this_call(module)), q.shape[2]
-    layer = cache_layer(module, cache)
+    parts = () if cache is None else cache.layers
+    # Modules that run several times in a model (HRM, Zamba) use several parts of the cache.
+    layer = next((part for part in parts if getattr(part, "keys", None) is key), cache_layer(module, cache))
     kind = KINDS.get(type(layer))
     if kind is None or int(layer.get_seq_length()) != n:
         return None
