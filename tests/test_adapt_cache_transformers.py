@@ -296,6 +296,26 @@ def test_skipped_layers_and_reasons():
     assert "are not divisible" in next(iter(weft.cache(transformers.T5EncoderModel(odd)).left.values()))
 
 
+@pytest.mark.skipif(not hasattr(transformers, "T5Gemma2Model"), reason="this transformers has no T5Gemma 2")
+def test_decoders_that_attend_to_the_encoder_in_the_same_layer():
+    """The layer is not marked causal, and its mask covers both sequences."""
+    import zoo
+
+    model = zoo.build("t5gemma2/T5Gemma2Model", "eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = weft.cache(model, 0.5)
+    assert "its mask is merged_attention_mask" in report.refused["decoder.layers.0.self_attn"] and report.replaced
+    for module in caches(model):
+        module.cache.train()
+        nn.init.constant_(module.lam, 0.5)
+    given = {"input_ids": zoo.tokens(), "decoder_input_ids": zoo.tokens(2)}
+    zoo.outputs(model, given)
+    future = {**given, "decoder_input_ids": torch.cat([given["decoder_input_ids"][:, :-3], zoo.tokens(3)[:, :3]], 1)}
+    first, second = (zoo.outputs(copy.deepcopy(model), each)[:, :-3] for each in (given, future))
+    torch.testing.assert_close(first, second)
+
+
 @pytest.mark.parametrize("first", ["swap", "cache"])
 def test_a_mechanism_inside_a_cache(first):
     model, given = make("llama"), inputs("llama")

@@ -127,9 +127,13 @@ def uncacheable(layer: Layer) -> str:
         return layer.trouble
     if layer.rewritten not in (None, type(layer.module)):
         return "it computes attention itself, with a mask of its own: swap it first, for example to 'full'"
-    if list(inspect.signature(type(layer.module).forward).parameters)[1:2] != ["hidden_states"]:
+    names = list(inspect.signature(type(layer.module).forward).parameters)
+    if names[1:2] != ["hidden_states"]:
         return "its forward does not take hidden_states"
-    if "cu_seqlens" in inspect.signature(type(layer.module).forward).parameters:
+    masks = [name for name in names if name.endswith("attention_mask")]
+    if masks and "attention_mask" not in masks:  # T5Gemma 2, whose decoder attends to the encoder in the same layer
+        return f"its mask is {masks[0]}, which a cache does not read"
+    if "cu_seqlens" in names:
         return "its tokens have no batch dimension: all images are one row"
     try:
         width_and_heads(layer.module)
