@@ -149,8 +149,8 @@ def test_the_average_is_the_recursion(tmp_path, folder):
 
 @pytest.mark.parametrize("model", ["transformer", "timm:vit_tiny_patch16_224", "pvt-tiny", "crate-tiny"])
 def test_layer_decay_scales_every_layer_by_the_one_after_it(model):
-    options = '{"depth": 3}' if model.startswith("timm") else ""
-    config = make_config("cifar10", model=model, image_size=32, layer_decay=0.5, layers=3, model_options=options)
+    sizes = {"transformer": {"layers": 3}, "timm:vit_tiny_patch16_224": {"model_options": '{"depth": 3}'}}
+    config = make_config("cifar10", model=model, image_size=32, layer_decay=0.5, **sizes.get(model, {}))
     facts = {"classes": 10, "size": 32, "mean": [0.5] * 3, "std": [0.5] * 3}
     network = get_task("cifar10").model(config, TaskData({}, {}, {}, 64, facts))
     groups = layer_groups(network, config)

@@ -429,6 +429,26 @@ def test_every_task_has_a_config_and_an_error_without_data(tmp_path):
         make_config("digits", preset="tall")
 
 
+@pytest.mark.parametrize(
+    "task, given",
+    [
+        ("multi30k-de-en", {"attention": "linear"}),
+        ("multi30k-de-en", {"positions": "rope"}),
+        ("coco-mask-rcnn", {"attention": "linear"}),
+        ("coco-retinanet", {"label_smoothing": 0.1}),
+        ("qm9-gap", {"head_dim": 8}),
+        ("cifar10", {"layers": 3, "model": "crate-tiny"}),
+        ("cifar10", {"patch": 8, "model": "pvt-tiny"}),
+        ("cifar10", {"pooling": "mean", "model": "timm:vit_tiny_patch16_224"}),
+        ("cifar10", {"attention_dropout": 0.3, "model": "crate"}),
+        ("imdb-token", {"model_options": '{"depth": 3}'}),
+    ],
+)
+def test_settings_that_a_model_does_not_read_are_refused(task, given):
+    with pytest.raises(ValueError, match=f"--{next(iter(given)).replace('_', '-')} has no effect on --model"):
+        make_config(task, **given)
+
+
 def test_distribution_augmentation_sets_the_start_token():
     """Jun et al. 2020: p(f(x) | f) in training, f = identity in evaluation."""
     task = get_task("cifar10-density-augmented")

@@ -17,6 +17,9 @@ from ..pages import Part, gallery
 from .config import TrainConfig
 
 Columns = dict[str, Tensor]
+# Config fields that models with sizes of their own do not read.
+SIZES = ("layers", "heads", "head_dim", "dim", "mlp_dim", "dropout", "attention_dropout", "positions", "pooling",
+         "norm", "qk_norm")  # fmt: skip
 
 
 class DataMissing(Exception):
@@ -102,6 +105,12 @@ class Task:
         elif config.model not in self.models:
             known = [*self.models, *(["hf:NAME"] if self.hosts else [])]
             raise ValueError(f"{self.name} supports --model {', '.join(known)}; got {config.model!r}")
+
+    def unread(self, config: TrainConfig) -> tuple[str, ...]:
+        """Config fields that the model of this config does not read; values other than the task's raise an error."""
+        if config.model.startswith("hf:"):
+            return *SIZES, "drop_path"
+        return {"transformer": ("model_options",), "crate": ("attention_dropout",)}.get(config.model, ())
 
     def load(self, config: TrainConfig) -> TaskData:
         raise NotImplementedError

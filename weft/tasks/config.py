@@ -148,10 +148,17 @@ class TrainConfig:
         """Reject settings that have no effect."""
         from .registry import task_of
 
-        read = task_of(self).reads
+        task = task_of(self)
         for name in OPTIONAL:
-            if name not in read and getattr(self, name) != getattr(TrainConfig, name):
+            if name not in task.reads and getattr(self, name) != getattr(TrainConfig, name):
                 raise ValueError(f"{name} has no effect on the task {self.task}: remove --{name.replace('_', '-')}")
+        set_by = {**task.defaults, **task.presets.get(self.preset, {})}
+        for name in task.unread(self):
+            if getattr(self, name) != set_by.get(name, getattr(TrainConfig, name)):
+                raise ValueError(
+                    f"--{name.replace('_', '-')} has no effect on --model {self.model} of the task {self.task}: remove "
+                    "it, or give options of the model's own with --model-options"
+                )
 
     def folder(self) -> Path:
         if self.out:

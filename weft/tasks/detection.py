@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import CachedAttention
-from .base import Columns, DataMissing, Gallery, Known, Task, TaskData
+from .base import SIZES, Columns, DataMissing, Gallery, Known, Task, TaskData
 from .config import TrainConfig
 from .files import DamagedData, decoded, find
 from .registry import add_task
@@ -175,6 +175,9 @@ class Detection(Task):
         super().check(config)
         if config.compile:
             raise ValueError("detectors use images of any size: remove --compile")
+
+    def unread(self, config: TrainConfig) -> tuple[str, ...]:
+        return *SIZES, "attention", "attention_options", "label_smoothing"
 
     def load(self, config: TrainConfig) -> TaskData:
         coco_tools()  # fail now rather than after training

@@ -25,8 +25,6 @@ from .base import Known
 from .config import TrainConfig
 
 PREFIX = "hf:"
-SIZES = ("layers", "heads", "head_dim", "dim", "mlp_dim", "dropout", "attention_dropout", "positions", "pooling",
-         "norm", "qk_norm", "drop_path")  # fmt: skip
 
 
 def is_hosted(config: TrainConfig) -> bool:
@@ -34,17 +32,6 @@ def is_hosted(config: TrainConfig) -> bool:
 
 
 def check_hosted(config: TrainConfig) -> None:
-    """Sizes belong to the model's own config."""
-    from .registry import get_task
-
-    task = get_task(config.task)
-    set_by = {**task.defaults, **task.presets.get(config.preset, {})}
-    for name in SIZES:
-        if getattr(config, name) != set_by.get(name, getattr(TrainConfig, name)):
-            raise ValueError(
-                f"--{name.replace('_', '-')} has no effect on --model {config.model}: use --model-options "
-                "with the model's own names, such as '{\"num_hidden_layers\": 2}'"
-            )
     if config.packed:
         raise ValueError(f"--model {config.model} does not support --packed: remove it")
     if len(config.mechanisms()) > 1 and not isinstance(config.mechanisms(), str):

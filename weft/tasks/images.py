@@ -27,7 +27,17 @@ from torch import Tensor, nn
 
 from ..layers import CachedAttention
 from .augment import augmenting, mixed
-from .base import BuiltFromData, Classification, Columns, DataMissing, Known, TaskData, block_options, crate_options
+from .base import (
+    SIZES,
+    BuiltFromData,
+    Classification,
+    Columns,
+    DataMissing,
+    Known,
+    TaskData,
+    block_options,
+    crate_options,
+)
 from .config import TrainConfig
 from .files import DamagedData, decoded, find, split_off
 from .hosts import check_hosted, host_facts, hosted_model, swap_in
@@ -139,6 +149,11 @@ class ImageClassification(Classification):
                 "augmentation must be color or a name of timm's, such as rand-m9-mstd0.5-inc1, augmix-m5-w4-d2 or v0; "
                 f"got {config.augmentation!r}"
             )
+
+    def unread(self, config: TrainConfig) -> tuple[str, ...]:
+        if config.model in ("transformer", "crate") or config.model.startswith("hf:"):
+            return super().unread(config)
+        return SIZES if config.model.startswith("timm:") else (*SIZES, "patch")
 
     def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
         from ..models.image import ImageClassifier, Normalised

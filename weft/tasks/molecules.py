@@ -67,6 +67,9 @@ class Molecules(BuiltFromData, Task):
         if config.dim % config.heads:
             raise ValueError(f"dim={config.dim} must be divisible by heads={config.heads}")
 
+    def unread(self, config: TrainConfig) -> tuple[str, ...]:
+        return "attention", "attention_options", "head_dim", "positions", "label_smoothing"
+
     def read(self, config: TrainConfig, known: Known | None) -> TaskData:
         path = find(config.data, self.places, f"put a table of molecules there, with columns smiles and {self.target}")
         smiles, targets = read_table(path, self.target)

@@ -56,6 +56,9 @@ class Translation(Task):
         other = f"{corpus}.{self.target}-{self.source}"
         self.places = (f"{corpus}.{pair}", other, f"{corpus}.parquet")
 
+    def unread(self, config: TrainConfig) -> tuple[str, ...]:
+        return "attention", "attention_options", "head_dim", "attention_dropout", "positions"
+
     def load(self, config: TrainConfig) -> TaskData:
         return self._load(config, None)
 
