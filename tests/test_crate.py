@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import golden
 import pytest
 import torch
@@ -10,9 +12,12 @@ import torch.nn.functional as F
 import weft
 from weft.inspect.rates import attention_step, heads_rate
 from weft.models import CRATE, CRATEMAE, CRATELayer, CRATEText, crate
+from weft.models.blocks import blocks
 from weft.models.crate_mae import CRATEDecoderLayer, normalise
+from weft.tasks import TaskData, get_task, make_config
 
 FILE = "crate.npz"
+IMAGE = {"size": 32, "mean": [0.5] * 3, "std": [0.5] * 3}
 AGREE = {"rtol": 1e-9, "atol": 1e-9}
 PARTS = {  # the authors' names, ours
     "transformer.layers": "blocks",
@@ -374,3 +379,13 @@ def test_swap_cache_and_subsample_crate():
     assert all(int(b.mssa.cache.updates) == 1 for b in model.blocks)
     report.undo()
     assert torch.equal(model.eval()(images), before)
+
+
+@pytest.mark.parametrize("task, facts", [("digits", {"vocab": 6}), ("listops", {"vocab": 17}), ("cifar10", IMAGE)])
+def test_options_of_the_model_reach_it_in_every_task(task, facts):
+    options = {"tied": True, "kappa": 0.5, "ista": {"threshold": 0.2}, "pooling": "mean"}
+    config = make_config(task, model="crate", layers=1, model_options=json.dumps(options))
+    model = get_task(task).model(config, TaskData({}, {}, {}, 64, {"classes": 10, **facts}))
+    (layer,) = blocks(model)
+    assert (layer[1].mssa.tied, layer[1].kappa, layer[1].ista.threshold) == (True, 0.5, 0.2)
+    assert getattr(model, "model", model).pooling == "mean"

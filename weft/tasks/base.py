@@ -362,14 +362,8 @@ def crate_text(config: TrainConfig, data: TaskData) -> nn.Module:
 
     if data.documents != 1:
         raise ValueError("--model crate supports only single documents: use --model transformer for matching")
-    pooling = config.pooling or "cls"
-    return CRATEText(
-        data.facts["vocab"],
-        data.facts["classes"],
-        max_length=data.length + 1,
-        pooling=pooling,
-        **crate_options(config),
-    )
+    options = {"max_length": data.length + 1, "pooling": config.pooling or "cls", **crate_options(config)}
+    return CRATEText(data.facts["vocab"], data.facts["classes"], **options)
 
 
 def crate_options(config: TrainConfig) -> dict[str, Any]:
@@ -380,7 +374,8 @@ def crate_options(config: TrainConfig) -> dict[str, Any]:
     if config.positions or norm_options(config):
         raise ValueError("--model crate has its own positions and norms: remove --positions, --norm and --qk-norm")
     options = dict(dim=config.dim, heads=config.heads, head_dim=config.head_dim, layers=config.layers)
-    return {**options, "dropout": config.dropout, "attention": attention, **config.options()}
+    own = {**config.options(), **config.options("model_options")}
+    return {**options, "dropout": config.dropout, "attention": attention, **own}
 
 
 def block_options(config: TrainConfig) -> dict[str, Any]:

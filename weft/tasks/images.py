@@ -204,7 +204,7 @@ class ImageClassification(Classification):
             return model
         if name:
             return crate(name, **{"attention": config.mechanisms(), **config.options(), **options})
-        return CRATE(patch=config.patch, pooling=config.pooling or "cls", **{**crate_options(config), **options})
+        return CRATE(**{"patch": config.patch, "pooling": config.pooling or "cls", **crate_options(config), **options})
 
     def begin(self, model: nn.Module, weights: Columns) -> bool:
         """From a run with other classes: load everything except the head, with empty caches."""
