@@ -238,8 +238,9 @@ def test_cached_channels_are_not_lost_to_rounding(ratio: float, width: int) -> N
     assert CachedAttention(weft.MultiheadAttention(100, 1), ratio=ratio, length=4).width == width
 
 
-def test_evaluation_reads_and_never_writes() -> None:
-    c = layer(length=5)
+@pytest.mark.parametrize("options", [{}, {"eval_gate": True, "memory": "per_sample"}])
+def test_evaluation_reads_and_never_writes(options: dict) -> None:
+    c = layer(length=5, **options)
     for step in range(2):
         c(tokens(3, 5, 16, seed=step))
     c.eval()
@@ -253,7 +254,7 @@ def test_evaluation_reads_and_never_writes() -> None:
     torch.testing.assert_close(padded[1, :6], c(x[1:2, :6])[0])
     c.branches(x)
     c.train().cache.eval()  # the cache alone may be frozen
-    c(x)
+    torch.testing.assert_close(c(x), together)
     assert torch.equal(c.cache.cache, frozen) and c.cache.updates == count
 
 

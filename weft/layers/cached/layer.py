@@ -381,7 +381,7 @@ class CachedAttention(nn.Module):
             if valid is not None:
                 raise ValueError("resample='2d' does not support padded tokens: use resample='nearest'")
             tokens = resample_grid(tokens, self._square(x.shape[1], grid), self.grid, self.prefix)
-        if self.options.eval_gate and not (self.training and write):
+        if self.options.eval_gate and not (self.cache.training and write):
             memory = self.cache.gated(tokens, valid)
         else:
             memory = self.cache(tokens, valid) if write else self.cache.frozen(tokens)
