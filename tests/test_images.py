@@ -162,6 +162,8 @@ def test_layer_decay_scales_every_layer_by_the_one_after_it(model):
     scales = [{scale[id(p)] for p in block.parameters()} for block in blocks]
     assert scales == [{0.5 ** (len(blocks) - i)} for i in range(len(blocks))]
     assert min(scale.values()) == 0.5 ** (len(blocks) + 1)
+    if "pvt" in model:  # the class token belongs to the last stage
+        assert scale[id(inner.cls_token)] == scale[id(inner.pos_embed4)]
 
 
 def test_settings_that_cannot_work_are_refused():

@@ -193,7 +193,7 @@ class PVT(nn.Module):
         def order(name: str) -> tuple[int, int]:
             found = re.match(r"(block|patch_embed|pos_embed)(\d)(\.\d+)?", name)
             if not found:
-                return (5, 0)
+                return (4, 0) if name == "cls_token" else (5, 0)
             kind, stage, block = found[1], int(found[2]), int((found[3] or ".0")[1:])
             return (0, 0) if stage == 1 and kind != "block" else (stage, block if kind == "block" else 0)
 
