@@ -186,3 +186,20 @@ def test_a_mechanism_inside_a_cache():
     assert not torch.allclose(subject(x), before, atol=1e-5)
     swapped.undo(), cached.undo()
     assert not any(isinstance(m, weft.CachedAttention) for m in subject.modules())
+
+
+@pytest.mark.parametrize("first", ["swap", "cache"])
+@pytest.mark.parametrize("model", CACHEABLE)
+def test_a_closed_cache_is_the_mechanism_inside(model, first):
+    build, inputs = MODELS[model]
+    to = {"to": "local", "block_size": 3} if model == "timm Swin" else {"to": "linear"}
+    alone, subject, x = build(), build(), inputs()
+    weft.swap(alone, **to)
+    steps = [lambda: weft.swap(subject, **to), lambda: weft.cache(subject, ratio=0.5)]
+    for step in steps if first == "swap" else reversed(steps):
+        assert step().replaced
+    with torch.no_grad():
+        for module in subject.modules():
+            if isinstance(module, weft.CachedAttention):
+                module.lam.fill_(-1e4)
+        torch.testing.assert_close(subject(x), alone(x))

@@ -49,6 +49,9 @@ class SpatialReductionAttention(nn.Module):
             image = torch.unflatten(x.transpose(1, 2), 2, feat_size)
             source = self.norm(self.sr(image).flatten(2).transpose(1, 2))
         k, v = torch.unflatten(self.kv(source), -1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.attend(q, k, v)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return softmax_attention(q, k, v)
 
     def merge(self, heads: Tensor) -> Tensor:
