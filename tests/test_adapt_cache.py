@@ -48,18 +48,26 @@ def test_every_layer_is_cached_and_undone(model):
         torch.testing.assert_close(subject(x), before)
 
 
+class Adapter(torch.nn.Module):
+    def __init__(self, base: torch.nn.Linear):
+        super().__init__()
+        self.base, self.down = base, torch.nn.Linear(base.in_features, 2, bias=False)
+        self.up = torch.nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+    @property
+    def weight(self) -> torch.Tensor:  # as in peft, also the bias
+        return self.base.weight
+
+    @property
+    def bias(self) -> torch.Tensor:
+        return self.base.bias
+
+
 def test_an_adapter_around_the_output_projection():
     """It gets the mixed heads, and so equals the same adapter merged into the weights."""
-
-    class Adapter(torch.nn.Module):
-        def __init__(self, base: torch.nn.Linear):
-            super().__init__()
-            self.base, self.down = base, torch.nn.Linear(base.in_features, 2, bias=False)
-            self.up = torch.nn.Linear(2, base.out_features, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.base(x) + self.up(self.down(x))
-
     subject, x = encoder(), noise(2, 9, 24)
     weft.cache(subject, ratio=1.0)
     layer = subject.layers[0].self_attn.inner
@@ -72,6 +80,23 @@ def test_an_adapter_around_the_output_projection():
             inner.out_proj = inner.out_proj.base
             inner.out_proj.weight += adapter.up.weight @ adapter.down.weight
             torch.testing.assert_close(model(x), apart)
+
+
+@pytest.mark.parametrize("name", ["update_gate", "reset_gate", "candidate"])
+def test_an_adapter_around_a_gate(name):
+    subject, x = encoder(), noise(2, 9, 24)
+    weft.cache(subject, ratio=0.5, gate_bias=True)
+    subject.train()(x)  # from now on, the cache is not zero
+    merged, outs = copy.deepcopy(subject), []
+    cache, other = subject.layers[0].self_attn.cache, merged.layers[0].self_attn.cache
+    setattr(cache, name, adapter := Adapter(getattr(cache, name)))
+    with torch.no_grad():
+        getattr(other, name).weight += adapter.up.weight @ adapter.down.weight
+    for model in (subject, merged):
+        outs.append(model(x))
+    torch.testing.assert_close(*outs)
+    outs[0].square().sum().backward()
+    assert adapter.up.weight.grad.any()
 
 
 def test_the_memory_is_in_the_output():

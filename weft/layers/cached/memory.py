@@ -185,18 +185,23 @@ class RecurrentCache(nn.Module):
 
     def _gate(self, cache: Tensor, tokens: Tensor) -> Tensor:
         """Equations 4 and 5 per sample. Products use the weights' (or autocast's) dtype; the blend the cache's."""
+        layers, gates = (self.update_gate, self.reset_gate, self.candidate), 2 * self.width
         dtype = self.update_gate.weight.dtype
         if autocasts(cache):
             dtype = torch.get_autocast_dtype(cache.device.type)
         old, new = cache.to(dtype), tokens.to(dtype)
-        # W [new, old] per half, and the three layers in one product: a shared `old` is multiplied only once, and needs
-        # no gradient.
-        layers, gates = (self.update_gate, self.reset_gate, self.candidate), 2 * self.width
-        for_new, for_old = torch.cat([layer.weight for layer in layers]).chunk(2, 1)
-        bias = None if self.candidate.bias is None else torch.cat([layer.bias for layer in layers])
-        from_new = F.linear(new, for_new, bias)
-        update, reset = (from_new[..., :gates] + F.linear(old, for_old[:gates])).sigmoid().chunk(2, -1)
-        candidate = from_new[..., gates:] + F.linear(reset * old, for_old[gates:])
+        if any(type(layer) is not nn.Linear for layer in layers):  # such as an adapter around one
+            old = old.expand_as(new)
+            update, reset = (layer(torch.cat([new, old], -1)).sigmoid() for layer in layers[:2])
+            candidate = self.candidate(torch.cat([new, reset * old], -1))
+        else:
+            # W [new, old] per half, and the three layers in one product: a shared `old` is multiplied only once, and
+            # needs no gradient.
+            for_new, for_old = torch.cat([layer.weight for layer in layers]).chunk(2, 1)
+            bias = None if self.candidate.bias is None else torch.cat([layer.bias for layer in layers])
+            from_new = F.linear(new, for_new, bias)
+            update, reset = (from_new[..., :gates] + F.linear(old, for_old[:gates])).sigmoid().chunk(2, -1)
+            candidate = from_new[..., gates:] + F.linear(reset * old, for_old[gates:])
         if self.norm is not None:
             candidate = self.norm(F.gelu(candidate))
         update = update.to(cache.dtype)
