@@ -317,6 +317,7 @@ def test_a_checkpoint_of_another_width_is_an_error(run, tmp_path):
         (["--nodes=9"], "torchrun"),
         (["--max-length=5"], "has no effect"),
         (["--image-size=8"], "has no effect"),
+        (['--cache-options={"length": 8}'], "has no effect without a cache"),
     ],
 )
 def test_invalid_options_are_refused(tmp_path, given, says):

@@ -215,6 +215,8 @@ class TrainConfig:
             raise ValueError("ema does not support --strategy fsdp or --test-on average: remove one of them")
         if not 0.0 <= self.cache <= 1.0:
             raise ValueError(f"cache must be a ratio in [0, 1], got {self.cache}")
+        if self.options("cache_options") and not self.cache:
+            raise ValueError("cache_options has no effect without a cache: give the ratio with --cache")
         if self.finetune_dense_at and not self.subsample and "subsampled" not in self.attention:
             raise ValueError("finetune_dense_at needs subsampled attention: give --subsample or --attention subsampled")
         if self.ensemble and (self.finetune_dense_at or not self.subsample and "subsampled" not in self.attention):
