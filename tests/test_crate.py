@@ -387,5 +387,5 @@ def test_options_of_the_model_reach_it_in_every_task(task, facts):
     config = make_config(task, model="crate", layers=1, model_options=json.dumps(options))
     model = get_task(task).model(config, TaskData({}, {}, {}, 64, {"classes": 10, **facts}))
     (layer,) = blocks(model)
-    assert (layer[1].mssa.tied, layer[1].kappa, layer[1].ista.threshold) == (True, 0.5, 0.2)
+    assert (layer[1].mssa.tied, layer[1].step, layer[1].ista.threshold) == (True, 0.5, 0.2)
     assert getattr(model, "model", model).pooling == "mean"

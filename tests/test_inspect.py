@@ -58,6 +58,16 @@ def test_measurements_follow_their_definitions_on_real_tokens():
             torch.testing.assert_close(found["nonzero"][i, 1], (x != 0).double().mean())
 
 
+def test_a_crate_inside_closed_caches_is_measured_like_itself():
+    model, ids = crate_text(tied=True, kappa=0.5), padded_ids()
+    expected = inspect.measure(model, [ids])
+    weft.cache(model, ratio=0.5)
+    model.train()(ids)
+    for block in model.blocks:
+        torch.nn.init.constant_(block.mssa.lam, -1e4)
+    torch.testing.assert_close(inspect.measure(model, [ids]), expected)
+
+
 def test_measuring_does_not_change_the_model():
     model, ids = crate_text(dropout=0.1).train(), padded_ids()
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -62,20 +62,21 @@ def measure(
 
     def watch_crate(i: int, layer: CRATELayer) -> list[Any]:
         compressed: list[Tensor] = []  # norm2 does not get the mask: keep its input until the layer returns
+        mssa = next(module for module in layer.modules() if isinstance(module, MSSA))  # may be inside a cache
 
         def projected(args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-            w = layer.mssa.subspaces(args[0]).unflatten(-1, (layer.mssa.heads, -1)).transpose(1, 2)
-            mask = mask_of(layer.mssa, args, kwargs, args[0])
+            w = mssa.subspaces(args[0]).unflatten(-1, (mssa.heads, -1)).transpose(1, 2)
+            mask = mask_of(mssa, args, kwargs, args[0])
             note("projected_rate", i, heads_rate(w.double(), epsilon, normalise=True, mask=mask))
 
         def whole(args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             mask = mask_of(layer, args, kwargs, output)
-            h, U = compressed.pop().double(), layer.mssa.bases.double()
+            h, U = compressed.pop().double(), mssa.bases.double()
             note("subspace_rate", i, subspace_rate(h, U, epsilon, normalise=normalise, mask=mask))
             note("nonzero", i, nonzero(output, mask))
 
         return [
-            on_output(layer.mssa, projected),
+            on_output(mssa, projected),
             on_output(layer.norm2, lambda args, kwargs, output: compressed.append(args[0])),
             on_output(layer, whole),
         ]

@@ -47,9 +47,9 @@ class CRATELayer(nn.Module):
         if kappa is not None and not mssa.get("tied"):
             raise ValueError(f"kappa={kappa} (the step of eq 10) needs the output map γU: give tied=True")
         place = {key: mssa[key] for key in ("device", "dtype") if key in mssa}
-        self.kappa = kappa
         self.norm1 = nn.LayerNorm(dim, **place)
         self.mssa = MSSA(dim, heads, **mssa)
+        self.step = None if kappa is None else kappa * self.mssa.gamma
         self.norm2 = nn.LayerNorm(dim, **place)
         self.ista = ISTA(dim, **ista, **place)
 
@@ -63,10 +63,7 @@ class CRATELayer(nn.Module):
     ) -> Tensor:
         x = quiet_padding(x, mask)
         update = self.mssa(self.norm1(x), mask, bias, segments=segments)
-        if self.kappa is None:
-            return x + update
-        step = self.kappa * self.mssa.gamma
-        return (1 - step) * x + step * update
+        return x + update if self.step is None else (1 - self.step) * x + self.step * update
 
     def forward(
         self,
