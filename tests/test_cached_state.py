@@ -62,6 +62,20 @@ def test_reset_clears_the_cache() -> None:
     assert torch.equal(c(x), first)
 
 
+@pytest.mark.parametrize("options", [{}, {"scope": "stream"}, {"scope": "stream", "delayed": True}])
+def test_what_is_written_in_inference_mode_can_be_trained_on(options: dict) -> None:
+    x = torch.randn(2, 5, 16, requires_grad=True)
+    for reset in (False, True):
+        c = CachedAttention(MultiheadAttention(16, 4), **options)
+        with torch.inference_mode():
+            c(x)
+            if reset:
+                c.reset()
+        for _ in range(2):
+            c(x).sum().backward()
+        c.load_state_dict(c.state_dict())
+
+
 def test_a_copy_has_its_own_cache() -> None:
     c = layer(length=6)
     c(tokens(2, 6, 16))

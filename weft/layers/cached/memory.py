@@ -139,7 +139,15 @@ class RecurrentCache(nn.Module):
                 self.pending, self.pending_alive = tokens.detach().clone(), everyone if alive is None else alive
             if not torch.compiler.is_compiling():
                 self._resize_copies()
+                self._leave_inference_mode()
         return read
+
+    def _leave_inference_mode(self) -> None:
+        """Its tensors could not be used in training."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                for name in {"cache", "updates", *self.rows}:
+                    setattr(self, name, getattr(self, name).clone())
 
     def frozen(self, x: Tensor) -> Tensor:
         """The current cache, (1 or B, length, width); zeros before the first training step."""
@@ -166,6 +174,7 @@ class RecurrentCache(nn.Module):
         tokens, alive = resample(x, cache.shape[1], valid, self.resampling)
         return _where_alive(alive, self._gate(cache, tokens.to(cache.dtype)), cache)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def reset(self, rows: Tensor | None = None) -> None:
         """Clear the cache; with boolean `rows` (B,), only those streams, e.g. at the start of a new document."""
