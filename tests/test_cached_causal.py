@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import weft
 from weft import CachedAttention, MixedAttention, MultiheadAttention, make_attention
 from weft.layers import TransformerXLAttention
 
@@ -43,7 +44,14 @@ def read(model: nn.Module, ids: Tensor) -> Tensor:
     return torch.cat([model(segment) for segment in ids.split(SEGMENT, 1)], 1)
 
 
-KINDS = [{}, {"scope": "stream"}, {"update_from": "output"}, {"relative": True}, {"candidate": "ln_gelu"}]
+KINDS = [
+    {},
+    {"scope": "stream"},
+    {"update_from": "output"},
+    {"relative": True},
+    {"candidate": "ln_gelu"},
+    {"memory_attention": "same"},
+]
 
 
 @pytest.mark.parametrize("options", KINDS)
@@ -175,6 +183,12 @@ def test_leaks_are_refused() -> None:
         CachedAttention(causal, delayed=True, position="conv")
     with pytest.raises(ValueError, match="scope='stream'"):
         CachedAttention(causal, delayed=True, memory="per_sample")
+    pooled = MultiheadAttention(16, 4, causal=True, attention="combiner-fixed")  # its summaries read all queries
+    with pytest.raises(ValueError, match="combiner-fixed may read the queries of later tokens"):
+        CachedAttention(pooled, delayed=True, memory_attention="same")
+    made = weft.make_attention("reformer", heads=4, head_dim=2)
+    with pytest.raises(ValueError, match="reformer may read the queries of later tokens"):
+        CachedAttention(causal, delayed=True, memory_attention=made)
     with pytest.raises(ValueError, match="eval_update=True needs"):
         CachedAttention(causal, delayed=True, eval_update=True)
     with pytest.raises(ValueError, match="eval_gate=True stores nothing in eval"):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...attention import Attention
 from ...core.contract import quiet_padding
 from ..multihead import MultiheadAttention
 from .options import CacheOptions
@@ -49,8 +50,8 @@ def slots(length: int | None, grid: tuple[int, int] | None, prefix: int, options
     return length
 
 
-def refuse_leaks(options: CacheOptions) -> None:
-    """Reject options that leak the future into a causal layer."""
+def refuse_leaks(options: CacheOptions, mechanism: Attention) -> None:
+    """Reject options, and a mechanism of the cached branch, that leak the future into a causal layer."""
     if not options.delayed:
         raise ValueError(
             "the layer is causal, and a cache of the current segment would leak the future: "
@@ -58,6 +59,11 @@ def refuse_leaks(options: CacheOptions) -> None:
         )
     if options.position == "conv":
         raise ValueError("position='conv' reads later tokens: use position='none' for a causal layer")
+    if mechanism.info is not None and not mechanism.info.cross:
+        raise ValueError(
+            f"memory_attention: {mechanism.name} may read the queries of later tokens; for a causal layer, use 'full' "
+            "or another mechanism that supports cross-attention"
+        )
 
 
 def refuse_one_way(allowed: Tensor, real: Tensor) -> None:

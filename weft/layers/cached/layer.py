@@ -114,8 +114,6 @@ class CachedAttention(nn.Module):
             self._projection = next(name for name in NAMES if getattr(inner, name, None) is projection)
             self._hook = projection.register_forward_pre_hook(self._before_projection)
         self.causal = is_causal(inner) if causal is None else causal
-        if self.causal:
-            refuse_leaks(o)
         if o.position == "conv" and self.dim % self.width:
             raise ValueError(
                 f"position='conv' has one group per cached channel: {self.dim} channels are not a multiple of "
@@ -160,6 +158,8 @@ class CachedAttention(nn.Module):
             **kind,
             **place,
         )
+        if self.causal:
+            refuse_leaks(o, self.memory.attention)
         self.position = None
         if o.position == "conv":
             self.position = nn.Conv2d(self.dim, self.dim, 3, padding=1, groups=self.width, **place)
