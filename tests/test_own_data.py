@@ -101,23 +101,25 @@ def test_the_commands_predict_and_export(table, tmp_path):
     assert CliRunner().invoke(app, ["--version"]).output == f"weft {weft.__version__}\n"
 
 
-def test_numbers_of_any_scale_are_learned(table, tmp_path):
+@pytest.mark.parametrize("least, unit", [(1000, 1), (1.7e9, 0.01), (0, 1e36)])
+def test_numbers_of_any_scale_are_learned(table, tmp_path, least, unit):
     from weft.lab import train
 
     path = table.with_name("prices.jsonl")
-    rows = [{"text": text, "label": 1000 + 100 * (kind == "good")} for text, kind in reviews()]
+    rows = [{"text": text, "label": least + 100 * unit * (kind == "good")} for text, kind in reviews()]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {**TINY, "steps": 20, "learning_rate": 0.02, "tokenizer": "words"}
     found = train(make_config("regress", data=str(path), out=str(tmp_path / "run"), **settings))
-    assert found.test["mae"] < 20
+    assert 0 < found.test["mae"] < 20 * unit
     model = weft.load(weft.load(tmp_path / "run").export(tmp_path / "exported"))
     for row, answer in zip(rows[:4], model.predict([row["text"] for row in rows[:4]]), strict=True):
-        assert abs(answer["answer"] - row["label"]) < 20
+        assert abs(answer["answer"] - row["label"]) < 20 * unit
     assert "× the model's output" in (tmp_path / "exported/README.md").read_text()
     task, known = get_task("regress"), model.known
     assert found.test["rmse"] == pytest.approx(found.test["loss"] ** 0.5 * known.facts["scale"][1])
     del known.facts["scale"]  # as in runs of older versions
-    assert "scale" not in task.load_again(make_config("regress", data=str(path)), known).train
+    again = task.load_again(make_config("regress", data=str(path)), known).train
+    assert "deviation" not in again and again["label"].max() == torch.tensor(rows[0]["label"], dtype=torch.float32)
     assert task.decode(torch.ones(1, 1), {}, known) == [{"answer": 1.0}]
 
 

@@ -218,13 +218,15 @@ class Regress(TextTable):
     def read(self, config: TrainConfig, known: Known | None) -> TaskData:
         data = super().read(config, known)
         if known is None:
-            values = data.train["label"].double()
+            values = data.train["label"]
             data.facts["scale"] = [float(values.mean()), float(values.std(correction=0)) or 1.0]
         elif "scale" in known.facts:
             data.facts["scale"] = known.facts["scale"]
-        if "scale" in data.facts:
-            for part in (data.train, data.val, data.test):  # the same in every row
-                part["scale"] = torch.tensor(data.facts["scale"]).expand(len(part["label"]), -1)
+        mean, deviation = data.facts.get("scale", (0.0, 1.0))
+        for part in (data.train, data.val, data.test):
+            part["label"] = ((part["label"] - mean) / deviation).float()  # float32 has too few digits for the values
+            if "scale" in data.facts:  # the same in every row
+                part["deviation"] = torch.tensor(deviation).expand(len(part["label"]))
         return data
 
     def names(self, labels: Sequence[str]) -> None:
@@ -239,18 +241,16 @@ class Regress(TextTable):
                 raise DataMissing(f"{where}: the label must be a number, got {label!r}") from None
             if not math.isfinite(values[-1]):
                 raise DataMissing(f"{where}: the label must be a finite number, got {label!r}")
-        return torch.tensor(values, dtype=torch.float32)
+        return torch.tensor(values, dtype=torch.float64)
 
     def loss(self, model: nn.Module, batch: Columns, config: TrainConfig) -> Tensor:
-        mean, deviation = _scale(batch)
-        return F.mse_loss(model(*self.inputs(batch)).float()[:, 0], (batch["label"] - mean) / deviation)
+        return F.mse_loss(model(*self.inputs(batch)).float()[:, 0], batch["label"])
 
     def score(self, model: nn.Module, batch: Columns) -> dict[str, Tensor]:
-        mean, deviation = _scale(batch)
-        off = model(*self.inputs(batch)).float()[:, 0] - (batch["label"] - mean) / deviation  # in deviations
-        error = off * deviation
+        off = model(*self.inputs(batch)).float()[:, 0] - batch["label"]  # in deviations
+        count = torch.ones_like(off)
         return {
-            "loss": off.square(), "square": error.square(), "absolute": error.abs(), "count": torch.ones_like(off)
+            "loss": off.square(), "absolute": off.abs(), "deviation": batch.get("deviation", count), "count": count
         }  # fmt: skip
 
     def decode(self, out: Tensor, rows: Columns, known: Known) -> list[dict[str, Any]]:
@@ -258,13 +258,8 @@ class Regress(TextTable):
         return [{"answer": value * deviation + mean} for value in out[:, 0].tolist()]
 
     def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
-        count = sums["count"]
-        rmse = math.sqrt(sums["square"] / count)
-        return {"loss": sums["loss"] / count, "mae": sums["absolute"] / count, "rmse": rmse}
-
-
-def _scale(batch: Columns) -> tuple[Any, Any]:
-    return tuple(batch["scale"].unbind(1)) if "scale" in batch else (0.0, 1.0)  # type: ignore[return-value]
+        loss, absolute, deviation = (sums[name] / sums["count"] for name in ("loss", "absolute", "deviation"))
+        return {"loss": loss, "mae": absolute * deviation, "rmse": math.sqrt(loss) * deviation}
 
 
 class TextModel(BuiltFromData, Bytes):
