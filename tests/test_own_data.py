@@ -146,6 +146,11 @@ def test_rows_are_split_once_and_by_a_column(table, tmp_path):
     assert [load("classify", path).rows(split) for split in ("train", "val", "test")] == [30, 6, 4]
 
 
+def test_the_order_of_classes_is_always_the_same():
+    same = [f"{'0' * zeros}1" for zeros in reversed(range(10))]
+    assert get_task("classify").names(["2", *same, "-3"] * 2) == ["-3", *same, "2"]
+
+
 def test_labels_that_look_like_numbers_are_classes(tmp_path):
     path = tmp_path / "labels.csv"
     for labels, names in ((("10", "9", "-1"), ["-1", "9", "10"]), (("5", "--5", "²"), ["--5", "5", "²"])):

@@ -196,7 +196,7 @@ class Classify(TextTable):
                 "--label-column, or train numbers with `weft train regress`"
             )
         numbers = all(re.fullmatch(r"-?\d+", label) for label in found)
-        return sorted(found, key=int if numbers else None)  # type: ignore[arg-type]
+        return sorted(sorted(found), key=int if numbers else None)  # type: ignore[arg-type]  # 1 and 01 are equal
 
     def labels(self, found: Sequence[tuple[str, str]], names: list[str] | None) -> Tensor:
         assert names is not None
