@@ -148,8 +148,11 @@ def test_a_run_that_starts_faster_than_its_trial_plans_again(tmp_path, seconds, 
         seconds["now"] += 14
         return 0.5
 
+    used = []
     monkeypatch.setattr(pace, "_time", slow)
+    monkeypatch.setattr("weft.lab.loop.set_learning_rate", lambda optimizer, rate: used.append(rate))
     run = tmp_path / "run-s0"
     found = train(runs.tiny(run, time_budget=0.5, steps=20, warmup=4, eval_every=5, schedule="cosine"))
+    assert [entry["lr"] for entry in Run(run).entries("train")] == used
     kept = Run(run).config()
     assert found.steps == 32 and (kept.warmup, kept.eval_every) == (6, 8) and seconds["now"] == pytest.approx(30)

@@ -127,6 +127,7 @@ class Training:
         self.losses = LossMonitor(config.diverge_at)
         self.checked_compiled = False
         self.pending: list[Tensor] = []
+        self.rates: list[float] = []  # of the pending losses: the schedule may change before they are logged
         self.computed = 0  # tokens of packed documents since the last look
         self.trained = 0.0  # seconds of training: without evaluations, checkpoints and the first step of each launch
         self.is_dense, self.begun = False, False
@@ -278,6 +279,7 @@ class Training:
             self.average.update(self.raw, step)
         assert total is not None
         self.pending.append(total)
+        self.rates.append(rate)
 
     def _divisors(self, batches: Sequence[Any]) -> list[Tensor]:
         """Of the mean losses of these batches, so that the step's loss is the mean over all its targets."""
@@ -318,14 +320,15 @@ class Training:
         if self.world > 1:
             losses = self.fabric.all_reduce(losses, reduce_op="mean")
         values, self.pending = losses.tolist(), []
+        rates, self.rates = self.rates[-len(values) :], []
         now, step0 = time.perf_counter(), self.step - len(values)
         seconds, steps = max(now - self._clock[0], 1e-9), self.step - self._clock[1]
         rate = steps * self._tokens_per_step() / seconds
         self.trained += seconds
         self._clock = (now, self.step)
         entries: list[dict[str, Any]] = [
-            {"kind": "train", "step": step0 + i, "loss": value, "lr": learning_rate(self.config, step0 + i)}
-            for i, value in enumerate(values, 1)
+            {"kind": "train", "step": step0 + i, "loss": value, "lr": rate}
+            for i, (value, rate) in enumerate(zip(values, rates, strict=True), 1)
         ]
         entries[-1]["seconds"] = round(self.trained, 2)
         if steps:
