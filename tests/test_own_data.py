@@ -6,12 +6,14 @@ import csv
 import json
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import weft
-from weft.tasks import DataMissing, get_task, make_config
+from weft.lab.start import load_data
+from weft.tasks import DataMissing, get_task, make_config, own
 from weft.tasks.base import Known
 from weft.tasks.tables import read_table
 from weft.tasks.tags import read_columns
@@ -144,6 +146,21 @@ def test_rows_are_split_once_and_by_a_column(table, tmp_path):
     assert [load("classify", path).rows(split) for split in ("train", "val", "test")] == [30, 6, 4]
     path.write_text(path.read_text().replace('"split"', '"Split "'))  # as other columns, in any case
     assert [load("classify", path).rows(split) for split in ("train", "val", "test")] == [30, 6, 4]
+
+
+def test_all_processes_use_the_tokenizer_of_the_first(table, monkeypatch):
+    """The training of a unigram tokenizer is not deterministic."""
+    config = make_config("classify", data=str(table), tokenizer="unigram:300")
+
+    def process(rank, *received):
+        fabric = SimpleNamespace(broadcast=lambda value: next(answers, value))
+        answers = iter(received)
+        return load_data(get_task("classify"), config, None, None, SimpleNamespace(fabric=fabric, rank=rank), print)[1]
+
+    first = process(0)
+    monkeypatch.setitem(own.MADE, "unigram", Pieces.of)  # gives another tokenizer
+    assert process(1).tokenizer != first.tokenizer
+    assert process(1, first.known, first.digest) == first
 
 
 def test_the_order_of_classes_is_always_the_same():

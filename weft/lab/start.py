@@ -52,6 +52,10 @@ def load_data(
     if newest is None:
         data = task.load(config)
         kept = describe(data)
+        known = processes.fabric.broadcast(kept.known)
+        if known.tokenizer != kept.tokenizer:  # the training of a unigram tokenizer is not deterministic
+            data = task.load_again(config, known)
+            kept = describe(data)
     else:
         data, recorded = load_kept(task, config, run, say=say)
         kept = recorded or describe(data)
