@@ -73,6 +73,7 @@ def test_config_precedence_and_round_trip():
         ("attention_options", "block=3", "must be JSON"),
         ("finetune_dense_at", 0.5, "needs subsampled attention"),
         ("positions", "rotary", "rope"),
+        ("cache_options", '{"length": 8}', "no effect without a cache"),
     ],
 )
 def test_invalid_configs_are_refused(field, value, says):

@@ -215,6 +215,11 @@ class Regress(TextTable):
     about = "numbers from your own texts: --data FILE.csv (.jsonl, .parquet, a folder)"
     metric, higher_is_better, answers = "mae", False, "values"
 
+    def check(self, config: TrainConfig) -> None:
+        super().check(config)
+        if config.label_smoothing:
+            raise ValueError("label_smoothing has no effect on numbers: remove --label-smoothing")
+
     def read(self, config: TrainConfig, known: Known | None) -> TaskData:
         data = super().read(config, known)
         if known is None:
