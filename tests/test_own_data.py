@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import weft
+from weft.cli.predict import read_examples
 from weft.lab.start import load_data
 from weft.tasks import DataMissing, get_task, make_config, own
 from weft.tasks.base import Known
@@ -281,6 +282,27 @@ def test_hidden_files_of_a_folder_are_no_texts(tmp_path):
         (tmp_path / name).write_bytes(content)
     data = load("lm", tmp_path, max_length=4)
     assert bytes(data.train["bytes"][:2, :4].flatten().tolist()) == b"one\ntwot"
+
+
+def test_linked_folders_are_read_once(tmp_path):
+    (tmp_path / "disk/more").mkdir(parents=True)
+    (tmp_path / "disk/more/2.txt").write_text("two" * 99)
+    (tmp_path / "disk/back").symlink_to(tmp_path / "texts")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/1.txt").write_text("one")
+    (tmp_path / "texts/linked").symlink_to(tmp_path / "disk")
+    data = load("lm", tmp_path / "texts", max_length=4)
+    assert bytes(data.train["bytes"][:2, :4].flatten().tolist()) == b"one\ntwot"
+
+
+def test_hidden_images_are_not_read(pictures, tmp_path):
+    count = load("images", pictures, image_size=8).rows("train")
+    (pictures / "dog/.ipynb_checkpoints").mkdir()
+    for i in range(8):
+        shutil.copy(pictures / f"dog/{i}.jpg", pictures / f"dog/.ipynb_checkpoints/{i}.jpg")
+    (pictures / "dog/._0.jpg").write_bytes(b"written by macOS")
+    assert load("images", pictures, image_size=8).rows("train") == count
+    assert len(read_examples(pictures, "", tokens=False)[1]) == 20
 
 
 def test_texts_in_other_encodings_name_file_and_line(tmp_path):

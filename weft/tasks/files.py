@@ -38,6 +38,21 @@ def find(data: str, names: tuple[str, ...], what_to_do: str) -> Path:
     raise DataMissing(f"no {' or '.join(names)} in {root}{'' if root.exists() else ' (no such folder)'}: {what_to_do}")
 
 
+def files_of(folder: Path) -> list[Path]:
+    """Its files in order of name, also in linked folders, without hidden ones such as .DS_Store and those in .git/."""
+    found: list[Path] = []
+    seen: set[str] = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        real = os.path.realpath(place)
+        if real in seen:  # links may form a circle
+            folders.clear()
+        else:
+            found += [Path(place, name) for name in names if not name.startswith(".")]
+        seen.add(real)
+    return sorted(filter(Path.is_file, found))
+
+
 def free_memory() -> int:
     """Available memory in bytes, of the machine or of the container, whichever is less."""
     try:

@@ -39,7 +39,7 @@ from .base import (
     crate_options,
 )
 from .config import TrainConfig
-from .files import DamagedData, decoded, find, split_off
+from .files import DamagedData, decoded, files_of, find, split_off
 from .hosts import check_hosted, host_facts, hosted_model, swap_in
 from .registry import add_task
 from .tables import SPLITS
@@ -324,7 +324,7 @@ def refuse_strange(folder: Path, names: list[str], classes: list[str]) -> None:
 def read_folder(folder: Path, classes: list[str], size: int) -> Columns:
     """All images of a folder, resized (shorter side) and centre-cropped to `size`."""
     refuse_strange(folder, class_folders(folder), classes)
-    files = [(p, i) for i, name in enumerate(classes) for p in sorted((folder / name).rglob("*"))]
+    files = [(p, i) for i, name in enumerate(classes) for p in files_of(folder / name)]
     files = [(p, i) for p, i in files if p.suffix.lower() in PICTURES]
     if not files:
         raise DamagedData(folder, "it has no images")

@@ -27,12 +27,12 @@ from torch import Tensor, nn
 
 from .base import BuiltFromData, Columns, DataMissing, Known, TaskData, TextClassification
 from .config import TrainConfig
-from .files import DamagedData, as_ids, as_utf8, pad_rows, split_off
+from .files import DamagedData, as_ids, as_utf8, files_of, pad_rows, split_off
 from .hosts import host_facts, hosted_model, longest, tokenizer_of
 from .imdb import WORD
 from .registry import add_task
 from .tables import LABEL, TEXT, Table, read_tables
-from .text import Bytes, files_of
+from .text import Bytes
 from .tokens import Pieces, windows
 
 MADE = {"bpe": Pieces.of, "unigram": Pieces.unigram}  # tokenizers trained on the texts

@@ -26,18 +26,12 @@ from torch import Tensor, nn
 from ..attention import attention_info
 from .base import Columns, DataMissing, Known, Task, TaskData, block_options
 from .config import TrainConfig
-from .files import DamagedData, find, must_fit
+from .files import DamagedData, files_of, find, must_fit
 from .registry import add_task
 
 NOTHING = -100  # a target that cross_entropy ignores
 PACKED = (".gz", ".bz2", ".zst", ".7z", ".tar", ".tgz", ".tar.xz", ".txz")
 ENWIK8_MD5 = "a1fa5ffddb56f4953e226637dabbb36a"
-
-
-def files_of(folder: Path) -> list[Path]:
-    """Its files in order of name, without hidden ones such as .DS_Store and those in .git/."""
-    files = [p for p in sorted(folder.rglob("*")) if p.is_file()]
-    return [p for p in files if not any(name.startswith(".") for name in p.relative_to(folder).parts)]
 
 
 def read_bytes(path: Path) -> bytes:
