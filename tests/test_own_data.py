@@ -295,6 +295,22 @@ def test_linked_folders_are_read_once(tmp_path):
     assert bytes(data.train["bytes"][:2, :4].flatten().tolist()) == b"one\ntwot"
 
 
+def test_two_files_of_the_same_part_are_refused(table, pictures, tmp_path):
+    (tmp_path / "data").mkdir()
+    for name in ("train.csv", "dev.csv", "valid.csv"):
+        shutil.copy(table, tmp_path / "data" / name)
+    with pytest.raises(DataMissing, match="dev.csv and valid.csv are the same part of the data"):
+        load("classify", tmp_path / "data")
+    for name in ("train.conll", "Train.txt"):
+        (tmp_path / "data" / name).write_text("a O\n\nb B-X\n\n" * 20)
+    with pytest.raises(DataMissing, match="Train.txt and train.conll are the same part"):
+        load("tag", tmp_path / "data")
+    for part in ("train", "test", "validation", "val"):
+        shutil.copytree(pictures, tmp_path / "split" / part)
+    with pytest.raises(DataMissing, match="val and validation are the same part"):
+        load("images", tmp_path / "split", image_size=8)
+
+
 def test_hidden_images_are_not_read(pictures, tmp_path):
     count = load("images", pictures, image_size=8).rows("train")
     (pictures / "dog/.ipynb_checkpoints").mkdir()

@@ -42,7 +42,7 @@ from .config import TrainConfig
 from .files import DamagedData, decoded, files_of, find, split_off
 from .hosts import check_hosted, host_facts, hosted_model, swap_in
 from .registry import add_task
-from .tables import SPLITS
+from .tables import by_split
 
 MODELS = r"transformer|crate(-tiny|-small|-base|-large)?|pvt-(tiny|small|medium|large)|timm:[\w.]+"
 AUGMENTATIONS = r"color|rand(-\w[\w.]*)+|augmix(-\w[\w.]*)*|(original|v0)r?(-mstd[\d.]+)?|3a"
@@ -357,7 +357,7 @@ class Images(ImageFolder):
         if not folder.is_dir():
             raise DataMissing(f"{folder} is not a folder: give one with a sub-folder of images per class with --data")
         inside = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
-        places = {SPLITS[p.name.lower()]: p for p in inside if p.name.lower() in SPLITS}
+        places = by_split((p.name, p) for p in inside)
         trains = list(places) == ["train"] and not class_folders(places["train"])  # a class, not a part
         parts = places if "train" in places and not trains else {"train": folder}
         classes = (known and known.classes) or class_folders(parts["train"])

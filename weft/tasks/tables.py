@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,8 +76,7 @@ def read_tables(data: str) -> dict[str, Table]:
     if path.is_dir():
         if (path / "dataset_dict.json").exists() or (path / "dataset_info.json").exists():
             return _saved_by_datasets(path)
-        found = {SPLITS[p.stem.lower()]: p for p in sorted(path.iterdir())
-                 if p.suffix.lower() in ENDINGS and p.stem.lower() in SPLITS}  # fmt: skip
+        found = by_split((p.stem, p) for p in sorted(path.iterdir()) if p.suffix.lower() in ENDINGS)
         if "train" not in found:
             raise DataMissing(
                 f"{path} has no train.csv (or {', '.join(ENDINGS[1:])}): put train.csv there, and optionally "
@@ -87,6 +86,19 @@ def read_tables(data: str) -> dict[str, Table]:
     if path.exists() or path.suffix.lower() in ENDINGS:
         return {"": read_table(path)}
     return _from_hub(data)
+
+
+def by_split(named: Iterable[tuple[str, Path]]) -> dict[str, Path]:
+    """The files or folders that are named after a part of the data, by this part."""
+    found: dict[str, Path] = {}
+    for name, path in named:
+        split = SPLITS.get(name.lower())
+        if split in found:
+            what = f"{found[split].name} and {path.name} are the same part of the data"
+            raise DamagedData(path.parent, what, "Merge them, or move one of them away.")
+        if split:
+            found[split] = path
+    return found
 
 
 def _csv(path: Path, delimiter: str | None) -> Table:

@@ -25,7 +25,7 @@ from .files import DamagedData, lines_of, pad_rows, read_text
 from .hosts import host_facts, hosted_model, longest
 from .own import TextTable, from_file, meaning_of
 from .registry import add_task
-from .tables import SPLITS, Table, read_tables
+from .tables import Table, by_split, read_tables
 from .text import NOTHING
 from .tokens import Pieces
 
@@ -69,10 +69,9 @@ def read_sentences(data: str) -> dict[str, Table]:
     if path.is_file() and path.suffix.lower() in COLUMNS:
         return {"": read_columns(path)}
     if path.is_dir():
-        found = {SPLITS[p.stem.lower()]: read_columns(p) for p in sorted(path.iterdir())
-                 if p.suffix.lower() in COLUMNS and p.stem.lower() in SPLITS}  # fmt: skip
+        found = by_split((p.stem, p) for p in sorted(path.iterdir()) if p.suffix.lower() in COLUMNS)
         if "train" in found:
-            return found
+            return {split: read_columns(file) for split, file in found.items()}
     if not path.exists() and path.suffix.lower() in COLUMNS:
         raise DataMissing(f"{path} does not exist: give a {', '.join(COLUMNS)} or .jsonl file with --data")
     return read_tables(data)
