@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from browser import payload
 
 import weft
 from weft.cli.predict import read_examples
@@ -106,6 +107,9 @@ def test_the_commands_predict_and_export(table, tmp_path):
 
 @pytest.mark.parametrize("least, unit", [(1000, 1), (1.7e9, 0.01), (0, 1e36)])
 def test_numbers_of_any_scale_are_learned(table, tmp_path, least, unit):
+    from typer.testing import CliRunner
+
+    from weft.cli import app
     from weft.lab import train
 
     path = table.with_name("prices.jsonl")
@@ -118,6 +122,10 @@ def test_numbers_of_any_scale_are_learned(table, tmp_path, least, unit):
     for row, answer in zip(rows[:4], model.predict([row["text"] for row in rows[:4]]), strict=True):
         assert abs(answer["answer"] - row["label"]) < 20 * unit
     assert "× the model's output" in (tmp_path / "exported/README.md").read_text()
+    for given in ([], ["--text", rows[0]["text"]]):
+        CliRunner().invoke(app, ["inspect", str(tmp_path / "run"), "--examples", "1", *given])
+        (shown,) = payload((tmp_path / "run/inspect.html").read_text())["attention"]["examples"]
+        assert abs(float(shown["prediction"]) - float(shown["target"] or rows[0]["label"])) < 20 * unit + 1e-3 * least
     task, known = get_task("regress"), model.known
     assert found.test["rmse"] == pytest.approx(found.test["loss"] ** 0.5 * known.facts["scale"][1])
     del known.facts["scale"]  # as in runs of older versions

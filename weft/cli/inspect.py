@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,14 +75,15 @@ def inspect(
         page = report(model, [], galleries=galleries, **about)  # type: ignore[arg-type]
     else:
         shown = [t[:examples].cpu() for t in inputs]
-        names = known.classes or list(task.class_names)
+        names, scale = known.classes or list(task.class_names), known.facts.get("scale", (0.0, 1.0))
         page = report(
             model,
             inputs,
             tokens=words(config.task, shown, known),
             pictures=pictures(config.task, shown[0]),
-            targets=None if labels is None else [_target(i, names) for i in labels[:examples].tolist()],
+            targets=None if labels is None else [_target(i, names, scale) for i in labels[:examples].tolist()],
             classes=names or None,
+            scale=scale,
             splits=splits or None,
             checkpoints=_checkpoints(run),
             examples=examples,
@@ -105,10 +107,10 @@ def _own_examples(run: Path, trained: Trained, text: list[str] | None, image: li
     return list(task.inputs(task.encode(list(text or image or []), trained.known)))
 
 
-def _target(label: float, names: list[str]) -> str:
+def _target(label: float, names: list[str], scale: Sequence[float]) -> str:
     if names:
         return names[int(label)]
-    return f"class {label}" if isinstance(label, int) else f"{label:.4g}"
+    return f"class {label}" if isinstance(label, int) else f"{scale[0] + scale[1] * label:.4g}"
 
 
 def characters(values: list[int]) -> list[str]:

@@ -141,6 +141,7 @@ def attention(
     classes: Sequence[str] | None,
     examples: int,
     map_up_to: int,
+    scale: Sequence[float] = (0.0, 1.0),
 ) -> dict[str, Any]:
     """Every head of every layer on each example, without padding."""
     causal = any(mechanism.causal for _, mechanism in created(plain(model), [t[:1] for t in inputs]))
@@ -169,7 +170,7 @@ def attention(
                 "tokens": common,
                 "grid": grid,
                 "picture": _picture(pictures[i]) if pictures is not None else None,
-                "prediction": _prediction(output, classes, one[0]),
+                "prediction": _prediction(output, classes, scale, one[0]),
                 "target": targets[i] if targets else "",
             }
         )
@@ -315,13 +316,13 @@ def _rgb(pixels: Tensor) -> dict[str, Any]:
     return {"height": pixels.shape[0], "width": pixels.shape[1], "bytes": raw}
 
 
-def _prediction(output: Any, classes: Sequence[str] | None, given: Tensor) -> str:
+def _prediction(output: Any, classes: Sequence[str] | None, scale: Sequence[float], given: Tensor) -> str:
     if not isinstance(output, Tensor) or output.dim() != 2:
         return ""
     if classes is None and output.shape == given.shape:  # one value per token, such as its loss
         return ""
     if output.shape[1] == 1:  # a number
-        return f"{output.item():.4g}"
+        return f"{scale[0] + scale[1] * output.item():.4g}"
     share, best = output.float().softmax(-1)[0].max(-1)
     name = classes[int(best)] if classes else f"class {int(best)}"
     return f"{name} ({share.item():.0%})"

@@ -24,6 +24,7 @@ def report(
     pictures: Tensor | None = None,
     targets: Sequence[str] | None = None,
     classes: Sequence[str] | None = None,
+    scale: Sequence[float] = (0.0, 1.0),
     splits: Mapping[str, Sequence[Tensor]] | None = None,
     checkpoints: Iterable[tuple[str, gather.Loader]] = (),
     facts: Sequence[tuple[str, str]] = (),
@@ -35,11 +36,11 @@ def report(
     """Write the report about `model` and return its path.
 
     `inputs` are the model's arguments. The page shows the first `examples` rows, with `tokens` (each a list of words,
-    or one list per document), `pictures` and `targets` if given; `classes` are the class names. `splits` are the inputs
-    to measure on, {"train": …, "validation": …}. `checkpoints` are pairs of a label and a state dict, or a function
-    that loads one into the model. They are measured in turn; afterwards the model has its original weights.
-    `galleries` (of `weft.pages.gallery`) are shown first. Without `inputs`, the page has only them and the
-    weights of caches.
+    or one list per document), `pictures` and `targets` if given; `classes` are the class names; a model of
+    numbers predicts scale[0] + scale[1] × its output. `splits` are the inputs to measure on, {"train": …,
+    "validation": …}. `checkpoints` are pairs of a label and a state dict, or a function that loads one into the model.
+    They are measured in turn; afterwards the model has its original weights. `galleries` (of `weft.pages.gallery`) are
+    shown first. Without `inputs`, the page has only them and the weights of caches.
     """
     inputs = arguments(inputs)
     data: dict[str, Any] = {
@@ -70,6 +71,7 @@ def report(
         pictures=pictures,
         targets=targets,
         classes=classes,
+        scale=scale,
         examples=examples,
         map_up_to=map_up_to,
     )
