@@ -134,6 +134,22 @@ def test_numbers_of_any_scale_are_learned(table, tmp_path, least, unit):
     assert task.decode(torch.ones(1, 1), {}, known) == [{"answer": 1.0}]
 
 
+def test_empty_texts_are_not_inspected(tmp_path):
+    from typer.testing import CliRunner
+
+    from weft.cli import app
+    from weft.lab import train
+
+    path, run = tmp_path / "some.csv", str(tmp_path / "run")
+    path.write_text("text,label\n" + "".join(f"{'a' if i % 3 else ''},{i % 2}\n" for i in range(80)))
+    train(make_config("classify", data=str(path), out=run, tokenizer="words", **TINY))
+    assert CliRunner().invoke(app, ["inspect", run]).exit_code == 0
+    shown = payload((tmp_path / "run/inspect.html").read_text())["attention"]["examples"]
+    assert len(shown) == 3 and all(example["tokens"] for example in shown)
+    refused = CliRunner().invoke(app, ["inspect", run, "--text", "?!"])
+    assert refused.exit_code == 2 and "the texts are empty" in refused.output
+
+
 def numbered(table):
     path = table.with_name("numbers.jsonl")
     path.write_text("".join(json.dumps({"text": text, "label": i / 7}) + "\n" for i, (text, _) in enumerate(reviews())))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ..lab.trained import Trained
-    from ..tasks import Known, TaskData
+    from ..tasks import Known, Task, TaskData
 
 PIXEL_TASKS = ("digits", "cifar10-pixels", "pathfinder")  # ids are the row-major pixels of a square image
 
@@ -74,6 +74,10 @@ def inspect(
     if not all(isinstance(t, torch.Tensor) for t in inputs):  # images of many sizes: only what the model finds in them
         page = report(model, [], galleries=galleries, **about)  # type: ignore[arg-type]
     else:
+        real = has_tokens(task, inputs)
+        if not real.any():
+            raise typer.BadParameter("the texts are empty: there is nothing to show")
+        inputs, labels = [t[real] for t in inputs], None if labels is None else labels[real]
         shown = [t[:examples].cpu() for t in inputs]
         names, scale = known.classes or list(task.class_names), known.facts.get("scale", (0.0, 1.0))
         page = report(
@@ -105,6 +109,19 @@ def _own_examples(run: Path, trained: Trained, text: list[str] | None, image: li
     if missing:
         raise typer.BadParameter(f"{missing[0]} does not exist")
     return list(task.inputs(task.encode(list(text or image or []), trained.known)))
+
+
+def has_tokens(task: Task, inputs: Sequence[Tensor]) -> Tensor:
+    """The examples with a token in every text. In the ids of classifiers, 0 is padding."""
+    import torch
+
+    from ..tasks.text import Bytes
+
+    real = inputs[0].new_ones(len(inputs[0]), dtype=torch.bool)
+    for t in inputs:
+        if t.dim() == 2 and not isinstance(task, Bytes):
+            real &= (t != 0).any(1)
+    return real
 
 
 def _target(label: float, names: list[str], scale: Sequence[float]) -> str:
