@@ -121,7 +121,8 @@ def test_numbers_of_any_scale_are_learned(table, tmp_path, least, unit):
     model = weft.load(weft.load(tmp_path / "run").export(tmp_path / "exported"))
     for row, answer in zip(rows[:4], model.predict([row["text"] for row in rows[:4]]), strict=True):
         assert abs(answer["answer"] - row["label"]) < 20 * unit
-    assert "× the model's output" in (tmp_path / "exported/README.md").read_text()
+    mean, deviation = model.known.facts["scale"]
+    assert f"{mean} + {deviation} × the model's output" in (tmp_path / "exported/README.md").read_text()
     for given in ([], ["--text", rows[0]["text"]]):
         CliRunner().invoke(app, ["inspect", str(tmp_path / "run"), "--examples", "1", *given])
         (shown,) = payload((tmp_path / "run/inspect.html").read_text())["attention"]["examples"]

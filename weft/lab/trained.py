@@ -119,7 +119,7 @@ class Trained(nn.Module):
             lines.append(f"- Classes: {shown}")
         if "scale" in self.known.facts:
             mean, deviation = self.known.facts["scale"]
-            lines.append(f"- Answers: {mean:.9g} + {deviation:.9g} × the model's output; `predict` computes this")
+            lines.append(f"- Answers: {mean} + {deviation} × the model's output; `predict` computes this")
         return "\n".join([*lines, "", "```python", f"model = {opens}", "```", ""])
 
 
