@@ -4,11 +4,13 @@
     python -m experiments.queue --minutes 28 --data data --out runs # run what fits, in order
     python -m experiments.queue --only "wide/listops full/*" --seeds 1 2 --set compile=false
     python -m experiments.queue --only "combiner/enwik8 *" --seeds 0 --share 16  # six at once, 16 % of the GPU each
+    python -m experiments.queue --hold alone                        # runs stand still while there is a file `alone`
 
 The minutes are those of a run alone on one H200, and those that it keeps the GPU busy. Several runs share the GPU
 (`--jobs`): a set of runs fits if their busy minutes add up to the available ones, and their minutes to those of all
 jobs. Small models wait for the CPU most of the time, so sharing pays with NVIDIA's MPS (`nvidia-cuda-mps-control -d`);
-without it, use `--jobs 1`. `--share` limits every run to a percentage of the multiprocessors, so that runs of fixed
+without it, use `--jobs 1`. With `--hold FILE`, `touch FILE` gives the GPU to a benchmark and `rm FILE` back to the runs
+(not for runs of fixed time). `--share` limits every run to a percentage of the multiprocessors, so that runs of fixed
 time are comparable although they share the GPU; their results have the share.
 
 A cell is done when its table's `*.results.json` has a complete run with its config and seed. Runs are those of
@@ -19,10 +21,12 @@ changed tables are written next to their files.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
 import os
+import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -31,7 +35,7 @@ from typing import Any
 from weft.lab.run import SHARE, Run
 from weft.lab.sweep import Job, Sweep, jobs_of, load_sweep, parse_override
 from weft.lab.sweep.cells import started
-from weft.lab.sweep.jobs import DONE, FAILED, Local, run_jobs, saved_step
+from weft.lab.sweep.jobs import DONE, FAILED, Local, Process, State, run_jobs, saved_step
 from weft.lab.sweep.results import Record, gather, read_results, results_file, write_results
 from weft.lab.sweep.view import View
 
@@ -204,6 +208,32 @@ def pick(waiting: Sequence[tuple[Entry, Job]], minutes: float, jobs: int = 1) ->
     return chosen or list(waiting[:1])
 
 
+class Hold:
+    """The view of a sweep that also stops all its runs while the file exists."""
+
+    def __init__(self, file: Path, view: Callable[[Sequence[State], State | None], None]):
+        self.file, self.view = file, view
+        self.held: set[int] = set()  # process groups
+
+    def __call__(self, states: Sequence[State], changed: State | None) -> None:
+        if not self.file.exists():
+            self.release()
+        else:
+            children = (state.handle.child for state in states if isinstance(state.handle, Process))
+            for number in {child.pid for child in children if child is not None} - self.held:
+                self._send(number, signal.SIGSTOP)
+                self.held.add(number)
+        self.view(states, changed)
+
+    def release(self) -> None:
+        while self.held:
+            self._send(self.held.pop(), signal.SIGCONT)
+
+    def _send(self, number: int, what: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.killpg(number, what)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=28, help="available minutes")
@@ -214,6 +244,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=["*"], metavar="CELL", help='as listed: "wide/listops full/wide*"')
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="settings that change no result")
+    parser.add_argument("--hold", type=Path, metavar="FILE", help="stop all runs while this file exists")
     parser.add_argument("--list", action="store_true", help="show the queue without starting anything")
     given = parser.parse_args()
     if not 0 <= given.share <= 100:
@@ -240,9 +271,12 @@ def main() -> None:
         need_mps()
         os.environ[SHARE] = f"{given.share:g}"
     view = View()
+    hold = Hold(given.hold, view) if given.hold else None
     try:
-        states = run_jobs([job for _, job in chosen], Local(count), minutes=given.minutes, view=view)
+        states = run_jobs([job for _, job in chosen], Local(count), minutes=given.minutes, view=hold or view)
     finally:
+        if hold is not None:
+            hold.release()
         view.close()
     for sweep in {str(job.sweep.file): job.sweep for _, job in chosen}.values():
         write_results(results_file(sweep), sweep, gather(sweep, given.out))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,11 +13,12 @@ import pytest
 pytest.importorskip("lightning")
 
 from weft.lab.sweep import Job
+from weft.lab.sweep.jobs import Process
 from weft.tasks import TrainConfig, get_task
 from weft.tasks.base import DataMissing
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from experiments.queue import Entry, is_done, job_of, left, limited, matches, pick, queue
+from experiments.queue import Entry, Hold, is_done, job_of, left, limited, matches, pick, queue
 
 
 @pytest.fixture(scope="module")
@@ -210,3 +212,44 @@ def test_plateau_finds_the_token():
         leaves_at(*choice, 0, steps=1)[1] for choice in (("full", 20, None), ("linear", 20, 1.0), ("linear", 20, 4.0))
     )
     assert 0 < linear < scaled < full
+
+
+def test_runs_stand_still_while_the_file_exists(tmp_path):
+    counter = "import itertools, sys, time\nfor n in itertools.count(): open(sys.argv[1] + '/n', 'w').write(str(n))"
+    process, file, number = Process(tmp_path, (sys.executable, "-c", counter)), tmp_path / "alone", tmp_path / "n"
+    shown = []
+    hold, states = Hold(file, lambda *given: shown.append(given)), [SimpleNamespace(handle=process)]
+
+    def moves() -> bool:
+        before, end = number.read_text(), time.monotonic() + 0.5
+        while time.monotonic() < end:
+            if number.read_text() not in ("", before):
+                return True
+        return False
+
+    try:
+        wait_until(number.exists)
+        hold(states, None)
+        assert moves()
+        file.touch()
+        hold(states, None)
+        wait_until(lambda: not moves())
+        hold(states, None)  # stops nothing twice
+        file.unlink()
+        hold(states, None)
+        assert moves() and len(shown) == 4
+        file.touch()
+        hold(states, None)
+        process.stop()
+        hold.release()  # at the end of the queue: a run that stands still could not save
+        assert process.child.wait(10) != 0
+        hold(states, None)  # it has ended
+    finally:
+        process.child.kill()
+
+
+def wait_until(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
