@@ -227,3 +227,16 @@ def test_cross_attention(name, queries, keys):
         found.append([out, *torch.autograd.grad(out, [*inputs, *attn.parameters()], dout)])
     for mine, theirs in zip(*found, strict=True):
         assert relative_error(mine, theirs.double()) <= TOLERANCE[torch.float32]
+
+
+def test_sums_over_blocks_do_not_overflow_in_float16():
+    """The gradient of a summary value of combiner-fixed is a sum over many queries, larger than any gradient."""
+    attn = weft.make_attention("combiner-fixed", heads=1, head_dim=16, causal=True, block_size=32).to(DEVICE)
+    tensors = [(0.3 * torch.randn(1, 1, 600, 16, device=DEVICE)).half() for _ in range(3)]
+    found = []
+    for backend, dtype in (("torch", torch.float64), ("triton", torch.float16)):
+        attn.backend = backend
+        inputs = [x.to(dtype).requires_grad_() for x in tensors]
+        found.append(torch.autograd.grad(attn(*inputs), inputs, torch.full_like(inputs[0], 8000)))
+    for theirs, mine in zip(*found, strict=True):
+        assert relative_error(mine, theirs) < TOLERANCE[torch.float16]

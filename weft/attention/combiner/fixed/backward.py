@@ -141,18 +141,19 @@ def collect(
 
 @triton.jit
 def add_pooled_query(
-    dk, dv, k, v, real, QBAR, DVBAR, local, delta, d, scale: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr
+    dk, dv, k, v, real, QBAR, DVBAR, local, delta, d, scale: tl.constexpr, m: tl.constexpr, D: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the gradients through the pooled query, one more query of the block and the only one in its tile; also
-    returns its own gradient through these keys."""
+    returns its own gradient through these keys. dvbar is the sum over a block's tokens: its mean fits into float16."""
     one = tl.arange(0, 16) == 0
     places, mine = d[None, :] + tl.zeros([16, 1], tl.int32), one[:, None] & (d < D)[None, :]
     qbar = tl.load(QBAR + places, mask=mine, other=0.0).to(k.dtype)
-    dvbar = tl.load(DVBAR + places, mask=mine, other=0.0).to(k.dtype)
+    mean = (tl.load(DVBAR + places, mask=mine, other=0.0) / m).to(k.dtype)
     logit = tl.dot(k, tl.trans(qbar), input_precision=PRECISION)
     alpha = tl.where(real[:, None] & one[None, :], tl.exp2(logit * scale - local), 0.0)
-    dv = tl.dot(alpha.to(k.dtype), dvbar, dv, input_precision=PRECISION)
-    dalpha = tl.dot(v, tl.trans(dvbar), input_precision=PRECISION)
+    dv = tl.dot((alpha * m).to(k.dtype), mean, dv, input_precision=PRECISION)
+    dalpha = tl.dot(v, tl.trans(mean), input_precision=PRECISION) * m
     ds = (alpha * (dalpha - delta)).to(k.dtype)
     dk = tl.dot(ds, qbar, dk, input_precision=PRECISION)
     if k.shape[1] <= 64:
@@ -197,7 +198,7 @@ def key_gradients(
     if SPANS:
         dk, dv, dqbar = add_pooled_query(
             dk, dv, k, v, real, STATS + at * 3 * D, DVBAR + at * D, tl.load(LOCAL + at), tl.load(MEAN_DALPHA + at), d,
-            scale, D, PRECISION,
+            scale, m, D, PRECISION,
         )  # fmt: skip
         tl.store(DQBAR + (at * TILES + tile % TILES) * D + d, dqbar, mask=d < D)
         shares = real[:, None]
