@@ -417,6 +417,17 @@ def test_study_models_have_the_studys_parts():
         lra("matching", "mixed", 4, 4)
 
 
+def test_another_kernel_or_pattern_replaces_the_studys_options_of_its_own():
+    with torch.device("meta"):
+        relu = lra("listops", "performer", 1, 1, attention_options={"kernel": "relu"})
+        strided = lra("listops", "sparse", 1, 1, attention_options={"pattern": "strided"})
+    assert relu.encoder.blocks[0].attention.attention.kernel == "relu"
+    sparse = strided.encoder.blocks[0].attention.attention
+    assert sparse.pattern == "strided" and sparse.block_size == 50 and sparse.cls and sparse.one_way
+    with pytest.raises(ValueError, match="remove features=4"):
+        lra("listops", "performer", 1, 1, attention_options={"kernel": "relu", "features": 4})
+
+
 @pytest.mark.parametrize("attention", [*STUDY_ATTENTIONS, "mixed"])
 def test_every_study_model_runs(attention):
     """Padding and packing do not change the scores if the pattern does not depend on the length."""

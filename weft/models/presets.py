@@ -74,6 +74,7 @@ STUDY_ATTENTIONS = (
 # Without sinkhorn, which has no CLS token, and full attention, which would make the mixture quadratic.
 MIXED = tuple(name for name in STUDY_ATTENTIONS if name not in ("full", "sinkhorn"))
 NO_ATTENTION_DROPOUT = ("bigbird", "linear")  # as in the published code
+ONLY_WITH = {"features": ("kernel", "softmax"), "leading_column": ("pattern", "fixed")}  # other values reject them
 
 
 def study_options(task: str, attention: str) -> dict[str, Any]:
@@ -107,7 +108,7 @@ def lra(
     `task` is one of TASKS. `attention` is one of the study's ten, "mixed" (eight in every layer), or any other
     registered name with its default options. Layers and heads default to the study's deepest shape. `options` go to
     TextClassifier or TextMatcher and override the study's settings, including vocab and classes; `attention_options`
-    are merged with the study's.
+    are merged with the study's, without those that do not apply to the given kernel or pattern.
     """
     found = _task(task)
     if (layers is None) != (heads is None):
@@ -125,7 +126,11 @@ def lra(
         choice = [(name, study_options(task, name)) for name in MIXED]
     else:
         attention_info(attention)  # raises an error with suggestions for unknown names
-        settings["attention_options"] = {**study_options(task, attention), **own}
+        study = study_options(task, attention)
+        for option, (kind, value) in ONLY_WITH.items():
+            if own.get(kind, value) != value:
+                study.pop(option, None)
+        settings["attention_options"] = {**study, **own}
     if attention in NO_ATTENTION_DROPOUT:
         settings["attention_dropout"] = 0.0
     if attention == "sinkhorn":
