@@ -95,6 +95,22 @@ def language_model(mesh, attention: str, positions: str, segments: Tensor | None
     return difference(*losses)
 
 
+def changed_documents(mesh) -> float:
+    """NumPy changes the part of one rank only."""
+    attn = weft.make_attention("linear", heads=HEADS, head_dim=HEAD_DIM, causal=True)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, HEADS, 130, HEAD_DIM, dtype=torch.float64)
+    whole, at = packed(130), here(mesh, 130)
+    own, outs = whole[:, at].clone(), []
+    for _ in range(2):
+        with weft.parallel.context(mesh):
+            outs.append(attn(q[:, :, at], k[:, :, at], v[:, :, at], None, None, own))
+        whole[:, 0], whole[:, 1:5] = 9, 8
+        if mesh.get_local_rank() == 0:
+            own.numpy()[:] = whole[:, at]
+    return difference([attn(q, k, v, None, None, whole)[:, :, at]], outs[1:])
+
+
 def cache(mesh, how: str, delayed: bool, masked: bool) -> float:
     """Two training steps of a cached layer: outputs, the cache, and gradients."""
     torch.manual_seed(0)
@@ -186,6 +202,7 @@ def main(file: str, what: str) -> None:
         results[f"{case} 130 packed masked"] = mechanism(case, mesh, 130, True, packed(130))
     for attention, positions in (("combiner-fixed", "rope"), ("linear", "sinusoid"), ("full", "alibi")):
         results[f"model {attention} {positions}"] = language_model(mesh, attention, positions)
+    results["linear packed changed"] = changed_documents(mesh)
     results["model packed"] = language_model(mesh, "combiner-fixed", "rope", packed(32))
     results["model packed learned"] = language_model(mesh, "longformer", "learned", packed(32))
     for how in ("nearest", "linear", "area"):

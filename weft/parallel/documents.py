@@ -72,7 +72,9 @@ def documents_in(context: Context, segments: Tensor | Segments, x: Tensor) -> Do
         )
     if segments.shape != x.shape[:2]:
         raise ValueError(f"segments must be (B, part) = {tuple(x.shape[:2])}, got {tuple(segments.shape)}")
-    kept = _known.get(segments)
+    # NumPy changes a CPU tensor without a new version, and a rank cannot see whether another part has changed.
+    fixed = segments.device.type != "cpu" and not segments.is_inference()
+    kept = _known.get(segments) if fixed else None
     if kept is not None and kept[0] == segments._version and kept[1].bounds == context.bounds:
         return kept[1]
     own = runs(on_host(segments))
@@ -91,6 +93,6 @@ def documents_in(context: Context, segments: Tensor | Segments, x: Tensor) -> Do
     lengths = np.add.reduceat(lengths, at) if len(at) else lengths
     whole = Segments((segments.shape[0], context.length), *distinct(rows[at], starts[at], lengths, numbers[at]))
     found = Documents(whole, context.bounds, context.rank, segments.device)
-    if not segments.is_inference():
+    if fixed:
         _known[segments] = segments._version, found
     return found
