@@ -236,8 +236,11 @@ def test_dropping_more_than_the_history_names_the_limit():
             attn.crop(state, 2)
         assert attn.crop(state, 9).position == 0
         _, state = attn.prefill(*tokens, state=attn.start(2, history=3))
-        with pytest.raises(ValueError, match="last 3, got n=4"):
+        with pytest.raises(ValueError, match="last 3, got n=4; .*history=4"):
             attn.crop(state, 4)
+        state = attn.crop(state, 2)
+        with pytest.raises(ValueError, match="last 1, got n=2; tokens dropped before .* more than history=3"):
+            attn.crop(state, 2)
 
 
 @sweep(causal=True, steps=True, first_setting=True)

@@ -251,8 +251,8 @@ class Decoding:
         return replace(state, batch=len(rows), inner=inner, log=log, place=place, newest=[state.count])
 
     def crop(self, state: DecodingState, n: int) -> DecodingState:
-        """Return the state without its last n tokens. Mechanisms that do not keep all tokens need `start(history=n)`;
-        dropping all tokens is always possible."""
+        """Return the state without its last n tokens. Mechanisms that do not keep all tokens need `start(history=n)`,
+        where crops one after another count together; dropping all tokens is always possible."""
         self._check_state(state)
         self._check_newest(state)
         position = state.position
@@ -267,9 +267,12 @@ class Decoding:
         elif not self.crops:
             if log is None or target < log.marks[0][0] or position != state.count:
                 most = 0 if log is None or position != state.count else position - log.marks[0][0]
+                advice = f"create it with start(batch, history={n}) to drop up to {n}"
+                if state.history >= n:
+                    advice = f"tokens dropped before count too: create it with more than history={state.history}"
                 raise ValueError(
                     f"{self.name} sums up earlier tokens, so that it cannot drop them later: this state can drop the "
-                    f"last {most}, got n={n}; create it with start(batch, history={n}) to drop up to {n}"
+                    f"last {most}, got n={n}; {advice}"
                 )
             marks = [mark for mark in log.marks if mark[0] <= target]
             log = Log(marks, log.tokens[: target - marks[0][0]])
