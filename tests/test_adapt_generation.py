@@ -28,7 +28,7 @@ def everything_registered():
 
 def keeps_states(cache) -> bool:
     layers = getattr(cache, "self_attention_cache", cache).layers
-    return all(isinstance(layer, StateLayer) and layer.keys is None for layer in layers)
+    return all(isinstance(layer, StateLayer) and not hasattr(layer, "keys") for layer in layers)
 
 
 def without_a_cache(model, ids, new: int = 8) -> torch.Tensor:
@@ -249,6 +249,8 @@ def test_what_a_state_cannot_do_is_refused():
         pairs = torch.ones(3, 1, 1, 12, dtype=torch.bool)
         with pytest.raises(ValueError, match="pairwise"):
             model(one, past_key_values=cache(), attention_mask=pairs)
+        with pytest.raises(AttributeError, match="keeps a decoding state instead of keys: set use_cache=False"):
+            list(cache())
         broken = cache()
         broken.update(*torch.zeros(2, 3, 2, 1, 6), 0)
         with pytest.raises(ValueError, match="did not finish"):

@@ -53,6 +53,14 @@ class StateLayer(CacheLayerMixin):
     padding: Tensor | None  # (B, length), False for padding; None without padding
     checked: Any  # the choice of attention of the last call, after all checks
 
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute in ("keys", "values"):  # Whisper returns those of a finished generation
+            raise AttributeError(
+                f"this cache of {self.name} keeps a decoding state instead of {attribute}: set use_cache=False, or use "
+                "weft:full"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {attribute!r}")
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         pass
 
@@ -205,7 +213,7 @@ class StateLayer(CacheLayerMixin):
         for name in StateLayer.__annotations__.keys() - {"ordinary"}:
             delattr(self, name)
         self.__class__ = self.ordinary  # type: ignore[assignment]
-        self.is_initialized = False
+        self.is_initialized, self.keys, self.values = False, None, None
         self.reset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateLayer:
@@ -291,7 +299,8 @@ def begin(
     checks = not static and not any(isinstance(other, StateLayer) for other in cache.layers)
     layer.ordinary, layer.is_sliding = type(layer), layer.is_sliding
     layer.length = layer.cumulative_length if static else n
-    layer.__class__, layer.keys, layer.values = kind, None, None
+    del layer.keys, layer.values
+    layer.__class__ = kind
     layer.attn, layer.name, layer.options, layer.state = attn, name, options, state
     layer.new_keys, layer.checks, layer.padding, layer.checked = None, checks, mask if checks else None, None
     return out
