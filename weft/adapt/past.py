@@ -90,8 +90,8 @@ def all_queries(module: nn.Module, name: str, q: Tensor, total: int) -> Tensor:
     if past is None or past.shape[2] + q.shape[2] != total:
         raise ValueError(
             f"{name} needs the queries of the {total - q.shape[2]} cached tokens, but the cache was not filled by this "
-            "model under torch.no_grad(), or does not grow by appending like the default cache of generate(): run the "
-            "prompt through this model, set use_cache=False, or use weft:full"
+            "model under torch.no_grad(), is not the default cache of generate(), or has layers that share "
+            "their keys (Zamba): run the prompt through this model, set use_cache=False, or use weft:full"
         )
     q = torch.cat([past, q], 2)
     layer.weft_past = Past(q, layer.keys)
