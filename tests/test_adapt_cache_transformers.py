@@ -296,6 +296,25 @@ def test_skipped_layers_and_reasons():
     assert "are not divisible" in next(iter(weft.cache(transformers.T5EncoderModel(odd)).left.values()))
 
 
+@pytest.mark.skipif(not hasattr(transformers, "ZayaModel"), reason="this transformers has no Zaya")
+@pytest.mark.filterwarnings("ignore:.*keep their own attention")
+def test_layers_that_take_images_or_a_dictionary_of_masks_keep_their_attention():
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 4}
+    image = {"image_size": 32, "pretrain_image_size": 32, "patch_size": 8, "window_size": 0}
+    vision = transformers.Sam3ViTModel(
+        transformers.Sam3ViTConfig(hidden_size=32, intermediate_size=32, global_attn_indexes=[0], **image, **layers)
+    )
+    sizes = {"hidden_size": 24, "head_dim": 8, "vocab_size": 300, "moe_intermediate_size": 16, "num_experts": 2}
+    text = transformers.ZayaModel(transformers.ZayaConfig(num_key_value_heads=2, **sizes, **layers))
+    for model, x, why in (
+        (vision, torch.randn(1, 3, 32, 32), "takes images"),
+        (text, torch.arange(6)[None], "its mask is a dictionary"),
+    ):
+        report = weft.cache(model)
+        assert not report.replaced and why in next(iter(report.left.values()))
+        model.train()(x)
+
+
 @pytest.mark.skipif(not hasattr(transformers, "T5Gemma2Model"), reason="this transformers has no T5Gemma 2")
 def test_decoders_that_attend_to_the_encoder_in_the_same_layer():
     """The layer is not marked causal, and its mask covers both sequences."""

@@ -127,12 +127,18 @@ def uncacheable(layer: Layer) -> str:
         return layer.trouble
     if layer.rewritten not in (None, type(layer.module)):
         return "it computes attention itself, with a mask of its own: swap it first, for example to 'full'"
-    names = list(inspect.signature(type(layer.module).forward).parameters)
+    forward = inspect.unwrap(type(layer.module).forward)
+    parameters, code = inspect.signature(forward).parameters, forward.__code__
+    names = list(parameters)
     if names[1:2] != ["hidden_states"]:
         return "its forward does not take hidden_states"
     masks = [name for name in names if name.endswith("attention_mask")]
     if masks and "attention_mask" not in masks:  # T5Gemma 2, whose decoder attends to the encoder in the same layer
         return f"its mask is {masks[0]}, which a cache does not read"
+    if "dict" in str(parameters.get("attention_mask")):
+        return "its mask is a dictionary, which a cache does not read"
+    if "height" in code.co_varnames[code.co_argcount :]:  # read from the shape of its input
+        return "it takes images (B, height, width, dim) instead of tokens"
     if "cu_seqlens" in names:
         return "its tokens have no batch dimension: all images are one row"
     try:
