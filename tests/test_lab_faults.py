@@ -318,6 +318,8 @@ def test_a_checkpoint_of_another_width_is_an_error(run, tmp_path):
         (["--max-length=5"], "has no effect"),
         (["--image-size=8"], "has no effect"),
         (['--cache-options={"length": 8}'], "has no effect without a cache"),
+        (["--sigma=0.3"], "has no effect without --subsample"),
+        (["--sigma-last=0.3", "--attention=subsampled"], "has no effect without --subsample"),
     ],
 )
 def test_invalid_options_are_refused(tmp_path, given, says):

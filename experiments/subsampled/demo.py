@@ -17,10 +17,11 @@ TITLE = "Random pathways at small scale"
 METRIC = "bits_per_byte"
 SEEDS = (0, 1)
 
+SAMPLED: dict[str, Any] = dict(subsample="Sall-L4", sigma=0.1, sigma_last=0.225)
 ROWS: dict[str, dict[str, Any]] = {
     "dense": {},
-    "Sall-L4": dict(subsample="Sall-L4"),
-    "Sall-L4 + dense finish": dict(subsample="Sall-L4", finetune_dense_at=0.82),
+    "Sall-L4": SAMPLED,
+    "Sall-L4 + dense finish": dict(SAMPLED, finetune_dense_at=0.82),
 }
 
 
@@ -46,8 +47,6 @@ def cells() -> list[Cell]:
                 warmup=15,
                 beta2=0.98,
                 weight_decay=0.01,
-                sigma=0.1,
-                sigma_last=0.225,
                 eval_every=100,
                 test_on="last",
                 **settings,

@@ -159,6 +159,12 @@ class TrainConfig:
                     f"--{name.replace('_', '-')} has no effect on --model {self.model} of the task {self.task}: remove "
                     "it, or give options of the model's own with --model-options"
                 )
+        for name in () if self.subsample else ("sigma", "sigma_last"):
+            if getattr(self, name) != set_by.get(name, getattr(TrainConfig, name)):
+                raise ValueError(
+                    f"{name} has no effect without --subsample: give a schedule such as S12-L8, or remove "
+                    f"--{name.replace('_', '-')}; --attention subsampled has its own, in --attention-options"
+                )
 
     def folder(self) -> Path:
         if self.out:
