@@ -170,6 +170,8 @@ def test_settings_that_cannot_work_are_refused():
     for wrong, message in (
         (dict(mixup=0.5, batch_size=3), "even batch_size"),
         (dict(drop_path=0.1, model="crate"), "no branch to drop"),
+        (dict(pooling="first"), "pooling must be mean or cls"),
+        (dict(positions="rope"), "positions must be learned or sinusoid"),
         (dict(augment=False, augmentation="color"), "exclude each other"),
         (dict(augmentation="rnad-m9"), "augmentation must be color or a name of timm's.*'rnad-m9'"),
         (dict(ema=0.9, test_on="average"), "ema does not support"),

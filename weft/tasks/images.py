@@ -140,6 +140,10 @@ class ImageClassification(Classification):
             )
         if (config.mixup or config.cutmix) and config.batch_size % 2:
             raise ValueError(f"mixup needs an even batch_size, got {config.batch_size}")
+        if config.pooling == "first":
+            raise ValueError("pooling must be mean or cls for images, got 'first'")
+        if config.positions not in ("", "learned", "sinusoid"):
+            raise ValueError(f"positions must be learned or sinusoid for images, got {config.positions!r}")
         if config.drop_path and config.model.startswith("crate"):
             raise ValueError("CRATE's layers have no branch to drop: remove --drop-path")
         if not config.augment and config.augmentation:
