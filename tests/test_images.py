@@ -137,6 +137,17 @@ def test_a_run_with_an_average_is_tested_on_it_and_resumes_exactly(tmp_path, fol
     assert evaluate_run(tmp_path / "whole")[0] == whole.test
 
 
+def test_a_gallery_shows_the_average_that_is_tested(tmp_path, folder, monkeypatch):
+    shown = []
+    task = get_task("imagefolder")
+    monkeypatch.setattr(task, "draws", True, raising=False)
+    monkeypatch.setattr(task, "galleries", lambda model, *_: shown.append(model.head.weight.clone()) or [])
+    settings = dict(data=str(folder), image_size=16, batch_size=4, steps=4, eval_every=0, ema=0.9, test_on="last")
+    loop.train(tiny(tmp_path / "run", TASK, **settings))
+    tested = saved_weights(Run(tmp_path / "run"), "last")[0]["model/head.weight"]
+    assert torch.equal(shown[0], tested)
+
+
 def test_the_average_is_the_recursion(tmp_path, folder):
     settings = dict(data=str(folder), image_size=16, batch_size=4, steps=4, checkpoint_every=1, keep=4, eval_every=0)
     loop.train(tiny(tmp_path / "run", TASK, **settings, ema=0.7))

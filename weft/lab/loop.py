@@ -447,7 +447,8 @@ class Training:
                 "seconds": round(self.trained, 1),
             }
             if self.task.draws and self.config.strategy != "fsdp":  # sharded weights need all processes
-                parts = [shown.part() for shown in self.task.galleries(self.raw, self.data, self.config)]
+                with averaged(self.raw, self.average):
+                    parts = [shown.part() for shown in self.task.galleries(self.raw, self.data, self.config)]
                 self.folder.write("gallery.json", json.dumps(parts))
             if damage:
                 done["note"] = f"{damage}: the last weights were tested"
