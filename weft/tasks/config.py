@@ -97,7 +97,7 @@ class TrainConfig:
     logger: str = ""  # also log to tensorboard (in the run's folder) or wandb; empty: to metrics.jsonl only
 
     # hardware
-    precision: str = "32-true"  # 32-true, bf16-mixed, 16-mixed, bf16-true
+    precision: str = "32-true"  # 32-true, bf16-mixed, 16-mixed, bf16-true or 64-true
     compile: bool = False  # torch.compile the model
     checkpoint_activations: bool = False  # recompute each block in the backward pass instead of storing it
     offload: bool = False  # with checkpoint_activations: keep the inputs of the blocks in CPU memory
