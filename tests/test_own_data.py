@@ -92,6 +92,9 @@ def test_the_commands_predict_and_export(table, tmp_path):
     (tmp_path / "empty.csv").touch()
     refused = CliRunner().invoke(app, ["predict", str(tmp_path / "run"), str(tmp_path / "empty.csv")])
     assert "the first line must name the columns" in refused.output and "--data" not in refused.output
+    (tmp_path / "empty.csv").write_text("id,text\n")
+    refused = CliRunner().invoke(app, ["predict", str(tmp_path / "run"), str(tmp_path / "empty.csv")])
+    assert refused.exit_code and "it has no examples" in refused.output
     done = CliRunner().invoke(app, ["export", str(tmp_path / "run"), str(tmp_path / "an export")])
     assert done.exit_code == 0 and f"next: weft predict '{tmp_path / 'an export'}' FILE" in done.output
     scores = [

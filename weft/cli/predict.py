@@ -33,6 +33,7 @@ def predict(
     """
     from ..lab.trained import load
     from ..tasks.base import Task
+    from ..tasks.files import DamagedData
     from ..tasks.glue import Glue, sentences
 
     if not file.exists():
@@ -51,6 +52,8 @@ def predict(
         rows, examples = sentences(file)
     else:
         rows, examples = read_examples(file, text_column, tokens=model.task.name == "tag")
+    if not rows:
+        raise DamagedData(file, "it has no examples")
     answers = model.predict(examples, batch_size)
     table = [_with_answer(_joined(row), _joined(answer)) for row, answer in zip(rows, answers, strict=True)]
     if out is None:
@@ -116,6 +119,6 @@ def _with_answer(row: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write(table: list[dict[str, Any]], target: Any) -> None:
-    writer = csv.DictWriter(target, list(table[0]) if table else ["answer"])
+    writer = csv.DictWriter(target, list(table[0]))
     writer.writeheader()
     writer.writerows(table)
