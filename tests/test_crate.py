@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import golden
@@ -170,6 +171,26 @@ def test_literal_equations_on_worked_numbers():
         ista = weft.ISTA(2, **options).double()
         ista.weight.data = D
         torch.testing.assert_close(ista(z)[0].detach(), torch.tensor(rows).double(), atol=1e-6, rtol=0)
+
+
+def test_an_adapter_changes_both_sides_of_a_tied_layer():
+    class Adapter(torch.nn.Module):
+        """A low-rank adapter as peft's, which shows the weight that it is added to."""
+
+        def __init__(self, base):
+            super().__init__()
+            self.base, self.weight = base, base.weight
+            self.low = torch.nn.Sequential(torch.nn.Linear(8, 2, bias=False), torch.nn.Linear(2, 8, bias=False))
+
+        def forward(self, x):
+            return self.base(x) + self.low(x)
+
+    layer = weft.MSSA(8, 2, tied=True).double()
+    merged = copy.deepcopy(layer)
+    layer.subspaces = Adapter(layer.subspaces).double()
+    merged.subspaces.weight.data += layer.subspaces.low[1].weight @ layer.subspaces.low[0].weight
+    x = torch.randn(2, 5, 8).double()
+    torch.testing.assert_close(layer(x), merged(x), **AGREE)
 
 
 def test_tied_layer_with_kappa_is_the_paper_step():

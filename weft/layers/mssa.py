@@ -101,7 +101,11 @@ class MSSA(nn.Module):
         """(B, H, L, D) -> (B, L, dim): multiply by W, or by the subspaces if tied."""
         z = heads.transpose(1, 2).flatten(2)
         if self.tied:
-            z = self.gamma * F.linear(z, self.subspaces.weight.T)
+            if isinstance(self.subspaces, nn.Linear):
+                U = self.subspaces.weight.T
+            else:  # an adapter adds to the weight
+                U = self.subspaces(torch.eye(self.dim, dtype=z.dtype, device=z.device))
+            z = self.gamma * F.linear(z, U)
         elif self.out is not None:
             z = self.out(z)
         return self.dropout(z)
