@@ -137,9 +137,10 @@ def test_streams_continue_in_evaluation_and_can_be_reset() -> None:
     assert torch.equal(frozen.layers[0].cache.cache, before)
 
 
-def test_decoding_equals_the_parallel_form() -> None:
+@pytest.mark.parametrize("options", [{"length": 5}, {"length": 9, "pool": 2}])
+def test_decoding_equals_the_parallel_form(options: dict[str, int]) -> None:
     torch.manual_seed(0)
-    layer = CachedAttention(MultiheadAttention(16, 4, causal=True, rope=True).double(), length=5, delayed=True)
+    layer = CachedAttention(MultiheadAttention(16, 4, causal=True, rope=True).double(), delayed=True, **options)
     x = torch.randn(2, 9, 16, dtype=torch.float64)
     layer(x), layer(x)
     with pytest.raises(ValueError, match="eval"):

@@ -287,7 +287,8 @@ class CachedAttention(nn.Module):
         return self._with_memory(x, own), state
 
     def _with_memory(self, x: Tensor, own: Tensor) -> Tensor:
-        memory = self.memory(x[..., : self.width], self.cache.frozen(x), self.grid)
+        slots = self.cache.frozen(x)
+        memory = self.memory(x[..., : self.width], slots, self._image(slots, None))
         return self._stepping().merge(self._mixed(own.transpose(1, 2), memory).transpose(1, 2))
 
     def reorder(self, state: Any, rows: Tensor) -> Any:
@@ -385,11 +386,12 @@ class CachedAttention(nn.Module):
             memory = self.cache.gated(tokens, valid)
         else:
             memory = self.cache(tokens, valid) if write else self.cache.frozen(tokens)
-        where = self.grid
-        if self.memory.reads_image and where is None:
-            where = self._square(memory.shape[1], grid if x.shape[1] == memory.shape[1] else None)
         with use(None):  # every rank has all slots
-            return self.memory(queries, memory, where)
+            return self.memory(queries, memory, self._image(memory, grid if x.shape[1] == memory.shape[1] else None))
+
+    def _image(self, slots: Tensor, grid: tuple[int, int] | None) -> tuple[int, int] | None:
+        """Height and width of the slots, if they are read as an image."""
+        return self._square(slots.shape[1], grid) if self.memory.reads_image and self.grid is None else self.grid
 
     def _mixed(self, own: Tensor, memory: Tensor) -> Tensor:
         share = self.lam.sigmoid().to(own.dtype)[:, None]
