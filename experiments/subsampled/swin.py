@@ -7,7 +7,8 @@ The Information Pathways Hypothesis, https://arxiv.org/abs/2306.01705. Ten or si
 dense finish takes the last 18 % of the steps, as in the paper's language models; the paper does not say. Images in
 data/imagenet/{train,val}/CLASS (image-net.org, after registration), 300 epochs of 1,024, AdamW 1e-3 after 20 epochs of
 warm-up, cosine to 1e-5, decay 0.05, with Swin's augmentation: RandAugment, mixup, CutMix, smoothing 0.1, gradients
-clipped at 1. Random erasing is missing.
+clipped at 1. Random erasing is missing, and the tables of relative positions have weight decay, unlike Swin's; that of
+the last stage is of a 14 x 14 window, of which its 7 x 7 maps read the middle.
 """
 
 from __future__ import annotations
