@@ -193,7 +193,7 @@ def test_images_may_be_resampled_as_images() -> None:
     c = layer(grid=(2, 3), prefix=1, resample="2d")
     c(tokens(2, 25, 16), grid=(4, 6))
     assert c.cache.cache.shape == (1, 7, 8)
-    with pytest.raises(ValueError, match="give grid"):
+    with pytest.raises(ValueError, match="set grid"):
         c(tokens(2, 25, 16))
 
 
@@ -407,7 +407,7 @@ def test_ambiguous_layers_are_refused() -> None:
         CachedAttention(inner, candidate="gelu")
     with pytest.raises(ValueError, match="ratio"):
         CachedAttention(inner, 0.0)
-    with pytest.raises(ValueError, match="give dim= and heads="):
+    with pytest.raises(ValueError, match="set dim= and heads="):
         CachedAttention(nn.Identity())
     with pytest.raises(ValueError, match="mix='projected'"):
         CachedAttention(nn.Identity(), dim=16, heads=4, mix="heads")

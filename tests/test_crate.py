@@ -358,7 +358,7 @@ def test_autoencoder_encoder_in_a_classifier():
         (lambda: weft.ISTA(8, epsilon=0.1), "epsilon"),
         (lambda: weft.ISTA(8, variant="mm", epsilon=0.1, step=0.2), "step"),
         (lambda: weft.ISTA(8, variant="lasso"), "'ista'"),
-        (lambda: CRATEMAE(**IMAGES)(torch.zeros(1, 3, 8, 8), torch.zeros(1, 4).bool()), "some True"),
+        (lambda: CRATEMAE(**IMAGES)(torch.zeros(1, 3, 8, 8), torch.zeros(1, 4).bool()), "at least one True"),
         (lambda: CRATELayer(8, 2, causal=True, ista={"variant": "mm", "epsilon": 0.1}), "causal"),
         (lambda: CRATELayer(8, 2, kappa=0.5), "tied=True"),
         (lambda: crate("huge"), "tiny, small, base, large"),

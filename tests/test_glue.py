@@ -149,5 +149,5 @@ def test_a_masked_model_is_fine_tuned_and_predicts(tmp_path):
     assert [line.split(",")[3] for line in answers.splitlines()] == ["answer", "good", "bad"]
     found = weft.load(tmp_path / "fine").predict([("good film 99", "film"), "bad film 98"])
     assert [one["answer"] for one in found] == ["good", "bad"]
-    with pytest.raises(ValueError, match=r"has another model; give --layers 1 --heads 2 --head-dim 8 --dim 16"):
+    with pytest.raises(ValueError, match=r"has another model; use --layers 1 --heads 2 --head-dim 8 --dim 16"):
         make_config("glue", data=str(folder), init_from=str(mlm))

@@ -174,7 +174,7 @@ def test_weights_of_a_folder_are_the_start(data):
     from weft.lab.build import build_model
     from weft.tasks import get_task
 
-    with pytest.raises(ValueError, match="no tokenizer.json: give the tokenizer with --tokenizer"):
+    with pytest.raises(ValueError, match="no tokenizer.json: set the tokenizer with --tokenizer"):
         get_task("classify").load(make_config("classify", **settings))
     chosen = make_config("classify", tokenizer="bytes", **settings)
     built = build_model(chosen, get_task("classify").load(chosen)).model

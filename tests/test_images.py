@@ -183,7 +183,7 @@ def test_settings_that_cannot_work_are_refused():
         (dict(drop_path=0.1, model="crate"), "no branch to drop"),
         (dict(pooling="first"), "pooling must be mean or cls"),
         (dict(positions="rope"), "positions must be learned or sinusoid"),
-        (dict(augment=False, augmentation="color"), "exclude each other"),
+        (dict(augment=False, augmentation="color"), "mutually exclusive"),
         (dict(augmentation="rnad-m9"), "augmentation must be color or a name of timm's.*'rnad-m9'"),
         (dict(ema=0.9, test_on="average"), "ema does not support"),
         (dict(layer_decay=0.0), "layer_decay must be"),
@@ -239,5 +239,5 @@ def test_weights_for_other_classes_keep_the_body_and_other_sizes_are_refused():
     first, second = model(16, 5), model(16, 3)
     assert task.begin(second, first.state_dict())
     assert torch.equal(second.embed.weight, first.embed.weight)
-    with pytest.raises(ValueError, match=r"give its --image-size.*positions.*\[16, 16\]"):
+    with pytest.raises(ValueError, match=r"use its --image-size.*positions.*\[16, 16\]"):
         task.begin(model(32, 3), first.state_dict())

@@ -146,7 +146,7 @@ def test_views_of_transformers_models():
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, attn_implementation="eager")).eval()
     ids = torch.randint(20, (2, 9))
     expected = model(ids, output_attentions=True).attentions
-    with pytest.raises(ValueError, match="put one in with weft.swap"):
+    with pytest.raises(ValueError, match="add one with weft.swap"):
         attention_views(model, [ids])
     weft.swap(model, to="full")
     for view, wanted in zip(attention_views(model, [ids])[0], expected, strict=True):

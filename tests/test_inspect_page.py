@@ -274,7 +274,7 @@ def test_command_on_a_run(tmp_path):
     assert example["grid"] == [8, 8] and example["picture"]["width"] == 8
     assert example["tokens"][:2] == ["[CLS]", "row 1, column 1"] and example["target"].isdigit()
     refused = CliRunner().invoke(app, ["inspect", str(tmp_path / "run"), "--image", "a.png"], env={"COLUMNS": "200"})
-    assert refused.exit_code == 2 and "give --text TEXT" in re.sub(r"[\s│]+", " ", refused.output)
+    assert refused.exit_code == 2 and "use --text TEXT" in re.sub(r"[\s│]+", " ", refused.output)
     missing = CliRunner().invoke(app, ["inspect", str(tmp_path)])
     assert missing.exit_code == 2 and "it has no config.json" in re.sub(r"[\s│]+", " ", missing.output)
 
@@ -325,7 +325,7 @@ def test_your_own_text_and_image(tmp_path):
     example = payload((tmp_path / "run/inspect.html").read_text("utf-8"))["attention"]["examples"][0]
     assert example["picture"]["width"] == 16 and example["prediction"].split()[0] in ("red", "blue")
     refused = weft("inspect", tmp_path / "run", "--text", "red")
-    assert refused.exit_code == 2 and "give --image FILE" in refused.output
+    assert refused.exit_code == 2 and "use --image FILE" in refused.output
 
 
 @pytest.mark.parametrize(

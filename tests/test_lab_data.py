@@ -240,7 +240,7 @@ def test_archives(tmp_path, monkeypatch):
         archive.writestr("a", bytes(2**24))
     assert path.stat().st_size < 2**16
     monkeypatch.setattr(files, "free_memory", lambda: 2**24)
-    with pytest.raises(DataMissing, match="Give a part of it"):
+    with pytest.raises(DataMissing, match="Use a part of it"):
         load("text", path)
     path.write_bytes(b"PK\x03\x04 cut")
     with pytest.raises(DataMissing, match="t.zip cannot be used"):

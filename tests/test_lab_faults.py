@@ -97,7 +97,7 @@ def test_changed_data_in_the_same_place_is_refused(words, tmp_path):
     (base / "run" / "config.json").write_text(json.dumps(config | {"data": str(reviews(base / "data", changed=True))}))
     for command in (["eval", base / "run"], ["inspect", base / "run"]):
         done = weft(*command)
-        assert done.exit_code == 66 and "give its folder with --data" in done.output
+        assert done.exit_code == 66 and "pass its folder with --data" in done.output
 
 
 def test_different_classes_are_refused(tmp_path):
@@ -280,7 +280,7 @@ def test_a_file_instead_of_a_folder_is_an_error(run, tmp_path):
     (tmp_path / "file").touch()
     for given in (["eval", tmp_path / "file"], ["report", run, "--out", tmp_path]):
         done = weft(*given)
-        assert done.exit_code == 2 and "Give another path" in done.output and "disk" not in done.output
+        assert done.exit_code == 2 and "Use another path" in done.output and "disk" not in done.output
 
 
 @pytest.mark.parametrize("command", [["eval"], ["inspect"]])

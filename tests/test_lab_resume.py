@@ -93,7 +93,7 @@ def test_a_run_continues_from_another_folder(tmp_path, monkeypatch, step):
     run = tmp_path / "here" / "run"
     if step == 8:
         Path("../here/book.txt").rename("book.txt")
-        assert "give a" in weft("resume", run).output
+        assert "pass a" in weft("resume", run).output
     assert weft("resume", run, *(["--data=book.txt"] if step == 8 else [])).exit_code == 0
     assert weft("eval", run).exit_code == 0
     assert weft("export", run, "exported").exit_code == 0
@@ -129,11 +129,11 @@ def test_the_dense_finish_is_announced_once(tmp_path, monkeypatch, capsys):
 def test_a_run_cannot_end_before_the_step_it_has_reached(tmp_path, monkeypatch):
     out = tmp_path / "run"
     killed_run(monkeypatch, tiny(out, schedule="constant"), 11)
-    with pytest.raises(ValueError, match="is at step 10: give as many --steps or more"):
+    with pytest.raises(ValueError, match="is at step 10: set --steps to at least that"):
         train(tiny(out, schedule="constant", steps=6), resume=True)
     assert Run(out).config().steps == 12 and Run(out).result() is None
     assert train(tiny(out, schedule="constant", steps=10), resume=True).steps == 10
-    with pytest.raises(ValueError, match="is at step 10: give as many --steps or more"):  # complete
+    with pytest.raises(ValueError, match="is at step 10: set --steps to at least that"):  # complete
         train(tiny(out, schedule="constant", steps=6), resume=True)
 
 

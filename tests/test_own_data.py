@@ -259,10 +259,10 @@ def test_errors_name_the_file_the_line_and_the_column(table, tmp_path, monkeypat
         assert load(task, tmp_path / "nan.jsonl", skip_unlabelled=True).rows("train") == 33
     with pytest.raises(DataMissing, match="line 2: the label must be a number, got 'good'"):
         load("regress", table)
-    with pytest.raises(ValueError, match="label_smoothing has no effect on numbers"):
+    with pytest.raises(ValueError, match="label_smoothing has no effect on regression"):
         make_config("regress", label_smoothing=0.1)
     monkeypatch.setitem(sys.modules, "datasets", None)  # not installed
-    with pytest.raises(DataMissing, match="^data does not exist: give a .csv"):
+    with pytest.raises(DataMissing, match="^data does not exist: pass a .csv"):
         load("classify", "data")
     with pytest.raises(DataMissing, match="does not exist"):
         load("classify", tmp_path / "nothing.csv")

@@ -199,7 +199,7 @@ def test_what_is_wrong_with_a_file(tmp_path):
     (tmp_path / "none.py").write_text("")
     with pytest.raises(ValueError, match="set TASKS to a list"):
         make_config(str(tmp_path / "none.py"))
-    with pytest.raises(FileNotFoundError, match="there is no file"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         make_config(str(tmp_path / "gone.py"))
     base = "from weft.tasks.digits import Digits\nTASKS = []\n"
     for name in ("one", "two"):

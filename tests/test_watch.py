@@ -85,7 +85,7 @@ def test_runs_of_the_same_name_have_the_names_of_their_folders(tmp_path, monkeyp
 
 def test_a_report_of_an_exported_model_is_refused(tmp_path):
     put(tmp_path / "model", 4, **{"model.safetensors": ""})
-    with pytest.raises(ValueError, match="give the folder of its run"):
+    with pytest.raises(ValueError, match="pass the folder of its run"):
         report([tmp_path / "model"], tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
 

@@ -67,7 +67,7 @@ class CachedLayer(nn.Module):
         if isinstance(mask, WeftMask):
             if says_causal(mask) and not self.cached.options.delayed:
                 raise ValueError(
-                    "the layer is causal, and a cache of the current segment would leak the future: give delayed=True"
+                    "the layer is causal, and a cache of the current segment would leak the future: set delayed=True"
                 )
             if self._writes and packed_numbers(mask) is not None:
                 raise ValueError(

@@ -192,7 +192,7 @@ def train_unchanged(model: nn.Module, mode: bool = True) -> None:
 def _logits(answer: Any) -> Tensor:
     answer = getattr(answer, "logits", answer)
     if not isinstance(answer, Tensor):
-        raise TypeError(f"the model returned {type(answer).__name__}: give output=, a function that returns its logits")
+        raise TypeError(f"the model returned {type(answer).__name__}: pass output=, a function that returns its logits")
     return answer
 
 

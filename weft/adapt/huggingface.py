@@ -76,7 +76,7 @@ def register(name: str | None = None, *, as_: str | None = None, **options: Any)
     """
     if name is None:
         if as_ is not None or options:
-            raise TypeError("as_ and options need a mechanism: give its name, as in register('local', block_size=64)")
+            raise TypeError("as_ and options need a mechanism: pass its name, as in register('local', block_size=64)")
         return [registered for each in available() for registered in register(each)]
     info = attention_info(name)
     if learns(name):

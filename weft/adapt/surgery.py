@@ -51,7 +51,7 @@ def swap(
     """
     info = attention_info(to)
     if info.needs_max_length and max_length is None:
-        raise ValueError(f"{to} has parameters per position: give max_length, the model's longest sequence")
+        raise ValueError(f"{to} has parameters per position: set max_length to the model's longest sequence")
     settings = {"max_length": max_length, **options}
     _check_options(to, settings)
     record = {"to": to, "causal": causal, "max_length": max_length, "prefix": prefix, **options}
@@ -125,11 +125,11 @@ def cache(model: nn.Module, ratio: float = 0.5, where: Where = None, **options: 
         if "cross" in layer.needs and layer.kind in ("torch", "transformers", "weft"):
             return "it attends to another sequence"
         if layer.causal and "delayed" not in options and (reads_an_encoder or layer.kind == "torch"):
-            return "it belongs to a decoder, and the paper caches only the encoder: give delayed=True to cache both"
+            return "it belongs to a decoder, and the paper caches only the encoder: set delayed=True to cache both"
         if layer.kind == "torch" and not layer.module.batch_first:
             return "cached attention takes (B, L, dim): create the layer with batch_first=True"
         if layer.causal and options.get("delayed") is False:
-            return "it is causal, and a cache of the current segment would leak the future: give delayed=True"
+            return "it is causal, and a cache of the current segment would leak the future: set delayed=True"
         wrap: Callable[..., nn.Module] = CachedAttention
         if layer.kind == "transformers":
             from .cached_layer import CachedLayer, uncacheable

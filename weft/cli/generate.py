@@ -56,7 +56,7 @@ def generate(
     encode, writer = code_of(trained.known)
     ids = encode(text)
     if not ids:
-        raise typer.BadParameter("the prompt is empty: give at least one token with --prompt or --file")
+        raise typer.BadParameter("the prompt is empty: pass at least one token with --prompt or --file")
     place = chosen(device)
     write = writer(ids)
     unread = text  # printed with the first token: what fails before it prints nothing
@@ -79,7 +79,7 @@ def generate(
 
 def _prompt(prompt: str | None, file: Path | None) -> str:
     if prompt is not None and file is not None:
-        raise typer.BadParameter("give --prompt or --file, not both")
+        raise typer.BadParameter("pass --prompt or --file, not both")
     if prompt is not None:
         return prompt
     if file is not None and str(file) != "-":
@@ -87,7 +87,7 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
             raise typer.BadParameter(f"{file} does not exist")
         return file.read_text(encoding="utf-8", errors="replace")
     if file is None and sys.stdin.isatty():
-        raise typer.BadParameter("no prompt: give --prompt TEXT, --file PATH, or pipe a text")
+        raise typer.BadParameter("no prompt: pass --prompt TEXT, --file PATH, or pipe a text")
     return sys.stdin.read()
 
 

@@ -104,7 +104,7 @@ def _own_examples(run: Path, trained: Trained, text: list[str] | None, image: li
     task, reads_images = trained.task, isinstance(trained.task, ImageClassification)
     if (text and image) or bool(image) != reads_images:
         wanted = "--image FILE" if reads_images else "--text TEXT"
-        raise typer.BadParameter(f"{run} was trained on {trained.config.task!r}: give {wanted}, and nothing else")
+        raise typer.BadParameter(f"{run} was trained on {trained.config.task!r}: use {wanted}, and nothing else")
     missing = [str(path) for path in image or [] if not path.is_file()]
     if missing:
         raise typer.BadParameter(f"{missing[0]} does not exist")

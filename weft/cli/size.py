@@ -48,7 +48,7 @@ def size(
     if task is not None and task not in TASKS:
         raise typer.BadParameter(f"unknown task {task!r}; available: {', '.join(TASKS)}, pvt, timm, crate, pathways")
     if (layers is None) != (heads is None):
-        raise typer.BadParameter("give both --layers and --heads, or neither")
+        raise typer.BadParameter("set both --layers and --heads, or neither")
     names = STUDY_ATTENTIONS if attention is None else (attention,)
     for name in TASKS if task is None else (task,):
         shapes = None

@@ -251,7 +251,7 @@ class Attention(Decoding, nn.Module):
     def check_length(self, length: int) -> None:
         if self.max_length is not None and length > self.max_length:
             raise ValueError(
-                f"length {length} is over max_length={self.max_length}; give {self.name} a larger max_length"
+                f"length {length} is over max_length={self.max_length}; create {self.name} with a larger max_length"
             )
 
     def check_tensors(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:

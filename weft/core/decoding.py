@@ -125,7 +125,7 @@ class Decoding:
         if state is None:
             state = self.start(q.shape[0], max_length=max_length)
         elif max_length is not None and max_length != getattr(state, "max_length", max_length):
-            raise ValueError(f"the state has max_length={state.max_length}, got max_length={max_length}; give only one")
+            raise ValueError(f"the state has max_length={state.max_length}, got max_length={max_length}; pass only one")
         L = q.shape[2]
         self._check_tokens(q, k, v, state, bias, L)
         if state.position and (state.history or type(self).attend_more is Decoding.attend_more):

@@ -57,7 +57,7 @@ def attention_views(
     found = created(model, inputs)
     if not found and not any(map(_runs_weft, model.modules())):
         raise ValueError(
-            'this model has no weft mechanism to inspect: put one in with weft.swap(model, to="full"), which computes '
+            'this model has no weft mechanism to inspect: add one with weft.swap(model, to="full"), which computes '
             "the same as the model's own attention"
         )
     names = {name: m.name for name, m in found}

@@ -104,7 +104,10 @@ def sweep_files(
     overrides |= {"steps": steps} if steps else {}
     overrides |= {"data": data} if data else {}
     if min(jobs, minutes) < 0 or cpus < 1 or (gpus < 0 and gpus != -1):
-        raise ValueError(f"--jobs {jobs}, --minutes {minutes:g}, --cpus {cpus} or --gpus {gpus:g} is too small")
+        raise ValueError(
+            f"--jobs and --minutes must be at least 0, --cpus at least 1, and --gpus at least 0 or -1; got {jobs}, "
+            f"{minutes:g}, {cpus} and {gpus:g}"
+        )
     if on not in ("local", "ray", "slurm"):
         raise ValueError(f"--on must be local, ray or slurm, got {on!r}")
     if seeds and not re.fullmatch(r"[\s,]*(-?\d+[\s,]*)+", seeds):

@@ -184,7 +184,7 @@ def check_compiled(
         )
     raise Miscompiled(
         f"the compiled model's losses differ by {off:.0%} from eager mode (rounding: {own:.0%}): torch "
-        f"{torch.__version__} compiles this model wrongly. The run was saved. {WAY_OUT}"
+        f"{torch.__version__} miscompiles this model. The run was saved. {WAY_OUT}"
     )
 
 
@@ -248,7 +248,7 @@ def check_gradients(
         return f"{worst} is mostly rounding"
     raise Miscompiled(
         f"the compiled model's gradient of {worst} differs by {off[worst]:.0%} from eager mode (rounding: "
-        f"{own.get(worst, 0.0):.0%}): torch {torch.__version__} compiles this model wrongly. {WAY_OUT}"
+        f"{own.get(worst, 0.0):.0%}): torch {torch.__version__} miscompiles this model. {WAY_OUT}"
     )
 
 

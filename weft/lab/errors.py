@@ -105,7 +105,7 @@ def explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, UnicodeDecodeError):
         return f"a file is not {error.encoding} text: {error}", NO_DATA
     if isinstance(error, (NotADirectoryError, IsADirectoryError, FileExistsError)):
-        return f"{error.filename2 or error.filename}: {error.strerror}. Give another path.", BAD_REQUEST
+        return f"{error.filename2 or error.filename}: {error.strerror}. Use another path.", BAD_REQUEST
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
         return f"{text}. Is the disk full, or the folder not writable?", CANNOT_SAVE
     if isinstance(error, (ValueError, ImportError, FileNotFoundError)):

@@ -141,7 +141,7 @@ def load_kept(
     if rows and not other:
         raise OtherData(
             f"the data in {config.data} is not what {run.folder} was trained on ({'; '.join(rows)}): restore "
-            "the original data, or give its folder with --data"
+            "the original data, or pass its folder with --data"
         )
     if rows:
         say(f"note: this is not the data the run was trained on ({'; '.join(rows)})")

@@ -99,7 +99,7 @@ def report(
 
     places = [Path(folder) for folder in folders]
     for place in filter(is_exported, places):
-        raise ValueError(f"{place} is an exported model, which has no curves: give the folder of its run")
+        raise ValueError(f"{place} is an exported model, which has no curves: pass the folder of its run")
     runs = [{**read_run(place), "name": name_of(place, places)} for place in places]
     if not runs:
         raise ValueError("a report needs at least one run")

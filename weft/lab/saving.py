@@ -51,7 +51,7 @@ def check_reached(training: Training, step: int) -> None:
     """A run cannot end before the step it has reached."""
     if step > training.config.steps:
         reached = f"{training.folder.folder} is at step {step}"
-        raise ValueError(f"{reached}: give as many --steps or more, or choose another --out")
+        raise ValueError(f"{reached}: set --steps to at least that, or choose another --out")
 
 
 def restore_run(training: Training, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ class MixedAttention(nn.Module):
             raise ValueError(f"heads={heads} must be divisible by the number of mechanisms, {len(attentions)}")
         if head_dim is None:
             if dim % heads:
-                raise ValueError(f"dim={dim} is not divisible by heads={heads}: give head_dim")
+                raise ValueError(f"dim={dim} is not divisible by heads={heads}: set head_dim")
             head_dim = dim // heads
         self.heads = heads
         self.blocks = nn.ModuleList()

@@ -51,10 +51,10 @@ class MSSA(nn.Module):
         super().__init__()
         if head_dim is None:
             if heads < 1 or dim % heads:
-                raise ValueError(f"dim={dim} is not divisible by heads={heads}: give head_dim")
+                raise ValueError(f"dim={dim} is not divisible by heads={heads}: set head_dim")
             head_dim = dim // heads
         if gamma is not None and not tied:
-            raise ValueError("gamma scales the tied output map (eq 12): give tied=True, or remove gamma")
+            raise ValueError("gamma scales the tied output map (eq 12): set tied=True, or remove gamma")
         if scale is not None and scale <= 0:
             raise ValueError(f"scale must be positive, got {scale}")
         self.dim, self.heads, self.head_dim, self.causal = dim, heads, head_dim, causal

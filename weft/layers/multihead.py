@@ -57,7 +57,7 @@ class MultiheadAttention(nn.Module):
             raise ValueError(f"dim and heads must be at least 1, got dim={dim}, heads={heads}")
         if head_dim is None:
             if dim % heads:
-                raise ValueError(f"dim={dim} is not divisible by heads={heads}: give head_dim")
+                raise ValueError(f"dim={dim} is not divisible by heads={heads}: set head_dim")
             head_dim = dim // heads
         kv_heads = heads if kv_heads is None else kv_heads
         if kv_heads < 1 or heads % kv_heads:

@@ -30,7 +30,7 @@ def attention_layer(
             raise TypeError("attention is a function: return (name, {options}) from it instead of attention_options")
         choice, layer = choice(layer), 0
     elif isinstance(choice, Attention):
-        raise TypeError("blocks cannot share one mechanism instance: give a function of the block number")
+        raise TypeError("blocks cannot share one mechanism instance: pass a function of the block number")
     if isinstance(choice, Attention):
         kept = {name: common[name] for name in ("head_dim", "causal", "device", "dtype", "qk_norm") if name in common}
         return MultiheadAttention(dim, heads, attention=choice, **kept)
@@ -38,7 +38,7 @@ def attention_layer(
         name, own = _seeded(choice, layer, options or {})
         return MultiheadAttention(dim, heads, attention=name, **common, **own)
     if options:
-        raise TypeError("attention is a list: give each mechanism its options as (name, {options})")
+        raise TypeError("attention is a list: pass the options of each mechanism as (name, {options})")
     return MixedAttention(dim, heads, [_seeded(entry, layer, {}) for entry in choice], **common)
 
 

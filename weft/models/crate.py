@@ -45,7 +45,7 @@ class CRATELayer(nn.Module):
         if mssa.get("causal") and ista.get("variant") == "mm":
             raise ValueError("ISTA variant 'mm' counts later tokens too: use variant 'ista' for a causal layer")
         if kappa is not None and not mssa.get("tied"):
-            raise ValueError(f"kappa={kappa} (the step of eq 10) needs the output map γU: give tied=True")
+            raise ValueError(f"kappa={kappa} (the step of eq 10) needs the output map γU: set tied=True")
         place = {key: mssa[key] for key in ("device", "dtype") if key in mssa}
         self.norm1 = nn.LayerNorm(dim, **place)
         self.mssa = MSSA(dim, heads, **mssa)

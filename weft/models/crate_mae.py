@@ -109,7 +109,7 @@ class CRATEMAE(nn.Module):
         elif hidden.dtype != torch.bool or hidden.shape != target.shape[:2]:
             raise ValueError(f"hidden must be boolean {tuple(target.shape[:2])}, got {hidden.dtype} {hidden.shape}")
         elif not torch.compiler.is_compiling() and not hidden.any():  # waits for the device
-            raise ValueError("hidden must have some True: the loss is the mean over hidden patches")
+            raise ValueError("hidden must have at least one True: the loss is the mean over hidden patches")
         x = self.encode(images, hidden)
         for block in self.decoder:
             x = block(x)

@@ -34,7 +34,7 @@ def generate(
             ends early once all rows have one.
         stream: called with the new tokens (B,) after every step.
         mask: (B, L), False for padding, which must be on the left.
-        generator, seed: of the samples; give at most one.
+        generator, seed: of the samples; pass at most one.
 
     Once the sequence has `model.max_length` tokens, the oldest quarter is dropped and the rest is read again. Longer
     prompts are shortened in the same way.
@@ -43,7 +43,7 @@ def generate(
     _check(model, ids, max_new_tokens, mask)
     ends = _ends(stop, ids.device, model.vocab)
     if generator is not None and seed is not None:
-        raise ValueError(f"give generator or seed={seed}, not both")
+        raise ValueError(f"pass generator or seed={seed}, not both")
     if seed is not None:
         generator = torch.Generator(ids.device).manual_seed(seed)
     kept = max(1, model.max_length - max(1, model.max_length // 4))

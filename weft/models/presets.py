@@ -112,7 +112,7 @@ def lra(
     """
     found = _task(task)
     if (layers is None) != (heads is None):
-        raise ValueError("give both layers and heads, or neither for the deepest shape")
+        raise ValueError("set both layers and heads, or neither for the deepest shape")
     if layers is None or heads is None:
         layers, heads = found.deepest
     own = dict(options.pop("attention_options", None) or {})

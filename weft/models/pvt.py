@@ -221,6 +221,6 @@ def pvt(
     if size not in DEPTHS:
         raise ValueError(f"unknown PVT size {size!r}; available: {', '.join(DEPTHS)}")
     if not cached and cache is not None:
-        raise ValueError("cache= has options of cached attention: give cached=True too")
+        raise ValueError("cache= has options of cached attention: set cached=True too")
     settings = {"ratio": ratio, "preset": preset, **(cache or {})} if cached else None
     return PVT(depths=DEPTHS[size], cache=settings, **options)

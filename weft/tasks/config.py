@@ -157,7 +157,7 @@ class TrainConfig:
             if getattr(self, name) != set_by.get(name, getattr(TrainConfig, name)):
                 raise ValueError(
                     f"--{name.replace('_', '-')} has no effect on --model {self.model} of the task {self.task}: remove "
-                    "it, or give options of the model's own with --model-options"
+                    "it, or set the model's own options with --model-options"
                 )
         for name in () if self.subsample else ("sigma", "sigma_last"):
             if getattr(self, name) != set_by.get(name, getattr(TrainConfig, name)):
@@ -200,7 +200,7 @@ class TrainConfig:
             if not 0.0 <= (getattr(self, name) or 0.0) < 1.0:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
         if not self.data:
-            raise ValueError("data is empty: give the folder or file of the data by --data")
+            raise ValueError("data is empty: pass the folder or file of the data with --data")
         _one_of("optimizer", self.optimizer, ("adam", "adamw", "lion"))
         _one_of("schedule", self.schedule, ("inverse_sqrt", "cosine", "linear", "constant", "steps"))
         _one_of("test_on", self.test_on, ("best", "last", "average"))
@@ -222,15 +222,15 @@ class TrainConfig:
         if not 0.0 <= self.cache <= 1.0:
             raise ValueError(f"cache must be a ratio in [0, 1], got {self.cache}")
         if self.options("cache_options") and not self.cache:
-            raise ValueError("cache_options has no effect without a cache: give the ratio with --cache")
+            raise ValueError("cache_options has no effect without a cache: set the ratio with --cache")
         if self.finetune_dense_at and not self.subsample and "subsampled" not in self.attention:
-            raise ValueError("finetune_dense_at needs subsampled attention: give --subsample or --attention subsampled")
+            raise ValueError("finetune_dense_at needs subsampled attention: add --subsample or --attention subsampled")
         if self.ensemble and (self.finetune_dense_at or not self.subsample and "subsampled" not in self.attention):
-            raise ValueError("ensemble needs subsampled attention to the end: give --subsample, no --finetune-dense-at")
+            raise ValueError("ensemble needs subsampled attention to the end: use --subsample, no --finetune-dense-at")
         if self.ensemble and self.options("cache_options").get("eval_update"):
             raise ValueError("ensemble does not support caches with eval_update: remove one of them")
         if self.time_budget and self.devices * self.nodes > 1:
-            raise ValueError("time_budget needs a single process: give --steps, or remove --devices and --nodes")
+            raise ValueError("time_budget needs a single process: use --steps, or remove --devices and --nodes")
         if self.offload and not self.checkpoint_activations:
             raise ValueError("offload needs --checkpoint-activations: it moves the inputs of recomputed blocks")
         if self.context_parallel > 1:

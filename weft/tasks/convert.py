@@ -52,7 +52,7 @@ def convert(name: str, source: Path, data: Path) -> Path:
     if name not in CONVERTERS:
         raise DataMissing(f"unknown data set {name!r}; weft converts {', '.join(CONVERTERS)}")
     if not source.exists():
-        raise DataMissing(f"{source} does not exist: give the file or folder that the makers of {name} distribute")
+        raise DataMissing(f"{source} does not exist: pass the file or folder that the makers of {name} distribute")
     archives = [source] if source.is_file() else [source / part for part in PACKED.get(name, ())]
     archives = [path for path in archives if path.is_file()]
     if not archives or name == "pcqm4mv2":

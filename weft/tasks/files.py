@@ -254,7 +254,7 @@ def must_fit(path: Path, size: int) -> None:
     free = free_memory()
     if 2 * size > free:  # once as it is read, once as rows
         what = f"it has {size / 2**30:.1f} GiB, loading it needs twice that, and {free / 2**30:.1f} GiB are free"
-        raise DamagedData(path, what, "Give a part of it.")
+        raise DamagedData(path, what, "Use a part of it.")
 
 
 def read_array(folder: Path, name: str) -> np.ndarray:

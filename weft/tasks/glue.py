@@ -63,7 +63,7 @@ class Glue(BuiltFromData, Classification):
         other = [name for name in SIZES if theirs.get(name, getattr(config, name)) != getattr(config, name)]
         if other:
             wanted = " ".join(f"--{name.replace('_', '-')} {theirs[name]}" for name in other)
-            raise ValueError(f"init_from: {config.init_from} has another model; give {wanted}")
+            raise ValueError(f"init_from: {config.init_from} has another model; use {wanted}")
 
     def read(self, config: TrainConfig, known: Known | None) -> TaskData:
         folder = Path(config.data)
@@ -127,7 +127,7 @@ class Glue(BuiltFromData, Classification):
             if len(theirs["positions"]) < len(own["positions"]):
                 raise ValueError(
                     f"init_from: the run has {len(theirs['positions'])} positions, this model {len(own['positions'])}: "
-                    f"give --max-length {len(theirs['positions'])}"
+                    f"use --max-length {len(theirs['positions'])}"
                 )
             theirs["positions"] = theirs["positions"][: len(own["positions"])]
         encoder.load_state_dict(theirs)
@@ -208,7 +208,7 @@ def file_of(folder: Path, *names: str) -> Path:
         for ending in ("tsv", "csv"):
             if (folder / f"{name}.{ending}").is_file():
                 return folder / f"{name}.{ending}"
-    raise DataMissing(f"{folder}/{names[0]}.tsv does not exist: give the folder of a task of GLUE with --data")
+    raise DataMissing(f"{folder}/{names[0]}.tsv does not exist: pass the folder of a GLUE task with --data")
 
 
 def layout(path: Path, labels: Sequence[str] = ()) -> tuple[Table, tuple[str, ...]]:

@@ -98,7 +98,7 @@ def tokenizer_of(config: TrainConfig) -> str | None:
         tokenizer = _transformers().AutoTokenizer.from_pretrained(weights)
         if getattr(tokenizer, "backend_tokenizer", None) is not None:
             return tokenizer.backend_tokenizer.to_str()
-    raise ValueError(f"{weights} has weights, but no tokenizer.json: give the tokenizer with --tokenizer")
+    raise ValueError(f"{weights} has weights, but no tokenizer.json: set the tokenizer with --tokenizer")
 
 
 def longest(config: TrainConfig, length: int) -> int:

@@ -111,7 +111,7 @@ def stored(folder: Path, part: str, classes: list[str], size: int) -> Columns:
                 decode(folder / part, state, size, target, about)
                 found = _read(target, about, state)
     if found is None:
-        raise DamagedData(folder / part, f"{target} could not be written whole", "Is the disk full?")
+        raise DamagedData(folder / part, f"{target} could not be written completely", "Is the disk full?")
     images, labels = found
     number = {i: classes.index(name) for i, name in enumerate(names)}
     return {"image": torch.from_numpy(images), "label": torch.tensor([number[i] for i in labels])}

@@ -147,7 +147,7 @@ class ImageClassification(Classification):
         if config.drop_path and config.model.startswith("crate"):
             raise ValueError("CRATE's layers have no branch to drop: remove --drop-path")
         if not config.augment and config.augmentation:
-            raise ValueError("augmentation and no-augment exclude each other: remove one of them")
+            raise ValueError("augmentation and no-augment are mutually exclusive: remove one of them")
         if config.augmentation and not re.fullmatch(AUGMENTATIONS, config.augmentation):
             raise ValueError(
                 "augmentation must be color or a name of timm's, such as rand-m9-mstd0.5-inc1, augmix-m5-w4-d2 or v0; "
@@ -222,7 +222,7 @@ class ImageClassification(Classification):
             model.load_state_dict({**weights, **{name: own[name] for name in head}})
         except RuntimeError as error:
             first = str(error).split("\n\t")[1]
-            what = "init_from: the run's model has other sizes: give its --image-size, --patch and --model-options"
+            what = "init_from: the run's model has other sizes: use its --image-size, --patch and --model-options"
             raise ValueError(f"{what} ({first})") from None
         for layer in model.modules():
             if isinstance(layer, CachedAttention):
@@ -298,7 +298,7 @@ class ImageFolder(BuiltFromData, ImageClassification):
     def read(self, config: TrainConfig, known: Known | None) -> TaskData:
         folder = Path(config.data)
         if not (folder / "train").is_dir():
-            folder = find(config.data, ("imagefolder",), "give a folder with train/CLASS/… and val/CLASS/… with --data")
+            folder = find(config.data, ("imagefolder",), "pass a folder with train/CLASS/… and val/CLASS/… with --data")
         if not (folder / "train").is_dir():
             raise DamagedData(folder, "it is not a folder with train/ and val/")
         classes = (known and known.classes) or class_folders(folder / "train")
@@ -359,7 +359,7 @@ class Images(ImageFolder):
     def read(self, config: TrainConfig, known: Known | None) -> TaskData:
         folder, size = Path(config.data), config.image_size or self.size
         if not folder.is_dir():
-            raise DataMissing(f"{folder} is not a folder: give one with a sub-folder of images per class with --data")
+            raise DataMissing(f"{folder} is not a folder: pass one with a sub-folder of images per class with --data")
         inside = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
         places = by_split((p.name, p) for p in inside)
         trains = list(places) == ["train"] and not class_folders(places["train"])  # a class, not a part

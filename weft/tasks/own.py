@@ -218,7 +218,7 @@ class Regress(TextTable):
     def check(self, config: TrainConfig) -> None:
         super().check(config)
         if config.label_smoothing:
-            raise ValueError("label_smoothing has no effect on numbers: remove --label-smoothing")
+            raise ValueError("label_smoothing has no effect on regression: remove --label-smoothing")
 
     def read(self, config: TrainConfig, known: Known | None) -> TaskData:
         data = super().read(config, known)

@@ -125,7 +125,7 @@ def register(module: ModuleType, file: Path) -> list[str]:
 def run_file(file: Path) -> ModuleType:
     """Run a Python file, which may import other files of its folder."""
     if not file.is_file():
-        raise FileNotFoundError(f"there is no file {file}")
+        raise FileNotFoundError(f"{file} does not exist")
     name = f"weft_file_{file.parent.name}_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None

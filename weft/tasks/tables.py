@@ -59,7 +59,7 @@ class Table:
 
 def read_table(path: Path) -> Table:
     if not path.exists():
-        raise DataMissing(f"{path} does not exist: give a {', '.join(ENDINGS)} file with --data")
+        raise DataMissing(f"{path} does not exist: pass a {', '.join(ENDINGS)} file with --data")
     ending = path.suffix.lower()
     if ending in (".csv", ".tsv"):
         return _csv(path, "\t" if ending == ".tsv" else None)
@@ -80,7 +80,7 @@ def read_tables(data: str) -> dict[str, Table]:
         if "train" not in found:
             raise DataMissing(
                 f"{path} has no train.csv (or {', '.join(ENDINGS[1:])}): put train.csv there, and optionally "
-                "validation.csv and test.csv, or give a single file with --data"
+                "validation.csv and test.csv, or pass a single file with --data"
             )
         return {split: read_table(file) for split, file in found.items()}
     if path.exists() or path.suffix.lower() in ENDINGS:
@@ -144,7 +144,7 @@ def _json_lines(path: Path) -> Table:
                     found.append((f"line {number}", json.loads(line)))
                 except ValueError as error:
                     what = f"line {number} is not valid JSON ({error})"
-                    raise DamagedData(path, what, "Give a list of objects, or one whole object per line.") from None
+                    raise DamagedData(path, what, "Write a list of objects, or one whole object per line.") from None
     for place, row in found:
         if not isinstance(row, dict):
             raise DamagedData(path, f'{place} must be an object such as {{"text": "…", "label": "…"}}, got {row!r:.40}')
@@ -199,12 +199,12 @@ def _saved_by_datasets(path: Path) -> dict[str, Table]:
 
 def _from_hub(name: str) -> dict[str, Table]:
     if name.count("/") > 1 or name.startswith((".", "/")):
-        raise DataMissing(f"{name} does not exist: give a {', '.join(ENDINGS)} file, or a folder, with --data")
+        raise DataMissing(f"{name} does not exist: pass a {', '.join(ENDINGS)} file, or a folder, with --data")
     try:
         import datasets
     except ImportError:
         raise DataMissing(
-            f"{name} does not exist: give a {', '.join(ENDINGS)} file, or a folder, with --data (the name of a data "
+            f"{name} does not exist: pass a {', '.join(ENDINGS)} file, or a folder, with --data (the name of a data "
             "set on the hub needs `pip install datasets`)"
         ) from None
     try:

@@ -73,7 +73,7 @@ def read_sentences(data: str) -> dict[str, Table]:
         if "train" in found:
             return {split: read_columns(file) for split, file in found.items()}
     if not path.exists() and path.suffix.lower() in COLUMNS:
-        raise DataMissing(f"{path} does not exist: give a {', '.join(COLUMNS)} or .jsonl file with --data")
+        raise DataMissing(f"{path} does not exist: pass a {', '.join(COLUMNS)} or .jsonl file with --data")
     return read_tables(data)
 
 

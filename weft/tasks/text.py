@@ -50,7 +50,7 @@ def read_bytes(path: Path) -> bytes:
             with zipfile.ZipFile(path) as archive:
                 inside = [entry for entry in archive.infolist() if not entry.is_dir()]
                 if len(inside) != 1:
-                    raise DamagedData(path, f"it has {len(inside)} files, not one", "Unpack it and give the folder.")
+                    raise DamagedData(path, f"it has {len(inside)} files, not one", "Unpack it and pass the folder.")
                 must_fit(path, inside[0].file_size)
                 return archive.read(inside[0])
         return path.read_bytes()
@@ -81,7 +81,7 @@ def windows(content: bytes, length: int, extra: int) -> Tensor:
     whole = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
     if len(whole) < length + extra:
         raise DataMissing(f"a part of the text has {len(whole)} bytes, one window needs {length + extra}: "
-                          "lower --max-length or give a longer text")  # fmt: skip
+                          "lower --max-length or use a longer text")  # fmt: skip
     return whole.unfold(0, length + extra, length)
 
 
@@ -142,12 +142,12 @@ class Bytes(Task):
             names = config.mechanisms()
             for name in [names] if isinstance(names, str) else names:
                 if name != "mixed" and not attention_info(name).bias:
-                    raise ValueError(f"{name} does not support ALiBi: give --positions rope, learned, sinusoid or none")
+                    raise ValueError(f"{name} does not support ALiBi: use --positions rope, learned, sinusoid or none")
 
     def content(self, config: TrainConfig) -> bytes:
         path = Path(config.data)
         if not path.exists():
-            raise DataMissing(f"{path} does not exist: give a text file, or a folder of text files, with --data")
+            raise DataMissing(f"{path} does not exist: pass a text file, or a folder of text files, with --data")
         content = read_bytes(path)
         if not content:
             raise DamagedData(path, "it is empty")
@@ -184,7 +184,7 @@ class Bytes(Task):
         if len({len(row) for row in rows}) > 1:
             raise ValueError(f"{self.name} takes one text at a time, or texts with the same number of tokens")
         if not rows[0]:
-            raise ValueError("the text is empty: give at least one token")
+            raise ValueError("the text is empty: pass at least one token")
         return self.as_inputs(torch.tensor(rows))
 
     def as_inputs(self, ids: Tensor) -> Columns:

@@ -205,7 +205,7 @@ def windows(ids: np.ndarray, length: int, extra: int, stride: int = 0) -> Tensor
     if len(ids) < length + extra:
         raise DataMissing(
             f"a part of the corpus has {len(ids)} tokens, but one window needs {length + extra}: lower --max-length or "
-            "give a longer text"
+            "use a longer text"
         )
     return torch.from_numpy(ids).unfold(0, length + extra, stride or length)
 
@@ -227,7 +227,7 @@ class Tokens(BuiltFromData, Bytes):
             how = "put the corpus there as train.txt, valid.txt and test.txt"
             folder = find(config.data, (self.corpus,), how)
             if not folder.is_dir():
-                raise DataMissing(f"{folder} is a file: give the folder of the corpus with --data, and {how}")
+                raise DataMissing(f"{folder} is a file: pass the folder of the corpus with --data, and {how}")
         return encoded(folder, self.pieces, known)
 
     def read(self, config: TrainConfig, known: Known | None) -> TaskData:
@@ -363,7 +363,7 @@ def two_segments(ids: np.ndarray, white: np.ndarray, ends: np.ndarray, length: i
         kinds.append(kind)
         at = stop
     if not rows:
-        raise DataMissing("a part of the corpus is empty: give a longer text")
+        raise DataMissing("a part of the corpus is empty: use a longer text")
     return {"bytes": torch.from_numpy(np.stack(rows)), "segment": torch.from_numpy(np.stack(kinds))}
 
 

@@ -59,7 +59,7 @@ class Rows:
     def split(self) -> tuple[Rows, Rows]:
         held = max(1, int(len(self.ids) * HELD_OUT))
         if len(self.ids) <= held:
-            raise ValueError(f"the data has {len(self.ids)} row: give at least 2, or pass validation=")
+            raise ValueError(f"the data has {len(self.ids)} row: pass at least 2 rows, or validation=")
         return Rows(self.ids[:-held], self.rows, self.seed), Rows(self.ids[-held:], self.rows, self.seed)
 
     def batch(self, step: int, length: int | None = None) -> Batch:
@@ -135,7 +135,7 @@ def _source(data: Any, model: Any, rows: int, length: int | None, seed: int) -> 
         if data.dim() == 2:
             return Rows(data if length is None else data[:, :length], rows, seed)
         if length is None:
-            raise ValueError("length is missing: how many of the tokens in data make one sequence?")
+            raise ValueError("length is missing: set it to the number of tokens per sequence")
         return Tokens(data, rows, length, seed)
     if isinstance(data, (str, bytes)) or not hasattr(data, "__iter__"):
         raise TypeError(f"data must be a tensor of tokens or an iterable of batches, got {type(data).__name__}")

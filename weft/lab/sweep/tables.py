@@ -39,7 +39,7 @@ def sweep_folders(paths: Sequence[Path]) -> dict[Path, list[Path]]:
             raise FileNotFoundError(f"{path} does not exist")
     for path in paths:
         if (path / "config.json").exists():
-            raise ValueError(f"{path} is a run, but not all paths are: give either runs or sweeps")
+            raise ValueError(f"{path} is a run, but not all paths are: pass either runs or sweeps")
         if path.is_file():
             found[path.parent / f"{path.stem}.report"] = [path]
             continue

@@ -27,7 +27,7 @@ def width_and_heads(inner: nn.Module, dim: int | None, heads: int | None) -> tup
     if heads is not None and heads < 1:
         raise ValueError(f"heads must be at least 1, got {heads}")
     if dim is None or heads is None:
-        raise ValueError(f"cannot read the channels and heads of {type(inner).__name__}: give dim= and heads=")
+        raise ValueError(f"cannot read the channels and heads of {type(inner).__name__}: set dim= and heads=")
     head_dim = _told(inner, "head_dim") if hasattr(inner, "merge") else None
     if head_dim is None and dim % heads:
         raise ValueError(f"{dim} channels are not divisible by {heads} heads")
@@ -37,7 +37,7 @@ def width_and_heads(inner: nn.Module, dim: int | None, heads: int | None) -> tup
 def slots(length: int | None, grid: tuple[int, int] | None, prefix: int, options: CacheOptions) -> int | None:
     """The number of slots; None to use the length of the first training step."""
     if options.resample == "2d" and grid is None:
-        raise ValueError("resample='2d' needs the image size of the cache: give grid=(height, width)")
+        raise ValueError("resample='2d' needs the image size of the cache: set grid=(height, width)")
     if grid is not None:
         if length not in (None, grid[0] * grid[1] + prefix):
             raise ValueError(
@@ -55,7 +55,7 @@ def refuse_leaks(options: CacheOptions, mechanism: Attention) -> None:
     if not options.delayed:
         raise ValueError(
             "the layer is causal, and a cache of the current segment would leak the future: "
-            "give delayed=True, which reads only earlier segments"
+            "set delayed=True, which reads only earlier segments"
         )
     if options.position == "conv":
         raise ValueError("position='conv' reads later tokens: use position='none' for a causal layer")
@@ -74,7 +74,7 @@ def refuse_one_way(allowed: Tensor, real: Tensor) -> None:
     seen = allowed & real[:, None, :, None] & real[:, None, None, :]
     why = (
         "the mask hides later tokens from earlier ones, and a cache of the current segment would leak them: "
-        "give delayed=True, which reads only earlier segments"
+        "set delayed=True, which reads only earlier segments"
     )
     if torch.compiler.is_compiling():
         torch._assert_async((seen == seen.transpose(-1, -2)).all(), why)
@@ -108,7 +108,7 @@ def valid_tokens(
     """
     named = dict(zip(layer.names, args, strict=False)) | kwargs
     if named.get("is_causal") and not layer.options.delayed:
-        raise ValueError("is_causal=True: a cache of the current segment would leak the future; give delayed=True")
+        raise ValueError("is_causal=True: a cache of the current segment would leak the future; set delayed=True")
     if valid is not None:
         if valid.dtype != torch.bool or valid.shape != x.shape[:2]:
             raise ValueError(

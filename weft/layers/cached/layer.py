@@ -418,7 +418,7 @@ class CachedAttention(nn.Module):
         if found[0] * found[1] != cells or cells < 1:
             raise ValueError(
                 f"{tokens} tokens, {self.prefix} of them before the image, are not {found[0]} x {found[1]} cells: "
-                "give grid=(height, width), and prefix=1 if the first is a class token"
+                "set grid=(height, width), and prefix=1 if the first is a class token"
             )
         return found
 

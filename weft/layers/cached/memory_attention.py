@@ -67,7 +67,7 @@ class MemoryAttention(nn.Module):
         slots = slots.to(x.dtype)
         if self.reads_image:
             if grid is None or grid[0] * grid[1] != slots.shape[1]:
-                raise ValueError(f"{slots.shape[1]} slots do not form an image of {grid}: give grid=(height, width)")
+                raise ValueError(f"{slots.shape[1]} slots do not form an image of {grid}: set grid=(height, width)")
             image = torch.unflatten(slots.transpose(1, 2), 2, grid)
             if self.reduce is not None:
                 slots = self.norm(self.reduce(image).flatten(2).transpose(1, 2))
@@ -102,7 +102,7 @@ def same_as(inner: nn.Module, width: int, heads: int) -> dict[str, Any]:
         if mechanism.options is None:
             raise ValueError(
                 f"cannot copy {mechanism.name}: it was not created by weft.make_attention, so its options are unknown; "
-                f"give memory_attention={ready}"
+                f"set memory_attention={ready}"
             )
         made = make_attention(
             mechanism.name, heads=heads, head_dim=width // heads, max_length=mechanism.max_length, **mechanism.options
@@ -110,7 +110,7 @@ def same_as(inner: nn.Module, width: int, heads: int) -> dict[str, Any]:
         if getattr(made, "needs_input", False):
             raise ValueError(
                 f"{mechanism.name} with {mechanism.options} reads the input of its layer, which a cache does not have: "
-                "give memory_attention='full', or another mechanism"
+                "use memory_attention='full', or another mechanism"
             )
         return {"mechanism": made}
     if getattr(inner, "pool", None) is not None:
