@@ -11,8 +11,10 @@ from .device import Device, chosen
 
 
 def convert(
-    model: Annotated[str, typer.Argument(help="a folder of save_pretrained with a causal language model, or its name")],
-    to: Annotated[str, typer.Option(help="the mechanism: weft attentions")],
+    model: Annotated[
+        str, typer.Argument(help="a causal language model: a folder of save_pretrained, or a name on the hub")
+    ],
+    to: Annotated[str, typer.Option(help="the mechanism, see `weft attentions`")],
     data: Annotated[Path, typer.Option(help="a text file to train on")],
     out: Annotated[Path, typer.Option(help="folder of the converted model, its report and checkpoints")],
     steps: Annotated[int, typer.Option(min=0, help="steps of fine-tuning")] = 1000,
@@ -20,18 +22,20 @@ def convert(
         int | None, typer.Option(min=0, help="steps of transfer; default: half of --steps")
     ] = None,
     length: Annotated[int | None, typer.Option(min=2, help="tokens per sequence; default: the model's maximum")] = None,
-    transfer_length: Annotated[int | None, typer.Option(min=2, help="tokens per sequence in transfer")] = None,
+    transfer_length: Annotated[
+        int | None, typer.Option(min=2, help="tokens per sequence in transfer; default: --length")
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="sequences per step")] = 8,
-    learning_rate: Annotated[float, typer.Option(help="of fine-tuning")] = 3e-4,
-    transfer_learning_rate: Annotated[float, typer.Option(help="of transfer")] = 1e-3,
-    lora: Annotated[int | None, typer.Option(min=1, help="fine-tune adapters of this rank only (needs peft)")] = None,
-    option: Annotated[list[str], typer.Option(help="of the mechanism, as in block_size=64; repeat for more")] = [],  # noqa: B006
+    learning_rate: Annotated[float, typer.Option(help="peak learning rate of fine-tuning")] = 3e-4,
+    transfer_learning_rate: Annotated[float, typer.Option(help="peak learning rate of transfer")] = 1e-3,
+    lora: Annotated[int | None, typer.Option(min=1, help="fine-tune only adapters of this rank (needs peft)")] = None,
+    option: Annotated[list[str], typer.Option(help="option of the mechanism, as block_size=64; repeatable")] = [],  # noqa: B006
     as_bytes: Annotated[
-        bool, typer.Option("--bytes", help="the model's tokens are bytes, without a tokenizer")
+        bool, typer.Option("--bytes", help="the model's tokens are bytes, so it needs no tokenizer")
     ] = False,
     precision: Annotated[str, typer.Option(help="32-true, tf32 or bf16-mixed; default by device")] = "",
     device: Device = "",
-    seed: Annotated[int, typer.Option(help="of the order of the data")] = 0,
+    seed: Annotated[int, typer.Option(help="seed of the data order")] = 0,
 ) -> None:
     """Convert a trained model to another attention: swap, attention transfer, fine-tuning.
 

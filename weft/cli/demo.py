@@ -17,7 +17,7 @@ PAGE = "demo.html"
 
 def demo(
     out: Annotated[Path, typer.Option(help="output folder; an earlier demo in it is removed")] = Path("runs/demo"),
-    quick: Annotated[bool, typer.Option("--quick", help="a few steps of everything; the figures mean nothing")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="only a few steps, to check that it runs")] = False,
     seed: Annotated[int, typer.Option(help="seed of weights and data order")] = 0,
 ) -> None:
     """Train and measure small models of all five papers on built-in data, and write one page about them."""

@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 def generate(
-    run: Annotated[Path, typer.Argument(help="the folder of a run, or an exported model")],
+    run: Annotated[Path, typer.Argument(help="the folder of a run or of an exported model")],
     prompt: Annotated[str | None, typer.Option(help="text to continue; default: --file, or standard input")] = None,
     file: Annotated[Path | None, typer.Option(help="read the prompt from this file; - for standard input")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="how many tokens to generate")] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token")] = 1.0,
     top_k: Annotated[int | None, typer.Option(min=1, help="sample from the k most likely tokens")] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="sample from the most likely tokens with this probability")
+        float | None, typer.Option(help="sample from the most likely tokens with this total probability")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="of the samples")] = None,
-    which: Annotated[str, typer.Option(help="weights to use: best, last or average; default: the tested ones")] = "",
+    seed: Annotated[int | None, typer.Option(help="random seed of the samples")] = None,
+    which: Annotated[str, typer.Option(help="weights: best, last or average; default: the run's test_on")] = "",
     device: Device = "",
 ) -> None:
     """Continue a prompt with a trained language model. Prints the text as it is generated, and tokens/s at the end."""

@@ -24,9 +24,11 @@ def inspect(
     examples: Annotated[int, typer.Option(min=1, help="number of validation examples to show")] = 3,
     count: Annotated[int, typer.Option(min=1, help="number of examples per split to measure")] = 200,
     which: Annotated[str, typer.Option(help="weights: best, last or average; default: the run's test_on")] = "",
-    text: Annotated[list[str] | None, typer.Option(help="show this text instead of validation examples")] = None,
-    image: Annotated[list[Path] | None, typer.Option(help="show this image file instead; may be repeated")] = None,
-    data_at: Annotated[str, typer.Option("--data", help="data folder, if it has moved since the run")] = "",
+    text: Annotated[
+        list[str] | None, typer.Option(help="show this text instead of validation examples; repeatable")
+    ] = None,
+    image: Annotated[list[Path] | None, typer.Option(help="show this image file instead; repeatable")] = None,
+    data_at: Annotated[str, typer.Option("--data", help="where the data is, if not where the run found it")] = "",
 ) -> None:
     """Inspect a trained model: write a self-contained HTML page with every head, layer and subspace, detected objects,
     or sampled images."""

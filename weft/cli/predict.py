@@ -22,8 +22,10 @@ def predict(
         ),
     ],
     out: Annotated[Path | None, typer.Option(help="write a CSV file; default: standard output")] = None,
-    text_column: Annotated[str, typer.Option(help="column of the texts; default: the one named text")] = "",
-    which: Annotated[str, typer.Option(help="weights of a run: best, last or average")] = "",
+    text_column: Annotated[
+        str, typer.Option(help="column of the texts; default: one with a usual name, such as text")
+    ] = "",
+    which: Annotated[str, typer.Option(help="weights: best, last or average; default: the run's test_on")] = "",
     batch_size: Annotated[int, typer.Option(min=1, help="examples at a time")] = 32,
     device: Device = "",
 ) -> None:

@@ -18,7 +18,7 @@ def sample(
     out: Annotated[Path | None, typer.Option(help="PNG file; default: samples.png in the run's folder")] = None,
     count: Annotated[int, typer.Option(min=1, help="how many images")] = 16,
     temperature: Annotated[float, typer.Option(min=0, help="below 1: closer to the most likely bytes")] = 1.0,
-    seed: Annotated[int, typer.Option(help="of the samples")] = 0,
+    seed: Annotated[int, typer.Option(help="random seed of the samples")] = 0,
     which: Annotated[str, typer.Option(help="weights: best, last or average; default: the run's test_on")] = "",
     device: Device = "",
 ) -> None:

@@ -14,7 +14,7 @@ from .device import Device, chosen
 def translate(
     run: Annotated[Path, typer.Argument(help="the folder of a run of a translation task")],
     file: Annotated[Path | None, typer.Option(help="one sentence per line; default: standard input")] = None,
-    beam: Annotated[int, typer.Option(min=0, help="translations kept while searching; 0: the model's")] = 0,
+    beam: Annotated[int, typer.Option(min=0, help="width of the beam search; 0: the model's")] = 0,
     length_penalty: Annotated[
         float | None, typer.Option(help="divide the score of n tokens by n to this power; default: the model's")
     ] = None,

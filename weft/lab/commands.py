@@ -72,12 +72,14 @@ def list_all() -> None:
 
 def sweep_files(
     files: Annotated[list[Path], typer.Argument(help="Python files that define TITLE, METRIC and cells()")],
-    jobs: Annotated[int, typer.Option(help="runs at a time, all on the same device; with Ray or Slurm 0: all")] = 0,
+    jobs: Annotated[int, typer.Option(help="runs at a time on one device; 0: one, with Ray or Slurm all")] = 0,
     seeds: Annotated[str, typer.Option(help="seeds instead of the file's, e.g. 0,1,2")] = "",
-    only: Annotated[list[str] | None, typer.Option(help="a row, a column or row/column; wildcards: * ?")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="a row, a column or row/column; wildcards: * ?; repeatable")
+    ] = None,
     steps: Annotated[int, typer.Option(help="steps of every run; 0: as in the configs")] = 0,
     data: Annotated[str, typer.Option(help="where the data is, if not where the configs say")] = "",
-    set_: Annotated[list[str] | None, typer.Option("--set", help="set field=value in every config")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="set field=value in every config; repeatable")] = None,
     out: Annotated[
         Path | None, typer.Option(help="write runs to OUT/FOLDER/FILE/…; default: runs/ next to the file")
     ] = None,

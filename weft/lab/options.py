@@ -86,8 +86,8 @@ def train_command() -> Callable[..., None]:
 
     train.__doc__ = (
         "Train a model on a TASK (see `weft list`). The task or the preset sets the defaults of all options.\n\n"
-        f"Exit codes: {NO_DATA} data missing, {DIVERGED} diverged, {MISCOMPILED} compiled wrongly, "
-        f"{NO_MEMORY} too large for the memory, {CANNOT_SAVE} disk full, {INTERRUPTED} stopped by a signal and saved."
+        f"Exit codes: {NO_DATA} data missing, {DIVERGED} diverged, {MISCOMPILED} miscompiled, "
+        f"{NO_MEMORY} out of memory, {CANNOT_SAVE} could not write, {INTERRUPTED} stopped by a signal and saved."
     )
     again = typer.Option("--resume", help="continue the run in --out, or start it if it does not exist")
     parameters = [

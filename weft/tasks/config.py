@@ -28,7 +28,7 @@ class TrainConfig:
     init_from: str = ""  # folder of a run of the same model, or of its export; start from its last good weights
 
     # the model
-    model: str = "transformer"  # or crate; for images crate-tiny …, pvt-tiny …, timm:NAME; hf:TYPE, FOLDER or JSON file
+    model: str = "transformer"  # transformer or crate; images: crate-tiny …, pvt-tiny …, timm:NAME; hf:TYPE or hf:PATH
     model_options: str = ""  # options of a model with its own name, as JSON: '{"depth": 6}'
     attention: str = "full"  # a registered mechanism, several joined by '+' for a mixed layer, or the study's 'mixed'
     attention_options: str = ""  # options of the mechanism, as JSON: '{"block_size": 50}'
@@ -61,8 +61,8 @@ class TrainConfig:
     cutmix: float = 0.0  # alpha of timm's CutMix, image classification only; 0: none
     drop_path: float = 0.0  # rate of dropped branches in the last block, linear from 0, image classification only
     tokenizer: str = ""  # bytes, words, bpe:SIZE, unigram:SIZE or a tokenizer.json; your own texts only
-    text_column: str = ""  # column of the texts, your own tables only; empty: the one named text
-    label_column: str = ""  # column of the labels, your own tables only; empty: the one named label
+    text_column: str = ""  # column of the texts, your own tables only; empty: one with a usual name, such as text
+    label_column: str = ""  # column of the labels, your own tables only; empty: one with a usual name, such as label
     skip_unlabelled: bool = False  # leave out rows without a label, your own tables only
 
     # optimisation
@@ -81,7 +81,7 @@ class TrainConfig:
     weight_decay: float = 0.0  # on matrices only; decoupled for adamw and lion
     clip: float = 0.0  # maximum gradient norm; 0: no clipping
     label_smoothing: float = 0.0  # fraction of the target spread over all classes
-    layer_decay: float = 1.0  # learning rate of each layer as a multiple of that of the next, by timm
+    layer_decay: float = 1.0  # learning rate of each layer relative to the next one (timm's layer decay); 1: equal
     ema: float = 0.0  # decay of the moving average of the weights, which is then evaluated and tested; 0: none
     finetune_dense_at: float = 0.0  # fraction of the steps after which subsampled attention becomes dense; 0: never
 

@@ -17,6 +17,8 @@ bench_app = typer.Typer(
 )
 
 Attentions = Annotated[str, typer.Option(help="comma-separated names, or all; default: the paper's")]
+Heads = Annotated[int, typer.Option(help="heads")]
+HeadDim = Annotated[int, typer.Option(help="width of a head")]
 Device = Annotated[str, typer.Option(help="cpu or cuda; default: cuda if available")]
 Precision = Annotated[str, typer.Option(help="32-true, tf32, bf16-mixed or bf16-true")]
 Repeats = Annotated[int, typer.Option("--repeats", "--rounds", help="maximum number of rounds; 0: 10, with --full 30")]
@@ -62,7 +64,9 @@ def _lengths(given: str, end: int) -> list[int]:
 def latency(
     tasks: Annotated[str, typer.Option(help="imdb-token, imdb-byte, listops, matching; default: listops")] = "",
     attentions: Attentions = "",
-    batch: Annotated[int, typer.Option("--batch-size", "--batch", min=0, help="0: 1 on the CPU, 32 on a GPU")] = 0,
+    batch: Annotated[
+        int, typer.Option("--batch-size", "--batch", min=0, help="documents; 0: 1 on the CPU, 32 on a GPU")
+    ] = 0,
     length: Annotated[int, typer.Option(min=0, help="tokens per document; 0: the task's default")] = 0,
     device: Device = "",
     precision: Precision = "32-true",
@@ -104,10 +108,11 @@ def scaling(
     attentions: Attentions = "",
     lengths: Annotated[str, typer.Option(help="comma-separated; default: 1024 to 16384, with --full to 65536")] = "",
     batch: Annotated[
-        int, typer.Option("--batch-size", "--batch", min=0, help="0: 1 on the CPU, 16 on a GPU, as in the paper")
+        int,
+        typer.Option("--batch-size", "--batch", min=0, help="sequences; 0: 1 on the CPU, 16 on a GPU, as in the paper"),
     ] = 0,
-    heads: int = 4,
-    head_dim: int = 64,
+    heads: Heads = 4,
+    head_dim: HeadDim = 64,
     causal: Annotated[bool, typer.Option("--causal/--bidirectional", help="BigBird is only bidirectional")] = False,
     backward: Annotated[bool, typer.Option("--backward", help="measure forward and backward")] = False,
     limit: Annotated[float, typer.Option(help="seconds per call; stop a mechanism above it")] = 20.0,
@@ -163,10 +168,12 @@ def cost(
     length: Annotated[
         int, typer.Option(min=0, help="tokens; 0: 4,096 on a GPU or with --full, else 2,048 and 1,024")
     ] = 0,
-    windows: Annotated[int, typer.Option(min=1, help="of attention alone")] = 4,
+    windows: Annotated[int, typer.Option(min=1, help="windows, in the part attention")] = 4,
     batch: Annotated[
         int,
-        typer.Option("--batch-size", "--batch", min=0, help="of a training step; 0: 2 on a GPU or with --full, else 1"),
+        typer.Option(
+            "--batch-size", "--batch", min=0, help="sequences, in the part step; 0: 2 on a GPU or with --full, else 1"
+        ),
     ] = 0,
     device: Device = "",
     precision: Precision = "32-true",
@@ -222,7 +229,9 @@ def cost(
 @bench_app.command()
 def throughput(
     models: Annotated[str, typer.Option(help="pvt-tiny, …; vit-small, swin-tiny, pvtv2-b2 … from timm")] = "",
-    batch: Annotated[int, typer.Option("--batch-size", "--batch", min=0, help="0: 4 on the CPU, 256 on a GPU")] = 0,
+    batch: Annotated[
+        int, typer.Option("--batch-size", "--batch", min=0, help="images; 0: 4 on the CPU, 256 on a GPU")
+    ] = 0,
     device: Device = "",
     precision: Precision = "32-true",
     repeats: Repeats = 0,
@@ -254,11 +263,11 @@ def throughput(
 
 @bench_app.command()
 def generation(
-    attentions: Attentions = "",
+    attentions: Annotated[str, typer.Option(help="comma-separated names; default: all that decode")] = "",
     lengths: Annotated[str, typer.Option(help="comma-separated; default: 1024 to 16384, with --full to 262144")] = "",
     batch: Annotated[int, typer.Option("--batch-size", "--batch", help="sequences decoded at once")] = 1,
-    heads: int = 8,
-    head_dim: int = 64,
+    heads: Heads = 8,
+    head_dim: HeadDim = 64,
     limit: Annotated[float, typer.Option(help="seconds; skip prompts that take longer")] = 20.0,
     device: Device = "",
     precision: Precision = "32-true",
