@@ -45,7 +45,7 @@ def predict(
     model = load(run, which, chosen(device))
     if type(model.task).decode is Task.decode:
         raise typer.BadParameter(
-            f"{run} was trained on {model.task.name!r}, which has no answers; language models continue a text with "
+            f"{run} was trained on {model.task.name!r}, which has no answers to predict; for a language model, use "
             "weft generate"
         )
     rows: list[dict[str, Any]]

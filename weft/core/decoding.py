@@ -271,8 +271,8 @@ class Decoding:
                 if state.history >= n:
                     advice = f"tokens dropped before count too: create it with more than history={state.history}"
                 raise ValueError(
-                    f"{self.name} sums up earlier tokens, so that it cannot drop them later: this state can drop the "
-                    f"last {most}, got n={n}; {advice}"
+                    f"{self.name} sums up or overwrites earlier tokens: this state can drop only the last {most}, got "
+                    f"n={n}; {advice}"
                 )
             marks = [mark for mark in log.marks if mark[0] <= target]
             log = Log(marks, log.tokens[: target - marks[0][0]])
