@@ -9,7 +9,7 @@ sparse parent, `routing`:
 Clusters may have any size, so this costs up to L². By default it is computed exactly up to `WHOLE` tokens
 (`max_length`, if given). For longer sequences, and whenever `capacity` is given, each cluster is split into runs of at
 most `capacity` tokens, in order of position, and "cluster" means "run" in the sets above. That bounds the cost for any
-data, at L · (capacity + clusters + L / capacity), but changes the result: tokens of earlier runs of the own cluster
+data, at L · (capacity + clusters + L / capacity), but changes the result: tokens of earlier runs of its own cluster
 are read through a summary.
 
 If causal, a span grows with i, so every token j has a summary: that of its run up to j. At i, the newest run of a
