@@ -332,6 +332,8 @@ def test_the_command(tmp_path):
     assert refused.exit_code == 2 and "no tokenizer" in refused.output and "--bytes" in refused.output
     missing = CliRunner().invoke(app, [str(each) for each in ["convert", tmp_path / "modle", *command[2:]]])
     assert missing.exit_code == 2 and "neither a folder of save_pretrained" in missing.output
+    no_text = CliRunner().invoke(app, [str(tmp_path / "txt") if each == command[7] else str(each) for each in command])
+    assert no_text.exit_code == 2 and no_text.output.endswith("txt does not exist\n") and "Errno" not in no_text.output
     for name in ("model", "modle"):
         with pytest.raises((ValueError, FileNotFoundError), match="weft.huggingface.load|does not exist"):
             weft.load(tmp_path / name)

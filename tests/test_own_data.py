@@ -243,7 +243,7 @@ def test_errors_name_the_file_the_line_and_the_column(table, tmp_path, monkeypat
         "columns.csv": ("a,b\n1,2\n", r"columns.csv.*no column is named 'text'.*--text-column: a, b"),
         "twice.csv": ("text,text,label\na,b,x\n", r"twice.csv.*several columns are named 'text'"),
         "one.csv": ("text,label\n" + "a,x\n" * 40, "1 class"),
-        "table.xlsx": ("text,label\n", r"table.xlsx.*not one of .csv"),
+        "table.xlsx": ("text,label\n", r"table.xlsx.*not a .csv"),
     }
     for name, (text, message) in cases.items():
         path = tmp_path / name

@@ -108,6 +108,8 @@ def explain(error: BaseException) -> tuple[str, int]:
         return f"{error.filename2 or error.filename}: {error.strerror}. Use another path.", BAD_REQUEST
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
         return f"{text}. Is the disk full, or the folder not writable?", CANNOT_SAVE
+    if isinstance(error, FileNotFoundError) and error.filename is not None:  # the system's, not one of weft's
+        return f"{error.filename2 or error.filename} does not exist", BAD_REQUEST
     if isinstance(error, (ValueError, ImportError, FileNotFoundError)):
         return text, BAD_REQUEST
     if isinstance(error, RuntimeError) and int(os.environ.get("WORLD_SIZE", "1")) > 1 and PEER.search(text):

@@ -18,6 +18,7 @@ LABEL = ("label", "labels", "class", "category", "target", "sentiment", "y")
 SPLITS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val",
           "test": "test"}  # fmt: skip
 ENDINGS = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
+ONE_OF = f"{', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}"
 
 
 @dataclass
@@ -59,7 +60,7 @@ class Table:
 
 def read_table(path: Path) -> Table:
     if not path.exists():
-        raise DataMissing(f"{path} does not exist: pass a {', '.join(ENDINGS)} file with --data")
+        raise DataMissing(f"{path} does not exist: pass a {ONE_OF} file with --data")
     ending = path.suffix.lower()
     if ending in (".csv", ".tsv"):
         return _csv(path, "\t" if ending == ".tsv" else None)
@@ -67,7 +68,7 @@ def read_table(path: Path) -> Table:
         return _json_lines(path)
     if ending == ".parquet":
         return _parquet(path)
-    raise DamagedData(path, f"it is not one of {', '.join(ENDINGS)}", "Convert it, or rename it if it is one of them.")
+    raise DamagedData(path, f"it is not a {ONE_OF} file", "Convert it, or rename it if it is one of them.")
 
 
 def read_tables(data: str) -> dict[str, Table]:
@@ -79,7 +80,7 @@ def read_tables(data: str) -> dict[str, Table]:
         found = by_split((p.stem, p) for p in sorted(path.iterdir()) if p.suffix.lower() in ENDINGS)
         if "train" not in found:
             raise DataMissing(
-                f"{path} has no train.csv (or {', '.join(ENDINGS[1:])}): put train.csv there, and optionally "
+                f"{path} has no file train ({ONE_OF}): put train.csv there, and optionally "
                 "validation.csv and test.csv, or pass a single file with --data"
             )
         return {split: read_table(file) for split, file in found.items()}
@@ -199,12 +200,12 @@ def _saved_by_datasets(path: Path) -> dict[str, Table]:
 
 def _from_hub(name: str) -> dict[str, Table]:
     if name.count("/") > 1 or name.startswith((".", "/")):
-        raise DataMissing(f"{name} does not exist: pass a {', '.join(ENDINGS)} file, or a folder, with --data")
+        raise DataMissing(f"{name} does not exist: pass a {ONE_OF} file, or a folder, with --data")
     try:
         import datasets
     except ImportError:
         raise DataMissing(
-            f"{name} does not exist: pass a {', '.join(ENDINGS)} file, or a folder, with --data (the name of a data "
+            f"{name} does not exist: pass a {ONE_OF} file, or a folder, with --data (the name of a data "
             "set on the hub needs `pip install datasets`)"
         ) from None
     try:
