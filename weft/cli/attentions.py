@@ -36,7 +36,7 @@ def markdown(columns: tuple[str, ...] = COLUMNS) -> str:
 
 
 def show_attentions(
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table in Markdown.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="print the table as Markdown")] = False,
 ) -> None:
     """List the mechanisms with their cost, features and papers."""
     if as_markdown:
