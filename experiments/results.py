@@ -111,7 +111,7 @@ def progress() -> str:
         shown = " | ".join(f"{done} of {count}" for done, count in seeds)
         lines.append(f"| {sweep_of(table).title} | {shown} | `weft sweep experiments/{table}.py` |")
     done, cells = [sum(seeds[i][0] for seeds in counts.values()) for i in range(3)], len(queue()) // 3
-    head = f"{done[0]} of {cells} listed cells run to the end; with a second seed {done[1]}, with a third {done[2]}."
+    head = f"{done[0]} of {cells} listed cells complete; with a second seed {done[1]}, with a third {done[2]}."
     return "\n".join([head, "", *lines]) + "\n"
 
 
@@ -129,7 +129,7 @@ def section(sweep: Sweep) -> tuple[str, bytes]:
     lines = [
         f"### {sweep.title}",
         "",
-        f"{len(done)} of {len(sweep.cells)} cells run to the end. Command: `weft sweep {source}`; figures and curves: "
+        f"{len(done)} of {len(sweep.cells)} cells complete. Command: `weft sweep {source}`; figures and curves: "
         f"`{source.with_suffix('.results.json')}`.",
         "",
         *([f"![Validation {sweep.metric} against {axis}](results/{plot_name(sweep)})", ""] if drawing else []),

@@ -194,7 +194,7 @@ def test_runs_are_added_to_the_tables_and_incomplete_ones_are_named(monkeypatch,
         results.add(tmp_path / "runs")
     assert "full-1x2, seed 1: 60.0\n" in capsys.readouterr().out
     text, drawing = results.section(sweep)
-    assert "1 of 4 cells run to the end" in text and b"validation accuracy" in drawing
+    assert "1 of 4 cells complete" in text and b"validation accuracy" in drawing
     figures = "| full, 1×2 | 90 | 55.0 ± 7.1 | 0, 1 | 12 of 12 | –, – | -35.0 | 1111111, 12.5 % of one NVIDIA H200 |"
     assert figures in text
     assert "- full, wide, 1x4, seed 0: 7 of 12 steps, validation accuracy 70.0 at 5; stopped" in text

@@ -96,7 +96,7 @@ def cache(model: nn.Module, ratio: float = 0.5, where: Where = None, **options: 
     """Wrap the attention layers of `model` in `weft.CachedAttention` with `options`, in place.
 
     Causal layers get `delayed=True` unless it is given, because the cache would leak the future otherwise. `pool` may
-    be a list, one factor per stage of a pyramid (Swin, PVT v2), 1 for the stages after its end.
+    be a list, one factor per stage of a pyramid (Swin, PVT v2); stages beyond its end get 1.
     """
     from ..layers.cached import CachedAttention
 

@@ -259,7 +259,7 @@ FREE_ON_RESUME = frozenset(
 
 
 def make_config(task: str, preset: str = "", **given: Any) -> TrainConfig:
-    """The task's defaults, overridden by the preset, overridden by `given`."""
+    """The task's defaults, overridden by the preset, and then by `given`."""
     from .registry import get_task, resolve
 
     task, given["task_file"] = resolve(task, given.get("task_file", ""))
