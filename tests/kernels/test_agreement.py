@@ -82,6 +82,16 @@ def test_bfloat16_scan_tiles_are_correct_in_float32(call, monkeypatch):
     launch.forget()
 
 
+@pytest.mark.parametrize("size", [2**31 - 1, 2**63 - 1])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("name", "more"), [("local", {}), ("longformer", {}), ("longformer", {"global_tokens": 2})])
+def test_blocks_and_windows_without_end(name, more, causal, size):
+    """The kernels add positions to them, in 32 bits."""
+    torch.manual_seed(0)
+    options = {**more, "block_size" if name == "local" else "window": size}
+    check(Call(name, 20, H=1, causal=causal, options=options))
+
+
 CHUNKED = [
     Call("combiner-fixed", 150, mask="random", options={"block_size": 16}),
     Call("combiner-fixed", 150, H=1, causal=False, options={"block_size": 20}),

@@ -101,7 +101,7 @@ def attend_near(
     out, lse = _outputs(q)
     q, k, v = (near_rows(x) for x in (q, k, v))
     B, H, L, D = q.shape
-    m, n, extras, count = _blocks(L, block_size, extras, count, table)
+    m, n, left, right, extras, count = _sizes(L, block_size, left, right, extras, count, table)
     BH = B * H if table is None else H
     t = tiles("attend", m, q)
     launch(
@@ -133,7 +133,7 @@ def near_gradients(
     dout, q, k, v, out = (near_rows(x) for x in (dout, q, k, v, out))
     B, H, L, D = q.shape
     BH = B * H if table is None else H
-    m, n, extras, count = _blocks(L, block_size, extras, count, table)
+    m, n, left, right, extras, count = _sizes(L, block_size, left, right, extras, count, table)
     packed, table = _packed(table, block_size), q if table is None else table
     flags, options = flags_or(mask, q), _options(q, k, mask, key, causal, extras, count, leading)
     key = q if key is None else key
@@ -213,15 +213,19 @@ def _packed(table: Tensor | None, block_size: int) -> str:
     return "" if table is None else "blocks" if block_size else "documents"
 
 
-def _blocks(L: int, block_size: int, extras: str, count: int, table: Tensor | None) -> tuple[int, int, str, int]:
-    """Tokens per block, number of blocks, and the actual extras: a single block has no columns of other blocks."""
+def _sizes(
+    L: int, block_size: int, left: int, right: int, extras: str, count: int, table: Tensor | None
+) -> tuple[int, int, int, int, str, int]:
+    """Tokens per block, number of blocks, the window, and the actual extras: a single block has no columns of other
+    blocks. Windows end at L: the kernels add positions to them, in 32 bits."""
+    left, right = min(left, L), min(right, L)
     if table is not None:
-        return block_size or PIECE, table.shape[0], "none", 0
+        return block_size or PIECE, table.shape[0], left, right, "none", 0
     m = min(block_size or L, L)
     n = ceil_div(L, m)
     if extras == "columns" and n == 1:
-        return m, n, "none", 0
-    return m, n, extras, min(count, L)
+        return m, n, left, right, "none", 0
+    return m, n, left, right, extras, min(count, L)
 
 
 def _options(
