@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -84,6 +85,24 @@ def test_replays_equal_the_first_call(call, played, monkeypatch):
     assert len(played) >= 2
     forget(monkeypatch)
     assert all(torch.equal(a, b) for a, b in zip(replayed, run(attn, second, bias), strict=True))
+
+
+@pytest.mark.parametrize("name", ["combiner-logsparse", "combiner-routing", "reformer", "routing"])
+def test_batches_of_any_size_fit_into_a_grid(name, monkeypatch):
+    """CUDA allows 2^31 programs on the first axis of a grid, but only 65,535 on the others."""
+    call, start, grids = next(call for call in CALLS if call.name == name), launch._timed, []
+
+    def started(kernel, grid, *given):
+        grids[-1].append(grid[1:])
+        return start(kernel, grid, *given)
+
+    monkeypatch.setattr(launch, "_timed", started)
+    forget(monkeypatch)
+    for B in (1, 2):
+        grids.append([])
+        batch = replace(call, B=B)
+        run(batch.make("triton", DEVICE), batch.tensors(DEVICE))
+    assert any(grids[0]) and grids[0] == grids[1]
 
 
 def test_every_mechanism_with_a_kernel_is_replayed():

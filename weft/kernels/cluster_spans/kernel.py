@@ -88,7 +88,7 @@ def _forward(q, k, v, tables, key, groups, size, pool, causal, threshold):
         ROWS=128, CAUSAL=causal, num_warps=4,
     )  # fmt: skip
     launch(
-        describe_tokens, (ceil_div(L, 256), BH), *order, of, about, L, groups, run,
+        describe_tokens, (BH, ceil_div(L, 256)), *order, of, about, L, groups, run,
         ROWS=256, CAUSAL=causal, num_warps=4,
     )  # fmt: skip
     if causal:

@@ -52,10 +52,10 @@ def describe_tokens(
 ):  # fmt: skip
     """Tables (B·H, L): the group OF a token, and ABOUT it: if causal, until which position it stands for its run, else
     the last token of its run. Masked tokens stand for nothing."""
-    bh = tl.program_id(1).to(tl.int64)
+    bh = tl.program_id(0).to(tl.int64)
     ORDER += bh * L
     START += bh * (groups + 1)
-    s = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    s = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     live = s < L
     token = tl.load(ORDER + s, mask=live, other=0)
     g = tl.load(GROUP + bh * L + s, mask=live, other=groups)
