@@ -66,6 +66,12 @@ def mask_of(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tok
         if mask.shape == tokens.shape[:2] and mask.dtype == torch.bool and name not in ("src_mask", "tgt_mask"):
             return mask
         if name == "attention_mask" and mask.dim() == 4 and mask.shape[-1] == tokens.shape[1]:  # transformers'
+            if type(mask) is not Tensor:  # that of a swapped model
+                from ..adapt.masks import read
+
+                mask = read(mask)
+                if mask is None or mask.dim() == 2:
+                    return mask
             seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
             return seen.any(2).any(1).expand(len(tokens), -1)  # a token that no query may read is padding
     return None
