@@ -205,6 +205,28 @@ def test_mixed_layers_are_one_view_and_two_documents_two():
     assert inspect.measure(matcher, [first, second])["rate"].shape == (2, 5)
 
 
+def test_caches_inside_mixed_layers_have_their_own_view():
+    model = TextClassifier(
+        19,
+        2,
+        max_length=12,
+        dim=16,
+        heads=4,
+        head_dim=4,
+        layers=1,
+        mlp_dim=8,
+        attention=["full", "local", "linear", "full"],
+    )
+    weft.cache(model, 1.0, where=lambda path, layer: "blocks.0.attention.blocks.0" not in path, length=5)
+    model(padded_ids())  # a training step writes the caches
+    views, _ = inspect.attention_views(model.eval(), [padded_ids()])
+    assert [(v.path, v.memory, v.row.shape[-1]) for v in views] == [
+        ("encoder.blocks.0.attention", False, 12),
+        ("encoder.blocks.0.attention.memory", True, 5),
+    ]
+    assert [v.mechanisms for v in views] == [["full", "local", "linear", "full"], ["full"] * 3]
+
+
 def test_cached_layers_show_their_share_and_their_slots():
     cached = weft.CachedAttention(weft.MultiheadAttention(8, 2), ratio=0.5, length=6)
     cached.lam.data = torch.tensor([0.0, 2.0])

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers.cached.memory_attention import MemoryAttention
 from ..models.blocks import blocks
 from .branches import branch_views, has_cache
 from .measure import Measures, cache_shares, measure, subspace_coherence, tokens_per_layer
@@ -146,7 +145,6 @@ def attention(
     """Every head of every layer on each example, without padding."""
     causal = any(mechanism.causal for _, mechanism in created(plain(model), [t[:1] for t in inputs]))
     row = -1 if causal else 0
-    memories = {name for name, module in plain(model).named_modules() if isinstance(module, MemoryAttention)}
     shown: list[dict[str, Any]] = []
     layers: list[dict[str, Any]] = []
     for i in range(examples):
@@ -156,9 +154,8 @@ def attention(
         texts = _texts(one, tokens[i] if tokens else None, grid)
         packed, mask = [], None
         for v in views:
-            memory = v.path.split(" (call")[0] in memories
-            mask = mask if memory or "cross" in v.path else v.mask  # these are read by the tokens of the view before
-            packed.append(_packed_view(v, texts, row, memory, grid, mask))
+            mask = mask if v.memory or "cross" in v.path else v.mask  # these are read by the tokens of the view before
+            packed.append(_packed_view(v, texts, row, grid, mask))
         common: list[str] = next((view["tokens"] for view in packed if view["tokens"]), [])
         if not common and texts and views[0].map is not None:  # all layers read slots: label the queries
             common = _labels(texts[0], views[0].map.shape[2]) or []
@@ -242,7 +239,7 @@ def _block_names(model: nn.Module) -> list[str]:
 
 
 def _packed_view(
-    view: AttentionView, texts: list[list[str]], row: int, memory: bool, grid: list[int] | None, mask: Tensor | None
+    view: AttentionView, texts: list[list[str]], row: int, grid: list[int] | None, mask: Tensor | None
 ) -> dict[str, Any]:
     """A view of one example without padding; `tokens` is None if the keys are slots of a memory. `mask` is that of the
     queries."""
@@ -250,10 +247,10 @@ def _packed_view(
     cross, document = "cross" in view.path, min(view.call, len(texts)) - 1
     if "decoder" in view.path and not cross and len(texts) > 1:
         document = 1
-    labels = _labels(texts[document], one.shape[-1]) if texts and not memory else None
+    labels = _labels(texts[document], one.shape[-1]) if texts and not view.memory else None
     queries = None  # if they are neither the keys nor the tokens of the first document
     if full is not None:
-        if len(texts) > 1 and (cross or (memory and document)):
+        if len(texts) > 1 and (cross or (view.memory and document)):
             queries = _labels(texts[1], full.shape[1])
         if mask is not None and full.shape[1] == mask.shape[1]:
             full, queries = full[:, mask[0]], _real(queries, mask[0])
@@ -265,7 +262,7 @@ def _packed_view(
         labels = _real(labels, real)
         full = None if full is None else full[:, :, real]
     packed: dict[str, Any] = {"tokens": labels, "row": pack(one), "query": row}
-    if memory:
+    if view.memory:
         packed["slots"] = True
         if grid and 0 <= one.shape[-1] - grid[0] * grid[1] <= 1:  # each slot corresponds to a token of the image
             packed["grid"] = grid

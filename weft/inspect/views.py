@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..adapt.core import Core, kept_mechanisms
 from ..attention import Attention
 from ..core.heads import spread
+from ..layers.cached.memory_attention import MemoryAttention
 from ..layers.mixed import MixedAttention
 from .watch import arguments, looking, plain
 
@@ -30,6 +31,7 @@ class AttentionView:
     map: Tensor | None  # (B, H, Lq, Lk), if the input is short enough
     mask: Tensor | None  # (B, Lk), True for real tokens
     call: int = 1  # index of the call: a model for two documents calls its layers twice
+    memory: bool = False  # the keys are the slots of a cache
 
 
 def attention_views(
@@ -159,22 +161,28 @@ class kept_random_state:
 def _mixed_together(model: nn.Module, calls: list[tuple], names: dict[str, str]) -> list[AttentionView]:
     """Convert calls to views: merge the blocks of a mixed layer, and number repeated calls."""
     mixed = [name for name, m in model.named_modules() if isinstance(m, MixedAttention)]
+    memories = {f"{name}.attention" for name, m in model.named_modules() if isinstance(m, MemoryAttention)}
     views: list[AttentionView] = []
-    open_at: dict[str, int] = {}  # mixed layer -> its view, while its blocks are running
+    last: dict[tuple[str, bool], tuple[int, AttentionView]] = {}  # mixed layer, own or memory -> its latest block, view
     seen: dict[str, int] = {}
     for path, row, full, mask in calls:
-        kinds = [names[path]] * row.shape[1]
+        kinds, memory = [names[path]] * row.shape[1], path in memories
         seen[path] = seen.get(path, 0) + 1
+        label = path.removesuffix(".attention")
         parent = next((name for name in mixed if path.startswith(f"{name}.blocks.")), None)
-        if parent is not None and not path.startswith(f"{parent}.blocks.0."):
-            view = views[open_at[parent]]
-            view.row, view.mechanisms = torch.cat([view.row, row], 1), view.mechanisms + kinds
-            view.map = None if view.map is None or full is None else torch.cat([view.map, full], 1)
-            continue
         if parent is not None:
-            open_at[parent] = len(views)
-        label = (parent if parent is not None else path.removesuffix(".attention")) or "attention"
+            number = int(path.removeprefix(f"{parent}.blocks.").split(".")[0])
+            before, view = last.get((parent, memory), (number, None))
+            if view is not None and number > before:
+                view.row, view.mechanisms = torch.cat([view.row, row], 1), view.mechanisms + kinds
+                view.map = None if view.map is None or full is None else torch.cat([view.map, full], 1)
+                last[parent, memory] = number, view
+                continue
+            label = f"{parent}.memory" if memory else parent
+        label = label or "attention"
         if seen[path] > 1:
             label += f" (call {seen[path]})"
-        views.append(AttentionView(label, kinds, row, full, mask, seen[path]))
+        views.append(AttentionView(label, kinds, row, full, mask, seen[path], memory))
+        if parent is not None:
+            last[parent, memory] = number, views[-1]
     return views
