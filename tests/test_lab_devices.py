@@ -19,10 +19,12 @@ SETTINGS = dict(
     warmup=2, eval_batches=2, accelerator="cpu", dropout=0.0, clip=1.0,
     schedule="constant", learning_rate=2e-3,
 )  # fmt: skip
+ROUTING = dict(steps=5, attention="routing", attention_options='{"clusters": 4, "capacity": 8, "decay": 0.5}')
 
 # One launch for both strategies, because starting processes takes most of the time. For each, a complete run whose
-# first process is slow to mark the best checkpoint. Then a run that draws masks in evaluations, a shorter run with DDP,
-# and one with FSDP in which rank 1 dies in step 8: the other must not hang, and nothing may be lost.
+# first process is slow to mark the best checkpoint. Then a run that draws masks in evaluations, runs that move
+# centroids, a shorter run with DDP, and one with FSDP in which rank 1 dies in step 8: the other must not hang, and
+# nothing may be lost.
 SCRIPT = """
 import json, os, sys, time
 from weft.lab import loop, make_config, train
@@ -39,6 +41,8 @@ def run(strategy, name, task="digits", **changes):
 for strategy in ("ddp", "fsdp"):
     run(strategy, "-whole", eval_every=9)
 run("ddp", "-masked", "masked", steps=2, max_length=32, data=sys.argv[2])
+for strategy in ("ddp", "fsdp"):
+    run(strategy, "-routing", **json.loads(sys.argv[3]))
 run("ddp", "", steps=6)
 update = loop.Training._update
 
@@ -71,10 +75,18 @@ def test_two_processes_equal_one_with_twice_the_batch(tmp_path, alone):
     given = json.dumps({**SETTINGS, "out": str(tmp_path / "run"), "batch_size": 8})
     text = tmp_path / "text.txt"
     text.write_text(" ".join(random.Random(0).choices(["attention", "cache", "rank", "mesh"], k=900)))
-    done = subprocess.run([*torchrun, given, str(text)], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [*torchrun, given, str(text), json.dumps(ROUTING)], capture_output=True, text=True, timeout=240
+    )
     assert done.returncode != 0 and (tmp_path / "run-fsdp").exists(), done.stderr[-3000:]
     for strategy in ("ddp", "fsdp"):
         compare(tmp_path / f"run-{strategy}", tmp_path / f"run-{strategy}-whole", alone)
+    train(make_config("digits", out=str(tmp_path / "routing"), **{**SETTINGS, "batch_size": 16, **ROUTING}))
+    for strategy in ("ddp", "fsdp"):
+        for kind, values in curve(tmp_path / "routing").items():
+            assert curve(tmp_path / f"run-{strategy}-routing")[kind] == [
+                (step, pytest.approx(loss, rel=2e-5)) for step, loss in values
+            ]
     test = json.loads((tmp_path / "run-ddp-masked" / "result.json").read_text())["test"]
     assert evaluate_run(tmp_path / "run-ddp-masked")[0] == pytest.approx(test, rel=1e-6)  # the same masks
 

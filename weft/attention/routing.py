@@ -12,7 +12,8 @@ their run, so the cost is bounded for any data.
 
 In training, each centroid is an exponential moving average of its keys. A batch updates the centroids at the next
 training call, so a call never uses its own batch. If activation checkpointing repeats a call in the backward pass, the
-repeated call updates nothing and uses the same centroids as the first one.
+repeated call updates nothing and uses the same centroids as the first one. Data-parallel ranks add up their keys, so
+that N ranks with batch B equal one with batch N·B; every rank must run every training call.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -154,6 +156,7 @@ class Clusters(nn.Module):
         sizes = self.clusters, self.decay, learning
         out, before, content = operator(q, k, v, centroids, self.drawn, self.count, mask, key, *sizes, *options)
         if learning:
+            self._add_ranks()
             self.replays.remember(k, before, k, content)
         return out
 
@@ -208,6 +211,13 @@ class Clusters(nn.Module):
         """Keep the sum of the unit keys of each cluster, and their number, for the next training call."""
         self.drawn.copy_(total)
         self.count.copy_(count)
+        self._add_ranks()
+
+    def _add_ranks(self) -> None:
+        """Add up the keys of all data-parallel ranks."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(self.drawn)
+            dist.all_reduce(self.count)
 
 
 def _nearest(k: Tensor, centroids: Tensor) -> Tensor:
