@@ -290,3 +290,27 @@ def test_timm(tmp_path):
     weft.timm.save(model, tmp_path, **sizes)
     again = weft.timm.load(tmp_path).eval()
     torch.testing.assert_close(again(images), model(images), **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["layers", "mixed", "crate"])
+def test_subsampled_models_of_weft_can_be_described(kind):
+    def build():
+        if kind == "crate":
+            return weft.models.CRATE(dim=8, heads=2, layers=2, classes=2, image_size=8, patch=4)
+        mechanisms = ["full", "full"] if kind == "mixed" else "full"
+        return weft.models.LanguageModel(
+            30, max_length=16, dim=16, heads=4, head_dim=4, layers=2, mlp_dim=16, attention=mechanisms
+        )
+
+    x = torch.rand(2, 3, 8, 8) if kind == "crate" else torch.randint(30, (2, 16))
+    model, copied = build(), build()
+    report = weft.subsample(model, "S1-L2", sigma=(0.1, 0.3), keep=0.5)
+    weft.apply(copied, json.loads(json.dumps(weft.describe(model))))
+    copied.load_state_dict(model.state_dict())
+    outputs = []
+    for each in (model, copied):
+        torch.manual_seed(0)
+        outputs.append(each.train()(x))
+    assert torch.equal(*outputs)
+    report.undo()
+    assert weft.describe(model) == {}

@@ -1,4 +1,4 @@
-"""Describe the changes of `weft.swap` and `weft.cache` as data, to save and to reapply them.
+"""Describe the changes of `weft.swap`, `weft.subsample` and `weft.cache` as data, to save and to reapply them.
 
 torch.save({"weft": weft.describe(model), "model": model.state_dict()}, path)
 weft.apply(plain, saved["weft"])       the same mechanisms and caches in an unchanged model

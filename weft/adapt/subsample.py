@@ -28,7 +28,7 @@ from ..layers.mixed import MixedAttention
 from ..layers.mssa import MSSA
 from ..layers.multihead import MultiheadAttention
 from .report import Patch, Report, Row
-from .saved import _is_among
+from .saved import RECORD, _is_among
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,6 @@ def parse_schedule(name: str) -> Schedule:
         raise ValueError(f"a schedule must be like S12-L8 (last 12 layers, 8 windows) or Sall-L4, got {name!r}")
     layers = None if match[1].endswith("all") else int(match[1])
     return Schedule(layers, int(match[2]), biased=not match[3])
-
-
-class SubsampleReport(Report):
-    def undo(self) -> None:
-        super().undo()
-        for patch in self.patches:  # the model may have changed between train() and eval()
-            patch.old.train(patch.new.training)
 
 
 def subsample(
@@ -81,7 +74,7 @@ def subsample(
     if count > depth:
         raise ValueError(f"{schedule} needs {count} layers, but the model has {depth}")
     first, last = sigma if isinstance(sigma, tuple) else (sigma, sigma)
-    rows, patches = [], []
+    rows, patches, records = [], [], []
     for path, layer in paths:
         now, why = "", excluded.get(path, "")
         if not why and number[path] < depth - count:
@@ -92,13 +85,15 @@ def subsample(
             here = first + (last - first) * number[path] / max(depth - 1, 1)
             new = _subsampled(layer, plan, here, options)
             patches.append(Patch(layer, "attention", new))
+            settings = {"windows": plan.windows, "sigma": here, "biased": plan.biased, **options}
+            records.append(Patch(layer, RECORD, {"to": "subsampled", **settings}))
             now = f"subsampled, windows={plan.windows}, " + (f"sigma={here:.4g}" if plan.biased else "unbiased")
         rows.append(Row(path, type(layer).__name__, now, why))
     if count and not patches:
         raise ValueError("no layer could be subsampled: " + "; ".join(f"{r.path}: {r.why}" for r in rows))
-    for patch in patches:  # after the options of all layers have been accepted
+    for patch in [*patches, *records]:  # after the options of all layers have been accepted
         patch.apply()
-    return SubsampleReport(rows, patches)
+    return Report(rows, [*patches, *records])
 
 
 def _subsample_others(
