@@ -314,3 +314,16 @@ def test_subsampled_models_of_weft_can_be_described(kind):
     assert torch.equal(*outputs)
     report.undo()
     assert weft.describe(model) == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_random_features_do_not_depend_on_the_default_dtype(dtype):
+    drawn = []
+    for default in (torch.float32, dtype):
+        torch.set_default_dtype(default)
+        try:
+            torch.manual_seed(0)
+            drawn.append(weft.make_attention("reformer", heads=2, head_dim=8).rotations.double())
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert torch.equal(*drawn)

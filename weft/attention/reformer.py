@@ -58,7 +58,9 @@ class ReformerAttention(Attention):
                 f"got chunk={chunk}, hashes={hashes}, buckets={buckets}"
             )
         self.chunk, self.buckets, self.hashes = chunk, buckets, hashes
-        self.register_buffer("rotations", torch.randn(hashes, self.heads, self.head_dim, buckets // 2))
+        # A seed draws other numbers in other dtypes.
+        drawn = torch.randn(hashes, self.heads, self.head_dim, buckets // 2, dtype=torch.float32)
+        self.register_buffer("rotations", drawn.to(torch.promote_types(torch.get_default_dtype(), torch.float32)))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         rounds = [self._round(q, v, mask, bias, rotation) for rotation in self.rotations]
