@@ -166,6 +166,16 @@ def test_auto_checks_kernels_where_they_were_never_tested(gpu, changed, checked,
     assert bool(calls) == checked
 
 
+@pytest.mark.parametrize("gpu", [dispatch.TESTED, ((8, 0), "3.6")], ids=str)
+def test_the_choice_of_the_kernel_compiles_without_a_graph_break(gpu, monkeypatch):
+    monkeypatch.setattr(dispatch, "_gpus", {0: gpu})
+    monkeypatch.setattr(self_test, "passes", lambda *what: True)
+    attn = weft.make_attention("linear", heads=2, head_dim=8)
+    torch.compiler.reset()
+    chosen = torch.compile(lambda q: q + 1 if dispatch._trusted(attn, q) else q, fullgraph=True, backend="eager")
+    assert chosen(torch.zeros(1, 2, 300, 8)).all()
+
+
 @pytest.mark.parametrize(("device", "hip"), [("xpu", None), ("mps", None), ("cuda", "7.0")])
 def test_other_gpus_run_plain_pytorch_and_say_so_once(device, hip, monkeypatch, caplog):
     monkeypatch.setattr(dispatch, "_INSTALLED", True)

@@ -120,7 +120,7 @@ def step_kernel(attn: Any, q: Tensor, v: Tensor, inner: Any) -> Callable[..., Te
 def _trusted(attn: Any, q: Tensor) -> bool:
     """Whether "auto" may use the kernels on this GPU."""
     index = max(0, q.get_device())
-    if _gpu(index) == TESTED and attn.fused.tested:
+    if attn.fused.tested and _is_tested(index):
         return True
     options = tuple((attn.options or {}).items())
     return _passes(index, attn.name, q.shape[3], attn.causal, attn.max_length, options, q.dtype)
@@ -156,6 +156,10 @@ _noted: set[str] = set()
 
 
 @constant
+def _is_tested(index: int) -> bool:
+    return _gpu(index) == TESTED
+
+
 def _gpu(index: int) -> tuple[tuple[int, int], str]:
     """Its compute capability, and the version of Triton without the patch level."""
     if index not in _gpus:
