@@ -105,11 +105,9 @@ def sweep_files(
     overrides = dict(parse_override(text) for text in set_ or [])
     overrides |= {"steps": steps} if steps else {}
     overrides |= {"data": data} if data else {}
-    if min(jobs, minutes) < 0 or cpus < 1 or (gpus < 0 and gpus != -1):
-        raise ValueError(
-            f"--jobs and --minutes must be at least 0, --cpus at least 1, and --gpus at least 0 or -1; got {jobs}, "
-            f"{minutes:g}, {cpus} and {gpus:g}"
-        )
+    for name, value, least in (("jobs", jobs, 0), ("minutes", minutes, 0), ("cpus", cpus, 1), ("gpus", gpus, 0)):
+        if value < least and (name, value) != ("gpus", -1):
+            raise ValueError(f"--{name} must be at least {least}, got {value:g}")
     if on not in ("local", "ray", "slurm"):
         raise ValueError(f"--on must be local, ray or slurm, got {on!r}")
     if seeds and not re.fullmatch(r"[\s,]*(-?\d+[\s,]*)+", seeds):
