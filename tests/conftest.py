@@ -44,6 +44,41 @@ def device(request):
 
 def pytest_addoption(parser):
     parser.addoption("--every-model", action="store_true", help="sweep every architecture of transformers")
+    parser.addoption("--with-kernels", action="store_true", help="on a CPU: run kernels wherever they support the call")
+
+
+@pytest.fixture(autouse=True)
+def kernels(request, monkeypatch):
+    """With --with-kernels, "auto" chooses kernels as on a GPU, at any length. They run in Triton's interpreter."""
+    if DEVICE != "cpu" or not request.config.getoption("--with-kernels"):
+        return
+    from weft.core import contract, decoding, dispatch, packing
+    from weft.parallel import sums
+
+    choose, choose_step = dispatch.use_kernel, dispatch.step_kernel
+
+    def use_kernel(attn, *call):
+        if attn.backend != "auto" or attn.fused is None or not attn.fused.auto(attn):
+            return choose(attn, *call)
+        attn.backend = "triton"
+        try:
+            return choose(attn, *call)
+        except ValueError:  # the kernel does not support this call
+            return False
+        finally:
+            attn.backend = "auto"
+
+    def step_kernel(attn, *call):
+        before = attn.backend
+        attn.backend = "triton" if before == "auto" else before
+        try:
+            return choose_step(attn, *call)
+        finally:
+            attn.backend = before
+
+    for module in (contract, packing, sums):
+        monkeypatch.setattr(module, "use_kernel", use_kernel)
+    monkeypatch.setattr(decoding, "step_kernel", step_kernel)
 
 
 @pytest.fixture(scope="module")
