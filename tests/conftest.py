@@ -57,8 +57,9 @@ def kernels(request, monkeypatch):
 
     choose, choose_step = dispatch.use_kernel, dispatch.step_kernel
 
-    def use_kernel(attn, *call):
-        if attn.backend != "auto" or attn.fused is None or not attn.fused.auto(attn):
+    def use_kernel(attn, q, *call):
+        call = q, *call
+        if attn.backend != "auto" or attn.fused is None or not attn.fused.auto(attn) or q.is_meta:
             return choose(attn, *call)
         attn.backend = "triton"
         try:

@@ -11,10 +11,11 @@ import torch
 from agree import Call, poisoned_memory
 from promises import DEVICE, cases
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
-from weft.core import self_test
+from weft.core import dispatch, self_test
 from weft.kernels import driver, launch
 from weft.kernels.operator import Operator
 
@@ -161,6 +162,44 @@ def test_second_derivatives_are_refused():
     (dx,) = torch.autograd.grad(local()(x, x, x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiat"):
         dx.sum().backward()
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_derivatives_by_torch_func_are_refused(call):
+    """A kernel would drop the tangents of forward mode. Also after a call that it has run."""
+    attn, (q, k, v, *_) = call.make("triton", DEVICE), call.tensors(DEVICE)
+
+    def forward_mode():
+        with forward_ad.dual_level():
+            attn(forward_ad.make_dual(q, q), k, v)
+
+    attn(q, k, v)
+    for differentiate in (
+        forward_mode,
+        lambda: torch.func.jvp(lambda x: attn(x, k, v), (q,), (q,)),
+        lambda: torch.func.grad(lambda x: attn(x, k, v).sum())(q),
+        lambda: torch.func.vmap(torch.func.grad(lambda x: attn(x, k, v).sum()), randomness="same")(q[None]),
+    ):
+        with pytest.raises(ValueError, match="torch.func.*backend='auto' or 'torch'"):
+            differentiate()
+
+
+TRANSFORMS = {
+    "none": lambda f: f,
+    "vmap": lambda f: lambda x: torch.func.vmap(f)(x[None]),
+    "grad": lambda f: torch.func.grad(lambda x: f(x).sum()),
+    "jvp": lambda f: lambda x: torch.func.jvp(f, (x,), (x,))[1],
+    "vmap grad": lambda f: lambda x: torch.func.vmap(torch.func.grad(lambda x: f(x).sum()))(x[None]),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_compiled_code_knows_whether_torch_func_computes_derivatives(transform):
+    def chosen(x: torch.Tensor) -> torch.Tensor:
+        return x * (2 if dispatch.derived() else 1)
+
+    compiled = torch.compile(TRANSFORMS[transform](chosen), backend="eager", fullgraph=True)
+    assert compiled(torch.ones(3)).flatten()[0] == (1 if transform in ("none", "vmap") else 2)
 
 
 def test_an_expanded_gradient_is_copied_every_time(played):

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from . import sharding
 from .blocks import check_boolean, check_mask
 from .decoding import Decoding
-from .dispatch import Kernel, check_backend, constant, plain, use_kernel
+from .dispatch import Kernel, check_backend, constant, derived, plain, use_kernel
 from .heads import spread
 from .packing import packed, packed_weights
 from .precision import autocast, autocasts, settled, without_autocast
@@ -143,7 +143,7 @@ class Attention(Decoding, nn.Module):
         """All that the checks and the choice of the backend depend on, in a plain eager call. None for other calls."""
         if torch.compiler.is_compiling() or not type(q) is type(k) is type(v) is Tensor:
             return None
-        if self.was_split or sharding.current() is not None or not settled(q):
+        if self.was_split or sharding.current() is not None or not settled(q) or derived():
             return None
         options = self.backend, self.training, self.dropout, self.causal, self.max_length
         sizes = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()

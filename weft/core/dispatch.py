@@ -20,7 +20,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
+from torch.autograd import forward_ad
 
+from .staging import transformed
 from .tiles import FAR, far, near_rows
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -31,6 +34,7 @@ LARGEST_HEAD = 256
 OLDEST = (8, 0)  # compute capability from which on "auto" uses the kernels
 TESTED = (9, 0), "3.6"  # compute capability and version of Triton with which the kernels were tested and tuned
 
+_DERIVATIVES = TransformType.Grad, TransformType.Jvp
 _log = logging.getLogger("weft")
 _INSTALLED = importlib.util.find_spec("triton") is not None
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: kernels run on the CPU, for tests
@@ -130,6 +134,8 @@ def _cannot(q: Tensor, v: Tensor, cross: bool = False) -> str:
     """Return why no kernel can run on these tensors, or "" if one can."""
     if not _INSTALLED:
         return "Triton is not installed"
+    if derived():
+        return "the kernels do not support derivatives by torch.func or in forward mode"
     if not q.is_cuda and not _INTERPRETED:
         return _not_nvidia(q.device.type)
     if torch.version.hip is not None:
@@ -149,6 +155,14 @@ def constant(function: Function) -> Function:
     """Same as torch.compiler.assume_constant_result, without importing the compiler, which takes seconds."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+@constant
+def derived() -> bool:
+    """Whether torch.func or forward mode computes derivatives of this code. The kernels only have those of autograd."""
+    if forward_ad._current_level >= 0:
+        return True
+    return transformed() and any(x.key() in _DERIVATIVES for x in torch._C._functorch.get_interpreter_stack() or ())
 
 
 _gpus: dict[int, tuple[tuple[int, int], str]] = {}
