@@ -364,7 +364,6 @@ register(
         run_kernel,
         lacks,
         kernel.LEAST_LENGTH,
-        tested=False,
         dropout=True,
         far=True,
         grouped=lambda attn: True,
