@@ -3,8 +3,7 @@
     python3 -m benchmarks.gpu_tune [--out FILE.json] [--only NAME ...] [--lengths L ...] [--when FILE]
 
 bfloat16, 16 heads of 64, causal. Times the whole forward (and the backward, for its kernels) with the tiles of one
-kernel changed. Trials are compiled first, in many processes. With --when FILE, times are taken once
-the file exists.
+kernel changed. Trials are compiled first, in many processes. With --when FILE, times are taken once the file exists.
 """
 
 from __future__ import annotations
@@ -63,19 +62,37 @@ TRIALS = [
     Trial(
         "combiner-fixed",
         "attention.combiner.fixed",
-        ("summarise", 64, 2),
+        ("summarise short blocks", 64, 2),
         False,
-        LONG,
-        "128/0/4/3 128/0/8/3 64/0/4/3 64/0/2/3 128/0/4/3/128",
+        (16384,),
+        "32/0/4/3 32/0/4/4 16/0/2/4 64/0/8/3 32/0/4/2 32/0/2/3 16/0/4/4 16/0/1/4",
+        square_root,
+    ),  # fmt: skip
+    Trial(
+        "combiner-fixed",
+        "attention.combiner.fixed",
+        ("summarise and keep short blocks", 64, 2),
+        True,
+        (16384,),
+        "32/0/2/3 32/0/4/3 32/0/4/4 16/0/2/4 64/0/8/3 16/0/4/4 32/0/8/3 32/0/4/3/128",
         square_root,
     ),  # fmt: skip
     Trial(
         "combiner-fixed",
         "attention.combiner.fixed",
         ("summarise", 64, 2),
+        False,
+        (65536,),
+        "32/0/4/3 32/0/2/3 16/0/2/4 16/0/4/4",
+        square_root,
+    ),  # fmt: skip
+    Trial(
+        "combiner-fixed",
+        "attention.combiner.fixed",
+        ("summarise and keep", 64, 2),
         True,
-        LONG,
-        "128/0/4/3 128/0/8/3 64/0/4/3 64/0/2/3 128/0/4/3/128",
+        (65536,),
+        "32/0/4/3 32/0/2/3 16/0/2/4 16/0/4/4",
         square_root,
     ),  # fmt: skip
     Trial(
@@ -84,7 +101,7 @@ TRIALS = [
         ("attend", 64, 2),
         False,
         LONG,
-        "64/32/4/2 64/32/4/3 64/32/4/1 64/64/4/1 64/64/4/2 64/64/4/1/96 128/64/8/1 128/64/8/2 64/32/4/1/64",
+        "64/32/4/3 64/32/4/2 64/32/4/4 64/64/4/2 64/64/4/3 128/64/8/3 128/32/8/3 64/32/4/3/80 64/64/4/2/96",
         square_root,
     ),  # fmt: skip
     Trial(
@@ -93,7 +110,7 @@ TRIALS = [
         ("span gradients", 64, 2),
         True,
         LONG,
-        "32/64/4/3 32/64/4/3/168 32/64/4/3/128 32/64/4/2/128 32/128/8/3/128 32/128/8/2/128 64/64/4/2 64/64/8/2",
+        "32/64/4/3/168 32/64/4/3 32/64/4/3/128 32/64/4/2/128 32/128/8/3/128 32/128/8/2/128 64/64/4/2 64/64/8/2",
         square_root,
     ),  # fmt: skip
     Trial(
@@ -102,7 +119,7 @@ TRIALS = [
         ("key gradients", 64, 2),
         True,
         LONG,
-        "32/64/4/3 32/64/4/1 32/64/4/1/128 32/64/4/3/128 32/64/4/2 64/64/4/1/168 64/64/4/2/168 64/128/8/1/128",
+        "32/64/4/3 32/64/4/3/128 32/64/4/2/128 64/64/4/2 32/128/8/2 16/64/4/3 32/32/4/3",
         square_root,
     ),  # fmt: skip
     Trial(
@@ -111,7 +128,7 @@ TRIALS = [
         ("query gradients", 64, 2),
         True,
         LONG,
-        "64/32/4/2 64/32/4/3 64/32/4/1 64/32/4/1/80 64/64/4/1 64/64/4/1/128 64/64/4/2/128 128/64/8/1",
+        "64/32/4/3 64/32/4/3/80 64/32/4/2 64/64/4/2 128/32/8/3 128/64/8/2",
         square_root,
     ),  # fmt: skip
     Trial(

@@ -191,7 +191,7 @@ FAR = [name for name in NAMES if weft.attention_info(name).kernel.far]  # the ot
 def test_rows_may_span_more_elements_than_32_bits_count(name, chunks_of_64):
     """Such as those of a joint projection of q, k and v of a million tokens. Only the rows are touched, so on a CPU
     most of the memory does not exist."""
-    call = replace(calls_of(name)[0], H=2, D=16, mask="none", bias="", dtype=torch.float16)
+    call = replace(calls_of(name)[0], B=1, H=2, D=16, mask="none", bias="", dtype=torch.float16)
     if name in FAR:  # those of a tile must be near
         call = replace(call, L=300, options={"max_length": 300})
     q, k, v, dout, _ = call.tensors(DEVICE)

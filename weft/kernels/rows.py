@@ -8,19 +8,17 @@ import triton.language as tl
 
 
 @triton.jit
-def load_rows(X, row, d, row_stride, live, D: tl.constexpr, BLOCK_D: tl.constexpr, DEAD: tl.constexpr = 0.0):
-    """Load rows of X as (rows, BLOCK_D); zeros past D, and DEAD in rows that are not live. live=None: all are live."""
+def load_rows(X, row, d, row_stride, live, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load rows of X as (rows, BLOCK_D); zeros for rows that are not live and past D. live=None: all rows are live."""
     X += row[:, None] * row_stride + d[None, :]
     if live is None and D == BLOCK_D:
         x = tl.load(X)
     elif live is None:
         x = tl.load(X, mask=(d < D)[None, :], other=0.0)
     elif D == BLOCK_D:
-        x = tl.load(X, mask=live[:, None], other=DEAD)
+        x = tl.load(X, mask=live[:, None], other=0.0)
     else:
         x = tl.load(X, mask=live[:, None] & (d < D)[None, :], other=0.0)
-        if DEAD != 0.0:
-            x = tl.where(live[:, None], x, DEAD)
     return x
 
 

@@ -364,6 +364,7 @@ register(
         run_kernel,
         lacks,
         kernel.LEAST_LENGTH,
+        tested=False,
         dropout=True,
         far=True,
         grouped=lambda attn: True,

@@ -3,17 +3,15 @@
     delta_i = Σ_d dout_id out_id
     p_ij = exp2(s_ij - lse_i)            ds_ij = p_ij (dout_i · v_j - delta_i)
     α_j = exp2(qbar·k_j - local)         dα_j = dvbar · v_j          Σ_j α_j dα_j = dvbar · vbar
-    dqbar = Σ_j α_j (dα_j - Σ_j α_j dα_j) k_j / √D
 
 `span_gradients` computes delta and the gradients of the summary keys and values, in chunks of queries, so that every
 multiprocessor has work; `collect` adds the chunks. If there is only one block, `row_products` computes delta.
-`key_gradients` loops over the queries of the block, and the pooled query, for a tile of keys: dk, dv, and its part of
-the gradient of the pooled query. `query_gradients` loops over the same keys and summaries as the forward for a tile of
-queries: dq.
+`key_gradients` loops over the queries of the block for a tile of keys: dk, dv, and its part of the gradient of the
+pooled query. `query_gradients` loops over the same keys and summaries as the forward for a tile of queries: dq.
 
 Max pooling splits its gradient equally among the entries equal to the maximum, as torch.amax does. The accumulators
-start from the gradients through the pooling. Dropout multiplies p in out and dv, and dout · v in ds, by the forward's
-factors; summary s counts as key L + s.
+start from the gradients through the pooling and the local softmax. Dropout multiplies p in out and dv, and dout · v in
+ds, by the forward's factors; summary s counts as key L + s.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from .forward import own_summaries, seen_tile, seen_tiles
 def span_gradients(
     Q, OUT, DOUT, TABLE, KBAR, VBAR, LOCAL, LSE, KEY, DELTA, PART_K, PART_V,
     q_b, q_h, q_l, o_b, o_h, o_l, g_b, g_h, g_l,
-    BH, H, L, n, span_tiles, chunk, chunks, threshold, scale: tl.constexpr, logit_scale: tl.constexpr,
+    BH, H, L, n, span_tiles, chunk, chunks, threshold, scale, logit_scale,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
     PACKED: tl.constexpr,
@@ -133,41 +131,17 @@ def collect(
     dkbar = tl.sum(load_rows(PART_K + part, c, d, n * D, seen, D, BLOCK_D), 0)
     dvbar = tl.sum(load_rows(PART_V + part, c, d, n * D, seen, D, BLOCK_D), 0)
     vbar = tl.load(VBAR + at * D + d, mask=d < D, other=0.0).to(tl.float32)
-    k_share = tl.load(STATS + (3 * at + 2) * D + d, mask=d < D, other=1.0)
+    k_share = tl.load(STATS + (4 * at + 3) * D + d, mask=d < D, other=1.0)
     tl.store(DKBAR + at * D + d, dkbar / tl.maximum(k_share, 1.0), mask=d < D)
     tl.store(DVBAR + at * D + d, dvbar, mask=d < D)
     tl.store(MEAN_DALPHA + at, tl.sum(dvbar * vbar, 0))
 
 
 @triton.jit
-def add_pooled_query(
-    dk, dv, k, v, real, QBAR, DVBAR, local, delta, d, scale: tl.constexpr, m: tl.constexpr, D: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add the gradients through the pooled query, one more query of the block and the only one in its tile; also
-    returns its own gradient through these keys. dvbar is the sum over a block's tokens: its mean fits into float16."""
-    one = tl.arange(0, 16) == 0
-    places, mine = d[None, :] + tl.zeros([16, 1], tl.int32), one[:, None] & (d < D)[None, :]
-    qbar = tl.load(QBAR + places, mask=mine, other=0.0).to(k.dtype)
-    mean = (tl.load(DVBAR + places, mask=mine, other=0.0) / m).to(k.dtype)
-    logit = tl.dot(k, tl.trans(qbar), input_precision=PRECISION)
-    alpha = tl.where(real[:, None] & one[None, :], tl.exp2(logit * scale - local), 0.0)
-    dv = tl.dot((alpha * m).to(k.dtype), mean, dv, input_precision=PRECISION)
-    dalpha = tl.dot(v, tl.trans(mean), input_precision=PRECISION) * m
-    ds = (alpha * (dalpha - delta)).to(k.dtype)
-    dk = tl.dot(ds, qbar, dk, input_precision=PRECISION)
-    if k.shape[1] <= 64:
-        dqbar = tl.sum(tl.dot(tl.trans(k), ds, input_precision=PRECISION), 1)
-    else:  # fewer registers
-        dqbar = tl.sum(tl.dot(tl.trans(ds), k, input_precision=PRECISION), 0)
-    return dk, dv, dqbar
-
-
-@triton.jit
 def key_gradients(
-    Q, K, V, MASK, TABLE, DOUT, STATS, KBAR, LOCAL, LSE, DELTA, KEY, DKBAR, DVBAR, MEAN_DALPHA, DQBAR, DK, DV,
+    Q, K, V, MASK, TABLE, DOUT, STATS, KBAR, LOCAL, LSE, DELTA, KEY, DKBAR, DVBAR, MEAN_DALPHA, WEIGHTED, DK, DV,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
-    BH, H, L, n, threshold, scale: tl.constexpr, logit_scale: tl.constexpr,
+    BH, H, L, n, threshold, scale, logit_scale,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     SPANS: tl.constexpr, POOL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
     DROPOUT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr,
@@ -195,16 +169,20 @@ def key_gradients(
     v = load_rows(V, j, d, v_l, real, D, BLOCK_D)
     dk = tl.zeros([BK, BLOCK_D], tl.float32)
     dv = tl.zeros([BK, BLOCK_D], tl.float32)
-    if SPANS:
-        dk, dv, dqbar = add_pooled_query(
-            dk, dv, k, v, real, STATS + at * 3 * D, DVBAR + at * D, tl.load(LOCAL + at), tl.load(MEAN_DALPHA + at), d,
-            scale, m, D, PRECISION,
-        )  # fmt: skip
-        tl.store(DQBAR + (at * TILES + tile % TILES) * D + d, dqbar, mask=d < D)
+    if SPANS:  # through the local softmax and the pooling
+        qbar = tl.load(STATS + at * 4 * D + d, mask=d < D, other=0.0)
+        dvbar = tl.load(DVBAR + at * D + d, mask=d < D, other=0.0)
+        dkbar = tl.load(DKBAR + at * D + d, mask=d < D, other=0.0)
+        wide_k = k.to(tl.float32)
+        alpha = tl.where(real, tl.exp2(tl.sum(wide_k * qbar[None, :], 1) * scale - tl.load(LOCAL + at)), 0.0)
+        dalpha = tl.sum(v.to(tl.float32) * dvbar[None, :], 1)
+        weighted = tl.sum((alpha * dalpha)[:, None] * wide_k, 0)  # Σ α dα k
+        tl.store(WEIGHTED + (at * TILES + tile % TILES) * D + d, weighted, mask=d < D)
+        dv += alpha[:, None] * dvbar[None, :]
+        dk += (alpha * (dalpha - tl.load(MEAN_DALPHA + at)))[:, None] * qbar[None, :]
         shares = real[:, None]
         if POOL == "max":
-            shares = shares & (k == tl.load(KBAR + at * D + d, mask=d < D, other=0.0)[None, :])
-        dkbar = tl.load(DKBAR + at * D + d, mask=d < D, other=0.0)
+            shares = shares & (wide_k == tl.load(KBAR + at * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :])
         dk += tl.where(shares, (dkbar / logit_scale)[None, :], 0.0)
 
     for start in range(k_first // BQ * BQ if CAUSAL else 0, end, BQ):
@@ -230,51 +208,16 @@ def key_gradients(
 
 
 @triton.jit
-def add_keys(dq, q, k, v, dout, lse, delta, allowed, factor, scale: tl.constexpr, ALL: tl.constexpr,
-             PRECISION: tl.constexpr):  # fmt: skip
-    """Add the gradients through one tile of keys. ALL: all pairs are allowed, `allowed` is not read."""
-    logit = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    p = tl.exp2(logit * scale - lse[:, None])
-    if not ALL:
-        p = tl.where(allowed, p, 0.0)
-    dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION) * factor
-    ds = p * (dp - delta[:, None])
-    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-
-
-@triton.jit
-def add_first_tiles(
-    dq, q, K, V, KBAR, VBAR, dout, lse, delta, i, end, d, k_l, v_l, spans, word, first, L, threshold,
-    scale: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BK: tl.constexpr, SPANS: tl.constexpr,
-    PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
-):  # fmt: skip
-    """Add the gradients through the tiles with which `attend` starts."""
-    near = tl.minimum(i, end - 1)  # past the end: any row
-    k = load_rows(K, near, d, k_l, None, D, BLOCK_D)
-    v = load_rows(V, near, d, v_l, None, D, BLOCK_D)
-    factor = kept(word[:, None], (first + i)[None, :], threshold, DROPOUT)
-    dq = add_keys(dq, q, k, v, dout, lse, delta, i[None, :] <= i[:, None], factor, scale, False, PRECISION)
-    if SPANS:
-        far = spans // BK * BK + tl.arange(0, BK)
-        kbar = load_rows(KBAR, far, d, D, far < spans, D, BLOCK_D)
-        vbar = load_rows(VBAR, far, d, D, far < spans, D, BLOCK_D)
-        factor = kept(word[:, None], (L + far)[None, :], threshold, DROPOUT)
-        dq = add_keys(dq, q, kbar, vbar, dout, lse, delta, (far < spans)[None, :], factor, scale, False, PRECISION)
-    return dq
-
-
-@triton.jit
 def query_gradients(
-    Q, K, V, MASK, TABLE, DOUT, STATS, KBAR, VBAR, LOCAL, LSE, DELTA, KEY, DQBAR, DQ,
+    Q, K, V, MASK, TABLE, DOUT, STATS, KBAR, VBAR, LOCAL, LSE, DELTA, KEY, MEAN_DALPHA, WEIGHTED, DQ,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, g_b, g_h, g_l, dq_b, dq_h, dq_l,
-    BH, H, L, n, threshold, scale: tl.constexpr, logit_scale: tl.constexpr,
+    BH, H, L, n, threshold, scale, logit_scale,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     PARTS: tl.constexpr, PART_ROWS: tl.constexpr,
     SPANS: tl.constexpr, POOL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
     DROPOUT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (m + BQ - 1) // BQ
-    CHECK_FIRST: tl.constexpr = CAUSAL and not HAS_MASK and BLOCK_D <= 64  # as in `attend`
     bh = tl.program_id(0) % BH
     tile = n * TILES - 1 - tl.program_id(0) // BH
     block = tile // TILES
@@ -301,39 +244,28 @@ def query_gradients(
     lse = tl.load(LSE + bh * L + first + i, mask=i < end, other=0.0)
     delta = tl.load(DELTA + bh * L + first + i, mask=i < end, other=0.0)
     dq = tl.zeros([BQ, BLOCK_D], tl.float32)
-    if SPANS:  # through the pooled query, in shares
+    if SPANS:  # through the pooled query: Σ α (dα - Σ α dα) k, in shares
+        STATS += at * 4 * D
         parts = tl.arange(0, PART_ROWS)
-        dqbar = tl.sum(load_rows(DQBAR + at * PARTS * D, parts, d, D, parts < PARTS, D, BLOCK_D), 0)
+        weighted = tl.sum(load_rows(WEIGHTED + at * PARTS * D, parts, d, D, parts < PARTS, D, BLOCK_D), 0)
+        mean_key = tl.load(STATS + D + d, mask=d < D, other=0.0)
+        share = tl.load(STATS + 2 * D + d, mask=d < D, other=1.0)
+        dqbar = (weighted - tl.load(MEAN_DALPHA + at) * mean_key) / share
         shares = valid_rows(MASK, i, i < end, HAS_MASK)[:, None]
         if POOL == "max":
-            shares = shares & (q == tl.load(STATS + at * 3 * D + d, mask=d < D, other=0.0).to(q.dtype)[None, :])
-        share = tl.load(STATS + (at * 3 + 1) * D + d, mask=d < D, other=1.0)
-        dq += tl.where(shares, (dqbar / share)[None, :], 0.0)
+            shares = shares & (q.to(tl.float32) == tl.load(STATS + d, mask=d < D, other=0.0)[None, :])
+        dq += tl.where(shares, dqbar[None, :], 0.0)
 
     word = row_words(KEY, bh, first + i, DROPOUT)
     own_tiles, tiles, spans = seen_tiles(q_first, end, mine, count, BQ, BK, SPANS, CAUSAL)
-    own_whole, span_whole = 0, 0
-    if CHECK_FIRST:
-        dq = add_first_tiles(
-            dq, q, K, V, KBAR, VBAR, dout, lse, delta, i, end, d, k_l, v_l, spans, word, first, L, threshold, scale,
-            D, BLOCK_D, BK, SPANS, PRECISION, DROPOUT,
-        )  # fmt: skip
-    if CAUSAL and not HAS_MASK:
-        own_whole, span_whole = q_first // BK, spans // BK
-        for t in range(0, own_whole + span_whole):
-            own = t < own_whole
-            row = (t - tl.where(own, 0, own_whole)) * BK + tl.arange(0, BK)
-            k = load_rows(tl.where(own, K, KBAR), row, d, tl.where(own, k_l, D), None, D, BLOCK_D)
-            v = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), None, D, BLOCK_D)
-            factor = kept(word[:, None], (row + tl.where(own, first, L))[None, :], threshold, DROPOUT)
-            dq = add_keys(dq, q, k, v, dout, lse, delta, None, factor, scale, True, PRECISION)
-    if not CHECK_FIRST:
-        edge = own_tiles - own_whole
-        for t in range(0, tiles - own_whole - span_whole):
-            t += tl.where(t < edge, own_whole, own_whole + span_whole)
-            own, row, live, allowed = seen_tile(t, own_tiles, i, end, mine, spans, MASK, LOCAL, BK, CAUSAL, HAS_MASK)
-            k = load_rows(tl.where(own, K, KBAR), row, d, tl.where(own, k_l, D), live, D, BLOCK_D)
-            v = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), live, D, BLOCK_D)
-            factor = kept(word[:, None], (row + tl.where(own, first, L))[None, :], threshold, DROPOUT)
-            dq = add_keys(dq, q, k, v, dout, lse, delta, allowed, factor, scale, False, PRECISION)
+    for t in range(0, tiles):
+        own, row, live, allowed = seen_tile(t, own_tiles, i, end, mine, spans, MASK, LOCAL, BK, CAUSAL, HAS_MASK)
+        k = load_rows(tl.where(own, K, KBAR), row, d, tl.where(own, k_l, D), live, D, BLOCK_D)
+        v = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), live, D, BLOCK_D)
+        logit = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        p = tl.where(allowed, tl.exp2(logit * scale - lse[:, None]), 0.0)
+        factor = kept(word[:, None], (row + tl.where(own, first, L))[None, :], threshold, DROPOUT)
+        dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION) * factor
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     store_rows(DQ, dq * logit_scale, i, d, dq_l, i < end, D, BLOCK_D)

@@ -1,11 +1,9 @@
 """Triton kernels: forward pass. Block summaries, then attention to the own block and the summaries in one softmax.
 
 `summarise` reads q, k and v once and writes one row per block: the summary key and value, the normaliser of the local
-softmax, and for the backward STATS: the pooled query, and the number of tokens that share each entry of the pooled
-query and key. `attend` loops over the keys of the block and then over the summaries for a tile of queries, with the
-running maximum and sum of FlashAttention. CHECK_FIRST (causal, no mask, heads up to 64; wider ones need too many
-registers): it starts with the tiles in which not all pairs are allowed, in one step, so that its loop checks nothing.
-Logarithms are to base 2: `scale` includes log2(e)/√D.
+softmax, and for the backward STATS: the pooled query, the mean key of the local softmax, and the number of tokens that
+share each pooled entry. `attend` loops over the keys of the block and then over the summaries for a tile of queries,
+with the running maximum and sum of FlashAttention. Logarithms are to base 2: `scale` includes log2(e)/√D.
 
 Program ids run over heads first, so concurrent programs read whole rows of (B, L, H, D) memory.
 """
@@ -20,37 +18,41 @@ from ....kernels.rows import load_rows, place, store_rows, valid_rows
 
 
 @triton.jit
-def pool_rows(pooled, shared, x, POOL: tl.constexpr, KEEP: tl.constexpr):
-    """Add the rows of a tile x to the pool of the rows before; for max, `shared` counts the rows equal to it."""
+def pool_rows(pooled, shared, x, live, POOL: tl.constexpr, KEEP: tl.constexpr):
+    """Pool the live rows of x into `pooled`, row by row; for max, `shared` counts the tokens equal to it so far."""
     x = x.to(tl.float32)
     if POOL == "max":
-        top = tl.maximum(pooled, tl.max(x, 0))
+        x = tl.where(live[:, None], x, float("-inf"))
         if KEEP:
-            shared = tl.where(top > pooled, 0.0, shared) + tl.sum((x == top[None, :]).to(tl.float32), 0)
-        pooled = top
+            shared = tl.where(x > pooled, 0.0, shared) + tl.where((x >= pooled) & live[:, None], 1.0, 0.0)
+        x = tl.maximum(pooled, x)
     else:
-        pooled += tl.sum(x, 0)
-    return pooled, shared
+        x = pooled + x
+    return x, shared
 
 
 @triton.jit
-def pool_result(pooled, shared, tokens, POOL: tl.constexpr):
-    """The pool of a block and the number of tokens that share its gradient; zeros for a block without tokens."""
-    if POOL == "sum":
-        shared = tl.zeros_like(pooled)
-    if POOL == "mean":
-        shared = tl.zeros_like(pooled) + tokens
-        pooled = pooled / tl.maximum(tokens, 1.0)
-    return tl.where(tokens > 0, pooled, 0.0), tl.maximum(shared, 1.0)
+def pool_columns(pooled, shared, tokens, POOL: tl.constexpr):
+    """Join the pools of the rows, and count the tokens that share its gradient; zeros for a block without tokens."""
+    if POOL == "max":
+        top = tl.max(pooled, 0)
+        shared = tl.sum(tl.where(pooled == top[None, :], shared, 0.0), 0)
+    else:
+        top = tl.sum(pooled, 0)
+        shared = tl.zeros_like(top) + 1.0
+        if POOL == "mean":
+            shared = tl.zeros_like(top) + tl.maximum(tokens, 1.0)
+            top = top / shared
+    return tl.where(tokens > 0, top, 0.0), tl.maximum(shared, 1.0)
 
 
 @triton.jit
 def summarise(
     Q, K, V, MASK, TABLE, KBAR, VBAR, LOCAL, STATS,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l,
-    BH, H, L, n, scale: tl.constexpr,
+    BH, H, L, n, scale,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    POOL: tl.constexpr, HAS_MASK: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
+    POOL: tl.constexpr, HAS_MASK: tl.constexpr, KEEP: tl.constexpr, STAGES: tl.constexpr,
     GROUP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     bh, block = tl.program_id(0) % BH, tl.program_id(0) // BH
@@ -63,51 +65,53 @@ def summarise(
     V += b * v_b + h // GROUP * v_h + first.to(tl.int64) * v_l
     MASK += b * L + first
 
-    none = tl.zeros([BLOCK_D], tl.float32)
-    DEAD: tl.constexpr = float("-inf") if POOL == "max" else 0.0
-    empty = tl.full([BLOCK_D], DEAD, tl.float32)
-    pooled, shared, tokens = empty, none, 0.0
-    # Tiles are loaded one ahead: the first keys and values arrive while the queries are pooled.
-    live = valid_rows(MASK, rows, rows < end, HAS_MASK)
-    q = load_rows(Q, rows, d, q_l, live, D, BLOCK_D, DEAD)
-    k = load_rows(K, rows, d, k_l, live, D, BLOCK_D, DEAD)
-    v = load_rows(V, rows, d, v_l, live, D, BLOCK_D)
-    real = live
-    for start in range(ROWS, m + ROWS, ROWS):
-        pooled, shared = pool_rows(pooled, shared, q, POOL, KEEP)
-        tokens += tl.sum(real.to(tl.float32), 0)
-        real = valid_rows(MASK, start + rows, start + rows < end, HAS_MASK)
-        q = load_rows(Q, start + rows, d, q_l, real, D, BLOCK_D, DEAD)
-    qbar, q_share = pool_result(pooled, shared, tokens, POOL)
-    qbar = qbar.to(Q.dtype.element_ty)
-
-    # The pooled query attends to its block. All rows of its tile are equal.
-    query = tl.zeros([16, BLOCK_D], qbar.dtype) + qbar[None, :]
-    values = tl.zeros([16, BLOCK_D], tl.float32)
-    top = tl.full([16], float("-inf"), tl.float32)
-    total = tl.zeros([16], tl.float32)
+    # Every row of the tile has its own sums, so nothing crosses rows (and warps) before the end.
+    none = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    empty = tl.full([ROWS, BLOCK_D], float("-inf") if POOL == "max" else 0.0, tl.float32)
     pooled, shared = empty, none
-    for start in range(ROWS, m + ROWS, ROWS):
-        pooled, shared = pool_rows(pooled, shared, k, POOL, KEEP)
-        values, top, total = add_tile(
-            values, top, total, query, k, v, live[None, :], 1.0, scale, False, True, PRECISION
-        )  # fmt: skip
+    seen = tl.zeros([ROWS], tl.float32)
+    for start in tl.range(0, m, ROWS, num_stages=STAGES):
         live = valid_rows(MASK, start + rows, start + rows < end, HAS_MASK)
-        k = load_rows(K, start + rows, d, k_l, live, D, BLOCK_D, DEAD)
+        q = load_rows(Q, start + rows, d, q_l, live, D, BLOCK_D)
+        pooled, shared = pool_rows(pooled, shared, q, live, POOL, KEEP)
+        seen += live.to(tl.float32)
+    tokens = tl.sum(seen, 0)
+    qbar, q_share = pool_columns(pooled, shared, tokens, POOL)
+
+    pooled, shared, keys, values = empty, none, none, none
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for start in tl.range(0, m, ROWS, num_stages=STAGES):
+        live = valid_rows(MASK, start + rows, start + rows < end, HAS_MASK)
+        k = load_rows(K, start + rows, d, k_l, live, D, BLOCK_D)
         v = load_rows(V, start + rows, d, v_l, live, D, BLOCK_D)
-    kbar, k_share = pool_result(pooled, shared, tokens, POOL)
-    # log2 of the local normaliser; -inf marks a block without tokens, which is never attended to
-    local = tl.max(top + tl.log2(total), 0)
-    vbar = tl.max(values / tl.where(total == 0.0, 1.0, total)[:, None], 0)
+        pooled, shared = pool_rows(pooled, shared, k, live, POOL, KEEP)
+        logit = tl.where(live, tl.sum(k.to(tl.float32) * qbar[None, :], 1) * scale, float("-inf"))
+        new_top = tl.maximum(top, logit)
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        old = tl.exp2(top - shift)
+        p = tl.exp2(logit - shift)
+        total = total * old + p
+        if KEEP:
+            keys = keys * old[:, None] + p[:, None] * k.to(tl.float32)
+        values = values * old[:, None] + p[:, None] * v.to(tl.float32)
+        top = new_top
+    kbar, k_share = pool_columns(pooled, shared, tokens, POOL)
+    highest = tl.max(top, 0)
+    weight = tl.exp2(top - tl.where(tokens > 0, highest, 0.0))
+    total = tl.where(tokens > 0, tl.sum(total * weight, 0), 1.0)
+    vbar = tl.sum(values * weight[:, None], 0) / total
 
     tl.store(KBAR + at * D + d, kbar.to(KBAR.dtype.element_ty), mask=d < D)
     tl.store(VBAR + at * D + d, vbar.to(VBAR.dtype.element_ty), mask=d < D)
-    tl.store(LOCAL + at, local)
+    # log2 of the local normaliser; -inf marks a block without tokens, which is never attended to
+    tl.store(LOCAL + at, tl.where(tokens > 0, highest + tl.log2(total), float("-inf")))
     if KEEP:
-        STATS += at * 3 * D
-        tl.store(STATS + d, qbar.to(tl.float32), mask=d < D)
-        tl.store(STATS + D + d, q_share, mask=d < D)
-        tl.store(STATS + 2 * D + d, k_share, mask=d < D)
+        STATS += at * 4 * D
+        tl.store(STATS + d, qbar, mask=d < D)
+        tl.store(STATS + D + d, tl.sum(keys * weight[:, None], 0) / total, mask=d < D)
+        tl.store(STATS + 2 * D + d, q_share, mask=d < D)
+        tl.store(STATS + 3 * D + d, k_share, mask=d < D)
 
 
 @triton.jit
@@ -152,7 +156,7 @@ def seen_tile(t, own_tiles, i, end, block, spans, MASK, LOCAL, BK: tl.constexpr,
 
 
 @triton.jit
-def add_tile(acc, top, total, q, k, v, allowed, factor, scale: tl.constexpr,
+def add_tile(acc, top, total, q, k, v, allowed, factor, scale,
              ALL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Add one tile of keys to the running softmax. ALL: all pairs are allowed, `allowed` is not read. `factor` is that
     of dropout."""
@@ -170,47 +174,15 @@ def add_tile(acc, top, total, q, k, v, allowed, factor, scale: tl.constexpr,
 
 
 @triton.jit
-def first_tiles(
-    q, K, V, KBAR, VBAR, i, near, d, k_l, v_l, spans, word, first, L, threshold, scale: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BK: tl.constexpr, SPANS: tl.constexpr, PRECISION: tl.constexpr,
-    DROPOUT: tl.constexpr,
-):  # fmt: skip
-    """Start the softmax of a causal tile of queries with the keys of the same tokens and the summaries that do not fill
-    a tile, both with one maximum."""
-    far = spans // BK * BK + tl.arange(0, BK)
-    k = load_rows(K, near, d, k_l, None, D, BLOCK_D)
-    v = load_rows(V, near, d, v_l, None, D, BLOCK_D)
-    s = tl.where(i[None, :] <= i[:, None], tl.dot(q, tl.trans(k), input_precision=PRECISION), float("-inf"))
-    top = tl.max(s, 1) * scale
-    if SPANS:
-        kbar = load_rows(KBAR, far, d, D, far < spans, D, BLOCK_D)
-        vbar = load_rows(VBAR, far, d, D, far < spans, D, BLOCK_D)
-        s_far = tl.dot(q, tl.trans(kbar), input_precision=PRECISION)
-        s_far = tl.where((far < spans)[None, :], s_far, float("-inf"))
-        top = tl.maximum(top, tl.max(s_far, 1) * scale)
-    p = tl.exp2(s * scale - top[:, None])
-    total = tl.sum(p, 1)
-    factor = kept(word[:, None], (first + i)[None, :], threshold, DROPOUT)
-    acc = tl.dot((p * factor).to(v.dtype), v, input_precision=PRECISION)
-    if SPANS:
-        p_far = tl.exp2(s_far * scale - top[:, None])
-        total += tl.sum(p_far, 1)
-        factor = kept(word[:, None], (L + far)[None, :], threshold, DROPOUT)
-        acc = tl.dot((p_far * factor).to(v.dtype), vbar, acc, input_precision=PRECISION)
-    return acc, top, total
-
-
-@triton.jit
 def attend(
     Q, K, V, MASK, TABLE, KBAR, VBAR, LOCAL, KEY, OUT, LSE,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l,
-    BH, H, L, n, threshold, scale: tl.constexpr,
+    BH, H, L, n, threshold, scale,
     m: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     SPANS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
     GROUP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (m + BQ - 1) // BQ  # tiles of queries in a block
-    CHECK_FIRST: tl.constexpr = CAUSAL and not HAS_MASK and BLOCK_D <= 64
     bh = tl.program_id(0) % BH
     tile = n * TILES - 1 - tl.program_id(0) // BH  # the last blocks have the most summaries: start them first
     block = tile // TILES
@@ -230,22 +202,14 @@ def attend(
     if q_first >= end:
         return
     i = q_first + tl.arange(0, BQ)
-    near = tl.minimum(i, end - 1)  # past the end: any row
-    q = load_rows(Q, near, d, q_l, None, D, BLOCK_D)
+    q = load_rows(Q, i, d, q_l, i < end, D, BLOCK_D)
+    acc = tl.zeros([BQ, BLOCK_D], tl.float32)
+    top = tl.full([BQ], float("-inf"), tl.float32)
+    total = tl.zeros([BQ], tl.float32)
     word = row_words(KEY, bh, first + i, DROPOUT)
     own_tiles, tiles, spans = seen_tiles(q_first, end, mine, count, BQ, BK, SPANS, CAUSAL)
     own_whole, span_whole = 0, 0
-    if CHECK_FIRST:
-        acc, top, total = first_tiles(
-            q, K, V, KBAR, VBAR, i, near, d, k_l, v_l, spans, word, first, L, threshold, scale, D, BLOCK_D,
-            BK, SPANS, PRECISION, DROPOUT,
-        )  # fmt: skip
-    else:
-        acc = tl.zeros([BQ, BLOCK_D], tl.float32)
-        top = tl.full([BQ], float("-inf"), tl.float32)
-        total = tl.zeros([BQ], tl.float32)
-    if CAUSAL and not HAS_MASK:  # tiles in which all pairs are allowed
-        tl.static_assert(BQ % BK == 0)
+    if CAUSAL and not HAS_MASK:  # first the tiles in which all pairs are allowed, without checks
         own_whole, span_whole = q_first // BK, spans // BK
         for t in range(0, own_whole + span_whole):
             own = t < own_whole
@@ -254,20 +218,18 @@ def attend(
             v = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), None, D, BLOCK_D)
             factor = kept(word[:, None], (row + tl.where(own, first, L))[None, :], threshold, DROPOUT)
             acc, top, total = add_tile(acc, top, total, q, k, v, None, factor, scale, True, HAS_MASK, PRECISION)
-    if not CHECK_FIRST:
-        edge = own_tiles - own_whole
-        for t in range(0, tiles - own_whole - span_whole):
-            t += tl.where(t < edge, own_whole, own_whole + span_whole)
-            own, row, live, allowed = seen_tile(t, own_tiles, i, end, mine, spans, MASK, LOCAL, BK, CAUSAL, HAS_MASK)
-            k = load_rows(tl.where(own, K, KBAR), row, d, tl.where(own, k_l, D), live, D, BLOCK_D)
-            v = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), live, D, BLOCK_D)
-            factor = kept(word[:, None], (row + tl.where(own, first, L))[None, :], threshold, DROPOUT)
-            acc, top, total = add_tile(acc, top, total, q, k, v, allowed, factor, scale, False, HAS_MASK, PRECISION)
+    edge = own_tiles - own_whole
+    for t in range(0, tiles - own_whole - span_whole):
+        t += tl.where(t < edge, own_whole, own_whole + span_whole)
+        own, row, live, allowed = seen_tile(t, own_tiles, i, end, mine, spans, MASK, LOCAL, BK, CAUSAL, HAS_MASK)
+        k = load_rows(tl.where(own, K, KBAR), row, d, tl.where(own, k_l, D), live, D, BLOCK_D)
+        v = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), live, D, BLOCK_D)
+        factor = kept(word[:, None], (row + tl.where(own, first, L))[None, :], threshold, DROPOUT)
+        acc, top, total = add_tile(acc, top, total, q, k, v, allowed, factor, scale, False, HAS_MASK, PRECISION)
 
-    if HAS_MASK:  # 0 for a row without keys, so that the backward gets exp2(-inf - 0) = 0 everywhere
-        empty = total == 0.0
-        total = tl.where(empty, 1.0, total)
-        top = tl.where(empty, 0.0, top)
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
     store_rows(OUT, acc * (1.0 / total)[:, None], i, d, o_l, i < end, D, BLOCK_D)
-    lse = top + tl.log2(total)
+    # 0 for a row without keys, so that the backward gets exp2(-inf - 0) = 0 everywhere
+    lse = tl.where(empty, 0.0, top + tl.log2(total))
     tl.store(LSE + bh * L + first + i, lse, mask=i < end)

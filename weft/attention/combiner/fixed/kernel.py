@@ -41,15 +41,21 @@ LEAST_LENGTH = 256  # measured: the kernels are faster than the plain version fr
 
 # Keys: kernel, maximum head_dim, bytes per element. Measured with benchmarks/gpu_tune.py; docs/kernels.md.
 TILES: dict[tuple[str, int, int], Tiles] = {
-    ("summarise", 64, 2): Tiles(128, 0, 4, 3),
-    ("summarise", 128, 2): Tiles(128, 0, 8, 3),
-    ("summarise", 64, 4): Tiles(64, 0, 4, 3),
-    ("summarise", 128, 4): Tiles(64, 0, 8, 3),
-    ("attend", 64, 2): Tiles(64, 32, 4, 2),
+    ("summarise", 64, 2): Tiles(32, 0, 4, 3),
+    ("summarise", 128, 2): Tiles(32, 0, 8, 3),
+    ("summarise", 64, 4): Tiles(16, 0, 4, 3),
+    ("summarise", 128, 4): Tiles(16, 0, 8, 3),
+    ("summarise and keep", 64, 2): Tiles(32, 0, 4, 3),  # with the statistics for the backward
+    ("summarise and keep", 128, 2): Tiles(32, 0, 8, 3),
+    ("summarise short blocks", 64, 2): Tiles(32, 0, 2, 3),  # up to 128 tokens: benchmarks/results/gpu_floor.json
+    ("summarise and keep short blocks", 64, 2): Tiles(16, 0, 2, 4),
+    ("summarise and keep", 64, 4): Tiles(16, 0, 4, 3),
+    ("summarise and keep", 128, 4): Tiles(16, 0, 8, 3),
+    ("attend", 64, 2): Tiles(64, 32, 4, 3),
     ("attend", 128, 2): Tiles(64, 32, 4, 2),
     ("attend", 64, 4): Tiles(64, 32, 4, 2),
     ("attend", 128, 4): Tiles(32, 32, 4, 1),
-    ("span gradients", 64, 2): Tiles(32, 64, 4, 3),
+    ("span gradients", 64, 2): Tiles(32, 64, 4, 3, 168),  # three programs per multiprocessor
     ("span gradients", 128, 2): Tiles(64, 64, 8, 2),
     ("span gradients", 64, 4): Tiles(32, 32, 4, 2),
     ("span gradients", 128, 4): Tiles(32, 32, 4, 1),
@@ -57,7 +63,7 @@ TILES: dict[tuple[str, int, int], Tiles] = {
     ("key gradients", 128, 2): Tiles(64, 64, 8, 2),
     ("key gradients", 64, 4): Tiles(32, 32, 4, 1),
     ("key gradients", 128, 4): Tiles(32, 32, 4, 1),
-    ("query gradients", 64, 2): Tiles(64, 32, 4, 2),
+    ("query gradients", 64, 2): Tiles(64, 32, 4, 3),
     ("query gradients", 128, 2): Tiles(64, 32, 4, 2),
     ("query gradients", 64, 4): Tiles(32, 32, 4, 2),
     ("query gradients", 128, 4): Tiles(32, 32, 4, 1),
@@ -91,19 +97,20 @@ def _forward(q, k, v, mask, table, key, block_size, pool, causal, keep, threshol
     has_mask = mask is not None
     flags = as_flags(mask) if has_mask else q
     if n > 1:
-        t = tiles("summarise", block_size, q)
+        short = " short blocks" * (block_size <= 128 and D <= 64 and q.element_size() == 2)
+        t = tiles(("summarise and keep" if keep else "summarise") + short, block_size, q)
         launch(
             summarise, (n * BH,),
-            q, k, v, flags, table, kbar, vbar, local, stats, *strides(q), *strides(k), *strides(v), BH, H, L, n,
-            scale=scale, m=block_size, D=D, BLOCK_D=width, ROWS=t.queries, POOL=pool, HAS_MASK=has_mask, KEEP=keep,
-            PRECISION=precision(q), GROUP=H // k.shape[1], PACKED=packed, **t.launch(),
+            q, k, v, flags, table, kbar, vbar, local, stats, *strides(q), *strides(k), *strides(v), BH, H, L, n, scale,
+            m=block_size, D=D, BLOCK_D=width, ROWS=t.queries, POOL=pool, HAS_MASK=has_mask, KEEP=keep,
+            STAGES=t.stages, GROUP=H // k.shape[1], PACKED=packed, **t.launch(),
         )  # fmt: skip
     t = tiles("attend", block_size, q)
     launch(
         attend, (n * ceil_div(block_size, t.queries) * BH,),
         q, k, v, flags, table, kbar, vbar, local, q if key is None else key, out, lse,
         *strides(q), *strides(k), *strides(v), *strides(out),
-        BH, H, L, n, threshold, scale=scale, m=block_size, D=D, BLOCK_D=width, BQ=t.queries, BK=t.keys, SPANS=n > 1,
+        BH, H, L, n, threshold, scale, m=block_size, D=D, BLOCK_D=width, BQ=t.queries, BK=t.keys, SPANS=n > 1,
         CAUSAL=causal, HAS_MASK=has_mask, PRECISION=precision(q), DROPOUT=key is not None,
         GROUP=H // k.shape[1], PACKED=packed, **t.launch(),
     )  # fmt: skip
@@ -129,7 +136,7 @@ def _kept(q: Tensor, table: Tensor | None, block_size: int, keep: bool) -> Block
             ((rows, H, n, D), q.dtype),
             ((rows, H, n, D), q.dtype),
             ((rows, H, n), torch.float32),
-            ((rows, H, n if keep else 0, 3, D), torch.float32),
+            ((rows, H, n if keep else 0, 4, D), torch.float32),
         )
     )
 
@@ -157,7 +164,7 @@ def _backward(dout, q, k, v, mask, table, key, out, block, block_size, pool, cau
     delta = torch.empty_like(lse)
     by_keys, by_queries = tiles("key gradients", block_size, q), tiles("query gradients", block_size, q)
     key_tiles = ceil_div(block_size, by_keys.keys)
-    dkbar = dvbar = mean_dalpha = dqbar = lse  # not read if there is only one block
+    dkbar = dvbar = mean_dalpha = weighted = lse  # not read if there is only one block
     if n > 1:
         spans = min(n, ceil_div(longest, block_size)) if packed else n  # of a sequence
         chunk, chunks = packed_chunks(longest, block_size) if packed else query_chunks(L)
@@ -169,12 +176,12 @@ def _backward(dout, q, k, v, mask, table, key, out, block, block_size, pool, cau
             span_gradients, (span_tiles * (n if packed else chunks) * BH,),
             q, out, dout, table, kbar, vbar, local, lse, key, delta, part_k, part_v,
             *strides(q), *strides(out), *strides(dout),
-            BH, H, L, n, span_tiles, chunk, chunks, threshold, scale=scale, logit_scale=logit_scale,
+            BH, H, L, n, span_tiles, chunk, chunks, threshold, scale, logit_scale,
             BQ=t.queries, BS=t.keys, **options, PACKED=packed, **t.launch(),
         )  # fmt: skip
         dkbar, dvbar = part_k.new_empty(BH, n, D), part_k.new_empty(BH, n, D)
         mean_dalpha = part_k.new_empty(BH, n)
-        dqbar = part_k.new_empty(BH, n, key_tiles, D)
+        weighted = part_k.new_empty(BH, n, key_tiles, D)
         launch(
             collect, (n * BH,),
             part_k, part_v, table, vbar, stats, dkbar, dvbar, mean_dalpha, BH, n, chunk, chunks,
@@ -188,18 +195,19 @@ def _backward(dout, q, k, v, mask, table, key, out, block, block_size, pool, cau
     t = by_keys
     launch(
         key_gradients, (n * key_tiles * BH,),
-        q, k, v, flags, table, dout, stats, kbar, local, lse, delta, key, dkbar, dvbar, mean_dalpha, dqbar,
+        q, k, v, flags, table, dout, stats, kbar, local, lse, delta, key, dkbar, dvbar, mean_dalpha, weighted,
         by_head_k, by_head_v,
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(by_head_k), *strides(by_head_v),
-        BH, H, L, n, threshold, scale=scale, logit_scale=logit_scale, BQ=t.queries, BK=t.keys, SPANS=n > 1, POOL=pool,
-        GROUP=group, PACKED=packed, **options, **t.launch(),
+        BH, H, L, n, threshold, scale, logit_scale, BQ=t.queries, BK=t.keys, SPANS=n > 1, POOL=pool, GROUP=group,
+        PACKED=packed,
+        **options, **t.launch(),
     )  # fmt: skip
     t = by_queries
     launch(
         query_gradients, (n * ceil_div(block_size, t.queries) * BH,),
-        q, k, v, flags, table, dout, stats, kbar, vbar, local, lse, delta, key, dqbar, dq,
+        q, k, v, flags, table, dout, stats, kbar, vbar, local, lse, delta, key, mean_dalpha, weighted, dq,
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq),
-        BH, H, L, n, threshold, scale=scale, logit_scale=logit_scale, BQ=t.queries, BK=t.keys, PARTS=key_tiles,
+        BH, H, L, n, threshold, scale, logit_scale, BQ=t.queries, BK=t.keys, PARTS=key_tiles,
         PART_ROWS=next_power_of_two(key_tiles), SPANS=n > 1, POOL=pool, GROUP=group, PACKED=packed,
         **options, **t.launch(),
     )  # fmt: skip
