@@ -11,21 +11,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from browser import payload
+from own_data import TINY, load
 
 import weft
-from weft.cli.predict import read_examples
 from weft.lab.start import load_data
 from weft.tasks import DataMissing, get_task, make_config, own
-from weft.tasks.base import Known
 from weft.tasks.tables import read_table
-from weft.tasks.tags import read_columns
 from weft.tasks.tokens import Pieces
 
 pytest.importorskip("lightning")
-TINY = dict(
-    layers=1, heads=2, dim=16, head_dim=8, mlp_dim=16, steps=3, warmup=1, eval_every=3, batch_size=8, max_length=24,
-    accelerator="cpu",
-)  # fmt: skip
 
 
 def reviews(count: int = 40) -> list[tuple[str, str]]:
@@ -40,10 +34,6 @@ def table(tmp_path):
         writer.writerow(["id", "text", "label"])
         writer.writerows((i, *row) for i, row in enumerate(reviews()))
     return tmp_path / "reviews.csv"
-
-
-def load(task, path, **options):
-    return get_task(task).load(make_config(task, data=str(path), **options))
 
 
 def test_a_run_predicts_without_its_data_and_survives_export(table, tmp_path):
@@ -323,7 +313,7 @@ def test_linked_folders_are_read_once(tmp_path):
     assert bytes(data.train["bytes"][:2, :4].flatten().tolist()) == b"one\ntwot"
 
 
-def test_two_files_of_the_same_part_are_refused(table, pictures, tmp_path):
+def test_two_files_of_the_same_part_are_refused(table, tmp_path):
     (tmp_path / "data").mkdir()
     for name in ("train.csv", "dev.csv", "valid.csv"):
         shutil.copy(table, tmp_path / "data" / name)
@@ -333,20 +323,6 @@ def test_two_files_of_the_same_part_are_refused(table, pictures, tmp_path):
         (tmp_path / "data" / name).write_text("a O\n\nb B-X\n\n" * 20)
     with pytest.raises(DataMissing, match="Train.txt and train.conll are the same part"):
         load("tag", tmp_path / "data")
-    for part in ("train", "test", "validation", "val"):
-        shutil.copytree(pictures, tmp_path / "split" / part)
-    with pytest.raises(DataMissing, match="val and validation are the same part"):
-        load("images", tmp_path / "split", image_size=8)
-
-
-def test_hidden_images_are_not_read(pictures, tmp_path):
-    count = load("images", pictures, image_size=8).rows("train")
-    (pictures / "dog/.ipynb_checkpoints").mkdir()
-    for i in range(8):
-        shutil.copy(pictures / f"dog/{i}.jpg", pictures / f"dog/.ipynb_checkpoints/{i}.jpg")
-    (pictures / "dog/._0.jpg").write_bytes(b"written by macOS")
-    assert load("images", pictures, image_size=8).rows("train") == count
-    assert len(read_examples(pictures, "", tokens=False)[1]) == 20
 
 
 def test_texts_in_other_encodings_name_file_and_line(tmp_path):
@@ -357,236 +333,3 @@ def test_texts_in_other_encodings_name_file_and_line(tmp_path):
         load("lm", tmp_path / "latin.txt")
     with pytest.raises(DataMissing, match=r"wide.csv.*line 1.*iconv -f utf-16"):
         load("classify", tmp_path / "wide.csv")
-
-
-@pytest.fixture
-def pictures(tmp_path):
-    from PIL import Image
-
-    for kind, colour in (("cat", (200, 0, 0)), ("dog", (0, 0, 200))):
-        (tmp_path / "pictures" / kind).mkdir(parents=True)
-        for i in range(8):
-            Image.new("RGB", (20, 10 + i), colour).save(tmp_path / f"pictures/{kind}/{i}.jpg")
-    place = tmp_path / "pictures" / "cat"
-    Image.new("RGBA", (12, 12), (0, 0, 0, 0)).save(place / "clear.png")
-    Image.new("L", (12, 12), 128).save(place / "grey.webp")
-    Image.new("RGB", (12, 12), (0, 200, 0)).convert("P").save(place / "palette.GIF")
-    Image.fromarray(torch.full((12, 12), 32896, dtype=torch.int32).numpy().astype("uint16")).save(place / "deep.tif")
-    (place / "notes.txt").write_text("not an image")
-    return tmp_path / "pictures"
-
-
-def test_a_folder_of_mixed_images(pictures, tmp_path):
-    data = load("images", pictures, image_size=8)
-    assert data.classes == ["cat", "dog"] and [data.rows(s) for s in ("train", "val", "test")] == [17, 1, 2]
-    from weft.tasks.images import read_pictures
-
-    names = ("clear.png", "grey.webp", "palette.GIF", "deep.tif", "0.jpg")
-    shown = read_pictures([pictures / "cat" / name for name in names], 8)[:, :, 4, 4].tolist()
-    expected = [(255, 255, 255), (128, 128, 128), (0, 204, 0), (128, 128, 128), (200, 0, 0)]
-    assert all(abs(a - b) <= 6 for one, two in zip(shown, expected, strict=True) for a, b in zip(one, two, strict=True))
-    split = tmp_path / "split"
-    for part in ("train", "Validation"):
-        shutil.copytree(pictures, split / part)
-    assert [load("images", split, image_size=8).rows(s) for s in ("train", "val", "test")] == [18, 20, 2]
-
-
-@pytest.mark.parametrize("task", ["images", "imagefolder", "pets"])
-def test_hidden_folders_are_no_classes(task, pictures, tmp_path):
-    for part in ("train", "val"):
-        shutil.copytree(pictures, tmp_path / "split" / part)
-        (tmp_path / "split" / part / ".ipynb_checkpoints").mkdir()
-    data = load(task, tmp_path / "split", image_size=8)
-    assert data.classes == ["cat", "dog"] and data.facts["classes"] == 2
-
-
-def test_many_images_are_normalised_by_all_classes():
-    image = torch.zeros(20_000, 3, 1, 1, dtype=torch.uint8)
-    image[10_000:] = 255  # sorted by class, as folders are read
-    rows = {"image": image, "label": torch.arange(20_000) // 10_000}
-    facts = get_task("images").data(make_config("images", image_size=4), rows, rows, rows, 2).facts
-    assert facts["mean"] == pytest.approx([0.5] * 3) and facts["std"] == pytest.approx([0.5] * 3, rel=1e-3)
-
-
-def test_trains_are_a_class(pictures):
-    (pictures / "dog").rename(pictures / "train")
-    assert load("images", pictures, image_size=8).classes == ["cat", "train"]
-    (pictures / "cat").rename(pictures / "val")
-    with pytest.raises(DataMissing, match="train cannot be used: it has 0 sub-folders"):
-        load("images", pictures)
-
-
-def test_errors_of_image_folders(pictures, tmp_path):
-    broken = pictures / "dog" / "broken.jpg"
-    whole = (pictures / "dog" / "0.jpg").read_bytes()
-    broken.write_bytes(whole[: len(whole) - 60])
-    with pytest.raises(DataMissing, match=r"dog/broken.jpg cannot be used: it is not a readable image .*[Tt]runcated"):
-        load("images", pictures)
-    broken.unlink()
-    (pictures / "fish").mkdir()
-    with pytest.raises(DataMissing, match="fish cannot be used: it has no images"):
-        load("images", pictures)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataMissing, match="one sub-folder per class, at least two"):
-        load("images", tmp_path / "empty")
-    with pytest.raises(DataMissing, match="is not a folder"):
-        load("images", tmp_path / "nowhere")
-
-
-def spans(tags):
-    """Entities as (type, first, last), token by token."""
-    found, kind, first = set(), None, 0
-    for i, tag in enumerate([*tags, "O"]):
-        prefix, _, name = tag.partition("-")
-        if kind and (tag == "O" or prefix in "BSU" or name != kind):
-            found.add((kind, first, i - 1))
-            kind = None
-        if tag != "O" and kind is None:
-            kind, first = name, i
-        if kind and prefix in "ESLU":
-            found.add((kind, first, i))
-            kind = None
-    return found
-
-
-@pytest.mark.parametrize("prefixes", ["BI", "BEIS", "BILU"])
-def test_entity_f1_equals_counting_spans(prefixes, tmp_path):
-    import random
-
-    draw = random.Random(0)
-    names = sorted(["O", *(f"{prefix}-{kind}" for prefix in prefixes for kind in ("LOC", "PER"))])
-    sentences = [[draw.choice(names) for _ in range(draw.randint(1, 9))] for _ in range(60)]
-    path = tmp_path / "tags.jsonl"
-    path.write_text("".join(json.dumps({"tokens": ["é"] * len(s), "tags": s}) + "\n" for s in sentences))
-    data = load("tag", path, max_length=32)
-    assert data.classes == names
-    rows = data.train
-
-    def model(ids):
-        generator = torch.Generator().manual_seed(0)
-        return torch.randn(*ids.shape, len(names), generator=generator)
-
-    task = get_task("tag")
-    found = task.summary({k: float(v.sum()) for k, v in task.score(model, rows).items()})
-    guess = model(rows["ids"]).argmax(-1)
-    hits = gold = guessed = 0
-    for tags, guesses in zip(rows["tags"], guess, strict=True):
-        real = tags >= 0
-        a, b = (spans([names[i] for i in t[real].tolist()]) for t in (tags, guesses))
-        hits, gold, guessed = hits + len(a & b), gold + len(a), guessed + len(b)
-    assert hits > 10
-    assert found["f1"] == pytest.approx(2 * hits / (gold + guessed))
-    assert found["recall"] == pytest.approx(hits / gold)
-
-
-def test_tags_are_trained_and_predicted(tmp_path):
-    from weft.lab import train
-
-    path = tmp_path / "names.conll"
-    path.write_text("-DOCSTART- X O\n\n" + "Zoé X B-PER\nsleeps X O\n\nNew X B-LOC\nYork X I-LOC\n\n" * 20)
-    train(make_config("tag", data=str(path), out=str(tmp_path / "run"), **{**TINY, "steps": 20, "learning_rate": 0.01}))
-    model = weft.load(tmp_path / "run")
-    answers = model.predict(["Zoé sleeps", ["New", "York"], "a " * 30])
-    assert answers[:2] == [{"answer": ["B-PER", "O"]}, {"answer": ["B-LOC", "I-LOC"]}]
-    assert answers[2]["answer"][12:] == [None] * 18  # beyond 24 bytes
-    path.write_text(path.read_text() + "alone\n")
-    with pytest.raises(DataMissing, match=r"names.conll.*line 123 has a token without a tag, 'alone'"):
-        load("tag", path)
-    other = tmp_path / "uneven.jsonl"
-    other.write_text('{"tokens": ["a", "b"], "tags": ["O"]}\n')
-    with pytest.raises(DataMissing, match="uneven.jsonl, line 1: column 'tokens' has 2 tokens, but 'tags' has 1 tags"):
-        load("tag", other)
-
-
-@pytest.mark.parametrize("tokenizer", ["words", "bpe:300"])
-def test_tokens_that_are_numbers_are_predicted_as_trained(tokenizer, tmp_path):
-    path = tmp_path / "calls.jsonl"
-    path.write_text('{"tokens": ["Call", 911], "tags": ["O", "B"]}\n' * 20)
-    data = load("tag", path, tokenizer=tokenizer)
-    known = Known(data.facts, data.vocabulary, data.classes, data.tokenizer, data.length)
-    assert torch.equal(get_task("tag").encode([["Call", 911]], known)["ids"][0], data.train["ids"][0])
-
-
-def test_words_have_their_combining_marks(tmp_path):
-    rows = [{"text": "यह हिन्दी है, cafe\u0301 ❤\ufe0f! \u0301", "label": "ab"[i % 2]} for i in range(20)]
-    path = tmp_path / "texts.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    data = load("classify", path, tokenizer="words")
-    assert [data.vocabulary[i] for i in data.train["ids"][0] if i] == ["यह", "हिन्दी", "है", "cafe\u0301"]
-
-
-@pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_tokens_are_read_in_the_pieces_of_words_inside_of_a_text(kind, tmp_path):
-    path, tokens = tmp_path / "names.jsonl", ["Ada", "lives", "in", "London"]
-    path.write_text((json.dumps({"tokens": tokens, "tags": ["B", "O", "O", "B"]}) + "\n") * 20)
-    data = load("tag", path, tokenizer=f"{kind}:300")
-    ids = Pieces(data.tokenizer).bpe.encode(" ".join(tokens)).ids
-    assert (data.train["ids"][0][: len(ids) + 1] - 1).tolist() == [*ids, -1]
-    assert (data.train["tags"][0] >= 0).sum() == len(tokens)
-
-
-def test_a_token_may_contain_a_no_break_space(tmp_path):
-    (tmp_path / "prices.conll").write_text("10\u00a0000 X  B-NUM\r\n€ X O \n\u00a0 X O\n", encoding="utf-8")
-    row = {"tokens": ["10\u00a0000", "€", "\u00a0"], "tags": ["B-NUM", "O", "O"]}
-    assert read_columns(tmp_path / "prices.conll").rows == [row]
-
-
-def test_a_sentence_may_begin_with_a_number_sign(tmp_path):
-    (tmp_path / "signs.conll").write_text("# newdoc\n# text = # 1 O\n# O\n1 B-NUM\n\n# B-SIGN\n")
-    rows = [{"tokens": ["#", "1"], "tags": ["O", "B-NUM"]}, {"tokens": ["#"], "tags": ["B-SIGN"]}]
-    assert read_columns(tmp_path / "signs.conll").rows == rows
-
-
-def test_tags_of_a_data_set_are_its_class_names(tmp_path, monkeypatch):
-    """`datasets` stores tags as numbers, and their names in the features."""
-    from types import SimpleNamespace
-
-    names = SimpleNamespace(names=["O", "B-PER", "I-PER"])
-    for feature in (SimpleNamespace(feature=names), [names]):  # new and old versions
-
-        class Rows(list):
-            features = {"tokens": SimpleNamespace(feature=SimpleNamespace(dtype="string")), "ner_tags": feature}
-            column_names = ["tokens", "ner_tags"]
-
-        rows = Rows([{"tokens": ["Ada", "Byron", "sleeps"], "ner_tags": [1, 2, 0]}] * 20)
-        library = SimpleNamespace(load_from_disk=lambda path, rows=rows: {"train": rows})
-        monkeypatch.setitem(sys.modules, "datasets", library)
-        (tmp_path / "dataset_dict.json").touch()
-        assert load("tag", tmp_path).classes == ["B-PER", "I-PER", "O"]
-
-
-def test_the_number_for_no_label_is_no_class(tmp_path):
-    """`datasets` writes -1 for examples without a label, such as the tests of GLUE."""
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as parquet
-
-    label = {"names": ["neg", "pos"], "_type": "ClassLabel"}
-    features = {"text": {"dtype": "string", "_type": "Value"}, "label": label}
-    about = {"huggingface": json.dumps({"info": {"features": features}})}
-    for part, labels in (("train", [0, 1] * 20), ("test", [-1] * 5)):
-        table = pa.table({"text": ["a"] * len(labels), "label": labels}).replace_schema_metadata(about)
-        parquet.write_table(table, tmp_path / f"{part}.parquet")
-    with pytest.raises(DataMissing, match="test.parquet, row 0: column 'label' is empty"):
-        load("classify", tmp_path)
-    data = load("classify", tmp_path, skip_unlabelled=True)
-    assert data.classes == ["0", "1"] and data.rows("test") == 4  # held out of the training rows
-    tags = {"tags": [["O", None]] * 20, "tokens": [["a", "b"]] * 20}
-    parquet.write_table(pa.table(tags), tmp_path / "tags.parquet")
-    with pytest.raises(DataMissing, match="row 0: column 'tags' must be a list of tokens, got"):
-        load("tag", tmp_path / "tags.parquet")
-
-
-@pytest.mark.parametrize("old", [False, True])
-def test_tags_of_a_parquet_file_are_their_names(old, tmp_path):
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as parquet
-
-    kind = {"names": ["O", "B-PER", "I-PER"], "_type": "ClassLabel"}
-    features = {"tokens": {"feature": {"dtype": "string", "_type": "Value"}, "_type": "List"},
-                "ner_tags": [kind] if old else {"feature": kind, "_type": "List"}}  # fmt: skip
-    about = {"huggingface": json.dumps({"info": {"features": features}})}
-    table = pa.table({"tokens": [["Ada", "Byron", "sleeps"]] * 20, "ner_tags": [[1, 2, 0]] * 20})
-    parquet.write_table(table.replace_schema_metadata(about), tmp_path / "tags.parquet")
-    assert load("tag", tmp_path / "tags.parquet").classes == ["B-PER", "I-PER", "O"]
-    parquet.write_table(table.replace_schema_metadata({"huggingface": "broken"}), tmp_path / "tags.parquet")
-    assert load("tag", tmp_path / "tags.parquet").classes == ["0", "1", "2"]
