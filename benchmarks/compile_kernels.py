@@ -2,10 +2,11 @@
 
     python -m benchmarks.compile_kernels [--out benchmarks/results/compiled_kernels.json] [--capability 8.0 9.0 ...]
 
-Forward and backward in bfloat16 with heads of 64 and 128, and with a mask and dropout; causal where the mechanism can
-be. Triton specialises the kernels as on such a GPU. One that needs more shared memory than the GPU has is compiled with
-fewer pipeline stages, as a launch does (`weft/kernels/launch.py`). That a kernel compiles does not show that it is
-right: the self-test of `backend="auto"` does, on the GPU.
+Forward and backward in bfloat16 with heads of 64 and 128, with heads of 40 and a mask, and with a mask and dropout;
+causal where the mechanism can be. Triton specialises the kernels as on such a GPU. One that needs more shared memory
+than the GPU has is compiled with fewer pipeline stages, as a launch does (`weft/kernels/launch.py`). Machine code that
+reads registers before they are set, an error of some assemblers (`machine_code.py`), counts as a failure. That a kernel
+compiles does not show that it is right: the self-test of `backend="auto"` does, on the GPU.
 """
 
 from __future__ import annotations
@@ -14,10 +15,7 @@ import argparse
 import functools
 import json
 import os
-import re
-import subprocess
 import sys
-import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,13 +24,20 @@ import torch
 
 import weft
 from benchmarks.gpu_timing import commit
+from benchmarks.machine_code import instructions, resources, unset_registers
 from weft.core import dispatch
 from weft.kernels import launch
 
 # Shared memory that a program can have, in bytes (CUDA C++ Programming Guide, table of technical specifications).
 SHARED = {"8.0": 163 << 10, "8.6": 99 << 10, "8.9": 99 << 10, "9.0": 227 << 10, "10.0": 227 << 10, "12.0": 99 << 10}
 L, H = 2048, 4
-CALLS: tuple[dict[str, Any], ...] = ({"D": 64}, {"D": 128}, {"D": 64, "masked": True, "dropout": 0.1})
+PROBLEMS = "spills", "fewer_stages", "unset_registers", "failed"
+CALLS: tuple[dict[str, Any], ...] = (
+    {"D": 64},
+    {"D": 128},
+    {"D": 40, "masked": True},
+    {"D": 64, "masked": True, "dropout": 0.1},
+)
 
 
 class Elsewhere:
@@ -75,7 +80,8 @@ def compiled(name: str, capability: str) -> dict[str, Any]:
             if "STAGES" in options:
                 options["STAGES"] = stages
         place = f"{kernel.__module__.removeprefix('weft.')}.{kernel.__name__}"
-        found[built.hash] = {"kernel": place, "stages": stages, **resources(built)}
+        unset = float(capability) < 10 and bool(unset_registers(instructions(built)))
+        found[built.hash] = {"kernel": place, "stages": stages, "unset": unset, **resources(built)}
 
     launch._timed = compile_only  # type: ignore[assignment]
     failed = {}
@@ -93,6 +99,7 @@ def compiled(name: str, capability: str) -> dict[str, Any]:
         "shared": max((x["shared"] for x in kernels), default=0),
         "spills": sorted({x["kernel"] for x in kernels if x["stack"]}),
         "fewer_stages": sorted({x["kernel"] for x in kernels if x["stages"]}),
+        "unset_registers": sorted({x["kernel"] for x in kernels if x["unset"]}),
         "failed": failed,
     }
 
@@ -106,19 +113,6 @@ def run(name: str, D: int, masked: bool = False, dropout: float = 0.0) -> None:
     inputs = [x.requires_grad_() for x in tensors]
     mask = (torch.arange(L) < L - 5)[None] if masked else None
     torch.autograd.grad(attn(*inputs, mask), inputs, dout, allow_unused=True)
-
-
-def resources(built: Any) -> dict[str, int]:
-    """Registers per thread, bytes of stack (spilled registers) and of shared memory."""
-    from triton import knobs
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(built.asm["cubin"])
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = dict(re.findall(r"(REG|STACK):(\d+)", text))
-    return {"registers": int(found["REG"]), "stack": int(found["STACK"]), "shared": built.metadata.shared}
 
 
 def with_zeros() -> None:
@@ -151,13 +145,13 @@ def main() -> None:
     with ProcessPoolExecutor(os.cpu_count(), initializer=with_zeros, max_tasks_per_child=1) as pool:
         for row in pool.map(compiled, *zip(*jobs, strict=True)):
             rows.append(row)
-            problems = [f"{key}: {', '.join(row[key])}" for key in ("spills", "fewer_stages", "failed") if row[key]]
+            problems = [f"{key}: {', '.join(row[key])}" for key in PROBLEMS if row[key]]
             print(f"{row['capability']} {row['name']:<26} {row['kernels']:>3} kernels", *problems, flush=True)
     command = f"python -m benchmarks.compile_kernels --capability {' '.join(args.capability)}"
     about = {"commit": commit(), "torch": torch.__version__, "triton": triton.__version__, "command": command}
     if args.out:
         args.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
-    failed = sum(bool(row["failed"]) for row in rows)
+    failed = sum(bool(row["failed"] or row["unset_registers"]) for row in rows)
     print(f"{sum(row['kernels'] for row in rows):,} kernels compiled, {failed} of {len(rows)} failed")
     sys.exit(failed > 0)
 

@@ -12,33 +12,24 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
-import tempfile
 from typing import Any
 
 import torch
 
 import weft
-from benchmarks.compile_kernels import SHARED, Elsewhere, resources, with_zeros
+from benchmarks.compile_kernels import SHARED, Elsewhere, with_zeros
 from benchmarks.gpu_timing import D, H
+from benchmarks.machine_code import instructions, resources
 from weft.core import dispatch
 from weft.kernels import launch
 
-LINE = re.compile(r"/\*([0-9a-f]{4,})\*/ +([^;]*);")  # address and instruction
 BACK = re.compile(r"\bBRA\b.* 0x([0-9a-f]+)")  # a branch
 BYTES, SHORTEST = 16, 8  # of an instruction; instructions of a loop, to leave out the end's branch to itself
 
 
 def counted(built: Any) -> tuple[int, list[int]]:
     """Instructions outside of loops, and of one round of each loop that is in no other."""
-    from triton import knobs
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(built.asm["cubin"])
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-sass", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    lines = [(int(at, 16) // BYTES, what) for at, what in LINE.findall(text)]
+    lines = [(at // BYTES, what) for at, what in instructions(built)]
     loops = []
     for at, what in lines:
         found = BACK.search(what)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.machine_code import unset_registers
+
 pytest.importorskip("triton")
 
 
@@ -29,3 +31,29 @@ def test_kernels_compile_without_a_gpu(tmp_path):
 def test_only_mechanisms_with_kernels_are_compiled(tmp_path):
     done = run("--only", "full", cache=tmp_path)
     assert done.returncode == 2 and "'full' has no kernel" in done.stderr
+
+
+RIGHT = """R2UR UR10, R13
+UIADD3 UR4, UP0, UR10, 0x20, URZ
+UIADD3.X UR5, URZ, -0x3ffffff0, URZ, UP0, !UPT
+ULDC.64 UR6, c[0x0][0x208]
+HGMMA.64x16x16.F32.BF16 R24, gdesc[UR4].tnspA.tnspB, R24
+@UP0 UMOV UR8, UR6
+UIMAD.WIDE UR14, UR8, 0x4, UR6
+HGMMA.64x64x16.F32.BF16 R24, R60, gdesc[UR12].tnspB, R24, gsb0
+@P0 BRA 0x10""".splitlines()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [
+        ({}, []),
+        ({1: "UIADD3 UR4, UP0, UR26, 0x20, URZ"}, [1]),
+        ({2: "UIADD3.X UR5, UR26, -0x3ffffff0, URZ, UP0, !UPT"}, [2]),
+        ({3: "ULDC UR6, c[0x0][0x208]"}, [4]),  # the descriptor's last register, UR7
+        ({1: "UIADD3 UR4, UR10, 0x20, URZ"}, [2, 5]),  # without the carry, UP0
+    ],
+)
+def test_registers_that_are_read_before_they_are_set(wrong, found):
+    code = [wrong.get(i, line) for i, line in enumerate(RIGHT)]
+    assert unset_registers(list(enumerate(code))) == [code[i] for i in found]
