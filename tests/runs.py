@@ -44,9 +44,9 @@ def kill(training):
     raise Killed
 
 
-def killed_run(monkeypatch, config, step):
+def killed_run(monkeypatch, config, step, **more):
     """Train until a kill before this step."""
     with monkeypatch.context() as patch:
         before_step(patch, step, kill)
         with pytest.raises(Killed):
-            loop.train(config)
+            loop.train(config, **more)

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("lightning")
 
 import runs
-from runs import weft
+from runs import killed_run, weft
 
 from weft.lab import TrainConfig, compiled, evaluate_run, load_run, loop, make_config, train
 from weft.lab.build import build_model
@@ -206,6 +206,16 @@ def test_a_run_can_be_extended_if_the_schedule_allows(tmp_path):
     with pytest.raises(Exception, match="steps: 9 -> 12"):
         train(tiny(tmp_path / "cosine", steps=9, schedule="cosine"))
         train(tiny(tmp_path / "cosine", steps=12, schedule="cosine"), resume=True)
+
+
+def test_an_extended_run_that_was_stopped_has_no_result(tmp_path, monkeypatch):
+    from weft.lab.report import read_run, runs_table
+
+    train(tiny(tmp_path / "a", schedule="constant"))
+    killed_run(monkeypatch, tiny(tmp_path / "a", schedule="constant", steps=24), 18, resume=True)
+    (row,) = runs_table([read_run(tmp_path / "a")])["rows"]
+    assert row[4:6] == ["17 of 24", "unfinished"]
+    assert Run(tmp_path / "a").result() is None
 
 
 def test_init_from_loads_the_weights_of_another_run(tmp_path):

@@ -135,6 +135,7 @@ class Run:
 
     def begin(self, config: TrainConfig, files: Mapping[str, str]) -> None:
         """Write the config, the record of the data and the environment."""
+        (self.folder / "result.json").unlink(missing_ok=True)  # of fewer steps, if the run is extended
         self.write_config(config)
         for name, text in files.items():
             self.write(name, text)
