@@ -58,7 +58,7 @@ def mean(sweep: Sweep, runs: Sequence[Record]) -> tuple[float, str]:
     if any(sweep.metric not in run.test for run in runs):
         return math.nan, f"loss {statistics.fmean(run.test['loss'] for run in runs):.3f}"
     values = [run.test[sweep.metric] for run in runs]
-    if None in values:  # how result files store NaN
+    if not math.isfinite(sum(values)):
         return math.nan, "not a number"
     spread = f" ± {sweep.show(statistics.stdev(values))}" if len(values) > 1 else ""
     return statistics.fmean(values), f"{sweep.show(statistics.fmean(values))}{spread}"

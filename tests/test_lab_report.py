@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import shutil
 
 import pytest
@@ -58,6 +59,20 @@ def test_mean_and_sample_deviation_next_to_the_papers_value(sweep):
     assert made.rows[0] == ["full", "53.0 ± 3.6 (n=3)", "90.0", "—", "90.0"]
     assert made.rows[1] == ["linear", "—", "", "—", ""]
     assert made.notes == ["All runs: commit 1111111, NVIDIA H200, torch 2.11."]
+
+
+def test_a_seed_that_is_not_a_number_stays_in_the_mean(sweep):
+    jobs = jobs_of(sweep, only=["full/1×2"], seeds=[0, 1, 2])
+    for job, accuracy in zip(jobs, (0.5, 0.52, float("nan")), strict=True):
+        put(job, accuracy)
+    put(*jobs_of(sweep, only=["linear/1×2"], seeds=[0]), float("nan"), step=7)
+    for _ in range(2):  # from the runs, then from the results, where it is null
+        records = gather(sweep)
+        (made,) = tables(sweep, records)
+        assert cell(made, "full", "1×2") == "nan (n=3)"
+        assert cell(made, "linear", "1×2") == "nan at step 7 of 12 (validation of step 5, n=1)"
+        write_results(results_file(sweep), sweep, records)
+        shutil.rmtree(sweep.runs(), ignore_errors=True)
 
 
 def test_a_seed_may_be_negative(sweep):
@@ -143,9 +158,8 @@ def test_results_round_trip(sweep, tmp_path):
     found = read_results(tmp_path / "x.json")
     assert found[0].config == records[0].config and found[0].test == records[0].test
     assert found[0].starts == records[0].starts and [tuple(p) for p in found[0].loss] == records[0].loss
-    assert found[1].val["accuracy"] is None  # JSON has no NaN
-    (made,) = tables(sweep, found)
-    assert cell(made, "full", "wide, 1x4") == "no accuracy at step 9 of 12"
+    assert "NaN" not in (tmp_path / "x.json").read_text() and math.isnan(found[1].val["accuracy"])
+    assert tables(sweep, found) == tables(sweep, records)
     (tmp_path / "x.json").write_text('{"format": 99}')
     with pytest.raises(ValueError, match="format 99"):
         read_results(tmp_path / "x.json")

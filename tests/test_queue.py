@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import time
 from pathlib import Path
@@ -171,7 +172,7 @@ def test_figures_of_claims_come_from_the_results(monkeypatch, tmp_path):
 def test_a_result_may_be_nan():
     from experiments import results
 
-    sweep, runs = SimpleNamespace(metric="accuracy", show=str), [SimpleNamespace(test={"accuracy": None})] * 2
+    sweep, runs = SimpleNamespace(metric="accuracy", show=str), [SimpleNamespace(test={"accuracy": math.nan})] * 2
     assert results.mean(sweep, runs)[1] == "not a number"
 
 

@@ -179,7 +179,8 @@ def read_results(path: Path) -> list[Record]:
 
 def _record(written: dict[str, Any], run: dict[str, Any]) -> Record:
     config, starts = written["common"] | run["config"], [Start(**start) for start in run["starts"]]
-    return Record(**{**run, "config": config, "starts": starts})
+    figures = {split: {k: math.nan if v is None else v for k, v in run[split].items()} for split in ("val", "test")}
+    return Record(**{**run, **figures, "config": config, "starts": starts})
 
 
 def thin(points: Sequence[tuple[float, float]], most: int = POINTS) -> Points:

@@ -7,6 +7,7 @@ value says from which.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -150,7 +151,8 @@ def _figure(sweep: Sweep, cell: Cell, records: Sequence[Record], letters: dict[s
         elif not values:
             text = f"no {sweep.metric.replace('_', ' ')}{where}"
         else:
-            spread = f" ± {sweep.show(statistics.stdev(values))}" if len(values) > 1 else ""
+            finite = math.isfinite(sum(values))  # stdev fails on others
+            spread = f" ± {sweep.show(statistics.stdev(values))}" if finite and len(values) > 1 else ""
             split = "" if first.state == "complete" else f"validation of step {first.val_step}, "
             text = f"{sweep.show(statistics.fmean(values))}{spread}{where} ({split}n={len(values)})"
         parts.append(f"{text} [{', '.join(marks)}]" if marks else text)
