@@ -142,6 +142,16 @@ def test_settings_that_may_differ_between_runs():
     assert changed(config, free) == []
     assert changed(config, dataclasses.replace(config, batch_size=16)) == ["examples per step: 32 -> 16"]
     assert changed(config, dataclasses.replace(config, learning_rate=1.0)) == ["learning_rate: 0.008 -> 1.0"]
+    assert changed(config, dataclasses.replace(config, keep=5)) == []
+
+
+def test_the_kept_checkpoints_count_if_their_average_is_tested(sweep):
+    cells = [dataclasses.replace(c, config=dataclasses.replace(c.config, test_on="average")) for c in sweep.cells]
+    average = dataclasses.replace(sweep, cells=tuple(cells))
+    for change, folder in (({"keep": 5}, "small+keep=5"), ({"checkpoint_every": 7}, "small+checkpoint_every=7")):
+        assert {job.folder.parent.name for job in jobs_of(average, overrides=change)} == {folder}
+        assert {job.folder.parent.name for job in jobs_of(sweep, overrides=change)} == {"small"}
+        assert len(changed(cells[0].config, dataclasses.replace(cells[0].config, **change))) == 1
 
 
 def test_a_folder_with_another_run_is_refused(sweep, command):

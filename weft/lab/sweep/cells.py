@@ -219,7 +219,8 @@ def overrides_of(sweep: Sweep, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The overrides that change what some cell computes. `time_budget` scales the warm-up and the steps between
     evaluations, so others give another run."""
     kept = {}
-    ignored = [free(dataclasses.replace(cell.config, **overrides)) - set(CHOSEN) | FREE for cell in sweep.cells]
+    given = {**overrides, "time_budget": 0.0}
+    ignored = [free(dataclasses.replace(cell.config, **given)) for cell in sweep.cells]
     for name, value in sorted(overrides.items()):
         pairs = zip(sweep.cells, ignored, strict=True)
         if any(name not in same and getattr(cell.config, name) != value for cell, same in pairs):
@@ -245,14 +246,16 @@ def changed(old: TrainConfig, new: TrainConfig) -> list[str]:
 def free(config: TrainConfig) -> frozenset[str]:
     """The settings that may differ between two runs of this config. Packed batches give the losses of padded ones,
     except for dropout's random numbers, if the mechanism's pattern does not depend on the padding, nor the slots of a
-    cache; `time_budget` chooses the steps by the speed of the device."""
+    cache; `time_budget` chooses the steps by the speed of the device. The average of the kept checkpoints depends on
+    which are kept."""
     names = set(config.attention.split("+"))
     if config.task in TASKS:  # `lra` gives it the pattern of the task's length
         names -= {"bigbird"}
     same = set(CHOSEN) if config.time_budget else set()
     if config.attention != "mixed" and not config.cache and not any(map(padding_matters, names)):
         same.add("packed")
-    return FREE | same
+    averaged = {"keep", "checkpoint_every"} if config.test_on == "average" else set()
+    return FREE - averaged | same
 
 
 @functools.cache
