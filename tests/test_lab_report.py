@@ -256,6 +256,15 @@ def test_folders_of_folders_and_single_files(sweep, tmp_path):
     assert shown.exit_code == 0 and "runs.html" in shown.output
 
 
+def test_reports_of_folders_with_the_same_name(tmp_path):
+    for version, accuracy in (("v1", 0.5), ("v2", 0.6)):
+        put(jobs_of(write_sweep(tmp_path / version / "one"))[0], accuracy)
+    paths = [str(tmp_path / version / "one") for version in ("v1", "v2")]
+    assert CliRunner().invoke(app, ["report", *paths, "--out", str(tmp_path / "out")]).exit_code == 0
+    texts = [(tmp_path / "out" / version / "one" / "report.md").read_text() for version in ("v1", "v2")]
+    assert ["50.0 (n=1)" in text for text in texts] == [True, False]
+
+
 def test_runs_in_another_folder(sweep, tmp_path):
     put(jobs_of(sweep, out=tmp_path / "far")[0], 0.5)
     assert len(gather(sweep, tmp_path / "far")) == 1 and not gather(sweep)

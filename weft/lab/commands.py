@@ -165,10 +165,10 @@ def report_runs(
     For a folder with sweeps: writes report.md, report.html and, for each sweep, NAME.results.json. The tables can be
     made again from these files without the runs.
     """
+    from .report import name_of, report
+
     folders = [path for path in paths if path.name not in ("sweep.json", "overrides.json")]  # beside a sweep's runs
     if folders and all((path / "config.json").exists() for path in folders):
-        from .report import report
-
         say(f"wrote {report(folders, out or Path('report.html'))}")
         return
     from .sweep.tables import report_sweeps, sweep_folders
@@ -176,7 +176,8 @@ def report_runs(
     found = sweep_folders(paths)
     for place, files in found.items():
         if out is not None:
-            place = out / place.parent.name / place.name if len(found) > 1 else out / place.name
+            folder = name_of(place.parent, [other.parent for other in found]) if len(found) > 1 else ""
+            place = out / folder / place.name
         say(report_sweeps(files, place, runs))
         say(f"wrote {place}.md and {place}.html")
 
