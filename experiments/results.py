@@ -141,7 +141,8 @@ def section(sweep: Sweep) -> tuple[str, bytes]:
         paper, off = "–", "–"
         if cell.paper is not None:
             paper, off = f"{cell.paper:g}", f"{value * sweep.scale - cell.paper:+.{sweep.digits}f}"
-        starts = dict.fromkeys(f"{start.commit[:7]}, {start.device}" for run in runs for start in run.starts)
+        origins = ((*start.commit.partition("+"), start.device) for run in runs for start in run.starts)
+        starts = dict.fromkeys(f"{commit[:7]}{plus}{changes}, {device}" for commit, plus, changes, device in origins)
         seeds = ", ".join(str(run.seed) for run in runs)
         steps = ", ".join(dict.fromkeys(f"{run.step:,} of {run.steps:,}" for run in runs))
         minutes = ", ".join(f"{run.seconds / 60:.1f}" if run.seconds else "–" for run in runs)

@@ -188,7 +188,7 @@ def test_runs_are_added_to_the_tables_and_incomplete_ones_are_named(monkeypatch,
     monkeypatch.setattr(results, "HERE", tmp_path / "papers")
     jobs = jobs_of(sweep, seeds=[0, 1], out=tmp_path / "runs")
     put(jobs[0], 0.5, gpu_share=12.5)
-    put(jobs[4], 0.6, gpu_share=12.5)  # the same cell
+    put(jobs[4], 0.6, gpu_share=12.5, commit="1111111aaaa+changes")  # the same cell
     put(jobs[1], 0.7, step=7)
     put(dataclasses.replace(jobs[2], config=dataclasses.replace(jobs[2].config, learning_rate=0.5)), 0.8)
     for _ in range(2):  # adding twice changes nothing
@@ -196,8 +196,9 @@ def test_runs_are_added_to_the_tables_and_incomplete_ones_are_named(monkeypatch,
     assert "full-1x2, seed 1: 60.0\n" in capsys.readouterr().out
     text, drawing = results.section(sweep)
     assert "1 of 4 cells complete" in text and b"validation accuracy" in drawing
-    figures = "| full, 1×2 | 90 | 55.0 ± 7.1 | 0, 1 | 12 of 12 | –, – | -35.0 | 1111111, 12.5 % of one NVIDIA H200 |"
-    assert figures in text
+    figures = "| full, 1×2 | 90 | 55.0 ± 7.1 | 0, 1 | 12 of 12 | –, – | -35.0 | "
+    where = "12.5 % of one NVIDIA H200"
+    assert f"{figures}1111111, {where}; 1111111+changes, {where} |" in text
     assert "- full, wide, 1x4, seed 0: 7 of 12 steps, validation accuracy 70.0 at 5; stopped" in text
     assert "- linear, 1×2, seed 0: 80.0 after 12 steps, with learning_rate 0.5 instead of 0." in text
     with pytest.raises(SystemExit, match="has no runs of a table"):
