@@ -41,7 +41,7 @@ def fitting(sweep: Sweep, cell: Cell, steps: int = 0) -> list[Record]:
     """Runs with the cell's current settings, and this number of steps if it is not 0; in order of their seeds."""
     runs = [
         record
-        for record in read_results(results_file(sweep))
+        for record in read_results(results_file(sweep), sweep.metric)
         if record.cell == cell.slug
         and record.overrides == ({"steps": steps} if steps else {})
         and not record.differs(cell.config)

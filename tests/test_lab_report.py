@@ -150,6 +150,13 @@ def test_tables_can_be_made_again_without_the_runs(sweep):
     assert len(kept) < 20_000 and len(kept.splitlines()) == 8 + 3
 
 
+def test_curves_of_another_metric_are_not_shown(sweep):
+    put(jobs_of(sweep)[0], 0.5)
+    write_results(results_file(sweep), sweep, gather(sweep))
+    shutil.rmtree(sweep.runs())
+    assert gather(sweep)[0].curve and not gather(dataclasses.replace(sweep, metric="loss"))[0].curve
+
+
 def test_results_round_trip(sweep, tmp_path):
     put(jobs_of(sweep)[0], 0.5)
     put(jobs_of(sweep)[1], float("nan"), step=9)

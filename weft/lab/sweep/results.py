@@ -117,7 +117,7 @@ def gather(sweep: Sweep, runs: Path | None = None) -> list[Record]:
     found: dict[tuple[str, str, int], tuple[tuple[bool, bool, int, bool], Record]] = {}
     cells = {cell.slug: cell for cell in sweep.cells}
     here = [(record, True) for record in read_runs(sweep, sweep.runs(runs))]
-    for record, fresh in [*here, *((old, False) for old in read_results(results_file(sweep)))]:
+    for record, fresh in [*here, *((old, False) for old in read_results(results_file(sweep), sweep.metric))]:
         if record.state == "cut" and not record.step:
             continue  # started, no results yet
         fits = record.cell in cells and not record.differs(cells[record.cell].config)
@@ -162,7 +162,8 @@ def write_results(path: Path, sweep: Sweep, records: Sequence[Record]) -> None:
         temporary.write_text(text)
 
 
-def read_results(path: Path) -> list[Record]:
+def read_results(path: Path, metric: str = "") -> list[Record]:
+    """The runs of the file; with `metric`, without curves of another one."""
     if not path.exists():
         return []
     try:
@@ -174,6 +175,8 @@ def read_results(path: Path) -> list[Record]:
         ) from None
     if written.get("format") != FORMAT:
         raise ValueError(f"{path} has format {written.get('format')}, this version reads {FORMAT}")
+    if metric and written.get("metric") != metric:
+        records = [dataclasses.replace(record, curve=[], clock=[]) for record in records]
     return records
 
 
