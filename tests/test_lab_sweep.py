@@ -305,7 +305,8 @@ def test_markup_in_a_title_is_literal(sweep, command):
     "given, says",
     [("--jobs=-1", "--jobs must be at least 0, got -1"), ("--minutes=-1", "--minutes must be at least 0, got -1"),
      ("--cpus=0", "--cpus must be at least 1, got 0"), ("--gpus=-7", "--gpus must be at least 0, got -7"),
-     ("--on=here", "local, ray or slurm"), ("--seeds=x", "whole numbers such as 0,1,2; got 'x'")],
+     ("--on=here", "local, ray or slurm"), ("--seeds=x", "whole numbers such as 0,1,2; got 'x'"),
+     ("--seeds=0-4", "such as 0,1,2; got '0-4'")],
 )  # fmt: skip
 def test_invalid_options_start_nothing(sweep, given, says):
     said = CliRunner().invoke(app, ["sweep", str(sweep.file), given])

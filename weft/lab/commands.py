@@ -110,7 +110,7 @@ def sweep_files(
             raise ValueError(f"--{name} must be at least {least}, got {value:g}")
     if on not in ("local", "ray", "slurm"):
         raise ValueError(f"--on must be local, ray or slurm, got {on!r}")
-    if seeds and not re.fullmatch(r"[\s,]*(-?\d+[\s,]*)+", seeds):
+    if seeds and not re.fullmatch(r"[\s,]*(-?\d+([\s,]+|$))+", seeds):
         raise ValueError(f"--seeds takes whole numbers such as 0,1,2; got {seeds!r}")
     numbers = [int(seed) for seed in seeds.replace(",", " ").split()] if seeds else None
     sweeps = [load_sweep(file) for file in files]
