@@ -165,7 +165,8 @@ def load(folder: str | Path, which: str = "", device: str | torch.device | None 
         run = Run(folder)
         config = run.config()
         tensors, numbers = saved_weights(run, which or config.test_on)
-        extra, step, test = numbers.get("extra", {}), int(numbers["step"]), (run.result() or {}).get("test", {})
+        extra, step = numbers.get("extra", {}), int(numbers["step"])
+        test = (run.result() or {}).get("test", {}) if which in ("", config.test_on) else {}  # of other weights
     config.check()
     known = kept.known
     data = TaskData(
