@@ -50,9 +50,13 @@ def test_a_run_predicts_without_its_data_and_survives_export(table, tmp_path):
     again = weft.load(model.export(tmp_path / "exported"))
     assert again.predict(texts) == answers
     assert again.known.length == 24 and "Classes: bad, good" in (tmp_path / "exported/README.md").read_text()
+    start = tmp_path / "run" / "environment.json"
+    start.write_text(json.dumps([{**json.loads(start.read_text())[0], "commit": "123456789abcdef+changes"}]))
     weft.load(tmp_path / "run", "last").export(tmp_path / "last")
-    cards = [(tmp_path / name / "README.md").read_text() for name in ("exported", "last")]
-    assert ["- Test: loss" in card for card in cards] == [True, False]  # the best weights were tested
+    weft.load(tmp_path / "last").export(tmp_path / "again")
+    cards = [(tmp_path / name / "README.md").read_text() for name in ("exported", "last", "again")]
+    assert ["- Test: loss" in card for card in cards] == [True, False, False]  # the best weights were tested
+    assert ["commit 123456789abc+changes)" in card for card in cards] == [False, True, True]
     with pytest.raises(TypeError, match="put a single text in a list"):
         model.predict("one text")
     with pytest.raises(TypeError, match="takes a list of texts"):

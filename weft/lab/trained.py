@@ -30,7 +30,7 @@ from ..tasks.registry import task_of
 from .build import build_model
 from .hosted import OWN, load_host, save_host
 from .kept import Kept, read_kept
-from .run import Run, commit, missing_config
+from .run import Run, missing_config
 from .saving import saved_weights
 from .state import restore_model
 
@@ -40,9 +40,12 @@ WEIGHTS = "model.safetensors"
 class Trained(nn.Module):
     """The model of a run in eval mode, with the meaning of its ids and labels."""
 
-    def __init__(self, model: nn.Module, config: TrainConfig, kept: Kept, step: int, test: dict[str, float]):
+    def __init__(
+        self, model: nn.Module, config: TrainConfig, kept: Kept, step: int, test: dict[str, float], commit: str = ""
+    ):
         super().__init__()
         self.model, self.config, self.kept, self.step, self.test = model, config, kept, step, test
+        self.commit = commit  # of the code that trained it
         self.eval()
 
     @property
@@ -81,7 +84,7 @@ class Trained(nn.Module):
         """Write a folder that `weft.load` opens elsewhere. It must not exist yet."""
         target = Path(folder)
         host = host_of(self.model)
-        facts = {"step": self.step, "test": self.test, "commit": commit()}
+        facts = {"step": self.step, "test": self.test, "commit": self.commit}
         with new_folder(target) as temporary:
             opens = f'weft.load("{target.name}")'
             own = temporary
@@ -102,13 +105,14 @@ class Trained(nn.Module):
 
     def _card(self, name: str, opens: str) -> str:
         config, rows = self.config, self.kept.record["rows"]
+        head, plus, changes = self.commit.partition("+")
         sizes = "" if ":" in config.model else f", {config.layers} layers of {config.heads} heads"
         lines = [
             f"# {name}",
             "",
             f"{config.model} with `{config.attention}` attention{sizes}. "
             f"Trained with weft on the task `{config.task}` for {self.step:,} steps (seed {config.seed}, commit "
-            f"{commit()[:12] or 'unknown'}).",
+            f"{head[:12] or 'unknown'}{plus}{changes}).",
             "",
             f"- Data: {Path(config.data).name}; {rows['train']:,} training, {rows['val']:,} validation and "
             f"{rows['test']:,} test examples",
@@ -154,19 +158,20 @@ def load(folder: str | Path, which: str = "", device: str | torch.device | None 
     if own != folder:
         config = from_json((own / "config.json").read_text())
         facts = json.loads((own / "facts.json").read_text())
-        step, test = int(facts["step"]), facts["test"]
+        step, test, commit = int(facts["step"]), facts["test"], facts["commit"]
     elif is_exported(folder):
         config = from_json((folder / "config.json").read_text())
         with safe_open(str(folder / WEIGHTS), framework="pt", device="cpu") as file:
             facts = json.loads((file.metadata() or {}).get("weft", "{}"))
             tensors = {f"model/{name}": file.get_tensor(name) for name in file.keys()}
-        step, test = int(facts.get("step", 0)), facts.get("test", {})
+        step, test, commit = int(facts.get("step", 0)), facts.get("test", {}), facts.get("commit", "")
     else:
         run = Run(folder)
         config = run.config()
         tensors, numbers = saved_weights(run, which or config.test_on)
         extra, step = numbers.get("extra", {}), int(numbers["step"])
         test = (run.result() or {}).get("test", {}) if which in ("", config.test_on) else {}  # of other weights
+        commit = (run.starts() or [{}])[-1].get("commit", "")
     config.check()
     known = kept.known
     data = TaskData(
@@ -177,4 +182,4 @@ def load(folder: str | Path, which: str = "", device: str | torch.device | None 
         load_host(model, config, folder)
     else:
         restore_model(model, tensors, extra)
-    return Trained(model, config, kept, step, test).to(device or "cpu")
+    return Trained(model, config, kept, step, test, commit).to(device or "cpu")
