@@ -218,6 +218,17 @@ def test_an_extended_run_that_was_stopped_has_no_result(tmp_path, monkeypatch):
     assert Run(tmp_path / "a").result() is None
 
 
+def test_a_failed_run_that_was_continued_has_not_failed(tmp_path, monkeypatch):
+    from weft.lab.sweep.results import read_folder
+
+    config = tiny(tmp_path / "full-1x2-s0", checkpoint_every=1)
+    killed_run(monkeypatch, config, 3)
+    Run(tmp_path / "full-1x2-s0").write("outcome.json", '{"state": "failed", "why": "out of memory"}')
+    assert read_folder(tmp_path / "full-1x2-s0", "accuracy").state == "failed"
+    killed_run(monkeypatch, config, 5, resume=True)
+    assert read_folder(tmp_path / "full-1x2-s0", "accuracy").state == "cut"
+
+
 def test_init_from_loads_the_weights_of_another_run(tmp_path):
     train(tiny(tmp_path / "a", steps=2, eval_every=0))
     train(tiny(tmp_path / "b", steps=1, learning_rate=0.0, weight_decay=0.0, init_from=str(tmp_path / "a"), seed=5))

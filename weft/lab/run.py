@@ -135,7 +135,8 @@ class Run:
 
     def begin(self, config: TrainConfig, files: Mapping[str, str]) -> None:
         """Write the config, the record of the data and the environment."""
-        (self.folder / "result.json").unlink(missing_ok=True)  # of fewer steps, if the run is extended
+        for name in ("result.json", "outcome.json"):  # of fewer steps, and why a sweep's attempt failed
+            (self.folder / name).unlink(missing_ok=True)
         self.write_config(config)
         for name, text in files.items():
             self.write(name, text)
