@@ -43,6 +43,7 @@ def names(states, *wanted):
 
 def test_the_file_is_read(sweep):
     assert (sweep.title, sweep.metric, sweep.seeds, sweep.name) == ("Digits, small", "accuracy", (0, 1), "small")
+    assert sweep.show(0.5) == "50.0" and dataclasses.replace(sweep, unit="", scale=1).show(2e-6) == "2e-06"
     assert [cell.slug for cell in sweep.cells] == ["full-1x2", "full-wide-1x4", "linear-1x2", "linear-wide-1x4"]
     assert [cell.paper for cell in sweep.cells] == [90.0, 90.0, None, None]
     assert sweep.show(0.9) == "90.0" and sweep.unit == "%"  # accuracies are percentages

@@ -105,19 +105,26 @@ def test_the_commands_predict_and_export(table, tmp_path):
     assert CliRunner().invoke(app, ["--version"]).output == f"weft {weft.__version__}\n"
 
 
-@pytest.mark.parametrize("least, unit", [(1000, 1), (1.7e9, 0.01), (0, 1e36)])
-def test_numbers_of_any_scale_are_learned(table, tmp_path, least, unit):
+@pytest.mark.parametrize("least, unit", [(1000, 1), (1.7e9, 0.01), (0, 1e36), (0, 1e-9)])
+def test_numbers_of_any_scale_are_learned(table, tmp_path, capsys, least, unit):
     from typer.testing import CliRunner
 
     from weft.cli import app
     from weft.lab import train
+    from weft.lab.report import read_run, runs_table
 
     path = table.with_name("prices.jsonl")
     rows = [{"text": text, "label": least + 100 * unit * (kind == "good")} for text, kind in reviews()]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {**TINY, "steps": 20, "learning_rate": 0.02, "tokenizer": "words"}
     found = train(make_config("regress", data=str(path), out=str(tmp_path / "run"), **settings))
-    assert 0 < found.test["mae"] < 20 * unit
+    mae = found.test["mae"]
+    assert 0 < mae < 20 * unit
+    printed = capsys.readouterr().out.split("test mae ")[1].split()[0]
+    said = CliRunner().invoke(app, ["eval", str(tmp_path / "run"), "--device", "cpu"]).output
+    shown = runs_table([read_run(tmp_path / "run")])["rows"][0][5]
+    for text in (printed, said.split("  mae ")[1].split()[0], shown):
+        assert float(text) == pytest.approx(mae, rel=1e-2) and len(text) < 12
     model = weft.load(weft.load(tmp_path / "run").export(tmp_path / "exported"))
     for row, answer in zip(rows[:4], model.predict([row["text"] for row in rows[:4]]), strict=True):
         assert abs(answer["answer"] - row["label"]) < 20 * unit

@@ -40,7 +40,7 @@ def eval_run(
     """Evaluate a run on a split of its task's data."""
     say(f"evaluating {run}: loading PyTorch …", error=True)
     from .evaluate import evaluate_run
-    from .progress import Count
+    from .progress import Count, figure
 
     changes: dict[str, Any] = {"accelerator": accelerator}
     changes |= {"data": data} if data else {}
@@ -50,7 +50,7 @@ def eval_run(
         found, step = evaluate_run(run, **how, **changes)
     say(f"{run}, step {step}, {split}:")
     for name, value in found.items():
-        say(f"  {name} {value:.4f}")
+        say(f"  {name} {figure(value)}")
 
 
 def list_all() -> None:

@@ -39,7 +39,7 @@ from .memory import check_memory
 from .metrics import Metrics
 from .optim import Average, averaged, learning_rate, make_optimizer, set_learning_rate
 from .processes import Processes
-from .progress import Progress
+from .progress import Progress, figure
 from .run import Run
 from .saving import check_reached, restore_run, save, saved_weights
 from .signals import Signals
@@ -454,7 +454,7 @@ class Training:
                 done["note"] = f"{damage}: the last weights were tested"
             self.folder.write("result.json", json.dumps(done, indent=2) + "\n")
         which = f"best checkpoint: step {self.best['step']}" if self.config.test_on == "best" else self.config.test_on
-        self._say(f"test {self.task.metric} {found[self.task.metric]:.4f} ({which})")
+        self._say(f"test {self.task.metric} {figure(found[self.task.metric])} ({which})")
         folder = self.folder.folder
         self._say(f"saved in {folder}; next: {self.task.next_command(shlex.quote(str(folder)))}")
         self.fabric.barrier()

@@ -65,8 +65,8 @@ class Progress:
         return tell
 
     def evaluated(self, step: int, metric: str, value: float, best: bool) -> None:
-        self.metric = f"  {metric} {value:.4f}"
-        self.say(f"step {step}  validation {metric} {value:.4f}{'  (best so far)' if best else ''}")
+        self.metric = f"  {metric} {figure(value)}"
+        self.say(f"step {step}  validation {metric} {figure(value)}{'  (best so far)' if best else ''}")
 
     def say(self, text: str) -> None:
         if not self.show:
@@ -122,6 +122,12 @@ class Count:
     def __exit__(self, *exc: object) -> None:
         if self._width:
             self._write(f"\r{'':{self._width}}\r")
+
+
+def figure(value: float, digits: int = 4) -> str:
+    """With this many decimals; numbers that are too small or large for them with an exponent."""
+    plain = not value or 10**-digits <= abs(value) < 1e9
+    return f"{value:.{digits}f}" if plain else f"{value:.4g}"
 
 
 def short(number: float) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from ..pages import Curve, Part, chart, heading, page, table
 from ..tasks.config import TrainConfig
 from ..tasks.registry import task_of
+from .progress import figure
 from .run import Run
 from .trained import is_exported
 
@@ -81,7 +82,7 @@ def _figure(metric: str, value: Any) -> str:
     if not isinstance(value, float):
         return value or ""
     scale, unit = scale_of(metric)
-    return f"{value * scale:.2f}" if unit else f"{value:.4f}"
+    return f"{value * scale:.2f}" if unit else figure(value)
 
 
 def origin(start: dict[str, Any]) -> str:

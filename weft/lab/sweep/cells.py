@@ -36,6 +36,7 @@ from ...models.presets import TASKS
 from ...tasks.config import FREE_ON_RESUME, TrainConfig, differences, field_types, from_json
 from ...tasks.registry import register, run_file
 from ..pace import CHOSEN, keep_steps
+from ..progress import figure
 from ..run import Run, RunExists
 
 # These may differ between two runs of one cell; batch_size x accumulate x devices x nodes may not.
@@ -79,7 +80,7 @@ class Sweep:
         return Path(out) / self.file.parent.name if out else self.file.parent / "runs"
 
     def show(self, value: float) -> str:
-        return f"{value * self.scale:.{self.digits}f}"
+        return figure(value * self.scale, self.digits)
 
     @property
     def digits(self) -> int:
