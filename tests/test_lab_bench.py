@@ -212,6 +212,8 @@ def test_an_unknown_name_is_refused():
     assert "comma-separated" in invoke("scaling", "--lengths", "1k").output
     assert "unknown model 'resnet'" in invoke("throughput", "--models", "resnet").output
     assert "S12-L8" in invoke("cost", "--schedules", "L4").output
+    deep = invoke("cost", "--schedules", "S9-L2", "--device", "cpu", "--length", "64")
+    assert "S9-L2 needs 9 layers, but the model has 4" in deep.output and "[1/5" not in deep.output  # not measured
 
 
 def test_counted_multiply_adds():

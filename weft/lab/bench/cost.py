@@ -72,6 +72,8 @@ def counted(shape: Shape, schedule: str) -> float:
         return 1.0
     plan = parse_schedule(schedule)
     sampled = shape.layers if plan.layers is None else plan.layers
+    if sampled > shape.layers:
+        raise ValueError(f"{schedule} needs {sampled} layers, but the model has {shape.layers}")
     ours = attention * (shape.layers - sampled + sampled / plan.windows)
     return (dense + ours) / (dense + attention * shape.layers)
 
