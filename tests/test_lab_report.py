@@ -122,6 +122,16 @@ def test_overridden_runs_get_their_own_table(sweep):
     assert other.head[0] == "accuracy (%), with steps=6"
 
 
+def test_results_with_a_setting_that_no_longer_exists(sweep):
+    put(jobs_of(sweep)[0], 0.5)
+    (record,) = gather(sweep)
+    old = dataclasses.replace(record, config={**record.config, "width": 2}, overrides={"width": 2})
+    shutil.rmtree(sweep.runs())
+    write_results(results_file(sweep), sweep, [old])
+    _, made = tables(sweep, gather(sweep))
+    assert cell(made, "full", "1×2") == "—" and "(width: 2 -> no such setting); result: 50.0" in made.notes[0]
+
+
 def test_different_commits_and_devices_are_marked(sweep):
     jobs = jobs_of(sweep, seeds=[0, 1])
     put(jobs[0], 0.5)

@@ -75,7 +75,8 @@ class Record:
         known = {f.name for f in dataclasses.fields(TrainConfig)}
         gone = [f"{name}: {value!r} -> no such setting" for name, value in self.config.items() if name not in known]
         mine = TrainConfig(**{name: value for name, value in self.config.items() if name in known})
-        return gone + changed(mine, dataclasses.replace(expected, seed=self.seed, **self.overrides))
+        given = {name: value for name, value in self.overrides.items() if name in known}
+        return gone + changed(mine, dataclasses.replace(expected, seed=self.seed, **given))
 
 
 def read_folder(folder: Path, metric: str) -> Record:
