@@ -165,6 +165,8 @@ def test_a_folder_with_another_run_is_refused(sweep, command):
         run_jobs(jobs_of(sweep), Local(1, command))
     assert not jobs_of(sweep)[1].folder.exists()  # refused before the first one began
     assert json.loads((job.folder / "config.json").read_text())["dim"] == 24
+    listed = CliRunner().invoke(app, ["sweep", str(sweep.file), "--dry-run"])
+    assert listed.exit_code == 2 and "dim: 24 -> 16" in listed.output  # another run is not that of the cell
 
 
 def test_a_run_may_be_extended_only_if_the_schedule_allows(sweep):
