@@ -148,6 +148,19 @@ def test_different_commits_and_devices_are_marked(sweep):
     ]
 
 
+def test_runs_on_different_data_are_named(sweep):
+    jobs = jobs_of(sweep, only=["full"])
+    for job, rows in zip(jobs, ("a", "a", "b", "a"), strict=True):  # two cells, two seeds
+        put(job, 0.5)
+        Run(job.folder).write("data.json", json.dumps({"sha256": {"train": rows}}))
+    (made,) = tables(sweep, gather(sweep))
+    note = "full, 1×2 combines runs on different data: seed 0 (2ec0cb3d), seed 1 (8630e63a)."
+    assert [n for n in made.notes if "data" in n] == [note]
+    write_results(results_file(sweep), sweep, gather(sweep))
+    shutil.rmtree(sweep.runs())
+    assert tables(sweep, gather(sweep)) == [made]
+
+
 def test_tables_can_be_made_again_without_the_runs(sweep):
     for number, job in enumerate(jobs_of(sweep)):
         put(job, 0.5 + number / 100)

@@ -8,6 +8,7 @@ config counts, then a complete one, then the one with more steps.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import re
@@ -57,6 +58,7 @@ class Record:
     parameters: int = 0
     tokens_per_s: float = 0.0
     seconds: float = 0.0  # of training; 0 if not known
+    data: str = ""  # digest of the rows; empty if not known
     starts: list[Start] = field(default_factory=list)
     loss: Points = field(default_factory=list)
     curve: Points = field(default_factory=list)  # of the sweep's metric on validation data
@@ -92,6 +94,7 @@ def read_folder(folder: Path, metric: str) -> Record:
         config={k: v for k, v in asdict(config).items() if k not in NEVER_KEPT},
         overrides=_read_json(overrides, {}),
         step=int(losses[-1][0]) if losses else 0,
+        data=_data(folder),
         starts=_starts(run, config),
         loss=thin(losses),
         curve=thin([(entry["step"], entry[metric]) for entry in val if metric in entry]),
@@ -202,6 +205,11 @@ def _failed(folder: Path) -> str:
     path = folder / "outcome.json"
     ended = _read_json(path, {})
     return str(ended.get("why", "")) if ended.get("state") == "failed" else ""
+
+
+def _data(folder: Path) -> str:
+    rows = _read_json(folder / "data.json", {}).get("sha256")
+    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:8] if rows else ""
 
 
 def _read_json(path: Path, otherwise: dict[str, Any]) -> dict[str, Any]:

@@ -143,6 +143,9 @@ def _figure(sweep: Sweep, cell: Cell, records: Sequence[Record], letters: dict[s
         if len(marks) > 1:
             each = ", ".join(f"seed {record.seed} [{letters[origin(record)]}]" for record in group)
             notes.append(f"{name} combines runs of different origin: {each}.")
+        if len({record.data for record in group if record.data}) > 1:
+            each = ", ".join(f"seed {record.seed} ({record.data or 'unknown'})" for record in group)
+            notes.append(f"{name} combines runs on different data: {each}.")
         where = "" if first.state == "complete" else f" at step {first.step} of {first.steps}"
         values = [value for record in group if (value := figure_of(record, sweep.metric)) is not None]
         if first.state == "failed":
