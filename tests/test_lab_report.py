@@ -300,6 +300,10 @@ def test_runs_in_another_folder(sweep, tmp_path):
     assert len(gather(sweep, tmp_path / "far")) == 1 and not gather(sweep)
     namesake = write_sweep(tmp_path / "papers" / "two")  # of the same name, in another folder
     assert not gather(namesake, tmp_path / "far")
+    write_results(results_file(sweep), sweep, gather(sweep, tmp_path / "far"))
+    for place, says in (("far", "50.0 (n=1)"), ("near", "has no runs of small"), ("far/one", "has no runs of small")):
+        shown = CliRunner().invoke(app, ["report", str(sweep.file), "--runs", str(tmp_path / place)])
+        assert says in shown.output
 
 
 def test_a_report_does_not_run_the_file_if_its_cells_are_saved(sweep, capsys):

@@ -176,6 +176,10 @@ def report_runs(
     from .sweep.tables import report_sweeps, sweep_folders
 
     found = sweep_folders(paths)
+    every = [file.resolve() for files in found.values() for file in files]
+    if runs is not None and not any(any(runs.glob(f"{file.parent.name}/{file.stem}*")) for file in every):
+        names = ", ".join(file.stem for file in every)
+        raise FileNotFoundError(f"{runs} has no runs of {names}: pass the --out of weft sweep")
     for place, files in found.items():
         if out is not None:
             folder = name_of(place.parent, [other.parent for other in found]) if len(found) > 1 else ""
