@@ -119,7 +119,8 @@ def test_packed_runs_count_as_padded_ones_unless_the_pattern_depends_on_the_padd
 def test_an_ensemble_is_tested_at_the_end(tmp_path):
     settings = dict(subsample="Sall-L4", dropout=0.0, steps=2, eval_every=2)
     found = [train(runs.tiny(tmp_path / str(n), ensemble=n, **settings)).test["loss"] for n in (0, 3)]
-    mine = evaluate_run(tmp_path / "3", ensemble=3)[0]["loss"]
+    mine = evaluate_run(tmp_path / "3")[0]["loss"]
+    assert evaluate_run(tmp_path / "3", ensemble=0)[0]["loss"] == pytest.approx(found[0])
     assert found[1] == pytest.approx(mine, rel=1e-6) and found[0] != pytest.approx(mine, rel=1e-6)
     with pytest.raises(ValueError, match="ensemble needs subsampled attention"):
         runs.tiny(tmp_path / "none", ensemble=3)

@@ -31,7 +31,9 @@ def eval_run(
     run: Annotated[Path, typer.Argument(help="the folder of a run or of an exported model")],
     split: Annotated[str, typer.Option(help="train, val or test")] = "test",
     which: Annotated[str, typer.Option(help="weights: best, last or average; default: the run's test_on")] = "",
-    ensemble: Annotated[int, typer.Option(help="average this many sub-models of subsampled attention")] = 0,
+    ensemble: Annotated[
+        int | None, typer.Option(help="average this many sampled sub-models, 0: none; default: the run's")
+    ] = None,
     stride: Annotated[int, typer.Option(min=0, help="language models: overlap windows, one every STRIDE tokens")] = 0,
     data: Annotated[str, typer.Option(help="where the data is, if not where the run found it")] = "",
     batch_size: Annotated[int, typer.Option(help="batch size, if different from training")] = 0,

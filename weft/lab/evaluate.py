@@ -88,7 +88,7 @@ def evaluate_run(
     *,
     split: str = "test",
     which: str = "",
-    ensemble: int = 0,
+    ensemble: int | None = None,
     stride: int = 0,
     tell: Callable[[int, int], None] = lambda done, total: None,
     **changes: Any,
@@ -96,10 +96,10 @@ def evaluate_run(
     """The metrics of a finished or interrupted run or of an exported model, and the step of its weights.
 
     `which` is "best", "last" or "average"; by default, the run's `test_on`. `ensemble` is the number
-    of sub-models of subsampled attention that predict together; 0 for the dense model. `stride` evaluates a language
-    model on windows that start every `stride` tokens, and counts each token once, with most context. `changes` replace
-    fields of the run's config, such as data, batch_size, accelerator. `tell` is called with the batches done and
-    their number.
+    of sub-models of subsampled attention that predict together; 0 for the dense model; by default, the run's. `stride`
+    evaluates a language model on windows that start every `stride` tokens, and counts each token once, with most
+    context. `changes` replace fields of the run's config, such as data, batch_size, accelerator. `tell` is called with
+    the batches done and their number.
     """
     from .fabric import make_fabric
 
@@ -121,6 +121,7 @@ def evaluate_run(
     model, data, step = _load(Path(folder), run, config, which, other="data" in changes)
     fabric = make_fabric(config)
     fabric.launch()
+    ensemble = config.ensemble if ensemble is None else ensemble
     if ensemble:
         model = Members(model, ensemble, task.answers)
     wrapped = fabric.setup_module(model)
