@@ -384,6 +384,13 @@ def test_advice_says_how_the_fastest_sees_all_tokens(name, how):
     assert advice.recommended == [name] and how in advice.reasons[0]
 
 
+def test_advice_compares_only_what_was_measured():
+    from weft.lab.bench.advise import Advice, Row, _recommend
+
+    _recommend(advice := Advice([Row("longformer", 10), Row("full", 30)]), 1024, causal=False)
+    assert advice.recommended == ["full", "longformer"] and "no other that sees all tokens ran" in advice.reasons[0]
+
+
 def test_advice_says_why_a_mechanism_that_you_name_cannot_run():
     import weft
 

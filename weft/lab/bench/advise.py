@@ -164,11 +164,10 @@ def _recommend(advice: Advice, length: int, causal: bool) -> None:
 
     fastest = min(seeing, key=lambda row: row.ms, default=None)
     if full is not None and (fastest is None or full.ms <= CLOSE * fastest.ms):
-        add(
-            full,
-            f"full: exact, and at {length:,} tokens nothing that sees all tokens is clearly faster ({full.ms:.3g} ms)",
-        )
-        return
+        why = "nothing that sees all tokens is clearly faster" if seeing else "no other that sees all tokens ran"
+        add(full, f"full: exact, and at {length:,} tokens {why} ({full.ms:.3g} ms)")
+        if seeing:
+            return
     faster = [row.name for row in good if full is None or row.ms < full.ms]
     combiners = [row for row in seeing if row.name.startswith("combiner") and row.name in faster]
     combiner = min(combiners, key=lambda row: row.ms, default=None)
