@@ -81,6 +81,10 @@ def test_runs_of_the_same_name_have_the_names_of_their_folders(tmp_path, monkeyp
     assert name_of(Path("."), [Path(".")]) == "run"
     page = report(runs[:2], tmp_path / "page.html").read_text()
     assert '"a/run"' in page and '"b/run"' in page
+    for run, version in zip(runs[:2], ("2.10", "2.11"), strict=True):
+        Run(run).write("environment.json", json.dumps([{"torch": version}]))
+    page = report(runs[:2], tmp_path / "page.html").read_text()
+    assert '"footer": "a/run: torch 2.10; b/run: torch 2.11"' in page
 
 
 def test_a_report_of_an_exported_model_is_refused(tmp_path):

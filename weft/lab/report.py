@@ -107,8 +107,10 @@ def report(
     marks = marks or {}
     parts = [runs_table(runs), *charts(runs, marks)]
     parts += [part for run in runs if run["galleries"] for part in (heading(run["name"]), *run["galleries"])]
+    origins = {run["name"]: origin(run["environment"]) for run in runs}
+    footer = "; ".join(f"{name}: {own}" if len(origins) > 1 else own for name, own in origins.items())
     with atomic(Path(out)) as temporary:
-        temporary.write_text(page("Runs side by side", parts, footer=origin(runs[0]["environment"])), encoding="utf-8")
+        temporary.write_text(page("Runs side by side", parts, footer=footer), encoding="utf-8")
     return Path(out)
 
 
