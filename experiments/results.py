@@ -208,6 +208,7 @@ def plot(sweep: Sweep, curves: Sequence[tuple[Cell, list[Record]]]) -> bytes:
     rows = list(dict.fromkeys(cell.row for cell, _ in curves))
     columns = list(dict.fromkeys(cell.column for cell, _ in curves))
     for cell, runs in curves:
+        named: set[str] = set()
         for run in runs:
             label = f"{cell.row}, {cell.column}" if len(columns) > 1 else cell.row
             label += "" if run.state == "complete" else " (not complete)"
@@ -219,9 +220,10 @@ def plot(sweep: Sweep, curves: Sequence[tuple[Cell, list[Record]]]) -> bytes:
                 [value * sweep.scale for value in values],
                 STYLES[columns.index(cell.column) % len(STYLES)],
                 color=COLOURS[rows.index(cell.row) % len(COLOURS)],
-                label=label if run is runs[0] else None,
+                label=None if label in named else label,
                 linewidth=1.3,
             )
+            named.add(label)
     axes.set_xlabel("minutes of training, without evaluations and compilation" if timed else "steps")
     axes.set_ylabel(f"validation {sweep.metric.replace('_', ' ')}" + (f" ({sweep.unit})" if sweep.unit else ""))
     axes.grid(alpha=0.3)

@@ -205,6 +205,21 @@ def test_runs_are_added_to_the_tables_and_incomplete_ones_are_named(monkeypatch,
         results.add(tmp_path / "papers")
 
 
+def test_only_incomplete_curves_are_called_incomplete(tmp_path):
+    from sweeps import write_sweep
+    from test_lab_report import put
+
+    from experiments import results
+    from weft.lab.sweep import jobs_of
+
+    sweep = write_sweep(tmp_path / "one")
+    stopped, complete = jobs_of(sweep, seeds=[0, 1], only=["linear/1×2"])
+    put(stopped, 0.5, step=11)
+    put(complete, 0.6)
+    drawing = results.plot(sweep, [(stopped.cell, results.gather(sweep))]).decode()
+    assert ">linear (not complete)<" in drawing and ">linear<" in drawing
+
+
 def test_plateau_finds_the_token():
     from experiments.plateau import leaves_at
 
