@@ -3,6 +3,8 @@
 import contextlib
 import json
 import math
+import shutil
+import subprocess
 import types
 from dataclasses import fields
 
@@ -206,6 +208,24 @@ def test_a_run_can_be_extended_if_the_schedule_allows(tmp_path):
     with pytest.raises(Exception, match="steps: 9 -> 12"):
         train(tiny(tmp_path / "cosine", steps=9, schedule="cosine"))
         train(tiny(tmp_path / "cosine", steps=12, schedule="cosine"), resume=True)
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git here")
+def test_the_commit_is_that_of_the_code_not_of_a_project_around_it(tmp_path, monkeypatch):
+    from weft.lab import run
+
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / ".gitignore").write_text(".venv\n")
+    place = tmp_path / ".venv" / "run.py"
+    place.parent.mkdir()
+    place.touch()
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "project"]):
+        subprocess.run([*git, *words], check=True)
+    monkeypatch.setattr(run, "__file__", str(place))
+    monkeypatch.delenv("WEFT_COMMIT", raising=False)
+    assert run.commit() == ""
+    subprocess.run([*git, "add", "-f", str(place)], check=True)
+    assert len(run.commit().removesuffix("+changes")) == 40
 
 
 def test_an_extended_run_that_was_stopped_has_no_result(tmp_path, monkeypatch):

@@ -285,14 +285,16 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit of the code, with "+changes" if there are uncommitted changes; outside a repository, $WEFT_COMMIT."""
-    here = Path(__file__).resolve().parent
+    """The commit of the code, with "+changes" if there are uncommitted changes; outside a repository, $WEFT_COMMIT.
+    An environment inside another project's repository is not part of it."""
+    here = Path(__file__).resolve()
     try:
-        git = ["git", "-C", str(here)]
+        git = ["git", "-C", str(here.parent)]
+        mine = subprocess.run([*git, "ls-files", "--error-unmatch", here.name], capture_output=True, timeout=10)
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
         changes = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return os.environ.get("WEFT_COMMIT", "")
-    if head.returncode:
+    if mine.returncode or head.returncode:
         return os.environ.get("WEFT_COMMIT", "")
     return head.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
