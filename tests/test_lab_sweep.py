@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import math
 import os
 import shutil
 import signal
@@ -204,6 +205,18 @@ def test_a_failed_run_does_not_stop_the_sweep_and_is_tried_again(sweep, command,
     assert names(states, DONE) == [job.folder.name for job in jobs]
     assert (jobs[0].folder / "log.txt").read_text() == before  # what was done was not run again
     assert not (broken / "outcome.json").exists()
+
+
+def test_a_complete_run_without_the_metric_says_so(sweep, command):
+    (job,) = jobs_of(sweep, seeds=[0], only=["full/1×2"])
+    other = dataclasses.replace(job, sweep=dataclasses.replace(sweep, metric="f1"))
+    says = "done     full / 1×2 / seed 0: no f1 among accuracy"
+    for _ in range(2):  # after the run, and when it is found complete
+        assert [line(state) for state in run_jobs([other], Local(1, command))] == [says]
+    result = json.loads((job.folder / "result.json").read_text())
+    result["test"]["accuracy"] = math.nan
+    (job.folder / "result.json").write_text(json.dumps(result))
+    assert line(survey([job])[0]).endswith(": accuracy is not a number")
 
 
 def test_a_run_starts_only_from_a_complete_run(sweep, command):

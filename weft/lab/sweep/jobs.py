@@ -189,10 +189,18 @@ def survey(jobs: Sequence[Job]) -> list[State]:
         watch.look()
         state.step, state.loss = watch.step, watch.loss
         if result is not None:
-            state.state, state.step = DONE, result["step"]
-            state.value = result["test"].get(job.sweep.metric, math.nan)
+            state.step = result["step"]
+            _finish(state, result["test"])
         states.append(state)
     return states
+
+
+def _finish(state: State, test: dict[str, float]) -> None:
+    """The run is complete, with these figures."""
+    metric = state.job.sweep.metric
+    state.state, state.value = DONE, test.get(metric, math.nan)
+    if math.isnan(state.value):
+        state.why = f"{metric} is not a number" if metric in test else f"no {metric} among {', '.join(test)}"
 
 
 def run_jobs(
@@ -293,9 +301,7 @@ def _look(state: State, stopping: bool) -> bool:
     result = result_of(job)
     state.log = last_lines(job.folder / "log.txt")
     if code == 0 and result is not None:
-        state.state, state.value = DONE, result["test"].get(job.sweep.metric, math.nan)
-        if math.isnan(state.value):
-            state.why = f"no {job.sweep.metric} among {', '.join(result['test'])}"
+        _finish(state, result["test"])
     elif code == INTERRUPTED or (stopping and code != 0):
         saved = saved_step(job.folder)
         state.state = STOPPED
