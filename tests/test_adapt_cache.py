@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from test_adapt_swap import MODELS, Ours, encoder, noise
+from torch.nn.utils import prune
 
 import weft
 
@@ -97,6 +98,22 @@ def test_an_adapter_around_a_gate(name):
     torch.testing.assert_close(*outs)
     outs[0].square().sum().backward()
     assert adapter.up.weight.grad.any()
+
+
+@pytest.mark.parametrize("path", ["cache.update_gate", "cache.reset_gate", "cache.candidate"])
+def test_a_pruned_gate(path):
+    """A hook computes its weight in every call, so it may change between them."""
+    torch.manual_seed(0)
+    pruned, x = weft.CachedAttention(weft.MultiheadAttention(24, 4), length=5), noise(2, 9, 24)
+    plain = copy.deepcopy(pruned)
+    gate, weight = pruned.get_submodule(path), plain.get_submodule(path).weight
+    prune.l1_unstructured(gate, "weight", 0.5)
+    for _ in range(3):
+        with torch.no_grad():
+            weight.copy_(gate.weight_orig.mul_(1.5) * gate.weight_mask)
+        outs = [model(x) for model in (pruned, plain)]
+        torch.testing.assert_close(*outs)
+        outs[0].square().sum().backward()
 
 
 def test_the_memory_is_in_the_output():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from promises import cases, noise
+from torch.nn.utils import prune
 
 import weft
 from weft.attention.combiner.base import combiner_naive
@@ -301,3 +302,38 @@ def test_members_on_different_grids_do_not_share_a_kernel(monkeypatch):
     assert not attn.run_kernel(q, k, v, None, None).any()
     attn.factorisations[1].block_size = 3
     torch.testing.assert_close(attn.run_kernel(q, k, v, None, None), attn.info.naive(attn, q, k, v))
+
+
+class Adapted(torch.nn.Linear):
+    """A layer with an adapter, as in peft: `weight` is that of the base."""
+
+    def forward(self, x):
+        return super().forward(x) + x.flip(-1)[..., : self.out_features]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "layers"),
+    [
+        ("combiner-fixed", {"summary": "deepsets-max"}, ("summary.query", "summary.key")),
+        ("combiner-axial", {"key_summary": "wsum_proj", "input_dim": 8}, ("up", "down")),
+    ],
+)
+def test_learned_summaries_call_their_layers(name, options, layers):
+    """So that adapters around them, and hooks that compute their weights, have an effect."""
+    attn, x = make(name, False, block_size=4, **options), noise(1, 11, 8)
+    inputs = {"x": x} if "input_dim" in options else {}
+    for path in layers:
+        before, layer = attn(*qkv(11), **inputs), attn.get_submodule(path)
+        layer.__class__ = Adapted
+        assert not torch.allclose(attn(*qkv(11), **inputs), before)
+        out = attn.to(torch.float32)(*qkv(11), **inputs)
+        assert out.dtype == torch.float64
+        attn.double()
+        layer.__class__ = torch.nn.Linear
+        torch.testing.assert_close(attn(*qkv(11), **inputs), before, atol=1e-6, rtol=0)
+        pruned = prune.l1_unstructured(layer, "weight", 0.5)
+        with torch.no_grad():
+            pruned.weight_orig.mul_(2)
+        after = attn(*qkv(11), **inputs)
+        prune.remove(layer, "weight")
+        torch.testing.assert_close(attn(*qkv(11), **inputs), after)

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...core.linear import through
+
 SUMMARIES = ("max", "mean", "sum", "relu-max", "deepsets-max", "deepsets-mean")
 
 
@@ -36,9 +38,9 @@ class Summary(nn.Module):
     def lift_keys(self, k: Tensor, real: Tensor | None) -> Tensor:
         return self._lift(k, self.key, real)
 
-    def _lift(self, x: Tensor, linear: nn.Linear | None, real: Tensor | None) -> Tensor:
-        if linear is not None:
-            x = F.linear(x, linear.weight.to(x.dtype))
+    def _lift(self, x: Tensor, layer: nn.Linear | None, real: Tensor | None) -> Tensor:
+        if layer is not None:
+            x = through(layer, x)
         if self.kind not in ("max", "mean", "sum"):
             x = F.relu(x)
         x = x.to(self.dtype(x.dtype))

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ...attention import Attention
 from ...core.blocks import both
 from ...core.contract import quiet_padding, quiet_token
+from ...core.linear import bare
 from ...core.segments import Segments, documents_of
 from ...core.sharding import current, use
 from ..multihead import MultiheadAttention
@@ -407,7 +408,7 @@ class CachedAttention(nn.Module):
         if valid is not None:  # the convolution reads neighbours
             x = torch.where(valid[..., None], x, 0)
         image = torch.unflatten(x[:, self.prefix :].transpose(1, 2), 2, self._square(x.shape[1], grid))
-        found = _joined(self.position, image) if image.is_cuda else self.position(image)
+        found = _joined(self.position, image) if image.is_cuda and bare(self.position) else self.position(image)
         return F.pad(found.flatten(2).transpose(1, 2), (0, 0, self.prefix, 0))
 
     def _square(self, tokens: int, grid: tuple[int, int] | None) -> tuple[int, int]:

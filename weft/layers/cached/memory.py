@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ...core.linear import bare
 from ...core.precision import autocasts
 from ...core.recomputing import Replays, once, recomputing
 from ...core.sharding import current
@@ -199,7 +200,7 @@ class RecurrentCache(nn.Module):
         if autocasts(cache):
             dtype = torch.get_autocast_dtype(cache.device.type)
         old, new = cache.to(dtype), tokens.to(dtype)
-        if any(type(layer) is not nn.Linear for layer in layers):  # such as an adapter around one
+        if not all(map(bare, layers)):
             old = old.expand_as(new)
             update, reset = (layer(torch.cat([new, old], -1)).sigmoid() for layer in layers[:2])
             candidate = self.candidate(torch.cat([new, reset * old], -1))

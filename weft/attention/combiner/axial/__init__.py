@@ -33,6 +33,7 @@ from ....core.dispatch import Kernel
 from ....core.dropout import dropout_key
 from ....core.heads import spread
 from ....core.joint import Columns, Part, Rows, joint_attention
+from ....core.linear import through
 from ....core.packing import packed_weights
 from ....core.partitions import default_block, other_blocks
 from ....core.precision import precise, without_autocast
@@ -179,10 +180,10 @@ class CombinerAxial(Attention):
         mixed = out if of is values else softmax_attention(q, k, of, allowed=allowed)
         if x is None:
             return mixed, out
-        heads = _linear(self.up, mixed.permute(0, 2, 3, 1, 4).flatten(3))
+        heads = through(self.up, mixed.permute(0, 2, 3, 1, 4).flatten(3))
         joined = F.dropout(heads, self.dropout, self.training) + x.to(heads.dtype)
         scale, shift = (p.to(joined.dtype) for p in (self.norm.weight, self.norm.bias))
-        key = _linear(self.down, F.layer_norm(joined, joined.shape[-1:], scale, shift, self.norm.eps))
+        key = through(self.down, F.layer_norm(joined, joined.shape[-1:], scale, shift, self.norm.eps))
         return torch.unflatten(key, -1, (self.heads, self.head_dim)).permute(0, 3, 1, 2, 4), out
 
     def _input(self, x: Tensor | None, q: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -257,10 +258,6 @@ class CombinerAxial(Attention):
             real = row.valid.any(-1, keepdim=True)
             spans = KeyValues(at.put(spans.k, kbar, r, 3), at.put(spans.v, vbar, r, 3), at.put(spans.valid, real, r, 1))
         return out, RowState(queries, row, spans, inputs)
-
-
-def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    return F.linear(x, layer.weight.to(x.dtype), layer.bias.to(x.dtype))
 
 
 @dataclass
