@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 
 import pytest
@@ -114,6 +115,31 @@ def test_a_pruned_gate(path):
         outs = [model(x) for model in (pruned, plain)]
         torch.testing.assert_close(*outs)
         outs[0].square().sum().backward()
+
+
+def test_threads_share_a_layer():
+    """Two calls that meet before the output projection of a layer whose heads are mixed there."""
+    subject, inputs, outs = encoder(), (noise(2, 9, 24), noise(2, 9, 24, seed=1)), {}
+    weft.cache(subject, ratio=1.0)
+    subject.train()(noise(2, 9, 24, seed=2))
+    subject.eval().requires_grad_(False)
+    alone, meeting = [subject(x) for x in inputs], threading.Barrier(2, timeout=20)
+
+    def wait(*given):
+        meeting.wait()
+
+    subject.layers[0].self_attn.inner.out_proj.register_forward_pre_hook(wait, prepend=True)
+
+    def call(i):
+        with torch.no_grad():
+            outs[i] = subject(inputs[i])
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.testing.assert_close([outs[0], outs[1]], alone)
 
 
 def test_the_memory_is_in_the_output():

@@ -13,6 +13,7 @@ o_self_h for r < 1. It is padded with zeros, as in the authors' code; the paper 
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -165,7 +166,7 @@ class CachedAttention(nn.Module):
         if o.position == "conv":
             self.position = nn.Conv2d(self.dim, self.dim, 3, padding=1, groups=self.width, **place)
         self._asked = False
-        self._call: Call | None = None  # the running call, for `_before_projection`
+        self._calls: dict[int, Call] = {}  # the running call of each thread, for `_before_projection`
         for module in (*self.cache.children(), *self.memory.children()):
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -315,11 +316,11 @@ class CachedAttention(nn.Module):
         """The output of the inner layer with mixed heads, and its other return values."""
         if not torch.compiler.is_compiling():
             self._follow_projection()
-        self._call = call
+        self._calls[_thread()] = call
         try:
             output = call_with_projection(self.inner, call.x, *args, **kwargs)
         finally:
-            missed, self._call = self._call is not None, None
+            missed = self._calls.pop(_thread(), None) is not None
         if missed:
             raise ValueError(
                 f"{type(self.inner).__name__} did not call its output projection, so its heads cannot be mixed: "
@@ -336,7 +337,7 @@ class CachedAttention(nn.Module):
 
     def _before_projection(self, projection: nn.Module, given: tuple[Any, ...]) -> Any:
         """Mix the heads that enter the inner layer's output projection; outside of our calls, do nothing."""
-        call, self._call = self._call, None
+        call = self._calls.pop(_thread(), None)
         if call is None:
             return None
         own, B, T = given[0], *call.x.shape[:2]
@@ -450,6 +451,10 @@ class CachedAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"ratio={self.ratio}, length={self.cache.length}, cached channels={self.width}, mix={self.mix!r}"
+
+
+def _thread() -> int:
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
 def _joined(conv: nn.Conv2d, image: Tensor) -> Tensor:
