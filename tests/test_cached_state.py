@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import tempfile
 import time
 from pathlib import Path
@@ -74,6 +75,34 @@ def test_what_is_written_in_inference_mode_can_be_trained_on(options: dict) -> N
         for _ in range(2):
             c(x).sum().backward()
         c.load_state_dict(c.state_dict())
+
+
+@pytest.mark.parametrize("options", [{}, {"scope": "stream"}, {"delayed": True}], ids=str)
+def test_training_by_torch_func_is_that_by_autograd(options: dict) -> None:
+    c, x = layer(**options), tokens(2, 6, 16)
+    other, weights = copy.deepcopy(c), {name: p.detach() for name, p in c.named_parameters()}
+
+    def loss(weights: dict) -> torch.Tensor:
+        return torch.func.functional_call(c, weights, (x,)).square().sum()
+
+    for _ in range(3):
+        found = torch.func.grad(loss)(weights)
+        other.zero_grad()
+        other(x).square().sum().backward()
+        for name, p in other.named_parameters():
+            torch.testing.assert_close(found[name], torch.zeros_like(p) if p.grad is None else p.grad)
+    torch.save(c, io.BytesIO())
+    torch.testing.assert_close(c.state_dict(), other.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_cannot_write_one_cache() -> None:
+    c, x = layer(), tokens(3, 2, 6, 16)
+    with pytest.raises(RuntimeError, match="vmap cannot write"):
+        torch.func.vmap(c, randomness="same")(x)
+    c(x[0])  # as if nothing had happened
+    c.eval()
+    torch.testing.assert_close(torch.func.vmap(c)(x), torch.stack([c(row) for row in x]))
 
 
 def test_a_copy_has_its_own_cache() -> None:

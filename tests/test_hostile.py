@@ -4,6 +4,7 @@ other dtypes."""
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -249,6 +250,7 @@ def test_samples_under_torch_func(options):
     torch.manual_seed(0)
     one, other = torch.func.vmap(torch.func.grad(loss), randomness="different")(torch.stack([x, x]))
     assert not torch.equal(one, other)
+    pickle.dumps(attn)
 
 
 @sweep(first_setting=True)

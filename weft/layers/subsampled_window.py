@@ -26,7 +26,7 @@ from ..attention.subsampled.device import can_draw, draw_device_key, sample_grid
 from ..attention.subsampled.gather import sampled_attention
 from ..attention.subsampled.sampling import draw_key, sample_slots
 from ..attention.subsampled.sampling_2d import sample_placement, window_table
-from ..core.staging import send
+from ..core.staging import send, transformed
 
 
 class SubsampledWindowAttention(Subsampling, nn.Module):
@@ -105,7 +105,7 @@ class SubsampledWindowAttention(Subsampling, nn.Module):
         else:
             sources = windows[:, self._slots(x)]
         if not torch.compiler.is_compiling():
-            self.last_indices = sources
+            self.last_indices = None if transformed() else sources  # those of torch.func cannot be saved
         return targets, sources
 
     def _placed(self, x: Tensor, height: int, width: int, targets: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from ...core.dropout import dropout_key
 from ...core.positions import ALiBi
 from ...core.precision import autocasts
 from ...core.registry import register
-from ...core.staging import send
+from ...core.staging import send, transformed
 from ...core.state import KeyValues
 from ...kernels.operator import plain_call
 from ..full import FullAttention
@@ -138,7 +138,7 @@ class SubsampledAttention(Subsampling, FullAttention):
         else:
             sources = self.draw(length)
         if not torch.compiler.is_compiling():
-            self.last_indices = sources
+            self.last_indices = None if transformed() else sources  # those of torch.func cannot be saved
         return sources
 
     def _draw_on_device(self, length: int, q: Tensor) -> Tensor:

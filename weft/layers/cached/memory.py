@@ -21,12 +21,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_gradtrackingtensor
 from torch.autograd.function import once_differentiable
 
 from ...core.linear import bare
 from ...core.precision import autocasts
 from ...core.recomputing import Replays, once, recomputing
 from ...core.sharding import current
+from ...core.staging import transformed
 from .resample import resample
 
 State = tuple[Tensor, Tensor, Tensor]
@@ -131,6 +133,8 @@ class RecurrentCache(nn.Module):
         else:
             kept, read = self._gated_mean(cache, tokens, alive)
         if not again:
+            if not torch.compiler.is_compiling():
+                self._refuse_vmap(kept)
             self.replays.remember(x, state, read)
             self.cache = kept.detach()
             self.updates = (once(self.updates) if torch.compiler.is_compiling() else self.updates) + 1
@@ -140,11 +144,19 @@ class RecurrentCache(nn.Module):
                 self.pending, self.pending_alive = tokens.detach().clone(), everyone if alive is None else alive
             if not torch.compiler.is_compiling():
                 self._resize_copies()
-                self._leave_inference_mode()
+                self._leave_modes()
         return read
 
-    def _leave_inference_mode(self) -> None:
-        """Its tensors could not be used in training."""
+    def _refuse_vmap(self, kept: Tensor) -> None:
+        """Unless the cache is an input of the function, as in an ensemble of models."""
+        if transformed() and is_batchedtensor(_untracked(kept)) and not is_batchedtensor(_untracked(self.cache)):
+            raise RuntimeError("torch.func.vmap cannot write its batches to one cache: call eval() first")
+
+    def _leave_modes(self) -> None:
+        """Tensors of inference mode could not be used in training, and those of torch.func not be saved."""
+        if transformed():
+            for name in {"cache", "updates", *self.rows}:
+                setattr(self, name, _untracked(getattr(self, name)))
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 for name in {"cache", "updates", *self.rows}:
@@ -318,6 +330,13 @@ class _SumOverRanks(torch.autograd.Function):
         gradient = gradient.clone()
         dist.all_reduce(gradient, group=ctx.group)
         return gradient, None
+
+
+def _untracked(x: Tensor) -> Tensor:
+    """x outside of the derivatives by torch.func that now run."""
+    while is_gradtrackingtensor(x):
+        x = get_unwrapped(x)
+    return x
 
 
 def _where_alive(alive: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
