@@ -132,6 +132,16 @@ def test_views_equal_the_effective_attention_of_every_mechanism(name):
     torch.testing.assert_close(long[0].row, views[0].map[:, :, -1], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("summary", ["proj", "wsum_proj"])
+@pytest.mark.parametrize("map_up_to", [256, 4])
+def test_views_of_a_mechanism_that_reads_the_input(summary, map_up_to):
+    layer = weft.MultiheadAttention(12, 3, attention="combiner-axial", key_summary=summary, input_dim=12)
+    x = torch.randn(2, 9, 12)
+    (view,), _ = attention_views(layer, x, row=2, map_up_to=map_up_to)
+    torch.testing.assert_close(view.row, layer.weights(x)[:, :, 2])
+    assert (view.map is None) == (map_up_to == 4)
+
+
 def test_views_of_grouped_keys_have_all_heads():
     layer, x = weft.MultiheadAttention(16, 4, kv_heads=2).eval(), torch.randn(2, 10, 16)
     (short,), (long,) = (inspect.attention_views(layer, [x], map_up_to=n)[0] for n in (10, 4))

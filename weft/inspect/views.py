@@ -112,16 +112,18 @@ def _view(
     mask: Tensor | None = None,
     bias: Any = None,
     segments: Any = None,
+    **inputs: Any,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     mask = None if mask is None else mask.detach()
     packed = {} if segments is None else {"segments": segments}
     at: int | Tensor = row
     if row == -1 and mask is not None and mask.shape[1] == q.shape[2]:
         at = mask.cumsum(1).argmax(1)
-    if max(q.shape[2], k.shape[2]) <= map_up_to:
-        full = attn.weights(q, k, v, mask, bias, **packed).float()
+    short = max(q.shape[2], k.shape[2]) <= map_up_to
+    if short or inputs:  # the layer's input is for keys that may depend on v, so v cannot be replaced
+        full = attn.weights(q, k, v, mask, bias, **packed, **inputs).float()
         one = full[torch.arange(len(full)), :, at].cpu()
-        return one, full.cpu(), None if mask is None else mask.cpu()
+        return one, full.cpu() if short else None, None if mask is None else mask.cpu()
     one = attention_row(attn, q, k, mask, bias, row=at, **packed)
     return one.float().cpu(), None, None if mask is None else mask.cpu()
 
