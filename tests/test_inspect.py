@@ -68,6 +68,20 @@ def test_a_crate_inside_closed_caches_is_measured_like_itself():
     torch.testing.assert_close(inspect.measure(model, [ids]), expected)
 
 
+def test_a_block_that_is_several_layers_is_measured_in_each():
+    """Shared weights, as in ALBERT: like layers with equal weights."""
+    options = {"max_length": 12, "dim": 12, "heads": 2, "head_dim": 6, "mlp_dim": 12, "layers": 4}
+    apart, shared = (TextMatcher(19, 2, **options) for _ in range(2))
+    one, other, *_ = shared.encoder.blocks
+    shared.encoder.blocks = torch.nn.ModuleList([one, other, one, one])
+    apart.load_state_dict(shared.state_dict())
+    inputs = [padded_ids(), padded_ids()]
+    found, expected = (inspect.measure(model, inputs, batch_size=2)["rate"] for model in (shared, apart))
+    torch.testing.assert_close(found, expected)
+    found, expected = (inspect.tokens_per_layer(model, inputs)[0] for model in (shared, apart))
+    torch.testing.assert_close(found, expected)
+
+
 def test_measuring_does_not_change_the_model():
     model, ids = crate_text(dropout=0.1).train(), padded_ids()
     before = {name: value.clone() for name, value in model.state_dict().items()}

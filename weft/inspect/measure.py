@@ -46,34 +46,37 @@ def measure(
     found: dict[str, list[Tensor]] = defaultdict(list)  # per batch (layers, examples)
     here: dict[str, dict[int, list[Tensor]]] = {}  # of the current batch: measurement, layer, calls
 
-    def note(name: str, layer: int, value: Tensor) -> None:
-        here.setdefault(name, {}).setdefault(layer, []).append(value.cpu())
+    def note(name: str, layers: list[int], value: Tensor) -> None:
+        """The calls of a block that is several layers are those of these layers, in turn."""
+        calls = here.setdefault(name, {})
+        layer = layers[sum(len(calls.get(i, ())) for i in layers) % len(layers)]
+        calls.setdefault(layer, []).append(value.cpu())
 
-    def watch_block(i: int, block: nn.Module) -> list[Any]:
+    def watch_block(layers: list[int], block: nn.Module) -> list[Any]:
         def whole(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             z = first_tensor(output)
             if z is not None:
                 mask = mask_of(block, args, kwargs, z)
                 if not (z if mask is None else z[mask]).isfinite().all():
-                    raise ValueError(f"layer {i + 1} returns NaN or infinity: the model has diverged")
-                note("rate", i, coding_rate(F.normalize(z.double(), dim=-1), epsilon, mask))
+                    raise ValueError(f"layer {layers[0] + 1} returns NaN or infinity: the model has diverged")
+                note("rate", layers, coding_rate(F.normalize(z.double(), dim=-1), epsilon, mask))
 
         return [on_output(block, whole)]
 
-    def watch_crate(i: int, layer: CRATELayer) -> list[Any]:
+    def watch_crate(layers: list[int], layer: CRATELayer) -> list[Any]:
         compressed: list[Tensor] = []  # norm2 does not get the mask: keep its input until the layer returns
         mssa = next(module for module in layer.modules() if isinstance(module, MSSA))  # may be inside a cache
 
         def projected(args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             w = mssa.subspaces(args[0]).unflatten(-1, (mssa.heads, -1)).transpose(1, 2)
             mask = mask_of(mssa, args, kwargs, args[0])
-            note("projected_rate", i, heads_rate(w.double(), epsilon, normalise=True, mask=mask))
+            note("projected_rate", layers, heads_rate(w.double(), epsilon, normalise=True, mask=mask))
 
         def whole(args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             mask = mask_of(layer, args, kwargs, output)
             h, U = compressed.pop().double(), mssa.bases.double()
-            note("subspace_rate", i, subspace_rate(h, U, epsilon, normalise=normalise, mask=mask))
-            note("nonzero", i, nonzero(output, mask))
+            note("subspace_rate", layers, subspace_rate(h, U, epsilon, normalise=normalise, mask=mask))
+            note("nonzero", layers, nonzero(output, mask))
 
         return [
             on_output(mssa, projected),
@@ -81,20 +84,23 @@ def measure(
             on_output(layer, whole),
         ]
 
-    hooks = []
+    hooks: list[Any] = []
+    places: dict[nn.Module, list[int]] = defaultdict(list)
     for i, (_, block) in enumerate(blocks(model)):
-        hooks += watch_block(i, block)  # first, because it rejects blocks that cannot be measured
+        places[block].append(i)
+    for block, layers in places.items():
+        hooks += watch_block(layers, block)  # first, because it rejects blocks that cannot be measured
         if isinstance(block, CRATELayer):
-            hooks += watch_crate(i, block)
+            hooks += watch_crate(layers, block)
     if not hooks:
         raise ValueError("this model has no weft attention blocks to measure")
     with looking(model, hooks):
         for batch in in_batches(inputs, batch_size):
             here.clear()
             model(*batch)
-            for name, layers in here.items():
+            for name, calls in here.items():
                 # Average the calls of a block that runs twice (for two documents).
-                found[name].append(torch.stack([torch.stack(layers[i]).mean(0) for i in sorted(layers)]))
+                found[name].append(torch.stack([torch.stack(calls[i]).mean(0) for i in sorted(calls)]))
     return {name: torch.cat(batches, 1) for name, batches in found.items()}
 
 
@@ -123,7 +129,7 @@ def tokens_per_layer(
         if z is not None and len(seen) < len(layers):  # only the first call of each block
             seen.append((z[0].double().cpu(), mask_of(block, args, kwargs, z)))
 
-    with looking(model, [on_output(block, partial(see, block)) for _, block in layers]):
+    with looking(model, [on_output(block, partial(see, block)) for block in dict.fromkeys(b for _, b in layers)]):
         model(*(t[:1] for t in inputs))
     if not seen:
         raise ValueError("no block of this model returned tokens (B, L, dim)")
