@@ -15,7 +15,7 @@ from browser import browser, payload, run_browser
 import weft
 from weft import inspect
 from weft.cli.inspect import words
-from weft.inspect.gather import attention, layer_name, pack
+from weft.inspect.gather import attention, coherences, layer_name, pack
 from weft.models import CRATE, TextClassifier, TextMatcher
 from weft.models.translation import Translator
 from weft.models.words import WordModel
@@ -358,6 +358,15 @@ def test_pieces_in_readable_form(task, shift):
     data = TaskData({}, {}, {}, length=3, tokenizer=made.to_str())
     ids = torch.tensor([[made.token_to_id("<begin>"), *made.encode("a dog").ids]]) + shift
     assert "".join(words(task, [ids], data)[0]) == "<begin> a dog"
+
+
+@pytest.mark.parametrize("weight", ["plain", "computed"])
+def test_coherence_of_a_single_layer_or_computed_weights(weight):
+    layer = weft.MSSA(12, 3)
+    if weight == "computed":
+        torch.nn.utils.parametrizations.weight_norm(layer.subspaces)
+    (found,) = coherences(layer)
+    assert found["heads"] == 3 and found["chance"] == pytest.approx((2 / (torch.pi * 12)) ** 0.5)
 
 
 def test_a_single_layer_and_a_timm_model(tmp_path):

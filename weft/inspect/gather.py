@@ -115,7 +115,7 @@ def coherences(model: nn.Module) -> list[dict[str, Any]]:
         heads = len(G) // count
         between = ~torch.block_diag(*[torch.ones(count, count)] * heads).bool()
         off = G[between]
-        dim = plain(model).get_parameter(f"{path}.subspaces.weight").shape[1]
+        layer: Any = plain(model).get_submodule(path)
         found.append(
             {
                 "name": layer_name(path, i),
@@ -124,7 +124,7 @@ def coherences(model: nn.Module) -> list[dict[str, Any]]:
                 "matrix": pack(G[None]),
                 "mean": off.mean().item() if len(off) else 0.0,
                 "max": off.max().item() if len(off) else 0.0,
-                "chance": (2 / (torch.pi * dim)) ** 0.5,
+                "chance": (2 / (torch.pi * layer.dim)) ** 0.5,
             }
         )
     return found
