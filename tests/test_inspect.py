@@ -163,6 +163,14 @@ def test_views_of_grouped_keys_have_all_heads():
     torch.testing.assert_close(long.row, short.row)
 
 
+def test_rows_in_inference_mode():
+    layer = weft.MultiheadAttention(16, 4).eval()
+    with torch.inference_mode():
+        x, mask = torch.randn(2, 10, 16), torch.arange(10) < torch.tensor([[10], [7]])
+        (short,), (long,) = (inspect.attention_views(layer, [x, mask], map_up_to=n)[0] for n in (10, 4))
+    torch.testing.assert_close(long.row, short.row)
+
+
 def test_views_of_transformers_models():
     """Their mechanisms exist after the first call, and do not belong to the state dict."""
     transformers = pytest.importorskip("transformers")

@@ -114,7 +114,7 @@ def _view(
     segments: Any = None,
     **inputs: Any,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    mask = None if mask is None else mask.detach()
+    mask = None if mask is None else mask.clone()  # not one of inference mode
     packed = {} if segments is None else {"segments": segments}
     at: int | Tensor = row
     if row == -1 and mask is not None and mask.shape[1] == q.shape[2]:

@@ -34,7 +34,7 @@ def looking(model: nn.Module, hooks: Sequence[Any]) -> Iterator[None]:
     ]
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # rows of attention are gradients
             yield
     finally:
         for hook in hooks:
