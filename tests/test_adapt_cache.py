@@ -117,6 +117,23 @@ def test_a_pruned_gate(path):
         outs[0].square().sum().backward()
 
 
+@pytest.mark.parametrize("update_from", ["input", "output"])
+def test_a_pruned_output_projection(update_from):
+    """An output that is written to the cache comes from the weight that the hook computes."""
+    pruned, x = encoder(), noise(2, 9, 24)
+    weft.cache(pruned, ratio=1.0, update_from=update_from)
+    plain = copy.deepcopy(pruned)
+    projection, weight = (model.layers[0].self_attn.inner.out_proj for model in (pruned, plain))
+    weight = weight.weight
+    prune.l1_unstructured(projection, "weight", 0.5)
+    for _ in range(3):
+        with torch.no_grad():
+            weight.copy_(projection.weight_orig.mul_(1.5) * projection.weight_mask)
+        outs = [model.train()(x) for model in (pruned, plain)]
+        torch.testing.assert_close(*outs)
+        outs[0].square().sum().backward()
+
+
 def test_threads_share_a_layer():
     """Two calls that meet before the output projection of a layer whose heads are mixed there."""
     subject, inputs, outs = encoder(), (noise(2, 9, 24), noise(2, 9, 24, seed=1)), {}

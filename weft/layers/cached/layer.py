@@ -346,7 +346,7 @@ class CachedAttention(nn.Module):
                 f"{type(self.inner).__name__} projects {tuple(own.shape)}, not the joined heads ({B}, {T}, channels): "
                 "use mix='projected'"
             )
-        output = projection.forward(own) if self.options.update_from == "output" else None
+        output = projection(own) if self.options.update_from == "output" else None
         own = torch.unflatten(own, -1, (self.heads, -1))
         memory = self._remembered(call.x, output, call.valid, call.grid, call.write)
         if not call.write:
