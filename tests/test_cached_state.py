@@ -45,6 +45,20 @@ def test_checkpoints_restore_a_new_model(options: dict, assign: bool, tmp_path: 
     assert torch.equal(fresh.eval()(x), trained.eval()(x))
 
 
+@pytest.mark.parametrize("options", [{}, {"scope": "stream"}, {"delayed": True}], ids=str)
+def test_an_assigned_checkpoint_in_half_precision(options: dict) -> None:
+    """The weights take its dtype, the cache stays in float32, as after a cast of the model."""
+    trained = layer(**options)
+    trained(tokens(3, 6, 16))
+    cast = copy.deepcopy(trained).bfloat16()
+    half = {name: t.bfloat16() if t.is_floating_point() else t for name, t in trained.state_dict().items()}
+    loaded = layer(**options)
+    loaded.load_state_dict(half, assign=True)
+    assert loaded.lam.dtype == torch.bfloat16
+    found, expected = ({n: t.dtype for n, t in c.state_dict().items() if "gate" not in n} for c in (loaded, cast))
+    assert found == {name: torch.float32 if dtype == torch.float64 else dtype for name, dtype in expected.items()}
+
+
 def test_state_exists_from_the_start_and_a_wrong_length_is_refused() -> None:
     c = layer(length=6)
     assert {"cache.cache", "cache.updates", "lam"} <= set(c.state_dict())

@@ -161,6 +161,12 @@ def test_centroids_learn_in_half_precision(dtype):
     assert (moved[0] - moved[1]).norm() < 0.1 * moved[0].norm()
 
 
+def test_centroids_are_exact_if_assigned_in_half_precision():
+    attn = make("routing", clusters=3)
+    attn.load_state_dict({name: x.bfloat16() for name, x in attn.state_dict().items()}, assign=True)
+    assert {x.dtype for x in attn.buffers()} == {torch.float32}
+
+
 def test_centroids_are_exact_if_created_in_half_precision():
     torch.set_default_dtype(torch.bfloat16)
     try:

@@ -91,9 +91,16 @@ class Clusters(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Clusters:
         """Casts to half precision keep float32 here, where a step of the moving average would be rounded away."""
         super()._apply(fn, recurse)
+        self._keep_precise()
+        return self
+
+    def _load_from_state_dict(self, *given: Any) -> None:
+        super()._load_from_state_dict(*given)
+        self._keep_precise()  # assign=True takes the dtype of the checkpoint
+
+    def _keep_precise(self) -> None:
         for name, buffer in self.named_buffers():
             self._buffers[name] = precise(buffer)
-        return self
 
     @contextmanager
     def looking(self) -> Iterator[None]:

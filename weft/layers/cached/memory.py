@@ -312,6 +312,10 @@ class RecurrentCache(nn.Module):
                 continue
             like = saved if local_metadata.get("assign_to_params_buffers") else here  # here may be on the meta device
             setattr(self, name, saved.to(device=like.device, dtype=like.dtype, copy=True))
+        if self.cache.dtype in (torch.float16, torch.bfloat16):  # assigned: float32, as in `_apply`
+            self.cache = self.cache.float()
+            if self.delayed:
+                self.pending = self.pending.float()
 
 
 class _SumOverRanks(torch.autograd.Function):
