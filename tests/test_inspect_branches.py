@@ -15,6 +15,7 @@ from test_pvt import SMALL
 import weft
 from weft import inspect
 from weft.inspect import figures
+from weft.layers.cached import branch_maps
 from weft.models import TextClassifier
 from weft.models.pvt import PVT
 
@@ -47,6 +48,26 @@ def vit() -> tuple[torch.nn.Module, torch.Tensor]:
 
 def unit(values: torch.Tensor) -> torch.Tensor:
     return (values - values.min()) / (values.max() - values.min())
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_models_that_were_compiled_and_called(whole):
+    """Hooks do not run in graphs that were compiled before."""
+    model, ids = text_model()
+    model.eval()
+
+    def looked():
+        views, _ = inspect.attention_views(model, [ids])
+        return [v.map for v in views], inspect.measure(model, [ids])
+
+    expected = looked()
+    for part in (model,) if whole else model.encoder.blocks:
+        part.compile(backend="eager")
+    with torch.no_grad():
+        for _ in range(2):
+            model(ids)
+    assert len(branch_maps(model, ids)) == 2
+    torch.testing.assert_close(looked(), expected)
 
 
 def test_text_views_are_the_real_tokens():

@@ -6,6 +6,7 @@ page-locked memory does neither.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -39,6 +40,11 @@ def outside_graphs(reason: str) -> Callable[[Any_function], Any_function]:
         return wraps(function)(call)  # type: ignore[return-value]
 
     return decorate
+
+
+def eagerly() -> contextlib.AbstractContextManager[Any]:
+    """Within this, compiled models run without their graphs, in which hooks that were added later do not run."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
 def operator(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.staging import eagerly
 from ..layers.cached import RecurrentCache
 
 
@@ -34,7 +35,7 @@ def looking(model: nn.Module, hooks: Sequence[Any]) -> Iterator[None]:
     ]
     model.eval()
     try:
-        with torch.inference_mode(False), torch.no_grad():  # rows of attention are gradients
+        with eagerly(), torch.inference_mode(False), torch.no_grad():  # rows of attention are gradients
             yield
     finally:
         for hook in hooks:

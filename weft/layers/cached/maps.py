@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...core.staging import eagerly
 from .inputs import grid_of, valid_tokens
 from .layer import CachedAttention
 
@@ -49,7 +50,7 @@ def branch_maps(model: nn.Module, *args: Any, **kwargs: Any) -> list[BranchMaps]
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad():
+        with eagerly(), torch.no_grad():
             model(*args, **kwargs)
     finally:
         for hook in hooks:
