@@ -9,6 +9,7 @@ import weft
 
 transformers = pytest.importorskip("transformers")
 
+import zoo  # noqa: E402
 from test_adapt_huggingface import bert, generate, gpt2, hf, llama, padding, tokens, vit  # noqa: E402
 
 CASES = [
@@ -73,6 +74,15 @@ def test_a_second_swap_removes_them():
     assert model.state_dict().keys() == plain
     hf.register()
     torch.testing.assert_close(model(tokens()).logits, llama("weft:linear")(tokens()).logits)
+
+
+@pytest.mark.skipif("rf_detr/RfDetrModel" not in zoo.every(), reason="transformers does not have it")
+def test_layers_whose_heads_are_unknown_are_skipped():
+    model = zoo.build("rf_detr/RfDetrModel", "eager")
+    with pytest.warns(UserWarning, match="keep their own attention"):
+        report = weft.swap(model, to="synthesizer", max_length=64)
+    assert len(report.replaced) == 2 and all(path.startswith("backbone.") for path in report.replaced)
+    assert report.refused["decoder.layers.0.self_attn"] == "cannot read its channels and heads"
 
 
 def test_a_name_cannot_have_parameters():

@@ -138,7 +138,7 @@ def _plan_timm(layer: Layer, info: AttentionInfo, settings: Settings, causal: bo
 
 def _plan_transformers(
     layer: Layer, info: AttentionInfo, settings: Settings, causal: bool | None, prefix: int
-) -> list[Patch]:
+) -> list[Patch] | str:
     from .cached_layer import width_and_heads
     from .huggingface import Choice
     from .past import layer_state
@@ -148,7 +148,10 @@ def _plan_transformers(
     patches = [Patch(layer_state(module), "choice", Choice(info.name, given))]
     if learns(info.name) or trains(info.name, bool(layer.causal), given) or info.name == "subsampled":
         # Part of the layer, so that it is trained, moved and saved with the model, and its sampling can be switched.
-        dim, heads = width_and_heads(module)
+        try:
+            dim, heads = width_and_heads(module)
+        except ValueError as why:
+            return str(why)
         own = getattr(module, "head_dim", None) or getattr(layer.config, "head_dim", None)
         longest = getattr(layer.config, "max_position_embeddings", None) if layer.causal else None
         settings = {**settings, "max_length": settings["max_length"] or longest}
