@@ -76,6 +76,15 @@ def test_a_second_swap_removes_them():
     torch.testing.assert_close(model(tokens()).logits, llama("weft:linear")(tokens()).logits)
 
 
+def test_the_width_of_the_heads_may_not_divide_the_channels():
+    """GLM-4.5 has 5,120 channels and 96 heads of 128."""
+    sizes = {"hidden_size": 36, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
+    config = transformers.Qwen3Config(**sizes, num_hidden_layers=1, intermediate_size=32, vocab_size=99)
+    model = transformers.Qwen3ForCausalLM(config).eval()
+    assert not weft.swap(model, to="synthesizer", max_length=64).left
+    model(tokens())
+
+
 @pytest.mark.skipif("rf_detr/RfDetrModel" not in zoo.every(), reason="transformers does not have it")
 def test_layers_whose_heads_are_unknown_are_skipped():
     model = zoo.build("rf_detr/RfDetrModel", "eager")

@@ -142,10 +142,10 @@ def uncacheable(layer: Layer) -> str:
     if "cu_seqlens" in names:
         return "its tokens have no batch dimension: all images are one row"
     try:
-        width_and_heads(layer.module)
+        dim, heads = width_and_heads(layer.module)
     except ValueError as why:
         return str(why)
-    return ""
+    return f"its {dim} channels are not divisible by {heads} heads, which mixing needs" if dim % heads else ""
 
 
 def width_and_heads(layer: Any) -> tuple[int, int]:
@@ -162,8 +162,6 @@ def width_and_heads(layer: Any) -> tuple[int, int]:
     heads = next((n for n in own if isinstance(n, int)), getattr(config, "num_attention_heads", 0))
     if not dim or not heads:
         raise ValueError("cannot read its channels and heads")
-    if dim % heads:
-        raise ValueError(f"its {dim} channels are not divisible by {heads} heads, which mixing needs")
     return dim, heads
 
 
