@@ -342,6 +342,31 @@ def test_decoder_layers_and_their_memory():
     torch.testing.assert_close(first, second, **CLOSE)
 
 
+def test_causal_masks_over_a_padded_memory():
+    """The padding of the memory says nothing about the queries, even if there are as many."""
+    torch.manual_seed(0)
+    layer = nn.TransformerDecoderLayer(32, 4, 64, batch_first=True).eval()
+    plain = nn.TransformerDecoder(layer, 2)
+    x, memory, causal = torch.randn(2, 6, 32), torch.randn(2, 6, 32), torch.ones(6, 6).triu(1).bool()
+    masks = {
+        "tgt_mask": causal,
+        "memory_mask": causal,
+        "memory_key_padding_mask": torch.arange(6) >= torch.tensor([[4], [6]]),
+    }
+    subject = copy.deepcopy(plain)
+    weft.swap(subject, "full")
+    torch.testing.assert_close(subject(x, memory, **masks), plain(x, memory, **masks))
+    other = copy.deepcopy(plain)
+    weft.swap(other, "linear")
+    with pytest.raises(ValueError, match="use 'full'"):
+        other(x, memory, **masks)
+    attn = nn.MultiheadAttention(32, 4, batch_first=True)
+    box = nn.ModuleDict({"attn": copy.deepcopy(attn)})
+    weft.swap(box, "full")
+    given = {"attn_mask": causal, "key_padding_mask": masks["memory_key_padding_mask"]}
+    torch.testing.assert_close(box["attn"](x, memory, memory, **given), attn(x, memory, memory, **given))
+
+
 def test_weights_of_multihead_attention():
     """need_weights gives the effective matrix; full gives PyTorch's own, per head and averaged."""
     torch.manual_seed(0)

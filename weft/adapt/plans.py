@@ -109,7 +109,8 @@ def _plan_torch(layer: Layer, info: AttentionInfo, settings: Settings, causal: b
     causal = (causal and info.causal) or not info.bidirectional
     shape = {"heads": module.num_heads, "head_dim": module.head_dim, "dropout": module.dropout}
     core = _core(module, info, causal, settings, **shape)
-    return [Patch(module, "weft", core), Patch(module, "__class__", swapped_class(type(module)))]
+    cross = [Patch(module, "weft_cross", True)] if "cross" in layer.needs else []
+    return [Patch(module, "weft", core), *cross, Patch(module, "__class__", swapped_class(type(module)))]
 
 
 def _plan_added(layer: Layer, info: AttentionInfo, settings: Settings, causal: bool | None, prefix: int) -> list[Patch]:

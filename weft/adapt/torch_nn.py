@@ -19,6 +19,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
     """
 
     weft: Core
+    weft_cross = False  # whether it is known to read another sequence
 
     # nn.TransformerEncoderLayer has a fast path that computes softmax attention without calling this layer. Separate
     # projections disable it, so report them here.
@@ -38,14 +39,14 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         if query.is_nested:
             raise ValueError("nested tensors are not supported: use nn.TransformerEncoder(enable_nested_tensor=False)")
-        alone = query.dim() == 2
+        same, alone = query is key, query.dim() == 2
         if alone:
             query, key, value = (t[None] for t in (query, key, value))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         elif not self.batch_first:
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))
         q, k, v = self._project(query, key, value)
-        arguments = self._masks(q, k, key_padding_mask, attn_mask, is_causal)
+        arguments = self._masks(q, k, key_padding_mask, attn_mask, is_causal, same)
         out = self.out_proj(self.weft(q, k, v, **arguments).transpose(1, 2).flatten(2))
         weights = None
         if need_weights:  # the effective matrix: the mechanism applied to the identity, without dropout
@@ -70,9 +71,9 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         ]
 
     def _masks(
-        self, q: Tensor, k: Tensor, padding: Tensor | None, pairs: Tensor | None, is_causal: bool
+        self, q: Tensor, k: Tensor, padding: Tensor | None, pairs: Tensor | None, is_causal: bool, same: bool
     ) -> dict[str, Any]:
-        """Convert PyTorch's masks to arguments of `Core`."""
+        """Convert PyTorch's masks to arguments of `Core`. `same`: queries and keys are the same tokens."""
         B, H, Lq = q.shape[:3]
         Lk = k.shape[2]
         found: dict[str, Any] = {"causal": False, "dropout": self.dropout}
@@ -82,7 +83,9 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
             if is_causal:
                 raise ValueError("is_causal is a hint about attn_mask: pass the mask as well, as PyTorch requires")
             return found
-        if Lq == Lk and (is_causal or (pairs.dim() == 2 and _is_causal(pairs))):
+        # A causal mechanism hides masked queries too, but the padding of another sequence is none of the queries'.
+        same = same or padding is None or not (self.weft_cross or self.weft.name == "full")
+        if same and Lq == Lk and (is_causal or (pairs.dim() == 2 and _is_causal(pairs))):
             found["causal"] = True
             return found
         pairs = pairs.view(B, H, Lq, Lk) if pairs.dim() == 3 else pairs[None, None]
