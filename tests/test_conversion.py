@@ -124,6 +124,42 @@ def test_the_teacher_of_a_swapped_layer_has_its_mechanism(name):
         torch.testing.assert_close(zoo.outputs(model, inputs), expected)
 
 
+def test_later_layers_get_the_keys_of_the_original():
+    """Gemma 3n: the last layers read the keys of an earlier one."""
+    transformers = pytest.importorskip("transformers")
+    import zoo
+
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    config = transformers.Gemma3nTextConfig(
+        **sizes,
+        intermediate_size=[48] * 4,
+        activation_sparsity_pattern=[0.0] * 4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+        vocab_size=64,
+        vocab_size_per_layer_input=64,
+        hidden_size_per_layer_input=8,
+        laurel_rank=4,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    model, inputs = transformers.Gemma3nForCausalLM(config).eval(), {"input_ids": zoo.tokens(), "use_cache": False}
+    expected, copies = model(**inputs).logits, originals(model, None)
+    report = weft.swap(model, "longformer", probe=False)
+    layers = dict(zip(report.replaced, report.layers, strict=True))
+    for layer in report.layers[:2]:
+        layer.k_norm.weight.data.mul_(2)
+    transfer = Transfer(layers, {path: teacher_of(layer, copies[layer]) for path, layer in layers.items()})
+    with transfer.on(None, learn=True):
+        torch.testing.assert_close(model(**inputs).logits, expected, atol=1e-4, rtol=1e-3)
+
+
 @pytest.mark.parametrize("kind", ["torch", "timm"])
 def test_teachers_in_other_libraries(kind):
     if kind == "timm":

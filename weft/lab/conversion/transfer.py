@@ -82,9 +82,11 @@ class Transfer:
         def forward(*args: Any, **kwargs: Any) -> Any:
             # Teacher and student would both append to a key-value cache.
             kwargs = {key: None if key in CACHES else value for key, value in kwargs.items()}
-            target = teacher(*args, **kwargs)
             with torch.set_grad_enabled(learn):
-                error = relative_error(_first(student(*args, **kwargs)), _first(target), self.mask)
+                out = _first(student(*args, **kwargs))
+            target = teacher(*args, **kwargs)  # last, because later layers may read its keys (Gemma 3n)
+            with torch.set_grad_enabled(learn):
+                error = relative_error(out, _first(target), self.mask)
                 if learn:
                     with torch.autocast(error.device.type, enabled=False):
                         (error * self.share).backward()
