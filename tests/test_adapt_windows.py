@@ -80,6 +80,16 @@ def test_windows_under_a_registered_name_and_with_caches():
         zoo.outputs(plain, inputs)
 
 
+def test_mechanisms_without_a_state_do_not_continue_a_sliding_cache():
+    """It has the keys of the last tokens, but the queries of all."""
+    model = zoo.build("mistral/MistralForCausalLM", "weft:reformer")  # a window of 5
+    settings = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    assert model.generate(zoo.tokens(), use_cache=False, num_beams=3, **settings).shape == (2, zoo.L + 3)
+    for beams in (1, 3):
+        with pytest.raises(ValueError, match="set use_cache=False"):
+            model.generate(zoo.tokens(), num_beams=beams, **settings)
+
+
 def test_other_mechanisms_stay_in_the_window():
     """Blocks of 8 tokens and windows of 5, in one layer: each query sees what both allow."""
     subject, _ = built("mistral/MistralForCausalLM")

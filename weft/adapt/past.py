@@ -30,6 +30,8 @@ class Past:
         if keys is self.keys:
             return self.q
         length = keys.shape[2]
+        if self.q.shape[2] != self.keys.shape[2]:  # the cache has dropped those outside of a sliding window
+            return None
         if length > self.keys.shape[2] or keys.shape[1] != self.keys.shape[1] or keys.shape[3] != self.keys.shape[3]:
             return None
         ours = self.keys[:, :, :length].to(keys.device)
