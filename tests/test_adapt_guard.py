@@ -162,15 +162,18 @@ def test_a_mask_that_is_passed_but_not_read():
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing(reentrant):
-    model = zoo.build("llama/LlamaForCausalLM", "weft:linear").train()
+@pytest.mark.parametrize("name", ["llama/LlamaForCausalLM", "bert/BertLMHeadModel", "gpt2/GPT2LMHeadModel"])
+def test_gradient_checkpointing(name, reentrant):
+    """Llama passes its mask to its layers by name, BERT and GPT-2 by position."""
+    model = zoo.build(name, "weft:linear").train()
     mask = torch.ones(2, zoo.L, dtype=torch.long)
     mask[1, :4] = 0
 
     def gradients():
         model.zero_grad()
+        torch.manual_seed(0)
         model(zoo.tokens(), attention_mask=mask, use_cache=False).logits[mask.bool()].square().mean().backward()
-        return [p.grad.clone() for p in model.parameters()]
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     before = gradients()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})

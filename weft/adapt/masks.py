@@ -67,6 +67,8 @@ HARMLESS = {
     Tensor.is_conj,
     Tensor.is_neg,
     Tensor.untyped_storage,
+    # torch.utils.checkpoint sets this with use_reentrant=True.
+    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
 }
 ADDITIONS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
 
