@@ -6,6 +6,7 @@ import math
 import shutil
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 pytest.importorskip("lightning")
@@ -14,7 +15,7 @@ from browser import payload
 from sweeps import FILE, write_sweep
 
 from weft.cli import app
-from weft.lab.run import Run
+from weft.lab.run import Run, environment
 from weft.lab.sweep import jobs_of
 from weft.lab.sweep.cells import keep_sweep
 from weft.lab.sweep.results import POINTS, gather, read_results, results_file, thin, write_results
@@ -44,6 +45,15 @@ def put(job, accuracy, *, step=None, commit="1111111aaaa", failed="", torch="2.1
         test = {"loss": 1.0, "accuracy": accuracy}
         result = {"step": steps, "best_step": 5, "val": test, "test": test, "parameters": 7, "tokens_per_s": 5.0}
         run.write("result.json", json.dumps(result))
+
+
+def test_runs_name_an_apple_gpu(sweep, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    (job,) = jobs_of(sweep, only=["full/1×2"], seeds=[0])
+    put(job, 0.5, gpu=environment()["gpu"])
+    (record,) = gather(sweep)
+    assert record.starts[0].device == "Apple GPU"
 
 
 def cell(made, row, column):

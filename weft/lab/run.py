@@ -281,6 +281,8 @@ def environment() -> dict[str, Any]:
         found["multiprocessors"] = torch.cuda.get_device_properties().multi_processor_count
         if share := os.environ.get(SHARE):
             found["gpu_share"] = float(share)
+    elif torch.backends.mps.is_available():
+        found["gpu"] = "Apple GPU"
     return found
 
 
