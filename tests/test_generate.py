@@ -91,6 +91,19 @@ def test_the_model_decodes_as_in_parallel(attention, positions):
         torch.testing.assert_close(logits, wanted[:, t : t + 1], **EXACT)
 
 
+@pytest.mark.parametrize("max_length", [None, 20])
+@pytest.mark.parametrize("attention", [["full", "linear"], lambda layer: ["full", "linear"][layer]])
+@torch.no_grad()
+def test_a_refused_crop_changes_nothing(attention, max_length):
+    """One of the mechanisms could drop the tokens, another cannot."""
+    net, ids = model(attention), prompts()
+    logits, state = net.prefill(ids[:, :9], state=net.start(3, max_length=max_length))
+    with pytest.raises(ValueError, match="linear sums up or overwrites earlier tokens"):
+        net.crop(state, 2)
+    logits, state = net.step(ids[:, 9:10], state)
+    torch.testing.assert_close(logits, net(ids[:, :10])[:, -1:], **EXACT)
+
+
 @pytest.mark.parametrize("attention", ["full", "linear", "combiner-fixed"])
 @torch.no_grad()
 def test_greedy_is_the_most_likely_token_of_the_whole_sequence(attention):

@@ -97,7 +97,7 @@ class Decoding:
         self._shapes(batch, 1, torch.float32)  # raises an error if the block size is unknown
         place = None if device is None else torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
         state = DecodingState(self._settings(), batch, place, dtype, max_length=max_length)
-        state.history = 0 if self.crops else history
+        state.crops, state.history = self.crops, 0 if self.crops else history
         if max_length is not None and place is not None and dtype is not None:
             self._allocate(state, torch.empty(batch, self.heads, 0, self.head_dim, device=place, dtype=dtype), 1)
         return state
@@ -255,25 +255,15 @@ class Decoding:
         where crops one after another count together; dropping all tokens is always possible."""
         self._check_state(state)
         self._check_newest(state)
-        position = state.position
-        if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n <= position:
-            raise ValueError(f"n, the number of tokens to drop, must be in 0 … {position}, got {n!r}")
-        target, inner, log = position - n, state.inner, state.log
+        state.check_crop(n)
+        target, inner, log = state.position - n, state.inner, state.log
         if n == 0:
             return state
         if target == 0:
             like = torch.empty(state.batch, self.heads, 0, self.head_dim, device=state.device, dtype=state.dtype)
             inner, log = tree_map(lambda x, y: x.to(y.dtype), self.empty_state(like, state.capacity), inner), None
         elif not self.crops:
-            if log is None or target < log.marks[0][0] or position != state.count:
-                most = 0 if log is None or position != state.count else position - log.marks[0][0]
-                advice = f"create it with start(batch, history={n}) to drop up to {n}"
-                if state.history >= n:
-                    advice = f"tokens dropped before count too: create it with more than history={state.history}"
-                raise ValueError(
-                    f"{self.name} sums up or overwrites earlier tokens: this state can drop only the last {most}, got "
-                    f"n={n}; {advice}"
-                )
+            assert log is not None
             marks = [mark for mark in log.marks if mark[0] <= target]
             log = Log(marks, log.tokens[: target - marks[0][0]])
             inner = tree_map(torch.clone, marks[-1][1])

@@ -25,7 +25,8 @@ class DecodingState:
     whole: bool = True  # no token was masked
     place: Tensor | None = None  # with max_length: tokens so far, on the device
     newest: list[int] = field(default_factory=lambda: [0])  # shared: the count of the state that owns the buffers
-    history: int = 0  # how many tokens `crop` can drop if the mechanism cannot drop any number
+    crops: bool = False  # the mechanism can drop any number of tokens
+    history: int = 0  # how many tokens `crop` can drop otherwise
     log: Log | None = None
     ready: Ready | None = None
 
@@ -42,6 +43,23 @@ class DecodingState:
     def position(self) -> int:
         """Tokens so far. With `max_length` on a GPU, reading it waits for the GPU."""
         return self.count if self.place is None else int(self.place)
+
+    def check_crop(self, n: int) -> None:
+        """Raise an error if the last n tokens cannot be dropped."""
+        position, log = self.position, self.log
+        if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n <= position:
+            raise ValueError(f"n, the number of tokens to drop, must be in 0 … {position}, got {n!r}")
+        if self.crops or n in (0, position):
+            return
+        if log is None or position - n < log.marks[0][0] or position != self.count:
+            most = 0 if log is None or position != self.count else position - log.marks[0][0]
+            advice = f"create it with start(batch, history={n}) to drop up to {n}"
+            if self.history >= n:
+                advice = f"tokens dropped before count too: create it with more than history={self.history}"
+            raise ValueError(
+                f"{self.made_for['name']} sums up or overwrites earlier tokens: this state can drop only the last "
+                f"{most}, got n={n}; {advice}"
+            )
 
 
 class Ready:
@@ -163,6 +181,15 @@ def next_positions(state: DecodingState | None, n: int, device: torch.device) ->
     """The positions (n,) of the next n tokens."""
     start = 0 if state is None else state.count if state.place is None else state.place
     return start + torch.arange(n, device=device)
+
+
+def check_crops(states: list[Any], n: int) -> None:
+    """`check_crop` of several states, before the first of them changes."""
+    for state in states:
+        if isinstance(state, list):  # mixed attention
+            check_crops(state, n)
+        elif isinstance(state, DecodingState):
+            state.check_crop(n)
 
 
 def tree_map(function: Callable[..., Tensor], tree: Any, *others: Any) -> Any:

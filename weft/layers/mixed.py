@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..attention import attention_info
 from ..core.contract import PositionBias
-from ..core.decoding_state import DecodingState
+from ..core.decoding_state import DecodingState, check_crops
 from ..core.segments import Segments
 from .multihead import MultiheadAttention
 
@@ -113,6 +113,7 @@ class MixedAttention(nn.Module):
 
     def crop(self, state: list[DecodingState], n: int) -> list[DecodingState]:
         """The state without its last n tokens; see `Attention.crop`."""
+        check_crops(state, n)
         return [block.crop(inner, n) for block, inner in zip(self._each(), state, strict=True)]
 
     def _each(self) -> list[Any]:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..core.decoding_state import next_positions
+from ..core.decoding_state import check_crops, next_positions
 from ..core.positions import Constant
 from ..core.precision import precise
 from ..core.segments import Segments, documents_of
@@ -188,6 +188,7 @@ class LanguageModel(nn.Module):
 
     def crop(self, state: list[Any], n: int) -> list[Any]:
         """The state without its last n tokens; see `Attention.crop`."""
+        check_crops(state, n)
         return [layer.crop(inner, n) for layer, inner in zip(self._layers(), state, strict=True)]
 
     def generate(
