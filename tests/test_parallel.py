@@ -115,6 +115,31 @@ def test_what_is_not_supported_is_refused(monkeypatch):
         weft.make_attention("local", heads=2, head_dim=8)(q, q, q)
 
 
+def models_of_whole_sequences():
+    from weft.models.language import TwoSegments
+
+    image, size = torch.rand(1, 3, 8, 8), {"dim": 8, "heads": 2, "layers": 1}
+    images = {**size, "image_size": 8, "patch": 4, "classes": 2}
+    ids = torch.ones(1, 10, dtype=torch.long)
+    words = TwoSegments(5, max_length=20, head_dim=4, positions="learned", **size)
+    yield "mm", weft.ISTA(8, variant="mm", epsilon=0.5), (torch.randn(1, 10, 8),)
+    yield "TwoSegments", words, (ids, ids)
+    yield "ImageClassifier", weft.models.ImageClassifier(8, 2, head_dim=4, **size), (image,)
+    yield "CRATE", weft.models.CRATE(**images), (image,)
+    yield "CRATEMAE", weft.models.CRATEMAE(**size, image_size=8, patch=4), (image,)
+
+
+@pytest.mark.parametrize("name, model, inputs", list(models_of_whole_sequences()))
+def test_models_that_need_the_whole_sequence_are_refused(name, model, inputs):
+    """They would count the tokens of a rank as all tokens, or an image of every rank as a part of one."""
+    from weft.core import sharding
+    from weft.parallel.traffic import _Counting
+
+    model.eval()(*inputs)
+    with sharding.use(_Counting(0, 2, 20)), pytest.raises(ValueError, match=f"{name}.* does not support context"):
+        model(*inputs)
+
+
 def test_dropout_also_applies_to_global_tokens():
     from weft.core import sharding
     from weft.parallel.traffic import _Counting

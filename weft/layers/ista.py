@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.contract import quiet_padding
+from ..core.sharding import refuse
 
 
 class ISTA(nn.Module):
@@ -63,6 +64,7 @@ class ISTA(nn.Module):
         if self.variant == "ista":
             descent = F.linear(x - F.linear(x, self.weight), self.weight.T)
             return F.relu(x + self.step * descent - self.step * self.threshold)
+        refuse("ISTA with variant='mm'")
         assert self.epsilon is not None
         alpha: float | Tensor = self.dim / (x.shape[1] * self.epsilon**2)
         if mask is not None:

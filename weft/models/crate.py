@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..attention import attention_info
 from ..core.contract import PositionBias, quiet_padding
 from ..core.segments import Segments, documents_of
+from ..core.sharding import refuse
 from ..layers.ista import ISTA
 from ..layers.mssa import MSSA
 
@@ -151,6 +152,7 @@ class CRATE(nn.Module):
 
     def features(self, images: Tensor) -> Tensor:
         """The last layer's tokens, (B, 1 + patches, dim), CLS first."""
+        refuse("CRATE")
         x = self.patches(images)
         x = torch.cat([self.cls.expand(x.shape[0], -1, -1), x], 1) + self.positions
         for block in self.blocks:

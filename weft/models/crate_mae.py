@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.positions import Constant, sinusoids
+from ..core.sharding import refuse
 from ..layers.mssa import MSSA
 from .crate import CRATE, Patches, crate_layers
 
@@ -91,6 +92,7 @@ class CRATEMAE(nn.Module):
 
     def encode(self, images: Tensor, hidden: Tensor | None = None) -> Tensor:
         """The encoder's tokens, (B, 1 + patches, dim), CLS first. The mask token replaces hidden patches."""
+        refuse("CRATEMAE")
         x = self.patches(images)
         if hidden is not None:
             # To compile this on a GPU, torch 2.11 needs options={"triton.mix_order_reduction": False}, as in the lab:

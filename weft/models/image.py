@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.positions import Constant
+from ..core.sharding import refuse
 from ..layers import sinusoids
 from ..layers.encoder import NORM_EPS
 from .build import AttentionChoice, encoder_blocks
@@ -98,6 +99,7 @@ class ImageClassifier(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         if images.dim() != 4 or images.shape[1:] != (3, self.size, self.size):
             raise ValueError(f"images must be (B, 3, {self.size}, {self.size}), got {tuple(images.shape)}")
+        refuse("ImageClassifier")
         x = _normalise(images, self.mean(images.device), self.std(images.device))
         p, side = self.patch, self.size // self.patch
         x = torch.unflatten(torch.unflatten(x, 3, (side, p)), 2, (side, p))

@@ -20,7 +20,7 @@ from ..core.decoding_state import check_crops, next_positions
 from ..core.positions import Constant
 from ..core.precision import precise
 from ..core.segments import Segments, documents_of
-from ..core.sharding import first_position
+from ..core.sharding import first_position, refuse
 from ..layers import ALiBi, sinusoids
 from ..layers.encoder import decoding_layer, make_norm
 from .build import AttentionChoice, check_takes_bias, encoder_blocks
@@ -245,6 +245,7 @@ class TwoSegments(LanguageModel):
 
     def tokens(self, ids: Tensor, kinds: Tensor) -> Tensor:
         """The tokens after the last block, (B, L, dim)."""
+        refuse("TwoSegments")
         x = self._embedded(ids, slice(0, ids.shape[1])) + self.kind(kinds)
         for block in self.blocks:
             x = block(x, kinds > 0, self.bias)
