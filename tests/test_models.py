@@ -161,6 +161,17 @@ def test_cls_is_masked_with_the_first_token():
     assert mask.tolist() == [[False, False, True, True], [True, True, True, False]]
 
 
+@pytest.mark.parametrize("attention", ["bigbird", ("sparse", {"cls": True})])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_masked_class_token_alone_is_that_of_all_tokens(attention, packed):
+    encoder = classifier(attention=attention).encoder
+    ids = torch.tensor([[0, 0, 4, 5, 6], [4, 5, 7, 0, 0]])
+    segments = torch.tensor([[1, 1, 1, 1, 2]]).expand(2, -1) if packed else None
+    wanted = encoder(ids, segments=segments)
+    encoder.only_read = True  # as in training
+    torch.testing.assert_close(encoder(ids, segments=segments), wanted)
+
+
 def test_errors_say_what_to_do():
     model = classifier(max_length=10)
     model(documents(9))
