@@ -339,6 +339,19 @@ def test_two_files_of_the_same_part_are_refused(table, tmp_path):
         load("tag", tmp_path / "data")
 
 
+@pytest.mark.parametrize("task, columns", [("classify", "text,label"), ("tag", "tokens,tags")])
+def test_rows_in_the_file_of_another_part_are_refused(tmp_path, task, columns):
+    rows = [f"text {i},{'ab'[i % 2]} {'ab'[i % 2]}" for i in range(30)]
+    table = [f"{row},{'test' if i >= 20 else 'train'}" for i, row in enumerate(rows)]
+    (tmp_path / "train.csv").write_text("\n".join([f"{columns},split", *table]))
+    with pytest.raises(DataMissing, match=r"train.csv, line 22: .*says test, but its file is the train part"):
+        load(task, tmp_path)
+    assert len(load(task, tmp_path / "train.csv").test["ids"]) == 10
+    (tmp_path / "train.csv").write_text("\n".join([f"{columns},split", *table[:20]]))
+    (tmp_path / "test.csv").write_text("\n".join([f"{columns},split", *table[20:]]))
+    assert len(load(task, tmp_path).test["ids"]) == 10
+
+
 def test_texts_in_other_encodings_name_file_and_line(tmp_path):
     text = "Bonjour.\nL'été à la mer.\n" * 100
     (tmp_path / "latin.txt").write_bytes(text.encode("latin1"))

@@ -153,6 +153,9 @@ class TextTable(BuiltFromData, TextClassification):
         parts: dict[str, list[tuple[str, str, str]]] = {"train": [], "val": [], "test": []}
         for split, rows in found.items():
             for text, label, where, own in rows:
+                if split and own and own != split:
+                    what = f"its column split says {own}, but its file is the {split} part"
+                    raise DataMissing(f"{where}: {what}; pass the file itself with --data, or remove the column")
                 parts[split or own or "train"].append((text, label, where))
         for name in ("test", "val"):  # held out of the training rows, always the same ones
             if not parts[name]:
