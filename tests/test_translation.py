@@ -139,6 +139,12 @@ def test_bleu_says_what_it_needs(tmp_path, monkeypatch) -> None:
         get_task("iwslt14-de-en").load(make_config("iwslt14-de-en", data=str(tmp_path)))
 
 
+@pytest.mark.parametrize("length", [0, 1, 2])
+def test_lengths_without_room_for_a_token_are_refused(length) -> None:
+    with pytest.raises(ValueError, match="max_length must be at least 3"):
+        make_config("iwslt14-de-en", max_length=length)
+
+
 def test_bleu_equals_sacrebleu_without_common_fourgrams(tmp_path) -> None:
     metrics = pytest.importorskip("sacrebleu.metrics")
     pytest.importorskip("tokenizers")

@@ -56,6 +56,12 @@ class Translation(Task):
         other = f"{corpus}.{self.target}-{self.source}"
         self.places = (f"{corpus}.{pair}", other, f"{corpus}.parquet")
 
+    def check(self, config: TrainConfig) -> None:
+        super().check(config)
+        if config.max_length < 3:
+            what = "a sentence needs its begin, its end and a token"
+            raise ValueError(f"max_length must be at least 3 for {self.name}, got {config.max_length}: {what}")
+
     def unread(self, config: TrainConfig) -> tuple[str, ...]:
         return "attention", "attention_options", "head_dim", "attention_dropout", "positions"
 
