@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("lightning")
 
 from browser import CHROMIUM, browser
+from runs import weft
 
 from weft.lab.report import name_of, read_run, report
 from weft.lab.run import Run
@@ -103,6 +104,13 @@ def test_the_metric_is_the_tasks_own(tmp_path):
     config.task, config.task_file = "gone", str(tmp_path / "gone.py")
     run.write("config.json", to_json(config))
     assert read_run(run.folder)["metric"] == "accuracy"
+
+
+def test_ports_that_are_in_use_or_do_not_exist_are_named(server, tmp_path):
+    taken = weft("watch", tmp_path, "--port", server.server_port)
+    assert (taken.exit_code, f"port {server.server_port} cannot be used" in taken.output) == (2, True)
+    assert "choose another with --port" in taken.output
+    assert weft("watch", tmp_path, "--port", 99999).exit_code == 2
 
 
 def test_only_this_machine_is_served(server):

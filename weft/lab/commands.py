@@ -192,7 +192,7 @@ def report_runs(
 
 def watch_runs(
     folders: Annotated[list[Path], typer.Argument(help="folders of runs; folders inside them are searched too")],
-    port: Annotated[int, typer.Option(help="port on this machine; 0: a free one")] = 8642,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port on this machine; 0: a free one")] = 8642,
 ) -> None:
     """Show running jobs with their curves on a page that is served to this machine only."""
     from .._interrupt import listen
@@ -201,7 +201,11 @@ def watch_runs(
     for folder in folders:
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is not a folder")
-    with serve(folders, port) as server:
+    try:
+        server = serve(folders, port)
+    except OSError as error:  # such as another weft watch
+        raise ValueError(f"port {port} cannot be used ({error.strerror}): choose another with --port") from None
+    with server:
         listen()
         say(f"open http://localhost:{server.server_port} in a browser; Ctrl-C ends it")
         try:
