@@ -373,6 +373,11 @@ def test_the_command(tmp_path):
     for name in ("model", "modle"):
         with pytest.raises((ValueError, FileNotFoundError), match="weft.huggingface.load|does not exist"):
             weft.load(tmp_path / name)
+    original = (tmp_path / "model" / "model.safetensors").read_bytes()
+    onto = ["--bytes", "--out", tmp_path / "model"]
+    kept = CliRunner().invoke(app, [str(each) for each in [*command, *onto]])
+    assert kept.exit_code == 2 and "already has a model" in kept.output
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == original
     done = CliRunner().invoke(app, [str(each) for each in [*command, "--bytes"]])
     assert done.exit_code == 0, done.output
     assert "2 layers replaced" in done.output and (tmp_path / "out" / "conversion.json").exists()

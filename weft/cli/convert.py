@@ -53,6 +53,8 @@ def convert(
         raise ImportError("weft convert needs transformers: pip install 'weft[huggingface]'") from error
     from ..adapt.huggingface import load
 
+    if (out / "config.json").exists() and not (out / "checkpoints").exists():
+        raise ValueError(f"{out} already has a model, which is not from weft convert: choose another --out")
     content = data.read_bytes()
     try:
         swapped = "weft" in vars(AutoConfig.from_pretrained(model))
