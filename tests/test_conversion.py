@@ -373,6 +373,9 @@ def test_the_command(tmp_path):
     for name in ("model", "modle"):
         with pytest.raises((ValueError, FileNotFoundError), match="weft.huggingface.load|does not exist"):
             weft.load(tmp_path / name)
+    steep = ["--bytes", "--out", tmp_path / "steep", "--learning-rate", 1e30, "--steps", 10, "--transfer-steps", 0]
+    diverged = CliRunner().invoke(app, [str(each) for each in [*command, *steep]])
+    assert diverged.exit_code == 70 and "lower learning_rate" in diverged.output
     original = (tmp_path / "model" / "model.safetensors").read_bytes()
     onto = ["--bytes", "--out", tmp_path / "model"]
     kept = CliRunner().invoke(app, [str(each) for each in [*command, *onto]])

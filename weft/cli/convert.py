@@ -44,6 +44,7 @@ def convert(
     import torch
 
     from ..lab.conversion import convert as run
+    from ..lab.divergence import Diverged
     from ..lab.say import say
 
     options, place = dict(_option(text) for text in option), chosen(device)
@@ -71,23 +72,27 @@ def convert(
         except (OSError, ValueError) as error:
             raise ValueError(f"{model} has no tokenizer: for a model of bytes, add --bytes") from error
         tokens = torch.tensor(tokenizer(content.decode(), verbose=False)["input_ids"])
-    report = run(
-        loaded.to(place),
-        to,
-        tokens,
-        steps=steps,
-        transfer_steps=transfer_steps,
-        length=length,
-        transfer_length=transfer_length,
-        batch_size=batch_size,
-        learning_rate=learning_rate,
-        transfer_learning_rate=transfer_learning_rate,
-        lora=lora,
-        precision=precision,
-        seed=seed,
-        folder=out / "checkpoints",
-        **options,
-    )
+    try:
+        report = run(
+            loaded.to(place),
+            to,
+            tokens,
+            steps=steps,
+            transfer_steps=transfer_steps,
+            length=length,
+            transfer_length=transfer_length,
+            batch_size=batch_size,
+            learning_rate=learning_rate,
+            transfer_learning_rate=transfer_learning_rate,
+            lora=lora,
+            precision=precision,
+            seed=seed,
+            folder=out / "checkpoints",
+            **options,
+        )
+    except Diverged as error:  # weft train says it by itself
+        say(f"weft: {error}", error=True)
+        raise
     loaded.save_pretrained(out)
     if tokenizer is not None:
         tokenizer.save_pretrained(out)
