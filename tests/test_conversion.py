@@ -399,6 +399,8 @@ def test_bad_input(tmp_path):
         (ValueError, "no attention mechanism|unknown", {"to": "nothing"}),
         (ValueError, "steps must be an integer of at least 0, got -1", {"steps": -1}),
         (ValueError, "batch_size", {"batch_size": 0}),
+        (ValueError, "^learning_rate must be a number that is not negative", {"learning_rate": -3e-4}),
+        (ValueError, "transfer_learning_rate must be", {"transfer_learning_rate": float("nan")}),
         (ValueError, "precision must be one of", {"precision": "half"}),
         (TypeError, "integer tokens", {"data": torch.randn(9)}),
         (TypeError, "data must be a tensor", {"data": "text.txt"}),

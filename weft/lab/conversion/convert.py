@@ -97,6 +97,9 @@ def convert(
         least = 0 if "steps" in name else 1
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    for name, rate in (("learning_rate", learning_rate), ("transfer_learning_rate", transfer_learning_rate)):
+        if not 0 <= rate < math.inf:
+            raise ValueError(f"{name} must be a number that is not negative, got {rate}")
     parameter = next(model.parameters(), None)
     if parameter is None or parameter.device.type not in ("cpu", "cuda"):
         raise ValueError(f"the model must be on a CPU or CUDA device, got {parameter and parameter.device}")
