@@ -497,6 +497,28 @@ def test_images_are_sampled_with_the_decoding_form(attention):
     assert samples.shape == real.shape == (13, 13, 3) and torch.equal(real[1:3, 4:6], images[0])
 
 
+def test_samples_go_to_a_new_folder_and_bad_names_are_refused_before_drawing(tmp_path, monkeypatch):
+    pytest.importorskip("lightning")
+    from PIL import Image
+    from runs import weft
+
+    from weft.lab import trained
+    from weft.models import LanguageModel
+
+    model = LanguageModel(257, max_length=12, positions="learned", dim=8, heads=2, head_dim=4, layers=1, mlp_dim=8)
+    found = types.SimpleNamespace(model=model, task=density.Density("tiny", "", 2))
+    monkeypatch.setattr(trained, "load", lambda run, which: found)
+    (tmp_path / "run").mkdir()
+    command = ["sample", tmp_path / "run", "--count", 4, "--device", "cpu", "--out"]
+    made = weft(*command, tmp_path / "new" / "four.png")
+    assert made.exit_code == 0, made.output
+    assert Image.open(tmp_path / "new" / "four.png").size == (7, 7)
+    monkeypatch.setattr(density, "draw", lambda *given: pytest.fail("images were drawn"))
+    for name in ("new", "four", "four.pgn"):
+        refused = weft(*command, tmp_path / name)
+        assert refused.exit_code == 2 and "must be an image file" in refused.output
+
+
 def test_tiny_imagenet_from_parquet(tmp_path):
     arrow = pytest.importorskip("pyarrow")
     from PIL import Image
