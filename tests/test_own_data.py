@@ -86,6 +86,12 @@ def test_the_commands_predict_and_export(table, tmp_path):
     again = list(csv.DictReader(done.stdout.splitlines(keepends=True)))
     assert [row["answer"] for row in again] == [row["predicted_answer"] for row in again]
     assert [{k: v for k, v in row.items() if k != "predicted_answer"} for row in again] == rows
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"text": "fine", "more": {"kept": [1]}}\n')
+    (tmp_path / "linked.jsonl").symlink_to(lines)
+    for same, what in ((lines, "is the input"), (tmp_path / "linked.jsonl", "is the input"), (tmp_path, "is a folder")):
+        refused = CliRunner().invoke(app, ["predict", str(tmp_path / "run"), str(lines), "--out", str(same)])
+        assert refused.exit_code == 2 and what in refused.output and '"kept": [1]' in lines.read_text()
     (tmp_path / "empty.csv").touch()
     refused = CliRunner().invoke(app, ["predict", str(tmp_path / "run"), str(tmp_path / "empty.csv")])
     assert "the first line must name the columns" in refused.output and "--data" not in refused.output

@@ -41,6 +41,9 @@ def predict(
     if not file.exists():
         raise typer.BadParameter(f"{file} does not exist")
     if out is not None:  # fail before predicting
+        if out.is_dir() or (out.exists() and out.samefile(file)):
+            what = "a folder" if out.is_dir() else "the input, which it would overwrite"
+            raise typer.BadParameter(f"--out {out} is {what}: pass another file")
         out.parent.mkdir(parents=True, exist_ok=True)
     model = load(run, which, chosen(device))
     if type(model.task).decode is Task.decode:
