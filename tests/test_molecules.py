@@ -75,6 +75,8 @@ def test_graphs_are_stored_once_and_then_need_no_rdkit(tmp_path, monkeypatch) ->
     ("content", "says"),
     [
         ("smiles,other\nC,1\n", "line 1 must name the columns smiles and lipo; lipo is missing"),
+        ("smiles,lipo\nC,1\nCC\nCCC,3\n", "line 3: lipo must be a number or empty, got None"),
+        ("smiles,lipo\nC,1\nCC,inf\n", "line 3: lipo must be a number or empty, got 'inf'"),
         ("smiles,lipo\nC,1\nCC,high\n", "line 3: lipo must be a number or empty, got 'high'"),
         ("smiles,lipo\nC,1\nC1CC,2\n", "row 2: RDKit cannot read the SMILES 'C1CC'"),
     ],

@@ -146,8 +146,10 @@ def read_table(path: Path, target: str) -> tuple[list[str], np.ndarray]:
             raise DamagedData(path, what)
         for row in reader:
             try:
-                targets.append(float(row[target] or "nan"))
-            except (TypeError, ValueError):
+                targets.append(math.nan if row[target] == "" else float(row[target]))
+                if math.isinf(targets[-1]):
+                    raise ValueError
+            except (TypeError, ValueError):  # the first for a line that is too short
                 what = f"line {reader.line_num}: {target} must be a number or empty, got {row[target]!r}"
                 raise DamagedData(path, what) from None
             smiles.append(row["smiles"])
