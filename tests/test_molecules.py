@@ -14,7 +14,7 @@ import torch
 from weft.models.egt import EGT
 from weft.tasks import DataMissing, get_task, make_config
 from weft.tasks.graphs import ATOM_SIZES, BOND_SIZES, FAR, FIRST_BOND, graphs, molecule, pair_features
-from weft.tasks.molecules import divided
+from weft.tasks.molecules import divided, read_table
 
 SMALL = dict(dim=16, heads=2, mlp_dim=16, layers=2, batch_size=4)
 
@@ -86,6 +86,11 @@ def test_bad_tables_name_the_place(tmp_path, content: str, says: str) -> None:
     (tmp_path / "lipo.csv").write_text(content)
     with pytest.raises(DataMissing, match=says):
         get_task("lipophilicity").load(make_config("lipophilicity", data=str(tmp_path)))
+
+
+def test_tables_may_begin_with_a_byte_order_mark(tmp_path) -> None:
+    (tmp_path / "lipo.csv").write_text("smiles,lipo\nC,1\nCC,2\n", encoding="utf-8-sig")
+    assert read_table(tmp_path / "lipo.csv", "lipo")[0] == ["C", "CC"]
 
 
 def test_scaffolds_stay_together() -> None:

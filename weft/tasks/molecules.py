@@ -138,7 +138,7 @@ def read_table(path: Path, target: str) -> tuple[list[str], np.ndarray]:
         return table["smiles"], np.array([math.nan if t is None else t for t in table[target]], np.float64)
     opener: Any = gzip.open if path.suffix == ".gz" else open
     smiles, targets = [], []
-    with opener(path, "rt", newline="", encoding="utf-8") as file:
+    with opener(path, "rt", newline="", encoding="utf-8-sig") as file:  # Excel writes a byte order mark
         reader = csv.DictReader(file)
         missing = {"smiles", target} - set(reader.fieldnames or ())
         if missing:
