@@ -103,3 +103,15 @@ def test_two_folders_of_the_same_part_are_refused(pictures, tmp_path):
         shutil.copytree(pictures, tmp_path / "split" / part)
     with pytest.raises(DataMissing, match="val and validation are the same part"):
         load("images", tmp_path / "split", image_size=8)
+
+
+def test_images_of_other_kinds_are_not_left_out(pictures):
+    shutil.copy(pictures / "cat" / "0.jpg", pictures / "cat" / "saved.JFIF")
+    data = load("images", pictures, image_size=8)
+    assert sum(data.rows(split) for split in ("train", "val", "test")) == 21
+    assert len(read_examples(pictures, "", tokens=False)[0]) == 21
+    (pictures / "dog" / "phone.HEIC").write_bytes(b"an image")
+    with pytest.raises(DataMissing, match="phone.HEIC cannot be used: images of this kind are not read"):
+        load("images", pictures, image_size=8)
+    with pytest.raises(DataMissing, match="phone.HEIC cannot be used"):
+        read_examples(pictures, "", tokens=False)

@@ -84,8 +84,8 @@ def export(
 
 def read_examples(file: Path, text_column: str, tokens: bool) -> tuple[list[dict[str, Any]], list[Any]]:
     """The rows of a file, and the examples in them; `tokens`: lists of tokens are examples too."""
-    from ..tasks.files import DamagedData, files_of, lines_of, read_text
-    from ..tasks.images import PICTURES
+    from ..tasks.files import DamagedData, lines_of, read_text
+    from ..tasks.images import PICTURES, pictures_of
     from ..tasks.tables import ENDINGS, TEXT, read_table
     from ..tasks.tags import COLUMNS, TOKENS, read_columns
 
@@ -93,7 +93,7 @@ def read_examples(file: Path, text_column: str, tokens: bool) -> tuple[list[dict
         sentences = [row["tokens"] for row in read_columns(file, tagged=False).rows]
         return [{"tokens": sentence} for sentence in sentences], sentences
     if file.is_dir() or file.suffix.lower() in PICTURES:
-        files = [file] if file.is_file() else [p for p in files_of(file) if p.suffix.lower() in PICTURES]
+        files = [file] if file.is_file() else pictures_of(file)
         if not files:
             raise DamagedData(file, "it has no images")
         return [{"file": str(p)} for p in files], files

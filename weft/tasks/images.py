@@ -46,7 +46,8 @@ from .tables import by_split
 
 MODELS = r"transformer|crate(-tiny|-small|-base|-large)?|pvt-(tiny|small|medium|large)|timm:[\w.]+"
 AUGMENTATIONS = r"color|rand(-\w[\w.]*)+|augmix(-\w[\w.]*)*|(original|v0)r?(-mstd[\d.]+)?|3a"
-PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff")
+PICTURES = (".png", ".jpg", ".jpeg", ".jfif", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff")
+OTHERS = (".avif", ".heic", ".heif", ".jp2", ".jxl", ".pgm")  # images that are not read
 
 
 class ImageClassification(Classification):
@@ -328,13 +329,20 @@ def refuse_strange(folder: Path, names: list[str], classes: list[str]) -> None:
 def read_folder(folder: Path, classes: list[str], size: int) -> Columns:
     """All images of a folder, resized (shorter side) and centre-cropped to `size`."""
     refuse_strange(folder, class_folders(folder), classes)
-    files = [(p, i) for i, name in enumerate(classes) for p in files_of(folder / name)]
-    files = [(p, i) for p, i in files if p.suffix.lower() in PICTURES]
+    files = [(p, i) for i, name in enumerate(classes) for p in pictures_of(folder / name)]
     if not files:
         raise DamagedData(folder, "it has no images")
 
     labels = torch.tensor([i for _, i in files], dtype=torch.int16)
     return {"image": read_pictures([p for p, _ in files], size), "label": labels}
+
+
+def pictures_of(folder: Path) -> list[Path]:
+    """The images of a folder. Those of other kinds are refused rather than left out."""
+    files = files_of(folder)
+    if strange := next((p for p in files if p.suffix.lower() in OTHERS), None):
+        raise DamagedData(strange, "images of this kind are not read", f"Convert it to one of {' '.join(PICTURES)}.")
+    return [p for p in files if p.suffix.lower() in PICTURES]
 
 
 def read_pictures(files: Sequence[Path], size: int) -> Tensor:
