@@ -34,10 +34,26 @@ def test_the_demo_tells_seven_stories_and_ends_with_the_page(demo):
     assert all(y > 0 for curve in cost["series"] for _, y in curve["points"])
 
 
-def test_other_files_are_not_removed(tmp_path):
+@pytest.mark.parametrize("beside", ["", "deep", "demo.html"])
+def test_other_files_are_not_removed(tmp_path, monkeypatch, beside):
+    from weft.demo import long
+
+    monkeypatch.setattr(long, "tell", lambda *given: pytest.fail("the demo began"))
     (tmp_path / "thesis.txt").write_text("years of work")
+    if beside:
+        (tmp_path / beside).mkdir()
     assert weft("demo", "--out", tmp_path).exit_code == 2
     assert (tmp_path / "thesis.txt").exists()
+
+
+def test_an_earlier_demo_is_removed(demo, tmp_path):
+    import shutil
+
+    from weft.cli.demo import _empty
+
+    shutil.copytree(demo[0], tmp_path / "again")
+    _empty(tmp_path / "again")
+    assert [path.name for path in (tmp_path / "again").iterdir()] == ["demo.html"]
 
 
 @browser

@@ -85,7 +85,10 @@ def page_of(stories: list[Story], seconds: float) -> str:
 
 def _empty(out: Path) -> None:
     """Remove an earlier demo; any other content raises an error."""
-    if out.exists() and any(out.iterdir()) and not ((out / "deep").exists() or (out / PAGE).exists()):
+    from ..demo.runs import RUNS
+
+    found = {path.name for path in out.iterdir()} if out.exists() else set()
+    if found and (PAGE not in found or found - {PAGE, *RUNS, *(f"{name}.log" for name in RUNS)}):
         raise typer.BadParameter(f"{out} contains files that are not from an earlier demo: choose another --out")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
