@@ -358,6 +358,14 @@ def test_rows_in_the_file_of_another_part_are_refused(tmp_path, task, columns):
     assert len(load(task, tmp_path).test["ids"]) == 10
 
 
+@pytest.mark.parametrize("label", [["a", "b"], {"name": "a"}])
+def test_several_labels_are_no_class(tmp_path, label):
+    rows = [{"text": f"text {i}", "label": label if i % 2 else "c"} for i in range(30)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    with pytest.raises(DataMissing, match="entry 2: column 'label' must be one label"):
+        load("classify", tmp_path / "rows.json")
+
+
 def test_texts_in_other_encodings_name_file_and_line(tmp_path):
     text = "Bonjour.\nL'été à la mer.\n" * 100
     (tmp_path / "latin.txt").write_bytes(text.encode("latin1"))

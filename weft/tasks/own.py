@@ -144,6 +144,8 @@ class TextTable(BuiltFromData, TextClassification):
                 raise DataMissing(
                     f"{where}: column {label!r} is empty; fill it in, or leave out such rows with --skip-unlabelled"
                 )
+            if isinstance(row[label], (list, dict)):
+                raise DataMissing(f"{where}: column {label!r} must be one label, got {row[label]!r:.60}")
             rows.append((row[text], str(row[label]).strip(), where, table.split(row, where)))
         if not table.rows:
             raise DamagedData(table.path, "it has no rows")
