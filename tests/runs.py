@@ -1,15 +1,20 @@
 """Tiny training runs, shared by the tests of the lab."""
 
+import contextlib
+import types
+
 import pytest
 from typer.testing import CliRunner
 
 from weft.cli import app
 from weft.lab import loop, make_config
+from weft.lab.run import Run
 
 TINY = dict(
     layers=1, heads=2, head_dim=8, dim=16, mlp_dim=16, steps=12, batch_size=8, eval_every=4, checkpoint_every=2,
     log_every=1, warmup=2, eval_batches=2, accelerator="cpu",
 )  # fmt: skip
+SHORT = {**TINY, "steps": 6, "eval_every": 3}
 
 
 class Killed(BaseException):
@@ -18,6 +23,21 @@ class Killed(BaseException):
 
 def tiny(out, task="digits", **changes):
     return make_config(task, out=str(out), **{**TINY, **changes})
+
+
+def short(out, task="digits", **changes):
+    return tiny(out, task, **{**SHORT, **changes})
+
+
+def train_losses(out) -> list[float]:
+    return [entry["loss"] for entry in Run(out).entries("train")]
+
+
+def stub(score):
+    """A task with scores only."""
+    return types.SimpleNamespace(
+        batch=lambda *a, **k: {}, score=score, evaluating=lambda model: contextlib.nullcontext()
+    )
 
 
 def options(**changes):

@@ -14,11 +14,10 @@ import torch
 pytest.importorskip("lightning")
 
 import runs
-from runs import killed_run, weft
+from runs import SHORT, killed_run, short, train_losses, weft
 
-from weft.lab import TrainConfig, compiled, evaluate_run, load_run, loop, make_config, train
+from weft.lab import TrainConfig, evaluate_run, load_run, loop, make_config, train
 from weft.lab.build import build_model
-from weft.lab.compiled import disagreement, rounding
 from weft.lab.data import Order, Rows, seed_of
 from weft.lab.evaluate import evaluate
 from weft.lab.optim import learning_rate, make_optimizer
@@ -26,23 +25,6 @@ from weft.lab.run import Run
 from weft.layers.cached import RecurrentCache
 from weft.tasks import get_task
 from weft.tasks.config import FREE_ON_RESUME, field_help, from_json, to_json
-
-TINY = {**runs.TINY, "steps": 6, "eval_every": 3}
-
-
-def tiny(out, task="digits", **changes):
-    return runs.tiny(out, task, **{"steps": 6, "eval_every": 3, **changes})
-
-
-def stub(score):
-    """A task with scores only."""
-    return types.SimpleNamespace(
-        batch=lambda *a, **k: {}, score=score, evaluating=lambda model: contextlib.nullcontext()
-    )
-
-
-def losses(out) -> list[float]:
-    return [entry["loss"] for entry in Run(out).entries("train")]
 
 
 def test_every_field_is_explained_and_on_the_command_line():
@@ -135,7 +117,7 @@ def test_overlapping_rows_are_not_expanded():
 
 def test_evaluation_counts_every_row_once(tmp_path):
     """For any batch size, including an incomplete last batch: 300 test rows, batches of 7 and 300."""
-    train(tiny(tmp_path / "run"))
+    train(short(tmp_path / "run"))
     found, step = evaluate_run(tmp_path / "run", batch_size=7)
     again, _ = evaluate_run(tmp_path / "run", batch_size=300)
     saved = json.loads((tmp_path / "run" / "result.json").read_text())
@@ -151,10 +133,10 @@ def test_streams_are_evaluated_as_they_were_trained(tmp_path, recwarn):
     """With as many streams, and with what the caches hold unless they are written in eval()."""
     (tmp_path / "text").write_text("a text to predict. " * 200)
     small = dict(task="text-streams", data=str(tmp_path / "text"), max_length=16, batch_size=2, cache=0.5)
-    train(tiny(tmp_path / "run", **small))
+    train(short(tmp_path / "run", **small))
     with pytest.raises(ValueError, match="text-streams reads a text as batch_size streams.* batch_size 2"):
         evaluate_run(tmp_path / "run", batch_size=1)
-    kept = tiny(tmp_path / "kept", **small, cache_options='{"scope": "stream", "eval_update": true}')
+    kept = short(tmp_path / "kept", **small, cache_options='{"scope": "stream", "eval_update": true}')
     train(kept)
     for out, written in (("run", True), ("kept", False)):
         model, config, _ = load_run(tmp_path / out)
@@ -199,15 +181,18 @@ def test_partial_evaluation_depends_on_no_batch_size(monkeypatch, batch_size, wo
 
 def test_a_run_can_be_extended_if_the_schedule_allows(tmp_path):
     same = dict(schedule="constant", eval_every=0, dropout=0.1)
-    train(tiny(tmp_path / "long", steps=9, **same))
-    train(tiny(tmp_path / "grown", steps=5, **same))
-    train(tiny(tmp_path / "grown", steps=9, **same), resume=True)
-    assert losses(tmp_path / "grown") == losses(tmp_path / "long") and len(losses(tmp_path / "long")) == 9
+    train(short(tmp_path / "long", steps=9, **same))
+    train(short(tmp_path / "grown", steps=5, **same))
+    train(short(tmp_path / "grown", steps=9, **same), resume=True)
+    assert (
+        train_losses(tmp_path / "grown") == train_losses(tmp_path / "long")
+        and len(train_losses(tmp_path / "long")) == 9
+    )
     results = [json.loads((tmp_path / run / "result.json").read_text()) for run in ("grown", "long")]
     assert results[0]["step"] == results[1]["step"] == 9
     with pytest.raises(Exception, match="steps: 9 -> 12"):
-        train(tiny(tmp_path / "cosine", steps=9, schedule="cosine"))
-        train(tiny(tmp_path / "cosine", steps=12, schedule="cosine"), resume=True)
+        train(short(tmp_path / "cosine", steps=9, schedule="cosine"))
+        train(short(tmp_path / "cosine", steps=12, schedule="cosine"), resume=True)
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git here")
@@ -231,8 +216,8 @@ def test_the_commit_is_that_of_the_code_not_of_a_project_around_it(tmp_path, mon
 def test_an_extended_run_that_was_stopped_has_no_result(tmp_path, monkeypatch):
     from weft.lab.report import read_run, runs_table
 
-    train(tiny(tmp_path / "a", schedule="constant"))
-    killed_run(monkeypatch, tiny(tmp_path / "a", schedule="constant", steps=24), 18, resume=True)
+    train(short(tmp_path / "a", schedule="constant"))
+    killed_run(monkeypatch, short(tmp_path / "a", schedule="constant", steps=24), 18, resume=True)
     (row,) = runs_table([read_run(tmp_path / "a")])["rows"]
     assert row[4:6] == ["17 of 24", "unfinished"]
     assert Run(tmp_path / "a").result() is None
@@ -241,7 +226,7 @@ def test_an_extended_run_that_was_stopped_has_no_result(tmp_path, monkeypatch):
 def test_a_failed_run_that_was_continued_has_not_failed(tmp_path, monkeypatch):
     from weft.lab.sweep.results import read_folder
 
-    config = tiny(tmp_path / "full-1x2-s0", checkpoint_every=1)
+    config = short(tmp_path / "full-1x2-s0", checkpoint_every=1)
     killed_run(monkeypatch, config, 3)
     Run(tmp_path / "full-1x2-s0").write("outcome.json", '{"state": "failed", "why": "out of memory"}')
     assert read_folder(tmp_path / "full-1x2-s0", "accuracy").state == "failed"
@@ -250,12 +235,12 @@ def test_a_failed_run_that_was_continued_has_not_failed(tmp_path, monkeypatch):
 
 
 def test_init_from_loads_the_weights_of_another_run(tmp_path):
-    train(tiny(tmp_path / "a", steps=2, eval_every=0))
-    train(tiny(tmp_path / "b", steps=1, learning_rate=0.0, weight_decay=0.0, init_from=str(tmp_path / "a"), seed=5))
+    train(short(tmp_path / "a", steps=2, eval_every=0))
+    train(short(tmp_path / "b", steps=1, learning_rate=0.0, weight_decay=0.0, init_from=str(tmp_path / "a"), seed=5))
     (a, _, _), (b, _, _) = load_run(tmp_path / "a", "last"), load_run(tmp_path / "b", "last")
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
     with pytest.raises(ValueError, match="belongs to another model"):
-        train(tiny(tmp_path / "c", layers=2, init_from=str(tmp_path / "a")))
+        train(short(tmp_path / "c", layers=2, init_from=str(tmp_path / "a")))
 
 
 def test_the_best_checkpoint_is_tested(tmp_path, monkeypatch):
@@ -265,157 +250,12 @@ def test_the_best_checkpoint_is_tested(tmp_path, monkeypatch):
         return {"loss": 1.0, "accuracy": next(scores, 0.0)}
 
     monkeypatch.setattr(loop, "evaluate", fake)
-    train(tiny(tmp_path / "run", eval_every=2))
+    train(short(tmp_path / "run", eval_every=2))
     assert json.loads((tmp_path / "run" / "result.json").read_text())["best_step"] == 4
 
 
-class Careless(torch.nn.Module):
-    """A miscompiled model: correct in training, wrong in evaluation."""
-
-    def __init__(self, model, wrong=True, options=None):
-        super().__init__()
-        self.model, self.wrong = model, wrong
-
-    def forward(self, *inputs):
-        out = self.model(*inputs)
-        return out if self.training or not self.wrong else out.roll(1, -1) + 1
-
-
-def test_a_miscompiled_model_is_detected_and_the_run_continues_without_compilation(tmp_path, monkeypatch):
-    plain = train(tiny(tmp_path / "plain"))
-    monkeypatch.setattr(torch, "compile", lambda model, **options: Careless(model, wrong=False))
-    assert train(tiny(tmp_path / "right", compile=True)).test == plain.test
-    monkeypatch.setattr(torch, "compile", Careless)
-    command = ["train", "digits", "--out", tmp_path / "wrong", *runs.options(**TINY)]
-    stopped = weft(*command, "--compile")
-    assert stopped.exit_code == 71 and "--no-compile" in stopped.output
-    assert weft(*command, "--resume", "--no-compile").exit_code == 0
-    assert losses(tmp_path / "wrong") == losses(tmp_path / "plain")
-
-
-class Backwards(torch.nn.Module):
-    """A miscompiled model: the right values, but twice their gradients."""
-
-    def __init__(self, model, options=None):
-        super().__init__()
-        self.model = model
-
-    def forward(self, *inputs):
-        out = self.model(*inputs)
-        return out + (out - out.detach())
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_wrong_gradients_of_a_compiled_model_are_detected(tmp_path, monkeypatch, dropout):
-    monkeypatch.setattr(torch, "compile", Backwards)
-    command = ["train", "digits", "--out", tmp_path / "wrong", *runs.options(**TINY), "--dropout", str(dropout)]
-    stopped = weft(*command, "--compile")
-    if dropout:  # cannot be compared
-        assert stopped.exit_code == 0
-        return
-    assert stopped.exit_code == 71 and "gradient of" in stopped.output and "--no-compile" in stopped.output
-    assert weft(*command, "--resume", "--no-compile").exit_code == 0
-    train(tiny(tmp_path / "plain", dropout=0.0))
-    assert losses(tmp_path / "wrong") == losses(tmp_path / "plain")
-
-
-class Biased(torch.nn.Linear):
-    """The gradient of its bias is multiplied by `bias_gradient`, in bfloat16 also by `rounding`."""
-
-    bias_gradient, rounding = 1, 1
-
-    def forward(self, x):
-        factor = self.bias_gradient * (self.rounding if self.weight.dtype == torch.bfloat16 else 1)
-        bias = self.bias.detach() if not factor else self.bias
-        return x.to(self.weight.dtype) @ self.weight.T + bias + (factor - 1) * (bias - bias.detach())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("wrong", "right", "says"),
-    [
-        (dict(bias_gradient=0), {}, "Miscompiled"),
-        ({}, dict(bias_gradient=0), "Miscompiled"),
-        ({}, {}, ""),
-        ({}, dict(rounding=4), {torch.float32: "", torch.bfloat16: "bias is mostly rounding"}),
-    ],
-)
-def test_gradients_of_compiled_models_are_compared_up_to_rounding(wrong, right, says, dtype):
-    x, eager, other = torch.arange(12.0).view(4, 3), Biased(3, 2).to(dtype), Biased(3, 2)
-    other.weight, other.bias = eager.weight, eager.bias
-    vars(other).update(wrong)
-    vars(eager).update(right)
-    fabric = types.SimpleNamespace(device=x.device, autocast=contextlib.nullcontext, backward=torch.Tensor.backward)
-    try:
-        found = compiled.check_gradients(fabric, other, eager, lambda model: model(x).float().square().mean(), seed=0)
-    except compiled.Miscompiled as error:
-        found = "Miscompiled"
-        assert "gradient of bias" in str(error)
-    assert found == (says[dtype] if isinstance(says, dict) else says)
-    assert eager.weight.dtype == dtype and eager.weight.grad is None
-
-
-@pytest.mark.parametrize("says", ["cannot split", "CompiledFunctionBackward returned an invalid gradient"])
-def test_compiler_errors_suggest_no_compile(tmp_path, monkeypatch, says):
-    from torch._dynamo.exc import BackendCompilerFailed
-
-    class Stuck(torch.nn.Module):
-        def forward(self, *inputs):
-            raise RuntimeError(says) if "gradient" in says else BackendCompilerFailed(max, TypeError(says), None)
-
-    monkeypatch.setattr(torch, "compile", lambda model, **options: Stuck())
-    command = ["train", "digits", "--out", tmp_path / "run", *runs.options(**TINY)]
-    stopped = weft(*command, "--compile")
-    assert stopped.exit_code == 71 and says in stopped.output and "--no-compile" in stopped.output
-    assert weft(*command, "--resume", "--no-compile").exit_code == 0
-
-
-def test_differences_within_autocast_rounding_are_tolerated(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch, "compile", Careless)
-    monkeypatch.setattr(compiled, "rounding", lambda *args: 1e6)
-    train(tiny(tmp_path / "run", compile=True))
-    assert "--precision 32-true" in capsys.readouterr().out
-
-
-def test_rounding_measures_the_effect_of_autocast():
-    class Twice(torch.nn.Module):
-        def forward(self):
-            return 2 * (torch.eye(2) @ torch.tensor([[1.001], [1.0]])).float().flatten()
-
-    task = stub(lambda model, batch: {"loss": model()})
-    rows, config = Rows({"label": torch.zeros(2)}, torch.device("cpu")), tiny("unused", batch_size=2)
-    half = types.SimpleNamespace(autocast=lambda: torch.autocast("cpu", torch.bfloat16))
-    assert 1e-4 < rounding(half, Twice(), task, rows, config) < 1e-3
-    assert rounding(types.SimpleNamespace(autocast=contextlib.nullcontext), Twice(), task, rows, config) == 0
-
-
-@pytest.mark.parametrize(
-    ("compiled", "plain", "low", "high"),
-    [
-        ([2.0, 1.0], [2.0, 1.0], 0.0, 0.0),
-        ([2.02, 1.0], [2.0, 1.0], 0.005, 0.02),
-        ([1.0, 2.0], [2.0, 1.0], 0.5, 0.7),
-        ([1e-5, 3e-4], [0.0, 1e-4], 0.0, 0.01),  # near-zero losses are clamped
-        ([0.0, 0.0], [0.0, 0.0], 0.0, 0.0),
-        ([math.nan, 1.0], [math.nan, 1.0], 0.0, 0.0),  # NaN in eager mode too
-    ],
-)
-def test_disagreement_of_compiled_losses(compiled, plain, low, high):
-    class Losses(torch.nn.Module):
-        def __init__(self, values):
-            super().__init__()
-            self.values = torch.tensor(values)
-
-    fabric = types.SimpleNamespace(autocast=contextlib.nullcontext)
-    task = stub(lambda model, batch: {"loss": model.values})
-    rows, config = Rows({"label": torch.zeros(2)}, torch.device("cpu")), tiny("unused", batch_size=2)
-    assert low <= disagreement(fabric, Losses(compiled), Losses(plain), task, rows, config) <= high
-    if not math.isnan(plain[0]):
-        assert math.isnan(disagreement(fabric, Losses([math.nan, 1.0]), Losses(plain), task, rows, config))
-
-
 def test_the_command_line_trains_evaluates_and_refuses(tmp_path):
-    out, options = tmp_path / "run", runs.options(**TINY)
+    out, options = tmp_path / "run", runs.options(**SHORT)
     first = weft("train", "digits", "--out", out, "--attention", "linear", "--seed", "3", *options)
     assert first.exit_code == 0, first.output
     assert Run(out).config().attention == "linear"
@@ -445,24 +285,24 @@ def test_resume_restores_module_state(tmp_path, monkeypatch, changes):
     if changes.get("optimizer") == "lion":
         pytest.importorskip("timm")
     changes = {"dropout": 0.1, **changes}
-    train(tiny(tmp_path / "whole", **changes))
-    runs.killed_run(monkeypatch, tiny(tmp_path / "killed", **changes), 6)
-    train(tiny(tmp_path / "killed", **changes), resume=True)
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    train(short(tmp_path / "whole", **changes))
+    runs.killed_run(monkeypatch, short(tmp_path / "killed", **changes), 6)
+    train(short(tmp_path / "killed", **changes), resume=True)
+    assert train_losses(tmp_path / "killed") == train_losses(tmp_path / "whole")
     assert Run(tmp_path / "killed").result()["test"] == Run(tmp_path / "whole").result()["test"]
 
 
 def test_dense_finish_changes_the_losses_from_its_step_on(tmp_path):
-    train(tiny(tmp_path / "a", subsample="Sall-L4", dropout=0.0))
-    train(tiny(tmp_path / "b", subsample="Sall-L4", dropout=0.0, finetune_dense_at=0.5))
-    a, b = losses(tmp_path / "a"), losses(tmp_path / "b")
+    train(short(tmp_path / "a", subsample="Sall-L4", dropout=0.0))
+    train(short(tmp_path / "b", subsample="Sall-L4", dropout=0.0, finetune_dense_at=0.5))
+    a, b = train_losses(tmp_path / "a"), train_losses(tmp_path / "b")
     assert a[:3] == b[:3] and a[3] != b[3]
 
 
 @pytest.mark.parametrize("positions", ["alibi", "rope", "learned", "sinusoid", "none"])
 def test_language_models_train_and_are_causal(tmp_path, positions):
     (tmp_path / "t.txt").write_bytes(b"all work and no play makes jack a dull boy. " * 120)
-    config = tiny(tmp_path / "run", task="text", data=str(tmp_path / "t.txt"), max_length=24, positions=positions)
+    config = short(tmp_path / "run", task="text", data=str(tmp_path / "t.txt"), max_length=24, positions=positions)
     result = train(config)
     assert 0 < result.test["bits_per_byte"] == pytest.approx(result.test["loss"] / math.log(2))
     model, _, data = load_run(tmp_path / "run")
@@ -475,21 +315,21 @@ def test_language_models_train_and_are_causal(tmp_path, positions):
 def test_an_unsupported_bias_is_refused_early(tmp_path):
     (tmp_path / "t.txt").write_bytes(b"0123456789" * 200)
     with pytest.raises(ValueError, match="--positions rope, learned"):
-        train(tiny(tmp_path / "run", task="text", data=str(tmp_path / "t.txt"), max_length=8, attention="linear"))
+        train(short(tmp_path / "run", task="text", data=str(tmp_path / "t.txt"), max_length=8, attention="linear"))
 
 
 def test_masked_language_model_trains(tmp_path):
     (tmp_path / "t.txt").write_bytes(b"abcdefgh" * 400)
-    config = tiny(tmp_path / "run", task="masked", data=str(tmp_path / "t.txt"), max_length=16, steps=60, warmup=10,
+    config = short(tmp_path / "run", task="masked", data=str(tmp_path / "t.txt"), max_length=16, steps=60, warmup=10,
                   learning_rate=1e-2, eval_every=60, checkpoint_every=60, dropout=0.0)  # fmt: skip
     result = train(config)
-    curve = losses(tmp_path / "run")
+    curve = train_losses(tmp_path / "run")
     assert sum(curve[-5:]) < 0.7 * sum(curve[:5]) and set(result.test) == {"loss", "bits_per_byte", "accuracy"}
 
 
 def test_crate_trains_on_digits_and_images(tmp_path):
     assert (
-        type(build_model(tiny(tmp_path, model="crate"), get_task("digits").load(tiny(tmp_path)))).__name__
+        type(build_model(short(tmp_path, model="crate"), get_task("digits").load(short(tmp_path)))).__name__
         == "CRATEText"
     )
     result = train(
@@ -497,23 +337,23 @@ def test_crate_trains_on_digits_and_images(tmp_path):
             "digits", model="crate", out=str(tmp_path / "run"), steps=80, layers=2, accelerator="cpu", eval_every=40
         )
     )
-    assert losses(tmp_path / "run")[-1] < 2.25 < math.log(10) and result.parameters > 0
+    assert train_losses(tmp_path / "run")[-1] < 2.25 < math.log(10) and result.parameters > 0
     config = make_config("imagefolder", model="crate", layers=1, heads=2, head_dim=8, dim=16, image_size=8)
     facts = {"classes": 3, "size": 8, "mean": [0.5] * 3, "std": [0.25] * 3}
     model = get_task("imagefolder").model(config, types.SimpleNamespace(facts=facts))
     images = torch.randint(256, (2, 3, 8, 8), dtype=torch.uint8)
     torch.testing.assert_close(model(images), model.model((images / 255 - 0.5) / 0.25))
     with pytest.raises(ValueError, match="single mechanism"):
-        build_model(tiny(tmp_path, model="crate", attention="full+local"), get_task("digits").load(tiny(tmp_path)))
+        build_model(short(tmp_path, model="crate", attention="full+local"), get_task("digits").load(short(tmp_path)))
 
 
 def test_tensorboard_is_written(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    train(tiny(tmp_path / "run", logger="tensorboard"))
+    train(short(tmp_path / "run", logger="tensorboard"))
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
-    assert [e.value for e in events.Scalars("train/loss")] == pytest.approx(losses(tmp_path / "run"))
+    assert [e.value for e in events.Scalars("train/loss")] == pytest.approx(train_losses(tmp_path / "run"))
     assert events.Scalars("val/accuracy")
 
 
@@ -522,10 +362,10 @@ def test_a_missing_logger_is_refused_before_the_run_exists(tmp_path, monkeypatch
 
     monkeypatch.setattr(metrics, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match="--logger wandb needs the package wandb: pip install wandb"):
-        train(tiny(tmp_path / "run", logger="wandb"))
+        train(short(tmp_path / "run", logger="wandb"))
     assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match="logger must be one of tensorboard, wandb; got 'mlflow'"):
-        tiny(tmp_path, logger="mlflow")
+        short(tmp_path, logger="mlflow")
 
 
 def test_seeds_differ_by_every_part():
