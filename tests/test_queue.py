@@ -247,14 +247,15 @@ def test_runs_stand_still_while_the_file_exists(tmp_path):
     try:
         wait_until(number.exists)
         hold(states, None)
-        assert moves()
+        wait_until(moves)
         file.touch()
         hold(states, None)
         wait_until(lambda: not moves())
         hold(states, None)  # stops nothing twice
         file.unlink()
         hold(states, None)
-        assert moves() and len(shown) == 4
+        wait_until(moves)
+        assert len(shown) == 4
         file.touch()
         hold(states, None)
         process.stop()
