@@ -277,3 +277,41 @@ def test_quantized_projections_can_be_swapped(to):
     for model in (layer, before):
         assert weft.swap(model, to=to, max_length=12).replaced
     torch.testing.assert_close(layer(x), before(x))
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"kv_heads": 2, "head_dim": 5}, {"qkv_bias": True}, {"qk_norm": True}], ids=str
+)
+@pytest.mark.parametrize(
+    "name, options", [("full", {}), ("bigbird", {"block_size": 3}), ("sparse", {"block_size": 3, "cls": True})]
+)
+def test_the_first_token_alone(name, options, settings):
+    """`first=True` equals the first of all tokens, with every gradient."""
+    attn = layer(12, 4, attention=name, **settings, **options)
+    real = torch.arange(20)[None] < torch.tensor([[20], [13], [1], [0]])
+    unread = torch.cat([~real[:, :1], real[:, 1:]], 1)  # rows whose first token is masked, if others are not
+    for mask in (None, real, unread):
+        found = []
+        for call in (lambda x: attn(x, mask)[:, 0], lambda x: attn(x, mask, first=True)):  # noqa: B023
+            x = inputs(20, B=4).requires_grad_()
+            y = call(x)
+            found.append((y, *torch.autograd.grad(y, [x, *attn.parameters()], noise(*y.shape, seed=3))))
+        torch.testing.assert_close(found[1], found[0], **EXACT)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_the_first_token_alone_needs_no_keys_of_the_others(hooked, monkeypatch):
+    attn, linear, counts = layer(12, 4), torch.nn.functional.linear, []
+    if hooked:
+        attn.k.register_forward_hook(lambda *_: None)  # could change the keys
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, *rest: counts.append(x[0].numel()) or linear(x, *rest))
+    attn(inputs(20), first=True)
+    assert max(counts) == (240 if hooked else 12)
+
+
+def test_the_first_token_alone_needs_the_whole_sequence_within_the_limit():
+    attn = layer(12, 4, max_length=20)
+    with pytest.raises(ValueError, match="length 21 is over max_length=20"):
+        attn(inputs(21), first=True)
+    with weft.core.sharding.use(object()), pytest.raises(ValueError, match="needs the whole sequence on one rank"):
+        attn(inputs(20), first=True)

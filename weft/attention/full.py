@@ -32,6 +32,7 @@ def naive(
 class FullAttention(KeepsAll):
     exports_any_length = True
     packs = True
+    first_sees_all = True
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0

@@ -231,7 +231,8 @@ class Attention(Decoding, nn.Module):
     def attend_first(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """The output of the first token, q (B, H, 1, D), if it sees all."""
         q, k, v = autocast(q, *spread(q, k, v))
-        q = hide(q, None if mask is None else mask[:, :1])  # as in `clean`
+        if self.info is None or not self.info.cross:  # as in `clean`
+            q = hide(q, None if mask is None else mask[:, :1])
         allowed = None if mask is None else mask[:, None, None]
         with without_autocast(q):
             dropout = self.dropout if self.training else 0.0

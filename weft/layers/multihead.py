@@ -11,10 +11,11 @@ from ..attention import Attention, make_attention
 from ..core.blocks import check_mask
 from ..core.contract import PositionBias, quiet_padding, quiet_token
 from ..core.decoding_state import DecodingState, next_positions
+from ..core.linear import bare
 from ..core.packing import packed_first, reads_first
 from ..core.positions import Rotary, rotated
 from ..core.segments import Segments, documents_of, first_tokens
-from ..core.sharding import first_position
+from ..core.sharding import first_position, refuse
 from ..core.unread import connected
 
 
@@ -179,9 +180,11 @@ class MultiheadAttention(nn.Module):
 
     def _first(self, x: Tensor, mask: Tensor | None, bias: PositionBias | None, documents: Segments | None) -> Tensor:
         attn = self.attention
+        refuse("MultiheadAttention(first=True)")
         if mask is not None:
             check_mask(mask, x.shape[:2])
         longest = x.shape[1] if documents is None else documents.longest
+        attn.check_length(longest)
         if attn.reach is not None and attn.reach < longest and bias is None:
             if documents is not None:
                 x, mask = documents.leading(x, mask, attn.reach)
@@ -198,6 +201,8 @@ class MultiheadAttention(nn.Module):
             if documents is not None:
                 x, mask = documents.padded_rows(x, mask)
             x = quiet_padding(x, mask)
+            if self._absorbs(x):
+                return self._absorbed(x, mask)
             attend = attn.attend_first if attn.first_sees_all else attn
             return self.merge(attend(*self.project(x[:, :1], x), mask))[:, 0]
         if documents is not None:
@@ -206,6 +211,25 @@ class MultiheadAttention(nn.Module):
             x = quiet_padding(x, mask)
             heads = attn(*self.project(x), mask, bias, **self.input(x))
         return self.out(first_tokens(heads.transpose(1, 2), documents).flatten(1))
+
+    def _absorbs(self, x: Tensor) -> bool:
+        """Whether `_absorbed` computes the first token. Not on a GPU, where it has not been timed."""
+        plain = all(layer is not None and bare(layer) and layer.bias is None for layer in (self.k, self.v))
+        return self.attention.first_sees_all and plain and self.k_norm is None and not x.is_cuda
+
+    def _absorbed(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """The first token, which sees all, without the keys and values of all tokens: heads attend to x itself.
+
+            q · (W_k x_j) = (W_kᵀ q) · x_j        Σ_j a_j W_v x_j = W_v Σ_j a_j x_j
+        """
+        assert self.k is not None
+        (B, _, dim), D, groups = x.shape, self.head_dim, self.kv_heads
+        to_keys, to_values = (torch.unflatten(layer.weight, 0, (groups, D)) for layer in (self.k, self.v))
+        q = self.project(x[:, :1])[0].reshape(B, groups, -1, D)
+        q = torch.einsum("bgnd,gdc->bgnc", q, to_keys) * (dim / D) ** 0.5  # attention divides by √dim
+        seen = self.attention.attend_first(q.reshape(B, 1, self.heads, dim), x[:, None], x[:, None], mask)
+        heads = torch.einsum("bgnc,gdc->bgnd", seen.reshape(B, groups, -1, dim), to_values)
+        return self.out(heads.flatten(1))
 
     def merge(self, heads: Tensor) -> Tensor:
         """(B, H, L, D) -> (B, L, dim): concatenate the heads and apply the output projection."""

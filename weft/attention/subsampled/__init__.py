@@ -85,7 +85,7 @@ class Subsampling:
 
 class SubsampledAttention(Subsampling, FullAttention):
     exports_any_length = True
-    packs = property(lambda self: not self.samples_now)  # type: ignore[assignment]
+    packs = first_sees_all = property(lambda self: not self.samples_now)  # type: ignore[assignment]
 
     def __init__(
         self,
