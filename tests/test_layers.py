@@ -297,6 +297,9 @@ def test_the_first_token_alone(name, options, settings):
             y = call(x)
             found.append((y, *torch.autograd.grad(y, [x, *attn.parameters()], noise(*y.shape, seed=3))))
         torch.testing.assert_close(found[1], found[0], **EXACT)
+    x = inputs(20, B=4)
+    poisoned = x.masked_fill(~real[..., None], float("nan"))
+    torch.testing.assert_close(attn(poisoned, real, first=True), attn(x, real, first=True))
 
 
 @pytest.mark.parametrize("hooked", [False, True])

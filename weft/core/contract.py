@@ -229,14 +229,14 @@ class Attention(Decoding, nn.Module):
         raise NotImplementedError
 
     def attend_first(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """The output of the first token, q (B, H, 1, D), if it sees all."""
+        """The output of the first token, q (B, H, 1, D), if it sees all. k and v are finite at masked tokens."""
         q, k, v = autocast(q, *spread(q, k, v))
         if self.info is None or not self.info.cross:  # as in `clean`
             q = hide(q, None if mask is None else mask[:, :1])
         allowed = None if mask is None else mask[:, None, None]
         with without_autocast(q):
             dropout = self.dropout if self.training else 0.0
-            return softmax_attention(q, hide(k, mask), hide(v, mask), allowed=allowed, dropout=dropout)
+            return softmax_attention(q, k, v, allowed=allowed, dropout=dropout)
 
     def pattern_for(self, length: int) -> Hashable:
         """Documents whose lengths give the same value can be padded on the right to the same length, without effect."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..attention import Attention, make_attention
 from ..core.blocks import check_mask
-from ..core.contract import PositionBias, quiet_padding, quiet_token
+from ..core.contract import PositionBias, hide, quiet_padding, quiet_token
 from ..core.decoding_state import DecodingState, next_positions
 from ..core.linear import bare
 from ..core.packing import packed_first, reads_first
@@ -198,13 +198,15 @@ class MultiheadAttention(nn.Module):
             if documents is not None and mask is None and reads_first(attn, x, documents):
                 qkv = self.project(first_tokens(x, documents)[None], x)
                 return self.merge(packed_first(attn, *qkv, documents))[0]
+            masked = mask is not None
             if documents is not None:
-                x, mask = documents.padded_rows(x, mask)
-            x = quiet_padding(x, mask)
+                x, mask = documents.padded_rows(x, mask)  # zero after each document
+            token = x[:, :1] if mask is None else quiet_padding(x[:, :1], mask[:, :1])
+            x = hide(x[:, None], mask)[:, 0] if masked else x
             if self._absorbs(x):
-                return self._absorbed(x, mask)
+                return self._absorbed(token, x, mask)
             attend = attn.attend_first if attn.first_sees_all else attn
-            return self.merge(attend(*self.project(x[:, :1], x), mask))[:, 0]
+            return self.merge(attend(*self.project(token, x), mask))[:, 0]
         if documents is not None:
             heads = self.per_document(x, mask, bias, documents)
         else:
@@ -217,15 +219,15 @@ class MultiheadAttention(nn.Module):
         plain = all(layer is not None and bare(layer) and layer.bias is None for layer in (self.k, self.v))
         return self.attention.first_sees_all and plain and self.k_norm is None and not x.is_cuda
 
-    def _absorbed(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """The first token, which sees all, without the keys and values of all tokens: heads attend to x itself.
+    def _absorbed(self, token: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
+        """A token that sees all, without the keys and values of all tokens: its heads attend to x itself.
 
             q · (W_k x_j) = (W_kᵀ q) · x_j        Σ_j a_j W_v x_j = W_v Σ_j a_j x_j
         """
         assert self.k is not None
         (B, _, dim), D, groups = x.shape, self.head_dim, self.kv_heads
         to_keys, to_values = (torch.unflatten(layer.weight, 0, (groups, D)) for layer in (self.k, self.v))
-        q = self.project(x[:, :1])[0].reshape(B, groups, -1, D)
+        q = self.project(token)[0].reshape(B, groups, -1, D)
         q = torch.einsum("bgnd,gdc->bgnc", q, to_keys) * (dim / D) ** 0.5  # attention divides by √dim
         seen = self.attention.attend_first(q.reshape(B, 1, self.heads, dim), x[:, None], x[:, None], mask)
         heads = torch.einsum("bgnc,gdc->bgnd", seen.reshape(B, groups, -1, dim), to_values)
