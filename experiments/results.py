@@ -1,28 +1,35 @@
-"""Write docs/results.md and its plots from the claims and the result files.
+"""Write docs/results.md, its plots and the results of README.md from the claims and the result files.
 
     python -m experiments.results            # write them
     python -m experiments.results --check    # fail if they are out of date
     python -m experiments.results --add runs # first add the runs of `weft sweep --out runs` to the result files
 
-`experiments/claims.md` has the claims of the papers, each with our figure, its command and the verdict. A figure is
-written as {{TABLE CELL}} or {{TABLE CELL steps=1000}} and comes from the table's `*.results.json`: the mean over seeds
-of the complete runs with the sweep's settings, or of those with this number of steps. Below the claims come the tables
-of the queue with the number of cells that are done, and every cell that has been run: its figure, or how far it came.
-Shorter runs are in the tables of `weft report`.
+`experiments/claims.md` is the page without its figures and tables:
+
+- {{TABLE CELL}} or {{TABLE CELL steps=1000}}: a figure of the table's `*.results.json`, the mean over seeds of the
+  complete runs with the sweep's settings, or of those with this number of steps
+- {{FILE.json KEY/KEY}}: a number of another file of results
+- {{ms both_ms sparse 65536}}, {{cudnn …}}, {{speedup …}}, {{training compiled sparse 8192}}: benchmarks (`measured`)
+- `<!-- runs TABLE -->`: every cell that has been run, with its figure or how far it came, and the plot of its curves.
+  Shorter runs are in the tables of `weft report`
+- `<!-- progress -->`: the tables of the queue with the number of cells that are done
+- `<!-- README -->` at the end of a claim: it is in the README too
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import json
 import math
 import re
 import statistics
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks import tables
 from experiments.queue import is_done, job_of, queue, sweep_of
 from weft.lab.sweep import Cell, Sweep
 from weft.lab.sweep.cells import jobs_of
@@ -30,6 +37,7 @@ from weft.lab.sweep.results import Record, gather, read_results, results_file, w
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
+README = HERE.parent / "README.md"
 COLOURS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C564B", "#7F7F7F", "#882255",
     "#999933", "#332288",
@@ -64,39 +72,36 @@ def mean(sweep: Sweep, runs: Sequence[Record]) -> tuple[float, str]:
     return statistics.fmean(values), f"{sweep.show(statistics.fmean(values))}{spread}"
 
 
-def claims(titles: Collection[str] = ()) -> str:
-    """claims.md with the figures of the result files. A column that has none of its figures says only that they were
-    not run or not complete. Figures of tables with these titles have links to them."""
-
-    def figure(match: re.Match[str]) -> str:
-        sweep = sweep_of(match["table"])
-        (job,) = jobs_of(sweep, seeds=[0], only=[match["cell"]])
-        runs = finished(sweep, job.cell, int(match["steps"] or 0))
-        if not runs:
-            return "not complete" if not match["steps"] and others(sweep, job.cell) else "not run"
-        return mean(sweep, runs)[1] + (f" (n = {len(runs)})" if len(runs) > 1 else "")
-
-    what = r"\{\{(?P<table>\S+) (?P<cell>[^}]+?)(?: steps=(?P<steps>\d+))?\}\}"
-    lines = []
-    for line in (HERE / "claims.md").read_text().split("\n"):
-        columns = line.split("|")
-        for number, column in enumerate(columns):
-            matches = list(re.finditer(what, column))
-            if not matches:
-                continue
-            states, column = {figure(match) for match in matches}, re.sub(what, figure, column).rstrip()
-            if states <= {"not run", "not complete"}:
-                column = f" {min(states)}"
-            tables = dict.fromkeys(sweep_of(match["table"]).title for match in matches if not match["steps"])
-            links = "".join(f"; [runs](#{anchor(title)})" for title in tables if title in titles)
-            columns[number] = f"{column}{links} "
-        lines.append("|".join(columns))
-    return "\n".join(lines)
+def claims() -> str:
+    """claims.md with the figures of the result files."""
+    return re.sub(r"\{\{(\S+) ([^}]+?)(?: steps=(\d+))?\}\}", figure, (HERE / "claims.md").read_text())
 
 
-def anchor(title: str) -> str:
-    """The address of a heading on its page."""
-    return re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
+def figure(match: re.Match[str]) -> str:
+    source, what, steps = match.groups()
+    if source.endswith(".json"):
+        value = json.loads((HERE / source).read_text())
+        for key in what.split("/"):
+            value = value[key]
+        return f"{value:.3f}"
+    if "/" not in source:
+        return measured(source, *what.split())
+    sweep = sweep_of(source)
+    (job,) = jobs_of(sweep, seeds=[0], only=[what])
+    runs = finished(sweep, job.cell, int(steps or 0))
+    if not runs:
+        return "not complete" if not steps and others(sweep, job.cell) else "not run"
+    return mean(sweep, runs)[1] + (f" (n = {len(runs)})" if len(runs) > 1 else "")
+
+
+def measured(kind: str, key: str, name: str, length: str) -> str:
+    """A time of benchmarks/results, causal ("ms"), that of cuDNN in the same run ("cudnn"), their ratio ("speedup"), or
+    that of the tokens/s in training to those of `full` ("training")."""
+    if kind == "training":
+        mine, full = (tables.trained("steps")[which, int(length), key]["tokens_per_s"] for which in (name, "full"))
+        return f"{mine / full:.2f}"
+    mine, cudnn = tables.rows()[name, int(length), True][key]
+    return {"ms": tables.ms(mine), "cudnn": tables.ms(cudnn), "speedup": f"{cudnn / mine:.1f}"}[kind]
 
 
 def progress() -> str:
@@ -127,8 +132,6 @@ def section(sweep: Sweep) -> tuple[str, bytes]:
     source, axis = sweep.file.relative_to(HERE.parent), "time" if by_time(curves) else "steps"
     figure = sweep.metric.replace("_", " ") + (f", {sweep.unit}" if sweep.unit else "")
     lines = [
-        f"### {sweep.title}",
-        "",
         f"{len(done)} of {len(sweep.cells)} cells complete. Command: `weft sweep {source}`; figures and curves: "
         f"`{source.with_suffix('.results.json')}`.",
         "",
@@ -238,16 +241,24 @@ def plot(sweep: Sweep, curves: Sequence[tuple[Cell, list[Record]]]) -> bytes:
 def page() -> dict[Path, bytes]:
     """The files to write."""
     files: dict[Path, bytes] = {}
-    sections: dict[str, str] = {}
+    text = claims().replace("<!-- progress -->\n", progress())
     for results in sorted(HERE.glob("*/*.results.json")):
-        sweep = sweep_of(f"{results.parent.name}/{results.name.removesuffix('.results.json')}")
-        text, drawing = section(sweep)
-        if text:
-            sections[sweep.title] = text
+        table = f"{results.parent.name}/{results.name.removesuffix('.results.json')}"
+        sweep = sweep_of(table)
+        runs, drawing = section(sweep)
+        place = f"### {sweep.title}\n", f"<!-- runs {table} -->\n"
+        if runs and not all(part in text for part in place):
+            sys.exit(f"experiments/claims.md has no section for {table}: it needs the lines {' and '.join(place)}")
+        text = text.replace(place[1], runs)
         if drawing:
             files[DOCS / "results" / plot_name(sweep)] = drawing
-    parts = [claims(sections).replace("<!-- progress -->\n", progress()), *sections.values()]
-    files[DOCS / "results.md"] = "\n".join(parts).encode()
+    mark = " <!-- README -->\n"
+    files[DOCS / "results.md"] = text.replace(mark, "\n").encode()
+    head = re.findall(r"^\| claim .*\n.*\n", text, re.M)
+    rows = [line.replace("](#", "](docs/results.md#") for line in text.splitlines(True) if line.endswith(mark)]
+    before, between, after = README.read_text().partition("<!-- results -->\n")
+    end = after[after.index("<!-- end -->") :]
+    files[README] = "".join([before, between, "\n", *head, *rows, "\n", end]).replace(mark, "\n").encode()
     return files
 
 

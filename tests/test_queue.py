@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import sys
 import time
 from pathlib import Path
@@ -155,18 +156,41 @@ def test_watch_names_the_first_tensor_that_is_not_finite(tmp_path, monkeypatch):
 def test_figures_of_claims_come_from_the_results(monkeypatch, tmp_path):
     from experiments import results
 
-    lines = (
-        "| a | {{wide/listops linear/wide*}} against {{combiner/table1 Fixed/ImageNet-64}} | b |",
-        "| c | 1,000 steps: {{wide/imdb_byte full/wide* steps=1000}} | d |",
-        "| e | {{wide/listops sinkhorn/deep*}} or {{combiner/table1 Fixed/ImageNet-64}} | f |",
-    )
+    (tmp_path / "a.json").write_text('{"b": {"c d": 1.23456}}')
+    lines = {
+        "| {{wide/listops linear/wide*}} against {{combiner/table1 Fixed/ImageNet-64}} |": "| 35.4 against not run |",
+        "1,000 steps: {{wide/imdb_byte full/wide* steps=1000}}": "1,000 steps: 60.3",
+        "{{wide/imdb_byte combiner-fixed/wide*}}": "not complete",
+        "{{a.json b/c d}}": "1.235",
+        "{{speedup eager_both_ms combiner-fixed 16384}}": "12.6",
+        "{{ms both_ms sparse 65536}} and {{cudnn both_ms sparse 65536}}": "5.06 and 70.0",
+        "{{training compiled combiner-fixed 8192}}": "1.49",
+    }  # fmt: skip
     (tmp_path / "claims.md").write_text("\n".join(lines))
     monkeypatch.setattr(results, "HERE", tmp_path)
-    assert results.claims().split("\n") == [
-        "| a | 35.4 against not run | b |",
-        "| c | 1,000 steps: 60.3 | d |",
-        "| e | not run | f |",
-    ]
+    assert results.claims().split("\n") == list(lines.values())
+
+
+def test_every_table_with_results_has_a_section(monkeypatch):
+    from experiments import results
+
+    monkeypatch.setattr(results, "claims", lambda: "# Results\n")
+    with pytest.raises(SystemExit, match="no section for cached/coco128.*### Overfitting COCO-128"):
+        results.page()
+
+
+def test_claims_are_short_and_have_a_verdict():
+    from experiments.results import DOCS
+
+    text = (DOCS / "results.md").read_text()
+    verdicts = re.findall(r"^\| ([a-z ]+) \| [a-z]", text.partition("| verdict |")[2].partition("\n\n")[0], re.M)
+    rows = re.findall(r"^\| \*\*.*$", text, re.M)
+    assert len(verdicts) == 5 and len(rows) > 20
+    for row in rows:
+        *_, verdict, conditions = (cell.strip() for cell in row.strip("|").split("|"))
+        found = re.fullmatch(r"\[(.+)\]\(#.+\)", verdict)
+        assert found and found[1] in verdicts, row
+        assert conditions and len(row) < 350, row
 
 
 def test_a_result_may_be_nan():
