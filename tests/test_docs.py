@@ -47,6 +47,19 @@ def test_links_are_valid(page):
         assert docs not in page.parents or docs in found.parents, f"{target} of {page.name} is not on the site"
 
 
+def anchors(page):
+    """The addresses of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.*)$", text, re.M)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_to_headings(page):
+    for target, heading in re.findall(r"\]\(([^)#:\s]*\.md|)#([^)\s]+)\)", page.read_text()):
+        found = (page.parent / target).resolve() if target else page
+        assert heading in anchors(found), f"{page.name} links to #{heading} of {found.name}"
+
+
 ELSEWHERE = {"CONTRIBUTING.md", "docs/lab.md", "docs/scale.md"}  # below, in test_plugins, and for several processes
 EXAMPLES = [p for p in PAGES if "```python" in p.read_text() and str(p.relative_to(ROOT)) not in ELSEWHERE]
 
