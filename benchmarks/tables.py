@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     "README.md",
     "docs/kernels.md",
+    "docs/kernel-development.md",
     "docs/generation.md",
     "docs/adapt.md",
     "docs/convert.md",
