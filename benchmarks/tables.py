@@ -29,7 +29,7 @@ PAGES = (
     "docs/adapt.md",
     "docs/convert.md",
     "docs/packing.md",
-    "docs/lab.md",
+    "docs/bench.md",
     "experiments/convert/README.md",
     "weft/core/crossovers.py",
 )
