@@ -29,6 +29,8 @@ PAGES = (
     "docs/adapt.md",
     "docs/convert.md",
     "docs/packing.md",
+    "docs/combiner.md",
+    "docs/scale.md",
     "docs/bench.md",
     "experiments/convert/README.md",
     "weft/core/crossovers.py",
@@ -400,6 +402,33 @@ def listops() -> str:
     return f"{markdown(lines)}{where['device']}, torch {where['torch'].split('+')[0]}\n\n"
 
 
+def combiner_cpu() -> str:
+    """CPU milliseconds and MiB beyond the inputs, and the length from which a Combiner is faster than `full`."""
+    found = {(row["attention"], row["length"]): row for row in results("combiner_cpu")["rows"]}
+    names, lengths = (list(dict.fromkeys(key[i] for key in found)) for i in range(2))
+    lines = [["", *(f"{L:,}" for L in lengths), "faster than `full` from"]]
+    for name in names:
+        cells = [(row["ms"], row["peak_mib"]) for row in (found[name, L] for L in lengths)]
+        behind = [i for i, L in enumerate(lengths) if found[name, L]["of_full"] >= 1]
+        start = 1 + max(behind, default=-1)
+        faster = f"{lengths[start]:,}" if start < len(lengths) else "–"
+        shown = (f"{time:.0f} ({mib:.0f})" if time >= 100 else f"{time:.1f} ({mib:.0f})" for time, mib in cells)
+        lines.append([f"`{name}`", *shown, faster])
+    return markdown(lines)
+
+
+def long_sequence() -> str:
+    """Tokens per second of a training step on one GPU; seconds and memory of the longest sequence."""
+    found = {(row["attention"], row["length"]): row for row in results("long_sequence")["rows"]}
+    names, lengths = (list(dict.fromkeys(key[i] for key in found)) for i in range(2))
+    lines = [["tokens/s", *(f"{L:,} tokens" for L in lengths), "seconds per step", "peak memory"]]
+    for name in names:
+        last = found[name, lengths[-1]]
+        cells = [f"{found[name, L]['tokens_per_s']:,}" for L in lengths]
+        lines.append([f"`{name}`", *cells, f"{last['seconds']:.2f}", f"{last['peak_gib']:.1f} GiB"])
+    return markdown(lines)
+
+
 def source(name: str) -> str:
     """Where the numbers of one file come from."""
     report = results(name)
@@ -433,6 +462,8 @@ TABLES = {
     "layers": layers,
     "steps": steps,
     "listops": listops,
+    "combiner-cpu": combiner_cpu,
+    "long-sequence": long_sequence,
     "packing": packing,
     "packing-source": lambda: source("gpu_packing"),
     "generation-cpu": lambda: markdown(generation_tables.steps("generation_cpu")),
