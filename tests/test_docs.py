@@ -127,6 +127,18 @@ def test_the_commands_have_these_arguments():
     assert count > 50
 
 
+def test_ensembles_are_of_models_trained_on_samples():
+    """`weft eval --ensemble` refuses a model without subsampled attention."""
+    count = 0
+    for page in PAGES:
+        for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.S):
+            for run in re.findall(r"weft eval (\S+) --ensemble", block):
+                (training,) = re.findall(rf"weft train .*--out {re.escape(run)}\b.*", block)
+                assert "subsample" in training, f"{page.name}: {training}"
+                count += 1
+    assert count
+
+
 def test_the_pictures_of_the_papers_are_up_to_date():
     sys.path.insert(0, str(ROOT / "docs" / "papers"))
     try:
