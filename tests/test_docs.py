@@ -28,6 +28,8 @@ def test_the_tables_list_every_mechanism(page, columns):
     assert not missing, f"{page} lacks these rows (`weft attentions --markdown`):\n" + "\n".join(missing)
     named = re.findall(r"^\| `([a-z-]+)` \|", text, re.M)
     assert not [n for n in named if n not in weft.attentions()]
+    counts = re.findall(r"(\d+) (?:attention )?mechanisms\b", text)
+    assert set(counts) <= {str(len(weft.attentions()))}, f"{page} counts {counts}"
 
 
 def test_the_readme_and_the_site_recommend_the_same():
