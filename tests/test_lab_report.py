@@ -85,6 +85,17 @@ def test_a_seed_that_is_not_a_number_stays_in_the_mean(sweep):
         shutil.rmtree(sweep.runs(), ignore_errors=True)
 
 
+def test_results_without_news_are_not_written_again(sweep):
+    put(*jobs_of(sweep, only=["full/1×2"], seeds=[0]), 0.5)
+    kept = results_file(sweep)
+    write_results(kept, sweep, gather(sweep))
+    older = kept.read_text().replace('"data": "", ', "")  # a field that was added later
+    kept.write_text(older)
+    shutil.rmtree(sweep.runs())
+    report_sweeps([sweep.file], sweep.file.parent / "report")
+    assert '"data"' not in older and kept.read_text() == older
+
+
 def test_a_seed_may_be_negative(sweep):
     for job, accuracy in zip(jobs_of(sweep, only=["full/1×2"], seeds=[-1, 1]), (0.5, 0.6), strict=True):
         put(job, accuracy)

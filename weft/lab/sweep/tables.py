@@ -19,7 +19,7 @@ from ...tasks.files import atomic
 from ..run import Run
 from ..say import say
 from .cells import Cell, Sweep, is_sweep, kept_sweep, load_sweep
-from .results import Record, gather, results_file, write_results
+from .results import Record, gather, read_results, results_file, write_results
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -65,8 +65,9 @@ def report_sweeps(files: Sequence[Path], out: Path, runs: Path | None = None) ->
             say(f"running {file} to read its cells: sweep.json is missing or outdated", error=True)
             sweep = load_sweep(file)
         records = gather(sweep, runs)
-        if records:
-            write_results(results_file(sweep, out.parent), sweep, records)
+        kept = results_file(sweep, out.parent)
+        if records and records != read_results(kept):
+            write_results(kept, sweep, records)
         made = tables(sweep, records)
         texts.append(markdown(sweep, made))
         parts += page_parts(sweep, made, records) + images(sweep.runs(runs) / sweep.name)
