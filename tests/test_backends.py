@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -220,3 +222,42 @@ def test_only_repeated_plain_calls_skip_the_checks(monkeypatch):
     attn.backend = "torch"
     attn(q, q, q)
     assert len(checked) == 5
+
+
+def test_threads_that_look_at_weights_do_not_change_other_calls(kernels_could_run):
+    attn = weft.make_attention("local", heads=2, head_dim=8, block_size=7, backend="triton")
+    q, k, v = qkv()
+
+    def bias(i, j):  # runs inside `weights`
+        assert dispatch.use_kernel(attn, q, k, v, None)
+        return weft.ALiBi(2)(i, j)
+
+    attn.weights(q, k, v, None, bias)
+
+
+def test_threads_that_look_at_weights_leave_routing_learning():
+    attn = weft.make_attention("routing", heads=2, head_dim=8, causal=True)
+    drawn, (q, k, v), turns = attn.clusters.drawn, qkv(), [threading.Event() for _ in range(3)]
+
+    def look(mine, then):
+        def bias(i, j):
+            turns[then].set()
+            assert turns[mine].wait(60)
+            return weft.ALiBi(2)(i, j)
+
+        attn.weights(q, k, v, None, bias)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(look, 0, 2)  # starts first and ends first
+        assert turns[2].wait(60)
+        turns[2].clear()
+        second = pool.submit(look, 1, 2)
+        assert turns[2].wait(60)
+        attn(q, k, v)
+        assert drawn.any()  # this thread does not look
+        for turn, looking in ((0, first), (1, second)):
+            turns[turn].set()
+            looking.result()
+        drawn.zero_()
+        pool.submit(attn, q, k, v).result()
+    assert drawn.any()

@@ -18,6 +18,7 @@ that N ranks with batch B equal one with batch N·B; every rank must run every t
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from ..core.blocks import power_of_two
 from ..core.contract import Attention, PositionBias, hide
 from ..core.dense import dense_attention, runs_of, same
-from ..core.dispatch import Kernel
+from ..core.dispatch import Kernel, constant
 from ..core.dropout import dropout_key
 from ..core.joint import Part, joint_attention
 from ..core.partitions import own_block
@@ -81,7 +82,7 @@ class Clusters(nn.Module):
             raise ValueError(f"decay must be in [0, 1], got {decay}")
         self.clusters, self.capacity, self.decay, self.max_length = clusters, capacity, decay, max_length
         self.whole_up_to = whole_up_to
-        self.frozen = False
+        self.lookers: list[int] = []  # the threads inside `looking`
         start = F.normalize(precise(torch.randn(heads, clusters, head_dim)), dim=-1)
         self.register_buffer("centroids", start)
         self.register_buffer("drawn", torch.zeros_like(start))  # sum of the unit keys of the last batch
@@ -104,18 +105,22 @@ class Clusters(nn.Module):
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """Within this block (`attn.weights`), the centroids are not updated."""
-        before, self.frozen = self.frozen, True
+        """Within this block (`attn.weights`), calls of this thread do not update the centroids."""
+        self.lookers.append(_thread())
         try:
             yield
         finally:
-            self.frozen = before
+            self.lookers.remove(_thread())
+
+    @property
+    def learns(self) -> bool:
+        return self.training and not (self.lookers and _thread() in self.lookers)
 
     @contextmanager
     def one_call(self, k: Tensor, real: Tensor | None) -> Iterator[None]:
         """Within this block (packed documents in groups), keys update the centroids once, and all calls use the same
         centroids."""
-        if not self.training or self.frozen:
+        if not self.learns:
             yield
             return
         used, k = k, hide(autocast(k)[0], real)
@@ -157,7 +162,7 @@ class Clusters(nn.Module):
         of `assign_orders`."""
         if self.clusters > MOST_GROUPS or not plain_call(q):
             return None
-        centroids, learning = self.centroids, self.training and not self.frozen
+        centroids, learning = self.centroids, self.learns
         if learning and recomputing():
             centroids, learning = self.replays.recall(k, content_of), False
         sizes = self.clusters, self.decay, learning
@@ -183,7 +188,7 @@ class Clusters(nn.Module):
     def begin(self, k: Tensor, used: Tensor | None = None) -> tuple[Tensor, bool]:
         """The centroids for a call with these keys, and whether it must `learn` from them. `used`: the keys in the
         graph of the call, if k is a copy that is not."""
-        learning = self.training and not self.frozen
+        learning = self.learns
         if learning and recomputing():
             return self.replays.recall(k), False
         if learning:
@@ -225,6 +230,11 @@ class Clusters(nn.Module):
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(self.drawn)
             dist.all_reduce(self.count)
+
+
+@constant
+def _thread() -> int:
+    return threading.get_ident()
 
 
 def _nearest(k: Tensor, centroids: Tensor) -> Tensor:

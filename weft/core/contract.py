@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from . import sharding
 from .blocks import check_boolean, check_mask
 from .decoding import Decoding
-from .dispatch import Kernel, check_backend, constant, derived, plain, use_kernel
+from .dispatch import Kernel, check_backend, constant, derived, use_kernel
 from .heads import spread
 from .packing import packed, packed_weights
 from .precision import autocast, autocasts, settled, without_autocast
@@ -159,9 +159,17 @@ class Attention(Decoding, nn.Module):
         self.was_split = False
 
     def _dispatch(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None, **inputs: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        bias: PositionBias | None,
+        *,
+        plain: bool = False,
+        **inputs: Any,
     ) -> Tensor:
-        if self.fused is not None and use_kernel(self, q, k, v, bias):
+        if not plain and self.fused is not None and use_kernel(self, q, k, v, bias):
             if (near := self.fused.near(q, k, v)) is not None:
                 q, k, v = near
             if k.shape[1] != q.shape[1] and not self.fused.grouped(self):
@@ -209,8 +217,8 @@ class Attention(Decoding, nn.Module):
             return packed_weights(self, q, k, v, mask, bias, segments, {})
         B, H, Lk, _ = k.shape
         identity = torch.eye(Lk, dtype=v.dtype, device=v.device).expand(B, H, Lk, Lk)
-        with plain(self), looking_on(self):  # kernels don't support values of width Lk
-            return self(q, k, identity, mask, bias)
+        with looking_on(self):
+            return self(q, k, identity, mask, bias, plain=True)  # kernels don't support values of width Lk
 
     @property
     def reach(self) -> int | None:

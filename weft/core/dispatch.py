@@ -10,11 +10,10 @@ kernel, or it does not support the call, both run the plain version.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -208,13 +207,3 @@ def _passes(
     if _gpu(index)[0] < OLDEST:
         return False
     return passes(name, head_dim, causal, max_length, options, dtype, index)
-
-
-@contextlib.contextmanager
-def plain(attn: Any) -> Iterator[None]:
-    """Within this block, `attn` runs its plain version."""
-    before, attn.backend = attn.backend, "torch"
-    try:
-        yield
-    finally:
-        attn.backend = before

@@ -26,6 +26,7 @@ from ...core.dispatch import Kernel, without_dropout
 from ...core.joint import Part, Rows, mean_attention
 from ...core.partitions import default_block
 from ...core.registry import attention_info, attentions, make_attention, register
+from ...core.segments import Segments
 from ...kernels.line_pool.combiner import GridPlan, grid_attention
 from ..axial import Grid, column_part, row_part
 from .axial_horizontal import CombinerAxialHorizontal, row_spans
@@ -133,6 +134,21 @@ class CombinerMixture(Attention):
                 q, k, v = (attn._widen(t) for t in (q, k, v))
                 return grid_attention(q, k, v, mask, plan, pool=pool, width=m).to(dtype)
         return mean([attn(q, k, v, mask) for attn in self._each()])
+
+    @torch.no_grad()
+    def weights(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        bias: PositionBias | None = None,
+        segments: Tensor | Segments | None = None,
+    ) -> Tensor:
+        if segments is not None:
+            return super().weights(q, k, v, mask, bias, segments)
+        self.check(q, k, v, mask, bias)
+        return mean([attn.weights(q, k, v, mask) for attn in self._each()])
 
     def _plan_together(self) -> GridPlan | None:
         """How one kernel computes all factorisations: only on one grid and with one kind of summary."""
