@@ -126,3 +126,33 @@ def test_a_mechanism_shows_its_options(name):
     causal = weft.attention_info(name).causal
     shown = repr(weft.make_attention(name, heads=3, head_dim=5, causal=causal, max_length=70))
     assert f"heads=3, head_dim=5, causal={causal}, max_length=70" in shown
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@sweep()
+def test_a_trace_is_refused_or_right_at_every_length(case):
+    attn, x = case.make(dtype=torch.float32, max_length=40).eval(), qkv(20, dtype=torch.float32)
+    if not attn.exports_any_length:
+        with pytest.raises(RuntimeError, match="use torch.export"):
+            torch.jit.trace(attn, x)
+        return
+    traced = torch.jit.trace(attn, [*x, torch.ones(2, 20, dtype=torch.bool)])
+    for length in (1, 13, 40):
+        x, mask = qkv(length, dtype=torch.float32), torch.rand(2, length) > 0.3
+        torch.testing.assert_close(traced(*x, mask), attn(*x, mask))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_trace_in_training_of_state_or_samples_is_refused():
+    inner = weft.MultiheadAttention(12, 2)
+    sampling = weft.MultiheadAttention(12, 2, attention="subsampled", layout="graph")
+    for layer in (weft.CachedAttention(inner), weft.layers.AttentionCache(inner), sampling):
+        with pytest.raises(RuntimeError, match="call eval.*use torch.export"):
+            torch.jit.trace(layer, torch.randn(2, 9, 12))
+
+
+def test_a_trace_of_decoding_is_refused():
+    attn = weft.make_attention("full", heads=2, head_dim=6, causal=True)
+    state = attn.start(2)
+    with pytest.raises(RuntimeError, match="decoding with full.*use torch.export"):
+        torch.jit.trace(lambda q, k, v: attn.step(q, k, v, state)[0], qkv(1))

@@ -33,6 +33,7 @@ from .precision import autocast, autocasts, settled, without_autocast
 from .recomputing import recomputing
 from .segments import Segments
 from .softmax import softmax_attention
+from .staging import refuse_trace
 
 PositionBias = Callable[[Tensor, Tensor], Tensor]
 REMEMBERED = 1024  # calls per mechanism that skip the checks; more are forgotten all at once
@@ -266,6 +267,8 @@ class Attention(Decoding, nn.Module):
 
     def check_tensors(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
         """Check types and shapes, but not the length: a packed row may be longer than its documents."""
+        if torch.jit.is_tracing() and not self.exports_any_length:
+            raise refuse_trace(f"{self.name} with causal={self.causal}: its sizes are computed from the length")
         if mask is None and self._plain(q, k, v) and not exporting():
             return
         name = self.name

@@ -29,6 +29,7 @@ from .dispatch import step_kernel
 from .heads import spread
 from .precision import autocast, dtype_after, without_autocast
 from .softmax import without_cudnn
+from .staging import refuse_trace
 
 
 class Decoding:
@@ -443,6 +444,8 @@ class Decoding:
 
     def _check_tokens(self, q: Tensor, k: Tensor, v: Tensor, state: DecodingState, bias: Any, length: int) -> None:
         """Check `length` tokens against the state."""
+        if torch.jit.is_tracing():
+            raise refuse_trace(f"decoding with {self.name}: the position is a number")
         self._check_state(state)
         shape = (state.batch, self.heads, length, self.head_dim)
         for label, t in (("q", q), ("k", k), ("v", v)):

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .staging import refuse_trace
+
 
 def recomputing() -> bool:
     """Return True inside a backward pass, where activation checkpointing repeats the forward."""
@@ -71,6 +73,8 @@ class Replays:
         `content` is that of x if `recall` gets another function for it."""
         if torch.compiler.is_compiling():  # a compiled graph recomputes without running this code again
             return
+        if torch.jit.is_tracing():
+            raise refuse_trace("a layer that updates its state; call eval() first")
         graph = None
         node: Any = made.grad_fn
         if node is not None:

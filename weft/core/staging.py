@@ -67,6 +67,13 @@ def operator(
     return decorate
 
 
+def refuse_trace(what: str) -> RuntimeError:
+    """For code under torch.jit.trace, which keeps numbers and Python's choices as they are for one input."""
+    return RuntimeError(
+        f"torch.jit.trace cannot record {what}; use torch.export, torch.onnx.export(dynamo=True) or torch.compile"
+    )
+
+
 def transformed() -> bool:
     """Whether torch.func transforms this code, whose tensors then have no memory that NumPy could read."""
     return torch._C._functorch.peek_interpreter_stack() is not None

@@ -35,7 +35,7 @@ from ...core.dropout import dropout_key
 from ...core.positions import ALiBi
 from ...core.precision import autocasts
 from ...core.registry import register
-from ...core.staging import send, transformed
+from ...core.staging import refuse_trace, send, transformed
 from ...core.state import KeyValues
 from ...kernels.operator import plain_call
 from ..full import FullAttention
@@ -282,6 +282,8 @@ class SubsampledAttention(Subsampling, FullAttention):
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> None:
         super().check(q, k, v, mask, bias)
+        if torch.jit.is_tracing() and self.samples_now:
+            raise refuse_trace("random samples; call eval() first")
         if not isinstance(self.layout, tuple):
             return
         cells, c = self.layout[0] * self.layout[1], self.channels
