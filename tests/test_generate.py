@@ -282,3 +282,12 @@ def test_the_command_refuses(run, tmp_path, monkeypatch):
     trained.model, trained.config = nn.Linear(1, 1), make_config("digits")
     monkeypatch.setattr(weft.lab.trained, "load", lambda *given: trained)
     assert "has a Linear trained on 'digits'" in refusal(str(run), "--prompt", "a")
+
+
+@pytest.mark.parametrize("attention", ["full", ["full", "linear"]])
+def test_prefill_refuses_another_max_length_than_that_of_the_state(attention):
+    decoder = model(attention, positions="rope")
+    with pytest.raises(ValueError, match="the state has max_length=20, got max_length=30; pass only one"):
+        decoder.prefill(prompts(), state=decoder.start(3, max_length=20), max_length=30)
+    _, state = decoder.prefill(prompts()[:, :4], max_length=20)
+    decoder.prefill(prompts()[:, 4:], state=state, max_length=20)

@@ -170,7 +170,7 @@ class LanguageModel(nn.Module):
         state = self.start(ids.shape[0], max_length=max_length) if state is None else state
         x, states = self._embedded(ids, self._next(state, ids.shape[1])), []
         for block, inner in zip(self.blocks, state, strict=True):
-            x, inner = block.prefill(x, mask, self.bias, inner)  # type: ignore[operator]
+            x, inner = block.prefill(x, mask, self.bias, inner, max_length)  # type: ignore[operator]
             states.append(inner)
         return x, states
 
