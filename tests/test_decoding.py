@@ -11,6 +11,7 @@ from promises import HEAD_DIM, HEADS, MAX_LENGTH, Case, noise, qkv, sweep
 from torch import Tensor
 
 import weft
+from weft.attention.routing import Clusters
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 
@@ -228,6 +229,21 @@ def test_a_state_is_of_one_setting_of_the_members(mixture, grad):
         attn.factorisations[0].block_size = 3
         with pytest.raises(ValueError, match="'block_size': 5.*but this is .*'block_size': 3"):
             attn.step(*tokens[12], state)
+
+
+@pytest.mark.parametrize("name", ["combiner-routing", "combiner-mixture"])
+@torch.no_grad()
+def test_a_state_is_of_one_setting_of_the_clusters(name):
+    options = {"clusters": 3, "capacity": 4}
+    member = {"factorisations": [("combiner-routing", options)]}
+    attn = weft.make_attention(
+        name, heads=HEADS, head_dim=HEAD_DIM, causal=True, **(member if name == "combiner-mixture" else options)
+    )
+    tokens = split(13)
+    _, state = decode(attn, tokens[:12])
+    next(m for m in attn.modules() if isinstance(m, Clusters)).capacity = 3
+    with pytest.raises(ValueError, match="capacity'?[=:] ?4.*but this is .*capacity'?[=:] ?3"):
+        attn.step(*tokens[12], state)
 
 
 @pytest.mark.parametrize("batch", [-1, 2.0, True, None])

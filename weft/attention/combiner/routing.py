@@ -126,6 +126,9 @@ class CombinerRouting(Combiner):
 
     # Decoding: the newest run of every cluster is open. A full run is closed when its cluster gets another token.
 
+    def _settings(self) -> dict[str, Any]:
+        return {**super()._settings(), "clusters": self.clusters.clusters, "capacity": self.clusters.capacity}
+
     def empty_state(self, k: Tensor, capacity: int) -> RoutingState:
         if self.clusters.capacity is None and self.max_length is None:
             raise ValueError(
