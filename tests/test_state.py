@@ -173,3 +173,39 @@ def test_context_dim_needs_a_context():
 def test_no_heads(make, heads):
     with pytest.raises(ValueError, match="heads"):
         make(heads)
+
+
+def replica(model: nn.Module) -> nn.Module:
+    """A copy as torch.nn.DataParallel makes it for each GPU and call."""
+    copies = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for module, made in copies.items():
+        for name, parameter in module._parameters.items():
+            setattr(made, name, None if parameter is None else parameter * 1)
+        made._modules = {name: copies[child] for name, child in module._modules.items()}
+    return copies[model]
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        weft.CachedAttention(weft.MultiheadAttention(16, 2)),
+        weft.CachedAttention(nn.MultiheadAttention(16, 2, batch_first=True), mix="projected"),
+        weft.layers.AttentionCache(weft.MultiheadAttention(16, 2)),
+        weft.MultiheadAttention(16, 2, attention="routing"),
+    ],
+)
+def test_data_parallel_that_would_lose_the_state_is_refused(layer):
+    x = vectors()
+    given = (x, x, x) if isinstance(getattr(layer, "inner", None), nn.MultiheadAttention) else (x,)
+    with pytest.raises(RuntimeError, match="DataParallel.* use torch.nn.parallel.DistributedDataParallel"):
+        replica(layer)(*given)
+    layer(*given)
+    layer.eval()
+    assert replica(layer)(*given)[0].isfinite().all()
+
+
+def test_data_parallel_of_a_layer_whose_heads_are_mixed_inside_is_refused():
+    layer = weft.CachedAttention(nn.MultiheadAttention(16, 2, batch_first=True))
+    layer(vectors(), vectors(), vectors())
+    with pytest.raises(RuntimeError, match="DistributedDataParallel"):
+        replica(layer.eval())(vectors(), vectors(), vectors())

@@ -37,7 +37,7 @@ from ..core.dropout import dropout_key
 from ..core.joint import Part, joint_attention
 from ..core.partitions import own_block
 from ..core.precision import autocast, precise
-from ..core.recomputing import Replays, once, recomputing
+from ..core.recomputing import Replays, once, recomputing, refuse_replica
 from ..core.registry import register
 from ..core.runs import Runs, gather_runs, take_mask, take_rows
 from ..kernels.intervals.clusters import content_of, routed_attention
@@ -114,7 +114,10 @@ class Clusters(nn.Module):
 
     @property
     def learns(self) -> bool:
-        return self.training and not (self.lookers and _thread() in self.lookers)
+        if not self.training or (self.lookers and _thread() in self.lookers):
+            return False
+        refuse_replica(self)
+        return True
 
     @contextmanager
     def one_call(self, k: Tensor, real: Tensor | None) -> Iterator[None]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .staging import refuse_trace
 
@@ -23,6 +23,14 @@ from .staging import refuse_trace
 def recomputing() -> bool:
     """Return True inside a backward pass, where activation checkpointing repeats the forward."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def refuse_replica(layer: nn.Module) -> None:
+    if "_is_replica" in vars(layer):
+        raise RuntimeError(
+            f"torch.nn.DataParallel runs copies of {type(layer).__name__} and throws them away, with the state that "
+            "they should update; use torch.nn.parallel.DistributedDataParallel"
+        )
 
 
 @torch.library.custom_op("weft::once", mutates_args=())

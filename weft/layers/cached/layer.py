@@ -26,6 +26,7 @@ from ...attention import Attention
 from ...core.blocks import both
 from ...core.contract import quiet_padding, quiet_token
 from ...core.linear import bare
+from ...core.recomputing import refuse_replica
 from ...core.segments import Segments, documents_of
 from ...core.sharding import current, use
 from ..multihead import MultiheadAttention
@@ -188,6 +189,8 @@ class CachedAttention(nn.Module):
             raise ValueError("cached attention does not support nested tensors: pad them and pass a mask")
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"x must be (B, L, {self.dim}), got {tuple(x.shape)}")
+        if self._mixes_inside:  # the hook in the copy of `inner` would call this layer, not its copy
+            refuse_replica(self)
         self._warn_if_empty()
         if segments is not None:
             documents = documents_of(segments, x)

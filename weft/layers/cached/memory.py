@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from ...core.linear import bare
 from ...core.precision import autocasts
-from ...core.recomputing import Replays, once, recomputing
+from ...core.recomputing import Replays, once, recomputing, refuse_replica
 from ...core.sharding import current
 from ...core.staging import transformed
 from .resample import resample
@@ -121,6 +121,7 @@ class RecurrentCache(nn.Module):
         """x (B, T, width); `valid` (B, T) is True for real tokens."""
         if not (self.training or self.eval_update):
             return self.frozen(x)
+        refuse_replica(self)
         again = recomputing()
         if self.follows:
             self._stop_following()

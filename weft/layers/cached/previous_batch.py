@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.contract import quiet_padding
-from ...core.recomputing import Replays, recomputing
+from ...core.recomputing import Replays, recomputing, refuse_replica
 from ...core.sharding import refuse
 from ..multihead import MultiheadAttention
 
@@ -39,6 +39,7 @@ class AttentionCache(nn.Module):
         refuse("AttentionCache")
         if not self.training:
             return self.inner(x, mask)
+        refuse_replica(self)
         x, again = quiet_padding(x, mask), recomputing()
         previous = self.replays.recall(x) if again else self.previous
         valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
