@@ -12,6 +12,7 @@ import weft
 from weft.attention.subsampled.gather import sampled_attention
 from weft.attention.subsampled.sampling import causal_windows
 from weft.attention.subsampled.tiles import causal_tiles
+from weft.core import dispatch
 
 FILE = "ssa_1d.npz"
 
@@ -311,3 +312,15 @@ def test_refuses_other_shapes():
     attn = make()
     with attn.fixed(torch.arange(16)), pytest.raises(ValueError, match="fixed sample"):
         attn(q, k, v)
+
+
+def test_tables_that_32_bits_cannot_index_are_refused(monkeypatch):
+    monkeypatch.setattr(dispatch, "_cannot", lambda *call: "")
+    attn = make(windows=2048, backend="triton")
+    fits, far = (torch.empty(2, 2, length, 8, device="meta") for length in (2**20 - 2, 2**20 - 1))
+    assert dispatch.use_kernel(attn, fits, fits, fits, None)
+    with pytest.raises(ValueError, match=r"windows x \(length \+ 1\) below 2147483648, got 2048 x 1048576; use"):
+        dispatch.use_kernel(attn, far, far, far, None)
+    half, mask = fits[:, :, : 2**19], torch.ones(2, 2**19, dtype=torch.bool, device="meta")
+    with pytest.raises(ValueError, match="of 2 sequences with a mask below 2147483648, got 2048 x 524289; use fewer"):
+        attn(half, half, half, mask)

@@ -37,6 +37,7 @@ from ...core.precision import autocasts
 from ...core.registry import register
 from ...core.staging import refuse_trace, send, transformed
 from ...core.state import KeyValues
+from ...core.tiles import FAR
 from ...kernels.operator import plain_call
 from ..full import FullAttention
 from . import kernel
@@ -171,6 +172,8 @@ class SubsampledAttention(Subsampling, FullAttention):
                 key, threshold = dropout_key(self, q)
                 out, self.last_indices = kernel.drawn(q, k, v, seed, key, sample, alibi, stand_in, threshold)
                 return out
+        if mask is not None and (reason := _too_long(self, L, len(mask))):
+            raise ValueError(f"{reason}; use fewer windows, a smaller batch, or backend='torch'")
         sources = self._sources(L, q)
         if whole and sources.is_cuda:
             return kernel.whole_windows(q, k, v, sources)
@@ -376,7 +379,18 @@ class SubsampledAttention(Subsampling, FullAttention):
 
 
 def lacks(attn: SubsampledAttention, *qkv: Tensor) -> str:
-    return "the kernel does not support layout='graph'" if attn.layout == "graph" else ""
+    if attn.layout == "graph":
+        return "the kernel does not support layout='graph'"
+    return _too_long(attn, qkv[0].shape[2], 1) if qkv else ""
+
+
+def _too_long(attn: SubsampledAttention, length: int, tables: int) -> str:
+    """Why the kernel cannot index its tables of (windows, length + 1), which are per sequence with a mask; or ""."""
+    windows = attn._cut(length)[1]
+    if tables * windows * (length + 1) < FAR:
+        return ""
+    each = "" if tables == 1 else f" of {tables} sequences with a mask"
+    return f"the kernel supports windows x (length + 1){each} below {FAR}, got {windows} x {length + 1}"
 
 
 def drop_sources(mask: Tensor | None, x: Tensor, length: int, drop: float, *, per_rank: bool = True) -> Tensor:
