@@ -108,6 +108,28 @@ def is_a_refusal(error: BaseException | None) -> bool:
     return False
 
 
+IN_PARTS = ["grounding-dino/GroundingDinoModel", "pocket_tts_audio_tokenizer/PocketTTSAudioTokenizerModel"]
+IN_PARTS += ["mistral3/Mistral3Model", "mimi/MimiModel"]  # texts and images; windows that short sound does not fill
+
+
+@pytest.mark.parametrize("model", [model for model in IN_PARTS if model in zoo.every()])
+def test_a_swap_reaches_every_part_of_a_model(model):
+    _, inputs = zoo.reference(model)
+    ours = zoo.build(model, "eager")
+    with pytest.warns(UserWarning, match="keep their own attention"):
+        report = weft.swap(ours, to="linear")
+    assert not report.replaced
+    zoo.outputs(ours, inputs)
+
+
+def test_a_swap_is_tested_with_a_padding_mask():
+    """Aimv2's texts are causal only if they have one."""
+    config = transformers.Aimv2TextConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+    model = transformers.Aimv2TextModel(config)
+    with pytest.warns(UserWarning, match="bigbird.* causal"):
+        assert not weft.swap(model, to="bigbird").replaced
+
+
 def test_errors_name_the_model_the_reason_and_an_alternative():
     with pytest.raises(ValueError, match="BloomForCausalLM .* BloomAttention does not use .*'eager'"):
         zoo.build("bloom/BloomForCausalLM", "weft:linear")

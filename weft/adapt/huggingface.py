@@ -60,7 +60,7 @@ class Choice:
 
 FULL = Choice("full")
 Run = Callable[[Tensor, float], Tensor]  # values and dropout -> output
-refused_layers: dict[int, str] | None = None  # during a probe (probe.py): id of a layer -> why
+probed_layers: dict[int, str] | None = None  # during a probe (probe.py): id of a layer -> why it is refused, or ""
 
 
 def available() -> list[str]:
@@ -137,11 +137,12 @@ def swapped_attention(
     out = _repeated(choice, module, query, key, value, attention_mask, kwargs)
     if out is not None:
         return out, None
-    if refused_layers is not None:
+    if probed_layers is not None:
+        probed_layers.setdefault(id(module), "")
         try:
             return _attend(choice, module, query, key, value, attention_mask, **kwargs)
         except ValueError as error:
-            refused_layers[id(module)] = str(error)
+            probed_layers[id(module)] = str(error)
             choice = FULL
     return _attend(choice, module, query, key, value, attention_mask, **kwargs)
 

@@ -1,7 +1,8 @@
-"""Test the swapped layers of a transformers model with one forward pass over a few tokens, and collect all errors.
+"""Test the swapped layers of a transformers model with forward passes over a few tokens, and collect all errors.
 
 If a mechanism does not support what its layer needs (a window, a bias, a pairwise mask), the layer computes full
-attention in this pass, so that the following layers run too.
+attention in this pass, so that the following layers run too. If a pass does not reach every layer, other inputs follow,
+and then the models inside the model, such as the tower of images beside that of texts.
 """
 
 from __future__ import annotations
@@ -24,28 +25,34 @@ def refusals(model: nn.Module, layers: list[nn.Module], max_length: int | None) 
     """id of a layer -> why its mechanism cannot be used there. Raises ValueError if the whole model cannot run."""
     if any(p.is_meta for p in model.parameters()):
         return {}
-    longest = max_length or getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    longest = longest if isinstance(longest, int) else 2**31
-    for inputs in _inputs(model, min(LENGTH, longest)):
-        trouble, refused = _try(model, inputs, longest)
-        if trouble is None:
-            return {id(layer): refused[id(layer)] for layer in layers if id(layer) in refused}
-        if _runs_as_it_was(model, layers, inputs):
-            raise ValueError(f"{type(model).__name__} does not run with its layers swapped: {trouble}") from trouble
-    return {}  # no known inputs work: errors will appear in the first forward pass
+    refused: dict[int, str] = {}
+    left = {id(layer) for layer in layers if "_weft" in vars(layer)}
+    models = [module for module in model.modules() if hasattr(type(module), "set_attn_implementation")]
+    for part in dict.fromkeys([model, *models]):
+        longest = max_length or getattr(getattr(part, "config", None), "max_position_embeddings", None)
+        longest = longest if isinstance(longest, int) else 2**31
+        inputs, inside = _inputs(part, min(LENGTH, longest)), {id(module) for module in part.modules()}
+        while left & inside and (given := next(inputs, None)) is not None:
+            trouble, probed = _try(part, given, longest)
+            if trouble is None:
+                refused |= {layer: why for layer, why in probed.items() if why and layer in left}
+                left -= probed.keys()
+            elif _runs_as_it_was(part, layers, given):
+                raise ValueError(f"{type(part).__name__} does not run with its layers swapped: {trouble}") from trouble
+    return refused  # errors of layers that no known inputs reach will appear in the first forward pass
 
 
 def _try(model: nn.Module, inputs: dict[str, Any], longest: int) -> tuple[Exception | None, dict[int, str]]:
-    refused: dict[int, str] = {}
-    masks.longest, huggingface.refused_layers = longest, refused
+    probed: dict[int, str] = {}
+    masks.longest, huggingface.probed_layers = longest, probed
     try:
         with _quietly(model):
             model(**inputs)
-        return None, refused
+        return None, probed
     except Exception as error:
-        return error, refused
+        return error, probed
     finally:
-        masks.longest, huggingface.refused_layers = None, None
+        masks.longest, huggingface.probed_layers = None, None
 
 
 def _runs_as_it_was(model: nn.Module, layers: list[nn.Module], inputs: dict[str, Any]) -> bool:
@@ -87,6 +94,8 @@ def _inputs(model: Any, length: int) -> Iterator[dict[str, Any]]:
     tokens = torch.arange(2, 2 + length, device=like.device)[None]
     if "input_ids" in takes:
         text: dict[str, Tensor] = {"input_ids": tokens}
+        if "attention_mask" in takes:  # without it, some models run bidirectional attention (Aimv2)
+            text["attention_mask"] = torch.ones_like(tokens)
         if "decoder_input_ids" in takes:
             yield {**text, "decoder_input_ids": tokens, **cache}
         yield {**text, **cache}
@@ -97,10 +106,12 @@ def _inputs(model: Any, length: int) -> Iterator[dict[str, Any]]:
         image = torch.zeros(1, getattr(config, "num_channels", 3), height, width, device=like.device, dtype=like.dtype)
         yield {"pixel_values": image, **cache}
         if "input_ids" in takes:
-            yield {**text, "pixel_values": image, **cache}
+            both = {**text, "pixel_values": image}
+            yield {**{name: x.repeat(2, *[1] * (x.dim() - 1)) for name, x in both.items()}, **cache}  # detectors
     sound = {"decoder_input_ids": tokens, **cache} if "decoder_input_ids" in takes else cache
     if "input_values" in takes:  # samples; convolutions need a few hundred
-        yield {"input_values": torch.zeros(1, 2000, device=like.device, dtype=like.dtype), **sound}
+        for shape in ((1, 2000), (1, 1, 2000)):
+            yield {"input_values": torch.zeros(shape, device=like.device, dtype=like.dtype), **sound}
     if "input_features" in takes:  # a spectrum, with its frames first or last
         sizes = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "feature_size")
         configs = (model.config, getattr(model.config, "encoder_config", None))

@@ -47,7 +47,7 @@ def swap(
     `where` selects layers: a pattern on their paths ("layers.*.self_attn"), or a function of path and layer. `causal`
     is for mechanisms with parameters in layers that decide at each call. `prefix` is for timm's vision transformers
     (see `weft.timm.layer`). `options` go to the mechanism. Layers that cannot be changed are listed in the report with
-    the reason. transformers layers are tested with one forward pass over a few tokens; `probe=False` skips the test.
+    the reason. transformers layers are tested with forward passes over a few tokens; `probe=False` skips the test.
     """
     info = attention_info(to)
     if info.needs_max_length and max_length is None:
