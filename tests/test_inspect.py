@@ -354,3 +354,9 @@ def test_padding_of_other_libraries_layers_is_not_measured(kind):
     torch.testing.assert_close(*rates, rtol=1e-4, atol=1e-4)
     assert rates[0].min() > 1
     assert len(inspect.tokens_per_layer(model, torch.nn.functional.pad(ids, (0, 3)))[1]) == 4
+
+
+def test_a_mask_does_not_lower_the_precision_of_coding_rates():
+    z = torch.randn(7, 5, dtype=torch.float64)
+    mask = torch.ones(7, dtype=torch.bool)
+    torch.testing.assert_close(inspect.coding_rate(z, mask=mask), inspect.coding_rate(z), rtol=1e-12, atol=0)

@@ -103,8 +103,8 @@ def _clean(z: Tensor, epsilon: float, mask: Tensor | None) -> tuple[Tensor, floa
     N, d = z.shape[-2:]
     if mask is None:
         return z, d / (N * epsilon**2)
-    count = mask.sum(-1).clamp(min=1)
-    return z.masked_fill(~mask[..., None], 0), (d / (count * epsilon**2)).to(z.dtype)[..., None, None]
+    count = mask.sum(-1).clamp(min=1).to(z.dtype)
+    return z.masked_fill(~mask[..., None], 0), (d / (count * epsilon**2))[..., None, None]
 
 
 def _shifted(z: Tensor, alpha: float | Tensor) -> Tensor:
