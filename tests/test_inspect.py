@@ -360,3 +360,20 @@ def test_a_mask_does_not_lower_the_precision_of_coding_rates():
     z = torch.randn(7, 5, dtype=torch.float64)
     mask = torch.ones(7, dtype=torch.bool)
     torch.testing.assert_close(inspect.coding_rate(z, mask=mask), inspect.coding_rate(z), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("map_up_to", [4, 64])
+def test_class_tokens_that_were_moved_are_shown_in_front(map_up_to):
+    timm = pytest.importorskip("timm")
+    sizes = dict(img_size=32, patch_size=8, embed_dim=24, depth=1, num_classes=3)
+    model = timm.create_model("vit_tiny_patch16_224", **sizes).eval()
+    weft.swap(model, "local", block_size=4, prefix=1)
+    layer, seen = model.blocks[0].attn, []
+    layer.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    for row in (0, 5, -1):
+        (view,), _ = inspect.attention_views(model, torch.rand(1, 3, 32, 32), row=row, map_up_to=map_up_to)
+        q, k, _ = layer.qkv(seen[-1]).unflatten(-1, (3, 3, 8)).permute(2, 0, 3, 1, 4)
+        expected = layer._core(q, k, torch.eye(17).expand(1, 3, 17, 17), None, False)
+        torch.testing.assert_close(view.row, expected[:, :, row])
+        if view.map is not None:
+            torch.testing.assert_close(view.map, expected)

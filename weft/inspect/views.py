@@ -50,8 +50,11 @@ def attention_views(
             if busy:
                 return
             busy = True
+            moved = _class_tokens_behind(model, path)
             with kept_random_state():  # the model's own call draws the same numbers as without inspection
-                calls.append((path, *_view(attn, map_up_to, row, *args, **kwargs)))
+                one, full, mask = _view(attn, map_up_to, row - moved, *args, **kwargs)
+            full = None if full is None else full.roll((moved, moved), (2, 3))
+            calls.append((path, one.roll(moved, -1), full, mask))
             busy = False
 
         return attn.register_forward_pre_hook(hook, with_kwargs=True)
@@ -76,6 +79,12 @@ def attention_views(
 def _runs_weft(module: nn.Module) -> bool:
     """Whether a module of transformers calls weft's attention functions."""
     return str(getattr(getattr(module, "config", None), "_attn_implementation", "")).startswith("weft")
+
+
+def _class_tokens_behind(model: nn.Module, path: str) -> int:
+    """The number of class tokens that a layer of timm moves behind the patches (`prefix` of weft.timm.layer)."""
+    layer, weft, _ = path.rpartition("weft.")
+    return getattr(model.get_submodule(layer.rstrip(".")), "prefix", 0) if weft else 0
 
 
 def created(model: nn.Module, inputs: Sequence[Tensor]) -> list[tuple[str, Attention]]:
