@@ -356,6 +356,37 @@ def test_padding_of_other_libraries_layers_is_not_measured(kind):
     assert len(inspect.tokens_per_layer(model, torch.nn.functional.pad(ids, (0, 3)))[1]) == 4
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_blocks_of_transformers_models_are_measured(swapped, padded):
+    """They keep their mechanisms outside of their modules, and create them in their first call."""
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
+    ids = torch.randint(1, 30, (2, 7))
+    mask = torch.ones_like(ids)
+    mask[0, : 3 * padded] = 0
+    states = []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda _, args, output: states.append(output.detach().double()))
+    model(ids, mask)
+    expected = [[_rate(z[real.bool()]) for z, real in zip(layer, mask, strict=True)] for layer in states]
+    if swapped:
+        weft.swap(model, "full")
+    else:
+        weft.huggingface.register()
+        model.set_attn_implementation("weft:full")
+    found = inspect.measure(model, [ids, mask])["rate"]
+    torch.testing.assert_close(found, torch.stack([torch.stack(row) for row in expected]), rtol=1e-5, atol=1e-5)
+    z, tokens, _ = inspect.tokens_per_layer(model, [ids, mask])
+    assert z.shape == (2, len(tokens), 16) and len(tokens) == 7 - 3 * padded
+
+
+def _rate(z: torch.Tensor) -> torch.Tensor:
+    z = z / z.norm(dim=-1, keepdim=True)
+    return torch.logdet(torch.eye(len(z), dtype=z.dtype) + z.shape[1] / (len(z) * 0.01) * z @ z.T) / 2
+
+
 def test_a_mask_does_not_lower_the_precision_of_coding_rates():
     z = torch.randn(7, 5, dtype=torch.float64)
     mask = torch.ones(7, dtype=torch.bool)

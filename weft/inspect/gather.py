@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models.blocks import blocks
 from .branches import branch_views, has_cache
 from .measure import Measures, cache_shares, measure, subspace_coherence, tokens_per_layer
 from .views import AttentionView, attention_views, created, outermost
-from .watch import image_grid, plain
+from .watch import blocks_of, image_grid, plain
 
 Loader = Callable[[nn.Module], Any] | Mapping[str, Tensor]
 
@@ -60,7 +59,7 @@ def curves(
     model: nn.Module, splits: Mapping[str, Sequence[Tensor]], checkpoints: Iterable[tuple[str, Loader]] = ()
 ) -> dict[str, Any]:
     """Every measurement per layer: one line for each checkpoint and split."""
-    if not blocks(plain(model)):  # a single layer
+    if not blocks_of(model):  # a single layer
         return {"charts": [], "counts": {}, "layers": []}
     kept = copy.deepcopy(model.state_dict())
     lines: list[tuple[str, str, Measures]] = []
@@ -186,7 +185,9 @@ def facts(model: nn.Module) -> list[list[str]]:
     kinds = sorted({mechanism.name for _, mechanism in outermost(inner)})
     count = sum(p.numel() for p in inner.parameters())
     found = [["model", type(inner).__name__], ["parameters", f"{count:,}"]]
-    return found + ([["layers", str(len(blocks(inner)))], ["attention", ", ".join(kinds)]] if kinds else [])
+    if kinds and (layers := blocks_of(inner)):
+        found.append(["layers", str(len(layers))])
+    return found + ([["attention", ", ".join(kinds)]] if kinds else [])
 
 
 def layer_name(path: str, index: int) -> str:
@@ -235,7 +236,7 @@ def branches(model: nn.Module, inputs: Sequence[Tensor], grids: Sequence[list[in
 
 
 def _block_names(model: nn.Module) -> list[str]:
-    return [layer_name(path, i) for i, (path, _) in enumerate(blocks(plain(model)))]
+    return [layer_name(path, i) for i, (path, _) in enumerate(blocks_of(model))]
 
 
 def _packed_view(

@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.mssa import MSSA
-from ..models.blocks import blocks
 from ..models.crate import CRATELayer
 from .rates import EPSILON, coding_rate, coherence, heads_rate, subspace_rate
-from .watch import arguments, first_tensor, in_batches, looking, mask_of, on_output, plain
+from .views import created
+from .watch import arguments, blocks_of, first_tensor, in_batches, looking, mask_of, on_output, plain
 
 Measures = dict[str, Tensor]
 
@@ -86,7 +86,8 @@ def measure(
 
     hooks: list[Any] = []
     places: dict[nn.Module, list[int]] = defaultdict(list)
-    for i, (_, block) in enumerate(blocks(model)):
+    created(model, [t[:1] for t in inputs])
+    for i, (_, block) in enumerate(blocks_of(model)):
         places[block].append(i)
     for block, layers in places.items():
         hooks += watch_block(layers, block)  # first, because it rejects blocks that cannot be measured
@@ -121,7 +122,8 @@ def tokens_per_layer(
     all layers, so in a pyramid they are limited by its smallest layers.
     """
     model, inputs = plain(model), arguments(inputs)
-    layers = blocks(model)
+    created(model, [t[:1] for t in inputs])
+    layers = blocks_of(model)
     seen: list[tuple[Tensor, Tensor | None]] = []
 
     def see(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

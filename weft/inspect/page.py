@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from .. import pages
 from . import gather
-from .watch import arguments
+from .views import created
+from .watch import arguments, plain
 
 
 def report(
@@ -43,6 +44,8 @@ def report(
     shown first. Without `inputs`, the page has only them and the weights of caches.
     """
     inputs = arguments(inputs)
+    if inputs:
+        created(plain(model), [t[:1] for t in inputs])
     data: dict[str, Any] = {
         "title": title or type(model).__name__,
         "facts": gather.facts(model) + [list(pair) for pair in facts],

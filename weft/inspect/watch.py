@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..adapt.core import kept_mechanisms
+from ..attention import Attention
 from ..core.staging import eagerly
 from ..layers.cached import RecurrentCache
+from ..models.blocks import blocks
 
 
 @contextmanager
@@ -93,6 +96,15 @@ def on_output(module: nn.Module, see: Callable[[tuple[Any, ...], dict[str, Any],
 def plain(model: nn.Module) -> nn.Module:
     """The original module of a compiled model, because hooks do not run inside a compiled graph."""
     return getattr(model, "_orig_mod", model)
+
+
+def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The blocks of a model, with those of transformers, which keep their mechanisms outside of their modules."""
+
+    def holds(block: nn.Module) -> bool:
+        return any(isinstance(m, Attention) or kept_mechanisms(m) for m in block.modules())
+
+    return blocks(plain(model), holds)
 
 
 def image_grid(model: nn.Module, first: Tensor, pictures: Tensor | None, keys: int) -> list[int] | None:
