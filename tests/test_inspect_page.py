@@ -380,3 +380,54 @@ def test_a_single_layer_and_a_timm_model(tmp_path):
     data = payload(inspect.report(model, torch.rand(1, 3, 32, 32), out=tmp_path / "timm.html").read_text("utf-8"))
     assert data["attention"]["examples"][0]["grid"] == [2, 2]
     assert [len(s["mean"]) for s in data["curves"]["charts"][0]["series"]] == [2]
+
+
+def shown(model, inputs) -> dict:
+    how = dict(tokens=None, pictures=None, targets=None, classes=None, examples=1, map_up_to=64)
+    return attention(model, inputs, **how)
+
+
+def test_a_mask_of_integers_is_no_document():
+    """The tokens of an OPT, whose layers are in a `decoder`, and those of an encoder and a decoder."""
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(vocab_size=40, num_hidden_layers=1, num_attention_heads=2, ffn_dim=16)
+    opt = transformers.OPTModel(transformers.OPTConfig(hidden_size=8, word_embed_proj_dim=8, **sizes))
+    weft.swap(opt, "full")
+    ids, mask = torch.tensor([[7, 8, 9, 10, 0]]), torch.tensor([[1, 1, 1, 1, 0]])
+    assert shown(opt, [ids, mask])["examples"][0]["tokens"] == ["7", "8", "9", "10"]
+    sizes = dict(vocab_size=40, d_model=8, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16, decoder_ffn_dim=16)
+    config = transformers.BartConfig(encoder_attention_heads=2, decoder_attention_heads=2, **sizes)
+    bart = transformers.BartModel(config)
+    weft.swap(bart, "full")
+    target = ["11", "12", "13"]
+    layers = shown(bart, [ids, mask, torch.tensor([[11, 12, 13]])])["layers"]
+    assert [layer["name"] for layer in layers] == ["layer 1", "layer 1 · decoder", "layer 1 · decoder · cross"]
+    encoder, decoder, cross = (layer["examples"][0] for layer in layers)
+    assert encoder["tokens"] == cross["tokens"] == "shared"
+    assert decoder["tokens"] == cross["queries"] == target
+    _, decoder, cross = (layer["examples"][0] for layer in shown(bart, [ids])["layers"])  # reads shifted ids
+    assert decoder["tokens"] == cross["queries"] == [f"token {i}" for i in range(1, 6)]
+
+
+def test_images_with_registers_and_of_another_size():
+    timm = pytest.importorskip("timm")
+    sizes = dict(img_size=16, patch_size=8, embed_dim=24, num_heads=2, depth=1, num_classes=3)
+    model = timm.create_model("vit_small_patch14_reg4_dinov2", dynamic_img_size=True, **sizes)
+    weft.swap(model, "full")
+    for rows, columns in ((2, 2), (3, 4)):
+        found = shown(model, [torch.rand(1, 3, 8 * rows, 8 * columns)])
+        (example,) = found["examples"]
+        assert example["grid"] == [rows, columns]
+        assert example["tokens"][4:6] == ["class or register token 5", "row 1, column 1"]
+        assert len(example["tokens"]) == 5 + rows * columns and found["layers"][0]["examples"][0]["tokens"] == "shared"
+
+
+@browser
+def test_registers_in_a_browser(tmp_path):
+    timm = pytest.importorskip("timm")
+    sizes = dict(img_size=16, patch_size=8, embed_dim=24, num_heads=2, depth=1, num_classes=3)
+    model = timm.create_model("vit_small_patch14_reg4_dinov2", **sizes)
+    weft.swap(model, "full")
+    page = inspect.report(model, torch.rand(1, 3, 16, 16), out=tmp_path / "page.html")
+    dom = run_browser(tmp_path, page, "")
+    assert "of it on class and register tokens, the rest on the image" in dom

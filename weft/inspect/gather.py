@@ -6,6 +6,7 @@ import base64
 import copy
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 from .branches import branch_views, has_cache
 from .measure import Measures, cache_shares, measure, subspace_coherence, tokens_per_layer
 from .views import AttentionView, attention_views, created, outermost
-from .watch import blocks_of, image_grid, plain
+from .watch import blocks_of, class_tokens, image_grid, plain
 
 Loader = Callable[[nn.Module], Any] | Mapping[str, Tensor]
+
+CROSS = re.compile("cross|encoder_attn|EncDec|decoder.*multihead_attn")  # in weft, transformers and PyTorch
 
 CHARTS = {  # measurement -> title, explanation, unit
     "projected_rate": (
@@ -150,10 +153,14 @@ def attention(
         one = [t[i : i + 1] for t in inputs]
         views, output = attention_views(model, one, row=row, map_up_to=map_up_to)
         grid = image_grid(plain(model), one[0], pictures, views[0].row.shape[-1])
-        texts = _texts(one, tokens[i] if tokens else None, grid)
+        texts = _texts(_documents(plain(model), one), tokens[i] if tokens else None, grid, class_tokens(plain(model)))
+        own = [v for v in views if not v.memory and not CROSS.search(v.path)]
+        decoded = next((v.row.shape[-1] for v in own if "decoder" in v.path), 0)
+        if len(texts) == 1 and decoded and any("encoder" in v.path for v in own):  # made by the model itself
+            texts.append([f"token {n + 1}" for n in range(decoded)])
         packed, mask = [], None
         for v in views:
-            mask = mask if v.memory or "cross" in v.path else v.mask  # these are read by the tokens of the view before
+            mask = mask if v.memory or CROSS.search(v.path) else v.mask  # read by the tokens of the view before
             packed.append(_packed_view(v, texts, row, grid, mask))
         common: list[str] = next((view["tokens"] for view in packed if view["tokens"]), [])
         if not common and texts and views[0].map is not None:  # all layers read slots: label the queries
@@ -196,7 +203,7 @@ def layer_name(path: str, index: int) -> str:
     counted = [str(int(number) + (word == "")) for word, number in numbers]  # 'block1' counts from one already
     name = f"layer {'.'.join(counted) or index + 1}"
     for word in ("decoder", "memory", "cross"):
-        if word in path:
+        if CROSS.search(path) if word == "cross" else word in path:
             name += f" · {word}"
     call = re.search(r"\(call (\d+)\)", path)
     return name + (f" · call {call[1]}" if call else "")
@@ -245,7 +252,7 @@ def _packed_view(
     """A view of one example without padding; `tokens` is None if the keys are slots of a memory. `mask` is that of the
     queries."""
     one, full = view.row[0], None if view.map is None else view.map[0]
-    cross, document = "cross" in view.path, min(view.call, len(texts)) - 1
+    cross, document = bool(CROSS.search(view.path)), min(view.call, len(texts)) - 1
     if "decoder" in view.path and not cross and len(texts) > 1:
         document = 1
     labels = _labels(texts[document], one.shape[-1]) if texts and not view.memory else None
@@ -285,10 +292,19 @@ def _labels(tokens: list[str], keys: int) -> list[str] | None:
     return ["[CLS]", *tokens] if keys == len(tokens) + 1 else None
 
 
-def _texts(inputs: Sequence[Tensor], tokens: Any, grid: list[int] | None) -> list[list[str]]:
+def _documents(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The arguments that hold tokens, without masks, positions and the like."""
+    names = [*signature(model.forward).parameters, *[""] * len(inputs)]
+    others = ("mask", "segment", "position", "type")
+    named = zip(names[1:], inputs[1:], strict=False)
+    return [inputs[0], *(t for name, t in named if not any(word in name for word in others))]
+
+
+def _texts(inputs: Sequence[Tensor], tokens: Any, grid: list[int] | None, classes: int) -> list[list[str]]:
     """The tokens of each input document: words if known, else ids or image cells."""
     if grid:
-        return [[f"row {r + 1}, column {c + 1}" for r in range(grid[0]) for c in range(grid[1])]]
+        first = [f"class or register token {i + 1}" for i in range(classes)] if classes > 1 else []  # one is [CLS]
+        return [first + [f"row {r + 1}, column {c + 1}" for r in range(grid[0]) for c in range(grid[1])]]
     if inputs[0].dim() != 2:
         return []
     documents = [t[0].tolist() for t in inputs if t.dim() == 2 and not t.is_floating_point() and t.dtype != torch.bool]

@@ -48,7 +48,7 @@ function attention() {
   const grid = el("div", {className: "heads"}), large = el("div");
   const seen = () => layers[state.layer].examples[state.example];
   const tokens = () => seen().tokens === "shared" ? examples[state.example].tokens : seen().tokens
-    ?? Array.from({length: seen().row.shape[1]}, (_, i) => `slot ${i + 1}`);
+    ?? Array.from({length: seen().row.shape[1]}, (_, i) => `${seen().slots ? "slot" : "token"} ${i + 1}`);
   const cells = () => seen().grid ?? (seen().tokens === "shared" ? examples[state.example].grid : null);
   const queries = () => seen().map ? seen().map.shape[1] : 0;
   const query = () => state.query ?? (seen().query < 0 ? Math.max(queries() + seen().query, 0) : seen().query);
@@ -178,7 +178,7 @@ function attention() {
     const images = el("div", {className: "pictures"}, ...parts);
     const from = view.map || seen().query === 0 ? asking()[query()] ?? `query ${query() + 1}` : "the last token";
     const aside = image && !view.slots ? values.slice(0, values.length - image[0] * image[1]) : [];
-    const cls = aside.length ? `${number(aside[0])} of it on ${labels[0]}, the rest on the image. ` : "";
+    const cls = aside.length ? `${number(aside.reduce((a, b) => a + b))} of it on ${aside.length > 1 ? "class and register tokens" : labels[0]}, the rest on the image. ` : "";
     const line = el("p", {}, el("b", {}, kind), ` — attention of “${from}”${view.slots ? " over the slots of the cache" : ""}. ${cls}`,
       el("small", {}, asked >= 0 ? image ? "Click a cell to select the query, or use the slider." : "Click a token to select the query, or move with the arrow keys." : view.map ? "Click a row of the map to select the query, or use the slider." : "The input is long: only this row is available, not the full map."));
     large.replaceChildren(el("div", {className: "card"}, line, image ? images

@@ -112,15 +112,29 @@ def image_grid(model: nn.Module, first: Tensor, pictures: Tensor | None, keys: i
     if first.dim() == 2:
         size = [] if pictures is None else list(pictures.shape[-2:])
         return size if size and size[0] * size[1] == first.shape[1] else None
+    module: Any
     for module in model.modules():
         grid = getattr(module, "grid", getattr(module, "grid_size", None))
+        if hasattr(module, "dynamic_feat_size"):  # timm's, for images of this size
+            grid = module.dynamic_feat_size(first.shape[-2:])
         if isinstance(grid, (tuple, list)) and len(grid) == 2:
             return [int(n) for n in grid]
-    for patches in (keys, keys - 1):  # a square image of square patches, with or without CLS
+    for patches in (keys, keys - 1, keys - class_tokens(model)):  # a square image of square patches
         side = round(patches**0.5)
         if first.dim() == 4 and first.shape[2] == first.shape[3] and side**2 == patches > 0:
             return [side, side]
     return None
+
+
+def class_tokens(model: nn.Module) -> int:
+    """The number of class and register tokens before the patches, as timm and transformers store it."""
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "num_prefix_tokens"):
+            return int(module.num_prefix_tokens)
+        if hasattr(getattr(module, "config", None), "num_register_tokens"):
+            return int(module.config.num_register_tokens) + 1
+    return 1
 
 
 def arguments(inputs: Tensor | Sequence[Tensor]) -> list[Tensor]:
