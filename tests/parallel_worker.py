@@ -188,11 +188,31 @@ def lose_a_rank(mesh, file: str) -> None:
     os._exit(0)
 
 
+def call_differently(mesh, file: str) -> None:
+    """One rank passes another mask, segments or dtype than the others: all must say so."""
+    attn = weft.make_attention("combiner-fixed", heads=2, head_dim=4)
+    odd, q, real = dist.get_rank() == 1, torch.randn(1, 2, 7, 4), torch.ones(1, 7, dtype=torch.long)
+    errors = []
+    for x, given in ((q, {"mask": real.bool()}), (q, {"segments": real}), (q.double(), {})):
+        try:
+            with weft.parallel.context(mesh):
+                attn(*[x if odd else q] * 3, **(given if odd else {}))
+        except ValueError as error:
+            errors.append(str(error))
+    everywhere: list = [None] * mesh.size()
+    dist.all_gather_object(everywhere, errors)
+    if dist.get_rank() == 0:
+        with open(file, "w") as out:
+            json.dump(everywhere, out)
+
+
 def main(file: str, what: str) -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("context",))
     if what == "lose a rank":
         lose_a_rank(mesh, file)
+    if what == "call differently":
+        return call_differently(mesh, file)
     results: dict[str, float] = {}
     for case in filter(supported, cases(first_setting=mesh.size() > 2)):
         for length in LENGTHS if mesh.size() == 2 else LENGTHS[1:]:

@@ -88,6 +88,14 @@ def test_a_lost_rank_ends_the_others(tmp_path):
     assert "lost contact" in found["error"] and found["seconds"] < 60
 
 
+def test_calls_that_differ_between_ranks_are_an_error_on_each(tmp_path):
+    errors = launch(2, tmp_path, "call differently")
+    assert [len(x) for x in errors] == [3, 3]
+    assert all("the ranks make different calls" in error for x in errors for error in x)
+    assert errors[1][0].endswith("with mask") and errors[1][1].endswith("with segments")
+    assert "float64" in errors[1][2] and "float32" in errors[0][2]
+
+
 class Mesh:
     ndim = 2
     mesh_dim_names = ("data", "context")

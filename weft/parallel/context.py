@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate
 from typing import Any, TypeVar
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -82,8 +83,9 @@ class Context:
         self.bounds = [0, *accumulate(sizes)]
         self.length = self.bounds[-1]
 
-    def agree(self, tokens: int, device: torch.device) -> None:
-        """Learn how many tokens each rank holds. With `length` given, nothing is exchanged."""
+    def agree(self, tokens: int, device: torch.device, call: str = "") -> None:
+        """Learn how many tokens each rank holds, and whether all make this call. With `length` given, nothing is
+        exchanged."""
         if self._given is not None:
             if tokens != self.stop - self.start:
                 raise ValueError(
@@ -91,11 +93,14 @@ class Context:
                     "split the sequence with weft.parallel.shard"
                 )
             return
-        mine = torch.tensor([tokens], device=device)
-        sizes = [torch.empty_like(mine) for _ in range(self.ranks)]
+        mine = torch.tensor([tokens, crc32(call.encode())], device=device)
+        found = [torch.empty_like(mine) for _ in range(self.ranks)]
         with self.contact():
-            dist.all_gather(sizes, mine, group=self.group)
-        self._set([int(s) for s in sizes])
+            dist.all_gather(found, mine, group=self.group)
+        sizes, calls = zip(*(pair.tolist() for pair in found), strict=True)
+        if len(set(calls)) > 1:
+            raise ValueError(f"the ranks make different calls, but only L may differ: rank {self.rank} calls {call}")
+        self._set(list(sizes))
 
     def all_to_all(self, parts: list[Tensor], counts: list[int]) -> list[Tensor]:
         self.bytes += sum(p.numel() * p.element_size() for r, p in enumerate(parts) if r != self.rank)
@@ -159,9 +164,10 @@ class Context:
         attn.check_tensors(q, k, v, mask)
         if q.shape[2] != k.shape[2]:
             raise ValueError("context parallelism supports only self-attention (Lq = Lk)")
-        documents = None if segments is None else self.documents(segments, q[:, 0])
-        if documents is None:
-            self.agree(q.shape[2], q.device)
+        shape = f"q ({q.shape[0]}, {q.shape[1]}, L, {q.shape[3]}), {k.shape[1]} key heads, {q.dtype}"
+        given = [name for name, x in (("mask", mask), ("bias", bias), ("segments", segments)) if x is not None]
+        self.agree(q.shape[2], q.device, f"{attn.name}: {shape}, with {' and '.join(given) or 'no mask'}")
+        documents = None if segments is None else documents_in(self, segments, q[:, 0])
         length = self.length if documents is None else documents.longest
         attn.check_length(length)
         attn.check_bias(bias, q.shape[0], length, q.device)
