@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import numpy as np
 import pytest
 import torch
 from promises import MAX_LENGTH, qkv, sweep
 
 import weft
+from weft.tasks.config import make_config
 
 
 def test_an_unknown_name_gets_the_nearest():
@@ -20,6 +24,47 @@ def test_an_unknown_name_gets_the_nearest():
 def test_an_option_nothing_reads_is_refused(name):
     with pytest.raises(TypeError, match="no option 'speling'"):
         weft.make_attention(name, heads=2, head_dim=4, max_length=8, speling=1)
+
+
+WRONG = {int: "8", float: "0.5", bool: "yes", str: 8, type(None): "8"}  # for a default of this type
+
+
+@pytest.mark.parametrize("value", ["wrong type", 8.0])
+@pytest.mark.parametrize("name", weft.attentions())
+def test_an_option_of_another_type_is_refused_by_name(name, value):
+    """Before it is compared with a number, or reaches a function of PyTorch in the first call."""
+    for option, default in weft.attention_info(name).options.items():
+        given = WRONG.get(type(default)) if value == "wrong type" else value
+        if given is None or (type(default) is float and given == 8.0):
+            continue
+        with pytest.raises((TypeError, ValueError), match=rf"{option}\b.* must be .*got .*{given!r}"):
+            weft.make_attention(name, heads=2, head_dim=4, max_length=8, **{option: given})
+
+
+def test_numbers_of_numpy_are_options():
+    attn = weft.make_attention("performer", heads=2, head_dim=4, features=np.int64(8), epsilon=np.float32(0.5))
+    assert attn(*qkv(5, H=2, D=4)).shape == (2, 2, 5, 4)
+
+
+def test_a_type_that_is_wrong_is_found_before_anything_is_built():
+    model = torch.nn.TransformerEncoderLayer(8, 2)
+    with pytest.raises(TypeError, match="local: block_size must be an integer, got 8.0"):
+        weft.swap(model, "local", block_size=8.0)
+    with pytest.raises(ValueError, match="attention_options: local: block_size must be an integer, got 50.5"):
+        make_config("digits", attention="local", attention_options='{"block_size": 50.5}')
+    with pytest.raises(ValueError, match="max_length must be an integer of at least 1, or None, got '64'"):
+        weft.make_attention("local", heads=2, head_dim=4, max_length="64")
+
+
+CHANGES = [partial(weft.swap, to="local"), weft.cache, partial(weft.subsample, schedule="Sall-L2")]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_list_of_paths_does_not_choose_layers(change):
+    """`subsample` read it as all layers."""
+    model = torch.nn.Sequential(weft.MultiheadAttention(8, 2), weft.MultiheadAttention(8, 2))
+    with pytest.raises(TypeError, match=r"where must be a pattern .*got \['0'\]; for a list of paths, use"):
+        change(model, where=["0"])
 
 
 @pytest.mark.parametrize("name", [n for n in weft.attentions() if not weft.attention_info(n).causal])
@@ -156,3 +201,8 @@ def test_a_trace_of_decoding_is_refused():
     state = attn.start(2)
     with pytest.raises(RuntimeError, match="decoding with full.*use torch.export"):
         torch.jit.trace(lambda q, k, v: attn.step(q, k, v, state)[0], qkv(1))
+
+
+def test_the_options_of_a_cache_are_all_named():
+    with pytest.raises(TypeError, match="no option 'ratios'; its options: ratio, length, preset, update_from"):
+        weft.CachedAttention(weft.MultiheadAttention(8, 2), ratios=0.5)

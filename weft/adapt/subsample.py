@@ -13,9 +13,7 @@ A schedule is `S{layers}-L{windows}`: `Sall-L4` uses all layers; a final U (`S16
 
 from __future__ import annotations
 
-import fnmatch
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +25,7 @@ from ..attention.subsampled import Subsampling
 from ..layers.mixed import MixedAttention
 from ..layers.mssa import MSSA
 from ..layers.multihead import MultiheadAttention
+from .chosen import Where, is_chosen
 from .report import Patch, Report, Row
 from .saved import RECORD, _is_among
 
@@ -52,7 +51,7 @@ def subsample(
     schedule: str,
     sigma: float | tuple[float, float] = 0.2,
     *,
-    where: str | Callable[[str, nn.Module], bool] | None = None,
+    where: Where = None,
     **options: Any,
 ) -> Report:
     """Put subsampled attention into the last layers of `model` that have `full` attention, in place.
@@ -97,7 +96,7 @@ def subsample(
 
 
 def _subsample_others(
-    model: nn.Module, plan: Schedule, sigma: float | tuple[float, float], where: Any, options: dict[str, Any]
+    model: nn.Module, plan: Schedule, sigma: float | tuple[float, float], where: Where, options: dict[str, Any]
 ) -> Report:
     """The last layers of a transformers, timm or torch model; one swap for each σ."""
     from .kinds import find_layers
@@ -159,10 +158,8 @@ def _subsampled(layer: MSSA | MultiheadAttention, plan: Schedule, sigma: float, 
     ).train(old.training)
 
 
-def _excluded(path: str, layer: nn.Module, where: Any) -> str:
-    if isinstance(where, str) and not fnmatch.fnmatchcase(path, where):
-        return "not chosen"
-    if callable(where) and not where(path, layer):
+def _excluded(path: str, layer: nn.Module, where: Where) -> str:
+    if not is_chosen(where, path, layer):
         return "not chosen"
     other = isinstance(layer, MultiheadAttention) and layer.v.in_features != layer.dim
     if other or getattr(layer, "is_cross_attention", False):

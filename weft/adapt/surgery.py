@@ -10,7 +10,6 @@ subclass with another core (in transformers: with another attention function). A
 
 from __future__ import annotations
 
-import fnmatch
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,9 @@ import torch
 from torch import nn
 
 from ..attention import attention_info
+from ..core.registry import check_options
 from .added import LAYERS
+from .chosen import Where, is_chosen
 from .core import seeded
 from .kinds import Layer, find_layers, whole_models
 from .plans import PLANS, behind_hooks, home, unfit
@@ -28,7 +29,6 @@ from .saved import RECORD, describe
 from .torch_nn import TorchMultiheadAttention
 
 NOT_CHOSEN = "not chosen"
-Where = str | Callable[[str, nn.Module], bool] | None
 
 
 def swap(
@@ -53,7 +53,7 @@ def swap(
     if info.needs_max_length and max_length is None:
         raise ValueError(f"{to} has parameters per position: set max_length to the model's longest sequence")
     settings = {"max_length": max_length, **options}
-    _check_options(to, settings)
+    check_options(to, options)
     record = {"to": to, "causal": causal, "max_length": max_length, "prefix": prefix, **options}
 
     def plan(layer: Layer, seed: int) -> list[Patch] | str:
@@ -184,12 +184,12 @@ def _operate(
             f"{type(model).__name__} has no attention layer that weft knows, and no module with 'attention' in its "
             "class name: register your own layer with weft.adapt.add_layer(cls, reader)"
         )
-    if not any(is_chosen(where, layer) for layer in layers):
+    if not any(is_chosen(where, layer.path, layer.module) for layer in layers):
         raise ValueError(f"where={where!r} matches none of the layers: {', '.join(layer.path for layer in layers)}")
     rows, patches, chosen = [], [], []
     for number, layer in enumerate(layers):
         why = NOT_CHOSEN
-        if is_chosen(where, layer):
+        if is_chosen(where, layer.path, layer.module):
             try:
                 planned = plan(layer, (torch.initial_seed() + number) % 2**63)
             except ValueError as error:
@@ -236,20 +236,6 @@ def _warn(model: nn.Module, report: Report) -> None:
             f"layers keep their own attention, e.g. {path or 'the model itself'}: {why}; print the report for all",
             stacklevel=3,
         )
-
-
-def is_chosen(where: Where, layer: Layer) -> bool:
-    if where is None:
-        return True
-    return fnmatch.fnmatchcase(layer.path, where) if isinstance(where, str) else bool(where(layer.path, layer.module))
-
-
-def _check_options(name: str, settings: dict[str, Any]) -> None:
-    """Reject unknown options of the mechanism."""
-    info = attention_info(name)
-    for option in settings:
-        if option not in info.options and option != "max_length":
-            raise TypeError(f"{name} has no option {option!r}; its options: {', '.join(info.options) or 'none'}")
 
 
 def _switch_configs(chosen: list[Layer], layers: list[Layer]) -> list[Patch]:

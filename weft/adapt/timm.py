@@ -25,7 +25,7 @@ try:
 except ImportError as error:
     raise ImportError("weft.timm needs timm: pip install 'weft[timm]'") from error
 
-from ..attention import attention_info
+from ..core.registry import check_options
 from .added import pairs
 from .core import Core
 from .leaf import fx_leaf
@@ -119,7 +119,7 @@ def layer(
     name: str, *, causal: bool = False, max_length: int | None = None, prefix: int = 0, **options: Any
 ) -> type[timm.layers.Attention]:
     """A class for timm's `attn_layer`; `prefix` is the number of class and register tokens before the patches."""
-    attention_info(name)  # raises an error for unknown names
+    check_options(name, options)  # also rejects unknown names
     weft = {"name": name, "causal": causal, "max_length": max_length, "prefix": prefix, **options}
 
     def make(cls: type, *args: Any, **kwargs: Any) -> TimmAttention:

@@ -70,8 +70,8 @@ class Attention(Decoding, nn.Module):
             raise ValueError(f"heads and head_dim must be integers of at least 1, got {heads!r} and {head_dim!r}")
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout must be in [0, 1), got {dropout}")
-        if max_length is not None and max_length < 1:
-            raise ValueError(f"max_length must be at least 1, got {max_length}")
+        if max_length is not None and not (isinstance(max_length, Integral) and max_length >= 1):
+            raise ValueError(f"max_length must be an integer of at least 1, or None, got {max_length!r}")
         self.heads, self.head_dim, self.causal, self.max_length, self.dropout = (
             heads,
             head_dim,

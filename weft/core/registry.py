@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,13 @@ from .crossovers import FASTER_FROM, SLOWER_UP_TO
 from .decoding import Decoding
 from .dispatch import Kernel, refuse_triton
 
+_KINDS: dict[str, tuple[type, str]] = {  # annotation -> what is allowed
+    "int": (Integral, "an integer"),
+    "float": (Real, "a number"),
+    "bool": (bool, "True or False"),
+    "str": (str, "a string"),
+    "None": (type(None), "None"),
+}
 _CONTRACT_OPTIONS = ("heads", "head_dim", "causal", "max_length", "dropout", "backend")
 
 
@@ -144,10 +152,7 @@ def make_attention(
     `backend` is "torch" for the plain version, "triton" for the fused kernel, or "auto" for the faster one.
     """
     info = attention_info(name)
-    for option in options:
-        if option not in info.options:
-            known = ", ".join(info.options) or "none"
-            raise TypeError(f"{name} has no option {option!r}; its options: {known}")
+    check_options(name, options)
     if causal and not info.causal:
         raise ValueError(f"{name} cannot be causal: {info.not_causal}")
     if not causal and not info.bidirectional:
@@ -162,6 +167,21 @@ def make_attention(
         if reason:
             raise refuse_triton(name, reason)
     return attn
+
+
+def check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Reject options that the mechanism does not have, and values of another type than its `__init__` declares."""
+    known, parameters = attention_info(name).options, inspect.signature(_classes[name].__init__).parameters
+    for option, value in options.items():
+        if option not in known:
+            raise TypeError(f"{name} has no option {option!r}; its options: {', '.join(known) or 'none'}")
+        declared = inspect.formatannotation(parameters[option].annotation).strip("'").split(" | ")
+        if not all(kind in _KINDS for kind in declared):  # the mechanism checks it
+            continue
+        allowed = tuple(_KINDS[kind][0] for kind in declared)
+        if not isinstance(value, allowed) or (isinstance(value, bool) and "bool" not in declared):
+            wanted = " or ".join(_KINDS[kind][1] for kind in declared)
+            raise TypeError(f"{name}: {option} must be {wanted}, got {value!r}")
 
 
 def _nearest(name: str, known: Any) -> str:

@@ -133,6 +133,7 @@ class TrainConfig:
 
     def _check_options(self) -> None:
         from ..attention import attention_info
+        from ..core.registry import check_options
 
         options, names = self.options(), self.mechanisms()
         if not options or names == "mixed":
@@ -143,6 +144,10 @@ class TrainConfig:
                 near = difflib.get_close_matches(name, list(known), n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"its options: {', '.join(known) or 'none'}"
                 raise ValueError(f"attention_options: {names} has no option {name!r}; {hint}")
+        try:
+            check_options(str(names), options)
+        except TypeError as error:
+            raise ValueError(f"attention_options: {error}") from error
 
     def _check_read(self) -> None:
         """Reject settings that have no effect."""

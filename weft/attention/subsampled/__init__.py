@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -414,8 +415,8 @@ def _check_options(windows: Any, sigma: float, keep: float, layout: Any, noise: 
     if layout not in ("1d", "graph") and not (isinstance(layout, tuple) and len(layout) == 2):
         raise ValueError(f"layout must be '1d', 'graph' or (height, width), got {layout!r}")
     down, across = windows if isinstance(windows, tuple) else (windows, 1)
-    if down < 1 or across < 1:
-        raise ValueError(f"windows must be at least 1, got {windows}")
+    if not all(isinstance(n, Integral) and int(n) >= 1 for n in (down, across)):
+        raise ValueError(f"windows must be an integer of at least 1, or two of them, got {windows!r}")
     if isinstance(windows, tuple) and not isinstance(layout, tuple):
         raise ValueError(f"windows={windows} is a grid: set layout=(height, width), or windows to one number")
     if across > 1 and causal:

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...adapt.chosen import Where, is_chosen
 from ...adapt.kinds import find_layers
-from ...adapt.surgery import Where, is_chosen
 
 CACHES = ("past_key_values", "past_key_value", "layer_past")  # arguments of transformers layers
 
 
 def originals(model: nn.Module, where: Where) -> dict[nn.Module, nn.Module]:
     """Frozen copies of the attention layers, made before the swap. A swapped layer stays the same object."""
-    chosen = [layer for layer in find_layers(model) if layer.kind and is_chosen(where, layer)]
+    chosen = [layer for layer in find_layers(model) if layer.kind and is_chosen(where, layer.path, layer.module)]
     return {layer.module: frozen(layer.module) for layer in chosen}
 
 

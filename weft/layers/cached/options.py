@@ -92,5 +92,6 @@ def cache_options(preset: str, changes: dict[str, Any]) -> CacheOptions:
     known = [field.name for field in fields(CacheOptions)]
     for name in changes:
         if name not in known:
-            raise TypeError(f"cached attention has no option {name!r}; its options: {', '.join(known)}")
+            options = ", ".join(["ratio", "length", "preset", *known])
+            raise TypeError(f"cached attention has no option {name!r}; its options: {options}")
     return replace(PRESETS[preset], **changes)
