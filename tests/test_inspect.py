@@ -14,7 +14,7 @@ from weft import inspect
 from weft.inspect import figures
 from weft.inspect.measure import nonzero
 from weft.inspect.views import attention_views, outermost
-from weft.models import CRATE, CRATEText, TextClassifier, TextMatcher
+from weft.models import CRATE, CRATEText, LanguageModel, TextClassifier, TextMatcher
 
 
 @pytest.fixture(autouse=True)
@@ -408,3 +408,30 @@ def test_class_tokens_that_were_moved_are_shown_in_front(map_up_to):
         torch.testing.assert_close(view.row, expected[:, :, row])
         if view.map is not None:
             torch.testing.assert_close(view.map, expected)
+
+
+class Packed(torch.nn.Module):
+    def __init__(self, attention: str):
+        super().__init__()
+        sizes = dict(max_length=16, dim=16, heads=2, layers=1, positions="none")
+        self.inner = LanguageModel(19, attention=attention, **sizes)
+
+    def forward(self, ids, segments=None):
+        return self.inner(ids, None, segments)
+
+
+@pytest.mark.parametrize("end", [11, 13])
+@pytest.mark.parametrize("name", ["full", "local", "combiner-fixed", "logsparse"])
+def test_packed_documents_are_one_view(name, end):
+    """Even if they are gathered into several calls of the mechanism. Padding is not shown or measured."""
+    model, ids = Packed(name).eval(), torch.randint(19, (1, 13))
+    segments = torch.tensor([[1, 1, 1, 1, 2, 2, 2, *[3] * (end - 7), *[0] * (13 - end)]])
+    for map_up_to in (4, 64):
+        (view,), _ = inspect.attention_views(model, [ids, segments], row=-1, map_up_to=map_up_to)
+        (last,), _ = inspect.attention_views(model, [ids[:, 7:end]], row=-1)
+        assert view.mask is None if end == 13 else view.mask.tolist() == (segments > 0).tolist()
+        torch.testing.assert_close(view.row[..., 7:end], last.row)
+        assert not view.row[..., :7].any() and not view.row[..., end:].any()
+    changed = ids.masked_fill(segments == 0, 5)
+    rates = [inspect.measure(model, [x, segments])["rate"] for x in (ids, changed)]
+    torch.testing.assert_close(*rates)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..adapt.core import Core, kept_mechanisms
 from ..attention import Attention
 from ..core.heads import spread
+from ..core.segments import documents_of
 from ..layers.cached.memory_attention import MemoryAttention
 from ..layers.mixed import MixedAttention
 from .watch import arguments, looking, plain
@@ -44,10 +45,13 @@ def attention_views(
     """
     model, inputs, calls, busy = plain(model), arguments(inputs), [], False
 
-    def see(path: str, attn: Attention):
+    def see(path: str, attn: Attention) -> list[Any]:
+        depth = 0  # packed documents are gathered into calls of the same mechanism
+
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            nonlocal busy
-            if busy:
+            nonlocal busy, depth
+            depth += 1
+            if busy or depth > 1:
                 return
             busy = True
             moved = _class_tokens_behind(model, path)
@@ -57,7 +61,11 @@ def attention_views(
             calls.append((path, one.roll(moved, -1), full, mask))
             busy = False
 
-        return attn.register_forward_pre_hook(hook, with_kwargs=True)
+        def leave(*_: Any) -> None:
+            nonlocal depth
+            depth -= 1
+
+        return [attn.register_forward_pre_hook(hook, with_kwargs=True), attn.register_forward_hook(leave)]
 
     found = created(model, inputs)
     if not found and not any(map(_runs_weft, model.modules())):
@@ -66,7 +74,7 @@ def attention_views(
             "the same as the model's own attention"
         )
     names = {name: m.name for name, m in found}
-    with looking(model, [see(name, m) for name, m in found]):
+    with looking(model, [hook for name, m in found for hook in see(name, m)]):
         output = model(*inputs)
     if not calls:
         raise ValueError(
@@ -125,16 +133,17 @@ def _view(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     mask = None if mask is None else mask.clone()  # not one of inference mode
     packed = {} if segments is None else {"segments": segments}
+    real = mask if segments is None else documents_of(segments, q[:, 0]).real(mask)
     at: int | Tensor = row
-    if row == -1 and mask is not None and mask.shape[1] == q.shape[2]:
-        at = mask.cumsum(1).argmax(1)
+    if row == -1 and real is not None and real.shape[1] == q.shape[2]:
+        at = real.cumsum(1).argmax(1)
     short = max(q.shape[2], k.shape[2]) <= map_up_to
     if short or inputs:  # the layer's input is for keys that may depend on v, so v cannot be replaced
         full = attn.weights(q, k, v, mask, bias, **packed, **inputs).float()
         one = full[torch.arange(len(full)), :, at].cpu()
-        return one, full.cpu() if short else None, None if mask is None else mask.cpu()
+        return one, full.cpu() if short else None, None if real is None else real.cpu()
     one = attention_row(attn, q, k, mask, bias, row=at, **packed)
-    return one.float().cpu(), None, None if mask is None else mask.cpu()
+    return one.float().cpu(), None, None if real is None else real.cpu()
 
 
 def attention_row(

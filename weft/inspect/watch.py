@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..adapt.core import kept_mechanisms
 from ..attention import Attention
+from ..core.segments import documents_of
 from ..core.staging import eagerly
 from ..layers.cached import RecurrentCache
 from ..models.blocks import blocks
@@ -62,6 +63,8 @@ def _start(before: dict[str, Tensor], cache: nn.Module, args: tuple[Any, ...]) -
 def mask_of(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: Tensor) -> Tensor | None:
     """Which tokens (B, L, dim) are real, (B, L), by the block's arguments; None for all."""
     named = dict(zip(inspect.signature(block.forward).parameters, args, strict=False)) | kwargs
+    if named.get("segments") is not None:
+        return documents_of(named["segments"], tokens).real(named.get("mask"))
     for name, mask in named.items():
         if not isinstance(mask, Tensor) or name.startswith(("memory", "encoder")):  # of another sequence
             continue
