@@ -162,6 +162,28 @@ def test_report_lists_layers_without_maps(tmp_path):
     assert data["branches"]["examples"] == [] and "would change this model's streams" in data["branches"]["missing"]
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("name", ["GPT2", "Llama"])
+def test_maps_of_transformers_decoders(name, swapped):
+    """Their key-value cache must not hold the tokens twice."""
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(vocab_size=19, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, bos_token_id=1)
+    sizes |= dict(eos_token_id=2) if name == "GPT2" else dict(intermediate_size=16)
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    model = getattr(transformers, f"{name}Model")(config).eval()
+    if swapped:
+        weft.swap(model, "full")
+    weft.cache(model, length=4)
+    ids = torch.randint(1, 19, (1, 9))
+    maps = []
+    for use_cache in (False, True):
+        model.config.use_cache = use_cache
+        views, windows = inspect.branch_views(model, [ids])
+        assert len(views) == 2 and not windows
+        maps.append([torch.stack([view.own, view.memory]) for view in views])
+    torch.testing.assert_close(*maps)
+
+
 @pytest.mark.parametrize("eval_update", [False, True])
 def test_streams_are_inspected_with_other_rows_and_kept(eval_update):
     options = dict(length=4, delayed=True, scope="stream", eval_update=eval_update)

@@ -6,6 +6,7 @@ and heads, scaled to [0, 1] per sample over its real tokens.
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,9 @@ def branch_maps(model: nn.Module, *args: Any, **kwargs: Any) -> list[BranchMaps]
                 raise ValueError("branch_maps would change this model's streams, because it has eval_update=True")
 
             def see(layer: CachedAttention, given: Any, named: Any, name: str = name) -> None:
-                own, memory = layer.branches(*given, **named)
+                # The branches are computed once more than by the model: not with its key-value cache of transformers.
+                again = {key: copy.deepcopy(x) if hasattr(x, "get_seq_length") else x for key, x in named.items()}
+                own, memory = layer.branches(*given, **again)
                 valid = valid_tokens(layer, given[0], given[1:], named, named.get("valid"))
                 grid = grid_of(given[1:], named, named.get("grid"))
                 if grid is None and layer.grid is not None:
