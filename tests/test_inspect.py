@@ -435,3 +435,9 @@ def test_packed_documents_are_one_view(name, end):
     changed = ids.masked_fill(segments == 0, 5)
     rates = [inspect.measure(model, [x, segments])["rate"] for x in (ids, changed)]
     torch.testing.assert_close(*rates)
+
+
+def test_an_example_without_tokens_is_an_error(tmp_path):
+    ids = torch.zeros(1, 5, dtype=torch.long)
+    with pytest.raises(ValueError, match="no real tokens, only padding"):
+        inspect.report(TextClassifier(19, 2, max_length=9, dim=8, heads=2, layers=1), ids, out=tmp_path / "page.html")

@@ -139,6 +139,8 @@ def tokens_per_layer(
     generator = torch.Generator().manual_seed(seed)
     masks = [torch.ones(length, dtype=torch.bool), *(mask[0, :length].cpu() for _, mask in seen if mask is not None)]
     real = torch.stack(masks).all(0).nonzero().flatten()
+    if not len(real):
+        raise ValueError("this example has no real tokens, only padding: there is nothing to show")
     tokens = real[torch.randperm(len(real), generator=generator)[:size]].sort().values
     channels = torch.randperm(width, generator=generator)[:size].sort().values
     return torch.stack([z[tokens][:, channels] for z, _ in seen]), tokens, channels
