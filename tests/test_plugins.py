@@ -89,6 +89,8 @@ def test_a_file_trains_evaluates_and_shows(file, tmp_path, monkeypatch):
     weft("train", "mine", "--task-file", file, *flags, "--out", tmp_path / "b")
     assert "accuracy" in weft("eval", tmp_path / "a")
     weft("inspect", tmp_path / "a", "--count", 4, "--examples", 1)
+    weft("export", tmp_path / "a", tmp_path / "exported")
+    assert "- Needs `mine.py`" in (tmp_path / "exported" / "README.md").read_text()
     weft("resume", tmp_path / "b")
     file.unlink()
     monkeypatch.setattr(registry, "_tasks", {k: v for k, v in registry._tasks.items() if k != "mine"})

@@ -121,6 +121,11 @@ class Trained(nn.Module):
         if self.classes:
             shown = ", ".join(self.classes[:20]) + (" …" if len(self.classes) > 20 else "")
             lines.append(f"- Classes: {shown}")
+        if config.task_file:
+            lines.append(
+                f"- Needs `{Path(config.task_file).name}`, which is not part of this folder: set `task_file` in "
+                "config.json to where the file is"
+            )
         if "scale" in self.known.facts:
             mean, deviation = self.known.facts["scale"]
             lines.append(f"- Answers: {mean} + {deviation} × the model's output; `predict` computes this")
