@@ -163,6 +163,13 @@ def test_views_of_grouped_keys_have_all_heads():
     torch.testing.assert_close(long.row, short.row)
 
 
+def test_names_of_your_own_modules():
+    model = torch.nn.Sequential()
+    model.add_module("myweft", weft.MultiheadAttention(8, 2))
+    (view,), _ = inspect.attention_views(model, torch.randn(1, 5, 8))
+    assert view.path == "myweft"
+
+
 def test_rows_in_inference_mode():
     layer = weft.MultiheadAttention(16, 4).eval()
     with torch.inference_mode():

@@ -91,8 +91,8 @@ def _runs_weft(module: nn.Module) -> bool:
 
 def _class_tokens_behind(model: nn.Module, path: str) -> int:
     """The number of class tokens that a layer of timm moves behind the patches (`prefix` of weft.timm.layer)."""
-    layer, weft, _ = path.rpartition("weft.")
-    return getattr(model.get_submodule(layer.rstrip(".")), "prefix", 0) if weft else 0
+    layer, core, _ = f".{path}".rpartition(".weft.")
+    return getattr(model.get_submodule(layer.removeprefix(".")), "prefix", 0) if core else 0
 
 
 def created(model: nn.Module, inputs: Sequence[Tensor]) -> list[tuple[str, Attention]]:
