@@ -162,6 +162,18 @@ def test_report_lists_layers_without_maps(tmp_path):
     assert data["branches"]["examples"] == [] and "would change this model's streams" in data["branches"]["missing"]
 
 
+def test_the_last_real_token_reads_the_slots():
+    """Even if the input is too long for a map."""
+    sizes = dict(max_length=12, dim=16, heads=2, layers=1, positions="none", attention="linear")
+    model = weft.models.LanguageModel(19, **sizes)
+    weft.cache(model, length=4)
+    ids, mask = torch.randint(1, 19, (2, 9)), torch.arange(9) < torch.tensor([[6], [9]])
+    model(ids, mask), model(ids, mask)
+    (_, short), (_, long) = (inspect.attention_views(model, [ids, mask], row=-1, map_up_to=n)[0] for n in (64, 3))
+    torch.testing.assert_close(long.row, torch.stack([short.map[0, :, 5], short.map[1, :, 8]]))
+    torch.testing.assert_close(short.row, long.row)
+
+
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("name", ["GPT2", "Llama"])
 def test_maps_of_transformers_decoders(name, swapped):

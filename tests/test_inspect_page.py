@@ -113,8 +113,9 @@ def test_every_layer_of_a_translator_has_its_own_tokens(length):
     assert cross["queries"] == texts[1] and cross["map"]["shape"] == [2, length, 4]
     for view in (encoder, decoder, cross):
         torch.testing.assert_close(unpacked(view["row"]), unpacked(view["map"])[:, -1], atol=0.02, rtol=0)
-    long = attention(model, [source, target], tokens=[texts], map_up_to=3, **how)["layers"][0]["examples"][0]
-    torch.testing.assert_close(unpacked(long["row"]), unpacked(encoder["row"]), atol=1e-6, rtol=0)
+    long = attention(model, [source, target], tokens=[texts], map_up_to=3, **how)["layers"]
+    for layer, view in zip(long, (encoder, decoder, cross), strict=True):
+        torch.testing.assert_close(unpacked(layer["examples"][0]["row"]), unpacked(view["row"]), atol=1e-6, rtol=0)
 
 
 def test_slots_are_read_by_the_second_document():

@@ -14,12 +14,10 @@ from torch import Tensor, nn
 
 from .branches import branch_views, has_cache
 from .measure import Measures, cache_shares, measure, subspace_coherence, tokens_per_layer
-from .views import AttentionView, attention_views, created, outermost
+from .views import CROSS, AttentionView, attention_views, created, outermost
 from .watch import blocks_of, class_tokens, image_grid, plain
 
 Loader = Callable[[nn.Module], Any] | Mapping[str, Tensor]
-
-CROSS = re.compile("cross|encoder_attn|EncDec|decoder.*multihead_attn")  # in weft, transformers and PyTorch
 
 CHARTS = {  # measurement -> title, explanation, unit
     "projected_rate": (

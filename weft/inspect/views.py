@@ -6,6 +6,7 @@ works for fused kernels, hashing and sampling. For long inputs, a single row is 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from ..core.segments import documents_of
 from ..layers.cached.memory_attention import MemoryAttention
 from ..layers.mixed import MixedAttention
 from .watch import arguments, looking, plain
+
+CROSS = re.compile("cross|encoder_attn|EncDec|decoder.*multihead_attn")  # in weft, transformers and PyTorch
 
 
 @dataclass
@@ -44,19 +47,21 @@ def attention_views(
     most `map_up_to` tokens; rows are always computed.
     """
     model, inputs, calls, busy = plain(model), arguments(inputs), [], False
+    memories, latest = _memories(model), None  # the mask of the latest self-attention
 
     def see(path: str, attn: Attention) -> list[Any]:
         depth = 0  # packed documents are gathered into calls of the same mechanism
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            nonlocal busy, depth
+            nonlocal busy, depth, latest
             depth += 1
             if busy or depth > 1:
                 return
             busy = True
-            moved = _class_tokens_behind(model, path)
+            moved, own = _class_tokens_behind(model, path), path not in memories and not CROSS.search(path)
             with kept_random_state():  # the model's own call draws the same numbers as without inspection
-                one, full, mask = _view(attn, map_up_to, row - moved, *args, **kwargs)
+                one, full, mask = _view(attn, map_up_to, row - moved, own, latest, *args, **kwargs)
+            latest = mask if own else latest
             full = None if full is None else full.roll((moved, moved), (2, 3))
             calls.append((path, one.roll(moved, -1), full, mask))
             busy = False
@@ -123,6 +128,8 @@ def _view(
     attn: Attention,
     map_up_to: int,
     row: int,
+    own: bool,
+    latest: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -131,12 +138,15 @@ def _view(
     segments: Any = None,
     **inputs: Any,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """A row, the map if the input is short, and the mask of the keys. Unless the queries are the keys' `own` tokens,
+    they are those with the mask `latest`."""
     mask = None if mask is None else mask.clone()  # not one of inference mode
     packed = {} if segments is None else {"segments": segments}
     real = mask if segments is None else documents_of(segments, q[:, 0]).real(mask)
     at: int | Tensor = row
-    if row == -1 and real is not None and real.shape[1] == q.shape[2]:
-        at = real.cumsum(1).argmax(1)
+    asking = real if own else latest
+    if row == -1 and asking is not None and asking.shape[1] == q.shape[2]:
+        at = asking.cumsum(1).argmax(1)
     short = max(q.shape[2], k.shape[2]) <= map_up_to
     if short or inputs:  # the layer's input is for keys that may depend on v, so v cannot be replaced
         full = attn.weights(q, k, v, mask, bias, **packed, **inputs).float()
@@ -178,10 +188,15 @@ class kept_random_state:
             torch.cuda.set_rng_state_all(self.cuda)
 
 
+def _memories(model: nn.Module) -> set[str]:
+    """The paths of the mechanisms that read the slots of a cache."""
+    return {f"{name}.attention" for name, m in model.named_modules() if isinstance(m, MemoryAttention)}
+
+
 def _mixed_together(model: nn.Module, calls: list[tuple], names: dict[str, str]) -> list[AttentionView]:
     """Convert calls to views: merge the blocks of a mixed layer, and number repeated calls."""
     mixed = [name for name, m in model.named_modules() if isinstance(m, MixedAttention)]
-    memories = {f"{name}.attention" for name, m in model.named_modules() if isinstance(m, MemoryAttention)}
+    memories = _memories(model)
     views: list[AttentionView] = []
     last: dict[tuple[str, bool], tuple[int, AttentionView]] = {}  # mixed layer, own or memory -> its latest block, view
     seen: dict[str, int] = {}
