@@ -95,7 +95,7 @@ def test_hidden_images_are_not_read(pictures, tmp_path):
         shutil.copy(pictures / f"dog/{i}.jpg", pictures / f"dog/.ipynb_checkpoints/{i}.jpg")
     (pictures / "dog/._0.jpg").write_bytes(b"written by macOS")
     assert load("images", pictures, image_size=8).rows("train") == count
-    assert len(read_examples(pictures, "", tokens=False)[1]) == 20
+    assert len(read_examples(pictures, "", "", tokens=False)[1]) == 20
 
 
 def test_two_folders_of_the_same_part_are_refused(pictures, tmp_path):
@@ -109,9 +109,9 @@ def test_images_of_other_kinds_are_not_left_out(pictures):
     shutil.copy(pictures / "cat" / "0.jpg", pictures / "cat" / "saved.JFIF")
     data = load("images", pictures, image_size=8)
     assert sum(data.rows(split) for split in ("train", "val", "test")) == 21
-    assert len(read_examples(pictures, "", tokens=False)[0]) == 21
+    assert len(read_examples(pictures, "", "", tokens=False)[0]) == 21
     (pictures / "dog" / "phone.HEIC").write_bytes(b"an image")
     with pytest.raises(DataMissing, match="phone.HEIC cannot be used: images of this kind are not read"):
         load("images", pictures, image_size=8)
     with pytest.raises(DataMissing, match="phone.HEIC cannot be used"):
-        read_examples(pictures, "", tokens=False)
+        read_examples(pictures, "", "", tokens=False)

@@ -23,7 +23,7 @@ def predict(
     ],
     out: Annotated[Path | None, typer.Option(help="write a CSV file; default: standard output")] = None,
     text_column: Annotated[
-        str, typer.Option(help="column of the texts; default: one with a usual name, such as text")
+        str, typer.Option(help="column of the texts; default: the run's, or one with a usual name, such as text")
     ] = "",
     which: Annotated[str, typer.Option(help="weights: best, last or average; default: the run's test_on")] = "",
     batch_size: Annotated[int, typer.Option(min=1, help="examples at a time")] = 32,
@@ -56,7 +56,7 @@ def predict(
     if isinstance(model.task, Glue) and file.suffix in (".tsv", ".csv") and not text_column:
         rows, examples = sentences(file)
     else:
-        rows, examples = read_examples(file, text_column, tokens=model.task.name == "tag")
+        rows, examples = read_examples(file, text_column, model.config.text_column, tokens=model.task.name == "tag")
     if not rows:
         raise DamagedData(file, "it has no examples")
     answers = model.predict(examples, batch_size)
@@ -82,8 +82,11 @@ def export(
     print(f'{folder}: open it with weft.load("{folder}"); next: {model.task.next_command(shlex.quote(str(folder)))}')
 
 
-def read_examples(file: Path, text_column: str, tokens: bool) -> tuple[list[dict[str, Any]], list[Any]]:
-    """The rows of a file, and the examples in them; `tokens`: lists of tokens are examples too."""
+def read_examples(
+    file: Path, text_column: str, trained_on: str, tokens: bool
+) -> tuple[list[dict[str, Any]], list[Any]]:
+    """The rows of a file, and the examples in them, which may be in the column of the training data; `tokens`: lists of
+    tokens are examples too."""
     from ..tasks.files import DamagedData, lines_of, read_text
     from ..tasks.images import PICTURES, pictures_of
     from ..tasks.tables import ENDINGS, TEXT, read_table
@@ -99,6 +102,7 @@ def read_examples(file: Path, text_column: str, tokens: bool) -> tuple[list[dict
         return [{"file": str(p)} for p in files], files
     if file.suffix.lower() in ENDINGS:
         table = read_table(file)
+        text_column = text_column or (trained_on if trained_on in table.columns else "")
         column = table.column(text_column, (*TOKENS, *TEXT) if tokens else TEXT, "text", "--text-column")
         for row, place in zip(table.rows, table.places, strict=True):
             if not isinstance(row[column], (str, list) if tokens else str):

@@ -35,7 +35,12 @@ def eval_run(
         int | None, typer.Option(help="average this many sampled sub-models, 0: none; default: the run's")
     ] = None,
     stride: Annotated[int, typer.Option(min=0, help="language models: overlap windows, one every STRIDE tokens")] = 0,
-    data: Annotated[str, typer.Option(help="where the data is, if not where the run found it")] = "",
+    data: Annotated[
+        str, typer.Option(help="other data, all of it if it has no parts; or where the run's data is now")
+    ] = "",
+    text_column: Annotated[str, typer.Option(help="column of the texts in --data; default: the run's")] = "",
+    label_column: Annotated[str, typer.Option(help="column of the labels in --data; default: the run's")] = "",
+    skip_unlabelled: Annotated[bool, typer.Option("--skip-unlabelled", help="leave out rows without a label")] = False,
     batch_size: Annotated[int, typer.Option(help="batch size, if different from training")] = 0,
     accelerator: Annotated[str, typer.Option("--device", "--accelerator", help="cpu, cuda, mps or auto")] = "auto",
 ) -> None:
@@ -46,11 +51,12 @@ def eval_run(
 
     changes: dict[str, Any] = {"accelerator": accelerator}
     changes |= {"data": data} if data else {}
-    changes |= {"batch_size": batch_size} if batch_size else {}
+    given = {"text_column": text_column, "label_column": label_column, "skip_unlabelled": skip_unlabelled}
+    changes |= {name: value for name, value in {**given, "batch_size": batch_size}.items() if value}
     with Count("batch") as count:
         how: dict[str, Any] = dict(split=split, which=which, ensemble=ensemble, stride=stride, tell=count)
         found, step = evaluate_run(run, **how, **changes)
-    say(f"{run}, step {step}, {split}:")
+    say(f"{run}, step {step}, {split}{' part of ' + data if data else ''}:")
     for name, value in found.items():
         say(f"  {name} {figure(value)}")
 

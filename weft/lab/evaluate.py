@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from ..tasks.config import TrainConfig
 from ..tasks.registry import task_of
 from .build import build_model
 from .data import Packing, Rows, seed_everything, seed_of
-from .kept import check_data, check_numbers, load_kept
+from .kept import SPLITS, check_data, check_numbers, load_kept
 from .run import Run
 from .saving import saved_weights
 from .say import say
@@ -98,8 +99,8 @@ def evaluate_run(
     `which` is "best", "last" or "average"; by default, the run's `test_on`. `ensemble` is the number
     of sub-models of subsampled attention that predict together; 0 for the dense model; by default, the run's. `stride`
     evaluates a language model on windows that start every `stride` tokens, and counts each token once, with most
-    context. `changes` replace fields of the run's config, such as data, batch_size, accelerator. `tell` is called with
-    the batches done and their number.
+    context. `changes` replace fields of the run's config, such as data, batch_size, accelerator. Other `data` without
+    parts of its own, such as a single file, is one test part. `tell` is called with the batches done and their number.
     """
     from .fabric import make_fabric
 
@@ -118,7 +119,7 @@ def evaluate_run(
     task = task_of(config)
     if task.streams and config.batch_size != streams:
         raise ValueError(f"{config.task} reads a text as batch_size streams: evaluate it with batch_size {streams}")
-    model, data, step = _load(Path(folder), run, config, which, other="data" in changes)
+    model, data, step = _load(Path(folder), run, config, which, split, other="data" in changes)
     fabric = make_fabric(config)
     fabric.launch()
     ensemble = config.ensemble if ensemble is None else ensemble
@@ -142,15 +143,20 @@ def load_run(folder: str | Path, which: str = "", *, data: str = "") -> tuple[nn
     return model.eval(), config, found
 
 
-def _load(folder: Path, run: Run, config: TrainConfig, which: str, other: bool) -> tuple[nn.Module, TaskData, int]:
-    """The run's model with its weights, its data, and the step of the weights."""
+def _load(
+    folder: Path, run: Run, config: TrainConfig, which: str, split: str = "", *, other: bool
+) -> tuple[nn.Module, TaskData, int]:
+    """The run's model with its weights, its data, and the step of the weights; with `split`, only for an evaluation of
+    this split."""
     exported = load(folder, which) if is_exported(folder) else None
     tensors, numbers = saved_weights(run, which or config.test_on) if exported is None else ({}, {})
-    data, kept = load_kept(task_of(config), config, run, other=other, say=run.say)
-    check_data(task_of(config), config, data)
+    data, kept = load_kept(task_of(config), config, run, other=other, whole=other and bool(split), say=run.say)
+    check_data(task_of(config), config, data, (split,) if split else SPLITS)
     if exported is not None:
         return exported.model, data, exported.step
-    check_numbers(run, config, kept, numbers)
+    own = run.config()
+    columns = {name: getattr(own, name) for name in ("text_column", "label_column", "skip_unlabelled")}
+    check_numbers(run, dataclasses.replace(config, **columns), kept, numbers)  # other data may have other columns
     model = build_model(config, data)
     restore_model(model, tensors, numbers.get("extra", {}))
     return model, data, int(numbers["step"])

@@ -13,7 +13,8 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,16 +115,28 @@ def read_kept(folder: Path) -> Kept | None:
 
 
 def load_kept(
-    task: Task, config: TrainConfig, run: Run, *, other: bool = False, say: Callable[[str], None] = say_
+    task: Task,
+    config: TrainConfig,
+    run: Run,
+    *,
+    other: bool = False,
+    whole: bool = False,
+    say: Callable[[str], None] = say_,
 ) -> tuple[TaskData, Kept | None]:
-    """Load the data as the run did. With `other`, the rows may differ, but not the meaning of ids and labels."""
+    """Load the data as the run did. With `other`, the rows may differ, but not the meaning of ids and labels; with
+    `whole`, nothing is then held out of them (`Known.whole`)."""
     kept = read_kept(run.folder)
     if kept is None:
         say(f"{run.folder} has no data.json (written by an older version): its data cannot be checked")
         return task.load(config), None
-    data = task.load_again(config, kept.known)
-    now = describe(data).record
-    was = kept.record
+    data = task.load_again(config, dataclasses.replace(kept.known, whole=whole))
+    now, was = describe(data).record, kept.record
+    more = sum(now["rows"].values()) - sum(was["rows"].values())
+    if whole and now["rows"] != was["rows"] and 0 <= more <= len(SPLITS):  # a part of a text may lose its last row
+        with suppress(DataMissing):
+            again = task.load_again(config, kept.known)
+            if describe(again).record["sha256"] == was["sha256"]:  # the run's own data, in another place
+                data, now = again, was
     meaning = [f"{name}: {_short(was[name])} -> {_short(now[name])}" for name in ("classes", "vocabulary", "tokenizer")
                if was[name] != now[name]]  # fmt: skip
     meaning += [f"{name}: {_short(value)} -> {_short(now['facts'].get(name))}" for name, value in was["facts"].items()
@@ -143,7 +156,9 @@ def load_kept(
             f"the data in {config.data} is not what {run.folder} was trained on ({'; '.join(rows)}): restore "
             "the original data, or pass its folder with --data"
         )
-    if rows:
+    if data.whole:
+        say(f"note: {config.data} is not the data the run was trained on, and has no parts: all of it is tested")
+    elif rows:
         say(f"note: this is not the data the run was trained on ({'; '.join(rows)})")
     # The model uses the means and deviations of its original training data.
     return dataclasses.replace(data, facts={**data.facts, **was["facts"]}), kept
@@ -166,12 +181,14 @@ def check_numbers(run: Run, config: TrainConfig, kept: Kept | None, numbers: Map
         )
 
 
-def check_data(task: Task, config: TrainConfig, data: TaskData) -> None:
+def check_data(task: Task, config: TrainConfig, data: TaskData, splits: Sequence[str] = SPLITS) -> None:
     """Every split must have rows, and labels must be valid class indices."""
-    for split in SPLITS:
+    for split in splits:
         columns: Columns = getattr(data, split)
         if not data.rows(split):
-            raise DataMissing(f"{task.name}: no {split} examples in {config.data}; add more data")
+            others = [name for name in SPLITS if data.rows(name)]
+            way_out = f"add more data{f', or choose its part {others[0]}' if others else ''}"
+            raise DataMissing(f"{task.name}: no {split} examples in {config.data}; {way_out}")
         label, classes = columns.get("label"), data.facts.get("classes")
         if label is None or classes is None or label.is_floating_point():
             continue

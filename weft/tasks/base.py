@@ -39,6 +39,7 @@ class TaskData:
     documents: int = 1  # per example
     classes: list[str] | None = None  # names by label, if built from the data
     tokenizer: str | None = None  # as text, if built from the data
+    whole: bool = False  # the test part is all of it, see `Known.whole`
 
     def rows(self, split: str) -> int:
         return len(next(iter(getattr(self, split).values())))
@@ -53,6 +54,7 @@ class Known:
     classes: list[str] | None = None
     tokenizer: str | None = None
     length: int = 0
+    whole: bool = False  # for evaluations of other data: hold nothing out, data without parts is one test part
 
 
 @dataclass

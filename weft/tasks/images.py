@@ -12,6 +12,7 @@ through timm's transforms (`--augmentation`). Images are decoded once, to bytes 
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import re
@@ -87,14 +88,14 @@ class ImageClassification(Classification):
         size = config.image_size or self.size
         if size % config.patch:
             raise ValueError(f"image_size={size} must be divisible by patch={config.patch}: change --patch")
-        every = -(-len(train["image"]) // 10_000)  # spread over all rows, which may be sorted by class
-        channel = train["image"][::every].float().div(255)
-        facts = {
-            "classes": classes,
-            "size": size,
-            "mean": channel.mean((0, 2, 3)).tolist(),
-            "std": channel.std((0, 2, 3)).clamp(min=1e-3).tolist(),
-        }
+        facts: dict[str, Any] = {"classes": classes, "size": size}
+        if known is None:
+            every = -(-len(train["image"]) // 10_000)  # spread over all rows, which may be sorted by class
+            channel = train["image"][::every].float().div(255)
+            facts["mean"] = channel.mean((0, 2, 3)).tolist()
+            facts["std"] = channel.std((0, 2, 3)).clamp(min=1e-3).tolist()
+        else:
+            facts |= {name: known.facts[name] for name in ("mean", "std")}
         facts |= host_facts(config, known, classes=names or classes, size=size)
         return TaskData(train, val, test, length=(size // config.patch) ** 2, facts=facts, classes=names)
 
@@ -371,8 +372,17 @@ class Images(ImageFolder):
         inside = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
         places = by_split((p.name, p) for p in inside)
         trains = list(places) == ["train"] and not class_folders(places["train"])  # a class, not a part
-        parts = places if "train" in places and not trains else {"train": folder}
-        classes = (known and known.classes) or class_folders(parts["train"])
+        divided, whole = "train" in places and not trains, known is not None and known.whole
+        classes = (known and known.classes) or class_folders(places["train"] if divided else folder)
+        if whole:
+            divided = bool(places) and not {p.name for p in inside} <= set(classes)
+            parts = places if divided else {"test": folder}
+            found = {part: read_folder(place, classes, size) for part, place in parts.items()}
+            none = {name: column[:0] for name, column in next(iter(found.values())).items()}
+            train, val, test = (found.get(part, none) for part in ("train", "val", "test"))
+            data = self.data(config, train, val, test, len(classes), classes, known)
+            return dataclasses.replace(data, whole=not divided)
+        parts = places if divided else {"train": folder}
         if len(classes) < 2:
             what = f"it has {len(classes)} sub-folder{'' if len(classes) == 1 else 's'}"
             raise DamagedData(parts["train"], what, "Put the images into one sub-folder per class, at least two.")

@@ -32,7 +32,7 @@ from .hosts import host_facts, hosted_model, longest, tokenizer_of
 from .imdb import WORD
 from .registry import add_task
 from .tables import LABEL, TEXT, Table, read_tables
-from .text import Bytes
+from .text import Bytes, one_part
 from .tokens import Pieces, windows
 
 MADE = {"bpe": Pieces.of, "unigram": Pieces.unigram}  # tokenizers trained on the texts
@@ -92,6 +92,11 @@ def encoder(vocabulary: list[str] | None, tokenizer: str | None, length: int) ->
     return lambda text: as_ids(text.encode()[:length], length), 257
 
 
+def undivided(found: Mapping[str, Sequence[tuple[Any, ...]]]) -> bool:
+    """Whether no file and no row, whose last entry is its split, names the part it belongs to."""
+    return set(found) == {""} and not any(row[-1] for row in found[""])
+
+
 class TextTable(BuiltFromData, TextClassification):
     """Texts of a table in, one answer each out."""
 
@@ -110,8 +115,9 @@ class TextTable(BuiltFromData, TextClassification):
     )  # fmt: skip
 
     def read(self, config: TrainConfig, known: Known | None) -> TaskData:
-        found = {split: self._examples(table, config) for split, table in read_tables(config.data).items()}
-        parts = self._split(found)
+        whole = known is not None and known.whole
+        found = {split: self._examples(table, config) for split, table in read_tables(config.data, whole).items()}
+        parts = self._split(found, whole)
         length = known.length if known else longest(config, config.max_length or self.length)
         texts = [text for text, _, _ in parts["train"]]
         meaning = (known.vocabulary, known.tokenizer) if known else meaning_of(config, texts)
@@ -127,7 +133,8 @@ class TextTable(BuiltFromData, TextClassification):
         facts = {"vocab": vocab, "classes": len(names) if names else 1}
         facts |= host_facts(config, known, length=length, vocab=vocab, classes=names or ["value"],
                             from_file=from_file(config, meaning[1]))  # fmt: skip
-        return TaskData(train_part, val_part, test_part, length, facts, meaning[0], classes=names, tokenizer=meaning[1])
+        return TaskData(train_part, val_part, test_part, length, facts, meaning[0], classes=names, tokenizer=meaning[1],
+                        whole=whole and undivided(found))  # fmt: skip
 
     def _examples(self, table: Table, config: TrainConfig) -> list[tuple[str, str, str, str]]:
         """(text, label, where, split) of every row."""
@@ -151,15 +158,17 @@ class TextTable(BuiltFromData, TextClassification):
             raise DamagedData(table.path, "it has no rows")
         return rows
 
-    def _split(self, found: dict[str, list[tuple[str, str, str, str]]]) -> dict[str, list[tuple[str, str, str]]]:
+    def _split(
+        self, found: dict[str, list[tuple[str, str, str, str]]], whole: bool
+    ) -> dict[str, list[tuple[str, str, str]]]:
         parts: dict[str, list[tuple[str, str, str]]] = {"train": [], "val": [], "test": []}
         for split, rows in found.items():
             for text, label, where, own in rows:
                 if split and own and own != split:
                     what = f"its column split says {own}, but its file is the {split} part"
                     raise DataMissing(f"{where}: {what}; pass the file itself with --data, or remove the column")
-                parts[split or own or "train"].append((text, label, where))
-        for name in ("test", "val"):  # held out of the training rows, always the same ones
+                parts[split or own or ("test" if whole else "train")].append((text, label, where))
+        for name in () if whole else ("test", "val"):  # held out of the training rows, always the same ones
             if not parts[name]:
                 rows3 = parts["train"]
                 if len(rows3) < 10:
@@ -299,7 +308,8 @@ class TextModel(BuiltFromData, Bytes):
 
     def read(self, config: TrainConfig, known: Known | None) -> TaskData:
         length = known.length if known else longest(config, config.max_length or self.length)
-        parts = self.parts(self.content(config))
+        whole = known is not None and known.whole
+        parts = (self.content(config),) if whole else self.parts(self.content(config))
         if config.tokenizer == "words":
             raise ValueError("--tokenizer words is for classify, regress and tag; use bytes, bpe:SIZE or a "
                              "tokenizer.json")  # fmt: skip
@@ -312,10 +322,12 @@ class TextModel(BuiltFromData, Bytes):
             pieces = Pieces(tokenizer)
             arrays = [np.array(pieces.bpe.encode(text).ids, np.int32) for text in texts]
             vocab = len(pieces)
-        train, val, test = ({"bytes": windows(array, length, self.overlap)} for array in arrays)
         facts = {"vocab": vocab}
         facts |= host_facts(config, known, length=length, vocab=vocab, padding=False,
                             from_file=from_file(config, tokenizer))  # fmt: skip
+        if whole:
+            return one_part(torch.from_numpy(arrays[0]), length, facts, tokenizer)
+        train, val, test = ({"bytes": windows(array, length, self.overlap)} for array in arrays)
         return TaskData(train, val, test, length, facts, tokenizer=tokenizer)
 
     def model(self, config: TrainConfig, data: TaskData) -> nn.Module:

@@ -20,7 +20,7 @@ from ..layers.cached import RecurrentCache
 from .base import BuiltFromData, DataMissing, Known, TaskData
 from .config import TrainConfig
 from .registry import add_task
-from .text import Bytes, Enwik8
+from .text import Bytes, Enwik8, only_test
 
 
 def in_streams(ids: np.ndarray, streams: int, length: int) -> Tensor:
@@ -43,14 +43,19 @@ class Streams(BuiltFromData, Bytes):
             raise ValueError(f"{self.name} needs one device and accumulate=1: increase --batch-size instead")
 
     def texts(self, config: TrainConfig, known: Known | None) -> tuple[list[np.ndarray], dict[str, Any]]:
-        """The ids of the three parts, and what they mean: facts, vocabulary, tokenizer of `TaskData`."""
-        parts = self.parts(self.content(config))
+        """The ids of the three parts, or of one (`Known.whole`), and what they mean: facts, vocabulary, tokenizer of
+        `TaskData`."""
+        content = self.content(config)
+        parts = (content,) if known is not None and known.whole and self.undivided else self.parts(content)
         return [np.frombuffer(part, np.uint8) for part in parts], {"facts": {"vocab": self.vocab}}
 
     def read(self, config: TrainConfig, known: Known | None) -> TaskData:
         length = config.max_length or self.length
         parts, meaning = self.texts(config, known)
-        train, val, test = ({"bytes": in_streams(part, config.batch_size, length)} for part in parts)
+        rows = [{"bytes": in_streams(part, config.batch_size, length)} for part in parts]
+        if len(rows) == 1:
+            return only_test(rows[0], length, **meaning)
+        train, val, test = rows
         return TaskData(train, val, test, length, **meaning)
 
     def restart(self, model: nn.Module) -> None:

@@ -71,14 +71,15 @@ def read_table(path: Path) -> Table:
     raise DamagedData(path, f"it is not a {ONE_OF} file", "Convert it, or rename it if it is one of them.")
 
 
-def read_tables(data: str) -> dict[str, Table]:
-    """The tables of a file or folder by split; "" for a table that has all rows."""
+def read_tables(data: str, any_part: bool = False) -> dict[str, Table]:
+    """The tables of a file or folder by split; "" for a table that has all rows. With `any_part`, a folder need not
+    have a training part."""
     path = Path(data)
     if path.is_dir():
         if (path / "dataset_dict.json").exists() or (path / "dataset_info.json").exists():
             return _saved_by_datasets(path)
         found = by_split((p.stem, p) for p in sorted(path.iterdir()) if p.suffix.lower() in ENDINGS)
-        if "train" not in found:
+        if "train" not in found and not (any_part and found):
             raise DataMissing(
                 f"{path} has no file train ({ONE_OF}): put train.csv there, and optionally "
                 "validation.csv and test.csv, or pass a single file with --data"

@@ -23,7 +23,7 @@ from .base import Columns, DataMissing, Known, TaskData, block_options
 from .config import TrainConfig
 from .files import DamagedData, lines_of, pad_rows, read_text
 from .hosts import host_facts, hosted_model, longest
-from .own import TextTable, from_file, meaning_of
+from .own import TextTable, from_file, meaning_of, undivided
 from .registry import add_task
 from .tables import Table, by_split, read_tables
 from .text import NOTHING
@@ -64,17 +64,17 @@ def read_columns(path: Path, tagged: bool = True) -> Table:
     return Table(path, ["tokens", "tags"], rows, places)
 
 
-def read_sentences(data: str) -> dict[str, Table]:
+def read_sentences(data: str, any_part: bool = False) -> dict[str, Table]:
     path = Path(data)
     if path.is_file() and path.suffix.lower() in COLUMNS:
         return {"": read_columns(path)}
     if path.is_dir():
         found = by_split((p.stem, p) for p in sorted(path.iterdir()) if p.suffix.lower() in COLUMNS)
-        if "train" in found:
+        if "train" in found or (any_part and found):
             return {split: read_columns(file) for split, file in found.items()}
     if not path.exists() and path.suffix.lower() in COLUMNS:
         raise DataMissing(f"{path} does not exist: pass a {', '.join(COLUMNS)} or .jsonl file with --data")
-    return read_tables(data)
+    return read_tables(data, any_part)
 
 
 def encode_tokens(sentences: Sequence[Sequence[str]], known: Known) -> tuple[list[np.ndarray], list[list[int]]]:
@@ -115,7 +115,9 @@ class Tag(TextTable):
     defaults = {**TextTable.defaults, "positions": "learned", "pooling": ""}
 
     def read(self, config: TrainConfig, known: Known | None) -> TaskData:
-        parts = self._split({split: self._examples(t, config) for split, t in read_sentences(config.data).items()})
+        whole = known is not None and known.whole
+        found = {split: self._examples(t, config) for split, t in read_sentences(config.data, whole).items()}
+        parts = self._split(found, whole)
         if known is None:
             length = longest(config, config.max_length or self.length)
             texts = [" ".join(tokens) for tokens, _, _ in parts["train"]]
@@ -133,7 +135,7 @@ class Tag(TextTable):
         assert known.classes is not None
         train, val, test = (self._columns(parts[split], known) for split in ("train", "val", "test"))
         return TaskData(train, val, test, known.length, known.facts, known.vocabulary, classes=known.classes,
-                        tokenizer=known.tokenizer)  # fmt: skip
+                        tokenizer=known.tokenizer, whole=whole and undivided(found))  # fmt: skip
 
     def _examples(self, table: Table, config: TrainConfig) -> list[tuple[Any, Any, str, str]]:
         columns = (

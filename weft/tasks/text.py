@@ -97,6 +97,18 @@ def evaluated(whole: Tensor, length: int, stride: int = 0) -> Columns:
     return {"bytes": rows, "counts": counts}
 
 
+def one_part(ids: Tensor, length: int, facts: dict[str, Any], tokenizer: str | None = None) -> TaskData:
+    """A whole text as the test part."""
+    if len(ids) < 2:
+        raise DataMissing(f"the text has {len(ids)} tokens; at least 2 are needed, because the first is not predicted")
+    return only_test(evaluated(ids, length), length, facts, tokenizer)
+
+
+def only_test(test: Columns, length: int, facts: dict[str, Any], tokenizer: str | None = None) -> TaskData:
+    none = {name: column[:0] for name, column in test.items()}
+    return TaskData(none, none, test, length, facts, tokenizer=tokenizer, whole=True)
+
+
 def unseen(count: int, length: int, stride: int) -> Tensor:
     """(count, length): the targets of each window that no earlier window has: all of the first, the last of others."""
     new = torch.arange(length) >= length - (stride or length)
@@ -162,6 +174,19 @@ class Bytes(Task):
         parts = self.parts(self.content(config))
         train, val, test = ({"bytes": windows(part, length, self.overlap)} for part in parts)
         return TaskData(train, val, test, length=length, facts={"vocab": self.vocab})
+
+    def load_again(self, config: TrainConfig, known: Known) -> TaskData:
+        if not known.whole or type(self).load is not Bytes.load or not self.undivided:
+            return self.load(config)
+        content, length, facts = self.content(config), config.max_length or self.length, {"vocab": self.vocab}
+        if not self.overlap:
+            return only_test({"bytes": windows(content, length, 0)}, length, facts)
+        return one_part(torch.from_numpy(np.frombuffer(content, np.uint8).copy()), length, facts)
+
+    @property
+    def undivided(self) -> bool:
+        """Whether the text is the user's, which has no parts of its own."""
+        return type(self).parts is Bytes.parts
 
     def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
         from ..models.language import LanguageModel
