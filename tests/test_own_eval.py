@@ -65,7 +65,7 @@ def test_the_data_of_the_run_in_another_place_keeps_its_parts(tmp_path, capsys):
             before = evaluate_run(folder, split=split, accelerator="cpu")[0]
             (tmp_path / name).unlink()
             assert evaluate_run(folder, split=split, data=str(there), accelerator="cpu")[0] == before
-        assert "note" not in capsys.readouterr().err
+        assert "not the data" not in capsys.readouterr().err
 
 
 def test_the_parts_of_other_tables_are_kept(tmp_path):
@@ -174,6 +174,46 @@ def test_columns_of_another_table_have_other_names(tmp_path):
     answers = [CliRunner().invoke(app, ["predict", str(run), str(tmp_path / name), *more]).stdout.splitlines()[1:]
                for name, more in (("same.csv", []), ("other.csv", ["--text-column", "body"]))]  # fmt: skip
     assert answers[0] == answers[1][:-1] and len(answers[0]) == 9
+
+
+@pytest.mark.parametrize("task, kind, counts", [
+    ("classify", "bytes", (29, 59)), ("classify", "words", (10, 20)), ("classify", "special", (12, 22)),
+    ("regress", "bpe:300", None), ("tag", "bytes", (30, 60)), ("tag", "words", (10, 20)),
+])  # fmt: skip
+def test_commands_say_what_they_cut(tmp_path, capsys, task, kind, counts):
+    """10 and 20 words; 29 and 59 bytes, or 30 and 60 with a space after each."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    if kind == "special":
+        whole = Tokenizer(models.WordLevel({"[CLS]": 0, "[SEP]": 1, "ab": 2, "cd": 3}, unk_token="cd"))
+        whole.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        whole.post_processor = processors.TemplateProcessing(
+            "[CLS] $A [SEP]", special_tokens=[("[CLS]", 0), ("[SEP]", 1)]
+        )
+        whole.save(str(tmp_path / "tokenizer.json"))
+        kind = str(tmp_path / "tokenizer.json")
+    texts = [" ".join(["ab", "cd"] * (5 if i % 3 else 10)) for i in range(60)]
+    if task == "tag":
+        data = tmp_path / "tags.conll"
+        data.write_text("".join("".join(f"{t} {'OX'[t == 'ab']}\n" for t in text.split()) + "\n" for text in texts))
+    else:
+        data = write(tmp_path / "train.csv", [(text, i % 2) for i, text in enumerate(texts)])
+    run = run_of(tmp_path, task, data, tokenizer=kind, max_length=8)
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
+    assert len(said) == 1 and "60 of 60 texts have more than 8 tokens" in said[0] and "--max-length" in said[0]
+    if counts:
+        assert f"(up to {counts[1]})" in said[0]
+        share = 1 - 60 * 8 / (40 * counts[0] + 20 * counts[1])
+        assert f"leaves out {share:.1%} of all tokens" in said[0]
+    file = tmp_path / "new.txt"
+    file.write_text("ab cd ab cd ab cd ab cd ab\nab\n")
+    said = CliRunner().invoke(app, ["predict", str(run), str(file), "--device", "cpu"])
+    assert "note: 1 of 2 texts have more than 8 tokens" in said.stderr and "note" not in said.stdout
+    said = CliRunner().invoke(app, ["eval", str(run), "--device", "cpu"])
+    assert "note: 6 of 6 texts" in said.stderr and "note" not in said.stdout
+    run = run_of(tmp_path / "long", task, data, tokenizer=kind, max_length=60)
+    said = CliRunner().invoke(app, ["predict", str(run), str(file), "--device", "cpu"])
+    assert "note" not in capsys.readouterr().out + said.stderr
 
 
 def test_the_command_says_what_it_tests(tmp_path):

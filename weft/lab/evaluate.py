@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..adapt.ensemble import Members
 from ..tasks import TaskData
-from ..tasks.base import Task
+from ..tasks.base import Task, cut_note
 from ..tasks.config import TrainConfig
 from ..tasks.registry import task_of
 from .build import build_model
@@ -120,6 +120,8 @@ def evaluate_run(
     if task.streams and config.batch_size != streams:
         raise ValueError(f"{config.task} reads a text as batch_size streams: evaluate it with batch_size {streams}")
     model, data, step = _load(Path(folder), run, config, which, split, other="data" in changes)
+    if note := cut_note(data.tokens.get(split, []), data.length):
+        run.say(note)
     fabric = make_fabric(config)
     fabric.launch()
     ensemble = config.ensemble if ensemble is None else ensemble

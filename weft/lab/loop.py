@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..adapt.ensemble import Members
 from ..core.staging import send
-from ..tasks.base import Columns
+from ..tasks.base import Columns, cut_note
 from ..tasks.config import TrainConfig
 from ..tasks.registry import task_of
 from .build import build_model
@@ -148,6 +148,8 @@ class Training:
             return Result(self.folder.folder, done["step"], done["val"], done["test"], self.parameters, 0.0, 0.0)
         examples, size, steps = self.data.rows("train"), self.parameters, self.config.steps
         self._say(f"{examples:,} training examples, {size:,} parameters, {steps:,} steps on {self.fabric.device}")
+        if note := cut_note([n for part in self.data.tokens.values() for n in part], self.data.length):
+            self._say(note)
         peak, highest = self.config.learning_rate, learning_rate(self.config, steps)
         if self.config.schedule != "inverse_sqrt" and self.config.warmup > steps:
             self._say(

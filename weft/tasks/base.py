@@ -40,6 +40,7 @@ class TaskData:
     classes: list[str] | None = None  # names by label, if built from the data
     tokenizer: str | None = None  # as text, if built from the data
     whole: bool = False  # the test part is all of it, see `Known.whole`
+    tokens: dict[str, list[int]] = field(default_factory=dict)  # of each text by split, before it is cut to `length`
 
     def rows(self, split: str) -> int:
         return len(next(iter(getattr(self, split).values())))
@@ -166,6 +167,10 @@ class Task:
         """Examples of the user, such as texts, as rows for `inputs`, without labels."""
         raise ValueError(f"the task {self.name} does not support predictions on your own examples")
 
+    def tokens(self, examples: Sequence[Any], known: Known) -> list[int]:
+        """The number of tokens of each example, for tasks whose `encode` cuts long ones."""
+        return []
+
     def overlapping(self, rows: Columns, stride: int) -> Columns:
         """Rows of a text as overlapping windows, for evaluation with more context."""
         raise ValueError(f"{self.name} has no text that could be cut into overlapping windows: remove --stride")
@@ -199,6 +204,18 @@ class Task:
     def evaluating(self, model: nn.Module) -> AbstractContextManager[None]:
         """Context manager around an evaluation, to preserve state such as memories."""
         return nullcontext()
+
+
+def cut_note(tokens: Sequence[int], most: int) -> str:
+    """What is left out of texts with these numbers of tokens; empty if nothing is."""
+    over = [count for count in tokens if count > most]
+    if not over:
+        return ""
+    share = (sum(over) - most * len(over)) / sum(tokens)
+    return (
+        f"note: {len(over):,} of {len(tokens):,} texts have more than {most:,} tokens (up to {max(over):,}) and are "
+        f"cut, which leaves out {share:.1%} of all tokens; --max-length of weft train sets this limit"
+    )
 
 
 class BuiltFromData:

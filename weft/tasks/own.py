@@ -39,7 +39,7 @@ MADE = {"bpe": Pieces.of, "unigram": Pieces.unigram}  # tokenizers trained on th
 PLACES = chain(range(0x300, 0x1F000), range(0xE0100, 0xE01F0))
 MARKS = "".join(c for c in map(chr, PLACES) if unicodedata.category(c)[0] == "M")
 MARKED = re.compile(rf"\w[\w{MARKS}]*")  # Python's \w has no combining marks, such as vowels in Hindi
-Encode = Callable[[str], np.ndarray]
+Encode = Callable[[Sequence[str]], tuple[Tensor, list[int]]]
 
 
 def meaning_of(config: TrainConfig, texts: Sequence[str], spaced: bool = False) -> tuple[list[str] | None, str | None]:
@@ -81,15 +81,43 @@ def from_file(config: TrainConfig, tokenizer: str | None) -> bool:
 
 
 def encoder(vocabulary: list[str] | None, tokenizer: str | None, length: int) -> tuple[Encode, int]:
-    """From a text to ids without 0, which is padding, and the number of ids with it."""
+    """From texts to rows of ids, cut and padded with 0 to `length`, and the tokens that each text had; and the number
+    of ids, with 0."""
+    one, vocab = _encoder(vocabulary, tokenizer, length)
+
+    def encode(texts: Sequence[str]) -> tuple[Tensor, list[int]]:
+        found = [one(text) for text in texts]
+        return torch.from_numpy(pad_rows([ids for ids, _ in found], length, np.int32)), [count for _, count in found]
+
+    return encode, vocab
+
+
+def _encoder(
+    vocabulary: list[str] | None, tokenizer: str | None, length: int
+) -> tuple[Callable[[str], tuple[np.ndarray, int]], int]:
     if tokenizer is not None:
         pieces = Pieces(tokenizer)
         pieces.bpe.enable_truncation(length)  # keeps special tokens at the end
-        return lambda text: np.array(pieces.bpe.encode(text).ids, np.int32) + 1, len(pieces) + 1
+
+        def by_pieces(text: str) -> tuple[np.ndarray, int]:
+            found = pieces.bpe.encode(text)
+            return np.array(found.ids, np.int32) + 1, tokens_of(found)
+
+        return by_pieces, len(pieces) + 1
     if vocabulary is not None:
         number, word = {word: i for i, word in enumerate(vocabulary)}, words_of(vocabulary)
-        return lambda text: np.array([number.get(w, 1) for w in word.findall(text)[:length]], np.int32), len(number)
-    return lambda text: as_ids(text.encode()[:length], length), 257
+
+        def by_words(text: str) -> tuple[np.ndarray, int]:
+            words = word.findall(text)
+            return np.array([number.get(w, 1) for w in words[:length]], np.int32), len(words)
+
+        return by_words, len(number)
+    return lambda text: (as_ids(text.encode(), length), len(text.encode())), 257
+
+
+def tokens_of(found: Any) -> int:
+    """The tokens of a text that the library `tokenizers` has cut: every part of it has the special ones."""
+    return len(found.ids) + sum(part.special_tokens_mask.count(0) for part in found.overflowing)
 
 
 def undivided(found: Mapping[str, Sequence[tuple[Any, ...]]]) -> bool:
@@ -123,18 +151,15 @@ class TextTable(BuiltFromData, TextClassification):
         meaning = (known.vocabulary, known.tokenizer) if known else meaning_of(config, texts)
         encode, vocab = encoder(*meaning, length)
         names = known.classes if known else self.names([label for part in parts.values() for _, label, _ in part])
-        train_part, val_part, test_part = (
-            {
-                "ids": torch.from_numpy(pad_rows([encode(text) for text, _, _ in part], length, np.int32)),
-                "label": self.labels([(label, where) for _, label, where in part], names),
-            }
-            for part in (parts["train"], parts["val"], parts["test"])
-        )
+        columns, tokens = {}, {}
+        for split, part in parts.items():
+            ids, tokens[split] = encode([text for text, _, _ in part])
+            columns[split] = {"ids": ids, "label": self.labels([(label, where) for _, label, where in part], names)}
         facts = {"vocab": vocab, "classes": len(names) if names else 1}
         facts |= host_facts(config, known, length=length, vocab=vocab, classes=names or ["value"],
                             from_file=from_file(config, meaning[1]))  # fmt: skip
-        return TaskData(train_part, val_part, test_part, length, facts, meaning[0], classes=names, tokenizer=meaning[1],
-                        whole=whole and undivided(found))  # fmt: skip
+        return TaskData(columns["train"], columns["val"], columns["test"], length, facts, meaning[0], classes=names,
+                        tokenizer=meaning[1], whole=whole and undivided(found), tokens=tokens)  # fmt: skip
 
     def _examples(self, table: Table, config: TrainConfig) -> list[tuple[str, str, str, str]]:
         """(text, label, where, split) of every row."""
@@ -189,11 +214,13 @@ class TextTable(BuiltFromData, TextClassification):
         return f"weft predict {run} FILE"
 
     def encode(self, examples: Sequence[Any], known: Known) -> Columns:
-        encode, _ = encoder(known.vocabulary, known.tokenizer, known.length)
         for text in examples:
             if not isinstance(text, str):
                 raise TypeError(f"predict() takes a list of texts, got an entry of type {type(text).__name__}")
-        return {"ids": torch.from_numpy(pad_rows([encode(text) for text in examples], known.length, np.int32))}
+        return {"ids": encoder(known.vocabulary, known.tokenizer, known.length)[0](examples)[0]}
+
+    def tokens(self, examples: Sequence[Any], known: Known) -> list[int]:
+        return encoder(known.vocabulary, known.tokenizer, known.length)[0](examples)[1]
 
 
 class Classify(TextTable):

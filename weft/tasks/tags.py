@@ -23,7 +23,7 @@ from .base import Columns, DataMissing, Known, TaskData, block_options
 from .config import TrainConfig
 from .files import DamagedData, lines_of, pad_rows, read_text
 from .hosts import host_facts, hosted_model, longest
-from .own import TextTable, from_file, meaning_of, undivided
+from .own import TextTable, from_file, meaning_of, tokens_of, undivided
 from .registry import add_task
 from .tables import Table, by_split, read_tables
 from .text import NOTHING
@@ -77,9 +77,12 @@ def read_sentences(data: str, any_part: bool = False) -> dict[str, Table]:
     return read_tables(data, any_part)
 
 
-def encode_tokens(sentences: Sequence[Sequence[str]], known: Known) -> tuple[list[np.ndarray], list[list[int]]]:
-    """Ids without 0 of each sentence, and the position of each token in them; -1 beyond the end."""
-    rows, starts = [], []
+def encode_tokens(
+    sentences: Sequence[Sequence[str]], known: Known
+) -> tuple[list[np.ndarray], list[list[int]], list[int]]:
+    """Ids without 0 of each sentence, the position of each token in them, -1 beyond the end, and how many ids it had
+    before the cut."""
+    rows, starts, counts = [], [], []
     pieces = None
     if known.tokenizer is not None:
         pieces = Pieces(known.tokenizer)
@@ -89,20 +92,22 @@ def encode_tokens(sentences: Sequence[Sequence[str]], known: Known) -> tuple[lis
         at = [-1] * len(tokens)
         if pieces is not None:
             found = pieces.bpe.encode(list(tokens), is_pretokenized=True)
-            ids = [i + 1 for i in found.ids]
+            ids, count = [i + 1 for i in found.ids], tokens_of(found)
             for place, word in reversed(list(enumerate(found.word_ids))):
                 if word is not None:
                     at[word] = place
         elif number:
-            ids, at = [number.get(token, 1) for token in tokens], list(range(len(tokens)))
+            ids, at, count = [number.get(token, 1) for token in tokens], list(range(len(tokens))), len(tokens)
         else:
             ids = []
             for n, token in enumerate(tokens):
                 at[n] = len(ids)
                 ids += [byte + 1 for byte in f"{token} ".encode()]
+            count = len(ids)
+        counts.append(count)
         rows.append(np.array(ids[: known.length], np.int32))
         starts.append([place if place < known.length else -1 for place in at])
-    return rows, starts
+    return rows, starts, counts
 
 
 class Tag(TextTable):
@@ -133,9 +138,12 @@ class Tag(TextTable):
                                 from_file=from_file(config, tokenizer))  # fmt: skip
             known = Known(facts, vocabulary, names, tokenizer, length)
         assert known.classes is not None
-        train, val, test = (self._columns(parts[split], known) for split in ("train", "val", "test"))
-        return TaskData(train, val, test, known.length, known.facts, known.vocabulary, classes=known.classes,
-                        tokenizer=known.tokenizer, whole=whole and undivided(found))  # fmt: skip
+        columns, tokens = {}, {}
+        for split, part in parts.items():
+            columns[split], tokens[split] = self._columns(part, known)
+        return TaskData(columns["train"], columns["val"], columns["test"], known.length, known.facts,
+                        known.vocabulary, classes=known.classes,
+                        tokenizer=known.tokenizer, whole=whole and undivided(found), tokens=tokens)  # fmt: skip
 
     def _examples(self, table: Table, config: TrainConfig) -> list[tuple[Any, Any, str, str]]:
         columns = (
@@ -159,8 +167,8 @@ class Tag(TextTable):
             raise DamagedData(table.path, "it has no sentences")
         return rows
 
-    def _columns(self, part: Sequence[tuple[Any, Any, str]], known: Known) -> Columns:
-        ids, starts = encode_tokens([tokens for tokens, _, _ in part], known)
+    def _columns(self, part: Sequence[tuple[Any, Any, str]], known: Known) -> tuple[Columns, list[int]]:
+        ids, starts, counts = encode_tokens([tokens for tokens, _, _ in part], known)
         names = known.classes or []
         number = {name: i for i, name in enumerate(names)}
         label = np.full((len(part), known.length), NOTHING, np.int16)
@@ -174,7 +182,7 @@ class Tag(TextTable):
         kind = [0 if n == "O" else 1 + kinds.index(n[2:] if n.startswith(PREFIXES) else n) for n in names]
         begins = [n != "O" and not n.startswith(("I-", "E-", "L-")) for n in names]
         ends = [n.startswith(("E-", "S-", "L-", "U-")) for n in names]
-        return {
+        columns = {
             "ids": torch.from_numpy(pad_rows(ids, known.length, np.int32)),
             "tags": torch.from_numpy(label),
             # the same in every row: the type of each class, 0 for O, and whether it always begins or ends an entity
@@ -182,6 +190,7 @@ class Tag(TextTable):
             "begins": torch.tensor(begins).expand(len(part), -1),
             "ends": torch.tensor(ends).expand(len(part), -1),
         }
+        return columns, counts
 
     def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
         from ..models.tagger import TokenClassifier
@@ -233,13 +242,15 @@ class Tag(TextTable):
 
     def encode(self, examples: Sequence[Any], known: Known) -> Columns:
         """Lists of tokens, or texts, which are cut at white space."""
-        sentences = [text.split() if isinstance(text, str) else [str(token) for token in text] for text in examples]
-        ids, starts = encode_tokens(sentences, known)
+        ids, starts, _ = encode_tokens(_sentences(examples), known)
         longest = max(map(len, starts), default=0)
         at = np.full((len(starts), longest), -2, np.int64)  # -1: beyond max_length, -2: no token
         for row, places in enumerate(starts):
             at[row, : len(places)] = places
         return {"ids": torch.from_numpy(pad_rows(ids, known.length, np.int32)), "at": torch.from_numpy(at)}
+
+    def tokens(self, examples: Sequence[Any], known: Known) -> list[int]:
+        return encode_tokens(_sentences(examples), known)[2]
 
     def decode(self, out: Tensor, rows: Columns, known: Known) -> list[dict[str, Any]]:
         """The tags of each example's tokens; None for tokens beyond max_length."""
@@ -248,6 +259,10 @@ class Tag(TextTable):
         for tags, places in zip(guess.tolist(), rows["at"].tolist(), strict=True):
             found.append({"answer": [names[tags[i]] if i >= 0 else None for i in places if i > -2]})
         return found
+
+
+def _sentences(examples: Sequence[Any]) -> list[list[str]]:
+    return [text.split() if isinstance(text, str) else [str(token) for token in text] for text in examples]
 
 
 def entities(tags: Tensor, real: Tensor, batch: Columns) -> tuple[Tensor, Tensor, Tensor]:
