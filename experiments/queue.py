@@ -28,11 +28,12 @@ import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from weft.lab.run import SHARE, Run
+from weft.lab.run import SHARE, TIME, Run
 from weft.lab.sweep import Job, Sweep, jobs_of, load_sweep, parse_override
 from weft.lab.sweep.cells import started
 from weft.lab.sweep.jobs import DONE, FAILED, Local, Process, State, run_jobs, saved_step
@@ -157,14 +158,29 @@ def results_of(file: Path) -> list[Record]:
 
 
 def is_done(job: Job) -> bool:
-    """Whether the table's results have a complete run with this config and seed."""
-    return any(
-        record.state == "complete"
-        and (record.cell, record.seed) == (job.cell.slug, job.config.seed)
-        and not record.overrides
-        and not record.differs(job.cell.config)
-        for record in results_of(results_file(job.sweep))
-    )
+    """Whether the table's results have a complete run with this config and seed, from the present weights of the run
+    that it starts from."""
+    record = complete(job.sweep, job.cell.slug, job.config.seed)
+    if record is None or not job.cell.start:
+        return record is not None
+    other, _, slug = job.cell.start.rpartition("/")
+    sweep = load_sweep(job.sweep.file.with_name(f"{other}.py")) if other else job.sweep
+    first = complete(sweep, slug, job.config.seed)
+    return first is not None and begun(first) < begun(record)
+
+
+def begun(record: Record) -> datetime:
+    return datetime.strptime(record.starts[0].time, TIME)
+
+
+def complete(sweep: Sweep, slug: str, seed: int) -> Record | None:
+    """The complete run of a cell with its present config."""
+    config = next(cell.config for cell in sweep.cells if cell.slug == slug)
+    for record in results_of(results_file(sweep)):
+        same = (record.state, record.cell, record.seed) == ("complete", slug, seed) and not record.overrides
+        if same and not record.differs(config):
+            return record
+    return None
 
 
 def left(entry: Entry, job: Job) -> float:

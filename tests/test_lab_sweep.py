@@ -20,6 +20,7 @@ from sweeps import COMMON, FILE, stand_in, write_sweep
 
 from weft.cli import app
 from weft.lab import make_config, train
+from weft.lab.kept import OtherData
 from weft.lab.run import Run, RunExists
 from weft.lab.sweep import changed, check_folder, is_sweep, jobs_of, load_sweep, parse_override
 from weft.lab.sweep.jobs import DONE, FAILED, IN_USE, RUNNING, STOPPED, WAITING, Local, Process, run_jobs, survey
@@ -232,6 +233,47 @@ def test_a_run_starts_only_from_a_complete_run(sweep, command):
     assert names(run_jobs([after, before], Local(2, command)), DONE) == ["full-wide-1x4-s0", "full-1x2-s0"]
     shutil.rmtree(after.folder)
     assert run_jobs([after], Local(1, command))[0].state == DONE
+
+
+def test_a_run_from_weights_that_were_trained_again_is_not_done(sweep, command):
+    first, second = sweep.cells[0], dataclasses.replace(sweep.cells[1], start=sweep.cells[0].slug)
+    jobs = jobs_of(dataclasses.replace(sweep, cells=(first, second), seeds=(0,)))
+
+    def begin(job, hour):
+        start = {"commit": "1234567", "torch": "2", "time": f"2026-01-01T{hour}:00:00+0000"}
+        (job.folder / "environment.json").write_text(json.dumps([start, {**start, "time": "2026-02-01T00:00:00+0000"}]))
+
+    assert names(run_jobs(jobs, Local(1, command)), DONE) == [job.folder.name for job in jobs]
+    begin(jobs[0], 10), begin(jobs[1], 11)
+    assert names(run_jobs(jobs, Local(1, command)), DONE) == [job.folder.name for job in jobs]
+    shutil.move(jobs[0].folder, sweep.file.parent / "before")
+    with pytest.raises(RunExists, match=f"{jobs[1].folder} started from an earlier run of .*full-1x2-s0: move"):
+        run_jobs(jobs, Local(1, command))  # it would be trained now
+    assert not jobs[0].folder.exists()
+    assert run_jobs(jobs[:1], Local(1, command))[0].state == DONE
+    begin(jobs[0], 12)
+    with pytest.raises(RunExists, match="started from an earlier run"):
+        run_jobs(jobs[1:], Local(1, command))
+    shutil.move(jobs[1].folder, sweep.file.parent / "after")
+    assert run_jobs(jobs, Local(1, command))[1].state == DONE
+
+
+def test_runs_on_other_data_are_not_done(tmp_path):
+    task = '"text", data="texts/a.txt", max_length=8, positions="rope"'
+    file = FILE.replace('"digits"', task).replace("accuracy", "bits_per_byte").replace("SEEDS = (0, 1)", "")
+    sweep = write_sweep(tmp_path / "papers", file=file)
+    for name, text in (("a", "one two " * 99), ("b", "one too " * 99), ("same", "one two " * 99)):
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        (tmp_path / f"texts/{name}.txt").write_text(text)
+    only, texts = dict(only=["full/1×2"]), tmp_path / "texts"
+    (job,) = jobs_of(sweep, **only, overrides={"data": str(texts / "a.txt")})
+    train(job.config)
+    for name in ("a", "same", "gone"):
+        (job,) = jobs_of(sweep, **only, overrides={"data": str(texts / f"{name}.txt")})
+        assert run_jobs([job], Local(1, ["false"]))[0].state == DONE
+    (job,) = jobs_of(sweep, **only, overrides={"data": str(texts / "b.txt")})
+    with pytest.raises(OtherData, match=r"b.txt is not what .*full-1x2-s0 was trained on"):
+        run_jobs([job], Local(1, ["false"]))
 
 
 def test_the_number_of_parallel_runs_is_limited(sweep, command):

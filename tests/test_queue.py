@@ -16,11 +16,12 @@ pytest.importorskip("lightning")
 
 from weft.lab.sweep import Job
 from weft.lab.sweep.jobs import Process
+from weft.lab.sweep.results import results_file
 from weft.tasks import TrainConfig, get_task
 from weft.tasks.base import DataMissing
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from experiments.queue import Entry, Hold, is_done, job_of, left, limited, matches, pick, queue
+from experiments.queue import Entry, Hold, is_done, job_of, left, limited, matches, pick, queue, results_of
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,19 @@ def test_a_complete_run_is_done_and_another_seed_or_a_cut_one_is_not():
     assert is_done(job_of(entry, "", None))
     assert not is_done(job_of(Entry("wide/listops", "linear/wide*", 6, seed=7), "", None))
     assert not is_done(job_of(Entry("wide/listops", "full/deep*", 20), "", None))  # run to 4,000 steps only
+
+
+def test_a_cell_is_done_only_with_the_present_weights_of_its_start(monkeypatch):
+    (first,) = [e for e in queue() if e.table == "crate/mae" and "pre-training" in e.cell and not e.seed]
+    (probe,) = [e for e in queue() if e.table == "crate/mae" and "probe" in e.cell and not e.seed]
+    sweep = job_of(first, "", None).sweep
+    before = results_of(results_file(sweep))
+    assert is_done(job_of(first, "", None)) and is_done(job_of(probe, "", None))
+    again = [dataclasses.replace(r.starts[0], time="2027-01-01T00:00:00+0000") for r in before[:1]]
+    for changed, done in (({"starts": again}, True), ({"state": "cut"}, False)):
+        records = [dataclasses.replace(r, **changed) if r.cell.startswith("pre-training") else r for r in before]
+        monkeypatch.setattr("experiments.queue.results_of", lambda file, records=records: records)
+        assert is_done(job_of(first, "", None)) == done and not is_done(job_of(probe, "", None))
 
 
 def test_a_portion_holds_what_fits_in_order(tmp_path):

@@ -106,7 +106,7 @@ def sweep_files(
     Exit codes: 0 all complete, 1 some runs failed, 75 saved and stopped by a signal or --minutes (run it again).
     """
     from .sweep import jobs_of, load_sweep, parse_override
-    from .sweep.cells import check_folder, keep_sweep
+    from .sweep.cells import check_folders, keep_sweep
     from .sweep.jobs import DONE, FAILED, Local, run_jobs, survey
     from .sweep.view import View, failures, table
 
@@ -128,8 +128,7 @@ def sweep_files(
     if overrides:
         say("in every config: " + ", ".join(f"{name}={value}" for name, value in overrides.items()))
     if dry_run:
-        for job in work:
-            check_folder(job)
+        check_folders(work)
         console().print(table(survey(work)))
         return
     engine: Any

@@ -35,6 +35,8 @@ from .say import say as say_
 
 SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"  # the part of a GPU that a process may use, if NVIDIA's MPS runs
 
+TIME = "%Y-%m-%dT%H:%M:%S%z"  # of each launch
+
 
 class RunExists(Exception):
     """The folder already contains a run."""
@@ -264,7 +266,7 @@ def environment() -> dict[str, Any]:
     from .. import __version__
 
     found: dict[str, Any] = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "time": time.strftime(TIME),
         "command": sys.argv,
         "weft": __version__,
         "commit": commit(),

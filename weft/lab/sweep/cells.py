@@ -27,17 +27,21 @@ import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from ...attention import attention_info, attentions, make_attention
 from ...models.presets import TASKS
+from ...tasks.base import DataMissing
 from ...tasks.config import FREE_ON_RESUME, TrainConfig, differences, field_types, from_json
-from ...tasks.registry import register, run_file
+from ...tasks.registry import register, run_file, task_of
+from ..kept import load_kept, read_kept
 from ..pace import CHOSEN, keep_steps
 from ..progress import figure
-from ..run import Run, RunExists
+from ..run import TIME, Run, RunExists
 
 # These may differ between two runs of one cell; batch_size x accumulate x devices x nodes may not.
 FREE = FREE_ON_RESUME - {"batch_size", "accumulate", "devices", "nodes", "eval_batches"}
@@ -272,8 +276,44 @@ def examples_per_step(config: TrainConfig) -> int:
     return config.batch_size * config.accumulate * config.devices * config.nodes
 
 
+def check_folders(jobs: Sequence[Job]) -> None:
+    """Raise an error for the first folder that contains a run of other settings, weights or data."""
+    by_folder, seen = {str(job.folder): job for job in jobs}, set()
+    for job in jobs:
+        check_folder(job)
+        first = by_folder.get(job.config.init_from)
+        if first is not None and Run(job.folder).computed() and not Run(first.folder).computed():
+            raise RunExists(_stale(job))
+        kept = read_kept(job.folder) if job.config.data != job.cell.config.data and result_of(job) else None
+        key = kept and (job.config.task, job.config.data, kept.digest)
+        if key and key not in seen and not _same_place(Run(job.folder).config().data, job.config.data):
+            seen.add(key)
+            with suppress(DataMissing):  # a complete run does not need its data
+                load_kept(task_of(job.config), job.config, Run(job.folder), say=lambda text: None)
+
+
+def _same_place(one: str, other: str) -> bool:
+    return Path(one).resolve() == Path(other).resolve()
+
+
+def _stale(job: Job) -> str:
+    return (
+        f"{job.folder} started from an earlier run of {job.config.init_from}: move the folder away to train it again, "
+        "or choose another --out"
+    )
+
+
+def began_after(run: Run, other: Run) -> bool:
+    """Whether this run was begun after the other one."""
+    try:
+        mine, its = (datetime.strptime(r.starts()[0]["time"], TIME) for r in (run, other))
+    except (IndexError, KeyError, ValueError):
+        return False  # no such record
+    return mine > its
+
+
 def check_folder(job: Job) -> None:
-    """Raise RunExists if the folder contains a different run."""
+    """Raise RunExists if the folder contains a run of other settings, or one that started from other weights."""
     run = Run(job.folder)
     if not (job.folder / "config.json").exists() or not (run.metrics.exists() or run.checkpoints.exists()):
         return  # nothing was computed yet
@@ -287,6 +327,8 @@ def check_folder(job: Job) -> None:
             f"{job.folder} contains a run with different settings ({'; '.join(found)}): restore them, choose another "
             "--out, or move the folder"
         )
+    if job.cell.start and began_after(Run(Path(new.init_from)), run):
+        raise RunExists(_stale(job))
 
 
 def write_config(job: Job) -> None:

@@ -25,7 +25,7 @@ from .. import lock
 from ..errors import INTERRUPTED, NO_MEMORY
 from ..run import Run
 from ..signals import Signals
-from .cells import Job, check_folder, result_of, started, write_config
+from .cells import Job, check_folders, result_of, started, write_config
 
 BUSY = -1000  # not an exit code: another process has locked the folder
 WAITING, RUNNING, DONE, FAILED, STOPPED, IN_USE = "waiting", "running", "done", "failed", "stopped", "in use"
@@ -212,8 +212,7 @@ def run_jobs(
     pause: float = 0.2,
 ) -> list[State]:
     """Run all jobs. `view` is called regularly with all states, and with the state that has changed, if any."""
-    for job in jobs:  # all folders are checked before the first run starts
-        check_folder(job)
+    check_folders(jobs)  # before the first run starts
     states = survey(jobs)
     deadline = time.monotonic() + 60 * minutes if minutes else math.inf
     heard, late = 0, False
