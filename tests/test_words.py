@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from weft.lab.build import build_model
 from weft.models.language import TwoSegments
 from weft.models.words import AdaptiveWords, WordModel
 from weft.tasks import TaskData, get_task, make_config
@@ -53,6 +55,26 @@ def test_the_paper_model_for_wikitext_103_starts_with_smaller_projections() -> N
     found = [linear.weight.abs().max().item() for linear in (layer.q, layer.k, layer.v, layer.out)]
     bound = math.sqrt(6 / 128)  # of Xavier's uniform distribution
     assert found == pytest.approx([bound / math.sqrt(2)] * 3 + [bound], rel=0.01)
+
+
+def test_the_paper_model_for_enwik8_can_start_with_the_authors_weights() -> None:
+    sizes = dict(dim=64, heads=2, head_dim=32, layers=1, mlp_dim=64, max_length=8, dropout=0.0, attention_dropout=0.0)
+    config = make_config("enwik8", "pathways", initial="authors", **sizes, mlp_dropout=0.0)
+    usual, model = (
+        build_model(dataclasses.replace(config, initial=initial), TaskData({}, {}, {}, 8, {"vocab": 256}))
+        for initial in ("", "authors")
+    )
+    layer, bound = model.blocks[0].attention, math.sqrt(6 / 128)
+    found = [linear.weight.abs().max().item() for linear in (layer.q, layer.k, layer.v, layer.out)]
+    assert found == pytest.approx([bound / math.sqrt(2)] * 3 + [bound], rel=0.01)
+    assert model.embed.weight.std().item() == pytest.approx(64**-0.5, rel=0.05)
+    ids = torch.arange(256)
+    torch.testing.assert_close(model.embed(ids), 8 * model.embed.weight)
+    for name, weight in usual.state_dict().items():
+        same = not any(part in name for part in ("embed", ".q.", ".k.", ".v.")) or not weight.any()
+        assert torch.equal(weight, model.state_dict()[name]) == same, name
+    with pytest.raises(ValueError, match="initial has no effect on the task text"):
+        make_config("text", initial="authors")
 
 
 @pytest.mark.parametrize("count", [17, 18, 99, 100, 9])

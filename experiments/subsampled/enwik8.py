@@ -7,7 +7,8 @@ The Information Pathways Hypothesis, https://arxiv.org/abs/2306.01705: 16 layers
 10,000 steps of 64, learning rate 1e-3 to 5e-4 after 4,000 steps of warm-up, σ from 0.1 to 0.225 with depth. The dense
 finish takes the last 28 % of the steps (from 7,200 on, as in the authors' code; the paper does not say). The paper's
 values are from the test column of Table 8; we could not access Table 1, which has the dense model. For runs of minutes,
-see `combiner/enwik8.py`. The weights start as weft's usually do, not as the authors' (see README.md).
+see `combiner/enwik8.py`. The weights start as weft's usually do, not as the authors': for
+these, add `--set initial=authors` (see README.md).
 """
 
 from weft.lab.sweep import Cell

@@ -71,6 +71,26 @@ class AdaptiveWords(nn.Module):
         return -found.view_as(targets)
 
 
+class ScaledEmbedding(nn.Embedding):
+    """Embeddings of standard deviation 1/√dim, times √dim: of unit size, with gradients of the size that Adam's steps
+    were tuned for."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.embedding_dim**-0.5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * math.sqrt(self.embedding_dim)
+
+
+def small_projections(model: nn.Module) -> None:
+    """Queries, keys and values start at 1/√2 of Xavier's scale."""
+    for layer in model.modules():
+        if isinstance(layer, MultiheadAttention):
+            for linear in (layer.q, layer.k, layer.v):
+                if linear is not None:
+                    nn.init.xavier_uniform_(linear.weight, gain=0.5**0.5)
+
+
 class WordModel(nn.Module):
     """`model(ids, targets)`: the negative log-likelihood of every target (B, L), by a causal Transformer with ALiBi.
 
@@ -98,11 +118,7 @@ class WordModel(nn.Module):
             place={},
         )
         check_takes_bias(self.blocks, "use full, local, longformer or subsampled")
-        for layer in self.blocks.modules():
-            if isinstance(layer, MultiheadAttention):
-                for linear in (layer.q, layer.k, layer.v):
-                    if linear is not None:
-                        nn.init.xavier_uniform_(linear.weight, gain=0.5**0.5)
+        small_projections(self.blocks)
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         x = self.dropout(self.words(ids))

@@ -54,6 +54,7 @@ class TrainConfig:
     packed: bool = False  # put the documents of a batch side by side instead of padding them, text classification only
     patch: int = 4  # side of a patch, image classification only
     eval_stride: int = 0  # overlap evaluation windows and score only this many last tokens of each; 0: no overlap
+    initial: str = ""  # authors: start with the weights of the paper's code, enwik8 only; empty: weft's usual ones
     mask_rate: float = 0.15  # fraction of masked tokens, masked language modelling only
     augment: bool = True  # random crops and flips, images only
     augmentation: str = ""  # timm's transforms instead: color, or a name such as rand-m9-mstd0.5-inc1, images only
@@ -213,6 +214,7 @@ class TrainConfig:
         _one_of("precision", self.precision, ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"))
         _one_of("accelerator", self.accelerator, ("auto", "cpu", "cuda", "mps", "gpu"))
         _one_of("positions", self.positions, ("", "sinusoid", "learned", "rope", "alibi", "none"))
+        _one_of("initial", self.initial, ("", "authors"))
         _one_of("norm", self.norm, ("layer", "rms"))
         _one_of("logger", self.logger, ("", "tensorboard", "wandb"))
         _one_of("pooling", self.pooling, ("", "cls", "mean", "first"))
@@ -253,7 +255,7 @@ class TrainConfig:
 OPTIONAL = (
     "max_length", "eval_stride", "pooling", "packed", "image_size", "patch", "mask_rate", "augment", "augmentation",
     "mixup", "cutmix", "drop_path", "tokenizer", "text_column", "label_column", "skip_unlabelled", "norm", "qk_norm",
-    "mlp_dropout",
+    "mlp_dropout", "initial",
 )  # fmt: skip
 
 # Fields that may change on resume, because they do not affect the computation.

@@ -267,6 +267,7 @@ class Enwik8(Bytes):
     name = "enwik8"
     about = "predict the next byte of enwik8"
     length = 4096
+    reads = Bytes.reads | {"initial"}
     # Subsampled attention's language model (The Information Pathways Hypothesis, 2306.01705), 202 M parameters.
     presets = {
         "pathways": dict(
@@ -275,6 +276,17 @@ class Enwik8(Bytes):
             mlp_dropout=0.1, clip=0.1,
         )
     }  # fmt: skip
+
+    def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
+        model = super().model(config, data)
+        if config.initial:  # as in that paper's code: the models of its two texts start alike
+            from ..models.language import LanguageModel
+            from ..models.words import ScaledEmbedding, small_projections
+
+            assert isinstance(model, LanguageModel)
+            small_projections(model)
+            model.embed = ScaledEmbedding(model.vocab, config.dim)
+        return model
 
     def content(self, config: TrainConfig) -> bytes:
         how = "download it with: weft data get enwik8, or put enwik8.zip (mattmahoney.net/dc/textdata) there"
