@@ -228,10 +228,12 @@ def test_the_command_continues_a_prompt(run, tmp_path):
         assert CliRunner().invoke(app, [*words, *more], input=given).stdout == found.stdout
 
 
-@pytest.mark.parametrize(("device", "says"), [("gpu", "must be cpu or cuda"), ("cuda", "finds no NVIDIA GPU")])
+@pytest.mark.parametrize(("device", "says"), [
+    ("npu9x", "must be cpu, cuda, mps or auto"), ("cuda", "finds no NVIDIA GPU"), ("gpu", "finds no NVIDIA GPU"),
+])  # fmt: skip
 def test_the_command_refuses_other_devices(run, device, says, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found = CliRunner().invoke(app, ["generate", str(run), "--prompt", "abc", "--device", device])
+    found = CliRunner().invoke(app, ["generate", str(run), "--prompt", "abc", "--accelerator", device])
     assert found.exit_code == 2 and says in " ".join(found.stderr.replace("│", "").split())
 
 

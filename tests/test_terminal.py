@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from weft.cli import app
@@ -84,3 +85,15 @@ def test_a_long_evaluation_shows_its_batches(tmp_path, monkeypatch, capsys):
     train(make_config("digits", steps=1, out=str(tmp_path / "run"), **small))
     lines = capsys.readouterr().out.splitlines()
     assert {line.partition(" batch ")[0] for line in lines if " batch " in line} == {"validation", "test"}
+
+
+def test_commands_that_run_a_model_know_both_names_of_the_device():
+    def commands(group):
+        for name, command in group.commands.items():
+            yield from commands(command) if hasattr(command, "commands") else [(name, command)]
+
+    flags = [(name, {flag for p in command.params for flag in p.opts}) for name, command in commands(get_command(app))]
+    both = {"--device", "--accelerator"}
+    assert all(both <= found or not both & found for _, found in flags)
+    names = "train resume eval predict generate sample translate inspect convert advise latency scaling cost"
+    assert set(names.split()) <= {name for name, found in flags if both <= found}

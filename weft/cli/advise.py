@@ -6,11 +6,13 @@ from typing import Annotated
 
 import typer
 
+from .device import Device, chosen
+
 
 def advise(
     length: Annotated[int, typer.Option(min=1, help="tokens per sequence")],
     causal: Annotated[bool, typer.Option("--causal", help="for language models; also measures decoding")] = False,
-    device: Annotated[str, typer.Option(help="cpu or cuda; default: cuda if available")] = "",
+    device: Device = "",
     heads: Annotated[int, typer.Option(min=1, help="heads")] = 8,
     head_dim: Annotated[int, typer.Option(min=1, help="width of a head")] = 64,
     batch: Annotated[int, typer.Option("--batch-size", "--batch", min=1, help="sequences per call")] = 1,
@@ -25,7 +27,9 @@ def advise(
 
     names = [name.strip() for name in only.split(",") if name.strip()]
     sizes = {"heads": heads, "head_dim": head_dim, "batch": batch}
-    advice = measure(length, causal=causal, device=device, precision=precision, only=names, progress=say, **sizes)
+    advice = measure(
+        length, causal=causal, device=str(chosen(device)), precision=precision, only=names, progress=say, **sizes
+    )
 
     def number(x: float) -> str:
         return "" if math.isnan(x) else f"{x:,.3g}" if x < 100 else f"{x:,.0f}"

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .device import Device, chosen
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -29,6 +31,7 @@ def inspect(
     ] = None,
     image: Annotated[list[Path] | None, typer.Option(help="show this image file instead; repeatable")] = None,
     data_at: Annotated[str, typer.Option("--data", help="where the data is, if not where the run found it")] = "",
+    place: Device = "",
 ) -> None:
     """Inspect a trained model: write a self-contained HTML page with every head, layer and subspace, detected objects,
     or sampled images."""
@@ -42,7 +45,7 @@ def inspect(
         raise typer.BadParameter(f"--which must be best, last or average, got {which!r}")
     if out is None:  # for a read-only run, write to the current folder
         out = run / "inspect.html" if os.access(run, os.W_OK) else Path(f"{run.resolve().name}-inspect.html")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = chosen(place)
     splits: dict[str, Any] = {}
     labels = data = None
     known: Known | TaskData

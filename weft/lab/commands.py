@@ -16,6 +16,9 @@ from .say import console, plain, say, show_table
 def resume_run(
     run: Annotated[Path, typer.Argument(help="the run's folder")],
     data: Annotated[str, typer.Option(help="where the data is, if not where the run found it")] = "",
+    accelerator: Annotated[
+        str, typer.Option("--device", "--accelerator", help="cpu, cuda, mps or auto; default: as before")
+    ] = "",
 ) -> None:
     """Continue an interrupted run with its original settings."""
     say(f"resuming {run}: loading PyTorch …")
@@ -24,6 +27,7 @@ def resume_run(
 
     config = Run(run).config()
     config.out, config.data = str(run), data or config.data
+    config.accelerator = accelerator or config.accelerator
     train(config, resume=True)
 
 

@@ -19,7 +19,7 @@ bench_app = typer.Typer(
 Attentions = Annotated[str, typer.Option(help="comma-separated names, or all; default: the paper's")]
 Heads = Annotated[int, typer.Option(help="heads")]
 HeadDim = Annotated[int, typer.Option(help="width of a head")]
-Device = Annotated[str, typer.Option(help="cpu or cuda; default: cuda if available")]
+Device = Annotated[str, typer.Option("--device", "--accelerator", help="cpu or cuda; default: cuda if available")]
 Precision = Annotated[str, typer.Option(help="32-true, tf32, bf16-mixed or bf16-true")]
 Repeats = Annotated[int, typer.Option("--repeats", "--rounds", help="maximum number of rounds; 0: 10, with --full 30")]
 Budget = Annotated[float, typer.Option(help="seconds per comparison; 0: automatic")]
@@ -38,7 +38,8 @@ def _how(device: str, precision: str, repeats: int, budget: float, full: bool, t
 
     if threads:
         torch.set_num_threads(threads)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device in ("", "auto"):
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     repeats = repeats or (30 if full else 10)
     budget = budget or {"cpu": 8.0, "cuda": 1.5}.get(device, 8.0) * (4 if full else 1)
     return How(device=device, precision=precision, repeats=repeats, budget=budget, **more)
