@@ -12,6 +12,7 @@ import weft
 from weft.tasks import get_task, make_config
 from weft.tasks.base import Known
 from weft.tasks.hosts import _source
+from weft.tasks.tokens import Pieces
 
 pytest.importorskip("lightning")
 transformers = pytest.importorskip("transformers")
@@ -230,3 +231,46 @@ def test_errors_of_hosted_models(tmp_path):
             build_model(config, get_task("classify").load(config))
     with pytest.raises(ValueError, match="supports --model"):
         make_config("listops", model="hf:bert")
+
+
+def test_a_run_stores_where_its_model_and_tokenizer_are(data, tmp_path_factory, monkeypatch):
+    """Before the first checkpoint, it needs them to start again, from any folder."""
+    from weft.lab import train
+    from weft.lab.run import Run
+    from weft.lab.sweep import changed
+
+    transformers.BertForSequenceClassification(transformers.BertConfig(**TINY, vocab_size=300)).save_pretrained(
+        data / "own"
+    )
+    (data / "pieces.json").write_text(Pieces.of(["lovely film", "dull film"], 300).tokenizer)
+    run, elsewhere = data / "run", tmp_path_factory.mktemp("elsewhere")
+    monkeypatch.chdir(data)
+    given = dict(data="classify.jsonl", model="hf:own", tokenizer="pieces.json", max_length=8, **STEPS)
+    config = make_config("classify", out=str(run), **given)
+    test = train(config).test
+    stored = Run(run).config()
+    assert (stored.model, stored.tokenizer) == (f"hf:{data / 'own'}", str(data / "pieces.json"))
+    assert not changed(stored, config) and not changed(config, stored)
+    stored.out = str(run)
+    for place, continued in ((data, config), (elsewhere, stored)):
+        monkeypatch.chdir(place)
+        (run / "result.json").unlink()
+        assert train(continued, resume=True).test == test
+    shutil.rmtree(run / "checkpoints")
+    (run / "result.json").unlink()
+    assert train(stored, resume=True).test == pytest.approx(test)
+    weft.load(run).export(elsewhere / "exported")
+    assert not any(
+        str(data) in p.read_text(errors="replace") for p in (elsewhere / "exported").rglob("*") if p.is_file()
+    )
+
+
+def test_names_of_tokenizers_are_no_paths(monkeypatch, tmp_path):
+    from weft.tasks.config import absolute
+
+    for name in ("words", "bytes", "bert"):
+        (tmp_path / name).write_text("")
+    monkeypatch.chdir(tmp_path)
+    for tokenizer in ("words", "bytes", "bpe:300", ""):
+        config = make_config("classify", tokenizer=tokenizer, model="hf:gpt2")
+        assert (absolute(config).tokenizer, absolute(config).model) == (tokenizer, "hf:gpt2")

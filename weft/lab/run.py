@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,12 +169,7 @@ class Run:
             raise CannotSave(f"could not write {self.folder / name}: {error}") from error
 
     def write_config(self, config: TrainConfig) -> None:
-        """With absolute paths, so that the run can be continued from any folder. Data that is not here has only a name,
-        on the hub or inside the task."""
-        data, first = Path(config.data), config.init_from
-        there = str(data.absolute()) if data.exists() else config.data
-        config = replace(config, data=there, init_from=first and str(Path(first).absolute()))
-        self.write("config.json", config_.to_json(config))
+        self.write("config.json", config_.to_json(config_.absolute(config)))
 
     def rewind(self, step: int) -> None:
         """Remove every line after `step`: those steps will be repeated, with the same result."""

@@ -10,7 +10,6 @@ transformers and timm have their library's files instead, and these in weft/.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from ..tasks import TaskData
 from ..tasks.base import Known, Task
-from ..tasks.config import TrainConfig, from_json, to_json
+from ..tasks.config import TrainConfig, from_json, portable, to_json
 from ..tasks.files import new_folder
 from ..tasks.hosts import host_of
 from ..tasks.registry import task_of
@@ -95,8 +94,7 @@ class Trained(nn.Module):
                 (own / "facts.json").write_text(json.dumps(facts))
             for name, text in self.kept.files().items():
                 (own / name).write_text(text, encoding="utf-8")
-            anywhere = dataclasses.replace(self.config, out="", data=Path(self.config.data).name, init_from="")
-            (own / "config.json").write_text(to_json(anywhere))
+            (own / "config.json").write_text(to_json(portable(self.config)))
             (temporary / "README.md").write_text(self._card(target.name, opens), encoding="utf-8")
             if host is None:
                 state = {k: v.detach().cpu().contiguous().clone() for k, v in self.model.state_dict().items()}
@@ -104,7 +102,7 @@ class Trained(nn.Module):
         return target
 
     def _card(self, name: str, opens: str) -> str:
-        config, rows = self.config, self.kept.record["rows"]
+        config, rows = portable(self.config), self.kept.record["rows"]
         head, plus, changes = self.commit.partition("+")
         sizes = "" if ":" in config.model else f", {config.layers} layers of {config.heads} heads"
         lines = [

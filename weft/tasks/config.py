@@ -326,11 +326,47 @@ def differences(old: TrainConfig, new: TrainConfig) -> list[str]:
     if extends or old.time_budget:  # the steps so far do not depend on the last step, or the clock chooses it
         names.remove("steps")
     found = [(name, getattr(old, name), getattr(new, name)) for name in names]
-    return [
-        f"{name}: {was!r} -> {now!r}"
-        for name, was, now in found
-        if was != now and not (name == "init_from" and Path(was).name == Path(now).name)  # its folder may have moved
-    ]
+    return [f"{name}: {was!r} -> {now!r}" for name, was, now in found if was != now and not moved(name, was, now)]
+
+
+def moved(name: str, was: Any, now: Any) -> bool:
+    """Whether the values of a field are one file or folder in two places: a path that was given, or its last part, and
+    the absolute path that a run stores."""
+    if name == "init_from":
+        return Path(was).name == Path(now).name
+    if name not in ("tokenizer", "model") or not was or not now:
+        return False
+    paths = [Path(text.removeprefix("hf:")) for text in (was, now)]
+    return paths[0].name == paths[1].name and any(path.is_absolute() or path.name == str(path) for path in paths)
+
+
+def absolute(config: TrainConfig) -> TrainConfig:
+    """With absolute paths, so that a run can be continued from any folder. What is not here has only a name, on the hub
+    or inside the task."""
+
+    def there(path: str) -> str:
+        return str(Path(path).absolute()) if path and Path(path).exists() else path
+
+    hosted, place = config.model.startswith("hf:"), config.model.removeprefix("hf:")
+    return dataclasses.replace(
+        config,
+        data=there(config.data),
+        init_from=config.init_from and str(Path(config.init_from).absolute()),
+        tokenizer=config.tokenizer if config.tokenizer in ("bytes", "words") else there(config.tokenizer),
+        model=f"hf:{there(place)}" if hosted else config.model,
+    )
+
+
+def portable(config: TrainConfig) -> TrainConfig:
+    """Without the paths of one machine: of files and folders, only the names."""
+
+    def name(path: str) -> str:
+        return Path(path).name if Path(path).is_absolute() else path
+
+    hosted, place = config.model.startswith("hf:"), config.model.removeprefix("hf:")
+    model = f"hf:{name(place)}" if hosted else config.model
+    return dataclasses.replace(config, out="", data=Path(config.data).name, init_from="", model=model,
+                               tokenizer=name(config.tokenizer))  # fmt: skip
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -36,7 +36,7 @@ from typing import Any
 from ...attention import attention_info, attentions, make_attention
 from ...models.presets import TASKS
 from ...tasks.base import DataMissing
-from ...tasks.config import FREE_ON_RESUME, TrainConfig, differences, field_types, from_json
+from ...tasks.config import FREE_ON_RESUME, TrainConfig, differences, field_types, from_json, moved
 from ...tasks.registry import register, run_file, task_of
 from ..kept import load_kept, read_kept
 from ..pace import CHOSEN, keep_steps
@@ -239,7 +239,9 @@ def changed(old: TrainConfig, new: TrainConfig) -> list[str]:
     found = [
         f"{name}: {getattr(old, name)!r} -> {getattr(new, name)!r}"
         for name in field_types()
-        if name not in ignored and getattr(old, name) != getattr(new, name)
+        if name not in ignored
+        and getattr(old, name) != getattr(new, name)
+        and not moved(name, getattr(old, name), getattr(new, name))
     ]
     starts = [Path(config.init_from).name for config in (old, new)]  # the folder may have been moved
     if all(starts) and starts[0] != starts[1]:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...tasks.config import TrainConfig
+from ...tasks.config import TrainConfig, portable
 from ...tasks.files import atomic
 from ..run import Run
 from ..say import say
@@ -91,7 +91,7 @@ def read_folder(folder: Path, metric: str) -> Record:
     record = Record(
         cell=name,
         seed=int(seed),
-        config={k: v for k, v in asdict(config).items() if k not in NEVER_KEPT},
+        config={k: v for k, v in asdict(portable(config)).items() if k not in NEVER_KEPT},
         overrides=_read_json(overrides, {}),
         step=int(losses[-1][0]) if losses else 0,
         data=_data(folder),
