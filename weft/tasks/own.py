@@ -155,6 +155,9 @@ class TextTable(BuiltFromData, TextClassification):
         for split, part in parts.items():
             ids, tokens[split] = encode([text for text, _, _ in part])
             columns[split] = {"ids": ids, "label": self.labels([(label, where) for _, label, where in part], names)}
+        if known is None and not any(tokens["train"]):
+            what = "the training texts have no tokens" + ("; --tokenizer words finds no word" * any(texts))
+            raise DataMissing(f"{config.data}: {what}; choose another column with --text-column")
         facts = {"vocab": vocab, "classes": len(names) if names else 1}
         facts |= host_facts(config, known, length=length, vocab=vocab, classes=names or ["value"],
                             from_file=from_file(config, meaning[1]))  # fmt: skip
@@ -169,7 +172,7 @@ class TextTable(BuiltFromData, TextClassification):
         for row, place in zip(table.rows, table.places, strict=True):
             where = f"{table.path}, {place}"
             if not isinstance(row[text], str):
-                raise DataMissing(f"{where}: column {text!r} must be text, got {row[text]!r}")
+                raise DataMissing(f"{where}: column {text!r} must be text, got {row[text]!r:.60}")
             if row[label] is None or row[label] != row[label] or str(row[label]).strip() == "":  # the second for NaN
                 if config.skip_unlabelled:
                     continue
@@ -266,6 +269,8 @@ class Regress(TextTable):
         if known is None:
             values = data.train["label"]
             data.facts["scale"] = [float(values.mean()), float(values.std(correction=0)) or 1.0]
+            if not all(map(math.isfinite, data.facts["scale"])):
+                raise DataMissing(f"{config.data}: labels up to {values.abs().max():g} are too large: divide them")
         elif "scale" in known.facts:
             data.facts["scale"] = known.facts["scale"]
         mean, deviation = data.facts.get("scale", (0.0, 1.0))
