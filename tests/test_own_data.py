@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import shutil
 import sys
@@ -364,6 +365,56 @@ def test_several_labels_are_no_class(tmp_path, label):
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     with pytest.raises(DataMissing, match="entry 2: column 'label' must be one label"):
         load("classify", tmp_path / "rows.json")
+
+
+def test_packed_tables_and_texts_are_read(table, tmp_path):
+    from weft.cli.predict import read_examples
+
+    plain = load("classify", table)
+    for name in ("reviews.csv.gz", "train.CSV.GZ"):
+        (tmp_path / "packed").mkdir(exist_ok=True)
+        (tmp_path / "packed" / name).write_bytes(gzip.compress(table.read_bytes()))
+    for path in (tmp_path / "packed/reviews.csv.gz", tmp_path / "packed"):  # the folder has a train part
+        found = load("classify", path)
+        assert torch.equal(found.train["ids"], plain.train["ids"]) and torch.equal(
+            found.test["label"], plain.test["label"]
+        )
+    assert read_examples(tmp_path / "packed/reviews.csv.gz", "", "", tokens=False) == read_examples(
+        table, "", "", tokens=False
+    )
+    (tmp_path / "text.txt").write_text("one two " * 99)
+    (tmp_path / "text.txt.gz").write_bytes(gzip.compress(b"one two " * 99))
+    (tmp_path / "tags.conll.gz").write_bytes(gzip.compress(b"Ada B-PER\nhere O\n\n" * 20))
+    for task in ("lm", "text"):
+        texts = [load(task, tmp_path / name, max_length=8).train["bytes"] for name in ("text.txt", "text.txt.gz")]
+        assert torch.equal(*texts)
+    assert load("tag", tmp_path / "tags.conll.gz").classes == ["B-PER", "O"]
+    (tmp_path / "cut.csv.gz").write_bytes(gzip.compress(table.read_bytes())[:-20])
+    shutil.copy(tmp_path / "text.txt.gz", tmp_path / "named.csv")
+    for name, why in (("cut.csv.gz", "cannot be read"), ("named.csv", "is packed by gzip")):
+        with pytest.raises(DataMissing, match=f"{name}.* it {why}"):
+            load("classify", tmp_path / name)
+
+
+def test_texts_and_labels_that_cannot_be_learned_are_refused(tmp_path):
+    for text, tokenizer, why in (("", "bytes", "; choose"), ("?!", "words", "tokenizer words finds no word; ch")):
+        (tmp_path / "empty.csv").write_text("text,label\n" + "".join(f"{text},{i % 2}\n" for i in range(40)))
+        with pytest.raises(DataMissing, match=f"empty.csv: the training texts have no tokens.*{why}"):
+            load("classify", tmp_path / "empty.csv", tokenizer=tokenizer)
+    (tmp_path / "large.csv").write_text("text,label\n" + "".join(f"a,{(-1) ** i}.7e308\n" for i in range(40)))
+    with pytest.raises(DataMissing, match=r"large.csv: labels up to 1.7e\+308 are too large"):
+        load("regress", tmp_path / "large.csv")
+    (tmp_path / "columns.json").write_text(json.dumps({"text": ["a"] * 400, "label": [0, 1] * 200}))
+    with pytest.raises(DataMissing, match="column 'text' must be text, got .{60}$"):
+        load("classify", tmp_path / "columns.json")
+
+
+def test_other_columns_are_kept_as_json(tmp_path):
+    from weft.cli.predict import _joined
+
+    row = {"tokens": ["Ada", "here"], "answer": ["B-PER", None], "at": [1, None, 2.5], "meta": {"é": [True]}, "n": 3}
+    wanted = {"tokens": "Ada here", "answer": "B-PER ", "at": "[1, null, 2.5]", "meta": '{"é": [true]}', "n": 3}
+    assert _joined(row) == wanted
 
 
 def test_texts_in_other_encodings_name_file_and_line(tmp_path):

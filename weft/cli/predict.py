@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -89,12 +90,13 @@ def read_examples(
 ) -> tuple[list[dict[str, Any]], list[Any]]:
     """The rows of a file, and the examples in them, which may be in the column of the training data; `tokens`: lists of
     tokens are examples too."""
-    from ..tasks.files import DamagedData, lines_of, read_text
+    from ..tasks.files import DamagedData, kind_of, lines_of, read_text
     from ..tasks.images import PICTURES, pictures_of
     from ..tasks.tables import ENDINGS, TEXT, read_table
     from ..tasks.tags import COLUMNS, TOKENS, read_columns
 
-    if tokens and file.suffix.lower() in COLUMNS and file.suffix.lower() != ".txt":
+    ending = kind_of(file)[1]
+    if tokens and ending in COLUMNS and ending != ".txt":
         sentences = [row["tokens"] for row in read_columns(file, tagged=False).rows]
         return [{"tokens": sentence} for sentence in sentences], sentences
     if file.is_dir() or file.suffix.lower() in PICTURES:
@@ -102,21 +104,27 @@ def read_examples(
         if not files:
             raise DamagedData(file, "it has no images")
         return [{"file": str(p)} for p in files], files
-    if file.suffix.lower() in ENDINGS:
+    if ending in ENDINGS:
         table = read_table(file)
         text_column = text_column or (trained_on if trained_on in table.columns else "")
         column = table.column(text_column, (*TOKENS, *TEXT) if tokens else TEXT, "text", "--text-column")
         for row, place in zip(table.rows, table.places, strict=True):
             if not isinstance(row[column], (str, list) if tokens else str):
-                raise DamagedData(file, f"{place}: column {column!r} must be text, got {row[column]!r}")
+                raise DamagedData(file, f"{place}: column {column!r} must be text, got {row[column]!r:.60}")
         return table.rows, [row[column] for row in table.rows]
     lines = [line for line in lines_of(read_text(file)) if line.strip()]
     return [{"text": line} for line in lines], lines
 
 
 def _joined(row: dict[str, Any]) -> dict[str, Any]:
-    """Lists of tokens and tags with spaces between, as in a text."""
-    return {k: " ".join("" if x is None else str(x) for x in v) if isinstance(v, list) else v for k, v in row.items()}
+    """Lists of tokens and tags with spaces between, as in a text; other lists, and objects, as JSON."""
+
+    def cell(value: Any) -> Any:
+        if isinstance(value, list) and all(x is None or isinstance(x, str) for x in value):
+            return " ".join(x or "" for x in value)
+        return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, (list, dict)) else value
+
+    return {name: cell(value) for name, value in row.items()}
 
 
 def _with_answer(row: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:

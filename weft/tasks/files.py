@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import gzip
 import hashlib
 import json
+import lzma
 import os
 import shutil
 import signal
 import sys
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
@@ -230,8 +233,30 @@ def as_labels(values: Iterable[Any], classes: int, path: Path) -> np.ndarray:
 
 
 def read_text(path: Path) -> str:
-    """Read UTF-8 text, without a byte order mark; for other encodings, the error names file and line."""
-    return as_utf8(path, path.read_bytes()).removeprefix("\ufeff")
+    """Read UTF-8 text, also of a .gz file, without a byte order mark; for other encodings, the error names file and
+    line."""
+    content = unpacked(path, gzip.open) if path.suffix.lower() == ".gz" else path.read_bytes()
+    return as_utf8(path, content).removeprefix("\ufeff")
+
+
+def unpacked(path: Path, opener: Any) -> bytes:
+    """Unpack in pieces: a small file may unpack to more than the memory."""
+    parts, size = [], 0
+    try:
+        with opener(path) as file:
+            while part := file.read(2**26):
+                parts.append(part)
+                size += len(part)
+                must_fit(path, size)
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise DamagedData(path, f"it cannot be read ({error})") from error
+    return b"".join(parts)
+
+
+def kind_of(path: Path) -> tuple[str, str]:
+    """The name without its ending, and the ending in lower case, both without .gz."""
+    inner = Path(path.stem) if path.suffix.lower() == ".gz" else path
+    return inner.stem, inner.suffix.lower()
 
 
 def lines_of(text: str) -> list[str]:
@@ -243,6 +268,8 @@ def as_utf8(path: Path, content: bytes) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
+        if content.startswith(b"\x1f\x8b"):
+            raise DamagedData(path, "it is packed by gzip", "Unpack it, or pass it alone, as a .gz file.") from None
         line, byte = content[: error.start].count(b"\n") + 1, content[error.start]
         encoding = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin1"
         way_out = f"Convert it: iconv -f {encoding} -t utf-8 {path.name} > converted{path.suffix}"

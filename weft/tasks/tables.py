@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .base import DataMissing
-from .files import DamagedData, lines_of, read_text
+from .files import DamagedData, kind_of, lines_of, read_text
 
 TEXT = ("text", "sentence", "review", "document", "content", "body", "message", "comment")
 LABEL = ("label", "labels", "class", "category", "target", "sentiment", "y")
@@ -61,12 +61,12 @@ class Table:
 def read_table(path: Path) -> Table:
     if not path.exists():
         raise DataMissing(f"{path} does not exist: pass a {ONE_OF} file with --data")
-    ending = path.suffix.lower()
+    ending = kind_of(path)[1]
     if ending in (".csv", ".tsv"):
         return _csv(path, "\t" if ending == ".tsv" else None)
     if ending in (".jsonl", ".json"):
         return _json_lines(path)
-    if ending == ".parquet":
+    if path.suffix.lower() == ".parquet":
         return _parquet(path)
     raise DamagedData(path, f"it is not a {ONE_OF} file", "Convert it, or rename it if it is one of them.")
 
@@ -78,14 +78,14 @@ def read_tables(data: str, any_part: bool = False) -> dict[str, Table]:
     if path.is_dir():
         if (path / "dataset_dict.json").exists() or (path / "dataset_info.json").exists():
             return _saved_by_datasets(path)
-        found = by_split((p.stem, p) for p in sorted(path.iterdir()) if p.suffix.lower() in ENDINGS)
+        found = by_split((kind_of(p)[0], p) for p in sorted(path.iterdir()) if kind_of(p)[1] in ENDINGS)
         if "train" not in found and not (any_part and found):
             raise DataMissing(
                 f"{path} has no file train ({ONE_OF}): put train.csv there, and optionally "
                 "validation.csv and test.csv, or pass a single file with --data"
             )
         return {split: read_table(file) for split, file in found.items()}
-    if path.exists() or path.suffix.lower() in ENDINGS:
+    if path.exists() or kind_of(path)[1] in ENDINGS:
         return {"": read_table(path)}
     return _from_hub(data)
 

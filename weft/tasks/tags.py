@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .base import Columns, DataMissing, Known, TaskData, block_options
 from .config import TrainConfig
-from .files import DamagedData, lines_of, pad_rows, read_text
+from .files import DamagedData, kind_of, lines_of, pad_rows, read_text
 from .hosts import host_facts, hosted_model, longest
 from .own import TextTable, from_file, meaning_of, tokens_of, undivided
 from .registry import add_task
@@ -66,10 +66,10 @@ def read_columns(path: Path, tagged: bool = True) -> Table:
 
 def read_sentences(data: str, any_part: bool = False) -> dict[str, Table]:
     path = Path(data)
-    if path.is_file() and path.suffix.lower() in COLUMNS:
+    if path.is_file() and kind_of(path)[1] in COLUMNS:
         return {"": read_columns(path)}
     if path.is_dir():
-        found = by_split((p.stem, p) for p in sorted(path.iterdir()) if p.suffix.lower() in COLUMNS)
+        found = by_split((kind_of(p)[0], p) for p in sorted(path.iterdir()) if kind_of(p)[1] in COLUMNS)
         if "train" in found or (any_part and found):
             return {split: read_columns(file) for split, file in found.items()}
     if not path.exists() and path.suffix.lower() in COLUMNS:

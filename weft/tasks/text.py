@@ -9,6 +9,7 @@ The text is cut into windows of max_length; 90 % train, 5 % validation, 5 % test
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import lzma
 import math
@@ -26,26 +27,30 @@ from torch import Tensor, nn
 from ..attention import attention_info
 from .base import Columns, DataMissing, Known, Task, TaskData, block_options
 from .config import TrainConfig
-from .files import DamagedData, files_of, find, must_fit
+from .files import DamagedData, files_of, find, must_fit, unpacked
 from .registry import add_task
 
 NOTHING = -100  # a target that cross_entropy ignores
-PACKED = (".gz", ".bz2", ".zst", ".7z", ".tar", ".tgz", ".tar.xz", ".txz")
+PACKED = (".tar.gz", ".bz2", ".zst", ".7z", ".tar", ".tgz", ".tar.xz", ".txz")
 ENWIK8_MD5 = "a1fa5ffddb56f4953e226637dabbb36a"
 
 
 def read_bytes(path: Path) -> bytes:
-    """A plain, .xz or .zip file, or the plain files of a folder in order of name."""
+    """A plain, .gz, .xz or .zip file, or the plain files of a folder in order of name."""
     try:
         if path.is_dir():
             files = files_of(path)
             must_fit(path, sum(p.stat().st_size for p in files))
             return b"\n".join(p.read_bytes() for p in files)
         if path.name.lower().endswith(PACKED):
-            raise DamagedData(path, "it is a packed file", "Unpack it; of packed files, only .xz and .zip are read.")
+            raise DamagedData(
+                path, "it is a packed file", "Unpack it; of packed files, only .gz, .xz and .zip are read."
+            )
         must_fit(path, path.stat().st_size)
         if path.suffix == ".xz":
-            return _unpack_xz(path)
+            return unpacked(path, lzma.open)
+        if path.suffix.lower() == ".gz":
+            return unpacked(path, gzip.open)
         if path.suffix == ".zip":
             with zipfile.ZipFile(path) as archive:
                 inside = [entry for entry in archive.infolist() if not entry.is_dir()]
@@ -56,24 +61,12 @@ def read_bytes(path: Path) -> bytes:
         return path.read_bytes()
     except (
         OSError,
-        lzma.LZMAError,
         zipfile.BadZipFile,
         zlib.error,
         EOFError,
         RuntimeError,
     ) as error:
         raise DamagedData(path, f"it cannot be read ({error})") from error
-
-
-def _unpack_xz(path: Path) -> bytes:
-    """Unpack in pieces: a small file may unpack to more than the memory."""
-    parts, size = [], 0
-    with lzma.open(path) as file:
-        while part := file.read(2**26):
-            parts.append(part)
-            size += len(part)
-            must_fit(path, size)
-    return b"".join(parts)
 
 
 def windows(content: bytes, length: int, extra: int) -> Tensor:
