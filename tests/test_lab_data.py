@@ -247,7 +247,7 @@ def test_archives(tmp_path, monkeypatch):
         load("text", path)
 
 
-@pytest.mark.parametrize("name", ["t.gz", "t.tar", "t.tar.xz"])
+@pytest.mark.parametrize("name", ["t.tar.gz", "t.tar", "t.tar.xz"])
 def test_packed_text_that_is_not_unpacked_is_refused(tmp_path, name):
     (tmp_path / name).write_bytes(gzip.compress(b"text") * 999)
     for task in ("text", "lm"):
