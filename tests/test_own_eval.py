@@ -56,15 +56,18 @@ def test_the_data_of_the_run_in_another_place_keeps_its_parts(tmp_path, capsys):
     own = write(tmp_path / "train.csv", reviews(80))
     run = run_of(tmp_path, "classify", own)
     (tmp_path / "text.txt").write_text("one two three " * 500)
-    model = run_of(tmp_path, "lm", tmp_path / "text.txt")
-    for folder, name in ((run, "train.csv"), (model, "text.txt")):
+    models = [(run_of(tmp_path, task, tmp_path / "text.txt", positions="learned"), "text.txt")
+              for task in ("lm", "text", "masked", "text-streams")]  # fmt: skip
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "folder/train.csv", reviews(60)), write(tmp_path / "folder/test.csv", reviews(10))
+    parts = train(make_config("classify", data=str(tmp_path / "folder"), out=str(tmp_path / "parts"), **TINY)).folder
+    for folder, name in ((run, "train.csv"), (parts, "folder"), *models):
+        before = [evaluate_run(folder, split=split, accelerator="cpu")[0] for split in ("train", "val", "test")]
         there = shutil.move(tmp_path / name, tmp_path / f"moved-{name}")
         capsys.readouterr()
-        for split in ("train", "val", "test"):
-            shutil.copy(there, tmp_path / name)
-            before = evaluate_run(folder, split=split, accelerator="cpu")[0]
-            (tmp_path / name).unlink()
-            assert evaluate_run(folder, split=split, data=str(there), accelerator="cpu")[0] == before
+        for split, found in zip(("train", "val", "test"), before, strict=True):
+            assert evaluate_run(folder, split=split, data=str(there), accelerator="cpu")[0] == found
+        shutil.move(there, tmp_path / name)
         assert "not the data" not in capsys.readouterr().err
 
 
