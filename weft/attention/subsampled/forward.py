@@ -17,6 +17,7 @@ import triton.language as tl
 
 from ...kernels.random import kept, row_words
 from ...kernels.rows import load_rows, store_rows
+from ...kernels.softmax import no_keys
 
 
 @triton.jit
@@ -145,9 +146,7 @@ def attend(
 
     word = row_words(KEY, bh, i, DROPOUT)
     q = load_rows(Q, i.to(tl.int64), d, q_l, live, D, BLOCK_D)
-    acc = tl.zeros([BQ, BLOCK_D], tl.float32)
-    top = tl.full([BQ], float("-inf"), tl.float32)
-    total = tl.zeros([BQ], tl.float32)
+    acc, top, total = no_keys(BQ, BLOCK_D)
     by_all, seen = seen_sources(FIRST, w, start, P, L, BQ, CAUSAL)
     inner = by_all // BK * BK
     slot = tl.arange(0, BK)

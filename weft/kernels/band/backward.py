@@ -15,6 +15,7 @@ import triton.language as tl
 
 from ..random import kept, row_words
 from ..rows import load_rows, store_rows, valid_rows
+from ..softmax import add_to_dk_dv, add_to_dq, probabilities
 from .forward import (
     NOWHERE,
     extra_position,
@@ -26,16 +27,6 @@ from .forward import (
     whole_tile,
     whole_tiles,
 )
-
-
-@triton.jit
-def ask_keys(dq, q, k, v, dout, lse, delta, allowed, factor, scale, WHOLE: tl.constexpr, PRECISION: tl.constexpr):
-    """Add one tile of keys to dq (without its 1/√D) of a tile of queries."""
-    p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale - lse[:, None])
-    if not WHOLE:
-        p = tl.where(allowed, p, 0.0)
-    ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) * factor - delta[:, None])
-    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
 @triton.jit
@@ -83,7 +74,8 @@ def query_gradients(
             k = load_rows(K, j, d, k_l, None, D, BLOCK_D)
             v = load_rows(V, j, d, v_l, None, D, BLOCK_D)
             factor = kept(word[:, None], (first + j)[None, :], threshold, DROPOUT)
-            dq = ask_keys(dq, q, k, v, dout, lse, delta, None, factor, scale, True, PRECISION)
+            p = probabilities(q, k, lse[:, None], None, scale, PRECISION)
+            dq = add_to_dq(dq, p, factor, k, v, dout, delta, PRECISION)
     for u in range(0, near_tiles + (extras + BK - 1) // BK - whole):
         t = other_tile(u, start, stop, near_tiles, extra)
         j, live, allowed = seen_tile(t, near_tiles, low, high, extras, i, row_low, row_high, block, first, m, L, MASK,
@@ -91,21 +83,9 @@ def query_gradients(
         k = load_rows(K, j, d, k_l, live, D, BLOCK_D)
         v = load_rows(V, j, d, v_l, live, D, BLOCK_D)
         factor = kept(word[:, None], (first + j)[None, :], threshold, DROPOUT)
-        dq = ask_keys(dq, q, k, v, dout, lse, delta, allowed, factor, scale, False, PRECISION)
+        p = probabilities(q, k, lse[:, None], allowed, scale, PRECISION)
+        dq = add_to_dq(dq, p, factor, k, v, dout, delta, PRECISION)
     store_rows(DQ, dq * logit_scale, i, d, dq_l, i < end, D, BLOCK_D)
-
-
-@triton.jit
-def add_queries(dk, dv, k, v, q, dout, lse, delta, allowed, factor, scale,
-                WHOLE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Add one tile of queries to dk (without its 1/√D) and dv of a tile of keys; `allowed` is (key, query)."""
-    p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale - lse[None, :])
-    if not WHOLE:
-        p = tl.where(allowed, p, 0.0)
-    dv = tl.dot((p * factor).to(dout.dtype), dout, dv, input_precision=PRECISION)
-    dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION) * factor
-    ds = p * (dp - delta[None, :])
-    return tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION), dv
 
 
 @triton.jit
@@ -155,7 +135,8 @@ def extra_gradients(
             allowed = allowed & (x[:, None] <= i[None, :])
         word = row_words(KEY, bh, i, DROPOUT)
         factor = kept(word[None, :], x[:, None], threshold, DROPOUT)
-        dk, dv = add_queries(dk, dv, k, v, q, dout, lse, delta, allowed, factor, scale, False, PRECISION)
+        p = probabilities(k, q, lse[None, :], allowed, scale, PRECISION)
+        dk, dv = add_to_dk_dv(dk, dv, p, factor, v, q, dout, delta, PRECISION)
     at = (bh.to(tl.int64) * ((L + chunk - 1) // chunk) + c) * count * D
     store_rows(EXTRA_K + at, dk, e, d, D, e < count, D, BLOCK_D)
     store_rows(EXTRA_V + at, dv, e, d, D, e < count, D, BLOCK_D)
@@ -218,7 +199,8 @@ def key_gradients(
             lse, delta = tl.load(LSE + i), tl.load(DELTA + i)
             word = row_words(KEY, bh, first + i, DROPOUT)
             factor = kept(word[None, :], (first + j)[:, None], threshold, DROPOUT)
-            dk, dv = add_queries(dk, dv, k, v, q, dout, lse, delta, None, factor, scale, True, PRECISION)
+            p = probabilities(k, q, lse[None, :], None, scale, PRECISION)
+            dk, dv = add_to_dk_dv(dk, dv, p, factor, v, q, dout, delta, PRECISION)
     at_key = tl.where(real, j, NOWHERE)  # outside every window
     for u in range(0, near_tiles + far_tiles - (stop - start)):
         t = other_tile(u, start, stop, near_tiles, 0)
@@ -237,6 +219,7 @@ def key_gradients(
             allowed = allowed | (real[:, None] & (i < C)[None, :])
         word = row_words(KEY, bh, first + i, DROPOUT)
         factor = kept(word[None, :], (first + j)[:, None], threshold, DROPOUT)
-        dk, dv = add_queries(dk, dv, k, v, q, dout, lse, delta, allowed, factor, scale, False, PRECISION)
+        p = probabilities(k, q, lse[None, :], allowed, scale, PRECISION)
+        dk, dv = add_to_dk_dv(dk, dv, p, factor, v, q, dout, delta, PRECISION)
     store_rows(DK, dk * logit_scale, j, d, dk_l, j < end, D, BLOCK_D)
     store_rows(DV, dv, j, d, dv_l, j < end, D, BLOCK_D)

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from ..random import kept, row_words
 from ..rows import load_rows, place, store_rows
+from ..softmax import add_keys, no_keys
 
 NOWHERE = tl.constexpr(1 << 30)
 
@@ -141,23 +142,6 @@ def seen_tile(t, near_tiles, low, high, extras, i, row_low, row_high, block, fir
 
 
 @triton.jit
-def add_keys(acc, top, total, q, k, v, allowed, factor, scale, WHOLE: tl.constexpr, PRECISION: tl.constexpr):
-    """Add one tile of keys to the running softmax. WHOLE: all pairs are allowed, `allowed` is not read. `factor` is
-    that of dropout."""
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if not WHOLE:
-        s = tl.where(allowed, s, float("-inf"))
-    new_top = tl.maximum(top, tl.max(s, 1) * scale)
-    shift = new_top
-    if not WHOLE:  # a row without any key so far: avoid inf - inf
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-    p = tl.exp2(s * scale - shift[:, None])
-    old = tl.exp2(top - shift)
-    acc = tl.dot((p * factor).to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
-    return acc, new_top, total * old + tl.sum(p, 1)
-
-
-@triton.jit
 def attend(
     Q, K, V, MASK, TABLE, KEY, OUT, LSE,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l,
@@ -180,9 +164,7 @@ def attend(
 
     i = q_first + tl.arange(0, BQ)
     q = load_rows(Q, i, d, q_l, i < end, D, BLOCK_D)
-    acc = tl.zeros([BQ, BLOCK_D], tl.float32)
-    top = tl.full([BQ], float("-inf"), tl.float32)
-    total = tl.zeros([BQ], tl.float32)
+    acc, top, total = no_keys(BQ, BLOCK_D)
     word = row_words(KEY, bh, first + i, DROPOUT)
     low, high, extras = seen_range(q_first, block, end, n, left, right, BQ, C, EXTRAS, CAUSAL)
     row_low, row_high = row_bounds(i, end, left, right, C, EXTRAS, CAUSAL)
@@ -197,7 +179,7 @@ def attend(
             k = load_rows(K, j, d, k_l, None, D, BLOCK_D)
             v = load_rows(V, j, d, v_l, None, D, BLOCK_D)
             factor = kept(word[:, None], (first + j)[None, :], threshold, DROPOUT)
-            acc, top, total = add_keys(acc, top, total, q, k, v, None, factor, scale, True, PRECISION)
+            acc, top, total = add_keys(acc, top, total, q, k, v, None, factor, scale, False, PRECISION)
     for u in range(0, near_tiles + (extras + BK - 1) // BK - whole):
         t = other_tile(u, start, stop, near_tiles, extra)
         j, live, allowed = seen_tile(t, near_tiles, low, high, extras, i, row_low, row_high, block, first, m, L, MASK,
@@ -205,7 +187,7 @@ def attend(
         k = load_rows(K, j, d, k_l, live, D, BLOCK_D)
         v = load_rows(V, j, d, v_l, live, D, BLOCK_D)
         factor = kept(word[:, None], (first + j)[None, :], threshold, DROPOUT)
-        acc, top, total = add_keys(acc, top, total, q, k, v, allowed, factor, scale, False, PRECISION)
+        acc, top, total = add_keys(acc, top, total, q, k, v, allowed, factor, scale, True, PRECISION)
 
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from ..random import kept, row_words
 from ..rows import load_rows, store_rows, valid_rows
+from ..softmax import add_to_dk_dv, probabilities
 from .forward import list_of, listed, place
 
 
@@ -47,8 +48,7 @@ def query_gradients(
         real = valid_rows(MASK, j, real, HAS_MASK)
         k = load_rows(K, j, d, k_l, real, D, BLOCK_D)
         v = load_rows(V, j, d, v_l, real, D, BLOCK_D)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        p = tl.where(real[None, :], tl.exp2(s * scale - lse[:, None]), 0.0)
+        p = probabilities(q, k, lse[:, None], real[None, :], scale, PRECISION)
         dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
         dp *= kept(word[:, None], j[None, :], threshold, DROPOUT)
         ds = p * (dp - delta[:, None])
@@ -85,12 +85,9 @@ def key_gradients(
         dout = load_rows(DOUT, i, d, g_l, live, D, BLOCK_D)
         lse = tl.load(LSE + i, mask=live, other=float("inf"))  # no query: no probability
         delta = tl.load(DELTA + i, mask=live, other=0.0)
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        p = tl.where(real[:, None], tl.exp2(s * scale - lse[None, :]), 0.0)
+        p = probabilities(k, q, lse[None, :], real[:, None], scale, PRECISION)
         word = row_words(KEY, bh, i, DROPOUT)
         factor = kept(word[None, :], j[:, None], threshold, DROPOUT)
-        dv = tl.dot((p * factor).to(dout.dtype), dout, dv, input_precision=PRECISION)
-        ds = p * (tl.dot(v, tl.trans(dout), input_precision=PRECISION) * factor - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+        dk, dv = add_to_dk_dv(dk, dv, p, factor, v, q, dout, delta, PRECISION)
     store_rows(DK + b * dk_b + h * dk_h, dk * logit_scale, j, d, dk_l, inside, D, BLOCK_D)
     store_rows(DV + b * dv_b + h * dv_h, dv, j, d, dv_l, inside, D, BLOCK_D)

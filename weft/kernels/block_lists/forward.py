@@ -10,9 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..lines.forward import log_normaliser, weigh
 from ..random import kept, row_words
 from ..rows import load_rows, store_rows, valid_rows
+from ..softmax import log_normaliser, mean, no_keys, weigh
 
 
 @triton.jit
@@ -60,9 +60,7 @@ def attend(
     i += block * m
     word = row_words(KEY, bh, i, DROPOUT)
     q = load_rows(Q + b * q_b + h * q_h, i, d, q_l, live, D, BLOCK_D)
-    top = tl.full([BQ], float("-inf"), tl.float32)
-    total = tl.zeros([BQ], tl.float32)
-    acc = tl.zeros([BQ, BLOCK_D], tl.float32)
+    acc, top, total = no_keys(BQ, BLOCK_D)
     start, stop = list_of(TABLE, h, block, n, m, entries, BK)
     for t in range(start, stop):
         j, real = listed(t, TABLE, h, n, m, entries, L, BK)
@@ -73,6 +71,6 @@ def attend(
         p, old, top, total = weigh(s, real[None, :], top, total, scale)
         p *= kept(word[:, None], j[None, :], threshold, DROPOUT)
         acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
-    out = acc * (1.0 / tl.where(total > 0.0, total, 1.0))[:, None]
+    out = mean(acc, total)
     store_rows(OUT + b * o_b + h * o_h, out, i, d, o_l, live, D, BLOCK_D)
     tl.store(LSE + bh * L + i, log_normaliser(top, total), mask=live)

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from ..random import kept, row_words
 from ..rows import load_rows, store_rows
+from ..softmax import add_to_dk_dv, probabilities
 from .forward import earlier_tokens, standing, whole_runs
 
 
@@ -25,8 +26,7 @@ def summary_gradients(dq, q, word, dout, lse, delta, KBAR, VBAR, j, exist, allow
     """Add to dq, which is not scaled. Return it with the gradients of the summaries at tokens j."""
     k = load_rows(KBAR, j, d, D, exist, D, BLOCK_D)
     v = load_rows(VBAR, j, d, D, exist, D, BLOCK_D)
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale - lse[:, None]
-    p = tl.where(allowed, tl.exp2(s), 0.0)
+    p = probabilities(q, k, lse[:, None], allowed, scale, PRECISION)
     factor = kept(word[:, None], j[None, :], threshold, DROPOUT)
     dv = tl.dot(tl.trans((p * factor).to(dout.dtype)), dout, input_precision=PRECISION)
     ds = (p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) * factor - delta[:, None])).to(q.dtype)
@@ -91,8 +91,7 @@ def query_gradients(
         last, readable, allowed = whole_runs(FROM, LAST, start + tl.arange(0, BR), R, L, i, about, CAUSAL)
         k = load_rows(KBAR, last, d, D, readable, D, BLOCK_D)
         v = load_rows(VBAR, last, d, D, readable, D, BLOCK_D)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale - lse[:, None]
-        p = tl.where(allowed, tl.exp2(s), 0.0)
+        p = probabilities(q, k, lse[:, None], allowed, scale, PRECISION)
         dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
         dp *= kept(word[:, None], last[None, :], threshold, DROPOUT)
         ds = p * (dp - delta[:, None])
@@ -165,12 +164,9 @@ def run_gradients(
         allowed = start[:, None] <= i[None, :]
         if not CAUSAL:
             allowed = allowed & (last[:, None] != about[None, :])
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale - lse[None, :]
-        p = tl.where(allowed, tl.exp2(s), 0.0)
+        p = probabilities(k, q, lse[None, :], allowed, scale, PRECISION)
         factor = kept(row_words(KEY, bh, i, DROPOUT)[None, :], last[:, None], threshold, DROPOUT)
-        dv = tl.dot((p * factor).to(dout.dtype), dout, dv, input_precision=PRECISION)
-        ds = p * (tl.dot(v, tl.trans(dout), input_precision=PRECISION) * factor - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+        dk, dv = add_to_dk_dv(dk, dv, p, factor, v, q, dout, delta, PRECISION)
     CHUNKS += (bh * chunks + part) * R * 2 * D
     store_rows(CHUNKS, dk * logit_scale, c, d, 2 * D, c < R, D, BLOCK_D)
     store_rows(CHUNKS + D, dv, c, d, 2 * D, c < R, D, BLOCK_D)

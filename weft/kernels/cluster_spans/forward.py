@@ -15,9 +15,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..lines.forward import log_normaliser, weigh
 from ..random import kept, row_words
 from ..rows import load_rows, store_rows
+from ..softmax import log_normaliser, mean, weigh
 
 
 @triton.jit
@@ -107,5 +107,5 @@ def attend(
             acc, top, total, q, word, KBAR, VBAR, last, readable, allowed, d, threshold, scale, D, BLOCK_D, PRECISION,
             DROPOUT,
         )  # fmt: skip
-    store_rows(OUT, acc * (1.0 / tl.where(total > 0.0, total, 1.0))[:, None], i, d, o_l, live, D, BLOCK_D)
+    store_rows(OUT, mean(acc, total), i, d, o_l, live, D, BLOCK_D)
     tl.store(LSE + i, log_normaliser(top, total), mask=live)

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from ..random import kept, row_words
 from ..rows import load_rows, store_rows
+from ..softmax import add_to_dk_dv
 from .forward import asking_slots, bounds, seen_slots, sees
 
 
@@ -126,9 +127,7 @@ def key_gradients(
         p = tl.where(allowed, tl.exp2(x * scale - lse[None, :]), 0.0)
         word = row_words(KEY, earlier + bh, asking, DROPOUT)
         factor = kept(word[None, :], token[:, None], threshold, DROPOUT)
-        dv = tl.dot((p * factor).to(dout.dtype), dout, dv, input_precision=PRECISION)
-        ds = p * (tl.dot(v, tl.trans(dout), input_precision=PRECISION) * factor - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+        dk, dv = add_to_dk_dv(dk, dv, p, factor, v, q, dout, delta, PRECISION)
     dk *= logit_scale
     if SHARED:
         unit = load_rows(K, token, d, k_l, live, D, BLOCK_D).to(tl.float32) * inv[:, None]

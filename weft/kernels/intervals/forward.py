@@ -16,9 +16,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..lines.forward import log_normaliser, weigh
 from ..random import kept, row_words
 from ..rows import load_rows, store_rows
+from ..softmax import log_normaliser, mean, no_keys, weigh
 
 
 @triton.jit
@@ -98,9 +98,7 @@ def attend(
         total = tl.where(top == float("-inf"), 0.0, 1.0)
         acc = load_rows(OUT, token, d, o_l, live, D, BLOCK_D).to(tl.float32)
     else:
-        top = tl.full([BQ], float("-inf"), tl.float32)
-        total = tl.zeros([BQ], tl.float32)
-        acc = tl.zeros([BQ, BLOCK_D], tl.float32)
+        acc, top, total = no_keys(BQ, BLOCK_D)
     start, stop = bounds(low, high)
     for begin in range(start, stop, BK):
         j = begin + tl.arange(0, BK)
@@ -114,6 +112,5 @@ def attend(
         p, old, top, total = weigh(x, allowed, top, total, scale)
         p *= kept(word[:, None], key[None, :], threshold, DROPOUT)
         acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
-    out = acc * (1.0 / tl.where(total > 0.0, total, 1.0))[:, None]
-    store_rows(OUT, out, token, d, o_l, live, D, BLOCK_D)
+    store_rows(OUT, mean(acc, total), token, d, o_l, live, D, BLOCK_D)
     tl.store(LSE + token, log_normaliser(top, total), mask=live)

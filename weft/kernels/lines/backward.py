@@ -14,6 +14,7 @@ import triton.language as tl
 
 from ..random import kept, row_words
 from ..rows import load_rows, store_rows, valid_rows
+from ..softmax import add_to_dk_dv, probabilities
 from .forward import cells_before, place, sees
 
 
@@ -63,8 +64,7 @@ def query_gradients(
         k = load_rows(K, j, d, cell_step * k_l, real, D, BLOCK_D)
         v = load_rows(V, j, d, cell_step * v_l, real, D, BLOCK_D)
         allowed = sees(i[:, None], j[None, :], RULE) & real[None, :]
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        p = tl.where(allowed, tl.exp2(s * scale - lse[:, None]), 0.0)
+        p = probabilities(q, k, lse[:, None], allowed, scale, PRECISION)
         dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
         dp *= kept(word[:, None], (SOURCE * keys + first + j * cell_step)[None, :], threshold, DROPOUT)
         ds = p * (dp - delta[:, None])
@@ -119,14 +119,10 @@ def key_gradients(
         allowed = sees(i[None, :], j[:, None], RULE)
         if HAS_FLAGS:  # nothing is written past the end of the line, so no other masking is needed
             allowed = allowed & real[:, None]
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        p = tl.where(allowed, tl.exp2(s * scale - lse[None, :]), 0.0)
+        p = probabilities(k, q, lse[None, :], allowed, scale, PRECISION)
         word = row_words(KEY, bh, first + i * cell_step, DROPOUT)
         factor = kept(word[None, :], (SOURCE * keys + first + j * cell_step)[:, None], threshold, DROPOUT)
-        dv = tl.dot((p * factor).to(dout.dtype), dout, dv, input_precision=PRECISION)
-        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION) * factor
-        ds = p * (dp - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+        dk, dv = add_to_dk_dv(dk, dv, p, factor, v, q, dout, delta, PRECISION)
     dk *= logit_scale
     if KEEP:
         products = tl.sum(dk * k.to(tl.float32) + dv * v.to(tl.float32), 1)

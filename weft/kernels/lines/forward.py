@@ -20,6 +20,7 @@ import triton.language as tl
 
 from ..random import kept, row_words
 from ..rows import load_rows, store_rows, valid_rows
+from ..softmax import log_normaliser, mean, no_keys, weigh
 
 
 @triton.jit
@@ -38,22 +39,6 @@ def sees(i, j, RULE: tl.constexpr):
         return (j < i - 1) | (j > i + 1)
     else:
         return (j >= 0) & (i >= 0)
-
-
-@triton.jit
-def weigh(s, allowed, top, total, scale):
-    """One step of the running softmax: weights of the new keys, factor for the previous sums, new maximum and sum."""
-    s = tl.where(allowed, s, float("-inf"))
-    new_top = tl.maximum(top, tl.max(s, 1) * scale)
-    shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # no allowed key yet: avoid inf - inf
-    p = tl.exp2(s * scale - shift[:, None])
-    old = tl.exp2(top - shift)
-    return p, old, new_top, total * old + tl.sum(p, 1)
-
-
-@triton.jit
-def log_normaliser(top, total):
-    return tl.where(total > 0.0, top + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
 
 
 @triton.jit
@@ -99,9 +84,7 @@ def attend(
         total = tl.where(top == float("-inf"), 0.0, 1.0)
         acc = load_rows(OLD_OUT, i, d, cell_step * o_l, live, D, BLOCK_D).to(tl.float32)
     else:
-        top = tl.full([BQ], float("-inf"), tl.float32)
-        total = tl.zeros([BQ], tl.float32)
-        acc = tl.zeros([BQ, BLOCK_D], tl.float32)
+        acc, top, total = no_keys(BQ, BLOCK_D)
     LOOKS_BACK: tl.constexpr = RULE == "up_to" or RULE == "before" or RULE == "well_before"
     start = q_first // BK * BK if RULE == "after" else 0
     if LOOKS_BACK:
@@ -116,6 +99,5 @@ def attend(
         p, old, top, total = weigh(s, allowed, top, total, scale)
         p *= kept(word[:, None], (SOURCE * keys + first + j * cell_step)[None, :], threshold, DROPOUT)
         acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
-    out = acc * (1.0 / tl.where(total > 0.0, total, 1.0))[:, None]
-    store_rows(OUT, out, i, d, cell_step * o_l, live, D, BLOCK_D)
+    store_rows(OUT, mean(acc, total), i, d, cell_step * o_l, live, D, BLOCK_D)
     tl.store(LSE + i * cell_step, log_normaliser(top, total), mask=live)

@@ -15,9 +15,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..lines.forward import log_normaliser, weigh
 from ..random import kept, row_words
 from ..rows import load_rows, store_rows, valid_rows
+from ..softmax import log_normaliser, mean, weigh
 
 
 @triton.jit
@@ -93,5 +93,5 @@ def attend(
     w, old, top, total = weigh(s, real[None, :], top, total, scale)
     w *= kept(word[:, None], far[None, :], threshold, DROPOUT)
     acc = tl.dot(w.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
-    store_rows(OUT, acc * (1.0 / tl.where(total > 0.0, total, 1.0))[:, None], row, d, o_l, live, D, BLOCK_D)
+    store_rows(OUT, mean(acc, total), row, d, o_l, live, D, BLOCK_D)
     tl.store(LSE + row, log_normaliser(top, total), mask=live)

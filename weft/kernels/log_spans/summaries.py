@@ -13,8 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..lines.forward import log_normaliser, weigh
 from ..rows import load_rows, store_rows, valid_rows
+from ..softmax import log_normaliser, weigh
 from .forward import rows_of
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..lines.forward import log_normaliser, weigh
 from ..random import kept, row_words
 from ..rows import load_rows, store_rows, valid_rows
+from ..softmax import log_normaliser, weigh
 
 
 @triton.jit

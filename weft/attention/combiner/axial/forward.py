@@ -14,9 +14,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ....kernels.lines.forward import log_normaliser, place, weigh
+from ....kernels.lines.forward import place
 from ....kernels.random import kept, row_words
 from ....kernels.rows import load_rows, store_rows, valid_rows
+from ....kernels.softmax import log_normaliser, mean, no_keys, weigh
 
 
 @triton.jit
@@ -57,11 +58,8 @@ def summarise(
     live = i < end
     word = row_words(KEY, bh, first + i, DROPOUT)
     q = load_rows(Q, i, d, q_l, live, D, BLOCK_D)
-    vbar = tl.zeros([BQ, BLOCK_D], tl.float32)
-    kbar = tl.zeros([BQ, BLOCK_D], tl.float32)
-    direct = tl.zeros([BQ, BLOCK_D], tl.float32)
-    top = tl.full([BQ], float("-inf"), tl.float32)
-    total = tl.zeros([BQ], tl.float32)
+    vbar, top, total = no_keys(BQ, BLOCK_D)
+    kbar, direct = vbar, vbar
     direct_end = tl.minimum(end, q_first + BQ) if CAUSAL else end
     for begin in range(0, direct_end, BK):
         j = begin + tl.arange(0, BK)
@@ -75,8 +73,7 @@ def summarise(
         kbar, vbar, direct, top, total = summarise_tile(
             q, k, v, allowed, kbar, vbar, direct, factor, top, total, scale, PRECISION, DROPOUT
         )
-    out = (direct if DROPOUT else vbar) * (1.0 / tl.where(total > 0.0, total, 1.0))[:, None]
-    store_rows(OUT, out, i, d, o_l, live, D, BLOCK_D)
+    store_rows(OUT, mean(direct if DROPOUT else vbar, total), i, d, o_l, live, D, BLOCK_D)
     tl.store(LSE + bh * L + first + i, log_normaliser(top, total), mask=live)
     if CAUSAL:
         for begin in range(q_first // BK * BK, end, BK):
@@ -88,7 +85,6 @@ def summarise(
             kbar, vbar, _, top, total = summarise_tile(
                 q, k, v, allowed, kbar, vbar, direct, 1.0, top, total, scale, PRECISION, False
             )
-    share = 1.0 / tl.where(total > 0.0, total, 1.0)
-    store_rows(KBAR, kbar * share[:, None], i, d, s_l, i < m, D, BLOCK_D)
-    store_rows(VBAR, vbar * share[:, None], i, d, s_l, i < m, D, BLOCK_D)
+    store_rows(KBAR, mean(kbar, total), i, d, s_l, i < m, D, BLOCK_D)
+    store_rows(VBAR, mean(vbar, total), i, d, s_l, i < m, D, BLOCK_D)
     tl.store(LOCAL + bh * n * m + first + i, log_normaliser(top, total), mask=i < m)

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from ....kernels.random import kept, row_words
 from ....kernels.rows import load_rows, place, store_rows, valid_rows
+from ....kernels.softmax import add_to_dk_dv, add_to_dq, probabilities
 from .forward import own_summaries, seen_tile, seen_tiles
 
 
@@ -95,14 +96,10 @@ def span_gradients(
             tl.store(DELTA + i, delta, mask=live)
         block = (q_first + i) // m
         allowed = real[:, None] & ((s[:, None] < block[None, :]) if CAUSAL else (s[:, None] != block[None, :]))
-        logit = tl.dot(kbar, tl.trans(q), input_precision=PRECISION)
-        p = tl.where(allowed, tl.exp2(logit * scale - lse[None, :]), 0.0)
+        p = probabilities(kbar, q, lse[None, :], allowed, scale, PRECISION)
         word = row_words(KEY, b * H + h, first + i, DROPOUT)
         factor = kept(word[None, :], (L + s)[:, None], threshold, DROPOUT)
-        dvbar = tl.dot((p * factor).to(dout.dtype), dout, dvbar, input_precision=PRECISION)
-        dp = tl.dot(vbar, tl.trans(dout), input_precision=PRECISION)
-        ds = p * (dp * factor - delta[None, :])
-        dkbar = tl.dot(ds.to(q.dtype), q, dkbar, input_precision=PRECISION)
+        dkbar, dvbar = add_to_dk_dv(dkbar, dvbar, p, factor, vbar, q, dout, delta, PRECISION)
     store_rows(PART_K + part * D, dkbar * logit_scale, s, d, D, s < count, D, BLOCK_D)
     store_rows(PART_V + part * D, dvbar, s, d, D, s < count, D, BLOCK_D)
 
@@ -191,18 +188,14 @@ def key_gradients(
         dout = load_rows(DOUT, i, d, g_l, i < end, D, BLOCK_D)
         lse = tl.load(LSE + i, mask=i < end, other=0.0)
         delta = tl.load(DELTA + i, mask=i < end, other=0.0)
-        logit = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        p = tl.exp2(logit * scale - lse[None, :])
+        p = probabilities(k, q, lse[None, :], None, scale, PRECISION)
         if CAUSAL:
             p = tl.where((j[:, None] <= i[None, :]), p, 0.0)
         if HAS_MASK or not CAUSAL:
             p = tl.where(real[:, None], p, 0.0)
         word = row_words(KEY, bh, first + i, DROPOUT)
         factor = kept(word[None, :], (first + j)[:, None], threshold, DROPOUT)
-        dv = tl.dot((p * factor).to(dout.dtype), dout, dv, input_precision=PRECISION)
-        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
-        ds = p * (dp * factor - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+        dk, dv = add_to_dk_dv(dk, dv, p, factor, v, q, dout, delta, PRECISION)
     store_rows(DK, dk * logit_scale, j, d, dk_l, j < end, D, BLOCK_D)
     store_rows(DV, dv, j, d, dv_l, j < end, D, BLOCK_D)
 
@@ -262,10 +255,7 @@ def query_gradients(
         own, row, live, allowed = seen_tile(t, own_tiles, i, end, mine, spans, MASK, LOCAL, BK, CAUSAL, HAS_MASK)
         k = load_rows(tl.where(own, K, KBAR), row, d, tl.where(own, k_l, D), live, D, BLOCK_D)
         v = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), live, D, BLOCK_D)
-        logit = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        p = tl.where(allowed, tl.exp2(logit * scale - lse[:, None]), 0.0)
+        p = probabilities(q, k, lse[:, None], allowed, scale, PRECISION)
         factor = kept(word[:, None], (row + tl.where(own, first, L))[None, :], threshold, DROPOUT)
-        dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION) * factor
-        ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        dq = add_to_dq(dq, p, factor, k, v, dout, delta, PRECISION)
     store_rows(DQ, dq * logit_scale, i, d, dq_l, i < end, D, BLOCK_D)

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from ....kernels.random import kept, row_words
 from ....kernels.rows import load_rows, place, store_rows, valid_rows
+from ....kernels.softmax import add_keys, no_keys
 
 
 @triton.jit
@@ -156,24 +157,6 @@ def seen_tile(t, own_tiles, i, end, block, spans, MASK, LOCAL, BK: tl.constexpr,
 
 
 @triton.jit
-def add_tile(acc, top, total, q, k, v, allowed, factor, scale,
-             ALL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Add one tile of keys to the running softmax. ALL: all pairs are allowed, `allowed` is not read. `factor` is that
-    of dropout."""
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if not ALL:
-        s = tl.where(allowed, s, float("-inf"))
-    new_top = tl.maximum(top, tl.max(s, 1) * scale)
-    shift = new_top
-    if HAS_MASK:  # a row without any allowed key so far: avoid inf - inf
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-    p = tl.exp2(s * scale - shift[:, None])
-    old = tl.exp2(top - shift)
-    acc = tl.dot((p * factor).to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
-    return acc, new_top, total * old + tl.sum(p, 1)
-
-
-@triton.jit
 def attend(
     Q, K, V, MASK, TABLE, KBAR, VBAR, LOCAL, KEY, OUT, LSE,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l,
@@ -203,9 +186,7 @@ def attend(
         return
     i = q_first + tl.arange(0, BQ)
     q = load_rows(Q, i, d, q_l, i < end, D, BLOCK_D)
-    acc = tl.zeros([BQ, BLOCK_D], tl.float32)
-    top = tl.full([BQ], float("-inf"), tl.float32)
-    total = tl.zeros([BQ], tl.float32)
+    acc, top, total = no_keys(BQ, BLOCK_D)
     word = row_words(KEY, bh, first + i, DROPOUT)
     own_tiles, tiles, spans = seen_tiles(q_first, end, mine, count, BQ, BK, SPANS, CAUSAL)
     own_whole, span_whole = 0, 0
@@ -217,7 +198,7 @@ def attend(
             k = load_rows(tl.where(own, K, KBAR), row, d, tl.where(own, k_l, D), None, D, BLOCK_D)
             v = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), None, D, BLOCK_D)
             factor = kept(word[:, None], (row + tl.where(own, first, L))[None, :], threshold, DROPOUT)
-            acc, top, total = add_tile(acc, top, total, q, k, v, None, factor, scale, True, HAS_MASK, PRECISION)
+            acc, top, total = add_keys(acc, top, total, q, k, v, None, factor, scale, False, PRECISION)
     edge = own_tiles - own_whole
     for t in range(0, tiles - own_whole - span_whole):
         t += tl.where(t < edge, own_whole, own_whole + span_whole)
@@ -225,7 +206,7 @@ def attend(
         k = load_rows(tl.where(own, K, KBAR), row, d, tl.where(own, k_l, D), live, D, BLOCK_D)
         v = load_rows(tl.where(own, V, VBAR), row, d, tl.where(own, v_l, D), live, D, BLOCK_D)
         factor = kept(word[:, None], (row + tl.where(own, first, L))[None, :], threshold, DROPOUT)
-        acc, top, total = add_tile(acc, top, total, q, k, v, allowed, factor, scale, False, HAS_MASK, PRECISION)
+        acc, top, total = add_keys(acc, top, total, q, k, v, allowed, factor, scale, HAS_MASK, PRECISION)
 
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
