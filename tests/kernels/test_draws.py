@@ -108,6 +108,13 @@ def test_placements_are_the_swaps_of_their_noise(height, width, rows, columns, c
     assert (mine == by_definition(seed, *sizes, sigma, *rest)).all()
 
 
+def test_samples_of_too_many_keys_are_refused():
+    """The kernels would write outside the keys: they count them with 32 bits."""
+    options = (2**20, 16, 16, None, False, True, 0)
+    with pytest.raises(ValueError, match="1,048,576 windows of 16 tokens .* use fewer windows"):
+        device.sample_windows((torch.zeros(1, dtype=torch.int64, device=DEVICE),), options)
+
+
 @pytest.mark.parametrize(("causal", "options"), [(True, {}), (False, {"keep": 0.5})])
 def test_a_call_that_draws_equals_the_call_with_its_sample(monkeypatch, causal, options):
     """Three times: the third call is a replay."""

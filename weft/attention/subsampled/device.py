@@ -27,6 +27,7 @@ from .sampling_2d import COLUMN_BITS, FRESH_SWEEPS, POOL, _pool
 WIDEST = 2.0**30  # largest σ, in positions
 FRACTION = 6  # bits for fractions of a position; ties go to the later position
 BLOCK = 4096  # sources per step, in 16 warps
+MOST_KEYS = 2**30  # the kernels count them with 32 bits
 
 
 def can_draw(device: torch.device, length: int, sigma: float | None) -> bool:
@@ -104,6 +105,11 @@ def sample_windows(tensors, options) -> tuple[Tensor]:
     (key,), (windows, size, kept, sigma, gaussian, causal, rank) = tensors, options
     longest = windows * size
     count = causal_noise(windows, size) if causal else longest
+    if count > MOST_KEYS:
+        raise ValueError(
+            f"a causal sample of {windows:,} windows of {size:,} tokens takes {count:,} random keys, and a GPU draws "
+            f"up to {MOST_KEYS:,}; use fewer windows"
+        )
     low_bits = (longest - 1).bit_length()
     spread = -1 if sigma is None else round(sigma * 2**FRACTION)
     # Normal numbers are below 6 in magnitude, see `normals`.
