@@ -29,6 +29,7 @@ from ....core.tiles import (
     precision,
     rows_contiguous,
     strides,
+    tile_table,
     tiles_for,
 )
 from ....kernels.grouped import fits, gradients, sum_to_groups
@@ -38,36 +39,22 @@ from ....kernels.operator import Operator
 POOLS = ("max", "mean", "sum")
 LEAST_LENGTH = 256  # measured: the kernels are faster than the plain version from here on; docs/kernels.md
 
-
-# Keys: kernel, maximum head_dim, bytes per element. Measured with benchmarks/gpu_tune.py; docs/kernels.md.
-TILES: dict[tuple[str, int, int], Tiles] = {
-    ("summarise", 64, 2): Tiles(32, 0, 4, 3),
-    ("summarise", 128, 2): Tiles(32, 0, 8, 3),
-    ("summarise", 64, 4): Tiles(16, 0, 4, 3),
-    ("summarise", 128, 4): Tiles(16, 0, 8, 3),
-    ("summarise and keep", 64, 2): Tiles(32, 0, 4, 3),  # with the statistics for the backward
-    ("summarise and keep", 128, 2): Tiles(32, 0, 8, 3),
-    ("summarise short blocks", 64, 2): Tiles(32, 0, 2, 3),  # up to 128 tokens: benchmarks/results/gpu_floor.json
-    ("summarise and keep short blocks", 64, 2): Tiles(16, 0, 2, 4),
-    ("summarise and keep", 64, 4): Tiles(16, 0, 4, 3),
-    ("summarise and keep", 128, 4): Tiles(16, 0, 8, 3),
-    ("attend", 64, 2): Tiles(64, 32, 4, 3),
-    ("attend", 128, 2): Tiles(64, 32, 4, 2),
-    ("attend", 64, 4): Tiles(64, 32, 4, 2),
-    ("attend", 128, 4): Tiles(32, 32, 4, 1),
-    ("span gradients", 64, 2): Tiles(32, 64, 4, 3, 168),  # three programs per multiprocessor
-    ("span gradients", 128, 2): Tiles(64, 64, 8, 2),
-    ("span gradients", 64, 4): Tiles(32, 32, 4, 2),
-    ("span gradients", 128, 4): Tiles(32, 32, 4, 1),
-    ("key gradients", 64, 2): Tiles(32, 64, 4, 3),
-    ("key gradients", 128, 2): Tiles(64, 64, 8, 2),
-    ("key gradients", 64, 4): Tiles(32, 32, 4, 1),
-    ("key gradients", 128, 4): Tiles(32, 32, 4, 1),
-    ("query gradients", 64, 2): Tiles(64, 32, 4, 3),
-    ("query gradients", 128, 2): Tiles(64, 32, 4, 2),
-    ("query gradients", 64, 4): Tiles(32, 32, 4, 2),
-    ("query gradients", 128, 4): Tiles(32, 32, 4, 1),
-}
+# Measured with benchmarks/gpu_tune.py; docs/kernels.md.
+TILES = tile_table(
+    {
+        "summarise": ((32, 0, 4, 3), (32, 0, 8, 3), (16, 0, 4, 3), (16, 0, 8, 3)),
+        # and keep statistics for the backward
+        "summarise and keep": ((32, 0, 4, 3), (32, 0, 8, 3), (16, 0, 4, 3), (16, 0, 8, 3)),
+        "attend": ((64, 32, 4, 3), (64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
+        # 168 registers: three programs per multiprocessor
+        "span gradients": ((32, 64, 4, 3, 168), (64, 64, 8, 2), (32, 32, 4, 2), (32, 32, 4, 1)),
+        "key gradients": ((32, 64, 4, 3), (64, 64, 8, 2), (32, 32, 4, 1), (32, 32, 4, 1)),
+        "query gradients": ((64, 32, 4, 3), (64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1)),
+    }
+)
+# Blocks up to 128 tokens: benchmarks/results/gpu_floor.json.
+TILES["summarise short blocks", 64, 2] = Tiles(32, 0, 2, 3)
+TILES["summarise and keep short blocks", 64, 2] = Tiles(16, 0, 2, 4)
 
 
 def combiner_fixed(
