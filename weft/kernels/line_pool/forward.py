@@ -23,6 +23,21 @@ def load_row(X, token, row_stride, d, inside, D: tl.constexpr):
 
 
 @triton.jit
+def load_chunk(
+    X, MASK, x_l, d, start, step, begin, cells, length, D: tl.constexpr, CHUNK: tl.constexpr, HAS_MASK: tl.constexpr
+):  # fmt: skip
+    """CHUNK rows of a line from position `begin` on, and which of them are real tokens."""
+    xs = ()
+    reals = ()
+    for r in tl.static_range(CHUNK):
+        token = start + (begin + r) * step
+        inside = (begin + r < cells) & (token < length)
+        xs = xs + (load_row(X, token, x_l, d, inside, D),)
+        reals = reals + (valid_rows(MASK, token, inside, HAS_MASK),)
+    return xs, reals
+
+
+@triton.jit
 def store_row(X, x, token, row_stride, d, inside, D: tl.constexpr):
     tl.store(X + token.to(tl.int64) * row_stride + d, x.to(X.dtype.element_ty), mask=d < tl.where(inside, D, 0))
 
@@ -91,13 +106,7 @@ def pool_running(
     kept = tl.full([BLOCK_D], float("-inf") if POOL == "max" else 0.0, tl.float32)
     count = 0
     for begin in range(0, cells, CHUNK):
-        xs = ()
-        reals = ()
-        for r in tl.static_range(CHUNK):
-            token = start + (begin + r) * step
-            inside = (begin + r < cells) & (token < length)
-            xs = xs + (load_row(X, token, x_l, d, inside, D),)
-            reals = reals + (valid_rows(MASK, token, inside, HAS_MASK),)
+        xs, reals = load_chunk(X, MASK, x_l, d, start, step, begin, cells, length, D, CHUNK, HAS_MASK)
         for r in tl.static_range(CHUNK):
             more = tl.maximum(kept, xs[r]) if POOL == "max" else kept + xs[r]
             more = tl.where(reals[r], more, kept)
@@ -106,7 +115,7 @@ def pool_running(
                 kept, count = more, more_count
             token = start + (begin + r) * step
             store_row(OUT, finish(kept, count, POOL), token, out_l, d, begin + r < cells, D)
-            tl.store(SOME + token, (count > 0).to(tl.uint8), mask=writes & (begin + r < cells))
+            tl.store(SOME + token, count > 0, mask=writes & (begin + r < cells))
             kept, count = more, more_count
 
 
@@ -121,13 +130,7 @@ def pool_others(
     alone = tl.full([BLOCK_D], -1, tl.int32)
     count = 0
     for begin in range(0, cells, CHUNK):
-        xs = ()
-        reals = ()
-        for r in tl.static_range(CHUNK):
-            token = start + (begin + r) * step
-            inside = (begin + r < cells) & (token < length)
-            xs = xs + (load_row(X, token, x_l, d, inside, D),)
-            reals = reals + (valid_rows(MASK, token, inside, HAS_MASK),)
+        xs, reals = load_chunk(X, MASK, x_l, d, start, step, begin, cells, length, D, CHUNK, HAS_MASK)
         for r in tl.static_range(CHUNK):
             count += reals[r].to(tl.int32)
             if POOL == "max":
@@ -138,14 +141,7 @@ def pool_others(
             else:
                 kept += tl.where(reals[r], xs[r], 0.0)
     for begin in range(0, cells, CHUNK):
-        xs = ()
-        reals = ()
-        for r in tl.static_range(CHUNK):
-            token = start + (begin + r) * step
-            inside = (begin + r < cells) & (token < length)
-            if POOL != "max":
-                xs = xs + (load_row(X, token, x_l, d, inside, D),)
-            reals = reals + (valid_rows(MASK, token, inside, HAS_MASK),)
+        xs, reals = load_chunk(X, MASK, x_l, d, start, step, begin, cells, length, D, CHUNK, HAS_MASK)
         for r in tl.static_range(CHUNK):
             others = count - reals[r].to(tl.int32)
             if POOL == "max":
@@ -154,4 +150,4 @@ def pool_others(
                 rest = kept - tl.where(reals[r], xs[r], 0.0)
             token = start + (begin + r) * step
             store_row(OUT, finish(rest, others, POOL), token, out_l, d, begin + r < cells, D)
-            tl.store(SOME + token, (others > 0).to(tl.uint8), mask=writes & (begin + r < cells))
+            tl.store(SOME + token, others > 0, mask=writes & (begin + r < cells))

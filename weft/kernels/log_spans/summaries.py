@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..line_pool.forward import finish
 from ..rows import load_rows, store_rows, valid_rows
 from ..softmax import log_normaliser, weigh
 from .forward import rows_of
@@ -23,17 +24,6 @@ def halves(x, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, POOL: tl.constexpr):
     """(ROWS, BLOCK_D) -> (ROWS / 2, BLOCK_D): the pools of two rows each."""
     x = tl.reshape(x, [ROWS // 2, 2, BLOCK_D])
     return tl.max(x, 1) if POOL == "max" else tl.sum(x, 1)
-
-
-@triton.jit
-def finish(x, count, POOL: tl.constexpr):
-    """The pooled vector; zeros for a span without tokens."""
-    if POOL == "max":
-        return tl.where(count > 0.0, x, 0.0)
-    elif POOL == "mean":
-        return x / tl.maximum(count, 1.0)
-    else:
-        return x
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..line_pool.backward import share
 from ..rows import load_rows, store_rows, valid_rows
 from .forward import rows_of
 from .summaries import ends_in_tile, halves, span_of_tiles, spans_around, tokens_of_spans
@@ -99,12 +100,6 @@ def collect_queries(
         acc += tl.sum(load_rows(PARTS, t, d, levels * D, t <= tile, D, BLOCK_D), 0)
     DQBAR += (bh * L + rows_of(end, L, REVERSE)) * D
     tl.store(DQBAR + d, acc.to(DQBAR.dtype.element_ty), mask=d < D)
-
-
-@triton.jit
-def share(a, b):
-    """The share of the gradient of max(a, b) that goes to a."""
-    return tl.where(a > b, 1.0, tl.where(a == b, 0.5, 0.0))
 
 
 @triton.jit
