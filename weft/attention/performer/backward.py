@@ -11,8 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...kernels.linear_scan.forward import operand
 from ...kernels.rows import load_rows, store_rows, valid_rows
-from .forward import half_square, operand, project, shares
+from .forward import half_square, project, shares
 
 
 @triton.jit

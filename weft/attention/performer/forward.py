@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...kernels.linear_scan.forward import operand
 from ...kernels.rows import load_rows, store_rows, valid_rows
 
 
@@ -25,11 +26,6 @@ def split(P, OUT, count, scale, COLUMNS: tl.constexpr, BF16: tl.constexpr):
         tl.store(OUT + count + at, (p - high.to(tl.float32)).to(tl.bfloat16), mask=at < count)
     else:
         tl.store(OUT + at, p, mask=at < count)
-
-
-@triton.jit
-def operand(x, BF16: tl.constexpr):
-    return x.to(tl.bfloat16 if BF16 else tl.float32)
 
 
 @triton.jit

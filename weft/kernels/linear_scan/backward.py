@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ..rows import load_rows, place, store_rows, valid_rows
-from .forward import chunk_end, fade, feature_map, operand
+from .forward import chunk_end, empty_part, fade, feature_map, operand, store_part
 
 
 @triton.jit
@@ -32,7 +32,6 @@ def gradient_states(
     forward; and DELTA."""
     TILES: tl.constexpr = (F + BF - 1) // BF
     WHOLE: tl.constexpr = F // BF * BF
-    R: tl.constexpr = F + 1 if SCALED else F
     bh, work = tl.program_id(0) % BH, tl.program_id(0) // BH
     f0, c = work % TILES * BF, work // TILES
     PARTS += (bh.to(tl.int64) * n + c) * PART
@@ -44,10 +43,7 @@ def gradient_states(
     row_at = bh * L + first
     TOP += bh // GROUP * L
 
-    state = tl.zeros([BF, BLOCK_D], tl.float32)
-    norm = tl.zeros([BF], tl.float32)
-    rest_state = tl.zeros([BLOCK_D], tl.float32)
-    rest_norm = tl.sum(tl.zeros([ROWS], tl.float32), 0)
+    state, norm, rest_state, rest_norm = empty_part(BF, BLOCK_D, ROWS)
     for start in range(0, end, ROWS):
         i = start + tl.arange(0, ROWS)
         live = i < end
@@ -67,12 +63,7 @@ def gradient_states(
         state = tl.dot(tl.trans(q), operand(dout, BF16), state, input_precision=PRECISION)
         norm -= tl.sum(q.to(tl.float32) * delta[:, None], 0)
 
-    store_rows(PARTS, state, f, d, D, f < F, D, BLOCK_D)
-    tl.store(PARTS + R * D + f, norm, mask=f < F)
-    if SCALED:
-        if f0 == 0:
-            tl.store(PARTS + F * D + d, rest_state, mask=d < D)
-            tl.store(PARTS + R * D + F, rest_norm)
+    store_part(PARTS, state, norm, rest_state, rest_norm, f0, f, d, F, D, BLOCK_D, SCALED)
 
 
 @triton.jit

@@ -54,6 +54,28 @@ def chunk_end(TOP, c, L, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def empty_part(BF: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
+    """A tile of S and of z, and the sums of v and of 1, before the first key."""
+    tokens = tl.sum(tl.zeros([ROWS], tl.float32), 0)
+    return tl.zeros([BF, BLOCK_D], tl.float32), tl.zeros([BF], tl.float32), tl.zeros([BLOCK_D], tl.float32), tokens
+
+
+@triton.jit
+def store_part(
+    PARTS, state, norm, v_sum, tokens, f0, f, d,
+    F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Features f of a part: the R = F (+1) rows of S, then z. The last row and number are the sums of v and of 1."""
+    R: tl.constexpr = F + 1 if SCALED else F
+    store_rows(PARTS, state, f, d, D, f < F, D, BLOCK_D)
+    tl.store(PARTS + R * D + f, norm, mask=f < F)
+    if SCALED:
+        if f0 == 0:
+            tl.store(PARTS + F * D + d, v_sum, mask=d < D)
+            tl.store(PARTS + R * D + F, tokens)
+
+
+@triton.jit
 def chunk_states(
     K, V, MASK, TABLE, KEY_SCALE, TOP, PARTS,
     k_b, k_h, k_l, v_b, v_h, v_l,
@@ -62,10 +84,9 @@ def chunk_states(
     PART: tl.constexpr, CHUNK: tl.constexpr, FEATURES: tl.constexpr, SCALED: tl.constexpr, HAS_MASK: tl.constexpr,
     BF16: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of features of one chunk. PARTS is (B·H, n, PART), float32: the R = F (+1) rows of S, then z."""
+    """One tile of features of one chunk. PARTS is (B·H, n, PART), float32, written by `store_part`."""
     TILES: tl.constexpr = (F + BF - 1) // BF
     WHOLE: tl.constexpr = F // BF * BF  # equals F if no tile has columns past F
-    R: tl.constexpr = F + 1 if SCALED else F
     bh, work = tl.program_id(0) % BH, tl.program_id(0) // BH
     f0, c = work % TILES * BF, work // TILES
     PARTS += (bh.to(tl.int64) * n + c) * PART
@@ -77,10 +98,7 @@ def chunk_states(
     TOP += bh * L
     KEY_SCALE += bh * L + first
 
-    state = tl.zeros([BF, BLOCK_D], tl.float32)
-    norm = tl.zeros([BF], tl.float32)
-    v_sum = tl.zeros([BLOCK_D], tl.float32)
-    tokens = tl.sum(tl.zeros([ROWS], tl.float32), 0)
+    state, norm, v_sum, tokens = empty_part(BF, BLOCK_D, ROWS)
     for start in range(0, end, ROWS):
         j = start + tl.arange(0, ROWS)
         live = valid_rows(MASK, j, j < end, HAS_MASK)
@@ -95,12 +113,7 @@ def chunk_states(
         state = tl.dot(tl.trans(k), operand(v, BF16), state, input_precision=PRECISION)
         norm += tl.sum(k.to(tl.float32), 0)
 
-    store_rows(PARTS, state, f, d, D, f < F, D, BLOCK_D)
-    tl.store(PARTS + R * D + f, norm, mask=f < F)
-    if SCALED:
-        if f0 == 0:
-            tl.store(PARTS + F * D + d, v_sum, mask=d < D)
-            tl.store(PARTS + R * D + F, tokens)
+    store_part(PARTS, state, norm, v_sum, tokens, f0, f, d, F, D, BLOCK_D, SCALED)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..linear_scan.forward import fade, feature_map, operand
+from ..linear_scan.forward import empty_part, fade, feature_map, operand
 from ..rows import load_rows, place, store_rows, valid_rows
 from .forward import own_sums, product_operand
 
@@ -59,10 +59,7 @@ def query_gradients(
     sums = product_operand(load_rows(SUMS, f, d, D, f < F, D, BLOCK_D), FEATURES, BF16)
     z = tl.load(SUMS + R * D + f, mask=f < F, other=0.0)
 
-    state = tl.zeros([BF, BLOCK_D], tl.float32)
-    norm = tl.zeros([BF], tl.float32)
-    rest_state = tl.zeros([BLOCK_D], tl.float32)
-    rest_norm = tl.sum(tl.zeros([ROWS], tl.float32), 0)
+    state, norm, rest_state, rest_norm = empty_part(BF, BLOCK_D, ROWS)
     dtop = rest_norm
     for start in range(0, end, ROWS):
         i = start + tl.arange(0, ROWS)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..linear_scan.forward import fade, feature_map, operand
+from ..linear_scan.forward import empty_part, fade, feature_map, operand, store_part
 from ..rows import load_rows, place, store_rows, valid_rows
 
 
@@ -28,10 +28,9 @@ def key_sums(
     FEATURES: tl.constexpr, SCALED: tl.constexpr, HAS_MASK: tl.constexpr, BF16: tl.constexpr, PRECISION: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of features of one chunk. PARTS is (B·H, n, PART), float32: the R = F (+1) rows of S, then z."""
+    """One tile of features of one chunk. PARTS is (B·H, n, PART), float32, written by `store_part`."""
     TILES: tl.constexpr = (F + BF - 1) // BF
     WHOLE: tl.constexpr = F // BF * BF  # equals F if no tile has columns past F
-    R: tl.constexpr = F + 1 if SCALED else F
     bh, work = tl.program_id(0) % BH, tl.program_id(0) // BH
     f0, c = work % TILES * BF, work // TILES
     PARTS += (bh.to(tl.int64) * n + c) * PART
@@ -44,10 +43,7 @@ def key_sums(
         KEY_SCALE += bh * L + first
         top = tl.load(TOP + bh * L + L - 1)
 
-    state = tl.zeros([BF, BLOCK_D], tl.float32)
-    norm = tl.zeros([BF], tl.float32)
-    v_sum = tl.zeros([BLOCK_D], tl.float32)
-    tokens = tl.sum(tl.zeros([ROWS], tl.float32), 0)
+    state, norm, v_sum, tokens = empty_part(BF, BLOCK_D, ROWS)
     for start in range(0, end, ROWS):
         j = start + tl.arange(0, ROWS)
         live = valid_rows(MASK, j, j < end, HAS_MASK)
@@ -61,12 +57,7 @@ def key_sums(
         state = tl.dot(tl.trans(k), operand(v, BF16), state, input_precision=PRECISION)
         norm += tl.sum(k.to(tl.float32), 0)
 
-    store_rows(PARTS, state, f, d, D, f < F, D, BLOCK_D)
-    tl.store(PARTS + R * D + f, norm, mask=f < F)
-    if SCALED:
-        if f0 == 0:
-            tl.store(PARTS + F * D + d, v_sum, mask=d < D)
-            tl.store(PARTS + R * D + F, tokens)
+    store_part(PARTS, state, norm, v_sum, tokens, f0, f, d, F, D, BLOCK_D, SCALED)
 
 
 @triton.jit
