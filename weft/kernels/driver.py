@@ -156,9 +156,9 @@ class Launches:
         self.replays, self.graph = 0, 0  # the graph: address of its description, or 0
         self.player, self.graph_player = _players()
         if self.player is not None:
-            self._prepare_player(self.player, prepared)
+            self._prepare_player(prepared)
 
-    def _prepare_player(self, player: Callable[[int, int], int], prepared: list[tuple[int, int, int]]) -> None:
+    def _prepare_player(self, prepared: list[tuple[int, int, int]]) -> None:
         try:
             start = ctypes.cast(self.start, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
         except (TypeError, ctypes.ArgumentError):  # not a C function

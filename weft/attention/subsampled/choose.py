@@ -61,7 +61,7 @@ def order_statistic(KEYS, n, rank, bits, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def choose(KEYS, SOURCES, W, P, bits, low_bits, CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
+def choose(KEYS, SOURCES, W, P, bits, CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
     """The sources of window w: the last P of its prefix if causal, otherwise those from wP on; by position."""
     w = tl.program_id(0)
     n = W * P

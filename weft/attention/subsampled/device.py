@@ -123,7 +123,7 @@ def sample_windows(tensors, options) -> tuple[Tensor]:
     )  # fmt: skip
     launch(
         choose, (windows,),
-        keys, sources, windows, size, ceil_div(bits + low_bits, 8) * 8, low_bits,
+        keys, sources, windows, size, ceil_div(bits + low_bits, 8) * 8,
         CAUSAL=causal, BLOCK=BLOCK, num_warps=16,
     )  # fmt: skip
     return (_thinned(key, sources, kept, 2 * count, rank),)

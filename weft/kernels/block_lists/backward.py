@@ -42,7 +42,7 @@ def query_gradients(
     lse = tl.load(LSE + bh * L + i, mask=live, other=0.0)
     word = row_words(KEY, bh, i, DROPOUT)
     dq = tl.zeros([BQ, BLOCK_D], tl.float32)
-    start, stop = list_of(TABLE, h, block, n, m, entries, BK)
+    start, stop = list_of(TABLE, h, block, m, entries, BK)
     for t in range(start, stop):
         j, real = listed(t, TABLE, h, n, m, entries, L, BK)
         real = valid_rows(MASK, j, real, HAS_MASK)
@@ -78,7 +78,7 @@ def key_gradients(
     v = load_rows(V + b * v_b + h // GROUP * v_h, j, d, v_l, real, D, BLOCK_D)
     dk = tl.zeros([BK, BLOCK_D], tl.float32)
     dv = tl.zeros([BK, BLOCK_D], tl.float32)
-    start, stop = list_of(TABLE, h, block, n, m, entries, BQ)
+    start, stop = list_of(TABLE, h, block, m, entries, BQ)
     for t in range(start, stop):
         i, live = listed(t, TABLE, h, n, m, entries, L, BQ)
         q = load_rows(Q, i, d, q_l, live, D, BLOCK_D)

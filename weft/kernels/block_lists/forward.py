@@ -26,7 +26,7 @@ def place(BH, H, n, m, TILE: tl.constexpr):
 
 
 @triton.jit
-def list_of(TABLE, h, block, n, m, entries, TILE: tl.constexpr):
+def list_of(TABLE, h, block, m, entries, TILE: tl.constexpr):
     """The tiles of the list of a block, from `start` to `stop`."""
     tiles = (m + TILE - 1) // TILE
     TABLE += h * entries + block
@@ -61,7 +61,7 @@ def attend(
     word = row_words(KEY, bh, i, DROPOUT)
     q = load_rows(Q + b * q_b + h * q_h, i, d, q_l, live, D, BLOCK_D)
     acc, top, total = no_keys(BQ, BLOCK_D)
-    start, stop = list_of(TABLE, h, block, n, m, entries, BK)
+    start, stop = list_of(TABLE, h, block, m, entries, BK)
     for t in range(start, stop):
         j, real = listed(t, TABLE, h, n, m, entries, L, BK)
         real = valid_rows(MASK, j, real, HAS_MASK)

@@ -43,7 +43,7 @@ def seen_slots(s, live, GROUP, START, groups, size, BACK: tl.constexpr, CAUSAL: 
 @triton.jit
 def asking_slots(s, live, GROUP, START, groups, size, BACK: tl.constexpr, CAUSAL: tl.constexpr):
     """[first, last) of the queries that attend to the keys in slots s; empty if not live."""
-    live, run, start, end = run_of(s, live, GROUP, START, groups, size)
+    live, run, _, end = run_of(s, live, GROUP, START, groups, size)
     first = s if CAUSAL else run
     last = tl.minimum(run + (2 * size if BACK else size), end)
     return tl.where(live, first, 0), tl.where(live, last, 0)

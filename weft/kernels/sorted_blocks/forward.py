@@ -60,7 +60,7 @@ def place_blocks(
         j = start + tl.arange(0, COLUMNS)
         source = valid_rows(SOURCES, j, j < n, HAS_SOURCES)
         s = tl.dot(sums, sort_columns(SORT, d, j, n, w_d, D), input_precision=PRECISION)
-        p, old, top, total = weigh(s, source[None, :], top, total, scale)
+        _, _, top, total = weigh(s, source[None, :], top, total, scale)
     lse = log_normaliser(top, total)
     for start in range(0, width, COLUMNS):
         j = start + tl.arange(0, COLUMNS)
