@@ -9,13 +9,12 @@ column part covers cells at a distance of two or more. The plain version in `__i
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ...core.blocks import ceil_div
 from ...core.precision import autocast
-from ...core.tiles import as_flags, empty_rows, for_operator, near_rows
-from ...kernels.band.kernel import attend_near, check, near_gradients
+from ...core.tiles import as_flags, for_operator, near_rows
+from ...kernels.band.kernel import attend_near, check, empty_outputs, near_gradients
 from ...kernels.grouped import gradients, sum_to_groups
 from ...kernels.lines.kernel import Lines, Rule, attend_lines, line_key_gradients, line_query_gradients
 from ...kernels.operator import Operator
@@ -71,7 +70,7 @@ _operator = Operator(
     "strided",
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key, int block_size, bool causal, int threshold",
     _forward,
-    lambda q, *rest: (empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)),
+    empty_outputs,
     _backward,
     outputs=2,
 )

@@ -98,7 +98,7 @@ def attend_near(
     """out and its log2 normalisers, -inf for queries without keys."""
     from .forward import attend
 
-    out, lse = _outputs(q)
+    out, lse = empty_outputs(q)
     q, k, v = (near_rows(x) for x in (q, k, v))
     B, H, L, D = q.shape
     m, n, left, right, extras, count = _sizes(L, block_size, left, right, extras, count, table)
@@ -115,7 +115,8 @@ def attend_near(
     return out, lse
 
 
-def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
+def empty_outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """out and its normalisers, for any operator with these arguments."""
     return empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -202,7 +203,7 @@ _operator = Operator(
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? table, Tensor? key, int block_size, int left, int right,"
     " bool causal, str extras, int count, bool leading, int threshold",
     _forward,
-    lambda q, *rest: _outputs(q),
+    empty_outputs,
     _backward,
     outputs=2,
 )

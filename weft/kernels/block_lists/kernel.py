@@ -27,7 +27,7 @@ from ...core.tiles import (
     tile_table,
     tiles_for,
 )
-from ..band.kernel import check
+from ..band.kernel import check, empty_outputs
 from ..grouped import gradients, sum_to_groups
 from ..launch import launch
 from ..lines.kernel import scales
@@ -69,7 +69,7 @@ def _forward(q, k, v, mask, table, key, block_size, threshold):
     from .forward import attend
 
     check(q, k, v, "none")
-    out, lse = _outputs(q)
+    out, lse = empty_outputs(q)
     q, k, v = (near_rows(x) for x in (q, k, v))
     programs, sizes, options = _launch("attend", q, k, mask, table, key, block_size, threshold)
     launch(
@@ -78,10 +78,6 @@ def _forward(q, k, v, mask, table, key, block_size, threshold):
         *strides(q), *strides(k), *strides(v), *strides(out), *sizes, scales(q)[0], **options,
     )  # fmt: skip
     return out, lse
-
-
-def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
-    return empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _backward(dout, q, k, v, mask, table, key, out, lse, block_size, threshold):
@@ -130,7 +126,7 @@ _operator = Operator(
     "block_lists",
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor table, Tensor? key, int block_size, int threshold",
     _forward,
-    lambda q, *rest: _outputs(q),
+    empty_outputs,
     _backward,
     outputs=2,
 )

@@ -32,7 +32,7 @@ from ...core.tiles import (
     tile_table,
     tiles_for,
 )
-from ..band.kernel import check
+from ..band.kernel import check, empty_outputs
 from ..grouped import empty_by_head, sum_to_groups
 from ..launch import launch
 from ..lines.kernel import scales
@@ -212,7 +212,7 @@ def interval_attention(
 
 
 def _forward(q, k, v, inv, tables, key, groups, size, causal, back, others, threshold):
-    out, lse = _outputs(q)
+    out, lse = empty_outputs(q)
     _attend(q, k, v, inv, tables, key, out, lse, groups, size, causal, back, others, threshold)
     return out, lse
 
@@ -224,10 +224,6 @@ def _attend(q, k, v, inv, tables, key, out, lse, groups, size, causal, back, oth
     k, inv = (q, inv) if k is None else (near_rows(k), lse)
     for number, order in enumerate(zip(*order_tables(tables, q.shape[:3], groups), strict=True)):
         attend_runs(q, k, v, inv, order, out, lse, run_settings(*of_call, number), more=number > 0)
-
-
-def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
-    return empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _backward(dout, q, k, v, inv, tables, key, out, lse, groups, size, causal, back, others, threshold):
@@ -334,7 +330,7 @@ operator = Operator(
     "Tensor q, Tensor? k, Tensor v, Tensor? inv, Tensor tables, Tensor? key, int groups, int size, bool causal,"
     " bool back, bool others, int threshold",
     _forward,
-    lambda q, *rest: _outputs(q),
+    empty_outputs,
     _backward,
     outputs=2,
     fake_backward=_gradients,
@@ -360,7 +356,7 @@ def _hash_forward(q, v, rotations, mask, key, buckets, size, causal, threshold):
 
 
 def _hash_outputs(q, v, rotations, mask, key, buckets, size, causal, threshold):
-    out, lse = _outputs(q)
+    out, lse = empty_outputs(q)
     return out, lse, torch.empty_like(lse), empty_tables(q, rotations.shape[0], q.shape[1], buckets)
 
 

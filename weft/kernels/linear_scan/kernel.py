@@ -196,7 +196,7 @@ def _forward(q, k, v, mask, key_scale, top, rest, table, features, epsilon):
     weight, before, before_norm = _kept(p).split(block)
     has_mask = mask is not None
     flags = flags_or(mask, q)
-    key_scale, top, rest = (_rows(x, weight) for x in (key_scale, top, rest))
+    key_scale, top, rest = (numbers(x, weight) for x in (key_scale, top, rest))
     table = q if table is None else table
     common = {"HAS_MASK": has_mask, "BF16": p.half, "PRECISION": precision(q)}
     group = {"GROUP": p.group}
@@ -251,7 +251,7 @@ def _backward(dout, q, k, v, mask, key_scale, top, rest, table, out, block, feat
         dk, dv, dtop = empty_by_head(k, q), empty_by_head(v, q), torch.empty_like(drest)
     has_mask = mask is not None
     flags = flags_or(mask, q)
-    key_scale, top, rest = (_rows(x, weight) for x in (key_scale, top, rest))
+    key_scale, top, rest = (numbers(x, weight) for x in (key_scale, top, rest))
     table = q if table is None else table
     options: dict[str, Any] = {"FEATURES": features, "SCALED": p.scaled, "BF16": p.half, "PRECISION": precision(q)}
     options |= {"PACKED": bool(p.packed), "GROUP": p.group}
@@ -339,7 +339,7 @@ def _parts(p: Plan, q: Tensor) -> Tensor:
     return q.new_empty(*p.sequences, p.n, ceil_div(p.rows * (p.D + 1), 16) * 16, dtype=torch.float32)
 
 
-def _rows(x: Tensor | None, stand_in: Tensor) -> Tensor:
+def numbers(x: Tensor | None, stand_in: Tensor) -> Tensor:
     """One number per token; a tensor that is never read if there is none."""
     return stand_in if x is None else x.float().contiguous()
 

@@ -32,7 +32,7 @@ from ...core.tiles import (
 )
 from ..grouped import empty_by_head
 from ..launch import launch
-from ..linear_scan.kernel import check
+from ..linear_scan.kernel import check, numbers
 from ..operator import Operator
 
 # Bytes are those of a multiplied element (float16 is multiplied as tf32: 4). Rows, features.
@@ -76,7 +76,7 @@ def _forward(q, k, v, mask, key_scale, top, rest, table, features, epsilon):
     scaled = rest is not None
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
     out, weight, sums = _outputs(q, v, scaled, table)
-    key_scale, top, rest = (_numbers(x, weight) for x in (key_scale, top, rest))
+    key_scale, top, rest = (numbers(x, weight) for x in (key_scale, top, rest))
     L, (BH, H, chunk, n), (key_BH, key_H, _, _) = q.shape[2], _sizes(q, table), _sizes(k, table)
     parts = weight.new_empty(key_BH, n, sums.shape[-1])
     listed = q if table is None else table
@@ -116,7 +116,7 @@ def _backward(dout, q, k, v, mask, key_scale, top, rest, table, out, weight, sum
     scaled = rest is not None
     dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
     dq, dk, dv, dtop, drest = _gradients(q, k, v, scaled)
-    key_scale, top, rest = (_numbers(x, weight) for x in (key_scale, top, rest))
+    key_scale, top, rest = (numbers(x, weight) for x in (key_scale, top, rest))
     L, (BH, H, chunk, n), (key_BH, key_H, _, _) = q.shape[2], _sizes(q, table), _sizes(k, table)
     parts = weight.new_empty(BH, n, sums.shape[-1])
     listed = q if table is None else table
@@ -184,11 +184,6 @@ def chunks(L: int) -> tuple[int, int]:
 def part_size(q: Tensor, v: Tensor, scaled: bool) -> int:
     """The rows of S, then z, then the gradient of G. A multiple of 16 elements, for alignment."""
     return ceil_div((q.shape[3] + scaled) * (v.shape[3] + 1) + scaled, 16) * 16
-
-
-def _numbers(x: Tensor | None, stand_in: Tensor) -> Tensor:
-    """A float32 tensor; one that is never read if there is none."""
-    return stand_in if x is None else x.float().contiguous()
 
 
 operator = Operator(

@@ -34,6 +34,7 @@ from ...core.tiles import (
     tile_table,
     tiles_for,
 )
+from ..band.kernel import empty_outputs
 from ..grouped import gradients, sum_to_groups
 from ..launch import launch
 from ..operator import Operator
@@ -106,17 +107,13 @@ def _forward(q, k, v, mask, *rest):
     *spans, key, parts, width, threshold = rest
     sources = _sources(k, v, mask, *spans)
     check(q, sources)
-    out, lse = _outputs(q)
+    out, lse = empty_outputs(q)
     q = near_rows(q)
     n = grid_rows(q, k, width)
     for number, part in enumerate(decode(parts)):
         s, lines, dropout = part.source, Lines.of(part.axis, n, width), (key, threshold)
         attend_lines(q, *sources[s], out, lse, lines, part.rule, *dropout, source=s, more=number > 0)
     return out, lse
-
-
-def _outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _backward(dout, q, k, v, mask, *rest):
@@ -147,7 +144,7 @@ def _operator(spans: int) -> Operator:
         f"line_attention_{spans}",
         f"Tensor q, Tensor k, Tensor v, Tensor? mask, {more}Tensor? key, int[] parts, int width, int threshold",
         _forward,
-        _outputs,
+        empty_outputs,
         _backward,
         outputs=2,
         gradients=(0, *(x for i in range(spans + 1) for x in (1 + 3 * i, 2 + 3 * i))),

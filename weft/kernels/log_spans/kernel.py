@@ -16,7 +16,7 @@ from torch import Tensor
 from ...core.blocks import ceil_div
 from ...core.precision import autocast
 from ...core.tiles import block_width, empty_rows, flags_or, for_operator, near_rows, precision, strides
-from ..band.kernel import check
+from ..band.kernel import check, empty_outputs
 from ..grouped import gradients, sum_to_groups
 from ..launch import launch
 from ..lines.kernel import scales
@@ -44,7 +44,7 @@ def last_token_attention(
 
 def _forward(q, k, v, mask, key, causal, threshold):
     check(q, k, v, "none")
-    out, lse = _outputs(q)
+    out, lse = empty_outputs(q)
     q, k, v = (near_rows(x) for x in (q, k, v))
     flags = flags_or(mask, q)
     for reverse in (False,) if causal else (False, True):
@@ -67,10 +67,6 @@ def attend_spans(
         scales(q)[0], REVERSE=reverse, MORE=reverse, DROPOUT=key is not None, **_shared(q, k, kbar), **options,
         num_warps=4, num_stages=1,
     )  # fmt: skip
-
-
-def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
-    return empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _backward(dout, q, k, v, mask, key, out, lse, causal, threshold):
@@ -136,7 +132,7 @@ _operator = Operator(
     "last_token_attention",
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key, bool causal, int threshold",
     _forward,
-    lambda q, *rest: _outputs(q),
+    empty_outputs,
     _backward,
     outputs=2,
 )
