@@ -239,6 +239,14 @@ def test_cross_attention(name, queries, keys):
         assert relative_error(mine, theirs.double()) <= TOLERANCE[torch.float32]
 
 
+def test_values_with_other_heads_than_the_keys_are_refused():
+    from weft.kernels.band.kernel import blocks
+
+    q, k, v = (torch.randn(1, heads, 8, 16, device=DEVICE) for heads in (2, 2, 1))
+    with pytest.raises(ValueError, match="same shape"):
+        blocks(q, k, v, None, block_size=4, causal=True)
+
+
 def test_sums_over_blocks_do_not_overflow_in_float16():
     """The gradient of a summary value of combiner-fixed is a sum over many queries, larger than any gradient."""
     attn = weft.make_attention("combiner-fixed", heads=1, head_dim=16, causal=True, block_size=32).to(DEVICE)

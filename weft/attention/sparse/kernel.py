@@ -32,7 +32,7 @@ def strided(
 
 
 def _forward(q, k, v, mask, key, block_size, causal, threshold):
-    check(q, k, v, "none")
+    check(q, k, v)
     near = 0, block_size, 0 if causal else block_size, causal
     out, lse = attend_near(q, k, v, mask, *near, threshold=threshold, key=key)
     lines, rule = _columns(q, block_size, causal)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ...core.blocks import ceil_div
-from ...core.dispatch import DTYPES, LARGEST_HEAD
 from ...core.precision import autocast
 from ...core.softmax import fused
 from ...core.staging import operator, send
@@ -34,7 +33,8 @@ from ...core.tiles import (
     tile_table,
     tiles_for,
 )
-from ...kernels.grouped import fits, gradients, sum_to_groups
+from ...kernels.band.kernel import check as check_tensors
+from ...kernels.grouped import gradients, sum_to_groups
 from ...kernels.launch import launch
 from ...kernels.operator import Operator
 from .device import sample_windows
@@ -316,15 +316,7 @@ def slopes(heads: int, device: torch.device) -> Tensor:
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, sources: Tensor) -> None:
-    if q.dim() != 4 or not fits(k, q) or v.shape != k.shape:
-        raise ValueError(
-            f"the kernel needs q, k and v of the same shape (B, H, L, D), got {tuple(q.shape)}, {tuple(k.shape)} "
-            f"and {tuple(v.shape)}; use backend='torch'"
-        )
-    if q.shape[3] > LARGEST_HEAD:
-        raise ValueError(f"the kernel supports head_dim up to {LARGEST_HEAD}, got {q.shape[3]}; use backend='torch'")
-    if q.dtype not in DTYPES:
-        raise ValueError(f"the kernel supports float32, float16 and bfloat16, got {q.dtype}; use backend='torch'")
+    check_tensors(q, k, v)
     if sources.dtype != torch.int32 or sources.dim() != 3 or sources.device != q.device:
         raise ValueError(
             f"the kernel needs int32 sources (B or 1, W, S) from `place_indices` on {q.device}; "

@@ -184,7 +184,9 @@ def near_gradients(
 
 def _forward(q, k, v, mask, table, key, block_size, left, right, causal, extras, count, leading, threshold):
     """block_size 0: the whole sequence; count: the first tokens, or the columns of a block."""
-    check(q, k, v, extras)
+    check(q, k, v)
+    if extras not in EXTRAS:
+        raise ValueError(f"extras must be one of {', '.join(EXTRAS)}, got {extras!r}")
     options = block_size, left, right, causal, extras, count, leading, threshold
     return attend_near(q, k, v, mask, *options, table, key)
 
@@ -247,8 +249,8 @@ def _options(
     }
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, extras: str) -> None:
-    if q.dim() != 4 or not fits(k, q) or not fits(v, q):
+def check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if q.dim() != 4 or not fits(k, q) or v.shape != k.shape:
         raise ValueError(
             f"the kernel needs q, k and v of the same shape (B, H, L, D), got {tuple(q.shape)}, {tuple(k.shape)} "
             f"and {tuple(v.shape)}; use backend='torch'"
@@ -258,8 +260,6 @@ def check(q: Tensor, k: Tensor, v: Tensor, extras: str) -> None:
             f"the kernel supports float32, float16 and bfloat16 with head_dim up to {LARGEST_HEAD}, got {q.dtype} and "
             f"{q.shape[3]}; use backend='torch'"
         )
-    if extras not in EXTRAS:
-        raise ValueError(f"extras must be one of {', '.join(EXTRAS)}, got {extras!r}")
 
 
 def tiles(kernel: str, most: int, q: Tensor) -> Tiles:

@@ -68,7 +68,7 @@ def block_list_attention(
 def _forward(q, k, v, mask, table, key, block_size, threshold):
     from .forward import attend
 
-    check(q, k, v, "none")
+    check(q, k, v)
     out, lse = empty_outputs(q)
     q, k, v = (near_rows(x) for x in (q, k, v))
     programs, sizes, options = _launch("attend", q, k, mask, table, key, block_size, threshold)

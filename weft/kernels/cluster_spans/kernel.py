@@ -74,7 +74,7 @@ def _forward(q, k, v, tables, key, groups, size, pool, causal, threshold):
     from .pool import pool_runs
     from .tables import describe_tokens, last_before, list_runs
 
-    check(q, k, v, "none")
+    check(q, k, v)
     out, block = outputs = _outputs(q, groups, size, causal)
     lse, qbar, kbar, vbar, local, *more = _kept(q, groups, size, causal).split(block)
     first, end, last, whole, of, about, before = more

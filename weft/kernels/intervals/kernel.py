@@ -218,7 +218,7 @@ def _forward(q, k, v, inv, tables, key, groups, size, causal, back, others, thre
 
 
 def _attend(q, k, v, inv, tables, key, out, lse, groups, size, causal, back, others, threshold):
-    check(q, q if k is None else k, v, "none")
+    check(q, v if k is None else k, v)
     of_call = q, k, v, groups, size, causal, back, others, key, threshold
     q, v = near_rows(q), near_rows(v)
     k, inv = (q, inv) if k is None else (near_rows(k), lse)

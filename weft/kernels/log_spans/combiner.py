@@ -61,7 +61,7 @@ def _outputs(q: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
 def _forward(q, k, v, mask, key, pool, causal, threshold):
     from .summaries import collect_values, pool_blocks, pool_tiles, span_values
 
-    check(q, k, v, "none")
+    check(q, k, v)
     out, block = outputs = _outputs(q, causal)
     q, k, v = (near_rows(x) for x in (q, k, v))
     lse, *kept = _kept(q, causal).split(block)

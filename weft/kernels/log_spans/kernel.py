@@ -43,7 +43,7 @@ def last_token_attention(
 
 
 def _forward(q, k, v, mask, key, causal, threshold):
-    check(q, k, v, "none")
+    check(q, k, v)
     out, lse = empty_outputs(q)
     q, k, v = (near_rows(x) for x in (q, k, v))
     flags = flags_or(mask, q)

@@ -82,7 +82,7 @@ def _outputs(q: Tensor, k: Tensor, m: int) -> tuple[Tensor, Tensor]:
 def _forward(q, k, v, sort, mask, sources, slots, key, m, threshold):
     from .forward import attend, mix_blocks, place_blocks, sum_blocks
 
-    check(q, k, v, "none")
+    check(q, k, v)
     out, block = outputs = _outputs(q, k, m)
     sums, R, sorted_k, sorted_v = _split(k, m, block)
     q, k, v, sort = *(near_rows(x) for x in (q, k, v)), rows_contiguous(sort)

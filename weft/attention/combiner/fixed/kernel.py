@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ....core.blocks import ceil_div
-from ....core.dispatch import DTYPES, LARGEST_HEAD
 from ....core.tiles import (
     Block,
     Tiles,
@@ -32,7 +31,8 @@ from ....core.tiles import (
     tile_table,
     tiles_for,
 )
-from ....kernels.grouped import fits, gradients, sum_to_groups
+from ....kernels.band.kernel import check
+from ....kernels.grouped import gradients, sum_to_groups
 from ....kernels.launch import launch
 from ....kernels.operator import Operator
 
@@ -71,7 +71,11 @@ def _forward(q, k, v, mask, table, key, block_size, pool, causal, keep, threshol
     """`keep` stores the block statistics for the backward."""
     from .forward import attend, summarise
 
-    check(q, k, v, block_size, pool)
+    check(q, k, v)
+    if pool not in POOLS:
+        raise ValueError(f"the kernel supports the pools {', '.join(POOLS)}, got {pool!r}; use backend='torch'")
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}")
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
     B, H, L, D = q.shape
     rows, n = _blocks(q, table, block_size)
@@ -212,22 +216,6 @@ _operator = Operator(
     _backward,
     outputs=2,
 )
-
-
-def check(q: Tensor, k: Tensor, v: Tensor, block_size: int, pool: str) -> None:
-    if q.dim() != 4 or not fits(k, q) or not fits(v, q):
-        raise ValueError(
-            f"the kernel needs q, k and v of the same shape (B, H, L, D), got {tuple(q.shape)}, {tuple(k.shape)} "
-            f"and {tuple(v.shape)}; use backend='torch'"
-        )
-    if q.shape[3] > LARGEST_HEAD:
-        raise ValueError(f"the kernel supports head_dim up to {LARGEST_HEAD}, got {q.shape[3]}; use backend='torch'")
-    if q.dtype not in DTYPES:
-        raise ValueError(f"the kernel supports float32, float16 and bfloat16, got {q.dtype}; use backend='torch'")
-    if pool not in POOLS:
-        raise ValueError(f"the kernel supports the pools {', '.join(POOLS)}, got {pool!r}; use backend='torch'")
-    if block_size < 1:
-        raise ValueError(f"block_size must be at least 1, got {block_size}")
 
 
 def tiles(kernel: str, most: int, q: Tensor) -> Tiles:
