@@ -308,7 +308,8 @@ def test_a_checkpoint_of_another_width_is_an_error(run, tmp_path):
     "given, says",
     [
         (["--attention=local", '--attention-options={"blok_size": 3}'], "did you mean 'block_size'"),
-        (["--attention=local", '--attention-options={"block_size": "x"}'], "do not fit local"),
+        (["--attention=local", '--attention-options={"block_size": "x"}'], "block_size must be an integer, got 'x'"),
+        (["--attention=local", '--attention-options={"block_size": -1}'], "block_size must be at least 1, got -1"),
         (["--batch-size=-1"], "batch_size must be at least 1, got -1"),
         (["--data="], "data is empty"),
         (["--beta1=1"], "beta1 must be in [0, 1), got 1.0"),
