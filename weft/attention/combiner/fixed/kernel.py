@@ -39,7 +39,7 @@ from ....kernels.operator import Operator
 POOLS = ("max", "mean", "sum")
 LEAST_LENGTH = 256  # measured: the kernels are faster than the plain version from here on; docs/kernels.md
 
-# Measured with benchmarks/gpu_tune.py; docs/kernels.md.
+# Measured with benchmarks/gpu_tune.py; docs/kernel-development.md.
 TILES = tile_table(
     {
         "summarise": ((32, 0, 4, 3), (32, 0, 8, 3), (16, 0, 4, 3), (16, 0, 8, 3)),
