@@ -37,11 +37,10 @@ def causal_sum(a: Tensor, b: Tensor, v: Tensor, g: Tensor | None = None, *, chun
     start = torch.cat([end[..., :1], end[..., :-1]], -1)  # where the previous chunk ended
     added = (b * (g - end[..., None]).exp()[..., None]).transpose(-1, -2) @ v
     fade = (start - end).clamp(max=0).exp()
-    state = torch.zeros_like(added[:, :, 0])
-    carried = []
-    for t in range(n):  # L / chunk iterations of one small multiply-add
-        carried.append(state)
-        state = state * fade[:, :, t, None, None] + added[:, :, t]
+    state, carried = torch.zeros_like(added[:, :, 0]), []
+    for kept, new in zip(fade[..., None, None].unbind(2), added.unbind(2), strict=True):  # not by index: the backward
+        carried.append(state)  # of an index fills a tensor of the size of all chunks
+        state = state * kept + new
     near = (g[..., None, :] - top[..., :, None]).masked_fill(~past, float("-inf")).exp()
     far = (start[..., None] - top).clamp(max=0).exp()[..., None]
     out = (inside * near) @ v + (a * far) @ torch.stack(carried, 2)
