@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import pickle
 
 import pytest
@@ -290,6 +291,36 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
                 size = t.untyped_storage().nbytes() // t.element_size()  # a broadcast view costs nothing
                 if size > self.numel:
                     self.numel, self.what = size, str(func)
+        return out
+
+
+@pytest.mark.parametrize("name", [n for n in weft.attentions() if weft.attention_info(n).subquadratic])
+@pytest.mark.parametrize("causal", (False, True))
+def test_work_grows_with_the_stated_cost(name, causal):
+    """The elements that all operators of a forward and a backward write, for four times as many tokens."""
+    info = weft.attention_info(name)
+    if not (info.causal if causal else info.bidirectional):
+        pytest.skip(f"{name} has no such direction")
+    fixed = dict.fromkeys(("block", "chunk", "rank", "window"), 1)
+    work, stated = [], []
+    for L in (4096, 16384):
+        attn = weft.make_attention(name, heads=1, head_dim=4, causal=causal, max_length=L, backend="torch")
+        with Written() as written:
+            attn(*qkv(L, B=1, H=1, D=4, dtype=torch.float32, grad=True)).sum().backward()
+        work.append(written.elements)
+        stated.append(eval(info.cost.replace("^", "**"), {"L": L, "sqrt": math.sqrt, "log": math.log, **fixed}))
+    assert work[1] / work[0] < 1.1 * stated[1] / stated[0]
+
+
+class Written(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the elements that operators write."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.elements += sum(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
         return out
 
 
