@@ -2,9 +2,9 @@
 
 The members of each group fill runs of `size` slots, in order of position. A run holds one group only. L tokens in G
 groups need at most ceil(L / size) + G runs for any group sizes. On a GPU and in compiled code, where shapes must not
-depend on the data, that many runs are allocated; on a CPU, only the runs in use. The run of a token depends only on its
-group and on the number of earlier members. So in a causal mechanism later tokens never move an earlier one, unlike in
-a plain sort by group.
+depend on the data, that many runs are allocated; on a CPU, only the runs and slots in use. The run of a token depends
+only on its group and on the number of earlier members. So in a causal mechanism later tokens never move an earlier one,
+unlike in a plain sort by group.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ class Runs:
 
 
 def gather_runs(group: Tensor, groups: int, size: int) -> Runs:
-    """Arrange tokens in runs; `group` is (..., L) with values in [0, groups)."""
+    """Arrange tokens in runs of at most `size` slots; `group` is (..., L) with values in [0, groups)."""
     L = group.shape[-1]
     ordered, order = torch.sort(group, dim=-1, stable=True)
     counts = torch.zeros(*group.shape[:-1], groups, dtype=torch.long, device=group.device)
     counts = counts.scatter_add(-1, group, torch.ones_like(group))
+    size = min(size, max(room_for(counts, size), 1))
     runs = (counts + size - 1) // size
     n_runs = room_for(runs.sum(-1), ceil_div(L, size) + groups)
     first_token = counts.cumsum(-1) - counts

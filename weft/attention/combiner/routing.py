@@ -177,10 +177,11 @@ class CombinerRouting(Combiner):
         room = ceil_div(capacity, size)
         order = torch.argsort(shut.long(), dim=2, descending=True, stable=True)
         order = F.pad(order, (0, max(0, room - at.shape[2])))[:, :, :room]
-        opened = last[..., None, None].expand(-1, -1, -1, size, k.shape[-1])
+        used = runs.token.shape[3]
+        opened = last[..., None, None].expand(-1, -1, -1, used, k.shape[-1])
         return RoutingState(
-            k=keys.gather(2, opened),
-            v=values.gather(2, opened),
+            k=F.pad(keys.gather(2, opened), (0, 0, 0, size - used)),
+            v=F.pad(values.gather(2, opened), (0, 0, 0, size - used)),
             filled=count.gather(2, last) * some,
             query_features=take_rows(pooled_q, last),
             key_features=take_rows(pooled_k, last),
