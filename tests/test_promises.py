@@ -9,11 +9,12 @@ import pickle
 
 import pytest
 import torch
-from promises import DEVICE, HEAD_DIM, HEADS, MAX_LENGTH, masks, noise, qkv, sweep
+from promises import DEVICE, HEAD_DIM, HEADS, MAX_LENGTH, cases, masks, noise, qkv, sweep
 
 import weft
 
 EXACT = {"atol": 1e-10, "rtol": 1e-8}
+RUNS = "combiner-routing", "reformer", "routing"  # tokens in runs of one group
 
 
 @sweep()
@@ -43,6 +44,18 @@ def test_attend_equals_naive_over_many_blocks(case):
     attn = case.make(heads=1, head_dim=1, **changes).train()
     for mask in (None, torch.arange(L)[None] % 7 != 3):
         compare_with_naive(case, attn, L, mask, B=1)
+
+
+@pytest.mark.parametrize("case", [c for c in cases() if c.name in RUNS], ids=str)
+def test_shapes_that_do_not_depend_on_data(case, monkeypatch):
+    """On a GPU and in compiled code, runs of tokens have room for any distribution over their groups."""
+    for module in (weft.core.runs, weft.attention.combiner.routing):
+        monkeypatch.setattr(module, "fixed_shapes", lambda x: True)
+    attn = case.make().eval()
+    for L in (1, 9, 23):
+        every = torch.stack([*(mask[0] for mask in masks(L).values()), torch.ones(L, dtype=torch.bool)])
+        for mask in (None, every):
+            compare_with_naive(case, attn, L, mask)
 
 
 def compare_with_naive(case, attn, L, mask, *, B=5, biased=False):

@@ -52,9 +52,14 @@ def gather_runs(group: Tensor, groups: int, size: int) -> Runs:
     return Runs(torch.unflatten(token, -1, (n_runs, size)), group_of_run, number, slot)
 
 
+def fixed_shapes(x: Tensor) -> bool:
+    """Whether shapes must not depend on the data of x: on a GPU, where to read it takes long, and in compiled code."""
+    return x.device.type != "cpu" or torch.compiler.is_compiling()
+
+
 def room_for(counts: Tensor, most: int) -> int:
     """The largest of `counts`, or `most` if shapes must not depend on the data."""
-    if counts.device.type != "cpu" or torch.compiler.is_compiling():
+    if fixed_shapes(counts):
         return most
     return int(counts.max()) if counts.numel() else 0
 

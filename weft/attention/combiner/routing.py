@@ -35,7 +35,7 @@ from ...core.dropout import dropout_key
 from ...core.joint import Part, Rows, token_positions
 from ...core.partitions import default_block
 from ...core.registry import register
-from ...core.runs import Runs, gather_runs, room_for, take_mask, take_rows
+from ...core.runs import Runs, fixed_shapes, gather_runs, room_for, take_mask, take_rows
 from ...core.softmax import softmax_attention
 from ...kernels.cluster_spans import kernel
 from ..routing import Clusters, RunLayout, run_part
@@ -72,7 +72,8 @@ class CombinerRouting(Combiner):
         self.clusters = Clusters(self.heads, self.head_dim, clusters, capacity, decay, self.max_length, WHOLE)
 
     def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
-        if k.shape[2] <= min(WHOLE, self.clusters.size(k.shape[2])):  # no cluster can exceed a run
+        size = self.clusters.size(k.shape[2])
+        if k.shape[2] <= min(WHOLE, size) and fixed_shapes(k):  # each cluster is one run, with room for all tokens
             return self._whole_clusters(q, k, v, mask)
         runs = self.clusters.runs(k, mask)
         direct = run_part(runs, k, v, mask, self.causal)
@@ -93,7 +94,7 @@ class CombinerRouting(Combiner):
         return [direct, Part(direct.layout, each_k, each_v, others)]
 
     def _whole_clusters(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
-        """`parts` without runs: L x L logits with a mask of the clusters."""
+        """`parts` without runs: L x L logits with a mask of the clusters, fewer than those of runs of fixed shapes."""
         L, s, G = k.shape[2], self.summary, self.clusters.clusters
         group = self.clusters.assign(k, mask)
         member = group[:, :, None] == torch.arange(G, device=k.device)[:, None]  # (B, H, G, L)
