@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -57,16 +58,24 @@ def log_plot(path: Path, panels: Mapping[str, Curves], xlabel: str, reference: s
     except ImportError as error:
         raise ImportError("plots need matplotlib: pip install 'weft[lab]'") from error
     panels = {title: rows for title, rows in panels.items() if any(any(row.values()) for row in rows.values())}
-    figure, axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), 5), constrained_layout=True, squeeze=False)
+    figure, axes = plt.subplots(1, len(panels), figsize=(7.5 * len(panels), 5), constrained_layout=True, squeeze=False)
+    others = [name for name in dict.fromkeys(chain(*panels.values())) if name != reference]
+    styles = {name: {"color": f"C{n % 10}", "marker": "os^"[n // 10 % 3]} for n, name in enumerate(others)}
+    styles[reference] = {"color": "black", "marker": "o", "linestyle": "--"}
     for axis, (title, rows) in zip(axes[0], panels.items(), strict=True):
-        for name, row in rows.items():
-            points = {L: value for L, value in row.items() if value}
-            style = {"color": "black", "linestyle": "--"} if name == reference else {}
-            axis.loglog(list(points), list(points.values()), marker="o", label=label(name, points), base=2, **style)
+        curves = {name: {L: value for L, value in row.items() if value} for name, row in rows.items()}
+        curves = {name: points for name, points in curves.items() if points}
+        for name in sorted(curves, key=lambda name: -curves[name][max(curves[name])]):  # as the lines end
+            points = curves[name]
+            axis.loglog(list(points), list(points.values()), label=label(name, points), **styles[name])
+        lengths = sorted({L for points in curves.values() for L in points})
+        axis.set_xticks(lengths, [f"{L:,}" for L in lengths])
+        axis.minorticks_off()
+        axis.yaxis.set_major_formatter("{x:,g}")
         axis.set_xlabel(xlabel)
         axis.set_title(title)
-        axis.grid(True, which="both", alpha=0.3)
-        axis.legend(fontsize=8)
+        axis.grid(True, alpha=0.3)
+        axis.legend(fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
