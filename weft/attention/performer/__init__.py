@@ -107,21 +107,21 @@ class PerformerAttention(Attention):
             total = a @ (b.transpose(-1, -2) @ v1) + rest * v1.sum(2, keepdim=True)
         return divide(total).to(q.dtype)
 
-    def _exponents(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """p_m · t - |t|²/2 for every feature, and the largest p_m · t."""
+    def _exponentials(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """exp(p_m · t - |t|²/2 - c) for every feature, and c, the largest p_m · t. Gradients of c are left out."""
         t = precise(x) * self.head_dim**-0.25
         projected = t @ self.projection.to(t.dtype).T
-        return projected - t.square().sum(-1, keepdim=True) / 2, projected.amax(-1)
+        c = projected.amax(-1)
+        return (projected - (t.square().sum(-1) / 2 + c.detach())[..., None]).exp_(), c
 
     def _queries(self, q: Tensor) -> Tensor:
-        e, largest = self._exponents(q)
-        return (e - largest.detach()[..., None]).exp() + self.epsilon * one(largest)[..., None]
+        e, c = self._exponentials(q)
+        return e + self.epsilon * one(c)[..., None]
 
     def _keys(self, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """exp(exponents - g) and g, the largest p_m · t of each key; -inf for a masked key."""
-        e, g = self._exponents(k)
-        b = (e - g.detach()[..., None]).exp()
-        return b, g if mask is None else g.masked_fill(~mask[:, None], float("-inf"))
+        """The exponentials of each key and its c; -inf for a masked key."""
+        e, c = self._exponentials(k)
+        return e, c if mask is None else c.masked_fill(~mask[:, None], float("-inf"))
 
     def empty_state(self, k: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
         k, features = precise(k), self.head_dim if self.kernel == "relu" else len(self.projection)
