@@ -331,6 +331,15 @@ def test_two_sweeps_do_not_share_a_folder(sweep, command):
         first.child.wait()
 
 
+def test_files_of_the_working_folder_hide_no_module(tmp_path, monkeypatch):
+    (tmp_path / "queue.py").write_text("raise ImportError('this is not queue')\n")
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path)
+    process = Process(tmp_path / "run")
+    process.child.wait()
+    assert "is not a run" in (tmp_path / "run" / "log.txt").read_text()
+
+
 def test_a_killed_sweep_lets_its_runs_save(sweep, command):
     if sys.platform != "linux":
         pytest.skip("only Linux tells a child that its parent has died")

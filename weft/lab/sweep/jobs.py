@@ -147,7 +147,9 @@ class Process:
         environment = dict(os.environ)
         if threads:
             environment.setdefault("OMP_NUM_THREADS", str(threads))
-        command = [*(command or (sys.executable, "-m", "weft.cli", "resume")), str(folder)]
+        # Without -P, a queue.py in the working folder would hide Python's own; weft itself may be there.
+        safe = () if {"", cwd or os.getcwd()} & {*sys.path} else ("-P",)
+        command = [*(command or (sys.executable, *safe, "-m", "weft.cli", "resume")), str(folder)]
         try:
             held = lock.take(folder)
         except lock.InUse:
