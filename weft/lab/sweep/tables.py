@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ... import pages
 from ...pages import Curve, Part
@@ -112,9 +113,10 @@ def _table(sweep: Sweep, variant: str, records: Sequence[Record]) -> Table:
             if papers[column]:
                 line.append(_paper(sweep, cell) if cell is not None else "")
         table.rows.append(line)
-    known = {cell.slug for cell in sweep.cells}
+    by_slug = {cell.slug: cell for cell in sweep.cells}
+    table.notes += _on_other_data(by_slug, records)
     for record in records:
-        if record.cell not in known:
+        if record.cell not in by_slug:
             table.notes.append(f"No longer in the file: {record.cell}, seed {record.seed}{_came_to(sweep, record)}.")
     for text, letter in letters.items():
         table.notes.append(f"[{letter}] {text}")
@@ -144,9 +146,6 @@ def _figure(sweep: Sweep, cell: Cell, records: Sequence[Record], letters: dict[s
         if len(marks) > 1:
             each = ", ".join(f"seed {record.seed} [{letters[origin(record)]}]" for record in group)
             notes.append(f"{name} combines runs of different origin: {each}.")
-        if len({record.data for record in group if record.data}) > 1:
-            each = ", ".join(f"seed {record.seed} ({record.data or 'unknown'})" for record in group)
-            notes.append(f"{name} combines runs on different data: {each}.")
         where = "" if first.state == "complete" else f" at step {first.step} of {first.steps}"
         values = [value for record in group if (value := figure_of(record, sweep.metric)) is not None]
         if first.state == "failed":
@@ -161,6 +160,28 @@ def _figure(sweep: Sweep, cell: Cell, records: Sequence[Record], letters: dict[s
             text = f"{sweep.show(statistics.fmean(values))}{spread}{where} ({split}n={len(values)})"
         parts.append(f"{text} [{', '.join(marks)}]" if marks else text)
     return "; ".join(parts) or "—"
+
+
+def _on_other_data(cells: dict[str, Cell], records: Sequence[Record]) -> list[str]:
+    """Names the runs in the table that have read other data than most of those whose settings choose the same data."""
+    found: dict[tuple[Any, ...], dict[str, list[str]]] = {}
+    for record in records:
+        cell = cells.get(record.cell)
+        if cell is None or record.state != "complete" or not record.data or record.differs(cell.config):
+            continue
+        c, model = cell.config, cell.config.model if cell.config.model.startswith("hf:") else ""  # with its tokenizer
+        same = c.task, c.data, c.max_length, c.tokenizer, c.text_column, c.label_column, c.skip_unlabelled, model
+        names = found.setdefault(same, {}).setdefault(record.data, [])
+        names.append(f"{cell.row}, {cell.column}, seed {record.seed}")
+    notes = []
+    for groups in found.values():
+        most = max(groups, key=lambda data: len(groups[data]))
+        for data, names in groups.items():
+            if data != most:
+                rest = len(groups[most])
+                runs = f"{rest} other run{'s' * (rest > 1)} of the table ({most})"
+                notes.append(f"On other data ({data}) than {runs}: {'; '.join(names)}.")
+    return notes
 
 
 def _paper(sweep: Sweep, cell: Cell) -> str:
