@@ -84,10 +84,10 @@ def test_multiply_adds_are_close_to_the_papers() -> None:
 
 def test_counts_of_timms_models() -> None:
     pytest.importorskip("timm")
-    plain, cached = timm_sizes(["vit_small_patch16_224"])
+    plain, cached = timm_sizes(["vit-small"])
     assert round(plain.parameters / 1e6, 3) == 22.051
-    w = 192  # 9 D_m² and a λ per head in each of 12 layers; the output projection is shared
-    assert cached.parameters - plain.parameters == 12 * (9 * w * w + 6)
+    w = 192  # in each of 12 layers: 9 D_m², a λ per head, a 3 x 3 convolution; the output projection is shared
+    assert cached.parameters - plain.parameters == 12 * (9 * w * w + 6 + (9 * 2 + 1) * 2 * w)
 
 
 def test_the_authors_vit_count() -> None:

@@ -18,12 +18,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from ...models.pvt import pvt
 from ...models.sizes import parameters
 from .report import Table
+from .throughput import TIMM, build
 
 # Zhang et al., Cached Transformers (2312.12742): Table 9, plain and cached, and Table 10, by caching ratio; G.
 PRINTED = {"tiny": (1.90, 2.15), "small": (3.80, 4.29), "medium": (6.70, 7.61)}
 PRINTED_BY_RATIO = {0.125: 1.93, 0.25: 1.96, 0.5: 2.15, 1.0: 2.97}
-
-TIMM_MODELS = ("vit_small_patch16_224", "pvt_v2_b2", "pvt_v2_b3", "pvt_v2_b4", "swin_tiny_patch4_window7_224")
 
 
 @dataclass(frozen=True)
@@ -79,22 +78,13 @@ def pvt_sizes(presets: Iterable[str] = ("paper", "authors")) -> list[CostRow]:
     return rows
 
 
-def timm_sizes(names: Iterable[str] = TIMM_MODELS) -> list[CostRow]:
+def timm_sizes(names: Iterable[str] = tuple(TIMM)) -> list[CostRow]:
     """The paper's other models, from timm, plain and cached; the paper prints no counts for them."""
-    try:
-        import timm
-    except ImportError as error:
-        raise ImportError("these sizes need timm: pip install 'weft[timm]'") from error
-
-    from ...adapt.surgery import cache
-
     rows = []
     for name in names:
         with torch.device("meta"):
-            model = timm.create_model(name)
-            rows.append(cost(name, model, None, ""))
-            cache(model, ratio=0.5, memory_attention="same")
-            rows.append(cost(name, model, 0.5, "paper"))
+            rows.append(cost(TIMM[name], build(name, cached=False), None, ""))
+            rows.append(cost(TIMM[name], build(name, cached=True), 0.5, "paper"))
     return rows
 
 

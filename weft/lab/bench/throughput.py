@@ -2,8 +2,8 @@
 
 Cached Transformers: Improving Transformers with Differentiable Memory Cache, https://arxiv.org/abs/2312.12742
 
-PVT is weft's own; the paper's other models come from timm and get their cache from `weft.cache`. Plain and cached
-models alternate, with one training step (AdamW) or one evaluation batch each.
+PVT is weft's own; the paper's other models come from timm and get their cache from `weft.cache`, with the options of
+experiments/cached. Plain and cached models alternate, with one training step (AdamW) or one evaluation batch each.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ TIMM = {  # other models of Table 1; the paper does not print their speed
     "pvtv2-b4": "pvt_v2_b4",
 }
 MODELS = (*TABLE_9, *TIMM)
+CACHES: dict[str, dict[str, Any]] = {"vit": {"memory_attention": "same", "prefix": 1}, "swin": {"pool": [4, 2]}}
 
 
 def build(name: str, cached: bool, share: float = 0.5) -> nn.Module:
@@ -48,7 +49,8 @@ def build(name: str, cached: bool, share: float = 0.5) -> nn.Module:
     if cached:
         from ...adapt.surgery import cache
 
-        cache(model, share, memory_attention="same")
+        options = CACHES.get(name.partition("-")[0], {"memory_attention": "same"})
+        cache(model, share, position="conv", **options)
     return model
 
 
