@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 import weft
-from benchmarks.gpu_timing import commit
 from benchmarks.machine_code import instructions, resources, unset_registers
 from weft.core import dispatch
 from weft.kernels import launch
+from weft.lab.run import commit
 
 # Shared memory that a program can have, in bytes (CUDA C++ Programming Guide, table of technical specifications).
 SHARED = {"8.0": 163 << 10, "8.6": 99 << 10, "8.9": 99 << 10, "9.0": 227 << 10, "10.0": 227 << 10, "12.0": 99 << 10}

@@ -14,14 +14,13 @@ import json
 import random
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import weft
-from benchmarks.gpu_timing import TOKENS, D, H, commit, median_ms, median_of, tensors
+from benchmarks.gpu_timing import TOKENS, D, H, about, median_ms, median_of, tensors
 from weft.core import segments as packing
 
 
@@ -40,18 +39,10 @@ def main() -> None:
     parser.add_argument("--padding", nargs="+", type=int, default=[packing.PADDING["cuda"]])
     parser.add_argument("--only", nargs="+", default=["linear", "local", "combiner-fixed", "longformer", "full"])
     parser.add_argument("--out", type=Path, default=None, help="write the results to this JSON file")
-    parser.add_argument("--commit", default=None, help="commit to record, if git is not available")
     args = parser.parse_args()
-    report: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "commit": args.commit or commit(),
-        "command": "python3 -m benchmarks.gpu_packing",
-        "shape": "bfloat16, 16 heads of 64, causal, 16,384 tokens",
-        "documents": lengths(),
-        "rows": [],
-    }
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, commit {commit()}; documents: {lengths()}")
+    report = about("gpu_packing")
+    print("{gpu}, torch {torch}, commit {commit}".format(**report), f"documents: {lengths()}", sep="; ")
+    report |= {"shape": "bfloat16, 16 heads of 64, causal, 16,384 tokens", "documents": lengths(), "rows": []}
     (q, k, v), grad = tensors(TOKENS)
     for name in args.only:
         attn = weft.make_attention(name, heads=H, head_dim=D, causal=True).cuda()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -18,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from weft.lab.run import commit
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENS, H, D = 16384, 16, 64
@@ -127,12 +128,6 @@ def about(module: str) -> dict[str, Any]:
         "commit": commit(),
         "command": " ".join([f"python3 -m benchmarks.{module}", *(f"'{x}'" if " " in x else x for x in arguments)]),
     }
-
-
-def commit() -> str:
-    """The commit of the code; outside a repository, $WEFT_COMMIT."""
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or os.environ.get("WEFT_COMMIT", "unknown")
 
 
 class Results:

@@ -18,7 +18,7 @@ from typing import Any
 import weft
 from experiments.convert.table import conversions
 
-from . import generation_tables
+from . import generation_tables, scale_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
@@ -273,7 +273,7 @@ def compiled_for() -> str:
         if rows:
             sets = [{kernel for row in rows for kernel in row[key]} for key in ("spills", "fewer_stages", "failed")]
             lines.append([capability, gpus, str(sum(row["kernels"] for row in rows)), *(str(len(x)) for x in sets)])
-    about = f"torch {report['torch'].split('+')[0]}, Triton {report['triton']}, commit {report['commit']}"
+    about = f"torch {report['torch'].split('+')[0]}, Triton {report['triton']}, {_commit(report)}"
     return f"{markdown(lines)}{about}: `{report['command']}`\n\n"
 
 
@@ -438,7 +438,12 @@ def source(name: str) -> str:
 
 
 def _run(report: dict[str, Any]) -> str:
-    return f"{report['gpu']}, torch {report['torch'].split('+')[0]}, commit {report['commit']}"
+    return f"{report['gpu']}, torch {report['torch'].split('+')[0]}, {_commit(report)}"
+
+
+def _commit(report: dict[str, Any]) -> str:
+    commit, changes, _ = report["commit"].partition("+")
+    return f"commit {commit[:8]}" + (" with changes" if changes else "")
 
 
 TABLES = {
@@ -469,6 +474,8 @@ TABLES = {
     "generation-cpu": lambda: markdown(generation_tables.steps("generation_cpu")),
     "generation-gpu": lambda: markdown(generation_tables.steps("generation_gpu")),
     "hf-generation-gpu": lambda: markdown(generation_tables.transformers("hf_generation_gpu")),
+    "scale-bytes": lambda: markdown(scale_model.sent()),
+    "scale-times": lambda: markdown(scale_model.times(rows())),
     "convert": lambda: f"\n{conversions()}\n\n",
     "hf-generation": lambda: markdown(generation_tables.transformers("hf_generation")),
 }
