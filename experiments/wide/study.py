@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from weft.lab.sweep import Cell
-from weft.models.presets import TASKS
+from weft.models import presets
 from weft.tasks import make_config
 
 SEEDS = (0, 1, 2)  # as in the paper
@@ -35,7 +35,7 @@ def by_shape(*tasks: str) -> list[Cell]:
         cell(task, attention, *shape, figure)
         for attention in PAPER
         for task in tasks
-        for shape, figure in zip(TASKS[task].shapes, figures(task, attention), strict=True)
+        for shape, figure in zip(presets.TASKS[task].shapes, figures(task, attention), strict=True)
     ]
 
 
@@ -46,7 +46,7 @@ def deep_and_wide(task: str, *attentions: str) -> list[Cell]:
     for attention in (*attentions, "combiner-fixed"):
         ours = attention not in PAPER
         for kind, at in (("deep", 0), ("wide", -1)):
-            layers, heads = TASKS[task].shapes[at]
+            layers, heads = presets.TASKS[task].shapes[at]
             made = cell(
                 task, attention, layers, heads, None if ours else figures(task, attention)[at],
                 attention_dropout=0.0 if ours else None,
