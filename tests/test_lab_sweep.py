@@ -67,6 +67,8 @@ def test_two_folders_may_each_have_a_common_file(sweep, tmp_path):
         ("TITLE", "HEADING", ValueError, "must define TITLE"),
         ('"wide, 1x4"', '"1x2"', ValueError, "share the folder full-1x2"),
         ("SEEDS = (0, 1)", "SEEDS = ()", ValueError, "no seeds"),
+        ("SEEDS = (0, 1)", "SEEDS = 2", ValueError, r"such as \(0, 1, 2\), got 2"),
+        ("column=column", "column=512", ValueError, "must be strings, got 'full', 512"),
         ("    return [", "    return 3\n    [", ValueError, "must return a list of Cell, got 3"),
         ("Cell(row=row", "dict(row=row", ValueError, "list of Cell"),
     ],

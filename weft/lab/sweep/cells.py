@@ -143,13 +143,15 @@ def load_sweep(file: str | Path) -> Sweep:
     cells = module.cells()
     if not isinstance(cells, (list, tuple)):
         raise ValueError(f"{file}: cells() must return a list of Cell, got {cells!r}")
-    percent = module.METRIC == "accuracy"
+    seeds, percent = getattr(module, "SEEDS", (0,)), module.METRIC == "accuracy"
+    if not isinstance(seeds, Sequence):
+        raise ValueError(f"{file}: SEEDS must be a sequence such as (0, 1, 2), got {seeds!r}")
     sweep = Sweep(
         file=file,
         title=module.TITLE,
         metric=module.METRIC,
         cells=tuple(cells),
-        seeds=tuple(getattr(module, "SEEDS", (0,))),
+        seeds=tuple(seeds),
         unit=getattr(module, "UNIT", "%" if percent else ""),
         scale=float(getattr(module, "SCALE", 100 if percent else 1)),
         about=(module.__doc__ or "").strip(),
@@ -381,6 +383,8 @@ def _check(sweep: Sweep) -> None:
     for cell in sweep.cells:
         if not isinstance(cell, Cell) or not isinstance(cell.config, TrainConfig):
             raise ValueError(f"{sweep.file}: cells() must return a list of Cell, each with a TrainConfig; got {cell!r}")
+        if not isinstance(cell.row, str) or not isinstance(cell.column, str):
+            raise ValueError(f"{sweep.file}: row and column must be strings, got {cell.row!r}, {cell.column!r}")
         if cell.slug in seen:
             other = seen[cell.slug]
             raise ValueError(

@@ -84,8 +84,7 @@ class Record:
 def read_folder(folder: Path, metric: str) -> Record:
     """The record of a run's folder."""
     run = Run(folder)
-    config, result, val = run.config(), run.result(), run.entries("val")
-    losses = [(entry["step"], entry["loss"]) for entry in run.entries("train")]
+    config, result, train, val = run.config(), run.result(), run.entries("train"), run.entries("val")
     name, seed = re.fullmatch(NAME, folder.name).groups()  # type: ignore[union-attr]  # by its caller
     overrides = folder.parent / "overrides.json"
     record = Record(
@@ -93,16 +92,16 @@ def read_folder(folder: Path, metric: str) -> Record:
         seed=int(seed),
         config={k: v for k, v in asdict(portable(config)).items() if k not in NEVER_KEPT},
         overrides=_read_json(overrides, {}),
-        step=int(losses[-1][0]) if losses else 0,
+        step=int(train[-1]["step"]) if train else 0,
         data=_data(folder),
         starts=_starts(run, config),
-        loss=thin(losses),
+        loss=thin([(entry["step"], entry["loss"]) for entry in train]),
         curve=thin([(entry["step"], entry[metric]) for entry in val if metric in entry]),
     )
-    clock = {entry["step"]: entry["seconds"] for entry in run.entries("train") if "seconds" in entry}
+    clock = {entry["step"]: entry["seconds"] for entry in train if "seconds" in entry}
     record.clock = [(step, _digits(clock[step])) for step, _ in record.curve if step in clock]
     record.seconds = max(clock.values(), default=0.0)
-    rates = [entry["tokens_per_s"] for entry in run.entries("train") if "tokens_per_s" in entry]
+    rates = [entry["tokens_per_s"] for entry in train if "tokens_per_s" in entry]
     record.tokens_per_s = sorted(rates)[len(rates) // 2] if rates else 0.0
     if result is not None and result["step"] >= config.steps:
         record.step, record.test, record.parameters = result["step"], result["test"], result["parameters"]
