@@ -160,6 +160,12 @@ def test_exponents_and_crossovers():
     assert scaling.crossover(records[:3], "linear") == "never"
 
 
+def test_scaling_compares_patterns_with_as_many_pairs():
+    sparse = weft.make_attention("sparse", heads=1, head_dim=4, causal=True, max_length=256, **scaling.OPTIONS["sparse"])
+    weights = sparse.weights(*torch.randn(2, 1, 1, 256, 4))
+    assert (weights[0, 0, -1] > 0).sum() == 64 + 3  # combiner-fixed: its own block, and a summary of three others
+
+
 def test_scaling_continues_without_failing_mechanisms(tmp_path):
     out = tmp_path / "scaling.json"
     words = "scaling --device cpu --causal --attentions full,bigbird,combiner-fixed,sparse --lengths 33,70 --heads 2"

@@ -156,6 +156,7 @@ def scaling(
         + "; medians of rounds in which all alternate.",
         "paper: Combiner (arXiv 2107.05768), Figure 3: batch 16 on TPU v3-16, 1,024 to 16,384 tokens.",
     ]
+    notes += ["sparse: one column per block, as in the paper; weft's default has ten."] if "sparse" in names else []
     report.finish(bench.tables(report.records), notes, markdown)
     if plot is not None:
         bench.plot(plot, report.records)
@@ -299,7 +300,7 @@ def generation(
     )  # fmt: skip
     notes = [
         f"batch {batch}, {heads} heads of {head_dim}, {how.precision}{', CPU seconds' if cpu_time else ''}; "
-        "medians of rounds in which each mechanism alternates with the cache"
+        "medians of rounds in which each mechanism alternates with the cache, whose prompts are timed beside the first one"
         + ("; steps are CUDA graphs with max_length." if how.device == "cuda" else "."),
     ]
     report.finish(bench.tables(report.records), notes, markdown)

@@ -29,6 +29,7 @@ FIGURE_3 = (
     "combiner-axial",
     "combiner-mixture",
 )
+OPTIONS: dict[str, dict[str, Any]] = {"sparse": {"columns": 1}}  # the paper's, with as many pairs as combiner-fixed
 CLAIMS = (  # a, b, and the paper's claim about cost(a) / cost(b)
     ("combiner-fixed", "sparse", "about 1"),
     ("combiner-axial", "axial", "about 1"),
@@ -39,11 +40,12 @@ CLAIMS = (  # a, b, and the paper's claim about cost(a) / cost(b)
 )
 
 
-def attend(name: str, qkv: Sequence[torch.Tensor], causal: bool, backward: bool, how: How) -> Call:
+def attend(name: str, qkv: Sequence[torch.Tensor], causal: bool, backward: bool, how: How, **options: Any) -> Call:
     """One call of the mechanism; if `backward`, in training, with the gradients of q, k and v."""
     _, H, L, D = qkv[0].shape
     with torch.device(how.device):
-        attn = how.place(make_attention(name, heads=H, head_dim=D, causal=causal, max_length=L).train(backward))
+        attn = make_attention(name, heads=H, head_dim=D, causal=causal, max_length=L, **options)
+        attn = how.place(attn.train(backward))
 
     gradient = torch.randn_like(qkv[0])  # a sum would give strides of 0, which some kernels do not support
 
@@ -88,7 +90,7 @@ def measure(
                     found[name] = Timing(error=ended[name])
                     continue
                 try:
-                    calls[name] = attend(name, qkv, causal, backward, how)
+                    calls[name] = attend(name, qkv, causal, backward, how, **OPTIONS.get(name, {}))
                 except Exception as error:  # show failures in the table
                     found[name] = Timing(error=reason(error))
             found |= take_turns(calls, how)
