@@ -161,8 +161,8 @@ def test_exponents_and_crossovers():
 
 
 def test_scaling_compares_patterns_with_as_many_pairs():
-    sparse = weft.make_attention("sparse", heads=1, head_dim=4, causal=True, max_length=256, **scaling.OPTIONS["sparse"])
-    weights = sparse.weights(*torch.randn(2, 1, 1, 256, 4))
+    sizes = dict(heads=1, head_dim=4, causal=True, max_length=4096)
+    weights = weft.make_attention("sparse", **sizes, **scaling.OPTIONS["sparse"]).weights(*torch.randn(3, 1, 1, 256, 4))
     assert (weights[0, 0, -1] > 0).sum() == 64 + 3  # combiner-fixed: its own block, and a summary of three others
 
 

@@ -300,7 +300,7 @@ def generation(
     )  # fmt: skip
     notes = [
         f"batch {batch}, {heads} heads of {head_dim}, {how.precision}{', CPU seconds' if cpu_time else ''}; "
-        "medians of rounds in which each mechanism alternates with the cache, whose prompts are timed beside the first one"
+        "medians of rounds in which each mechanism alternates with the cache, prompts only the first one"
         + ("; steps are CUDA graphs with max_length." if how.device == "cuda" else "."),
     ]
     report.finish(bench.tables(report.records), notes, markdown)
