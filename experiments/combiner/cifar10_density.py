@@ -4,8 +4,8 @@
     weft sweep experiments/combiner/cifar10_density.py
 
 Combiner, https://arxiv.org/abs/2107.05768: the 6-layer model and recipe of Table 1 (`table1.py`), with as many steps as
-fit into ten minutes instead of 400,000, and 5 % of them as warm-up. A block is one row of the image. The
-paper has no full attention here.
+fit into ten minutes instead of 400,000, and 5 % of them as warm-up. A block is one row of the image; `sparse` reads the
+last ten bytes of every row, the paper's only one. The paper has no full attention here.
 """
 
 from weft.lab.sweep import Cell

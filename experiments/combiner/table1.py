@@ -9,6 +9,8 @@ text says 500,000). A block is one row of the image. Put the .npz files of Image
 into data/imagenet64.
 """
 
+import json
+
 from weft.lab.sweep import Cell
 from weft.tasks import make_config
 
@@ -34,16 +36,18 @@ PAPER: dict[str, tuple[str, int, float | None, float | None]] = {
 }
 PICTURES = {"CIFAR-10": ("cifar10-density", 32), "ImageNet-64": ("imagenet64-density", 64)}
 BLOCKS = ("sparse", "axial", "combiner-fixed", "combiner-axial", "combiner-mixture")
+FIXED = {"sparse": {"columns": 1}}  # weft's default is 10
 
 
 def cells() -> list[Cell]:
     found = []
     for row, (attention, layers, *figures) in PAPER.items():
         for (column, (task, side)), figure in zip(PICTURES.items(), figures, strict=True):
+            options = {"block_size": 3 * side, **FIXED.get(attention, {})}
             config = make_config(
                 task,
                 attention=attention,
-                attention_options=f'{{"block_size": {3 * side}}}' if attention in BLOCKS else "",
+                attention_options=json.dumps(options) if attention in BLOCKS else "",
                 layers=layers,
                 heads=8,
                 head_dim=64,
