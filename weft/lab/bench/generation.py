@@ -12,6 +12,7 @@ CPU the state grows; on a GPU it has `max_length`, and the step of both is a CUD
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -227,7 +228,7 @@ def tables(records: Sequence[dict[str, Any]]) -> list[Table]:
             scaled = {L: None if v is None else v * scale for L, v in values.items()}
             return [name, *(trouble.get((name, L)) or cell(scaled.get(L), digits) for L in lengths)]
 
-        reference = {L: _middle([r.get(cache) for r in records if r["length"] == L]) for L in lengths}
+        reference = _reference(records, cache, lengths)
         found.rows = [row(reference, BASELINE), *(row(values, name) for name, values in costs(records, what).items())]
         return found
 
@@ -238,9 +239,10 @@ def tables(records: Sequence[dict[str, Any]]) -> list[Table]:
     ]
 
 
-def _middle(values: Sequence[float | None]) -> float | None:
-    known = sorted(v for v in values if v is not None)
-    return known[len(known) // 2] if known else None
+def _reference(records: Sequence[dict[str, Any]], what: str, lengths: Sequence[int]) -> dict[int, float | None]:
+    """The median of the cache's values at each length."""
+    known = {L: [r[what] for r in records if r["length"] == L and r.get(what)] for L in lengths}
+    return {L: statistics.median_high(values) if values else None for L, values in known.items()}
 
 
 def plot(path: Path, records: Sequence[dict[str, Any]]) -> None:
@@ -251,7 +253,6 @@ def plot(path: Path, records: Sequence[dict[str, Any]]) -> None:
         ("ms per token", "ms", "cache_ms", 1.0),
         ("state, MiB", "state_bytes", "cache_bytes", 2.0**-20),
     ):
-        reference = {L: _middle([r.get(cache) for r in records if r["length"] == L]) for L in lengths}
-        rows = {BASELINE: reference, **costs(records, what)}
+        rows = {BASELINE: _reference(records, cache, lengths), **costs(records, what)}
         panels[title] = {name: {L: scale * y for L, y in row.items() if y} for name, row in rows.items()}
     log_plot(path, panels, "tokens of context", BASELINE, lambda name, points: name)

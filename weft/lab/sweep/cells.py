@@ -290,14 +290,10 @@ def check_folders(jobs: Sequence[Job]) -> None:
             raise RunExists(_stale(job))
         kept = read_kept(job.folder) if job.config.data != job.cell.config.data and result_of(job) else None
         key = kept and (job.config.task, job.config.data, kept.digest)
-        if key and key not in seen and not _same_place(Run(job.folder).config().data, job.config.data):
+        if key and key not in seen and Path(Run(job.folder).config().data).resolve() != Path(job.config.data).resolve():
             seen.add(key)
             with suppress(DataMissing):  # a complete run does not need its data
                 load_kept(task_of(job.config), job.config, Run(job.folder), say=lambda text: None)
-
-
-def _same_place(one: str, other: str) -> bool:
-    return Path(one).resolve() == Path(other).resolve()
 
 
 def _stale(job: Job) -> str:

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from string import ascii_lowercase as LETTERS
 from typing import Any
 
 from ... import pages
@@ -21,8 +22,6 @@ from ..run import Run
 from ..say import say
 from .cells import Cell, Sweep, is_sweep, kept_sweep, load_sweep
 from .results import Record, gather, read_results, results_file, write_results
-
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 @dataclass

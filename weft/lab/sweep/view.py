@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 from ..progress import short
@@ -57,10 +58,16 @@ def line(state: State) -> str:
         text += f" ({job.variant})"
     if state.state == DONE:
         return f"{text}: {_value(state)}"
-    if state.state == RUNNING and not state.step:
+    if state.state != RUNNING:
+        return f"{text}: {state.why}"
+    if not state.step:
         return f"{text}: {job.folder}"
-    parts = (_step(state), _speed(state)) if state.state == RUNNING else (state.why,)
-    return f"{text}: {', '.join(part for part in parts if part)}"
+    text += f": step {state.step}/{state.steps}"
+    if state.tokens_per_s:
+        left = duration(state.left)
+        text += f", loss {state.loss:.4f}, {short(state.tokens_per_s).strip()} tokens/s"
+        text += f", {left} left" if left else ""
+    return text
 
 
 def table(states: Sequence[State], height: int = 1000) -> Any:
@@ -104,10 +111,7 @@ def failures(states: Sequence[State]) -> str:
 
 
 def duration(seconds: float) -> str:
-    if math.isnan(seconds):
-        return ""
-    hours, rest = divmod(int(seconds), 3600)
-    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+    return "" if math.isnan(seconds) else str(timedelta(seconds=int(seconds)))
 
 
 def _value(state: State) -> str:
@@ -116,14 +120,3 @@ def _value(state: State) -> str:
         return state.why
     split = "test" if state.state == DONE else "validation"
     return f"{split} {sweep.metric.replace('_', ' ')} {sweep.show(state.value)}{' ' + sweep.unit if sweep.unit else ''}"
-
-
-def _step(state: State) -> str:
-    return f"step {state.step}/{state.steps}" if state.step else ""
-
-
-def _speed(state: State) -> str:
-    if state.state != RUNNING or not state.tokens_per_s:
-        return ""
-    left = duration(state.left)
-    return f"loss {state.loss:.4f}, {short(state.tokens_per_s).strip()} tokens/s" + (f", {left} left" if left else "")
