@@ -175,7 +175,7 @@ def test_runs_on_different_data_are_named(sweep):
         put(job, 0.5)
         Run(job.folder).write("data.json", json.dumps({"sha256": {"train": rows}}))
     (made,) = tables(sweep, gather(sweep))
-    note = "On other data (8630e63a) than 2 other runs of the table (2ec0cb3d): full, wide, 1x4, seed 0."
+    note = "On other data (8630e63a) than other runs (2ec0cb3d): full, wide, 1x4, seed 0."
     assert [n for n in made.notes if "data" in n] == [note]
     write_results(results_file(sweep), sweep, gather(sweep))
     shutil.rmtree(sweep.runs())

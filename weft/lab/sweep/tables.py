@@ -174,12 +174,8 @@ def _on_other_data(cells: dict[str, Cell], records: Sequence[Record]) -> list[st
         names.append(f"{cell.row}, {cell.column}, seed {record.seed}")
     notes = []
     for groups in found.values():
-        most = max(groups, key=lambda data: len(groups[data]))
-        for data, names in groups.items():
-            if data != most:
-                rest = len(groups[most])
-                runs = f"{rest} other run{'s' * (rest > 1)} of the table ({most})"
-                notes.append(f"On other data ({data}) than {runs}: {'; '.join(names)}.")
+        (most, _), *others = sorted(groups.items(), key=lambda group: -len(group[1]))
+        notes += [f"On other data ({data}) than other runs ({most}): {'; '.join(names)}." for data, names in others]
     return notes
 
 
