@@ -237,6 +237,8 @@ def test_a_stopped_run_of_fixed_time_does_not_replace_a_complete_one_with_fewer_
     sweep = write_sweep(tmp_path / "timed", file=FILE.replace("**TINY", "time_budget=1.0, **TINY"))
     job = jobs_of(sweep)[0]
     put(job, 0.5)
+    (made,) = tables(sweep, gather(sweep))
+    assert cell(made, "full", "1×2") == "50.0 (12 steps, n=1)"
     write_results(results_file(sweep), sweep, gather(sweep))
     shutil.rmtree(job.folder)
     faster = dataclasses.replace(job, config=dataclasses.replace(job.config, steps=20))

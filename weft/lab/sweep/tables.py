@@ -155,8 +155,10 @@ def _figure(sweep: Sweep, cell: Cell, records: Sequence[Record], letters: dict[s
         else:
             finite = math.isfinite(sum(values))  # stdev fails on others
             spread = f" ± {sweep.show(statistics.stdev(values))}" if finite and len(values) > 1 else ""
-            split = "" if first.state == "complete" else f"validation of step {first.val_step}, "
-            text = f"{sweep.show(statistics.fmean(values))}{spread}{where} ({split}n={len(values)})"
+            about = "" if first.state == "complete" else f"validation of step {first.val_step}, "
+            if cell.config.time_budget and first.state == "complete":
+                about = "/".join(f"{record.step:,}" for record in group) + " steps, "
+            text = f"{sweep.show(statistics.fmean(values))}{spread}{where} ({about}n={len(values)})"
         parts.append(f"{text} [{', '.join(marks)}]" if marks else text)
     return "; ".join(parts) or "—"
 
