@@ -16,6 +16,7 @@ import weft
 from weft.attention.routing import Clusters
 from weft.lab.checkpoint import Checkpoints
 from weft.lab.conversion.convert import cross_entropy, language_model_loss
+from weft.lab.conversion.parts import Parts
 from weft.lab.conversion.transfer import Transfer, originals, teacher_of
 from weft.lab.divergence import Diverged
 
@@ -261,6 +262,30 @@ def test_the_validation_loss_is_the_mean_over_tokens():
     for validation, loss in expected:
         report = weft.convert(copy.deepcopy(model), "linear", rows, validation=validation, **settings)
         assert report.losses["before"] == pytest.approx(loss.item(), rel=1e-4)
+
+
+def test_tokens_weigh_the_same_with_labels():
+    """Of causal models the first label does not count; a row or a batch may have no label that does."""
+    rows = stream()[: 20 * 24].view(20, 24)
+    labels = rows.clone()
+    labels[::2, 5:] = -100
+    labels[1::4, 1:] = -100
+    model = trained(llama()).eval()
+    batches = [{"input_ids": rows[part], "labels": labels[part]} for part in (slice(7), slice(7, 8), slice(9, 10))]
+    together = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    with torch.no_grad():
+        expected = language_model_loss(model, together)
+    settings = {"steps": 0, "progress": False, "precision": "32-true", "validation_batches": 3}
+    report = weft.convert(copy.deepcopy(model), "linear", [together], validation=batches, **settings)
+    assert report.losses["before"] == pytest.approx(expected.item(), rel=1e-5)
+    for parts in (1, 2, 9):
+        found = Parts(count=parts).sum(model, together, lambda b, share: language_model_loss(model, b).detach() * share)
+        torch.testing.assert_close(found, expected)
+    transformers = pytest.importorskip("transformers")
+    bert = transformers.BertForMaskedLM(transformers.BertConfig(hidden_size=16, num_hidden_layers=1, vocab_size=48,
+        num_attention_heads=2, intermediate_size=16)).eval()  # fmt: skip
+    found = Parts(count=9).sum(bert, together, lambda b, share: language_model_loss(bert, b).detach() * share)
+    torch.testing.assert_close(found, language_model_loss(bert, together).detach())
 
 
 def test_speed_and_memory_are_those_of_training():

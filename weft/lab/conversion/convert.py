@@ -20,7 +20,6 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -343,8 +342,11 @@ class _Job:
         def once(batch: Batch, share: float) -> Tensor:
             return self._loss(batch) * share
 
-        losses = [float(self.parts.sum(self.model, moved(batch, self.device), once)) for batch in self.held]
-        self.report.losses[stage] = sum(map(mul, losses, shares(self.held)))
+        self.report.losses[stage] = sum(
+            share * float(self.parts.sum(self.model, moved(batch, self.device), once))
+            for batch, share in zip(self.held, shares(self.model, self.held), strict=True)
+            if share
+        )
         if self.checkpoints is not None:
             self.report.save(self.checkpoints.folder / "report.json")
 

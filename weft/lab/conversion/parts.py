@@ -17,6 +17,7 @@ from torch import Tensor
 from ..bench.timing import reason
 from .batches import Batch, count_rows, count_tokens
 
+SHIFTED = ("ForCausalLM", "ForConditionalGeneration", None)  # `loss_type` of transformers models; None is causal too
 Once = Callable[[Batch, float], Tensor]  # (part, its share) -> the share's loss
 
 
@@ -31,7 +32,7 @@ class Parts:
             model.zero_grad()
             torch.manual_seed(seed)
             try:
-                return torch.stack([once(part, share) for part, share in split(batch, self.count)]).sum(0)
+                return torch.stack([once(part, share) for part, share in split(model, batch, self.count)]).sum(0)
             except RuntimeError as error:
                 if reason(error) != "out of memory":
                     raise
@@ -51,8 +52,8 @@ def _free() -> str:
     return f" ({torch.cuda.mem_get_info()[0] / 2**30:.1f} GiB are free)" if torch.cuda.is_available() else ""
 
 
-def split(batch: Batch, parts: int) -> list[tuple[Batch, float]]:
-    """Groups of rows, each with its share."""
+def split(model: Any, batch: Batch, parts: int) -> list[tuple[Batch, float]]:
+    """Groups of rows, each with its share. Those without a share are left out: their mean loss is 0 / 0."""
     if parts == 1:
         return [(batch, 1.0)]
     rows = count_rows(batch)
@@ -64,19 +65,23 @@ def split(batch: Batch, parts: int) -> list[tuple[Batch, float]]:
         }
         for at in range(0, rows, size)
     ]
-    return list(zip(found, shares(found), strict=True))
+    return [(part, share) for part, share in zip(found, shares(model, found), strict=True) if share]
 
 
-def shares(batches: Sequence[Batch]) -> list[float]:
+def shares(model: Any, batches: Sequence[Batch]) -> list[float]:
     """The part that each batch has of the tokens that count in the loss."""
-    weights = [_weight(batch) for batch in batches]
+    weights = [_weight(model, batch) for batch in batches]
     total = sum(weights)
     return [weight / total if total else 1 / len(weights) for weight in weights]
 
 
-def _weight(batch: Batch) -> int:
-    if batch.get("labels") is not None:
-        return int((batch["labels"] != -100).sum())
+def _weight(model: Any, batch: Batch) -> int:
+    labels = batch.get("labels")
+    if labels is not None:
+        config = getattr(model, "config", None)
+        # transformers' loss of causal models shifts the labels, so that the first one does not count.
+        shifted = getattr(model, "loss_type", "") in SHIFTED and not getattr(config, "is_encoder_decoder", False)
+        return int(((labels[..., 1:] if shifted else labels) != -100).sum())
     if batch.get("attention_mask") is not None and batch["attention_mask"].dim() == 2:
         return int(batch["attention_mask"][:, 1:].sum())
     return batch["input_ids"][:, 1:].numel() if "input_ids" in batch else count_rows(batch)
