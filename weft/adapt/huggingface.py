@@ -177,7 +177,9 @@ def _attend(
         return _attend_next(choice, module, state, rescaled(query, scaling), value, mask, kwargs), None
     said, window = says_causal(mask), window_of(mask)
     packed = documents(module, choice.shown, mask, query, key.shape[2], kwargs)
-    row = last_row(mask) if attention_info(choice.name).steps and choice.name != "full" else None
+    row = last_row(mask) if choice.name != "full" else None
+    if row is not None and not attention_info(choice.name).steps:
+        raise ValueError(f"{choice.shown} does not support a static cache: use the default cache, or weft:full")
     mask = _unpacked(choice.shown, module, mask, key.shape[2]) if row is None else row
     special = {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux", kwargs.get("sinks"))}
     special = {name: value for name, value in special.items() if value is not None and choice.name == "full"}
