@@ -273,6 +273,11 @@ def test_unknown_layers_are_reported():
 
     report = weft.swap(nn.ModuleDict({"a": encoder(), "b": StrangeAttention()}), "linear")
     assert len(report.replaced) == 2 and "does not know" in report.left["b"]
+    timm = pytest.importorskip("timm")
+    with pytest.raises(ValueError, match=r"Cait has no .* \(TalkingHeadAttn, .*ClassAttn are not known"):
+        weft.swap(timm.create_model("cait_xxs24_224", depth=1), "linear")
+    with pytest.raises(ValueError, match="Linear has no attention layer that weft knows: register"):
+        weft.swap(nn.Linear(3, 3), "linear")
 
 
 @pytest.mark.parametrize("batch_first", [True, False])

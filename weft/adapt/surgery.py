@@ -19,7 +19,7 @@ from torch import nn
 
 from ..attention import attention_info
 from ..core.registry import check_options
-from .added import LAYERS
+from .added import LAYERS, is_named_attention
 from .chosen import Where, is_chosen
 from .core import seeded
 from .kinds import Layer, find_layers, whole_models
@@ -180,9 +180,10 @@ def _operate(
     """Plan the changes of every layer, then change the model only if all plans succeed."""
     layers = find_layers(model)
     if not layers:
+        similar = ", ".join(dict.fromkeys(type(m).__name__ for m in model.modules() if is_named_attention(type(m))))
         raise ValueError(
-            f"{type(model).__name__} has no attention layer that weft knows, and no module with 'attention' in its "
-            "class name: register your own layer with weft.adapt.add_layer(cls, reader)"
+            f"{type(model).__name__} has no attention layer that weft knows{similar and f' ({similar} are not known)'}"
+            ": register your own layer with weft.adapt.add_layer(cls, reader)"
         )
     if not any(is_chosen(where, layer.path, layer.module) for layer in layers):
         raise ValueError(f"where={where!r} matches none of the layers: {', '.join(layer.path for layer in layers)}")
