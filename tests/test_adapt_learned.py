@@ -17,6 +17,7 @@ CASES = [
     (vit, "linformer", {"max_length": 32, "rank": 4}),  # save_pretrained renames its layers
     (bert, "sinkhorn", {"max_length": 32, "block_size": 4}),
     (llama, "synthesizer", {"max_length": 64}),
+    (llama, "routing", {"clusters": 4}),
     (llama, "combiner-routing", {"clusters": 4}),
     (gpt2, "combiner-fixed", {"block_size": 4, "summary": "deepsets-max"}),
 ]

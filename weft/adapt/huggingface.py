@@ -332,7 +332,8 @@ def _mechanism(
             raise ValueError(f"{name} mixes the queries of different positions, which would leak a decoder's future")
     attn = _instance(choice, module, q, causal, window)
     if causal and Lq != Lk:
-        _refuse_if_length_matters(name, attn)
+        if _moves(attn):
+            raise ValueError(f"{name} cannot decode with a cache: {attn.info.length_dependent}; or set use_cache=False")
         q = all_queries(module, name, q, Lk)
     elif causal and choice.name != "full" and packed is None:
         remember(module, q)
@@ -464,24 +465,9 @@ def _refuse(
             raise ValueError(f"{layer} needs {what}, which {choice.shown} does not support: use {able}")
 
 
-def _refuse_if_length_matters(name: str, attn: Attention) -> None:
-    """Reject caching if the pattern changes as the sequence grows, because earlier outputs would change too."""
-    refusal = _moves(attn)
-    if refusal:
-        raise ValueError(
-            f"{name} cannot decode with a cache: {attn.info.length_dependent}; set use_cache=False ({refusal})"
-        )
-
-
-def _moves(attn: Attention) -> str:
-    """Why the pattern depends on the sequence length; "" if it does not, or if options fix it."""
-    if not attn.info.length_dependent:
-        return ""
-    try:
-        attn.start(1)  # succeeds only if the pattern is fixed
-    except ValueError as refusal:
-        return str(refusal)
-    return ""
+def _moves(attn: Attention) -> bool:
+    """Whether the pattern depends on the sequence length, so that earlier outputs change as the sequence grows."""
+    return attn.pattern_for(1) != attn.pattern_for(2**30)
 
 
 install()
