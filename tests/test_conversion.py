@@ -420,7 +420,9 @@ def test_the_command(tmp_path):
 
 def test_bad_input(tmp_path):
     data = stream()
+    shuffled = torch.utils.data.DataLoader(data[:640].view(20, 32), batch_size=4, shuffle=True)
     for error, match, changes in [
+        (ValueError, "shuffled again in each pass.* validation=", {"data": shuffled}),
         (ValueError, "no attention mechanism|unknown", {"to": "nothing"}),
         (ValueError, "steps must be an integer of at least 0, got -1", {"steps": -1}),
         (ValueError, "batch_size", {"batch_size": 0}),
@@ -445,6 +447,7 @@ def test_bad_input(tmp_path):
         with pytest.raises(error, match=match), pytest.warns(UserWarning) if "bigbird" in match else _nothing():
             weft.convert(model, **arguments)
         assert not weft.describe(model) and all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    weft.convert(llama(), "linear", shuffled, validation=data[640:], steps=1, length=32, **QUIET)
     frozen = llama().requires_grad_(False)
     with pytest.raises(ValueError, match="all parameters are frozen"):
         weft.convert(frozen, "linear", data, steps=2, length=32, **QUIET)

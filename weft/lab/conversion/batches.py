@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import RandomSampler
 
 Batch = dict[str, Any]
 HELD_OUT = 0.05  # of the data, if there is no validation data
@@ -112,6 +113,11 @@ def sources(
     if validation is not None:
         held = _source(validation, model, rows, length, seed).some(count)
     elif isinstance(source, Batches):
+        if isinstance(getattr(data, "sampler", None), RandomSampler):
+            raise ValueError(
+                "data is shuffled again in each pass, so its first batches, held out for validation, would also be "
+                "trained on: pass validation=, or a DataLoader with shuffle=False"
+            )
         held = source.some(count)
         source.skip = len(held)
     else:
