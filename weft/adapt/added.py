@@ -94,7 +94,7 @@ def add_layer(
 def known(cls: type) -> Added | None:
     """What was registered for this class, by `add_layer` or by weft for other libraries."""
     library = cls.__module__.partition(".")[0]
-    if library in ("timm", "torchvision", "x_transformers") and is_named_attention(cls):
+    if library in ("timm", "torchvision", "weft", "x_transformers") and is_named_attention(cls):
         importlib.import_module(f".{library}_layers", __package__)
     return LAYERS.get(cls)
 

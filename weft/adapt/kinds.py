@@ -11,7 +11,6 @@ from torch import nn
 from ..attention import Attention
 from ..layers.mssa import MSSA
 from ..layers.multihead import MultiheadAttention
-from ..models.pvt import SpatialReductionAttention
 from .added import known
 from .torch_nn import bypasses
 
@@ -23,7 +22,7 @@ class Layer:
     path: str
     module: nn.Module
     places: list[tuple[nn.Module, str]]  # every (parent, name) of the layer; empty for the model itself
-    kind: str  # "weft", "torch", "timm" (and "... window", "... reduced"), "transformers"; "" if unknown
+    kind: str  # "weft", "torch", "timm", "transformers", "added" (see added.py); "" if unknown
     needs: set[str] = field(default_factory=set)  # "cross", "bias", "rows", "pairs" (a matrix of logits)
     causal: bool | None = False  # None: decided at each call
     trouble: str = ""  # why no mechanism can be used here
@@ -94,12 +93,10 @@ def _recognise(layer: Layer, model: nn.Module) -> bool:
     elif isinstance(module, (MSSA, MultiheadAttention)):
         layer.kind, layer.causal = "weft", module.causal
         layer.needs = {"cross", "rows"} if getattr(module, "is_cross_attention", False) else set()
-    elif isinstance(module, SpatialReductionAttention):
-        layer.kind, layer.needs = "weft reduced", set() if module.sr is None else {"cross"}
     elif isinstance(module, nn.MultiheadAttention):
         _recognise_torch(layer, module)
-    elif type(module).__module__.startswith(("timm.", "weft.adapt.timm")):
-        return _recognise_timm(layer, module)
+    elif _is_timm(module):
+        layer.kind = "timm"
     elif _uses_interface(module):
         _recognise_transformers(layer, module)
     elif type(module).__name__.removeprefix("Weft") in ("BloomAttention", "MptAttention"):
@@ -128,21 +125,15 @@ def _recognise_torch(layer: Layer, module: Any) -> None:
         layer.causal = True
 
 
-def _recognise_timm(layer: Layer, module: nn.Module) -> bool:
+def _is_timm(module: nn.Module) -> bool:
+    """Whether this is the attention of timm's vision transformers; its other layers are in timm_layers.py."""
+    if not type(module).__module__.startswith(("timm.", "weft.adapt.timm")):
+        return False
     from timm.layers import Attention as Plain
-    from timm.models.pvt_v2 import Attention as Reduced
-    from timm.models.swin_transformer import WindowAttention
 
-    from .timm import TimmAttention, TimmReducedAttention, TimmWindowAttention
+    from .timm import TimmAttention
 
-    if type(module) in (Plain, TimmAttention):
-        layer.kind = "timm"
-    elif type(module) in (WindowAttention, TimmWindowAttention):
-        layer.kind, layer.needs = "timm window", {"bias"}
-    elif type(module) in (Reduced, TimmReducedAttention):
-        layer.kind = "timm reduced"
-        layer.needs = set() if getattr(module, "sr", None) is None else {"cross"}
-    return bool(layer.kind)
+    return type(module) in (Plain, TimmAttention)
 
 
 def _uses_interface(module: nn.Module) -> bool:

@@ -93,16 +93,6 @@ def _plan_weft(layer: Layer, info: AttentionInfo, settings: Settings, causal: bo
     return [Patch(module, "attention", new.to(device=device, dtype=dtype).train(module.training))]
 
 
-def _plan_reduced(
-    layer: Layer, info: AttentionInfo, settings: Settings, causal: bool | None, prefix: int
-) -> list[Patch]:
-    from .pvt_layers import ReducedAttention
-
-    module: Any = layer.module
-    core = _core(module, info, bool(causal), settings, heads=module.heads, head_dim=module.dim // module.heads)
-    return [Patch(module, "weft", core), Patch(module, "__class__", ReducedAttention)]
-
-
 def _plan_torch(layer: Layer, info: AttentionInfo, settings: Settings, causal: bool | None, prefix: int) -> list[Patch]:
     module: Any = layer.module
     causal = bool(layer.causal if layer.causal is not None else causal)
@@ -125,16 +115,12 @@ def _plan_added(layer: Layer, info: AttentionInfo, settings: Settings, causal: b
 
 
 def _plan_timm(layer: Layer, info: AttentionInfo, settings: Settings, causal: bool | None, prefix: int) -> list[Patch]:
-    from .timm import TimmAttention, TimmReducedAttention, TimmWindowAttention
+    from .timm import TimmAttention
 
     module: Any = layer.module
-    classes = {"timm": TimmAttention, "timm window": TimmWindowAttention, "timm reduced": TimmReducedAttention}
-    output = module.proj.in_features
-    shape = {"heads": module.num_heads, "head_dim": output // module.num_heads, "dropout": module.attn_drop.p}
-    patches = [Patch(module, "weft", _core(module, info, bool(causal), settings, **shape))]
-    if layer.kind == "timm":
-        patches.append(Patch(module, "prefix", prefix))
-    return [*patches, Patch(module, "__class__", classes[layer.kind])]
+    shape = {"heads": module.num_heads, "head_dim": module.head_dim, "dropout": module.attn_drop.p}
+    core = _core(module, info, bool(causal), settings, **shape)
+    return [Patch(module, "weft", core), Patch(module, "prefix", prefix), Patch(module, "__class__", TimmAttention)]
 
 
 def _plan_transformers(
@@ -165,11 +151,8 @@ def _plan_transformers(
 
 PLANS: dict[str, Callable[..., list[Patch] | str]] = {
     "weft": _plan_weft,
-    "weft reduced": _plan_reduced,
     "torch": _plan_torch,
     "added": _plan_added,
     "timm": _plan_timm,
-    "timm window": _plan_timm,
-    "timm reduced": _plan_timm,
     "transformers": _plan_transformers,
 }

@@ -3,8 +3,8 @@
     rows = weft.timm.layer("combiner-axial-vertical", block_size=14, prefix=1)
     timm.create_model("vit_small_patch16_224", pretrained=True, attn_layer=rows)
 
-Each class is timm's layer with another core. Parameter names do not change, so pretrained weights load, and `weft.swap`
-can convert an existing layer and back.
+The class is timm's layer with another core. Parameter names do not change, so pretrained weights load, and `weft.swap`
+can convert an existing layer and back. timm's other layers are in timm_layers.py.
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 try:
     import timm.layers
     import timm.models
-    import timm.models.pvt_v2
-    import timm.models.swin_transformer
 except ImportError as error:
     raise ImportError("weft.timm needs timm: pip install 'weft[timm]'") from error
 
@@ -67,52 +64,6 @@ class TimmAttention(timm.layers.Attention):
         given = {} if mask is None else pairs(mask, k.shape[0])
         out = self.weft(q, k, v, causal=causal, dropout=self.attn_drop.p, **given)
         return out.roll(self.prefix, 2) if self.prefix else out
-
-
-class TimmWindowAttention(timm.models.swin_transformer.WindowAttention):
-    """Swin's window attention with a mechanism that supports a position bias."""
-
-    weft: Core
-    relative_position_index: Tensor
-
-    @fx_leaf
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        table, index, H = self.relative_position_bias_table, self.relative_position_index, self.num_heads
-
-        def bias(i: Tensor, j: Tensor) -> Tensor:
-            """Relative position bias of the window, plus the mask of shifted windows, one per window of an image."""
-            N = index.shape[0]
-            i, j = i.clamp(max=N - 1), j.clamp(max=N - 1)  # positions beyond the end are never read
-            place = index[i, j]
-            head = torch.arange(H, device=place.device).view(1, -1, *[1] * (place.dim() - 2))
-            values = table[place, head]
-            if mask is not None:
-                window = torch.arange(x.shape[0], device=place.device) % mask.shape[0]
-                values = values + mask[window.view(-1, *[1] * (place.dim() - 1)), i, j]
-            return values
-
-        out = self.weft(q, k, v, bias=bias, dropout=self.attn_drop.p)
-        return self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
-
-
-class TimmReducedAttention(timm.models.pvt_v2.Attention):
-    """PVT v2's spatial-reduction attention with a mechanism."""
-
-    weft: Core
-
-    @fx_leaf
-    def forward(self, x: Tensor, feat_size: list[int]) -> Tensor:
-        q = self.q(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        source = x
-        if self.sr is not None:
-            image = x.transpose(1, 2).unflatten(2, tuple(feat_size))
-            source = self.sr(image if self.pool is None else self.pool(image)).flatten(2).transpose(1, 2)
-            source = self.norm(source)
-            source = source if self.act is None else self.act(source)
-        k, v = self.kv(source).unflatten(-1, (2, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4).unbind(0)
-        out = self.weft(q, k, v, dropout=self.attn_drop.p)
-        return self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
 
 
 def layer(

@@ -1,5 +1,6 @@
-"""More attention layers of timm for `weft.swap`: EVA, DINOv3, BEiT, Swin V2, MaxViT, CoAtNet, Hiera, MViT v2, CAFormer,
-NesT, DaViT, SAM 2, TinyViT, Next-ViT, FastViT, VOLO, Twins, TNT, Visformer and ViTs with relative positions."""
+"""More attention layers of timm for `weft.swap`: Swin, Swin V2, PVT v2, EVA, DINOv3, BEiT, MaxViT, CoAtNet, Hiera,
+MViT v2, CAFormer, NesT, DaViT, SAM 2, TinyViT, Next-ViT, FastViT, VOLO, Twins, TNT, Visformer and ViTs with relative
+positions."""
 
 from __future__ import annotations
 
@@ -20,6 +21,8 @@ from timm.models.metaformer import Attention as MetaformerAttention
 from timm.models.mvitv2 import MultiScaleAttention, cal_rel_pos_type, reshape_post_pool, reshape_pre_pool
 from timm.models.nest import Attention as NestAttention
 from timm.models.nextvit import EfficientAttention
+from timm.models.pvt_v2 import Attention as ReducedAttention
+from timm.models.swin_transformer import WindowAttention
 from timm.models.swin_transformer_v2 import WindowAttention as CosineAttention
 from timm.models.tiny_vit import Attention as TinyVitAttention
 from timm.models.tnt import Attention as TntAttention
@@ -43,7 +46,9 @@ for _grid in (MetaformerAttention, FastVitAttention):
 add_layer(DavitAttention, shape=of_projection)
 add_layer(VoloAttention, shape=of_projection, tokens=False)
 add_layer(Sam2Attention, shape=of_projection, cross=lambda layer: layer.q_pool is not None, tokens=False)
-add_layer(EfficientAttention, shape=of_projection, cross=lambda layer: layer.sr is not None)
+for _reduced in (EfficientAttention, ReducedAttention):
+    add_layer(_reduced, shape=of_projection, cross=lambda layer: layer.sr is not None)
+add_layer(WindowAttention, shape=of_projection, bias=True)
 add_layer(GlobalSubSampleAttn, shape=of_projection, cross=lambda layer: layer.sr is not None, tokens=False)
 add_layer(
     TinyVitAttention,
