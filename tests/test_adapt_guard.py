@@ -146,7 +146,7 @@ def test_models_that_exist_are_checked_too():
     with pytest.raises(ValueError, match="BloomAttention"):
         model.set_attn_implementation("weft:linear")
     model = zoo.build("mamba/MambaModel", "eager")
-    model.set_attn_implementation("weft:linear")
+    model.set_attn_implementation(attn_implementation="weft:linear")
     with pytest.raises(ValueError, match="none of its layers"):
         model(zoo.tokens())
     assert model.config._attn_implementation == "weft:linear"

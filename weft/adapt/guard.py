@@ -12,6 +12,7 @@ raises an error as early as possible:
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import warnings
 from collections.abc import Callable
@@ -42,23 +43,25 @@ def guard(name: str) -> None:
 
 
 def install() -> None:
-    """Check models when they are built."""
+    """Check models when they are built and when their attention is set: every name passes through these methods."""
     if not hasattr(PreTrainedModel.get_correct_attn_implementation, "weft"):
         _wrap("get_correct_attn_implementation", after=_check_and_watch)
         _wrap("set_attn_implementation", before=_check_parts)
 
 
 def _wrap(method: str, *, before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None) -> None:
-    """The methods of PreTrainedModel through which every implementation name passes."""
+    """Call these functions with the model and the first argument of a method of PreTrainedModel."""
     original = getattr(PreTrainedModel, method)
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def wrapped(self: PreTrainedModel, implementation: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        first = list(signature.bind(self, *args, **kwargs).arguments.values())[1]
         if before is not None:
-            before(self, implementation)
-        result = original(self, implementation, *args, **kwargs)
+            before(self, first)
+        result = original(self, *args, **kwargs)
         if after is not None:
-            after(self, implementation)
+            after(self, first)
         return result
 
     wrapped.weft = True  # type: ignore[attr-defined]
