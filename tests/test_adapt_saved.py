@@ -243,8 +243,21 @@ def test_the_settings_of_generation_are_kept(tmp_path):
     assert (again.eos_token_id, again.max_new_tokens, again.num_beams) == (7, 5, 3)
 
 
+def test_models_that_share_a_config_are_saved_with_their_own_changes(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, vocab_size=40)
+    models = {to: transformers.LlamaForCausalLM(config).eval() for to in ("plain", "linear", "local")}
+    for to in ("linear", "local"):
+        weft.swap(models[to], to)
+    for to, model in models.items():
+        model.save_pretrained(save_directory=tmp_path / to)
+        stored = json.loads((tmp_path / to / "config.json").read_text())
+        assert stored.get("weft", {}) == weft.describe(model) and bool(weft.describe(model)) == (to != "plain")
+
+
 def test_a_pickled_model_can_be_swapped_in_a_fresh_process(tmp_path):
-    """Mechanisms of an earlier swap are not taken for those of the next one."""
+    """It runs there, and mechanisms of an earlier swap are not taken for those of the next one."""
     pytest.importorskip("transformers")
     code = (
         "import copy, sys, torch, weft; from transformers import LlamaConfig, LlamaForCausalLM\n"
@@ -254,9 +267,10 @@ def test_a_pickled_model_can_be_swapped_in_a_fresh_process(tmp_path):
         "    model = LlamaForCausalLM(LlamaConfig(hidden_size=16, intermediate_size=16, **sizes)).eval()\n"
         "    plain = copy.deepcopy(model)\n"
         "    weft.swap(model, 'local', block_size=4), model(ids), weft.swap(plain, 'linear')\n"
-        "    torch.save([model, plain(ids).logits.detach()], path)\n"
+        "    torch.save([model, model(ids).logits.detach(), plain(ids).logits.detach()], path)\n"
         "else:\n"
-        "    model, expected = torch.load(path, weights_only=False)\n"
+        "    model, before, expected = torch.load(path, weights_only=False)\n"
+        "    torch.testing.assert_close(model(ids).logits.detach(), before)\n"
         "    weft.swap(model, 'linear')\n"
         "    torch.testing.assert_close(model(ids).logits.detach(), expected)\n"
     )

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from .kinds import find_layers
 from .masks import modules_on_the_stack
+from .saved import note
 
 NAMES: set[str] = set()  # the attention implementations that weft has registered
 _calls = 0  # of weft's attention functions, in eager mode
@@ -47,6 +48,7 @@ def install() -> None:
     if not hasattr(PreTrainedModel.get_correct_attn_implementation, "weft"):
         _wrap("get_correct_attn_implementation", after=_check_and_watch)
         _wrap("set_attn_implementation", before=_check_parts)
+        _wrap("save_pretrained", before=lambda model, folder: note(model))  # several models may share a config
 
 
 def _wrap(method: str, *, before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None) -> None:

@@ -147,11 +147,6 @@ def swapped_attention(
     return _attend(choice, module, query, key, value, attention_mask, **kwargs)
 
 
-def register_swapped() -> None:
-    AttentionInterface.register(SWAPPED, swapped_attention)
-    AttentionMaskInterface.register(SWAPPED, mask_function_of(SWAPPED, takes_matrix=True))
-
-
 def _attend(
     choice: Choice,
     module: nn.Module,
@@ -470,5 +465,7 @@ def _moves(attn: Attention) -> bool:
     return attn.pattern_for(1) != attn.pattern_for(2**30)
 
 
+AttentionInterface.register(SWAPPED, swapped_attention)
+AttentionMaskInterface.register(SWAPPED, mask_function_of(SWAPPED, takes_matrix=True))
 install()
 note_recording()

@@ -66,7 +66,7 @@ def _configs(config: Any, path: str = "") -> dict[str, Any]:
 
 
 def _joined(described: dict[str, dict[str, Any]], model: Any) -> dict[str, Any]:
-    """One description with the paths of this model. Those of parts are the latest, see `surgery._note`."""
+    """One description with the paths of this model. Those of parts are the latest, see `saved.note`."""
     known, configs = dict(model.named_modules()), _configs(model.config)
     joined: dict[str, Any] = {}
     for path, description in described.items():

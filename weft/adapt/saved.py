@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from .kinds import whole_models
+
 RECORD = "weft_record"  # attribute of a changed layer or cache with its settings
 
 
@@ -28,6 +30,24 @@ def describe(model: nn.Module) -> dict[str, Any]:
         if record is not None:
             found["cached" if "ratio" in record else "swapped"][_plain_path(model, path)] = record
     return {kind: layers for kind, layers in found.items() if layers}
+
+
+def note(model: nn.Module) -> None:
+    """Store the description in the config of a transformers model, so that save_pretrained writes it."""
+    whole = whole_models(model)
+    noted: set[int] = set()
+    for module in model.modules():
+        config: Any = vars(module).get("config")  # wrappers forward the attribute
+        if not hasattr(config, "_attn_implementation") or id(config) in noted:
+            continue
+        noted.add(id(config))
+        if module not in whole and "weft" not in vars(config):  # a part of the model that was not changed alone
+            continue
+        found = describe(module)
+        if found:
+            config.weft = found
+        elif "weft" in vars(config):
+            del config.weft
 
 
 def apply(model: nn.Module, description: dict[str, Any]) -> list[Any]:

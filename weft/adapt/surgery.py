@@ -25,7 +25,7 @@ from .core import seeded
 from .kinds import Layer, find_layers, whole_models
 from .plans import PLANS, behind_hooks, home, unfit
 from .report import Patch, Report, Row
-from .saved import RECORD, describe
+from .saved import RECORD, note
 from .torch_nn import TorchMultiheadAttention
 
 NOT_CHOSEN = "not chosen"
@@ -205,27 +205,9 @@ def _operate(
     patches += finish(chosen, layers)
     for patch in patches:
         patch.apply()
-    report = Report(rows, patches, [layer.module for layer in chosen], _is_changed, lambda: _note(model))
-    _note(model)
+    report = Report(rows, patches, [layer.module for layer in chosen], _is_changed, lambda: note(model))
+    note(model)
     return report
-
-
-def _note(model: nn.Module) -> None:
-    """Store the description in the config of a transformers model, so that save_pretrained writes it."""
-    whole = whole_models(model)
-    noted: set[int] = set()
-    for module in model.modules():
-        config: Any = vars(module).get("config")  # wrappers forward the attribute
-        if not hasattr(config, "_attn_implementation") or id(config) in noted:
-            continue
-        noted.add(id(config))
-        if module not in whole and "weft" not in vars(config):  # a part of the model that was not changed alone
-            continue
-        found = describe(module)
-        if found:
-            config.weft = found
-        elif "weft" in vars(config):
-            del config.weft
 
 
 def _warn(model: nn.Module, report: Report) -> None:
@@ -252,9 +234,8 @@ def _switch_configs(chosen: list[Layer], layers: list[Layer]) -> list[Patch]:
             raise ValueError(
                 f"{layer.path} cannot stay unchanged: {layer.trouble}, and layers that share a config share masks"
             )
-    from .huggingface import SWAPPED, register_swapped
+    from .huggingface import SWAPPED
 
-    register_swapped()
     patches = []
     for config in configs.values():
         sharing = [layer for layer in layers if layer.config is config]
