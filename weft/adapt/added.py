@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from .leaf import fx_leaf
+from .core import fx_leaf, rescaled
 
 LAYERS: dict[type, Added] = {}  # both the original class and its swapped subclass
 Condition = bool | Callable[[Any], bool]  # of a layer
@@ -139,8 +139,6 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    from .core import rescaled
-
     if enable_gqa:
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
     given: dict[str, Any] = {} if attn_mask is None else pairs(attn_mask, key.shape[0])

@@ -7,12 +7,13 @@ and biases (B, H, Lq, Lk) change single logits, so only mechanisms with a positi
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from ..attention import Attention, attention_info, make_attention
 from ..attention.subsampled import Subsampling
@@ -103,6 +104,21 @@ class Core(nn.Module):
 
     def extra_repr(self) -> str:
         return f"name={self.name!r}"
+
+
+def fx_leaf(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a layer's forward: while FX traces it, record the call of the layer instead of running it, because
+    mechanisms depend on shapes, which FX does not know."""
+
+    @functools.wraps(forward)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for arg in (*args, *kwargs.values()):
+            if isinstance(arg, Proxy):
+                tracer: Any = arg.tracer
+                return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
+        return forward(self, *args, **kwargs)
+
+    return wrapped
 
 
 def masked_full(

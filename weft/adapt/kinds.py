@@ -1,8 +1,10 @@
-"""The attention layers that `swap` and `cache` know, and what each requires of a mechanism."""
+"""The attention layers of a model, what each requires of a mechanism, and which of them `where` chooses."""
 
 from __future__ import annotations
 
+import fnmatch
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +15,8 @@ from ..layers.mssa import MSSA
 from ..layers.multihead import MultiheadAttention
 from .added import known
 from .torch_nn import bypasses
+
+Where = str | Callable[[str, nn.Module], bool] | None
 
 
 @dataclass
@@ -64,6 +68,19 @@ def find_layers(model: nn.Module) -> list[Layer]:
     ]
     order = {id(module): i for i, module in enumerate(model.modules())}
     return sorted(known + unknown, key=lambda layer: order[id(layer.module)])
+
+
+def is_chosen(where: Where, path: str, layer: nn.Module) -> bool:
+    if where is None:
+        return True
+    if isinstance(where, str):
+        return fnmatch.fnmatchcase(path, where)
+    if not callable(where):
+        raise TypeError(
+            f"where must be a pattern on paths, such as 'layers.*.self_attn', or a function of path and layer, got "
+            f"{where!r}; for a list of paths, use where=lambda path, layer: path in paths"
+        )
+    return bool(where(path, layer))
 
 
 def whole_models(model: nn.Module) -> list[nn.Module]:

@@ -25,7 +25,7 @@ from ..attention.subsampled import Subsampling
 from ..layers.mixed import MixedAttention
 from ..layers.mssa import MSSA
 from ..layers.multihead import MultiheadAttention
-from .chosen import Where, is_chosen
+from .kinds import Where, find_layers, is_chosen
 from .report import Patch, Report, Row
 from .saved import RECORD, _is_among
 
@@ -99,7 +99,6 @@ def _subsample_others(
     model: nn.Module, plan: Schedule, sigma: float | tuple[float, float], where: Where, options: dict[str, Any]
 ) -> Report:
     """The last layers of a transformers, timm or torch model; one swap for each σ."""
-    from .kinds import find_layers
     from .surgery import swap
 
     layers = [x.path for x in find_layers(model) if not x.trouble and not _excluded(x.path, x.module, where)]

@@ -6,6 +6,16 @@
 
 The layers keep their projections and all other weights. A swapped layer stays the same object, but its class becomes a
 subclass with another core (in transformers: with another attention function). A cache is wrapped around the layer.
+
+What `swap` does, in this order:
+
+1. kinds.py finds the attention layers. Those of libraries and of the user are registered in added.py, *_layers.py.
+2. plans.py says why the mechanism does not fit a layer, or which attributes to change. `_operate` changes them.
+3. probe.py runs a transformers model. Layers that raise an error keep their attention: steps 1 and 2 are repeated.
+4. saved.py describes the changes, report.py reverts them.
+
+In a forward pass, the new class of a layer calls `core.Core`. transformers layers call `huggingface.swapped_attention`,
+with masks.py, packed.py (documents), biases.py, and decoding.py or past.py (key-value caches).
 """
 
 from __future__ import annotations
@@ -20,9 +30,8 @@ from torch import nn
 from ..attention import attention_info
 from ..core.registry import check_options
 from .added import LAYERS, is_named_attention
-from .chosen import Where, is_chosen
 from .core import seeded
-from .kinds import Layer, find_layers, whole_models
+from .kinds import Layer, Where, find_layers, is_chosen, whole_models
 from .plans import PLANS, behind_hooks, home, unfit
 from .report import Patch, Report, Row
 from .saved import RECORD, note
@@ -56,8 +65,10 @@ def swap(
     check_options(to, options)
     record = {"to": to, "causal": causal, "max_length": max_length, "prefix": prefix, **options}
 
+    refused: dict[int, str] = {}  # id of a layer -> why, once it was tested
+
     def plan(layer: Layer, seed: int) -> list[Patch] | str:
-        why = unfit(layer, info, settings, causal)
+        why = refused.get(id(layer.module)) or unfit(layer, info, settings, causal)
         if prefix and layer.kind != "timm":
             why = why or "prefix is for class tokens of vision transformers, which this layer does not have"
         if why:
@@ -74,7 +85,6 @@ def swap(
     if probe and any(layer.__dict__.get("_weft") is not None for layer in report.layers):
         from .probe import refusals
 
-        refused: dict[int, str] = {}
         try:
             for whole in whole_models(model):
                 refused |= refusals(whole, report.layers, max_length)
@@ -83,11 +93,7 @@ def swap(
             raise
         if refused:
             report.undo()
-
-            def again(layer: Layer, seed: int) -> list[Patch] | str:
-                return refused.get(id(layer.module)) or plan(layer, seed)
-
-            report = _operate(model, where, again, finish, lambda layer: to)
+            report = _operate(model, where, plan, finish, lambda layer: to)
     _warn(model, report)
     return report
 

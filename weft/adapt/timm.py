@@ -24,8 +24,7 @@ except ImportError as error:
 
 from ..core.registry import check_options
 from .added import pairs
-from .core import Core
-from .leaf import fx_leaf
+from .core import Core, fx_leaf
 from .saved import RECORD, apply, describe
 
 

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .core import Core
-from .leaf import fx_leaf
+from .core import Core, fx_leaf
 
 
 class TorchMultiheadAttention(nn.MultiheadAttention):

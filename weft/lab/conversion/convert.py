@@ -28,9 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ...adapt.chosen import Where
 from ...adapt.core import learns
 from ...adapt.ensemble import train_unchanged
+from ...adapt.kinds import Where
 from ...adapt.surgery import swap
 from ...attention import Attention, attention_info
 from .. import lock

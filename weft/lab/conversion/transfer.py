@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...adapt.chosen import Where, is_chosen
-from ...adapt.kinds import find_layers
+from ...adapt.kinds import Where, find_layers, is_chosen
 
 CACHES = ("past_key_values", "past_key_value", "layer_past")  # arguments of transformers layers
 
