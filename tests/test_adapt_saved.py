@@ -111,6 +111,22 @@ def test_a_model_that_is_changed_through_a_wrapper(wrap, change, tmp_path):
     torch.testing.assert_close(zoo.outputs(again, inputs), zoo.outputs(model, inputs), **CLOSE)
 
 
+@pytest.mark.parametrize("wrap_first", [False, True])
+def test_layers_in_wrappers(wrap_first, tmp_path):
+    pytest.importorskip("transformers")
+    import zoo
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model, ids = zoo.build("llama/LlamaForCausalLM", "sdpa"), zoo.tokens()
+    if not wrap_first:
+        weft.swap(model, "linear")
+    model.model.layers[0] = checkpoint_wrapper(model.model.layers[0])
+    if wrap_first:
+        weft.swap(model, "linear")
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(weft.huggingface.load(tmp_path).eval()(ids)[0], model(ids)[0])
+
+
 @pytest.mark.parametrize("name", ["llava/LlavaForConditionalGeneration", "tipsv2/Tipsv2Model", TOWERS])
 def test_two_towers_with_the_same_numbers(name, tmp_path):
     """save_pretrained writes layers under other names, in LLaVA `language_model.model.layers.0`."""

@@ -17,6 +17,7 @@ from torch import nn
 from .kinds import whole_models
 
 RECORD = "weft_record"  # attribute of a changed layer or cache with its settings
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # names of what PyTorch has wrapped
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
@@ -86,14 +87,14 @@ def _by_settings(layers: dict[str, dict[str, Any]]) -> list[tuple[dict[str, Any]
 
 
 def _plain_path(model: nn.Module, path: str) -> str:
-    """The path without caches around the layer (`inner` or `cached.inner`)."""
+    """The path without caches around the layer (`inner` or `cached.inner`), and without wrappers of its parents."""
     from ..layers.cached import CachedAttention
 
     kept: list[str] = []
     module: Any = model
     for part in path.split(".") if path else []:
         cached = isinstance(module, CachedAttention) or (part == "cached" and RECORD in module.__dict__)
-        if not cached:
+        if not cached and part not in WRAPPERS:
             kept.append(part)
         module = getattr(module, part)
     return ".".join(kept)
