@@ -112,6 +112,25 @@ def test_a_pairwise_mask_and_dropout_reach_the_mechanism():
             layer.eval(), report.undo()
 
 
+def test_a_causal_mask_is_recognised():
+    class Masked(nn.Module):
+        def forward(self, q, mask):
+            return F.scaled_dot_product_attention(q, q, q, mask)
+
+    layer, q = Masked(), noise(2, 2, 12, 8)
+    weft.adapt.add_layer(Masked, shape=lambda layer: (2, 8), causal=None)
+    past = torch.ones(12, 12, dtype=torch.bool).tril()
+    for to, options in (("linear", {}), ("combiner-fixed", {"block_size": 4}), ("performer", {"causal": True})):
+        report = weft.swap(layer, to, **options)
+        expected = layer.weft(q, q, q, causal=True)
+        for mask in (past, past[None, None], torch.zeros(12, 12).masked_fill(~past, float("-inf"))):
+            torch.testing.assert_close(layer(q, mask), expected)
+        for mask in (past.fliplr(), past | past.roll(1, 1), noise(12, 12)):
+            with pytest.raises(ValueError, match="no matrix of logits"):
+                layer(q, mask)
+        report.undo()
+
+
 class Named(nn.MultiheadAttention):
     def extra(self):
         return self.num_heads

@@ -323,6 +323,8 @@ def test_causal_masks_of_pytorch():
     changed = x.clone()
     changed[:, 5:] += noise(2, 4, 24)
     torch.testing.assert_close(subject(x, mask=causal)[:, :5], subject(changed, mask=causal)[:, :5], **CLOSE)
+    heads = subject.layers[0].self_attn.num_heads
+    torch.testing.assert_close(subject(x, mask=causal.expand(2 * heads, -1, -1)), subject(x, mask=causal), **CLOSE)
     assert not torch.allclose(subject(x)[:, :5], subject(changed)[:, :5], atol=1e-3)
     with pytest.raises(ValueError, match="use 'full'"):
         subject(x, mask=window)

@@ -86,18 +86,21 @@ class Core(nn.Module):
             self.dropout = dropout
             for form in self.forms.values():
                 form.dropout = dropout  # type: ignore[assignment]
+        pairs = [t for t in (allowed, added) if t is not None]
+        if pairs and not self.info.bias:
+            hidden = ~pairs[0] if pairs[0].dtype == torch.bool else pairs[0]
+            if mask is not None or len(pairs) > 1 or torch.compiler.is_compiling() or not is_causal_mask(hidden):
+                raise ValueError(
+                    f"{self.name} has no matrix of logits and does not support masks or biases of shape (Lq, Lk): use "
+                    "'full', or a padding mask (B, Lk) and causality, which every mechanism supports"
+                )
+            causal, pairs = True, []
         attn = self.form(causal)
         v = connected(attn, q, k, v)
-        if allowed is None and added is None:
+        if not pairs:
             return attn(q, k, v, mask, bias)
-        if not self.info.bias:
-            raise ValueError(
-                f"{self.name} has no matrix of logits and does not support masks or biases of shape (Lq, Lk): use "
-                "'full', or a padding mask (B, Lk) and causality, which every mechanism supports"
-            )
         if self.name != "full":
-            pairs = [PairBias(t[(None,) * (4 - t.dim())]) for t in (allowed, added) if t is not None]
-            return attn(q, k, v, mask, total(bias, *pairs))
+            return attn(q, k, v, mask, total(bias, *(PairBias(t[(None,) * (4 - t.dim())]) for t in pairs)))
         return masked_full(
             q, k, v, mask, causal=causal, allowed=allowed, added=added, dropout=self.dropout if self.training else 0.0
         )
@@ -166,6 +169,15 @@ def masked_full(
     total = exp.sum(-1, keepdim=True) + (sink - highest).exp()
     share = exp / total.masked_fill(total == 0, 1)
     return nn.functional.dropout(share, dropout).to(v.dtype) @ v
+
+
+def is_causal_mask(hidden: Tensor) -> bool:
+    """Whether this mask (..., L, L), where True or -inf means hidden, is causal."""
+    if hidden.shape[-1] != hidden.shape[-2]:
+        return False
+    future = torch.ones(hidden.shape[-2:], dtype=torch.bool, device=hidden.device).triu(1)
+    found = hidden if hidden.dtype == torch.bool else hidden == float("-inf")
+    return bool((found == future).all() and (found | (hidden == 0)).all())
 
 
 def one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .core import Core, fx_leaf
+from .core import Core, fx_leaf, is_causal_mask
 
 
 class TorchMultiheadAttention(nn.MultiheadAttention):
@@ -84,7 +84,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
             return found
         # A causal mechanism hides masked queries too, but the padding of another sequence is none of the queries'.
         same = same or padding is None or not (self.weft_cross or self.weft.name == "full")
-        if same and Lq == Lk and (is_causal or (pairs.dim() == 2 and _is_causal(pairs))):
+        if same and Lq == Lk and (is_causal or is_causal_mask(pairs)):
             found["causal"] = True
             return found
         pairs = pairs.view(B, H, Lq, Lk) if pairs.dim() == 3 else pairs[None, None]
@@ -134,10 +134,3 @@ def _attended(mask: Tensor, name: str) -> Tensor:
     elif not bool(known.all()):
         raise ValueError(f"{name} may contain only 0 and -inf: use a boolean mask")
     return mask == 0
-
-
-def _is_causal(pairs: Tensor) -> bool:
-    """Whether this (L, L) mask is causal."""
-    future = torch.ones_like(pairs, dtype=torch.bool).triu(1)
-    hidden = pairs if pairs.dtype == torch.bool else pairs == float("-inf")
-    return bool((hidden == future).all() and (hidden | (pairs == 0)).all())
