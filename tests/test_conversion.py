@@ -281,6 +281,9 @@ def test_tokens_weigh_the_same_with_labels():
     for parts in (1, 2, 9):
         found = Parts(count=parts).sum(model, together, lambda b, share: language_model_loss(model, b).detach() * share)
         torch.testing.assert_close(found, expected)
+    nothing = {"input_ids": rows[9:10], "labels": labels[9:10]}
+    language_model_loss(model, nothing).backward()
+    assert language_model_loss(model, nothing) == 0 and not any(p.grad.any() for p in model.parameters())
     transformers = pytest.importorskip("transformers")
     bert = transformers.BertForMaskedLM(transformers.BertConfig(hidden_size=16, num_hidden_layers=1, vocab_size=48,
         num_attention_heads=2, intermediate_size=16)).eval()  # fmt: skip

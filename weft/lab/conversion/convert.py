@@ -42,12 +42,11 @@ from ..say import say
 from ..state import collect, restore, restore_model
 from .batches import Batch, Source, count_tokens, cropped, moved, sources
 from .lora import Adapters
-from .parts import Once, Parts, shares
+from .parts import IGNORED, Once, Parts, counted, shares
 from .report import Conversion
 from .transfer import Transfer, originals, teacher_of
 
 Loss = Callable[[Any, Batch], Tensor]
-IGNORED = -100  # label of a token without a loss
 LOOK_EVERY = 10  # steps between progress updates: reading a loss waits for the GPU
 
 
@@ -153,6 +152,8 @@ def language_model_loss(model: Any, batch: Batch) -> Tensor:
     out = model(**batch, **more) if keywords else model(batch["input_ids"])
     if "labels" in batch:
         found = getattr(out, "loss", None)
+        if isinstance(found, Tensor) and isinstance(batch["labels"], Tensor):  # without labels that count it is 0 / 0
+            found = torch.where(counted(model, batch["labels"]).any(), found, 0.0)
     else:
         logits, ids = getattr(out, "logits", out), batch.get("input_ids")
         if not isinstance(logits, Tensor) or ids is None or logits.shape[:-1] != ids.shape:

@@ -18,6 +18,7 @@ from ..bench.timing import reason
 from .batches import Batch, count_rows, count_tokens
 
 SHIFTED = ("ForCausalLM", "ForConditionalGeneration", None)  # `loss_type` of transformers models; None is causal too
+IGNORED = -100  # label of a token without a loss
 Once = Callable[[Batch, float], Tensor]  # (part, its share) -> the share's loss
 
 
@@ -75,13 +76,16 @@ def shares(model: Any, batches: Sequence[Batch]) -> list[float]:
     return [weight / total if total else 1 / len(weights) for weight in weights]
 
 
+def counted(model: Any, labels: Tensor) -> Tensor:
+    """Which labels count in the loss. That of transformers' causal models shifts them, so the first one does not."""
+    config = getattr(model, "config", None)
+    shifted = getattr(model, "loss_type", "") in SHIFTED and not getattr(config, "is_encoder_decoder", False)
+    return (labels[..., 1:] if shifted else labels) != IGNORED
+
+
 def _weight(model: Any, batch: Batch) -> int:
-    labels = batch.get("labels")
-    if labels is not None:
-        config = getattr(model, "config", None)
-        # transformers' loss of causal models shifts the labels, so that the first one does not count.
-        shifted = getattr(model, "loss_type", "") in SHIFTED and not getattr(config, "is_encoder_decoder", False)
-        return int(((labels[..., 1:] if shifted else labels) != -100).sum())
+    if isinstance(batch.get("labels"), Tensor):
+        return int(counted(model, batch["labels"]).sum())
     if batch.get("attention_mask") is not None and batch["attention_mask"].dim() == 2:
         return int(batch["attention_mask"][:, 1:].sum())
     return batch["input_ids"][:, 1:].numel() if "input_ids" in batch else count_rows(batch)
