@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import shutil
 import subprocess
 
 import pytest
+import torch
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
@@ -17,6 +19,13 @@ def payload(page: str) -> dict:
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
     assert found
     return json.loads(found[1])
+
+
+def unpacked(packed: dict) -> torch.Tensor:
+    """The numbers that `weft.inspect.gather.pack` has packed."""
+    q = torch.tensor(list(base64.b64decode(packed["bytes"])), dtype=torch.uint8).view(torch.int8)
+    q = q.view(packed["shape"]) / 127
+    return torch.tensor(packed["max"]).view(-1, *[1] * (q.dim() - 1)) * q.sign() * q.square()
 
 
 def run_browser(tmp_path, page, script: str) -> str:

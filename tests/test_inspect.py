@@ -8,10 +8,12 @@ import warnings
 
 import pytest
 import torch
+from browser import unpacked
 
 import weft
 from weft import inspect
 from weft.inspect import figures
+from weft.inspect.gather import attention
 from weft.inspect.measure import nonzero
 from weft.inspect.views import attention_views, outermost
 from weft.models import CRATE, CRATEText, LanguageModel, TextClassifier, TextMatcher
@@ -415,6 +417,47 @@ def test_class_tokens_that_were_moved_are_shown_in_front(map_up_to):
         torch.testing.assert_close(view.row, expected[:, :, row])
         if view.map is not None:
             torch.testing.assert_close(view.map, expected)
+
+
+def test_windows_of_an_image_are_put_together():
+    """Shifted windows, and padding of an image that they do not divide."""
+    timm = pytest.importorskip("timm")
+    from timm.models.swin_transformer import window_partition
+
+    sizes = dict(img_size=(40, 56), window_size=4, embed_dim=8, depths=(2,), num_heads=(2,), num_classes=3)
+    model = timm.create_model("swin_tiny_patch4_window7_224", **sizes).eval()
+    weft.swap(model, "full")
+    image = torch.rand(1, 3, 40, 56)
+    views, output = inspect.attention_views(model, image)
+    torch.testing.assert_close(output, model(image))
+    for view, shift in zip(views, (0, 2), strict=True):
+        cells = torch.arange(1, 141).view(10, 14).roll((-shift, -shift), (0, 1))
+        cells = torch.nn.functional.pad(cells, (0, 2, 0, 2))
+        assert view.windows.grid == (10, 14)
+        assert torch.equal(view.windows.tokens + 1, window_partition(cells[None, ..., None], (4, 4)).flatten(1))
+    (shown,) = payload_of(model, image)["layers"][1]["examples"]
+    assert shown["tokens"] == "shared" and shown["grid"] == [10, 14] and shown["query"] == 0
+    row, map_, tokens = unpacked(shown["row"]), unpacked(shown["windows"]["map"]), shown["windows"]["tokens"]
+    (window,) = (i for i, w in enumerate(tokens) if 0 in w)
+    kept = [t >= 0 for t in tokens[window]]
+    found = row[:, [t for t in tokens[window] if t >= 0]]
+    torch.testing.assert_close(found, map_[:, window, tokens[window].index(0), kept], atol=0.01, rtol=0)
+    torch.testing.assert_close(row.sum(1), found.sum(1))
+
+
+def test_windows_in_another_order_are_not_shown_as_the_image():
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("davit_tiny", embed_dims=(16, 16, 16, 16), num_heads=(1, 1, 1, 1)).eval()
+    with pytest.warns(UserWarning, match="keep their own attention"):
+        weft.swap(model, "full")
+    found = payload_of(model, torch.rand(1, 3, 64, 64))
+    first = found["layers"][0]["examples"][0]
+    assert first["parts"] == 9 and first["tokens"] is None and found["examples"][0]["grid"] is None
+
+
+def payload_of(model, images):
+    how = dict(tokens=None, targets=None, classes=None, examples=1, map_up_to=256)
+    return attention(model, [images], pictures=images, **how)
 
 
 class Packed(torch.nn.Module):

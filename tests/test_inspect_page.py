@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import json
 import re
-import struct
 
 import pytest
 import torch
-from browser import browser, payload, run_browser
+from browser import browser, payload, run_browser, unpacked
 
 import weft
 from weft import inspect
@@ -90,12 +88,6 @@ def test_padding_is_excluded(text_page):
     assert layer["examples"][1]["row"]["shape"] == [48, 7]
     assert layer["examples"][1]["map"]["shape"] == [48, 7, 7]
     assert data["attention"]["examples"][1]["tokens"] == ["[CLS]", *WORDS[:6]]
-
-
-def unpacked(packed):
-    q = torch.tensor(list(base64.b64decode(packed["bytes"])), dtype=torch.uint8).view(torch.int8)
-    q = q.view(packed["shape"]) / 127
-    return torch.tensor(packed["max"]).view(-1, *[1] * (q.dim() - 1)) * q.sign() * q.square()
 
 
 @pytest.mark.parametrize("length", [6, 7, 9])
@@ -182,9 +174,7 @@ def test_slots_are_shown_for_real_queries():
 def test_packed_numbers_are_close_to_the_originals():
     values = torch.randn(3, 7) * torch.tensor([[1.0], [1e-3], [0.0]])
     packed = pack(values)
-    q = torch.tensor(struct.unpack("21b", base64.b64decode(packed["bytes"]))).view(3, 7) / 127
-    back = torch.tensor(packed["max"])[:, None] * q.sign() * q.square()
-    assert ((back - values).abs() <= 0.02 * values.abs().amax(1, keepdim=True)).all()
+    assert ((unpacked(packed) - values).abs() <= 0.02 * values.abs().amax(1, keepdim=True)).all()
 
 
 def test_names_of_layers():
@@ -234,6 +224,34 @@ def test_text_page_in_a_browser(tmp_path, text_page):
     assert found["asked"] == WORDS[2] and found["map"] == 10 and found["second"] == 7
     assert found["moved"] == [WORDS[-2], "listbox", "true"] and found["unnamed"] == 0
     assert found["verdict"].endswith(f"true {EVIL[0]}")
+
+
+@browser
+def test_windows_in_a_browser(tmp_path):
+    """A click on a cell shows its attention in its window, over the whole image."""
+    timm = pytest.importorskip("timm")
+    sizes = dict(img_size=32, window_size=4, embed_dim=8, depths=(1,), num_heads=(2,), num_classes=3)
+    model = timm.create_model("swin_tiny_patch4_window7_224", **sizes).eval()
+    weft.swap(model, "full")
+    page = inspect.report(model, torch.rand(1, 3, 32, 32), out=tmp_path / "swin.html")
+    dom = run_browser(
+        tmp_path,
+        page,
+        """
+        const box = document.querySelectorAll('.frame')[1].getBoundingClientRect();
+        document.querySelectorAll('.frame')[1].dispatchEvent(new MouseEvent('click',
+          {clientX: box.left + .95 * box.width, clientY: box.top + .05 * box.height}));
+        const canvas = document.querySelector('[data-head="1"] canvas'), shades = [...canvas.getContext('2d')
+          .getImageData(0, 0, 8, 8).data].filter((_, i) => i % 4 === 3);
+        const report = {line: document.querySelector('.card p').textContent,
+          shown: shades.map(a => Number(a > 0)).join('')};
+        const out = document.createElement('pre'); out.id = 'report'; out.textContent = JSON.stringify(report);
+        document.body.append(out);
+        """,
+    )
+    found = json.loads(html.unescape(re.search(r'<pre id="report">(.*?)</pre>', dom, re.S)[1]))
+    assert "attention of “row 1, column 8” in its window" in found["line"]
+    assert found["shown"] == "00001111" * 4 + "00000000" * 4
 
 
 @browser

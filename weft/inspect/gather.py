@@ -16,6 +16,7 @@ from .branches import branch_views, has_cache
 from .measure import Measures, cache_shares, measure, subspace_coherence, tokens_per_layer
 from .views import CROSS, AttentionView, attention_views, created, outermost
 from .watch import blocks_of, class_tokens, image_grid, plain
+from .windows import Windows
 
 Loader = Callable[[nn.Module], Any] | Mapping[str, Tensor]
 
@@ -150,7 +151,9 @@ def attention(
     for i in range(examples):
         one = [t[i : i + 1] for t in inputs]
         views, output = attention_views(model, one, row=row, map_up_to=map_up_to)
-        grid = image_grid(plain(model), one[0], pictures, views[0].row.shape[-1])
+        first = views[0]
+        keys = first.row.shape[-1] if len(first.row) == 1 else 0  # those of a window say nothing about the image
+        grid = list(first.windows.grid) if first.windows else image_grid(plain(model), one[0], pictures, keys)
         texts = _texts(_documents(plain(model), one), tokens[i] if tokens else None, grid, class_tokens(plain(model)))
         own = [v for v in views if not v.memory and not CROSS.search(v.path)]
         decoded = next((v.row.shape[-1] for v in own if "decoder" in v.path), 0)
@@ -159,7 +162,10 @@ def attention(
         packed, mask = [], None
         for v in views:
             mask = mask if v.memory or CROSS.search(v.path) else v.mask  # read by the tokens of the view before
-            packed.append(_packed_view(v, texts, row, grid, mask))
+            if v.windows:
+                packed.append(_packed_windows(v, v.windows, map_up_to))
+            else:
+                packed.append(_packed_view(v, texts if len(v.row) == 1 else [], row, grid, mask))
         common: list[str] = next((view["tokens"] for view in packed if view["tokens"]), [])
         if not common and texts and views[0].map is not None:  # all layers read slots: label the queries
             common = _labels(texts[0], views[0].map.shape[2]) or []
@@ -276,7 +282,27 @@ def _packed_view(
         packed["map"] = pack(full)
         if queries is not None:
             packed["queries"] = queries
+    if len(view.row) > 1:
+        packed["parts"] = len(view.row)
     return packed
+
+
+def _packed_windows(view: AttentionView, windows: Windows, map_up_to: int) -> dict[str, Any]:
+    """All windows of an image together: a query attends to the tokens of its window."""
+    grid, tokens = windows
+    window, place = (tokens == 0).nonzero()[0].tolist()
+    one, query = (view.row[0], tokens[0, 0]) if view.map is None else (view.map[window, :, place], 0)
+    keys = tokens[0 if view.map is None else window]
+    row = one.new_zeros(len(one), grid[0] * grid[1])
+    row[:, keys[keys >= 0]] = one[:, keys >= 0]
+    packed: dict[str, Any] = {"tokens": _cells(grid), "grid": list(grid), "row": pack(row), "query": int(query)}
+    if view.map is not None and tokens.numel() * tokens.shape[1] <= 4 * map_up_to**2:
+        packed["windows"] = {"tokens": tokens.tolist(), "map": pack(view.map.transpose(0, 1))}
+    return packed
+
+
+def _cells(grid: Sequence[int]) -> list[str]:
+    return [f"row {r + 1}, column {c + 1}" for r in range(grid[0]) for c in range(grid[1])]
 
 
 def _real(labels: list[str] | None, mask: Tensor) -> list[str] | None:
@@ -302,7 +328,7 @@ def _texts(inputs: Sequence[Tensor], tokens: Any, grid: list[int] | None, classe
     """The tokens of each input document: words if known, else ids or image cells."""
     if grid:
         first = [f"class or register token {i + 1}" for i in range(classes)] if classes > 1 else []  # one is [CLS]
-        return [first + [f"row {r + 1}, column {c + 1}" for r in range(grid[0]) for c in range(grid[1])]]
+        return [first + _cells(grid)]
     if inputs[0].dim() != 2:
         return []
     documents = [t[0].tolist() for t in inputs if t.dim() == 2 and not t.is_floating_point() and t.dtype != torch.bool]

@@ -50,14 +50,18 @@ function attention() {
   const tokens = () => seen().tokens === "shared" ? examples[state.example].tokens : seen().tokens
     ?? Array.from({length: seen().row.shape[1]}, (_, i) => `${seen().slots ? "slot" : "token"} ${i + 1}`);
   const cells = () => seen().grid ?? (seen().tokens === "shared" ? examples[state.example].grid : null);
-  const queries = () => seen().map ? seen().map.shape[1] : 0;
+  const queries = () => seen().map ? seen().map.shape[1] : seen().windows ? seen().row.shape[1] : 0;
   const query = () => state.query ?? (seen().query < 0 ? Math.max(queries() + seen().query, 0) : seen().query);
 
   function row(head) {
     const view = seen(), columns = view.row.shape[1];
     if (head < 0) return mean(view.row.shape[0], row);
-    if (!view.map || state.query === null) return part(view.row, head);
-    return part(view.map, head).subarray(state.query * columns, (state.query + 1) * columns);
+    if (!queries() || state.query === null) return part(view.row, head);
+    const of = (map, q, n) => part(map, head).subarray(q * n, (q + 1) * n);
+    if (view.map) return of(view.map, state.query, columns);
+    const {tokens, map} = view.windows, length = tokens[0].length, at = tokens.flat().indexOf(state.query), values = new Float32Array(columns);
+    of(map, at, length).forEach((v, i) => { const token = tokens[Math.floor(at / length)][i]; if (token >= 0) values[token] = v; });
+    return values;
   }
   const map = head => head < 0 ? mean(seen().map.shape[0], map) : part(seen().map, head);
   function mean(n, of) {
@@ -150,6 +154,9 @@ function attention() {
       };
       frame.onmousemove = e => say(`${labels[at(e)]}: ${number(values[at(e)])}`);
       if (asked >= 0) frame.onclick = e => pick(at(e));
+      const cell = asked - labels.length + image[0] * image[1];  // negative for a class token
+      if (asked >= 0 && cell >= 0) frame.append(el("i", {style: `width: ${100 / image[1]}%; height: ${100 / image[0]}%; ` +
+        `left: ${100 * (cell % image[1]) / image[1]}%; top: ${100 * Math.floor(cell / image[1]) / image[0]}%`}));
       if (example.picture) {
         const original = el("div", {className: "frame"}, picture(example.picture));
         original.style.aspectRatio = frame.style.aspectRatio;
@@ -173,13 +180,14 @@ function attention() {
         say(`${asking().length === rows ? asking()[i] : "query " + (i + 1)} → ${labels[j] ?? j + 1}: ${number(m[i * columns + j])}`); };
       parts.push(el("div", {}, frame, el("small", {}, `full map: queries down, ${view.slots ? "slots" : "keys"} across`)));
     }
-    if (view.map && (image || asked < 0)) parts.push(el("label", {className: "soft"}, "query ", el("input", {type: "range", min: 0, max: queries() - 1,
+    if (queries() && (image || asked < 0)) parts.push(el("label", {className: "soft"}, "query ", el("input", {type: "range", min: 0, max: queries() - 1,
       value: query(), "data-choose": "slider", "aria-valuetext": asking()[query()] ?? `query ${query() + 1}`, onchange: e => pick(Number(e.target.value))})));
     const images = el("div", {className: "pictures"}, ...parts);
-    const from = view.map || seen().query === 0 ? asking()[query()] ?? `query ${query() + 1}` : "the last token";
+    const from = queries() || view.query === 0 ? asking()[query()] ?? `query ${query() + 1}` : "the last token";
     const aside = image && !view.slots ? values.slice(0, values.length - image[0] * image[1]) : [];
     const cls = aside.length ? `${number(aside.reduce((a, b) => a + b))} of it on ${aside.length > 1 ? "class and register tokens" : labels[0]}, the rest on the image. ` : "";
-    const line = el("p", {}, el("b", {}, kind), ` — attention of “${from}”${view.slots ? " over the slots of the cache" : ""}. ${cls}`,
+    const line = el("p", {}, el("b", {}, kind), ` — attention of “${from}”${view.slots ? " over the slots of the cache" : view.windows ? " in its window" : ""}. ${cls}`
+      + (view.parts ? `The layer cuts its input into ${view.parts} windows; this is the first. ` : ""),
       el("small", {}, asked >= 0 ? image ? "Click a cell to select the query, or use the slider." : "Click a token to select the query, or move with the arrow keys." : view.map ? "Click a row of the map to select the query, or use the slider." : "The input is long: only this row is available, not the full map."));
     large.replaceChildren(el("div", {className: "card"}, line, image ? images
       : el("div", {className: "large"}, text, images), labels.includes("‿") ? el("small", {}, "‿ is another byte of the character before it. ") : null, readout));

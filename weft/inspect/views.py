@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ..core.segments import documents_of
 from ..layers.cached.memory_attention import MemoryAttention
 from ..layers.mixed import MixedAttention
 from .watch import arguments, looking, plain
+from .windows import Call, Windows, windows_of
 
 CROSS = re.compile("cross|encoder_attn|EncDec|decoder.*multihead_attn")  # in weft, transformers and PyTorch
 
@@ -36,6 +38,7 @@ class AttentionView:
     mask: Tensor | None  # (B, Lk), True for real tokens
     call: int = 1  # index of the call: a model for two documents calls its layers twice
     memory: bool = False  # the keys are the slots of a cache
+    windows: Windows | None = None  # of layers that cut an image into windows; then B counts windows
 
 
 def attention_views(
@@ -48,6 +51,7 @@ def attention_views(
     """
     model, inputs, calls, busy = plain(model), arguments(inputs), [], False
     memories, latest = _memories(model), None  # the mask of the latest self-attention
+    around: dict[str, Call] = {}  # the latest call of every module with a mechanism inside
 
     def see(path: str, attn: Attention) -> list[Any]:
         depth = 0  # packed documents are gathered into calls of the same mechanism
@@ -61,9 +65,11 @@ def attention_views(
             moved, own = _class_tokens_behind(model, path), path not in memories and not CROSS.search(path)
             with kept_random_state():  # the model's own call draws the same numbers as without inspection
                 one, full, mask = _view(attn, map_up_to, row - moved, own, latest, *args, **kwargs)
+                callers = [around[parent] for parent in _parents(path) if parent in around]
+                windows = windows_of(attn, args[0], len(inputs[0]), callers)
             latest = mask if own else latest
             full = None if full is None else full.roll((moved, moved), (2, 3))
-            calls.append((path, one.roll(moved, -1), full, mask))
+            calls.append((path, one.roll(moved, -1), full, mask, windows))
             busy = False
 
         def leave(*_: Any) -> None:
@@ -79,7 +85,12 @@ def attention_views(
             "the same as the model's own attention"
         )
     names = {name: m.name for name, m in found}
-    with looking(model, [hook for name, m in found for hook in see(name, m)]):
+    hooks = [hook for name, m in found for hook in see(name, m)]
+    if inputs[0].dim() == 4:
+        for parent in {parent for name, _ in found for parent in _parents(name)}:
+            enter = partial(_enter, around, parent)
+            hooks.append(model.get_submodule(parent).register_forward_pre_hook(enter, with_kwargs=True))
+    with looking(model, hooks):
         output = model(*inputs)
     if not calls:
         raise ValueError(
@@ -87,6 +98,16 @@ def attention_views(
             "library is computed without one, and cannot be inspected"
         )
     return _mixed_together(model, calls, names), output
+
+
+def _parents(path: str) -> list[str]:
+    """The paths of the modules around this one, without the model itself."""
+    names = path.split(".")
+    return [".".join(names[:n]) for n in range(1, len(names))]
+
+
+def _enter(around: dict[str, Call], path: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    around[path] = module, args, kwargs
 
 
 def _runs_weft(module: nn.Module) -> bool:
@@ -200,7 +221,7 @@ def _mixed_together(model: nn.Module, calls: list[tuple], names: dict[str, str])
     views: list[AttentionView] = []
     last: dict[tuple[str, bool], tuple[int, AttentionView]] = {}  # mixed layer, own or memory -> its latest block, view
     seen: dict[str, int] = {}
-    for path, row, full, mask in calls:
+    for path, row, full, mask, windows in calls:
         kinds, memory = [names[path]] * row.shape[1], path in memories
         seen[path] = seen.get(path, 0) + 1
         label = path.removesuffix(".attention")
@@ -217,7 +238,7 @@ def _mixed_together(model: nn.Module, calls: list[tuple], names: dict[str, str])
         label = label or "attention"
         if seen[path] > 1:
             label += f" (call {seen[path]})"
-        views.append(AttentionView(label, kinds, row, full, mask, seen[path], memory))
+        views.append(AttentionView(label, kinds, row, full, mask, seen[path], memory, windows))
         if parent is not None:
             last[parent, memory] = number, views[-1]
     return views

@@ -123,7 +123,7 @@ def image_grid(model: nn.Module, first: Tensor, pictures: Tensor | None, keys: i
         if isinstance(grid, (tuple, list)) and len(grid) == 2:
             return [int(n) for n in grid]
     for patches in (keys, keys - 1, keys - class_tokens(model)):  # a square image of square patches
-        side = round(patches**0.5)
+        side = round(max(patches, 0) ** 0.5)
         if first.dim() == 4 and first.shape[2] == first.shape[3] and side**2 == patches > 0:
             return [side, side]
     return None
