@@ -69,9 +69,11 @@ function attention() {
     for (let h = 1; h < n; h++) of(h).forEach((v, i) => total[i] += v);
     return total.map(v => v / n);
   }
-  // The keys of a memory are slots, and those of cross attention another text, not the query tokens.
-  const asking = () => seen().queries ?? (!seen().slots ? tokens()
-    : examples[state.example].tokens.length === queries() ? examples[state.example].tokens : []);
+  // The keys of a memory are slots, those of cross attention another text, and those of a pyramid fewer than its queries.
+  const asking = () => {
+    const view = seen(), known = view.queries ?? (view.slots ? examples[state.example].tokens : tokens());
+    return known.length === queries() || !queries() && !view.slots ? known : [];
+  };
   // If the keys form an image (possibly with CLS first), draw them in its shape; otherwise wrap them like text.
   function shape(values) {
     if (cells()) {
@@ -177,7 +179,7 @@ function attention() {
           Math.min(columns - 1, Math.max(0, Math.floor((e.clientX - box.left) / box.width * columns)))];
       };
       frame.onmousemove = e => { const [i, j] = at(e);
-        say(`${asking().length === rows ? asking()[i] : "query " + (i + 1)} → ${labels[j] ?? j + 1}: ${number(m[i * columns + j])}`); };
+        say(`${asking()[i] ?? "query " + (i + 1)} → ${labels[j] ?? j + 1}: ${number(m[i * columns + j])}`); };
       parts.push(el("div", {}, frame, el("small", {}, `full map: queries down, ${view.slots ? "slots" : "keys"} across`)));
     }
     if (queries() && (image || asked < 0)) parts.push(el("label", {className: "soft"}, "query ", el("input", {type: "range", min: 0, max: queries() - 1,
@@ -191,6 +193,8 @@ function attention() {
       el("small", {}, asked >= 0 ? image ? "Click a cell to select the query, or use the slider." : "Click a token to select the query, or move with the arrow keys." : view.map ? "Click a row of the map to select the query, or use the slider." : "The input is long: only this row is available, not the full map."));
     large.replaceChildren(el("div", {className: "card"}, line, image ? images
       : el("div", {className: "large"}, text, images), labels.includes("‿") ? el("small", {}, "‿ is another byte of the character before it. ") : null, readout));
+    const at = text.children[asked >= 0 ? asked : values.indexOf(largest(values))];  // in view, if the text is long
+    if (at && at.offsetTop > text.clientHeight) text.scrollTop = at.offsetTop - text.clientHeight / 2;
   }
 
   const verdict = el("div", {className: "soft", id: "verdict"});
