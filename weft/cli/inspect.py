@@ -37,7 +37,9 @@ def inspect(
     or sampled images."""
     import torch
 
+    from ..adapt.surgery import swap
     from ..inspect.page import report
+    from ..inspect.views import outermost
     from ..lab import load_run
     from ..tasks.registry import task_of
 
@@ -70,15 +72,19 @@ def inspect(
             splits[title], labels = task.inputs(batch), batch.get("label")
         inputs = splits["validation"]
     model = model.to(device)
-    if config.attention == "full" and config.model.startswith(("hf:", "timm:")):  # the model's own attention
-        from ..adapt.surgery import swap
-
-        swap(model, "full")
     galleries = [] if data is None else [shown.part() for shown in task.galleries(model, data, config)]
-    about = dict(out=out, title=run.resolve().name, facts=[("task", config.task), ("seed", str(config.seed))])
+    facts = [("task", config.task), ("seed", str(config.seed))]
+    if config.model != "transformer":
+        facts.append(("model", config.model))
+    about: dict[str, Any] = dict(out=out, title=run.resolve().name, facts=facts)
     if not all(isinstance(t, torch.Tensor) for t in inputs):  # images of many sizes: only what the model finds in them
-        page = report(model, [], galleries=galleries, **about)  # type: ignore[arg-type]
+        page = report(model, [], galleries=galleries, **about)
     else:
+        foreign = config.model.startswith(("hf:", "timm:", "pvt"))
+        if foreign and config.attention == "full":  # the model's own attention
+            swap(model, "full")
+        elif not foreign and not outermost(model):
+            raise typer.BadParameter(f"models of {config.task} have no attention of the registry, which could be shown")
         real = has_tokens(task, inputs)
         if not real.any():
             raise typer.BadParameter("the texts are empty: there is nothing to show")
@@ -97,7 +103,7 @@ def inspect(
             checkpoints=_checkpoints(run),
             examples=examples,
             galleries=galleries,
-            **about,  # type: ignore[arg-type]
+            **about,
         )
     typer.echo(f"wrote {page}: open it in a browser")
 

@@ -191,14 +191,14 @@ def attention(
     return {"examples": shown, "layers": layers}
 
 
-def facts(model: nn.Module) -> list[list[str]]:
+def facts(model: nn.Module) -> dict[str, str]:
     inner = plain(model)
     kinds = sorted({mechanism.name for _, mechanism in outermost(inner)})
     count = sum(p.numel() for p in inner.parameters())
-    found = [["model", type(inner).__name__], ["parameters", f"{count:,}"]]
+    found = {"model": type(inner).__name__, "parameters": f"{count:,}"}
     if kinds and (layers := blocks_of(inner)):
-        found.append(["layers", str(len(layers))])
-    return found + ([["attention", ", ".join(kinds)]] if kinds else [])
+        found["layers"] = str(len(layers))
+    return found | ({"attention": ", ".join(kinds)} if kinds else {})
 
 
 def layer_name(path: str, index: int) -> str:

@@ -48,7 +48,7 @@ def report(
         created(plain(model), [t[:1] for t in inputs])
     data: dict[str, Any] = {
         "title": title or type(model).__name__,
-        "facts": gather.facts(model) + [list(pair) for pair in facts],
+        "facts": [list(pair) for pair in (gather.facts(model) | dict(facts)).items()],
         "galleries": list(galleries),
         "attention": {"examples": [], "layers": []},
         "curves": {"charts": []},
