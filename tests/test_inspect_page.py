@@ -266,7 +266,7 @@ def test_crate_page_in_a_browser(tmp_path, crate_page):
     assert len(re.findall(r"\d % non-zero</figcaption>", dom)) == 3
 
 
-def test_command_on_a_run(tmp_path):
+def test_command_on_a_run(tmp_path, monkeypatch):
     """A run of the lab, from its folder to the page; several checkpoints, pixels drawn as an image."""
     pytest.importorskip("lightning")
     pytest.importorskip("sklearn")
@@ -296,6 +296,11 @@ def test_command_on_a_run(tmp_path):
     assert refused.exit_code == 2 and "use --text TEXT" in re.sub(r"[\s│]+", " ", refused.output)
     missing = CliRunner().invoke(app, ["inspect", str(tmp_path)])
     assert missing.exit_code == 2 and "it has no config.json" in re.sub(r"[\s│]+", " ", missing.output)
+    _, *others = weft.lab.load_run(tmp_path / "run")
+    monkeypatch.setattr(weft.lab, "load_run", lambda *_, **__: (torch.nn.Linear(1, 1), *others))
+    without = CliRunner().invoke(app, ["inspect", str(tmp_path / "run")], env={"COLUMNS": "200"})
+    assert without.exit_code == 2, without.exception
+    assert "models of digits have no attention" in without.output
 
 
 def test_command_shows_the_weights_that_were_tested(tmp_path):
@@ -321,7 +326,7 @@ def test_your_own_text_and_image(tmp_path):
     from PIL import Image
     from runs import tiny, weft
 
-    from weft.lab import train
+    from weft.lab import make_config, train
 
     book = tmp_path / "book.txt"
     book.write_text("the cat sat on the mat. " * 200)
@@ -337,7 +342,8 @@ def test_your_own_text_and_image(tmp_path):
             (tmp_path / "images" / part / colour).mkdir(parents=True)
             for i in range(10):
                 Image.new("RGB", (16, 16), colour).save(tmp_path / "images" / part / colour / f"{i}.png")
-    train(tiny(tmp_path / "run", "imagefolder", data=str(tmp_path / "images"), image_size=16, patch=4, steps=2))
+    pictures = dict(data=str(tmp_path / "images"), image_size=16, patch=4, steps=2)
+    train(tiny(tmp_path / "run", "imagefolder", **pictures))
     Image.new("RGB", (40, 30), "blue").save(tmp_path / "mine.png")
     done = weft("inspect", tmp_path / "run", "--image", tmp_path / "mine.png")
     assert done.exit_code == 0, done.output
@@ -345,6 +351,12 @@ def test_your_own_text_and_image(tmp_path):
     assert example["picture"]["width"] == 16 and example["prediction"].split()[0] in ("red", "blue")
     refused = weft("inspect", tmp_path / "run", "--text", "red")
     assert refused.exit_code == 2 and "use --image FILE" in refused.output
+    pyramid = dict(data=str(tmp_path / "images"), image_size=32, steps=1, eval_every=1, accelerator="cpu")
+    train(make_config("imagefolder", model="pvt-tiny", batch_size=2, out=str(tmp_path / "pvt"), **pyramid))
+    done = weft("inspect", tmp_path / "pvt", "--image", tmp_path / "mine.png")
+    assert done.exit_code == 0, done.output
+    data = payload((tmp_path / "pvt/inspect.html").read_text("utf-8"))
+    assert ["model", "pvt-tiny"] in data["facts"] and len(data["attention"]["layers"]) == 8
 
 
 @pytest.mark.parametrize(
@@ -426,6 +438,29 @@ def test_a_mask_of_integers_is_no_document():
     assert decoder["tokens"] == cross["queries"] == target
     _, decoder, cross = (layer["examples"][0] for layer in shown(bart, [ids])["layers"])  # reads shifted ids
     assert decoder["tokens"] == cross["queries"] == [f"token {i}" for i in range(1, 6)]
+
+
+@browser
+def test_queries_of_a_pyramid_are_not_named_after_its_keys(tmp_path):
+    """Its layers read fewer keys than they have queries; names of the keys would be those of other places."""
+    timm = pytest.importorskip("timm")
+    sizes = dict(embed_dims=(8, 8), depths=(1, 1), num_heads=(1, 1), sr_ratios=(4, 2), mlp_ratios=(1, 1))
+    model = timm.create_model("pvt_v2_b0", **sizes).eval()
+    weft.swap(model, "full")
+    page = inspect.report(model, torch.rand(1, 3, 32, 32), out=tmp_path / "pvt.html")
+    assert payload(page.read_text("utf-8"))["attention"]["layers"][0]["examples"][0]["map"]["shape"] == [1, 64, 4]
+    assert "attention of “query 1”" in run_browser(tmp_path, page, "")
+
+
+def test_padding_does_not_hide_the_map():
+    model = TextClassifier(19, 2, max_length=60, dim=16, heads=2, head_dim=8, layers=1, mlp_dim=8, attention="local")
+    ids = torch.zeros(2, 40, dtype=torch.long)
+    ids[0, :9], ids[1, :6] = 3, 4
+    (expected,), _ = inspect.attention_views(model, ids, map_up_to=64)
+    (view,), _ = inspect.attention_views(model, ids, map_up_to=12)
+    torch.testing.assert_close((view.map, view.row), (expected.map, expected.row))
+    for too_long in (ids.clamp(min=1), torch.nn.functional.pad(ids, (0, 9))):
+        assert inspect.attention_views(model, too_long, map_up_to=12)[0][0].map is None
 
 
 def test_images_with_registers_and_of_another_size():

@@ -47,7 +47,7 @@ def attention_views(
     """All attention layers in call order, and the model's output.
 
     `row` is the query of the rows; -1 is the last real token. Full maps have quadratic cost and are computed for at
-    most `map_up_to` tokens; rows are always computed.
+    most `map_up_to` real tokens, and at most four times as many with padding; rows are always computed.
     """
     model, inputs, calls, busy = plain(model), arguments(inputs), [], False
     memories, latest = _memories(model), None  # the mask of the latest self-attention
@@ -168,7 +168,9 @@ def _view(
     asking = real if own else latest
     if row == -1 and asking is not None and asking.shape[1] == q.shape[2]:
         at = asking.cumsum(1).argmax(1)
-    short = max(q.shape[2], k.shape[2]) <= map_up_to
+    length = max(q.shape[2], k.shape[2])
+    tokens = length if real is None else int(real.sum(1).max())
+    short = length <= map_up_to or (tokens <= map_up_to and length <= 4 * map_up_to)
     if short or inputs:  # the layer's input is for keys that may depend on v, so v cannot be replaced
         full = attn.weights(q, k, v, mask, bias, **packed, **inputs).float()
         one = full[torch.arange(len(full)), :, at].cpu()
