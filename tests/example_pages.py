@@ -19,11 +19,15 @@ def write(folder: Path) -> None:
     (folder / "parts.html").write_text(example(), "utf-8")
     torch.manual_seed(0)
     text = TextClassifier(300, 2, max_length=80, dim=16, heads=12, head_dim=4, layers=1, mlp_dim=8)
+    with torch.no_grad():
+        for weight in text.encoder.blocks[0].attention.parameters():
+            weight *= 8  # focused heads: the colours of large weights
     tokens = list("A film · très long, and it shows;\n a second line.")
     ids = torch.arange(1, len(tokens) + 1)[None].repeat(2, 1)
     split = {"train": [ids], "validation": [ids + 1]}
-    both = {"tokens": [tokens, tokens], "classes": ["negative", "positive"], "targets": ["positive", "negative"]}
-    inspect.report(text, ids, out=folder / "text.html", splits=split, **both)
+    both = {"classes": ["negative", "positive"], "targets": ["positive", "negative"]}
+    words = [f"word{i}" for i in range(len(tokens))]
+    inspect.report(text, ids, out=folder / "text.html", splits=split, tokens=[words, words], **both)
     crate = CRATE(dim=16, heads=2, layers=3, classes=4, image_size=8, patch=2)
     crate.blocks[0].mssa.lam = torch.nn.Parameter(torch.tensor([-1.0, 1.0]))
     images = torch.rand(6, 3, 8, 8)

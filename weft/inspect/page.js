@@ -22,8 +22,8 @@ function ink(name) {
   probe.style.color = `var(${name})`;
   return getComputedStyle(probe).color.match(/[\d.]+/g).slice(0, 3).map(Number);
 }
-let warm, cool;
-const inks = () => { warm = ink("--warm"); cool = ink("--cool"); };
+let warm, cool, strongest;  // the opacity behind text, which must stay readable
+const inks = () => { warm = ink("--warm"); cool = ink("--cool"); strongest = document.documentElement.style.colorScheme === "dark" ? .45 : .65; };
 repaint.push(inks);
 function paint(canvas, values, columns, top) {
   const draw = () => {
@@ -39,7 +39,7 @@ function paint(canvas, values, columns, top) {
   draw();
   return draw;
 }
-const shade = (v, top) => `rgb(${(v < 0 ? cool : warm).join(" ")} / ${Math.min(1, .9 * Math.abs(v) / (top || 1)).toFixed(3)})`;
+const shade = (v, top) => `rgb(${(v < 0 ? cool : warm).join(" ")} / ${(strongest * Math.min(1, Math.abs(v) / (top || 1))).toFixed(3)})`;
 
 function attention() {
   const {examples, layers} = data.attention;
