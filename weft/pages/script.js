@@ -73,6 +73,6 @@ function table({head, rows, caption}, kept = {}) {
   const sort = (column, way) => { Object.assign(kept, {column, way}); fill(); };
   fill();
   return el("div", {className: "card table"}, caption ? el("p", {className: "soft"}, caption) : null,
-    el("div", {className: "scroll", tabIndex: 0, role: "region", ariaLabel: caption || `table of ${head[0]}`},
+    el("div", {className: "scroll", tabIndex: 0, role: "group", ariaLabel: caption || `table of ${head[0]}`},
       el("table", {}, el("thead", {}, el("tr", {}, ...heads)), body)));
 }
