@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("lightning")
 
-from browser import CHROMIUM, browser
+from browser import CHROMIUM, browser, payload
 from runs import weft
 
 from weft.lab.report import name_of, read_run, report
@@ -129,3 +129,19 @@ def test_the_page_in_a_browser(server, tmp_path):
     url = f"http://localhost:{server.server_port}/"
     dom = subprocess.run([*command, url], capture_output=True, text=True, timeout=120).stdout
     assert "1 running, 1 complete." in dom and dom.count("<polyline") == 2 and 'role="status"></small>' in dom
+
+
+def test_rows_say_what_was_trained(tmp_path):
+    """Not the layers and heads of a config whose model does not read them."""
+    runs = [put(tmp_path / name, 2) for name in "abc"]
+    Run(runs[1]).write("config.json", to_json(make_config("digits", subsample="S1-L4", steps=10)))
+    Run(runs[2]).write("config.json", to_json(make_config("images", data="x", model="pvt-tiny", cache=0.5, steps=10)))
+    for run, hour in zip(runs, (10, 11, 12), strict=True):
+        run.joinpath("environment.json").write_text(json.dumps([{"torch": "2", "time": f"2026-01-01T{hour}:00"}]))
+    page = payload(report(runs, tmp_path / "page.html").read_text())
+    assert [row[2:5] for row in page["parts"][0]["rows"]] == [
+        ["transformer", "2x4", "full"],
+        ["transformer", "2x4", "full, subsampled"],
+        ["pvt-tiny", "", "full, cache 0.5"],
+    ]
+    assert page["footer"] == "torch 2, 2026-01-01"

@@ -21,12 +21,15 @@ def read_run(folder: Path) -> dict[str, Any]:
     config, result = run.config(), run.result()
     val = run.entries("val")
     logged = [k for k in (val[-1] if val else {}) if k not in ("kind", "step", "loss")]
-    metric = next((k for k in (_metric(config), *logged) if k in logged), "loss")
+    own, unread = _of_task(config)
+    metric = next((k for k in (own, *logged) if k in logged), "loss")
+    changes = ["subsampled"] * bool(config.subsample) + [f"cache {config.cache:g}"] * bool(config.cache)
     return {
         "name": folder.name,
         "task": config.task,
-        "attention": config.attention,
-        "shape": f"{config.layers}x{config.heads}",
+        "attention": ", ".join([config.attention, *changes]),
+        "model": config.model,
+        "shape": "" if "layers" in unread else f"{config.layers}x{config.heads}",
         "steps": config.steps,
         "losses": [(e["step"], e["loss"]) for e in run.entries("train")],
         "metric": metric,
@@ -44,12 +47,13 @@ def name_of(folder: Path, among: Sequence[Path]) -> str:
     return os.path.relpath(place, os.path.commonpath(same)) if len(same) > 1 else os.path.basename(place)
 
 
-def _metric(config: TrainConfig) -> str:
-    """The metric of the run's task; empty if the file that defines the task is gone or broken."""
+def _of_task(config: TrainConfig) -> tuple[str, tuple[str, ...]]:
+    """The task's metric and the fields that its model does not read; empty if the file that defines it is gone."""
     try:
-        return task_of(config).metric
+        task = task_of(config)
+        return task.metric, task.unread(config)
     except Exception:  # code of the user
-        return ""
+        return "", ()
 
 
 def smooth(points: Sequence[tuple[float, float]], window: int = 10) -> list[tuple[float, float]]:
@@ -61,7 +65,7 @@ def smooth(points: Sequence[tuple[float, float]], window: int = 10) -> list[tupl
 
 def runs_table(runs: Sequence[dict[str, Any]]) -> Part:
     metrics = dict.fromkeys(run["metric"] for run in runs)
-    head = ["run", "task", "attention", "layers × heads", "steps", *map(_heading, metrics), "parameters"]
+    head = ["run", "task", "model", "layers × heads", "attention", "steps", *map(_heading, metrics), "parameters"]
     rows = []
     for run in runs:
         result = run["result"] or {}
@@ -69,7 +73,7 @@ def runs_table(runs: Sequence[dict[str, Any]]) -> Part:
         figures = [_figure(metric, test.get(metric)) if metric == run["metric"] else "" for metric in metrics]
         steps = f"{run['losses'][-1][0] if run['losses'] else 0:,} of {run['steps']:,}"
         count = f"{result['parameters']:,}" if result else ""
-        rows.append([run["name"], run["task"], run["attention"], run["shape"], steps, *figures, count])
+        rows.append([run["name"], run["task"], run["model"], run["shape"], run["attention"], steps, *figures, count])
     return table(head, rows, "Runs")
 
 
@@ -86,10 +90,10 @@ def _figure(metric: str, value: Any) -> str:
 
 
 def origin(start: dict[str, Any]) -> str:
-    """Versions, platform and time of a run, as far as known."""
-    parts = [f"{name} {start[key]}" for name, key in (("weft", "weft"), ("torch", "torch"), ("Python", "python"))
-             if key in start]  # fmt: skip
-    return ", ".join([*parts, *(str(start[key]) for key in ("platform", "time") if key in start)]) or "origin unknown"
+    """Versions, platform and day of a run, as far as known."""
+    start = start | {"day": str(start.get("time", ""))[:10]}
+    named = {"weft": "weft ", "torch": "torch ", "python": "Python ", "platform": "", "day": ""}
+    return ", ".join(f"{name}{start[key]}" for key, name in named.items() if start.get(key)) or "origin unknown"
 
 
 def report(
@@ -107,8 +111,10 @@ def report(
     marks = marks or {}
     parts = [runs_table(runs), *charts(runs, marks)]
     parts += [part for run in runs if run["galleries"] for part in (heading(run["name"]), *run["galleries"])]
-    origins = {run["name"]: origin(run["environment"]) for run in runs}
-    footer = "; ".join(f"{name}: {own}" if len(origins) > 1 else own for name, own in origins.items())
+    origins: dict[str, list[str]] = {}
+    for run in runs:
+        origins.setdefault(origin(run["environment"]), []).append(run["name"])
+    footer = "; ".join(f"{', '.join(names)}: {own}" if len(origins) > 1 else own for own, names in origins.items())
     with atomic(Path(out)) as temporary:
         temporary.write_text(page("Runs side by side", parts, footer=footer), encoding="utf-8")
     return Path(out)
