@@ -184,6 +184,7 @@ def test_names_of_layers():
     assert layer_name("stages.0.blocks.2.attn", 0) == "layer 1.3"
     assert layer_name("block4.1.attn.memory", 0) == "layer 4.2 · memory"
     assert layer_name("encoder.blocks.0.attention (call 2)", 3) == "layer 1 · call 2"
+    assert layer_name("encoder.layers.encoder_layer_0.self_attention", 0) == "layer 1"
 
 
 @browser
@@ -472,8 +473,18 @@ def test_images_with_registers_and_of_another_size():
         found = shown(model, [torch.rand(1, 3, 8 * rows, 8 * columns)])
         (example,) = found["examples"]
         assert example["grid"] == [rows, columns]
-        assert example["tokens"][4:6] == ["class or register token 5", "row 1, column 1"]
+        assert example["tokens"][:2] == ["[CLS]", "register 1"]
+        assert example["tokens"][4:6] == ["register 4", "row 1, column 1"]
         assert len(example["tokens"]) == 5 + rows * columns and found["layers"][0]["examples"][0]["tokens"] == "shared"
+
+
+def test_a_single_register_is_no_class_token():
+    timm = pytest.importorskip("timm")
+    sizes = dict(img_size=16, patch_size=8, embed_dim=24, num_heads=2, depth=1, num_classes=3)
+    model = timm.create_model("vit_medium_patch16_reg1_gap_256", **sizes)
+    weft.swap(model, "full")
+    (example,) = shown(model, [torch.rand(1, 3, 16, 16)])["examples"]
+    assert example["tokens"][:2] == ["register 1", "row 1, column 1"]
 
 
 @browser
@@ -484,4 +495,4 @@ def test_registers_in_a_browser(tmp_path):
     weft.swap(model, "full")
     page = inspect.report(model, torch.rand(1, 3, 16, 16), out=tmp_path / "page.html")
     dom = run_browser(tmp_path, page, "")
-    assert "of it on class and register tokens, the rest on the image" in dom
+    assert "of it on [CLS] to register 4, the rest on the image" in dom

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .branches import branch_views, has_cache
 from .measure import Measures, cache_shares, measure, subspace_coherence, tokens_per_layer
 from .views import CROSS, AttentionView, attention_views, created, outermost
-from .watch import blocks_of, class_tokens, image_grid, plain
+from .watch import blocks_of, image_grid, plain, prefix_tokens
 from .windows import Windows
 
 Loader = Callable[[nn.Module], Any] | Mapping[str, Tensor]
@@ -154,7 +154,7 @@ def attention(
         first = views[0]
         keys = first.row.shape[-1] if len(first.row) == 1 else 0  # those of a window say nothing about the image
         grid = list(first.windows.grid) if first.windows else image_grid(plain(model), one[0], pictures, keys)
-        texts = _texts(_documents(plain(model), one), tokens[i] if tokens else None, grid, class_tokens(plain(model)))
+        texts = _texts(_documents(plain(model), one), tokens[i] if tokens else None, grid, prefix_tokens(plain(model)))
         own = [v for v in views if not v.memory and not CROSS.search(v.path)]
         decoded = next((v.row.shape[-1] for v in own if "decoder" in v.path), 0)
         if len(texts) == 1 and decoded and any("encoder" in v.path for v in own):  # made by the model itself
@@ -204,7 +204,7 @@ def facts(model: nn.Module) -> dict[str, str]:
 def layer_name(path: str, index: int) -> str:
     """'encoder.blocks.3.attention' is layer 4, 'stages.0.blocks.1' layer 1.2; paths without a number use `index`."""
     numbers = re.findall(r"(?:^|\.)([^.\d]*)(\d+)(?=\.|$)", path.split(" (call")[0])
-    counted = [str(int(number) + (word == "")) for word, number in numbers]  # 'block1' counts from one already
+    counted = [str(int(number) + (word[-1:] in ("", "_"))) for word, number in numbers]  # 'block1' counts from one
     name = f"layer {'.'.join(counted) or index + 1}"
     for word in ("decoder", "memory", "cross"):
         if CROSS.search(path) if word == "cross" else word in path:
@@ -324,11 +324,10 @@ def _documents(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
     return [inputs[0], *(t for name, t in named if not any(word in name for word in others))]
 
 
-def _texts(inputs: Sequence[Tensor], tokens: Any, grid: list[int] | None, classes: int) -> list[list[str]]:
+def _texts(inputs: Sequence[Tensor], tokens: Any, grid: list[int] | None, first: list[str]) -> list[list[str]]:
     """The tokens of each input document: words if known, else ids or image cells."""
     if grid:
-        first = [f"class or register token {i + 1}" for i in range(classes)] if classes > 1 else []  # one is [CLS]
-        return [first + _cells(grid)]
+        return [(first if first != ["[CLS]"] else []) + _cells(grid)]  # `_labels` adds it to the layers that have it
     if inputs[0].dim() != 2:
         return []
     documents = [t[0].tolist() for t in inputs if t.dim() == 2 and not t.is_floating_point() and t.dtype != torch.bool]

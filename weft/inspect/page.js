@@ -187,7 +187,7 @@ function attention() {
     const images = el("div", {className: "pictures"}, ...parts);
     const from = queries() || view.query === 0 ? asking()[query()] ?? `query ${query() + 1}` : "the last token";
     const aside = image && !view.slots ? values.slice(0, values.length - image[0] * image[1]) : [];
-    const cls = aside.length ? `${number(aside.reduce((a, b) => a + b))} of it on ${aside.length > 1 ? "class and register tokens" : labels[0]}, the rest on the image. ` : "";
+    const cls = aside.length ? `${number(aside.reduce((a, b) => a + b))} of it on ${aside.length > 1 ? `${labels[0]} to ${labels[aside.length - 1]}` : labels[0]}, the rest on the image. ` : "";
     const line = el("p", {}, el("b", {}, kind), ` — attention of “${from}”${view.slots ? " over the slots of the cache" : view.windows ? " in its window" : ""}. ${cls}`
       + (view.parts ? `The layer cuts its input into ${view.parts} windows; this is the first. ` : ""),
       el("small", {}, asked >= 0 ? image ? "Click a cell to select the query, or use the slider." : "Click a token to select the query, or move with the arrow keys." : view.map ? "Click a row of the map to select the query, or use the slider." : "The input is long: only this row is available, not the full map."));

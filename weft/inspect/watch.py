@@ -122,22 +122,30 @@ def image_grid(model: nn.Module, first: Tensor, pictures: Tensor | None, keys: i
             grid = module.dynamic_feat_size(first.shape[-2:])
         if isinstance(grid, (tuple, list)) and len(grid) == 2:
             return [int(n) for n in grid]
-    for patches in (keys, keys - 1, keys - class_tokens(model)):  # a square image of square patches
+    for patches in (keys, keys - 1, keys - len(prefix_tokens(model))):  # a square image of square patches
         side = round(max(patches, 0) ** 0.5)
         if first.dim() == 4 and first.shape[2] == first.shape[3] and side**2 == patches > 0:
             return [side, side]
     return None
 
 
-def class_tokens(model: nn.Module) -> int:
-    """The number of class and register tokens before the patches, as timm and transformers store it."""
+def prefix_tokens(model: nn.Module) -> list[str]:
+    """Names of the class and register tokens before the patches, as timm and transformers count them; else empty."""
     module: Any
     for module in model.modules():
         if hasattr(module, "num_prefix_tokens"):
-            return int(module.num_prefix_tokens)
-        if hasattr(getattr(module, "config", None), "num_register_tokens"):
-            return int(module.config.num_register_tokens) + 1
-    return 1
+            registers = getattr(module, "reg_token", None)
+            count = 0 if registers is None else registers.shape[1]
+            classes = int(module.num_prefix_tokens) - count
+        elif hasattr(getattr(module, "config", None), "num_register_tokens"):
+            count, classes = int(module.config.num_register_tokens), 1
+        elif hasattr(module, "distillation_token"):  # DeiT
+            count, classes = 0, 2
+        else:
+            continue
+        first = ["[CLS]"] if classes == 1 else [f"class token {i + 1}" for i in range(classes)]
+        return first + [f"register {i + 1}" for i in range(count)]
+    return []
 
 
 def arguments(inputs: Tensor | Sequence[Tensor]) -> list[Tensor]:
