@@ -209,6 +209,37 @@ def test_views_of_mechanisms_that_the_first_call_creates():
     assert (view.map.triu(1) == 0).all() and (view.map[0, 0].tril() > 0).sum() == 45
 
 
+def test_a_layer_that_also_returns_its_weights_is_one_view():
+    """`need_weights` is the default of nn.MultiheadAttention."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+
+        def forward(self, x):
+            return self.attention(x, x, x)[0]
+
+    model = Model().eval()
+    weft.swap(model, to="full")
+    (view,), _ = attention_views(model, torch.randn(1, 9, 16))
+    assert view.path == "attention"
+
+
+def test_mechanisms_are_called_with_or_without_names():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attend = weft.make_attention("local", heads=1, head_dim=4)
+
+        def forward(self, images):
+            q = images.flatten(2).mT[:, None]
+            return self.attend(q=q, k=q, v=q)
+
+    (view,), _ = attention_views(Model().eval(), torch.randn(1, 4, 3, 3))
+    assert view.map.shape == (1, 1, 9, 9) and view.windows is None
+
+
 def test_attention_without_a_mechanism_is_an_error():
     layer = torch.nn.TransformerEncoderLayer(16, 2, 16, batch_first=True).eval()
     weft.swap(layer, to="full")

@@ -59,14 +59,15 @@ def attention_views(
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             nonlocal busy, depth, latest
             depth += 1
-            if busy or depth > 1:
+            given = dict(zip("qkv", args, strict=False)) | kwargs
+            if busy or depth > 1 or _is_identity(given["v"]):  # `need_weights` of nn.MultiheadAttention
                 return
             busy = True
             moved, own = _class_tokens_behind(model, path), path not in memories and not CROSS.search(path)
             with kept_random_state():  # the model's own call draws the same numbers as without inspection
                 one, full, mask = _view(attn, map_up_to, row - moved, own, latest, *args, **kwargs)
                 callers = [around[parent] for parent in _parents(path) if parent in around]
-                windows = windows_of(attn, args[0], len(inputs[0]), callers)
+                windows = windows_of(attn, given["q"], len(inputs[0]), callers)
             latest = mask if own else latest
             full = None if full is None else full.roll((moved, moved), (2, 3))
             calls.append((path, one.roll(moved, -1), full, mask, windows))
@@ -98,6 +99,11 @@ def attention_views(
             "library is computed without one, and cannot be inspected"
         )
     return _mixed_together(model, calls, names), output
+
+
+def _is_identity(v: Tensor) -> bool:
+    """Whether the call asks for the effective matrix."""
+    return v.shape[2] == v.shape[3] and torch.equal(v[0, 0], torch.eye(v.shape[2], dtype=v.dtype, device=v.device))
 
 
 def _parents(path: str) -> list[str]:
@@ -226,7 +232,8 @@ def _mixed_together(model: nn.Module, calls: list[tuple], names: dict[str, str])
     for path, row, full, mask, windows in calls:
         kinds, memory = [names[path]] * row.shape[1], path in memories
         seen[path] = seen.get(path, 0) + 1
-        label = path.removesuffix(".attention")
+        layer, swapped, _ = path.partition(".weft.")
+        label = layer if swapped else path.removesuffix(".attention")
         parent = next((name for name in mixed if path.startswith(f"{name}.blocks.")), None)
         if parent is not None:
             number = int(path.removeprefix(f"{parent}.blocks.").split(".")[0])

@@ -47,7 +47,9 @@ def _traced(
     module: nn.Module, attn: nn.Module, q: Tensor, x: Tensor, grid: tuple[int, int], args: Any, kwargs: Any
 ) -> Windows | None:
     seen: list[Tensor] = []
-    hook = attn.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    hook = attn.register_forward_pre_hook(
+        lambda _, given, named: seen.append(given[0] if given else named["q"]), with_kwargs=True
+    )
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         module(x, *args, **kwargs)
