@@ -344,13 +344,8 @@ def _picture(image: Tensor) -> dict[str, Any]:
     image = image.expand(3, -1, -1) if image.shape[0] == 1 else image[:3]
     low, high = image.min(), image.max()
     pixels = ((image - low) / (high - low).clamp(min=1e-12) * 255).round().to(torch.uint8)
-    return _rgb(pixels.permute(1, 2, 0))
-
-
-def _rgb(pixels: Tensor) -> dict[str, Any]:
-    """(height, width, 3), bytes."""
-    raw = base64.b64encode(pixels.contiguous().numpy().tobytes()).decode("ascii")
-    return {"height": pixels.shape[0], "width": pixels.shape[1], "bytes": raw}
+    raw = pixels.permute(1, 2, 0).contiguous().numpy().tobytes()
+    return {"height": pixels.shape[1], "width": pixels.shape[2], "bytes": base64.b64encode(raw).decode("ascii")}
 
 
 def _prediction(output: Any, classes: Sequence[str] | None, scale: Sequence[float], given: Tensor) -> str:

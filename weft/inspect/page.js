@@ -149,11 +149,7 @@ function attention() {
       const frame = el("div", {className: "frame"}, under, over);
       frame.style.aspectRatio = `${image[1]} / ${image[0]}`;
       frame.style.cursor = asked >= 0 ? "pointer" : "";
-      const at = e => {
-        const box = frame.getBoundingClientRect();
-        const x = Math.floor((e.clientX - box.left) / box.width * image[1]), y = Math.floor((e.clientY - box.top) / box.height * image[0]);
-        return Math.min(image[0] * image[1] - 1, Math.max(0, y * image[1] + x)) + labels.length - image[0] * image[1];
-      };
+      const at = e => { const [r, c] = cellAt(e, frame, ...image); return r * image[1] + c + labels.length - image[0] * image[1]; };
       frame.onmousemove = e => say(`${labels[at(e)]}: ${number(values[at(e)])}`);
       if (asked >= 0) frame.onclick = e => pick(at(e));
       const cell = asked - labels.length + image[0] * image[1];  // negative for a class token
@@ -172,13 +168,8 @@ function attention() {
       const frame = el("div", {className: "frame"}, canvas);
       frame.style.aspectRatio = proportion(columns, rows);
       frame.style.cursor = "pointer";
-      frame.onclick = e => pick(at(e)[0]);
-      const at = e => {
-        const box = frame.getBoundingClientRect();
-        return [Math.min(rows - 1, Math.max(0, Math.floor((e.clientY - box.top) / box.height * rows))),
-          Math.min(columns - 1, Math.max(0, Math.floor((e.clientX - box.left) / box.width * columns)))];
-      };
-      frame.onmousemove = e => { const [i, j] = at(e);
+      frame.onclick = e => pick(cellAt(e, frame, rows, columns)[0]);
+      frame.onmousemove = e => { const [i, j] = cellAt(e, frame, rows, columns);
         say(`${asking()[i] ?? "query " + (i + 1)} → ${labels[j] ?? j + 1}: ${number(m[i * columns + j])}`); };
       parts.push(el("div", {}, frame, el("small", {}, `full map: queries down, ${view.slots ? "slots" : "keys"} across`)));
     }
@@ -210,7 +201,7 @@ function attention() {
     verdict.textContent = [prediction && `predicted ${prediction}`, target && `true ${target}`].filter(Boolean).join(" · ");
     heads(); show();
   }
-  const pages = examples.length > 1 ? choice("example", examples.map((_, i) => `${i + 1}`), 0, i => { state.example = i; all(); }) : null;
+  const pages = byExample(examples, i => { state.example = i; all(); });
   const levels = layers.length > 1 ? choice("layer", layers.map(l => l.name.replace(/^layer /, "")), 0, i => { state.layer = i; all(); }) : null;
   const maps = layers.some(l => l.examples.some(e => e.map)) ? choice("heads as", ["one row", "whole maps"], 0, i => { state.maps = !!i; heads(); }) : null;
   const order = choice("order", ["head", "most focused"], 0, i => { state.sorted = !!i; heads(); });
@@ -222,6 +213,13 @@ function attention() {
 }
 
 const art = name => el("canvas", {role: "img", ariaLabel: name});
+
+// The row and column of a grid over an element where the pointer is.
+function cellAt(e, node, rows, columns) {
+  const box = node.getBoundingClientRect(), at = (x, size, n) => Math.min(n - 1, Math.max(0, Math.floor(x / size * n)));
+  return [at(e.clientY - box.top, box.height, rows), at(e.clientX - box.left, box.width, columns)];
+}
+const byExample = (examples, change) => examples.length > 1 ? choice("example", examples.map((_, i) => `${i + 1}`), 0, change) : null;
 
 function picture({width, height, bytes}, name = "the image") {
   const canvas = el("canvas", {width, height, role: "img", ariaLabel: name}), raw = atob(bytes);
@@ -267,15 +265,13 @@ function heatmaps() {
       const values = part(layers, i), canvas = art(`tokens of ${name}`);
       paint(canvas, values, columns, top);
       canvas.onmousemove = e => {
-        const box = canvas.getBoundingClientRect();
-        const r = Math.min(tokens.length - 1, Math.floor((e.clientY - box.top) / box.height * tokens.length));
-        const c = Math.min(columns - 1, Math.floor((e.clientX - box.left) / box.width * columns));
-        if (r >= 0 && c >= 0) canvas.title = `token ${tokens[r]}, channel ${channels[c]}: ${number(values[r * columns + c])}`;
+        const [r, c] = cellAt(e, canvas, tokens.length, columns);
+        canvas.title = `token ${tokens[r]}, channel ${channels[c]}: ${number(values[r * columns + c])}`;
       };
       return el("figure", {}, canvas, el("figcaption", {}, el("b", {}, name), signed ? "" : `, ${Math.round(100 * nonzero[i])} % non-zero`));
     }));
   };
-  const pages = examples.length > 1 ? choice("example", examples.map((_, i) => `${i + 1}`), 0, i => { current = i; show(); }) : null;
+  const pages = byExample(examples, i => { current = i; show(); });
   show(); repaint.push(show);
   section("Tokens", `A random part of each layer's output: tokens down, channels across${signed ? "; orange above zero, blue below" : ", from 0 to 2"}.`,
     el("div", {className: "bar"}, pages), grid);
@@ -320,8 +316,7 @@ function branches() {
       paint(canvas, values, columns, 1);
       canvas.style.aspectRatio = layer.grid ? `${columns} / ${rows}` : "auto";
       canvas.onmousemove = e => {
-        const box = canvas.getBoundingClientRect(), at = (x, size, n) => Math.min(n - 1, Math.max(0, Math.floor(x / size * n)));
-        const r = at(e.clientY - box.top, box.height, rows), c = at(e.clientX - box.left, box.width, columns);
+        const [r, c] = cellAt(e, canvas, rows, columns);
         const label = layer.grid ? `row ${r + 1}, column ${c + 1}` : tokens.length === columns ? tokens[c] : `token ${c + 1}`;
         canvas.title = `${label}: ${number(values[r * columns + c])}`;
       };
@@ -332,7 +327,7 @@ function branches() {
     if (image && examples[current].some(layer => layer.grid)) grid.prepend(el("div", {className: "pair original"},
       el("div", {className: "title"}, "the image"), el("figure", {}, picture(image))));
   };
-  const pages = examples.length > 1 ? choice("example", examples.map((_, i) => `${i + 1}`), 0, i => { current = i; show(); }) : null;
+  const pages = byExample(examples, i => { current = i; show(); });
   if (examples.length) { show(); repaint.push(show); }
   section("Self and cache", "Outputs of the two branches of each cached layer, averaged over channels and heads, from 0 (pale) to 1 (strong). " +
     "The self branch attends to this input, the cache branch to the memory learned in training. If one is pale where the other is strong, they complement each other " +
