@@ -9,12 +9,14 @@ import re
 import pytest
 import torch
 from browser import browser, payload, run_browser, unpacked
+from test_pvt import SMALL
 
 import weft
 from weft import inspect
 from weft.cli.inspect import words
 from weft.inspect.gather import attention, coherences, layer_name, pack
 from weft.models import CRATE, TextClassifier, TextMatcher
+from weft.models.pvt import PVT
 from weft.models.translation import Translator
 from weft.models.words import WordModel
 from weft.tasks import TaskData
@@ -451,6 +453,29 @@ def test_queries_of_a_pyramid_are_not_named_after_its_keys(tmp_path):
     page = inspect.report(model, torch.rand(1, 3, 32, 32), out=tmp_path / "pvt.html")
     assert payload(page.read_text("utf-8"))["attention"]["layers"][0]["examples"][0]["map"]["shape"] == [1, 64, 4]
     assert "attention of “query 1”" in run_browser(tmp_path, page, "")
+
+
+def test_the_keys_of_a_pyramid_are_an_image():
+    """Not that of the slots of its caches, which may be of another size."""
+    model = PVT(**SMALL, cache={})
+    images = torch.rand(1, 3, 64, 96)
+    model(images)
+    weft.swap(model, "full")
+    found = shown(model, [images])
+    assert found["examples"][0]["grid"] == [2, 3]
+    last = found["layers"][-2]["examples"][0]
+    assert last["row"]["shape"] == [4, 7] and last["tokens"][:2] == ["[CLS]", "row 1, column 1"]
+
+
+def test_every_stage_of_a_pyramid_has_its_image():
+    timm = pytest.importorskip("timm")
+    sizes = dict(embed_dims=(8, 8), depths=(1, 1), num_heads=(1, 1), sr_ratios=(4, 1), mlp_ratios=(1, 1))
+    model = timm.create_model("pvt_v2_b0", **sizes)
+    weft.swap(model, "full")
+    found = shown(model, [torch.rand(1, 3, 32, 64)])
+    first, second = (layer["examples"][0] for layer in found["layers"])
+    assert found["examples"][0]["grid"] == [2, 4] and first["tokens"] == "shared"
+    assert second["grid"] == [4, 8] and second["tokens"][-1] == "row 4, column 8"
 
 
 def test_padding_does_not_hide_the_map():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .branches import branch_views, has_cache
 from .measure import Measures, cache_shares, measure, subspace_coherence, tokens_per_layer
 from .views import CROSS, AttentionView, attention_views, created, outermost
-from .watch import blocks_of, image_grid, plain, prefix_tokens
+from .watch import blocks_of, image_grid, plain, prefix_tokens, proportional
 from .windows import Windows
 
 Loader = Callable[[nn.Module], Any] | Mapping[str, Tensor]
@@ -274,6 +274,9 @@ def _packed_view(
         labels = _real(labels, real)
         full = None if full is None else full[:, :, real]
     packed: dict[str, Any] = {"tokens": labels, "row": pack(one), "query": row}
+    keys = one.shape[-1]
+    if labels is None and grid and texts and not view.memory and (size := proportional(grid, (keys, keys - 1))):
+        packed |= {"grid": size, "tokens": _labels(_cells(size), keys)}  # the keys of a pyramid
     if view.memory:
         packed["slots"] = True
         if grid and 0 <= one.shape[-1] - grid[0] * grid[1] <= 1:  # each slot corresponds to a token of the image

@@ -15,7 +15,7 @@ from ..adapt.core import kept_mechanisms
 from ..attention import Attention
 from ..core.segments import documents_of
 from ..core.staging import eagerly
-from ..layers.cached import RecurrentCache
+from ..layers.cached import CachedAttention, RecurrentCache
 from ..models.blocks import blocks
 
 
@@ -117,15 +117,25 @@ def image_grid(model: nn.Module, first: Tensor, pictures: Tensor | None, keys: i
         return size if size and size[0] * size[1] == first.shape[1] else None
     module: Any
     for module in model.modules():
+        if isinstance(module, (CachedAttention, RecurrentCache)):  # the grid of its slots
+            continue
         grid = getattr(module, "grid", getattr(module, "grid_size", None))
         if hasattr(module, "dynamic_feat_size"):  # timm's, for images of this size
             grid = module.dynamic_feat_size(first.shape[-2:])
         if isinstance(grid, (tuple, list)) and len(grid) == 2:
             return [int(n) for n in grid]
-    for patches in (keys, keys - 1, keys - len(prefix_tokens(model))):  # a square image of square patches
-        side = round(max(patches, 0) ** 0.5)
-        if first.dim() == 4 and first.shape[2] == first.shape[3] and side**2 == patches > 0:
-            return [side, side]
+    if first.dim() != 4:
+        return None
+    prefix = len(prefix_tokens(model))
+    return proportional(first.shape[2:], [keys - prefix] if prefix else [keys, keys - 1])
+
+
+def proportional(shape: Sequence[int], counts: Sequence[int]) -> list[int] | None:
+    """Rows and columns of an image with the proportions of `shape` and one of these numbers of cells."""
+    for count in counts:
+        size = [round(n * (max(count, 0) / (shape[0] * shape[1])) ** 0.5) for n in shape]
+        if size[0] * size[1] == count > 0:
+            return size
     return None
 
 
