@@ -191,13 +191,13 @@ def attention(
     return {"examples": shown, "layers": layers}
 
 
-def facts(model: nn.Module) -> dict[str, str]:
+def facts(model: nn.Module, layers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """`layers` are those of `attention`; a layer with a memory or cross-attention is one."""
     inner = plain(model)
+    found = {"model": type(inner).__name__, "parameters": f"{sum(p.numel() for p in inner.parameters()):,}"}
+    if names := {re.sub(" · (memory|cross|call).*", "", layer["name"]) for layer in layers}:
+        found["attention layers"] = str(len(names))
     kinds = sorted({mechanism.name for _, mechanism in outermost(inner)})
-    count = sum(p.numel() for p in inner.parameters())
-    found = {"model": type(inner).__name__, "parameters": f"{count:,}"}
-    if kinds and (layers := blocks_of(inner)):
-        found["layers"] = str(len(layers))
     return found | ({"attention": ", ".join(kinds)} if kinds else {})
 
 

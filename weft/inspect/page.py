@@ -43,12 +43,10 @@ def report(
     They are measured in turn; afterwards the model has its original weights. `galleries` (of `weft.pages.gallery`) are
     shown first. Without `inputs`, the page has only them and the weights of caches.
     """
-    inputs = arguments(inputs)
-    if inputs:
-        created(plain(model), [t[:1] for t in inputs])
+    inputs, out = arguments(inputs), Path(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
     data: dict[str, Any] = {
         "title": title or type(model).__name__,
-        "facts": [list(pair) for pair in (gather.facts(model) | dict(facts)).items()],
         "galleries": list(galleries),
         "attention": {"examples": [], "layers": []},
         "curves": {"charts": []},
@@ -57,33 +55,32 @@ def report(
         "cache": gather.cache_dots(model),
         "branches": {"examples": [], "missing": ""},
     }
-    out = Path(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if not inputs:
-        out.write_text(render(data), encoding="utf-8")
-        return out
-    examples = min(examples, len(inputs[0]))
-    if pictures is None and inputs[0].dim() == 4:
-        pictures = inputs[0]
-    curves = gather.curves(model, splits or {"these examples": inputs}, checkpoints)
-    measured = examples if curves["charts"] else 0  # only blocks that return tokens have heatmaps
-    attention = gather.attention(
-        model,
-        inputs,
-        tokens=tokens,
-        pictures=pictures,
-        targets=targets,
-        classes=classes,
-        scale=scale,
-        examples=examples,
-        map_up_to=map_up_to,
-    )
-    data |= {
-        "attention": attention,
-        "curves": curves,
-        "heatmaps": gather.heatmaps(model, inputs, examples=measured, size=heatmap),
-        "branches": gather.branches(model, inputs, [example["grid"] for example in attention["examples"]]),
-    }
+    if inputs:
+        created(plain(model), [t[:1] for t in inputs])
+        examples = min(examples, len(inputs[0]))
+        if pictures is None and inputs[0].dim() == 4:
+            pictures = inputs[0]
+        curves = gather.curves(model, splits or {"these examples": inputs}, checkpoints)
+        measured = examples if curves["charts"] else 0  # only blocks that return tokens have heatmaps
+        attention = gather.attention(
+            model,
+            inputs,
+            tokens=tokens,
+            pictures=pictures,
+            targets=targets,
+            classes=classes,
+            scale=scale,
+            examples=examples,
+            map_up_to=map_up_to,
+        )
+        data |= {
+            "attention": attention,
+            "curves": curves,
+            "heatmaps": gather.heatmaps(model, inputs, examples=measured, size=heatmap),
+            "branches": gather.branches(model, inputs, [example["grid"] for example in attention["examples"]]),
+        }
+    known = gather.facts(model, data["attention"]["layers"]) | dict(facts)
+    data["facts"] = [list(pair) for pair in known.items()]
     out.write_text(render(data), encoding="utf-8")
     return out
 
