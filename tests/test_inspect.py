@@ -486,6 +486,30 @@ def test_windows_in_another_order_are_not_shown_as_the_image():
     assert first["parts"] == 9 and first["tokens"] is None and found["examples"][0]["grid"] is None
 
 
+@pytest.mark.parametrize("learned", [False, True])
+def test_queries_that_are_no_tokens_of_the_image(learned):
+    class Pool(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.queries = torch.nn.Parameter(torch.randn(1, 1, 3, 8), requires_grad=learned)
+            self.attend = weft.make_attention("full", heads=1, head_dim=8)
+
+        def forward(self, x):
+            keys = x.flatten(1, 2)[:, None]
+            return self.attend(self.queries, keys, keys)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pool = Pool()
+
+        def forward(self, images):
+            return self.pool(images.movedim(1, -1))
+
+    (view,), _ = attention_views(Model().eval(), torch.randn(1, 8, 4, 4))
+    assert view.windows is None and view.map.shape == (1, 1, 3, 16)
+
+
 def payload_of(model, images):
     how = dict(tokens=None, targets=None, classes=None, examples=1, map_up_to=256)
     return attention(model, [images], pictures=images, **how)

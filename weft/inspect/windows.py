@@ -55,9 +55,12 @@ def _traced(
         module(x, *args, **kwargs)
         hook.remove()
         f = seen[0].sum((1, 3))  # (windows, L)
+        if not f.requires_grad:
+            return None  # learned queries
         numbers = [torch.arange(n, device=f.device) for n in f.shape]
         sums = [f.sum(), (f * numbers[0][:, None]).sum(), (f * numbers[1]).sum()]
-        one, *numbered = (torch.autograd.grad(total, x, retain_graph=True)[0].flatten(0, -2).double() for total in sums)
+        gradients = [torch.autograd.grad(f, x, retain_graph=True, materialize_grads=True)[0] for f in sums]
+        one, *numbered = (g.flatten(0, -2).double() for g in gradients)
     found = torch.stack([(g * one).sum(-1) / one.square().sum(-1) for g in numbered])
     exact = found.nan_to_num(-1).round()
     slots = (exact[0] * f.shape[1] + exact[1]).long()
