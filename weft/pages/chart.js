@@ -98,7 +98,7 @@ function chart(spec, kept = {}, level = "h3") {
       }
       const gap = s.dots ? 1 : Math.ceil(at.length / 10), shift = Math.floor(n * gap / shown.length);
       at.forEach(([px, py], i) => { if (i % gap === shift) picture.append(marker(style(s), px, py)); });
-      if (at.length === 1 && !s.dots) write(at[0][0] + (single ? 0 : 8), at[0][1] - 9, String(Number(s.points[0][1].toPrecision(4))), single ? "middle" : "start");
+      if (at.length === 1 && !s.dots) write(at[0][0] + (single ? 0 : 8), at[0][1] < top + 9 ? top + 16 : at[0][1] - 9, String(Number(s.points[0][1].toPrecision(4))), single ? "middle" : "start");
       for (const [v, text] of s.marks) {
         picture.append(svg("line", {class: "cursor", x1: columns.at(v), x2: columns.at(v), y1: top, y2: height - bottom}));
         write(columns.at(v) + 4, height - bottom - 6, text, "start");
