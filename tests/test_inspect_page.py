@@ -155,6 +155,27 @@ def test_the_padding_of_a_target_is_excluded(length):
         assert padded["tokens"] == one["tokens"] and padded.get("queries") == one.get("queries")
 
 
+def test_words_belong_to_their_tokens():
+    """Also with padding on the left, and in models that read vectors; a wrong number of words is an error."""
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=20)
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
+    weft.swap(llama, "full")
+    ids, mask = torch.randint(1, 20, (1, 6)), torch.tensor([[0, 0, 1, 1, 1, 1]])
+    how = dict(pictures=None, targets=None, classes=None, examples=1, map_up_to=64)
+    for text in ("abcd", "__abcd"):
+        found = attention(llama, [ids, mask], tokens=[list(text)], **how)
+        assert found["examples"][0]["tokens"] == list("abcd")
+    with pytest.raises(ValueError, match="3 words for 4 tokens .6 with padding.: give one for each"):
+        attention(llama, [ids, mask], tokens=[list("abc")], **how)
+    with pytest.raises(ValueError, match="3 words for 6 tokens"):
+        attention(llama, [ids], tokens=[list("abc")], **how)
+    encoder = torch.nn.TransformerEncoderLayer(16, 2, 16, batch_first=True).eval()
+    weft.swap(encoder, "full")
+    found = attention(encoder, [torch.randn(1, 4, 16)], tokens=[list("abcd")], **how)
+    assert found["examples"][0]["tokens"] == list("abcd")
+
+
 def test_losses_of_tokens_are_no_prediction():
     sizes = dict(dim=16, heads=2, head_dim=8, layers=1, mlp_dim=8, dropout=0.0, attention_dropout=0.0)
     model, ids = WordModel(30, 8, attention="full", **sizes), torch.randint(30, (1, 9))

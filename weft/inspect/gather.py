@@ -154,8 +154,12 @@ def attention(
         first = views[0]
         keys = first.row.shape[-1] if len(first.row) == 1 else 0  # those of a window say nothing about the image
         grid = list(first.windows.grid) if first.windows else image_grid(plain(model), one[0], pictures, keys)
-        texts = _texts(_documents(plain(model), one), tokens[i] if tokens else None, grid, prefix_tokens(plain(model)))
         own = [v for v in views if not v.memory and not CROSS.search(v.path)]
+        mask = None
+        if own:
+            mask = torch.ones(1, own[0].row.shape[-1]) if own[0].mask is None else own[0].mask
+        words = tokens[i] if tokens else None
+        texts = _texts(_documents(plain(model), one), words, grid, prefix_tokens(plain(model)), mask)
         decoded = next((v.row.shape[-1] for v in own if "decoder" in v.path), 0)
         if len(texts) == 1 and decoded and any("encoder" in v.path for v in own):  # made by the model itself
             texts.append([f"token {n + 1}" for n in range(decoded)])
@@ -327,17 +331,36 @@ def _documents(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
     return [inputs[0], *(t for name, t in named if not any(word in name for word in others))]
 
 
-def _texts(inputs: Sequence[Tensor], tokens: Any, grid: list[int] | None, first: list[str]) -> list[list[str]]:
-    """The tokens of each input document: words if known, else ids or image cells."""
+def _texts(
+    inputs: Sequence[Tensor], tokens: Any, grid: list[int] | None, first: list[str], mask: Tensor | None
+) -> list[list[str]]:
+    """The tokens of each input document: words if known, else ids or image cells. `mask` is that of the first document,
+    maybe after a class token."""
     if grid:
         return [(first if first != ["[CLS]"] else []) + _cells(grid)]  # `_labels` adds it to the layers that have it
-    if inputs[0].dim() != 2:
-        return []
-    documents = [t[0].tolist() for t in inputs if t.dim() == 2 and not t.is_floating_point() and t.dtype != torch.bool]
+    documents = [
+        t[0] for t in inputs if t.dim() == 3 or (t.dim() == 2 and not t.is_floating_point() and t.dtype != torch.bool)
+    ]
     if tokens is None:
-        return [[str(i) for i in ids] for ids in documents]
-    words = [tokens] if not tokens or isinstance(tokens[0], str) else tokens
-    return [[*map(str, w[: len(ids)]), *[""] * (len(ids) - len(w))] for w, ids in zip(words, documents, strict=False)]
+        return [[str(i) for i in ids.tolist()] for ids in documents if ids.dim() == 1]
+    given = [tokens] if not tokens or isinstance(tokens[0], str) else tokens
+    masks = [mask, *[None] * len(documents)]
+    return [_placed(w, len(ids), real) for w, ids, real in zip(given, documents, masks, strict=False)]
+
+
+def _placed(words: Sequence[Any], length: int, mask: Tensor | None) -> list[str]:
+    """A word for each token; fewer words are those of the real tokens."""
+    words = [str(word) for word in words[:length]]
+    real = list(range(len(words))) if mask is None else mask[0, -length:].nonzero().flatten().tolist()
+    if len(words) == length:
+        return words
+    if len(words) != len(real):
+        raise ValueError(
+            f"tokens has {len(words)} words for {len(real)} tokens ({length} with padding): give one for each, "
+            "special tokens included"
+        )
+    found = dict(zip(real, words, strict=True))
+    return [found.get(at, "") for at in range(length)]
 
 
 def _picture(image: Tensor) -> dict[str, Any]:
