@@ -36,12 +36,13 @@ def report(
 ) -> Path:
     """Write the report about `model` and return its path.
 
-    `inputs` are the model's arguments. The page shows the first `examples` rows, with `tokens` (each a list of words, or
-    one list per document; a word for every token, or for every token that is not padding), `pictures` and `targets` if
-    given; `classes` are the class names; a model of numbers predicts scale[0] + scale[1] × its output. `splits` are the inputs to measure on, {"train": …,
-    "validation": …}. `checkpoints` are pairs of a label and a state dict, or a function that loads one into the model.
-    They are measured in turn; afterwards the model has its original weights. `galleries` (of `weft.pages.gallery`) are
-    shown first. Without `inputs`, the page has only them and the weights of caches.
+    `inputs` are the model's arguments. The page shows the first `examples` rows, with `pictures` and `targets` if
+    given, and with `tokens`: a list of words for each example, or one list per document, with a word for every token,
+    or for every token that is not padding. `classes` are the class names; a model of numbers predicts scale[0] +
+    scale[1] × its output. `splits` are the inputs to measure on, {"train": …, "validation": …}. `checkpoints` are pairs
+    of a label and a state dict, or a function that loads one into the model. They are measured in turn; afterwards the
+    model has its original weights. `galleries` (of `weft.pages.gallery`) are shown first. Without `inputs`, the page
+    has only them and the weights of caches.
     """
     inputs, out = arguments(inputs), Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
