@@ -176,6 +176,13 @@ def test_words_belong_to_their_tokens():
     assert found["examples"][0]["tokens"] == list("abcd")
 
 
+@pytest.mark.parametrize("given", [{"tokens": [["a"] * 4]}, {"targets": ["good"]}])
+def test_too_few_words_or_targets_are_an_error(tmp_path, given):
+    model = TextClassifier(19, 2, max_length=9, dim=8, heads=2, layers=1)
+    with pytest.raises(ValueError, match="has 1 entries for 2 examples: give one for each"):
+        inspect.report(model, torch.ones(2, 4, dtype=torch.long), out=tmp_path / "page.html", **given)
+
+
 def test_losses_of_tokens_are_no_prediction():
     sizes = dict(dim=16, heads=2, head_dim=8, layers=1, mlp_dim=8, dropout=0.0, attention_dropout=0.0)
     model, ids = WordModel(30, 8, attention="full", **sizes), torch.randint(30, (1, 9))

@@ -59,6 +59,9 @@ def report(
     if inputs:
         created(plain(model), [t[:1] for t in inputs])
         examples = min(examples, len(inputs[0]))
+        for name, given in (("tokens", tokens), ("pictures", pictures), ("targets", targets)):
+            if given is not None and len(given) < examples:
+                raise ValueError(f"{name} has {len(given)} entries for {examples} examples: give one for each")
         if pictures is None and inputs[0].dim() == 4:
             pictures = inputs[0]
         curves = gather.curves(model, splits or {"these examples": inputs}, checkpoints)
