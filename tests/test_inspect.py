@@ -240,11 +240,14 @@ def test_mechanisms_are_called_with_or_without_names():
     assert view.map.shape == (1, 1, 9, 9) and view.windows is None
 
 
-def test_attention_without_a_mechanism_is_an_error():
+def test_pairwise_biases_of_swapped_layers_are_shown():
     layer = torch.nn.TransformerEncoderLayer(16, 2, 16, batch_first=True).eval()
+    x, bias = torch.randn(1, 9, 16), torch.randn(9, 9).masked_fill(torch.eye(9).bool(), float("-inf"))
+    expected, [_, weights] = layer(x, bias), layer.self_attn(x, x, x, attn_mask=bias, average_attn_weights=False)
     weft.swap(layer, to="full")
-    with pytest.raises(ValueError, match="no mechanism of this model was called"):
-        attention_views(layer, [torch.randn(1, 9, 16), torch.randn(9, 9)])
+    [view], out = attention_views(layer, [x, bias])
+    torch.testing.assert_close(view.map, weights)
+    torch.testing.assert_close(out, expected)
 
 
 def test_full_attention_with_a_sliding_window_is_an_error():

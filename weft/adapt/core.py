@@ -99,7 +99,7 @@ class Core(nn.Module):
         v = connected(attn, q, k, v)
         if not pairs:
             return attn(q, k, v, mask, bias)
-        if self.name != "full":
+        if self.name != "full" or attn._forward_pre_hooks:  # those of weft.inspect look at the mechanism's calls
             return attn(q, k, v, mask, total(bias, *(PairBias(t[(None,) * (4 - t.dim())]) for t in pairs)))
         return masked_full(
             q, k, v, mask, causal=causal, allowed=allowed, added=added, dropout=self.dropout if self.training else 0.0
