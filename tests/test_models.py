@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import promises
 import pytest
 import torch
@@ -11,9 +13,21 @@ from torch import nn
 import weft
 from weft.attention import make_attention
 from weft.layers import MixedAttention
-from weft.models import LanguageModel, TextClassifier, TextEncoder, TextMatcher, lra
+from weft.models import (
+    CRATE,
+    CRATEMAE,
+    CRATEText,
+    ImageClassifier,
+    LanguageModel,
+    TextClassifier,
+    TextEncoder,
+    TextMatcher,
+    lra,
+)
+from weft.models.language import SegmentClassifier, TwoSegments
 from weft.models.presets import MIXED, STUDY_ATTENTIONS, TASKS
 from weft.models.sizes import SizeRow, checkpoint_size, study_rows
+from weft.models.tagger import TokenClassifier
 
 VOCAB, CLASSES = 13, 3
 SMALL = dict(max_length=40, dim=8, heads=2, head_dim=6, layers=2, mlp_dim=10)
@@ -456,3 +470,28 @@ def test_every_study_model_runs(attention):
         if attention != "mixed" and len(arguments) == 1:
             packed = model(ids[ids > 0][None], True, weft.Segments.from_lengths((ids > 0).sum(1).tolist()))
             torch.testing.assert_close(packed, logits, rtol=1e-8, atol=1e-10)
+
+
+def test_models_are_made_on_the_given_device_and_in_the_given_dtype():
+    size = dict(dim=16, heads=2, layers=1)
+    text = dict(vocab=VOCAB, max_length=20, head_dim=8, mlp_dim=32, **size)
+    ids, images = torch.randint(1, VOCAB, (2, 9)), torch.rand(2, 3, 16, 16)
+    calls = [
+        (partial(TextClassifier, classes=3, **text), ids),
+        (partial(TextMatcher, **text), ids, ids),
+        (partial(LanguageModel, **text), ids),
+        (partial(TwoSegments, **text), ids, torch.ones_like(ids)),
+        (partial(SegmentClassifier, classes=3, **text), ids, torch.ones_like(ids)),
+        (partial(TokenClassifier, classes=3, **text), ids),
+        (partial(CRATEText, VOCAB, 3, **size), ids),
+        (partial(CRATE, classes=3, image_size=16, patch=4, **size), images),
+        (partial(CRATEMAE, image_size=16, patch=4, **size), images),
+        (partial(ImageClassifier, 16, 3, head_dim=8, mlp_dim=32, **size), images),
+        (partial(ImageClassifier, 16, 3, head_dim=8, mlp_dim=32, positions="sinusoid", **size), images),
+    ]
+    for make, *given in calls:
+        on_meta, half = make(device="meta"), make(dtype=torch.bfloat16)
+        assert all(x.is_meta for x in [*on_meta.parameters(), *on_meta.buffers()]), make
+        assert all(x.dtype == torch.bfloat16 for x in half.parameters()), make
+        found = half(*(x.bfloat16() if x.is_floating_point() else x for x in given))
+        assert (found[0] if isinstance(found, tuple) else found).dtype == torch.bfloat16, make

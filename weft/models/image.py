@@ -69,7 +69,7 @@ class ImageClassifier(nn.Module):
             raise ValueError(f"positions must be 'learned' or 'sinusoid', got {positions!r}")
         place = {"device": device, "dtype": dtype}
         self.size, self.patch = size, patch
-        self.mean, self.std = (Constant(partial(_per_channel, tuple(values))) for values in (mean, std))
+        self.mean, self.std = (Constant(partial(_per_channel, tuple(values)), device) for values in (mean, std))
         length = (size // patch) ** 2 + (pooling == "cls")
         self.embed = nn.Linear(3 * patch * patch, dim, **place)
         self.cls = nn.Parameter(torch.zeros(dim, **place)) if pooling == "cls" else None

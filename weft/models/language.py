@@ -237,7 +237,7 @@ class TwoSegments(LanguageModel):
 
     def __init__(self, vocab: int, **options: Any):
         super().__init__(vocab, causal=False, **options)
-        self.kind = nn.Embedding(3, self.embed.embedding_dim, padding_idx=0)
+        self.kind = nn.Embedding(3, self.embed.embedding_dim, padding_idx=0).to(self.embed.weight)
         nn.init.normal_(self.kind.weight, std=0.02)
 
     def forward(self, ids: Tensor, kinds: Tensor) -> Tensor:  # type: ignore[override]
@@ -259,7 +259,8 @@ class SegmentClassifier(nn.Module):
         super().__init__()
         self.encoder = TwoSegments(vocab, dropout=dropout, **options)
         del self.encoder.scores
-        self.dropout, self.head = nn.Dropout(dropout), nn.Linear(self.encoder.embed.embedding_dim, classes)
+        embed = self.encoder.embed
+        self.dropout, self.head = nn.Dropout(dropout), nn.Linear(embed.embedding_dim, classes).to(embed.weight)
 
     def forward(self, ids: Tensor, kinds: Tensor) -> Tensor:
         real = (kinds > 0)[..., None]

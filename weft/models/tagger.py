@@ -13,7 +13,7 @@ from .language import LanguageModel
 class TokenClassifier(LanguageModel):
     def __init__(self, vocab: int, classes: int, **options: Any):
         super().__init__(vocab, causal=False, **options)
-        self.scores = nn.Linear(self.embed.embedding_dim, classes)
+        self.scores = nn.Linear(self.embed.embedding_dim, classes).to(self.embed.weight)
         nn.init.zeros_(self.scores.bias)
 
     def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
