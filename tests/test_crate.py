@@ -284,6 +284,21 @@ def test_mssa_is_the_mechanism_with_one_vector(name):
     torch.testing.assert_close(layer(x, mask), applied, **AGREE)
 
 
+def test_mssa_passes_its_input_to_mechanisms_that_read_it():
+    options = dict(attention="combiner-axial", key_summary="proj", input_dim=12, block_size=3)
+    layer = weft.MSSA(12, 3, causal=True, **options).double().eval()
+    x = torch.randn(2, 9, 12).double()
+    y = layer(x)
+    out, state = layer.prefill(x[:, :5])
+    for t in range(5, 9):
+        token, state = layer.step(x[:, t : t + 1], state)
+        out = torch.cat([out, token], 1)
+    torch.testing.assert_close(out, y, **AGREE)
+    packed = layer(x[:1], segments=torch.tensor([[1] * 4 + [2] * 5]))
+    torch.testing.assert_close(packed[:, 4:], layer(x[:1, 4:]), **AGREE)
+    torch.testing.assert_close(layer.merge(layer.weights(x) @ layer.project(x)[2]), y, **AGREE)
+
+
 def test_mm_counts_real_tokens_only():
     layer = weft.ISTA(6, variant="mm", epsilon=0.5).double()
     x = torch.randn(1, 7, 6).double()

@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import make_attention
-from ..core.contract import PositionBias, quiet_padding, quiet_token
-from ..core.decoding_state import DecodingState
+from ..core.contract import PositionBias, quiet_padding
 from ..core.segments import Segments, documents_of
+from .decoding import DecodingLayer
 
 
-class MSSA(nn.Module):
+class MSSA(DecodingLayer):
     """`layer(x, mask=None, bias=None)`, x (B, L, dim), mask (B, L): the compression half of a CRATE layer.
 
     With one head of width `dim` there is no output map, as in the authors' code. `scale` sets the factor before w wᵀ
@@ -90,19 +90,19 @@ class MSSA(nn.Module):
         *,
         segments: Tensor | Segments | None = None,
     ) -> Tensor:
-        self._check(x)
+        self.check_input(x)
         if segments is not None:
             segments = documents_of(segments, x)
             x = quiet_padding(x, segments.mask)
         x = quiet_padding(x, mask)
-        return self.merge(self.attention(*self.project(x), mask, bias, segments))
+        return self.merge(self.attention(*self.project(x), mask, bias, segments, **self.input(x)))
 
     def merge(self, heads: Tensor) -> Tensor:
         """(B, H, L, D) -> (B, L, dim): multiply by W, or by the subspaces if tied."""
         z = heads.transpose(1, 2).flatten(2)
         if self.tied:
             if isinstance(self.subspaces, nn.Linear):
-                U = self.subspaces.weight.T
+                U = self.subspaces.weight.T  # hooks on the projection of tokens must not see U
             else:  # an adapter adds to the weight
                 U = self.subspaces(torch.eye(self.dim, dtype=z.dtype, device=z.device))
             z = self.gamma * F.linear(z, U)
@@ -112,48 +112,8 @@ class MSSA(nn.Module):
 
     def weights(self, x: Tensor, mask: Tensor | None = None, bias: PositionBias | None = None) -> Tensor:
         """The mechanism's effective (B, H, L, L) matrix on this input."""
-        self._check(x)
-        return self.attention.weights(*self.project(x), mask, bias)
-
-    def start(self, batch: int, *, max_length: int | None = None, history: int = 0) -> DecodingState:
-        """The state before the first token; see `Attention.start`."""
-        place = getattr(self.subspaces.weight, "device", None)  # quantized layers may have a method `weight`
-        return self.attention.start(batch, max_length=max_length, history=history, device=place)
-
-    def prefill(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        bias: PositionBias | None = None,
-        state: DecodingState | None = None,
-        max_length: int | None = None,
-    ) -> tuple[Tensor, DecodingState]:
-        """Process a prompt x (B, L, dim), or the next L tokens after `state`; returns its output and the next state."""
-        self._check(x)
-        q, k, v = self.project(quiet_padding(x, mask))
-        out, state = self.attention.prefill(q, k, v, mask, bias, state, max_length)
-        return self.merge(out), state
-
-    def step(
-        self, x: Tensor, state: DecodingState, mask: Tensor | None = None, bias: PositionBias | None = None
-    ) -> tuple[Tensor, DecodingState]:
-        """Decode one token x (B, 1, dim); returns its output and the next state."""
-        # Without gradients, the mechanism's own mask is enough.
-        q, k, v = self.project(quiet_token(x, mask) if torch.is_grad_enabled() else x)
-        out, state = self.attention.step(q, k, v, state, mask, bias)
-        return self.merge(out), state
-
-    def reorder(self, state: DecodingState, rows: Tensor) -> DecodingState:
-        """The state with its rows in another order; see `Attention.reorder`."""
-        return self.attention.reorder(state, rows)
-
-    def crop(self, state: DecodingState, n: int) -> DecodingState:
-        """The state without its last n tokens; see `Attention.crop`."""
-        return self.attention.crop(state, n)
-
-    def _check(self, x: Tensor) -> None:
-        if x.dim() != 3 or x.shape[-1] != self.dim:
-            raise ValueError(f"x must be (B, L, {self.dim}), got {tuple(x.shape)}")
+        self.check_input(x)
+        return self.attention.weights(*self.project(x), mask, bias, **self.input(x))
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, heads={self.heads}, head_dim={self.head_dim}, tied={self.tied}, scale={self.scale}"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..attention import Attention, make_attention
 from ..core.blocks import check_mask
-from ..core.contract import PositionBias, hide, quiet_padding, quiet_token
+from ..core.contract import PositionBias, hide, quiet_padding
 from ..core.decoding_state import DecodingState, next_positions
 from ..core.linear import bare
 from ..core.packing import packed_first, reads_first
@@ -17,9 +17,10 @@ from ..core.positions import Rotary, rotated
 from ..core.segments import Segments, documents_of, first_tokens
 from ..core.sharding import first_position, refuse
 from ..core.unread import connected
+from .decoding import DecodingLayer
 
 
-class MultiheadAttention(nn.Module):
+class MultiheadAttention(DecodingLayer):
     """Projections around a mechanism: `layer(x, mask=None, bias=None)`, x (B, L, dim), mask (B, L).
 
     `head_dim` does not have to be dim / heads, so the heads may be wider than dim in total. `kv_heads` < `heads` shares
@@ -244,63 +245,15 @@ class MultiheadAttention(nn.Module):
         self._check(x, context)
         return self.attention.weights(*self.project(x, context), mask, bias, **self.input(x))
 
-    def start(self, batch: int, *, max_length: int | None = None, history: int = 0) -> DecodingState:
-        """The state before the first token; see `Attention.start`."""
-        place = getattr(self.v.weight, "device", None)  # quantized layers may have a method `weight`
-        return self.attention.start(batch, max_length=max_length, history=history, device=place)
-
-    def prefill(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        bias: PositionBias | None = None,
-        state: DecodingState | None = None,
-        max_length: int | None = None,
-    ) -> tuple[Tensor, DecodingState]:
-        """Process a prompt x (B, L, dim), or the next L tokens after `state`; returns its output and the next state."""
-        heads, state = self.prefill_heads(x, mask, bias, state, max_length)
-        return self.merge(heads), state
-
-    def step(
-        self, x: Tensor, state: DecodingState, mask: Tensor | None = None, bias: PositionBias | None = None
-    ) -> tuple[Tensor, DecodingState]:
-        """Decode one token x (B, 1, dim); returns its output and the next state."""
-        heads, state = self.step_heads(x, state, mask, bias)
-        return self.merge(heads), state
-
-    def prefill_heads(self, x, mask=None, bias=None, state=None, max_length=None) -> tuple[Tensor, DecodingState]:
-        """`prefill` before the output projection, (B, H, L, D)."""
-        self._check(x, None)
-        x = quiet_padding(x, mask)
-        q, k, v = self.project(x, positions=self._positions(state, x))
-        return self.attention.prefill(q, k, v, mask, bias, state, max_length, **self.input(x))
-
-    def step_heads(self, x, state, mask=None, bias=None) -> tuple[Tensor, DecodingState]:
-        x = quiet_token(x, mask) if torch.is_grad_enabled() else x  # otherwise the mechanism's own mask is enough
-        q, k, v = self.project(x, positions=self._positions(state, x))
-        return self.attention.step(q, k, v, state, mask, bias, **self.input(x))
-
-    def _positions(self, state: DecodingState | None, x: Tensor) -> Tensor | None:
-        return None if self.rope is None else next_positions(state, x.shape[1], x.device)
-
-    def reorder(self, state: DecodingState, rows: Tensor) -> DecodingState:
-        """The state with its rows in another order; see `Attention.reorder`."""
-        return self.attention.reorder(state, rows)
-
-    def crop(self, state: DecodingState, n: int) -> DecodingState:
-        """The state without its last n tokens; see `Attention.crop`."""
-        return self.attention.crop(state, n)
-
-    def input(self, x: Tensor) -> dict[str, Tensor]:
-        """x, for the few mechanisms that read the layer's input in addition to q, k and v."""
-        return {"x": x} if getattr(self.attention, "needs_input", False) else {}
+    def project_next(self, x: Tensor, state: DecodingState | None) -> tuple[Tensor, Tensor, Tensor]:
+        positions = None if self.rope is None else next_positions(state, x.shape[1], x.device)
+        return self.project(x, positions=positions)
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
         return torch.unflatten(x, -1, (heads, self.head_dim))
 
     def _check(self, x: Tensor, context: Tensor | None) -> None:
-        if x.dim() != 3 or x.shape[-1] != self.dim:
-            raise ValueError(f"x must be (B, L, {self.dim}), got {tuple(x.shape)}")
+        self.check_input(x)
         if context is not None and (
             context.dim() != 3 or context.shape[0] != x.shape[0] or context.shape[-1] != self.v.in_features
         ):
