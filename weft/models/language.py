@@ -109,8 +109,7 @@ class LanguageModel(nn.Module):
         targets: Tensor | None = None,
         label_smoothing: float = 0.0,
     ) -> Tensor:
-        if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-            raise ValueError(f"ids must be integers (B, L), got {ids.dtype} {tuple(ids.shape)}")
+        self._check(ids)
         documents = None if segments is None else documents_of(segments, ids)
         length = ids.shape[1] if documents is None else documents.longest
         if length > self.max_length:
@@ -167,6 +166,7 @@ class LanguageModel(nn.Module):
     def _prefilled(
         self, ids: Tensor, mask: Tensor | None, state: list[Any] | None, max_length: int | None = None
     ) -> tuple[Tensor, list[Any]]:
+        self._check(ids)
         state = self.start(ids.shape[0], max_length=max_length) if state is None else state
         x, states = self._embedded(ids, self._next(state, ids.shape[1])), []
         for block, inner in zip(self.blocks, state, strict=True):
@@ -176,6 +176,7 @@ class LanguageModel(nn.Module):
 
     def step(self, ids: Tensor, state: list[Any], mask: Tensor | None = None) -> tuple[Tensor, list[Any]]:
         """Process one token per row, ids (B, 1); returns logits (B, 1, vocab) and the next state."""
+        self._check(ids)
         x, states = self._embedded(ids, self._next(state, 1)), []
         for block, inner in zip(self.blocks, state, strict=True):
             x, inner = block.step(x, inner, mask, self.bias)  # type: ignore[operator]
@@ -208,6 +209,10 @@ class LanguageModel(nn.Module):
         """Continue the prompts ids (B, L); returns ids (B, L + new). See `weft.models.generate.generate`."""
         chosen = (temperature, top_k, top_p, stop, stream)
         return generate(self, ids, max_new_tokens, *chosen, mask=mask, generator=generator, seed=seed)
+
+    def _check(self, ids: Tensor) -> None:
+        if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+            raise ValueError(f"ids must be integers (B, L), got {ids.dtype} {tuple(ids.shape)}")
 
     def _layers(self) -> list[Any]:
         return [decoding_layer(block.attention) for block in self.blocks]  # type: ignore[arg-type]
