@@ -191,14 +191,20 @@ def lose_a_rank(mesh, file: str) -> None:
 def call_differently(mesh, file: str) -> None:
     """One rank passes another mask, segments or dtype than the others: all must say so."""
     attn = weft.make_attention("combiner-fixed", heads=2, head_dim=4)
+    size = dict(max_length=14, dim=8, heads=2, head_dim=4, layers=1)
+    model = weft.models.LanguageModel(9, attention="linear", positions="sinusoid", **size)
     odd, q, real = dist.get_rank() == 1, torch.randn(1, 2, 7, 4), torch.ones(1, 7, dtype=torch.long)
     errors = []
-    for x, given in ((q, {"mask": real.bool()}), (q, {"segments": real}), (q.double(), {})):
-        try:
-            with weft.parallel.context(mesh):
-                attn(*[x if odd else q] * 3, **(given if odd else {}))
-        except ValueError as error:
-            errors.append(str(error))
+    for length in (None, 14):
+        for x, given in ((q, {"mask": real.bool()}), (q, {"segments": real}), (q.double(), {}), (None, {})):
+            try:
+                with weft.parallel.context(mesh, length=length):
+                    if x is None:
+                        model(real, segments=real if odd else None)
+                    else:
+                        attn(*[x if odd else q] * 3, **(given if odd else {}))
+            except ValueError as error:
+                errors.append(str(error))
     everywhere: list = [None] * mesh.size()
     dist.all_gather_object(everywhere, errors)
     if dist.get_rank() == 0:

@@ -90,10 +90,12 @@ def test_a_lost_rank_ends_the_others(tmp_path):
 
 def test_calls_that_differ_between_ranks_are_an_error_on_each(tmp_path):
     errors = launch(2, tmp_path, "call differently")
-    assert [len(x) for x in errors] == [3, 3]
+    assert [len(x) for x in errors] == [8, 8]  # with and without `length`
     assert all("the ranks make different calls" in error for x in errors for error in x)
-    assert errors[1][0].endswith("with mask") and errors[1][1].endswith("with segments")
-    assert "float64" in errors[1][2] and "float32" in errors[0][2]
+    for first in (0, 4):
+        mask, segments, dtype, model = errors[1][first : first + 4]
+        assert mask.endswith("with mask") and segments.endswith("with segments") and model.endswith("with segments")
+        assert "float64" in dtype and "float32" in errors[0][first + 2]
 
 
 class Mesh:

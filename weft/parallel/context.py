@@ -59,7 +59,7 @@ class Context:
         self.bounds: list[int] = [0]  # rank r holds positions bounds[r] to bounds[r + 1]
         self.bytes = 0  # sent to other ranks so far, forward and backward
         self._plans: dict[Any, Exchange] = {}
-        self._given = length
+        self._given, self._met = length, False
         if length is not None:
             self._set(split_sizes(length, self.ranks))
 
@@ -83,16 +83,18 @@ class Context:
         self.bounds = [0, *accumulate(sizes)]
         self.length = self.bounds[-1]
 
-    def agree(self, tokens: int, device: torch.device, call: str = "") -> None:
-        """Learn how many tokens each rank holds, and whether all make this call. With `length` given, nothing is
-        exchanged."""
+    def agree(self, tokens: int, device: torch.device, call: str = "a layer without segments") -> None:
+        """Learn how many tokens each rank holds, and whether all make this call. With `length` given, only the first
+        call is exchanged."""
         if self._given is not None:
             if tokens != self.stop - self.start:
                 raise ValueError(
                     f"rank {self.rank} should hold {self.stop - self.start} of {self.length} tokens, got {tokens}; "
                     "split the sequence with weft.parallel.shard"
                 )
-            return
+            if self._met:
+                return
+        self._met = True
         mine = torch.tensor([tokens, crc32(call.encode())], device=device)
         found = [torch.empty_like(mine) for _ in range(self.ranks)]
         with self.contact():
@@ -147,7 +149,7 @@ class Context:
 
     def documents(self, segments: Tensor | Segments, x: Tensor) -> Documents:
         """The packed documents of this rank's tokens x (B, part, ...)."""
-        self.agree(x.shape[1], x.device)
+        self.agree(x.shape[1], x.device, "a layer with segments")
         return documents_in(self, segments, x)
 
     def attend(
@@ -238,7 +240,8 @@ def context(mesh: Any, length: int | None = None) -> Iterator[Context]:
     """Within this block, every mechanism treats its inputs as this rank's part of one sequence.
 
     mesh: a one-dimensional DeviceMesh. length: tokens of the whole sequence, if it was split with `shard`; without it
-    the ranks exchange the lengths of their parts at every call. The backward pass may run outside the block.
+    the ranks exchange the lengths of their parts at every call, and not only at the first. The backward pass may run
+    outside the block.
     """
     made = Context(mesh, length)
     with sharding.use(made):

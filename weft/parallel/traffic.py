@@ -20,7 +20,7 @@ class _Counting(Context):
 
     def __init__(self, rank: int, ranks: int, length: int):
         self.rank, self.ranks, self.bytes, self.bounds, self.length = rank, ranks, 0, [0], 0
-        self._plans, self._given = {}, length
+        self._plans, self._given, self._met = {}, length, True
         self._set(split_sizes(length, ranks))
 
     def all_to_all(self, parts: list[Tensor], counts: list[int]) -> list[Tensor]:
