@@ -139,15 +139,10 @@ class GridCombiner(Combiner):
         everything = up_to[..., -1:]
         count = {"before": up_to - tokens, "after": everything - up_to, "others": everything - tokens}[which]
 
-        def before(f: Tensor) -> Tensor:
-            if T == 1:
-                return torch.full_like(f, s.neutral)
-            return F.pad(s.up_to(f[..., :-1, :]), (0, 0, 1, 0), value=s.neutral)
-
         def pool(f: Tensor) -> Tensor:
             if which == "after":
-                return before(f.flip(3)).flip(3)
-            return before(f) if which == "before" else s.others(f)
+                return s.before(f.flip(3)).flip(3)
+            return s.before(f) if which == "before" else s.others(f)
 
         cells = lines * T
         qbar = layout.restore(s.finish(pool(s.lift_queries(lines_q, real)), count, q.dtype), cells)

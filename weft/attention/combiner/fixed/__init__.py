@@ -157,36 +157,31 @@ class CombinerFixed(Combiner):
     def _blocks(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Nodes:
         """The summary of every block (B, H, n, m, D)."""
         s = self.summary
-        query_features = s.reduce(s.lift_queries(q, real), 3)
-        key_features = s.reduce(s.lift_keys(k, real), 3)
-        n, m = k.shape[2:4]
-        count = torch.full((1, 1, n), m, device=k.device) if real is None else real.sum(-1)
-        some = None if real is None else count
-        qbar = s.finish(query_features, count if s.pool == "mean" else some, q.dtype)
-        kbar = s.finish(key_features, count if s.pool == "mean" else some, k.dtype)
-        allowed = None if real is None else real[:, :, :, None]
-        vbar = softmax_attention(qbar[:, :, :, None], k, v, allowed=allowed)[:, :, :, 0]
-        return Nodes(kbar, vbar, None if real is None else count > 0, query_features, key_features, count)
+        count = torch.full((1, 1, k.shape[2]), k.shape[3], device=k.device) if real is None else real.sum(-1)
+        return self._nodes(s.lift_queries(q, real), s.lift_keys(k, real), k, v, count, real)
 
     def _parents(self, nodes: Nodes, m: int) -> Nodes:
         """The summary of every m nodes."""
-        s, n = self.summary, nodes.k.shape[2]
-        short = -n % m
+        short = -nodes.k.shape[2] % m
 
         def group(x: Tensor, value: float = 0.0) -> Tensor:
-            return torch.unflatten(F.pad(x, (0, 0, 0, short), value=value), 2, (-1, m))
+            return torch.unflatten(F.pad(x, (*[0, 0] * (x.dim() - 3), 0, short), value=value), 2, (-1, m))
 
-        def group_flags(x: Tensor) -> Tensor:
-            return torch.unflatten(F.pad(x, (0, short)), 2, (-1, m))
+        features = (group(f, self.summary.neutral) for f in (nodes.query_features, nodes.key_features))
+        count = group(nodes.count)
+        return self._nodes(*features, group(nodes.k), group(nodes.v), count.sum(-1), count > 0)
 
-        count = group_flags(nodes.count).sum(-1)
-        query_features = s.reduce(group(nodes.query_features, s.neutral), 3)
-        key_features = s.reduce(group(nodes.key_features, s.neutral), 3)
-        qbar = s.finish(query_features, count, nodes.k.dtype)
-        kbar = s.finish(key_features, count, nodes.k.dtype)
-        children = group_flags(nodes.count) > 0
-        vbar = softmax_attention(qbar[:, :, :, None], group(nodes.k), group(nodes.v), allowed=children[:, :, :, None])
-        return Nodes(kbar, vbar[:, :, :, 0], count > 0, query_features, key_features, count)
+    def _nodes(
+        self, query_features: Tensor, key_features: Tensor, k: Tensor, v: Tensor, count: Tensor, real: Tensor | None
+    ) -> Nodes:
+        """The nodes of groups of children (B, H, n, m, D) with `count` tokens; `real`: which children have any."""
+        s = self.summary
+        query_features, key_features = s.reduce(query_features, 3), s.reduce(key_features, 3)
+        pooled = None if real is None and s.pool != "mean" else count
+        qbar, kbar = (s.finish(f, pooled, k.dtype) for f in (query_features, key_features))
+        allowed = None if real is None else real[:, :, :, None]
+        vbar = softmax_attention(qbar[:, :, :, None], k, v, allowed=allowed)[:, :, :, 0]
+        return Nodes(kbar, vbar, None if real is None else count > 0, query_features, key_features, count)
 
     def pattern_for(self, length: int) -> int:
         return self.block_size or default_block(length, self.max_length, self.levels)
