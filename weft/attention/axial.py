@@ -100,8 +100,7 @@ class AxialAttention(KeepsAll):
         L = k.shape[2]
         grid = Grid.of(k, v, mask, self.block_size or default_block(L, self.max_length), self.causal)
         parts = [row_part(grid, bias, L), column_part(grid, bias, L)]
-        dropout = self.dropout if self.training else 0.0
-        return joint_attention(q, parts, dropout=dropout, may_be_empty=mask is not None)
+        return joint_attention(q, parts, dropout=self.dropout_now, may_be_empty=mask is not None)
 
     def pattern_for(self, length: int) -> Hashable:
         return self.block_size or default_block(length, self.max_length)

@@ -84,7 +84,6 @@ class BigBirdAttention(Attention):
             mask = torch.nn.functional.pad(mask, (0, longer - L))
             q, k, v = (pad_length(x, longer) for x in (q, k, v))
             return self.attend(q, k, v, mask, within)[:, :, :L]
-        dropout = self.dropout if self.training else 0.0
         B, H, L, _ = q.shape
         m = self.block_size
         n = ceil_div(L, m)
@@ -95,7 +94,7 @@ class BigBirdAttention(Attention):
         def see_all(rows: Tensor, first: int) -> Tensor:
             i = torch.arange(first, first + rows.shape[2], device=q.device).view(1, 1, -1, 1)
             values = None if bias is None else bias(i, everything)
-            return softmax_attention(rows, k, v, allowed=valid[:, None, None], bias=values, dropout=dropout)
+            return softmax_attention(rows, k, v, allowed=valid[:, None, None], bias=values, dropout=self.dropout_now)
 
         if n <= 2:  # both blocks are global
             return see_all(q, 0)
@@ -114,7 +113,7 @@ class BigBirdAttention(Attention):
         i = torch.arange(m, padded - m, device=q.device).view(1, 1, n - 2, m, 1)
         values = None if bias is None else bias(i.clamp(max=L - 1), j.clamp(max=L - 1))
         q_b = to_blocks(q, m)[:, :, 1:-1]
-        middle = softmax_attention(q_b, k_b, v_b, allowed=allowed, bias=values, dropout=dropout)
+        middle = softmax_attention(q_b, k_b, v_b, allowed=allowed, bias=values, dropout=self.dropout_now)
         return torch.cat([head, from_blocks(middle, (n - 2) * m), tail], 2)
 
     def pattern_for(self, length: int) -> Hashable:

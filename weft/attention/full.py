@@ -35,9 +35,8 @@ class FullAttention(KeepsAll):
     first_sees_all = True
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
-        dropout = self.dropout if self.training else 0.0
         if self.causal and mask is None and bias is None:
-            return fused(q, k, v, is_causal=True, dropout_p=dropout)
+            return fused(q, k, v, is_causal=True, dropout_p=self.dropout_now)
         i = torch.arange(q.shape[2], device=q.device)[:, None]
         j = torch.arange(k.shape[2], device=q.device)[None, :]
         allowed = None if mask is None else mask[:, None, None, :]
@@ -45,10 +44,10 @@ class FullAttention(KeepsAll):
             past = (j <= i)[None, None]
             allowed = past if allowed is None else past & allowed
         values = None if bias is None else bias(i[None, None], j[None, None])
-        return softmax_attention(q, k, v, allowed=allowed, bias=values, dropout=dropout)
+        return softmax_attention(q, k, v, allowed=allowed, bias=values, dropout=self.dropout_now)
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, documents: Segments) -> Tensor:
-        return fused_packed(q, k, v, documents, causal=self.causal, dropout=self.dropout if self.training else 0.0)
+        return fused_packed(q, k, v, documents, causal=self.causal, dropout=self.dropout_now)
 
     def attend_more(self, q, k, v, state: KeyValues, mask, bias, at: Place):
         state = state.put(at, k, v, mask, at.i)

@@ -45,7 +45,7 @@ class LinearAttention(Attention):
     exports_any_length = property(lambda self: not self.causal)  # type: ignore[assignment]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
-        v = drop_values(v, self.dropout if self.training else 0.0)
+        v = drop_values(v, self.dropout_now)
         a, b = features(q), hide(features(k), mask)
         v1 = with_ones(v)
         total = causal_sum(a, b, v1) if self.causal else a @ (b.transpose(-1, -2) @ v1)
@@ -72,7 +72,7 @@ class LinearAttention(Attention):
 
 
 def run_kernel(attn: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
-    v = drop_values(v, attn.dropout if attn.training else 0.0)
+    v = drop_values(v, attn.dropout_now)
     fused = kernel.linear_scan if attn.causal else linear_sum
     return fused(q, k, v, mask, features="elu", epsilon=EPSILON).to(q.dtype)
 
@@ -80,7 +80,7 @@ def run_kernel(attn: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Ten
 def run_packed(
     attn: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, documents: Segments
 ) -> Tensor:
-    v = drop_values(v, attn.dropout if attn.training else 0.0)
+    v = drop_values(v, attn.dropout_now)
     fused, chunk = (kernel.linear_scan, kernel.CHUNK) if attn.causal else (linear_sum, SHORTEST)
     return fused(q, k, v, mask, features="elu", epsilon=EPSILON, table=documents.table(chunk)).to(q.dtype)
 
@@ -111,7 +111,7 @@ def drop_values(v: Tensor, p: float) -> Tensor:
 
 def drops_nothing(attn: Attention) -> bool:
     """Whether the kernels can share the heads of v: with dropout, each head of q drops its own values."""
-    return not (attn.dropout and attn.training)
+    return not attn.dropout_now
 
 
 register(

@@ -61,7 +61,7 @@ class LocalAttention(Attention):
             allowed = both(past[None, None, None], allowed)
         at = torch.arange(n * m, device=q.device).clamp(max=L - 1).view(1, 1, n, m)  # padding uses the last position
         values = None if bias is None else bias(at[..., None], at[..., None, :])
-        out = softmax_attention(q, k, v, allowed=allowed, bias=values, dropout=self.dropout if self.training else 0.0)
+        out = softmax_attention(q, k, v, allowed=allowed, bias=values, dropout=self.dropout_now)
         return from_blocks(out, L)
 
     def empty_state(self, k: Tensor, capacity: int) -> KeyValues:

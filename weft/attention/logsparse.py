@@ -58,13 +58,12 @@ class LogSparseAttention(KeepsAll):
         self.offsets = offsets
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
-        dropout = self.dropout if self.training else 0.0
         if self.offsets == "powers":
-            return _powers(q, k, v, mask, bias, self.causal, dropout)
+            return _powers(q, k, v, mask, bias, self.causal, self.dropout_now)
         parts = [last_tokens(Rows(BLOCK), k, v, mask, bias, own=True)]
         if not self.causal:
             parts.append(last_tokens(BackwardRows(BLOCK), k, v, mask, bias, own=False))
-        return joint_attention(q, parts, dropout=dropout, may_be_empty=mask is not None)
+        return joint_attention(q, parts, dropout=self.dropout_now, may_be_empty=mask is not None)
 
     def pattern_for(self, length: int) -> Hashable:
         return None if self.causal or self.offsets == "powers" else length

@@ -63,7 +63,6 @@ class LongformerAttention(Attention):
         return None if self.global_tokens else self.right + 1
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
-        dropout = self.dropout if self.training else 0.0
         L, g = q.shape[2], min(self.global_tokens, q.shape[2])
         left, right = min(self.left, L - 1), min(self.right, L - 1)
         valid = torch.ones(1, L, dtype=torch.bool, device=q.device) if mask is None else mask
@@ -90,14 +89,14 @@ class LongformerAttention(Attention):
             )
             j = torch.cat([first.expand(1, 1, n, 1, g), j], -1)
         values = None if bias is None else bias(i.clamp(max=L - 1), j.clamp(0, L - 1))
-        out = softmax_attention(to_blocks(q, m), k_win, v_win, allowed=allowed, bias=values, dropout=dropout)
+        out = softmax_attention(to_blocks(q, m), k_win, v_win, allowed=allowed, bias=values, dropout=self.dropout_now)
         out = from_blocks(out, L)
         if g:
             rows = torch.arange(g, device=q.device)[:, None]
             columns = torch.arange(L, device=q.device)[None]
             seen = both(valid[:, None, None], (columns <= rows)[None, None] if self.causal else None)
             values = None if bias is None else bias(rows[None, None], columns[None, None])
-            top = softmax_attention(q[:, :, :g], k, v, allowed=seen, bias=values, dropout=dropout)
+            top = softmax_attention(q[:, :, :g], k, v, allowed=seen, bias=values, dropout=self.dropout_now)
             out = torch.cat([top, out[:, :, g:]], 2)
         return out
 

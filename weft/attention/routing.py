@@ -285,7 +285,7 @@ class RoutingAttention(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         part = run_part(self.clusters.runs(k, mask), k, v, mask, self.causal, bias)
-        return joint_attention(q, [part], dropout=self.dropout if self.training else 0.0)
+        return joint_attention(q, [part], dropout=self.dropout_now)
 
     def pattern_for(self, length: int) -> Hashable:
         return self.clusters.size(length)

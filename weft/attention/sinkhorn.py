@@ -66,13 +66,12 @@ class SinkhornAttention(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         L = q.shape[2]
-        dropout = self.dropout if self.training else 0.0
         q, k, v = (to_blocks(x, self.block_size) for x in (q, k, v))
         real, k_sorted, v_sorted, filled = self.sorted_blocks(k, v, mask, L)
         own_keys = None if real is None else real[:, :, :, None]
         other_keys = None if filled is None else filled[:, :, None, None]
-        own = softmax_attention(q, k, v, allowed=own_keys, dropout=dropout)
-        other = softmax_attention(q, k_sorted, v_sorted, allowed=other_keys, dropout=dropout)
+        own = softmax_attention(q, k, v, allowed=own_keys, dropout=self.dropout_now)
+        other = softmax_attention(q, k_sorted, v_sorted, allowed=other_keys, dropout=self.dropout_now)
         return from_blocks(own + other, L)
 
     def sorted_blocks(

@@ -72,9 +72,8 @@ class SynthesizerAttention(Attention):
             R = (q @ factors[0]).relu() @ factors[1][:, :, :Lk]
         if R is not None and not self.dot:
             q, k = torch.zeros_like(q), torch.zeros_like(k)
-        dropout = self.dropout if self.training else 0.0
         if self.causal and mask is None and bias is None and R is None:
-            return fused(q, k, v, is_causal=True, dropout_p=dropout, scale=scale)[..., :width]
+            return fused(q, k, v, is_causal=True, dropout_p=self.dropout_now, scale=scale)[..., :width]
         i = torch.arange(Lq, device=q.device).view(1, 1, Lq, 1)
         j = torch.arange(Lk, device=q.device).view(1, 1, 1, Lk)
         if bias is not None:
@@ -83,10 +82,10 @@ class SynthesizerAttention(Attention):
         allowed = None if mask is None else mask[:, None, None]
         if self.causal:
             allowed = j <= i if allowed is None else (j <= i) & allowed
-        return softmax_attention(q, k, v, allowed=allowed, bias=R, dropout=dropout, scale=scale)[..., :width]
+        return softmax_attention(q, k, v, allowed=allowed, bias=R, dropout=self.dropout_now, scale=scale)[..., :width]
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, documents: Segments) -> Tensor:
-        D, at, dropout = self.head_dim, documents.positions, self.dropout if self.training else 0.0
+        D, at = self.head_dim, documents.positions
 
         def placed(factor: Tensor, at: Tensor) -> Tensor:
             """(H, max_length, rank) -> (B, H, L, rank). The gradient of an embedding sums the documents in float32."""
@@ -95,7 +94,7 @@ class SynthesizerAttention(Attention):
 
         own = at if q.shape[2] == k.shape[2] else at.new_zeros(1, q.shape[2])
         longer = self._longer(q, k, v, placed(self.factors[0], own), placed(self.factors[1].mT, at))
-        return fused_packed(*longer, documents, causal=self.causal, dropout=dropout, scale=D**-0.5)[..., :D]
+        return fused_packed(*longer, documents, causal=self.causal, dropout=self.dropout_now, scale=D**-0.5)[..., :D]
 
     def _longer(self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v with √D q kᵀ = √D U V [+ q kᵀ], for the factors' `rows` and `columns`, (1 or B, H, L, rank). All

@@ -222,6 +222,11 @@ class Attention(Decoding, nn.Module):
             return self(q, k, identity, mask, bias, plain=True)  # kernels don't support values of width Lk
 
     @property
+    def dropout_now(self) -> float:
+        """`dropout` in train(), 0 in eval()."""
+        return self.dropout if self.training else 0.0
+
+    @property
     def reach(self) -> int | None:
         """The output of the first token depends only on the first `reach` tokens; None: on all."""
         return None
@@ -244,8 +249,7 @@ class Attention(Decoding, nn.Module):
             q = hide(q, None if mask is None else mask[:, :1])
         allowed = None if mask is None else mask[:, None, None]
         with without_autocast(q):
-            dropout = self.dropout if self.training else 0.0
-            return softmax_attention(q, k, v, allowed=allowed, dropout=dropout)
+            return softmax_attention(q, k, v, allowed=allowed, dropout=self.dropout_now)
 
     def pattern_for(self, length: int) -> Hashable:
         """Documents whose lengths give the same value can be padded on the right to the same length, without effect."""

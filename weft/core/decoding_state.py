@@ -100,7 +100,7 @@ class Ready:
             and v.dtype is dtype
             and q.device == device
             and not (torch.is_grad_enabled() or torch.is_autocast_enabled(device.type))
-            and not (attn.training and attn.dropout)
+            and not attn.dropout_now
         )
 
 

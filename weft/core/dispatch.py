@@ -68,7 +68,7 @@ class Kernel:
 
 def without_dropout(attn: Any) -> bool:
     """For `Kernel.auto`: the kernel's dropout was tested in Triton's interpreter, but not yet on a GPU."""
-    return not (attn.training and attn.dropout)
+    return not attn.dropout_now
 
 
 def check_backend(backend: str) -> str:
@@ -97,7 +97,7 @@ def use_kernel(attn: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any) -> bool:
     reason = kernel.lacks(attn, q, k, v) or _cannot(q, v, kernel.cross)
     if bias is not None and not kernel.bias(bias):
         reason = f"the kernel does not support a position bias of type {type(bias).__name__}"
-    if attn.dropout and attn.training and not kernel.dropout:
+    if attn.dropout_now and not kernel.dropout:
         reason = "the kernel does not support dropout"
     if attn.backend == "triton" and reason:
         raise refuse_triton(attn.name, reason)

@@ -121,7 +121,7 @@ def packed_first(attn: Attention, q: Tensor, k: Tensor, v: Tensor, documents: Se
     with without_autocast(q):
         if attn.packs:
             return attn.attend_packed(q, k, v, documents)
-        return fused_packed(q, k, v, documents, causal=False, dropout=attn.dropout if attn.training else 0.0)
+        return fused_packed(q, k, v, documents, causal=False, dropout=attn.dropout_now)
 
 
 def packed_weights(

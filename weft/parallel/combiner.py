@@ -53,7 +53,7 @@ def combiner_fixed(
         allowed = allowed & context.move_flags(plan, flags)[:, None, None, None]
     span_k, span_v = (t[:, :, None].expand(-1, -1, len(block), -1, -1) for t in (node_k, node_v))
     parts.append(Part(layout, span_k, span_v, allowed))
-    out = joint_attention(near[0], parts, dropout=attn.dropout if attn.training else 0.0)
+    out = joint_attention(near[0], parts, dropout=attn.dropout_now)
     first = context.start - lo
     return out[:, :, first : first + n].to(dtype)
 

@@ -228,7 +228,7 @@ def _contact(rank: int, ranks: int) -> Iterator[None]:
 
 
 def refuse_dropout(attn: Attention) -> None:
-    if attn.dropout and attn.training:
+    if attn.dropout_now:
         raise ValueError(
             f"{attn.name} does not support dropout={attn.dropout} with context parallelism; use dropout=0, or "
             "'local', 'longformer' or 'combiner-fixed'"

@@ -113,8 +113,7 @@ def _global_rows(
         at = torch.arange(context.start, context.stop, device=q.device)
         values = bias(torch.arange(g, device=q.device)[None, None, :, None], at[None, None, None])
     allowed = None if mask is None else mask[:, None, None]
-    dropout = attn.dropout if attn.training else 0.0
-    share = torch.cat(partial_attention(top, k, v, allowed, values, dropout), -1)  # (B, H, g, D + 1)
+    share = torch.cat(partial_attention(top, k, v, allowed, values, attn.dropout_now), -1)  # (B, H, g, D + 1)
     plan = context.plan("shares", lambda r: range(r, r + 1), lambda r: everybody)
     (shares,) = context.move(plan, share.flatten(2)[:, :, None])
     parts = [torch.unflatten(s, 2, (g, -1)).split([q.shape[-1], 1], -1) for s in shares.unbind(2)]
@@ -165,4 +164,4 @@ def sparse(
         part.bias = bias(i[..., None], j[:, :, :, None])
     first = context.start - lo
     padded = F.pad(q, (0, 0, first, near_k.shape[2] - first - n))
-    return joint_attention(padded, [part], dropout=attn._dropout)[:, :, first : first + n]
+    return joint_attention(padded, [part], dropout=attn.dropout_now)[:, :, first : first + n]

@@ -34,7 +34,7 @@ def sums(context: Context, attn: Any, a: Tensor, b: Tensor, v1: Tensor) -> Tenso
 
 @sharded("linear")
 def linear(context: Context, attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
-    v = drop_values(v, attn.dropout if attn.training else 0.0)
+    v = drop_values(v, attn.dropout_now)
     a, b, v1 = features(q), hide(features(k), mask), with_ones(v)
     if attn.causal and use_kernel(attn, q, k, v, bias):
         # The kernel divides by the sum over this part, which is multiplied back in.
@@ -49,7 +49,7 @@ def linear(context: Context, attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: T
 
 @sharded("performer")
 def performer(context: Context, attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
-    v1 = with_ones(drop_values(v, attn.dropout if attn.training else 0.0))
+    v1 = with_ones(drop_values(v, attn.dropout_now))
     if attn.kernel == "relu":
         a, b = (precise(x).relu() + 1e-3 for x in (q, k))
         return divide(sums(context, attn, a, hide(b, mask), v1)).to(q.dtype)

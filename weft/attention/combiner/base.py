@@ -79,9 +79,8 @@ class Combiner(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         dtype = q.dtype
         q, k, v = (self._widen(t) for t in (q, k, v))
-        dropout = self.dropout if self.training else 0.0
         parts = self.parts(q, k, v, mask)
-        return joint_attention(q, parts, dropout=dropout, may_be_empty=mask is not None).to(dtype)
+        return joint_attention(q, parts, dropout=self.dropout_now, may_be_empty=mask is not None).to(dtype)
 
     def advance(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, state: Any, at: Place) -> tuple[Seen, Any]:
         """Process one token. Return the keys and values it attends to, and the next state."""

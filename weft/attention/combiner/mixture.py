@@ -121,12 +121,11 @@ class CombinerMixture(Attention):
         grid, queries = Grid.of(k, v, mask, m, self.causal), Rows(m).arrange(q)
         row, column = row_part(grid), column_part(grid)
         mixture = [[row, column, *attn.spans(grid, queries, row, column)] for attn in attns]
-        dropout = self.dropout if self.training else 0.0
-        return mean_attention(q, mixture, dropout=dropout, may_be_empty=mask is not None).to(dtype)
+        return mean_attention(q, mixture, dropout=self.dropout_now, may_be_empty=mask is not None).to(dtype)
 
     def run_kernel(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
         plan = self._plan
-        if plan is not None and self._on_one_grid() and not (self.training and self.dropout):
+        if plan is not None and self._on_one_grid() and not self.dropout_now:
             attn: Any = self.factorisations[0]
             m, pool = attn.block_size or default_block(q.shape[2], self.max_length), attn.summary.kind
             if plan.has_kernel(pool, q.shape[2], m):

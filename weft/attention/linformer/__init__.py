@@ -48,7 +48,7 @@ class LinformerAttention(Attention):
         # In the layout of projections, (B, L, H D), this is a matrix product without a copy.
         slots = (torch.unflatten(F.mT @ x.transpose(1, 2).flatten(2), 2, (x.shape[1], -1)) for x in (k, v))
         slots_k, slots_v = (x.transpose(1, 2) for x in slots)
-        return softmax_attention(q, slots_k, slots_v, dropout=self.dropout if self.training else 0.0)
+        return softmax_attention(q, slots_k, slots_v, dropout=self.dropout_now)
 
 
 def run_kernel(attn: LinformerAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:

@@ -86,7 +86,7 @@ class PerformerAttention(Attention):
         self.projection.copy_(orthogonal_features(*self.projection.shape))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> Tensor:
-        v = drop_values(v, self.dropout if self.training else 0.0)
+        v = drop_values(v, self.dropout_now)
         v1 = with_ones(v)
         if self.kernel == "relu":
             a, b = (precise(x).relu() + 1e-3 for x in (q, k))
@@ -186,7 +186,7 @@ def orthogonal_features(count: int, dim: int) -> Tensor:
 
 
 def run_kernel(attn: PerformerAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: None) -> Tensor:
-    v = drop_values(v, attn.dropout if attn.training else 0.0)
+    v = drop_values(v, attn.dropout_now)
     if attn.kernel == "relu":
         return (linear_scan if attn.causal else linear_sum)(q, k, v, mask, features="relu").to(q.dtype)
     found = random_feature_attention(q, k, v, mask, attn.projection, attn.epsilon, causal=attn.causal)

@@ -102,7 +102,7 @@ class SparseAttention(KeepsAll):
         j = torch.arange(k.shape[2], device=k.device).view(1, 1, 1, -1)
         allowed = None if mask is None else mask[:, None, None]
         values = None if bias is None else bias(torch.zeros_like(j[..., :1]), j)
-        return softmax_attention(q[:, :, :1], k, v, allowed=allowed, bias=values, dropout=self._dropout)
+        return softmax_attention(q[:, :, :1], k, v, allowed=allowed, bias=values, dropout=self.dropout_now)
 
     def _pattern(
         self,
@@ -116,7 +116,7 @@ class SparseAttention(KeepsAll):
         parts = (self._fixed if self.pattern == "fixed" else self._strided)(k, v, mask, bias)
         if open_to_all is not None:
             parts[0] = _with_first(parts[0], *open_to_all, bias, q.shape[2])
-        return joint_attention(q, parts, dropout=self._dropout, may_be_empty=mask is not None)
+        return joint_attention(q, parts, dropout=self.dropout_now, may_be_empty=mask is not None)
 
     def _fixed(self, k: Tensor, v: Tensor, mask: Tensor | None, bias: PositionBias | None) -> list[Part]:
         L, device = k.shape[2], k.device
@@ -168,10 +168,6 @@ class SparseAttention(KeepsAll):
         """`fixed_columns`, computed on the device: a copy from the CPU would block and break CUDA graphs."""
         columns = torch.arange(max(m - self.columns, 0), m, device=device)
         return F.pad(columns, (1, 0)) if self.leading_column and self.columns < m else columns
-
-    @property
-    def _dropout(self) -> float:
-        return self.dropout if self.training else 0.0
 
     def _block(self, length: int) -> int:
         return self.block_size or max(50, power_of_two((self.max_length or length) ** 0.5))

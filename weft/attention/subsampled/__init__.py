@@ -123,7 +123,7 @@ class SubsampledAttention(Subsampling, FullAttention):
         if self.layout == "graph":
             kept = drop_sources(mask, q, L, 1 - self.keep, per_rank=not self.same_on_all_ranks)
             return super().attend(q, k, v, kept, bias)
-        sources, dropout = self._sources(L, q), self.dropout if self.training else 0.0
+        sources, dropout = self._sources(L, q), self.dropout_now
         if self._tiles(q, v, sources, mask, bias, dropout):
             return causal_tiles(q, k, v, sources)
         targets = self.targets(L, q.device)
@@ -204,7 +204,7 @@ class SubsampledAttention(Subsampling, FullAttention):
             not (self.causal or isinstance(self.layout, tuple))
             and mask is None
             and bias is None
-            and not (self.dropout and self.training)
+            and not self.dropout_now
             and self.keep == 1
             and self._cut(L)[2] == L
             and self._cut(L)[0] >= kernel.LEAST_WINDOW

@@ -162,8 +162,7 @@ class CombinerAxial(Attention):
         if grid.real is not None:
             seen = seen & grid.real.any(-1)[:, :, None, None]
         spans = Part(Columns(m), kbar.transpose(2, 3), vbar.transpose(2, 3), seen)
-        dropout = self.dropout if self.training else 0.0
-        return joint_attention(q, [row_part(grid), spans], dropout=dropout, may_be_empty=mask is not None)
+        return joint_attention(q, [row_part(grid), spans], dropout=self.dropout_now, may_be_empty=mask is not None)
 
     def _summarise(
         self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, x: Tensor | None, values: Tensor

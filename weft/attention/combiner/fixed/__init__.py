@@ -167,9 +167,9 @@ class CombinerFixed(Combiner):
         def group(x: Tensor, value: float = 0.0) -> Tensor:
             return torch.unflatten(F.pad(x, (*[0, 0] * (x.dim() - 3), 0, short), value=value), 2, (-1, m))
 
-        features = (group(f, self.summary.neutral) for f in (nodes.query_features, nodes.key_features))
+        query, key = (group(f, self.summary.neutral) for f in (nodes.query_features, nodes.key_features))
         count = group(nodes.count)
-        return self._nodes(*features, group(nodes.k), group(nodes.v), count.sum(-1), count > 0)
+        return self._nodes(query, key, group(nodes.k), group(nodes.v), count.sum(-1), count > 0)
 
     def _nodes(
         self, query_features: Tensor, key_features: Tensor, k: Tensor, v: Tensor, count: Tensor, real: Tensor | None
