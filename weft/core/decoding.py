@@ -143,10 +143,8 @@ class Decoding:
                 state.inner = self.state_after(q, k, v, mask, L, **inputs)
             else:
                 self._allocate(state, k, L)
-                assert state.place is not None
-                state.place.fill_(L)
                 state.inner = self._write(state.inner, self.state_after(q, k, v, mask, state.capacity, **inputs))
-            state.count, state.newest = L, [L]
+            state.advance(L, in_place=False)
             if state.history:
                 early = max(0, L - state.history)
                 state.log = Log([(early, self._after(q, k, v, mask, inputs, early, state.capacity))], [])
@@ -195,18 +193,14 @@ class Decoding:
                 state.inner = tree_map(lambda new, old: new.clone() if new is old else new, state.inner, before)
             if not compiling and state.ready is not None and state.ready.kernel is None:
                 state.ready.inner = state.inner
-        if state.place is not None:
+        if compiling and state.place is not None:  # a number would be compiled again in every step
             state.place.add_(1)
-        if state.place is None or not compiling:
-            state.count += 1
-            if in_place and state.place is None:
-                state.newest[0] = state.count
-            else:
-                state.newest = [state.count]
-            if state.history:
-                token = _token(q, k, v, None if mask is None else mask[:, None], bias, inputs, 0)
-                log = state.log or Log([(0, self._after(q, k, v, None, inputs, 0, state.capacity))], [])
-                state.log = log.add(token, state.history, state.count, state.inner)
+            return out, state
+        state.advance(1, in_place)
+        if state.history:
+            token = _token(q, k, v, None if mask is None else mask[:, None], bias, inputs, 0)
+            log = state.log or Log([(0, self._after(q, k, v, None, inputs, 0, state.capacity))], [])
+            state.log = log.add(token, state.history, state.count, state.inner)
         return out, state
 
     def repeat(self, q: Tensor, k: Tensor, v: Tensor, state: DecodingState, mask: Tensor | None) -> Tensor | None:
@@ -218,10 +212,8 @@ class Decoding:
         if i >= state.capacity or (self.max_length is not None and i >= self.max_length):
             return None
         out = ready.kernel(q, k, v, mask, i if state.place is None else state.place)
-        if state.place is not None:
-            state.place.add_(1)
         state.whole = state.whole and mask is None
-        state.count = state.newest[0] = i + 1
+        state.advance(1, in_place=True)
         return out
 
     def reorder(self, state: DecodingState, rows: Tensor) -> DecodingState:
@@ -299,13 +291,7 @@ class Decoding:
         at = Place(first, state.capacity, q.device, in_place, state.whole)
         with without_autocast(q):
             out, state.inner = self.attend_more(q, k, v, state.inner, mask, bias, at)
-        if state.place is not None:
-            state.place.add_(L)
-        state.count += L
-        if in_place and state.place is None:
-            state.newest[0] = state.count
-        else:
-            state.newest = [state.count]
+        state.advance(L, in_place)
         return out, state
 
     def _steps(

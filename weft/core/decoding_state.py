@@ -44,6 +44,16 @@ class DecodingState:
         """Tokens so far. With `max_length` on a GPU, reading it waits for the GPU."""
         return self.count if self.place is None else int(self.place)
 
+    def advance(self, n: int, in_place: bool) -> None:
+        """Count n more tokens. Without `in_place`, the buffers are new, so that earlier states stay valid."""
+        if self.place is not None:
+            self.place.add_(n)
+        self.count += n
+        if in_place and self.place is None:
+            self.newest[0] = self.count
+        else:
+            self.newest = [self.count]
+
     def check_crop(self, n: int) -> None:
         """Raise an error if the last n tokens cannot be dropped."""
         position, log = self.position, self.log
