@@ -18,10 +18,10 @@ from torch import Tensor
 from ...core.blocks import ceil_div
 from ...core.contract import PositionBias
 from ...core.dense import positions
-from ...core.joint import Layout, Part, Rows
+from ...core.joint import Layout, Part
 from ...core.partitions import default_block, other_blocks
 from ...core.registry import register
-from ..axial import Grid, column_part, row_part
+from ..axial import Grid
 from .base import combiner_naive, line_summaries
 from .grid import KERNEL, GridCombiner
 from .summaries import Summary
@@ -57,12 +57,6 @@ class CombinerAxialHorizontal(GridCombiner):
     def split(self) -> bool:
         """Read-only: kernels are planned for it."""
         return len(self.rows_as_spans) == 2
-
-    def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
-        m = self.block_size or default_block(k.shape[2], self.max_length)
-        grid = Grid.of(k, v, mask, m, self.causal)
-        row, column = row_part(grid), column_part(grid)
-        return [row, column, *self.spans(grid, Rows(m).arrange(q), row, column)]
 
     def spans(self, grid: Grid, q: Tensor, row: Part, column: Part) -> list[Part]:
         return [row_spans(column.layout, grid, q, self.summary, which) for which in self.rows_as_spans]

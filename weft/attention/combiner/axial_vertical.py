@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ...core.contract import PositionBias
 from ...core.dense import positions
-from ...core.joint import Layout, Part, Rows
+from ...core.joint import Layout, Part
 from ...core.partitions import default_block
 from ...core.registry import register
-from ..axial import Grid, column_part, row_part
+from ..axial import Grid
 from .base import combiner_naive, line_summaries
 from .grid import KERNEL, GridCombiner
 from .summaries import Summary
@@ -43,12 +43,6 @@ class CombinerAxialVertical(GridCombiner):
 
     def __init__(self, *, block_size: int | None = None, summary: str = "max", **contract: Any):
         super().__init__(block_size=block_size, summary=summary, **contract)
-
-    def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
-        m = self.block_size or default_block(k.shape[2], self.max_length)
-        grid = Grid.of(k, v, mask, m, self.causal)
-        row, column = row_part(grid), column_part(grid)
-        return [row, column, *self.spans(grid, Rows(m).arrange(q), row, column)]
 
     def spans(self, grid: Grid, q: Tensor, row: Part, column: Part) -> list[Part]:
         return [column_spans(row.layout, grid, q, self.summary, which) for which in self.column_spans if grid.n > 1]

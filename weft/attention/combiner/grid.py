@@ -20,14 +20,14 @@ from ...core.decoding_state import Place, tree_map
 from ...core.dispatch import Kernel, without_dropout
 from ...core.dropout import dropout_key
 from ...core.heads import spread
-from ...core.joint import Columns, Rows, valid_in
+from ...core.joint import Columns, Part, Rows, valid_in
 from ...core.partitions import default_block
 from ...core.softmax import softmax_attention
 from ...core.state import KeyValues
 from ...kernels.line_pool.combiner import GridPlan, grid_attention
 from ...kernels.lines import kernel
 from ...kernels.lines.kernel import Axis, LinePart, Rule
-from ..axial import decoding_block, row_and_column
+from ..axial import Grid, column_part, decoding_block, row_and_column, row_part
 from .base import Combiner, Seen, join_seen, line_summaries
 
 
@@ -47,8 +47,10 @@ class GridState:
 
 
 class GridCombiner(Combiner):
-    """Each variant defines its plain version in `parts`. The fused version attends with `weft/kernels/lines` and pools
-    with `line_pool`. PyTorch pools learned and ReLU summaries, and lines longer than `line_pool.LONGEST_LINE` cells.
+    """The own row and column directly, and the `spans` of each variant.
+
+    The fused version attends with `weft/kernels/lines` and pools with `line_pool`. PyTorch pools learned and ReLU
+    summaries, and lines longer than `line_pool.LONGEST_LINE` cells.
     """
 
     columns_as_spans = False
@@ -65,6 +67,16 @@ class GridCombiner(Combiner):
 
     def pattern_for(self, length: int) -> Hashable:
         return self.block_size or default_block(length, self.max_length)
+
+    def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
+        m = self.block_size or default_block(k.shape[2], self.max_length)
+        grid = Grid.of(k, v, mask, m, self.causal)
+        row, column = row_part(grid), column_part(grid)
+        return [row, column, *self.spans(grid, Rows(m).arrange(q), row, column)]
+
+    def spans(self, grid: Grid, q: Tensor, row: Part, column: Part) -> list[Part]:
+        """Summaries of the other tokens, with the layout of `row` or `column`. q is (B, H, n, m, D)."""
+        raise NotImplementedError
 
     @property
     def column_spans(self) -> tuple[Rule, ...]:

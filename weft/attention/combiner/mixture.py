@@ -226,16 +226,11 @@ class JointAxial(GridCombiner):
     columns_as_spans = columns_split = True
     rows_as_spans = ("before", "after")
 
-    def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Part]:
-        m = self.block_size or default_block(k.shape[2], self.max_length)
-        grid, queries = Grid.of(k, v, mask, m, self.causal), Rows(m).arrange(q)
-        row, column = row_part(grid), column_part(grid)
+    def spans(self, grid: Grid, q: Tensor, row: Part, column: Part) -> list[Part]:
         columns = self.column_spans if grid.n > 1 else ()
         return [
-            row,
-            *(column_spans(row.layout, grid, queries, self.summary, which) for which in columns),
-            column,
-            *(row_spans(column.layout, grid, queries, self.summary, which) for which in self.rows_as_spans),
+            *(column_spans(row.layout, grid, q, self.summary, which) for which in columns),
+            *(row_spans(column.layout, grid, q, self.summary, which) for which in self.rows_as_spans),
         ]
 
 
