@@ -193,12 +193,15 @@ def test_generate_refuses(change, says):
         model().generate(**{"ids": prompts(), "max_new_tokens": 4, **change})
 
 
-def test_tokens_of_the_wrong_shape_are_refused():
+def test_tokens_and_states_of_the_wrong_form_are_refused():
     model = LanguageModel(9, max_length=8, dim=8, heads=2, head_dim=4, layers=1, mlp_dim=8).eval()
     ids = torch.ones(2, 1, dtype=torch.long)
     for call in (lambda: model.prefill(ids[:, 0]), lambda: model.step(ids[:, 0], model.start(2))):
         with pytest.raises(ValueError, match=r"ids must be integers \(B, L\), got torch.int64 \(2,\)"):
             call()
+    for state in (None, model.prefill(ids)):
+        with pytest.raises(TypeError, match=r"state must be the second result of prefill\(\) or step\(\), got "):
+            model.step(ids, state)
     for layer in (weft.MultiheadAttention(8, 2, causal=True), weft.MSSA(8, 2, causal=True)):
         with pytest.raises(ValueError, match=r"x must be \(B, L, 8\), got \(2, 8\)"):
             layer.step(torch.ones(2, 8), layer.start(2))

@@ -218,6 +218,8 @@ class LanguageModel(nn.Module):
         return [decoding_layer(block.attention) for block in self.blocks]  # type: ignore[arg-type]
 
     def _next(self, state: list[Any], n: int) -> Tensor:
+        if not isinstance(state, list):
+            raise TypeError(f"state must be the second result of prefill() or step(), got {type(state).__name__}")
         first = state[0] if state else None
         while isinstance(first, list):  # mixed attention
             first = first[0]
