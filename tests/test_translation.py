@@ -191,3 +191,5 @@ def test_trains_and_translates_by_command(tmp_path) -> None:
     result = CliRunner().invoke(app, command, input="vier drei zwei eins\n\neins zwei drei vier\n")
     assert result.exit_code == 0, result.output
     assert result.output.splitlines()[-3:] == ["four three two one", "", "one two three four"]
+    result = CliRunner().invoke(app, command, input="vier\n" + "eins " * 599 + "eins")
+    assert "note: 1 of 2 texts have more than 512 tokens (up to 602) and are cut" in result.stderr

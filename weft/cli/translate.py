@@ -23,8 +23,10 @@ def translate(
     device: Device = "",
 ) -> None:
     """Translate text line by line; prints one translation per line."""
+    from ..lab.say import say
     from ..lab.trained import load
     from ..models.translation import Translator
+    from ..tasks.base import cut_note
     from ..tasks.files import lines_of, read_text
     from ..tasks.translation import as_rows, as_text, cut, load_tokenizer
 
@@ -35,8 +37,11 @@ def translate(
     place = chosen(device)
     model, tokenizer = model.to(place).eval(), load_tokenizer(text)
     lines = lines_of(read_text(file) if file else sys.stdin.read())
+    encoded = [one.ids for one in tokenizer.encode_batch(lines)]
+    if note := cut_note([len(ids) + 2 for ids in encoded], config.max_length):  # with begin and end
+        say(note, error=True)
     for start in range(0, len(lines), batch):
-        rows = as_rows([one.ids for one in tokenizer.encode_batch(lines[start : start + batch])], config.max_length)
+        rows = as_rows(encoded[start : start + batch], config.max_length)
         found = model.translate(cut(rows).to(place), beam, length_penalty).tolist()
         for line, ids in zip(lines[start : start + batch], found, strict=True):
             print(as_text(tokenizer, ids) if line.strip() else "", flush=True)
