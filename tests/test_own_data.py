@@ -16,7 +16,7 @@ from own_data import TINY, load
 
 import weft
 from weft.lab.start import load_data
-from weft.tasks import DataMissing, get_task, make_config, own
+from weft.tasks import DataMissing, Known, get_task, make_config, own
 from weft.tasks.tables import read_table
 from weft.tasks.tokens import Pieces
 
@@ -365,6 +365,19 @@ def test_several_labels_are_no_class(tmp_path, label):
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     with pytest.raises(DataMissing, match="entry 2: column 'label' must be one label"):
         load("classify", tmp_path / "rows.json")
+
+
+def test_whole_numbers_are_one_class_in_every_notation(tmp_path):
+    rows = [{"text": f"text {i}", "label": (0, 1, 0.0, 1.0, 0.5)[i % 5]} for i in range(30)]
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(rows))
+    data = load("classify", path)
+    assert data.classes == ["0", "0.5", "1"]
+    assert load("regress", path).facts["scale"][0] == pytest.approx(0.5, abs=0.2)
+    path.write_text(json.dumps([{**row, "label": float(row["label"])} for row in rows]))
+    older = Known(data.facts, None, ["0.0", "0.5", "1.0"], None, data.length)
+    again = get_task("classify").load_again(make_config("classify", data=str(path)), older)
+    assert torch.equal(again.train["label"], data.train["label"])
 
 
 def test_packed_tables_and_texts_are_read(table, tmp_path):

@@ -181,7 +181,9 @@ class TextTable(BuiltFromData, TextClassification):
                 )
             if isinstance(row[label], (list, dict)):
                 raise DataMissing(f"{where}: column {label!r} must be one label, got {row[label]!r:.60}")
-            rows.append((row[text], str(row[label]).strip(), where, table.split(row, where)))
+            whole = isinstance(row[label], float) and row[label].is_integer()
+            given = str(int(row[label]) if whole else row[label]).strip()  # 1.0 is 1, as in JSON and Python
+            rows.append((row[text], given, where, table.split(row, where)))
         if not table.rows:
             raise DamagedData(table.path, "it has no rows")
         return rows
@@ -244,7 +246,8 @@ class Classify(TextTable):
 
     def labels(self, found: Sequence[tuple[str, str]], names: list[str] | None) -> Tensor:
         assert names is not None
-        number = {name: i for i, name in enumerate(names)}
+        number = {re.sub(r"^(-?\d+)\.0$", r"\1", name): i for i, name in enumerate(names)}  # of older versions: "1.0"
+        number |= {name: i for i, name in enumerate(names)}
         for label, where in found:
             if label not in number:
                 raise DataMissing(f"{where}: the class {label!r} is not among those of the run: {', '.join(names)}")
