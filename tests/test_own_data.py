@@ -37,7 +37,7 @@ def table(tmp_path):
     return tmp_path / "reviews.csv"
 
 
-def test_a_run_predicts_without_its_data_and_survives_export(table, tmp_path):
+def test_a_run_predicts_without_its_data_and_survives_export(table, tmp_path, capsys):
     from weft.lab import train
 
     config = make_config("classify", data=str(table), out=str(tmp_path / "run"), tokenizer="words", **TINY)
@@ -58,6 +58,9 @@ def test_a_run_predicts_without_its_data_and_survives_export(table, tmp_path):
     cards = [(tmp_path / name / "README.md").read_text() for name in ("exported", "last", "again")]
     assert ["- Test: loss" in card for card in cards] == [True, False, False]  # the best weights were tested
     assert ["commit 123456789abc+changes)" in card for card in cards] == [False, True, True]
+    capsys.readouterr()
+    model.predict([*texts, "warm " * 25], batch_size=4)
+    assert capsys.readouterr().err.startswith("note: 1 of 7 texts have more than 24 tokens (up to 25) and are cut")
     with pytest.raises(TypeError, match="put a single text in a list"):
         model.predict("one text")
     with pytest.raises(TypeError, match="takes a list of texts"):
@@ -66,6 +69,18 @@ def test_a_run_predicts_without_its_data_and_survives_export(table, tmp_path):
         weft.load(tmp_path)
     with pytest.raises(ValueError, match="which must be best, last or average, got 'newest'"):
         weft.load(tmp_path / "run", "newest")
+
+
+def test_predictions_compute_only_the_token_that_is_read(table, tmp_path):
+    from weft.lab import train
+
+    train(make_config("classify", data=str(table), out=str(tmp_path / "run"), pooling="cls", **TINY))
+    model, texts, shapes = weft.load(tmp_path / "run"), [text for text, _ in reviews(4)], []
+    model.model.encoder.blocks[-1].register_forward_hook(lambda module, inputs, out: shapes.append(out.shape))
+    with torch.no_grad():
+        whole = model(model.task.encode(texts, model.known)["ids"]).softmax(-1).amax(1)
+    found = [answer["probability"] for answer in model.predict(texts)]
+    assert found == pytest.approx(whole.tolist(), abs=1e-6) and shapes == [(4, 25, 16), (4, 16)]
 
 
 def test_the_commands_predict_and_export(table, tmp_path):

@@ -35,7 +35,7 @@ def predict(
     The new columns are answer and, for classes, probability; predicted_answer … if the table has these names already.
     """
     from ..lab.trained import load
-    from ..tasks.base import Task, cut_note
+    from ..tasks.base import Task
     from ..tasks.files import DamagedData
     from ..tasks.glue import Glue, sentences
 
@@ -60,8 +60,6 @@ def predict(
         rows, examples = read_examples(file, text_column, model.config.text_column, tokens=model.task.name == "tag")
     if not rows:
         raise DamagedData(file, "it has no examples")
-    if note := cut_note(model.task.tokens(examples, model.known), model.known.length):
-        print(note, file=sys.stderr)
     answers = model.predict(examples, batch_size)
     table = [_with_answer(_joined(row), _joined(answer)) for row, answer in zip(rows, answers, strict=True)]
     if out is None:

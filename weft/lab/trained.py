@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..tasks import TaskData
-from ..tasks.base import Known, Task
+from ..tasks.base import Known, Task, cut_note
 from ..tasks.config import TrainConfig, from_json, portable, to_json
 from ..tasks.files import new_folder
 from ..tasks.hosts import host_of
@@ -31,6 +31,7 @@ from .hosted import OWN, load_host, save_host
 from .kept import Kept, read_kept
 from .run import Run, missing_config
 from .saving import saved_weights
+from .say import say
 from .state import restore_model
 
 WEIGHTS = "model.safetensors"
@@ -72,11 +73,16 @@ class Trained(nn.Module):
             raise TypeError("predict() takes a list of examples; put a single text in a list: predict([text])")
         device = next(self.parameters()).device
         found: list[dict[str, Any]] = []
-        for start in range(0, len(examples), batch_size):
-            part = examples[start : start + batch_size]
-            rows = {"ids": part} if isinstance(part, Tensor) else self.task.encode(part, self.known)
-            rows = {name: column.to(device) for name, column in rows.items()}
-            found += self.task.decode(self.model(*self.task.inputs(rows)).float(), rows, self.known)
+        tokens: list[int] = []
+        with self.task.evaluating(self.model):
+            for start in range(0, len(examples), batch_size):
+                part = examples[start : start + batch_size]
+                rows = {"ids": part} if isinstance(part, Tensor) else self.task.encode(part, self.known)
+                tokens += rows["tokens"].tolist() if "tokens" in rows else []
+                rows = {name: column.to(device) for name, column in rows.items()}
+                found += self.task.decode(self.model(*self.task.inputs(rows)).float(), rows, self.known)
+        if note := cut_note(tokens, self.known.length):
+            say(note, error=True)
         return found
 
     def export(self, folder: str | Path) -> Path:

@@ -164,12 +164,9 @@ class Task:
         raise NotImplementedError
 
     def encode(self, examples: Sequence[Any], known: Known) -> Columns:
-        """Examples of the user, such as texts, as rows for `inputs`, without labels."""
+        """Examples of the user, such as texts, as rows for `inputs`, without labels. If long ones are cut, the column
+        "tokens" has the number of tokens that each example had."""
         raise ValueError(f"the task {self.name} does not support predictions on your own examples")
-
-    def tokens(self, examples: Sequence[Any], known: Known) -> list[int]:
-        """The number of tokens of each example, for tasks whose `encode` cuts long ones."""
-        return []
 
     def overlapping(self, rows: Columns, stride: int) -> Columns:
         """Rows of a text as overlapping windows, for evaluation with more context."""
@@ -256,6 +253,20 @@ class Classification(Task):
     def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
         return {"loss": sums["loss"] / sums["count"], "accuracy": sums["correct"] / sums["count"]}
 
+    @contextmanager
+    def evaluating(self, model: nn.Module) -> Iterator[None]:
+        """Encoders compute only what is read, as in training."""
+        from ..models import TextEncoder
+
+        encoders = [module for module in model.modules() if isinstance(module, TextEncoder)]
+        for encoder in encoders:
+            encoder.only_read = True
+        try:
+            yield
+        finally:
+            for encoder in encoders:
+                encoder.only_read = False
+
 
 def ids_and_segments(batch: Columns) -> tuple[Any, ...]:
     """The arguments of a text classifier. A packed batch has `segments`, and `mask` if all its tokens are real."""
@@ -296,20 +307,6 @@ class StudyTask(Classification):
 
     def inputs(self, batch: Columns) -> tuple[Tensor, ...]:
         return ids_and_segments(batch)
-
-    @contextmanager
-    def evaluating(self, model: nn.Module) -> Iterator[None]:
-        """Encoders compute only what is read, as in training."""
-        from ..models import TextEncoder
-
-        encoders = [module for module in model.modules() if isinstance(module, TextEncoder)]
-        for encoder in encoders:
-            encoder.only_read = True
-        try:
-            yield
-        finally:
-            for encoder in encoders:
-                encoder.only_read = False
 
     def model(self, config: TrainConfig, data: TaskData) -> nn.Module:
         from ..models.presets import lra

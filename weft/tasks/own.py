@@ -11,6 +11,7 @@ test data. `--model hf:NAME` trains a model of transformers, see hosts.py.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import unicodedata
@@ -96,8 +97,7 @@ def _encoder(
     vocabulary: list[str] | None, tokenizer: str | None, length: int
 ) -> tuple[Callable[[str], tuple[np.ndarray, int]], int]:
     if tokenizer is not None:
-        pieces = Pieces(tokenizer)
-        pieces.bpe.enable_truncation(length)  # keeps special tokens at the end
+        pieces = cutting(tokenizer, length)
 
         def by_pieces(text: str) -> tuple[np.ndarray, int]:
             found = pieces.bpe.encode(text)
@@ -113,6 +113,14 @@ def _encoder(
 
         return by_words, len(number)
     return lambda text: (as_ids(text.encode(), length), len(text.encode())), 257
+
+
+@functools.lru_cache(maxsize=4)  # reading a tokenizer takes longer than the step of a small model
+def cutting(tokenizer: str, length: int) -> Pieces:
+    """A tokenizer that cuts texts to `length` tokens, and keeps the special ones at their end."""
+    pieces = Pieces(tokenizer)
+    pieces.bpe.enable_truncation(length)
+    return pieces
 
 
 def tokens_of(found: Any) -> int:
@@ -222,10 +230,8 @@ class TextTable(BuiltFromData, TextClassification):
         for text in examples:
             if not isinstance(text, str):
                 raise TypeError(f"predict() takes a list of texts, got an entry of type {type(text).__name__}")
-        return {"ids": encoder(known.vocabulary, known.tokenizer, known.length)[0](examples)[0]}
-
-    def tokens(self, examples: Sequence[Any], known: Known) -> list[int]:
-        return encoder(known.vocabulary, known.tokenizer, known.length)[0](examples)[1]
+        ids, tokens = encoder(known.vocabulary, known.tokenizer, known.length)[0](examples)
+        return {"ids": ids, "tokens": torch.tensor(tokens)}
 
 
 class Classify(TextTable):

@@ -23,7 +23,7 @@ from .base import Columns, DataMissing, Known, TaskData, block_options
 from .config import TrainConfig
 from .files import DamagedData, kind_of, lines_of, pad_rows, read_text
 from .hosts import host_facts, hosted_model, longest
-from .own import TextTable, from_file, meaning_of, tokens_of, undivided
+from .own import TextTable, cutting, from_file, meaning_of, tokens_of, undivided
 from .registry import add_task
 from .tables import Table, by_split, read_tables
 from .text import NOTHING
@@ -83,10 +83,7 @@ def encode_tokens(
     """Ids without 0 of each sentence, the position of each token in them, -1 beyond the end, and how many ids it had
     before the cut."""
     rows, starts, counts = [], [], []
-    pieces = None
-    if known.tokenizer is not None:
-        pieces = Pieces(known.tokenizer)
-        pieces.bpe.enable_truncation(known.length)
+    pieces = None if known.tokenizer is None else cutting(known.tokenizer, known.length)
     number = {word: i for i, word in enumerate(known.vocabulary or ())}
     for tokens in sentences:
         at = [-1] * len(tokens)
@@ -242,15 +239,14 @@ class Tag(TextTable):
 
     def encode(self, examples: Sequence[Any], known: Known) -> Columns:
         """Lists of tokens, or texts, which are cut at white space."""
-        ids, starts, _ = encode_tokens(_sentences(examples), known)
+        sentences = [text.split() if isinstance(text, str) else [str(token) for token in text] for text in examples]
+        ids, starts, tokens = encode_tokens(sentences, known)
         longest = max(map(len, starts), default=0)
         at = np.full((len(starts), longest), -2, np.int64)  # -1: beyond max_length, -2: no token
         for row, places in enumerate(starts):
             at[row, : len(places)] = places
-        return {"ids": torch.from_numpy(pad_rows(ids, known.length, np.int32)), "at": torch.from_numpy(at)}
-
-    def tokens(self, examples: Sequence[Any], known: Known) -> list[int]:
-        return encode_tokens(_sentences(examples), known)[2]
+        rows = torch.from_numpy(pad_rows(ids, known.length, np.int32))
+        return {"ids": rows, "at": torch.from_numpy(at), "tokens": torch.tensor(tokens)}
 
     def decode(self, out: Tensor, rows: Columns, known: Known) -> list[dict[str, Any]]:
         """The tags of each example's tokens; None for tokens beyond max_length."""
@@ -259,10 +255,6 @@ class Tag(TextTable):
         for tags, places in zip(guess.tolist(), rows["at"].tolist(), strict=True):
             found.append({"answer": [names[tags[i]] if i >= 0 else None for i in places if i > -2]})
         return found
-
-
-def _sentences(examples: Sequence[Any]) -> list[list[str]]:
-    return [text.split() if isinstance(text, str) else [str(token) for token in text] for text in examples]
 
 
 def entities(tags: Tensor, real: Tensor, batch: Columns) -> tuple[Tensor, Tensor, Tensor]:
