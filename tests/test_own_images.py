@@ -110,8 +110,10 @@ def test_images_of_other_kinds_are_not_left_out(pictures):
     data = load("images", pictures, image_size=8)
     assert sum(data.rows(split) for split in ("train", "val", "test")) == 21
     assert len(read_examples(pictures, "", "", tokens=False)[0]) == 21
-    (pictures / "dog" / "phone.HEIC").write_bytes(b"an image")
-    with pytest.raises(DataMissing, match="phone.HEIC cannot be used: images of this kind are not read"):
-        load("images", pictures, image_size=8)
-    with pytest.raises(DataMissing, match="phone.HEIC cannot be used"):
-        read_examples(pictures, "", "", tokens=False)
+    for name in ("phone.HEIC", "drawn.svg", "array.npy"):
+        (pictures / "dog" / name).write_bytes(b"an image")
+        with pytest.raises(DataMissing, match=f"{name} cannot be used: images of this kind are not read"):
+            load("images", pictures, image_size=8)
+        with pytest.raises(DataMissing, match=f"{name} cannot be used"):
+            read_examples(pictures, "", "", tokens=False)
+        (pictures / "dog" / name).unlink()

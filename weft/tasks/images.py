@@ -48,7 +48,8 @@ from .tables import by_split
 MODELS = r"transformer|crate(-tiny|-small|-base|-large)?|pvt-(tiny|small|medium|large)|timm:[\w.]+"
 AUGMENTATIONS = r"color|rand(-\w[\w.]*)+|augmix(-\w[\w.]*)*|(original|v0)r?(-mstd[\d.]+)?|3a"
 PICTURES = (".png", ".jpg", ".jpeg", ".jfif", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff")
-OTHERS = (".avif", ".heic", ".heif", ".jp2", ".jxl", ".pgm")  # images that are not read
+# images that are not read
+OTHERS = (".avif", ".dcm", ".heic", ".heif", ".jp2", ".jxl", ".npy", ".npz", ".pgm", ".psd", ".svg", ".tga")
 
 
 class ImageClassification(Classification):
