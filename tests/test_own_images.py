@@ -46,6 +46,19 @@ def test_a_folder_of_mixed_images(pictures, tmp_path):
     assert [load("images", split, image_size=8).rows(s) for s in ("train", "val", "test")] == [18, 20, 2]
 
 
+@pytest.mark.parametrize("top", [255, 65535, 2**31 - 1])
+def test_integers_of_32_bits_are_scaled_by_the_bits_that_they_use(tmp_path, top):
+    from PIL import Image
+
+    from weft.tasks.images import read_pictures
+
+    half = torch.full((8, 8), top // 2, dtype=torch.int32)
+    half[0] = top
+    Image.fromarray(half.numpy()).save(tmp_path / "one.tif")
+    assert Image.open(tmp_path / "one.tif").mode == "I"
+    assert read_pictures([tmp_path / "one.tif"], 8)[0, 0, ::7, 0].tolist() == [255, 127]
+
+
 @pytest.mark.parametrize("task", ["images", "imagefolder", "pets"])
 def test_hidden_folders_are_no_classes(task, pictures, tmp_path):
     for part in ("train", "val"):

@@ -215,7 +215,9 @@ def _flattened(image: Any) -> Any:
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I") or image.mode == "F":
         values = np.asarray(image, np.float64)
-        top = 65535.0 if image.mode.startswith("I") else max(float(values.max()), 1e-9)
+        top = 65535.0 if image.mode.startswith("I;") else max(float(values.max()), 1e-9)
+        if image.mode == "I":  # 32 bits may hold the values of 8 or 16
+            top = next((bits for bits in (255.0, 65535.0) if top <= bits), top)
         return Image.fromarray((values.clip(0, top) * (255 / top)).astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         image = image.convert("RGBA")
