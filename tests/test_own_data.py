@@ -83,6 +83,24 @@ def test_predictions_compute_only_the_token_that_is_read(table, tmp_path):
     assert found == pytest.approx(whole.tolist(), abs=1e-6) and shapes == [(4, 25, 16), (4, 16)]
 
 
+def test_a_run_that_was_tested_as_an_ensemble_answers_as_one(table, tmp_path):
+    from weft.lab import train
+
+    config = make_config(
+        "regress", data=str(numbered(table)), out=str(tmp_path / "run"), subsample="Sall-L4", ensemble=3, **TINY
+    )
+    tested, model = train(config).test["mae"], weft.load(tmp_path / "run")
+    test, (mean, deviation) = load("regress", numbered(table), max_length=24).test, model.known.facts["scale"]
+
+    def error() -> float:
+        found = torch.tensor([answer["answer"] for answer in model.predict(test["ids"])])
+        return float((found - test["label"] * deviation - mean).abs().mean())
+
+    assert error() == pytest.approx(tested)
+    model.config.ensemble = 0
+    assert error() != pytest.approx(tested)
+
+
 def test_the_commands_predict_and_export(table, tmp_path):
     from typer.testing import CliRunner
 

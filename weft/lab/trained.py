@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ..adapt.ensemble import Members
 from ..tasks import TaskData
 from ..tasks.base import Known, Task, cut_note
 from ..tasks.config import TrainConfig, from_json, portable, to_json
@@ -67,20 +68,23 @@ class Trained(nn.Module):
     def predict(self, examples: Sequence[Any], batch_size: int = 32) -> list[dict[str, Any]]:
         """The answer for every example: texts, or the files of images, or rows of ids (a tensor).
 
-        Classes have an "answer" (its name) and a "probability", numbers have an "answer".
+        Classes have an "answer" (its name) and a "probability", numbers have an "answer". A run with `--ensemble` was
+        tested as an ensemble, and answers as one.
         """
         if isinstance(examples, str) or not isinstance(examples, Iterable):
             raise TypeError("predict() takes a list of examples; put a single text in a list: predict([text])")
         device = next(self.parameters()).device
         found: list[dict[str, Any]] = []
         tokens: list[int] = []
+        members = self.config.ensemble
+        model = Members(self.model, members, self.task.answers) if members else self.model
         with self.task.evaluating(self.model):
             for start in range(0, len(examples), batch_size):
                 part = examples[start : start + batch_size]
                 rows = {"ids": part} if isinstance(part, Tensor) else self.task.encode(part, self.known)
                 tokens += rows["tokens"].tolist() if "tokens" in rows else []
                 rows = {name: column.to(device) for name, column in rows.items()}
-                found += self.task.decode(self.model(*self.task.inputs(rows)).float(), rows, self.known)
+                found += self.task.decode(model(*self.task.inputs(rows)).float(), rows, self.known)
         if note := cut_note(tokens, self.known.length):
             say(note, error=True)
         return found
