@@ -126,6 +126,10 @@ def test_the_commands_predict_and_export(table, tmp_path):
     for same, what in ((lines, "is the input"), (tmp_path / "linked.jsonl", "is the input"), (tmp_path, "is a folder")):
         refused = CliRunner().invoke(app, ["predict", str(tmp_path / "run"), str(lines), "--out", str(same)])
         assert refused.exit_code == 2 and what in refused.output and '"kept": [1]' in lines.read_text()
+    (tmp_path / "picture.PNG").touch()
+    for other, what in ((tmp_path, "is a folder"), (tmp_path / "picture.PNG", "is an image")):
+        refused = CliRunner().invoke(app, ["predict", str(tmp_path / "run"), str(other)])
+        assert refused.exit_code == 2 and what in " ".join(refused.output.split())
     (tmp_path / "empty.csv").touch()
     refused = CliRunner().invoke(app, ["predict", str(tmp_path / "run"), str(tmp_path / "empty.csv")])
     assert "the first line must name the columns" in refused.output and "--data" not in refused.output

@@ -101,6 +101,15 @@ def test_errors_of_image_folders(pictures, tmp_path):
         load("images", tmp_path / "nowhere")
 
 
+def test_texts_are_no_images(pictures):
+    from weft.tasks import Known
+
+    task, known = get_task("images"), Known({"size": 8})
+    assert task.encode([str(pictures / "dog/0.jpg"), pictures / "cat/0.jpg"], known)["image"].shape == (2, 3, 8, 8)
+    with pytest.raises(DataMissing, match="images reads files of images, and '(long ){11}long is no file"):
+        task.encode(["long " * 1000], known)
+
+
 def test_hidden_images_are_not_read(pictures, tmp_path):
     count = load("images", pictures, image_size=8).rows("train")
     (pictures / "dog/.ipynb_checkpoints").mkdir()

@@ -38,6 +38,7 @@ def predict(
     from ..tasks.base import Task
     from ..tasks.files import DamagedData
     from ..tasks.glue import Glue, sentences
+    from ..tasks.images import PICTURES, ImageClassification
 
     if not file.exists():
         raise typer.BadParameter(f"{file} does not exist")
@@ -52,6 +53,9 @@ def predict(
             f"{run} was trained on {model.task.name!r}, which has no answers to predict; for a language model, use "
             "weft generate"
         )
+    if not isinstance(model.task, ImageClassification) and (file.is_dir() or file.suffix.lower() in PICTURES):
+        what = "a folder" if file.is_dir() else "an image"
+        raise typer.BadParameter(f"{run} was trained on {model.task.name!r}, so pass a table or a text; {file} is {what}")
     rows: list[dict[str, Any]]
     examples: list[Any]
     if isinstance(model.task, Glue) and file.suffix in (".tsv", ".csv") and not text_column:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -131,6 +132,8 @@ class ImageClassification(Classification):
 
     def encode(self, examples: Sequence[Any], known: Known) -> Columns:
         """The files of images, as `imagefolder` reads them."""
+        if missing := next((path for path in examples if not os.path.isfile(path)), None):
+            raise DataMissing(f"{self.name} reads files of images, and {str(missing)!r:.60} is no file")
         return {"image": read_pictures([Path(p) for p in examples], known.facts["size"])}
 
     def check(self, config: TrainConfig) -> None:
