@@ -368,6 +368,10 @@ def test_your_own_text_and_image(tmp_path):
     data = payload((tmp_path / "lm/inspect.html").read_text("utf-8"))
     assert data["attention"]["examples"][0]["tokens"] == list("a big cat")
     assert data["curves"]["counts"] == {"these examples": 1}
+    done = weft("inspect", tmp_path / "lm", "--text", "a big cat " * 4)
+    assert "1 of 1 texts have more than 32 tokens (up to 40) and are cut" in done.stderr
+    refused = weft("predict", tmp_path / "lm", __file__)
+    assert refused.exit_code == 2 and "no answers to predict; use weft generate" in " ".join(refused.output.split())
     for part in ("train", "val"):
         for colour in ("red", "blue"):
             (tmp_path / "images" / part / colour).mkdir(parents=True)

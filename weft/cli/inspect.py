@@ -110,6 +110,8 @@ def inspect(
 
 def _own_examples(run: Path, trained: Trained, text: list[str] | None, image: list[Path] | None) -> list[Tensor]:
     """The model's inputs for your own texts or images."""
+    from ..lab.say import say
+    from ..tasks.base import cut_note
     from ..tasks.images import ImageClassification
 
     task, reads_images = trained.task, isinstance(trained.task, ImageClassification)
@@ -119,7 +121,10 @@ def _own_examples(run: Path, trained: Trained, text: list[str] | None, image: li
     missing = [str(path) for path in image or [] if not path.is_file()]
     if missing:
         raise typer.BadParameter(f"{missing[0]} does not exist")
-    return list(task.inputs(task.encode(list(text or image or []), trained.known)))
+    rows = task.encode(list(text or image or []), trained.known)
+    if "tokens" in rows and (note := cut_note(rows["tokens"].tolist(), trained.known.length)):
+        say(note, error=True)
+    return list(task.inputs(rows))
 
 
 def has_tokens(task: Task, inputs: Sequence[Tensor]) -> Tensor:

@@ -50,8 +50,8 @@ def predict(
     model = load(run, which, chosen(device))
     if type(model.task).decode is Task.decode:
         raise typer.BadParameter(
-            f"{run} was trained on {model.task.name!r}, which has no answers to predict; for a language model, use "
-            "weft generate"
+            f"{run} was trained on {model.task.name!r}, which has no answers to predict; use "
+            f"{model.task.next_command(shlex.quote(str(run)))}"
         )
     if not isinstance(model.task, ImageClassification) and (file.is_dir() or file.suffix.lower() in PICTURES):
         what = "a folder" if file.is_dir() else "an image"

@@ -376,9 +376,6 @@ class TextModel(BuiltFromData, Bytes):
             return hosted_model(config, data.facts, self.hosts, data.length, padding=False)
         return super().model(config, data)
 
-    def next_command(self, run: str) -> str:
-        return f'weft generate {run} --prompt "…"'
-
     def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
         loss = sums["loss"] / sums["count"]
         return {"loss": loss, "perplexity": math.exp(min(loss, 50.0))}

@@ -198,12 +198,13 @@ class Bytes(Task):
 
     def encode(self, examples: Sequence[Any], known: Known) -> Columns:
         """Texts of the same number of tokens; of a long one, the end."""
-        rows = [ids_of(text, known)[-known.length :] for text in examples]
+        found = [ids_of(text, known) for text in examples]
+        rows = [ids[-known.length :] for ids in found]
         if len({len(row) for row in rows}) > 1:
             raise ValueError(f"{self.name} takes one text at a time, or texts with the same number of tokens")
         if not rows[0]:
             raise ValueError("the text is empty: pass at least one token")
-        return self.as_inputs(torch.tensor(rows))
+        return {**self.as_inputs(torch.tensor(rows)), "tokens": torch.tensor([len(ids) for ids in found])}
 
     def as_inputs(self, ids: Tensor) -> Columns:
         return {"bytes": F.pad(ids, (0, 1))}  # the last token is only a target
@@ -250,6 +251,10 @@ class Bytes(Task):
             return target
         here, there = batch["segments"][:, :-1], batch["segments"][:, 1:]
         return target.masked_fill((here != there) | (here == 0), NOTHING)
+
+    def next_command(self, run: str) -> str:
+        generates = self.overlap and self.answers == "logits"
+        return f'weft generate {run} --prompt "…"' if generates else super().next_command(run)
 
     def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
         loss = sums["loss"] / sums["count"]

@@ -98,6 +98,9 @@ class Translation(Task):
         sizes = dict(dim=config.dim, heads=config.heads, layers=config.layers, mlp_dim=config.mlp_dim)
         return Translator(data.facts["vocab"], **sizes, dropout=config.dropout, **config.options("model_options"))
 
+    def next_command(self, run: str) -> str:
+        return f"weft translate {run} < FILE"
+
     def batch(self, rows: Columns, config: TrainConfig, generator: torch.Generator, training: bool) -> Columns:
         return {**rows, "source": cut(rows["source"]), "target": cut(rows["target"])}
 
