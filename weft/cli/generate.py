@@ -40,11 +40,10 @@ def generate(
     from ..tasks.hosts import Hosted
     from ..tasks.text import Bytes
 
-    if which not in ("", "best", "last", "average"):
-        raise typer.BadParameter(f"--which must be best, last or average, got {which!r}")
     check_sampling(temperature, top_k, top_p)
     text = _prompt(prompt, file)
-    trained = load(run, which)
+    place = chosen(device)
+    trained = load(run, which, place)
     model: Any = trained.model
     config = trained.config
     known = isinstance(model, (LanguageModel, Hosted))
@@ -57,7 +56,6 @@ def generate(
     ids = encode(text)
     if not ids:
         raise typer.BadParameter("the prompt is empty: pass at least one token with --prompt or --file")
-    place = chosen(device)
     write = writer(ids)
     unread = text  # printed with the first token: what fails before it prints nothing
 
@@ -67,9 +65,7 @@ def generate(
         unread = ""
 
     begin = time.perf_counter()
-    found = model.to(place).generate(
-        torch.tensor([ids], device=place), tokens, temperature, top_k, top_p, stream=show, seed=seed
-    )
+    found = model.generate(torch.tensor([ids], device=place), tokens, temperature, top_k, top_p, stream=show, seed=seed)
     seconds = time.perf_counter() - begin
     print(flush=True)
     new = found.shape[1] - len(ids)  # fewer than asked for if a model of transformers ends the text

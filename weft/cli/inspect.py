@@ -43,8 +43,6 @@ def inspect(
     from ..lab import load_run
     from ..tasks.registry import task_of
 
-    if which not in ("", "best", "last", "average"):
-        raise typer.BadParameter(f"--which must be best, last or average, got {which!r}")
     if out is None:  # for a read-only run, write to the current folder
         out = run / "inspect.html" if os.access(run, os.W_OK) else Path(f"{run.resolve().name}-inspect.html")
     device = chosen(place)

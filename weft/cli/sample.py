@@ -37,15 +37,15 @@ def sample(
     target = out or run / "samples.png"
     if target.suffix.lower() not in Image.registered_extensions():  # fail before drawing
         raise typer.BadParameter(f"--out must be an image file such as samples.png, got {target}")
-    trained = load(run, which)
+    place = chosen(device)
+    trained = load(run, which, place)
     model, task = trained.model, trained.task
     if not isinstance(task, Density) or not isinstance(model, LanguageModel):
         raise typer.BadParameter(f"{run} was trained on {task.name!r}: weft sample needs a density of images")
     target.parent.mkdir(parents=True, exist_ok=True)
-    place = chosen(device)
     start = time.perf_counter()
     generator = torch.Generator(place).manual_seed(seed)
-    images = draw(model.to(place).eval(), task.side, count, temperature, generator)
+    images = draw(model, task.side, count, temperature, generator)
     image = sheet(images)
     image.save(target)
     if os.access(run, os.W_OK):

@@ -30,12 +30,12 @@ def translate(
     from ..tasks.files import lines_of, read_text
     from ..tasks.translation import as_rows, as_text, cut, load_tokenizer
 
-    trained = load(run, which)
+    place = chosen(device)
+    trained = load(run, which, place)
     model, config, text = trained.model, trained.config, trained.known.tokenizer
     if not isinstance(model, Translator) or text is None:
         raise typer.BadParameter(f"{run} was trained on {config.task!r}: weft translate needs a translation task")
-    place = chosen(device)
-    model, tokenizer = model.to(place).eval(), load_tokenizer(text)
+    tokenizer = load_tokenizer(text)
     lines = lines_of(read_text(file) if file else sys.stdin.read())
     encoded = [one.ids for one in tokenizer.encode_batch(lines)]
     if note := cut_note([len(ids) + 2 for ids in encoded], config.max_length):  # with begin and end
