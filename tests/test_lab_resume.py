@@ -64,6 +64,8 @@ def test_averages_of_bfloat16_weights_resume_to_the_last_bit(tmp_path, monkeypat
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
     tensors, _ = read(Checkpoints(tmp_path / "killed" / "checkpoints").path(12))
     assert {t.dtype for name, t in tensors.items() if name.startswith("average/")} == {torch.float32}
+    with pytest.raises(ValueError, match="whole has a moving average of its weights .*--which best or last"):
+        saving.saved_weights(Run(tmp_path / "whole"), "average")
 
 
 def test_averages_follow_their_formula():

@@ -99,6 +99,8 @@ def saved_weights(run: Run, which: str = "best") -> tuple[dict[str, Tensor], dic
         raise FileNotFoundError(f"{run.folder} has no readable checkpoint")
     tensors, numbers = newest
     if which == "average":
+        if any(name.startswith(AVERAGE) for name in tensors):
+            raise ValueError(f"{run.folder} has a moving average of its weights (--ema): use --which best or last")
         # Buffers such as caches and counters are not averaged.
         others = [read(kept.path(step))[0] for step in kept.steps() if step != numbers["step"]]
         averaged = {name.split("/")[1] for name in tensors if name.startswith("optimizer/")}
