@@ -55,7 +55,7 @@ def predict(
         )
     if not isinstance(model.task, ImageClassification) and (file.is_dir() or file.suffix.lower() in PICTURES):
         what = "a folder" if file.is_dir() else "an image"
-        raise typer.BadParameter(f"{run} was trained on {model.task.name!r}, pass a table or a text: {file} is {what}")
+        raise typer.BadParameter(f"{run} reads texts ({model.task.name}), and {file} is {what}: pass a table or a text")
     rows: list[dict[str, Any]]
     examples: list[Any]
     if isinstance(model.task, Glue) and file.suffix in (".tsv", ".csv") and not text_column:

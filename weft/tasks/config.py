@@ -186,10 +186,10 @@ class TrainConfig:
         """Reject invalid settings, before anything is loaded."""
         from .registry import task_of
 
-        for name in ("layers", "heads", "head_dim", "dim", "mlp_dim", "steps", "batch_size", "accumulate", "log_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("checkpoint_every", "keep", "devices", "nodes", "patch", "context_parallel"):
+        for name in (
+            "layers", "heads", "head_dim", "dim", "mlp_dim", "steps", "batch_size", "accumulate", "log_every",
+            "checkpoint_every", "keep", "devices", "nodes", "patch", "context_parallel",
+        ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in (
