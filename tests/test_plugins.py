@@ -91,6 +91,7 @@ def test_a_file_trains_evaluates_and_shows(file, tmp_path, monkeypatch):
     weft("inspect", tmp_path / "a", "--count", 4, "--examples", 1)
     weft("export", tmp_path / "a", tmp_path / "exported")
     assert "- Needs `mine.py`" in (tmp_path / "exported" / "README.md").read_text()
+    assert (tmp_path / "exported" / "mine.py").read_text() == file.read_text()
     weft("resume", tmp_path / "b")
     file.unlink()
     monkeypatch.setattr(registry, "_tasks", {k: v for k, v in registry._tasks.items() if k != "mine"})

@@ -11,6 +11,7 @@ transformers and timm have their library's files instead, and these in weft/.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,8 @@ class Trained(nn.Module):
             for name, text in self.kept.files().items():
                 (own / name).write_text(text, encoding="utf-8")
             (own / "config.json").write_text(to_json(portable(self.config)))
+            if self.config.task_file:
+                shutil.copy(self.config.task_file, own)
             (temporary / "README.md").write_text(self._card(target.name, opens), encoding="utf-8")
             if host is None:
                 state = {k: v.detach().cpu().contiguous().clone() for k, v in self.model.state_dict().items()}
@@ -131,8 +134,8 @@ class Trained(nn.Module):
             lines.append(f"- Classes: {shown}")
         if config.task_file:
             lines.append(
-                f"- Needs `{Path(config.task_file).name}`, which is not part of this folder: set `task_file` in "
-                "config.json to where the file is"
+                f"- Needs `{Path(config.task_file).name}`, which weft runs. On another machine, read the copy in this "
+                "folder, and set `task_file` in config.json to where it is"
             )
         if "scale" in self.known.facts:
             mean, deviation = self.known.facts["scale"]
