@@ -344,8 +344,8 @@ def test_samples_go_to_a_new_folder_and_bad_names_are_refused_before_drawing(tmp
     from weft.models import LanguageModel
 
     model = LanguageModel(257, max_length=12, positions="learned", dim=8, heads=2, head_dim=4, layers=1, mlp_dim=8)
-    found = types.SimpleNamespace(model=model, task=density.Density("tiny", "", 2))
-    monkeypatch.setattr(trained, "load", lambda run, which: found)
+    found = types.SimpleNamespace(model=model.eval(), task=density.Density("tiny", "", 2))
+    monkeypatch.setattr(trained, "load", lambda run, which, device: found)
     (tmp_path / "run").mkdir()
     command = ["sample", tmp_path / "run", "--count", 4, "--device", "cpu", "--out"]
     made = weft(*command, tmp_path / "new" / "four.png")
