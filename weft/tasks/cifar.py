@@ -7,7 +7,6 @@ split, or sheets of 10,000 images (cifar10/train_0.webp …). The last 5,000 tra
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +14,8 @@ import torch
 
 from .base import TaskData, TextClassification
 from .config import TrainConfig
-from .files import DamagedData, as_labels, decoded, find, read_parquet
-from .images import ImageClassification
+from .files import DamagedData, as_labels, find, read_parquet
+from .images import ImageClassification, pictures_in
 from .registry import add_task
 
 HELD_OUT = 5000
@@ -55,23 +54,10 @@ def _read_binary(path: Path, labels: int) -> Pictures:
 
 def _read_parquet(path: Path, split: str, classes: int) -> Pictures:
     table = read_parquet([path], ["image", "label", "split"])
-
-    def picture(row: int) -> np.ndarray:
-        cell = table["image"][row]
-        content = cell["bytes"] if isinstance(cell, dict) else cell
-        if not isinstance(content, bytes):
-            raise DamagedData(path, f"the image of row {row} is {content!r}, not an encoded image")
-        image = np.asarray(decoded(io.BytesIO(content), path, "RGB", f"row {row}")).transpose(2, 0, 1)
-        if image.shape != (3, 32, 32):
-            raise DamagedData(
-                path, f"the image of row {row} has {image.shape[2]} x {image.shape[1]} pixels, not 32 x 32"
-            )
-        return image
-
     chosen = [i for i, s in enumerate(table["split"]) if s == split]
     if not chosen:
         raise DamagedData(path, f"it has no rows of split {split}")
-    images = np.stack([picture(i) for i in chosen])
+    images = pictures_in(path, table["image"], chosen, 32)
     return images, as_labels((table["label"][i] for i in chosen), classes, path)
 
 

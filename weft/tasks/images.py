@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import io
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -360,6 +361,23 @@ def read_pictures(files: Sequence[Path], size: int) -> Tensor:
     with ThreadPoolExecutor() as pool:
         images = np.stack(list(pool.map(picture, files)))
     return torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
+
+
+def pictures_in(path: Path, cells: Sequence[Any], rows: Sequence[int], side: int) -> np.ndarray:
+    """(n, 3, side, side): the encoded images in these rows of a Parquet file's column."""
+
+    def picture(row: int) -> np.ndarray:
+        content = cells[row]["bytes"] if isinstance(cells[row], dict) else cells[row]
+        if not isinstance(content, bytes):
+            raise DamagedData(path, f"the image of row {row} is {content!r}, not an encoded image")
+        image = np.asarray(decoded(io.BytesIO(content), path, "RGB", f"row {row}"))
+        if image.shape != (side, side, 3):
+            what = f"the image of row {row} has {image.shape[1]} x {image.shape[0]} pixels, not {side} x {side}"
+            raise DamagedData(path, what)
+        return image.transpose(2, 0, 1)
+
+    with ThreadPoolExecutor() as pool:
+        return np.stack(list(pool.map(picture, rows)))
 
 
 class Images(ImageFolder):

@@ -6,18 +6,15 @@ JSON. The makers' val is the test part, and a fixed twentieth of train is valida
 
 from __future__ import annotations
 
-import io
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from .base import Columns, TaskData
 from .config import TrainConfig
-from .files import DamagedData, as_labels, decoded, find, read_parquet, split_off
-from .images import ImageClassification
+from .files import DamagedData, as_labels, find, read_parquet, split_off
+from .images import ImageClassification, pictures_in
 from .registry import add_task
 
 CLASSES = 50
@@ -41,20 +38,9 @@ class TinyImageNet(ImageClassification):
 
 
 def images(path: Path, table: dict, rows: list[int]) -> Columns:
-    def one(row: int) -> np.ndarray:
-        content = table["image"][row]
-        if not isinstance(content, bytes):
-            raise DamagedData(path, f"the image of row {row} is {content!r}, not an encoded image")
-        image = np.asarray(decoded(io.BytesIO(content), path, "RGB", f"row {row}")).transpose(2, 0, 1)
-        if image.shape != (3, 64, 64):
-            what = f"the image of row {row} has {image.shape[2]} x {image.shape[1]} pixels, not 64 x 64"
-            raise DamagedData(path, what)
-        return image
-
-    with ThreadPoolExecutor() as pool:
-        pixels = np.stack(list(pool.map(one, rows)))
+    pixels = pictures_in(path, table["image"], rows, 64)
     labels = as_labels((table["label"][row] for row in rows), CLASSES, path)
-    return {"image": torch.from_numpy(pixels), "label": torch.from_numpy(labels.astype(np.int16))}
+    return {"image": torch.from_numpy(pixels), "label": torch.from_numpy(labels).short()}
 
 
 def names(path: Path) -> list[str] | None:
