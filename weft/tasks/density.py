@@ -12,7 +12,6 @@ import itertools
 import math
 import zipfile
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +64,6 @@ class Density(Bytes):
 
     def overlapping(self, rows: Columns, stride: int) -> Columns:
         raise ValueError("images are whole examples, not windows of a text: remove --stride")
-
-    def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
-        loss = sums["loss"] / sums["count"]
-        return {"loss": loss, "bits_per_dimension": loss / math.log(2)}
 
     def next_command(self, run: str) -> str:
         return f"weft sample {run}"

@@ -376,10 +376,6 @@ class TextModel(BuiltFromData, Bytes):
             return hosted_model(config, data.facts, self.hosts, data.length, padding=False)
         return super().model(config, data)
 
-    def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
-        loss = sums["loss"] / sums["count"]
-        return {"loss": loss, "perplexity": math.exp(min(loss, 50.0))}
-
 
 add_task(Classify())
 add_task(Regress())

@@ -258,7 +258,8 @@ class Bytes(Task):
 
     def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
         loss = sums["loss"] / sums["count"]
-        return {"loss": loss, "bits_per_byte": loss / math.log(2)}
+        value = math.exp(min(loss, 50.0)) if self.metric == "perplexity" else loss / math.log(2)  # bits per something
+        return {"loss": loss, self.metric: value}
 
 
 class Enwik8(Bytes):

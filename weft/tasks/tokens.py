@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import json
 import lzma
-import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -245,10 +244,6 @@ class Tokens(BuiltFromData, Bytes):
                 f"eval_stride={config.eval_stride} would leave tokens out: at most max_length, "
                 f"{config.max_length or self.length}"
             )
-
-    def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
-        loss = sums["loss"] / sums["count"]
-        return {"loss": loss, "perplexity": math.exp(min(loss, 50.0))}
 
 
 class Likelihoods(Tokens):
