@@ -101,7 +101,7 @@ class Task:
 
     def check(self, config: TrainConfig) -> None:
         """Raise ValueError for invalid settings, before the data is loaded."""
-        if self.hosts and config.model.startswith("hf:"):
+        if self.hosts and config.hosted:
             from .hosts import check_hosted
 
             check_hosted(config)
@@ -111,7 +111,7 @@ class Task:
 
     def unread(self, config: TrainConfig) -> tuple[str, ...]:
         """Config fields that the model of this config does not read; values other than the task's raise an error."""
-        if config.model.startswith("hf:"):
+        if config.hosted:
             return *SIZES, "drop_path"
         return {"transformer": ("model_options",), "crate": ("attention_dropout",)}.get(config.model, ())
 

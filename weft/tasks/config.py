@@ -108,6 +108,11 @@ class TrainConfig:
     strategy: str = "auto"  # auto (one process, or ddp), ddp, fsdp
     context_parallel: int = 1  # processes that share each sequence; their number must divide that of all processes
 
+    @property
+    def hosted(self) -> bool:
+        """Whether the model is one of transformers."""
+        return self.model.startswith("hf:")
+
     def options(self, field: str = "attention_options") -> dict[str, Any]:
         """The JSON of a field, as a dictionary."""
         text = getattr(self, field)
@@ -176,7 +181,7 @@ class TrainConfig:
         if self.out:
             return Path(self.out)
         attention = self.attention.replace("+", "-")
-        if self.model.startswith("hf:"):  # a name or a path; it has its own sizes
+        if self.hosted:  # a name or a path; it has its own sizes
             place = Path(self.model.removeprefix("hf:"))
             name = place.parent.name or "config" if place.suffix == ".json" else place.name
             return Path("runs") / f"{self.task}-{name}-{attention}-s{self.seed}"
@@ -241,7 +246,7 @@ class TrainConfig:
         if self.offload and not self.checkpoint_activations:
             raise ValueError("offload needs --checkpoint-activations: it moves the inputs of recomputed blocks")
         if self.context_parallel > 1:
-            if not task_of(self).splits or self.model.startswith("hf:"):
+            if not task_of(self).splits or self.hosted:
                 raise ValueError(
                     f"context_parallel: {self.task} with --model {self.model} cannot split its sequences over "
                     "processes; use a language model of weft, such as text, enwik8 or lm"
@@ -347,13 +352,13 @@ def absolute(config: TrainConfig) -> TrainConfig:
     def there(path: str) -> str:
         return str(Path(path).absolute()) if path and Path(path).exists() else path
 
-    hosted, place = config.model.startswith("hf:"), config.model.removeprefix("hf:")
+    place = config.model.removeprefix("hf:")
     return dataclasses.replace(
         config,
         data=there(config.data),
         init_from=config.init_from and str(Path(config.init_from).absolute()),
         tokenizer=config.tokenizer if config.tokenizer in ("bytes", "words") else there(config.tokenizer),
-        model=f"hf:{there(place)}" if hosted else config.model,
+        model=f"hf:{there(place)}" if config.hosted else config.model,
     )
 
 
@@ -363,8 +368,8 @@ def portable(config: TrainConfig) -> TrainConfig:
     def name(path: str) -> str:
         return Path(path).name if Path(path).is_absolute() else path
 
-    hosted, place = config.model.startswith("hf:"), config.model.removeprefix("hf:")
-    model = f"hf:{name(place)}" if hosted else config.model
+    place = config.model.removeprefix("hf:")
+    model = f"hf:{name(place)}" if config.hosted else config.model
     return dataclasses.replace(config, out="", data=Path(config.data).name, init_from="", model=model,
                                tokenizer=name(config.tokenizer))  # fmt: skip
 

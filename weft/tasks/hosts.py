@@ -24,12 +24,6 @@ from ..models.generate import check_sampling
 from .base import Known
 from .config import TrainConfig
 
-PREFIX = "hf:"
-
-
-def is_hosted(config: TrainConfig) -> bool:
-    return config.model.startswith(PREFIX)
-
 
 def check_hosted(config: TrainConfig) -> None:
     if config.packed:
@@ -48,7 +42,7 @@ def _transformers() -> Any:
 
 def _source(config: TrainConfig) -> tuple[dict[str, Any], str | None]:
     """The model's config, and where its weights are."""
-    transformers, name = _transformers(), config.model.removeprefix(PREFIX)
+    transformers, name = _transformers(), config.model.removeprefix("hf:")
     path, weights = Path(name), None
     if path.is_dir() or path.is_file():
         file = path / "config.json" if path.is_dir() else path
@@ -86,7 +80,7 @@ def _source(config: TrainConfig) -> tuple[dict[str, Any], str | None]:
 
 def tokenizer_of(config: TrainConfig) -> str | None:
     """The tokenizer that belongs to the weights, as text; None if the model has none, or --tokenizer names another."""
-    if not is_hosted(config) or config.tokenizer:
+    if not config.hosted or config.tokenizer:
         return None
     weights = _source(config)[1]
     if weights is None:
@@ -103,7 +97,7 @@ def tokenizer_of(config: TrainConfig) -> str | None:
 
 def longest(config: TrainConfig, length: int) -> int:
     """`length`, or less if the weights have fewer positions."""
-    if not is_hosted(config):
+    if not config.hosted:
         return length
     values, weights = _source(config)
     most = values.get("max_position_embeddings") or values.get("n_positions") or length
@@ -130,7 +124,7 @@ def host_facts(
     Our id 0 is padding. The ids of a tokenizer's file are shifted by 1 for that; those of vocabularies made here
     start at 1 anyway, and the model uses them as they are.
     """
-    if not is_hosted(config):
+    if not config.hosted:
         return {}
     if known is not None:
         return {name: known.facts[name] for name in ("hf", "shift")}

@@ -138,7 +138,7 @@ class ImageClassification(Classification):
         return {"image": read_pictures([Path(p) for p in examples], known.facts["size"])}
 
     def check(self, config: TrainConfig) -> None:
-        if config.model.startswith("hf:"):
+        if config.hosted:
             check_hosted(config)
         elif not re.fullmatch(MODELS, config.model):
             raise ValueError(
@@ -162,7 +162,7 @@ class ImageClassification(Classification):
             )
 
     def unread(self, config: TrainConfig) -> tuple[str, ...]:
-        if config.model in ("transformer", "crate") or config.model.startswith("hf:"):
+        if config.model in ("transformer", "crate") or config.hosted:
             return super().unread(config)
         return SIZES if config.model.startswith("timm:") else (*SIZES, "patch")
 

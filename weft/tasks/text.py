@@ -143,7 +143,7 @@ class Bytes(Task):
 
     def check(self, config: TrainConfig) -> None:
         super().check(config)
-        if config.positions == "alibi" and not config.model.startswith("hf:"):
+        if config.positions == "alibi" and not config.hosted:
             names = config.mechanisms()
             for name in [names] if isinstance(names, str) else names:
                 if name != "mixed" and not attention_info(name).bias:
@@ -211,7 +211,7 @@ class Bytes(Task):
 
     def loss(self, model: nn.Module, batch: Columns, config: TrainConfig) -> Tensor:
         target, smoothing = self._targets(batch), config.label_smoothing
-        if config.model.startswith("hf:"):  # models of transformers return logits only
+        if config.hosted:  # models of transformers return logits only
             logits = model(*self.inputs(batch)).float()
             return F.cross_entropy(logits.flatten(0, 1), target.flatten(), label_smoothing=smoothing)
         each = model(*self.inputs(batch), targets=target, label_smoothing=smoothing)
