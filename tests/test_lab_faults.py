@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from weft.lab.checkpoint import Checkpoints
 from weft.lab.kept import EditedConfig, OtherData, read_kept
 from weft.lab.run import Run, RunExists
 from weft.lab.say import plain
+from weft.lab.trained import load
 from weft.tasks import get_task
 
 
@@ -292,6 +294,20 @@ def test_a_damaged_checkpoint_is_an_error(run, command):
     done = weft(*command, run)
     assert done.exit_code == 66 and "--which last" in done.output
     assert weft(*command, run, "--which", "last").exit_code == 0
+
+
+def test_an_export_to_a_full_disk_and_a_damaged_one_are_errors(run, tmp_path):
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # of every file
+    try:
+        done = weft("export", run, tmp_path / "exported")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert done.exit_code == 74 and "Is the disk full" in done.output and not (tmp_path / "exported").exists()
+    weights = load(run).export(tmp_path / "exported") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    done = weft("eval", tmp_path / "exported")
+    assert done.exit_code == 2 and "model.safetensors is damaged" in done.output.replace("\n", "")
 
 
 def test_a_checkpoint_of_another_width_is_an_error(run, tmp_path):

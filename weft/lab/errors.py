@@ -106,7 +106,8 @@ def explain(error: BaseException) -> tuple[str, int]:
         return f"a file is not {error.encoding} text: {error}", NO_DATA
     if isinstance(error, (NotADirectoryError, IsADirectoryError, FileExistsError)):
         return f"{error.filename2 or error.filename}: {error.strerror}. Use another path.", BAD_REQUEST
-    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+    unwritten = type(error).__name__ == "SafetensorError" and "I/O error" in text
+    if unwritten or (isinstance(error, OSError) and not isinstance(error, FileNotFoundError)):
         return f"{text}. Is the disk full, or the folder not writable?", CANNOT_SAVE
     if isinstance(error, FileNotFoundError) and error.filename is not None:  # the system's, not one of weft's
         return f"{error.filename2 or error.filename} does not exist", BAD_REQUEST

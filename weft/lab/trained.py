@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -177,9 +177,12 @@ def load(folder: str | Path, which: str = "", device: str | torch.device | None 
         step, test, commit = int(facts["step"]), facts["test"], facts["commit"]
     elif is_exported(folder):
         config = from_json((folder / "config.json").read_text())
-        with safe_open(str(folder / WEIGHTS), framework="pt", device="cpu") as file:
-            facts = json.loads((file.metadata() or {}).get("weft", "{}"))
-            tensors = {f"model/{name}": file.get_tensor(name) for name in file.keys()}
+        try:
+            with safe_open(str(folder / WEIGHTS), framework="pt", device="cpu") as file:
+                facts = json.loads((file.metadata() or {}).get("weft", "{}"))
+                tensors = {f"model/{name}": file.get_tensor(name) for name in file.keys()}
+        except SafetensorError as error:
+            raise ValueError(f"{folder / WEIGHTS} is damaged ({error}): copy or export it again") from None
         step, test, commit = int(facts.get("step", 0)), facts.get("test", {}), facts.get("commit", "")
     else:
         run = Run(folder)
