@@ -13,7 +13,7 @@ from runs import Killed, before_step, kill, killed_run, weft
 from safetensors import safe_open
 
 from weft.lab import Diverged, saving, train
-from weft.lab.checkpoint import Checkpoints, DamagedCheckpoint, read, write
+from weft.lab.checkpoint import CannotSave, Checkpoints, DamagedCheckpoint, read, write
 from weft.lab.divergence import LossMonitor
 from weft.lab.optim import Average
 from weft.lab.run import Run, RunExists
@@ -66,6 +66,17 @@ def test_averages_of_bfloat16_weights_resume_to_the_last_bit(tmp_path, monkeypat
     assert {t.dtype for name, t in tensors.items() if name.startswith("average/")} == {torch.float32}
     with pytest.raises(ValueError, match="whole has a moving average of its weights .*--which best or last"):
         saving.saved_weights(Run(tmp_path / "whole"), "average")
+
+
+def test_a_run_that_is_moved_stops_and_continues_in_its_new_place(tmp_path, monkeypatch):
+    train(tiny(tmp_path / "whole"))
+    with monkeypatch.context() as patch:
+        before_step(patch, 5, lambda training: (tmp_path / "old").rename(tmp_path / "new"))
+        with pytest.raises(CannotSave, match="old was moved or removed during the run"):
+            train(tiny(tmp_path / "old"))
+    assert not (tmp_path / "old").exists()
+    assert weft("resume", tmp_path / "new").exit_code == 0
+    assert losses(tmp_path / "new") == losses(tmp_path / "whole")
 
 
 def test_averages_follow_their_formula():

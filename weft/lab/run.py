@@ -200,6 +200,9 @@ class Run:
     def sync(self) -> None:
         """Flush the log to disk; called before the checkpoint that depends on it."""
         if self._metrics is not None:
+            if not self.metrics.exists():  # a checkpoint would begin another folder
+                what = "was moved or removed during the run"
+                raise CannotSave(f"{self.folder} {what}: continue it in its new place with weft resume")
             try:
                 os.fsync(self._metrics)
             except OSError as error:
