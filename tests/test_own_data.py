@@ -65,6 +65,12 @@ def test_a_run_predicts_without_its_data_and_survives_export(table, tmp_path, ca
         model.predict("one text")
     with pytest.raises(TypeError, match="takes a list of texts"):
         model.predict([3])
+    assert model.predict(iter(texts)) == answers
+    import pyarrow
+
+    for columns in ({"text": texts}, pyarrow.table({"text": texts})):
+        with pytest.raises(TypeError, match="of a table, pass a column"):
+            model.predict(columns)
     with pytest.raises(FileNotFoundError, match="neither a run nor an exported model"):
         weft.load(tmp_path)
     with pytest.raises(ValueError, match="which must be best, last or average, got 'newest'"):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +66,17 @@ class Trained(nn.Module):
         return self.model(*inputs)
 
     @torch.no_grad()
-    def predict(self, examples: Sequence[Any], batch_size: int = 32) -> list[dict[str, Any]]:
+    def predict(self, examples: Iterable[Any], batch_size: int = 32) -> list[dict[str, Any]]:
         """The answer for every example: texts, or the files of images, or rows of ids (a tensor).
 
         Classes have an "answer" (its name) and a "probability", numbers have an "answer". A run with `--ensemble` was
         tested as an ensemble, and answers as one.
         """
+        if isinstance(examples, Mapping) or hasattr(examples, "columns") or hasattr(examples, "column_names"):
+            raise TypeError('predict() takes a list of examples; of a table, pass a column: predict(table["text"])')
         if isinstance(examples, str) or not isinstance(examples, Iterable):
             raise TypeError("predict() takes a list of examples; put a single text in a list: predict([text])")
+        examples = examples if isinstance(examples, Tensor) else list(examples)
         device = next(self.parameters()).device
         found: list[dict[str, Any]] = []
         tokens: list[int] = []
