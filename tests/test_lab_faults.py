@@ -296,6 +296,16 @@ def test_a_damaged_checkpoint_is_an_error(run, command):
     assert weft(*command, run, "--which", "last").exit_code == 0
 
 
+@pytest.mark.parametrize("name", ["config.json", "data.json", "tokenizer.json", "model.safetensors", "checkpoints/x"])
+@pytest.mark.parametrize("more", [{}, {"resume": True}])
+def test_files_of_others_are_not_replaced(tmp_path, name, more):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text('{"mine": 1}')
+    with pytest.raises(RunExists, match=f"is not a run, .* its {name.split('/')[0]}: choose another --out"):
+        train(tiny(tmp_path, steps=2), **more)
+    assert (tmp_path / name).read_text() == '{"mine": 1}'
+
+
 def test_an_export_to_a_full_disk_and_a_damaged_one_are_errors(run, tmp_path):
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # of every file

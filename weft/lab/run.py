@@ -34,6 +34,10 @@ from .say import say as say_
 
 SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"  # the part of a GPU that a process may use, if NVIDIA's MPS runs
 
+MODEL = "model.safetensors"  # of an exported model
+REPLACED = ("data.json", "environment.json", "metrics.jsonl", "result.json", "vocabulary.txt", "tokenizer.json",
+            "checkpoints")  # by a run, besides its config.json  # fmt: skip
+
 TIME = "%Y-%m-%dT%H:%M:%S%z"  # of each launch
 
 
@@ -110,8 +114,19 @@ class Run:
         return kept or (self.metrics.exists() and self.metrics.stat().st_size > 0)
 
     def check(self, config: TrainConfig, resume: bool) -> None:
-        """Raise RunExists if the folder contains a different run. Writes nothing."""
-        if not (self.folder / "config.json").exists() or not self.computed():
+        """Raise RunExists if the folder contains a different run, or files that a run would replace. Writes nothing."""
+        begun = (self.folder / "config.json").exists()
+        if not begun or not self.computed():
+            names = (MODEL,) if begun else (MODEL, *REPLACED)
+            theirs = [name for name in names if (self.folder / name).exists()]
+            if begun:
+                try:
+                    self.config()
+                except DamagedFile:
+                    theirs.append("config.json")
+            if theirs:
+                what = f"is not a run, and a run there would replace or contradict its {theirs[0]}"
+                raise RunExists(f"{self.folder} {what}: choose another --out")
             return
         if not resume:
             raise RunExists(

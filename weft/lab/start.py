@@ -26,9 +26,11 @@ Saved = tuple[dict[str, Tensor], dict[str, Any]]
 def claim(run: Run, config: TrainConfig, resume: bool) -> None:
     """Check that the folder is free or belongs to this run. Writes only the lock."""
     folder = run.folder
-    if (folder / "config.json").exists():
+    started = (folder / "config.json").exists()
+    if started:
         run.lock()
-        run.check(config, resume)
+    run.check(config, resume)
+    if started:
         return
     here = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not here.is_dir() or not os.access(here, os.W_OK):

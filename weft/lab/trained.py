@@ -31,12 +31,10 @@ from ..tasks.registry import task_of
 from .build import build_model
 from .hosted import OWN, load_host, save_host
 from .kept import Kept, read_kept
-from .run import Run, missing_config
+from .run import MODEL, Run, missing_config
 from .saving import saved_weights
 from .say import say
 from .state import restore_model
-
-WEIGHTS = "model.safetensors"
 
 
 class Trained(nn.Module):
@@ -114,7 +112,7 @@ class Trained(nn.Module):
             (temporary / "README.md").write_text(self._card(target.name, opens), encoding="utf-8")
             if host is None:
                 state = {k: v.detach().cpu().contiguous().clone() for k, v in self.model.state_dict().items()}
-                save_file(state, temporary / WEIGHTS, metadata={"weft": json.dumps(facts)})
+                save_file(state, temporary / MODEL, metadata={"weft": json.dumps(facts)})
         return target
 
     def _card(self, name: str, opens: str) -> str:
@@ -152,7 +150,7 @@ def own_files(folder: Path) -> Path:
 
 
 def is_exported(folder: Path) -> bool:
-    return own_files(folder) != folder or (folder / WEIGHTS).exists()
+    return own_files(folder) != folder or (folder / MODEL).exists()
 
 
 def load(folder: str | Path, which: str = "", device: str | torch.device | None = None) -> Trained:
@@ -181,11 +179,11 @@ def load(folder: str | Path, which: str = "", device: str | torch.device | None 
     elif is_exported(folder):
         config = from_json((folder / "config.json").read_text())
         try:
-            with safe_open(str(folder / WEIGHTS), framework="pt", device="cpu") as file:
+            with safe_open(str(folder / MODEL), framework="pt", device="cpu") as file:
                 facts = json.loads((file.metadata() or {}).get("weft", "{}"))
                 tensors = {f"model/{name}": file.get_tensor(name) for name in file.keys()}
         except SafetensorError as error:
-            raise ValueError(f"{folder / WEIGHTS} is damaged ({error}): copy or export it again") from None
+            raise ValueError(f"{folder / MODEL} is damaged ({error}): copy or export it again") from None
         step, test, commit = int(facts.get("step", 0)), facts.get("test", {}), facts.get("commit", "")
     else:
         run = Run(folder)
