@@ -84,35 +84,31 @@ def from_file(config: TrainConfig, tokenizer: str | None) -> bool:
 def encoder(vocabulary: list[str] | None, tokenizer: str | None, length: int) -> tuple[Encode, int]:
     """From texts to rows of ids, cut and padded with 0 to `length`, and the tokens that each text had; and the number
     of ids, with 0."""
-    one, vocab = _encoder(vocabulary, tokenizer, length)
+    if tokenizer is not None:
+        pieces = cutting(tokenizer, length)
+        vocab = len(pieces) + 1
+
+        def one(text: str) -> tuple[np.ndarray, int]:
+            found = pieces.bpe.encode(text)
+            return np.array(found.ids, np.int32) + 1, tokens_of(found)
+    elif vocabulary is not None:
+        number, word = {word: i for i, word in enumerate(vocabulary)}, words_of(vocabulary)
+        vocab = len(number)
+
+        def one(text: str) -> tuple[np.ndarray, int]:
+            words = word.findall(text)
+            return np.array([number.get(w, 1) for w in words[:length]], np.int32), len(words)
+    else:
+        vocab = 257
+
+        def one(text: str) -> tuple[np.ndarray, int]:
+            return as_ids(text.encode(), length), len(text.encode())
 
     def encode(texts: Sequence[str]) -> tuple[Tensor, list[int]]:
         found = [one(text) for text in texts]
         return torch.from_numpy(pad_rows([ids for ids, _ in found], length, np.int32)), [count for _, count in found]
 
     return encode, vocab
-
-
-def _encoder(
-    vocabulary: list[str] | None, tokenizer: str | None, length: int
-) -> tuple[Callable[[str], tuple[np.ndarray, int]], int]:
-    if tokenizer is not None:
-        pieces = cutting(tokenizer, length)
-
-        def by_pieces(text: str) -> tuple[np.ndarray, int]:
-            found = pieces.bpe.encode(text)
-            return np.array(found.ids, np.int32) + 1, tokens_of(found)
-
-        return by_pieces, len(pieces) + 1
-    if vocabulary is not None:
-        number, word = {word: i for i, word in enumerate(vocabulary)}, words_of(vocabulary)
-
-        def by_words(text: str) -> tuple[np.ndarray, int]:
-            words = word.findall(text)
-            return np.array([number.get(w, 1) for w in words[:length]], np.int32), len(words)
-
-        return by_words, len(number)
-    return lambda text: (as_ids(text.encode(), length), len(text.encode())), 257
 
 
 @functools.lru_cache(maxsize=4)  # reading a tokenizer takes longer than the step of a small model
