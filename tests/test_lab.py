@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import types
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +26,14 @@ from weft.lab.run import Run
 from weft.layers.cached import RecurrentCache
 from weft.tasks import get_task
 from weft.tasks.config import FREE_ON_RESUME, field_help, from_json, to_json
+
+
+def test_a_config_from_python_takes_paths_and_dictionaries_but_no_wrong_types():
+    config = make_config("digits", out=Path("runs") / "a", attention="local", attention_options={"block_size": 8})
+    assert (config.out, config.attention_options) == ("runs/a", '{"block_size": 8}')
+    for wrong in (dict(steps="10"), dict(batch_size=8.0), dict(augment=1), dict(data=None)):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be of type (int|bool|str), got"):
+            make_config("digits", **wrong)
 
 
 def test_every_field_is_explained_and_on_the_command_line():

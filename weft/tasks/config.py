@@ -271,9 +271,11 @@ FREE_ON_RESUME = frozenset(
 
 
 def make_config(task: str, preset: str = "", **given: Any) -> TrainConfig:
-    """The task's defaults, overridden by the preset, and then by `given`."""
+    """The task's defaults, overridden by the preset, and then by `given`; paths and dictionaries become texts."""
     from .registry import get_task, resolve
 
+    for name, value in given.items():
+        given[name] = str(value) if isinstance(value, Path) else json.dumps(value) if isinstance(value, dict) else value
     task, given["task_file"] = resolve(task, given.get("task_file", ""))
     entry = get_task(task)
     if preset and preset not in entry.presets:
@@ -285,6 +287,7 @@ def make_config(task: str, preset: str = "", **given: Any) -> TrainConfig:
         near = difflib.get_close_matches(unknown[0], list(field_types()), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise TypeError(f"TrainConfig has no field {unknown[0]!r}{hint}")
+    check_types(values)
     config = TrainConfig(task=task, preset=preset, **values)
     config.check()
     return config
@@ -315,13 +318,17 @@ def from_json(text: str) -> TrainConfig:
     unknown = set(values) - set(field_types())
     if unknown:
         raise ValueError(f"it has fields that this version does not know: {', '.join(sorted(unknown))}")
+    check_types(values)
+    return TrainConfig(**values)
+
+
+def check_types(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         kinds = typing.get_args(field_types()[name]) or (field_types()[name],)
         fits = any(isinstance(value, kind) and (kind is bool) == isinstance(value, bool) for kind in kinds)
         if not fits and not (float in kinds and type(value) is int):
             wanted = " or ".join(kind.__name__ for kind in kinds)
             raise ValueError(f"{name} must be of type {wanted}, got {value!r}")
-    return TrainConfig(**values)
 
 
 def differences(old: TrainConfig, new: TrainConfig) -> list[str]:
