@@ -39,6 +39,13 @@ def read(data: str, classes: int) -> tuple[Pictures, Pictures]:
     return _read_binary(path / "train.bin", 2), _read_binary(path / "test.bin", 2)
 
 
+def read_parts(data: str, classes: int) -> list[Pictures]:
+    """Training, validation and test images."""
+    (images, labels), test = read(data, classes)
+    cut = len(labels) - HELD_OUT if len(labels) > HELD_OUT else len(labels) * 9 // 10
+    return [(images[:cut], labels[:cut]), (images[cut:], labels[cut:]), test]
+
+
 def _read_binary(path: Path, labels: int) -> Pictures:
     """Records of `labels` label bytes (the last is the fine one) and 3 x 32 x 32 bytes."""
     record = labels + 3072
@@ -102,17 +109,11 @@ class CIFAR10Pixels(TextClassification):
     def load(self, config: TrainConfig) -> TaskData:
         if config.max_length not in (0, 1024):
             raise ValueError(f"max_length must be 1,024, the number of pixels, got {config.max_length}: remove it")
-        (images, labels), (test_images, test_labels) = read(config.data, 10)
-        ids, test_ids = (torch.from_numpy(grey(x).astype(np.int16) + 1) for x in (images, test_images))
-        label, test_label = (torch.from_numpy(y.copy()) for y in (labels, test_labels))
-        cut = max(1, len(label) - HELD_OUT) if len(label) > HELD_OUT else len(label) * 9 // 10
-        return TaskData(
-            {"ids": ids[:cut], "label": label[:cut]},
-            {"ids": ids[cut:], "label": label[cut:]},
-            {"ids": test_ids, "label": test_label},
-            length=1024,
-            facts={"vocab": 257, "classes": 10},
+        train, val, test = (
+            {"ids": torch.from_numpy(grey(x).astype(np.int16) + 1), "label": torch.from_numpy(y.copy())}
+            for x, y in read_parts(config.data, 10)
         )
+        return TaskData(train, val, test, length=1024, facts={"vocab": 257, "classes": 10})
 
 
 class CIFAR(ImageClassification):
@@ -120,11 +121,9 @@ class CIFAR(ImageClassification):
     size = 32
 
     def load(self, config: TrainConfig) -> TaskData:
-        (images, labels), (test_images, test_labels) = read(config.data, self.classes)
-        cut = len(labels) - HELD_OUT if len(labels) > HELD_OUT else len(labels) * 9 // 10
-        parts = [(images[:cut], labels[:cut]), (images[cut:], labels[cut:]), (test_images, test_labels)]
         train, val, test = (
-            {"image": torch.from_numpy(np.ascontiguousarray(x)), "label": torch.from_numpy(y.copy())} for x, y in parts
+            {"image": torch.from_numpy(np.ascontiguousarray(x)), "label": torch.from_numpy(y.copy())}
+            for x, y in read_parts(config.data, self.classes)
         )
         return self.data(config, train, val, test, self.classes)
 
