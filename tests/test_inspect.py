@@ -250,13 +250,44 @@ def test_pairwise_biases_of_swapped_layers_are_shown():
     torch.testing.assert_close(out, expected)
 
 
-def test_full_attention_with_a_sliding_window_is_an_error():
+def small(**more):
+    sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=20)
+    return sizes | more
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma3_text", "modernbert", "bert"])
+def test_full_attention_of_transformers_is_the_models_own(kind):
+    """Also with sliding windows, for which a swapped model uses no mechanism unless somebody looks."""
     transformers = pytest.importorskip("transformers")
-    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=20)
-    config = transformers.MistralConfig(**sizes, num_key_value_heads=2, sliding_window=4)
-    model = transformers.MistralForCausalLM(config).eval()
+    more = {"modernbert": {"local_attention": 4}, "bert": {}}.get(kind, dict(sliding_window=4, num_key_value_heads=1))
+    config = transformers.AutoConfig.for_model(kind, **small(pad_token_id=0, head_dim=8, **more))
+    model = transformers.AutoModel.from_config(config, attn_implementation="eager").eval()
+    ids = torch.randint(1, 20, (1, 9))
+    expected = model(ids, output_attentions=True)
     weft.swap(model, to="full")
-    with pytest.raises(ValueError, match="no mechanism of this model was called: full attention with .* windows"):
+    views, out = attention_views(model, [ids])
+    torch.testing.assert_close(out[0], expected[0])
+    for view, weights in zip(views, expected.attentions, strict=True):
+        torch.testing.assert_close(view.map, weights)
+
+
+def test_full_attention_with_relative_positions_of_transformers_is_shown():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(vocab_size=20, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
+    model = transformers.T5EncoderModel._from_config(config, attn_implementation="eager").eval()
+    ids = torch.randint(1, 20, (1, 9))
+    expected = model(ids, output_attentions=True).attentions
+    weft.swap(model, to="full")
+    for view, weights in zip(attention_views(model, [ids])[0], expected, strict=True):
+        torch.testing.assert_close(view.map, weights)
+
+
+def test_attention_without_a_mechanism_is_an_error():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GptOssConfig(**small(num_key_value_heads=1, head_dim=8, num_local_experts=4))
+    model = transformers.GptOssForCausalLM(config).eval()
+    weft.swap(model, to="full")
+    with pytest.raises(ValueError, match="no mechanism of this model was called: full attention with sinks"):
         attention_views(model, [torch.randint(20, (1, 9))])
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ class Core(nn.Module):
         v = connected(attn, q, k, v)
         if not pairs:
             return attn(q, k, v, mask, bias)
-        if self.name != "full" or attn._forward_pre_hooks:  # those of weft.inspect look at the mechanism's calls
+        if self.name != "full" or watched.get():
             return attn(q, k, v, mask, total(bias, *(PairBias(t[(None,) * (4 - t.dim())]) for t in pairs)))
         return masked_full(
             q, k, v, mask, causal=causal, allowed=allowed, added=added, dropout=self.dropout if self.training else 0.0
@@ -107,6 +108,19 @@ class Core(nn.Module):
 
     def extra_repr(self) -> str:
         return f"name={self.name!r}"
+
+
+watched: ContextVar[bool] = ContextVar("watched", default=False)
+
+
+@contextmanager
+def watching() -> Iterator[None]:
+    """Within this block, full attention calls its mechanism for masks and biases of pairs, too: hooks see it."""
+    token = watched.set(True)
+    try:
+        yield
+    finally:
+        watched.reset(token)
 
 
 def fx_leaf(forward: Callable[..., Any]) -> Callable[..., Any]:

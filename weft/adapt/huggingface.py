@@ -32,7 +32,7 @@ from ..core.precision import autocast
 from ..core.segments import Segments
 from ..core.unread import connected
 from .biases import PairBias, WindowBias, in_blocks, in_window, total
-from .core import learns, masked_full, rescaled, rows_are_independent, seeded, trains
+from .core import learns, masked_full, rescaled, rows_are_independent, seeded, trains, watched
 from .decoding import StateLayer, begin, note_recording, state_layer
 from .guard import called, guard, install
 from .loading import load as load
@@ -198,7 +198,8 @@ def _attend(
             if began is not None:
                 return _heads_last(began), None
     plain = position_bias is None and chosen is None and not (of_matrix or special or over_cache or window)
-    if choice.name == "full" and not plain:
+    seen = watched.get() and not (special or over_cache) and chosen is None and packed is None
+    if choice.name == "full" and not plain and not seen:
         # No earlier queries are needed, so any cache works.
         run = _full(q, k, mask, position_bias, causal, window, special, packed, chosen)
     elif choice.name == "longformer" and window and over_cache and position_bias is None:
@@ -206,6 +207,7 @@ def _attend(
         k, v = spread(q, k, v)
         run = _full(q, k, mask, None, causal, window, special)  # the cache holds little more than the window
     else:
+        causal = causal and not (of_matrix and choice.name == "full")  # its matrix contains causality
         bias, mask = _bias(choice, mask, position_bias, causal, over_cache)
         if packed is not None and bias is not None:
             raise ValueError(f"{choice.shown} does not support a pairwise bias of packed sequences: use weft:full")

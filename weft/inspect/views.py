@@ -95,8 +95,8 @@ def attention_views(
         output = model(*inputs)
     if not calls:
         raise ValueError(
-            "no mechanism of this model was called: full attention with the biases or sliding windows of a "
-            "transformers model is computed without one, and cannot be inspected"
+            "no mechanism of this model was called: full attention with sinks, capped logits or a key-value cache is "
+            "computed without one, and cannot be inspected"
         )
     return _mixed_together(model, calls, names), output
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..adapt.core import kept_mechanisms
+from ..adapt.core import kept_mechanisms, watching
 from ..attention import Attention
 from ..core.segments import documents_of
 from ..core.staging import eagerly
@@ -39,7 +39,7 @@ def looking(model: nn.Module, hooks: Sequence[Any]) -> Iterator[None]:
     ]
     model.eval()
     try:
-        with eagerly(), torch.inference_mode(False), torch.no_grad():  # rows of attention are gradients
+        with eagerly(), watching(), torch.inference_mode(False), torch.no_grad():  # rows of attention are gradients
             yield
     finally:
         for hook in hooks:
