@@ -158,6 +158,13 @@ def test_the_average_is_the_recursion(tmp_path, folder):
     torch.testing.assert_close(saved[-1]["average/head.weight"], average)
 
 
+def test_another_image_size_for_timm_is_an_error(folder):
+    options = {"model": "timm:vit_tiny_patch16_224", "model_options": '{"img_size": 32}'}
+    task, config = get_task(TASK), make_config(TASK, data=str(folder), image_size=16, **options)
+    with pytest.raises(ValueError, match="img_size is 32, but the task's images have 16 x 16 pixels"):
+        task.model(config, task.load(config))
+
+
 @pytest.mark.parametrize("model", ["transformer", "timm:vit_tiny_patch16_224", "pvt-tiny", "crate-tiny"])
 def test_layer_decay_scales_every_layer_by_the_one_after_it(model):
     sizes = {"transformer": {"layers": 3}, "timm:vit_tiny_patch16_224": {"model_options": '{"depth": 3}'}}

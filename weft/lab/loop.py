@@ -427,7 +427,7 @@ class Training:
         except DamagedCheckpoint as error:
             damage = str(error)
         if self.processes.any(bool(damage)) or best is None:
-            self._say(f"{damage or 'no evaluation gave a finite metric'}; testing the weights of step {self.step}")
+            self._say(f"{damage or 'no checkpoint with a finite metric'}; testing the weights of step {self.step}")
             self._new_best(self._score(self.val, self.config.eval_batches))
         elif tensors is not None:
             restore_model(self.raw, tensors, numbers["extra"])

@@ -260,6 +260,9 @@ def timm_model(name: str, size: int, **options: Any) -> nn.Module:
 
 def timm_options(name: str, size: int, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options with the size of the images, for the models that are built for one."""
+    given = options.get("img_size", size)
+    if given not in (size, [size, size]):
+        raise ValueError(f"img_size is {given}, but the task's images have {size} x {size} pixels: leave img_size out")
     return {**({"img_size": size} if _takes_size(name) else {}), **options}
 
 
